@@ -1,0 +1,144 @@
+"""The vocabulary of the project: shapes, activations, save policies and presets.
+
+Symbols follow the MoEBlaze paper (arXiv 2601.05296): L tokens in a step, d model width,
+h expert width, E experts, k experts per token, R = L * k routed rows.
+"""
+
+from dataclasses import dataclass, replace
+
+from moeblaze_ref import doors
+
+GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
+UNGATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ACTIVATIONS = GATED_ACTIVATIONS + UNGATED_ACTIVATIONS
+
+# What is kept between forward and backward, besides x, the Dispatch and the gates.
+POLICIES = {
+    "conventional": "routed inputs and every intermediate",
+    "paper": "A, B and Y_swi (MoEBlaze, Algorithm 1)",
+    "minimal": "A and B; Y_swi is rebuilt in the backward's epilogue",
+    "inputs": "nothing between the GEMMs; A and B are recomputed",
+}
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The shape of one MoE layer and of the step that runs through it.
+
+    Parameters
+    ----------
+    L : int
+        Tokens in a step (batch x sequence); 0 is valid.
+    d, h : int
+        Model width and expert width.
+    E, k : int
+        Experts, and experts per token (k <= E).
+    activation : str
+        One of ``ACTIVATIONS``. The gated ones use w1, w2 and w3, the others w1 and w3.
+    dtype : str
+        Dtype of activations and weights, one of ``ITEMSIZE``.
+
+    Raises
+    ------
+    ValueError
+        If a size is out of range, k > E, R = L * k exceeds 2**31 - 1, or a name is unknown.
+    TypeError
+        If a size is not an integer.
+    """
+
+    L: int
+    d: int
+    h: int
+    E: int
+    k: int
+    activation: str = "swiglu"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        doors.check_int("L", self.L, at_least=0)
+        for name in ("d", "h", "E", "k"):
+            doors.check_int(name, getattr(self, name), at_least=1)
+        doors.check_k(self.k, self.E)
+        doors.check_routed_rows(self.L, self.k)
+        doors.check_name("activation", self.activation, ACTIVATIONS)
+        doors.check_name("dtype", self.dtype, ITEMSIZE)
+
+    @property
+    def R(self) -> int:
+        """Routed rows, L * k."""
+        return self.L * self.k
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of ``dtype``."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation multiplies by a second projection b = x w2."""
+        return self.activation in GATED_ACTIVATIONS
+
+    def replace(self, **changes) -> "MoEConfig":
+        """The same configuration with some fields changed (and checked again)."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A configuration with a name, and what a reader must know about its numbers."""
+
+    config: MoEConfig
+    note: str
+
+
+PRESETS = {
+    "paper-deepseek": Preset(
+        MoEConfig(L=2_000_000, d=6144, h=24_576, E=256, k=4),
+        "MoEBlaze section 2, its DeepSeek-scale example; E is not printed there, 256 is assumed",
+    ),
+    "conf1": Preset(
+        MoEConfig(L=32_768, d=512, h=2048, E=4, k=1),
+        "MoEBlaze evaluation; L = 32,768 is assumed",
+    ),
+    "conf3": Preset(
+        MoEConfig(L=65_536, d=1024, h=4096, E=16, k=4),
+        "MoEBlaze evaluation; L = 65,536 is inferred from its 10,000 MB",
+    ),
+    "conf4": Preset(
+        MoEConfig(L=32_768, d=2048, h=8192, E=16, k=4),
+        "MoEBlaze evaluation; batch 32 x sequence 1024",
+    ),
+    "mixtral": Preset(
+        MoEConfig(L=16_384, d=4096, h=14_336, E=8, k=2),
+        "one layer of Mixtral-8x7B; L is ours",
+    ),
+    "qwen3": Preset(
+        MoEConfig(L=32_768, d=2048, h=768, E=128, k=8),
+        "one layer of Qwen3-30B-A3B; L is ours",
+    ),
+    "fine-grained": Preset(
+        MoEConfig(L=24_576, d=1536, h=256, E=128, k=8),
+        "many narrow experts, the shape where index work and memory traffic dominate; L is ours",
+    ),
+    "deepseek-v3": Preset(
+        MoEConfig(L=16_384, d=7168, h=2048, E=256, k=8),
+        "one layer of DeepSeek-V3, routed experts only; L is ours",
+    ),
+    "olmoe": Preset(
+        MoEConfig(L=32_768, d=2048, h=1024, E=64, k=8),
+        "one layer of OLMoE-1B-7B; L is ours",
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset called ``name``.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message proposes the nearest name.
+    """
+    return PRESETS[doors.check_name("preset", name, PRESETS)]

@@ -1,0 +1,122 @@
+"""The judge: the MoE layer in plain torch, differentiated by autograd alone.
+
+It is written the conventional way, with the routed-token buffer and every intermediate
+that autograd wants to keep, so it is also the layer whose memory the project accounts for
+under the policy `conventional`. Nothing here calls the project's own stages.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moeblaze_ref import doors
+from moeblaze_ref.config import ACTIVATIONS, GATED_ACTIVATIONS
+
+ACTIVATION = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda a: F.relu(a).square(),
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "reglu": F.relu,
+}
+assert ACTIVATION.keys() == set(ACTIVATIONS)
+
+
+class Routing(NamedTuple):
+    """What the router decided for every token."""
+
+    logits: Tensor  # (L, E)
+    probs: Tensor  # (L, E) softmax of the logits
+    topk_experts: Tensor  # (L, k) int64, best first, ties to the lower expert id
+    gates: Tensor  # (L, k) probabilities of the chosen experts
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Ids of the k largest logits of each row, ties to the lower id (torch.topk does not promise it)."""
+    return torch.sort(logits.detach(), dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
+
+
+def route(x: Tensor, wg: Tensor, k: int, renormalize: bool = False, topk_experts: Tensor | None = None) -> Routing:
+    """Softmax router; ``topk_experts`` (L, k) replays a given choice instead of the top k.
+
+    Logits and gates are float32, or float64 for float64 inputs.
+    """
+    logits = x @ wg  # (L, E)
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    probs = torch.softmax(logits, dim=-1)
+    chosen = top_k(logits, k) if topk_experts is None else topk_experts.long()
+    gates = probs.gather(1, chosen)  # (L, k)
+    if renormalize:
+        gates = gates / gates.sum(dim=-1, keepdim=True)
+    return Routing(logits, probs, chosen, gates)
+
+
+def load_balancing_loss(routing: Routing) -> Tensor:
+    """Switch Transformer's E * sum_e f_e P_e: f_e the share of routed rows, P_e the mean probability."""
+    num_experts = routing.probs.shape[1]
+    share = torch.bincount(routing.topk_experts.flatten(), minlength=num_experts) / routing.topk_experts.numel()
+    return num_experts * (share.to(routing.probs.dtype) * routing.probs.mean(dim=0)).sum()
+
+
+def router_z_loss(routing: Routing) -> Tensor:
+    """ST-MoE's mean over tokens of logsumexp(logits)**2."""
+    return torch.logsumexp(routing.logits, dim=-1).square().mean()
+
+
+def _grouped_matmul(rows: Tensor, lengths: list[int], weights: Tensor) -> Tensor:
+    """Each expert's group of rows times that expert's matrix."""
+    return torch.cat([group @ weight for group, weight in zip(rows.split(lengths), weights, strict=True)])
+
+
+def experts(
+    x: Tensor, routing: Routing, w1: Tensor, w2: Tensor | None, w3: Tensor, activation: str = "swiglu"
+) -> Tensor:
+    """The chosen experts' outputs, weighted by the gates and summed per token: (L, d)."""
+    k = routing.topk_experts.shape[1]
+    chosen = routing.topk_experts.flatten()  # (R,)
+    order = chosen.argsort(stable=True)  # (R,) slots in expert order
+    token = order // k  # (R,)
+    lengths = torch.bincount(chosen, minlength=w1.shape[0]).tolist()
+    routed = x[token]  # (R, d): the routed-token buffer
+    a = _grouped_matmul(routed, lengths, w1)  # (R, h)
+    y_swi = ACTIVATION[activation](a)
+    if activation in GATED_ACTIVATIONS:
+        y_swi = y_swi * _grouped_matmul(routed, lengths, w2)
+    y = _grouped_matmul(y_swi, lengths, w3)  # (R, d)
+    weighted = y * routing.gates.flatten()[order, None].to(y.dtype)
+    return torch.zeros_like(x).index_add(0, token, weighted)
+
+
+class OracleMoE(nn.Module):
+    """The oracle as a module, for models that train on plain torch.
+
+    Parameters
+    ----------
+    d, h, E, k : int
+        Model width, expert width, experts, experts per token.
+    activation : str
+        One of ``config.ACTIVATIONS``.
+    renormalize : bool
+        Divide the chosen gates by their sum.
+    """
+
+    def __init__(self, d: int, h: int, E: int, k: int, activation: str = "swiglu", renormalize: bool = False):
+        super().__init__()
+        doors.check_k(k, E)
+        doors.check_name("activation", activation, ACTIVATIONS)
+        self.k, self.activation, self.renormalize = k, activation, renormalize
+        self.wg = nn.Parameter(torch.randn(d, E) * d**-0.5)
+        self.w1 = nn.Parameter(torch.randn(E, d, h) * d**-0.5)
+        self.w2 = nn.Parameter(torch.randn(E, d, h) * d**-0.5) if activation in GATED_ACTIVATIONS else None
+        self.w3 = nn.Parameter(torch.randn(E, h, d) * h**-0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        """Output (L, d) for x (L, d), and the routing that produced it."""
+        routing = route(x, self.wg, self.k, self.renormalize)
+        return experts(x, routing, self.w1, self.w2, self.w3, self.activation), routing

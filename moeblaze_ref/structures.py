@@ -1,0 +1,50 @@
+"""The four index structures that replace the routed-token buffer (MoEBlaze, section 4.1)."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """Where every routed row comes from and where it goes; all arrays are int32.
+
+    Parameters
+    ----------
+    expert_token_indices : array (R,)
+        Token ids grouped by expert, ascending token id inside an expert.
+    expert_token_offsets : array (E + 1,)
+        Expert e owns positions offsets[e] to offsets[e + 1] of the expert order.
+    token_expert_indices : array (R,)
+        Expert ids of token 0, then of token 1, ...: row-major (L, k).
+    token_index_map : array (R,)
+        Position of slot (token, j) in the expert order, row-major (L, k).
+    k : int
+        Experts per token.
+    """
+
+    expert_token_indices: Array
+    expert_token_offsets: Array
+    token_expert_indices: Array
+    token_index_map: Array
+    k: int
+
+    @property
+    def R(self) -> int:
+        """Routed rows."""
+        return self.expert_token_indices.shape[0]
+
+    @property
+    def L(self) -> int:
+        """Tokens."""
+        return self.R // self.k
+
+    @property
+    def E(self) -> int:
+        """Experts."""
+        return self.expert_token_offsets.shape[0] - 1
+
+    def arrays(self) -> dict[str, Array]:
+        """The four arrays by their paper names."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "k"}
