@@ -1,0 +1,59 @@
+"""One launch interface, two executors.
+
+An executor has ``name``, ``empty(shape, dtype)``, ``to_numpy(array)`` and
+``load(file, **constants)``; the module that it loads has ``launch(kernel, grid, block,
+shared_bytes=0, **arguments)``. The same .cu file runs through either.
+"""
+
+import functools
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Module(Protocol):
+    """A compiled kernel file."""
+
+    def launch(self, kernel: str, grid, block, shared_bytes: int = 0, **arguments: Any) -> None:
+        """Run a kernel; arguments by name, as the file declares them."""
+
+
+class Executor(Protocol):
+    """What compiles and runs kernel files."""
+
+    name: str
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """A new array of the executor's kind."""
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """The array on the host."""
+
+    def load(self, file: str, text: str | None = None, **constants: Any) -> Module:
+        """Compile a kernel file."""
+
+
+@functools.cache
+def simt_executor() -> Executor:
+    """The shared instrumented SIMT executor."""
+    from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+
+    return SimtExecutor()
+
+
+@functools.cache
+def cupy_executor() -> Executor:
+    """The shared CuPy executor."""
+    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+
+    return CupyExecutor()
+
+
+def executor_for(array: Any) -> Executor:
+    """Where an array lives decides who computes on it: numpy -> SIMT, a CUDA array -> CuPy."""
+    return cupy_executor() if hasattr(array, "__cuda_array_interface__") else simt_executor()
+
+
+def ceil_div(n: int, size: int) -> int:
+    """Blocks of ``size`` that cover ``n``."""
+    return -(-n // size)

@@ -1,0 +1,53 @@
+// What every kernel file shares: warp and block primitives. Runs everywhere.
+#pragma once
+
+#ifndef MOEBLAZE_SIMT
+#define DYNAMIC_SHARED(type, name)                                   \
+    extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
+    type* const name = reinterpret_cast<type*>(dynamic_shared)
+#endif
+
+constexpr int WARP = 32;
+constexpr unsigned FULL_WARP = 0xffffffffu;
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }
+__device__ __forceinline__ int warp_id() { return threadIdx.x / WARP; }
+
+// Sum over the lanes of a warp; every lane gets it.
+__device__ __forceinline__ int warp_sum(int value) {
+    for (int step = WARP / 2; step > 0; step /= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
+    return value;
+}
+
+// Sum of the values of all lower lanes.
+__device__ __forceinline__ int warp_exclusive_sum(int value) {
+    int inclusive = value;
+    for (int step = 1; step < WARP; step *= 2) {
+        const int lower = __shfl_up_sync(FULL_WARP, inclusive, step);
+        if (lane_id() >= step) inclusive += lower;
+    }
+    return inclusive - value;
+}
+
+struct BlockScan {
+    int exclusive;  // sum of the values of all lower threads
+    int total;      // sum over the block
+};
+
+// Exclusive prefix sum over a one-dimensional block of SIZE threads.
+template <int SIZE>
+__device__ BlockScan block_exclusive_sum(int value) {
+    constexpr int WARPS = SIZE / WARP;
+    static_assert(SIZE % WARP == 0 && WARPS <= WARP, "whole warps, at most 32 of them");
+    __shared__ int warp_totals[WARPS];
+    const int below_in_warp = warp_exclusive_sum(value);
+    if (lane_id() == WARP - 1) warp_totals[warp_id()] = below_in_warp + value;
+    __syncthreads();
+    BlockScan scan = {below_in_warp, 0};
+    for (int warp = 0; warp < WARPS; ++warp) {
+        if (warp < warp_id()) scan.exclusive += warp_totals[warp];
+        scan.total += warp_totals[warp];
+    }
+    __syncthreads();  // warp_totals may be written again by the next call
+    return scan;
+}

@@ -1,0 +1,80 @@
+"""The CuPy executor: the same kernel files, compiled by NVRTC and run on a GPU."""
+
+import functools
+from typing import Any
+
+import cupy
+import numpy as np
+
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, check_launch, three
+
+
+class CupyExecutor:
+    """Runs kernel files on the current CUDA device and stream.
+
+    Parameters
+    ----------
+    poison : bool
+        Fill new arrays with NaN or -1, so that an element that no kernel writes shows.
+    """
+
+    name = "cuda"
+
+    def __init__(self, poison: bool = False):
+        self.poison = poison
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
+        """A new device array, poisoned if the executor is asked to."""
+        array = cupy.empty(shape, dtype)
+        if self.poison and array.size:
+            array.view(cupy.uint8).fill(0xFF)
+        return array
+
+    def to_numpy(self, array: cupy.ndarray) -> np.ndarray:
+        """A copy on the host."""
+        return cupy.asnumpy(array)
+
+    def load(self, file: str, text: str | None = None, **constants) -> "CupyModule":
+        """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
+        return _compile(file, text, tuple(sorted(constants.items())), cupy.cuda.Device().id)
+
+
+@functools.cache
+def _compile(file, text, constants, device) -> "CupyModule":
+    return CupyModule(KernelSource.read(file, dict(constants), text))
+
+
+class CupyModule:
+    """A compiled kernel file."""
+
+    def __init__(self, source: KernelSource):
+        self.source = source
+        options = (
+            "-std=c++17",
+            *(f"-D{name}={value}" for name, value in source.constants.items()),
+            *(f"-I{path}" for path in source.include_dirs),
+        )
+        self._module = cupy.RawModule(code=source.text, options=options, backend="nvrtc")
+
+    def launch(
+        self,
+        kernel: str,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        shared_bytes: int = 0,
+        **arguments: Any,
+    ) -> None:
+        """Queue ``kernel`` on the current stream; arguments by name, as the file declares them.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument or a size is not what the kernel takes.
+        """
+        grid, block = three(grid), three(block)
+        check_launch(kernel, grid, block, shared_bytes)
+        values = self.source.bind(kernel, arguments)
+        function = self._module.get_function(kernel)
+        if shared_bytes > 48 * 1024:
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        function(grid, block, tuple(values), shared_mem=shared_bytes)

@@ -1,0 +1,302 @@
+"""The SIMT executor: runs raw CUDA kernels on the CPU and counts what they ask of memory."""
+
+import ctypes
+import functools
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, check_launch, three
+from moeblaze_ref.simt import build
+
+ALIGNMENT = 256  # bytes, as a GPU's allocator gives
+GUARD_BYTES = 16 << 20  # unmapped by any buffer, so that a wild access lands in none
+
+
+class KernelFault(RuntimeError):
+    """A kernel did what a GPU would not survive; the message names kernel, block and thread."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one launch asked of one global buffer.
+
+    Bytes are those that threads request, not DRAM traffic; sectors are the distinct 32-byte
+    sectors of each warp access, so 32 * sectors / bytes is 1 for perfectly coalesced access.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    read_sectors: int
+    written_sectors: int
+
+
+@dataclass(frozen=True)
+class SharedTraffic:
+    """What one launch asked of shared memory; conflicts are passes beyond the fewest possible."""
+
+    read_bytes: int
+    written_bytes: int
+    wavefronts: int
+    bank_conflicts: int
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """The counts of one launch, buffer by buffer."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    buffers: dict[str, Traffic]
+    shared: SharedTraffic
+
+    @property
+    def read_bytes(self) -> int:
+        """Global bytes that threads asked to read."""
+        return sum(traffic.read_bytes for traffic in self.buffers.values())
+
+    @property
+    def written_bytes(self) -> int:
+        """Global bytes that threads asked to write."""
+        return sum(traffic.written_bytes for traffic in self.buffers.values())
+
+    @property
+    def sectors(self) -> int:
+        """32-byte sectors of all global accesses."""
+        return sum(traffic.read_sectors + traffic.written_sectors for traffic in self.buffers.values())
+
+
+class _Dim(ctypes.Structure):
+    _fields_ = [(axis, ctypes.c_uint) for axis in "xyz"]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p)] + [
+        (name, ctypes.c_uint64)
+        for name in ("address", "bytes", "read_bytes", "written_bytes", "read_sectors", "written_sectors")
+    ]
+
+
+class _Shared(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64) for name in ("read_bytes", "written_bytes", "wavefronts", "bank_conflicts")
+    ]
+
+
+class _Launch(ctypes.Structure):
+    """simt_abi.h, struct SimtLaunch."""
+
+    _fields_ = [
+        ("kernel", ctypes.c_char_p),
+        ("entry", ctypes.c_void_p),
+        ("shared_anchor", ctypes.c_void_p),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("grid", _Dim),
+        ("block", _Dim),
+        ("dynamic_shared_bytes", ctypes.c_uint64),
+        ("workers", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("num_buffers", ctypes.c_uint64),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("shared", _Shared),
+        ("fault", ctypes.c_char * 1024),
+    ]
+
+
+@dataclass
+class _Staged:
+    """One distinct array of a launch, copied to where nothing else is near."""
+
+    names: list[str]
+    original: np.ndarray
+    writable: bool
+    copy: np.ndarray
+
+
+class SimtExecutor:
+    """Runs kernel files on the CPU, compiled by g++.
+
+    Parameters
+    ----------
+    instrumented : bool
+        Count and check every memory access. Arrays are then copied into guarded memory for
+        the launch, so an access outside its buffer meets no other.
+    workers : int, optional
+        Operating-system threads; one per core by default.
+    seed : int
+        0 runs a block's threads in order; any other value in a random order that it decides.
+    """
+
+    name = "simt"
+
+    def __init__(self, instrumented: bool = True, workers: int | None = None, seed: int = 0):
+        self.instrumented = instrumented
+        self.workers = doors.check_int("workers", workers or os.cpu_count() or 1, at_least=1)
+        self.seed = doors.check_int("seed", seed, at_least=0, at_most=2**63)
+        self._recordings: list[list[LaunchReport]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """A new array, poisoned with NaN or -1."""
+        array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF) if array.size else None
+        return array
+
+    def to_numpy(self, array: np.ndarray) -> np.ndarray:
+        """The array itself."""
+        return array
+
+    def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
+        """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
+        return SimtModule(self, _compile(file, text, tuple(sorted(constants.items())), self.instrumented))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[LaunchReport]]:
+        """Collect the report of every launch made inside the ``with`` block."""
+        if not self.instrumented:
+            raise ValueError("this executor is not instrumented, so it counts nothing")
+        reports: list[LaunchReport] = []
+        self._recordings.append(reports)
+        try:
+            yield reports
+        finally:
+            self._recordings.remove(reports)
+
+    def _record(self, report: LaunchReport):
+        for reports in self._recordings:
+            reports.append(report)
+
+
+@functools.cache
+def _compile(file, text, constants, instrumented) -> tuple[KernelSource, ctypes.CDLL]:
+    source = KernelSource.read(file, dict(constants), text)
+    library = build.build_kernels(
+        source.file, source.text, list(source.kernels), source.include_dirs, source.constants, instrumented
+    )
+    return source, library
+
+
+class SimtModule:
+    """A compiled kernel file."""
+
+    def __init__(self, executor: SimtExecutor, compiled: tuple[KernelSource, ctypes.CDLL]):
+        self._executor = executor
+        self.source, self._library = compiled
+
+    def launch(
+        self,
+        kernel: str,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        shared_bytes: int = 0,
+        **arguments: Any,
+    ) -> None:
+        """Run ``kernel`` over the grid; arguments by name, as the file declares them.
+
+        Raises
+        ------
+        KernelFault
+            If a thread leaves its buffers, waits for one that never comes, or traps.
+        ValueError, TypeError
+            If an argument or a size is not what the kernel takes.
+        """
+        grid, block = three(grid), three(block)
+        check_launch(kernel, grid, block, shared_bytes)
+        values = self.source.bind(kernel, arguments)
+        staged = self._stage(kernel, values) if self._executor.instrumented else []
+        buffers = _register(staged)
+        launch = self._describe(kernel, grid, block, shared_bytes, _pack(values, staged), buffers)
+        if build.runtime_library().simt_launch(ctypes.byref(launch)):
+            raise KernelFault(launch.fault.decode())
+        for item in staged:
+            if item.writable:
+                np.copyto(item.original, item.copy)
+        if self._executor.instrumented:
+            self._executor._record(_report(launch, kernel, grid, block, buffers))
+
+    def _stage(self, kernel: str, values: list[Any]) -> list[_Staged]:
+        """Copy every distinct array into guarded memory."""
+        staged: dict[int, _Staged] = {}
+        for parameter, value in zip(self.source.kernels[kernel], values, strict=True):
+            if not parameter.pointer or not value.size:
+                continue
+            item = staged.setdefault(value.ctypes.data, _Staged([], value, False, value))
+            item.names.append(parameter.name)
+            item.writable |= parameter.writable
+        return _copy_apart(_without_overlap(kernel, list(staged.values())))
+
+    def _describe(self, kernel, grid, block, shared_bytes, pointers, buffers) -> _Launch:
+        def address(symbol):
+            return ctypes.cast(getattr(self._library, symbol), ctypes.c_void_p)
+
+        return _Launch(
+            kernel=kernel.encode(),
+            entry=address(f"simt_entry_{kernel}"),
+            shared_anchor=address("simt_shared_anchor"),
+            arguments=pointers,
+            grid=_Dim(*grid),
+            block=_Dim(*block),
+            dynamic_shared_bytes=shared_bytes,
+            workers=self._executor.workers,
+            seed=self._executor.seed,
+            num_buffers=len(buffers),
+            buffers=buffers,
+        )
+
+
+def _without_overlap(kernel: str, items: list[_Staged]) -> list[_Staged]:
+    items = sorted(items, key=lambda item: item.original.ctypes.data)
+    for left, right in zip(items, items[1:], strict=False):
+        if left.original.ctypes.data + left.original.nbytes > right.original.ctypes.data:
+            raise ValueError(
+                f"arguments {left.names[0]} and {right.names[0]} of kernel {kernel} overlap in memory without "
+                f"being the same array"
+            )
+    return items
+
+
+def _copy_apart(items: list[_Staged]) -> list[_Staged]:
+    """Give each array a copy in one mapping, far from its neighbours; unused pages cost nothing."""
+    places, end = [], GUARD_BYTES
+    for item in items:
+        places.append(end)
+        end += -(-item.original.nbytes // ALIGNMENT) * ALIGNMENT + GUARD_BYTES
+    arena = np.frombuffer(mmap.mmap(-1, end), np.uint8)
+    for item, place in zip(items, places, strict=True):
+        memory = arena[place : place + item.original.nbytes]
+        item.copy = memory.view(item.original.dtype).reshape(item.original.shape)
+        np.copyto(item.copy, item.original)
+    return items
+
+
+def _register(staged: list[_Staged]) -> ctypes.Array:
+    rows = [(" = ".join(item.names).encode(), item.copy.ctypes.data, item.copy.nbytes) for item in staged]
+    return (_Buffer * len(rows))(*rows)
+
+
+def _pack(values: list[Any], staged: list[_Staged]) -> ctypes.Array:
+    """The void** that the kernel's entry unpacks: the address of each argument's value."""
+    moved = {item.original.ctypes.data: item.copy.ctypes.data for item in staged}
+    cells = [
+        np.uint64(moved.get(value.ctypes.data, value.ctypes.data)) if isinstance(value, np.ndarray) else value
+        for value in values
+    ]
+    holders = [np.array([cell]) for cell in cells]
+    pointers = (ctypes.c_void_p * len(holders))(*(holder.ctypes.data for holder in holders))
+    pointers._holders = holders  # alive as long as the pointers
+    return pointers
+
+
+def _report(launch: _Launch, kernel, grid, block, buffers) -> LaunchReport:
+    traffic = {
+        row.name.decode(): Traffic(row.read_bytes, row.written_bytes, row.read_sectors, row.written_sectors)
+        for row in buffers
+    }
+    shared = SharedTraffic(*(getattr(launch.shared, name) for name, _ in _Shared._fields_))
+    return LaunchReport(kernel, grid, block, traffic, shared)

@@ -1,0 +1,140 @@
+"""A .cu file as the executors see it: its text, its constants and its kernels' parameters.
+
+Arguments are passed by name and converted to the declared C type here, once for both
+executors, so that a Python float can never arrive as a double.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.paths import kernels_dir
+
+DTYPE_OF_C = {
+    "int": "int32",
+    "unsigned": "uint32",
+    "unsigned char": "uint8",
+    "unsigned short": "uint16",
+    "long long": "int64",
+    "unsigned long long": "uint64",
+    "float": "float32",
+    "double": "float64",
+    "__half": "float16",
+    "__nv_bfloat16": "bfloat16",
+}
+MAX_BLOCK_THREADS = 1024
+MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90
+
+_KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+)\s*\(([^()]*)\)')
+_PARAMETER = re.compile(r"^(const\s+)?([\w\s]+?)\s*(\*)?\s*(?:const\s+)?(?:__restrict__\s+)?(\w+)$")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One declared parameter of a kernel."""
+
+    name: str
+    dtype: str
+    pointer: bool
+    writable: bool
+
+    def bind(self, kernel: str, value: Any) -> Any:
+        """``value`` as this parameter takes it: an array unchanged, a scalar as its C type."""
+        return self._bind_array(kernel, value) if self.pointer else self._bind_scalar(kernel, value)
+
+    def _bind_array(self, kernel, array):
+        name = f"argument {self.name} of kernel {kernel}"
+        doors.check_array(name, array, rank=getattr(array, "ndim", 0), dtypes=(self.dtype,))
+        if self.writable and isinstance(array, np.ndarray):
+            doors.check_writable(name, array)
+        return array
+
+    def _bind_scalar(self, kernel, value):
+        dtype = np.dtype(self.dtype)
+        if dtype.kind in "iu":
+            limits = np.iinfo(dtype)
+            value = doors.check_int(f"argument {self.name} of kernel {kernel}", value, limits.min, limits.max)
+        return dtype.type(value)
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel file ready to compile."""
+
+    file: str
+    text: str
+    constants: dict[str, Any]
+    kernels: dict[str, tuple[Parameter, ...]]
+
+    @classmethod
+    def read(cls, file: str, constants: dict[str, Any], text: str | None = None) -> "KernelSource":
+        """The file ``kernels_cuda/<file>``, or ``text`` in its place.
+
+        Raises
+        ------
+        ValueError
+            If there is no such file, or a kernel has a parameter of an unknown type.
+        """
+        if text is None:
+            known = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
+            text = (kernels_dir() / doors.check_name("kernel file", file, known)).read_text()
+        kernels = {
+            name: tuple(_parse(parameter, name, constants) for parameter in declared.split(","))
+            for name, declared in _KERNEL.findall(_without_comments(text))
+        }
+        return cls(file, text, constants, kernels)
+
+    @property
+    def include_dirs(self) -> list[Path]:
+        """Folders of the headers that kernel files include."""
+        return [kernels_dir() / "include"]
+
+    def bind(self, kernel: str, arguments: dict[str, Any]) -> list[Any]:
+        """Arguments in declared order and type.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the kernel or a name is unknown, an argument is missing, or a type disagrees.
+        """
+        doors.check_name("kernel", kernel, self.kernels)
+        parameters = self.kernels[kernel]
+        names = [parameter.name for parameter in parameters]
+        if sorted(names) != sorted(arguments):
+            raise ValueError(f"kernel {kernel} takes ({', '.join(names)}), but was given ({', '.join(arguments)})")
+        return [parameter.bind(kernel, arguments[parameter.name]) for parameter in parameters]
+
+
+def _without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+
+def _parse(declaration: str, kernel: str, constants: dict[str, Any]) -> Parameter:
+    match = _PARAMETER.match(" ".join(declaration.split()))
+    if not match:
+        raise ValueError(f"kernel {kernel}: cannot read the parameter {declaration.strip()!r}")
+    const, c_type, star, name = match.groups()
+    c_type = str(constants.get(c_type, c_type))  # a type may be a preprocessor constant
+    dtype = DTYPE_OF_C[doors.check_name(f"type of parameter {name} of kernel {kernel}", c_type, DTYPE_OF_C)]
+    return Parameter(name, dtype, pointer=bool(star), writable=bool(star) and not const)
+
+
+def three(size: int | tuple[int, ...]) -> tuple[int, int, int]:
+    """A grid or block size in three dimensions."""
+    sizes = (size,) if not isinstance(size, tuple) else size
+    return (*map(int, sizes), 1, 1)[:3]
+
+
+def check_launch(kernel: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int):
+    """A grid, block and dynamic shared memory that a GPU would accept."""
+    for axis, blocks, most in zip("xyz", grid, (2**31 - 1, 65_535, 65_535), strict=True):
+        doors.check_int(f"grid.{axis} of kernel {kernel}", blocks, at_least=1, at_most=most)
+    for axis, threads, most in zip("xyz", block, (1024, 1024, 64), strict=True):
+        doors.check_int(f"block.{axis} of kernel {kernel}", threads, at_least=1, at_most=most)
+    threads = block[0] * block[1] * block[2]
+    doors.check_int(f"threads per block of kernel {kernel}", threads, at_least=1, at_most=MAX_BLOCK_THREADS)
+    doors.check_int(f"shared bytes of kernel {kernel}", shared_bytes, at_least=0, at_most=MAX_SHARED_BYTES)

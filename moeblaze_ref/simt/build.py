@@ -1,0 +1,158 @@
+"""Compile a .cu file for the CPU: g++ over simt.hpp, with a content-hashed cache.
+
+The instrumented build (``-fsanitize=thread``) reports every memory access to our own
+callbacks, libtsan is not linked; the plain build only runs.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SIMT_DIR = Path(__file__).parent
+COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+# Without SRA a float4 is one 16-byte access, as on a GPU.
+INSTRUMENTED_FLAGS = (
+    "-O2",
+    "-fsanitize=thread",
+    "-fno-tree-sra",
+    "-fno-tree-vectorize",
+    "--param=tsan-instrument-func-entry-exit=0",
+)
+PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
+
+
+class SimtUnavailable(RuntimeError):
+    """The SIMT executor cannot run here; the message says what to install."""
+
+
+class SimtCompileError(RuntimeError):
+    """g++ refused a kernel file; the message is the compiler's."""
+
+
+@functools.cache
+def compiler() -> str:
+    """Path of the C++ compiler: $CXX, or g++."""
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        raise SimtUnavailable("the SIMT executor compiles kernels with g++, which is not on the PATH; install g++")
+    return path
+
+
+@functools.cache
+def cuda_include_dirs() -> tuple[Path, ...]:
+    """Folders of CUDA's own headers (half, bfloat16, vector types), from pip or from a toolkit."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) / "cu13" for root in spec.submodule_search_locations] if spec else []
+    roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    roots.append(Path("/usr/local/cuda"))
+    for root in roots:
+        if (root / "include" / "vector_types.h").exists() and (root / "include" / "crt").exists():
+            return (root / "include", root / "include" / "cccl")
+    raise SimtUnavailable(
+        "the SIMT executor needs CUDA's headers; pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl"
+    )
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: $MOEBLAZE_CACHE, or the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moeblaze_ref"
+    path = Path(os.environ.get("MOEBLAZE_CACHE", default)) / "simt"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@functools.cache
+def _toolchain() -> str:
+    """What else decides the result: the compiler, and the machine that -march=native means."""
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    native = subprocess.run(
+        [compiler(), "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=True
+    ).stdout
+    return version + native
+
+
+def _compile(text: str, flags: tuple[str, ...], depends_on: list[Path]) -> Path:
+    """The shared object for a C++ text, from the cache if nothing that it depends on has changed."""
+    digest = hashlib.sha256()
+    for part in (_toolchain(), " ".join(map(str, flags)), text, *(path.read_text() for path in sorted(depends_on))):
+        digest.update(part.encode() + b"\0")
+    target = cache_dir() / f"{digest.hexdigest()[:32]}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        source, object_file, built = (Path(folder) / name for name in ("driver.cpp", "driver.o", "built.so"))
+        source.write_text(text)
+        _run(compiler(), *flags, "-c", "-o", object_file, source)
+        _run(compiler(), "-shared", "-pthread", "-o", built, object_file)  # apart: with the flag, libtsan comes along
+        os.replace(built, target)  # atomic: another process sees the whole file or none
+    return target
+
+
+def _run(*command):
+    words = [str(word) for word in command]
+    result = subprocess.run(words, capture_output=True, text=True)
+    if result.returncode:
+        raise SimtCompileError(f"{' '.join(words)}\n{result.stderr}")
+
+
+def _own_headers() -> list[Path]:
+    return [*SIMT_DIR.glob("*.hpp"), *(SIMT_DIR / "include").glob("*.h*")]
+
+
+@functools.cache
+def runtime_library() -> ctypes.CDLL:
+    """The loaded runtime; its symbols are global, so that kernel files find them."""
+    text = (SIMT_DIR / "runtime.cpp").read_text()
+    flags = (*COMMON_FLAGS, "-O2", f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}")
+    return ctypes.CDLL(str(_compile(text, flags, _own_headers())), mode=ctypes.RTLD_GLOBAL)
+
+
+def build_kernels(
+    file: str,
+    source: str,
+    kernels: list[str],
+    include_dirs: list[Path],
+    constants: dict[str, object],
+    instrumented: bool = True,
+) -> ctypes.CDLL:
+    """Compile and load the text of a .cu file.
+
+    Parameters
+    ----------
+    file, source : str
+        Name of the file, for messages, and its text.
+    kernels : list of str
+        Names of its ``extern "C" __global__`` functions.
+    include_dirs : list of Path
+        Folders of its own headers; their files are part of the cache key.
+    constants : dict
+        Preprocessor constants, as nvcc's ``-DNAME=VALUE``.
+    instrumented : bool
+        Count and check every memory access (slower), or only run.
+
+    Raises
+    ------
+    SimtUnavailable
+        If g++ or CUDA's headers are missing.
+    SimtCompileError
+        If g++ refuses the source.
+    """
+    runtime_library()
+    entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
+    text = f'#include "simt.hpp"\n#line 1 "{file}"\n{source}\n{entries}'
+    flags = (
+        *COMMON_FLAGS,
+        *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS),
+        *(f"-D{name}={value}" for name, value in sorted(constants.items())),
+        f"-I{SIMT_DIR / 'include'}",
+        *(f"-I{path}" for path in include_dirs),
+        *(f"-isystem{path}" for path in cuda_include_dirs()),
+    )
+    headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
+    return ctypes.CDLL(str(_compile(text, flags, _own_headers() + headers)))

@@ -1,0 +1,199 @@
+// What a .cu file sees when g++ compiles it: CUDA's keywords and built-ins on top of simt_abi.h.
+//
+// A CUDA thread is a fiber, a block runs on one operating-system thread, and static shared
+// memory is that thread's thread_local storage. Warps have 32 lanes.
+#pragma once
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#include "simt_abi.h"
+
+#define MOEBLAZE_SIMT 1
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __shared__
+#undef __constant__
+#undef __launch_bounds__
+#undef __forceinline__
+#undef __grid_constant__
+#undef __align__
+#define __global__ __attribute__((noinline, used, visibility("hidden")))  // a kernel may be called read or copy
+#define __device__
+#define __host__
+#define __shared__ static thread_local
+#define __constant__ static const
+#define __launch_bounds__(...)
+#define __forceinline__ inline __attribute__((always_inline))
+#define __align__(n) __attribute__((aligned(n)))
+#define __grid_constant__
+
+// Functions of the executor itself: their memory accesses are not the kernel's.
+#define SIMT_PLAIN __attribute__((noinline, no_sanitize("thread")))
+
+// Last parameters of a built-in, and what it passes on: where in the source it was called.
+#define SIMT_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define SIMT_AT(name) SimtSite{name, file, line}
+
+#define threadIdx (simt_thread_idx())
+#define blockIdx (simt_block_idx())
+#define blockDim (simt_block_dim())
+#define gridDim (simt_grid_dim())
+constexpr int warpSize = 32;
+
+// Dynamic shared memory: `extern __shared__` has no meaning for g++, so kernels write this macro.
+#define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(simt_dynamic_shared())
+
+// ---- synchronisation ---------------------------------------------------------------------
+
+inline void __syncthreads(SIMT_HERE) {
+    simt_barrier(SIMT_BARRIER, 0, SIMT_AT("__syncthreads"));
+}
+inline int __syncthreads_or(int predicate, SIMT_HERE) {
+    return simt_barrier(SIMT_BARRIER_OR, predicate, SIMT_AT("__syncthreads_or"));
+}
+inline int __syncthreads_and(int predicate, SIMT_HERE) {
+    return simt_barrier(SIMT_BARRIER_AND, predicate, SIMT_AT("__syncthreads_and"));
+}
+inline int __syncthreads_count(int predicate, SIMT_HERE) {
+    return simt_barrier(SIMT_BARRIER_COUNT, predicate, SIMT_AT("__syncthreads_count"));
+}
+inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_HERE) {
+    simt_warp(SIMT_SYNC, mask, 0, 0, SIMT_AT("__syncwarp"));
+}
+inline void __threadfence() { __asm__ __volatile__("" ::: "memory"); __sync_synchronize(); }
+inline void __threadfence_block() { __asm__ __volatile__("" ::: "memory"); }
+
+// ---- warp exchanges ----------------------------------------------------------------------
+
+template <class T>
+inline uint64_t simt_pack(T value) {
+    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "a warp exchange moves at most 8 bytes a lane");
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(T));
+    return bits;
+}
+template <class T>
+inline T simt_unpack(uint64_t bits) {
+    T value;
+    std::memcpy(&value, &bits, sizeof(T));
+    return value;
+}
+
+// Lanes exchange inside segments of `width`; a source outside the segment means the lane itself.
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, SIMT_HERE) {
+    const unsigned lane = simt_lane(), segment = lane & ~(width - 1);
+    return simt_unpack<T>(simt_warp(SIMT_SHUFFLE, mask, simt_pack(value), segment + (source & (width - 1)), SIMT_AT("__shfl_sync")));
+}
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_HERE) {
+    const unsigned lane = simt_lane(), place = lane & (width - 1);
+    return simt_unpack<T>(simt_warp(SIMT_SHUFFLE, mask, simt_pack(value), place < delta ? lane : lane - delta, SIMT_AT("__shfl_up_sync")));
+}
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_HERE) {
+    const unsigned lane = simt_lane(), place = lane & (width - 1);
+    const unsigned source = place + delta >= unsigned(width) ? lane : lane + delta;
+    return simt_unpack<T>(simt_warp(SIMT_SHUFFLE, mask, simt_pack(value), source, SIMT_AT("__shfl_down_sync")));
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, SIMT_HERE) {
+    const unsigned lane = simt_lane(), target = lane ^ lane_mask;
+    const unsigned source = (target & ~(width - 1)) > (lane & ~(width - 1)) ? lane : target;
+    return simt_unpack<T>(simt_warp(SIMT_SHUFFLE, mask, simt_pack(value), source, SIMT_AT("__shfl_xor_sync")));
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate, SIMT_HERE) {
+    return unsigned(simt_warp(SIMT_BALLOT, mask, predicate != 0, 0, SIMT_AT("__ballot_sync")));
+}
+inline int __any_sync(unsigned mask, int predicate, SIMT_HERE) {
+    return simt_warp(SIMT_BALLOT, mask, predicate != 0, 0, SIMT_AT("__any_sync")) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, SIMT_HERE) {
+    return simt_warp(SIMT_BALLOT, mask, predicate == 0, 0, SIMT_AT("__all_sync")) == 0;
+}
+template <class T>
+inline unsigned __match_any_sync(unsigned mask, T value, SIMT_HERE) {
+    return unsigned(simt_warp(SIMT_MATCH, mask, simt_pack(value), 0, SIMT_AT("__match_any_sync")));
+}
+
+// ---- integer and math built-ins ----------------------------------------------------------
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(unsigned(bits)) : 32; }
+template <class T>
+inline T __ldg(const T* address) { return *address; }
+
+inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __int_as_float(int bits) { return simt_unpack<float>(unsigned(bits)); }
+inline int __float_as_int(float value) { return int(simt_pack(value)); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+using std::max;
+using std::min;
+
+// ---- atomics -----------------------------------------------------------------------------
+
+// One atomic update, reported once however often the exchange is retried.
+template <class T, class Update>
+SIMT_PLAIN T simt_atomic(T* address, Update update) {
+    simt_access(address, sizeof(T), SIMT_ATOMIC);
+    T before, after;
+    __atomic_load(address, &before, __ATOMIC_RELAXED);
+    do {
+        after = update(before);
+    } while (!__atomic_compare_exchange(address, &before, &after, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
+    return before;
+}
+#define SIMT_ATOMIC_OP(name, expression)                                  \
+    template <class T>                                                    \
+    inline T name(T* address, std::type_identity_t<T> operand) {          \
+        return simt_atomic(address, [operand](T old) -> T { return expression; }); \
+    }
+SIMT_ATOMIC_OP(atomicAdd, old + operand)
+SIMT_ATOMIC_OP(atomicSub, old - operand)
+SIMT_ATOMIC_OP(atomicMax, old < operand ? operand : old)
+SIMT_ATOMIC_OP(atomicMin, operand < old ? operand : old)
+SIMT_ATOMIC_OP(atomicAnd, old & operand)
+SIMT_ATOMIC_OP(atomicOr, old | operand)
+SIMT_ATOMIC_OP(atomicXor, old ^ operand)
+SIMT_ATOMIC_OP(atomicExch, ((void)old, operand))
+#undef SIMT_ATOMIC_OP
+template <class T>
+inline T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value) {
+    return simt_atomic(address, [=](T old) -> T { return old == compare ? value : old; });
+}
+
+// ---- faults ------------------------------------------------------------------------------
+
+inline void __trap(SIMT_HERE) {
+    simt_trap(SIMT_AT("__trap"));
+}
+#undef assert
+#define assert(condition) ((condition) ? void(0) : __trap())
+
+// ---- how the runtime enters a kernel -------------------------------------------------------
+
+static thread_local char simt_shared_begin;
+extern "C" SIMT_PLAIN void* simt_shared_anchor() { return &simt_shared_begin; }
+
+template <class... Parameters, size_t... I>
+SIMT_PLAIN void simt_call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<std::remove_cv_t<Parameters>*>(arguments[I])...);
+}
+template <class... Parameters>
+SIMT_PLAIN void simt_enter(void (*kernel)(Parameters...), void** arguments) {
+    simt_call(kernel, arguments, std::index_sequence_for<Parameters...>{});
+}
+#define SIMT_KERNEL(name) \
+    extern "C" SIMT_PLAIN void simt_entry_##name(void** arguments) { simt_enter(&name, arguments); }

@@ -1,0 +1,75 @@
+// The seam between a compiled kernel file and the SIMT runtime: plain C, nothing of CUDA.
+#pragma once
+#include <cstdint>
+
+extern "C" {
+
+struct SimtDim {
+    unsigned x, y, z;
+};
+
+// Where in the source a thread waits, for messages.
+struct SimtSite {
+    const char* operation;
+    const char* file;
+    int line;
+};
+
+enum SimtWarpOp { SIMT_SYNC, SIMT_SHUFFLE, SIMT_BALLOT, SIMT_MATCH };
+enum SimtBlockOp { SIMT_BARRIER, SIMT_BARRIER_OR, SIMT_BARRIER_AND, SIMT_BARRIER_COUNT };
+enum SimtAccess { SIMT_READ = 1, SIMT_WRITE = 2, SIMT_ATOMIC = 3 };
+
+// The running thread's coordinates never change while it runs, so the calls may be merged.
+SimtDim simt_thread_idx() __attribute__((const));
+SimtDim simt_block_idx() __attribute__((const));
+SimtDim simt_block_dim() __attribute__((const));
+SimtDim simt_grid_dim() __attribute__((const));
+unsigned simt_lane() __attribute__((const));
+void* simt_dynamic_shared() __attribute__((const));
+
+// Waits until every live lane of mask has arrived. value and source are this lane's share of
+// the exchange: SHUFFLE returns the value of lane source, BALLOT the lanes whose value is
+// nonzero, MATCH the lanes whose value equals this lane's.
+uint64_t simt_warp(SimtWarpOp op, unsigned mask, uint64_t value, unsigned source, SimtSite site);
+
+// Waits until every thread of the block has arrived.
+int simt_barrier(SimtBlockOp op, int predicate, SimtSite site);
+
+// Reports an access before it happens (what compiled code does through __tsan_*).
+void simt_access(const volatile void* address, unsigned bytes, SimtAccess access);
+
+[[noreturn]] void simt_trap(SimtSite site);
+
+// One registered global buffer: where it lies, and what the launch asked of it.
+struct SimtBuffer {
+    const char* name;
+    uint64_t address;
+    uint64_t bytes;
+    uint64_t read_bytes, written_bytes;      // bytes that threads asked for
+    uint64_t read_sectors, written_sectors;  // distinct 32-byte sectors of each warp access
+};
+
+struct SimtShared {
+    uint64_t read_bytes, written_bytes;
+    uint64_t wavefronts;      // passes over the 32 banks
+    uint64_t bank_conflicts;  // wavefronts beyond the fewest that the access width allows
+};
+
+struct SimtLaunch {
+    const char* kernel;
+    void (*entry)(void**);   // calls the kernel with its unpacked arguments
+    void* (*shared_anchor)();  // touches the kernel file's static shared memory
+    void** arguments;
+    SimtDim grid, block;
+    uint64_t dynamic_shared_bytes;
+    uint64_t workers;        // operating-system threads
+    uint64_t seed;           // 0: threads run in order; otherwise a random order
+    uint64_t num_buffers;
+    SimtBuffer* buffers;     // sorted by address
+    SimtShared shared;
+    char fault[1024];        // empty unless the launch failed
+};
+
+// Runs the whole grid; returns 0, or 1 with the first fault's message in launch->fault.
+int simt_launch(SimtLaunch* launch);
+}

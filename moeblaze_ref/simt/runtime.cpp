@@ -1,0 +1,553 @@
+// The SIMT runtime: runs a grid of CUDA blocks on the CPU, counts what the threads ask of
+// memory, and turns faults into messages.
+//
+// A block runs on one operating-system thread; its CUDA threads are fibers that run until they
+// exit, wait (barrier, warp exchange) or fault. Kernel files are compiled with
+// -fsanitize=thread, whose callbacks (__tsan_*, at the end of this file) report every access
+// before it happens; this file is not.
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <link.h>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "fiber.hpp"
+#include "simt_abi.h"
+#include "traffic.hpp"
+
+namespace {
+
+constexpr unsigned WARP = 32;
+constexpr int POISON = 0xFF;  // shared memory starts as NaN, or -1
+
+struct Range {
+    uint64_t begin = 0, bytes = 0;
+    bool holds(uint64_t address, uint64_t size) const {
+        return address >= begin && address - begin <= bytes && bytes - (address - begin) >= size;
+    }
+};
+
+enum class State { READY, AT_BARRIER, AT_WARP, EXITED };
+
+struct Thread {
+    Fiber fiber;
+    SimtDim index;
+    unsigned lane, warp;
+    State state;
+    SimtSite site;  // where it waits
+    int block_op;
+    int predicate;
+    SimtWarpOp warp_op;
+    unsigned mask;
+    uint64_t value, result;
+    unsigned source;
+
+    bool waits_with(const Thread& other) const {
+        return site.line == other.site.line && site.operation == other.site.operation && site.file == other.site.file;
+    }
+};
+
+class Random {  // splitmix64
+  public:
+    explicit Random(uint64_t seed) : state_(seed) {}
+    uint64_t next() {
+        uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        return z ^ (z >> 31);
+    }
+
+  private:
+    uint64_t state_;
+};
+
+struct Worker;
+__attribute__((tls_model("initial-exec"))) thread_local Worker* worker = nullptr;
+
+void thread_body();
+
+// One operating-system thread's share of a launch: runs blocks one after another.
+struct Worker {
+    const SimtLaunch* launch;
+    std::vector<SimtBuffer> buffers;  // this worker's counters
+    SimtShared shared;
+    Range image, static_shared, dynamic_shared;
+    std::vector<char> dynamic_memory;
+
+    std::vector<std::unique_ptr<Thread>> pool;
+    unsigned num_threads = 0;
+    std::vector<Thread*> order;
+    std::vector<WarpLog> warps;
+    SimtDim block;
+    uint64_t block_number = 0;
+    Thread* current = nullptr;
+    jmp_buf scheduler;
+    Random random{0};
+    size_t last_buffer = 0;
+    bool failed = false;
+    char fault[sizeof(SimtLaunch::fault)];
+
+    // ---- faults --------------------------------------------------------------------------
+
+    __attribute__((format(printf, 3, 4))) void fail(const Thread& thread, const char* format, ...) {
+        if (failed) return;
+        failed = true;
+        int used = snprintf(fault, sizeof fault, "kernel %s, block (%u, %u, %u), thread (%u, %u, %u): ", launch->kernel,
+                            block.x, block.y, block.z, thread.index.x, thread.index.y, thread.index.z);
+        va_list arguments;
+        va_start(arguments, format);
+        vsnprintf(fault + used, sizeof fault - size_t(used), format, arguments);
+        va_end(arguments);
+    }
+
+    // The faulting thread never runs again; its stack is abandoned, not unwound.
+    [[noreturn]] void stop() { _longjmp(scheduler, 1); }
+
+    void yield() { current->fiber.yield(scheduler); }
+
+    // ---- a launch and its blocks ---------------------------------------------------------
+
+    void prepare(const SimtLaunch* next) {
+        launch = next;
+        buffers.clear();
+        for (const SimtBuffer* b = next->buffers; b < next->buffers + next->num_buffers; ++b)
+            buffers.push_back({b->name, b->address, b->bytes, 0, 0, 0, 0});
+        shared = {};
+        last_buffer = 0;
+        failed = false;
+        dynamic_memory.resize(next->dynamic_shared_bytes + 128);
+        const uint64_t start = (uint64_t(dynamic_memory.data()) + 127) / 128 * 128;
+        dynamic_shared = {start, next->dynamic_shared_bytes};
+        find_image();
+
+        num_threads = next->block.x * next->block.y * next->block.z;
+        while (pool.size() < num_threads) pool.push_back(std::make_unique<Thread>());
+        order.clear();
+        for (unsigned i = 0; i < num_threads; ++i) {
+            Thread& thread = *pool[i];
+            thread.index = {i % next->block.x, i / next->block.x % next->block.y, i / (next->block.x * next->block.y)};
+            thread.lane = i % WARP;
+            thread.warp = i / WARP;
+            thread.fiber.restart(thread_body);
+            order.push_back(&thread);
+        }
+        warps.resize((num_threads + WARP - 1) / WARP);
+    }
+
+    // Where the kernel file's own memory lies: constants, and static shared memory in this
+    // thread's thread_local storage.
+    void find_image() {
+        image = static_shared = {};
+        launch->shared_anchor();  // makes the loader allocate the storage
+        dl_iterate_phdr(
+            [](dl_phdr_info* info, size_t, void* self) {
+                static_cast<Worker*>(self)->note_image(*info);
+                return 0;
+            },
+            this);
+    }
+
+    void note_image(const dl_phdr_info& info) {
+        Range found, storage;
+        bool is_kernel_file = false;
+        for (int i = 0; i < info.dlpi_phnum; ++i) {
+            const auto& segment = info.dlpi_phdr[i];
+            if (segment.p_type == PT_TLS) storage = {uint64_t(info.dlpi_tls_data), segment.p_memsz};
+            if (segment.p_type != PT_LOAD) continue;
+            const uint64_t begin = info.dlpi_addr + segment.p_vaddr;
+            if (!found.begin) found.begin = begin;
+            found.bytes = begin + segment.p_memsz - found.begin;
+            is_kernel_file |= Range{begin, segment.p_memsz}.holds(uint64_t(launch->entry), 1);
+        }
+        if (!is_kernel_file) return;
+        image = found;
+        static_shared = storage;
+    }
+
+    void run_block(uint64_t number) {
+        const SimtDim& grid = launch->grid;
+        block_number = number;
+        block = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
+        random = Random(launch->seed + 0x632be59bd9b4e019u * (number + 1));
+        memset(reinterpret_cast<void*>(static_shared.begin), POISON, static_shared.bytes);
+        memset(reinterpret_cast<void*>(dynamic_shared.begin), POISON, dynamic_shared.bytes);
+        for (Thread* thread : order) thread->state = State::READY;
+        while (!failed && run_round()) {
+        }
+        if (failed) warps.clear();
+    }
+
+    // Lets every ready thread run until it waits or exits, then releases those whose wait is
+    // over. False when the block has ended.
+    bool run_round() {
+        if (launch->seed) shuffle();
+        bool ran = false;
+        for (Thread* thread : order) {
+            if (thread->state != State::READY) continue;
+            ran = true;
+            current = thread;
+            thread->fiber.resume(scheduler);
+            if (failed) return false;
+        }
+        flush_idle_warps();
+        bool released = false;
+        for (unsigned warp = 0; warp < warps.size(); ++warp) released |= release_warp(warp);
+        released |= release_barrier();
+        if (!ran && !released) explain_deadlock();
+        return !failed && alive();
+    }
+
+    void shuffle() {
+        for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.next() % i]);
+    }
+
+    bool alive() const {
+        for (unsigned i = 0; i < num_threads; ++i)
+            if (pool[i]->state != State::EXITED) return true;
+        return false;
+    }
+
+    void flush_idle_warps() {
+        for (unsigned warp = 0; warp < warps.size(); ++warp)
+            if (none_of_warp(warp, State::READY)) warps[warp].flush(buffers.data(), shared);
+    }
+
+    unsigned warp_begin(unsigned warp) const { return warp * WARP; }
+    unsigned warp_end(unsigned warp) const { return std::min(num_threads, (warp + 1) * WARP); }
+
+    bool none_of_warp(unsigned warp, State state) const {
+        for (unsigned i = warp_begin(warp); i < warp_end(warp); ++i)
+            if (pool[i]->state == state) return false;
+        return true;
+    }
+
+    // ---- warp exchanges ------------------------------------------------------------------
+
+    // Completes every exchange of the warp for which all live lanes of its mask have arrived.
+    bool release_warp(unsigned warp) {
+        bool released = false;
+        for (unsigned i = warp_begin(warp); i < warp_end(warp) && !failed; ++i)
+            if (pool[i]->state == State::AT_WARP && all_arrived(*pool[i])) {
+                exchange(*pool[i]);
+                released = true;
+            }
+        return released;
+    }
+
+    template <class Visit>
+    void each_live_lane(const Thread& of, Visit visit) {
+        for (unsigned i = warp_begin(of.warp); i < warp_end(of.warp); ++i)
+            if (of.mask >> (i % WARP) & 1 && pool[i]->state != State::EXITED) visit(*pool[i]);
+    }
+
+    bool all_arrived(const Thread& first) {
+        bool arrived = true;
+        each_live_lane(first, [&](const Thread& other) {
+            arrived &= other.state == State::AT_WARP && other.waits_with(first);
+        });
+        if (!arrived) return false;
+        each_live_lane(first, [&](const Thread& other) {
+            if (other.mask != first.mask)
+                fail(other, "%s at %s:%d has mask 0x%08x here and 0x%08x in lane %u", other.site.operation,
+                     other.site.file, other.site.line, other.mask, first.mask, first.lane);
+        });
+        return !failed;
+    }
+
+    void exchange(Thread& first) {
+        uint32_t live = 0;
+        each_live_lane(first, [&](const Thread& lane) { live |= 1u << lane.lane; });
+        each_live_lane(first, [&](Thread& lane) { lane.result = result_of(lane, live); });
+        each_live_lane(first, [&](Thread& lane) { lane.state = State::READY; });
+    }
+
+    uint64_t result_of(const Thread& lane, uint32_t live) {
+        uint64_t bits = 0;
+        switch (lane.warp_op) {
+            case SIMT_SYNC:
+                return 0;
+            case SIMT_SHUFFLE:
+                if (live >> lane.source & 1) return pool[warp_begin(lane.warp) + lane.source]->value;
+                fail(lane, "%s at %s:%d reads lane %u, which %s", lane.site.operation, lane.site.file, lane.site.line,
+                     lane.source, lane.mask >> lane.source & 1 ? "has exited" : "is not in the mask");
+                return 0;
+            case SIMT_BALLOT:
+                each_live_lane(lane, [&](const Thread& other) { bits |= uint64_t(other.value != 0) << other.lane; });
+                return bits;
+            case SIMT_MATCH:
+                each_live_lane(lane,
+                               [&](const Thread& other) { bits |= uint64_t(other.value == lane.value) << other.lane; });
+                return bits;
+        }
+        return 0;
+    }
+
+    // ---- the block barrier ---------------------------------------------------------------
+
+    bool release_barrier() {
+        unsigned votes = 0;
+        for (unsigned i = 0; i < num_threads; ++i) {
+            if (pool[i]->state != State::AT_BARRIER || !pool[i]->waits_with(*pool[0])) return false;
+            votes += pool[i]->predicate != 0;
+        }
+        for (unsigned i = 0; i < num_threads; ++i) {
+            pool[i]->result = barrier_result(pool[i]->block_op, votes);
+            pool[i]->state = State::READY;
+        }
+        return true;
+    }
+
+    uint64_t barrier_result(int op, unsigned votes) const {
+        switch (op) {
+            case SIMT_BARRIER_OR:
+                return votes > 0;
+            case SIMT_BARRIER_AND:
+                return votes == num_threads;
+            case SIMT_BARRIER_COUNT:
+                return votes;
+            default:
+                return 0;
+        }
+    }
+
+    // Nobody can run: the block has ended, or some thread waits for one that will never come.
+    void explain_deadlock() {
+        for (unsigned i = 0; i < num_threads; ++i)
+            if (pool[i]->state != State::EXITED) return explain_wait(*pool[i]);
+    }
+
+    void explain_wait(const Thread& waits) {
+        const bool in_warp = waits.state == State::AT_WARP;
+        const unsigned begin = in_warp ? warp_begin(waits.warp) : 0, end = in_warp ? warp_end(waits.warp) : num_threads;
+        for (unsigned i = begin; i < end; ++i) {
+            const Thread& absent = *pool[i];
+            const bool awaited = !in_warp || (waits.mask >> absent.lane & 1 && absent.state != State::EXITED);
+            if (!awaited || (absent.state == waits.state && absent.waits_with(waits))) continue;
+            char elsewhere[256] = "has exited";
+            if (absent.state != State::EXITED)
+                snprintf(elsewhere, sizeof elsewhere, "waits at %s at %s:%d", absent.site.operation, absent.site.file,
+                         absent.site.line);
+            return fail(waits, "waits at %s at %s:%d for thread (%u, %u, %u), which %s", waits.site.operation,
+                        waits.site.file, waits.site.line, absent.index.x, absent.index.y, absent.index.z, elsewhere);
+        }
+    }
+
+    // ---- memory accesses -----------------------------------------------------------------
+
+    void access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
+        if (current->fiber.owns(address)) return;
+        const int buffer = find_buffer(address, bytes);
+        if (buffer >= 0) {
+            if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
+            if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
+        } else if (static_shared.holds(address, bytes) || dynamic_shared.holds(address, bytes)) {
+            if (kind & SIMT_READ) shared.read_bytes += bytes;
+            if (kind & SIMT_WRITE) shared.written_bytes += bytes;
+        } else if (image.holds(address, bytes)) {
+            return;
+        } else {
+            out_of_bounds(address, bytes, kind);
+        }
+        warps[current->warp].add(instruction, current->lane, address, bytes, kind,
+                                 buffer >= 0 ? buffer : WarpAccess::SHARED);
+        if (launch->seed && random.next() % 64 == 0) yield();  // an order that only preemption gives
+    }
+
+    int find_buffer(uint64_t address, unsigned bytes) {
+        const size_t count = buffers.size();
+        for (size_t i = 0; i < count; ++i) {
+            const size_t candidate = (last_buffer + i) % count;
+            if (Range{buffers[candidate].address, buffers[candidate].bytes}.holds(address, bytes)) {
+                last_buffer = candidate;
+                return int(candidate);
+            }
+        }
+        return -1;
+    }
+
+    [[noreturn]] void out_of_bounds(uint64_t address, unsigned bytes, SimtAccess kind) {
+        const char* verb = kind == SIMT_ATOMIC ? "atomic access" : kind == SIMT_WRITE ? "write" : "read";
+        const SimtBuffer* near = nullptr;
+        uint64_t distance = ~0ull;
+        for (const SimtBuffer& buffer : buffers) {
+            const uint64_t away = address < buffer.address ? buffer.address - address
+                                                           : address - std::min(address, buffer.address + buffer.bytes);
+            if (away < distance) {
+                distance = away;
+                near = &buffer;
+            }
+        }
+        if (near)
+            fail(*current, "out-of-bounds %s of %u bytes at byte offset %lld of %s, which has %llu bytes", verb, bytes,
+                 (long long)(address - near->address), near->name, (unsigned long long)near->bytes);
+        else
+            fail(*current, "out-of-bounds %s of %u bytes at %p: the launch has no buffers", verb, bytes, (void*)address);
+        stop();
+    }
+};
+
+// A fiber's life: the kernel once a block.
+void thread_body() {
+    for (;;) {
+        worker->launch->entry(worker->launch->arguments);
+        worker->current->state = State::EXITED;
+        worker->yield();
+    }
+}
+
+// Stacks are costly to map, so workers outlive a launch.
+class WorkerPool {
+  public:
+    std::unique_ptr<Worker> take() {
+        std::lock_guard lock(mutex_);
+        if (idle_.empty()) return std::make_unique<Worker>();
+        auto result = std::move(idle_.back());
+        idle_.pop_back();
+        return result;
+    }
+    void give_back(std::unique_ptr<Worker> w) {
+        std::lock_guard lock(mutex_);
+        idle_.push_back(std::move(w));
+    }
+
+  private:
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Worker>> idle_;
+};
+WorkerPool& workers() {
+    static auto* pool = new WorkerPool;  // never destroyed: exit need not unmap stacks
+    return *pool;
+}
+
+// What the workers of one launch share.
+struct Grid {
+    SimtLaunch* launch;
+    uint64_t num_blocks;
+    std::atomic<uint64_t> next{0};
+    std::atomic<bool> failed{false};
+    std::mutex mutex;
+    uint64_t first_fault = ~0ull;
+
+    explicit Grid(SimtLaunch* l) : launch(l), num_blocks(uint64_t(l->grid.x) * l->grid.y * l->grid.z) {}
+
+    // Blocks start in order, so the fault of the lowest block is always among those reported.
+    void run() {
+        auto mine = workers().take();
+        worker = mine.get();
+        mine->prepare(launch);
+        while (!failed && !mine->failed) {
+            const uint64_t number = next++;
+            if (number >= num_blocks) break;
+            mine->run_block(number);
+        }
+        worker = nullptr;
+        merge(*mine);
+        workers().give_back(std::move(mine));
+    }
+
+    void merge(const Worker& w) {
+        std::lock_guard lock(mutex);
+        for (size_t i = 0; i < w.buffers.size(); ++i) {
+            launch->buffers[i].read_bytes += w.buffers[i].read_bytes;
+            launch->buffers[i].written_bytes += w.buffers[i].written_bytes;
+            launch->buffers[i].read_sectors += w.buffers[i].read_sectors;
+            launch->buffers[i].written_sectors += w.buffers[i].written_sectors;
+        }
+        launch->shared.read_bytes += w.shared.read_bytes;
+        launch->shared.written_bytes += w.shared.written_bytes;
+        launch->shared.wavefronts += w.shared.wavefronts;
+        launch->shared.bank_conflicts += w.shared.bank_conflicts;
+        if (w.failed && w.block_number < first_fault) {
+            first_fault = w.block_number;
+            memcpy(launch->fault, w.fault, sizeof w.fault);
+        }
+        if (w.failed) failed = true;
+    }
+};
+
+}  // namespace
+
+// ---- what compiled kernel files call -------------------------------------------------------
+
+extern "C" {
+
+SimtDim simt_thread_idx() { return worker->current->index; }
+SimtDim simt_block_idx() { return worker->block; }
+SimtDim simt_block_dim() { return worker->launch->block; }
+SimtDim simt_grid_dim() { return worker->launch->grid; }
+unsigned simt_lane() { return worker->current->lane; }
+void* simt_dynamic_shared() { return reinterpret_cast<void*>(worker->dynamic_shared.begin); }
+
+uint64_t simt_warp(SimtWarpOp op, unsigned mask, uint64_t value, unsigned source, SimtSite site) {
+    Thread& self = *worker->current;
+    self.site = site;
+    self.warp_op = op;
+    self.mask = mask;
+    self.value = value;
+    self.source = source;
+    if (!(mask >> self.lane & 1)) {
+        worker->fail(self, "%s at %s:%d has mask 0x%08x, which leaves out the calling lane %u", site.operation,
+                     site.file, site.line, mask, self.lane);
+        worker->stop();
+    }
+    self.state = State::AT_WARP;
+    worker->yield();
+    return self.result;
+}
+
+int simt_barrier(SimtBlockOp op, int predicate, SimtSite site) {
+    Thread& self = *worker->current;
+    self.site = site;
+    self.block_op = op;
+    self.predicate = predicate;
+    self.state = State::AT_BARRIER;
+    worker->yield();
+    return int(self.result);
+}
+
+void simt_access(const volatile void* address, unsigned bytes, SimtAccess access) {
+    worker->access(uint64_t(address), bytes, access, __builtin_return_address(0));
+}
+
+void simt_trap(SimtSite site) {
+    worker->fail(*worker->current, "%s at %s:%d", site.operation, site.file, site.line);
+    worker->stop();
+}
+
+int simt_launch(SimtLaunch* launch) {
+    Grid grid(launch);
+    const uint64_t helpers = std::min(launch->workers, grid.num_blocks);
+    std::vector<std::thread> threads;
+    for (uint64_t i = 1; i < helpers; ++i) threads.emplace_back([&] { grid.run(); });
+    grid.run();
+    for (auto& thread : threads) thread.join();
+    return grid.failed;
+}
+
+// ---- the thread sanitizer's callbacks ------------------------------------------------------
+
+// Each callback's return address names the instruction that accesses memory.
+#define REPORT(bytes, kind) \
+    if (worker) worker->access(uint64_t(p), unsigned(bytes), kind, __builtin_return_address(0))
+#define TSAN_CALLBACKS(bytes)                                                \
+    void __tsan_read##bytes(void* p) { REPORT(bytes, SIMT_READ); }           \
+    void __tsan_write##bytes(void* p) { REPORT(bytes, SIMT_WRITE); }         \
+    void __tsan_unaligned_read##bytes(void* p) { REPORT(bytes, SIMT_READ); } \
+    void __tsan_unaligned_write##bytes(void* p) { REPORT(bytes, SIMT_WRITE); }
+TSAN_CALLBACKS(1)
+TSAN_CALLBACKS(2)
+TSAN_CALLBACKS(4)
+TSAN_CALLBACKS(8)
+TSAN_CALLBACKS(16)
+void __tsan_read_range(void* p, unsigned long bytes) { REPORT(bytes, SIMT_READ); }
+void __tsan_write_range(void* p, unsigned long bytes) { REPORT(bytes, SIMT_WRITE); }
+#undef TSAN_CALLBACKS
+#undef REPORT
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+}

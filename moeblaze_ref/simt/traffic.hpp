@@ -1,0 +1,146 @@
+// What a warp's memory accesses cost: 32-byte sectors of global memory, passes over the banks
+// of shared memory.
+//
+// Lanes run one after another here, so the accesses that a GPU would issue together are put
+// together again: the n-th execution of one instruction since the warp's lanes last met counts
+// as one warp access.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "simt_abi.h"
+
+struct WarpAccess {
+    static constexpr int SHARED = -1;
+
+    int buffer;  // index of the global buffer, or SHARED
+    SimtAccess access;
+    unsigned bytes;  // of one lane
+    uint32_t lanes = 0;
+    uint64_t address[32];
+
+    void add(unsigned lane, uint64_t where) {
+        lanes |= 1u << lane;
+        address[lane] = where;
+    }
+
+    template <class Visit>
+    void each_lane(Visit visit) const {
+        for (uint32_t left = lanes; left; left &= left - 1) visit(unsigned(__builtin_ctz(left)));
+    }
+
+    // Distinct 32-byte sectors that the lanes touch.
+    unsigned sectors() const {
+        Distinct<128> seen;
+        each_lane([&](unsigned lane) {
+            for (uint64_t sector = address[lane] / 32; sector <= (address[lane] + bytes - 1) / 32; ++sector)
+                seen.insert(sector);
+        });
+        return seen.size;
+    }
+
+    // A pass serves one word of each bank to at most 128 bytes of lanes: 32 lanes of 4 bytes,
+    // 16 of 8, 8 of 16. conflicts are the passes beyond the one that each such group needs.
+    void count_banks(SimtShared& shared) const {
+        const unsigned group = std::min(32u, 128 / std::max(bytes, 4u));
+        for (unsigned first = 0; first < 32; first += group) {
+            const unsigned passes = bank_passes(first, first + group);
+            shared.wavefronts += passes;
+            shared.bank_conflicts += passes ? passes - 1 : 0;
+        }
+    }
+
+  private:
+    template <unsigned CAPACITY>
+    struct Distinct {
+        std::array<uint64_t, CAPACITY> values;
+        unsigned size = 0;
+        bool insert(uint64_t value) {
+            for (unsigned i = size; i-- > 0;)
+                if (values[i] == value) return false;
+            values[size++] = value;
+            return true;
+        }
+    };
+
+    unsigned bank_passes(unsigned first, unsigned last) const {
+        Distinct<64> words;
+        std::array<unsigned, 32> words_of_bank{};
+        unsigned passes = 0;
+        each_lane([&](unsigned lane) {
+            if (lane < first || lane >= last) return;
+            for (uint64_t word = address[lane] / 4; word <= (address[lane] + bytes - 1) / 4; ++word)
+                if (words.insert(word)) passes = std::max(passes, ++words_of_bank[word % 32]);
+        });
+        return passes;
+    }
+};
+
+// The accesses of one warp since its lanes last met.
+class WarpLog {
+  public:
+    WarpLog() : table_(SLOTS) {}
+
+    void add(const void* instruction, unsigned lane, uint64_t address, unsigned bytes, SimtAccess access, int buffer) {
+        Instruction& entry = find(instruction);
+        const uint32_t turn = entry.turns[lane]++;
+        if (turn == entry.used) {
+            if (turn == entry.accesses.size()) entry.accesses.emplace_back();
+            entry.accesses[entry.used++] = WarpAccess{buffer, access, bytes, 0, {}};
+        }
+        entry.accesses[turn].add(lane, address);
+    }
+
+    // Adds the costs to the counters and forgets the accesses.
+    void flush(SimtBuffer* buffers, SimtShared& shared) {
+        for (Instruction* entry : active_) {
+            for (uint32_t turn = 0; turn < entry->used; ++turn) count(entry->accesses[turn], buffers, shared);
+            entry->turns.fill(0);
+            entry->used = 0;
+            entry->address = nullptr;
+        }
+        active_.clear();
+    }
+
+  private:
+    struct Instruction {
+        const void* address = nullptr;
+        std::array<uint32_t, 32> turns{};  // executions by each lane
+        uint32_t used = 0;
+        std::vector<WarpAccess> accesses;
+    };
+
+    static void count(const WarpAccess& access, SimtBuffer* buffers, SimtShared& shared) {
+        if (access.buffer == WarpAccess::SHARED) return access.count_banks(shared);
+        const unsigned sectors = access.sectors();
+        if (access.access & SIMT_READ) buffers[access.buffer].read_sectors += sectors;
+        if (access.access & SIMT_WRITE) buffers[access.buffer].written_sectors += sectors;
+    }
+
+    Instruction& find(const void* address) {
+        if (active_.size() >= table_.size() / 2) grow();
+        size_t slot = hash(address);
+        while (table_[slot].address && table_[slot].address != address) slot = (slot + 1) % table_.size();
+        if (!table_[slot].address) {
+            table_[slot].address = address;
+            active_.push_back(&table_[slot]);
+        }
+        return table_[slot];
+    }
+
+    size_t hash(const void* address) const { return (uint64_t(address) * 0x9e3779b97f4a7c15u >> 32) % table_.size(); }
+
+    void grow() {
+        std::vector<Instruction> old(table_.size() * 2);
+        old.swap(table_);
+        active_.clear();
+        for (Instruction& entry : old)
+            if (entry.address) find(entry.address) = std::move(entry);
+    }
+
+    static constexpr size_t SLOTS = 64;
+    std::vector<Instruction> table_;
+    std::vector<Instruction*> active_;
+};

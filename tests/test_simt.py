@@ -1,0 +1,491 @@
+"""The SIMT executor: what it runs, what it counts, and the faults that it must name."""
+
+import numpy as np
+import pytest
+
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor, SharedTraffic, Traffic
+from moeblaze_ref.simt import build
+
+SIMT = SimtExecutor()
+LANES = np.arange(32)
+
+
+def run(text, kernel, grid=1, block=32, executor=SIMT, shared_bytes=0, **arguments):
+    """Compile a kernel text, launch it once, and return its report."""
+    module = executor.load("test.cu", text='#include "common.cuh"\n' + text)
+    with executor.recording() as launches:
+        module.launch(kernel, grid, block, shared_bytes, **arguments)
+    return launches[0]
+
+
+def ints(size, fill=-1):
+    return np.full(size, fill, np.int32)
+
+
+# ---- threads and blocks -----------------------------------------------------------------
+
+
+def test_three_dimensional_grids_and_blocks_number_every_thread_once():
+    out = ints((2 * 3 * 2) * (4 * 3 * 2))
+    text = """
+    extern "C" __global__ void number(int* out) {
+        const int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+        const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+        out[block * blockDim.x * blockDim.y * blockDim.z + thread] = 1000 * block + thread;
+    }"""
+    run(text, "number", grid=(2, 3, 2), block=(4, 3, 2), out=out)
+    np.testing.assert_array_equal(out, (1000 * np.arange(12)[:, None] + np.arange(24)).ravel())
+
+
+BLOCK_REVERSE = """
+extern "C" __global__ void reverse(int* data) {
+    __shared__ int tile[96];
+    tile[threadIdx.x] = data[blockIdx.x * 96 + threadIdx.x];
+    __syncthreads();
+    data[blockIdx.x * 96 + threadIdx.x] = tile[95 - threadIdx.x];
+}"""
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_shared_memory_and_barriers_work_in_every_order_of_threads(seed, workers):
+    data = np.arange(7 * 96, dtype=np.int32)
+    expected = data.reshape(7, 96)[:, ::-1].ravel()
+    run(BLOCK_REVERSE, "reverse", grid=7, block=96, executor=SimtExecutor(workers=workers, seed=seed), data=data)
+    np.testing.assert_array_equal(data, expected)
+
+
+def test_barriers_that_vote():
+    out = ints(6)
+    text = """
+    extern "C" __global__ void vote(int* out) {
+        const int t = threadIdx.x;
+        const int any = __syncthreads_or(t == 40), none = __syncthreads_or(0);
+        const int all = __syncthreads_and(1), not_all = __syncthreads_and(t != 40);
+        const int odd = __syncthreads_count(t & 1), zero = __syncthreads_count(0);
+        if (t == 50) { out[0] = any; out[1] = none; out[2] = all; out[3] = not_all; out[4] = odd; out[5] = zero; }
+    }"""
+    run(text, "vote", block=64, out=out)
+    np.testing.assert_array_equal(out, [1, 0, 1, 0, 32, 0])
+
+
+def test_dynamic_shared_memory_starts_poisoned():
+    out = np.zeros(64, np.float32)
+    text = """
+    extern "C" __global__ void peek(float* out) {
+        DYNAMIC_SHARED(float, memory);
+        __shared__ float fixed[32];
+        out[threadIdx.x] = memory[threadIdx.x];
+        out[32 + threadIdx.x] = fixed[threadIdx.x];
+        memory[threadIdx.x] = fixed[threadIdx.x] = 1.0f;  // must not be seen by the next block
+    }"""
+    run(text, "peek", grid=3, shared_bytes=128, out=out)
+    assert np.isnan(out).all()
+
+
+# ---- warps ------------------------------------------------------------------------------
+
+SHUFFLES = """
+extern "C" __global__ void shuffles(int* out, int width) {
+    const int lane = threadIdx.x % 32;
+    int* row = out + lane;
+    row[0] = __shfl_sync(FULL_WARP, 10 * lane, lane + 3, width);
+    row[32] = __shfl_up_sync(FULL_WARP, 10 * lane, 3, width);
+    row[64] = __shfl_down_sync(FULL_WARP, 10 * lane, 3, width);
+    row[96] = __shfl_xor_sync(FULL_WARP, 10 * lane, 5, width);
+}"""
+
+
+@pytest.mark.parametrize("width", [32, 16, 8])
+def test_shuffles_stay_inside_their_segment(width):
+    out = ints(128)
+    run(SHUFFLES, "shuffles", out=out, width=width)
+    segment, place = LANES // width * width, LANES % width
+    np.testing.assert_array_equal(out[:32], 10 * (segment + (place + 3) % width))
+    np.testing.assert_array_equal(out[32:64], 10 * np.where(place >= 3, LANES - 3, LANES))
+    np.testing.assert_array_equal(out[64:96], 10 * np.where(place + 3 < width, LANES + 3, LANES))
+    np.testing.assert_array_equal(out[96:], 10 * (LANES ^ 5))
+
+
+def test_a_shuffle_moves_eight_bytes():
+    out = np.zeros(32)
+    text = 'extern "C" __global__ void f(double* out) { out[threadIdx.x] = __shfl_xor_sync(FULL_WARP, threadIdx.x + 0.5, 1); }'
+    run(text, "f", out=out)
+    np.testing.assert_array_equal(out, (LANES ^ 1) + 0.5)
+
+
+def test_votes_and_matches():
+    out = np.zeros((4, 32), np.uint32)
+    text = """
+    extern "C" __global__ void votes(unsigned* out) {
+        const int lane = threadIdx.x;
+        out[lane] = __ballot_sync(FULL_WARP, lane % 3 == 0);
+        out[32 + lane] = __any_sync(FULL_WARP, lane == 7) + 2 * __any_sync(FULL_WARP, 0);
+        out[64 + lane] = __all_sync(FULL_WARP, 1) + 2 * __all_sync(FULL_WARP, lane != 7);
+        out[96 + lane] = __match_any_sync(FULL_WARP, lane % 5);
+    }"""
+    run(text, "votes", out=out)
+    assert (out[0] == sum(1 << lane for lane in range(0, 32, 3))).all()
+    assert (out[1] == 1).all() and (out[2] == 1).all()
+    same = [sum(1 << other for other in range(32) if other % 5 == lane % 5) for lane in range(32)]
+    np.testing.assert_array_equal(out[3], same)
+
+
+def test_halves_of_a_warp_exchange_apart():
+    out = ints(32)
+    text = """
+    extern "C" __global__ void halves(int* out) {
+        const int lane = threadIdx.x;
+        if (lane < 16) out[lane] = __shfl_sync(0x0000ffffu, lane, 15);
+        else out[lane] = __shfl_sync(0xffff0000u, lane, 31);
+    }"""
+    run(text, "halves", out=out)
+    np.testing.assert_array_equal(out, np.where(LANES < 16, 15, 31))
+
+
+def test_integer_built_ins():
+    out = ints(6)
+    text = """
+    extern "C" __global__ void bits(const int* in, int* out) {
+        out[0] = __popc(0xf0f1u); out[1] = __ffs(8); out[2] = __ffs(0);
+        out[3] = __clz(1); out[4] = __clz(0); out[5] = __ldg(in + 1);
+    }"""
+    run(text, "bits", block=1, **{"in": np.array([3, 9], np.int32)}, out=out)
+    np.testing.assert_array_equal(out, [9, 4, 0, 31, 32, 9])
+
+
+# ---- atomics ----------------------------------------------------------------------------
+
+
+def test_atomics_add_up_across_blocks_and_count_once_each():
+    total, largest, real, first = ints(1, 0), ints(1, 0), np.zeros(1, np.float32), ints(1)
+    text = """
+    extern "C" __global__ void count(int* total, int* largest, float* real, int* first) {
+        const int id = blockIdx.x * blockDim.x + threadIdx.x;
+        atomicAdd(total, 2);
+        atomicMax(largest, id);
+        atomicAdd(real, 0.5f);
+        atomicCAS(first, -1, 77);
+    }"""
+    report = run(text, "count", grid=8, block=64, total=total, largest=largest, real=real, first=first)
+    assert (total[0], largest[0], real[0], first[0]) == (1024, 511, 256.0, 77)
+    for name in ("total", "largest", "real", "first"):
+        assert (report.buffers[name].read_bytes, report.buffers[name].written_bytes) == (2048, 2048)
+
+
+# ---- types ------------------------------------------------------------------------------
+
+
+def test_half_and_bfloat16_come_from_cudas_own_headers():
+    x = np.array([1.0, 1.00390625, -2.5, 65504.0, 3e38], np.float32)
+    half, brain = np.zeros(5, np.float16), np.zeros(5, np.uint16)
+    text = """
+    #include <cuda_fp16.h>
+    #include <cuda_bf16.h>
+    extern "C" __global__ void convert(const float* x, __half* half, unsigned short* brain) {
+        half[threadIdx.x] = __float2half(x[threadIdx.x]);
+        brain[threadIdx.x] = __bfloat16_as_ushort(__float2bfloat16(x[threadIdx.x]));
+    }"""
+    run(text, "convert", block=5, x=x, half=half, brain=brain)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(half, x.astype(np.float16))
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to nearest, ties to even
+    np.testing.assert_array_equal(brain, rounded.astype(np.uint16))
+
+
+def test_a_float4_is_one_access_of_sixteen_bytes():
+    x, out = np.arange(128, dtype=np.float32), np.zeros(128, np.float32)
+    text = """
+    extern "C" __global__ void copy(const float* x, float* out) {
+        float4 v = reinterpret_cast<const float4*>(x)[threadIdx.x];
+        v.x += 1.0f;
+        reinterpret_cast<float4*>(out)[threadIdx.x] = v;
+    }"""
+    report = run(text, "copy", x=x, out=out)
+    np.testing.assert_array_equal(out, x + (np.arange(128) % 4 == 0))
+    assert report.buffers == {"x": Traffic(512, 0, 16, 0), "out": Traffic(0, 512, 0, 16)}
+
+
+# ---- counting ---------------------------------------------------------------------------
+
+
+def test_read_modify_write_is_counted_both_ways():
+    data = np.arange(1000, dtype=np.int32)
+    text = """
+    extern "C" __global__ void increment(int* data, int n) {
+        const int i = blockIdx.x * blockDim.x + threadIdx.x;
+        if (i < n) data[i] += 1;
+    }"""
+    report = run(text, "increment", grid=4, block=256, data=data, n=1000)
+    np.testing.assert_array_equal(data, np.arange(1, 1001))
+    assert report.buffers == {"data": Traffic(4000, 4000, 125, 125)}
+
+
+def test_in_place_through_two_arguments_is_one_buffer():
+    data = np.arange(64, dtype=np.float32)
+    text = 'extern "C" __global__ void twice(const float* x, float* y) { y[threadIdx.x] = 2.0f * x[threadIdx.x]; }'
+    report = run(text, "twice", block=64, x=data, y=data)
+    np.testing.assert_array_equal(data, 2 * np.arange(64))
+    assert report.buffers == {"x = y": Traffic(256, 256, 8, 8)}
+
+
+@pytest.mark.parametrize(("stride", "sectors"), [(1, 4), (2, 8), (4, 16), (8, 32), (16, 32)])
+def test_sectors_of_a_strided_read(stride, sectors):
+    text = 'extern "C" __global__ void read(const int* x, int* out, int stride) { out[threadIdx.x] = x[threadIdx.x * stride]; }'
+    report = run(text, "read", x=ints(32 * stride, 5), out=ints(32), stride=stride)
+    assert report.buffers == {"x": Traffic(128, 0, sectors, 0), "out": Traffic(0, 128, 0, 4)}
+
+
+def test_lanes_that_loop_longer_do_not_disturb_the_grouping():
+    text = """
+    extern "C" __global__ void ragged(const int* x, int* out) {
+        int sum = 0;
+        for (int i = 0; i <= int(threadIdx.x) % 2; ++i) sum += x[32 * i + threadIdx.x];
+        __syncwarp();
+        out[threadIdx.x] = sum;
+    }"""
+    report = run(text, "ragged", x=ints(64, 1), out=ints(32))
+    assert report.buffers == {"x": Traffic(192, 0, 8, 0), "out": Traffic(0, 128, 0, 4)}
+
+
+@pytest.mark.parametrize(
+    ("type", "stride", "wavefronts", "conflicts"),
+    [("float", 1, 1, 0), ("float", 2, 2, 1), ("float", 32, 32, 31), ("float", 33, 1, 0), ("double", 1, 2, 0), ("float4", 1, 4, 0)],
+)
+def test_bank_conflicts_of_a_strided_write(type, stride, wavefronts, conflicts):
+    size = {"float": 4, "double": 8, "float4": 16}[type]
+    text = """
+    extern "C" __global__ void strided(int* out, int stride) {
+        DYNAMIC_SHARED(TYPE, memory);
+        memory[threadIdx.x * stride] = TYPE{};
+    }"""
+    module = SIMT.load("test.cu", text='#include "common.cuh"\n' + text, TYPE=type)
+    with SIMT.recording() as launches:
+        module.launch("strided", 1, 32, shared_bytes=32 * stride * size, out=ints(1), stride=stride)
+    assert launches[0].shared == SharedTraffic(0, 32 * size, wavefronts, conflicts)
+
+
+def test_a_broadcast_has_no_conflict():
+    text = """
+    extern "C" __global__ void broadcast(int* out) {
+        __shared__ int word[32];
+        word[threadIdx.x] = threadIdx.x;
+        __syncthreads();
+        out[threadIdx.x] = word[9];
+    }"""
+    out = ints(32)
+    report = run(text, "broadcast", out=out)
+    assert (out == 9).all()
+    assert report.shared == SharedTraffic(read_bytes=128, written_bytes=128, wavefronts=2, bank_conflicts=0)
+
+
+def test_counts_do_not_depend_on_workers_or_order():
+    def count(executor):
+        return run(BLOCK_REVERSE, "reverse", grid=9, block=96, executor=executor, data=ints(9 * 96, 3))
+
+    expected = count(SimtExecutor(workers=1))
+    assert expected.read_bytes == expected.written_bytes == 4 * 9 * 96
+    for executor in (SimtExecutor(workers=3), SimtExecutor(workers=2, seed=5)):
+        assert count(executor) == expected
+
+
+# ---- faults -----------------------------------------------------------------------------
+
+COPY = """
+extern "C" __global__ void copy(const int* x, int* out, int shift) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    out[i] = x[i + shift];
+}"""
+
+
+@pytest.mark.parametrize(
+    ("size", "shift", "message"),
+    [
+        (64, 1, r"kernel copy, block \(1, 0, 0\), thread \(31, 0, 0\): out-of-bounds read of 4 bytes at byte offset 256 of x, which has 256 bytes"),
+        (64, -1, r"block \(0, 0, 0\), thread \(0, 0, 0\): out-of-bounds read of 4 bytes at byte offset -4 of x"),
+        (60, 0, r"block \(1, 0, 0\), thread \(28, 0, 0\): out-of-bounds write of 4 bytes at byte offset 240 of out, which has 240 bytes"),
+        (64, 100_000, r"out-of-bounds read of 4 bytes at byte offset 400000 of x"),
+    ],
+)
+def test_an_access_outside_its_buffer_is_named(size, shift, message):
+    with pytest.raises(KernelFault, match=message):
+        run(COPY, "copy", grid=2, x=ints(64), out=ints(size), shift=shift)
+
+
+def test_the_fault_of_the_lowest_block_is_reported():
+    for _ in range(5):
+        with pytest.raises(KernelFault, match=r"block \(3, 0, 0\), thread \(4, 0, 0\)"):
+            run(COPY, "copy", grid=64, executor=SimtExecutor(workers=2), x=ints(2048), out=ints(100), shift=0)
+
+
+def test_atomics_are_bounds_checked():
+    text = 'extern "C" __global__ void add(int* out) { atomicAdd(out + threadIdx.x, 1); }'
+    with pytest.raises(KernelFault, match=r"thread \(8, 0, 0\): out-of-bounds atomic access of 4 bytes at byte offset 32 of out"):
+        run(text, "add", out=ints(8))
+
+
+WAITS = {
+    "if (threadIdx.x < 16) __syncthreads();": r"thread \(0, 0, 0\): waits at __syncthreads at test.cu:\d+ for thread \(16, 0, 0\), which has exited",
+    "if (threadIdx.x < 16) __syncthreads();\nelse __syncthreads();": r"waits at __syncthreads at test.cu:(\d+) for thread \(16, 0, 0\), which waits at __syncthreads at test.cu:(?!\1)",
+    "if (threadIdx.x < 16) __syncthreads();\nelse __syncwarp();": r"waits at __syncthreads at test.cu:\d+ for thread \(16, 0, 0\), which waits at __syncwarp",
+    "if (threadIdx.x == 3) return;\nout[threadIdx.x] = __shfl_sync(FULL_WARP, 1, 3);": r"thread \(0, 0, 0\): __shfl_sync at test.cu:\d+ reads lane 3, which has exited",
+    "out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1, 0);": r"thread \(16, 0, 0\): __shfl_sync at test.cu:\d+ has mask 0x0000ffff, which leaves out the calling lane 16",
+    "if (threadIdx.x < 16) out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1, 20);": r"reads lane 20, which is not in the mask",
+    "__syncwarp(threadIdx.x == 0 ? 0xffffffffu : 0xfffffffeu);": r"has mask 0xfffffffe here and 0xffffffff in lane 0",
+    "if (threadIdx.x == 9) __trap();": r"thread \(9, 0, 0\): __trap at test.cu",
+}
+
+
+@pytest.mark.parametrize("body", WAITS)
+@pytest.mark.parametrize("seed", [0, 3])
+def test_waits_that_never_end_and_misused_warps_are_named(body, seed):
+    text = f'extern "C" __global__ void waits(int* out) {{\n{body}\n}}'
+    with pytest.raises(KernelFault, match=WAITS[body] if seed == 0 else "kernel waits, block"):
+        run(text, "waits", executor=SimtExecutor(seed=seed), out=ints(32))
+
+
+def test_the_executor_works_after_a_fault():
+    with pytest.raises(KernelFault):
+        run(COPY, "copy", grid=2, x=ints(64), out=ints(60), shift=0)
+    out = ints(64)
+    report = run(COPY, "copy", grid=2, x=np.arange(64, dtype=np.int32), out=out, shift=0)
+    np.testing.assert_array_equal(out, np.arange(64))
+    assert report.buffers == {"x": Traffic(256, 0, 8, 0), "out": Traffic(0, 256, 0, 8)}
+
+
+def test_a_failed_launch_leaves_its_outputs_alone():
+    out = ints(60)
+    with pytest.raises(KernelFault):
+        run(COPY, "copy", grid=2, x=ints(64, 7), out=out, shift=0)
+    assert (out == -1).all()
+
+
+# A barrier is missing between the write and the neighbour's read: right in the natural order
+# of threads for a read of the left neighbour, wrong in others.
+UNSYNCHRONISED = """
+extern "C" __global__ void left(const int* x, int* out) {
+    __shared__ int tile[128];
+    tile[threadIdx.x] = x[threadIdx.x];
+    BARRIER
+    out[threadIdx.x] = threadIdx.x ? tile[threadIdx.x - 1] : 0;
+}"""
+
+
+def shifted(barrier, seed):
+    out = ints(128)
+    x = np.arange(128, dtype=np.int32)
+    text = UNSYNCHRONISED.replace("BARRIER", barrier)
+    run(text, "left", block=128, executor=SimtExecutor(seed=seed), x=x, out=out)
+    return np.array_equal(out[1:], x[:-1])
+
+
+def test_a_random_order_of_threads_finds_a_missing_barrier():
+    assert shifted("", seed=0), "the natural order hides this fault"
+    assert not any(shifted("", seed) for seed in (1, 2, 3))
+    assert all(shifted("__syncthreads();", seed) for seed in (0, 1, 2, 3))
+
+
+def test_a_seed_decides_the_order():
+    def result(seed):
+        out = ints(128)
+        run(UNSYNCHRONISED.replace("BARRIER", ""), "left", block=128, executor=SimtExecutor(seed=seed), x=ints(128, 4), out=out)
+        return out.tolist()
+
+    assert result(11) == result(11) != result(12)
+
+
+# ---- builds and arguments ---------------------------------------------------------------
+
+
+def test_the_plain_build_computes_the_same():
+    plain = SimtExecutor(instrumented=False)
+    data = np.arange(4 * 96, dtype=np.int32)
+    module = plain.load("test.cu", text='#include "common.cuh"\n' + BLOCK_REVERSE)
+    module.launch("reverse", 4, 96, data=data)
+    np.testing.assert_array_equal(data, np.arange(4 * 96).reshape(4, 96)[:, ::-1].ravel())
+    with pytest.raises(ValueError, match="not instrumented, so it counts nothing"), plain.recording():
+        pass
+
+
+def test_builds_are_cached_by_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_CACHE", str(tmp_path))
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "value.cuh").write_text("constexpr int VALUE = 1;")
+
+    def built(source='#include "value.cuh"\n', **constants):
+        build.build_kernels("test.cu", source, [], [headers], constants)
+        return len(list((tmp_path / "simt").glob("*.so")))
+
+    first = built()
+    assert built() == first
+    assert built(SIZE=3) == first + 1
+    (headers / "value.cuh").write_text("constexpr int VALUE = 2;")
+    assert built() == first + 2
+    assert not list((tmp_path / "simt").glob("tmp*")), "no half-built files stay behind"
+
+
+def test_a_compile_error_shows_the_line_of_the_kernel_file():
+    with pytest.raises(build.SimtCompileError, match=r"test\.cu:3:\d+: error: .*nonsense"):
+        run('\nextern "C" __global__ void broken(int* out) { out[0] = nonsense; }', "broken", out=ints(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"shift": None}, ValueError, r"kernel copy takes \(x, out, shift\), but was given \(x, out\)"),
+        ({"extra": 1}, ValueError, r"kernel copy takes \(x, out, shift\), but was given \(x, out, shift, extra\)"),
+        ({"shift": 1.5}, TypeError, r"argument shift of kernel copy is 1.5 \(float\), but it must be an integer"),
+        ({"shift": 2**31}, ValueError, r"argument shift of kernel copy is 2147483648, but it must be -2147483648..2147483647"),
+        ({"x": np.zeros(32)}, TypeError, r"argument x of kernel copy has dtype float64, but it must be int32"),
+        ({"x": [1, 2]}, TypeError, r"argument x of kernel copy is a list, but it must be an array of int32"),
+        ({"x": np.zeros(64, np.int32)[::2]}, ValueError, r"argument x of kernel copy is not C-contiguous"),
+    ],
+)
+def test_arguments_are_checked_against_the_declaration(change, error, message):
+    arguments = {"x": ints(32), "out": ints(32), "shift": 0} | change
+    with pytest.raises(error, match=message):
+        run(COPY, "copy", **{name: value for name, value in arguments.items() if value is not None})
+
+
+def test_outputs_must_be_writable_and_apart():
+    fixed = ints(32)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="argument out of kernel copy is read-only"):
+        run(COPY, "copy", x=ints(32), out=fixed, shift=0)
+    run(COPY, "copy", x=fixed, out=ints(32), shift=0)  # reading it is fine
+    both = ints(48)
+    with pytest.raises(ValueError, match="arguments x and out of kernel copy overlap in memory"):
+        run(COPY, "copy", x=both[:32], out=both[16:], shift=0)
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "message"),
+    [
+        (0, 32, "grid.x of kernel copy is 0, but it must be 1..2147483647"),
+        ((1, 70_000), 32, "grid.y of kernel copy is 70000, but it must be 1..65535"),
+        (1, 2048, "block.x of kernel copy is 2048, but it must be 1..1024"),
+        (1, (64, 64), "threads per block of kernel copy is 4096, but it must be 1..1024"),
+    ],
+)
+def test_sizes_that_no_gpu_accepts(grid, block, message):
+    with pytest.raises(ValueError, match=message):
+        run(COPY, "copy", grid=grid, block=block, x=ints(32), out=ints(32), shift=0)
+
+
+def test_unknown_files_and_kernels_name_the_nearest():
+    with pytest.raises(ValueError, match="unknown kernel file 'dispatch/1_dense.cu'. Did you mean 'dispatch/1_dense_map.cu'"):
+        SIMT.load("dispatch/1_dense.cu")
+    with pytest.raises(ValueError, match="unknown kernel 'cpy'. Did you mean 'copy'"):
+        run(COPY, "cpy", x=ints(32), out=ints(32), shift=0)
+
+
+def test_a_compiler_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build.compiler.cache_clear()
+    try:
+        with pytest.raises(build.SimtUnavailable, match="install g\\+\\+"):
+            build.compiler()
+    finally:
+        build.compiler.cache_clear()
