@@ -23,6 +23,17 @@ POLICIES = {
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def is_gated(activation: str) -> bool:
+    """Whether ``activation`` multiplies by a second projection b = x w2.
+
+    Raises
+    ------
+    ValueError
+        If there is no such activation; the message proposes the nearest name.
+    """
+    return doors.check_name("activation", activation, ACTIVATIONS) in GATED_ACTIVATIONS
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """The shape of one MoE layer and of the step that runs through it.
@@ -77,8 +88,8 @@ class MoEConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the activation multiplies by a second projection b = x w2."""
-        return self.activation in GATED_ACTIVATIONS
+        """Whether the layer has a second projection b = x w2."""
+        return is_gated(self.activation)
 
     def replace(self, **changes) -> "MoEConfig":
         """The same configuration with some fields changed (and checked again)."""

@@ -5,11 +5,20 @@ allowed. Arrays may be numpy or CuPy: only methods that both have are used.
 """
 
 import difflib
+import math
 import operator
+
+from moeblaze_ref.structures import Dispatch
 
 MAX_ROUTED_ROWS = 2**31 - 1
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
+
+
+def check_type(name, value, expected):
+    """``value`` is an instance of the class ``expected``."""
+    if not isinstance(value, expected):
+        raise TypeError(f"{name} is a {type(value).__name__}, but it must be a {expected.__name__}")
 
 
 def check_int(name, value, at_least, at_most=None) -> int:
@@ -21,6 +30,25 @@ def check_int(name, value, at_least, at_most=None) -> int:
     if number < at_least or (at_most is not None and number > at_most):
         allowed = f">= {at_least}" if at_most is None else f"{at_least}..{at_most}"
         raise ValueError(f"{name} is {number}, but it must be {allowed}")
+    return number
+
+
+def check_number(name, value) -> float:
+    """``value`` as a finite float."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}, but it must be finite")
+    return number
+
+
+def check_positive(name, value) -> float:
+    """``value`` as a finite float above zero."""
+    number = check_number(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} is {number}, but it must be above 0")
     return number
 
 
@@ -75,12 +103,7 @@ def check_topk_experts(topk_experts, num_experts):
     check_routed_rows(num_tokens, k)
     if num_tokens == 0:
         return
-    if int(topk_experts.min()) < 0 or int(topk_experts.max()) >= num_experts:
-        i, j = _first((topk_experts < 0) | (topk_experts >= num_experts))
-        raise ValueError(
-            f"topk_experts[{i}, {j}] is {int(topk_experts[i, j])}, but there are only {num_experts} "
-            f"experts (valid: 0..{num_experts - 1})"
-        )
+    check_index("topk_experts", topk_experts, num_experts, "experts")
     ordered = topk_experts.copy()
     ordered.sort(axis=1)
     repeated = ordered[:, 1:] == ordered[:, :-1]
@@ -90,6 +113,18 @@ def check_topk_experts(topk_experts, num_experts):
             f"topk_experts[{i}] names expert {int(ordered[i, j])} twice, but the k = {k} experts of a "
             f"token must be distinct"
         )
+
+
+def check_counts(counts, num_tokens, num_experts, k) -> tuple[int, ...]:
+    """Rows of each expert as E ints in 0..L (an expert's tokens are distinct) that add up to L * k."""
+    if len(counts) != num_experts:
+        raise ValueError(f"counts has {len(counts)} entries, but there are {num_experts} experts")
+    checked = tuple(check_int(f"counts[{e}]", count, 0, num_tokens) for e, count in enumerate(counts))
+    if sum(checked) != num_tokens * k:
+        raise ValueError(
+            f"counts add up to {sum(checked)}, but L * k = {num_tokens} * {k} = {num_tokens * k} rows are routed"
+        )
+    return checked
 
 
 def check_kernel_limits(num_experts, k):
@@ -114,10 +149,20 @@ def check_array(name, array, rank, dtypes, contiguous=True):
 
 
 def check_shape(name, array, shape):
-    """``array`` has exactly this shape; ``shape`` maps symbols to sizes, such as {"L": 5, "d": 8}."""
-    if tuple(array.shape) != tuple(shape.values()):
-        expected = ", ".join(f"{symbol}={size}" for symbol, size in shape.items())
+    """``array`` has this shape; ``shape`` maps symbols to sizes, such as {"L": 5, "d": 8}; None is any size."""
+    sizes = tuple(shape.values())
+    fits = len(sizes) == array.ndim and all(size in (None, n) for size, n in zip(sizes, array.shape, strict=True))
+    if not fits:
+        expected = ", ".join(symbol if size is None else f"{symbol}={size}" for symbol, size in shape.items())
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must be ({expected})")
+
+
+def check_equal(name, array, expected):
+    """``array`` holds the very values of ``expected``, which has its shape."""
+    differs = array != expected
+    if bool(differs.any()):
+        index = _first(differs)
+        raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be {expected[index]}")
 
 
 def check_finite(name, array):
@@ -126,6 +171,71 @@ def check_finite(name, array):
     if array.size and bool(bad.any()):
         index = _first(bad)
         raise ValueError(f"{_at(name, index)} is {float(array[index])}, but {name} must be finite")
+
+
+def check_tensor(name, array, shape, dtypes):
+    """An activation, weight or gradient: this shape (see check_shape), one of these dtypes, finite; any strides."""
+    check_array(name, array, len(shape), dtypes, contiguous=False)
+    check_shape(name, array, shape)
+    check_finite(name, array)
+
+
+def check_second_projection(name, array, gated, owner="the layer"):
+    """``array`` (b, w2 or d_b) is there exactly if ``owner``, an activation by name, is gated."""
+    if gated and array is None:
+        raise ValueError(f"{name} is None, but {owner} is gated: pass {name}")
+    if not gated and array is not None:
+        raise ValueError(f"{name} is a {type(array).__name__}, but {owner} is not gated: {name} must be None")
+
+
+def check_offsets(offsets, num_experts, num_routed):
+    """``offsets`` (E + 1,) begin at 0, never decrease and end at R = ``num_routed``."""
+    name = "expert_token_offsets"
+    check_array(name, offsets, rank=1, dtypes=("int32",))
+    check_shape(name, offsets, {"E + 1": num_experts + 1})
+    for index, valid in ((0, 0), (num_experts, num_routed)):
+        if int(offsets[index]) != valid:
+            raise ValueError(f"{name}[{index}] is {int(offsets[index])}, but it must be {valid} (R is {num_routed})")
+    falls = offsets[1:] < offsets[:-1]
+    if bool(falls.any()):
+        e = _first(falls)[0]
+        raise ValueError(
+            f"{name}[{e + 1}] is {int(offsets[e + 1])}, but {name}[{e}] is {int(offsets[e])} and offsets never decrease"
+        )
+
+
+def check_not_negative(name, array):
+    """Every element of ``array`` is 0 or more."""
+    negative = array < 0
+    if bool(negative.any()):
+        index = _first(negative)
+        raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be >= 0")
+
+
+def check_index(name, indices, limit, what):
+    """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
+    outside = (indices < 0) | (indices >= limit)
+    if bool(outside.any()):
+        index = _first(outside)
+        valid = f"valid: 0..{limit - 1}" if limit else "none is valid"
+        raise ValueError(f"{_at(name, index)} is {int(indices[index])}, but there are only {limit} {what} ({valid})")
+
+
+def check_dispatch(dispatch):
+    """A Dispatch whose four arrays fit each other and stay inside the tensors that they index."""
+    check_type("dispatch", dispatch, Dispatch)
+    check_int("dispatch.k", dispatch.k, at_least=1)
+    for name, array in dispatch.arrays().items():
+        check_array(name, array, rank=1, dtypes=("int32",))
+    for name in ("token_expert_indices", "token_index_map"):
+        check_shape(name, getattr(dispatch, name), {"R": dispatch.R})
+    if dispatch.R % dispatch.k:
+        raise ValueError(f"dispatch has R = {dispatch.R} routed rows, but R must be a multiple of k = {dispatch.k}")
+    check_int("E, one less than the expert_token_offsets,", dispatch.E, at_least=1)
+    check_offsets(dispatch.expert_token_offsets, dispatch.E, dispatch.R)
+    check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
+    check_index("token_expert_indices", dispatch.token_expert_indices, dispatch.E, "experts")
+    check_index("token_index_map", dispatch.token_index_map, dispatch.R, "routed rows")
 
 
 def check_writable(name, array):

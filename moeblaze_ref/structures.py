@@ -1,5 +1,6 @@
 """The four index structures that replace the routed-token buffer (MoEBlaze, section 4.1)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,3 +49,7 @@ class Dispatch:
     def arrays(self) -> dict[str, Array]:
         """The four arrays by their paper names."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "k"}
+
+    def map(self, convert: Callable[[Array], Array]) -> "Dispatch":
+        """The same structures with every array converted, such as to another backend's kind."""
+        return Dispatch(**{name: convert(array) for name, array in self.arrays().items()}, k=self.k)

@@ -1,0 +1,7 @@
+"""The specification: the MoE layer, stage by stage, in numpy alone.
+
+Everything works in float64 or float32 and keeps the dtype that it is given; one call takes
+one dtype. All of it is deterministic: sums run in a fixed order.
+"""
+
+DTYPES = ("float64", "float32")

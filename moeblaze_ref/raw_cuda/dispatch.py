@@ -4,6 +4,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.structures import Array, Dispatch
 
+RUNG = "1_dense_map"
 THREADS = 256
 
 
@@ -49,7 +50,7 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
 
     token_expert_map = executor.empty((L, E), "int32")
     lengths = executor.empty((E,), "int32")
-    module = executor.load("dispatch/1_dense_map.cu", THREADS=THREADS)
+    module = executor.load(f"dispatch/{RUNG}.cu", THREADS=THREADS)
     module.launch(
         "dense_map",
         grid=ceil_div(L, THREADS),

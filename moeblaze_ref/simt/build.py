@@ -16,6 +16,8 @@ from pathlib import Path
 
 SIMT_DIR = Path(__file__).parent
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+# Names stay inside their file: a kernel may be called read, and two files may hold the same template.
+KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-fno-gnu-unique")
 # Without SRA a float4 is one 16-byte access, as on a GPU.
 INSTRUMENTED_FLAGS = (
     "-O2",
@@ -148,6 +150,7 @@ def build_kernels(
     text = f'#include "simt.hpp"\n#line 1 "{file}"\n{source}\n{entries}'
     flags = (
         *COMMON_FLAGS,
+        *KERNEL_FLAGS,
         *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS),
         *(f"-D{name}={value}" for name, value in sorted(constants.items())),
         f"-I{SIMT_DIR / 'include'}",

@@ -22,13 +22,14 @@
 namespace {
 
 constexpr unsigned WARP = 32;
-constexpr int POISON = 0xFF;  // shared memory starts as NaN, or -1
+constexpr uint16_t POISON = 0xFFF7;  // repeated: NaN in every floating-point type, and not -1 as an integer
 
 struct Range {
     uint64_t begin = 0, bytes = 0;
     bool holds(uint64_t address, uint64_t size) const {
         return address >= begin && address - begin <= bytes && bytes - (address - begin) >= size;
     }
+    void poison() const { std::fill_n(reinterpret_cast<uint16_t*>(begin), bytes / sizeof(uint16_t), POISON); }
 };
 
 enum class State { READY, AT_BARRIER, AT_WARP, EXITED };
@@ -80,13 +81,13 @@ struct Worker {
 
     std::vector<std::unique_ptr<Thread>> pool;
     unsigned num_threads = 0;
-    std::vector<Thread*> order;
     std::vector<WarpLog> warps;
     SimtDim block;
     uint64_t block_number = 0;
     Thread* current = nullptr;
     jmp_buf scheduler;
     Random random{0};
+    unsigned favourite = 0;
     size_t last_buffer = 0;
     bool failed = false;
     char fault[sizeof(SimtLaunch::fault)];
@@ -126,16 +127,15 @@ struct Worker {
 
         num_threads = next->block.x * next->block.y * next->block.z;
         while (pool.size() < num_threads) pool.push_back(std::make_unique<Thread>());
-        order.clear();
         for (unsigned i = 0; i < num_threads; ++i) {
             Thread& thread = *pool[i];
             thread.index = {i % next->block.x, i / next->block.x % next->block.y, i / (next->block.x * next->block.y)};
             thread.lane = i % WARP;
             thread.warp = i / WARP;
             thread.fiber.restart(thread_body);
-            order.push_back(&thread);
         }
         warps.resize((num_threads + WARP - 1) / WARP);
+        favourite = 0;
     }
 
     // Where the kernel file's own memory lies: constants, and static shared memory in this
@@ -173,69 +173,75 @@ struct Worker {
         block_number = number;
         block = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
         random = Random(launch->seed + 0x632be59bd9b4e019u * (number + 1));
-        memset(reinterpret_cast<void*>(static_shared.begin), POISON, static_shared.bytes);
-        memset(reinterpret_cast<void*>(dynamic_shared.begin), POISON, dynamic_shared.bytes);
-        for (Thread* thread : order) thread->state = State::READY;
+        static_shared.poison();
+        dynamic_shared.poison();
+        for (unsigned i = 0; i < num_threads; ++i) pool[i]->state = State::READY;
         while (!failed && run_round()) {
         }
         if (failed) warps.clear();
     }
 
-    // Lets every ready thread run until it waits or exits, then releases those whose wait is
-    // over. False when the block has ended.
+    // Lets warps run until their lanes wait or exit, then opens the barrier that all wait at.
+    // False when the block has ended.
     bool run_round() {
-        if (launch->seed) shuffle();
         bool ran = false;
-        for (Thread* thread : order) {
-            if (thread->state != State::READY) continue;
-            ran = true;
-            current = thread;
-            thread->fiber.resume(scheduler);
-            if (failed) return false;
-        }
-        flush_idle_warps();
-        bool released = false;
-        for (unsigned warp = 0; warp < warps.size(); ++warp) released |= release_warp(warp);
-        released |= release_barrier();
-        if (!ran && !released) explain_deadlock();
-        return !failed && alive();
-    }
-
-    void shuffle() {
-        for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.next() % i]);
-    }
-
-    bool alive() const {
-        for (unsigned i = 0; i < num_threads; ++i)
-            if (pool[i]->state != State::EXITED) return true;
+        if (!launch->seed)
+            for (unsigned warp = 0; warp < warps.size() && !failed; ++warp) ran |= run_warp(warp);
+        else if (find_random_warp())
+            ran = run_warp(favourite);
+        if (failed) return false;
+        if (ran || release_barrier()) return true;
+        explain_deadlock();
         return false;
     }
 
-    void flush_idle_warps() {
-        for (unsigned warp = 0; warp < warps.size(); ++warp)
-            if (none_of_warp(warp, State::READY)) warps[warp].flush(buffers.data(), shared);
+    // Runs the warp's ready lanes and completes its exchanges; false if it had none to run.
+    bool run_warp(unsigned warp) {
+        unsigned lanes[WARP], ready = 0;
+        for (unsigned i = warp_begin(warp); i < warp_end(warp); ++i)
+            if (pool[i]->state == State::READY) lanes[ready++] = i;
+        if (launch->seed) shuffle(lanes, ready);
+        for (unsigned i = 0; i < ready && !failed; ++i) {
+            current = pool[lanes[i]].get();
+            current->fiber.resume(scheduler);
+        }
+        if (failed || !ready) return false;
+        if (!has_ready_lane(warp)) warps[warp].flush(buffers.data(), shared);
+        release_warp(warp);
+        return true;
+    }
+
+    void shuffle(unsigned* lanes, unsigned count) {
+        for (unsigned i = count; i > 1; --i) std::swap(lanes[i - 1], lanes[random.next() % i]);
+    }
+
+    // One warp runs far ahead of the others until chance or a barrier stops it: the order in
+    // which a missing barrier does most harm. False if no warp can run.
+    bool find_random_warp() {
+        const unsigned count = unsigned(warps.size());
+        if (random.next() % 16 == 0) favourite = unsigned(random.next() % count);
+        for (unsigned step = 0; step < count; ++step) {
+            if (has_ready_lane(favourite)) return true;
+            favourite = step ? (favourite + 1) % count : unsigned(random.next() % count);
+        }
+        return has_ready_lane(favourite);
+    }
+
+    bool has_ready_lane(unsigned warp) const {
+        for (unsigned i = warp_begin(warp); i < warp_end(warp); ++i)
+            if (pool[i]->state == State::READY) return true;
+        return false;
     }
 
     unsigned warp_begin(unsigned warp) const { return warp * WARP; }
     unsigned warp_end(unsigned warp) const { return std::min(num_threads, (warp + 1) * WARP); }
 
-    bool none_of_warp(unsigned warp, State state) const {
-        for (unsigned i = warp_begin(warp); i < warp_end(warp); ++i)
-            if (pool[i]->state == state) return false;
-        return true;
-    }
-
     // ---- warp exchanges ------------------------------------------------------------------
 
     // Completes every exchange of the warp for which all live lanes of its mask have arrived.
-    bool release_warp(unsigned warp) {
-        bool released = false;
+    void release_warp(unsigned warp) {
         for (unsigned i = warp_begin(warp); i < warp_end(warp) && !failed; ++i)
-            if (pool[i]->state == State::AT_WARP && all_arrived(*pool[i])) {
-                exchange(*pool[i]);
-                released = true;
-            }
-        return released;
+            if (pool[i]->state == State::AT_WARP && all_arrived(*pool[i])) exchange(*pool[i]);
     }
 
     template <class Visit>

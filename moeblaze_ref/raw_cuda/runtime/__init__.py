@@ -1,7 +1,7 @@
 """One launch interface, two executors.
 
-An executor has ``name``, ``empty(shape, dtype)``, ``to_numpy(array)`` and
-``load(file, **constants)``; the module that it loads has ``launch(kernel, grid, block,
+An executor has ``name``, ``empty(shape, dtype)``, ``from_numpy(array)``,
+``to_numpy(array)`` and ``load(file, **constants)``; the module that it loads has ``launch(kernel, grid, block,
 shared_bytes=0, **arguments)``. The same .cu file runs through either.
 """
 
@@ -25,6 +25,9 @@ class Executor(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array of the executor's kind."""
+
+    def from_numpy(self, array: np.ndarray) -> Any:
+        """The array where the executor's kernels can take it."""
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """The array on the host."""

@@ -6,6 +6,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from moeblaze_ref.raw_cuda.runtime.poison import poison
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, check_launch, three
 
 
@@ -14,21 +15,23 @@ class CupyExecutor:
 
     Parameters
     ----------
-    poison : bool
-        Fill new arrays with NaN or -1, so that an element that no kernel writes shows.
+    poisoned : bool
+        Fill new arrays with `POISON`, so that an element that no kernel writes shows.
     """
 
     name = "cuda"
 
-    def __init__(self, poison: bool = False):
-        self.poison = poison
+    def __init__(self, poisoned: bool = False):
+        self.poisoned = poisoned
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
         """A new device array, poisoned if the executor is asked to."""
         array = cupy.empty(shape, dtype)
-        if self.poison and array.size:
-            array.view(cupy.uint8).fill(0xFF)
-        return array
+        return poison(array) if self.poisoned else array
+
+    def from_numpy(self, array: np.ndarray) -> cupy.ndarray:
+        """A copy on the device."""
+        return cupy.asarray(array)
 
     def to_numpy(self, array: cupy.ndarray) -> np.ndarray:
         """A copy on the host."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref import doors
+from moeblaze_ref.raw_cuda.runtime.poison import poison
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, check_launch, three
 from moeblaze_ref.simt import build
 
@@ -143,9 +144,11 @@ class SimtExecutor:
         self._recordings: list[list[LaunchReport]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """A new array, poisoned with NaN or -1."""
-        array = np.empty(shape, dtype)
-        array.view(np.uint8).fill(0xFF) if array.size else None
+        """A new array, poisoned."""
+        return poison(np.empty(shape, dtype))
+
+    def from_numpy(self, array: np.ndarray) -> np.ndarray:
+        """The array itself."""
         return array
 
     def to_numpy(self, array: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@
 #undef __forceinline__
 #undef __grid_constant__
 #undef __align__
-#define __global__ __attribute__((noinline, used, visibility("hidden")))  // a kernel may be called read or copy
+#define __global__ __attribute__((noinline, used))
 #define __device__
 #define __host__
 #define __shared__ static thread_local
@@ -37,6 +37,7 @@
 
 // Functions of the executor itself: their memory accesses are not the kernel's.
 #define SIMT_PLAIN __attribute__((noinline, no_sanitize("thread")))
+#define SIMT_EXPORT extern "C" __attribute__((visibility("default"))) SIMT_PLAIN
 
 // Last parameters of a built-in, and what it passes on: where in the source it was called.
 #define SIMT_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -185,7 +186,7 @@ inline void __trap(SIMT_HERE) {
 // ---- how the runtime enters a kernel -------------------------------------------------------
 
 static thread_local char simt_shared_begin;
-extern "C" SIMT_PLAIN void* simt_shared_anchor() { return &simt_shared_begin; }
+SIMT_EXPORT void* simt_shared_anchor() { return &simt_shared_begin; }
 
 template <class... Parameters, size_t... I>
 SIMT_PLAIN void simt_call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I...>) {
@@ -196,4 +197,4 @@ SIMT_PLAIN void simt_enter(void (*kernel)(Parameters...), void** arguments) {
     simt_call(kernel, arguments, std::index_sequence_for<Parameters...>{});
 }
 #define SIMT_KERNEL(name) \
-    extern "C" SIMT_PLAIN void simt_entry_##name(void** arguments) { simt_enter(&name, arguments); }
+    SIMT_EXPORT void simt_entry_##name(void** arguments) { simt_enter(&name, arguments); }

@@ -1,0 +1,176 @@
+"""Inputs that are hard on purpose, and the one measure of error: what `check` and the tests share."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.config import is_gated
+from moeblaze_ref.numpy_ref import gating
+from moeblaze_ref.numpy_ref.layer import MoEWeights
+
+ROUTINGS = ("uniform", "zipf", "hot", "empty")
+OVERWHELMING = 50.0  # log-popularity that no noise overcomes
+
+# The example of MoEBlaze's figure: five tokens, four experts, two each.
+GOLDEN_TOPK_EXPERTS = np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32)
+GOLDEN_NUM_EXPERTS = 4
+
+
+def relative_error(out, ref) -> float:
+    """||out - ref|| / ||ref|| in float64.
+
+    NaN stays NaN, which passes no bound; any difference from an all-zero reference is infinite.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ.
+    """
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    doors.check_shape("the result", out, {f"axis {i}": size for i, size in enumerate(ref.shape)})
+    difference, size = np.linalg.norm(out - ref), np.linalg.norm(ref)
+    if size == 0.0:
+        return 0.0 if difference == 0.0 else float("inf")
+    return float(difference / size)
+
+
+def log_popularity(routing: str, num_experts: int, k: int, margin: float = OVERWHELMING) -> np.ndarray:
+    """How much every expert is preferred, (E,) float64.
+
+    ``zipf`` falls with the rank, ``hot`` prefers the last expert, ``empty`` shuns the first
+    ones and leaves at least k that tokens may go to.
+
+    Raises
+    ------
+    ValueError
+        If the routing is unknown.
+    """
+    doors.check_name("routing", routing, ROUTINGS)
+    bias = np.zeros(num_experts)
+    if routing == "zipf":
+        bias = -1.2 * np.log(np.arange(1, num_experts + 1))
+    elif routing == "hot":
+        bias[-1] = margin
+    elif routing == "empty":
+        bias[: min(num_experts // 2, num_experts - k)] = -margin
+    return bias
+
+
+def random_topk(num_tokens: int, num_experts: int, k: int, routing: str = "uniform", seed: int = 0) -> np.ndarray:
+    """Distinct experts for every token, (L, k) int32, drawn by popularity (Gumbel top k).
+
+    Raises
+    ------
+    ValueError, TypeError
+        If k > E, a size is out of range, or the routing is unknown.
+    """
+    doors.check_k(doors.check_int("k", k, at_least=1), num_experts)
+    noise = np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
+    preference = log_popularity(routing, num_experts, k) + noise  # (L, E)
+    return np.argsort(-preference, axis=1)[:, :k].astype(np.int32, order="C")
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One layer and the tokens that run through it; outputs and gradients are of order 1.
+
+    Parameters
+    ----------
+    name : str
+        What is hard about it.
+    x : ndarray (L, d)
+    weights : MoEWeights
+    d_out : ndarray (L, d)
+        Gradient of the layer's output.
+    k : int
+        Experts per token.
+    activation : str
+    """
+
+    name: str
+    x: np.ndarray
+    weights: MoEWeights
+    d_out: np.ndarray
+    k: int
+    activation: str = "swiglu"
+
+    @property
+    def L(self) -> int:
+        """Tokens."""
+        return self.x.shape[0]
+
+    @property
+    def E(self) -> int:
+        """Experts."""
+        return self.weights.wg.shape[1]
+
+    @property
+    def shape(self) -> str:
+        """The sizes in the paper's symbols, and the name."""
+        _, d, h = self.weights.w1.shape
+        return f"L={self.L} d={d} h={h} E={self.E} k={self.k} ({self.name})"
+
+    @property
+    def logits(self) -> np.ndarray:
+        """Router logits (L, E), x wg."""
+        return self.x @ self.weights.wg
+
+    @property
+    def topk_experts(self) -> np.ndarray:
+        """Chosen experts (L, k) int32."""
+        return gating.top_k(self.logits, self.k)
+
+    def astype(self, dtype) -> "Case":
+        """The same numbers rounded to ``dtype``."""
+        weights = MoEWeights(*(None if w is None else w.astype(dtype) for w in self.weights))
+        return replace(self, x=self.x.astype(dtype), weights=weights, d_out=self.d_out.astype(dtype))
+
+    def head(self, tokens: int) -> "Case":
+        """The same layer with the first ``tokens`` tokens only."""
+        return replace(self, x=self.x[:tokens], d_out=self.d_out[:tokens])
+
+
+def make_case(
+    L: int,
+    d: int,
+    h: int,
+    E: int,
+    k: int,
+    routing: str = "uniform",
+    name: str | None = None,
+    activation: str = "swiglu",
+    seed: int = 0,
+) -> Case:
+    """Random float64 numbers; x carries a constant feature, by which wg biases the routing.
+
+    Raises
+    ------
+    ValueError
+        If the routing or the activation is unknown.
+    """
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((L, d))  # (L, d)
+    x[:, 0] = 1.0
+    wg = 0.7 * rng.standard_normal((d, E)) * d**-0.5  # (d, E)
+    wg[0] = log_popularity(routing, E, k, margin=5.0)  # wins, and leaves the losers gradients above rounding
+    w1, w2 = rng.standard_normal((2, E, d, h)) * d**-0.5  # (E, d, h) each
+    w3 = rng.standard_normal((E, h, d)) * h**-0.5  # (E, h, d)
+    weights = MoEWeights(wg, w1, w2 if is_gated(activation) else None, w3)
+    return Case(name or routing, x, weights, rng.standard_normal((L, d)), k, activation)
+
+
+def standard_cases() -> list[Case]:
+    """What every stage of every backend must get right; the first ones are small enough for a simulator."""
+    return [
+        make_case(13, 8, 12, 4, 2, "zipf", "small"),
+        make_case(1, 8, 12, 4, 2, name="one token"),
+        make_case(9, 8, 12, 4, 4, name="k = E"),
+        make_case(11, 8, 12, 5, 1, "hot", "one expert gets all"),
+        make_case(11, 8, 12, 6, 2, "empty", "empty experts"),
+        make_case(0, 8, 12, 4, 2, name="no tokens"),
+        make_case(331, 24, 40, 7, 3, name="no tile divides it"),
+        make_case(600, 16, 24, 16, 4, "zipf", "skewed"),
+        make_case(300, 8, 12, 16, 2, "hot", "hot expert"),
+        make_case(70, 16, 8, 130, 8, "empty", "many experts, half of them empty"),
+    ]

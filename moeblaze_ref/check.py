@@ -1,0 +1,169 @@
+"""The cross-check: every stage of every backend against the specification and against autograd.
+
+Index structures must match bit for bit. Floating-point results are compared with plain
+torch in float64 on the same, already rounded inputs: ||out - ref|| / ||ref|| per tensor,
+and a row shows the worst of them. Outputs are poisoned before every launch.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.backends import BACKENDS, STAGES, Backend
+from moeblaze_ref.cases import Case, standard_cases
+from moeblaze_ref.comparisons import COMPARE, worst_error
+from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
+from moeblaze_ref.structures import Dispatch
+
+BOUNDS = {"int32": 0.0, "float64": 1e-12, "float32": 1e-5}
+SIMULATOR_ROWS = 32  # routed rows that Numba's simulator gets through in a second or two
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the cross-check table.
+
+    Parameters
+    ----------
+    stage, direction, backend : str
+    rung : str or None
+        Kernel file of a raw CUDA stage, without its ending.
+    dtype : str
+    shape : str or None
+        Sizes of the case and what is hard about it.
+    error, bound : float or None
+        Worst relative error over the tensors (for int32: elements that differ), and its limit.
+    ok, available : bool
+        An unavailable backend is never ok.
+    """
+
+    stage: str
+    direction: str
+    backend: str
+    rung: str | None
+    dtype: str
+    shape: str | None
+    error: float | None
+    bound: float | None
+    ok: bool
+    available: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as JSON takes it; a NaN error, which JSON lacks, becomes a string."""
+        row = asdict(self)
+        if self.error is not None and not math.isfinite(self.error):
+            row["error"] = str(self.error)
+        return row
+
+
+def differing_elements(found, wanted) -> int:
+    """Elements in which two Dispatches differ, over the four index structures."""
+    total = 0
+    for name, expected in wanted.arrays().items():
+        array = np.asarray(getattr(found, name))
+        same_kind = array.shape == expected.shape and array.dtype == expected.dtype
+        total += int((array != expected).sum()) if same_kind else max(array.size, expected.size, 1)
+    return total
+
+
+def check_dispatch(backend: Backend, case: Case) -> Iterator[Row]:
+    """One row: the four index structures, bit for bit against a stable sort."""
+    found = build_dispatch(backend, case.topk_experts, case.E)
+    error = differing_elements(found, reference_dispatch.build_by_sort(case.topk_experts, case.E))
+    yield _row(backend, "dispatch", "forward", "int32", case.shape, float(error))
+
+
+def build_dispatch(backend: Backend, topk_experts: np.ndarray, num_experts: int) -> Dispatch:
+    """A backend's Dispatch of a numpy input, as numpy arrays, with every output poisoned first."""
+    stage = backend.stage("dispatch")
+    if backend.name == "numba":
+        from moeblaze_ref.numba_cuda.runtime import poisoned_outputs
+
+        with poisoned_outputs():
+            return stage.build(topk_experts, num_experts)
+    executor = backend.executor()
+    if executor is None:
+        return stage.build(topk_experts, num_experts)
+    found = stage.build(executor.from_numpy(topk_experts), num_experts, executor=executor)
+    return found.map(executor.to_numpy)
+
+
+def check_stage(backend: Backend, stage: str, case: Case) -> Iterator[Row]:
+    """Forward and backward rows of a floating-point stage, in float64 and float32."""
+    for dtype in ("float64", "float32"):
+        rounded = case.astype(dtype)
+        for direction, found, wanted in COMPARE[stage](backend.stage(stage), rounded):
+            yield _row(backend, stage, direction, dtype, case.shape, worst_error(found, wanted))
+
+
+def _row(backend: Backend, stage: str, direction: str, dtype: str, shape: str, error: float) -> Row:
+    bound = BOUNDS[dtype]
+    return Row(stage, direction, backend.name, rung(backend, stage), dtype, shape, error, bound, error <= bound, True)
+
+
+def rung(backend: Backend, stage: str) -> str | None:
+    """The kernel file that a raw CUDA stage launches."""
+    return getattr(backend.stage(stage), "RUNG", None) if backend.package.endswith("raw_cuda") else None
+
+
+def unavailable(backend: Backend, stage: str) -> Row:
+    """The row of a backend that cannot run here."""
+    return Row(stage, "forward", backend.name, None, "-", None, None, None, False, False)
+
+
+def _in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
+    """The cases that the backend can run in reasonable time, cut to size for Numba's simulator."""
+    if backend.name != "numba":
+        return list(cases)
+    from moeblaze_ref.numba_cuda.runtime import EXECUTOR
+
+    if EXECUTOR == "cuda":
+        return list(cases)
+    small = [case.head(SIMULATOR_ROWS // case.k) for case in cases if case.E <= 8]
+    return [case for case in small if case.L * case.k <= SIMULATOR_ROWS]
+
+
+def plan(
+    stages: Iterable[str] = STAGES, backends: Iterable[str] = tuple(BACKENDS), cases: list[Case] | None = None
+) -> list[Callable[[], list[Row]]]:
+    """The checks to run, one thunk for each stage, backend and case.
+
+    Raises
+    ------
+    ValueError
+        If a stage or backend is unknown; the message proposes the nearest name.
+    """
+    stages = [doors.check_name("stage", stage, STAGES) for stage in stages]
+    chosen = [BACKENDS[doors.check_name("backend", name, BACKENDS)] for name in backends]
+    cases = standard_cases() if cases is None else cases
+    jobs: list[Callable[[], list[Row]]] = []
+    for backend in chosen:
+        available = backend.status().available
+        for stage in (stage for stage in stages if stage in backend.stages):
+            if not available:
+                jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
+                continue
+            for case in _in_reach(backend, cases):
+                jobs.append(functools.partial(_run, backend, stage, case))
+    return jobs
+
+
+def _run(backend: Backend, stage: str, case: Case) -> list[Row]:
+    rows = check_dispatch(backend, case) if stage == "dispatch" else check_stage(backend, stage, case)
+    return list(rows)
+
+
+def run(*arguments, **options) -> list[Row]:
+    """Every row of `plan`, in order."""
+    return [row for job in plan(*arguments, **options) for row in job()]
+
+
+def passed(rows: list[Row]) -> bool:
+    """Whether something was checked and nothing failed; an unavailable backend decides neither."""
+    checked = [row for row in rows if row.available]
+    return bool(checked) and all(row.ok for row in checked)

@@ -1,0 +1,123 @@
+"""The ``moeblaze`` command: doctor, check, memory, demo."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from moeblaze_ref import terminal
+from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
+from moeblaze_ref.config import PRESETS
+
+app = typer.Typer(
+    help="The Mixture-of-Experts memory wall: a reference that proves itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+console = Console()
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A wrong name or size is the user's to mend: print the message alone and exit with status 2."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def doctor():
+    """Say which backends run here, and what to install for those that do not."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("backend", no_wrap=True)
+    table.add_column("runs here", no_wrap=True)
+    table.add_column("how, or why not")
+    for backend in (*BACKENDS.values(), JUDGE):
+        status = backend.status()
+        verdict = Text("yes", style="green") if status.available else Text("no", style="yellow")
+        remedy = f"\nto mend: {status.remedy}" if status.remedy else ""
+        table.add_row(backend.name, verdict, f"{backend.description}: {status.detail}{remedy}")
+    console.print(table)
+
+
+@app.command()
+def check(
+    stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(BACKENDS)}; repeatable.")] = None,
+    every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
+    as_json: AsJson = False,
+):
+    """Cross-check every stage of every backend; exit with status 1 on any failure."""
+    from moeblaze_ref import check as cross_check
+
+    with user_errors():
+        jobs = cross_check.plan(stage or STAGES, backend or tuple(BACKENDS))
+    rows = terminal.run_with_bar("cross-checking", jobs)
+    if as_json:
+        print(json.dumps([row.as_dict() for row in rows], indent=2))
+    else:
+        console.print(terminal.check_table(rows, every_shape))
+        console.print(terminal.verdict(rows))
+    raise typer.Exit(0 if cross_check.passed(rows) else 1)
+
+
+@app.command()
+def memory(
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "conf4",
+    tokens: Annotated[int | None, typer.Option(help="L, in place of the preset's.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help="Only this system; repeatable.")] = None,
+    activation: Annotated[str | None, typer.Option(help="In place of the preset's.")] = None,
+    capacity_factor: Annotated[float, typer.Option(help="Of the padded system.")] = 1.25,
+    plots: Annotated[Path | None, typer.Option(help="Write the two plots into this folder.")] = None,
+    as_json: AsJson = False,
+):
+    """Show where the activation bytes of one MoE layer go, tensor by tensor, for every system."""
+    from moeblaze_ref.config import preset as find_preset
+    from moeblaze_ref.memory import report
+    from moeblaze_ref.memory.accounting import SYSTEMS, Assumptions, accounts
+
+    with user_errors():
+        config = find_preset(preset).config
+        changes = {"L": tokens, "activation": activation}
+        config = config.replace(**{name: value for name, value in changes.items() if value is not None})
+        assumptions = Assumptions(capacity_factor=capacity_factor)
+        found = accounts(config, system or tuple(SYSTEMS), assumptions)
+        notes = report.preset_notes(preset)
+    if as_json:
+        print(json.dumps(report.as_json(preset, config, found, notes), indent=2))
+    else:
+        console.print(report.tables(config, found, notes))
+    if plots:
+        written = terminal.write_memory_plots(config, found, assumptions, plots)
+        Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 150,
+    out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("demo_output"),
+):
+    """Train a tiny MoE language model, then check and account for the layers that it really has."""
+    from moeblaze_ref import demo as show
+
+    with user_errors():
+        rows = show.run(steps, out, console)
+    from moeblaze_ref.check import passed
+
+    raise typer.Exit(0 if passed(rows) else 1)
+
+
+if __name__ == "__main__":
+    app()

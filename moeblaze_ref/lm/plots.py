@@ -1,0 +1,69 @@
+"""Pictures of a training run: the loss, and how evenly the experts are used."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#999999"  # Okabe and Ito
+
+
+def loss_curve(losses: Sequence[float], vocab: int = 256) -> Figure:
+    """Cross entropy at each step, with that of a uniform guess as a line.
+
+    Parameters
+    ----------
+    losses : sequence of float
+        Nats per token, one a step.
+    vocab : int
+        Token ids; a uniform guess costs ln(vocab).
+
+    Raises
+    ------
+    ValueError
+        If there is no loss.
+    """
+    if not losses:
+        raise ValueError("losses is empty, but it must hold at least one step")
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color=BLUE)
+    axes.axhline(math.log(vocab), color=GREY, linewidth=0.8)
+    axes.annotate(f"uniform guess, ln {vocab}", (1, math.log(vocab)), xytext=(4, 3), textcoords="offset points")
+    axes.annotate(
+        f"{losses[-1]:.2f}", (len(losses), losses[-1]), xytext=(4, 0), textcoords="offset points", color=BLUE
+    )
+    axes.set_ylim(0, math.log(vocab) * 1.15)
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross entropy, nats per byte")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def expert_load(topk_experts: Sequence[np.ndarray], num_experts: int) -> Figure:
+    """Routed rows of each expert, one panel a layer, with the balanced share as a line.
+
+    Parameters
+    ----------
+    topk_experts : sequence of ndarray (L, k)
+        Choices of each layer.
+    num_experts : int
+        E.
+    """
+    figure = Figure(figsize=(3.5 * len(topk_experts), 3), layout="constrained")
+    panels = figure.subplots(1, len(topk_experts), sharey=True, squeeze=False)[0]
+    for layer, (axes, chosen) in enumerate(zip(panels, topk_experts, strict=True)):
+        counts = np.bincount(chosen.ravel(), minlength=num_experts)
+        share = chosen.size / num_experts
+        axes.bar(range(num_experts), counts, color=BLUE)
+        axes.axhline(share, color=VERMILLION, linewidth=1)
+        axes.set_title(f"layer {layer}: busiest expert {counts.max() / share:.2f} x its share", fontsize="medium")
+        axes.set_xlabel("expert")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("routed rows")
+    panels[-1].annotate(
+        "balanced", (num_experts - 0.5, share), xytext=(3, 0), textcoords="offset points", color=VERMILLION, va="center"
+    )
+    return figure

@@ -1,0 +1,112 @@
+"""The down-projection: the hidden rows times each expert's w3, and its backward without a kept output.
+
+Sources: MoEBlaze (arXiv 2601.05296), sections 3.2 and 5, for the gathered output gradient;
+SonicMoE (arXiv 2512.14080) for the gate's gradient from <dOut W3^T, Y_swi>, which needs no
+saved expert output.
+"""
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.numpy_ref import DTYPES
+from moeblaze_ref.numpy_ref import activation as activation_stage
+from moeblaze_ref.numpy_ref.dispatch import expert_groups
+
+
+def forward(y_swi, w3, dispatch):
+    """Every routed row's expert output, not yet weighted by its gate, in expert order.
+
+    Parameters
+    ----------
+    y_swi : ndarray (R, h), float64 or float32
+        Hidden activations in expert order, finite.
+    w3 : ndarray (E, h, d)
+    dispatch : Dispatch
+
+    Returns
+    -------
+    y : ndarray (R, d)
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree or a value is not finite.
+    TypeError
+        If a dtype is not allowed or dispatch is no Dispatch.
+
+    Notes
+    -----
+    MoEBlaze, section 5: Y_swi W3. The sum into (L, d) is the combine stage.
+    """
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("y_swi", y_swi, {"R": dispatch.R, "h": None}, DTYPES)
+    doors.check_tensor("w3", w3, {"E": dispatch.E, "h": y_swi.shape[1], "d": None}, (str(y_swi.dtype),))
+    y = np.empty((dispatch.R, w3.shape[2]), dtype=y_swi.dtype)  # (R, d)
+    for expert, group, _ in expert_groups(dispatch):
+        y[group] = y_swi[group] @ w3[expert]
+    return y
+
+
+def _check_backward(d_out, gates, a, w3, dispatch):
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("a", a, {"R": dispatch.R, "h": None}, DTYPES)
+    same = (str(a.dtype),)
+    doors.check_tensor("w3", w3, {"E": dispatch.E, "h": a.shape[1], "d": None}, same)
+    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": w3.shape[2]}, same)
+    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, same)
+
+
+def backward(d_out, gates, a, b, w3, dispatch, activation, y_swi=None):
+    """From the layer's output gradient (L, d) back through gates, w3 and the activation.
+
+    Parameters
+    ----------
+    d_out : ndarray (L, d)
+        Gradient of the layer's output; gathered by index, never expanded to (R, d).
+    gates : ndarray (L, k)
+    a : ndarray (R, h), float64 or float32
+    b : ndarray (R, h) or None
+        None exactly for the ungated activations.
+    w3 : ndarray (E, h, d)
+    dispatch : Dispatch
+    activation : str
+        One of ``config.ACTIVATIONS``.
+    y_swi : ndarray (R, h), optional
+        The hidden activations if they were kept; rebuilt from a and b if not.
+
+    Returns
+    -------
+    d_a : ndarray (R, h)
+    d_b : ndarray (R, h) or None
+        None for the ungated activations.
+    d_gates : ndarray (L, k)
+    d_w3 : ndarray (E, h, d)
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree, a value is not finite, the activation is unknown, or b is missing or superfluous.
+    TypeError
+        If a dtype is not allowed or dispatch is no Dispatch.
+
+    Notes
+    -----
+    With dY' = dOut_gathered W3^T: dgate = <dY', Y_swi> per row, dW3 = (gate * Y_swi)^T dOut_gathered,
+    dY_swi = gate * dY' (MoEBlaze, section 5; SonicMoE for dgate and the operand gate * Y_swi).
+    """
+    _check_backward(d_out, gates, a, w3, dispatch)
+    if y_swi is None:
+        y_swi = activation_stage.forward(a, b, activation)  # (R, h)
+    else:
+        doors.check_tensor("y_swi", y_swi, {"R": a.shape[0], "h": a.shape[1]}, (str(a.dtype),))
+    gate = np.empty((dispatch.R, 1), dtype=gates.dtype)  # (R, 1), in expert order
+    gate[dispatch.token_index_map] = gates.reshape(-1, 1)
+    d_ungated = np.empty_like(a)  # (R, h), the paper's dY'
+    d_w3 = np.empty_like(w3)  # (E, h, d)
+    for expert, group, tokens in expert_groups(dispatch):
+        d_rows = d_out[tokens]  # (rows, d)
+        d_ungated[group] = d_rows @ w3[expert].T
+        d_w3[expert] = (gate[group] * y_swi[group]).T @ d_rows
+    d_gate = (d_ungated * y_swi).sum(axis=1)  # (R,), in expert order
+    d_a, d_b = activation_stage.backward(gate * d_ungated, a, b, activation)
+    return d_a, d_b, d_gate[dispatch.token_index_map].reshape(gates.shape), d_w3

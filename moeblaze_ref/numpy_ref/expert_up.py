@@ -1,0 +1,122 @@
+"""The up-projection: rows of x, gathered by index, times each expert's w1 and w2.
+
+Source: MoEBlaze (arXiv 2601.05296), sections 3.1 (no buffer of routed inputs), 3.2 (the k
+gradients of a token are summed on the fly) and 5 (one pass over x for both GEMMs).
+A numpy product needs its rows together, so one expert's rows are gathered at a time; a
+kernel gathers one tile at a time. Neither holds the (R, d) buffer.
+"""
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.config import is_gated
+from moeblaze_ref.numpy_ref import DTYPES
+from moeblaze_ref.numpy_ref import activation as activation_stage
+from moeblaze_ref.numpy_ref.dispatch import expert_groups
+
+
+def _check(x, w1, w2, dispatch):
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("x", x, {"L": dispatch.L, "d": None}, DTYPES)
+    same = (str(x.dtype),)
+    doors.check_tensor("w1", w1, {"E": dispatch.E, "d": x.shape[1], "h": None}, same)
+    if w2 is not None:
+        doors.check_tensor("w2", w2, {"E": dispatch.E, "d": x.shape[1], "h": w1.shape[2]}, same)
+
+
+def forward(x, w1, w2, dispatch, activation):
+    """Both projections of every routed row and its hidden activation, in expert order.
+
+    Parameters
+    ----------
+    x : ndarray (L, d), float64 or float32
+        Tokens, never permuted; finite.
+    w1 : ndarray (E, d, h)
+    w2 : ndarray (E, d, h) or None
+        None exactly for the ungated activations.
+    dispatch : Dispatch
+        Of these L tokens over these E experts.
+    activation : str
+        One of ``config.ACTIVATIONS``.
+
+    Returns
+    -------
+    a : ndarray (R, h)
+        x w1.
+    b : ndarray (R, h) or None
+        x w2; None for the ungated activations.
+    y_swi : ndarray (R, h)
+        act(a) * b, or act(a).
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree, a value is not finite, the activation is unknown, or w2 is missing or superfluous.
+    TypeError
+        If a dtype is not allowed or dispatch is no Dispatch.
+
+    Notes
+    -----
+    MoEBlaze, sections 3.1 and 5 (Algorithm 1).
+    """
+    gated = is_gated(activation)
+    doors.check_second_projection("w2", w2, gated, activation)
+    _check(x, w1, w2, dispatch)
+    a = np.empty((dispatch.R, w1.shape[2]), dtype=x.dtype)  # (R, h)
+    b = np.empty_like(a) if gated else None  # (R, h)
+    for expert, group, tokens in expert_groups(dispatch):
+        rows = x[tokens]  # (rows, d)
+        a[group] = rows @ w1[expert]
+        if gated:
+            b[group] = rows @ w2[expert]
+    return a, b, activation_stage.forward(a, b, activation)
+
+
+def backward(d_a, d_b, x, w1, w2, dispatch):
+    """Gradients of x and of both weights; the k gradients of a token are summed as they arise.
+
+    Parameters
+    ----------
+    d_a : ndarray (R, h)
+        Gradient of a, in expert order.
+    d_b : ndarray (R, h) or None
+        Gradient of b; None exactly if w2 is None.
+    x, w1, w2, dispatch
+        As they went into `forward`.
+
+    Returns
+    -------
+    d_x : ndarray (L, d)
+        Summed over the experts of a token in ascending expert id: always the same bits.
+    d_w1 : ndarray (E, d, h)
+    d_w2 : ndarray (E, d, h) or None
+        None if w2 is None.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+
+    Notes
+    -----
+    MoEBlaze, sections 3.2 and 5: dX = dA W1^T + dB W2^T, dW1 = X^T dA, dW2 = X^T dB.
+    """
+    gated = w2 is not None
+    doors.check_second_projection("d_b", d_b, gated)
+    _check(x, w1, w2, dispatch)
+    hidden, same = {"R": dispatch.R, "h": w1.shape[2]}, (str(x.dtype),)
+    doors.check_tensor("d_a", d_a, hidden, same)
+    if gated:
+        doors.check_tensor("d_b", d_b, hidden, same)
+    d_x = np.zeros_like(x)  # (L, d)
+    d_w1 = np.empty_like(w1)  # (E, d, h)
+    d_w2 = np.empty_like(w2) if gated else None  # (E, d, h)
+    for expert, group, tokens in expert_groups(dispatch):
+        rows = x[tokens]  # (rows, d)
+        d_w1[expert] = rows.T @ d_a[group]
+        d_rows = d_a[group] @ w1[expert].T  # (rows, d)
+        if gated:
+            d_w2[expert] = rows.T @ d_b[group]
+            d_rows += d_b[group] @ w2[expert].T
+        d_x[tokens] += d_rows  # an expert names a token once, so no row is added to twice
+    return d_x, d_w1, d_w2

@@ -1,0 +1,128 @@
+"""The eight activations and their slopes, against torch and central differences, and their doors."""
+
+import numpy as np
+import pytest
+import torch
+
+from moeblaze_ref import oracle
+from moeblaze_ref.cases import relative_error
+from moeblaze_ref.config import ACTIVATIONS, GATED_ACTIVATIONS, is_gated
+from moeblaze_ref.numpy_ref import activation as stage
+
+ROWS, WIDTH = 37, 11
+
+
+def numbers(activation, scale=1.0, dtype=np.float64):
+    """a and b (None if ungated) and d_y, from far below zero to far above."""
+    rng = np.random.default_rng(3)
+    a, b, d_y = (scale * rng.standard_normal((3, ROWS, WIDTH))).astype(dtype)
+    return a, b if is_gated(activation) else None, d_y
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_agrees_with_torch(activation, scale):
+    a, b, d_y = numbers(activation, scale)
+    ta, tb = (None if t is None else torch.tensor(t, requires_grad=True) for t in (a, b))
+    ty = oracle.ACTIVATION[activation](ta)
+    ty = ty if tb is None else ty * tb
+    ty.backward(torch.tensor(d_y))
+    d_a, d_b = stage.backward(d_y, a, b, activation)
+    assert relative_error(stage.forward(a, b, activation), ty.detach()) < 1e-14
+    assert relative_error(d_a, ta.grad) < 1e-14
+    if b is None:
+        assert d_b is None
+    else:
+        assert relative_error(d_b, tb.grad) < 1e-14
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slope_is_the_central_difference(activation):
+    a, b, d_y = numbers(activation)
+    step = 1e-6
+    rise = stage.forward(a + step, b, activation) - stage.forward(a - step, b, activation)
+    assert relative_error(stage.backward(d_y, a, b, activation)[0], d_y * rise / (2 * step)) < 1e-8
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_float32_stays_float32_and_near(activation):
+    a, b, d_y = numbers(activation, 2.0, np.float32)
+    wide = [None if t is None else t.astype(np.float64) for t in (d_y, a, b)]
+    results = [stage.forward(a, b, activation), *stage.backward(d_y, a, b, activation)]
+    truths = [stage.forward(*wide[1:], activation), *stage.backward(*wide, activation)]
+    for result, truth in zip(results, truths, strict=True):
+        if truth is not None:
+            assert result.dtype == np.float32
+            assert relative_error(result, truth) < 1e-6
+
+
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
+def test_act_is_the_activation_with_a_unit_partner(activation):
+    a, _, _ = numbers(activation)
+    assert np.array_equal(stage.act(a, activation), stage.forward(a, np.ones_like(a), activation))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_large_inputs_saturate_without_nan(activation):
+    a = np.array([[-1e4, -50.0, 0.0, 50.0, 1e4]], dtype=np.float32)
+    b = np.ones_like(a) if is_gated(activation) else None
+    with np.errstate(over="raise", invalid="raise"):
+        y = stage.forward(a, b, activation)
+        d_a, _ = stage.backward(np.ones_like(a), a, b, activation)
+    power = 2 if activation == "relu2" else 1
+    assert np.allclose(y, np.maximum(a, 0.0) ** power, rtol=1e-6, atol=1e-15)
+    assert np.allclose(d_a[0, [0, 4]], [0.0, 2e4 if power == 2 else 1.0], rtol=1e-6, atol=1e-15)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_rows(activation):
+    a = np.empty((0, 4))
+    b = a if is_gated(activation) else None
+    assert stage.forward(a, b, activation).shape == (0, 4)
+    assert stage.backward(a, a, b, activation)[0].shape == (0, 4)
+
+
+A = np.ones((2, 3))
+NAN_AT_10 = np.array([[1.0, 1.0, 1.0], [np.nan, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "activation", "error", "message"),
+    [
+        (A, A, "swigloo", ValueError, "Did you mean 'swiglu'"),
+        (A, None, "swiglu", ValueError, "b is None, but swiglu is gated"),
+        (A, A, "silu", ValueError, "silu is not gated: b must be None"),
+        (NAN_AT_10, None, "silu", ValueError, r"a\[1, 0\] is nan"),
+        (A, np.full((2, 3), np.inf), "reglu", ValueError, r"b\[0, 0\] is inf"),
+        (A, A[:, :2], "swiglu", ValueError, r"b has shape \(2, 2\), but it must be \(R=2, h=3\)"),
+        (A[0], None, "silu", ValueError, "must have 2 dimensions"),
+        (A.astype(int), None, "silu", TypeError, "a has dtype int64"),
+        (A, A.astype(np.float32), "swiglu", TypeError, "b has dtype float32, but it must be float64"),
+        ([[1.0]], None, "silu", TypeError, "a is a list"),
+    ],
+)
+def test_bad_input_of_forward_and_backward(a, b, activation, error, message):
+    with pytest.raises(error, match=message):
+        stage.forward(a, b, activation)
+    with pytest.raises(error, match=message):
+        stage.backward(np.ones((2, 3)), a, b, activation)
+
+
+def test_bad_input_of_act():
+    with pytest.raises(ValueError, match="Did you mean 'gelu'"):
+        stage.act(A, "gello")
+    with pytest.raises(ValueError, match=r"a\[1, 0\] is nan"):
+        stage.act(NAN_AT_10, "silu")
+
+
+@pytest.mark.parametrize(
+    ("d_y", "error", "message"),
+    [
+        (A[:1], ValueError, r"d_y has shape \(1, 3\), but it must be \(R=2, h=3\)"),
+        (A.astype(np.float32), TypeError, "d_y has dtype float32"),
+        (NAN_AT_10, ValueError, r"d_y\[1, 0\] is nan"),
+    ],
+)
+def test_bad_gradient(d_y, error, message):
+    with pytest.raises(error, match=message):
+        stage.backward(d_y, A, A, "swiglu")
