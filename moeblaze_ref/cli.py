@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref import terminal
+from moeblaze_ref import provenance, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import PRESETS
 
@@ -57,6 +57,7 @@ def check(
     stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(BACKENDS)}; repeatable.")] = None,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
     as_json: AsJson = False,
 ):
     """Cross-check every stage of every backend; exit with status 1 on any failure."""
@@ -70,6 +71,8 @@ def check(
     else:
         console.print(terminal.check_table(rows, every_shape))
         console.print(terminal.verdict(rows))
+    if record:
+        provenance.record(record, {"rows": [row.as_dict() for row in rows]})
     raise typer.Exit(0 if cross_check.passed(rows) else 1)
 
 

@@ -6,6 +6,7 @@ from moeblaze_ref.structures import Array, Dispatch
 
 RUNG = "1_dense_map"
 THREADS = 256
+CONSTANTS = {"THREADS": THREADS}
 
 
 def build(topk_experts: Array, num_experts: int, executor: Executor | None = None) -> Dispatch:
@@ -50,7 +51,7 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
 
     token_expert_map = executor.empty((L, E), "int32")
     lengths = executor.empty((E,), "int32")
-    module = executor.load(f"dispatch/{RUNG}.cu", THREADS=THREADS)
+    module = executor.load(f"dispatch/{RUNG}.cu", **CONSTANTS)
     module.launch(
         "dense_map",
         grid=ceil_div(L, THREADS),

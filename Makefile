@@ -1,0 +1,76 @@
+# Thin targets over the `moeblaze` command of .venv. `make demo` and `make test` need Python 3.11 or newer, g++ and
+# make; everything else comes from requirements.lock.
+#
+#   make setup PYTHON=python3.12        builds .venv with another Python, once .venv is removed
+#   make setup TORCH_INDEX_URL=URL      takes torch's build for the CPU, or for another CUDA, from that package index
+#   make lock UPGRADE=--upgrade         pins the newest versions; without UPGRADE the pins that still fit stay
+
+PYTHON ?= python3
+UV_VERSION := 0.13.8
+
+BIN := .venv/bin
+# The stamp of a finished set-up holds the index that torch came from: later installs read it there.
+STAMP := .venv/torch-index-url
+LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
+TORCH_INDEX_URL ?= $(LAST_INDEX)
+TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
+
+.PHONY: setup setup-gpu demo test check lab lock compiler
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+# Another index means another build of the same torch version, which pip would not exchange: start from nothing.
+ifneq ($(TORCH_INDEX_URL),$(LAST_INDEX))
+.PHONY: $(BIN)/pip $(STAMP)
+endif
+
+$(STAMP): requirements.lock pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install $(TORCH_INDEX) -r requirements.lock
+	$(BIN)/pip install --no-deps --no-build-isolation --editable .
+	@echo '$(TORCH_INDEX_URL)' > $@
+
+# Made once, and kept when the lock changes: another Python laid over an environment would break it.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo 'error: Python 3.11 or newer is needed, and $(PYTHON) is missing or older.' \
+	         'Name another one: make setup PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	    echo 'error: $(PYTHON) cannot create virtual environments.' \
+	         'On Debian and Ubuntu: sudo apt install $(notdir $(PYTHON))-venv' >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+
+# What a machine with a GPU adds: CuPy, and the libraries of CUDA 13 that Numba needs.
+setup-gpu: $(STAMP)
+	$(BIN)/pip install $(TORCH_INDEX) -r requirements.lock -r requirements-gpu.lock
+
+compiler:
+	@command -v $(firstword $(CXX)) >/dev/null || { \
+	    echo 'error: the CUDA kernels run on the CPU through a C++ compiler, and $(firstword $(CXX)) is missing.' \
+	         'On Debian and Ubuntu: sudo apt install g++' >&2; exit 1; }
+
+demo: compiler $(STAMP)
+	$(BIN)/moeblaze demo
+
+test: compiler $(STAMP)
+	$(BIN)/python -m pytest
+
+check: compiler $(STAMP)
+	$(BIN)/moeblaze check
+
+lab: $(STAMP)
+	$(BIN)/jupyter-lab notebooks
+
+COMPILE := build/uv/bin/uv pip compile --quiet --python-version 3.11 $(UPGRADE)
+
+# One version of everything for every Python and platform; the GPU's lock holds only what it adds.
+lock:
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install --quiet uv==$(UV_VERSION)
+	$(COMPILE) --universal --fork-strategy fewest --annotation-style line --custom-compile-command 'make lock' \
+	    --extra notebooks --extra test pyproject.toml --output-file requirements.lock
+	$(COMPILE) --python-platform linux --no-header --no-annotate --constraint requirements.lock \
+	    --extra gpu pyproject.toml --output-file build/gpu.lock
+	{ echo '# What a GPU adds to requirements.lock, written by `make lock` too.'; \
+	  grep -vxF "$$(sed 's/ .*//' requirements.lock)" build/gpu.lock | sed "s/\$$/ ; sys_platform == 'linux'/"; \
+	} > requirements-gpu.lock

@@ -1,0 +1,166 @@
+"""A decoder-only transformer over bytes, whose feed-forward layers are Mixtures of Experts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moeblaze_ref import doors
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.oracle import OracleMoE, Routing
+
+# (d, h, E, k, activation) -> a module that maps x (L, d) to (out (L, d), Routing)
+MoEFactory = Callable[[int, int, int, int, str], nn.Module]
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """The shape of the model; symbols as in `config.MoEConfig`.
+
+    Parameters
+    ----------
+    d, h : int
+        Model width and expert width.
+    E, k : int
+        Experts of a layer, and experts per token.
+    layers, heads : int
+        Blocks, and attention heads of each; d / heads must be even (RoPE turns pairs).
+    sequence : int
+        Tokens of a training window.
+    vocab : int
+        Token ids; 256 for bytes.
+    activation : str
+        Of the experts, one of ``config.ACTIVATIONS``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a size is out of range or no integer, k > E, d does not fit the heads, or the
+        activation is unknown.
+    """
+
+    d: int = 64
+    h: int = 128
+    E: int = 8
+    k: int = 2
+    layers: int = 2
+    heads: int = 4
+    sequence: int = 128
+    vocab: int = 256
+    activation: str = "swiglu"
+
+    def __post_init__(self):
+        for name in ("layers", "heads", "sequence", "vocab"):
+            doors.check_int(name, getattr(self, name), at_least=1)
+        self.moe_layer(L=0)  # checks d, h, E, k and the activation
+        if self.d % (2 * self.heads):
+            raise ValueError(
+                f"d is {self.d}, but with {self.heads} heads it must be a multiple of {2 * self.heads}: "
+                f"every head has an even width"
+            )
+
+    def moe_layer(self, L: int, dtype: str = "float32") -> MoEConfig:
+        """The shape of one of the model's MoE layers in a step of L tokens."""
+        return MoEConfig(L, self.d, self.h, self.E, self.k, self.activation, dtype)
+
+
+class MoETrace(NamedTuple):
+    """What one MoE layer saw and decided."""
+
+    x: Tensor  # (L, d), L = batch * length
+    routing: Routing
+
+
+class LMOutput(NamedTuple):
+    """Predictions for the next token, and the trace of every MoE layer."""
+
+    logits: Tensor  # (batch, length, vocab)
+    traces: tuple[MoETrace, ...]  # one a block
+
+
+def rotary_angles(length: int, width: int, base: float = 10_000.0) -> Tensor:
+    """RoPE (arXiv 2104.09864, section 3.4.2): the angle of each position and pair, (length, width / 2)."""
+    frequencies = base ** (-torch.arange(0, width, 2) / width)  # (width / 2,)
+    return torch.outer(torch.arange(length), frequencies)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the pairs (x[i], x[i + width / 2]) of x (..., length, width) by their angles."""
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)  # (length, width / 2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, d: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.project = nn.Linear(d, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, d) to the same shape; position t sees positions 0 to t."""
+        heads_last = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # (batch, length, 3, heads, width)
+        q, k, v = heads_last.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, width)
+        angles = rotary_angles(q.shape[-2], q.shape[-1]).to(x.device)
+        y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
+        return self.project(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention, then a Mixture of Experts; each normalised before and added to the residual stream."""
+
+    def __init__(self, config: LMConfig, moe: MoEFactory):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d)
+        self.attention = Attention(config.d, config.heads)
+        self.moe_norm = nn.RMSNorm(config.d)
+        self.moe = moe(config.d, config.h, config.E, config.k, config.activation)
+
+    def forward(self, stream: Tensor) -> tuple[Tensor, MoETrace]:
+        """The residual stream (batch, length, d) after this block, and what its MoE layer saw."""
+        stream = stream + self.attention(self.attention_norm(stream))
+        x = self.moe_norm(stream).flatten(0, 1)  # (L, d)
+        out, routing = self.moe(x)  # (L, d)
+        return stream + out.view_as(stream), MoETrace(x, routing)
+
+
+class MoETransformer(nn.Module):
+    """Embedding, blocks, final norm and head.
+
+    Parameters
+    ----------
+    config : LMConfig
+    moe : callable
+        Makes the MoE layer of a block, called as ``moe(d, h, E, k, activation)``; the layer
+        maps x (L, d) to its output (L, d) and the Routing behind it.
+    """
+
+    def __init__(self, config: LMConfig, moe: MoEFactory = OracleMoE):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.d)
+        self.blocks = nn.ModuleList(Block(config, moe) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.d)
+        self.head = nn.Linear(config.d, config.vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> LMOutput:
+        """Predictions and traces for tokens (batch, length) int64, at any length.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If dtype or rank is wrong.
+        """
+        doors.check_array("tokens", tokens, rank=2, dtypes=("torch.int64",), contiguous=False)
+        stream = self.embedding(tokens)  # (batch, length, d)
+        traces = []
+        for block in self.blocks:
+            stream, trace = block(stream)
+            traces.append(trace)
+        return LMOutput(self.head(self.norm(stream)), tuple(traces))

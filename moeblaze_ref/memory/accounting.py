@@ -1,0 +1,524 @@
+"""Activation bytes of one MoE layer, tensor by tensor, for each way of writing it.
+
+One row a tensor. Its formula and its bytes come from the same expression, a product of
+`Size` objects, so the text that a reader sees cannot drift from the number beside it.
+A row is *kept* when it lives until the backward, and *transient* when the forward frees it.
+
+What is counted: the activations of one layer in one forward, its input x included. What is
+not: weights, gradients, optimizer states, the backward's own buffers, what an allocator adds.
+Symbols as in the MoEBlaze paper: L, d, h, E, k. GiB is 2**30 bytes, GB is 1e9.
+"""
+
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import reduce
+from typing import NamedTuple
+
+from moeblaze_ref import doors
+from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
+from moeblaze_ref.numpy_ref.layer import INTERMEDIATES
+
+GB = 10**9
+GIB = 2**30
+GPU_CAPACITIES = {"80 GB": 80 * GB, "141 GB": 141 * GB}  # H100 and H200, as their makers print them
+
+BLOCK = 128  # MegaBlocks pads every expert's rows to a multiple of this
+
+SYSTEMS = {
+    "conventional": "plain torch (oracle.py): a routed-token buffer and all that autograd keeps",
+    "capacity": "fixed capacity (GShard, Switch, Tutel): rows over it are dropped, gaps padded",
+    "megablocks": "padded bins, block-sparse products: nothing dropped, groups padded to 128 rows",
+    "moeblaze": "index structures in place of the routed-token buffer; the rest is kept by policy",
+}
+
+# Every system with every policy that it has.
+VARIANTS = tuple(
+    (system, policy) for system in SYSTEMS for policy in (POLICIES if system == "moeblaze" else (None,))
+)
+
+_ITEMSIZE = ITEMSIZE | {"int32": 4, "int64": 8}
+
+
+def gib(number: int) -> str:
+    """Bytes in GiB, as text: three decimals, or three digits where those decimals would be zeros."""
+    value = number / GIB
+    return f"{value:,.3f}" if value >= 0.1 or value == 0 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number that remembers how it was written: ``Size("L", 5) * 4`` is 20, written ``L*4``."""
+
+    text: str
+    value: int
+
+    def __mul__(self, other: "Size | int") -> "Size":
+        other = _as_size(other)
+        return Size(f"{self.text}*{other.text}", self.value * other.value)
+
+    def __add__(self, other: int) -> "Size":
+        return Size(f"({self.text} + {other})", self.value + other)
+
+
+def _as_size(number: Size | int) -> Size:
+    return number if isinstance(number, Size) else Size(str(number), number)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One row of an account.
+
+    Parameters
+    ----------
+    name : str
+        The project's name of the tensor.
+    dims : tuple of Size or int
+        Its shape; the first entry is a Size.
+    dtype : str
+        "float64", "float32", "bfloat16", "float16", "int32" or "int64".
+    until : str, optional
+        The tensor (it may be this one) whose birth is the last use, after which it is freed. None: it lives until
+        the backward.
+    """
+
+    name: str
+    dims: tuple[Size | int, ...]
+    dtype: str
+    until: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes as numbers."""
+        return tuple(_as_size(dim).value for dim in self.dims)
+
+    @property
+    def _product(self) -> Size:
+        return reduce(operator.mul, (*self.dims, _ITEMSIZE[self.dtype]))
+
+    @property
+    def formula(self) -> str:
+        """The bytes in the paper's symbols, such as ``L*k*d*2``; also valid Python."""
+        return self._product.text
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self._product.value
+
+    @property
+    def kept(self) -> bool:
+        """Whether it lives until the backward."""
+        return self.until is None
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the bytes depend on besides the configuration.
+
+    Parameters
+    ----------
+    counts : sequence of int, optional
+        Routed rows of each expert (E entries that add up to L * k), which decide what is dropped and what is
+        padded. Default: uniform routing.
+    capacity_factor : float
+        Rows that `capacity` reserves for an expert, as a multiple of L * k / E. Default: Switch Transformer's 1.25.
+    renormalize : bool
+        Whether `conventional` divides the chosen gates by their sum, which autograd pays for with two tensors.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If capacity_factor is not a finite number above zero.
+    """
+
+    counts: Sequence[int] | None = None
+    capacity_factor: float = 1.25
+    renormalize: bool = False
+
+    def __post_init__(self):
+        doors.check_positive("capacity_factor", self.capacity_factor)
+
+
+@dataclass(frozen=True)
+class Account:
+    """The activation bytes of one system; `tensors` are in order of birth.
+
+    Parameters
+    ----------
+    config : MoEConfig
+        The layer and the step.
+    system, policy : str
+        One of ``VARIANTS``; the policy is None for systems that have none.
+    assumptions : Assumptions
+        What was assumed about the routing.
+    symbols : dict
+        Value of every symbol that the formulas use.
+    tensors : tuple of Tensor
+        One row a tensor.
+    notes : tuple of str
+        What a reader must know about these numbers.
+    """
+
+    config: MoEConfig
+    system: str
+    policy: str | None
+    assumptions: Assumptions
+    symbols: dict[str, int]
+    tensors: tuple[Tensor, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """``system`` or ``system/policy``."""
+        return self.system if self.policy is None else f"{self.system}/{self.policy}"
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that live until the backward."""
+        return sum(tensor.bytes for tensor in self.tensors if tensor.kept)
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes that the forward allocates and frees again, all of them added up; never all alive at once."""
+        return sum(tensor.bytes for tensor in self.tensors if not tensor.kept)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at one time in the forward: kept so far, and the transients not yet freed."""
+        birth = {tensor.name: time for time, tensor in enumerate(self.tensors)}
+
+        def alive(time):
+            born = self.tensors[: time + 1]
+            return sum(tensor.bytes for tensor in born if tensor.kept or birth[tensor.until] >= time)
+
+        return max(alive(time) for time in birth.values())
+
+
+class _Case:
+    """One question to answer: the configuration as sizes that remember their names, the policy, the routing."""
+
+    def __init__(self, config: MoEConfig, policy: str | None, assumptions: Assumptions):
+        self.symbols = tuple(Size(name, getattr(config, name)) for name in "LdhEk")
+        self.L, self.d, self.h, self.E, self.k = self.symbols
+        self.R = self.L * self.k
+        self.activation, self.gated, self.dtype = config.activation, config.gated, config.dtype
+        self.wide = "float64" if config.dtype == "float64" else "float32"  # of logits, probabilities and gates
+        self.mixed = self.wide != self.dtype
+        self.policy, self.assumptions = policy, assumptions
+        if assumptions.counts is None:
+            self.counts, self.routing = uniform_counts(config), "uniform routing"
+        else:
+            self.counts = doors.check_counts(assumptions.counts, config.L, config.E, config.k)
+            self.routing = "the given counts"
+
+
+class _Draft(NamedTuple):
+    """What a system's function makes of a case: its rows, the symbols of its own, and its notes."""
+
+    tensors: Iterable[Tensor]
+    symbols: tuple[Size, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def account(
+    config: MoEConfig, system: str, policy: str | None = None, assumptions: Assumptions = Assumptions()
+) -> Account:
+    """The activation bytes of ``system`` for one layer and one step.
+
+    Parameters
+    ----------
+    config : MoEConfig
+        The layer and the step; L = 0 is valid.
+    system : str
+        One of ``SYSTEMS``.
+    policy : str, optional
+        What ``moeblaze`` keeps, one of ``config.POLICIES``; the other systems have none.
+    assumptions : Assumptions
+        Routing and capacity factor.
+
+    Returns
+    -------
+    Account
+        One row a tensor, in order of birth.
+
+    Raises
+    ------
+    ValueError
+        If a name is unknown (the message proposes the nearest), if a policy is missing or has no place, or if
+        the counts do not fit the configuration.
+    TypeError
+        If a count is not an integer.
+    """
+    doors.check_name("system", system, SYSTEMS)
+    _check_policy(system, policy)
+    case = _Case(config, policy, assumptions)
+    build = {"conventional": _conventional, "capacity": _capacity, "megablocks": _megablocks, "moeblaze": _moeblaze}
+    draft = build[system](case)
+    symbols = {size.text: size.value for size in (*case.symbols, *draft.symbols)}
+    return Account(config, system, policy, assumptions, symbols, tuple(draft.tensors), draft.notes)
+
+
+def _check_policy(system, policy):
+    if system == "moeblaze":
+        doors.check_name("policy", policy, POLICIES)
+    elif policy is not None:
+        raise ValueError(f"policy is {policy!r}, but {system} has no save policies (only moeblaze has); pass None")
+
+
+def accounts(
+    config: MoEConfig, systems: Sequence[str] = tuple(SYSTEMS), assumptions: Assumptions = Assumptions()
+) -> list[Account]:
+    """One account for every variant of ``systems``, in the order of ``VARIANTS``; raises as `account` does."""
+    for system in systems:
+        doors.check_name("system", system, SYSTEMS)
+    return [account(config, system, policy, assumptions) for system, policy in VARIANTS if system in systems]
+
+
+def ratio(one: Account, conventional: Account) -> float:
+    """Kept bytes of ``one`` over those of ``conventional``; NaN when nothing is kept at all (L = 0)."""
+    return one.kept_bytes / conventional.kept_bytes if conventional.kept_bytes else math.nan
+
+
+def largest_tokens(
+    config: MoEConfig,
+    system: str,
+    policy: str | None,
+    capacity_bytes: int,
+    assumptions: Assumptions = Assumptions(),
+) -> int:
+    """The largest L whose forward fits ``capacity_bytes``, under uniform routing; config.L and counts are ignored.
+
+    Counted is `Account.peak_bytes`: the activations of one layer at the worst moment of its forward. Weights,
+    gradients, optimizer states and the backward's buffers are not, so a real step fits fewer tokens. L is also
+    bounded by the int32 indices: L * k is at most 2**31 - 1.
+
+    Raises
+    ------
+    ValueError
+        If not even L = 0 fits, or a name is unknown.
+    TypeError
+        If capacity_bytes is not an integer.
+    """
+    doors.check_int("capacity_bytes", capacity_bytes, at_least=1)
+    uniform = replace(assumptions, counts=None)
+
+    def peak(tokens):
+        return account(config.replace(L=tokens), system, policy, uniform).peak_bytes
+
+    fitting = bisect_right(range(doors.MAX_ROUTED_ROWS // config.k + 1), capacity_bytes, key=peak)
+    if fitting == 0:
+        raise ValueError(f"capacity_bytes is {capacity_bytes}, but even L = 0 needs {peak(0)} bytes")
+    return fitting - 1
+
+
+# How routed rows spread over the experts -----------------------------------------------------------------------------
+
+
+def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
+    """Rows of each expert when L * k rows spread as evenly as integers allow; the first experts get the rest."""
+    share, rest = divmod(config.R, config.E)
+    return tuple(share + (e < rest) for e in range(config.E))
+
+
+def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> int:
+    """C = ceil(capacity_factor * L * k / E), rows reserved for each expert (GShard, Switch; MegaBlocks section 2)."""
+    # The decimal number that was typed: 1.1 as a binary fraction is a little more, and 1.1 * 10 would round up to 12.
+    return math.ceil(Fraction(str(capacity_factor)) * num_rows / num_experts)
+
+
+def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:
+    """Rows over an expert's capacity, which are lost, and empty rows below it, which are computed for nothing."""
+    return sum(max(n - capacity, 0) for n in counts), sum(max(capacity - n, 0) for n in counts)
+
+
+def tiles(rows: int) -> int:
+    """Tiles of 128 that cover so many rows or columns (MegaBlocks section 5)."""
+    return -(-rows // BLOCK)
+
+
+# The systems: rows in order of birth ---------------------------------------------------------------------------------
+
+
+def _conventional(s: _Case) -> _Draft:
+    """Every tensor of oracle.py (route and experts); memory/measure.py finds the same bytes, kept and at the peak.
+
+    Not from a paper: it is what torch keeps of this project's oracle. Three habits of torch show: its indices are
+    int64; it stores the pieces of a grouped product and then their concatenation; and its index_add saves the
+    source, `weighted`, merely to know its shape.
+    """
+    tensors = [
+        Tensor("x", (s.L, s.d), s.dtype),
+        *_oracle_router(s),
+        Tensor("sorted_experts", (s.R,), "int64", until="slot"),
+        Tensor("slot", (s.R,), "int64"),
+        Tensor("token", (s.R,), "int64"),
+        Tensor("lengths", (s.E,), "int64", until="lengths"),
+        Tensor("routed_x", (s.R, s.d), s.dtype),
+        *_in_pieces(_intermediates(s, (s.R, s.h))),
+        *_in_pieces([Tensor("y", (s.R, s.d), s.dtype)]),
+        *([Tensor("gate_rows_wide", (s.R, 1), s.wide, until="gate_rows")] if s.mixed else []),
+        Tensor("gate_rows", (s.R, 1), s.dtype),
+        Tensor("weighted", (s.R, s.d), s.dtype),
+        Tensor("zeros", (s.L, s.d), s.dtype, until="out"),
+        _out(s),
+    ]
+    return _Draft(tensors, notes=("conventional: `weighted` is kept only because torch's index_add saves its source",))
+
+
+def _oracle_router(s):
+    """Rows of oracle.route; what it returns, a Routing, holds logits and gates to the end of the layer."""
+    before_division = [Tensor("chosen_probs", (s.L, s.k), s.wide), Tensor("gate_sums", (s.L, 1), s.wide)]
+    return [
+        *([Tensor("logits_narrow", (s.L, s.E), s.dtype, until="gates")] if s.mixed else []),
+        Tensor("logits", (s.L, s.E), s.wide, until="out"),
+        Tensor("probs", (s.L, s.E), s.wide),
+        Tensor("sorted_logits", (s.L, s.E), s.wide, until="sorted_ids"),
+        Tensor("sorted_ids", (s.L, s.E), "int64", until="topk_experts"),
+        Tensor("topk_experts", (s.L, s.k), "int64"),
+        *(before_division if s.assumptions.renormalize else []),
+        Tensor("gates", (s.L, s.k), s.wide, until="out"),
+    ]
+
+
+def _in_pieces(tensors):
+    """Tensors that come from a grouped product, each preceded by its pieces, one per expert."""
+    for tensor in tensors:
+        if tensor.name in ("a", "b", "y"):
+            yield replace(tensor, name=f"{tensor.name}_pieces", until=tensor.name)
+        yield tensor
+
+
+def _intermediates(s: _Case, dims):
+    """What plain autograd keeps between the GEMMs, each of shape ``dims``.
+
+    silu and gelu save their input a; relu saves its result instead, so that a is only held by the forward's own
+    variable. A gated product saves both factors, relu2's square saves relu(a), and the next GEMM saves y_swi.
+    """
+    saves_result = s.activation in ("relu", "relu2", "reglu")
+    yield Tensor("a", dims, s.dtype, until="out" if saves_result else None)
+    if s.gated:
+        yield Tensor("b", dims, s.dtype)
+    if s.gated or s.activation == "relu2":
+        yield Tensor("act_a", dims, s.dtype)
+    yield Tensor("y_swi", dims, s.dtype)
+
+
+def _out(s):
+    """The layer's output; whether it is kept is the next layer's business."""
+    return Tensor("out", (s.L, s.d), s.dtype, until="out")
+
+
+def _routed_input(s, probs_until=None):
+    """x and its routing, as three systems have them; softmax's backward needs every probability."""
+    return [
+        Tensor("x", (s.L, s.d), s.dtype),
+        Tensor("logits", (s.L, s.E), s.wide, until="gates"),
+        Tensor("probs", (s.L, s.E), s.wide, until=probs_until),
+        Tensor("gates", (s.L, s.k), s.wide),
+    ]
+
+
+def _capacity(s: _Case) -> _Draft:
+    """Fixed expert capacity: padded buffers (E, C, ...), tokens over C dropped.
+
+    From the papers: C and the padded dispatch buffer (GShard, Switch; MegaBlocks section 2). Our reading: sparse
+    routing tables (an expert and a location per slot, as in Tutel) rather than GShard's one-hot (L, E, C) masks,
+    which would cost more, and the intermediates that plain autograd keeps.
+    """
+    factor = s.assumptions.capacity_factor
+    C = Size("C", expert_capacity(s.R.value, s.E.value, factor))
+    dropped, padded = dropped_and_padded(s.counts, C.value)
+    tensors = [
+        *_routed_input(s),
+        Tensor("topk_experts", (s.L, s.k), "int32"),
+        Tensor("locations", (s.L, s.k), "int32"),
+        Tensor("routed_x", (s.E, C, s.d), s.dtype),
+        *_intermediates(s, (s.E, C, s.h)),
+        Tensor("y", (s.E, C, s.d), s.dtype),
+        _out(s),
+    ]
+    note = (
+        f"capacity: C = ceil({factor}*L*k/E) = {C.value:,} rows per expert; with {s.routing} {dropped:,} of "
+        f"{s.R.value:,} routed rows are dropped, and {padded:,} rows are padding"
+    )
+    return _Draft(tensors, (C,), (note,))
+
+
+def _megablocks(s: _Case) -> _Draft:
+    """Padded bins: T tiles of 128 rows, W tiles of 128 columns per expert, T*W nonzero blocks.
+
+    From the paper: padded gather and scatter, 128 x 128 blocks, hybrid blocked-CSR-COO (offsets, column and row
+    indices) and transpose indices (MegaBlocks section 5). Our reading: everything int32, four tables of routing
+    metadata, an expert width that 128 does not divide is padded too, and the intermediates that plain autograd
+    keeps, each as block values.
+    """
+    T, W = Size("T", sum(map(tiles, s.counts))), Size("W", tiles(s.h.value))
+    tensors = [
+        *_routed_input(s),
+        Tensor("topk_experts", (s.R,), "int32", until="padded_bins"),
+        Tensor("row_order", (s.R,), "int32"),
+        Tensor("row_experts", (s.R,), "int32"),
+        Tensor("bins", (s.E,), "int32"),
+        Tensor("padded_bins", (s.E,), "int32"),
+        *_topology(s.E, T, W),
+        Tensor("routed_x", (T * BLOCK, s.d), s.dtype),
+        *_intermediates(s, (T * W, BLOCK, BLOCK)),
+        Tensor("y", (T * BLOCK, s.d), s.dtype),
+        _out(s),
+    ]
+    note = (
+        f"megablocks: T = {T.value:,} tiles of 128 rows, W = ceil(h/128) = {W.value:,} tiles of 128 columns; with "
+        f"{s.routing} no row is dropped, and {T.value * BLOCK - s.R.value:,} rows are padding"
+    )
+    return _Draft(tensors, (T, W), (note,))
+
+
+def _topology(E, T, W):
+    """Where the T*W nonzero blocks lie, in both orders (MegaBlocks section 5)."""
+    return [
+        Tensor("offsets", (T + 1,), "int32"),
+        Tensor("column_indices", (T * W,), "int32"),
+        Tensor("row_indices", (T * W,), "int32"),
+        Tensor("transpose_offsets", (E * W + 1,), "int32"),
+        Tensor("transpose_indices", (T * W,), "int32"),
+    ]
+
+
+def _moeblaze(s: _Case) -> _Draft:
+    """No routed-token buffer: x, the four index structures, the gates, and what the policy keeps.
+
+    From the paper: the index structures and the dense map that builds them (MoEBlaze sections 4.1 and 4.2), A, B
+    and Y_swi under `paper` (section 5, Algorithm 1). Our reading: the expert outputs y are stored once before
+    they are summed per token, as SonicMoE does it, and the backward recomputes the probabilities from x and the
+    router, of which it keeps the choice and the gates only.
+    """
+    tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *_by_policy(s), _out(s)]
+    note = "moeblaze: the backward recomputes the router's probabilities from x; choice and gates are kept"
+    return _Draft(tensors, notes=(note,))
+
+
+def _dispatch(s):
+    """The four index structures of `Dispatch` and the two tensors that build them (MoEBlaze section 4)."""
+    return [
+        Tensor("token_expert_indices", (s.R,), "int32"),
+        Tensor("dense_map", (s.L, s.E), "int32", until="token_index_map"),
+        Tensor("expert_lengths", (s.E,), "int32", until="expert_token_offsets"),
+        Tensor("expert_token_offsets", (s.E + 1,), "int32"),
+        Tensor("expert_token_indices", (s.R,), "int32"),
+        Tensor("token_index_map", (s.R,), "int32"),
+    ]
+
+
+def _by_policy(s):
+    """What is stored between x and out; whatever else the equations name stays in a kernel's registers."""
+    kept = INTERMEDIATES[s.policy]
+    width = {"routed_x": s.d, "y": s.d}
+    freed = {"y_swi": "y", "y": "out"}  # the second GEMM reads the one and writes the other under every policy
+    for name in INTERMEDIATES["conventional"]:
+        stored = name in kept or name in freed
+        if stored and (s.gated or name not in ("b", "act_a")):
+            yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in kept else freed[name])

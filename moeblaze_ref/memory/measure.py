@@ -1,0 +1,149 @@
+"""What torch really keeps and really allocates in a forward, to the byte, on CPU or GPU.
+
+The judge of memory/accounting.py. Counted are whole storages: a view of a tensor keeps all of
+it alive, and two views of one storage cost it once.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class KeptStorage:
+    """A storage that lives until the backward, and the first tensor that autograd saved of it.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of that tensor, which may be a view of a part of the storage.
+    dtype : str
+        Of that tensor, such as "float32".
+    bytes : int
+        Of the whole storage.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+class SavedStorages(saved_tensors_hooks):
+    """Context manager: every storage that autograd saves inside, each once, parameters excluded.
+
+    Parameters
+    ----------
+    exclude : iterable of Tensor
+        Tensors whose storages are not counted: the parameters, or whatever lives on anyway.
+
+    Notes
+    -----
+    A storage counts from the moment it is saved, even if the graph that saved it is dropped inside the context.
+    Custom autograd functions are seen through ``save_for_backward`` alone, not through plain attributes.
+    """
+
+    def __init__(self, exclude: Iterable[Tensor] = ()):
+        # The storages themselves are held: a freed one's address could be given to the next.
+        self._saved: dict[int, tuple[torch.UntypedStorage, KeptStorage]] = {}
+        excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+        # No bound method: it would tie self, and with it the storages, into a reference cycle.
+        super().__init__(partial(_record, self._saved, excluded), lambda tensor: tensor)
+
+    def __enter__(self) -> "SavedStorages":
+        super().__enter__()
+        return self
+
+    @property
+    def storages(self) -> list[KeptStorage]:
+        """What was saved so far, in order."""
+        return [kept for _, kept in self._saved.values()]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(kept.bytes for kept in self.storages)
+
+
+def _record(saved, excluded, tensor):
+    """The hook that autograd calls with every tensor that it saves."""
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    if address not in excluded and address not in saved:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        saved[address] = storage, KeptStorage(tuple(tensor.shape), dtype, storage.nbytes())
+    return tensor.detach()  # an operator that saves its own result would hold itself, and never be freed
+
+
+def kept_storages(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> list[KeptStorage]:
+    """The storages that autograd keeps of ``fn(*args)``; see `kept_bytes`."""
+    with SavedStorages(_parameters(fn) if exclude is None else exclude) as saved:
+        fn(*args)
+    return saved.storages
+
+
+def kept_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> int:
+    """The bytes that autograd keeps of ``fn(*args)`` until the backward.
+
+    Parameters
+    ----------
+    fn : callable
+        A module, or any function of tensors.
+    *args
+        Its arguments; gradients must be wanted somewhere, or nothing is kept.
+    exclude : iterable of Tensor, optional
+        Tensors that do not count. Default: the parameters of ``fn`` if it is a module, else none.
+
+    Returns
+    -------
+    int
+        Bytes of whole storages, each counted once.
+    """
+    return sum(kept.bytes for kept in kept_storages(fn, *args, exclude=exclude))
+
+
+def peak_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> int:
+    """The most bytes of storages alive at one time while ``fn(*args)`` runs, looked at after every operator.
+
+    The arguments count from their first use. What an operator allocates and frees within itself is not seen, nor
+    is what an allocator adds; on a GPU, torch.cuda.max_memory_allocated sees both.
+
+    Parameters
+    ----------
+    fn, *args, exclude
+        As in `kept_bytes`.
+    """
+    with _LiveStorages(_parameters(fn) if exclude is None else exclude) as live:
+        fn(*args)
+    return live.peak
+
+
+def _parameters(fn):
+    return fn.parameters() if isinstance(fn, nn.Module) else ()
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Watches every operator's tensors through weak references, so that watching keeps nothing alive."""
+
+    def __init__(self, exclude):
+        super().__init__()
+        self._excluded = {StorageWeakRef(tensor.untyped_storage()) for tensor in exclude}
+        self._alive: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor):
+                storage = StorageWeakRef(tensor.untyped_storage())
+                if storage not in self._excluded:
+                    self._alive[storage] = tensor.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return result

@@ -1,0 +1,258 @@
+"""Dispatch without sorting: the three steps of MoEBlaze, section 4.2, as Numba kernels.
+
+    topk_experts (L, k)
+      1.  dense_map (L, E): token i where i is routed to e, else EMPTY
+      2a. lengths (E,): count each column
+      2b. expert_token_offsets (E + 1,): scan the lengths
+      3.  expert_token_indices, token_index_map (R,): scan each column, then write
+
+No atomics and no warp operations: each element has one writer, so the result is the same,
+bit for bit, from run to run, and every kernel runs on the simulator too. The price is the
+dense map: L * E * 4 bytes, which is 1 GiB at L = 2**20, E = 256. Memory bounds every kernel,
+and the map is nearly all of what they move: written once, read twice.
+"""
+
+import numpy as np
+from numba import int32
+
+from moeblaze_ref import doors
+from moeblaze_ref.numba_cuda.runtime import EXECUTOR, cuda, int32_output, launch, to_device
+from moeblaze_ref.numpy_ref.dispatch import EMPTY
+from moeblaze_ref.structures import Dispatch
+
+THREADS = 128 if EXECUTOR == "cuda" else 8  # of a block, and so tokens of a tile; step 2's tree needs a power of two
+SHARED_BYTES = 4 * THREADS  # of the kernels that use any: one int32 a thread
+
+
+# Step 1: the dense token-expert map
+
+
+@cuda.jit
+def dense_map_kernel(topk_experts, dense_map):
+    """Lay out who is routed to whom: dense_map[i, e] = i if token i chose expert e, else EMPTY.
+
+    Source        MoEBlaze, section 4.2, step 1
+    Grid          ceil(L / THREADS) blocks of THREADS threads, a block for each tile of tokens
+    Shared bytes  0
+    Global bytes  reads 4 R; writes 4 L E + 4 R
+    """
+    num_tokens, k = topk_experts.shape
+    num_experts = dense_map.shape[1]
+    thread = cuda.threadIdx.x
+    first = cuda.blockIdx.x * THREADS
+    tile = min(THREADS, num_tokens - first)
+
+    # The whole block clears the tile, neighbouring threads writing neighbouring entries.
+    for entry in range(thread, tile * num_experts, THREADS):
+        dense_map[first + entry // num_experts, entry % num_experts] = EMPTY
+    cuda.syncthreads()  # a mark must not be cleared by a slower thread
+
+    if thread < tile:
+        token = first + thread
+        for j in range(k):
+            dense_map[token, topk_experts[token, j]] = token
+
+
+# Step 2: how many tokens each expert has, and where its group starts
+
+
+@cuda.jit
+def expert_lengths_kernel(dense_map, lengths):
+    """Count the tokens of each expert: its column's entries that are not EMPTY.
+
+    Down a column, neighbouring threads read 4 E bytes apart: from E = 8 on, every entry
+    asks for a 32-byte sector of its own. Step 3 reads the map in the same way.
+
+    Source        MoEBlaze, section 4.2, step 2
+    Grid          E blocks of THREADS threads, a block for each expert
+    Shared bytes  4 THREADS
+    Global bytes  reads 4 L E; writes 4 E
+    """
+    counts = cuda.shared.array(0, int32)  # THREADS int32
+    thread = cuda.threadIdx.x
+    expert = cuda.blockIdx.x
+
+    count = 0
+    for token in range(thread, dense_map.shape[0], THREADS):
+        if dense_map[token, expert] != EMPTY:
+            count += 1
+    counts[thread] = count
+    cuda.syncthreads()
+
+    # A tree: each round adds the upper half of what is left to the lower half.
+    half = THREADS // 2
+    while half > 0:
+        if thread < half:
+            counts[thread] += counts[thread + half]
+        cuda.syncthreads()
+        half //= 2
+    if thread == 0:
+        lengths[expert] = counts[0]
+
+
+@cuda.jit(device=True)
+def exclusive_scan(value, scratch):
+    """(sum of ``value`` over the lower threads of the block, sum over all its threads).
+
+    ``scratch`` is shared memory for THREADS int32. After the round with reach r, a thread
+    holds the sum of the 2 r values that end at its own: log2(THREADS) rounds (Hillis, Steele).
+    """
+    thread = cuda.threadIdx.x
+    scratch[thread] = value
+    cuda.syncthreads()
+    reach = 1
+    while reach < THREADS:
+        left = scratch[thread - reach] if thread >= reach else 0
+        cuda.syncthreads()  # all have read before one writes
+        scratch[thread] += left
+        cuda.syncthreads()
+        reach *= 2
+    before = scratch[thread] - value
+    total = scratch[THREADS - 1]
+    cuda.syncthreads()  # all have read before the next tile's values come in
+    return before, total
+
+
+@cuda.jit
+def expert_offsets_kernel(lengths, offsets):
+    """Turn lengths into offsets: offsets[e] is the sum of the lengths before e, offsets[E] is R.
+
+    Source        MoEBlaze, section 4.2, step 2
+    Grid          1 block of THREADS threads, which scans THREADS experts at a time
+    Shared bytes  4 THREADS
+    Global bytes  reads 4 E; writes 4 E + 4
+    """
+    scratch = cuda.shared.array(0, int32)  # THREADS int32
+    thread = cuda.threadIdx.x
+    num_experts = lengths.shape[0]
+
+    start = 0
+    for first in range(0, num_experts, THREADS):
+        expert = first + thread
+        length = lengths[expert] if expert < num_experts else 0
+        before, total = exclusive_scan(length, scratch)
+        if expert < num_experts:
+            offsets[expert] = start + before
+        start += total
+    if thread == 0:
+        offsets[num_experts] = start
+
+
+# Step 3: the position of every routed row in the expert order
+
+
+@cuda.jit
+def route_indices_kernel(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    """Rank the tokens of each expert, and write both directions of the route.
+
+    A token's position is its expert's offset + how many lower tokens chose that expert.
+
+    Source        MoEBlaze, section 4.2, step 3
+    Grid          E blocks of THREADS threads, a block for each expert, which scans THREADS tokens at a time
+    Shared bytes  4 THREADS
+    Global bytes  reads 4 L E + 4 E THREADS + 4 R k; writes 8 R
+    """
+    scratch = cuda.shared.array(0, int32)  # THREADS int32
+    thread = cuda.threadIdx.x
+    expert = cuda.blockIdx.x
+    num_tokens, k = topk_experts.shape
+
+    start = offsets[expert]
+    for first in range(0, num_tokens, THREADS):
+        token = first + thread
+        routed = 1 if token < num_tokens and dense_map[token, expert] != EMPTY else 0
+        before, total = exclusive_scan(routed, scratch)
+        if routed:
+            position = start + before
+            expert_token_indices[position] = token
+            for j in range(k):
+                if topk_experts[token, j] == expert:
+                    token_index_map[token * k + j] = position
+        start += total
+
+
+# The steps and the stage, on the host. Each step takes and gives arrays on the device; `build` is the door.
+
+
+def dense_map(topk_experts, num_experts):
+    """Step 1: the dense map (L, E) of topk_experts (L, k), both int32."""
+    num_tokens = topk_experts.shape[0]
+    result = int32_output((num_tokens, num_experts))
+    launch(dense_map_kernel, -(-num_tokens // THREADS), THREADS, topk_experts, result)
+    return result
+
+
+def expert_lengths(dense_map):
+    """Step 2a: how many tokens each expert gets, (E,), from the dense map (L, E), both int32."""
+    num_experts = dense_map.shape[1]
+    lengths = int32_output(num_experts)
+    launch(expert_lengths_kernel, num_experts, THREADS, dense_map, lengths, shared_bytes=SHARED_BYTES)
+    return lengths
+
+
+def expert_offsets(lengths):
+    """Step 2b: expert_token_offsets (E + 1,) from the lengths (E,), both int32."""
+    offsets = int32_output(lengths.shape[0] + 1)
+    launch(expert_offsets_kernel, 1, THREADS, lengths, offsets, shared_bytes=SHARED_BYTES)
+    return offsets
+
+
+def route_indices(dense_map, offsets, topk_experts):
+    """Step 3: expert_token_indices and token_index_map, each (R,) int32.
+
+    Raises
+    ------
+    ValueError
+        If the shapes are not dense_map (L, E), offsets (E + 1,), topk_experts (L, k).
+    """
+    num_tokens, num_experts = dense_map.shape
+    k = topk_experts.shape[1]
+    doors.check_shape("offsets", offsets, {"E + 1": num_experts + 1})
+    doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
+    outputs = int32_output(num_tokens * k), int32_output(num_tokens * k)
+    inputs = dense_map, offsets, topk_experts
+    launch(route_indices_kernel, num_experts, THREADS, *inputs, *outputs, shared_bytes=SHARED_BYTES)
+    return outputs
+
+
+def build(topk_experts, num_experts) -> Dispatch:
+    """The four index structures of MoEBlaze, section 4.1, by the three steps of section 4.2.
+
+    Parameters
+    ----------
+    topk_experts : array (L, k) int32
+        Expert ids of each token. A numpy array, or on the GPU a CuPy array.
+    num_experts : int
+        E, at most 1,024.
+
+    Returns
+    -------
+    Dispatch
+        numpy arrays for numpy input and for L = 0; otherwise Numba device arrays, which CuPy and
+        torch can view, the token_expert_indices being a view of ``topk_experts``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        From ``doors.check_topk_experts`` and ``doors.check_kernel_limits``.
+    """
+    doors.check_topk_experts(topk_experts, num_experts)
+    num_tokens, k = topk_experts.shape
+    doors.check_kernel_limits(num_experts, k)
+    if num_tokens == 0:
+        return _empty(num_experts, k)
+
+    chosen = to_device(topk_experts)
+    routed = dense_map(chosen, num_experts)  # (L, E)
+    offsets = expert_offsets(expert_lengths(routed))  # (E + 1,)
+    expert_token_indices, token_index_map = route_indices(routed, offsets, chosen)  # (R,), (R,)
+    arrays = expert_token_indices, offsets, chosen.reshape(num_tokens * k), token_index_map
+    if isinstance(topk_experts, np.ndarray):
+        arrays = (array.copy_to_host() for array in arrays)
+    return Dispatch(*arrays, k=k)
+
+
+def _empty(num_experts: int, k: int) -> Dispatch:
+    """The Dispatch of no token: CUDA knows no empty grid and no empty array."""
+    no_rows = np.empty(0, dtype=np.int32)
+    return Dispatch(no_rows, np.zeros(num_experts + 1, dtype=np.int32), no_rows, no_rows, k)

@@ -1,0 +1,61 @@
+"""Where a result was measured: GPU, versions and commit, recorded beside every published number."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from moeblaze_ref.devices import cuda_device_count
+
+PACKAGES = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton")
+
+
+def environment() -> dict[str, Any]:
+    """Device, clocks, versions and commit of this very run.
+
+    Returns
+    -------
+    dict
+        {device, clocks, versions, commit}. Without a GPU device is the processor and clocks is None. The
+        commit is git's, or $MOEBLAZE_COMMIT where the tree was copied without its history.
+    """
+    return {
+        "device": _nvidia_smi("name,driver_version,memory.total") or platform.processor() or platform.machine(),
+        "clocks": _nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem"),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "commit": _commit(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _nvidia_smi(fields: str) -> str | None:
+    if cuda_device_count() == 0:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _commit() -> str:
+    if "MOEBLAZE_COMMIT" in os.environ:
+        return os.environ["MOEBLAZE_COMMIT"]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    found = subprocess.run(git, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def record(path: Path, content: dict[str, Any]):
+    """Write ``content`` and the environment to a JSON file, making its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(environment() | content, indent=1) + "\n")

@@ -1,0 +1,45 @@
+"""A test that did not run has failed, unless it needs a GPU and there is none.
+
+Outside tests/gpu/ every skip and every xfail, at collection too, is reported as a failure.
+Inside it they are allowed only where CUDA's driver finds no device.
+"""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def gpu_present() -> bool:
+    """Whether CUDA's driver finds a device; the driver itself is asked, so a missing package is no excuse."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
+
+
+def judge(report, path):
+    """The report of a test or a module at ``path``, turned into a failure if it did not run without excuse."""
+    xfail = hasattr(report, "wasxfail")
+    if not (report.skipped or xfail) or (path.is_relative_to(GPU_TESTS) and not gpu_present()):
+        return report
+    reason = f"xfail {report.wasxfail}".strip() if xfail else report.longrepr[2]
+    if xfail:
+        del report.wasxfail  # pytest counts no report that has it as a failure
+    report.outcome = "failed"
+    report.longrepr = (
+        f"{report.nodeid} did not run ({reason}); only tests in tests/gpu may be skipped, and only without a GPU"
+    )
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item):
+    return judge((yield), item.path)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector):
+    return judge((yield), collector.path)

@@ -1,0 +1,63 @@
+"""The rule of conftest.py has teeth: each way of not running a test fails the run."""
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = Path(__file__).with_name("conftest.py").read_text()
+
+DID_NOT_RUN = {
+    "skip in the test": "def test_it(): pytest.skip('no time')",
+    "mark.skip": "@pytest.mark.skip\ndef test_it(): pass",
+    "mark.skipif": "@pytest.mark.skipif(True, reason='no time')\ndef test_it(): pass",
+    "importorskip": "pytest.importorskip('no_such_module')\ndef test_it(): pass",
+    "skip of the module": "pytest.skip('no time', allow_module_level=True)\ndef test_it(): pass",
+    "no parameters": "@pytest.mark.parametrize('n', [])\ndef test_it(n): pass",
+    "skip in a fixture": "@pytest.fixture\ndef gone(): pytest.skip('no time')\ndef test_it(gone): pass",
+    "xfail that fails": "@pytest.mark.xfail\ndef test_it(): assert False",
+    "xfail that passes": "@pytest.mark.xfail\ndef test_it(): pass",
+    "xfail without running": "@pytest.mark.xfail(run=False)\ndef test_it(): pass",
+}
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Runs pytest over one test file, under conftest.py, on a machine with or without a GPU."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # half the time
+
+    def run_one(body, folder=".", gpu=False):
+        pytester.makeconftest(f"{CONFTEST}\n\ndef gpu_present(): return {gpu}\n")
+        test_file = pytester.path / folder / "test_inner.py"
+        test_file.parent.mkdir(exist_ok=True)
+        test_file.write_text(f"import pytest\n\n{body}\n")
+        return pytester.runpytest_subprocess()
+
+    return run_one
+
+
+@pytest.mark.parametrize("body", DID_NOT_RUN.values(), ids=DID_NOT_RUN)
+def test_not_running_is_a_failure(run, body):
+    result = run(body)
+    assert result.ret in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
+    result.stdout.fnmatch_lines("*test_inner.py* did not run*")
+
+
+def test_a_passing_test_passes(run):
+    assert run("def test_it(): pass").ret == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize("body", [DID_NOT_RUN["mark.skip"], DID_NOT_RUN["xfail that fails"]])
+def test_without_a_gpu_its_tests_may_be_skipped(run, body):
+    assert run(body, folder="gpu").ret == pytest.ExitCode.OK
+
+
+def test_without_a_gpu_its_modules_may_be_skipped(run):
+    result = run(DID_NOT_RUN["importorskip"], folder="gpu")
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED  # nothing else was in that folder
+
+
+@pytest.mark.parametrize("body", [DID_NOT_RUN["mark.skip"], DID_NOT_RUN["importorskip"]])
+def test_with_a_gpu_its_tests_must_run(run, body):
+    assert run(body, folder="gpu", gpu=True).ret in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)

@@ -1,0 +1,399 @@
+"""Dispatch as Numba kernels: bit-equal to the specification, at any shape, and only if every kernel is right."""
+
+import ctypes
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from helpers import random_topk, routings
+from hypothesis import given, settings
+from test_numpy_dispatch import GOLDEN, GOLDEN_TOPK, assert_same_dispatch
+
+from moeblaze_ref import devices, doors
+from moeblaze_ref.numba_cuda import dispatch, runtime
+from moeblaze_ref.numba_cuda.dispatch import EMPTY, THREADS
+from moeblaze_ref.numba_cuda.runtime import POISON, cuda
+from moeblaze_ref.numpy_ref import dispatch as reference
+
+SEVERAL_TILES = 2 * THREADS + 3  # no tile divides it
+
+
+def poisoned_build(topk_experts, num_experts):
+    """`build`, its outputs being poisoned before the launches."""
+    with runtime.poisoned_outputs():
+        return dispatch.build(topk_experts, num_experts)
+
+
+def assert_right(topk_experts, num_experts):
+    """`build` is the specification, bit for bit."""
+    expected = reference.build_by_sort(topk_experts, num_experts)
+    assert_same_dispatch(poisoned_build(topk_experts, num_experts), expected)
+
+
+def python(*arguments, **environment):
+    """Run a fresh interpreter without Numba's variables; the completed process."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    return subprocess.run([sys.executable, *arguments], env=clean | environment, capture_output=True, text=True)
+
+
+# The stage
+
+
+def test_the_figure_of_the_paper():
+    result = poisoned_build(GOLDEN_TOPK, 4)
+    assert {name: array.tolist() for name, array in result.arrays().items()} == GOLDEN
+
+
+@pytest.mark.parametrize(
+    "num_tokens, num_experts, k",
+    [
+        (1, 1, 1),
+        (1, 5, 5),  # one token, every expert
+        (THREADS, 3, 2),  # one full tile
+        (THREADS + 1, 3, 3),  # k = E, and one token in the last tile
+        (3 * THREADS, 2, 1),  # full tiles only
+        (SEVERAL_TILES, 4, 2),
+        (3, SEVERAL_TILES, 2),  # several tiles of experts, most of them empty
+    ],
+)
+def test_shapes(num_tokens, num_experts, k):
+    assert_right(random_topk(num_tokens, num_experts, k), num_experts)
+
+
+@pytest.mark.parametrize("pattern", ["zipf", "hot", "empty"])
+def test_uneven_experts(pattern):
+    assert_right(random_topk(SEVERAL_TILES, 4, 1, pattern), 4)
+
+
+def test_no_tokens():
+    assert_right(random_topk(0, 4, 2), 4)
+
+
+def test_the_input_may_be_read_only_and_is_not_shared():
+    topk_experts = GOLDEN_TOPK.copy()
+    topk_experts.flags.writeable = False
+    result = poisoned_build(topk_experts, 4)
+    assert_same_dispatch(result, reference.build(GOLDEN_TOPK, 4))
+    assert not np.shares_memory(result.token_expert_indices, topk_experts)
+
+
+@settings(max_examples=10, deadline=None)
+@given(routings(max_tokens=2 * THREADS + 1, max_experts=6))
+def test_invariants(routing):
+    topk_experts, num_experts = routing
+    num_tokens, k = topk_experts.shape
+    result = poisoned_build(topk_experts, num_experts)
+    tokens, offsets, slots = result.expert_token_indices, result.expert_token_offsets, result.token_index_map
+    lengths = np.bincount(topk_experts.ravel(), minlength=num_experts)
+    assert offsets[0] == 0 and np.array_equal(np.diff(offsets), lengths)
+    assert np.array_equal(result.token_expert_indices, topk_experts.ravel())
+    assert np.array_equal(np.sort(slots), np.arange(num_tokens * k))
+    assert np.array_equal(tokens[slots], np.arange(num_tokens).repeat(k))
+    assert np.array_equal(np.arange(num_experts).repeat(lengths)[slots], topk_experts.ravel())
+    for group in np.split(tokens, offsets[1:-1]):
+        assert (np.diff(group) > 0).all()
+
+
+# The steps
+
+
+def test_each_step_is_the_specifications():
+    num_experts = 3
+    topk_experts = random_topk(SEVERAL_TILES, num_experts, 2)
+    chosen = runtime.to_device(topk_experts)
+    with runtime.poisoned_outputs():
+        dense_map = dispatch.dense_map(chosen, num_experts)
+        lengths = dispatch.expert_lengths(dense_map)
+        offsets = dispatch.expert_offsets(lengths)
+        routes = dispatch.route_indices(dense_map, offsets, chosen)
+    expected_map = reference.dense_map(topk_experts, num_experts)
+    expected_lengths = reference.expert_lengths(expected_map)
+    expected_offsets = reference.expert_offsets(expected_lengths)
+    expected_routes = reference.route_indices(expected_map, expected_offsets, topk_experts)
+    results = dense_map, lengths, offsets, *routes
+    expected = expected_map, expected_lengths, expected_offsets, *expected_routes
+    for result, truth in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result.copy_to_host(), truth, strict=True)
+
+
+def test_offsets_of_the_most_experts():
+    lengths = np.random.default_rng(0).integers(0, 2**20, doors.MAX_EXPERTS, dtype=np.int32)
+    offsets = dispatch.expert_offsets(runtime.to_device(lengths)).copy_to_host()
+    np.testing.assert_array_equal(offsets, reference.expert_offsets(lengths), strict=True)
+
+
+def test_route_indices_refuses_shapes_that_disagree():
+    dense_map, offsets, chosen = (np.zeros(shape, dtype=np.int32) for shape in ((4, 3), 4, (4, 2)))
+    with pytest.raises(ValueError, match=r"offsets has shape \(4,\), but it must be \(E \+ 1=3\)"):
+        dispatch.route_indices(dense_map[:, :2], offsets, chosen)
+    with pytest.raises(ValueError, match=r"topk_experts has shape \(3, 2\), but it must be \(L=4, k\)"):
+        dispatch.route_indices(dense_map, offsets, chosen[:3])
+
+
+@pytest.mark.parametrize(
+    "topk_experts, num_experts, message",
+    [
+        ([[0, 1], [2, 4]], 4, r"topk_experts\[1, 1\] is 4, but there are only 4 experts"),
+        ([[0, 1], [2, 2]], 4, "names expert 2 twice"),
+        ([[0]], 1025, "num_experts is 1025, but it must be 1..1024"),
+        ([list(range(33))], 64, "k is 33, but it must be 1..32"),
+    ],
+)
+def test_bad_input_is_named(topk_experts, num_experts, message):
+    with pytest.raises(ValueError, match=message):
+        dispatch.build(np.array(topk_experts, dtype=np.int32), num_experts)
+
+
+# Teeth: each of these kernels, in the place of the right one, must make the comparison fail
+
+
+@cuda.jit
+def maps_to_the_next_expert(topk_experts, dense_map):
+    first = cuda.blockIdx.x * THREADS
+    token = first + cuda.threadIdx.x
+    if token < topk_experts.shape[0]:
+        for expert in range(dense_map.shape[1]):
+            dense_map[token, expert] = EMPTY
+        for j in range(topk_experts.shape[1]):
+            dense_map[token, (topk_experts[token, j] + 1) % dense_map.shape[1]] = token
+
+
+@cuda.jit
+def counts_the_first_tile_only(dense_map, lengths):
+    if cuda.threadIdx.x == 0:
+        count = 0
+        for token in range(min(THREADS, dense_map.shape[0])):
+            if dense_map[token, cuda.blockIdx.x] != EMPTY:
+                count += 1
+        lengths[cuda.blockIdx.x] = count
+
+
+@cuda.jit
+def offsets_off_by_one(lengths, offsets):
+    if cuda.threadIdx.x == 0:
+        offsets[0] = 0
+        for expert in range(lengths.shape[0]):
+            offsets[expert + 1] = offsets[expert] + lengths[expert]
+        offsets[1] += 1
+
+
+@cuda.jit
+def offsets_without_the_end(lengths, offsets):
+    if cuda.threadIdx.x == 0:
+        offsets[0] = 0
+        for expert in range(lengths.shape[0] - 1):
+            offsets[expert + 1] = offsets[expert] + lengths[expert]
+
+
+@cuda.jit
+def routes_of_zeros(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    if cuda.blockIdx.x == 0:
+        for slot in range(cuda.threadIdx.x, token_index_map.shape[0], THREADS):
+            expert_token_indices[slot] = 0
+            token_index_map[slot] = 0
+
+
+@cuda.jit
+def routes_nothing(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    pass
+
+
+@cuda.jit
+def routes_without_the_last_token(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    if cuda.threadIdx.x == 0:
+        position = offsets[cuda.blockIdx.x]
+        for token in range(dense_map.shape[0] - 1):
+            for j in range(topk_experts.shape[1]):
+                if topk_experts[token, j] == cuda.blockIdx.x:
+                    expert_token_indices[position] = token
+                    token_index_map[token * topk_experts.shape[1] + j] = position
+                    position += 1
+
+
+@cuda.jit
+def routes_that_forget_earlier_tiles(dense_map, offsets, topk_experts, expert_token_indices, token_index_map):
+    if cuda.threadIdx.x == 0:
+        position = offsets[cuda.blockIdx.x]
+        for token in range(dense_map.shape[0]):
+            if token % THREADS == 0:
+                position = offsets[cuda.blockIdx.x]
+            for j in range(topk_experts.shape[1]):
+                if topk_experts[token, j] == cuda.blockIdx.x:
+                    expert_token_indices[position] = token
+                    token_index_map[token * topk_experts.shape[1] + j] = position
+                    position += 1
+
+
+@pytest.mark.parametrize(
+    "kernel, fault",
+    [
+        ("dense_map_kernel", maps_to_the_next_expert),
+        ("expert_lengths_kernel", counts_the_first_tile_only),
+        ("expert_offsets_kernel", offsets_off_by_one),
+        ("expert_offsets_kernel", offsets_without_the_end),
+        ("route_indices_kernel", routes_of_zeros),
+        ("route_indices_kernel", routes_nothing),
+        ("route_indices_kernel", routes_without_the_last_token),
+        ("route_indices_kernel", routes_that_forget_earlier_tiles),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.py_func.__name__,
+)
+def test_a_planted_fault_is_caught(monkeypatch, kernel, fault):
+    monkeypatch.setattr(dispatch, kernel, fault)
+    with pytest.raises(AssertionError):
+        assert_right(random_topk(SEVERAL_TILES, 3, 2), 3)
+
+
+# What the kernels' headers claim
+
+
+def stated_bytes(kernel, sizes):
+    """(bytes read, bytes written) by the header's formulas, such as "4 L E + 4 R"."""
+    formulas = re.search(r"Global bytes +reads (.+); writes (.+)", kernel.py_func.__doc__).groups()
+    terms = ([term.split() for term in formula.split(" + ")] for formula in formulas)
+    return tuple(sum(math.prod(sizes.get(f) or int(f) for f in factors) for factors in side) for side in terms)
+
+
+def counted_bytes(kernel, blocks, threads, arrays, shared_bytes):
+    """(bytes read, bytes written) of a launch on the simulator, by its int32 arrays."""
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    reads, writes = [], []  # appending is atomic, counting would not be
+
+    class CountingArray(FakeCUDAArray):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+        def __setitem__(self, index, value):
+            writes.append(index)
+            super().__setitem__(index, value)
+
+    counting = [CountingArray(array._ary) for array in arrays]
+    runtime.launch(kernel, blocks, threads, *counting, shared_bytes=shared_bytes)
+    return 4 * len(reads), 4 * len(writes)
+
+
+def test_the_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
+    if runtime.EXECUTOR == "cuda":  # only the simulator can count
+        this_test = f"{__file__}::test_the_kernels_move_the_bytes_that_their_headers_state"
+        rerun = python("-m", "pytest", this_test, NUMBA_ENABLE_CUDASIM="1")
+        assert rerun.returncode == 0, rerun.stdout
+        return
+    L, E, k = SEVERAL_TILES, THREADS + 1, 3
+    sizes = {"L": L, "E": E, "k": k, "R": L * k, "THREADS": THREADS}
+    launched = []
+
+    def checked_launch(kernel, blocks, threads, *arrays, shared_bytes=0):
+        counted = counted_bytes(kernel, blocks, threads, arrays, shared_bytes)
+        assert counted == stated_bytes(kernel, sizes), kernel.py_func.__name__
+        launched.append(kernel)
+
+    monkeypatch.setattr(dispatch, "launch", checked_launch)
+    assert_right(random_topk(L, E, k), E)
+    assert launched == [
+        dispatch.dense_map_kernel,
+        dispatch.expert_lengths_kernel,
+        dispatch.expert_offsets_kernel,
+        dispatch.route_indices_kernel,
+    ]
+
+
+# The runtime
+
+
+SAY_EXECUTOR = "from moeblaze_ref import numba_cuda; print(numba_cuda.EXECUTOR, '|', numba_cuda.EXECUTOR_REASON)"
+
+
+def test_the_package_itself_does_not_import_numba():
+    done = python("-c", "import moeblaze_ref.devices, sys; print('numba' in sys.modules, 'torch' in sys.modules)")
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.parametrize("first", ["", "import numba; numba.njit(lambda n: n)(1); "])
+def test_without_a_gpu_the_simulator_runs_even_if_numba_was_imported_first(first):
+    done = python("-c", first + SAY_EXECUTOR, CUDA_VISIBLE_DEVICES="")
+    assert done.stdout.strip() == "simulator | there is no CUDA device", done.stderr
+
+
+def test_numba_cuda_imported_first_for_the_other_executor_is_an_error_that_says_what_to_do():
+    done = python("-c", "import numba.cuda; " + SAY_EXECUTOR, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "RuntimeError: numba.cuda was imported before moeblaze_ref.numba_cuda and runs on 'cuda'" in done.stderr
+    assert "start Python with NUMBA_ENABLE_CUDASIM=1" in done.stderr
+
+
+def test_the_simulator_can_be_asked_for():
+    done = python("-c", "import numba.cuda; " + SAY_EXECUTOR, NUMBA_ENABLE_CUDASIM="1")
+    assert done.stdout.strip() == "simulator | NUMBA_ENABLE_CUDASIM is set", done.stderr
+
+
+@pytest.mark.parametrize(
+    "gpus, has_nvvm, executor, reason",
+    [
+        (1, True, "cuda", "there is a CUDA device"),
+        (1, False, "simulator", "libnvvm is missing: pip install 'moeblaze_ref[gpu]'"),
+        (0, True, "simulator", "there is no CUDA device"),
+    ],
+)
+def test_the_choice_of_the_executor(monkeypatch, gpus, has_nvvm, executor, reason):
+    monkeypatch.delenv("NUMBA_ENABLE_CUDASIM", raising=False)
+    monkeypatch.setattr(runtime, "cuda_device_count", lambda: gpus)
+    monkeypatch.setattr(runtime, "_has_nvvm", lambda: has_nvvm)
+    assert runtime._choose_executor() == (executor, reason)
+
+
+def test_outputs_are_poisoned_on_request_alone():
+    with runtime.poisoned_outputs():
+        assert (runtime.int32_output((2, 3)).copy_to_host() == POISON).all()
+        assert runtime._poisoning.get()
+    assert not runtime._poisoning.get()
+    assert runtime.int32_output((2, 3)).copy_to_host().shape == (2, 3)
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(TypeError):
+        runtime.to_device([1, 2])
+
+
+def test_a_launch_leaves_pythons_thread_switching_as_it_was():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.003)
+    try:
+        poisoned_build(GOLDEN_TOPK, 4)
+        assert sys.getswitchinterval() == pytest.approx(0.003)
+    finally:
+        sys.setswitchinterval(before)
+
+
+class FakeDriver:
+    """libcuda.so.1 as far as counting goes: each call returns a CUDA status."""
+
+    def __init__(self, init_status, count_status, devices):
+        self.cuInit = lambda flags: init_status
+        self.count_status, self.devices = count_status, devices
+
+    def cuDeviceGetCount(self, pointer):
+        pointer._obj.value = self.devices
+        return self.count_status
+
+
+@pytest.mark.parametrize(
+    "driver, count",
+    [(FakeDriver(0, 0, 3), 3), (FakeDriver(0, 0, 0), 0), (FakeDriver(100, 0, 3), 0), (FakeDriver(0, 3, 3), 0)],
+)
+def test_the_driver_counts_the_devices(monkeypatch, driver, count):
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    assert devices.cuda_device_count.__wrapped__() == count
+
+
+def test_without_a_driver_there_are_no_devices(monkeypatch):
+    def no_such_library(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", no_such_library)
+    assert devices.cuda_device_count.__wrapped__() == 0

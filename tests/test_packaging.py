@@ -1,0 +1,297 @@
+"""What is installed is what is written down: pyproject.toml, the locks, environment.yml, the Makefile, the wheel."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+LOCKS = ("requirements.lock", "requirements-gpu.lock")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# What `make setup` needs on any machine; it builds the project without a download of its own.
+NEEDED = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["test"] + PYPROJECT["build-system"]["requires"]
+
+# Where the locks must work.
+PLATFORMS = [
+    {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": platform}
+    for python in ("3.11", "3.12", "3.13")
+    for platform in ("linux", "darwin")
+]
+
+# torch's CUDA build brings these, pinned by itself; its CPU build has none of them.
+LEFT_OUT_OF_THE_LOCK = {
+    "cuda-toolkit",
+    "nvidia-cudnn-cu13",
+    "nvidia-cusparselt-cu13",
+    "nvidia-nccl-cu13",
+    "nvidia-nvshmem-cu13",
+    "triton",
+}
+
+
+def lock_lines(name):
+    """The requirements of a lock file, comments removed, in the file's order."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+def pins(*names):
+    """{canonical name: requirement} of these lock files together."""
+    return {canonicalize_name(line.name): line for name in names for line in lock_lines(name)}
+
+
+BASE = pins("requirements.lock")
+WITH_GPU = pins(*LOCKS)
+
+
+def pinned_version(pin):
+    """The one version that a lock line allows."""
+    return str(pin.specifier).removeprefix("==")
+
+
+def applies(requirement, platform=None):
+    """Whether a requirement's marker, if it has one, holds on a platform; without one, on this."""
+    return requirement.marker is None or requirement.marker.evaluate(platform)
+
+
+# The locks
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_line_is_one_exact_version(lock):
+    for line in lock_lines(lock):
+        assert re.fullmatch(r"==[\w.]+", str(line.specifier)), line  # no range, no wildcard, no local version
+        assert not line.extras and line.url is None, line
+
+
+def test_no_distribution_is_pinned_twice():
+    assert len(WITH_GPU) == sum(len(lock_lines(lock)) for lock in LOCKS)
+
+
+def test_torch_and_numpy_are_the_versions_that_everything_else_was_chosen_for():
+    assert pinned_version(BASE["torch"]) == "2.13.0"
+    assert pinned_version(BASE["numpy"]) in SpecifierSet("<2.5")
+
+
+def test_the_base_lock_stays_small_enough_for_a_laptop():
+    assert not LEFT_OUT_OF_THE_LOCK & BASE.keys()
+    assert not [name for name in BASE if name.startswith("cupy")]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "locked"),
+    [(requirement, BASE) for requirement in NEEDED] + [(requirement, WITH_GPU) for requirement in EXTRAS["gpu"]],
+)
+def test_a_dependency_is_pinned_within_its_range(requirement, locked):
+    requirement = Requirement(requirement)
+    pin = locked[canonicalize_name(requirement.name)]
+    assert pinned_version(pin) in requirement.specifier
+    for platform in PLATFORMS:
+        assert not applies(requirement, platform) or applies(pin, platform), platform
+
+
+def required_by(name, extra):
+    """What an installed distribution requires in this environment for one of its extras, or for none ("")."""
+    for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            if canonicalize_name(requirement.name) not in LEFT_OUT_OF_THE_LOCK:
+                yield requirement
+
+
+def installed_closure(roots):
+    """(requirement, who asks for it) of everything that these requirements bring into this environment."""
+    waiting = [(root, PROJECT["name"]) for root in map(Requirement, roots) if applies(root)]
+    seen = set()
+    while waiting:
+        requirement, asked_by = waiting.pop()
+        yield requirement, asked_by
+        name = canonicalize_name(requirement.name)
+        for extra in {"", *requirement.extras}:
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                waiting += [(child, name) for child in required_by(name, extra)]
+
+
+def test_everything_installed_is_pinned_at_the_installed_version():
+    for requirement, asked_by in installed_closure(NEEDED):
+        pin = BASE.get(canonicalize_name(requirement.name))
+        assert pin is not None, f"{requirement}, which {asked_by} requires, is not pinned; run `make lock`"
+        assert pinned_version(pin) in requirement.specifier, f"{asked_by} requires {requirement}, the lock has {pin}"
+        installed = importlib.metadata.version(requirement.name).partition("+")[0]
+        assert installed == pinned_version(pin), f"{pin} is locked, {installed} is installed; run `make setup`"
+
+
+def test_nothing_is_pinned_without_need():
+    needed = {canonicalize_name(requirement.name) for requirement, _ in installed_closure(NEEDED)}
+    here = {name for name, pin in BASE.items() if applies(pin)}
+    assert here == needed
+
+
+# environment.yml
+
+
+def test_conda_installs_the_same_locks():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == PROJECT["name"]
+    assert environment["channels"] == ["conda-forge"]
+    *by_conda, by_pip = environment["dependencies"]
+    assert by_conda == ["python=3.12", "pip", "cxx-compiler", "make"]
+    assert "3.12" in SpecifierSet(PROJECT["requires-python"])
+    # Conda hands these lines to pip as a requirements file in this very folder: paths are relative to it.
+    assert by_pip == {"pip": ["-r requirements.lock", "-r requirements-gpu.lock", "-e .[gpu]"]}
+
+
+# The Makefile
+
+STAMP = ".venv/torch-index-url"
+
+
+def make(*arguments, cwd=ROOT):
+    """Runs make apart from the one that may have started these tests."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *arguments], cwd=cwd, env=clean, capture_output=True, text=True)
+
+
+def age(path, seconds):
+    """Sets a file's modification time, creating the file where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    os.utime(path, (seconds, seconds))
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """A folder whose set-up has finished, with torch from the default index."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for path in ("requirements.lock", "pyproject.toml", ".venv/bin/pip"):
+        age(tmp_path / path, 1)
+    age(tmp_path / STAMP, 2)
+    return tmp_path
+
+
+def must_set_up(folder, *arguments):
+    """Whether `make setup` has anything to do; make --question answers without doing it."""
+    return {0: False, 1: True}[make("--question", "setup", *arguments, cwd=folder).returncode]
+
+
+def starts_from_nothing(folder, *arguments):
+    """Whether `make setup` would create .venv anew."""
+    return "-m venv --clear .venv" in make("--dry-run", "setup", *arguments, cwd=folder).stdout
+
+
+def test_setup_runs_once(set_up):
+    assert not must_set_up(set_up)
+    (set_up / STAMP).unlink()
+    assert must_set_up(set_up)
+
+
+@pytest.mark.parametrize("changed", ["requirements.lock", "pyproject.toml"])
+def test_setup_runs_again_when_its_inputs_change_and_keeps_the_environment(set_up, changed):
+    age(set_up / changed, 3)
+    assert must_set_up(set_up)
+    assert not starts_from_nothing(set_up, "PYTHON=another-python")
+    (set_up / ".venv/bin/pip").unlink()
+    assert starts_from_nothing(set_up)
+
+
+def test_setup_starts_from_nothing_for_another_torch_index_only(set_up):
+    index = "TORCH_INDEX_URL=https://index.example/cpu"
+    assert must_set_up(set_up, index) and starts_from_nothing(set_up, index)
+    (set_up / STAMP).write_text("https://index.example/cpu\n")
+    assert not must_set_up(set_up, index)
+    assert not must_set_up(set_up), "the index of the last set-up is kept"
+    assert must_set_up(set_up, "TORCH_INDEX_URL=") and starts_from_nothing(set_up, "TORCH_INDEX_URL=")
+
+
+@pytest.mark.parametrize(
+    ("refused", "advice"),
+    [("version_info", "Python 3.11 or newer is needed"), ("ensurepip", "sudo apt install python3-venv")],
+)
+def test_setup_says_what_python_lacks(set_up, refused, advice):
+    (set_up / ".venv/bin/pip").unlink()
+    (set_up / STAMP).unlink()
+    python = set_up / "python3"  # fails when its command mentions what is refused, and does nothing otherwise
+    python.write_text(f'#!/bin/sh\ncase "$*" in *{refused}*) exit 1;; esac\n')
+    python.chmod(0o755)
+    result = make("setup", f"PYTHON={python}", cwd=set_up)
+    assert result.returncode != 0 and advice in result.stderr
+    assert not (set_up / STAMP).exists()
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check"])
+def test_the_missing_compiler_is_named_before_anything_is_installed(set_up, target):
+    (set_up / STAMP).unlink()
+    result = make(target, "CXX=no-such-compiler", cwd=set_up)
+    assert result.returncode != 0 and "sudo apt install g++" in result.stderr
+    assert "install" not in result.stdout
+
+
+def test_the_makefile_accepts_the_pythons_that_the_project_does():
+    assert PROJECT["requires-python"] == ">=3.11"
+    assert "sys.version_info < (3, 11)" in (ROOT / "Makefile").read_text()
+
+
+# The wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", folder, ROOT], check=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def source_files(folder):
+    """Every file under a folder of the tree, relative to it."""
+    paths = (path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {path.as_posix() for path in paths if "__pycache__" not in path.parts}
+
+
+def test_the_wheel_is_the_package_and_its_kernels_and_nothing_else(wheel):
+    package = {f"moeblaze_ref/{path}" for path in source_files("moeblaze_ref")}
+    kernels = {f"moeblaze_ref/kernels_cuda/{path}" for path in source_files("kernels_cuda")}
+    assert any(path.endswith(".cu") for path in kernels) and any(path.endswith(".hpp") for path in package)
+    members = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert members == package | kernels
+
+
+@pytest.fixture(scope="module")
+def empty_environment(wheel):
+    """The bin folder of a new environment that holds the wheel, its dependencies as locked, and nothing else."""
+    index = Path(sys.prefix, "torch-index-url")  # where `make setup` took torch from
+    urls = index.read_text().split() if index.exists() else []
+    with tempfile.TemporaryDirectory() as folder:  # a gigabyte, which pytest's own folders would keep
+        venv.create(folder, with_pip=True)
+        pip = [f"{folder}/bin/pip", "install", "--quiet", "--no-compile", *(f"--extra-index-url={url}" for url in urls)]
+        subprocess.run([*pip, "--constraint", ROOT / "requirements.lock", wheel], check=True, cwd=folder)
+        yield Path(folder, "bin")
+
+
+def test_the_wheel_checks_itself_in_an_empty_environment(empty_environment, tmp_path):
+    apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    run = {"cwd": tmp_path, "env": apart, "capture_output": True, "text": True}
+    where = subprocess.run([empty_environment / "python", "-c", "import moeblaze_ref as m; print(m.__file__)"], **run)
+    assert where.stdout.startswith(str(empty_environment.parent)), where.stderr
+    check = subprocess.run([empty_environment / "moeblaze", "check", "--stage", "dispatch", "--json"], **run)
+    assert check.returncode == 0, check.stdout + check.stderr
+    passed = {row["backend"] for row in json.loads(check.stdout) if row["available"] and row["ok"]}
+    assert {"numpy", "numba", "simt"} <= passed
