@@ -6,7 +6,6 @@
 #   make lock UPGRADE=--upgrade         pins the newest versions; without UPGRADE the pins that still fit stay
 
 PYTHON ?= python3
-UV_VERSION := 0.13.8
 
 BIN := .venv/bin
 # The stamp of a finished set-up holds the index that torch came from: later installs read it there.
@@ -16,7 +15,6 @@ TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
 .PHONY: setup setup-gpu demo test check lab lock compiler
-.DELETE_ON_ERROR:
 
 setup: $(STAMP)
 
@@ -66,7 +64,7 @@ COMPILE := build/uv/bin/uv pip compile --quiet --python-version 3.11 $(UPGRADE)
 # One version of everything for every Python and platform; the GPU's lock holds only what it adds.
 lock:
 	$(PYTHON) -m venv build/uv
-	build/uv/bin/pip install --quiet uv==$(UV_VERSION)
+	build/uv/bin/pip install --quiet uv==0.13.8
 	$(COMPILE) --universal --fork-strategy fewest --annotation-style line --custom-compile-command 'make lock' \
 	    --extra notebooks --extra test pyproject.toml --output-file requirements.lock
 	$(COMPILE) --python-platform linux --no-header --no-annotate --constraint requirements.lock \

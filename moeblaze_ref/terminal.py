@@ -29,7 +29,9 @@ def run_with_bar(title: str, jobs: list[Callable[[], list[Row]]]) -> list[Row]:
         return [row for job in progress.track(jobs, description=title) for row in job()]
 
 
-COLUMNS = ("stage", "direction", "backend", "rung", "dtype", "n", "error", "bound", "verdict")
+# Short headings: with the longest cells, all but the shape fit into 80 columns.
+COLUMNS = ("stage", "way", "backend, rung", "dtype", "n", "error", "bound", "result")
+NUMBERS = ("n", "error", "bound")
 
 
 def check_table(rows: list[Row], every_shape: bool = False) -> Table:
@@ -38,8 +40,8 @@ def check_table(rows: list[Row], every_shape: bool = False) -> Table:
     lines = [_cells(max(group, key=_badness), len(group)) for group in groups]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column, name in enumerate(COLUMNS):
-        width = max(len(name), *(len(line[column]) for line in lines), 0)
-        table.add_column(name, justify="right" if name in ("n", "error", "bound") else "left", min_width=width)
+        width = max([len(name), *(len(line[column]) for line in lines)])
+        table.add_column(name, justify="right" if name in NUMBERS else "left", min_width=width)
     table.add_column("shape" if every_shape else "worst shape", no_wrap=True)  # the one that may be cut
     for line in lines:
         table.add_row(*line)
@@ -47,8 +49,10 @@ def check_table(rows: list[Row], every_shape: bool = False) -> Table:
 
 
 def _cells(row: Row, shapes: int) -> list[str | Text]:
-    numbers = str(shapes), _number(row.error), "-" if row.bound is None else f"{row.bound:g}"
-    return [row.stage, row.direction, row.backend, row.rung or "-", row.dtype, *numbers, _verdict(row), row.shape or "-"]
+    where = f"{row.backend} {row.rung}" if row.rung else row.backend
+    bound = "-" if row.bound is None else f"{row.bound:g}"
+    numbers = str(shapes), _number(row.error), bound
+    return [row.stage, row.direction, where, row.dtype, *numbers, _result(row), row.shape or "-"]
 
 
 def _by_kind(rows: list[Row]) -> list[list[Row]]:
@@ -70,7 +74,7 @@ def _number(value: float | None) -> str:
     return f"{value:g}" if value == round(value, 0) else f"{value:.1e}"
 
 
-def _verdict(row: Row) -> Text:
+def _result(row: Row) -> Text:
     if not row.available:
         return Text("absent", style="yellow")
     return Text("pass", style="green") if row.ok else Text("FAIL", style="bold red")

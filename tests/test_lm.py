@@ -280,12 +280,19 @@ def test_evaluation_of_a_model_that_favours_no_byte_is_log_256():
 
 
 @pytest.mark.parametrize(
-    "arguments, error",
-    [({"steps": 0}, ValueError), ({"steps": 1, "batch": 0}, ValueError), ({"steps": 1.5}, TypeError)],
+    "config, steps, batch, error, message",
+    [
+        (TINY, 0, 1, ValueError, "steps is 0, but it must be >= 1"),
+        (TINY, 1.5, 1, TypeError, "steps is 1.5"),
+        (TINY, 1, 0, ValueError, "batch is 0, but it must be >= 1"),
+        (LMConfig(vocab=128), 1, 1, ValueError, "config.vocab is 128, but it must be >= 256"),
+        (TINY.moe_layer(L=8), 1, 1, TypeError, "config is a MoEConfig, but it must be a LMConfig"),
+        (LMConfig(sequence=10**9), 1, 1, ValueError, "length is 1000000000, but it must be 1.."),
+    ],
 )
-def test_training_needs_at_least_one_step_and_one_window(arguments, error):
-    with pytest.raises(error, match="but it must be"):
-        train(TINY, **arguments)
+def test_bad_training_says_what_is_allowed(config, steps, batch, error, message):
+    with pytest.raises(error, match=message):
+        train(config, steps, batch=batch)
 
 
 # Capture

@@ -16,8 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moeblaze_ref.config import ACTIVATIONS, ITEMSIZE, POLICIES, PRESETS, MoEConfig, preset
 from moeblaze_ref.memory import measure, plots, report
 from moeblaze_ref.memory.accounting import (
-    GB,
-    GIB,
     GPU_CAPACITIES,
     SYSTEMS,
     VARIANTS,
@@ -26,7 +24,6 @@ from moeblaze_ref.memory.accounting import (
     accounts,
     dropped_and_padded,
     expert_capacity,
-    gib,
     largest_tokens,
     ratio,
     tiles,
@@ -34,6 +31,7 @@ from moeblaze_ref.memory.accounting import (
 )
 from moeblaze_ref.numpy_ref import layer
 from moeblaze_ref.oracle import OracleMoE
+from moeblaze_ref.units import GB, GIB, KIB, MIB, UNITS, unit_for
 
 SMALL = MoEConfig(L=6, d=4, h=8, E=3, k=2)  # swiglu, bfloat16: worked out by hand below
 COUNTS = (6, 4, 2)
@@ -437,13 +435,15 @@ def test_tables_fit_100_columns_and_hold_every_row(name):
     lines = text.splitlines()
     assert "…" not in text and max(map(len, lines)) <= 100
     words = [line.split() for line in lines]
-    for one in accounts(config):
+    found = accounts(config)
+    unit = unit_for(max(one.peak_bytes for one in found))
+    for one in found:
         for tensor in one.tensors:
             shape = " x ".join(map(str, tensor.shape)).split()
             life = "kept" if tensor.kept else "transient"
             assert [tensor.name, *shape, tensor.dtype, *tensor.formula.split(), f"{tensor.bytes:,}", life] in words
         limits = [f"{largest_tokens(config, one.system, one.policy, size):,}" for size in GPU_CAPACITIES.values()]
-        totals = [gib(total) for total in (one.kept_bytes, one.transient_bytes, one.peak_bytes)]
+        totals = [unit.text(total) for total in (one.kept_bytes, one.transient_bytes, one.peak_bytes)]
         share = ratio(one, account(config, "conventional"))
         assert [one.label, *totals, f"{share:.3f}", *limits] in words
 
@@ -452,8 +452,15 @@ def test_tables_of_no_tokens():
     assert "conventional 0.000" in " ".join(printed(SMALL.replace(L=0)).split())
 
 
-def test_gib_keeps_three_digits():
+def test_a_unit_keeps_three_digits():
+    gib = UNITS[0].text
     assert [gib(n) for n in (0, GIB, 3 * GIB // 2000, 2000 * GIB)] == ["0.000", "1.000", "0.0015", "2,000.000"]
+
+
+def test_the_unit_suits_the_largest_number():
+    assert [unit_for(n).name for n in (0, KIB, 200 * KIB, 99 * MIB, 200 * MIB, 5000 * GIB)] == [
+        "KiB", "KiB", "MiB", "MiB", "GiB", "GiB"
+    ]  # fmt: skip
 
 
 # Plots ----------------------------------------------------------------------------------------------------------------
@@ -475,7 +482,8 @@ def test_bars_are_as_long_as_the_kept_bytes():
     assert ticks == pytest.approx([one.peak_bytes / GIB for one in found])
     assert "GiB" in axes.get_xlabel()
     texts = {text.get_text() for text in axes.texts}
-    assert {f"{gib(one.kept_bytes)} kept, {gib(one.peak_bytes)} peak" for one in found} <= texts
+    text = UNITS[0].text
+    assert {f"{text(one.kept_bytes)} kept, {text(one.peak_bytes)} peak" for one in found} <= texts
 
 
 def test_lines_are_the_peaks_and_dots_are_the_largest_tokens():

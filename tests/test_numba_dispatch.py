@@ -252,8 +252,9 @@ def test_a_planted_fault_is_caught(monkeypatch, kernel, fault):
 
 
 def stated_bytes(kernel, sizes):
-    """(bytes read, bytes written) by the header's formulas, such as "4 L E + 4 R"."""
-    formulas = re.search(r"Global bytes +reads (.+); writes (.+)", kernel.py_func.__doc__).groups()
+    """(shared, read, written) bytes by the header's formulas, such as "4 L E + 4 R"."""
+    header = kernel.py_func.__doc__
+    formulas = re.search(r"Shared bytes +(.+)\n +Global bytes +reads (.+); writes (.+)", header).groups()
     terms = ([term.split() for term in formula.split(" + ")] for formula in formulas)
     return tuple(sum(math.prod(sizes.get(f) or int(f) for f in factors) for factors in side) for side in terms)
 
@@ -289,8 +290,8 @@ def test_the_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
     launched = []
 
     def checked_launch(kernel, blocks, threads, *arrays, shared_bytes=0):
-        counted = counted_bytes(kernel, blocks, threads, arrays, shared_bytes)
-        assert counted == stated_bytes(kernel, sizes), kernel.py_func.__name__
+        moved = counted_bytes(kernel, blocks, threads, arrays, shared_bytes)
+        assert (shared_bytes, *moved) == stated_bytes(kernel, sizes), kernel.py_func.__name__
         launched.append(kernel)
 
     monkeypatch.setattr(dispatch, "launch", checked_launch)

@@ -97,6 +97,7 @@ def test_the_base_lock_stays_small_enough_for_a_laptop():
 @pytest.mark.parametrize(
     ("requirement", "locked"),
     [(requirement, BASE) for requirement in NEEDED] + [(requirement, WITH_GPU) for requirement in EXTRAS["gpu"]],
+    ids=NEEDED + EXTRAS["gpu"],
 )
 def test_a_dependency_is_pinned_within_its_range(requirement, locked):
     requirement = Requirement(requirement)
@@ -163,8 +164,9 @@ STAMP = ".venv/torch-index-url"
 
 
 def make(*arguments, cwd=ROOT):
-    """Runs make apart from the one that may have started these tests."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    """Runs make as typed, whatever was passed to the make that may have started these tests."""
+    ours = ("MAKE", "MFLAGS", "PYTHON", "TORCH_INDEX_URL", "CXX")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run(["make", *arguments], cwd=cwd, env=clean, capture_output=True, text=True)
 
 

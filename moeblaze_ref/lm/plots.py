@@ -60,10 +60,11 @@ def expert_load(topk_experts: Sequence[np.ndarray], num_experts: int) -> Figure:
         axes.bar(range(num_experts), counts, color=BLUE)
         axes.axhline(share, color=VERMILLION, linewidth=1)
         axes.set_title(f"layer {layer}: busiest expert {counts.max() / share:.2f} x its share", fontsize="medium")
+        axes.set_xticks(range(0, num_experts, max(1, num_experts // 8)))
         axes.set_xlabel("expert")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("routed rows")
     panels[-1].annotate(
-        "balanced", (num_experts - 0.5, share), xytext=(3, 0), textcoords="offset points", color=VERMILLION, va="center"
+        "balanced", (num_experts, share), xytext=(6, 0), textcoords="offset points", color=VERMILLION, va="center"
     )
     return figure

@@ -18,7 +18,7 @@ Z_WEIGHT = 1e-3  # ST-MoE (arXiv 2202.08906), the weight of its router z-loss
 GRADIENT_NORM = 1.0  # longer gradients are cut to it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainResult:
     """A trained model and how it got there.
 
@@ -82,8 +82,11 @@ def train(
     Raises
     ------
     ValueError, TypeError
-        If steps or batch is no integer or below 1, or the text is shorter than a window.
+        If config is no LMConfig or its vocabulary lacks a byte, steps or batch is no integer or
+        below 1, or the text is shorter than a window.
     """
+    doors.check_type("config", config, LMConfig)
+    doors.check_int("config.vocab", config.vocab, at_least=256)  # every byte
     doors.check_int("steps", steps, at_least=1)
     doors.check_int("batch", batch, at_least=1)
     corpus = data.python_help()

@@ -21,9 +21,8 @@ from typing import NamedTuple
 from moeblaze_ref import doors
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.numpy_ref.layer import INTERMEDIATES
+from moeblaze_ref.units import GB
 
-GB = 10**9
-GIB = 2**30
 GPU_CAPACITIES = {"80 GB": 80 * GB, "141 GB": 141 * GB}  # H100 and H200, as their makers print them
 
 BLOCK = 128  # MegaBlocks pads every expert's rows to a multiple of this
@@ -41,12 +40,6 @@ VARIANTS = tuple(
 )
 
 _ITEMSIZE = ITEMSIZE | {"int32": 4, "int64": 8}
-
-
-def gib(number: int) -> str:
-    """Bytes in GiB, as text: three decimals, or three digits where those decimals would be zeros."""
-    value = number / GIB
-    return f"{value:,.3f}" if value >= 0.1 or value == 0 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)

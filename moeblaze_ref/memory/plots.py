@@ -14,16 +14,14 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.doors import MAX_ROUTED_ROWS
 from moeblaze_ref.memory.accounting import (
-    GB,
-    GIB,
     GPU_CAPACITIES,
     VARIANTS,
     Account,
     Assumptions,
     account,
-    gib,
     largest_tokens,
 )
+from moeblaze_ref.units import GB, Unit, unit_for
 
 # Okabe and Ito's eight, by their names, and a grey.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -73,7 +71,7 @@ def stacked_bars(accounts: Sequence[Account]) -> Figure:
     Returns
     -------
     Figure
-        Its axis is in GiB (2**30 bytes).
+        Its axis is in GiB (2**30 bytes), or in MiB or KiB for a small layer.
 
     Raises
     ------
@@ -84,15 +82,17 @@ def stacked_bars(accounts: Sequence[Account]) -> Figure:
         raise ValueError("accounts is empty, but it must hold at least one account")
     figure = Figure(figsize=(9, 2 + 0.5 * len(accounts)), layout="constrained")
     axes = figure.subplots()
-    axes.set_xlim(0, max(one.peak_bytes for one in accounts) / GIB * 1.3 or 1)
-    _stack(axes, [kept_by_tensor(one) for one in accounts])
-    _mark_peaks(axes, accounts)
+    largest = max(one.peak_bytes for one in accounts)
+    unit = unit_for(largest)
+    axes.set_xlim(0, unit.of(largest) * 1.3 or 1)
+    _stack(axes, [kept_by_tensor(one) for one in accounts], unit)
+    _mark_peaks(axes, accounts, unit)
     axes.set_yticks(range(len(accounts)), [one.label for one in accounts])
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_title(f"L = {accounts[0].config.L:,}, {_layer(accounts[0].config)}", loc="left", fontsize="medium")
-    axes.set_xlabel("activations of one layer kept until the backward, GiB")
+    axes.set_xlabel("activations of one layer kept until the backward, " + unit.name)
     figure.legend(loc="outside lower center", ncols=5, frameon=False)
     return figure
 
@@ -102,11 +102,11 @@ def _layer(config):
     return f"d = {config.d:,}, h = {config.h:,}, E = {config.E}, k = {config.k}, {config.activation}, {config.dtype}"
 
 
-def _stack(axes, parts):
+def _stack(axes, parts, unit: Unit):
     """One horizontal bar for each account's bytes by tensor, tensor after tensor."""
     left = [0.0] * len(parts)
     for name, color in TENSOR_COLORS.items():
-        widths = [part[name] / GIB for part in parts]
+        widths = [unit.of(part[name]) for part in parts]
         bars = axes.barh(range(len(parts)), widths, left=left, color=color, label=name, edgecolor="white")
         _name_parts(axes, bars, widths)
         left = [start + width for start, width in zip(left, widths, strict=True)]
@@ -120,13 +120,13 @@ def _name_parts(axes, bars, widths):
     axes.bar_label(bars, labels, label_type="center", color="white" if TENSOR_COLORS[name] in DARK else "black")
 
 
-def _mark_peaks(axes, accounts):
+def _mark_peaks(axes, accounts, unit: Unit):
     """A tick at the peak of every forward, a line from the bar to it, and both totals in numbers."""
-    rows, peaks = range(len(accounts)), [one.peak_bytes / GIB for one in accounts]
-    axes.hlines(rows, [one.kept_bytes / GIB for one in accounts], peaks, color=BLACK, linewidth=0.8)
+    rows, peaks = range(len(accounts)), [unit.of(one.peak_bytes) for one in accounts]
+    axes.hlines(rows, [unit.of(one.kept_bytes) for one in accounts], peaks, color=BLACK, linewidth=0.8)
     axes.scatter(peaks, rows, marker="|", s=200, color=BLACK, label="peak of the forward")
     for row, (one, peak) in enumerate(zip(accounts, peaks, strict=True)):
-        text = f"{gib(one.kept_bytes)} kept, {gib(one.peak_bytes)} peak"
+        text = f"{unit.text(one.kept_bytes)} kept, {unit.text(one.peak_bytes)} peak"
         axes.annotate(text, (peak, row), xytext=(6, 0), textcoords="offset points", va="center")
 
 

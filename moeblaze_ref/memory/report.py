@@ -11,16 +11,14 @@ from rich.text import Text
 
 from moeblaze_ref.config import POLICIES, PRESETS, MoEConfig, preset
 from moeblaze_ref.memory.accounting import (
-    GB,
-    GIB,
     GPU_CAPACITIES,
     SYSTEMS,
     Account,
     account,
-    gib,
     largest_tokens,
     ratio,
 )
+from moeblaze_ref.units import GB, GIB, unit_for
 
 COUNTED = (
     "Counted are the activations of one layer in one forward, its input x included; weights, gradients, optimizer "
@@ -110,17 +108,21 @@ def account_table(one: Account) -> Table:
         cells = (tensor.name, shape, tensor.dtype, tensor.formula, f"{tensor.bytes:,}", life)
         table.add_row(*cells, style=None if tensor.kept else "dim")
     table.add_section()
+    unit = unit_for(one.peak_bytes)
     for name, number in _totals(one).items():
-        table.add_row(name, "", "", f"{gib(number)} GiB", f"{number:,}", style="bold")
+        table.add_row(name, "", "", f"{unit.text(number)} {unit.name}", f"{number:,}", style="bold")
     return table
 
 
 def summary_table(config: MoEConfig, accounts: Sequence[Account]) -> Table:
-    """One row an account: totals in GiB, kept bytes relative to conventional, largest L on each GPU."""
-    table = _table(f"L = {config.L:,} tokens, one layer, in GiB; ratio: kept bytes over conventional's")
+    """One row an account: totals in one unit, kept bytes relative to conventional, largest L on each GPU."""
+    unit = unit_for(max((one.peak_bytes for one in accounts), default=0))
+    table = _table(f"L = {config.L:,} tokens, one layer, in {unit.name}; ratio: kept bytes over conventional's")
     table.add_column("system/policy", no_wrap=True)
-    for name in ("kept", "transient", "peak", "ratio", *(f"L in {gpu}" for gpu in GPU_CAPACITIES)):
+    for name in ("kept", "transient", "peak", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
+    for gpu in GPU_CAPACITIES:
+        table.add_column(f"L in {gpu}", justify="right")
     for one in accounts:
         conventional = account(config, "conventional", assumptions=one.assumptions)
         share = ratio(one, conventional)
@@ -128,7 +130,7 @@ def summary_table(config: MoEConfig, accounts: Sequence[Account]) -> Table:
             f"{largest_tokens(config, one.system, one.policy, capacity, one.assumptions):,}"
             for capacity in GPU_CAPACITIES.values()
         )
-        totals = map(gib, _totals(one).values())
+        totals = map(unit.text, _totals(one).values())
         table.add_row(one.label, *totals, "-" if math.isnan(share) else f"{share:.3f}", *largest)
     return table
 

@@ -7,10 +7,10 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport
+from moeblaze_ref.units import unit_for
 
 SECTOR_BYTES = 32
 BLUE, SKY = "#0072B2", "#56B4E9"  # Okabe and Ito
-MIB = 2**20
 
 
 def traffic_table(reports: Sequence[LaunchReport]) -> Table:
@@ -43,7 +43,7 @@ def traffic_bars(reports: Sequence[LaunchReport]) -> Figure:
     Returns
     -------
     Figure
-        Its axis is in MiB (2**20 bytes). Requested bytes are not DRAM traffic: caches are not modelled.
+        Its axis is in MiB (2**20 bytes), or the unit that suits. Requested bytes are not DRAM traffic: caches are not modelled.
 
     Raises
     ------
@@ -54,18 +54,19 @@ def traffic_bars(reports: Sequence[LaunchReport]) -> Figure:
         raise ValueError("reports is empty, but it must hold at least one launch")
     figure = Figure(figsize=(8, 1.2 + 0.7 * len(reports)), layout="constrained")
     axes = figure.subplots()
-    requested = [(report.read_bytes + report.written_bytes) / MIB for report in reports]
-    sectors = [report.sectors * SECTOR_BYTES / MIB for report in reports]
+    unit = unit_for(max(report.sectors for report in reports) * SECTOR_BYTES)
+    requested = [unit.of(report.read_bytes + report.written_bytes) for report in reports]
+    sectors = [unit.of(report.sectors * SECTOR_BYTES) for report in reports]
     rows = range(len(reports))
     upper = axes.barh([row - 0.2 for row in rows], requested, 0.38, color=BLUE, label="bytes that threads ask for")
     lower = axes.barh([row + 0.2 for row in rows], sectors, 0.38, color=SKY, label="32-byte sectors that carry them")
     for bars in (upper, lower):
-        axes.bar_label(bars, fmt="{:,.3g} MiB", padding=4)
+        axes.bar_label(bars, fmt="{:,.3g} " + unit.name, padding=4)
     axes.set_xlim(0, max(*requested, *sectors) * 1.2)
     axes.set_yticks(rows, [report.kernel for report in reports])
     axes.invert_yaxis()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("MiB of global memory, counted access by access")
+    axes.set_xlabel(f"{unit.name} of global memory, counted access by access")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure

@@ -1,0 +1,10 @@
+"""What the notebooks show with: source from the files, tables, pictures and the sliders that move them.
+
+Imported by notebooks alone: it needs IPython and ipywidgets, which the rest of the project does not.
+"""
+
+from moeblaze_ref.notebook.controls import doubling, explore, progress
+from moeblaze_ref.notebook.sources import show_kernel, show_source
+from moeblaze_ref.notebook.tables import table
+
+__all__ = ["doubling", "explore", "progress", "show_kernel", "show_source", "table"]

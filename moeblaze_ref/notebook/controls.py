@@ -1,0 +1,49 @@
+"""Sliders that move pictures."""
+
+from collections.abc import Callable
+from typing import Any
+
+from IPython.display import Markdown, display
+from ipywidgets import IntProgress, SelectionSlider, Widget, interact
+
+
+def doubling(first: int, last: int, value: int) -> SelectionSlider:
+    """A slider over first, 2 first, 4 first, ... up to last, which starts at ``value``."""
+    sizes = [first]
+    while sizes[-1] * 2 <= last:
+        sizes.append(sizes[-1] * 2)
+    return SelectionSlider(options=[(f"{size:,}", size) for size in sizes], value=value)
+
+
+def explore(*pictures: Callable[..., Any], **controls: Widget):
+    """Draw every picture with the values of the controls, and again whenever one of them is let go.
+
+    Parameters
+    ----------
+    *pictures : callable
+        Each is called with a keyword for every control and returns what is shown. A ValueError, such as
+        k > E, is shown as its message.
+    **controls : ipywidgets.Widget
+        By the name of the keyword that they set.
+    """
+    for control in controls.values():
+        control.continuous_update = False
+
+    def draw(**values):
+        try:
+            display(*(picture(**values) for picture in pictures))
+        except ValueError as error:
+            display(Markdown(f"**{error}**"))
+
+    interact(draw, **controls)
+
+
+def progress(total: int, unit: str) -> Callable[[int, float], None]:
+    """Show a bar; the function that is returned moves it to a step and writes a number in ``unit`` beside it."""
+    bar = IntProgress(max=total, layout={"width": "60%"}, style={"description_width": "initial"})
+    display(bar)
+
+    def on_step(step: int, number: float):
+        bar.value, bar.description = step, f"{step} of {total}: {number:.2f} {unit}"
+
+    return on_step

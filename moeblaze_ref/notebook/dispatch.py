@@ -1,0 +1,197 @@
+"""Pictures of the dispatch: its arrays step by step, its counted traffic, the size of its dense map."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullLocator
+
+from moeblaze_ref import doors
+from moeblaze_ref.cases import random_topk
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from moeblaze_ref.memory.traffic import SECTOR_BYTES
+from moeblaze_ref.numpy_ref import dispatch as reference
+from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.raw_cuda.runtime import ceil_div
+from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
+from moeblaze_ref.units import MIB
+
+EXPERT_COLORS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILLION, BLUE)
+PALE = "#EEEEEE"
+
+STEPS = (
+    "The router's choice: k experts for each token. Read row by row, it is token_expert_indices.",
+    "Step 1, the dense map: entry (i, e) is token i where expert e was chosen, else empty.",
+    "Step 2, lengths: how many tokens each column holds.",
+    "Step 2, offsets: where each expert's group begins, the lengths of all experts before it added up.",
+    "Step 3, positions: the expert's offset + the tokens above in its column.",
+    "Step 3, the write: each token goes to its position; the map keeps the position for the way back.",
+)
+
+
+class _Board:
+    """Arrays of small integers, drawn as coloured cells side by side."""
+
+    def __init__(self, width: float, height: float):
+        self.figure = Figure(figsize=(0.42 * width, 0.42 * height), layout="constrained")
+        self.axes = self.figure.subplots()
+        self.axes.set(xlim=(-2, width - 2), ylim=(height - 2.5, -2.5), aspect="equal")
+        self.axes.set_axis_off()
+
+    def array(self, left, top, name, values, experts):
+        """``values`` (rows, columns) with its upper left corner at (left, top), coloured by ``experts``."""
+        for (row, column), value in np.ndenumerate(values):
+            expert = experts[row, column]
+            color = PALE if expert < 0 else EXPERT_COLORS[expert % len(EXPERT_COLORS)]
+            self.axes.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=color, edgecolor="white"))
+            self.text(left + column + 0.5, top + row + 0.5, "" if value < 0 else value)
+        self.text(left, top - 0.35, name, ha="left")
+
+    def text(self, x, y, text, ha="center", **look):
+        self.axes.text(x, y, text, ha=ha, va="center", fontsize="small", **look)
+
+
+def dispatch_steps(topk_experts: np.ndarray, num_experts: int, step: int) -> Figure:
+    """The arrays of a small dispatch as they stand after ``STEPS[step]``, coloured by expert.
+
+    Parameters
+    ----------
+    topk_experts : ndarray (L, k), int32
+    num_experts : int
+    step : int
+        0..5.
+    """
+    doors.check_int("step", step, at_least=0, at_most=len(STEPS) - 1)
+    found = reference.build(topk_experts, num_experts)
+    num_tokens, k = topk_experts.shape
+    middle, right = k + 2, k + num_experts + 4
+    below = num_tokens + 2
+    board = _Board(max(right + k, middle + found.R) + 3, below + 8.5)
+    board.text(-2, -2, STEPS[step], ha="left", weight="bold")
+    for token in range(num_tokens):
+        board.text(-0.3, token + 0.5, f"token {token}", ha="right")
+    board.array(0, 0, "topk_experts", topk_experts, topk_experts)
+    by_token = found.token_expert_indices[None]  # (1, R)
+    board.array(middle, below + 4, "token_expert_indices", by_token, by_token)
+    if step >= 1:
+        _draw_map(board, middle, found, topk_experts, positions=step >= 4)
+    experts = np.arange(num_experts)[None]  # (1, E)
+    if step >= 2:
+        board.array(middle, below - 0.5, "lengths", np.diff(found.expert_token_offsets)[None], experts)
+    if step >= 3:
+        ends = np.append(experts, [[-1]], axis=1)  # (1, E + 1): no expert begins at R
+        board.array(right, below - 0.5, "expert_token_offsets", found.expert_token_offsets[None], ends)
+    if step >= 5:
+        owner = np.repeat(experts, np.diff(found.expert_token_offsets), axis=1)  # (1, R)
+        board.array(middle, below + 2, "expert_token_indices", found.expert_token_indices[None], owner)
+        board.array(right, 0, "token_index_map", found.token_index_map.reshape(-1, k), topk_experts)
+    return board.figure
+
+
+def _draw_map(board, left, found, topk_experts, positions):
+    """The dense map, or the positions in its places."""
+    tokens = reference.dense_map(topk_experts, found.E)  # (L, E)
+    columns = np.broadcast_to(np.arange(found.E), tokens.shape)
+    owner = np.where(tokens == reference.EMPTY, -1, columns)
+    values = tokens.copy()
+    if positions:
+        np.put_along_axis(values, topk_experts, found.token_index_map.reshape(topk_experts.shape), axis=1)
+    board.array(left, 0, "", values, owner)
+    board.text(left, -1.1, "positions" if positions else "dense map", ha="left")
+    for expert in range(found.E):
+        board.text(left + expert + 0.5, -0.35, f"e{expert}", color=GREY)
+
+
+# What the raw kernels ask of memory ----------------------------------------------------------------------------------
+
+
+def count_dispatch(L: int, E: int, k: int, routing: str = "uniform") -> list[LaunchReport]:
+    """The launches of one raw CUDA dispatch of random choices, counted on the CPU."""
+    executor = SimtExecutor()
+    with executor.recording() as launches:
+        raw_dispatch.build(random_topk(L, E, k, routing), E, executor=executor)
+    return launches
+
+
+def sector_cost(launch: LaunchReport) -> float:
+    """Bytes of the 32-byte sectors that a launch touches over the bytes that its threads ask for."""
+    return launch.sectors * SECTOR_BYTES / (launch.read_bytes + launch.written_bytes)
+
+
+def sectors_against_experts(L: int = 2048, k: int = 2, experts: Sequence[int] = (2, 4, 8, 16, 32, 64)) -> Figure:
+    """The sector cost of each kernel against E, beside min(E, 8): what a walk down a column of 4-byte entries costs."""
+    costs: dict[str, list[float]] = {}
+    for E in experts:
+        for launch in count_dispatch(L, E, k):
+            costs.setdefault(launch.kernel, []).append(sector_cost(launch))
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for (kernel, cost), color in zip(costs.items(), (BLUE, VERMILLION, GREY, ORANGE), strict=True):
+        axes.plot(experts, cost, "o-", color=color, label=kernel)
+    axes.plot(experts, [min(E, SECTOR_BYTES // 4) for E in experts], color=BLACK, linestyle=":", label="min(E, 8)")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(experts, [str(E) for E in experts])
+    axes.set_xlabel("E, experts")
+    axes.set_ylabel("sector bytes / bytes asked for")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def dense_map_by(text: str, topk_experts: np.ndarray, num_experts: int, seed: int = 0) -> np.ndarray:
+    """The dense map (L, E) that the dense_map kernel of a .cu text makes on the CPU, one thread order per seed."""
+    executor, (L, k) = SimtExecutor(seed=seed), topk_experts.shape
+    token_expert_map = executor.empty((L, num_experts), "int32")
+    executor.load("dispatch/1_dense_map.cu", text, THREADS=raw_dispatch.THREADS).launch(
+        "dense_map",
+        grid=ceil_div(L, raw_dispatch.THREADS),
+        block=raw_dispatch.THREADS,
+        topk_experts=topk_experts,
+        token_expert_map=token_expert_map,
+        token_expert_indices=executor.empty((L * k,), "int32"),
+        L=L,
+        E=num_experts,
+        k=k,
+    )
+    return token_expert_map
+
+
+# The size of the map -------------------------------------------------------------------------------------------------
+
+
+def map_against_experts(L: int, k: int) -> Figure:
+    """Bytes against E of the dense map, of the same map as bits, and of the four structures that remain."""
+    experts = [E for E in (4, 8, 16, 32, 64, 128, 256, 512, 1024) if E >= k]
+    sizes = [_map_and_structures(L, E, k) for E in experts]
+    lines = {
+        "dense map, int32: L*E*4": ([dense for dense, _ in sizes], VERMILLION, "-"),
+        "the same as a bitmap: L*E/8": ([dense / 32 for dense, _ in sizes], VERMILLION, "--"),
+        "the four structures": ([kept for _, kept in sizes], BLUE, "-"),
+    }
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for label, (heights, color, style) in lines.items():
+        axes.plot(experts, [height / MIB for height in heights], style, color=color, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(experts, [str(E) for E in experts])
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_xlabel("E, experts")
+    axes.set_ylabel("MiB (2**20 bytes)")
+    axes.set_title(f"L = {L:,}, k = {k}", loc="left", fontsize="medium")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def _map_and_structures(L, E, k):
+    """Bytes of the dense map, and of the four index structures together."""
+    rows = account(MoEConfig(L, d=1, h=1, E=E, k=k), "moeblaze", "minimal").tensors
+    sizes = {tensor.name: tensor.bytes for tensor in rows}
+    structures = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
+    return sizes["dense_map"], sum(sizes[name] for name in structures)

@@ -1,0 +1,132 @@
+"""Source code for a reader, always from the files: Python functions, CUDA kernels, and what a kernel's header states."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from IPython.display import Markdown
+
+import moeblaze_ref
+from moeblaze_ref import doors
+from moeblaze_ref.paths import kernels_dir
+from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport
+
+PACKAGE = Path(moeblaze_ref.__file__).parent
+
+_DOCSTRING_SECTIONS = re.compile(r'\n\s*\n *\w+\n *-{3,}\n.*?(?=""")', re.DOTALL)
+_KERNEL_NAMES = re.compile(r"^(?![\s/#}])[^\n;=]*(?:\n +)?\b(\w+)\([^()]*\) \{", re.MULTILINE)
+
+
+def show_source(*functions: Callable) -> Markdown:
+    """Python functions and classes as their files have them; of a docstring, only the prose before its sections."""
+    return Markdown("\n\n".join(map(_python_block, functions)))
+
+
+def _python_block(function):
+    function = inspect.unwrap(function)  # a Numba kernel wraps its Python function
+    source, first = textwrap.dedent(inspect.getsource(function)), inspect.getsourcelines(function)[1]
+    path = Path(inspect.getsourcefile(function)).relative_to(PACKAGE.parent).as_posix()
+    return _block("python", f"{path}, line {first}", _DOCSTRING_SECTIONS.sub("", source, count=1))
+
+
+def _block(language, caption, code):
+    return f"`{caption}`\n```{language}\n{code.rstrip()}\n```"
+
+
+def kernel_text(file: str) -> str:
+    """The text of ``kernels_cuda/<file>``; a ValueError if there is no such file."""
+    known = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu*"))
+    return (kernels_dir() / doors.check_name("kernel file", file, known)).read_text()
+
+
+def show_kernel(file: str, *functions: str) -> Markdown:
+    """CUDA functions of ``kernels_cuda/<file>`` with the comment above each; without names, the file's header.
+
+    Raises
+    ------
+    ValueError
+        If there is no such file, or no such function in it; the message proposes the nearest name.
+    """
+    text = kernel_text(file)
+    blocks = [_definition(text, name) for name in functions] or [kernel_header(file)]
+    return Markdown("\n\n".join(_cuda_block(file, text, code) for code in blocks))
+
+
+def _cuda_block(file, text, code):
+    first = text[: text.index(code)].count("\n") + 1
+    return _block("cpp", f"kernels_cuda/{file}, line {first}", code)
+
+
+def _definition(text, name):
+    """A function from the comment above it to the brace that closes it, which starts a line."""
+    doors.check_name("CUDA function", name, _KERNEL_NAMES.findall(text))
+    above = r"(?:^//[^\n]*\n)*(?:^template[^\n]*\n)?"
+    start = rf"^(?![\s/#}}])[^\n;=]*(?:\n +)?\b{name}\([^()]*\) \{{"
+    return re.search(rf"{above}{start}(?:[^\n]*\}}$|.*?^\}})", text, re.MULTILINE | re.DOTALL).group()
+
+
+def kernel_header(file: str) -> str:
+    """The comment that a kernel file opens with."""
+    return re.match(r"(?://[^\n]*\n)+", kernel_text(file)).group()
+
+
+# What a header states ------------------------------------------------------------------------------------------------
+
+
+def stated_bytes(file: str) -> dict[str, dict[str, str]]:
+    """The formulas of a header's table, {kernel: {"read": formula, "written": formula}}.
+
+    A line that names no kernel continues the one above it.
+    """
+    lines = kernel_header(file).splitlines()
+    top = next(number for number, line in enumerate(lines) if re.match(r"// kernel\b.*bytes read", line))
+    read, written = lines[top].index("bytes read"), lines[top].index("bytes written")
+    stated: dict[str, dict[str, str]] = {}
+    for line in lines[top + 1 :]:
+        row = re.match(r"//( \w+|) {2,}\S", line)
+        if not row:
+            break
+        kernel = row.group(1).strip() or next(reversed(stated))
+        formulas = stated.setdefault(kernel, {"read": "", "written": ""})
+        for direction, cell in (("read", line[read:written]), ("written", line[written:])):
+            formulas[direction] = f"{formulas[direction]} {cell.strip()}".strip()
+    return stated
+
+
+def evaluate(formula: str, symbols: dict[str, int]) -> int:
+    """The value of a header's formula, in which a space multiplies: ``4 L E + 2 R (k + 1)``.
+
+    Raises
+    ------
+    ValueError
+        If it uses a symbol that is not given.
+    """
+    tokens = re.findall(r"\w+|[^\w\s]", formula)
+    for token in tokens:
+        if token.isidentifier():
+            doors.check_name("symbol", token, symbols)
+    spelled = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", " ".join(tokens))
+    return eval(spelled, {"__builtins__": {}}, symbols)  # numbers, signs and checked names: nothing else is left
+
+
+def stated_beside_counted(
+    file: str, launches: Sequence[LaunchReport], **symbols: int
+) -> list[dict[str, Any]]:
+    """Rows for `table`: each launch's bytes as its header states them, and as the executor counted them."""
+    rows = []
+    for launch in launches:
+        counted = {"read": launch.read_bytes, "written": launch.written_bytes}
+        for direction, formula in stated_bytes(file)[launch.kernel].items():
+            rows.append(
+                {
+                    "kernel": launch.kernel,
+                    "bytes": direction,
+                    "the header's formula": f"`{formula}`",
+                    "its value": evaluate(formula, symbols),
+                    "counted": counted[direction],
+                }
+            )
+    return rows

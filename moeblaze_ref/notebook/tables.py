@@ -1,0 +1,29 @@
+"""Markdown tables."""
+
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any
+
+from IPython.display import Markdown
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Markdown:
+    """One line a row; the first row's keys are the columns, and its numbers decide which are flush right.
+
+    Raises
+    ------
+    ValueError
+        If there is no row.
+    """
+    if not rows:
+        raise ValueError("rows is empty, but a table must hold at least one row")
+    first = rows[0]
+    rules = ["---:" if isinstance(cell, Number) else "---" for cell in first.values()]
+    lines = [list(first), rules, *([_text(row[name]) for name in first] for row in rows)]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+
+def _text(cell):
+    if isinstance(cell, bool) or not isinstance(cell, Number):
+        return str(cell)
+    return f"{cell:,}" if cell == int(cell) else f"{cell:,.4g}"
