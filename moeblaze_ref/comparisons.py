@@ -68,8 +68,8 @@ def compare_gating(stage: ModuleType, case: Case) -> Iterator[Comparison]:
     )
     if case.L == 0:
         return  # the mean over no tokens has no gradient
-    d_gates = _random(found.gates.shape, logits.dtype, seed=1)
-    chosen = found.probs, found.topk_experts
+    d_gates = _random(tuple(routing.gates.shape), logits.dtype, seed=1)
+    chosen = _array(routing.probs, logits.dtype), case.topk_experts
     outputs = {
         "gates": routing.gates,
         "load_balancing_loss": oracle.load_balancing_loss(routing),

@@ -19,7 +19,6 @@ from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import typer
@@ -40,10 +39,13 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$\n?", re.MULTILINE | re.DOTALL)
 EXAMPLE = re.compile(FENCE.pattern + r"(?:\n*^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s]+)\)")
+REFERENCE_LINK = re.compile(r"\[([^\]\n]+)\]\[([^\]\n]*)\]")
+REFERENCE = re.compile(r"^\[([^\]\n]+)\]: (\S+)$", re.MULTILINE)
 HTML_LINK = re.compile(r"""(?:src|href)="([^"]+)\"""")
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 FILE_NAME = re.compile(r"[\w./-]+\.(?:cpp|cuh?|hpp|h|ipynb|json|lock|md|py|toml|yml)")
 FOLDER = re.compile(r"[\w.-]+(?:/[\w.-]+)*/")
+USE = re.compile(rf"({DOTTED.pattern})(?:[(\[].*)?")  # a name alone, called or indexed
 VALUE = re.compile(rf"({DOTTED.pattern}) = (.+)")
 KERNEL = r"__global__\s+void\s+"
 
@@ -61,18 +63,22 @@ class Document:
 
     @cached_property
     def spans(self):
-        """What stands in backticks."""
-        return SPAN.findall(self.prose)
+        """What stands in backticks; the text of links is judged by where they lead."""
+        return SPAN.findall(REFERENCE_LINK.sub("", LINK.sub("", self.prose)))
 
     @cached_property
     def links(self):
-        """(text, target) of every link and image."""
-        return LINK.findall(self.prose) + [("", target) for target in HTML_LINK.findall(self.prose)]
+        """(text, target) of every link and image; a reference that is not defined is its own target."""
+        references = dict(REFERENCE.findall(self.prose))
+        direct = LINK.findall(self.prose) + [("", target) for target in HTML_LINK.findall(self.prose)]
+        by_reference = [(text, key or text) for text, key in REFERENCE_LINK.findall(self.prose)]
+        return direct + [(text, references.get(key, key)) for text, key in by_reference]
 
     @cached_property
     def anchors(self):
         """Where a link may point inside the document, by GitHub's rule."""
-        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(self.prose)}
+        headings = HEADING.findall(self.prose.lower())
+        return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 
     @cached_property
     def examples(self):
@@ -111,20 +117,25 @@ def wrong_links(document) -> Iterator[str]:
 
 
 def defines(file, name):
-    """Whether a name is the file's own, or that of something in it."""
-    if f"/{file.as_posix()}".endswith(f"/{name.rstrip('/')}"):
+    """Whether a name is the file's own, or that of something in it, such as build or dispatch.build."""
+    if is_tail(name, file):
         return True
     if file.suffix == ".py":
-        return name in python_definitions(file)
+        return name.removeprefix(f"{file.stem}.") in python_definitions(file)
     return file.suffix in (".cu", ".cuh", ".hpp", ".h", ".cpp") and name in cuda_functions(file)
+
+
+def is_tail(name, path):
+    """Whether a path ends with these components."""
+    return f"/{path.as_posix()}".endswith(f"/{name.rstrip('/')}")
 
 
 def python_definitions(file):
     """Functions, classes and constants of a Python file."""
-    statements = ast.parse(file.read_text()).body
-    named = {node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    assigned = [node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)] for node in statements]
-    return named | {target.id for targets in assigned for target in targets if isinstance(target, ast.Name)}
+    body = ast.parse(file.read_text()).body
+    named = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    return named | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def cuda_functions(file, kind=""):
@@ -148,21 +159,19 @@ def _problem(span):
     if span.startswith("moeblaze "):
         return _command_problem(span)
     if FILE_NAME.fullmatch(span) or FOLDER.fullmatch(span):
-        return None if is_file_or_folder(span) else "there is no such file or folder"
+        return "" if is_file_or_folder(span) else "there is no such file or folder"
     if match := VALUE.fullmatch(span):
-        name, value = match.groups()
-        found = python_object(name)
-        return None if found is not None and found == eval(value, {}) else f"{name} is {found}"
-    if match := DOTTED.match(span):
-        rest = span[match.end() :]
-        return None if rest[:1] not in ("", "(", "[") or python_object(match[0]) is not None else "there is no such name"
-    return None
+        found = python_object(match[1])
+        return "" if found == eval(match[2], {}) else f"{match[1]} is {found}"
+    if match := USE.fullmatch(span):
+        return "" if python_object(match[1]) is not None else "there is no such name"
+    return ""
 
 
 def is_file_or_folder(name):
     """Whether a path from the root, or the tail of some file's path, has this name."""
-    tails = (path for folder in SOURCES for path in (ROOT / folder).rglob(Path(name).name))
-    return (ROOT / name).exists() or any(path.as_posix().endswith(f"/{name.rstrip('/')}") for path in tails)
+    alike = (path for folder in SOURCES for path in (ROOT / folder).rglob(Path(name).name))
+    return (ROOT / name).exists() or any(is_tail(name, path) for path in alike)
 
 
 def python_object(dotted):
@@ -186,7 +195,7 @@ def _command_problem(span):
         commands[name].make_context(name, arguments)
     except Exception as error:  # the usage errors of whichever click typer carries
         return str(error)
-    return None
+    return ""
 
 
 # Examples -----------------------------------------------------------------------------------------------------------
@@ -247,7 +256,7 @@ PAPER_MAP = ROOT / "docs" / "paper_map.md"
 def missing_from(paper_map) -> Iterator[str]:
     """Functions of the specification, kernels and notebooks that the paper map does not link to."""
     links = [((paper_map.path.parent / target).resolve(), text) for text, target in paper_map.links]
-    linked = {(file, name) for file, text in links for name in SPAN.findall(text)}
+    linked = {(file, name.rpartition(".")[2]) for file, text in links for name in SPAN.findall(text)}
     yield from (f"{name} of {file.relative_to(ROOT)}" for file, name in what_to_link() if (file, name) not in linked)
     notebooks = set((ROOT / "notebooks").glob("*.ipynb")) - {file for file, _ in links}
     yield from (f"{file.relative_to(ROOT)}" for file in notebooks)
@@ -269,14 +278,25 @@ def test_the_paper_map_leaves_nothing_out():
 
 
 @pytest.mark.parametrize(
-    "name", ["expert_groups", "router_z_loss_backward", "route_indices_kernel", "expert_offsets", "02_dispatch"]
+    "name", ["expert_groups", "router_z_loss_backward", "route_indices_kernel", "expert_offsets", "00_memory"]
 )
 def test_what_the_paper_map_leaves_out_is_found(name, tmp_path):
-    lines = [line for line in PAPER_MAP.read_text().replace("](..", "](ROOT").splitlines() if name not in line]
+    lines = [line for line in PAPER_MAP.read_text().replace(": ..", ": ROOT").splitlines() if name not in line]
     assert any(name in missing for missing in missing_from(planted(tmp_path, "\n".join(lines))))
 
 
 # Notation: tables against the code ----------------------------------------------------------------------------------
+
+SMALL = Shape(11, 3, 5, 6, 2)  # no two of L, d, h, E, k, R, E + 1 alike
+ACCOUNT_CONFIG = MoEConfig(L=701, d=5, h=300, E=7, k=2)  # as unlike: R is 1,402, C is 251, T is 14, W is 3
+ACCOUNTS = [
+    account
+    for changes in ({}, {"activation": "relu2"}, {"dtype": "float32"}, {"dtype": "float64"})
+    for renormalize in (False, True)
+    for account in accounting.accounts(
+        ACCOUNT_CONFIG.replace(**changes), assumptions=accounting.Assumptions(renormalize=renormalize)
+    )
+]
 
 
 def bare(cell):
@@ -296,7 +316,7 @@ def check_sizes(notation):
     (rows,) = notation.tables("Sizes")
     symbols = column(rows, "symbol")
     assert symbols[:5] == ["L", "d", "h", "E", "k"]
-    assert set(symbols) == {*ACCOUNT.symbols, "R", *(f for s in ALL_SYSTEMS for f in s.symbols)}
+    assert set(symbols) == {"R"}.union(*(account.symbols for account in ACCOUNTS))
 
 
 def check_vocabulary(notation):
@@ -377,19 +397,6 @@ def check_policies(notation):
 
 # Notation: tensors --------------------------------------------------------------------------------------------------
 
-SMALL = Shape(11, 3, 5, 6, 2)  # no two of L, d, h, E, k, R, E + 1 alike
-# As unlike: R is 1,402, C is 251, T is 14 and W is 3.
-ACCOUNT_CONFIG = MoEConfig(L=701, d=5, h=300, E=7, k=2)
-ACCOUNT = accounting.account(ACCOUNT_CONFIG, "conventional")
-ALL_SYSTEMS = [
-    account
-    for changes in ({}, {"activation": "relu2"}, {"dtype": "float32"}, {"dtype": "float64"})
-    for renormalize in (False, True)
-    for account in accounting.accounts(
-        ACCOUNT_CONFIG.replace(**changes), assumptions=accounting.Assumptions(renormalize=renormalize)
-    )
-]
-
 
 def shape_of(cell, symbols):
     """The sizes that a cell such as `(T * 128, d)` means."""
@@ -430,14 +437,14 @@ def specification_tensors():
 
 
 def check_tensors_of_the_accounts(notation):
-    """Every row of every system's account is documented, with its shape and dtype; and nothing else is."""
+    """Every row of every system's account is documented with its shape and dtype; none of one system only is idle."""
     (rows,) = notation.tables("Tensors of one system only")
     own = {(row["system"], name): row for row in rows for name in names_of(row)}
     (indices,) = notation.tables("Index structures")
     common = {name: row for row in notation.tables("Tensors")[0] for name in names_of(row)}
     common |= {name: row | {"dtype": "int32"} for row in indices for name in names_of(row)}
     used = set()
-    for account in ALL_SYSTEMS:
+    for account in ACCOUNTS:
         wide = "float64" if account.config.dtype == "float64" else "float32"
         dtypes = {"dtype": account.config.dtype, "wide": wide}
         symbols = account.symbols | {"R": account.config.R}
@@ -479,7 +486,7 @@ def check_output(notation):
     (rows,) = notation.tables("Machine-readable output")
     checks, memory, system, tensor = (row["keys"].split(", ") for row in rows)
     assert checks == [field.name for field in fields(check.Row)]
-    printed = json.loads(json.dumps(report.as_json("conf1", ACCOUNT_CONFIG, [ACCOUNT], [])))
+    printed = json.loads(json.dumps(report.as_json("conf1", ACCOUNT_CONFIG, ACCOUNTS, [])))
     assert (memory, system) == (list(printed), list(printed["systems"][0]))
     assert tensor == list(printed["systems"][0]["tensors"][0])
 
@@ -527,6 +534,10 @@ WRONG = {  # a line of a document: what must be said against it
     "[`dense_mop`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)": (wrong_links, "dense_mop is not in"),
     "[`Purpose`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)": (wrong_links, "Purpose is not in"),
     "[`test_nothing`](ROOT/tests/test_simt.py)": (wrong_links, "test_nothing is not in"),
+    "[`layer.build`](ROOT/moeblaze_ref/numpy_ref/dispatch.py)": (wrong_links, "layer.build is not in"),
+    "[a page][undefined]": (wrong_links, "undefined: there is no such file"),
+    "[undefined][]": (wrong_links, "undefined: there is no such file"),
+    "[a page][here]\n\n[here]: missing.md": (wrong_links, "missing.md: there is no such file"),
     "[`03_nothing`](ROOT/docs/notation.md)": (wrong_links, "03_nothing is not in"),
     "`numpy_ref.dispatch.biuld`": (wrong_names, "there is no such name"),
     "`numpy_ref.dispotch.build(topk_experts, 4)`": (wrong_names, "there is no such name"),
@@ -566,7 +577,7 @@ RIGHT = """# A heading: with `code`
 [itself](#a-heading-with-code) [a site](https://nowhere.invalid/page) [a part](ROOT/docs/notation.md#golden-example)
 [`build`](ROOT/moeblaze_ref/numpy_ref/dispatch.py) [`block_exclusive_sum`](ROOT/kernels_cuda/include/common.cuh)
 [`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)
-[`TILE`](ROOT/moeblaze_ref/numpy_ref/dispatch.py)
+[`TILE`, `dispatch.TILE`][numpy] [numpy][] [`dispatch.py`][numpy]
 `numpy_ref.dispatch.build(topk_experts, 4)` `structures.Dispatch.k` `torch.autograd.grad` `doors.MAX_TOP_K = 32`
 `dispatch/1_dense_map.cu` `kernels_cuda/` `pyproject.toml` `2 * d + 4 * h` `a.b + c`
 `moeblaze memory --preset conf1 --json`
@@ -586,6 +597,8 @@ print(x + 1)
 ```text
 a diagram
 ```
+
+[numpy]: ROOT/moeblaze_ref/numpy_ref/dispatch.py
 """
 
 

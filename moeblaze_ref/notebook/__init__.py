@@ -4,7 +4,7 @@ Imported by notebooks alone: it needs IPython and ipywidgets, which the rest of 
 """
 
 from moeblaze_ref.notebook.controls import doubling, explore, progress
+from moeblaze_ref.notebook.markdown import bullets, table
 from moeblaze_ref.notebook.sources import show_kernel, show_source
-from moeblaze_ref.notebook.tables import table
 
-__all__ = ["doubling", "explore", "progress", "show_kernel", "show_source", "table"]
+__all__ = ["bullets", "doubling", "explore", "progress", "show_kernel", "show_source", "table"]

@@ -1,6 +1,7 @@
-"""Markdown tables."""
+"""Tables and lists in Markdown."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from numbers import Number
 from typing import Any
 
@@ -27,3 +28,8 @@ def _text(cell):
     if isinstance(cell, bool) or not isinstance(cell, Number):
         return str(cell)
     return f"{cell:,}" if cell == int(cell) else f"{cell:,.4g}"
+
+
+def bullets(lines: Iterable[str]) -> Markdown:
+    """A list of plain sentences, in which ``*`` and ``_`` are themselves."""
+    return Markdown("\n".join("- " + re.sub(r"([*_])", r"\\\1", line) for line in lines))

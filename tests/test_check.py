@@ -1,0 +1,131 @@
+"""The cross-check: it passes what is right, and nothing that is wrong, missing or NaN."""
+
+import dataclasses
+import json
+import types
+
+import numpy as np
+import pytest
+
+from moeblaze_ref import check
+from moeblaze_ref.backends import BACKENDS, STAGES, Status
+from moeblaze_ref.cases import make_case, standard_cases
+from moeblaze_ref.check import Row
+
+CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
+FLOATING = [stage for stage in STAGES if stage != "dispatch"]
+
+
+def faulty(monkeypatch, stage, function, change):
+    """Replace a function of a numpy stage by one whose result is changed; returns the rows of that stage."""
+    module = BACKENDS["numpy"].stage(stage)
+    right = getattr(module, function)
+    wrong = types.SimpleNamespace(**vars(module))
+    setattr(wrong, function, lambda *arguments, **options: change(right(*arguments, **options)))
+    monkeypatch.setattr(check.Backend, "stage", lambda self, name: wrong)
+    return check.run([stage], ["numpy"], CASES)
+
+
+def each(change):
+    """Apply ``change`` to every array of a result, whatever holds it."""
+
+    def apply(value):
+        if isinstance(value, np.ndarray):
+            return change(value)
+        if dataclasses.is_dataclass(value) and hasattr(value, "map"):
+            return value.map(change)
+        if isinstance(value, tuple):
+            parts = [apply(part) for part in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value
+
+    return apply
+
+
+def without_last_row(array):
+    changed = array.copy()
+    changed[-1:] = 0
+    return changed
+
+
+def test_every_stage_of_the_specification_passes():
+    rows = check.run(backends=["numpy"])
+    assert check.passed(rows) and {row.stage for row in rows} == set(STAGES)
+    assert {(row.direction, row.dtype) for row in rows if row.stage == "layer"} == {
+        (direction, dtype) for direction in ("forward", "backward") for dtype in ("float64", "float32")
+    }
+
+
+def test_dispatch_passes_in_every_backend_that_needs_no_gpu():
+    rows = check.run(["dispatch"], ["numpy", "numba", "simt"])
+    assert check.passed(rows) and {row.backend for row in rows} == {"numpy", "numba", "simt"}
+    assert {row.rung for row in rows if row.backend == "simt"} == {"1_dense_map"}
+    assert {row.error for row in rows} == {0.0}
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
+@pytest.mark.parametrize("stage", FLOATING)
+@pytest.mark.parametrize(
+    "fault",
+    [np.zeros_like, without_last_row, lambda array: array[::-1].copy(), lambda array: np.full_like(array, np.nan, dtype=float)],
+    ids=["zeros", "last row dropped", "rows in the wrong order", "NaN"],
+)
+def test_a_faulty_stage_fails(monkeypatch, stage, function, fault):
+    rows = faulty(monkeypatch, stage, function, each(fault))
+    failed = {(row.direction, row.shape) for row in rows if not row.ok}
+    assert not check.passed(rows) and failed >= {(function, case.shape) for case in CASES}
+
+
+@pytest.mark.parametrize("fault", [np.zeros_like, without_last_row, lambda array: array + 1, lambda array: array.astype(np.int64)])
+def test_a_faulty_dispatch_fails(monkeypatch, fault):
+    rows = faulty(monkeypatch, "dispatch", "build", each(fault))
+    assert [row.ok for row in rows] == [False] * len(CASES) and all(row.error >= 1 for row in rows)
+
+
+def test_an_unavailable_backend_is_listed_and_never_ok(monkeypatch):
+    absent = dataclasses.replace(BACKENDS["cuda"], status=lambda: Status(False, "no CUDA device"))
+    monkeypatch.setitem(check.BACKENDS, "cuda", absent)
+    rows = check.run(["dispatch"], ["numpy", "cuda"], CASES)
+    assert [(row.backend, row.available, row.ok) for row in rows][-1] == ("cuda", False, False)
+    assert check.passed(rows)
+    assert not check.passed(check.run(["dispatch"], ["cuda"], CASES)), "nothing was checked"
+    assert not check.passed([])
+
+
+def test_a_failure_of_one_row_fails_the_whole():
+    good = Row("dispatch", "forward", "numpy", None, "int32", "L=1", 0.0, 0.0, True, True)
+    assert check.passed([good])
+    assert not check.passed([good, dataclasses.replace(good, error=1.0, ok=False)])
+
+
+def test_rows_are_json_even_with_nan():
+    row = Row("layer", "forward", "numpy", None, "float64", "L=1", float("nan"), 1e-12, False, True)
+    text = json.dumps(row.as_dict(), allow_nan=False)
+    assert list(json.loads(text)) == [
+        "stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"
+    ]  # fmt: skip
+
+
+def test_the_simulator_gets_small_cases_only(monkeypatch):
+    monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "simulator")
+    in_reach = check._in_reach(BACKENDS["numba"], standard_cases())
+    assert 5 < len(in_reach) and all(case.L * case.k <= check.SIMULATOR_ROWS for case in in_reach)
+    monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "cuda")
+    assert len(check._in_reach(BACKENDS["numba"], standard_cases())) == len(standard_cases())
+
+
+@pytest.mark.parametrize(
+    ("stages", "backends", "message"),
+    [
+        (["dispach"], ["numpy"], "unknown stage 'dispach'. Did you mean 'dispatch'"),
+        (["dispatch"], ["nunpy"], "unknown backend 'nunpy'. Did you mean 'numpy'"),
+    ],
+)
+def test_unknown_names_propose_the_nearest(stages, backends, message):
+    with pytest.raises(ValueError, match=message):
+        check.plan(stages, backends)
+
+
+def test_a_backend_without_a_stage_says_so():
+    with pytest.raises(ValueError, match="unknown stage of backend simt 'layer'"):
+        BACKENDS["simt"].stage("layer")

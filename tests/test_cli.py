@@ -1,0 +1,142 @@
+"""The moeblaze command: what it prints, what it writes, and its exit status."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from moeblaze_ref import check
+from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.cli import app
+from moeblaze_ref.config import POLICIES, preset
+
+ROW_KEYS = {"stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"}
+
+
+def moeblaze(*arguments, columns=200):
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(argument) for argument in arguments])
+
+
+def test_doctor_names_every_backend_and_what_to_do():
+    result = moeblaze("doctor")
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in (*BACKENDS, "torch"))
+
+
+def test_doctor_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("moeblaze_ref.simt.build.compiler", lambda: (_ for _ in ()).throw(_unavailable()))
+    result = moeblaze("doctor")
+    assert "to mend: install g++" in result.stdout
+
+
+def _unavailable():
+    from moeblaze_ref.simt.build import SimtUnavailable
+
+    return SimtUnavailable("there is no g++; install g++")
+
+
+def test_check_prints_json_with_the_agreed_keys():
+    result = moeblaze("check", "--stage", "dispatch", "--json")
+    rows = json.loads(result.stdout)
+    assert result.exit_code == 0 and all(row.keys() == ROW_KEYS for row in rows)
+    passing = {row["backend"] for row in rows if row["ok"] and row["available"]}
+    assert passing >= {"numpy", "numba", "simt"}
+    cuda = [row for row in rows if row["backend"] == "cuda"]
+    assert cuda and all(row["ok"] == row["available"] for row in cuda)
+
+
+def test_check_prints_a_table_that_fits_80_columns():
+    result = moeblaze("check", "--stage", "dispatch", "--stage", "expert_down", columns=80)
+    assert result.exit_code == 0 and "0 failed" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    line = next(line for line in result.stdout.splitlines() if "simt" in line)
+    assert line.split()[:8] == ["dispatch", "forward", "simt", "1_dense_map", "int32", "10", "0", "0"]
+
+
+def test_check_lists_every_shape_on_request():
+    result = moeblaze("check", "--stage", "dispatch", "--backend", "numpy", "--all")
+    assert result.stdout.count(" pass ") == 10
+
+
+def test_check_fails_with_status_1(monkeypatch):
+    monkeypatch.setattr(check, "BOUNDS", dict.fromkeys(check.BOUNDS, -1.0))
+    result = moeblaze("check", "--stage", "dispatch", "--backend", "numpy")
+    assert result.exit_code == 1 and "FAIL" in result.stdout and "10 failed" in result.stdout
+
+
+def test_check_records_where_it_ran(tmp_path):
+    path = tmp_path / "results" / "check.json"
+    assert moeblaze("check", "--stage", "dispatch", "--backend", "numpy", "--record", path).exit_code == 0
+    recorded = json.loads(path.read_text())
+    assert recorded.keys() == {"device", "clocks", "versions", "commit", "rows"}
+    assert recorded["versions"]["numpy"] and len(recorded["rows"]) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("check", "--stage", "dispach"), "unknown stage 'dispach'. Did you mean 'dispatch'?"),
+        (("check", "--backend", "cdua"), "unknown backend 'cdua'. Did you mean 'cuda'?"),
+        (("memory", "--preset", "mixtrl"), "unknown preset 'mixtrl'. Did you mean 'mixtral'?"),
+        (("memory", "--system", "megablock"), "unknown system 'megablock'. Did you mean 'megablocks'?"),
+        (("memory", "--activation", "swish"), "unknown activation 'swish'."),
+        (("memory", "--tokens", "-1"), "L is -1, but it must be >= 0"),
+        (("memory", "--tokens", 2**31), "R = L * k = 2147483648 * 4"),
+        (("memory", "--capacity-factor", "0"), "capacity_factor is 0.0, but it must be above 0"),
+    ],
+)
+def test_wrong_names_and_sizes_are_named_with_status_2(arguments, message):
+    result = moeblaze(*arguments)
+    assert result.exit_code == 2 and message in result.stderr and not result.stdout
+
+
+def test_memory_of_the_papers_example():
+    report = json.loads(moeblaze("memory", "--preset", "paper-deepseek", "--json").stdout)
+    assert report.keys() == {"preset", "tokens", "notes", "systems"} and report["tokens"] == 2_000_000
+    conventional = report["systems"][0]
+    assert conventional.keys() == {"system", "policy", "kept_bytes", "transient_bytes", "tensors"}
+    (routed,) = (tensor for tensor in conventional["tensors"] if tensor["name"] == "routed_x")
+    assert routed == {
+        "name": "routed_x", "shape": [8_000_000, 6144], "dtype": "bfloat16", "formula": "L*k*d*2",
+        "bytes": 98_304_000_000, "kept": True,
+    }  # fmt: skip
+    assert any("about 94 GB" in note for note in report["notes"])
+    assert any("about 98 GB" in note for note in report["notes"])
+
+
+def test_memory_lists_every_system_and_policy():
+    systems = json.loads(moeblaze("memory", "--json").stdout)["systems"]
+    found = [(system["system"], system["policy"]) for system in systems]
+    assert found == [("conventional", None), ("capacity", None), ("megablocks", None), *(("moeblaze", policy) for policy in POLICIES)]
+
+
+def test_memory_takes_tokens_and_systems():
+    result = moeblaze("memory", "--preset", "conf1", "--tokens", 1000, "--system", "moeblaze", "--json")
+    report = json.loads(result.stdout)
+    assert report["tokens"] == 1000 and {system["system"] for system in report["systems"]} == {"moeblaze"}
+    x = report["systems"][0]["tensors"][0]
+    assert (x["name"], x["bytes"]) == ("x", 1000 * preset("conf1").config.d * 2)
+
+
+def test_memory_writes_its_plots(tmp_path):
+    assert moeblaze("memory", "--preset", "conf1", "--plots", tmp_path / "plots").exit_code == 0
+    written = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert written == ["memory_against_tokens.png", "memory_by_tensor.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
+
+
+def test_the_demo_learns_checks_and_plots(tmp_path):
+    result = moeblaze("demo", "--steps", 30, "--out", tmp_path)
+    assert result.exit_code == 0, result.stdout
+    assert " 0 failed" in result.stdout and "kept bytes" in result.stdout
+    first, last = result.stdout.split("loss ")[1].split(" nats")[0].split(" -> ")
+    assert float(last) < 0.7 * float(first)
+    assert {path.stem for path in tmp_path.iterdir()} == {
+        "loss", "expert_load", "dispatch_traffic", "memory_by_tensor", "memory_against_tokens"
+    }  # fmt: skip
+
+
+def test_the_demo_fails_when_a_check_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "BOUNDS", dict.fromkeys(check.BOUNDS, -1.0))
+    result = moeblaze("demo", "--steps", 1, "--out", tmp_path)
+    assert result.exit_code == 1 and "FAIL" in result.stdout
