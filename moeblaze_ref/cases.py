@@ -8,13 +8,21 @@ from moeblaze_ref import doors
 from moeblaze_ref.config import is_gated
 from moeblaze_ref.numpy_ref import gating
 from moeblaze_ref.numpy_ref.layer import MoEWeights
+from moeblaze_ref.structures import Dispatch
 
 ROUTINGS = ("uniform", "zipf", "hot", "empty")
 OVERWHELMING = 50.0  # log-popularity that no noise overcomes
 
-# The example of MoEBlaze's figure: five tokens, four experts, two each.
+# The example of MoEBlaze's figure (section 4): five tokens, four experts, two each.
 GOLDEN_TOPK_EXPERTS = np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32)
 GOLDEN_NUM_EXPERTS = 4
+GOLDEN_DISPATCH = Dispatch(
+    expert_token_indices=np.array([1, 2, 4, 1, 3, 0, 3, 0, 2, 4], np.int32),
+    expert_token_offsets=np.array([0, 3, 5, 7, 10], np.int32),
+    token_expert_indices=np.array([2, 3, 0, 1, 0, 3, 1, 2, 0, 3], np.int32),
+    token_index_map=np.array([5, 7, 0, 3, 1, 8, 4, 6, 2, 9], np.int32),
+    k=2,
+)
 
 
 def relative_error(out, ref) -> float:

@@ -4,26 +4,19 @@ Outside tests/gpu/ every skip and every xfail, at collection too, is reported as
 Inside it they are allowed only where CUDA's driver finds no device.
 """
 
-import ctypes
 from pathlib import Path
 
 import pytest
 
+from moeblaze_ref.devices import cuda_device_count
+
 GPU_TESTS = Path(__file__).parent / "gpu"
-
-
-def gpu_present() -> bool:
-    """Whether CUDA's driver finds a device; the driver itself is asked, so a missing package is no excuse."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
-    except OSError:
-        return False
 
 
 def judge(report, path):
     """The report of a test or a module at ``path``, turned into a failure if it did not run without excuse."""
     xfail = hasattr(report, "wasxfail")
-    if not (report.skipped or xfail) or (path.is_relative_to(GPU_TESTS) and not gpu_present()):
+    if not (report.skipped or xfail) or (path.is_relative_to(GPU_TESTS) and cuda_device_count() == 0):
         return report
     reason = f"xfail {report.wasxfail}".strip() if xfail else report.longrepr[2]
     if xfail:

@@ -1,7 +1,8 @@
-"""What the tests of several stages share: a strategy of routings, and the layer's shapes."""
+"""What the tests of several stages share: routings and shapes to try, and what every Dispatch must be."""
 
 from typing import NamedTuple
 
+import numpy as np
 from hypothesis import strategies as st
 
 from moeblaze_ref.cases import ROUTINGS, Case, make_case, random_topk
@@ -15,6 +16,34 @@ def routings(draw, max_tokens=600, max_experts=40):
     num_tokens = draw(st.integers(0, max_tokens))
     routing, seed = draw(st.sampled_from(ROUTINGS)), draw(st.integers(0, 2**32 - 1))
     return random_topk(num_tokens, num_experts, k, routing, seed), num_experts
+
+
+def assert_same_dispatch(dispatch, expected):
+    """Bit-equal arrays of int32, C-contiguous, and the same k."""
+    assert dispatch.k == expected.k
+    for name, array in expected.arrays().items():
+        built = dispatch.arrays()[name]
+        assert built.dtype == np.int32 and built.flags.c_contiguous
+        np.testing.assert_array_equal(built, array, err_msg=name)
+
+
+def assert_invariants(dispatch, topk_experts, num_experts):
+    """What the four structures promise, derived from the choices alone."""
+    num_tokens, k = topk_experts.shape
+    offsets = dispatch.expert_token_offsets
+    for array in dispatch.arrays().values():
+        assert array.dtype == np.int32
+    assert (dispatch.L, dispatch.E, dispatch.k) == (num_tokens, num_experts, k)
+    np.testing.assert_array_equal(np.diff(offsets), np.bincount(topk_experts.ravel(), minlength=num_experts))
+    assert offsets[0] == 0
+    np.testing.assert_array_equal(dispatch.token_expert_indices, topk_experts.ravel())
+    positions = dispatch.token_index_map
+    np.testing.assert_array_equal(np.sort(positions), np.arange(num_tokens * k))  # one row, one position
+    np.testing.assert_array_equal(dispatch.expert_token_indices[positions], np.repeat(np.arange(num_tokens), k))
+    expert_of_position = np.repeat(np.arange(num_experts), np.diff(offsets))
+    np.testing.assert_array_equal(expert_of_position[positions], topk_experts.ravel())
+    for expert in range(num_experts):
+        assert (np.diff(dispatch.expert_token_indices[offsets[expert] : offsets[expert + 1]]) > 0).all()
 
 
 class Shape(NamedTuple):

@@ -28,7 +28,7 @@ def run(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # half the time
 
     def run_one(body, folder=".", gpu=False):
-        pytester.makeconftest(f"{CONFTEST}\n\ndef gpu_present(): return {gpu}\n")
+        pytester.makeconftest(f"{CONFTEST}\n\ndef cuda_device_count(): return {int(gpu)}\n")
         test_file = pytester.path / folder / "test_inner.py"
         test_file.parent.mkdir(exist_ok=True)
         test_file.write_text(f"import pytest\n\n{body}\n")

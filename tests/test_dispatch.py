@@ -2,52 +2,25 @@
 
 import numpy as np
 import pytest
-from helpers import routings
+from helpers import assert_invariants, routings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
+from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.check import build_dispatch, differing_elements
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
-from moeblaze_ref.structures import Dispatch
 
 HERE = ("numpy", "numba", "simt")  # the backends that need no GPU
-GOLDEN = Dispatch(
-    expert_token_indices=np.array([1, 2, 4, 1, 3, 0, 3, 0, 2, 4], np.int32),
-    expert_token_offsets=np.array([0, 3, 5, 7, 10], np.int32),
-    token_expert_indices=np.array([2, 3, 0, 1, 0, 3, 1, 2, 0, 3], np.int32),
-    token_index_map=np.array([5, 7, 0, 3, 1, 8, 4, 6, 2, 9], np.int32),
-    k=2,
-)
-
-
-def assert_invariants(dispatch, topk_experts, num_experts):
-    """What the four structures promise, derived from the choices alone."""
-    num_tokens, k = topk_experts.shape
-    offsets = dispatch.expert_token_offsets
-    for array in dispatch.arrays().values():
-        assert array.dtype == np.int32
-    assert (dispatch.L, dispatch.E, dispatch.k) == (num_tokens, num_experts, k)
-    np.testing.assert_array_equal(np.diff(offsets), np.bincount(topk_experts.ravel(), minlength=num_experts))
-    assert offsets[0] == 0
-    np.testing.assert_array_equal(dispatch.token_expert_indices, topk_experts.ravel())
-    positions = dispatch.token_index_map
-    np.testing.assert_array_equal(np.sort(positions), np.arange(num_tokens * k))  # one row, one position
-    np.testing.assert_array_equal(dispatch.expert_token_indices[positions], np.repeat(np.arange(num_tokens), k))
-    expert_of_position = np.repeat(np.arange(num_experts), np.diff(offsets))
-    np.testing.assert_array_equal(expert_of_position[positions], topk_experts.ravel())
-    for expert in range(num_experts):
-        assert (np.diff(dispatch.expert_token_indices[offsets[expert] : offsets[expert + 1]]) > 0).all()
 
 
 @pytest.mark.parametrize("backend", HERE)
 def test_the_papers_example(backend):
     found = build_dispatch(BACKENDS[backend], GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
-    assert differing_elements(found, GOLDEN) == 0
+    assert differing_elements(found, GOLDEN_DISPATCH) == 0
 
 
 SIZES = {"numpy": (400, 40), "numba": (20, 6), "simt": (700, 40)}  # most tokens and experts
@@ -212,7 +185,7 @@ def test_bad_arrays_are_refused(backend):
 def test_read_only_choices_are_fine(backend):
     fixed = GOLDEN_TOPK_EXPERTS.copy()
     fixed.flags.writeable = False
-    assert differing_elements(build_dispatch(BACKENDS[backend], fixed, 4), GOLDEN) == 0
+    assert differing_elements(build_dispatch(BACKENDS[backend], fixed, 4), GOLDEN_DISPATCH) == 0
 
 
 @pytest.mark.parametrize("backend", ["numba", "simt"])
