@@ -43,7 +43,9 @@ def _arrays(**tensors: Tensor | None) -> Arrays:
     return {name: _array(tensor) for name, tensor in _present(**tensors).items()}
 
 
-def _gradients(outputs: dict[str, Tensor], d_outputs: dict[str, np.ndarray | float], inputs: dict[str, Tensor]) -> Arrays:
+def _gradients(
+    outputs: dict[str, Tensor], d_outputs: dict[str, np.ndarray | float], inputs: dict[str, Tensor]
+) -> Arrays:
     """``d_<name>`` of every input by autograd, from the gradients of the outputs."""
     cotangents = [torch.tensor(d_outputs[name], dtype=torch.float64) for name in outputs]
     found = torch.autograd.grad(list(outputs.values()), list(inputs.values()), cotangents, retain_graph=True)

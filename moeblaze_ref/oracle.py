@@ -83,9 +83,7 @@ def expert_order(topk_experts: Tensor, num_experts: int) -> ExpertOrder:
     """Group the (L, k) choices by a stable sort."""
     chosen = topk_experts.flatten()  # (R,)
     slot = chosen.argsort(stable=True)
-    return ExpertOrder(
-        slot, slot // topk_experts.shape[1], torch.bincount(chosen, minlength=num_experts).tolist()
-    )
+    return ExpertOrder(slot, slot // topk_experts.shape[1], torch.bincount(chosen, minlength=num_experts).tolist())
 
 
 def _grouped_matmul(rows: Tensor, lengths: list[int], weights: Tensor) -> Tensor:
@@ -93,9 +91,7 @@ def _grouped_matmul(rows: Tensor, lengths: list[int], weights: Tensor) -> Tensor
     return torch.cat([group @ weight for group, weight in zip(rows.split(lengths), weights, strict=True)])
 
 
-def expert_up(
-    x: Tensor, order: ExpertOrder, w1: Tensor, w2: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def expert_up(x: Tensor, order: ExpertOrder, w1: Tensor, w2: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Both projections (R, h) of the routed-token buffer; the second only for gated activations."""
     routed = x[order.token]  # (R, d): the routed-token buffer
     a = _grouped_matmul(routed, order.lengths, w1)  # (R, h)

@@ -67,7 +67,12 @@ def test_dispatch_passes_in_every_backend_that_needs_no_gpu():
 @pytest.mark.parametrize("stage", FLOATING)
 @pytest.mark.parametrize(
     "fault",
-    [np.zeros_like, without_last_row, lambda array: array[::-1].copy(), lambda array: np.full_like(array, np.nan, dtype=float)],
+    [
+        np.zeros_like,
+        without_last_row,
+        lambda array: array[::-1].copy(),
+        lambda array: np.full_like(array, np.nan, dtype=float),
+    ],
     ids=["zeros", "last row dropped", "rows in the wrong order", "NaN"],
 )
 def test_a_faulty_stage_fails(monkeypatch, stage, function, fault):
@@ -76,7 +81,9 @@ def test_a_faulty_stage_fails(monkeypatch, stage, function, fault):
     assert not check.passed(rows) and failed >= {(function, case.shape) for case in CASES}
 
 
-@pytest.mark.parametrize("fault", [np.zeros_like, without_last_row, lambda array: array + 1, lambda array: array.astype(np.int64)])
+@pytest.mark.parametrize(
+    "fault", [np.zeros_like, without_last_row, lambda array: array + 1, lambda array: array.astype(np.int64)]
+)
 def test_a_faulty_dispatch_fails(monkeypatch, fault):
     rows = faulty(monkeypatch, "dispatch", "build", each(fault))
     assert [row.ok for row in rows] == [False] * len(CASES) and all(row.error >= 1 for row in rows)

@@ -107,7 +107,12 @@ def test_memory_of_the_papers_example():
 def test_memory_lists_every_system_and_policy():
     systems = json.loads(moeblaze("memory", "--json").stdout)["systems"]
     found = [(system["system"], system["policy"]) for system in systems]
-    assert found == [("conventional", None), ("capacity", None), ("megablocks", None), *(("moeblaze", policy) for policy in POLICIES)]
+    assert found == [
+        ("conventional", None),
+        ("capacity", None),
+        ("megablocks", None),
+        *(("moeblaze", policy) for policy in POLICIES),
+    ]
 
 
 def test_memory_takes_tokens_and_systems():

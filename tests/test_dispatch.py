@@ -89,7 +89,10 @@ def test_the_kernels_ask_for_the_bytes_that_their_header_states(num_tokens, num_
 FAULTS = {
     "writes zeros": ("expert_token_indices[position] = token;", "expert_token_indices[position] = 0;"),
     "writes nothing": ("token_index_map[token * k + slot] = position;", ""),
-    "writes past its buffer": ("const int position = base + rank.exclusive;", "const int position = base + rank.exclusive + 1;"),
+    "writes past its buffer": (
+        "const int position = base + rank.exclusive;",
+        "const int position = base + rank.exclusive + 1;",
+    ),
     "drops the last token": ("token < L && token_expert_map", "token < L - 1 && token_expert_map"),
     "reads the wrong expert": ("rows[slot / k * E + expert] =", "rows[slot / k * E + (expert + 1) % E] ="),
     "offset off by one": ("[expert] = base + scan.exclusive;", "[expert] = base + scan.exclusive + (expert > 0);"),
@@ -101,8 +104,14 @@ FAULTS = {
     "counts empty entries": ("* E + expert] != EMPTY;", "* E + expert] >= EMPTY;"),
     "wrong slot": ("while (experts_of_token[j] != expert) ++j;", ";"),
     "missing barrier after clearing the map": ("    __syncwarp();\n", ""),
-    "missing barrier before the totals are read": ("= below_in_warp + value;\n    __syncthreads();", "= below_in_warp + value;"),
-    "missing barrier before the totals are written again": ("    __syncthreads();  // warp_totals may", "    // warp_totals may"),
+    "missing barrier before the totals are read": (
+        "= below_in_warp + value;\n    __syncthreads();",
+        "= below_in_warp + value;",
+    ),
+    "missing barrier before the totals are written again": (
+        "    __syncthreads();  // warp_totals may",
+        "    // warp_totals may",
+    ),
 }
 
 
@@ -145,7 +154,10 @@ def test_the_same_input_without_a_fault_passes():
 
 def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
     topk_experts = np.zeros((40, 1), np.int32)
-    with pytest.raises(KernelFault, match=r"kernel route_indices, block \(0, 0, 0\), thread \(39, 0, 0\): .*of expert_token_indices, which has 160 bytes"):
+    with pytest.raises(
+        KernelFault,
+        match=r"kernel route_indices, block \(0, 0, 0\), thread \(39, 0, 0\): .*of expert_token_indices, which has 160 bytes",
+    ):
         raw_dispatch.build(topk_experts, 1, executor=Planted("writes past its buffer", 0))
 
 

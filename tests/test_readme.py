@@ -12,7 +12,13 @@ from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.units import GIB
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-COLUMNS = [("conventional", None), ("megablocks", None), ("moeblaze", "paper"), ("moeblaze", "minimal"), ("moeblaze", "inputs")]
+COLUMNS = [
+    ("conventional", None),
+    ("megablocks", None),
+    ("moeblaze", "paper"),
+    ("moeblaze", "minimal"),
+    ("moeblaze", "inputs"),
+]
 ROWS = re.findall(r"^\| ([\w-]+) \| ([\d, ]+) \| (.+) \|$", README, re.MULTILINE)
 
 

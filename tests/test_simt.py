@@ -251,7 +251,14 @@ def test_lanes_that_loop_longer_do_not_disturb_the_grouping():
 
 @pytest.mark.parametrize(
     ("type", "stride", "wavefronts", "conflicts"),
-    [("float", 1, 1, 0), ("float", 2, 2, 1), ("float", 32, 32, 31), ("float", 33, 1, 0), ("double", 1, 2, 0), ("float4", 1, 4, 0)],
+    [
+        ("float", 1, 1, 0),
+        ("float", 2, 2, 1),
+        ("float", 32, 32, 31),
+        ("float", 33, 1, 0),
+        ("double", 1, 2, 0),
+        ("float4", 1, 4, 0),
+    ],
 )
 def test_bank_conflicts_of_a_strided_write(type, stride, wavefronts, conflicts):
     size = {"float": 4, "double": 8, "float4": 16}[type]
@@ -302,9 +309,17 @@ extern "C" __global__ void copy(const int* x, int* out, int shift) {
 @pytest.mark.parametrize(
     ("size", "shift", "message"),
     [
-        (64, 1, r"kernel copy, block \(1, 0, 0\), thread \(31, 0, 0\): out-of-bounds read of 4 bytes at byte offset 256 of x, which has 256 bytes"),
+        (
+            64,
+            1,
+            r"kernel copy, block \(1, 0, 0\), thread \(31, 0, 0\): out-of-bounds read of 4 bytes at byte offset 256 of x, which has 256 bytes",
+        ),
         (64, -1, r"block \(0, 0, 0\), thread \(0, 0, 0\): out-of-bounds read of 4 bytes at byte offset -4 of x"),
-        (60, 0, r"block \(1, 0, 0\), thread \(28, 0, 0\): out-of-bounds write of 4 bytes at byte offset 240 of out, which has 240 bytes"),
+        (
+            60,
+            0,
+            r"block \(1, 0, 0\), thread \(28, 0, 0\): out-of-bounds write of 4 bytes at byte offset 240 of out, which has 240 bytes",
+        ),
         (64, 100_000, r"out-of-bounds read of 4 bytes at byte offset 400000 of x"),
     ],
 )
@@ -321,7 +336,9 @@ def test_the_fault_of_the_lowest_block_is_reported():
 
 def test_atomics_are_bounds_checked():
     text = 'extern "C" __global__ void add(int* out) { atomicAdd(out + threadIdx.x, 1); }'
-    with pytest.raises(KernelFault, match=r"thread \(8, 0, 0\): out-of-bounds atomic access of 4 bytes at byte offset 32 of out"):
+    with pytest.raises(
+        KernelFault, match=r"thread \(8, 0, 0\): out-of-bounds atomic access of 4 bytes at byte offset 32 of out"
+    ):
         run(text, "add", out=ints(8))
 
 
@@ -389,7 +406,14 @@ def test_a_random_order_of_threads_finds_a_missing_barrier():
 def test_a_seed_decides_the_order():
     def result(seed):
         out = ints(128)
-        run(UNSYNCHRONISED.replace("BARRIER", ""), "left", block=128, executor=SimtExecutor(seed=seed), x=ints(128, 4), out=out)
+        run(
+            UNSYNCHRONISED.replace("BARRIER", ""),
+            "left",
+            block=128,
+            executor=SimtExecutor(seed=seed),
+            x=ints(128, 4),
+            out=out,
+        )
         return out.tolist()
 
     assert result(11) == result(11) != result(12)
@@ -437,7 +461,11 @@ def test_a_compile_error_shows_the_line_of_the_kernel_file():
         ({"shift": None}, ValueError, r"kernel copy takes \(x, out, shift\), but was given \(x, out\)"),
         ({"extra": 1}, ValueError, r"kernel copy takes \(x, out, shift\), but was given \(x, out, shift, extra\)"),
         ({"shift": 1.5}, TypeError, r"argument shift of kernel copy is 1.5 \(float\), but it must be an integer"),
-        ({"shift": 2**31}, ValueError, r"argument shift of kernel copy is 2147483648, but it must be -2147483648..2147483647"),
+        (
+            {"shift": 2**31},
+            ValueError,
+            r"argument shift of kernel copy is 2147483648, but it must be -2147483648..2147483647",
+        ),
         ({"x": np.zeros(32)}, TypeError, r"argument x of kernel copy has dtype float64, but it must be int32"),
         ({"x": [1, 2]}, TypeError, r"argument x of kernel copy is a list, but it must be an array of int32"),
         ({"x": np.zeros(64, np.int32)[::2]}, ValueError, r"argument x of kernel copy is not C-contiguous"),
@@ -475,7 +503,9 @@ def test_sizes_that_no_gpu_accepts(grid, block, message):
 
 
 def test_unknown_files_and_kernels_name_the_nearest():
-    with pytest.raises(ValueError, match="unknown kernel file 'dispatch/1_dense.cu'. Did you mean 'dispatch/1_dense_map.cu'"):
+    with pytest.raises(
+        ValueError, match="unknown kernel file 'dispatch/1_dense.cu'. Did you mean 'dispatch/1_dense_map.cu'"
+    ):
         SIMT.load("dispatch/1_dense.cu")
     with pytest.raises(ValueError, match="unknown kernel 'cpy'. Did you mean 'copy'"):
         run(COPY, "cpy", x=ints(32), out=ints(32), shift=0)

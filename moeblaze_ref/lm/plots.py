@@ -32,9 +32,7 @@ def loss_curve(losses: Sequence[float], vocab: int = 256) -> Figure:
     axes.plot(steps, losses, color=BLUE)
     axes.axhline(math.log(vocab), color=GREY, linewidth=0.8)
     axes.annotate(f"uniform guess, ln {vocab}", (1, math.log(vocab)), xytext=(4, 3), textcoords="offset points")
-    axes.annotate(
-        f"{losses[-1]:.2f}", (len(losses), losses[-1]), xytext=(4, 0), textcoords="offset points", color=BLUE
-    )
+    axes.annotate(f"{losses[-1]:.2f}", (len(losses), losses[-1]), xytext=(4, 0), textcoords="offset points", color=BLUE)
     axes.set_ylim(0, math.log(vocab) * 1.15)
     axes.set_xlabel("step")
     axes.set_ylabel("cross entropy, nats per byte")

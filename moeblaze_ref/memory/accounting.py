@@ -35,9 +35,7 @@ SYSTEMS = {
 }
 
 # Every system with every policy that it has.
-VARIANTS = tuple(
-    (system, policy) for system in SYSTEMS for policy in (POLICIES if system == "moeblaze" else (None,))
-)
+VARIANTS = tuple((system, policy) for system in SYSTEMS for policy in (POLICIES if system == "moeblaze" else (None,)))
 
 _ITEMSIZE = ITEMSIZE | {"int32": 4, "int64": 8}
 

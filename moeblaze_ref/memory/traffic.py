@@ -43,7 +43,8 @@ def traffic_bars(reports: Sequence[LaunchReport]) -> Figure:
     Returns
     -------
     Figure
-        Its axis is in MiB (2**20 bytes), or the unit that suits. Requested bytes are not DRAM traffic: caches are not modelled.
+        Its axis is in MiB (2**20 bytes), or the unit that suits. Requested bytes are not DRAM traffic: caches are
+        not modelled.
 
     Raises
     ------

@@ -63,9 +63,7 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
         E=E,
         k=k,
     )
-    module.launch(
-        "expert_lengths", grid=E, block=THREADS, token_expert_map=token_expert_map, lengths=lengths, L=L, E=E
-    )
+    module.launch("expert_lengths", grid=E, block=THREADS, token_expert_map=token_expert_map, lengths=lengths, L=L, E=E)
     module.launch(
         "expert_offsets",
         grid=1,

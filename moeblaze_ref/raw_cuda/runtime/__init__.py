@@ -10,12 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-
-class Module(Protocol):
-    """A compiled kernel file."""
-
-    def launch(self, kernel: str, grid, block, shared_bytes: int = 0, **arguments: Any) -> None:
-        """Run a kernel; arguments by name, as the file declares them."""
+from moeblaze_ref.raw_cuda.runtime.source import Module
 
 
 class Executor(Protocol):

@@ -1,13 +1,13 @@
 """The CuPy executor: the same kernel files, compiled by NVRTC and run on a GPU."""
 
 import functools
-from typing import Any
-
 import cupy
 import numpy as np
 
 from moeblaze_ref.raw_cuda.runtime.poison import poison
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource, check_launch, three
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module
+
+STATIC_LIMIT = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
 
 
 class CupyExecutor:
@@ -47,7 +47,7 @@ def _compile(file, text, constants, device) -> "CupyModule":
     return CupyModule(KernelSource.read(file, dict(constants), text))
 
 
-class CupyModule:
+class CupyModule(Module):
     """A compiled kernel file."""
 
     def __init__(self, source: KernelSource):
@@ -59,25 +59,9 @@ class CupyModule:
         )
         self._module = cupy.RawModule(code=source.text, options=options, backend="nvrtc")
 
-    def launch(
-        self,
-        kernel: str,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        shared_bytes: int = 0,
-        **arguments: Any,
-    ) -> None:
-        """Queue ``kernel`` on the current stream; arguments by name, as the file declares them.
-
-        Raises
-        ------
-        ValueError, TypeError
-            If an argument or a size is not what the kernel takes.
-        """
-        grid, block = three(grid), three(block)
-        check_launch(kernel, grid, block, shared_bytes)
-        values = self.source.bind(kernel, arguments)
+    def _run(self, kernel, grid, block, shared_bytes, values):
+        """Queue the kernel on the current stream."""
         function = self._module.get_function(kernel)
-        if shared_bytes > 48 * 1024:
+        if shared_bytes > STATIC_LIMIT:
             function.max_dynamic_shared_size_bytes = shared_bytes
         function(grid, block, tuple(values), shared_mem=shared_bytes)

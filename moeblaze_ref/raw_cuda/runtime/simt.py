@@ -13,7 +13,7 @@ import numpy as np
 
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime.poison import poison
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource, check_launch, three
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module
 from moeblaze_ref.simt import build
 
 ALIGNMENT = 256  # bytes, as a GPU's allocator gives
@@ -86,9 +86,7 @@ class _Buffer(ctypes.Structure):
 
 
 class _Shared(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64) for name in ("read_bytes", "written_bytes", "wavefronts", "bank_conflicts")
-    ]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("read_bytes", "written_bytes", "wavefronts", "bank_conflicts")]
 
 
 class _Launch(ctypes.Structure):
@@ -185,33 +183,14 @@ def _compile(file, text, constants, instrumented) -> tuple[KernelSource, ctypes.
     return source, library
 
 
-class SimtModule:
+class SimtModule(Module):
     """A compiled kernel file."""
 
     def __init__(self, executor: SimtExecutor, compiled: tuple[KernelSource, ctypes.CDLL]):
         self._executor = executor
         self.source, self._library = compiled
 
-    def launch(
-        self,
-        kernel: str,
-        grid: int | tuple[int, ...],
-        block: int | tuple[int, ...],
-        shared_bytes: int = 0,
-        **arguments: Any,
-    ) -> None:
-        """Run ``kernel`` over the grid; arguments by name, as the file declares them.
-
-        Raises
-        ------
-        KernelFault
-            If a thread leaves its buffers, waits for one that never comes, or traps.
-        ValueError, TypeError
-            If an argument or a size is not what the kernel takes.
-        """
-        grid, block = three(grid), three(block)
-        check_launch(kernel, grid, block, shared_bytes)
-        values = self.source.bind(kernel, arguments)
+    def _run(self, kernel, grid, block, shared_bytes, values):
         staged = self._stage(kernel, values) if self._executor.instrumented else []
         buffers = _register(staged)
         launch = self._describe(kernel, grid, block, shared_bytes, _pack(values, staged), buffers)

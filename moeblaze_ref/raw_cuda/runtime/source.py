@@ -5,6 +5,7 @@ executors, so that a Python float can never arrive as a double.
 """
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ DTYPE_OF_C = {
 }
 MAX_BLOCK_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90
+
+Size = tuple[int, int, int]  # x, y, z
 
 _KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+)\s*\(([^()]*)\)')
 _PARAMETER = re.compile(r"^(const\s+)?([\w\s]+?)\s*(\*)?\s*(?:const\s+)?(?:__restrict__\s+)?(\w+)$")
@@ -123,13 +126,55 @@ def _parse(declaration: str, kernel: str, constants: dict[str, Any]) -> Paramete
     return Parameter(name, dtype, pointer=bool(star), writable=bool(star) and not const)
 
 
-def three(size: int | tuple[int, ...]) -> tuple[int, int, int]:
+class Module(ABC):
+    """A compiled kernel file; executors differ in how they run a kernel of it."""
+
+    source: KernelSource
+
+    def launch(
+        self,
+        kernel: str,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        shared_bytes: int = 0,
+        **arguments: Any,
+    ) -> None:
+        """Run ``kernel`` over the grid.
+
+        Parameters
+        ----------
+        kernel : str
+            One of the file's ``extern "C"`` kernels.
+        grid, block : int or tuple of up to three ints
+            Blocks, and threads in a block.
+        shared_bytes : int
+            Dynamic shared memory of a block.
+        **arguments
+            The kernel's arguments by the names that it declares: arrays of the executor's kind, and numbers.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument or a size is not what the kernel takes.
+        KernelFault
+            On the SIMT executor: if a thread leaves its buffers, waits for one that never comes, or traps.
+        """
+        grid, block = three(grid), three(block)
+        check_launch(kernel, grid, block, shared_bytes)
+        self._run(kernel, grid, block, shared_bytes, self.source.bind(kernel, arguments))
+
+    @abstractmethod
+    def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: list[Any]) -> None:
+        """Run a checked launch; ``values`` are in declared order and type."""
+
+
+def three(size: int | tuple[int, ...]) -> Size:
     """A grid or block size in three dimensions."""
     sizes = (size,) if not isinstance(size, tuple) else size
     return (*map(int, sizes), 1, 1)[:3]
 
 
-def check_launch(kernel: str, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int):
+def check_launch(kernel: str, grid: Size, block: Size, shared_bytes: int):
     """A grid, block and dynamic shared memory that a GPU would accept."""
     for axis, blocks, most in zip("xyz", grid, (2**31 - 1, 65_535, 65_535), strict=True):
         doors.check_int(f"grid.{axis} of kernel {kernel}", blocks, at_least=1, at_most=most)
