@@ -42,10 +42,10 @@ struct Thread {
     SimtSite site;  // where it waits
     int block_op;
     int predicate;
-    SimtWarpOp warp_op;
+    int result;
     unsigned mask;
-    uint64_t value, result;
-    unsigned source;
+    SimtExchange exchange;
+    void* brought;  // to the exchange
 
     bool waits_with(const Thread& other) const {
         return site.line == other.site.line && site.operation == other.site.operation && site.file == other.site.file;
@@ -85,6 +85,7 @@ struct Worker {
     SimtDim block;
     uint64_t block_number = 0;
     Thread* current = nullptr;
+    const Thread* meeting = nullptr;  // one of the lanes that exchange
     jmp_buf scheduler;
     Random random{0};
     unsigned favourite = 0;
@@ -265,31 +266,18 @@ struct Worker {
     }
 
     void exchange(Thread& first) {
-        uint32_t live = 0;
-        each_live_lane(first, [&](const Thread& lane) { live |= 1u << lane.lane; });
-        each_live_lane(first, [&](Thread& lane) { lane.result = result_of(lane, live); });
+        void* lanes[WARP] = {};
+        each_live_lane(first, [&](Thread& lane) { lanes[lane.lane] = lane.brought; });
+        meeting = &first;
+        current = nullptr;  // what an exchange reads and writes is not the kernel's
+        if (first.exchange) first.exchange(lanes);
         each_live_lane(first, [&](Thread& lane) { lane.state = State::READY; });
     }
 
-    uint64_t result_of(const Thread& lane, uint32_t live) {
-        uint64_t bits = 0;
-        switch (lane.warp_op) {
-            case SIMT_SYNC:
-                return 0;
-            case SIMT_SHUFFLE:
-                if (live >> lane.source & 1) return pool[warp_begin(lane.warp) + lane.source]->value;
-                fail(lane, "%s at %s:%d reads lane %u, which %s", lane.site.operation, lane.site.file, lane.site.line,
-                     lane.source, lane.mask >> lane.source & 1 ? "has exited" : "is not in the mask");
-                return 0;
-            case SIMT_BALLOT:
-                each_live_lane(lane, [&](const Thread& other) { bits |= uint64_t(other.value != 0) << other.lane; });
-                return bits;
-            case SIMT_MATCH:
-                each_live_lane(lane,
-                               [&](const Thread& other) { bits |= uint64_t(other.value == lane.value) << other.lane; });
-                return bits;
-        }
-        return 0;
+    void absent(unsigned lane, unsigned source) {
+        const Thread& reader = *pool[warp_begin(meeting->warp) + lane];
+        fail(reader, "%s at %s:%d reads lane %u, which %s", reader.site.operation, reader.site.file, reader.site.line,
+             source, reader.mask >> source & 1 ? "has exited" : "is not in the mask");
     }
 
     // ---- the block barrier ---------------------------------------------------------------
@@ -307,14 +295,14 @@ struct Worker {
         return true;
     }
 
-    uint64_t barrier_result(int op, unsigned votes) const {
+    int barrier_result(int op, unsigned votes) const {
         switch (op) {
             case SIMT_BARRIER_OR:
                 return votes > 0;
             case SIMT_BARRIER_AND:
                 return votes == num_threads;
             case SIMT_BARRIER_COUNT:
-                return votes;
+                return int(votes);
             default:
                 return 0;
         }
@@ -345,7 +333,7 @@ struct Worker {
     // ---- memory accesses -----------------------------------------------------------------
 
     void access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
-        if (current->fiber.owns(address)) return;
+        if (!current || current->fiber.owns(address)) return;
         const int buffer = find_buffer(address, bytes);
         if (buffer >= 0) {
             if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
@@ -488,13 +476,12 @@ SimtDim simt_grid_dim() { return worker->launch->grid; }
 unsigned simt_lane() { return worker->current->lane; }
 void* simt_dynamic_shared() { return reinterpret_cast<void*>(worker->dynamic_shared.begin); }
 
-uint64_t simt_warp(SimtWarpOp op, unsigned mask, uint64_t value, unsigned source, SimtSite site) {
+void simt_warp(unsigned mask, SimtExchange exchange, void* mine, SimtSite site) {
     Thread& self = *worker->current;
     self.site = site;
-    self.warp_op = op;
     self.mask = mask;
-    self.value = value;
-    self.source = source;
+    self.exchange = exchange;
+    self.brought = mine;
     if (!(mask >> self.lane & 1)) {
         worker->fail(self, "%s at %s:%d has mask 0x%08x, which leaves out the calling lane %u", site.operation,
                      site.file, site.line, mask, self.lane);
@@ -502,8 +489,9 @@ uint64_t simt_warp(SimtWarpOp op, unsigned mask, uint64_t value, unsigned source
     }
     self.state = State::AT_WARP;
     worker->yield();
-    return self.result;
 }
+
+void simt_absent(unsigned lane, unsigned source) { worker->absent(lane, source); }
 
 int simt_barrier(SimtBlockOp op, int predicate, SimtSite site) {
     Thread& self = *worker->current;
@@ -512,7 +500,7 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site) {
     self.predicate = predicate;
     self.state = State::AT_BARRIER;
     worker->yield();
-    return int(self.result);
+    return self.result;
 }
 
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access) {

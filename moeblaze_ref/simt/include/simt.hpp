@@ -3,9 +3,9 @@
 // A CUDA thread is a fiber, a block runs on one operating-system thread, and static shared
 // memory is that thread's thread_local storage. Warps have 32 lanes.
 #pragma once
+#include <bit>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -67,62 +67,109 @@ inline int __syncthreads_count(int predicate, SIMT_HERE) {
     return simt_barrier(SIMT_BARRIER_COUNT, predicate, SIMT_AT("__syncthreads_count"));
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_HERE) {
-    simt_warp(SIMT_SYNC, mask, 0, 0, SIMT_AT("__syncwarp"));
+    simt_warp(mask, nullptr, nullptr, SIMT_AT("__syncwarp"));
 }
 inline void __threadfence() { __asm__ __volatile__("" ::: "memory"); __sync_synchronize(); }
 inline void __threadfence_block() { __asm__ __volatile__("" ::: "memory"); }
 
 // ---- warp exchanges ----------------------------------------------------------------------
+// What a lane brings and takes away is a struct on its own stack; the exchange sees all 32.
+
+template <class Lane, class Visit>
+SIMT_PLAIN void simt_each_lane(void* const* lanes, Visit visit) {
+    for (unsigned i = 0; i < 32; ++i)
+        if (lanes[i]) visit(i, *static_cast<Lane*>(lanes[i]));
+}
 
 template <class T>
-inline uint64_t simt_pack(T value) {
-    static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "a warp exchange moves at most 8 bytes a lane");
-    uint64_t bits = 0;
-    std::memcpy(&bits, &value, sizeof(T));
-    return bits;
-}
-template <class T>
-inline T simt_unpack(uint64_t bits) {
+struct SimtShuffle {
     T value;
-    std::memcpy(&value, &bits, sizeof(T));
-    return value;
+    unsigned source;
+    T result;
+
+    static void exchange(void* const* lanes) {
+        simt_each_lane<SimtShuffle>(lanes, [lanes](unsigned i, SimtShuffle& mine) {
+            if (lanes[mine.source])
+                mine.result = static_cast<SimtShuffle*>(lanes[mine.source])->value;
+            else
+                simt_absent(i, mine.source);
+        });
+    }
+};
+template <class T>
+inline T simt_shuffle(unsigned mask, T value, unsigned source, SimtSite site) {
+    SimtShuffle<T> mine{value, source, value};
+    simt_warp(mask, SimtShuffle<T>::exchange, &mine, site);
+    return mine.result;
 }
 
-// Lanes exchange inside segments of `width`; a source outside the segment means the lane itself.
+// Lanes shuffle inside segments of `width`; a source outside the segment means the lane itself.
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, SIMT_HERE) {
-    const unsigned lane = simt_lane(), segment = lane & ~(width - 1);
-    return simt_unpack<T>(simt_warp(SIMT_SHUFFLE, mask, simt_pack(value), segment + (source & (width - 1)), SIMT_AT("__shfl_sync")));
+    const unsigned segment = simt_lane() & ~(width - 1);
+    return simt_shuffle(mask, value, segment + (source & (width - 1)), SIMT_AT("__shfl_sync"));
 }
 template <class T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_HERE) {
     const unsigned lane = simt_lane(), place = lane & (width - 1);
-    return simt_unpack<T>(simt_warp(SIMT_SHUFFLE, mask, simt_pack(value), place < delta ? lane : lane - delta, SIMT_AT("__shfl_up_sync")));
+    return simt_shuffle(mask, value, place < delta ? lane : lane - delta, SIMT_AT("__shfl_up_sync"));
 }
 template <class T>
 inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, SIMT_HERE) {
     const unsigned lane = simt_lane(), place = lane & (width - 1);
     const unsigned source = place + delta >= unsigned(width) ? lane : lane + delta;
-    return simt_unpack<T>(simt_warp(SIMT_SHUFFLE, mask, simt_pack(value), source, SIMT_AT("__shfl_down_sync")));
+    return simt_shuffle(mask, value, source, SIMT_AT("__shfl_down_sync"));
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, SIMT_HERE) {
     const unsigned lane = simt_lane(), target = lane ^ lane_mask;
     const unsigned source = (target & ~(width - 1)) > (lane & ~(width - 1)) ? lane : target;
-    return simt_unpack<T>(simt_warp(SIMT_SHUFFLE, mask, simt_pack(value), source, SIMT_AT("__shfl_xor_sync")));
+    return simt_shuffle(mask, value, source, SIMT_AT("__shfl_xor_sync"));
+}
+
+struct SimtVote {
+    bool predicate;
+    unsigned ballot;
+
+    static void exchange(void* const* lanes) {
+        unsigned ballot = 0;
+        simt_each_lane<SimtVote>(lanes, [&](unsigned i, SimtVote& mine) { ballot |= unsigned(mine.predicate) << i; });
+        simt_each_lane<SimtVote>(lanes, [&](unsigned, SimtVote& mine) { mine.ballot = ballot; });
+    }
+};
+inline unsigned simt_vote(unsigned mask, bool predicate, SimtSite site) {
+    SimtVote mine{predicate, 0};
+    simt_warp(mask, SimtVote::exchange, &mine, site);
+    return mine.ballot;
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate, SIMT_HERE) {
-    return unsigned(simt_warp(SIMT_BALLOT, mask, predicate != 0, 0, SIMT_AT("__ballot_sync")));
+    return simt_vote(mask, predicate, SIMT_AT("__ballot_sync"));
 }
 inline int __any_sync(unsigned mask, int predicate, SIMT_HERE) {
-    return simt_warp(SIMT_BALLOT, mask, predicate != 0, 0, SIMT_AT("__any_sync")) != 0;
+    return simt_vote(mask, predicate, SIMT_AT("__any_sync")) != 0;
 }
 inline int __all_sync(unsigned mask, int predicate, SIMT_HERE) {
-    return simt_warp(SIMT_BALLOT, mask, predicate == 0, 0, SIMT_AT("__all_sync")) == 0;
+    return simt_vote(mask, !predicate, SIMT_AT("__all_sync")) == 0;
 }
+
+template <class T>
+struct SimtMatch {
+    T value;
+    unsigned equal;
+
+    static void exchange(void* const* lanes) {
+        simt_each_lane<SimtMatch>(lanes, [lanes](unsigned, SimtMatch& mine) {
+            simt_each_lane<SimtMatch>(lanes, [&mine](unsigned i, SimtMatch& other) {
+                mine.equal |= unsigned(other.value == mine.value) << i;
+            });
+        });
+    }
+};
 template <class T>
 inline unsigned __match_any_sync(unsigned mask, T value, SIMT_HERE) {
-    return unsigned(simt_warp(SIMT_MATCH, mask, simt_pack(value), 0, SIMT_AT("__match_any_sync")));
+    SimtMatch<T> mine{value, 0};
+    simt_warp(mask, SimtMatch<T>::exchange, &mine, SIMT_AT("__match_any_sync"));
+    return mine.equal;
 }
 
 // ---- integer and math built-ins ----------------------------------------------------------
@@ -137,8 +184,8 @@ inline T __ldg(const T* address) { return *address; }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }
-inline float __int_as_float(int bits) { return simt_unpack<float>(unsigned(bits)); }
-inline int __float_as_int(float value) { return int(simt_pack(value)); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
+inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 using std::max;
 using std::min;

@@ -15,7 +15,6 @@ struct SimtSite {
     int line;
 };
 
-enum SimtWarpOp { SIMT_SYNC, SIMT_SHUFFLE, SIMT_BALLOT, SIMT_MATCH };
 enum SimtBlockOp { SIMT_BARRIER, SIMT_BARRIER_OR, SIMT_BARRIER_AND, SIMT_BARRIER_COUNT };
 enum SimtAccess { SIMT_READ = 1, SIMT_WRITE = 2, SIMT_ATOMIC = 3 };
 
@@ -27,10 +26,13 @@ SimtDim simt_grid_dim() __attribute__((const));
 unsigned simt_lane() __attribute__((const));
 void* simt_dynamic_shared() __attribute__((const));
 
-// Waits until every live lane of mask has arrived. value and source are this lane's share of
-// the exchange: SHUFFLE returns the value of lane source, BALLOT the lanes whose value is
-// nonzero, MATCH the lanes whose value equals this lane's.
-uint64_t simt_warp(SimtWarpOp op, unsigned mask, uint64_t value, unsigned source, SimtSite site);
+// Waits until every live lane of mask has arrived; then exchange runs once on what the lanes
+// brought: lanes[i] is lane i's mine, or null if it has exited or is not in the mask.
+typedef void (*SimtExchange)(void* const* lanes);
+void simt_warp(unsigned mask, SimtExchange exchange, void* mine, SimtSite site);
+
+// For an exchange to call: lane reads source, which is not there.
+void simt_absent(unsigned lane, unsigned source);
 
 // Waits until every thread of the block has arrived.
 int simt_barrier(SimtBlockOp op, int predicate, SimtSite site);
