@@ -135,6 +135,7 @@ def python_definitions(file):
     body = ast.parse(file.read_text()).body
     named = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
     return named | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
@@ -576,7 +577,7 @@ RIGHT = """# A heading: with `code`
 
 [itself](#a-heading-with-code) [a site](https://nowhere.invalid/page) [a part](ROOT/docs/notation.md#golden-example)
 [`build`](ROOT/moeblaze_ref/numpy_ref/dispatch.py) [`block_exclusive_sum`](ROOT/kernels_cuda/include/common.cuh)
-[`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)
+[`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu) [`COMPARE`](ROOT/moeblaze_ref/comparisons.py)
 [`TILE`, `dispatch.TILE`][numpy] [numpy][] [`dispatch.py`][numpy]
 `numpy_ref.dispatch.build(topk_experts, 4)` `structures.Dispatch.k` `torch.autograd.grad` `doors.MAX_TOP_K = 32`
 `dispatch/1_dense_map.cu` `kernels_cuda/` `pyproject.toml` `2 * d + 4 * h` `a.b + c`
