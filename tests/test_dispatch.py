@@ -93,7 +93,7 @@ FAULTS = {
         "const int position = base + rank.exclusive;",
         "const int position = base + rank.exclusive + 1;",
     ),
-    "drops the last token": ("token < L && token_expert_map", "token < L - 1 && token_expert_map"),
+    "drops the last token": ("token < L && dense_map", "token < L - 1 && dense_map"),
     "reads the wrong expert": ("rows[slot / k * E + expert] =", "rows[slot / k * E + (expert + 1) % E] ="),
     "offset off by one": ("[expert] = base + scan.exclusive;", "[expert] = base + scan.exclusive + (expert > 0);"),
     "no last offset": ("expert_token_offsets[E] = base;", ";"),

@@ -328,6 +328,26 @@ def test_an_access_outside_its_buffer_is_named(size, shift, message):
         run(COPY, "copy", grid=2, x=ints(64), out=ints(size), shift=shift)
 
 
+@pytest.mark.parametrize(
+    ("access", "message"),
+    [
+        ("fixed[threadIdx.x + 8]", "write of 4 bytes at byte offset .* of static shared memory"),
+        ("moving[threadIdx.x]", "write of 4 bytes at byte offset 32 of dynamic shared memory, which has 32 bytes"),
+        ("((int*)nullptr)[threadIdx.x]", "write of 4 bytes at byte offset 0 of null, which has 0 bytes"),
+    ],
+)
+def test_shared_memory_and_null_are_named(access, message):
+    text = f"""
+    extern "C" __global__ void wild(int* out) {{
+        __shared__ int fixed[32];
+        DYNAMIC_SHARED(int, moving);
+        {access} = 1;
+        out[threadIdx.x] = fixed[0] + moving[0];
+    }}"""
+    with pytest.raises(KernelFault, match=message):
+        run(text, "wild", shared_bytes=32, out=ints(32))
+
+
 def test_the_fault_of_the_lowest_block_is_reported():
     for _ in range(5):
         with pytest.raises(KernelFault, match=r"block \(3, 0, 0\), thread \(4, 0, 0\)"):

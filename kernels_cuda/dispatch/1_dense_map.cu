@@ -24,10 +24,10 @@ constexpr int EMPTY = -1;
 // Step 1. A warp fills the map's rows of its tile of 32 tokens with EMPTY, then enters each
 // token under its experts. token_expert_indices is written on the way.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    dense_map(const int* topk_experts, int* token_expert_map, int* token_expert_indices, int L, int E, int k) {
+    dense_map(const int* topk_experts, int* dense_map, int* token_expert_indices, int L, int E, int k) {
     const long long first_token = (long long)blockIdx.x * THREADS + warp_id() * WARP;
     const int tokens = min((long long)WARP, L - first_token);
-    int* const rows = token_expert_map + first_token * E;
+    int* const rows = dense_map + first_token * E;
     for (int entry = lane_id(); entry < tokens * E; entry += WARP) rows[entry] = EMPTY;
     __syncwarp();
     const long long first_slot = first_token * k;
@@ -40,12 +40,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Step 2a. A block counts the tokens in its expert's column.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_lengths(const int* token_expert_map, int* lengths, int L, int E) {
+    expert_lengths(const int* dense_map, int* lengths, int L, int E) {
     const int expert = blockIdx.x;
     int tokens = 0;
     for (long long token = threadIdx.x; token < L; token += THREADS)
-        tokens += token_expert_map[token * E + expert] != EMPTY;
-    const int length = block_exclusive_sum<THREADS>(tokens).total;
+        tokens += dense_map[token * E + expert] != EMPTY;
+    const int length = block_sum<THREADS>(tokens);
     if (threadIdx.x == 0) lengths[expert] = length;
 }
 
@@ -72,13 +72,13 @@ __device__ __forceinline__ int slot_of(const int* experts_of_token, int expert) 
 // Step 3. A block walks its expert's column in tiles of THREADS tokens; a token's position is
 // the expert's offset, plus the tokens of earlier tiles, plus its rank in the tile.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    route_indices(const int* token_expert_map, const int* expert_token_offsets, const int* topk_experts,
+    route_indices(const int* dense_map, const int* expert_token_offsets, const int* topk_experts,
                   int* expert_token_indices, int* token_index_map, int L, int E, int k) {
     const int expert = blockIdx.x;
     int base = expert_token_offsets[expert];
     for (long long first = 0; first < L; first += THREADS) {
         const long long token = first + threadIdx.x;
-        const bool routed = token < L && token_expert_map[token * E + expert] != EMPTY;
+        const bool routed = token < L && dense_map[token * E + expert] != EMPTY;
         const BlockScan rank = block_exclusive_sum<THREADS>(routed);
         if (routed) {
             const int position = base + rank.exclusive;

@@ -29,6 +29,21 @@ __device__ __forceinline__ int warp_exclusive_sum(int value) {
     return inclusive - value;
 }
 
+// Sum over a one-dimensional block of SIZE threads; every thread gets it.
+template <int SIZE>
+__device__ int block_sum(int value) {
+    constexpr int WARPS = SIZE / WARP;
+    static_assert(SIZE % WARP == 0 && WARPS <= WARP, "whole warps, at most 32 of them");
+    __shared__ int warp_totals[WARPS];
+    const int in_warp = warp_sum(value);
+    if (lane_id() == 0) warp_totals[warp_id()] = in_warp;
+    __syncthreads();
+    int total = 0;
+    for (int warp = 0; warp < WARPS; ++warp) total += warp_totals[warp];
+    __syncthreads();  // warp_totals may be written again by the next call
+    return total;
+}
+
 struct BlockScan {
     int exclusive;  // sum of the values of all lower threads
     int total;      // sum over the block

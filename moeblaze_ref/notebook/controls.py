@@ -15,13 +15,13 @@ def doubling(first: int, last: int, value: int) -> SelectionSlider:
     return SelectionSlider(options=[(f"{size:,}", size) for size in sizes], value=value)
 
 
-def explore(*pictures: Callable[..., Any], **controls: Widget):
-    """Draw every picture with the values of the controls, and again whenever one of them is let go.
+def explore(picture: Callable[..., Any], **controls: Widget):
+    """Draw a picture with the values of the controls, and again whenever one of them is let go.
 
     Parameters
     ----------
-    *pictures : callable
-        Each is called with a keyword for every control and returns what is shown. A ValueError, such as
+    picture : callable
+        Called with a keyword for every control, it returns what is shown. A ValueError, such as that of
         k > E, is shown as its message.
     **controls : ipywidgets.Widget
         By the name of the keyword that they set.
@@ -31,7 +31,7 @@ def explore(*pictures: Callable[..., Any], **controls: Widget):
 
     def draw(**values):
         try:
-            display(*(picture(**values) for picture in pictures))
+            display(picture(**values))
         except ValueError as error:
             display(Markdown(f"**{error}**"))
 

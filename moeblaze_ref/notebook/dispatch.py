@@ -122,14 +122,18 @@ def sector_cost(launch: LaunchReport) -> float:
 
 
 def sectors_against_experts(L: int = 2048, k: int = 2, experts: Sequence[int] = (2, 4, 8, 16, 32, 64)) -> Figure:
-    """The sector cost of each kernel against E, beside min(E, 8): what a walk down a column of 4-byte entries costs."""
+    """The sector cost against E of each kernel that touches the dense map.
+
+    Beside them min(E, 8): what a walk down a column of 4-byte entries costs.
+    """
     costs: dict[str, list[float]] = {}
     for E in experts:
         for launch in count_dispatch(L, E, k):
-            costs.setdefault(launch.kernel, []).append(sector_cost(launch))
+            if "dense_map" in launch.buffers:
+                costs.setdefault(launch.kernel, []).append(sector_cost(launch))
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
-    for (kernel, cost), color in zip(costs.items(), (BLUE, VERMILLION, GREY, ORANGE), strict=True):
+    for (kernel, cost), color in zip(costs.items(), (BLUE, VERMILLION, ORANGE), strict=True):
         axes.plot(experts, cost, "o-", color=color, label=kernel)
     axes.plot(experts, [min(E, SECTOR_BYTES // 4) for E in experts], color=BLACK, linestyle=":", label="min(E, 8)")
     axes.set_xscale("log", base=2)
@@ -145,19 +149,19 @@ def sectors_against_experts(L: int = 2048, k: int = 2, experts: Sequence[int] = 
 def dense_map_by(text: str, topk_experts: np.ndarray, num_experts: int, seed: int = 0) -> np.ndarray:
     """The dense map (L, E) that the dense_map kernel of a .cu text makes on the CPU, one thread order per seed."""
     executor, (L, k) = SimtExecutor(seed=seed), topk_experts.shape
-    token_expert_map = executor.empty((L, num_experts), "int32")
+    dense_map = executor.empty((L, num_experts), "int32")
     executor.load("dispatch/1_dense_map.cu", text, THREADS=raw_dispatch.THREADS).launch(
         "dense_map",
         grid=ceil_div(L, raw_dispatch.THREADS),
         block=raw_dispatch.THREADS,
         topk_experts=topk_experts,
-        token_expert_map=token_expert_map,
+        dense_map=dense_map,
         token_expert_indices=executor.empty((L * k,), "int32"),
         L=L,
         E=num_experts,
         k=k,
     )
-    return token_expert_map
+    return dense_map
 
 
 # The size of the map -------------------------------------------------------------------------------------------------

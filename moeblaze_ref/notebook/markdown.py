@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any
 
 from IPython.display import Markdown
@@ -27,7 +27,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Markdown:
 def _text(cell):
     if isinstance(cell, bool) or not isinstance(cell, Number):
         return str(cell)
-    return f"{cell:,}" if cell == int(cell) else f"{cell:,.4g}"
+    return f"{cell:,}" if isinstance(cell, Integral) else f"{cell:,.4g}"
 
 
 def bullets(lines: Iterable[str]) -> Markdown:

@@ -1,29 +1,46 @@
-"""Pictures of the memory wall that sliders move, and the tensors of a layer drawn to scale."""
+"""Pictures of the memory wall: those that sliders move, and the tensors of a layer drawn to scale."""
 
 from collections.abc import Sequence
-from math import prod
+from math import ceil, log, prod
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory import plots
-from moeblaze_ref.memory.accounting import Account, Tensor, account
-from moeblaze_ref.units import GIB
+from moeblaze_ref.memory.accounting import GPU_CAPACITIES, Account, Tensor, account
+from moeblaze_ref.units import GIB, unit_for
 
 GAP = 0.25  # between neighbours, as a share of d
 
 
 def memory_bars(L: int, d: int, h: int, E: int, k: int, activation: str, policy: str) -> Figure:
-    """`plots.stacked_bars` of the four systems, moeblaze under one policy, in bfloat16."""
+    """`plots.stacked_bars` of the four systems, moeblaze under one policy, in bfloat16.
+
+    The axis ends at a power of eight, so that lengths can be compared from one position of a slider to the next.
+    GPU capacities are lines where the axis reaches them.
+    """
     config = MoEConfig(L, d, h, E, k, activation)
-    others = [account(config, system) for system in ("conventional", "capacity", "megablocks")]
-    return plots.stacked_bars([*others, account(config, "moeblaze", policy)])
+    rows = [account(config, system) for system in ("conventional", "capacity", "megablocks")]
+    rows.append(account(config, "moeblaze", policy))
+    figure = plots.stacked_bars(rows)
+    (axes,) = figure.axes
+    axes.set_xlim(0, 8 ** ceil(log(axes.get_xlim()[1], 8)))
+    _mark_capacities(axes, unit_for(max(row.peak_bytes for row in rows)))
+    return figure
 
 
-def memory_lines(L: int, d: int, h: int, E: int, k: int, activation: str, policy: str) -> Figure:
-    """`plots.bytes_against_tokens`, which shows every policy whichever is chosen."""
-    return plots.bytes_against_tokens(MoEConfig(L, d, h, E, k, activation))
+def _mark_capacities(axes, unit):
+    for gpu, capacity in GPU_CAPACITIES.items():
+        if unit.of(capacity) < axes.get_xlim()[1]:
+            axes.axvline(unit.of(capacity), color=plots.BLACK, linewidth=0.8)
+            where = {"xy": (unit.of(capacity), 0), "xycoords": ("data", "axes fraction")}
+            axes.annotate(gpu, **where, xytext=(3, 4), textcoords="offset points")
+
+
+def memory_lines(d: int, h: int, E: int, k: int, activation: str) -> Figure:
+    """`plots.bytes_against_tokens` in bfloat16."""
+    return plots.bytes_against_tokens(MoEConfig(0, d, h, E, k, activation))
 
 
 def tensors_to_scale(accounts: Sequence[Account]) -> Figure:

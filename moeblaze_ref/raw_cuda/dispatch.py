@@ -49,7 +49,7 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
         dispatch.expert_token_offsets.fill(0)
         return dispatch
 
-    token_expert_map = executor.empty((L, E), "int32")
+    dense_map = executor.empty((L, E), "int32")
     lengths = executor.empty((E,), "int32")
     module = executor.load(f"dispatch/{RUNG}.cu", **CONSTANTS)
     module.launch(
@@ -57,13 +57,13 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
         grid=ceil_div(L, THREADS),
         block=THREADS,
         topk_experts=topk_experts,
-        token_expert_map=token_expert_map,
+        dense_map=dense_map,
         token_expert_indices=dispatch.token_expert_indices,
         L=L,
         E=E,
         k=k,
     )
-    module.launch("expert_lengths", grid=E, block=THREADS, token_expert_map=token_expert_map, lengths=lengths, L=L, E=E)
+    module.launch("expert_lengths", grid=E, block=THREADS, dense_map=dense_map, lengths=lengths, L=L, E=E)
     module.launch(
         "expert_offsets",
         grid=1,
@@ -76,7 +76,7 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
         "route_indices",
         grid=E,
         block=THREADS,
-        token_expert_map=token_expert_map,
+        dense_map=dense_map,
         expert_token_offsets=dispatch.expert_token_offsets,
         topk_experts=topk_experts,
         expert_token_indices=dispatch.expert_token_indices,

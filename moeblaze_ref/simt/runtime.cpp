@@ -29,6 +29,10 @@ struct Range {
     bool holds(uint64_t address, uint64_t size) const {
         return address >= begin && address - begin <= bytes && bytes - (address - begin) >= size;
     }
+    // Bytes between the address and the range; 0 inside.
+    uint64_t distance(uint64_t address) const {
+        return address < begin ? begin - address : address - std::min(address, begin + bytes);
+    }
     void poison() const { std::fill_n(reinterpret_cast<uint16_t*>(begin), bytes / sizeof(uint16_t), POISON); }
 };
 
@@ -365,21 +369,19 @@ struct Worker {
 
     [[noreturn]] void out_of_bounds(uint64_t address, unsigned bytes, SimtAccess kind) {
         const char* verb = kind == SIMT_ATOMIC ? "atomic access" : kind == SIMT_WRITE ? "write" : "read";
-        const SimtBuffer* near = nullptr;
-        uint64_t distance = ~0ull;
-        for (const SimtBuffer& buffer : buffers) {
-            const uint64_t away = address < buffer.address ? buffer.address - address
-                                                           : address - std::min(address, buffer.address + buffer.bytes);
-            if (away < distance) {
-                distance = away;
-                near = &buffer;
+        const char* near = "null";
+        Range closest{0, 0};
+        auto consider = [&](const char* name, Range range) {
+            if (range.bytes && range.distance(address) < closest.distance(address)) {
+                near = name;
+                closest = range;
             }
-        }
-        if (near)
-            fail(*current, "out-of-bounds %s of %u bytes at byte offset %lld of %s, which has %llu bytes", verb, bytes,
-                 (long long)(address - near->address), near->name, (unsigned long long)near->bytes);
-        else
-            fail(*current, "out-of-bounds %s of %u bytes at %p: the launch has no buffers", verb, bytes, (void*)address);
+        };
+        for (const SimtBuffer& buffer : buffers) consider(buffer.name, {buffer.address, buffer.bytes});
+        consider("static shared memory", static_shared);
+        consider("dynamic shared memory", dynamic_shared);
+        fail(*current, "out-of-bounds %s of %u bytes at byte offset %lld of %s, which has %llu bytes", verb, bytes,
+             (long long)(address - closest.begin), near, (unsigned long long)closest.bytes);
         stop();
     }
 };
