@@ -2,12 +2,16 @@
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from moeblaze_ref import doors
 from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.structures import Dispatch
 
 STAGES = ("gating", "dispatch", "expert_up", "expert_down", "combine", "layer")
 
@@ -41,6 +45,8 @@ class Backend:
         Package whose modules are named after the stages.
     stages : tuple of str
         Those that it implements.
+    dtypes : tuple of str
+        Those of its floating-point stages, unless a stage has rungs with dtypes of their own.
     status : callable
         Looks at the machine and returns a `Status`.
     """
@@ -49,6 +55,7 @@ class Backend:
     description: str
     package: str
     stages: tuple[str, ...]
+    dtypes: tuple[str, ...]
     status: Callable[[], Status]
 
     def stage(self, name: str) -> ModuleType:
@@ -62,17 +69,77 @@ class Backend:
         doors.check_name(f"stage of backend {self.name}", name, self.stages)
         return importlib.import_module(f"{self.package}.{name}")
 
-    def executor(self) -> Any:
-        """What raw CUDA stages run on, with poisoned outputs; None for the other backends."""
-        if self.name == "simt":
-            from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+    def rungs(self, stage: str) -> dict[str | None, tuple[str, ...]]:
+        """The rungs of a stage and the dtypes of each; one rung without a name where there is no ladder."""
+        return getattr(self.stage(stage), "RUNGS", {None: self.dtypes})
 
-            return SimtExecutor()
-        if self.name == "cuda":
-            from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+    def open(self, stage: str, rung: str | None = None) -> "OpenStage":
+        """The stage as functions of numpy arrays, with every output poisoned before a kernel writes it."""
+        return OpenStage(self.stage(stage), *_SURROUNDINGS[self.name](rung))
 
-            return CupyExecutor(poisoned=True)
-        return None
+
+class OpenStage:
+    """A stage whose functions take and return numpy arrays, wherever they run.
+
+    Arrays are moved to the backend and back, inside tuples and Dispatches too; anything else
+    (names, numbers, what a forward saved for its backward) passes as it is.
+    """
+
+    def __init__(self, module: ModuleType, context, to_backend: Callable, to_numpy: Callable, options: dict[str, Any]):
+        self._module, self._context, self._options = module, context, options
+        self._to_backend, self._to_numpy = to_backend, to_numpy
+
+    def __getattr__(self, name: str) -> Callable:
+        function = getattr(self._module, name)
+
+        def call(*arguments, **options):
+            moved = (_each_array(argument, self._to_backend) for argument in arguments)
+            with self._context():
+                result = function(*moved, **options, **self._options)
+            return _each_array(result, self._to_numpy)
+
+        return call
+
+
+def _each_array(value: Any, move: Callable) -> Any:
+    """``value`` with every array moved, inside tuples and Dispatches too."""
+    if isinstance(value, Dispatch):
+        return value.map(move)
+    if isinstance(value, tuple):
+        parts = (_each_array(part, move) for part in value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return move(value) if isinstance(value, np.ndarray) or hasattr(value, "__cuda_array_interface__") else value
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _on_numpy(rung):
+    return nullcontext, _as_it_is, _as_it_is, {}
+
+
+def _on_numba(rung):
+    from moeblaze_ref.numba_cuda.runtime import poisoned_outputs
+
+    return poisoned_outputs, _as_it_is, _as_it_is, {}
+
+
+def _on_simt(rung):
+    from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+
+    return nullcontext, _as_it_is, _as_it_is, {"executor": SimtExecutor(), "rung": rung}
+
+
+def _on_cuda(rung):
+    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+
+    executor = CupyExecutor(poisoned=True)
+    return nullcontext, executor.from_numpy, executor.to_numpy, {"executor": executor, "rung": rung}
+
+
+# (context of a call, numpy to backend, backend to numpy, options of every call)
+_SURROUNDINGS = {"numpy": _on_numpy, "numba": _on_numba, "simt": _on_simt, "cuda": _on_cuda}
 
 
 def _numpy_status() -> Status:
@@ -120,14 +187,14 @@ def _cuda_status() -> Status:
     return Status(True, f"{properties['name'].decode()}, compute capability {capability}, CuPy {cupy.__version__}")
 
 
-JUDGE = Backend("torch", "plain torch, the judge of gradients", "moeblaze_ref.oracle", (), _torch_status)
+JUDGE = Backend("torch", "plain torch, the judge of gradients", "moeblaze_ref.oracle", (), ("float64",), _torch_status)
 
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("numpy", "the specification", "moeblaze_ref.numpy_ref", STAGES, _numpy_status),
-        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.numba_cuda", ("dispatch",), _numba_status),
-        Backend("simt", "raw CUDA on the CPU", "moeblaze_ref.raw_cuda", ("dispatch",), _simt_status),
-        Backend("cuda", "raw CUDA on a GPU", "moeblaze_ref.raw_cuda", ("dispatch",), _cuda_status),
+        Backend("numpy", "the specification", "moeblaze_ref.numpy_ref", STAGES, ("float64", "float32"), _numpy_status),
+        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.numba_cuda", ("dispatch",), ("float32",), _numba_status),
+        Backend("simt", "raw CUDA on the CPU", "moeblaze_ref.raw_cuda", ("dispatch",), (), _simt_status),
+        Backend("cuda", "raw CUDA on a GPU", "moeblaze_ref.raw_cuda", ("dispatch",), (), _cuda_status),
     )
 }

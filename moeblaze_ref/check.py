@@ -6,6 +6,7 @@ and a row shows the worst of them. Outputs are poisoned before every launch.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,7 +19,6 @@ from moeblaze_ref.backends import BACKENDS, STAGES, Backend
 from moeblaze_ref.cases import Case, standard_cases
 from moeblaze_ref.comparisons import COMPARE, worst_error
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
-from moeblaze_ref.structures import Dispatch
 
 BOUNDS = {"int32": 0.0, "float64": 1e-12, "float32": 1e-5}
 SIMULATOR_ROWS = 32  # routed rows that Numba's simulator gets through in a second or two
@@ -71,44 +71,24 @@ def differing_elements(found, wanted) -> int:
     return total
 
 
-def check_dispatch(backend: Backend, case: Case) -> Iterator[Row]:
+def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
     """One row: the four index structures, bit for bit against a stable sort."""
-    found = build_dispatch(backend, case.topk_experts, case.E)
+    found = backend.open("dispatch", rung).build(case.topk_experts, case.E)
     error = differing_elements(found, reference_dispatch.build_by_sort(case.topk_experts, case.E))
-    yield _row(backend, "dispatch", "forward", "int32", case.shape, float(error))
+    yield _row(backend, "dispatch", rung, "forward", "int32", case.shape, float(error))
 
 
-def build_dispatch(backend: Backend, topk_experts: np.ndarray, num_experts: int) -> Dispatch:
-    """A backend's Dispatch of a numpy input, as numpy arrays, with every output poisoned first."""
-    stage = backend.stage("dispatch")
-    if backend.name == "numba":
-        from moeblaze_ref.numba_cuda.runtime import poisoned_outputs
-
-        with poisoned_outputs():
-            return stage.build(topk_experts, num_experts)
-    executor = backend.executor()
-    if executor is None:
-        return stage.build(topk_experts, num_experts)
-    found = stage.build(executor.from_numpy(topk_experts), num_experts, executor=executor)
-    return found.map(executor.to_numpy)
-
-
-def check_stage(backend: Backend, stage: str, case: Case) -> Iterator[Row]:
-    """Forward and backward rows of a floating-point stage, in float64 and float32."""
-    for dtype in ("float64", "float32"):
+def check_stage(backend: Backend, stage: str, rung: str | None, case: Case) -> Iterator[Row]:
+    """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
+    for dtype in backend.rungs(stage)[rung]:
         rounded = case.astype(dtype)
-        for direction, found, wanted in COMPARE[stage](backend.stage(stage), rounded):
-            yield _row(backend, stage, direction, dtype, case.shape, worst_error(found, wanted))
+        for direction, found, wanted in COMPARE[stage](backend.open(stage, rung), rounded):
+            yield _row(backend, stage, rung, direction, dtype, case.shape, worst_error(found, wanted))
 
 
-def _row(backend: Backend, stage: str, direction: str, dtype: str, shape: str, error: float) -> Row:
+def _row(backend: Backend, stage: str, rung: str | None, direction: str, dtype: str, shape: str, error: float) -> Row:
     bound = BOUNDS[dtype]
-    return Row(stage, direction, backend.name, rung(backend, stage), dtype, shape, error, bound, error <= bound, True)
-
-
-def rung(backend: Backend, stage: str) -> str | None:
-    """The kernel file that a raw CUDA stage launches."""
-    return getattr(backend.stage(stage), "RUNG", None) if backend.package.endswith("raw_cuda") else None
+    return Row(stage, direction, backend.name, rung, dtype, shape, error, bound, error <= bound, True)
 
 
 def unavailable(backend: Backend, stage: str) -> Row:
@@ -148,14 +128,15 @@ def plan(
             if not available:
                 jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
                 continue
-            for case in _in_reach(backend, cases):
-                jobs.append(functools.partial(_run, backend, stage, case))
+            for rung, case in itertools.product(backend.rungs(stage), _in_reach(backend, cases)):
+                jobs.append(functools.partial(_run, backend, stage, rung, case))
     return jobs
 
 
-def _run(backend: Backend, stage: str, case: Case) -> list[Row]:
-    rows = check_dispatch(backend, case) if stage == "dispatch" else check_stage(backend, stage, case)
-    return list(rows)
+def _run(backend: Backend, stage: str, rung: str | None, case: Case) -> list[Row]:
+    if stage == "dispatch":
+        return list(check_dispatch(backend, rung, case))
+    return list(check_stage(backend, stage, rung, case))
 
 
 def run(*arguments, **options) -> list[Row]:

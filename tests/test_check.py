@@ -22,7 +22,7 @@ def faulty(monkeypatch, stage, function, change):
     right = getattr(module, function)
     wrong = types.SimpleNamespace(**vars(module))
     setattr(wrong, function, lambda *arguments, **options: change(right(*arguments, **options)))
-    monkeypatch.setattr(check.Backend, "stage", lambda self, name: wrong)
+    monkeypatch.setattr(check.Backend, "open", lambda self, name, rung: wrong)
     return check.run([stage], ["numpy"], CASES)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
-from moeblaze_ref.check import build_dispatch, differing_elements
+from moeblaze_ref.check import differing_elements
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
@@ -17,9 +17,15 @@ from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 HERE = ("numpy", "numba", "simt")  # the backends that need no GPU
 
 
+def build(backend, topk_experts, num_experts):
+    """A backend's Dispatch as numpy arrays, its outputs poisoned before they are written."""
+    rung = next(iter(BACKENDS[backend].rungs("dispatch")))
+    return BACKENDS[backend].open("dispatch", rung).build(topk_experts, num_experts)
+
+
 @pytest.mark.parametrize("backend", HERE)
 def test_the_papers_example(backend):
-    found = build_dispatch(BACKENDS[backend], GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
+    found = build(backend, GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
     assert differing_elements(found, GOLDEN_DISPATCH) == 0
 
 
@@ -33,7 +39,7 @@ def test_invariants_of_random_routings(backend, data):
     most_tokens, most_experts = SIZES[backend]
     topk_experts, num_experts = data.draw(routings(most_tokens, most_experts))
     topk_experts = topk_experts[:, :32].copy()  # the kernels' limit
-    assert_invariants(build_dispatch(BACKENDS[backend], topk_experts, num_experts), topk_experts, num_experts)
+    assert_invariants(build(backend, topk_experts, num_experts), topk_experts, num_experts)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +56,7 @@ def test_invariants_of_random_routings(backend, data):
 )
 def test_the_raw_kernels_at_their_limits(num_tokens, num_experts, k, routing):
     topk_experts = random_topk(num_tokens, num_experts, k, routing)
-    found = build_dispatch(BACKENDS["simt"], topk_experts, num_experts)
+    found = build("simt", topk_experts, num_experts)
     assert differing_elements(found, build_by_sort(topk_experts, num_experts)) == 0
 
 
@@ -177,18 +183,15 @@ def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
 )
 def test_bad_choices_are_refused(backend, topk_experts, num_experts, error, message):
     with pytest.raises(error, match=message):
-        build_dispatch(BACKENDS[backend], np.array(topk_experts, np.int32), num_experts)
+        build(backend, np.array(topk_experts, np.int32), num_experts)
 
 
 @pytest.mark.parametrize("backend", HERE)
 def test_bad_arrays_are_refused(backend):
-    def build(array):
-        return build_dispatch(BACKENDS[backend], array, 4)
-
     with pytest.raises(TypeError, match="topk_experts has dtype int64, but it must be int32"):
-        build(GOLDEN_TOPK_EXPERTS.astype(np.int64))
+        build(backend, GOLDEN_TOPK_EXPERTS.astype(np.int64), 4)
     with pytest.raises(ValueError, match="topk_experts is not C-contiguous"):
-        build(np.asfortranarray(GOLDEN_TOPK_EXPERTS))
+        build(backend, np.asfortranarray(GOLDEN_TOPK_EXPERTS), 4)
     with pytest.raises(TypeError, match="topk_experts is a list"):
         BACKENDS[backend].stage("dispatch").build([[0, 1]], 4)
 
@@ -197,15 +200,15 @@ def test_bad_arrays_are_refused(backend):
 def test_read_only_choices_are_fine(backend):
     fixed = GOLDEN_TOPK_EXPERTS.copy()
     fixed.flags.writeable = False
-    assert differing_elements(build_dispatch(BACKENDS[backend], fixed, 4), GOLDEN_DISPATCH) == 0
+    assert differing_elements(build(backend, fixed, 4), GOLDEN_DISPATCH) == 0
 
 
 @pytest.mark.parametrize("backend", ["numba", "simt"])
 def test_the_kernels_limits_are_named(backend):
     with pytest.raises(ValueError, match="num_experts is 2000, but it must be 1..1024"):
-        build_dispatch(BACKENDS[backend], np.zeros((1, 1), np.int32), 2000)
+        build(backend, np.zeros((1, 1), np.int32), 2000)
     with pytest.raises(ValueError, match="k is 40, but it must be 1..32"):
-        build_dispatch(BACKENDS[backend], random_topk(1, 64, 40), 64)
+        build(backend, random_topk(1, 64, 40), 64)
 
 
 def test_too_many_rows_are_refused_before_anything_is_allocated():

@@ -4,12 +4,15 @@ from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.structures import Array, Dispatch
 
-RUNG = "1_dense_map"
+RUNGS = {"1_dense_map": ("int32",)}
+DEFAULT_RUNG = "1_dense_map"
 THREADS = 256
 CONSTANTS = {"THREADS": THREADS}
 
 
-def build(topk_experts: Array, num_experts: int, executor: Executor | None = None) -> Dispatch:
+def build(
+    topk_experts: Array, num_experts: int, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Dispatch:
     """The four index structures by the paper's three steps (MoEBlaze, section 4.2).
 
     Parameters
@@ -21,6 +24,8 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
         E, at most 1,024; k is at most 32.
     executor : Executor, optional
         Another executor for arrays of that kind.
+    rung : str
+        One of ``RUNGS``.
 
     Returns
     -------
@@ -36,6 +41,7 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
     L, k = topk_experts.shape
     E = num_experts
     doors.check_kernel_limits(E, k)
+    doors.check_name("rung of dispatch", rung, RUNGS)
     executor = executor or executor_for(topk_experts)
 
     dispatch = Dispatch(
@@ -51,7 +57,7 @@ def build(topk_experts: Array, num_experts: int, executor: Executor | None = Non
 
     dense_map = executor.empty((L, E), "int32")
     lengths = executor.empty((E,), "int32")
-    module = executor.load(f"dispatch/{RUNG}.cu", **CONSTANTS)
+    module = executor.load(f"dispatch/{rung}.cu", **CONSTANTS)
     module.launch(
         "dense_map",
         grid=ceil_div(L, THREADS),

@@ -5,7 +5,7 @@ import pytest
 
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
-from moeblaze_ref.check import build_dispatch, differing_elements
+from moeblaze_ref.check import differing_elements
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import dispatch
@@ -27,7 +27,8 @@ SHAPES = [
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k", "routing"), SHAPES)
 def test_the_same_bits_as_the_sort(backend, num_tokens, num_experts, k, routing):
     topk_experts = random_topk(num_tokens, num_experts, k, routing)
-    found = build_dispatch(BACKENDS[backend], topk_experts, num_experts)
+    (rung,) = BACKENDS[backend].rungs("dispatch")
+    found = BACKENDS[backend].open("dispatch", rung).build(topk_experts, num_experts)
     assert differing_elements(found, build_by_sort(topk_experts, num_experts)) == 0
 
 
