@@ -1,0 +1,58 @@
+// The eight activations: a function, its slope, and whether it multiplies by b = x w2.
+//
+// Source  MoEBlaze, section 5, for SwiGLU and its derivative. A kernel is compiled for one of
+//         them (-DACTIVATION=swiglu), so its inner loop has no branch on the choice.
+// Runs everywhere.
+#pragma once
+
+__device__ __forceinline__ float sigmoid(float a) { return 1.0f / (1.0f + expf(-a)); }
+
+struct silu {
+    static constexpr bool gated = false;
+    static __device__ float act(float a) { return a * sigmoid(a); }
+    static __device__ float slope(float a) {
+        const float s = sigmoid(a);
+        return s * (1.0f + a * (1.0f - s));
+    }
+};
+
+struct gelu {
+    static constexpr bool gated = false;
+    static __device__ float cdf(float a) { return 0.5f * erfcf(-0.70710678f * a); }
+    static __device__ float act(float a) { return a * cdf(a); }
+    static __device__ float slope(float a) { return cdf(a) + a * 0.39894228f * expf(-0.5f * a * a); }
+};
+
+// 0.5 (1 + tanh u) is the sigmoid of 2u: a SiLU of a bent argument.
+struct gelu_tanh {
+    static constexpr bool gated = false;
+    static constexpr float SCALE = 1.59576912f, CUBIC = 0.044715f;  // 2 sqrt(2 / pi)
+    static __device__ float bent(float a) { return SCALE * (a + CUBIC * a * a * a); }
+    static __device__ float act(float a) { return a * sigmoid(bent(a)); }
+    static __device__ float slope(float a) {
+        const float s = sigmoid(bent(a));
+        return s * (1.0f + a * (1.0f - s) * SCALE * (1.0f + 3.0f * CUBIC * a * a));
+    }
+};
+
+struct relu {
+    static constexpr bool gated = false;
+    static __device__ float act(float a) { return fmaxf(a, 0.0f); }
+    static __device__ float slope(float a) { return a > 0.0f ? 1.0f : 0.0f; }  // 0 at the kink, as in torch
+};
+
+struct relu2 {
+    static constexpr bool gated = false;
+    static __device__ float act(float a) { return relu::act(a) * relu::act(a); }
+    static __device__ float slope(float a) { return 2.0f * relu::act(a); }
+};
+
+struct swiglu : silu {
+    static constexpr bool gated = true;
+};
+struct geglu : gelu {
+    static constexpr bool gated = true;
+};
+struct reglu : relu {
+    static constexpr bool gated = true;
+};
