@@ -121,8 +121,9 @@ class Case:
 
     @property
     def logits(self) -> np.ndarray:
-        """Router logits (L, E), x wg."""
-        return self.x @ self.weights.wg
+        """Router logits (L, E), x wg; never narrower than float32, as at the kernels' doors."""
+        wide = np.promote_types(self.x.dtype, np.float32)
+        return self.x.astype(wide) @ self.weights.wg.astype(wide)
 
     @property
     def topk_experts(self) -> np.ndarray:

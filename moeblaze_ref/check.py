@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from moeblaze_ref import doors
+from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, STAGES, Backend
 from moeblaze_ref.cases import Case, standard_cases
-from moeblaze_ref.comparisons import COMPARE, worst_error
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
 
-BOUNDS = {"int32": 0.0, "float64": 1e-12, "float32": 1e-5}
 SIMULATOR_ROWS = 32  # routed rows that Numba's simulator gets through in a second or two
 
 
@@ -75,19 +74,22 @@ def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[R
     """One row: the four index structures, bit for bit against a stable sort."""
     found = backend.open("dispatch", rung).build(case.topk_experts, case.E)
     error = differing_elements(found, reference_dispatch.build_by_sort(case.topk_experts, case.E))
-    yield _row(backend, "dispatch", rung, "forward", "int32", case.shape, float(error))
+    yield _row(backend, "dispatch", rung, "forward", "int32", case.shape, float(error), comparisons.BOUNDS["int32"])
 
 
 def check_stage(backend: Backend, stage: str, rung: str | None, case: Case) -> Iterator[Row]:
     """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
     for dtype in backend.rungs(stage)[rung]:
         rounded = case.astype(dtype)
-        for direction, found, wanted in COMPARE[stage](backend.open(stage, rung), rounded):
-            yield _row(backend, stage, rung, direction, dtype, case.shape, worst_error(found, wanted))
+        found = comparisons.RUN[stage](backend.open(stage, rung), rounded)
+        exact = comparisons.EXPECT[stage](rounded, torch.float64)
+        peer = {} if dtype in comparisons.BOUNDS else comparisons.EXPECT[stage](rounded, getattr(torch, dtype))
+        for direction in exact:
+            error, bound = comparisons.judge(found[direction], exact[direction], dtype, peer.get(direction))
+            yield _row(backend, stage, rung, direction, dtype, case.shape, error, bound)
 
 
-def _row(backend: Backend, stage: str, rung: str | None, direction: str, dtype: str, shape: str, error: float) -> Row:
-    bound = BOUNDS[dtype]
+def _row(backend, stage, rung, direction, dtype, shape, error, bound) -> Row:
     return Row(stage, direction, backend.name, rung, dtype, shape, error, bound, error <= bound, True)
 
 

@@ -1,40 +1,82 @@
-"""What each floating-point stage must equal: plain torch in float64, differentiated by autograd.
+"""What each floating-point stage must equal: plain torch, differentiated by autograd.
 
-A comparison runs one stage of one backend on a case and yields (direction, found, expected),
-where found and expected map names to arrays. The oracle starts from the same rounded numbers
-that the stage was given, so only the stage's own rounding counts.
+For every stage there are two functions of a case: one runs the stage, the other the oracle in
+a given dtype; both return {direction: {tensor: array}}. The oracle starts from the very
+numbers that the stage was given, already rounded, so only the stage's own rounding counts.
 """
 
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
 from moeblaze_ref import oracle
 from moeblaze_ref.cases import Case, relative_error
+from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 
-Arrays = dict[str, np.ndarray | None]
-Comparison = tuple[str, Arrays, Arrays]
+Arrays = dict[str, np.ndarray]
+Results = dict[str, Arrays]  # by direction
+
+BOUNDS = {"int32": 0.0, "float64": 1e-12, "float32": 1e-5}
+# For the narrow types the bound is twice the error of plain torch in the same dtype; below
+# FEW_ELEMENTS that ratio is noise, and this is the least bound.
+SMALL_TENSOR_BOUNDS = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
+FEW_ELEMENTS = 256
 
 
-def worst_error(found: Arrays, expected: Arrays) -> float:
-    """The largest relative error over the tensors; NaN wins over every number."""
-    return float(np.max([relative_error(found[name], expected[name]) for name in expected]))
+def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) -> tuple[float, float]:
+    """Error and bound of the tensor that is closest to its bound, or furthest beyond it.
+
+    Parameters
+    ----------
+    found, exact : dict of arrays
+        The stage's results, and those of float64.
+    dtype : str
+        What the stage computed in.
+    peer : dict of arrays, optional
+        Results of plain torch in that dtype; needed for the narrow ones.
+    """
+    pairs = [(relative_error(found[name], exact[name]), _bound(name, exact, dtype, peer)) for name in exact]
+    return max(pairs, key=_badness)
 
 
-def _leaf(array: np.ndarray | None) -> Tensor | None:
-    """A float64 tensor that autograd differentiates by."""
-    return None if array is None else torch.tensor(array, dtype=torch.float64, requires_grad=True)
+def _bound(name: str, exact: Arrays, dtype: str, peer: Arrays | None) -> float:
+    if dtype in BOUNDS:
+        return BOUNDS[dtype]
+    bound = 2.0 * relative_error(peer[name], exact[name])
+    return max(bound, SMALL_TENSOR_BOUNDS[dtype]) if exact[name].size < FEW_ELEMENTS else bound
 
 
-def _array(tensor: Tensor | None, dtype=np.float64) -> np.ndarray | None:
-    return None if tensor is None else tensor.detach().numpy().astype(dtype)
+def _badness(pair: tuple[float, float]) -> float:
+    error, bound = pair
+    if np.isnan(error):
+        return np.inf
+    if error <= bound:
+        return error / bound if bound else 0.0
+    return error / bound if bound else np.inf
 
 
-def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
+# ---- between numpy and torch ---------------------------------------------------------------
+
+
+def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
+    """A tensor that autograd differentiates by; gates and logits keep at least float32, as at the kernels' doors."""
+    if array is None:
+        return None
+    exact = torch.tensor(np.asarray(array, np.float64))
+    narrow = array.dtype in (np.float16, ml_dtypes.bfloat16)
+    return exact.to(dtype if narrow or dtype.itemsize >= 4 else torch.float32).requires_grad_()
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().double().numpy()
+
+
+def _present(**tensors: Any) -> dict[str, Any]:
     """Those that the activation has: an ungated layer lacks b and w2."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -43,137 +85,174 @@ def _arrays(**tensors: Tensor | None) -> Arrays:
     return {name: _array(tensor) for name, tensor in _present(**tensors).items()}
 
 
-def _gradients(
-    outputs: dict[str, Tensor], d_outputs: dict[str, np.ndarray | float], inputs: dict[str, Tensor]
-) -> Arrays:
+def _gradients(outputs: dict[str, Tensor], d_outputs: dict[str, Any], inputs: dict[str, Tensor]) -> Arrays:
     """``d_<name>`` of every input by autograd, from the gradients of the outputs."""
-    cotangents = [torch.tensor(d_outputs[name], dtype=torch.float64) for name in outputs]
-    found = torch.autograd.grad(list(outputs.values()), list(inputs.values()), cotangents, retain_graph=True)
-    return {f"d_{name}": gradient.numpy() for name, gradient in zip(inputs, found, strict=True)}
+    cotangents = [torch.as_tensor(np.asarray(d_outputs[name], np.float64)).to(outputs[name].dtype) for name in outputs]
+    found = torch.autograd.grad(list(outputs.values()), list(inputs.values()), cotangents)
+    return {f"d_{name}": _array(gradient) for name, gradient in zip(inputs, found, strict=True)}
 
 
 def _random(shape: tuple[int, ...], dtype, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def compare_gating(stage: ModuleType, case: Case) -> Iterator[Comparison]:
-    """Choice, probabilities and gates; gradients of the logits through the gates and both losses."""
+def _order(case: Case) -> oracle.ExpertOrder:
+    return oracle.expert_order(torch.from_numpy(case.topk_experts).long(), case.E)
+
+
+# ---- gating ----------------------------------------------------------------------------------
+
+
+def run_gating(stage: Any, case: Case) -> Results:
+    """Choice, probabilities and gates; gradient of the logits through the gates and both losses."""
     logits = case.logits
-    leaf = _leaf(logits)
-    routing = oracle.decide(leaf, case.k)
     found = stage.forward(logits, case.k)
-    names = ("probs", "gates", "topk_experts")
-    yield (
-        "forward",
-        {name: getattr(found, name) for name in names},
-        {name: _array(getattr(routing, name)) for name in names},
-    )
+    forward = {"probs": found.probs, "gates": found.gates, "topk_experts": found.topk_experts}
     if case.L == 0:
-        return  # the mean over no tokens has no gradient
-    d_gates = _random(tuple(routing.gates.shape), logits.dtype, seed=1)
-    chosen = _array(routing.probs, logits.dtype), case.topk_experts
+        return {"forward": forward}  # the mean over no tokens has no gradient
+    exact = oracle.decide(_leaf(logits, torch.float64), case.k)
+    chosen = _array(exact.probs).astype(logits.dtype), case.topk_experts
+    d_logits = (
+        stage.backward(_d_gates(case), *chosen)
+        + stage.load_balancing_loss_backward(*chosen)
+        + stage.router_z_loss_backward(logits)
+    )
+    return {"forward": forward, "backward": {"d_logits": d_logits}}
+
+
+def expect_gating(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_gating`."""
+    leaf = _leaf(case.logits, dtype)
+    routing = oracle.decide(leaf, case.k)
+    forward = _arrays(probs=routing.probs, gates=routing.gates, topk_experts=routing.topk_experts)
+    if case.L == 0:
+        return {"forward": forward}
     outputs = {
         "gates": routing.gates,
         "load_balancing_loss": oracle.load_balancing_loss(routing),
         "router_z_loss": oracle.router_z_loss(routing),
     }
-    d_logits = (
-        stage.backward(d_gates, *chosen)
-        + stage.load_balancing_loss_backward(*chosen)
-        + stage.router_z_loss_backward(logits)
-    )
-    d_outputs = {"gates": d_gates, "load_balancing_loss": 1.0, "router_z_loss": 1.0}
-    yield "backward", {"d_logits": d_logits}, _gradients(outputs, d_outputs, {"logits": leaf})
+    d_outputs = {"gates": _d_gates(case), "load_balancing_loss": 1.0, "router_z_loss": 1.0}
+    return {"forward": forward, "backward": _gradients(outputs, d_outputs, {"logits": leaf})}
 
 
-def compare_expert_up(stage: ModuleType, case: Case) -> Iterator[Comparison]:
+def _d_gates(case: Case) -> np.ndarray:
+    return _random((case.L, case.k), case.logits.dtype, seed=1)
+
+
+# ---- expert_up -------------------------------------------------------------------------------
+
+
+def run_expert_up(stage: Any, case: Case) -> Results:
     """a, b and y_swi; gradients of x, w1 and w2 from those of a and b."""
-    topk_experts, (_, w1, w2, _) = case.topk_experts, case.weights
-    dispatch = build_by_sort(topk_experts, case.E)
-    inputs = _present(x=_leaf(case.x), w1=_leaf(w1), w2=_leaf(w2))
-    order = oracle.expert_order(torch.from_numpy(topk_experts).long(), case.E)
-    a, b = oracle.expert_up(inputs["x"], order, inputs["w1"], inputs.get("w2"))
+    dispatch, (_, w1, w2, _) = build_by_sort(case.topk_experts, case.E), case.weights
+    a, b, y_swi = stage.forward(case.x, w1, w2, dispatch, case.activation)
+    d_a, d_b = _d_hidden(case)
+    d_x, d_w1, d_w2 = stage.backward(d_a, d_b, case.x, w1, w2, dispatch)
+    return {"forward": _present(a=a, b=b, y_swi=y_swi), "backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
+
+
+def expect_expert_up(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_expert_up`."""
+    inputs = _present(x=_leaf(case.x, dtype), w1=_leaf(case.weights.w1, dtype), w2=_leaf(case.weights.w2, dtype))
+    a, b = oracle.expert_up(inputs["x"], _order(case), inputs["w1"], inputs.get("w2"))
     y_swi = oracle.activate(a, b, case.activation)
-    yield (
-        "forward",
-        dict(zip(("a", "b", "y_swi"), stage.forward(case.x, w1, w2, dispatch, case.activation), strict=True)),
-        _arrays(a=a, b=b, y_swi=y_swi),
-    )
-    d_a = _random(tuple(a.shape), case.x.dtype, seed=2)
-    d_b = None if b is None else _random(tuple(b.shape), case.x.dtype, seed=3)
-    yield (
-        "backward",
-        dict(zip(("d_x", "d_w1", "d_w2"), stage.backward(d_a, d_b, case.x, w1, w2, dispatch), strict=True)),
-        _gradients(_present(a=a, b=b), {"a": d_a, "b": d_b}, inputs),
-    )
+    d_a, d_b = _d_hidden(case)
+    return {
+        "forward": _arrays(a=a, b=b, y_swi=y_swi),
+        "backward": _gradients(_present(a=a, b=b), {"a": d_a, "b": d_b}, inputs),
+    }
 
 
-def _hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """a, b (R, h) and gates (L, k) of a case, rounded to its dtype: the down-projection's inputs."""
-    x, wg, w1, w2, _ = (_leaf(array) for array in (case.x, *case.weights))
-    topk_experts = torch.from_numpy(case.topk_experts).long()
-    a, b = oracle.expert_up(x, oracle.expert_order(topk_experts, case.E), w1, w2)
-    gates = oracle.route(x, wg, case.k, topk_experts=topk_experts).gates
-    return _array(a, case.x.dtype), _array(b, case.x.dtype), _array(gates, case.x.dtype)
+def _d_hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None]:
+    shape = (case.L * case.k, case.weights.w1.shape[2])
+    d_b = None if case.weights.w2 is None else _random(shape, case.x.dtype, seed=3)
+    return _random(shape, case.x.dtype, seed=2), d_b
 
 
-def compare_expert_down(stage: ModuleType, case: Case) -> Iterator[Comparison]:
+# ---- expert_down -----------------------------------------------------------------------------
+
+
+def run_expert_down(stage: Any, case: Case) -> Results:
     """y from y_swi; gradients of a, b, the gates and w3 from that of the layer's output."""
-    topk_experts, w3 = case.topk_experts, case.weights.w3
-    dispatch = build_by_sort(topk_experts, case.E)
-    order = oracle.expert_order(torch.from_numpy(topk_experts).long(), case.E)
-    a, b, gates = _hidden(case)
-    inputs = _present(a=_leaf(a), b=_leaf(b), gates=_leaf(gates), w3=_leaf(w3))
-    exact_y_swi = oracle.activate(inputs["a"], inputs.get("b"), case.activation)
-    y_swi = _array(exact_y_swi, case.x.dtype)
-    yield (
-        "forward",
-        {"y": stage.forward(y_swi, w3, dispatch)},
-        _arrays(y=oracle.expert_down(_leaf(y_swi), order, inputs["w3"])),
-    )
-    out = oracle.combine(oracle.expert_down(exact_y_swi, order, inputs["w3"]), inputs["gates"], order)
-    names = ("d_a", "d_b", "d_gates", "d_w3")
-    yield (
-        "backward",
-        dict(zip(names, stage.backward(case.d_out, gates, a, b, w3, dispatch, case.activation), strict=True)),
-        _gradients({"out": out}, {"out": case.d_out}, inputs),
-    )
+    dispatch, w3 = build_by_sort(case.topk_experts, case.E), case.weights.w3
+    a, b, y_swi, gates = _hidden(case)
+    y = stage.forward(y_swi, w3, dispatch)
+    d_a, d_b, d_gates, d_w3 = stage.backward(case.d_out, gates, a, b, w3, dispatch, case.activation)
+    return {"forward": {"y": y}, "backward": _present(d_a=d_a, d_b=d_b, d_gates=d_gates, d_w3=d_w3)}
 
 
-def compare_combine(stage: ModuleType, case: Case) -> Iterator[Comparison]:
+def expect_expert_down(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_expert_down`."""
+    order, w3 = _order(case), _leaf(case.weights.w3, dtype)
+    a, b, y_swi, gates = (_leaf(array, dtype) for array in _hidden(case))
+    inputs = _present(a=a, b=b, gates=gates, w3=w3)
+    out = oracle.combine(oracle.expert_down(oracle.activate(a, b, case.activation), order, w3), gates, order)
+    return {
+        "forward": _arrays(y=oracle.expert_down(y_swi, order, w3)),
+        "backward": _gradients({"out": out}, {"out": case.d_out}, inputs),
+    }
+
+
+def _hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
+    """a, b, y_swi (R, h) of a case, rounded to its dtype, and its gates (L, k), at least float32."""
+    exact = case.astype(np.float64)
+    x, wg, w1, w2, _ = (_leaf(array, torch.float64) for array in (exact.x, *exact.weights))
+    a, b = (None if t is None else _array(t) for t in oracle.expert_up(x, _order(case), w1, w2))
+    y_swi = reference_activation.forward(a, b, case.activation)
+    gates = oracle.route(x, wg, case.k, topk_experts=torch.from_numpy(case.topk_experts)).gates
+    rounded = (None if array is None else array.astype(case.x.dtype) for array in (a, b, y_swi))
+    return (*rounded, _array(gates).astype(case.logits.dtype))
+
+
+# ---- combine and the layer -------------------------------------------------------------------
+
+
+def run_combine(stage: Any, case: Case) -> Results:
     """The output from y and the gates; gradients of both."""
-    topk_experts = case.topk_experts
-    dispatch = build_by_sort(topk_experts, case.E)
-    order = oracle.expert_order(torch.from_numpy(topk_experts).long(), case.E)
-    y = _random((topk_experts.size, case.x.shape[1]), case.x.dtype, seed=4)
-    gates = _hidden(case)[2]
-    inputs = {"y": _leaf(y), "gates": _leaf(gates)}
-    out = oracle.combine(inputs["y"], inputs["gates"], order)
-    yield "forward", {"out": stage.forward(y, gates, dispatch)}, _arrays(out=out)
-    yield (
-        "backward",
-        dict(zip(("d_y", "d_gates"), stage.backward(case.d_out, y, gates, dispatch), strict=True)),
-        _gradients({"out": out}, {"out": case.d_out}, inputs),
-    )
+    dispatch, y, gates = build_by_sort(case.topk_experts, case.E), _expert_output(case), _hidden(case)[-1]
+    d_y, d_gates = stage.backward(case.d_out, y, gates, dispatch)
+    return {"forward": {"out": stage.forward(y, gates, dispatch)}, "backward": {"d_y": d_y, "d_gates": d_gates}}
 
 
-def compare_layer(stage: ModuleType, case: Case) -> Iterator[Comparison]:
-    """The whole layer's output and every gradient, on the case's own choice of experts."""
+def expect_combine(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_combine`."""
+    inputs = {"y": _leaf(_expert_output(case), dtype), "gates": _leaf(_hidden(case)[-1], dtype)}
+    out = oracle.combine(inputs["y"], inputs["gates"], _order(case))
+    return {"forward": _arrays(out=out), "backward": _gradients({"out": out}, {"out": case.d_out}, inputs)}
+
+
+def _expert_output(case: Case) -> np.ndarray:
+    return _random((case.L * case.k, case.x.shape[1]), case.x.dtype, seed=4)
+
+
+def run_layer(stage: Any, case: Case) -> Results:
+    """The whole layer's output and every gradient."""
     result = stage.forward(case.x, case.weights, case.k, case.activation)
-    x, wg, w1, w2, w3 = (_leaf(array) for array in (case.x, *case.weights))
+    found = stage.backward(case.d_out, result.saved, case.weights)
+    return {"forward": {"out": result.out}, "backward": _present(**found._asdict())}
+
+
+def expect_layer(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_layer`, on the case's own choice of experts."""
+    x, wg, w1, w2, w3 = (_leaf(array, dtype) for array in (case.x, *case.weights))
     routing = oracle.route(x, wg, case.k, topk_experts=torch.from_numpy(case.topk_experts))
     out = oracle.experts(x, routing, w1, w2, w3, case.activation)
-    yield "forward", {"out": result.out}, _arrays(out=out)
     inputs = _present(x=x, wg=wg, w1=w1, w2=w2, w3=w3, gates=routing.gates)
-    expected = _gradients({"out": out}, {"out": case.d_out}, inputs)
-    found = stage.backward(case.d_out, result.saved, case.weights)
-    yield "backward", {name: getattr(found, name) for name in expected}, expected
+    return {"forward": _arrays(out=out), "backward": _gradients({"out": out}, {"out": case.d_out}, inputs)}
 
 
-COMPARE: dict[str, Callable[[ModuleType, Case], Iterator[Comparison]]] = {
-    "gating": compare_gating,
-    "expert_up": compare_expert_up,
-    "expert_down": compare_expert_down,
-    "combine": compare_combine,
-    "layer": compare_layer,
+RUN: dict[str, Callable[[Any, Case], Results]] = {
+    "gating": run_gating,
+    "expert_up": run_expert_up,
+    "expert_down": run_expert_down,
+    "combine": run_combine,
+    "layer": run_layer,
+}
+EXPECT: dict[str, Callable[[Case, torch.dtype], Results]] = {
+    "gating": expect_gating,
+    "expert_up": expect_expert_up,
+    "expert_down": expect_expert_down,
+    "combine": expect_combine,
+    "layer": expect_layer,
 }

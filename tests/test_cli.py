@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from moeblaze_ref import check
+from moeblaze_ref import check, comparisons
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import POLICIES, preset
@@ -59,7 +59,7 @@ def test_check_lists_every_shape_on_request():
 
 
 def test_check_fails_with_status_1(monkeypatch):
-    monkeypatch.setattr(check, "BOUNDS", dict.fromkeys(check.BOUNDS, -1.0))
+    monkeypatch.setattr(comparisons, "BOUNDS", dict.fromkeys(comparisons.BOUNDS, -1.0))
     result = moeblaze("check", "--stage", "dispatch", "--backend", "numpy")
     assert result.exit_code == 1 and "FAIL" in result.stdout and "10 failed" in result.stdout
 
@@ -142,6 +142,6 @@ def test_the_demo_learns_checks_and_plots(tmp_path):
 
 
 def test_the_demo_fails_when_a_check_fails(monkeypatch, tmp_path):
-    monkeypatch.setattr(check, "BOUNDS", dict.fromkeys(check.BOUNDS, -1.0))
+    monkeypatch.setattr(comparisons, "BOUNDS", dict.fromkeys(comparisons.BOUNDS, -1.0))
     result = moeblaze("demo", "--steps", 1, "--out", tmp_path)
     assert result.exit_code == 1 and "FAIL" in result.stdout

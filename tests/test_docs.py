@@ -24,7 +24,7 @@ import torch
 import typer
 from helpers import Shape
 
-from moeblaze_ref import cases, check, cli, config, oracle, units
+from moeblaze_ref import cases, check, cli, comparisons, config, oracle, units
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory import accounting, report
@@ -465,7 +465,7 @@ def check_bounds(notation):
     rows = notation.tables("Numbers")[0]
     bounds = {bare(row["dtype"]): row["bound"] for row in rows}
     stated = {dtype: float(bound) for dtype, bound in bounds.items() if re.fullmatch(r"[\d.e-]+", bound)}
-    assert stated == check.BOUNDS
+    assert stated == comparisons.BOUNDS
     assert bounds.keys() == {"int32", *config.ITEMSIZE}
     assert all(row["of"] == "no stage computes in it yet" for row in rows if bare(row["dtype"]) not in stated)
 
@@ -577,7 +577,7 @@ RIGHT = """# A heading: with `code`
 
 [itself](#a-heading-with-code) [a site](https://nowhere.invalid/page) [a part](ROOT/docs/notation.md#golden-example)
 [`build`](ROOT/moeblaze_ref/numpy_ref/dispatch.py) [`block_exclusive_sum`](ROOT/kernels_cuda/include/common.cuh)
-[`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu) [`COMPARE`](ROOT/moeblaze_ref/comparisons.py)
+[`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu) [`EXPECT`](ROOT/moeblaze_ref/comparisons.py)
 [`TILE`, `dispatch.TILE`][numpy] [numpy][] [`dispatch.py`][numpy]
 `numpy_ref.dispatch.build(topk_experts, 4)` `structures.Dispatch.k` `torch.autograd.grad` `doors.MAX_TOP_K = 32`
 `dispatch/1_dense_map.cu` `kernels_cuda/` `pyproject.toml` `2 * d + 4 * h` `a.b + c`
