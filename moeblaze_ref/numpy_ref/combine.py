@@ -6,14 +6,8 @@ Sources: MoEBlaze (arXiv 2601.05296), section 3.1, for the reduction into (L, d)
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.numpy_ref import DTYPES
-
-
-def _check(y, gates, dispatch):
-    doors.check_dispatch(dispatch)
-    doors.check_tensor("y", y, {"R": dispatch.R, "d": None}, DTYPES)
-    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, (str(y.dtype),))
 
 
 def forward(y, gates, dispatch):
@@ -39,7 +33,7 @@ def forward(y, gates, dispatch):
     TypeError
         If a dtype is not allowed or dispatch is no Dispatch.
     """
-    _check(y, gates, dispatch)
+    stage_doors.check_combine(y, gates, dispatch, DTYPES)
     out = np.zeros((dispatch.L, y.shape[1]), dtype=y.dtype)  # (L, d)
     positions = dispatch.token_index_map.reshape(gates.shape)  # (L, k) into the expert order
     for j in range(dispatch.k):
@@ -71,7 +65,7 @@ def backward(d_out, y, gates, dispatch):
     ValueError, TypeError
         As `forward`.
     """
-    _check(y, gates, dispatch)
+    stage_doors.check_combine(y, gates, dispatch, DTYPES)
     doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": y.shape[1]}, (str(y.dtype),))
     d_y = np.empty_like(y)  # (R, d)
     d_gates = np.empty_like(gates)  # (L, k)

@@ -7,7 +7,7 @@ saved expert output.
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref import stage_doors
 from moeblaze_ref.numpy_ref import DTYPES
 from moeblaze_ref.numpy_ref import activation as activation_stage
 from moeblaze_ref.numpy_ref.dispatch import expert_groups
@@ -38,22 +38,11 @@ def forward(y_swi, w3, dispatch):
     -----
     MoEBlaze, section 5: Y_swi W3. The sum into (L, d) is the combine stage.
     """
-    doors.check_dispatch(dispatch)
-    doors.check_tensor("y_swi", y_swi, {"R": dispatch.R, "h": None}, DTYPES)
-    doors.check_tensor("w3", w3, {"E": dispatch.E, "h": y_swi.shape[1], "d": None}, (str(y_swi.dtype),))
+    stage_doors.check_expert_down_forward(y_swi, w3, dispatch, DTYPES)
     y = np.empty((dispatch.R, w3.shape[2]), dtype=y_swi.dtype)  # (R, d)
     for expert, group, _ in expert_groups(dispatch):
         y[group] = y_swi[group] @ w3[expert]
     return y
-
-
-def _check_backward(d_out, gates, a, w3, dispatch):
-    doors.check_dispatch(dispatch)
-    doors.check_tensor("a", a, {"R": dispatch.R, "h": None}, DTYPES)
-    same = (str(a.dtype),)
-    doors.check_tensor("w3", w3, {"E": dispatch.E, "h": a.shape[1], "d": None}, same)
-    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": w3.shape[2]}, same)
-    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, same)
 
 
 def backward(d_out, gates, a, b, w3, dispatch, activation, y_swi=None):
@@ -94,11 +83,9 @@ def backward(d_out, gates, a, b, w3, dispatch, activation, y_swi=None):
     With dY' = dOut_gathered W3^T: dgate = <dY', Y_swi> per row, dW3 = (gate * Y_swi)^T dOut_gathered,
     dY_swi = gate * dY' (MoEBlaze, section 5; SonicMoE for dgate and the operand gate * Y_swi).
     """
-    _check_backward(d_out, gates, a, w3, dispatch)
+    stage_doors.check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activation, DTYPES)
     if y_swi is None:
         y_swi = activation_stage.forward(a, b, activation)  # (R, h)
-    else:
-        doors.check_tensor("y_swi", y_swi, {"R": a.shape[0], "h": a.shape[1]}, (str(a.dtype),))
     gate = np.empty((dispatch.R, 1), dtype=gates.dtype)  # (R, 1), in expert order
     gate[dispatch.token_index_map] = gates.reshape(-1, 1)
     d_ungated = np.empty_like(a)  # (R, h), the paper's dY'

@@ -8,20 +8,10 @@ kernel gathers one tile at a time. Neither holds the (R, d) buffer.
 
 import numpy as np
 
-from moeblaze_ref import doors
-from moeblaze_ref.config import is_gated
+from moeblaze_ref import stage_doors
 from moeblaze_ref.numpy_ref import DTYPES
 from moeblaze_ref.numpy_ref import activation as activation_stage
 from moeblaze_ref.numpy_ref.dispatch import expert_groups
-
-
-def _check(x, w1, w2, dispatch):
-    doors.check_dispatch(dispatch)
-    doors.check_tensor("x", x, {"L": dispatch.L, "d": None}, DTYPES)
-    same = (str(x.dtype),)
-    doors.check_tensor("w1", w1, {"E": dispatch.E, "d": x.shape[1], "h": None}, same)
-    if w2 is not None:
-        doors.check_tensor("w2", w2, {"E": dispatch.E, "d": x.shape[1], "h": w1.shape[2]}, same)
 
 
 def forward(x, w1, w2, dispatch, activation):
@@ -59,9 +49,8 @@ def forward(x, w1, w2, dispatch, activation):
     -----
     MoEBlaze, sections 3.1 and 5 (Algorithm 1).
     """
-    gated = is_gated(activation)
-    doors.check_second_projection("w2", w2, gated, activation)
-    _check(x, w1, w2, dispatch)
+    stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, DTYPES)
+    gated = w2 is not None
     a = np.empty((dispatch.R, w1.shape[2]), dtype=x.dtype)  # (R, h)
     b = np.empty_like(a) if gated else None  # (R, h)
     for expert, group, tokens in expert_groups(dispatch):
@@ -101,13 +90,8 @@ def backward(d_a, d_b, x, w1, w2, dispatch):
     -----
     MoEBlaze, sections 3.2 and 5: dX = dA W1^T + dB W2^T, dW1 = X^T dA, dW2 = X^T dB.
     """
+    stage_doors.check_expert_up_backward(d_a, d_b, x, w1, w2, dispatch, DTYPES)
     gated = w2 is not None
-    doors.check_second_projection("d_b", d_b, gated)
-    _check(x, w1, w2, dispatch)
-    hidden, same = {"R": dispatch.R, "h": w1.shape[2]}, (str(x.dtype),)
-    doors.check_tensor("d_a", d_a, hidden, same)
-    if gated:
-        doors.check_tensor("d_b", d_b, hidden, same)
     d_x = np.zeros_like(x)  # (L, d)
     d_w1 = np.empty_like(w1)  # (E, d, h)
     d_w2 = np.empty_like(w2) if gated else None  # (E, d, h)

@@ -5,32 +5,11 @@ Sources: MoEBlaze (arXiv 2601.05296), section 2, for the gate; Switch Transforme
 z-loss.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.numpy_ref import DTYPES
-
-
-class Gating(NamedTuple):
-    """What the router decided for every token."""
-
-    probs: np.ndarray  # (L, E) softmax of the logits
-    topk_experts: np.ndarray  # (L, k) int32, best first, ties to the lower expert id
-    gates: np.ndarray  # (L, k) probabilities of the chosen experts
-
-
-def _check_logits(logits):
-    doors.check_tensor("logits", logits, {"L": None, "E": None}, DTYPES)
-    doors.check_int("E", logits.shape[1], at_least=1)
-
-
-def _check_probs(probs, topk_experts):
-    doors.check_tensor("probs", probs, {"L": None, "E": None}, DTYPES)
-    num_tokens, num_experts = probs.shape
-    doors.check_topk_experts(topk_experts, num_experts)
-    doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
+from moeblaze_ref.structures import Gating
 
 
 def top_k(logits, k):
@@ -59,8 +38,7 @@ def top_k(logits, k):
     The choice is made by logits, which the softmax orders alike: probabilities that
     round to the same float would add ties that the logits do not have.
     """
-    _check_logits(logits)
-    doors.check_k(doors.check_int("k", k, at_least=1), logits.shape[1])
+    stage_doors.check_gating_forward(logits, k, DTYPES)
     best_first = np.argsort(-logits, axis=1, kind="stable")  # (L, E)
     return best_first[:, :k].astype(np.int32, order="C")
 
@@ -83,7 +61,7 @@ def softmax(logits):
     TypeError
         If the dtype is not allowed.
     """
-    _check_logits(logits)
+    stage_doors.check_logits(logits, DTYPES)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))  # (L, E), the largest is 1
     return weights / weights.sum(axis=1, keepdims=True)
 
@@ -159,9 +137,7 @@ def backward(d_gates, probs, topk_experts, renormalize=False):
     TypeError
         If a dtype is not allowed.
     """
-    _check_probs(probs, topk_experts)
-    num_tokens, k = topk_experts.shape
-    doors.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (str(probs.dtype),))
+    stage_doors.check_gating_backward(d_gates, probs, topk_experts, DTYPES)
     if renormalize:
         d_gates = _renormalize_backward(d_gates, np.take_along_axis(probs, topk_experts, axis=1))
     d_probs = np.zeros_like(probs)  # (L, E)
@@ -197,7 +173,7 @@ def load_balancing_loss(probs, topk_experts):
     -----
     Switch Transformer's auxiliary loss, with the R = L * k routed rows of a top-k router in place of its L.
     """
-    _check_probs(probs, topk_experts)
+    stage_doors.check_routing(probs, topk_experts, DTYPES)
     num_tokens, num_experts = probs.shape
     mean_probs = probs.sum(axis=0) / max(num_tokens, 1)  # (E,)
     return num_experts * (_expert_share(probs, topk_experts) * mean_probs).sum()
@@ -222,7 +198,7 @@ def load_balancing_loss_backward(probs, topk_experts, d_loss=1.0):
     ValueError, TypeError
         As `backward`, and if ``d_loss`` is no finite number.
     """
-    _check_probs(probs, topk_experts)
+    stage_doors.check_routing(probs, topk_experts, DTYPES)
     d_loss = doors.check_number("d_loss", d_loss)
     num_tokens, num_experts = probs.shape
     scale = d_loss * num_experts / max(num_tokens, 1)
@@ -252,7 +228,7 @@ def router_z_loss(logits):
     ValueError, TypeError
         As `softmax`.
     """
-    _check_logits(logits)
+    stage_doors.check_logits(logits, DTYPES)
     return np.square(_logsumexp(logits)).sum() / max(len(logits), 1)
 
 
@@ -274,6 +250,6 @@ def router_z_loss_backward(logits, d_loss=1.0):
     ValueError, TypeError
         As `softmax`, and if ``d_loss`` is no finite number.
     """
-    _check_logits(logits)
+    stage_doors.check_logits(logits, DTYPES)
     scale = 2.0 * doors.check_number("d_loss", d_loss) / max(len(logits), 1)
     return scale * _logsumexp(logits) * softmax(logits)  # (L, 1) * (L, E)

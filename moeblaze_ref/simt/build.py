@@ -100,7 +100,8 @@ def _run(*command):
     words = [str(word) for word in command]
     result = subprocess.run(words, capture_output=True, text=True)
     if result.returncode:
-        raise SimtCompileError(f"{' '.join(words)}\n{result.stderr}")
+        first_errors = "\n".join(result.stderr.splitlines()[:40])
+        raise SimtCompileError(f"{' '.join(words)}\n{first_errors}")
 
 
 def _own_headers() -> list[Path]:

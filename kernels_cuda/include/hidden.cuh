@@ -1,0 +1,34 @@
+// What happens between the two GEMMs, for one element: the epilogue of the up-projection and,
+// in the backward, of the gradient's down-projection. Compiled for one Scalar and one ACTIVATION.
+#pragma once
+#include "activation.cuh"
+#include "scalar.cuh"
+
+constexpr bool GATED = ACTIVATION::gated;
+
+// y_swi from a and b as they are stored, so that rebuilding it later gives the same bits.
+__device__ __forceinline__ float hidden_activation(Scalar a, Scalar b) {
+    const float act_a = ACTIVATION::act(to_float(a));
+    return GATED ? act_a * to_float(b) : act_a;
+}
+
+// Section 5, Algorithm 1: rounds both projections and stores them and y_swi.
+__device__ __forceinline__ void store_hidden(Scalar* a, Scalar* b, Scalar* y_swi, long long at, float a_sum, float b_sum) {
+    const Scalar a_value = from_float<Scalar>(a_sum), b_value = from_float<Scalar>(GATED ? b_sum : 0.0f);
+    a[at] = a_value;
+    if (GATED) b[at] = b_value;
+    y_swi[at] = from_float<Scalar>(hidden_activation(a_value, b_value));
+}
+
+// Section 5 and SonicMoE: from d = <d_out, w3> of this element and the row's gate, everything
+// that the backward needs of the hidden layer. Returns the element's share of the gate gradient.
+__device__ __forceinline__ float store_hidden_gradients(const Scalar* a, const Scalar* b, Scalar* d_a, Scalar* d_b, Scalar* gated_y,
+                                                        long long at, float d, float gate) {
+    const Scalar a_value = a[at], b_value = GATED ? b[at] : from_float<Scalar>(0.0f);
+    const float y = hidden_activation(a_value, b_value), d_y = gate * d;
+    const float slope = ACTIVATION::slope(to_float(a_value));
+    d_a[at] = from_float<Scalar>(GATED ? d_y * to_float(b_value) * slope : d_y * slope);
+    if (GATED) d_b[at] = from_float<Scalar>(d_y * ACTIVATION::act(to_float(a_value)));
+    gated_y[at] = from_float<Scalar>(gate * y);
+    return d * y;
+}

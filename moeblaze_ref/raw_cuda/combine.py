@@ -1,0 +1,96 @@
+"""The combine in raw CUDA: launches kernels_cuda/combine/."""
+
+from moeblaze_ref import doors, stage_doors
+from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
+from moeblaze_ref.structures import Array, Dispatch
+
+RUNGS = {"1_gather": gemm.WIDE}
+DEFAULT_RUNG = "1_gather"
+GATE_DTYPES = ("float32",)
+
+
+def forward(
+    y: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Array:
+    """The layer's output: the gate-weighted sum of each token's expert outputs.
+
+    Parameters
+    ----------
+    y : array (R, d), float32, float16 or bfloat16
+        Expert outputs in expert order.
+    gates : array (L, k), float32
+    dispatch : Dispatch
+    executor : Executor, optional
+        Default: by where ``y`` lives.
+    rung : str
+        One of ``RUNGS``.
+
+    Returns
+    -------
+    out : array (L, d)
+        Summed in float32 in the order of the slots, rounded once.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_combine`, or if the rung does not compute in this dtype.
+
+    Notes
+    -----
+    MoEBlaze, section 3.1; gather-and-sum as in SonicMoE.
+    """
+    executor, module = _open(y, gates, dispatch, executor, rung)
+    d = y.shape[1]
+    out = executor.empty((dispatch.L, d), str(y.dtype))
+    if out.size:
+        slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
+        module.launch("combine", **gemm.per_element(out.size), y=y, **slots, out=out, L=dispatch.L, d=d, k=dispatch.k)
+    return out
+
+
+def backward(
+    d_out: Array,
+    y: Array,
+    gates: Array,
+    dispatch: Dispatch,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
+) -> tuple[Array, Array]:
+    """Gradients of the expert outputs and the gates, the textbook way: it needs y kept.
+
+    Parameters
+    ----------
+    d_out : array (L, d)
+    y, gates, dispatch, executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    d_y : array (R, d)
+        gate * d_out of the row's token, in expert order.
+    d_gates : array (L, k), float32
+        <d_out, y> per slot.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    executor, module = _open(y, gates, dispatch, executor, rung)
+    d = y.shape[1]
+    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": d}, (str(y.dtype),))
+    d_y, d_gates = executor.empty(y.shape, str(y.dtype)), executor.empty(gates.shape, "float32")
+    if dispatch.R:
+        slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.R, "d": d, "k": dispatch.k}
+        module.launch("d_y", **gemm.per_element(y.size), d_out=d_out, gates=gates, d_y=d_y, **slots)
+        module.launch("d_gates", **gemm.per_element(dispatch.R), d_out=d_out, y=y, d_gates=d_gates, **slots)
+    return d_y, d_gates
+
+
+def _open(y, gates, dispatch, executor, rung):
+    """Checked inputs' executor and kernel file."""
+    stage_doors.check_combine(y, gates, dispatch, gemm.WIDE, GATE_DTYPES)
+    gemm.check_rung("combine", rung, RUNGS, y)
+    executor = executor or executor_for(y)
+    return executor, executor.load(f"combine/{rung}.cu", **gemm.constants(y))

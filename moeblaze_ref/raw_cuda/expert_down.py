@@ -1,0 +1,165 @@
+"""The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
+
+from moeblaze_ref import stage_doors
+from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
+from moeblaze_ref.structures import Array, Dispatch
+
+RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE}
+DEFAULT_RUNG = "2_tiled"
+GATE_DTYPES = ("float32",)
+
+
+def forward(
+    y_swi: Array, w3: Array, dispatch: Dispatch, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Array:
+    """Every routed row's expert output, not yet weighted by its gate, in expert order.
+
+    Parameters
+    ----------
+    y_swi : array (R, h), float32, float16 or bfloat16
+    w3 : array (E, h, d)
+    dispatch : Dispatch
+    executor : Executor, optional
+        Default: by where ``y_swi`` lives.
+    rung : str
+        One of ``RUNGS``.
+
+    Returns
+    -------
+    y : array (R, d)
+        Sums are float32, rounded once.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_expert_down_forward`, or if the rung does not compute in this dtype.
+
+    Notes
+    -----
+    MoEBlaze, section 5.
+    """
+    stage_doors.check_expert_down_forward(y_swi, w3, dispatch, gemm.WIDE)
+    gemm.check_rung("expert_down", rung, RUNGS, y_swi)
+    executor = executor or executor_for(y_swi)
+    _, h, d = w3.shape
+    y = executor.empty((dispatch.R, d), str(y_swi.dtype))
+    if dispatch.R:
+        # The kernel does not depend on the activation.
+        module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(y_swi, "swiglu"))
+        offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
+        module.launch("expert_down", **gemm.rows_launch(rung, dispatch, d), y_swi=y_swi, w3=w3, **offsets, y=y, d=d, h=h)
+    return y
+
+
+def backward(
+    d_out: Array,
+    gates: Array,
+    a: Array,
+    b: Array | None,
+    w3: Array,
+    dispatch: Dispatch,
+    activation: str,
+    y_swi: Array | None = None,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
+) -> tuple[Array, Array | None, Array, Array]:
+    """From the layer's output gradient (L, d) back through gates, w3 and the activation.
+
+    Parameters
+    ----------
+    d_out : array (L, d)
+        Gradient of the layer's output; gathered by index, never expanded to (R, d).
+    gates : array (L, k), float32
+    a : array (R, h), float32, float16 or bfloat16
+    b : array (R, h) or None
+        None exactly for the ungated activations.
+    w3 : array (E, h, d)
+    dispatch : Dispatch
+    activation : str
+        One of ``config.ACTIVATIONS``.
+    y_swi : array (R, h), optional
+        Checked and not read: the epilogue has a and b in registers and rebuilds it there.
+    executor : Executor, optional
+        Default: by where ``a`` lives.
+    rung : str
+        One of ``RUNGS``.
+
+    Returns
+    -------
+    d_a : array (R, h)
+    d_b : array (R, h) or None
+        None for the ungated activations.
+    d_gates : array (L, k), float32
+    d_w3 : array (E, h, d)
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_expert_down_backward`, or if the rung does not compute in this dtype.
+
+    Notes
+    -----
+    MoEBlaze, section 5; SonicMoE for the gate gradient and the operand gate * y_swi of d_w3.
+    """
+    stage_doors.check_expert_down_backward(
+        d_out, gates, a, b, y_swi, w3, dispatch, activation, gemm.WIDE, GATE_DTYPES
+    )
+    gemm.check_rung("expert_down", rung, RUNGS, a)
+    executor = executor or executor_for(a)
+    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(a, activation))
+    d_a, d_b, gated_y, d_gates = _hidden_gradients(executor, module, rung, d_out, gates, a, b, w3, dispatch)
+    return d_a, d_b, d_gates, _weight_gradient(executor, module, rung, gated_y, d_out, w3, dispatch)
+
+
+def _hidden_gradients(executor, module, rung, d_out, gates, a, b, w3, dispatch):
+    """d_a, d_b and gate * y_swi (R, h), and d_gates (L, k)."""
+    _, h, d = w3.shape
+    d_a, gated_y = (executor.empty(a.shape, str(a.dtype)) for _ in range(2))
+    d_b = None if b is None else executor.empty(a.shape, str(a.dtype))
+    d_gates = executor.empty(gates.shape, "float32")
+    if dispatch.R == 0:
+        return d_a, d_b, gated_y, d_gates
+    gate_module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
+    slots = {**gemm.per_element(dispatch.R), "token_index_map": dispatch.token_index_map, "R": dispatch.R}
+    gate_of_row = executor.empty((dispatch.R,), "float32")
+    gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
+    terms = gemm.gate_terms(rung, h)
+    gate_terms = executor.empty((dispatch.R, terms), "float32")
+    module.launch(
+        "d_hidden",
+        **gemm.rows_launch(rung, dispatch, h),
+        d_out=d_out,
+        gate_of_row=gate_of_row,
+        a=a,
+        b=gemm.or_nothing(executor, b, a),
+        w3=w3,
+        expert_token_indices=dispatch.expert_token_indices,
+        expert_token_offsets=dispatch.expert_token_offsets,
+        d_a=d_a,
+        d_b=gemm.or_nothing(executor, d_b, a),
+        gated_y=gated_y,
+        gate_terms=gate_terms,
+        d=d,
+        h=h,
+    )
+    gate_module.launch("d_gates", **slots, gate_terms=gate_terms, d_gates=d_gates, terms=terms)
+    return d_a, d_b, gated_y, d_gates
+
+
+def _weight_gradient(executor, module, rung, gated_y, d_out, w3, dispatch):
+    """d_w3 (E, h, d); experts without rows get zeros."""
+    E, h, d = w3.shape
+    d_w3 = executor.empty(w3.shape, str(w3.dtype))
+    module.launch(
+        "d_w3",
+        **gemm.weights_launch(rung, E, h, d),
+        gated_y=gated_y,
+        d_out=d_out,
+        expert_token_indices=dispatch.expert_token_indices,
+        expert_token_offsets=dispatch.expert_token_offsets,
+        d_w3=d_w3,
+        d=d,
+        h=h,
+    )
+    return d_w3

@@ -1,0 +1,67 @@
+"""What the expert stages' launches share: C types, constants, and what may be absent."""
+
+from typing import Any
+
+import ml_dtypes  # registers bfloat16 with numpy
+
+from moeblaze_ref import doors
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
+from moeblaze_ref.structures import Array, Dispatch
+
+THREADS = 256
+TILE = 64  # tiled_matmul.cuh: rows and columns of a block's result
+C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+WIDE = tuple(C_TYPE)  # dtypes of the rungs without tensor cores
+BFLOAT16 = ml_dtypes.bfloat16
+
+
+def constants(array: Array, activation: str | None = None) -> dict[str, Any]:
+    """Preprocessor constants of a kernel file for this dtype and activation."""
+    chosen = {"Scalar": C_TYPE[str(array.dtype)], "THREADS": THREADS}
+    return chosen if activation is None else chosen | {"ACTIVATION": activation}
+
+
+def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
+    """The array, or an empty one where an ungated activation has none: a pointer that no kernel follows."""
+    return executor.empty((0,), str(like.dtype)) if array is None else array
+
+
+def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: Array):
+    """The rung exists and computes in the array's dtype."""
+    doors.check_name(f"rung of {stage}", rung, rungs)
+    if str(array.dtype) not in rungs[rung]:
+        able = [name for name, dtypes in rungs.items() if str(array.dtype) in dtypes]
+        raise TypeError(
+            f"rung {rung} of {stage} computes in {' or '.join(rungs[rung])}, but x is {array.dtype}"
+            + (f"; rungs for it: {', '.join(able)}" if able else "")
+        )
+
+
+def rows_launch(rung: str, dispatch: Dispatch, width: int) -> dict[str, Any]:
+    """Launch over every routed row and ``width`` columns, each expert's rows apart.
+
+    The naive rung covers the longest group that there can be (L rows) for every expert; the
+    tiled ones cover the most tiles that R rows in E groups can fill, since the device alone
+    knows the lengths. Threads or blocks beyond leave at once.
+    """
+    if rung == "1_naive":
+        return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
+    tiles = dispatch.R // TILE + min(dispatch.E, dispatch.R)
+    return {"grid": (tiles, ceil_div(width, TILE)), "block": THREADS, "E": dispatch.E}
+
+
+def weights_launch(rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
+    """Launch over every element of E matrices (rows, columns)."""
+    if rung == "1_naive":
+        return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
+    return {"grid": (ceil_div(rows, TILE), ceil_div(columns, TILE), num_experts), "block": THREADS}
+
+
+def per_element(elements: int) -> dict[str, Any]:
+    """Launch with one thread an element."""
+    return {"grid": ceil_div(elements, THREADS), "block": THREADS}
+
+
+def gate_terms(rung: str, h: int) -> int:
+    """Partial sums of a row's gate gradient that the rung leaves: one an element, or one a tile of columns."""
+    return h if rung == "1_naive" else ceil_div(h, TILE)

@@ -1,0 +1,89 @@
+"""What the floating-point stages accept, in every backend: shapes that agree, one dtype, finite values."""
+
+from moeblaze_ref import doors
+from moeblaze_ref.config import is_gated
+
+
+def check_logits(logits, dtypes):
+    """logits (L, E), at least one expert."""
+    doors.check_tensor("logits", logits, {"L": None, "E": None}, dtypes)
+    doors.check_int("E", logits.shape[1], at_least=1)
+
+
+def check_gating_forward(logits, k, dtypes):
+    """As `check_logits`, and k experts can be chosen."""
+    check_logits(logits, dtypes)
+    doors.check_k(doors.check_int("k", k, at_least=1), logits.shape[1])
+
+
+def check_routing(probs, topk_experts, dtypes):
+    """probs (L, E) and topk_experts (L, k) belong together."""
+    doors.check_tensor("probs", probs, {"L": None, "E": None}, dtypes)
+    num_tokens, num_experts = probs.shape
+    doors.check_topk_experts(topk_experts, num_experts)
+    doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
+
+
+def check_gating_backward(d_gates, probs, topk_experts, dtypes):
+    """As `check_routing`, and d_gates (L, k) has the dtype of probs."""
+    check_routing(probs, topk_experts, dtypes)
+    num_tokens, k = topk_experts.shape
+    doors.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (str(probs.dtype),))
+
+
+def check_expert_up(x, w1, w2, dispatch, dtypes):
+    """x (L, d), w1 and w2 (E, d, h) and the Dispatch belong together; w2 may be None."""
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("x", x, {"L": dispatch.L, "d": None}, dtypes)
+    same = (str(x.dtype),)
+    doors.check_tensor("w1", w1, {"E": dispatch.E, "d": x.shape[1], "h": None}, same)
+    if w2 is not None:
+        doors.check_tensor("w2", w2, {"E": dispatch.E, "d": x.shape[1], "h": w1.shape[2]}, same)
+
+
+def check_expert_up_forward(x, w1, w2, dispatch, activation, dtypes):
+    """As `check_expert_up`, and w2 is there exactly if the activation is gated."""
+    doors.check_second_projection("w2", w2, is_gated(activation), activation)
+    check_expert_up(x, w1, w2, dispatch, dtypes)
+
+
+def check_expert_up_backward(d_a, d_b, x, w1, w2, dispatch, dtypes):
+    """As `check_expert_up`; d_a and d_b (R, h), the latter exactly if there is a w2."""
+    doors.check_second_projection("d_b", d_b, w2 is not None)
+    check_expert_up(x, w1, w2, dispatch, dtypes)
+    hidden, same = {"R": dispatch.R, "h": w1.shape[2]}, (str(x.dtype),)
+    doors.check_tensor("d_a", d_a, hidden, same)
+    if d_b is not None:
+        doors.check_tensor("d_b", d_b, hidden, same)
+
+
+def check_expert_down_forward(y_swi, w3, dispatch, dtypes):
+    """y_swi (R, h), w3 (E, h, d) and the Dispatch belong together."""
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("y_swi", y_swi, {"R": dispatch.R, "h": None}, dtypes)
+    doors.check_tensor("w3", w3, {"E": dispatch.E, "h": y_swi.shape[1], "d": None}, (str(y_swi.dtype),))
+
+
+def check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activation, dtypes, gate_dtypes=None):
+    """d_out (L, d), gates (L, k), a, b and y_swi (R, h), w3 (E, h, d) and the Dispatch belong together.
+
+    b is there exactly if the activation is gated; y_swi may be None; gates have the dtype of a
+    unless ``gate_dtypes`` names others.
+    """
+    doors.check_second_projection("b", b, is_gated(activation), activation)
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("a", a, {"R": dispatch.R, "h": None}, dtypes)
+    hidden, same = {"R": dispatch.R, "h": a.shape[1]}, (str(a.dtype),)
+    for name, array in (("b", b), ("y_swi", y_swi)):
+        if array is not None:
+            doors.check_tensor(name, array, hidden, same)
+    doors.check_tensor("w3", w3, {"E": dispatch.E, "h": a.shape[1], "d": None}, same)
+    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": w3.shape[2]}, same)
+    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or same)
+
+
+def check_combine(y, gates, dispatch, dtypes, gate_dtypes=None):
+    """y (R, d), gates (L, k) and the Dispatch belong together; gates have the dtype of y unless told otherwise."""
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("y", y, {"R": dispatch.R, "d": None}, dtypes)
+    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or (str(y.dtype),))
