@@ -9,6 +9,7 @@ from cuda.core import Program, ProgramOptions
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import dispatch
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
+from moeblaze_ref.simt.build import cuda_include_dirs
 
 FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
 CONSTANTS = {"dispatch": dispatch.CONSTANTS}
@@ -35,7 +36,7 @@ def usage(source, architecture):
     options = ProgramOptions(
         arch=architecture,
         std="c++17",
-        include_path=[str(path) for path in source.include_dirs],
+        include_path=[str(path) for path in (*source.include_dirs, *cuda_include_dirs())],
         define_macro=[(name, str(value)) for name, value in source.constants.items()] or None,
         ptxas_options="-v",
     )

@@ -5,7 +5,7 @@ from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array, Dispatch
 
-RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE}
+RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW}
 DEFAULT_RUNG = "2_tiled"
 GATE_DTYPES = ("float32",)
 
@@ -41,6 +41,7 @@ def forward(
     """
     stage_doors.check_expert_down_forward(y_swi, w3, dispatch, gemm.WIDE)
     gemm.check_rung("expert_down", rung, RUNGS, y_swi)
+    gemm.check_widths(rung, d=w3.shape[2], h=w3.shape[1])
     executor = executor or executor_for(y_swi)
     _, h, d = w3.shape
     y = executor.empty((dispatch.R, d), str(y_swi.dtype))
@@ -106,6 +107,7 @@ def backward(
         d_out, gates, a, b, y_swi, w3, dispatch, activation, gemm.WIDE, GATE_DTYPES
     )
     gemm.check_rung("expert_down", rung, RUNGS, a)
+    gemm.check_widths(rung, d=w3.shape[2], h=w3.shape[1])
     executor = executor or executor_for(a)
     module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(a, activation))
     d_a, d_b, gated_y, d_gates = _hidden_gradients(executor, module, rung, d_out, gates, a, b, w3, dispatch)

@@ -6,7 +6,7 @@ from moeblaze_ref.raw_cuda.gemm import THREADS
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.structures import Array, Dispatch
 
-RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE}
+RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW}
 DEFAULT_RUNG = "2_tiled"
 
 
@@ -54,13 +54,14 @@ def forward(
     gemm.check_rung("expert_up", rung, RUNGS, x)
     executor = executor or executor_for(x)
     _, d, h = w1.shape
+    gemm.check_widths(rung, d=d, h=h)
     a, y_swi = (executor.empty((dispatch.R, h), str(x.dtype)) for _ in range(2))
     b = None if w2 is None else executor.empty((dispatch.R, h), str(x.dtype))
     if dispatch.R:
         module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, activation))
         module.launch(
             "expert_up",
-            **gemm.rows_launch(rung, dispatch, h),
+            **gemm.rows_launch(rung, dispatch, h, results=1 if w2 is None else 2),
             x=x,
             w1=w1,
             w2=gemm.or_nothing(executor, w2, x),
@@ -115,6 +116,7 @@ def backward(
     """
     stage_doors.check_expert_up_backward(d_a, d_b, x, w1, w2, dispatch, gemm.WIDE)
     gemm.check_rung("expert_up", rung, RUNGS, x)
+    gemm.check_widths(rung, d=w1.shape[1], h=w1.shape[2])
     executor = executor or executor_for(x)
     # These kernels depend on whether there is a gate, not on the activation.
     module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, "silu" if w2 is None else "swiglu"))
@@ -153,7 +155,7 @@ def _weight_gradients(executor, module, rung, d_hidden, x, w1, w2, dispatch):
     d_w2 = None if w2 is None else executor.empty(w2.shape, str(x.dtype))
     module.launch(
         "d_w",
-        **gemm.weights_launch(rung, E, d, h),
+        **gemm.weights_launch(rung, E, d, h, results=1 if w2 is None else 2),
         **d_hidden,
         x=x,
         expert_token_indices=dispatch.expert_token_indices,

@@ -9,9 +9,12 @@ from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
 from moeblaze_ref.structures import Array, Dispatch
 
 THREADS = 256
-TILE = 64  # tiled_matmul.cuh: rows and columns of a block's result
+ROWS = {"2_tiled": 64, "3_mma": 128}  # of a block's result: tiled_matmul.cuh, mma_matmul.cuh
+COLUMNS = 64
+STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 WIDE = tuple(C_TYPE)  # dtypes of the rungs without tensor cores
+NARROW = ("float16", "bfloat16")  # of tensor cores
 BFLOAT16 = ml_dtypes.bfloat16
 
 
@@ -37,24 +40,37 @@ def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: 
         )
 
 
-def rows_launch(rung: str, dispatch: Dispatch, width: int) -> dict[str, Any]:
+def check_widths(rung: str, **widths: int):
+    """Tensor-core rungs move 16 bytes at a time: their rows are multiples of eight elements."""
+    for name, width in widths.items():
+        if rung == "3_mma" and width % 8:
+            raise ValueError(f"{name} is {width}, but rung 3_mma needs a multiple of 8; use rung 2_tiled")
+
+
+def rows_launch(rung: str, dispatch: Dispatch, width: int, results: int = 1) -> dict[str, Any]:
     """Launch over every routed row and ``width`` columns, each expert's rows apart.
 
     The naive rung covers the longest group that there can be (L rows) for every expert; the
     tiled ones cover the most tiles that R rows in E groups can fill, since the device alone
-    knows the lengths. Threads or blocks beyond leave at once.
+    knows the lengths. Threads or blocks beyond leave at once. ``results`` is the number of
+    products that share their rows.
     """
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
-    tiles = dispatch.R // TILE + min(dispatch.E, dispatch.R)
-    return {"grid": (tiles, ceil_div(width, TILE)), "block": THREADS, "E": dispatch.E}
+    tiles = dispatch.R // ROWS[rung] + min(dispatch.E, dispatch.R)
+    return _tiles(rung, (tiles, ceil_div(width, COLUMNS)), results) | {"E": dispatch.E}
 
 
-def weights_launch(rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
+def weights_launch(rung: str, num_experts: int, rows: int, columns: int, results: int = 1) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
-    return {"grid": (ceil_div(rows, TILE), ceil_div(columns, TILE), num_experts), "block": THREADS}
+    return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts), results)
+
+
+def _tiles(rung: str, grid: tuple[int, ...], results: int) -> dict[str, Any]:
+    shared_bytes = STAGE_BYTES * (ROWS[rung] + results * COLUMNS) if rung == "3_mma" else 0
+    return {"grid": grid, "block": THREADS, "shared_bytes": shared_bytes}
 
 
 def per_element(elements: int) -> dict[str, Any]:
@@ -64,4 +80,4 @@ def per_element(elements: int) -> dict[str, Any]:
 
 def gate_terms(rung: str, h: int) -> int:
     """Partial sums of a row's gate gradient that the rung leaves: one an element, or one a tile of columns."""
-    return h if rung == "1_naive" else ceil_div(h, TILE)
+    return h if rung == "1_naive" else ceil_div(h, COLUMNS)

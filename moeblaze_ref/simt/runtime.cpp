@@ -38,6 +38,13 @@ struct Range {
 
 enum class State { READY, AT_BARRIER, AT_WARP, EXITED };
 
+struct AsyncCopy {
+    void* to;
+    const void* from;
+    unsigned bytes;
+    unsigned group;
+};
+
 struct Thread {
     Fiber fiber;
     SimtDim index;
@@ -50,6 +57,14 @@ struct Thread {
     unsigned mask;
     SimtExchange exchange;
     void* brought;  // to the exchange
+    std::vector<AsyncCopy> copies;  // not yet done
+    unsigned group;                 // of the next copy
+
+    void begin_block() {
+        state = State::READY;
+        copies.clear();
+        group = 0;
+    }
 
     bool waits_with(const Thread& other) const {
         return site.line == other.site.line && site.operation == other.site.operation && site.file == other.site.file;
@@ -180,7 +195,7 @@ struct Worker {
         random = Random(launch->seed + 0x632be59bd9b4e019u * (number + 1));
         static_shared.poison();
         dynamic_shared.poison();
-        for (unsigned i = 0; i < num_threads; ++i) pool[i]->state = State::READY;
+        for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
         while (!failed && run_round()) {
         }
         if (failed) warps.clear();
@@ -507,6 +522,24 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site) {
 
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access) {
     worker->access(uint64_t(address), bytes, access, __builtin_return_address(0));
+}
+
+void simt_async_copy(void* shared, const void* global, unsigned bytes) {
+    worker->access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
+    worker->access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
+    Thread& self = *worker->current;
+    self.copies.push_back({shared, global, bytes, self.group});
+}
+
+void simt_async_commit() { ++worker->current->group; }
+
+void simt_async_wait(unsigned pending_groups) {
+    Thread& self = *worker->current;
+    std::erase_if(self.copies, [&](const AsyncCopy& copy) {
+        const bool due = copy.group + pending_groups < self.group;
+        if (due) memcpy(copy.to, copy.from, copy.bytes);
+        return due;
+    });
 }
 
 void simt_trap(SimtSite site) {

@@ -172,6 +172,33 @@ inline unsigned __match_any_sync(unsigned mask, T value, SIMT_HERE) {
     return mine.equal;
 }
 
+template <class T>
+struct SimtReduction {
+    T value;
+    T (*combine)(T, T);
+
+    static void exchange(void* const* lanes) {
+        T total{};
+        bool empty = true;
+        simt_each_lane<SimtReduction>(lanes, [&](unsigned, SimtReduction& mine) {
+            total = empty ? mine.value : mine.combine(total, mine.value);
+            empty = false;
+        });
+        simt_each_lane<SimtReduction>(lanes, [total](unsigned, SimtReduction& mine) { mine.value = total; });
+    }
+};
+#define SIMT_REDUCTION(name, type, expression)                                          \
+    inline type name(unsigned mask, type value, SIMT_HERE) {                            \
+        SimtReduction<type> mine{value, [](type a, type b) -> type { return expression; }}; \
+        simt_warp(mask, SimtReduction<type>::exchange, &mine, SIMT_AT(#name));          \
+        return mine.value;                                                              \
+    }
+SIMT_REDUCTION(__reduce_max_sync, int, a < b ? b : a)
+SIMT_REDUCTION(__reduce_max_sync, unsigned, a < b ? b : a)
+SIMT_REDUCTION(__reduce_min_sync, int, b < a ? b : a)
+SIMT_REDUCTION(__reduce_min_sync, unsigned, b < a ? b : a)
+#undef SIMT_REDUCTION
+
 // ---- integer and math built-ins ----------------------------------------------------------
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

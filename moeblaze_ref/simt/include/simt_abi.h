@@ -40,6 +40,11 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site);
 // Reports an access before it happens (what compiled code does through __tsan_*).
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access);
 
+// cp.async: a copy is checked and counted when it is asked for, and done when it is waited for.
+void simt_async_copy(void* shared, const void* global, unsigned bytes);
+void simt_async_commit();
+void simt_async_wait(unsigned pending_groups);
+
 [[noreturn]] void simt_trap(SimtSite site);
 
 // One registered global buffer: where it lies, and what the launch asked of it.
