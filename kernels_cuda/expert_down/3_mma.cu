@@ -11,12 +11,13 @@
 //              multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel       grid                               block    shared bytes   bytes read                                          bytes written
-// expert_down  R / 128 + min(E, R), ceil(d / 64)  THREADS  36864          8 E blocks + 2 R h D + 2 d h tiles                  2 R d
-// d_hidden     R / 128 + min(E, R), ceil(h / 64)  THREADS  36864          8 E blocks + 8 R C + 2 R d C + 2 d h tiles + 2 R h G  2 R h (1 + G) + 4 R C
-// d_w3         ceil(h / 128), ceil(d / 64), E     THREADS  36864          8 THREADS blocks + 2 R h D + (4 / 8) R d C' ...      2 E h d
-// G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64); tiles is the sum
-// over the experts of ceil(rows / 128); blocks is the whole grid. 2 R d h FLOPs a GEMM.
+// kernel       grid                               block    shared bytes  bytes read                                            bytes written
+// expert_down  R / 128 + min(E, R), ceil(d / 64)  THREADS  36864         8 E blocks + 2 R h D + 2 d h tiles                    2 R d
+// d_hidden     R / 128 + min(E, R), ceil(h / 64)  THREADS  37888         8 E blocks + 8 R C + 2 R d C + 2 d h tiles + 2 R h G  2 R h (1 + G) + 4 R C
+// d_w3         ceil(h / 128), ceil(d / 64), E     THREADS  36864         8 THREADS blocks + 2 R h D + 2 R d H + R d H / 2      2 E h d
+// G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64), H = ceil(h / 128);
+// tiles is the sum over the experts of ceil(rows / 128); blocks is the whole grid. 2 R d h FLOPs
+// a GEMM. Bound: tensor cores.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 #include "mma_matmul.cuh"

@@ -1,23 +1,23 @@
-// expert_up, rung 2: tiles in shared memory.
+// expert_up, rung 3: tensor cores.
 //
 // Purpose      a = x w1, b = x w2, y_swi = act(a) * b for every routed row, and the gradients
 //              of x, w1 and w2.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5 (Algorithm 1).
-// Idea         A block computes 64 x 64 results from tiles that its threads share: an element
-//              of x or of a weight is read once for 64 results, not once for each. A block's
-//              rows belong to one expert; the device finds which (no padding, no host).
+// Idea         The kernels of rung 2 on mma_matmul: tiles arrive by cp.async while others are
+//              multiplied by mma.sync; gathered rows arrive like any other.
 // Runs on      sm_80 and newer; SIMT executor.
-// Constants    Scalar storage of s bytes, ACTIVATION, THREADS = 256 per block.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; THREADS = 256 per block. d and h are
+//              multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel     grid                                     block    shared bytes     bytes read                                              bytes written
-// expert_up  R / 64 + min(E, R), ceil(h / 64)         THREADS  268 + 4352 (1 + G)  8 E blocks + 4 R C + s R d C + s d h G tiles         s R h (1 + G)
-// d_x_rows   R / 64 + min(E, R), ceil(d / 64)         THREADS  12 + 8704 G      8 E blocks + s R h G D + s d h G tiles                  s R d
-// sum_rows   ceil(L d / THREADS)                      THREADS  0                4 R d + s R d                                           s L d
-// d_w        ceil(d / 64), ceil(h / 64), E            THREADS  4352 (1 + G)     8 THREADS blocks + 4 R d C + s R d C + s R h G D        s E d h G
-// G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64); tiles is the sum
-// over the experts of ceil(rows / 64); blocks is the whole grid. 2 R d h G FLOPs a GEMM.
-// Bound: shared memory: a thread reads 8 floats for 16 products.
+// kernel     grid                               block    shared bytes        bytes read                                                bytes written
+// expert_up  R / 128 + min(E, R), ceil(h / 64)  THREADS  25088 + 12288 G     8 E blocks + 4 R C + 2 R d C + 2 d h G tiles              2 R h (1 + G)
+// d_x_rows   R / 128 + min(E, R), ceil(d / 64)  THREADS  36864               8 E blocks + 2 R h G D + 2 d h G tiles                    2 R d
+// sum_rows   ceil(L d / THREADS)                THREADS  0                   4 R d + 2 R d                                             2 L d
+// d_w        ceil(d / 128), ceil(h / 64), E     THREADS  24576 + 12288 G     8 THREADS blocks + 2 R d C + R d C / 2 + 2 R h G W        2 E d h G
+// G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64), W = ceil(d / 128);
+// tiles is the sum over the experts of ceil(rows / 128); blocks is the whole grid. 2 R d h G FLOPs
+// a GEMM. Bound: tensor cores.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 #include "mma_matmul.cuh"

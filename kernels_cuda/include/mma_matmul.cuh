@@ -82,11 +82,9 @@ struct WarpResults {
     }
 };
 
-// Bytes of dynamic shared memory that mma_matmul needs.
-constexpr int mma_shared_bytes(int results) { return STAGES * DEPTH * (ROWS + results * COLUMNS) * 2; }
-
 // results += A B for every result; a(row, p) and b(result, column, p) say where eight elements
 // along the operand's axis begin, or null. p is a multiple of 8 along DEPTH, the side along SIDE.
+// Needs STAGES * DEPTH * (ROWS + RESULTS * COLUMNS) * 2 bytes of dynamic shared memory.
 template <Along A_ALONG, Along B_ALONG, int RESULTS, class A, class B>
 __device__ void mma_matmul(WarpResults<RESULTS>& results, int depth, A a, B b) {
     using OperandA = Operand<ROWS, A_ALONG>;

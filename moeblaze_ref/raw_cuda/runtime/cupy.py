@@ -1,13 +1,12 @@
 """The CuPy executor: the same kernel files, compiled by NVRTC and run on a GPU."""
 
 import functools
+
 import cupy
 import numpy as np
 
 from moeblaze_ref.raw_cuda.runtime.poison import poison
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module
-
-STATIC_LIMIT = 48 * 1024  # bytes of dynamic shared memory that a kernel gets without asking
 
 
 class CupyExecutor:
@@ -62,6 +61,6 @@ class CupyModule(Module):
     def _run(self, kernel, grid, block, shared_bytes, values):
         """Queue the kernel on the current stream."""
         function = self._module.get_function(kernel)
-        if shared_bytes > STATIC_LIMIT:
-            function.max_dynamic_shared_size_bytes = shared_bytes
+        if shared_bytes:
+            function.max_dynamic_shared_size_bytes = shared_bytes  # with static memory it may pass the default 48 KiB
         function(grid, block, tuple(values), shared_mem=shared_bytes)

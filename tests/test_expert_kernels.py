@@ -1,0 +1,222 @@
+"""The expert stages in raw CUDA: every rung, dtype and activation on the CPU, what they ask of memory, and teeth."""
+
+from contextlib import nullcontext
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from headers import evaluate, stated
+
+from moeblaze_ref import comparisons
+from moeblaze_ref.backends import OpenStage
+from moeblaze_ref.cases import make_case
+from moeblaze_ref.config import ACTIVATIONS
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.paths import kernels_dir
+from moeblaze_ref.raw_cuda import combine, expert_down, expert_up
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+
+STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
+EVERY = [
+    (stage, rung, dtype) for stage, module in STAGES.items() for rung, able in module.RUNGS.items() for dtype in able
+]
+RAGGED = make_case(137, 24, 72, 5, 3, "zipf", "no tile divides it")
+
+
+def opened(stage, rung, seed=0):
+    """The stage as numpy functions on the SIMT executor."""
+    return on(stage, rung, SimtExecutor(seed=seed))
+
+
+def on(stage, rung, executor):
+    """The stage as numpy functions on a given executor."""
+    options = {"executor": executor, "rung": rung}
+    return OpenStage(STAGES[stage], nullcontext, executor.from_numpy, executor.to_numpy, options)
+
+
+def verdicts(stage, rung, case, dtype, **options):
+    """{direction: (error, bound)} of a rung on a case in a dtype."""
+    rounded = case.astype(dtype)
+    found = comparisons.RUN[stage](opened(stage, rung, **options), rounded)
+    exact, peer = (comparisons.EXPECT[stage](rounded, t) for t in (torch.float64, getattr(torch, dtype)))
+    return {d: comparisons.judge(found[d], exact[d], dtype, peer[d]) for d in exact}
+
+
+def assert_right(*arguments, **options):
+    for direction, (error, bound) in verdicts(*arguments, **options).items():
+        assert error <= bound, direction
+
+
+@pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
+def test_a_ragged_shape(stage, rung, dtype):
+    assert_right(stage, rung, RAGGED, dtype)
+
+
+@pytest.mark.parametrize(("stage", "rung"), [(s, r) for s, module in STAGES.items() for r in module.RUNGS])
+@pytest.mark.parametrize(
+    "case",
+    [
+        make_case(1, 8, 16, 4, 2, name="one token"),
+        make_case(9, 8, 16, 4, 4, name="k = E"),
+        make_case(150, 16, 8, 5, 1, "hot", "one expert gets all"),
+        make_case(41, 8, 16, 8, 2, "empty", "empty experts"),
+        make_case(0, 8, 16, 4, 2, name="no tokens"),
+        make_case(40, 8, 8, 70, 8, name="more experts than a warp"),
+        make_case(33, 80, 136, 3, 2, name="several tiles each way"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_hard_shapes(stage, rung, case):
+    assert_right(stage, rung, case, STAGES[stage].RUNGS[rung][-1])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("stage", "rung"), [(s, r) for s in ("expert_up", "expert_down") for r in expert_up.RUNGS])
+def test_every_activation(stage, rung, activation):
+    case = make_case(37, 16, 24, 5, 2, activation=activation)
+    assert_right(stage, rung, case, STAGES[stage].RUNGS[rung][0])
+
+
+@pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
+def test_every_order_of_threads_gives_the_same_bits(stage, rung, dtype):
+    case = make_case(70, 16, 24, 3, 2).astype(dtype)
+    first, second = (comparisons.RUN[stage](opened(stage, rung, seed), case) for seed in (0, 7))
+    for direction in first:
+        for name, array in first[direction].items():
+            np.testing.assert_array_equal(array, second[direction][name], err_msg=name)
+
+
+# ---- bytes -----------------------------------------------------------------------------------
+
+
+def counted(stage, rung, case):
+    """The launches of a stage's forward and backward."""
+    executor = SimtExecutor()
+    with executor.recording() as launches:
+        comparisons.RUN[stage](on(stage, rung, executor), case)
+    return launches
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
+@pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
+def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dtype, activation):
+    case = make_case(137, 24, 72, 5, 3, "zipf", activation=activation).astype(dtype)
+    lengths = np.diff(build_by_sort(case.topk_experts, case.E).expert_token_offsets)
+    d, h = case.weights.w1.shape[1:]
+    symbols = {"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256}
+    symbols |= {"s": np.dtype(case.x.dtype).itemsize, "G": 2 if activation == "swiglu" else 1}
+    symbols |= {"C": -(-h // 64), "D": -(-d // 64), "H": -(-h // 128), "W": -(-d // 128)}
+    rows = {"2_tiled": 64, "3_mma": 128}.get(rung, 1)
+    symbols |= {"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // 64)}
+    headers = stated(f"{stage}/{rung}.cu")
+    if stage == "expert_down":
+        headers |= stated("expert_down/0_gates.cu")
+    launches = counted(stage, rung, case)
+    assert {launch.kernel for launch in launches} == headers.keys()
+    for launch in launches:
+        symbols["blocks"] = int(np.prod(launch.grid))
+        header = headers[launch.kernel]
+        assert launch.read_bytes == evaluate(header.read, symbols), f"{launch.kernel} reads {header.read}"
+        assert launch.written_bytes == evaluate(header.written, symbols), f"{launch.kernel} writes {header.written}"
+
+
+# ---- doors -----------------------------------------------------------------------------------
+
+
+def test_a_rung_says_which_dtypes_and_widths_it_takes():
+    case = make_case(5, 12, 16, 3, 2)
+    dispatch, (_, w1, w2, _) = build_by_sort(case.topk_experts, case.E), case.astype("float32").weights
+    x = case.x.astype("float32")
+    with pytest.raises(TypeError, match="rung 3_mma of expert_up computes in float16 or bfloat16, but x is float32"):
+        expert_up.forward(x, w1, w2, dispatch, "swiglu", rung="3_mma")
+    narrow = [array.astype(ml_dtypes.bfloat16) for array in (x, w1, w2)]
+    with pytest.raises(ValueError, match="d is 12, but rung 3_mma needs a multiple of 8; use rung 2_tiled"):
+        expert_up.forward(*narrow, dispatch, "swiglu", rung="3_mma")
+    with pytest.raises(ValueError, match="unknown rung of expert_up '2_tile'. Did you mean '2_tiled'"):
+        expert_up.forward(x, w1, w2, dispatch, "swiglu", rung="2_tile")
+    with pytest.raises(TypeError, match="w1 has dtype float32, but it must be bfloat16"):
+        expert_up.forward(narrow[0], w1, w2, dispatch, "swiglu")
+
+
+def test_gates_are_float32():
+    y, gates = np.ones((2, 8), np.float32), np.ones((1, 2))
+    dispatch = build_by_sort(np.array([[0, 1]], np.int32), 2)
+    with pytest.raises(TypeError, match="gates has dtype float64, but it must be float32"):
+        combine.forward(y, gates, dispatch)
+
+
+# ---- planted faults --------------------------------------------------------------------------
+
+FAULTS = {
+    "up naive: unscaled row": ("expert_up", "1_naive", "expert_token_indices[at.row] * d", "at.row % 7 * d"),
+    "up naive: wrong expert": ("expert_up", "1_naive", "(long long)blockIdx.y * d * h + at.column", "at.column"),
+    "up naive: drops the last input": ("expert_up", "1_naive", "for (int p = 0; p < d; ++p)", "for (int p = 0; p < d - 1; ++p)"),
+    "up naive: drops a slot": ("expert_up", "1_naive", "for (int j = 0; j < k; ++j)", "for (int j = 1; j < k; ++j)"),
+    "up naive: drops a row": ("expert_up", "1_naive", "for (int row = begin; row < end; ++row)", "for (int row = begin + 1; row < end; ++row)"),
+    "up tiled: no barrier after the tokens": ("expert_up", "2_tiled", "tokens[threadIdx.x] = expert_token_indices[tile.first + threadIdx.x];\n    __syncthreads();", "tokens[threadIdx.x] = expert_token_indices[tile.first + threadIdx.x];"),
+    "up tiled: row of another expert": ("expert_up", "2_tiled", "if (row < tile.rows && j < h) store_hidden", "if (j < h) store_hidden"),
+    "up tiled: tiles read too early": ("expert_up", "2_tiled", "[&](int side, int p) { return b(r, side, p); });\n        __syncthreads();", "[&](int side, int p) { return b(r, side, p); });"),
+    "up tiled: tiles written too early": ("expert_up", "2_tiled", "        __syncthreads();  // all have read", "        // all have read"),
+    "up tiled: sum of one slot": ("expert_up", "2_tiled", "for (int j = 0; j < k; ++j) sum +=", "for (int j = 0; j < 1; ++j) sum +="),
+    "up mma: does not wait": ("expert_up", "3_mma", "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
+    "up mma: no barrier after waiting": ("expert_up", "3_mma", "        __syncthreads();  // the stage has arrived", "        // the stage has arrived"),
+    "up mma: stale stage": ("expert_up", "3_mma", "*target = Chunk{{0, 0, 0, 0}};", ";"),
+    "up mma: B not transposed": ("expert_up", "3_mma", "ldmatrix_x4_transposed(registers,", "ldmatrix_x4(registers,"),
+    "up mma: halves of B swapped": ("expert_up", "3_mma", "{b_fragments[0], b_fragments[1]}", "{b_fragments[1], b_fragments[0]}"),
+    "up: activation of b": ("expert_up", "2_tiled", "GATED ? act_a * to_float(b) : act_a", "act_a"),
+    "down naive: unscaled gate": ("expert_down", "1_naive", "d_y = gate * d;", "d_y = d;"),
+    "down naive: gradient not gathered": ("expert_down", "1_naive", "const long long token = (long long)expert_token_indices[at.row] * d;", "const long long token = at.row % 7 * d;"),
+    "down naive: slope left out": ("expert_down", "1_naive", "d_y * to_float(b_value) * slope", "d_y * to_float(b_value)"),
+    "down tiled: gate term of one column": ("expert_down", "2_tiled", "column < TILE; ++column) term +=", "column < 1; ++column) term +="),
+    "down tiled: no barrier before the terms": ("expert_down", "2_tiled", "    });\n    __syncthreads();\n    if (threadIdx.x < tile.rows)", "    });\n    if (threadIdx.x < tile.rows)"),
+    "down mma: last columns": ("expert_down", "3_mma", "return i < d ? &w3", "return i < d - 8 ? &w3"),
+    "down gates: order of slots": ("expert_down", "0_gates", "gate_of_row[token_index_map[slot]] = gates[slot];", "gate_of_row[slot] = gates[slot];"),
+    "down gates: gradient of a neighbour": ("expert_down", "0_gates", "(long long)token_index_map[slot] * terms", "slot * terms"),
+    "combine: unscaled gate": ("combine", "1_gather", "sum += gates[slot] * to_float(", "sum += to_float("),
+    "combine: one slot": ("combine", "1_gather", "for (int j = 0; j < k; ++j)", "for (int j = 0; j < 1; ++j)"),
+    "combine: zeros": ("combine", "1_gather", "out[index] = from_float<Scalar>(sum);", "out[index] = from_float<Scalar>(0.0f);"),
+    "combine: d_y unscaled": ("combine", "1_gather", "gates[slot] * to_float(d_out[", "to_float(d_out["),
+}
+
+
+def inlined(file):
+    """A kernel file with the project's own headers in it, so that a fault can be planted anywhere."""
+    text = (kernels_dir() / file).read_text()
+    included = set()
+    while '#include "' in text:
+        name = text.split('#include "')[1].split('"')[0]
+        body = (kernels_dir() / "include" / name).read_text().replace("#pragma once", "")
+        text = text.replace(f'#include "{name}"\n', body if name not in included else "", 1)
+        included.add(name)
+    return text
+
+
+class Planted(SimtExecutor):
+    """An executor with one fault in one file."""
+
+    def __init__(self, fault):
+        super().__init__(seed=3)
+        stage, file, self.right, self.wrong = FAULTS[fault]
+        self.file = f"{stage}/{file}.cu"
+        self.text = inlined(self.file)
+        assert self.right in self.text, f"the kernels no longer hold {self.right!r}: update the fault"
+
+    def load(self, file, **constants):
+        text = self.text.replace(self.right, self.wrong) if file == self.file else None
+        return super().load(file, text=text, **constants)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault):
+    stage, rung = FAULTS[fault][:2]
+    rung = rung if rung in STAGES[stage].RUNGS else "1_naive"
+    dtype = STAGES[stage].RUNGS[rung][0]
+    case = RAGGED.astype(dtype)
+    try:
+        found = comparisons.RUN[stage](on(stage, rung, Planted(fault)), case)
+    except KernelFault:
+        return
+    exact, peer = (comparisons.EXPECT[stage](case, t) for t in (torch.float64, getattr(torch, dtype)))
+    pairs = [comparisons.judge(found[d], exact[d], dtype, peer[d]) for d in exact]
+    assert any(not error <= bound for error, bound in pairs)
