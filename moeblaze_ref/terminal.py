@@ -50,7 +50,7 @@ def check_table(rows: list[Row], every_shape: bool = False) -> Table:
 
 def _cells(row: Row, shapes: int) -> list[str | Text]:
     where = f"{row.backend} {row.rung}" if row.rung else row.backend
-    bound = "-" if row.bound is None else f"{row.bound:g}"
+    bound = "-" if row.bound is None else f"{row.bound:.2g}"
     numbers = str(shapes), _number(row.error), bound
     return [row.stage, row.direction, where, row.dtype, *numbers, _result(row), row.shape or "-"]
 
