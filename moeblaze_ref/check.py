@@ -20,7 +20,8 @@ from moeblaze_ref.backends import BACKENDS, STAGES, Backend
 from moeblaze_ref.cases import Case, standard_cases
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
 
-SIMULATOR_ROWS = 32  # routed rows that Numba's simulator gets through in a second or two
+# What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
+SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
 
     if EXECUTOR == "cuda":
         return list(cases)
-    small = [case.head(SIMULATOR_ROWS // case.k) for case in cases if case.E <= 8]
+    small = [case.head(SIMULATOR_ROWS // case.k) for case in cases if case.weights.w1.size <= SIMULATOR_WEIGHTS]
     return [case for case in small if case.L * case.k <= SIMULATOR_ROWS]
 
 

@@ -1,7 +1,7 @@
 """What the floating-point stages accept, in every backend: shapes that agree, one dtype, finite values."""
 
 from moeblaze_ref import doors
-from moeblaze_ref.config import is_gated
+from moeblaze_ref.config import MoEConfig, is_gated
 
 
 def check_logits(logits, dtypes):
@@ -74,12 +74,12 @@ def check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activati
     doors.check_dispatch(dispatch)
     doors.check_tensor("a", a, {"R": dispatch.R, "h": None}, dtypes)
     hidden, same = {"R": dispatch.R, "h": a.shape[1]}, (str(a.dtype),)
-    for name, array in (("b", b), ("y_swi", y_swi)):
-        if array is not None:
-            doors.check_tensor(name, array, hidden, same)
     doors.check_tensor("w3", w3, {"E": dispatch.E, "h": a.shape[1], "d": None}, same)
     doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": w3.shape[2]}, same)
     doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or same)
+    for name, array in (("b", b), ("y_swi", y_swi)):
+        if array is not None:
+            doors.check_tensor(name, array, hidden, same)
 
 
 def check_combine(y, gates, dispatch, dtypes, gate_dtypes=None):
@@ -87,3 +87,21 @@ def check_combine(y, gates, dispatch, dtypes, gate_dtypes=None):
     doors.check_dispatch(dispatch)
     doors.check_tensor("y", y, {"R": dispatch.R, "d": None}, dtypes)
     doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or (str(y.dtype),))
+
+
+def check_layer(x, weights, k, activation, dtypes):
+    """x (L, d), the weights (wg, w1, w2, w3), k and the activation describe one layer."""
+    gated = is_gated(activation)
+    doors.check_second_projection("w2", weights.w2, gated, activation)
+    doors.check_tensor("x", x, {"L": None, "d": None}, dtypes)
+    num_tokens, d = x.shape
+    same = (str(x.dtype),)
+    doors.check_tensor("wg", weights.wg, {"d": d, "E": None}, same)
+    num_experts = weights.wg.shape[1]
+    doors.check_tensor("w1", weights.w1, {"E": num_experts, "d": d, "h": None}, same)
+    h = weights.w1.shape[2]
+    if gated:
+        doors.check_tensor("w2", weights.w2, {"E": num_experts, "d": d, "h": h}, same)
+    doors.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
+    # The configuration's own door checks the sizes, k and R.
+    MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=str(x.dtype))

@@ -1,10 +1,18 @@
-"""The four index structures that replace the routed-token buffer (MoEBlaze, section 4.1)."""
+"""What the router decides, and the four index structures made of it (MoEBlaze, sections 2 and 4.1)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
+
+
+class Gating(NamedTuple):
+    """What the router decided for every token (MoEBlaze, section 2)."""
+
+    probs: Array  # (L, E) softmax of the logits
+    topk_experts: Array  # (L, k) int32, best first, ties to the lower expert id
+    gates: Array  # (L, k) probabilities of the chosen experts, or those over their sum
 
 
 @dataclass(frozen=True, eq=False)

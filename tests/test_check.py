@@ -59,7 +59,7 @@ def test_every_stage_of_the_specification_passes():
 def test_dispatch_passes_in_every_backend_that_needs_no_gpu():
     rows = check.run(["dispatch"], ["numpy", "numba", "simt"])
     assert check.passed(rows) and {row.backend for row in rows} == {"numpy", "numba", "simt"}
-    assert {row.rung for row in rows if row.backend == "simt"} == {"1_dense_map"}
+    assert {row.rung for row in rows if row.backend == "simt"} == {"1_dense_map", "2_bitmap", "3_single_pass"}
     assert {row.error for row in rows} == {0.0}
 
 

@@ -7,12 +7,15 @@ import pytest
 from cuda.core import Program, ProgramOptions
 
 from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import dispatch
+from moeblaze_ref.raw_cuda import dispatch, gating
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 from moeblaze_ref.simt.build import cuda_include_dirs
 
 FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
-CONSTANTS = {"dispatch": dispatch.CONSTANTS}
+CONSTANTS = {
+    "dispatch": dispatch.constants("3_single_pass", 1024),
+    "gating": gating.constants("2_warp", 1024),
+}
 ARCHITECTURES = {"sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100")}
 USAGE = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
@@ -45,9 +48,8 @@ def usage(source, architecture):
     return {report.pop("kernel"): {name: int(number) for name, number in report.items()} for report in reports}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_kernel_file_compiles_without_spills_or_stack(file):
-    source = read(file)
+def assert_fits(source):
+    """No kernel of the file spills or uses local memory, on any architecture that its header names."""
     for architecture in architectures(source):
         found = usage(source, architecture)
         assert found.keys() == source.kernels.keys()
@@ -56,6 +58,25 @@ def test_a_kernel_file_compiles_without_spills_or_stack(file):
             print(report)
             assert used["stack"] == used["stores"] == used["loads"] == 0, report
             assert 0 < used["registers"] <= 255, report
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_kernel_file_compiles_without_spills_or_stack(file):
+    assert_fits(read(file))
+
+
+@pytest.mark.parametrize("num_experts", [1, 64, 128, 1024])  # tiles of 4, 8, 16 and 32 rows a thread
+def test_every_tile_of_the_dispatch_fits_into_registers(num_experts):
+    file = "dispatch/3_single_pass.cu"
+    assert_fits(KernelSource.read(file, dispatch.constants("3_single_pass", num_experts)))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("num_experts", [32, 64, 128, 256, 512, 1024])
+def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
+    for rung in gating.RUNGS:
+        constants = gating.constants(rung, num_experts, renormalize)
+        assert_fits(KernelSource.read(f"gating/{rung}.cu", constants))
 
 
 def test_a_spill_would_be_seen():

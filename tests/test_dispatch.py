@@ -1,7 +1,10 @@
-"""Dispatch in every backend: the same bits, the invariants, and faults that cannot pass."""
+"""Dispatch in every backend and rung: the same bits, the invariants, and faults that cannot pass."""
+
+import re
 
 import numpy as np
 import pytest
+from headers import evaluate, stated
 from helpers import assert_invariants, routings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,107 +12,174 @@ from hypothesis import strategies as st
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.check import differing_elements
+from moeblaze_ref.doors import MAX_EXPERTS
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.raw_cuda.dispatch import RUNGS, THREADS
+from moeblaze_ref.raw_cuda.runtime import ceil_div
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 
-HERE = ("numpy", "numba", "simt")  # the backends that need no GPU
+HERE = [("numpy", None), ("numba", None), *(("simt", rung) for rung in RUNGS)]  # what needs no GPU
+
+every_backend = pytest.mark.parametrize(("backend", "rung"), HERE)
+every_rung = pytest.mark.parametrize("rung", RUNGS)
 
 
-def build(backend, topk_experts, num_experts):
+def build(backend, rung, topk_experts, num_experts):
     """A backend's Dispatch as numpy arrays, its outputs poisoned before they are written."""
-    rung = next(iter(BACKENDS[backend].rungs("dispatch")))
     return BACKENDS[backend].open("dispatch", rung).build(topk_experts, num_experts)
 
 
-@pytest.mark.parametrize("backend", HERE)
-def test_the_papers_example(backend):
-    found = build(backend, GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
+@every_backend
+def test_the_papers_example(backend, rung):
+    found = build(backend, rung, GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
     assert differing_elements(found, GOLDEN_DISPATCH) == 0
+
+
+def test_the_default_is_the_last_rung():
+    assert raw_dispatch.DEFAULT_RUNG == list(RUNGS)[-1] == "3_single_pass"
+    executor = SimtExecutor()
+    with executor.recording() as launches:
+        raw_dispatch.build(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS, executor=executor)
+    assert [launch.kernel for launch in launches] == ["count_tiles", "scan_tiles", "route_tiles"]
 
 
 SIZES = {"numpy": (400, 40), "numba": (20, 6), "simt": (700, 40)}  # most tokens and experts
 
 
-@pytest.mark.parametrize("backend", HERE)
+@every_backend
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_invariants_of_random_routings(backend, data):
+def test_invariants_of_random_routings(backend, rung, data):
     most_tokens, most_experts = SIZES[backend]
     topk_experts, num_experts = data.draw(routings(most_tokens, most_experts))
     topk_experts = topk_experts[:, :32].copy()  # the kernels' limit
-    assert_invariants(build(backend, topk_experts, num_experts), topk_experts, num_experts)
+    assert_invariants(build(backend, rung, topk_experts, num_experts), topk_experts, num_experts)
 
 
+@every_rung
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "k", "routing"),
     [
         (0, 7, 3, "uniform"),
+        (1, 1, 1, "uniform"),
         (1, 1024, 32, "uniform"),
         (300, 1024, 32, "zipf"),
         (257, 1, 1, "uniform"),
         (1000, 32, 32, "uniform"),
+        (2048, 33, 1, "uniform"),  # full tiles, full words
         (4096, 64, 6, "hot"),
+        (9001, 5, 2, "empty"),
+        (3001, 700, 8, "empty"),
         (65_536, 16, 4, "zipf"),
     ],
 )
-def test_the_raw_kernels_at_their_limits(num_tokens, num_experts, k, routing):
+def test_the_raw_kernels_at_their_limits(rung, num_tokens, num_experts, k, routing):
     topk_experts = random_topk(num_tokens, num_experts, k, routing)
-    found = build("simt", topk_experts, num_experts)
+    found = build("simt", rung, topk_experts, num_experts)
     assert differing_elements(found, build_by_sort(topk_experts, num_experts)) == 0
 
 
-def test_the_plain_build_gives_the_same_bits():
+@every_rung
+def test_the_plain_build_gives_the_same_bits(rung):
     topk_experts = random_topk(5000, 16, 4, "zipf")
-    found = raw_dispatch.build(topk_experts, 16, executor=SimtExecutor(instrumented=False))
+    found = raw_dispatch.build(topk_experts, 16, executor=SimtExecutor(instrumented=False), rung=rung)
     assert differing_elements(found, build_by_sort(topk_experts, 16)) == 0
 
 
+@every_rung
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_every_order_of_threads_gives_the_same_bits(seed):
+def test_every_order_of_threads_gives_the_same_bits(rung, seed):
     topk_experts = random_topk(600, 8, 3, "zipf")
-    found = raw_dispatch.build(topk_experts, 8, executor=SimtExecutor(seed=seed))
+    found = raw_dispatch.build(topk_experts, 8, executor=SimtExecutor(seed=seed), rung=rung)
     assert differing_elements(found, build_by_sort(topk_experts, 8)) == 0
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(1000, 16, 4), (513, 8, 1), (70, 300, 32)])
-def test_the_kernels_ask_for_the_bytes_that_their_header_states(num_tokens, num_experts, k):
-    L, E, R, THREADS = num_tokens, num_experts, num_tokens * k, raw_dispatch.THREADS
-    stated = {
-        "dense_map": (4 * R, 4 * L * E + 8 * R),
-        "expert_lengths": (4 * L * E, 4 * E),
-        "expert_offsets": (4 * E, 4 * E + 4),
-        "route_indices": (4 * L * E + 4 * E * THREADS + 2 * R * (k + 1), 8 * R),
+def test_the_constants_fit_every_number_of_experts():
+    for num_experts in range(1, MAX_EXPERTS + 1):
+        constants = raw_dispatch.constants("3_single_pass", num_experts)
+        tile = constants["ROWS"] * THREADS
+        assert num_experts <= 2 ** constants["EXPERT_BITS"] <= max(2, 2 * num_experts - 1)
+        assert tile == min(8192, max(1024, 32 * 2 ** constants["EXPERT_BITS"])) and tile >= min(8192, 32 * num_experts)
+
+
+# ---- what the headers state ----------------------------------------------------------------
+
+
+def symbols(num_tokens, num_experts, k):
+    """Those of the headers' formulas."""
+    R, ROWS = num_tokens * k, raw_dispatch.rows_per_thread(num_experts)
+    return {
+        "L": num_tokens,
+        "E": num_experts,
+        "k": k,
+        "R": R,
+        "THREADS": THREADS,
+        "WORDS": ceil_div(num_tokens, THREADS) * THREADS // 32,
+        "TILES": ceil_div(R, ROWS * THREADS),
     }
+
+
+@every_rung
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "k"), [(1000, 16, 4), (513, 8, 1), (70, 300, 32), (3001, 130, 8), (1, 1024, 2)]
+)
+def test_the_kernels_ask_for_the_bytes_that_their_header_states(rung, num_tokens, num_experts, k):
     executor = SimtExecutor()
     with executor.recording() as launches:
-        raw_dispatch.build(random_topk(L, E, k, "zipf"), E, executor=executor)
-    assert {launch.kernel: (launch.read_bytes, launch.written_bytes) for launch in launches} == stated
-    assert [launch.kernel for launch in launches] == list(stated)
+        topk_experts = random_topk(num_tokens, num_experts, k, "zipf")
+        raw_dispatch.build(topk_experts, num_experts, executor=executor, rung=rung)
+    headers, sizes = stated(f"dispatch/{rung}.cu"), symbols(num_tokens, num_experts, k)
+    assert [launch.kernel for launch in launches] == list(headers)
+    for launch in launches:
+        header = headers[launch.kernel]
+        assert launch.read_bytes == evaluate(header.read, sizes), f"{launch.kernel} reads {header.read}"
+        assert launch.written_bytes == evaluate(header.written, sizes), f"{launch.kernel} writes {header.written}"
+
+
+class Allocating(SimtExecutor):
+    """Adds up the bytes of the arrays that it makes."""
+
+    allocated = 0
+
+    def empty(self, shape, dtype):
+        array = super().empty(shape, dtype)
+        self.allocated += array.nbytes
+        return array
+
+
+@pytest.mark.parametrize(
+    ("rung", "formula"),
+    [("1_dense_map", "4 L E + 4 E"), ("2_bitmap", "4 E WORDS + 4 E"), ("3_single_pass", "4 E (TILES + 1)")],
+)
+def test_what_each_rung_needs_beside_its_outputs(rung, formula):
+    executor = Allocating()
+    found = raw_dispatch.build(random_topk(3001, 130, 8), 130, executor=executor, rung=rung)
+    outputs = sum(array.nbytes for array in found.arrays().values())
+    assert executor.allocated - outputs == evaluate(formula, symbols(3001, 130, 8))
+
+
+@pytest.mark.parametrize(
+    ("rung", "buffers"),
+    [("2_bitmap", {"bitmap"}), ("3_single_pass", {"topk_experts", "token_expert_indices", "token_index_map"})],
+)
+def test_what_is_read_or_written_in_a_row_fills_its_sectors(rung, buffers):
+    executor = SimtExecutor()
+    with executor.recording() as launches:
+        raw_dispatch.build(random_topk(4096, 16, 4), 16, executor=executor, rung=rung)
+    counts = [(name, traffic) for launch in launches for name, traffic in launch.buffers.items() if name in buffers]
+    assert {name for name, _ in counts} == buffers
+    for name, traffic in counts:
+        assert 32 * traffic.read_sectors == traffic.read_bytes, name
+        assert 32 * traffic.written_sectors == traffic.written_bytes, name
 
 
 # ---- planted faults ------------------------------------------------------------------------
 
-# name: (text in the kernel file or common.cuh, what takes its place)
-FAULTS = {
-    "writes zeros": ("expert_token_indices[position] = token;", "expert_token_indices[position] = 0;"),
-    "writes nothing": ("token_index_map[token * k + slot] = position;", ""),
-    "writes past its buffer": (
-        "const int position = base + rank.exclusive;",
-        "const int position = base + rank.exclusive + 1;",
-    ),
-    "drops the last token": ("token < L && dense_map", "token < L - 1 && dense_map"),
-    "reads the wrong expert": ("rows[slot / k * E + expert] =", "rows[slot / k * E + (expert + 1) % E] ="),
-    "offset off by one": ("[expert] = base + scan.exclusive;", "[expert] = base + scan.exclusive + (expert > 0);"),
-    "no last offset": ("expert_token_offsets[E] = base;", ";"),
-    "forgets earlier tiles": ("        base += rank.total;\n", ""),
-    "forgets earlier experts": ("        base += scan.total;\n", ""),
-    "map not cleared": ("rows[entry] = EMPTY;", ";"),
+# name: (text in the kernel file or in common.cuh or dispatch.cuh, what takes its place)
+IN_BLOCK_SCANS = {
     "inclusive scan": ("return inclusive - value;", "return inclusive;"),
-    "counts empty entries": ("* E + expert] != EMPTY;", "* E + expert] >= EMPTY;"),
-    "wrong slot": ("while (experts_of_token[j] != expert) ++j;", ";"),
-    "missing barrier after clearing the map": ("    __syncwarp();\n", ""),
     "missing barrier before the totals are read": (
         "= below_in_warp + value;\n    __syncthreads();",
         "= below_in_warp + value;",
@@ -119,17 +189,119 @@ FAULTS = {
         "    // warp_totals may",
     ),
 }
+IN_BOTH_MAPS = {
+    "writes zeros": ("expert_token_indices[position] = token;", "expert_token_indices[position] = 0;"),
+    "writes nothing": ("token_index_map[token * k + slot] = position;", ""),
+    "forgets earlier tiles": ("        base += rank.total;\n", ""),
+    "forgets earlier experts": ("        base += scan.total;\n", ""),
+    "offset off by one": ("sums[i] = base + scan.exclusive;", "sums[i] = base + scan.exclusive + (i > 0);"),
+    "no last offset": ("expert_token_offsets[E] = total;", ";"),
+    "wrong slot": ("while (experts_of_token[j] != expert) ++j;", ";"),
+    **IN_BLOCK_SCANS,
+}
+IN_VOTES = {
+    "votes on one bit less": ("bit < BITS", "bit < BITS - 1"),
+    "absent lanes vote, too": ("unsigned same = among;", "unsigned same = FULL_WARP;"),
+    "those who vote against it": ("set ? voted : ~voted", "voted"),
+}
+FAULTS = {
+    "1_dense_map": {
+        **IN_BOTH_MAPS,
+        "writes past its buffer": ("position = base + rank.exclusive;", "position = base + rank.exclusive + 1;"),
+        "drops the last token": ("token < L && dense_map", "token < L - 1 && dense_map"),
+        "reads the wrong expert": ("rows[slot / k * E + expert] =", "rows[slot / k * E + (expert + 1) % E] ="),
+        "map not cleared": ("rows[entry] = EMPTY;", ";"),
+        "counts empty entries": ("* E + expert] != EMPTY;", "* E + expert] >= EMPTY;"),
+        "missing barrier after clearing the map": ("    __syncwarp();\n", ""),
+    },
+    "2_bitmap": {
+        **IN_BOTH_MAPS,
+        **IN_VOTES,
+        "drops the last token": ("lane_id() < tokens;", "lane_id() < tokens - (first_token + tokens == L);"),
+        "copies one slot less": ("slot < tokens * k;", "slot < tokens * k - 1;"),
+        "words not cleared": ("words[word] = 0;", ";"),
+        "keeps the last slot's bits only": ("|= chosen_by;", "= chosen_by;"),
+        "wrong block's words": ("stride + blockIdx.x * WARPS", "stride + (gridDim.x - 1 - blockIdx.x) * WARPS"),
+        "wrong warp's words": ("words[expert * WARPS + warp_id()]", "words[expert * WARPS + (warp_id() ^ 1)]"),
+        "wrong expert's words": ("[word / WARPS * stride +", "[(word / WARPS + 1) % E * stride +"),
+        "counts words, not bits": ("tokens += __popc(column[word]);", "tokens += column[word] != 0;"),
+        "scans words, not bits": ("(__popc(bits));", "(bits != 0);"),
+        "all bits of a word in one place": (" + __popc(bits & (lowest - 1));", ";"),
+        "a bit counts itself": ("__popc(bits & (lowest - 1));", "__popc(bits & (lowest | (lowest - 1)));"),
+        "upper bits first": ("__popc(bits & (lowest - 1));", "__popc(bits & ~lowest & -lowest);"),
+        "drops a word's last bit": ("left != 0;", "(left & (left - 1)) != 0;"),
+        "missing barrier after clearing the words": ("words[word] = 0;\n    __syncthreads();", "words[word] = 0;"),
+        "missing barrier before the words are written out": (
+            "    __syncthreads();  // the words are",
+            "    // the words are",
+        ),
+    },
+    "3_single_pass": {
+        **IN_BLOCK_SCANS,
+        **IN_VOTES,
+        "writes zeros": ("= int(tile.first + here.slot) / k;", "= 0;"),
+        "writes nothing": ("token_index_map[tile.first + slot] = row + shift[expert];", ""),
+        "writes past its buffer": ("row + shift[", "row + 1 + shift["),
+        "drops the last slot": ("slot < tile.rows ?", "slot < tile.rows - 1 ?"),
+        "drops a tile's last row": ("row < tile.rows;", "row < tile.rows - 1;"),
+        "next tile's base": ("offset + bases[blockIdx.x]", "offset + bases[blockIdx.x + 1]"),
+        "no tile's base": ("offset + bases[blockIdx.x]", "offset"),
+        "forgets earlier tiles": ("        base += scan.total;\n", ""),
+        "forgets earlier experts": ("        offset_below += length.total;\n", ""),
+        "forgets the tile's earlier experts": ("        rows_below += rows.total;\n", ""),
+        "no expert's length": ("bases[tiles] = length;", ";"),
+        "no last offset": ("expert_token_offsets[E] = offset_below;", ";"),
+        "forgets earlier strips": ("counts[expert] + __popc(same & lower);", "__popc(same & lower);"),
+        "a slot counts itself": ("__popc(same & lower);", "__popc(same);"),
+        "higher lanes first": ("lower = (1u << lane_id()) - 1;", "lower = ~((2u << lane_id()) - 1);"),
+        "higher warps first": ("counts_of_expert[warp * E]", "counts_of_expert[(WARPS - 1 - warp) * E]"),
+        "leaves out a warp": ("rows += warp_counts[warp * E", "rows += warp == 0 ? 0 : warp_counts[warp * E"),
+        "counts not cleared": ("counts[e] = 0;", ";"),
+        "token of the tile, not of all": ("int(tile.first + here.slot) / k", "here.slot / k"),
+        "missing barrier between a count's readers and its writer": (
+            "    __syncwarp();  // every lane has read",
+            "    // every lane has read",
+        ),
+        "missing barrier before the warps' counts are added up": (
+            "    __syncthreads();  // every warp has counted",
+            "    // every warp has counted",
+        ),
+        "missing barrier before the places are read": (
+            "    __syncthreads();  // every expert and warp",
+            "    // every expert and warp",
+        ),
+        "missing barrier before the rows are written out": (
+            "    __syncthreads();  // the rows lie",
+            "    // the rows lie",
+        ),
+    },
+}
+every_fault = pytest.mark.parametrize(("rung", "fault"), [(rung, fault) for rung in FAULTS for fault in FAULTS[rung]])
+
+# (choices, experts): several tiles of tokens in every rung, several turns of experts
+HARD = [
+    (random_topk(700, 300, 3, "zipf"), 300),
+    (random_topk(1500, 20, 3, "zipf"), 20),
+    (random_topk(8500, 3, 2, "zipf"), 3),
+]
+
+
+def with_own_headers(text):
+    """A kernel file's text with the project's headers in the place of their names."""
+    include = re.compile(r'#include "(\w+\.cuh)"\n')
+    while name := include.search(text):
+        header = (kernels_dir() / "include" / name[1]).read_text().replace("#pragma once", "")
+        text = text.replace(name[0], header)
+    return text
 
 
 class Planted(SimtExecutor):
     """An executor whose dispatch file has one fault in it."""
 
-    def __init__(self, fault, seed):
+    def __init__(self, rung, fault, seed):
         super().__init__(seed=seed)
-        right, wrong = FAULTS[fault]
-        text = (kernels_dir() / "dispatch/1_dense_map.cu").read_text()
-        header = (kernels_dir() / "include/common.cuh").read_text().replace("#pragma once", "")
-        text = text.replace('#include "common.cuh"', header)
+        right, wrong = FAULTS[rung][fault]
+        text = with_own_headers((kernels_dir() / f"dispatch/{rung}.cu").read_text())
         assert text.count(right) >= 1, f"the kernels no longer hold {right!r}: update the fault"
         self.faulty_text = text.replace(right, wrong)
 
@@ -137,25 +309,23 @@ class Planted(SimtExecutor):
         return super().load(file, text=self.faulty_text, **constants)
 
 
-def caught(fault, seed):
-    """Whether a fault raises or changes the result."""
-    topk_experts = random_topk(700, 300, 3, "zipf")  # several tiles of tokens and of experts
+def wrong(rung, executor, topk_experts, num_experts):
+    """Whether a build raises or is not what the sort gives."""
     try:
-        found = raw_dispatch.build(topk_experts, 300, executor=Planted(fault, seed))
+        found = raw_dispatch.build(topk_experts, num_experts, executor=executor, rung=rung)
     except KernelFault:
         return True
-    return differing_elements(found, build_by_sort(topk_experts, 300)) > 0
+    return differing_elements(found, build_by_sort(topk_experts, num_experts)) > 0
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault):
-    assert caught(fault, seed=1)
+@every_fault
+def test_a_planted_fault_is_caught(rung, fault):
+    assert any(wrong(rung, Planted(rung, fault, seed=1), *hard) for hard in HARD)
 
 
-def test_the_same_input_without_a_fault_passes():
-    topk_experts = random_topk(700, 300, 3, "zipf")
-    found = raw_dispatch.build(topk_experts, 300, executor=SimtExecutor(seed=1))
-    assert differing_elements(found, build_by_sort(topk_experts, 300)) == 0
+@every_rung
+def test_the_same_inputs_without_a_fault_pass(rung):
+    assert not any(wrong(rung, SimtExecutor(seed=1), *hard) for hard in HARD)
 
 
 def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
@@ -164,13 +334,14 @@ def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
         KernelFault,
         match=r"kernel route_indices, block \(0, 0, 0\), thread \(39, 0, 0\): .*of expert_token_indices, which has 160 bytes",
     ):
-        raw_dispatch.build(topk_experts, 1, executor=Planted("writes past its buffer", 0))
+        executor = Planted("1_dense_map", "writes past its buffer", 0)
+        raw_dispatch.build(topk_experts, 1, executor=executor, rung="1_dense_map")
 
 
 # ---- bad input ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", HERE)
+@every_backend
 @pytest.mark.parametrize(
     ("topk_experts", "num_experts", "error", "message"),
     [
@@ -181,34 +352,39 @@ def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
         ([0, 1], 2, ValueError, r"topk_experts has shape \(2,\), but it must have 2 dimensions"),
     ],
 )
-def test_bad_choices_are_refused(backend, topk_experts, num_experts, error, message):
+def test_bad_choices_are_refused(backend, rung, topk_experts, num_experts, error, message):
     with pytest.raises(error, match=message):
-        build(backend, np.array(topk_experts, np.int32), num_experts)
+        build(backend, rung, np.array(topk_experts, np.int32), num_experts)
 
 
-@pytest.mark.parametrize("backend", HERE)
-def test_bad_arrays_are_refused(backend):
+@every_backend
+def test_bad_arrays_are_refused(backend, rung):
     with pytest.raises(TypeError, match="topk_experts has dtype int64, but it must be int32"):
-        build(backend, GOLDEN_TOPK_EXPERTS.astype(np.int64), 4)
+        build(backend, rung, GOLDEN_TOPK_EXPERTS.astype(np.int64), 4)
     with pytest.raises(ValueError, match="topk_experts is not C-contiguous"):
-        build(backend, np.asfortranarray(GOLDEN_TOPK_EXPERTS), 4)
+        build(backend, rung, np.asfortranarray(GOLDEN_TOPK_EXPERTS), 4)
     with pytest.raises(TypeError, match="topk_experts is a list"):
         BACKENDS[backend].stage("dispatch").build([[0, 1]], 4)
 
 
-@pytest.mark.parametrize("backend", HERE)
-def test_read_only_choices_are_fine(backend):
+@every_backend
+def test_read_only_choices_are_fine(backend, rung):
     fixed = GOLDEN_TOPK_EXPERTS.copy()
     fixed.flags.writeable = False
-    assert differing_elements(build(backend, fixed, 4), GOLDEN_DISPATCH) == 0
+    assert differing_elements(build(backend, rung, fixed, 4), GOLDEN_DISPATCH) == 0
 
 
-@pytest.mark.parametrize("backend", ["numba", "simt"])
-def test_the_kernels_limits_are_named(backend):
+@pytest.mark.parametrize(("backend", "rung"), HERE[1:])
+def test_the_kernels_limits_are_named(backend, rung):
     with pytest.raises(ValueError, match="num_experts is 2000, but it must be 1..1024"):
-        build(backend, np.zeros((1, 1), np.int32), 2000)
+        build(backend, rung, np.zeros((1, 1), np.int32), 2000)
     with pytest.raises(ValueError, match="k is 40, but it must be 1..32"):
-        build(backend, random_topk(1, 64, 40), 64)
+        build(backend, rung, random_topk(1, 64, 40), 64)
+
+
+def test_an_unknown_rung_is_refused():
+    with pytest.raises(ValueError, match="unknown rung of dispatch '2_bitmaps'. Did you mean '2_bitmap'"):
+        raw_dispatch.build(GOLDEN_TOPK_EXPERTS, 4, rung="2_bitmaps")
 
 
 def test_too_many_rows_are_refused_before_anything_is_allocated():

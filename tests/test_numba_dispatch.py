@@ -1,15 +1,14 @@
 """Dispatch as Numba kernels: bit-equal to the specification, at any shape, and only if every kernel is right."""
 
 import ctypes
-import math
 import os
-import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 from helpers import assert_same_dispatch
+from simulator import counted_launch, rerun, stated_launch
 
 from moeblaze_ref import devices, doors
 from moeblaze_ref.cases import GOLDEN_TOPK_EXPERTS, random_topk
@@ -210,47 +209,16 @@ def test_a_planted_fault_is_caught(monkeypatch, kernel, fault):
 # What the kernels' headers claim
 
 
-def stated_bytes(kernel, sizes):
-    """(shared, read, written) bytes by the header's formulas, such as "4 L E + 4 R"."""
-    header = kernel.py_func.__doc__
-    formulas = re.search(r"Shared bytes +(.+)\n +Global bytes +reads (.+); writes (.+)", header).groups()
-    terms = ([term.split() for term in formula.split(" + ")] for formula in formulas)
-    return tuple(sum(math.prod(sizes.get(f) or int(f) for f in factors) for factors in side) for side in terms)
-
-
-def counted_bytes(kernel, blocks, threads, arrays, shared_bytes):
-    """(bytes read, bytes written) of a launch on the simulator, by its int32 arrays."""
-    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-
-    reads, writes = [], []  # appending is atomic, counting would not be
-
-    class CountingArray(FakeCUDAArray):
-        def __getitem__(self, index):
-            reads.append(index)
-            return super().__getitem__(index)
-
-        def __setitem__(self, index, value):
-            writes.append(index)
-            super().__setitem__(index, value)
-
-    counting = [CountingArray(array._ary) for array in arrays]
-    runtime.launch(kernel, blocks, threads, *counting, shared_bytes=shared_bytes)
-    return 4 * len(reads), 4 * len(writes)
-
-
 def test_the_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
     if runtime.EXECUTOR == "cuda":  # only the simulator can count
-        this_test = f"{__file__}::test_the_kernels_move_the_bytes_that_their_headers_state"
-        rerun = python("-m", "pytest", this_test, NUMBA_ENABLE_CUDASIM="1")
-        assert rerun.returncode == 0, rerun.stdout
-        return
+        return rerun(f"{__file__}::test_the_kernels_move_the_bytes_that_their_headers_state")
     L, E, k = SEVERAL_TILES, THREADS + 1, 3
     sizes = {"L": L, "E": E, "k": k, "R": L * k, "THREADS": THREADS}
     launched = []
 
     def checked_launch(kernel, blocks, threads, *arrays, shared_bytes=0):
-        moved = counted_bytes(kernel, blocks, threads, arrays, shared_bytes)
-        assert (shared_bytes, *moved) == stated_bytes(kernel, sizes), kernel.py_func.__name__
+        counted = counted_launch(kernel, blocks, threads, arrays, shared_bytes)
+        assert counted == stated_launch(kernel, sizes), kernel.py_func.__name__
         launched.append(kernel)
 
     monkeypatch.setattr(dispatch, "launch", checked_launch)

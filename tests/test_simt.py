@@ -131,6 +131,22 @@ def test_votes_and_matches():
     np.testing.assert_array_equal(out[3], same)
 
 
+def test_reductions():
+    out = np.zeros((4, 32), np.int32)
+    text = """
+    extern "C" __global__ void reductions(int* out) {
+        const int lane = threadIdx.x, value = (lane * 7) % 32 - 16;  // -16 to 15, in disorder
+        out[lane] = __reduce_max_sync(FULL_WARP, value);
+        out[32 + lane] = __reduce_min_sync(FULL_WARP, value);
+        out[64 + lane] = __reduce_max_sync(FULL_WARP, unsigned(value));
+        const unsigned half = lane < 16 ? 0x0000ffffu : 0xffff0000u;
+        out[96 + lane] = lane < 16 ? __reduce_min_sync(half, unsigned(lane)) : __reduce_min_sync(half, unsigned(lane));
+    }"""
+    run(text, "reductions", out=out)
+    assert (out[0] == 15).all() and (out[1] == -16).all() and (out[2] == -1).all()
+    np.testing.assert_array_equal(out[3], LANES // 16 * 16)
+
+
 def test_halves_of_a_warp_exchange_apart():
     out = ints(32)
     text = """

@@ -8,16 +8,15 @@
 // Constants    THREADS per block (whole warps).
 // Determinism  Same input, same bits: each output element has one writer.
 //
-// kernel          grid                      block     shared bytes      bytes read            bytes written
-// dense_map       ceil(L / THREADS)         THREADS   0                 4 R                   4 L E + 8 R
-// expert_lengths  E                         THREADS   4 THREADS / 32    4 L E                 4 E
-// expert_offsets  1                         THREADS   4 THREADS / 32    4 E                   4 E + 4
-// route_indices   E                         THREADS   4 THREADS / 32    4 L E + 4 E THREADS   8 R
-//                                                                       + 2 R (k + 1)
+// kernel          grid               block    shared bytes    bytes read                         bytes written
+// dense_map       ceil(L / THREADS)  THREADS  0               4 R                                4 L E + 8 R
+// expert_lengths  E                  THREADS  4 THREADS / 32  4 L E                              4 E
+// expert_offsets  1                  THREADS  4 THREADS / 32  4 E                                4 E + 4
+// route_indices   E                  THREADS  4 THREADS / 32  4 L E + 4 E THREADS + 2 R (k + 1)  8 R
 // Bytes are those that threads ask for. Bound: the map, written once and read twice column by
 // column (12 L E bytes). A column's entries lie 4 E bytes apart, so from E = 8 on every 4-byte
 // entry costs a 32-byte sector: that is what the next rungs remove.
-#include "common.cuh"
+#include "dispatch.cuh"
 
 constexpr int EMPTY = -1;
 
@@ -49,24 +48,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) lengths[expert] = length;
 }
 
-// Step 2b. One block turns lengths into offsets, THREADS experts at a time.
+// Step 2b. One block turns lengths into offsets.
 extern "C" __global__ void __launch_bounds__(THREADS)
     expert_offsets(const int* lengths, int* expert_token_offsets, int E) {
-    int base = 0;
-    for (int first = 0; first < E; first += THREADS) {
-        const int expert = first + threadIdx.x;
-        const BlockScan scan = block_exclusive_sum<THREADS>(expert < E ? lengths[expert] : 0);
-        if (expert < E) expert_token_offsets[expert] = base + scan.exclusive;
-        base += scan.total;
-    }
-    if (threadIdx.x == 0) expert_token_offsets[E] = base;
-}
-
-// Which of a token's k slots names the expert.
-__device__ __forceinline__ int slot_of(const int* experts_of_token, int expert) {
-    int j = 0;
-    while (experts_of_token[j] != expert) ++j;
-    return j;
+    const int total = block_prefix_sums<THREADS>(lengths, expert_token_offsets, E);
+    if (threadIdx.x == 0) expert_token_offsets[E] = total;
 }
 
 // Step 3. A block walks its expert's column in tiles of THREADS tokens; a token's position is

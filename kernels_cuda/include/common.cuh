@@ -10,14 +10,33 @@
 constexpr int WARP = 32;
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }  // NVRTC has no INFINITY
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / WARP; }
 
-// Sum over the lanes of a warp; every lane gets it.
-__device__ __forceinline__ int warp_sum(int value) {
+// Sum over the lanes of a warp, in a fixed order; every lane gets it.
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
+    static_assert(sizeof(T) >= 4, "a bool cannot hold its own sum");
     for (int step = WARP / 2; step > 0; step /= 2) value += __shfl_xor_sync(FULL_WARP, value, step);
     return value;
 }
+
+// Largest and smallest value over the lanes of a warp; every lane gets it, by one instruction.
+__device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(FULL_WARP, value); }
+__device__ __forceinline__ int warp_min(int value) { return __reduce_min_sync(FULL_WARP, value); }
+
+// Integers that compare as the floats do, and back. Floats of one sign already do so as bits; of
+// negative ones the order is turned around. Adding 0 makes -0 and 0 the same integer, INT_MIN is no
+// number's, and infinities sort like numbers.
+__device__ __forceinline__ int to_ordered(float value) {
+    const int bits = __float_as_int(value + 0.0f);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+__device__ __forceinline__ float from_ordered(int ordered) {
+    return __int_as_float(ordered ^ ((ordered >> 31) & 0x7fffffff));
+}
+__device__ __forceinline__ float warp_max(float value) { return from_ordered(warp_max(to_ordered(value))); }
 
 // Sum of the values of all lower lanes.
 __device__ __forceinline__ int warp_exclusive_sum(int value) {
@@ -29,16 +48,16 @@ __device__ __forceinline__ int warp_exclusive_sum(int value) {
     return inclusive - value;
 }
 
-// Sum over a one-dimensional block of SIZE threads; every thread gets it.
-template <int SIZE>
-__device__ int block_sum(int value) {
+// Sum over a one-dimensional block of SIZE threads, in a fixed order; every thread gets it.
+template <int SIZE, class T>
+__device__ T block_sum(T value) {
     constexpr int WARPS = SIZE / WARP;
     static_assert(SIZE % WARP == 0 && WARPS <= WARP, "whole warps, at most 32 of them");
-    __shared__ int warp_totals[WARPS];
-    const int in_warp = warp_sum(value);
+    __shared__ T warp_totals[WARPS];
+    const T in_warp = warp_sum(value);
     if (lane_id() == 0) warp_totals[warp_id()] = in_warp;
     __syncthreads();
-    int total = 0;
+    T total = 0;
     for (int warp = 0; warp < WARPS; ++warp) total += warp_totals[warp];
     __syncthreads();  // warp_totals may be written again by the next call
     return total;

@@ -109,10 +109,10 @@ def _draw_map(board, left, found, topk_experts, positions):
 
 
 def count_dispatch(L: int, E: int, k: int, routing: str = "uniform") -> list[LaunchReport]:
-    """The launches of one raw CUDA dispatch of random choices, counted on the CPU."""
+    """The launches of the paper's three steps on random choices, in raw CUDA, counted on the CPU."""
     executor = SimtExecutor()
     with executor.recording() as launches:
-        raw_dispatch.build(random_topk(L, E, k, routing), E, executor=executor)
+        raw_dispatch.build(random_topk(L, E, k, routing), E, executor=executor, rung="1_dense_map")
     return launches
 
 

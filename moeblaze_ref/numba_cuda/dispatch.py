@@ -16,11 +16,10 @@ import numpy as np
 from numba import int32
 
 from moeblaze_ref import doors
-from moeblaze_ref.numba_cuda.runtime import EXECUTOR, cuda, int32_output, launch, to_device
+from moeblaze_ref.numba_cuda.runtime import THREADS, cuda, int32_output, launch, to_caller, to_device
 from moeblaze_ref.numpy_ref.dispatch import EMPTY
 from moeblaze_ref.structures import Dispatch
 
-THREADS = 128 if EXECUTOR == "cuda" else 8  # of a block, and so tokens of a tile; step 2's tree needs a power of two
 SHARED_BYTES = 4 * THREADS  # of the kernels that use any: one int32 a thread
 
 
@@ -228,8 +227,8 @@ def build(topk_experts, num_experts) -> Dispatch:
     Returns
     -------
     Dispatch
-        numpy arrays for numpy input and for L = 0; otherwise Numba device arrays, which CuPy and
-        torch can view, the token_expert_indices being a view of ``topk_experts``.
+        numpy arrays for numpy input and for L = 0; otherwise CuPy arrays, the token_expert_indices
+        being a view of ``topk_experts``.
 
     Raises
     ------
@@ -247,9 +246,7 @@ def build(topk_experts, num_experts) -> Dispatch:
     offsets = expert_offsets(expert_lengths(routed))  # (E + 1,)
     expert_token_indices, token_index_map = route_indices(routed, offsets, chosen)  # (R,), (R,)
     arrays = expert_token_indices, offsets, chosen.reshape(num_tokens * k), token_index_map
-    if isinstance(topk_experts, np.ndarray):
-        arrays = (array.copy_to_host() for array in arrays)
-    return Dispatch(*arrays, k=k)
+    return Dispatch(*to_caller(topk_experts, *arrays), k=k)
 
 
 def _empty(num_experts: int, k: int) -> Dispatch:

@@ -69,6 +69,10 @@ def _import_cuda(executor: str, reason: str):
 EXECUTOR, EXECUTOR_REASON = _choose_executor()
 cuda = _import_cuda(EXECUTOR, EXECUTOR_REASON)
 
+DTYPES = ("float32",)  # what the floating-point stages compute in
+THREADS = 128 if EXECUTOR == "cuda" else 8  # of a block; sums over a block are trees, which need a power of two
+ZERO = np.float32(0.0)  # where sums begin: a bare 0.0 would be float64 to Numba, and make the sum so
+
 
 @contextlib.contextmanager
 def _eager_thread_switching():
@@ -85,13 +89,24 @@ def _eager_thread_switching():
         sys.setswitchinterval(interval)
 
 
+def blocks_for(elements: int) -> int:
+    """Blocks of THREADS threads that have a thread for every element."""
+    return -(-elements // THREADS)
+
+
 def launch(kernel, blocks: int, threads: int, *arguments, shared_bytes: int = 0):
     """Run ``kernel`` on a one-dimensional grid of ``blocks`` blocks of ``threads`` threads.
 
     A kernel takes its shared memory as ``cuda.shared.array(0, dtype)``, of the size given here.
     An array of a fixed size would be right on the GPU, but the simulator makes it when the first
     thread asks, without a lock: now and then two threads get an array each.
+
+    On the GPU a kernel takes no None: what an ungated layer lacks arrives as an empty tuple. A
+    grid without blocks, which CUDA refuses, is nothing to do.
     """
+    if blocks == 0:
+        return
+    arguments = [() if argument is None else argument for argument in arguments]
     with _eager_thread_switching() if EXECUTOR == "simulator" else contextlib.nullcontext():
         kernel[blocks, threads, 0, shared_bytes](*arguments)
 
@@ -105,11 +120,25 @@ def to_device(array):
         If the simulator is given anything but a numpy array.
     """
     if isinstance(array, np.ndarray):
-        return cuda.to_device(array)
+        return cuda.to_device(np.ascontiguousarray(array))
     if EXECUTOR == "simulator":
         kind = f"{type(array).__module__}.{type(array).__qualname__}"
         raise TypeError(f"the array is a {kind}, but Numba's simulator takes numpy arrays only")
     return cuda.as_cuda_array(array)
+
+
+def all_to_device(*arrays):
+    """Each array as `to_device` has it; None stays None."""
+    return [None if array is None else to_device(array) for array in arrays]
+
+
+def to_caller(like, *arrays):
+    """Device arrays in the kind of ``like``: copied to numpy arrays, or viewed as CuPy arrays; None stays None."""
+    if isinstance(like, np.ndarray):
+        return tuple(None if array is None else array.copy_to_host() for array in arrays)
+    import cupy
+
+    return tuple(None if array is None else cupy.asarray(array) for array in arrays)
 
 
 _poisoning = ContextVar("poisoning", default=False)
@@ -117,7 +146,7 @@ _poisoning = ContextVar("poisoning", default=False)
 
 @contextlib.contextmanager
 def poisoned_outputs():
-    """Within it, every output starts as POISON, so that an element no kernel wrote is seen."""
+    """Within it, every output starts as POISON or NaN, so that an element no kernel wrote is seen."""
     token = _poisoning.set(True)
     try:
         yield
@@ -130,3 +159,10 @@ def int32_output(shape):
     if _poisoning.get():
         return cuda.to_device(np.full(shape, POISON, dtype=np.int32))
     return cuda.device_array(shape, dtype=np.int32)
+
+
+def float32_output(shape):
+    """A device array (``shape``, float32) for a kernel to fill."""
+    if _poisoning.get():
+        return cuda.to_device(np.full(shape, np.nan, dtype=np.float32))
+    return cuda.device_array(shape, dtype=np.float32)

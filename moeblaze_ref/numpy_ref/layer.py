@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moeblaze_ref import doors
-from moeblaze_ref.config import POLICIES, MoEConfig, is_gated
+from moeblaze_ref import doors, stage_doors
+from moeblaze_ref.config import POLICIES, is_gated
 from moeblaze_ref.numpy_ref import DTYPES, combine, expert_down, expert_up, gating
 from moeblaze_ref.numpy_ref import activation as activation_stage
 from moeblaze_ref.numpy_ref import dispatch as dispatch_stage
@@ -88,22 +88,8 @@ class Gradients(NamedTuple):
 
 
 def _check(x, weights, k, activation):
-    """x, the weights and the options describe one layer."""
-    gated = is_gated(activation)
     doors.check_type("weights", weights, MoEWeights)
-    doors.check_second_projection("w2", weights.w2, gated, activation)
-    doors.check_tensor("x", x, {"L": None, "d": None}, DTYPES)
-    num_tokens, d = x.shape
-    same = (str(x.dtype),)
-    doors.check_tensor("wg", weights.wg, {"d": d, "E": None}, same)
-    num_experts = weights.wg.shape[1]
-    doors.check_tensor("w1", weights.w1, {"E": num_experts, "d": d, "h": None}, same)
-    h = weights.w1.shape[2]
-    if gated:
-        doors.check_tensor("w2", weights.w2, {"E": num_experts, "d": d, "h": h}, same)
-    doors.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
-    # The configuration's own door checks the sizes, k and R.
-    MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=str(x.dtype))
+    stage_doors.check_layer(x, weights, k, activation, DTYPES)
 
 
 def _what_autograd_keeps(x, dispatch, a, activation):

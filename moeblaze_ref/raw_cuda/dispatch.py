@@ -1,19 +1,69 @@
 """Dispatch in raw CUDA: launches kernels_cuda/dispatch/."""
 
+from typing import Any
+
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
+from moeblaze_ref.raw_cuda.runtime.source import Module
 from moeblaze_ref.structures import Array, Dispatch
 
-RUNGS = {"1_dense_map": ("int32",)}
-DEFAULT_RUNG = "1_dense_map"
+RUNGS = {"1_dense_map": ("int32",), "2_bitmap": ("int32",), "3_single_pass": ("int32",)}
+DEFAULT_RUNG = "3_single_pass"
 THREADS = 256
-CONSTANTS = {"THREADS": THREADS}
+WARPS = THREADS // 32
+_CONSTANTS = {
+    "1_dense_map": ("THREADS",),
+    "2_bitmap": ("THREADS", "EXPERT_BITS"),
+    "3_single_pass": ("THREADS", "EXPERT_BITS", "ROWS"),
+}
+
+
+def constants(rung: str, num_experts: int) -> dict[str, Any]:
+    """What a rung's file is compiled with.
+
+    Parameters
+    ----------
+    rung : str
+        One of ``RUNGS``.
+    num_experts : int
+        E, which decides the bits of an id and the size of a tile.
+
+    Returns
+    -------
+    dict
+        Preprocessor constants by name.
+    """
+    known = {
+        "THREADS": THREADS,
+        "EXPERT_BITS": max(1, (num_experts - 1).bit_length()),
+        "ROWS": rows_per_thread(num_experts),
+    }
+    return {name: known[name] for name in _CONSTANTS[rung]}
+
+
+def rows_per_thread(num_experts: int) -> int:
+    """Slots of a thread in 3_single_pass, so that a tile has 32 rows or more for each expert, up to 8,192 rows.
+
+    An expert's rows in a tile are one run of writes and cost one count: few rows waste both. But few experts need
+    only small tiles, and more tiles keep a GPU busy when L is small; registers set the limit above.
+
+    Parameters
+    ----------
+    num_experts : int
+        E.
+
+    Returns
+    -------
+    int
+        4, 8, 16 or 32.
+    """
+    return next(rows for rows in (4, 8, 16, 32) if rows * THREADS >= 32 * num_experts or rows == 32)
 
 
 def build(
     topk_experts: Array, num_experts: int, executor: Executor | None = None, rung: str = DEFAULT_RUNG
 ) -> Dispatch:
-    """The four index structures by the paper's three steps (MoEBlaze, section 4.2).
+    """The four index structures without sorting (MoEBlaze, section 4.2, and two rungs beyond it).
 
     Parameters
     ----------
@@ -25,7 +75,8 @@ def build(
     executor : Executor, optional
         Another executor for arrays of that kind.
     rung : str
-        One of ``RUNGS``.
+        One of ``RUNGS``: the paper's three steps over a dense map, the same over a bitmap, or tiles without a map.
+        All give the same bits.
 
     Returns
     -------
@@ -35,7 +86,7 @@ def build(
     Raises
     ------
     TypeError, ValueError
-        As `doors.check_topk_experts` and `doors.check_kernel_limits` say.
+        As `doors.check_topk_experts` and `doors.check_kernel_limits` say, or if the rung is unknown.
     """
     doors.check_topk_experts(topk_experts, num_experts)
     L, k = topk_experts.shape
@@ -54,36 +105,55 @@ def build(
     if L == 0:
         dispatch.expert_token_offsets.fill(0)
         return dispatch
+    module = executor.load(f"dispatch/{rung}.cu", **constants(rung, E))
+    _FILL[rung](executor, module, topk_experts, dispatch)
+    return dispatch
 
-    dense_map = executor.empty((L, E), "int32")
+
+def _by_dense_map(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
+    routed = executor.empty((dispatch.L, dispatch.E), "int32")
+    _by_map(executor, module, topk_experts, dispatch, {"dense_map": routed})
+
+
+def _by_bitmap(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
+    words = ceil_div(dispatch.L, THREADS) * WARPS
+    routed = executor.empty((dispatch.E, words), "uint32")  # a bit for each token, and for none at the end
+    _by_map(executor, module, topk_experts, dispatch, {"bitmap": routed}, shared_bytes=4 * dispatch.E * WARPS)
+
+
+def _by_map(
+    executor: Executor,
+    module: Module,
+    topk_experts: Array,
+    dispatch: Dispatch,
+    routed: dict[str, Array],
+    shared_bytes: int = 0,
+):
+    """The paper's three steps; the kernel of the first has the name of the map that it makes."""
+    L, E, k = dispatch.L, dispatch.E, dispatch.k
+    (name,) = routed
     lengths = executor.empty((E,), "int32")
-    module = executor.load(f"dispatch/{rung}.cu", **CONSTANTS)
+    offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
     module.launch(
-        "dense_map",
+        name,
         grid=ceil_div(L, THREADS),
         block=THREADS,
+        shared_bytes=shared_bytes,
         topk_experts=topk_experts,
-        dense_map=dense_map,
+        **routed,
         token_expert_indices=dispatch.token_expert_indices,
         L=L,
         E=E,
         k=k,
     )
-    module.launch("expert_lengths", grid=E, block=THREADS, dense_map=dense_map, lengths=lengths, L=L, E=E)
-    module.launch(
-        "expert_offsets",
-        grid=1,
-        block=THREADS,
-        lengths=lengths,
-        expert_token_offsets=dispatch.expert_token_offsets,
-        E=E,
-    )
+    module.launch("expert_lengths", grid=E, block=THREADS, **routed, lengths=lengths, L=L, E=E)
+    module.launch("expert_offsets", grid=1, block=THREADS, lengths=lengths, **offsets, E=E)
     module.launch(
         "route_indices",
         grid=E,
         block=THREADS,
-        dense_map=dense_map,
-        expert_token_offsets=dispatch.expert_token_offsets,
+        **routed,
+        **offsets,
         topk_experts=topk_experts,
         expert_token_indices=dispatch.expert_token_indices,
         token_index_map=dispatch.token_index_map,
@@ -91,4 +161,41 @@ def build(
         E=E,
         k=k,
     )
-    return dispatch
+
+
+def _by_tiles(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
+    """Count every tile, scan the counts of each expert, route every tile."""
+    R, E = dispatch.R, dispatch.E
+    rows = rows_per_thread(E) * THREADS  # of a tile
+    tiles = ceil_div(R, rows)
+    tile_bases = executor.empty((E, tiles + 1), "int32")  # counts, then the rows of earlier tiles; the length last
+    counts_bytes = 4 * E * WARPS
+    module.launch(
+        "count_tiles",
+        grid=tiles,
+        block=THREADS,
+        shared_bytes=counts_bytes,
+        topk_experts=topk_experts,
+        tile_bases=tile_bases,
+        token_expert_indices=dispatch.token_expert_indices,
+        R=R,
+        E=E,
+    )
+    module.launch("scan_tiles", grid=E, block=THREADS, tile_bases=tile_bases, tiles=tiles)
+    module.launch(
+        "route_tiles",
+        grid=tiles,
+        block=THREADS,
+        shared_bytes=4 * rows + counts_bytes + 4 * E,
+        topk_experts=topk_experts,
+        tile_bases=tile_bases,
+        expert_token_indices=dispatch.expert_token_indices,
+        expert_token_offsets=dispatch.expert_token_offsets,
+        token_index_map=dispatch.token_index_map,
+        R=R,
+        E=E,
+        k=dispatch.k,
+    )
+
+
+_FILL = {"1_dense_map": _by_dense_map, "2_bitmap": _by_bitmap, "3_single_pass": _by_tiles}

@@ -1,0 +1,144 @@
+// gating, rung 1: one thread a token, which walks along the token's row.
+//
+// Purpose      logits (L, E) -> probs (L, E), topk_experts and gates (L, k); gradients of the logits
+//              from those of the gates and of both auxiliary losses; the terms of these losses.
+// Source       MoEBlaze (arXiv 2601.05296), section 2; Switch Transformer (arXiv 2101.03961), 2.2;
+//              ST-MoE (arXiv 2202.08906), router z-loss.
+// Idea         Choosing needs no copy of the row: expert by expert, the next choice is the best of
+//              those that come after the last one, by logit and then by id.
+// Runs on      sm_80 and newer; SIMT executor.
+// Constants    THREADS per block (whole warps); RENORMALIZE, 1 if gates are divided by their sum.
+// Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
+//
+// kernel                   grid               block    shared bytes    bytes read                                       bytes written
+// softmax_top_k            ceil(L / THREADS)  THREADS  0               4 L E (k + 2) + 4 R                              4 L E + 12 R
+// gates_backward           ceil(L / THREADS)  THREADS  0               24 R + 8 R RENORMALIZE + 4 L E (1 - RENORMALIZE)  4 L E + 4 R
+// load_balancing_terms     ceil(L / THREADS)  THREADS  4 THREADS / 32  8 L E                                            4 blocks
+// load_balancing_backward  ceil(L / THREADS)  THREADS  0               16 L E                                           4 L E
+// router_z_terms           ceil(L / THREADS)  THREADS  4 THREADS / 32  8 L E                                            4 blocks
+// router_z_backward        ceil(L / THREADS)  THREADS  0               12 L E                                           4 L E
+// Bytes are those that threads ask for; blocks is the whole grid. Bound: memory. Neighbouring
+// threads read 4 E bytes apart: from E = 8 on, every logit asks for a 32-byte sector of its own,
+// and the choice alone reads the row k times.
+#include "common.cuh"
+
+__device__ __forceinline__ long long token_of_thread() { return (long long)blockIdx.x * THREADS + threadIdx.x; }
+
+struct Choice {
+    int expert;
+    float logit;
+};
+
+// The best of the experts after `last`: those with a smaller logit, or with the same and a higher id.
+__device__ __forceinline__ Choice next_best(const float* logits, int E, Choice last) {
+    Choice best = {E, -infinity()};
+    for (int e = 0; e < E; ++e) {
+        const float logit = logits[e];
+        const bool after = logit < last.logit || (logit == last.logit && e > last.expert);
+        if (after && logit > best.logit) best = {e, logit};
+    }
+    return best;
+}
+
+// probs = softmax(logits); the k best experts, best first; gates = their probabilities.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    softmax_top_k(const float* logits, float* probs, int* topk_experts, float* gates, int L, int E, int k) {
+    const long long token = token_of_thread();
+    if (token >= L) return;
+    const float* const row = logits + token * E;
+    float peak = 0.0f, sum_of_chosen = 0.0f;
+    Choice choice = {-1, infinity()};
+    for (int j = 0; j < k; ++j) {
+        choice = next_best(row, E, choice);
+        if (j == 0) peak = choice.logit;  // exponents are at most 0: nothing overflows
+        const float weight = expf(choice.logit - peak);
+        topk_experts[token * k + j] = choice.expert;
+        gates[token * k + j] = weight;
+        sum_of_chosen += weight;
+    }
+    float sum = 0.0f;
+    for (int e = 0; e < E; ++e) sum += expf(row[e] - peak);
+    const float prob_scale = 1.0f / sum, gate_scale = RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale;
+    for (int e = 0; e < E; ++e) probs[token * E + e] = prob_scale * expf(row[e] - peak);
+    for (int j = 0; j < k; ++j) gates[token * k + j] *= gate_scale;
+}
+
+// d_logits from d_gates. Through the softmax, d_logit = p (d_p - mean of d_p), and d_p is 0 for who
+// was not chosen. Renormalised gates are a softmax over the chosen: the others get nothing.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    gates_backward(const float* d_gates, const float* probs, const int* topk_experts, float* d_logits, int L, int E,
+                   int k) {
+    const long long token = token_of_thread();
+    if (token >= L) return;
+    const float* const row = probs + token * E;
+    const int* const chosen = topk_experts + token * k;
+    float sum = 1.0f;
+    if (RENORMALIZE) {
+        sum = 0.0f;
+        for (int j = 0; j < k; ++j) sum += row[chosen[j]];
+    }
+    float mean = 0.0f;
+    for (int j = 0; j < k; ++j) mean += d_gates[token * k + j] * (row[chosen[j]] / sum);
+    for (int e = 0; e < E; ++e) d_logits[token * E + e] = RENORMALIZE ? 0.0f : -row[e] * mean;
+    for (int j = 0; j < k; ++j) {
+        const int expert = chosen[j];
+        d_logits[token * E + expert] = row[expert] / sum * (d_gates[token * k + j] - mean);
+    }
+}
+
+__device__ __forceinline__ float dot(const float* x, const float* y, int E) {
+    float sum = 0.0f;
+    for (int e = 0; e < E; ++e) sum += x[e] * y[e];
+    return sum;
+}
+
+// One term a block: the sum over its tokens of sum_e f_e p_e, f_e the share of expert e.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    load_balancing_terms(const float* probs, const float* shares, float* terms, int L, int E) {
+    const long long token = token_of_thread();
+    const float term = block_sum<THREADS>(token < L ? dot(probs + token * E, shares, E) : 0.0f);
+    if (threadIdx.x == 0) terms[blockIdx.x] = term;
+}
+
+// d_logits = scale * p (f_e - sum_e f_e p_e).
+extern "C" __global__ void __launch_bounds__(THREADS)
+    load_balancing_backward(const float* probs, const float* shares, float* d_logits, float scale, int L, int E) {
+    const long long token = token_of_thread();
+    if (token >= L) return;
+    const float* const row = probs + token * E;
+    const float mean = dot(row, shares, E);
+    for (int e = 0; e < E; ++e) d_logits[token * E + e] = scale * row[e] * (shares[e] - mean);
+}
+
+struct Exponentials {
+    float peak;  // largest logit
+    float sum;   // of exp(logit - peak)
+};
+
+__device__ __forceinline__ Exponentials exponentials(const float* logits, int E) {
+    Exponentials row = {-infinity(), 0.0f};
+    for (int e = 0; e < E; ++e) row.peak = fmaxf(row.peak, logits[e]);
+    for (int e = 0; e < E; ++e) row.sum += expf(logits[e] - row.peak);
+    return row;
+}
+
+__device__ __forceinline__ float logsumexp(Exponentials row) { return row.peak + logf(row.sum); }
+
+// One term a block: the sum over its tokens of logsumexp(logits) squared.
+extern "C" __global__ void __launch_bounds__(THREADS) router_z_terms(const float* logits, float* terms, int L, int E) {
+    const long long token = token_of_thread();
+    const float z = token < L ? logsumexp(exponentials(logits + token * E, E)) : 0.0f;
+    const float term = block_sum<THREADS>(z * z);
+    if (threadIdx.x == 0) terms[blockIdx.x] = term;
+}
+
+// d_logits = scale * logsumexp(logits) * softmax(logits).
+extern "C" __global__ void __launch_bounds__(THREADS)
+    router_z_backward(const float* logits, float* d_logits, float scale, int L, int E) {
+    const long long token = token_of_thread();
+    if (token >= L) return;
+    const float* const row = logits + token * E;
+    const Exponentials exps = exponentials(row, E);
+    const float factor = scale * logsumexp(exps) / exps.sum;
+    for (int e = 0; e < E; ++e) d_logits[token * E + e] = factor * expf(row[e] - exps.peak);
+}

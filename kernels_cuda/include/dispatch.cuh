@@ -1,0 +1,41 @@
+// What the rungs of dispatch share. Runs everywhere.
+#pragma once
+#include "common.cuh"
+
+// Exclusive prefix sums of n values, written to sums (which may be values itself); the block gets
+// the total. SIZE values at a time, each read and written by one thread.
+template <int SIZE>
+__device__ int block_prefix_sums(const int* values, int* sums, int n) {
+    int base = 0;
+    for (int first = 0; first < n; first += SIZE) {
+        const int i = first + threadIdx.x;
+        const BlockScan scan = block_exclusive_sum<SIZE>(i < n ? values[i] : 0);
+        if (i < n) sums[i] = base + scan.exclusive;
+        base += scan.total;
+    }
+    return base;
+}
+
+// Which of a token's k slots names the expert.
+__device__ __forceinline__ int slot_of(const int* experts_of_token, int expert) {
+    int j = 0;
+    while (experts_of_token[j] != expert) ++j;
+    return j;
+}
+
+// Those lanes of `among` that bring the same expert as this one, by a vote on each of its BITS bits
+// (__match_any_sync would compare all 32).
+template <int BITS>
+__device__ __forceinline__ unsigned lanes_with_same(int expert, unsigned among) {
+    unsigned same = among;
+#pragma unroll
+    for (int bit = 0; bit < BITS; ++bit) {
+        const bool set = expert >> bit & 1;
+        const unsigned voted = __ballot_sync(FULL_WARP, set);
+        same &= set ? voted : ~voted;
+    }
+    return same;
+}
+
+// Whether no higher lane is in the mask: one lane of each group, to write for all of it.
+__device__ __forceinline__ bool is_highest_of(unsigned lanes) { return lanes >> lane_id() == 1; }

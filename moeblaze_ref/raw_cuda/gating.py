@@ -1,0 +1,299 @@
+"""Gating in raw CUDA: launches kernels_cuda/gating/."""
+
+from typing import Any
+
+from moeblaze_ref import doors, stage_doors
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
+from moeblaze_ref.structures import Array, Gating
+
+DTYPES = ("float32",)
+RUNGS = {"1_naive": DTYPES, "2_warp": DTYPES}
+DEFAULT_RUNG = "2_warp"
+THREADS = 256
+WARP = 32
+TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
+
+
+def constants(rung: str, num_experts: int, renormalize: bool = False) -> dict[str, int]:
+    """Preprocessor constants of a rung's file; columns of a lane are rounded up, so that few builds serve every E."""
+    chosen = {"THREADS": THREADS, "RENORMALIZE": int(renormalize)}
+    if rung == "2_warp":
+        chosen["PER_LANE"] = 1 << (ceil_div(num_experts, WARP) - 1).bit_length()  # a power of two
+    return chosen
+
+
+def _prepare(executor: Executor | None, rung: str, rows: Array, k: int = 1) -> Executor:
+    """The executor for an (L, E) array, once the rung and the sizes are known to be possible."""
+    doors.check_kernel_limits(rows.shape[1], k)
+    doors.check_name("rung of gating", rung, RUNGS)
+    return executor or executor_for(rows)
+
+
+def _over_tokens(executor: Executor, rung: str, kernel: str, rows: Array, renormalize: bool = False, **arguments: Any):
+    """Run a kernel of the rung over every token of an (L, E) array; no token, no launch."""
+    L, E = rows.shape
+    if L:
+        module = executor.load(f"gating/{rung}.cu", **constants(rung, E, renormalize))
+        module.launch(kernel, grid=ceil_div(L, TOKENS[rung]), block=THREADS, L=L, E=E, **arguments)
+
+
+def _shares(executor: Executor, topk_experts: Array, num_experts: int) -> Array:
+    """The part (E,) of the R routed rows that each expert gets; unwritten if there is no token."""
+    L, k = topk_experts.shape
+    shares = executor.empty((num_experts,), "float32")
+    if L == 0:
+        return shares
+    tiles = ceil_div(L, THREADS)
+    counts = executor.empty((tiles, num_experts), "int32")
+    module = executor.load("gating/0_sums.cu", THREADS=THREADS)
+    module.launch(
+        "expert_counts",
+        grid=tiles,
+        block=THREADS,
+        shared_bytes=4 * num_experts * THREADS // WARP,
+        topk_experts=topk_experts,
+        counts=counts,
+        L=L,
+        E=num_experts,
+        k=k,
+    )
+    module.launch(
+        "expert_shares",
+        grid=num_experts,
+        block=THREADS,
+        counts=counts,
+        shares=shares,
+        tiles=tiles,
+        E=num_experts,
+        R=L * k,
+    )
+    return shares
+
+
+def _sum_terms(executor: Executor, terms: Array, scale: float) -> Array:
+    """scale * the sum of the blocks' terms, 0-d."""
+    total = executor.empty((1,), "float32")
+    module = executor.load("gating/0_sums.cu", THREADS=THREADS)
+    module.launch("sum_terms", grid=1, block=THREADS, terms=terms, total=total, scale=scale, num_terms=terms.size)
+    return total.reshape(())
+
+
+def _empty_terms(executor: Executor, rung: str, num_tokens: int) -> Array:
+    """Room for what each block leaves of a loss."""
+    return executor.empty((ceil_div(num_tokens, TOKENS[rung]),), "float32")
+
+
+def forward(
+    logits: Array, k: int, renormalize: bool = False, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Gating:
+    """Probabilities, chosen experts and gates of every token, by one kernel.
+
+    Parameters
+    ----------
+    logits : array (L, E), float32, C-contiguous
+        x wg, finite; E is at most 1,024. A numpy array runs on the SIMT executor, a CuPy array on the GPU.
+    k : int
+        Experts per token, 1..E and at most 32.
+    renormalize : bool
+        Divide the chosen gates of a token by their sum.
+    executor : Executor, optional
+        Another executor for arrays of that kind.
+    rung : str
+        One of ``RUNGS``.
+
+    Returns
+    -------
+    Gating
+        probs (L, E) float32, topk_experts (L, k) int32, gates (L, k) float32: arrays of the same
+        kind as ``logits``. The choice is the specification's, ties to the lower expert id.
+
+    Raises
+    ------
+    ValueError
+        If a logit is NaN or infinite, k > E, a size or the rung is not allowed, or rows are not contiguous.
+    TypeError
+        If the dtype is not allowed or k is not an integer.
+
+    Notes
+    -----
+    MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E).
+    """
+    stage_doors.check_gating_forward(logits, k, DTYPES)
+    executor = _prepare(executor, rung, logits, k)
+    L, E = logits.shape
+    gating = Gating(
+        probs=executor.empty((L, E), "float32"),
+        topk_experts=executor.empty((L, k), "int32"),
+        gates=executor.empty((L, k), "float32"),
+    )
+    _over_tokens(executor, rung, "softmax_top_k", logits, renormalize, logits=logits, **gating._asdict(), k=k)
+    return gating
+
+
+def backward(
+    d_gates: Array,
+    probs: Array,
+    topk_experts: Array,
+    renormalize: bool = False,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
+) -> Array:
+    """Gradient of the logits from the gradient of the gates, by one kernel.
+
+    Parameters
+    ----------
+    d_gates : array (L, k), float32
+    probs : array (L, E), float32
+    topk_experts : array (L, k), int32
+        As `forward` chose them; the choice itself has no gradient.
+    renormalize : bool
+        As in `forward`.
+    executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    d_logits : array (L, E), float32
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree, an expert id is out of range or doubled, a value is not finite, or as `forward`.
+    TypeError
+        If a dtype is not allowed.
+    """
+    stage_doors.check_gating_backward(d_gates, probs, topk_experts, DTYPES)
+    k = topk_experts.shape[1]
+    executor = _prepare(executor, rung, probs, k)
+    d_logits = executor.empty(probs.shape, "float32")
+    arrays = {"d_gates": d_gates, "probs": probs, "topk_experts": topk_experts, "d_logits": d_logits}
+    _over_tokens(executor, rung, "gates_backward", probs, renormalize, **arrays, k=k)
+    return d_logits
+
+
+def load_balancing_loss(
+    probs: Array, topk_experts: Array, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Array:
+    """Switch loss E * sum_e f_e P_e: f_e the share of routed rows, P_e the mean probability.
+
+    Parameters
+    ----------
+    probs : array (L, E), float32
+    topk_experts : array (L, k), int32
+    executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    array (), float32
+        1 for a perfectly balanced router, 0 for no tokens. It stays where ``probs`` is.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `backward`.
+
+    Notes
+    -----
+    Switch Transformer's auxiliary loss, with the R = L * k routed rows of a top-k router in place of its L.
+    """
+    stage_doors.check_routing(probs, topk_experts, DTYPES)
+    executor = _prepare(executor, rung, probs, topk_experts.shape[1])
+    L, E = probs.shape
+    shares = _shares(executor, topk_experts, E)
+    terms = _empty_terms(executor, rung, L)
+    _over_tokens(executor, rung, "load_balancing_terms", probs, probs=probs, shares=shares, terms=terms)
+    return _sum_terms(executor, terms, scale=E / max(L, 1))
+
+
+def load_balancing_loss_backward(
+    probs: Array,
+    topk_experts: Array,
+    d_loss: float = 1.0,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
+) -> Array:
+    """Gradient of the logits from that of `load_balancing_loss`; the shares f_e are constants.
+
+    Parameters
+    ----------
+    probs, topk_experts
+        As in `load_balancing_loss`.
+    d_loss : float
+        Gradient of the loss.
+    executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    d_logits : array (L, E), float32
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `backward`, and if ``d_loss`` is no finite number.
+    """
+    stage_doors.check_routing(probs, topk_experts, DTYPES)
+    d_loss = doors.check_number("d_loss", d_loss)
+    executor = _prepare(executor, rung, probs, topk_experts.shape[1])
+    L, E = probs.shape
+    d_logits = executor.empty((L, E), "float32")
+    arrays = {"probs": probs, "shares": _shares(executor, topk_experts, E), "d_logits": d_logits}
+    _over_tokens(executor, rung, "load_balancing_backward", probs, **arrays, scale=d_loss * E / max(L, 1))
+    return d_logits
+
+
+def router_z_loss(logits: Array, executor: Executor | None = None, rung: str = DEFAULT_RUNG) -> Array:
+    """ST-MoE's mean over tokens of logsumexp(logits)**2, which keeps the logits small.
+
+    Parameters
+    ----------
+    logits : array (L, E), float32
+    executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    array (), float32
+        0 for no tokens. It stays where ``logits`` is.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    stage_doors.check_logits(logits, DTYPES)
+    executor = _prepare(executor, rung, logits)
+    terms = _empty_terms(executor, rung, len(logits))
+    _over_tokens(executor, rung, "router_z_terms", logits, logits=logits, terms=terms)
+    return _sum_terms(executor, terms, scale=1.0 / max(len(logits), 1))
+
+
+def router_z_loss_backward(
+    logits: Array, d_loss: float = 1.0, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Array:
+    """Gradient of the logits from that of `router_z_loss`.
+
+    Parameters
+    ----------
+    logits : array (L, E), float32
+    d_loss : float
+        Gradient of the loss.
+    executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    d_logits : array (L, E), float32
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`, and if ``d_loss`` is no finite number.
+    """
+    stage_doors.check_logits(logits, DTYPES)
+    scale = 2.0 * doors.check_number("d_loss", d_loss) / max(len(logits), 1)
+    executor = _prepare(executor, rung, logits)
+    d_logits = executor.empty(logits.shape, "float32")
+    _over_tokens(executor, rung, "router_z_backward", logits, logits=logits, d_logits=d_logits, scale=scale)
+    return d_logits

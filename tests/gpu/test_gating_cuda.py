@@ -1,0 +1,112 @@
+"""Gating on a CUDA device: raw CUDA through CuPy in every rung, and the Numba kernels on the same device."""
+
+import numpy as np
+import pytest
+
+from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.cases import relative_error
+from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.numpy_ref import gating as reference
+from moeblaze_ref.raw_cuda import gating
+
+pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
+
+BACKENDS_AND_RUNGS = [("numba", None), *(("cuda", rung) for rung in gating.RUNGS)]
+SHAPES = [(1, 1, 1), (1, 1024, 32), (257, 33, 5), (3001, 130, 32), (4096, 64, 32), (65_536, 16, 4), (262_144, 128, 8)]
+
+every_backend = pytest.mark.parametrize(("backend", "rung"), BACKENDS_AND_RUNGS)
+
+
+def make_logits(num_tokens, num_experts, step=0.0):
+    """Random float32 logits (L, E) that favour the last experts; a ``step`` to round to makes ties."""
+    noise = 1.5 * np.random.default_rng(5).standard_normal((num_tokens, num_experts))
+    logits = noise + np.linspace(-1.0, 1.0, num_experts)
+    return (np.round(logits / step) * step if step else logits).astype(np.float32)
+
+
+def assert_near(found, expected):
+    assert relative_error(found, expected) < 1e-5
+
+
+@every_backend
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "k"), SHAPES)
+def test_the_specification_is_met(backend, rung, num_tokens, num_experts, k, renormalize):
+    stage, logits = BACKENDS[backend].open("gating", rung), make_logits(num_tokens, num_experts)
+    wide = logits.astype(np.float64)
+    exact = reference.forward(wide, k, renormalize)
+    found = stage.forward(logits, k, renormalize)
+    np.testing.assert_array_equal(found.topk_experts, exact.topk_experts)
+    assert_near(found.probs, exact.probs)
+    assert_near(found.gates, exact.gates)
+
+    d_gates = np.random.default_rng(6).standard_normal((num_tokens, k)).astype(np.float32)
+    chosen = exact.probs.astype(np.float32), exact.topk_experts
+    wide_chosen = chosen[0].astype(np.float64), exact.topk_experts
+    assert_near(
+        stage.backward(d_gates, *chosen, renormalize),
+        reference.backward(d_gates.astype(np.float64), *wide_chosen, renormalize),
+    )
+    assert_near(stage.load_balancing_loss(*chosen), reference.load_balancing_loss(*wide_chosen))
+    if k < num_experts:  # else every share is the same, and the gradient is 0
+        assert_near(
+            stage.load_balancing_loss_backward(*chosen, 0.7), reference.load_balancing_loss_backward(*wide_chosen, 0.7)
+        )
+    assert_near(stage.router_z_loss(logits), reference.router_z_loss(wide))
+    assert_near(stage.router_z_loss_backward(logits, 0.7), reference.router_z_loss_backward(wide, 0.7))
+
+
+@every_backend
+@pytest.mark.parametrize("step", [0.5, 4.0])
+def test_ties_are_broken_as_the_specification_does(backend, rung, step):
+    logits = make_logits(5000, 150, step)
+    found = BACKENDS[backend].open("gating", rung).forward(logits, 20)
+    np.testing.assert_array_equal(found.topk_experts, reference.top_k(logits, 20))
+
+
+@every_backend
+def test_no_tokens(backend, rung):
+    stage, logits = BACKENDS[backend].open("gating", rung), np.empty((0, 4), np.float32)
+    probs, topk_experts, gates = stage.forward(logits, 2)
+    assert (probs.shape, topk_experts.shape, gates.shape) == ((0, 4), (0, 2), (0, 2))
+    assert stage.load_balancing_loss(probs, topk_experts) == 0.0 and stage.router_z_loss(logits) == 0.0
+    assert stage.backward(gates, probs, topk_experts).shape == (0, 4)
+
+
+def results(logits, rung):
+    """Every array that the stage makes of logits (L, E) on the device."""
+    routing = gating.forward(logits, 6, rung=rung)
+    chosen = routing.probs, routing.topk_experts
+    return [
+        *routing,
+        gating.backward(routing.gates, *chosen, rung=rung),
+        gating.load_balancing_loss(*chosen, rung=rung),
+        gating.load_balancing_loss_backward(*chosen, rung=rung),
+        gating.router_z_loss(logits, rung=rung),
+        gating.router_z_loss_backward(logits, rung=rung),
+    ]
+
+
+@pytest.mark.parametrize("rung", gating.RUNGS)
+def test_twenty_runs_give_the_same_bits_on_the_device(rung):
+    import cupy
+
+    logits = cupy.asarray(make_logits(20_000, 64))
+    first = results(logits, rung)
+    assert all(isinstance(array, cupy.ndarray) for array in first)
+    for _ in range(20):
+        for array, expected in zip(results(logits, rung), first, strict=True):
+            assert bool((array == expected).all())
+
+
+def test_device_arrays_are_checked_at_the_door():
+    import cupy
+
+    logits = cupy.zeros((3, 4), cupy.float32)
+    logits[2, 3] = cupy.nan
+    with pytest.raises(ValueError, match=r"logits\[2, 3\] is nan, but logits must be finite"):
+        gating.forward(logits, 2)
+    with pytest.raises(ValueError, match="k is 5, but there are only 4 experts"):
+        gating.forward(cupy.zeros((3, 4), cupy.float32), 5)
+    with pytest.raises(ValueError, match="not C-contiguous"):
+        gating.forward(cupy.zeros((4, 3), cupy.float32).T, 2)

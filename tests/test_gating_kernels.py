@@ -1,0 +1,583 @@
+"""Gating as kernels: the specification's choice exactly and its numbers nearly, in Numba and in raw CUDA, and teeth."""
+
+import runpy
+import types
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+from headers import evaluate, stated
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulator import counted_launch, rerun, stated_launch
+
+from moeblaze_ref import check
+from moeblaze_ref.backends import BACKENDS, OpenStage
+from moeblaze_ref.cases import relative_error
+from moeblaze_ref.numba_cuda import gating as numba_gating
+from moeblaze_ref.numba_cuda import runtime
+from moeblaze_ref.numpy_ref import gating as reference
+from moeblaze_ref.paths import kernels_dir
+from moeblaze_ref.raw_cuda import gating as raw_gating
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+
+RUNGS = tuple(raw_gating.RUNGS)
+HERE = [("numba", None), *(("simt", rung) for rung in RUNGS)]  # the backends that need no GPU
+BOUND = 1e-5
+D_LOSS = 0.7
+
+every_backend = pytest.mark.parametrize(("backend", "rung"), HERE)
+every_rung = pytest.mark.parametrize("rung", RUNGS)
+renormalized_or_not = pytest.mark.parametrize("renormalize", [False, True])
+
+
+def opened(backend, rung):
+    """The stage of a backend, its outputs poisoned before they are written."""
+    return BACKENDS[backend].open("gating", rung)
+
+
+def on(executor, rung):
+    """The raw CUDA stage on a given executor."""
+    options = {"executor": executor, "rung": rung}
+    return OpenStage(raw_gating, nullcontext, executor.from_numpy, executor.to_numpy, options)
+
+
+def make_logits(num_tokens, num_experts, step=0.0, seed=5):
+    """Random float32 logits (L, E) that favour the last experts; a ``step`` to round to makes ties, and zeros of both signs."""
+    noise = 1.5 * np.random.default_rng(seed).standard_normal((num_tokens, num_experts))
+    logits = noise + np.linspace(-1.0, 1.0, num_experts)
+    return (np.round(logits / step) * step if step else logits).astype(np.float32)
+
+
+def errors(stage, logits, k, renormalize=False):
+    """(what, relative error) of every result, against the specification in float64 on the same float32 numbers."""
+    exact = reference.forward(logits.astype(np.float64), k, renormalize)
+    found = stage.forward(logits, k, renormalize)
+    yield "choices", float((found.topk_experts != reference.top_k(logits, k)).sum())
+    yield "probs", relative_error(found.probs, exact.probs)
+    yield "gates", relative_error(found.gates, exact.gates)
+    yield from _errors_of_gradients(stage, exact, renormalize)
+    yield from _errors_of_z(stage, logits)
+
+
+def _errors_of_gradients(stage, exact, renormalize):
+    chosen, probs = exact.topk_experts, exact.probs.astype(np.float32)
+    wide = probs.astype(np.float64)
+    d_gates = np.random.default_rng(6).standard_normal(chosen.shape).astype(np.float32)
+    expected = reference.backward(d_gates.astype(np.float64), wide, chosen, renormalize)
+    yield "d_logits", relative_error(stage.backward(d_gates, probs, chosen, renormalize), expected)
+    expected = reference.load_balancing_loss(wide, chosen)
+    yield "load_balancing_loss", relative_error(stage.load_balancing_loss(probs, chosen), expected)
+    # Two parts, p f_e and p times the mean share, may cancel: the error is that of the parts.
+    shares = np.bincount(chosen.ravel(), minlength=probs.shape[1]) / max(chosen.size, 1)
+    part = D_LOSS * probs.shape[1] / max(len(probs), 1) * wide * shares
+    expected = reference.load_balancing_loss_backward(wide, chosen, D_LOSS)
+    found = stage.load_balancing_loss_backward(probs, chosen, D_LOSS)
+    yield "load_balancing_loss_backward", relative_error(part + (found - expected), part)
+
+
+def _errors_of_z(stage, logits):
+    wide = logits.astype(np.float64)
+    yield "router_z_loss", relative_error(stage.router_z_loss(logits), reference.router_z_loss(wide))
+    expected = reference.router_z_loss_backward(wide, D_LOSS)
+    yield "router_z_loss_backward", relative_error(stage.router_z_loss_backward(logits, D_LOSS), expected)
+
+
+def bound_of(what):
+    return 0.0 if what == "choices" else BOUND
+
+
+def assert_right(*arguments, **options):
+    for what, error in errors(*arguments, **options):
+        assert error <= bound_of(what), what
+
+
+def is_wrong(stage, logits, k, renormalize):
+    """Whether any result is out of its bound, or the kernel does what a GPU would not survive."""
+    try:
+        return not all(error <= bound_of(what) for what, error in errors(stage, logits, k, renormalize))
+    except KernelFault:
+        return True
+
+
+# ---- right -----------------------------------------------------------------------------------
+
+SMALL = [(1, 1, 1), (1, 4, 2), (9, 4, 1), (9, 5, 5), (19, 7, 3)]  # Numba's simulator has 8 threads a block
+LARGE = [
+    (33, 32, 32),  # k = E, a lane a column
+    (300, 33, 4),  # more than a block of threads; one lane has two columns
+    (64, 64, 8),
+    (257, 128, 8),
+    (41, 130, 6),  # no warp divides it
+    (13, 1024, 32),  # the kernels' limits
+    (1, 1000, 17),
+]
+
+
+@renormalized_or_not
+@pytest.mark.parametrize(
+    ("backend", "rung", "num_tokens", "num_experts", "k"),
+    [(*where, *shape) for where in HERE for shape in (SMALL if where[0] == "numba" else SMALL + LARGE)],
+)
+def test_the_specification_is_met(backend, rung, num_tokens, num_experts, k, renormalize):
+    assert_right(opened(backend, rung), make_logits(num_tokens, num_experts), k, renormalize)
+
+
+@every_backend
+@pytest.mark.parametrize("step", [0.5, 2.0])
+def test_many_ties_are_broken_as_the_specification_does(backend, rung, step):
+    num_tokens, num_experts, k = (19, 7, 4) if backend == "numba" else (70, 150, 20)
+    logits = make_logits(num_tokens, num_experts, step)
+    assert (logits == 0).any() and np.signbit(logits[logits == 0]).any()
+    assert_right(opened(backend, rung), logits, k)
+
+
+def hard_rows(num_experts):
+    """Rows of logits (L, E) at which a choice, or a softmax, may go wrong."""
+    zeros = np.zeros(num_experts)
+    zeros[1::2] = -0.0
+    rows = {
+        "all equal": np.full(num_experts, -2.5),
+        "zeros of both signs": zeros,
+        "the last and the first are equal": np.where(np.arange(num_experts) % (num_experts - 1) == 0, 1.0, 0.5),
+        "huge": np.linspace(-3e38, 3e38, num_experts),
+        "huge and equal": np.full(num_experts, 3e38),
+        "huge and negative": np.linspace(-3e38, -2e38, num_experts),
+        "below the normal numbers": np.arange(num_experts) * 1e-45,
+        "probabilities that round to the same": -800.0 - 1e-3 * np.arange(num_experts)[::-1] + 800.0 * (zeros == 9),
+    }
+    rows["probabilities that round to the same"][0] = 0.0
+    return np.array(list(rows.values()), np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # a difference may be -inf, whose exp is 0
+@every_backend
+def test_hard_logits_are_chosen_from_exactly_and_nothing_overflows(backend, rung):
+    logits = hard_rows(5 if backend == "numba" else 64)
+    for k in (1, 3, logits.shape[1] // 2):
+        found = opened(backend, rung).forward(logits, k)
+        exact = reference.forward(logits.astype(np.float64), k)
+        np.testing.assert_array_equal(found.topk_experts, reference.top_k(logits, k))
+        for row in range(len(logits)):
+            assert relative_error(found.probs[row], exact.probs[row]) < BOUND
+            assert relative_error(found.gates[row], exact.gates[row]) < BOUND
+
+
+@every_backend
+def test_a_renormalised_single_gate_is_one_and_has_no_gradient(backend, rung):
+    stage, logits = opened(backend, rung), make_logits(9, 5)
+    found = stage.forward(logits, 1, renormalize=True)
+    assert np.array_equal(found.gates, np.ones((9, 1)))
+    assert not stage.backward(np.full((9, 1), 3.0, np.float32), *found[:2], renormalize=True).any()
+
+
+@every_backend
+def test_balanced_routing_has_loss_one_and_collapsed_routing_has_loss_e(backend, rung):
+    stage = opened(backend, rung)
+    one_each = np.arange(8, dtype=np.int32)[:, None]
+    assert stage.load_balancing_loss(np.full((8, 8), 1 / 8, np.float32), one_each) == 1.0
+    assert stage.load_balancing_loss(np.eye(8, dtype=np.float32)[np.zeros(8, int)], np.zeros((8, 1), np.int32)) == 8.0
+
+
+@every_backend
+def test_kinds_and_shapes_of_the_results(backend, rung):
+    stage, logits = opened(backend, rung), make_logits(9, 5)
+    gating = stage.forward(logits, 2)
+    d_gates = np.ones((9, 2), np.float32)
+    chosen = gating.probs, gating.topk_experts
+    assert (gating.topk_experts.shape, gating.topk_experts.dtype) == ((9, 2), np.int32)
+    for array, shape in [
+        (gating.probs, (9, 5)),
+        (gating.gates, (9, 2)),
+        (stage.backward(d_gates, *chosen), (9, 5)),
+        (stage.load_balancing_loss(*chosen), ()),
+        (stage.load_balancing_loss_backward(*chosen), (9, 5)),
+        (stage.router_z_loss(logits), ()),
+        (stage.router_z_loss_backward(logits), (9, 5)),
+    ]:
+        assert (array.shape, array.dtype) == (shape, np.float32)
+
+
+@every_backend
+@renormalized_or_not
+def test_no_tokens(backend, rung, renormalize):
+    stage, logits = opened(backend, rung), np.empty((0, 4), np.float32)
+    probs, topk_experts, gates = stage.forward(logits, 2, renormalize)
+    assert (probs.shape, topk_experts.shape, gates.shape) == ((0, 4), (0, 2), (0, 2))
+    assert stage.load_balancing_loss(probs, topk_experts) == 0.0 and stage.router_z_loss(logits) == 0.0
+    assert stage.backward(gates, probs, topk_experts, renormalize).shape == (0, 4)
+    assert stage.load_balancing_loss_backward(probs, topk_experts).shape == (0, 4)
+    assert stage.router_z_loss_backward(logits).shape == (0, 4)
+
+
+@every_backend
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_random_shapes(backend, rung, data):
+    most_tokens, most_experts = (11, 6) if backend == "numba" else (280, 200)
+    num_tokens, num_experts = data.draw(st.integers(0, most_tokens)), data.draw(st.integers(1, most_experts))
+    k = data.draw(st.integers(1, min(num_experts, 32)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    logits = rng.uniform(0.5, 4.5, (num_tokens, num_experts))  # logsumexp keeps away from 0
+    if data.draw(st.booleans()):
+        logits = np.ceil(logits)  # five values: ties nearly everywhere
+    assert_right(opened(backend, rung), logits.astype(np.float32), k, data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("backend", ["numba", "simt"])
+def test_the_cross_check_passes(backend):
+    rows = check.run(["gating"], [backend])
+    assert {row.rung for row in rows} == {rung for name, rung in HERE if name == backend}
+    assert {row.direction for row in rows} == {"forward", "backward"} and check.passed(rows)
+
+
+# ---- the raw kernels -------------------------------------------------------------------------
+
+
+def results(stage, logits, k):
+    """Every array that the stage can make of these logits."""
+    gating = stage.forward(logits, k)
+    chosen = gating.probs, gating.topk_experts
+    return [
+        *gating,
+        stage.backward(gating.gates, *chosen),
+        stage.load_balancing_loss(*chosen),
+        stage.load_balancing_loss_backward(*chosen),
+        stage.router_z_loss(logits),
+        stage.router_z_loss_backward(logits),
+    ]
+
+
+@every_rung
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_every_order_of_threads_gives_the_same_bits(rung, seed):
+    logits = make_logits(280, 70, step=0.5)
+    for array, expected in zip(*(results(on(SimtExecutor(seed=s), rung), logits, 5) for s in (seed, 0)), strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
+@every_rung
+@renormalized_or_not
+def test_the_plain_build_is_right_too(rung, renormalize):
+    assert_right(on(SimtExecutor(instrumented=False), rung), make_logits(2000, 70, step=0.5), 5, renormalize)
+
+
+def test_a_warp_is_the_default():
+    logits = make_logits(9, 5)
+    assert raw_gating.DEFAULT_RUNG == "2_warp"
+    np.testing.assert_array_equal(raw_gating.forward(logits, 2).topk_experts, reference.top_k(logits, 2))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "columns"), [(1, 1), (32, 1), (33, 2), (65, 4), (128, 4), (129, 8), (1024, 32)]
+)
+def test_the_lanes_have_a_place_for_every_column(num_experts, columns):
+    assert raw_gating.constants("2_warp", num_experts)["PER_LANE"] == columns
+
+
+@every_rung
+@renormalized_or_not
+@pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(300, 16, 4), (1, 33, 32), (257, 130, 1)])
+def test_the_kernels_ask_for_the_bytes_that_their_headers_state(rung, num_tokens, num_experts, k, renormalize):
+    executor = SimtExecutor()
+    stage, logits = on(executor, rung), make_logits(num_tokens, num_experts)
+    with executor.recording() as launches:
+        gating = stage.forward(logits, k, renormalize)
+        stage.backward(gating.gates, *gating[:2], renormalize)
+        stage.load_balancing_loss(*gating[:2])
+        stage.load_balancing_loss_backward(*gating[:2])
+        stage.router_z_loss(logits)
+        stage.router_z_loss_backward(logits)
+    headers = stated(f"gating/{rung}.cu") | stated("gating/0_sums.cu")
+    assert {launch.kernel for launch in launches} == headers.keys()
+    symbols = {"L": num_tokens, "E": num_experts, "k": k, "R": num_tokens * k, "RENORMALIZE": int(renormalize)}
+    symbols |= {"THREADS": raw_gating.THREADS, "TILES": -(-num_tokens // raw_gating.THREADS)}
+    symbols |= {"N": -(-num_tokens // raw_gating.TOKENS[rung])}
+    for launch in launches:
+        symbols["blocks"] = launch.grid[0]
+        header = headers[launch.kernel]
+        assert launch.read_bytes == evaluate(header.read, symbols), f"{launch.kernel} reads {header.read}"
+        assert launch.written_bytes == evaluate(header.written, symbols), f"{launch.kernel} writes {header.written}"
+
+
+@every_rung
+def test_a_warp_uses_its_sectors_whole_and_a_thread_does_not(rung):
+    """Both rungs ask for rows of 512 bytes; a thread asks for every 4 of them alone."""
+    executor = SimtExecutor()
+    with executor.recording() as launches:
+        on(executor, rung).forward(make_logits(64, 128), 8)
+    (launch,) = launches
+    bytes_of_a_sector = 32 if rung == "2_warp" else 4
+    assert launch.buffers["logits"].read_bytes == bytes_of_a_sector * launch.buffers["logits"].read_sectors
+    assert launch.buffers["probs"].written_bytes == bytes_of_a_sector * launch.buffers["probs"].written_sectors
+
+
+# ---- planted faults --------------------------------------------------------------------------
+
+# file: {name: (text in it or in common.cuh, what takes its place)}
+FAULTS = {
+    "1_naive": {
+        "writes zeros": ("= choice.expert;", "= 0;"),
+        "writes nothing": ("gates[token * k + j] = weight;", ";"),
+        "drops the last token": ("if (token >= L) return;", "if (token >= L - 1) return;"),
+        "overlooks the last expert": ("e < E; ++e) {", "e < E - 1; ++e) {"),
+        "ties to the higher expert": ("logit > best.logit", "logit >= best.logit"),
+        "no ties": ("(logit == last.logit && e > last.expert)", "false"),
+        "chooses again what it chose": ("e > last.expert", "e >= last.expert"),
+        "sums what was not shifted by the peak": ("sum += expf(row[e] - peak);", "sum += expf(row[e]);"),
+        "gates are never renormalised": ("RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "prob_scale"),
+        "gradient to the wrong expert": ("token * E + expert]", "token * E + (expert + 1) % E]"),
+        "gradient without its mean": ("(d_gates[token * k + j] - mean)", "d_gates[token * k + j]"),
+        "nothing for who was not chosen": ("-row[e] * mean", "0.0f"),
+        "renormalised gradient unscaled": ("        sum = 0.0f;\n        for", "        for"),
+        "a term too few": ("token < L ? dot", "token < L - 1 ? dot"),
+        "unscaled loss gradient": ("= scale * row[e]", "= row[e]"),
+        "logsumexp without its sum": ("row.peak + logf(row.sum)", "row.peak"),
+        "z is not squared": ("(z * z)", "(z)"),
+        "writes past its buffer": ("terms[blockIdx.x]", "terms[blockIdx.x + 1]"),
+    },
+    "2_warp": {
+        "writes zeros": ("topk_experts[slot] = mine.expert;", "topk_experts[slot] = 0;"),
+        "writes nothing": ("gates[slot] = gate;", ";"),
+        "drops the last token": ("if (token >= L) return;", "if (token >= L - 1) return;"),
+        "reads the next column": ("? source[column(i)]", "? source[column(i) + 1]"),
+        "writes one column too many": ("(column(i) < E) target", "(column(i) <= E) target"),
+        "lists are not sorted": ("if (list.ordered[i] < list.ordered[i + 1]) {", "if (false) {"),
+        "lists are half sorted": ("pass < PER_LANE; ++pass", "pass < PER_LANE / 2; ++pass"),
+        "equal neighbours change places": ("list.ordered[i] < list", "list.ordered[i] <= list"),
+        "ids do not move": ("swap(list.expert[i], list.expert[i + 1]);", ""),
+        "ties to the higher expert": ("? list.expert[0] : NO_EXPERT);", "? -list.expert[0] : NO_EXPERT) * -1;"),
+        "lists do not move up": ("if (list.expert[0] == expert) {", "if (false) {"),
+        "an exhausted list goes on": ("list.ordered[PER_LANE - 1] = EXHAUSTED;", ""),
+        "every lane takes the head of its own list": ("= warp_max(list.ordered[0]);", "= list.ordered[0];"),
+        "the neighbour keeps the choice": ("if (lane_id() == j) mine", "if (lane_id() == (j + 1) % WARP) mine"),
+        "gates are never renormalised": ("RENORMALIZE ? 1.0f / warp_sum(weight) : scale", "scale"),
+        "peak of a lane alone": ("peak = warp_max(peak);", ""),
+        "sum of a lane alone": ("{peak, warp_sum(sum)}", "{peak, sum}"),
+        "gradient without its mean": ("gate * (d_gate - mean)", "gate * d_gate"),
+        "nothing for who was not chosen": ("row[i] *= -mean", "row[i] *= 0.0f"),
+        "missing barrier before the chosen are written": ("    __syncwarp();  // the chosen", "    // the chosen"),
+        "mean of a lane alone": ("warp_sum(lane_dot(row, share))", "lane_dot(row, share)"),
+        "unscaled loss gradient": ("*= scale * (share[i]", "*= (share[i]"),
+        "every lane adds its token": ("lane_id() == 0 ? z * z : 0.0f", "z * z"),
+        "negative logits in the wrong order": ("return bits ^ ((bits >> 31) & 0x7fffffff);", "return bits;"),
+        "zeros of two kinds": ("__float_as_int(value + 0.0f)", "__float_as_int(value)"),
+        "half of the lanes are not summed": ("step > 0; step /= 2) value +=", "step > 1; step /= 2) value +="),
+    },
+    "0_sums": {
+        "histograms not cleared": ("histogram[e] = 0;", ";"),
+        "missing barrier after clearing": ("    __syncwarp();\n    const", "    const"),
+        "missing barrier between tokens": ("        __syncwarp();  // the next", "        // the next"),
+        "missing barrier before adding up": ("    __syncthreads();\n    for (int e", "    for (int e"),
+        "a choice too few": ("if (lane_id() < k)", "if (lane_id() < k - 1)"),
+        "drops the last token": ("token < end; ++token", "token < end - 1; ++token"),
+        "forgets the last warp": ("warp < THREADS / WARP; ++warp", "warp < THREADS / WARP - 1; ++warp"),
+        "forgets the last tile": ("tile < tiles;", "tile < tiles - 1;"),
+        "counts instead of shares": ("float(rows) / R", "float(rows)"),
+        "the wrong expert's count": ("tile * E + expert]", "tile * E + (expert + 1) % E]"),
+        "forgets the last term": ("i < num_terms;", "i < num_terms - 1;"),
+        "unscaled sum": ("= scale * sum;", "= sum;"),
+    },
+}
+
+
+class Planted(SimtExecutor):
+    """An executor in which one file of the stage has one fault."""
+
+    def __init__(self, file, fault, seed=1):
+        super().__init__(seed=seed)
+        right, wrong = FAULTS[file][fault]
+        header = (kernels_dir() / "include/common.cuh").read_text().replace("#pragma once", "")
+        text = (kernels_dir() / f"gating/{file}.cu").read_text().replace('#include "common.cuh"', header)
+        assert text.count(right) >= 1, f"the kernels no longer hold {right!r}: update the fault"
+        self.faulty_file, self.faulty_text = f"gating/{file}.cu", text.replace(right, wrong)
+
+    def load(self, file, **constants):
+        return super().load(file, text=self.faulty_text if file == self.faulty_file else None, **constants)
+
+
+# Two tiles of tokens, and more experts than two per lane; then lists that are taken to their ends.
+TRIALS = [((270, 70), 5, False), ((270, 70), 5, True), ((37, 40), 32, False)]
+
+
+@pytest.mark.parametrize(("file", "fault"), [(file, fault) for file, faults in FAULTS.items() for fault in faults])
+def test_a_planted_fault_is_caught(file, fault):
+    stage = on(Planted(file, fault), raw_gating.DEFAULT_RUNG if file == "0_sums" else file)
+    assert any(is_wrong(stage, make_logits(*shape, step=0.5), k, renormalize) for shape, k, renormalize in TRIALS)
+
+
+@every_rung
+def test_the_same_inputs_without_a_fault_pass(rung):
+    for shape, k, renormalize in TRIALS:
+        assert_right(on(SimtExecutor(seed=1), rung), make_logits(*shape, step=0.5), k, renormalize)
+
+
+NUMBA_FAULTS = {
+    "writes zeros": ("topk_experts[token, j] = expert", "topk_experts[token, j] = 0"),
+    "writes nothing": ("            gates[token, j] = weight\n", ""),
+    "drops the last token": ("token < num_tokens", "token < num_tokens - 1"),
+    "overlooks the last expert": ("for e in range(logits.shape[1]):\n        logit", "for e in range(logits.shape[1] - 1):\n        logit"),
+    "ties to the higher expert": ("logit > best:", "logit >= best:"),
+    "no ties": (" or (logit == last_logit and e > last_expert)", ""),
+    "gates are never renormalised": ("(sum_of_chosen if renormalize else total)", "total"),
+    "gradient to the wrong expert": ("d_logits[token, expert] =", "d_logits[token, (expert + 1) % num_experts] ="),
+    "gradient without its mean": ("(d_gates[token, j] - mean)", "d_gates[token, j]"),
+    "nothing for who was not chosen": ("-probs[token, e] * mean", "ZERO"),
+    "missing barrier in the tree": ("            scratch[thread] += scratch[thread + half]\n        cuda.syncthreads()\n", "            scratch[thread] += scratch[thread + half]\n"),
+    "counts the first tile only": ("cuda.threadIdx.x, num_tokens * k, THREADS", "cuda.threadIdx.x, THREADS, THREADS"),
+    "the last block's term is forgotten": ("cuda.threadIdx.x, terms.shape[0], THREADS", "cuda.threadIdx.x, terms.shape[0] - 1, THREADS"),
+    "unscaled sum": ("total[0] = scale * part", "total[0] = part"),
+    "unscaled loss gradient": ("scale * probs[token, e] *", "probs[token, e] *"),
+    "logsumexp without its sum": ("z = peak + math.log(total)", "z = peak"),
+}  # fmt: skip
+
+
+def planted_numba(fault, path):
+    """The Numba stage from a file with one fault in it, written to ``path``."""
+    right, wrong = NUMBA_FAULTS[fault]
+    text = Path(numba_gating.__file__).read_text()
+    assert text.count(right) >= 1, f"the kernels no longer hold {right!r}: update the fault"
+    path.write_text(text.replace(right, wrong))
+    module = types.SimpleNamespace(**runpy.run_path(path))
+    return OpenStage(module, runtime.poisoned_outputs, np.asarray, np.asarray, {})
+
+
+@pytest.mark.parametrize("fault", NUMBA_FAULTS)
+def test_a_fault_planted_in_the_numba_kernels_is_caught(fault, tmp_path):
+    stage, logits = planted_numba(fault, tmp_path / "gating.py"), make_logits(2 * runtime.THREADS + 3, 5, step=0.5)
+    assert any(is_wrong(stage, logits, 3, renormalize) for renormalize in (False, True))
+
+
+# ---- what the Numba kernels' headers state -----------------------------------------------------
+
+
+def test_the_numba_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
+    if runtime.EXECUTOR == "cuda":  # only the simulator can count
+        rerun(f"{__file__}::test_the_numba_kernels_move_the_bytes_that_their_headers_state")
+        return
+    L, E, k = 2 * runtime.THREADS + 3, 5, 3
+    symbols = {"L": L, "E": E, "k": k, "R": L * k, "N": 3, "THREADS": runtime.THREADS}
+    launched = set()
+
+    def checked_launch(kernel, blocks, threads, *arguments, shared_bytes=0):
+        found = counted_launch(kernel, blocks, threads, arguments, shared_bytes)
+        assert found == stated_launch(kernel, symbols), kernel.py_func.__name__
+        launched.add(kernel)
+
+    monkeypatch.setattr(numba_gating, "launch", checked_launch)
+    assert_right(opened("numba", None), make_logits(L, E), k)
+    assert launched == {kernel for name, kernel in vars(numba_gating).items() if name.endswith("_kernel")}
+
+
+# ---- bad input -------------------------------------------------------------------------------
+
+LOGITS = np.zeros((3, 4), np.float32)
+PROBS = np.full((3, 4), 0.25, np.float32)
+TOPK = np.array([[0, 1], [1, 2], [2, 3]], np.int32)
+D_GATES = np.ones((3, 2), np.float32)
+
+
+def with_value(array, index, value):
+    """A copy of ``array`` with one element changed."""
+    array = array.copy()
+    array[index] = value
+    return array
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("logits", "k", "error", "message"),
+    [
+        (with_value(LOGITS, (2, 3), np.nan), 2, ValueError, r"logits\[2, 3\] is nan"),
+        (with_value(LOGITS, (1, 0), -np.inf), 2, ValueError, r"logits\[1, 0\] is -inf"),
+        (LOGITS, 5, ValueError, "k is 5, but there are only 4 experts"),
+        (LOGITS, 0, ValueError, "k is 0, but it must be >= 1"),
+        (LOGITS, 1.5, TypeError, "k is 1.5"),
+        (LOGITS[0], 2, ValueError, "must have 2 dimensions"),
+        (LOGITS.astype(np.float64), 2, TypeError, "logits has dtype float64, but it must be float32"),
+        (LOGITS[:, :0], 1, ValueError, "E is 0, but it must be >= 1"),
+        (np.zeros((2, 1025), np.float32), 2, ValueError, "num_experts is 1025, but it must be 1..1024"),
+        (np.zeros((2, 64), np.float32), 33, ValueError, "k is 33, but it must be 1..32"),
+    ],
+)
+def test_bad_logits(backend, rung, logits, k, error, message):
+    with pytest.raises(error, match=message):
+        opened(backend, rung).forward(logits, k)
+
+
+@every_backend
+@pytest.mark.parametrize("function", ["router_z_loss", "router_z_loss_backward"])
+def test_bad_logits_of_the_z_loss(backend, rung, function):
+    call = getattr(opened(backend, rung), function)
+    with pytest.raises(ValueError, match=r"logits\[2, 3\] is inf"):
+        call(with_value(LOGITS, (2, 3), np.inf))
+    with pytest.raises(TypeError, match="logits has dtype int64"):
+        call(LOGITS.astype(int))
+    with pytest.raises(ValueError, match="num_experts is 1025"):
+        call(np.zeros((2, 1025), np.float32))
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("topk_experts", "error", "message"),
+    [
+        (with_value(TOPK, (1, 0), 4), ValueError, r"topk_experts\[1, 0\] is 4, but there are only 4 experts"),
+        (with_value(TOPK, (0, 0), 1), ValueError, r"topk_experts\[0\] names expert 1 twice"),
+        (TOPK[:2].copy(), ValueError, r"topk_experts has shape \(2, 2\), but it must be \(L=3, k\)"),
+        (TOPK.astype(np.int64), TypeError, "topk_experts has dtype int64"),
+    ],
+)
+def test_bad_choices(backend, rung, topk_experts, error, message):
+    stage = opened(backend, rung)
+    with pytest.raises(error, match=message):
+        stage.backward(D_GATES, PROBS, topk_experts)
+    for function in (stage.load_balancing_loss, stage.load_balancing_loss_backward):
+        with pytest.raises(error, match=message):
+            function(PROBS, topk_experts)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("d_gates", "error", "message"),
+    [
+        (np.ones((3, 3), np.float32), ValueError, r"d_gates has shape \(3, 3\), but it must be \(L=3, k=2\)"),
+        (np.ones((3, 2)), TypeError, "d_gates has dtype float64, but it must be float32"),
+        (with_value(D_GATES, (0, 1), np.nan), ValueError, r"d_gates\[0, 1\] is nan"),
+    ],
+)
+def test_bad_gate_gradients(backend, rung, d_gates, error, message):
+    with pytest.raises(error, match=message):
+        opened(backend, rung).backward(d_gates, PROBS, TOPK)
+
+
+@every_backend
+def test_bad_loss_gradients_and_probabilities(backend, rung):
+    stage = opened(backend, rung)
+    for call in (
+        lambda d_loss: stage.load_balancing_loss_backward(PROBS, TOPK, d_loss),
+        lambda d_loss: stage.router_z_loss_backward(LOGITS, d_loss),
+    ):
+        with pytest.raises(ValueError, match="d_loss is nan, but it must be finite"):
+            call(float("nan"))
+        with pytest.raises(TypeError, match="d_loss is 'much'"):
+            call("much")
+    with pytest.raises(ValueError, match=r"probs\[1, 1\] is nan"):
+        stage.backward(D_GATES, with_value(PROBS, (1, 1), np.nan), TOPK)
+    with pytest.raises(TypeError, match="probs has dtype float64"):
+        stage.load_balancing_loss(PROBS.astype(np.float64), TOPK)
+
+
+@every_rung
+def test_raw_kernels_take_contiguous_rows_only(rung):
+    with pytest.raises(ValueError, match="argument logits of kernel softmax_top_k is not C-contiguous"):
+        opened("simt", rung).forward(np.asfortranarray(make_logits(9, 5)), 2)
+
+
+def test_numba_takes_rows_of_any_strides():
+    assert_right(opened("numba", None), np.asfortranarray(make_logits(9, 5)), 2)
+
+
+def test_an_unknown_rung_is_refused():
+    with pytest.raises(ValueError, match="unknown rung of gating '2_warps'. Did you mean '2_warp'"):
+        opened("simt", "2_warps").forward(LOGITS, 2)
