@@ -6,15 +6,18 @@ import re
 import pytest
 from cuda.core import Program, ProgramOptions
 
+from moeblaze_ref.config import ACTIVATIONS
 from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import dispatch, gating
+from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 from moeblaze_ref.simt.build import cuda_include_dirs
 
 FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
+EXPERT_STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
 CONSTANTS = {
     "dispatch": dispatch.constants("3_single_pass", 1024),
     "gating": gating.constants("2_warp", 1024),
+    **dict.fromkeys(EXPERT_STAGES, {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu"}),
 }
 ARCHITECTURES = {"sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100")}
 USAGE = re.compile(
@@ -77,6 +80,21 @@ def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
     for rung in gating.RUNGS:
         constants = gating.constants(rung, num_experts, renormalize)
         assert_fits(KernelSource.read(f"gating/{rung}.cu", constants))
+
+
+@pytest.mark.parametrize(
+    ("stage", "rung", "dtype"),
+    [(stage, rung, dtype) for stage, module in EXPERT_STAGES.items() for rung in module.RUNGS for dtype in module.RUNGS[rung]],
+)
+def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, rung, dtype):
+    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype]}
+    assert_fits(KernelSource.read(f"{stage}/{rung}.cu", constants))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_fits_into_registers(activation):
+    for stage in ("expert_up", "expert_down"):
+        assert_fits(KernelSource.read(f"{stage}/3_mma.cu", CONSTANTS[stage] | {"ACTIVATION": activation}))
 
 
 def test_a_spill_would_be_seen():

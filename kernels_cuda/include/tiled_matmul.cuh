@@ -32,7 +32,9 @@ struct Corners {
     template <class Visit>
     __device__ __forceinline__ void each(Visit visit) const {
         const int row = threadIdx.x / (TILE / CORNER) * CORNER, column = threadIdx.x % (TILE / CORNER) * CORNER;
+#pragma unroll
         for (int i = 0; i < CORNER; ++i)
+#pragma unroll
             for (int j = 0; j < CORNER; ++j) visit(row + i, column + j, values[0][i][j], values[RESULTS - 1][i][j]);
     }
 };
