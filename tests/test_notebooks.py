@@ -5,17 +5,21 @@ Executed ones are looked into: no errors, none inside a slider's picture either,
 
 import ast
 import functools
+import math
 import os
 import pkgutil
+import queue
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import nbformat
 import numpy as np
 import pytest
-from jupyter_client import AsyncKernelManager
+from jupyter_client import AsyncKernelClient, AsyncKernelManager
+from jupyter_client.channels import AsyncZMQSocketChannel
 from jupyter_client.kernelspec import KernelSpec
 from matplotlib.figure import Figure
 from nbclient import NotebookClient
@@ -55,9 +59,35 @@ def cells(path, kind):
 # Execution -----------------------------------------------------------------------------------------------------------
 
 
+class WatchfulChannel(AsyncZMQSocketChannel):
+    """Looks for a reply ten times a second.
+
+    While a slider's picture is sent back to the kernel, a reply may arrive without waking up those who wait for it:
+    jupyter_client sends past the asynchronous socket, which then misses the one signal of the arrival.
+    """
+
+    async def get_msg(self, timeout=None):
+        """The next message; queue.Empty if there is none within ``timeout`` seconds, None for ever."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return await super().get_msg(max(0.0, min(left, 0.1)))
+            except queue.Empty:
+                if left <= 0.1:
+                    raise
+
+
+class WatchfulClient(AsyncKernelClient):
+    """A client that misses no reply."""
+
+    shell_channel_class = WatchfulChannel
+
+
 class ThisPython(AsyncKernelManager):
     """Starts kernels with the Python that runs the tests, whatever kernels are installed."""
 
+    client_factory = WatchfulClient
     kernel_spec = KernelSpec(
         argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], **METADATA["kernelspec"]
     )
@@ -67,7 +97,8 @@ def execute(source_notebook, folder=ROOT / "notebooks"):
     """A copy of a notebook after a run from top to bottom in ``folder``; an error in a cell is raised."""
     copy = nbformat.from_dict(source_notebook)
     with tempfile.TemporaryDirectory() as home:
-        client = NotebookClient(copy, timeout=600, km=ThisPython(), resources={"metadata": {"path": str(folder)}})
+        where = {"metadata": {"path": str(folder)}}
+        client = NotebookClient(copy, timeout=600, kernel_manager_class=ThisPython, resources=where)
         client.execute(env={**os.environ, "IPYTHONDIR": home})
     return copy
 
