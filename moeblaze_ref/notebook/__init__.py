@@ -3,8 +3,8 @@
 Imported by notebooks alone: it needs IPython and ipywidgets, which the rest of the project does not.
 """
 
-from moeblaze_ref.notebook.controls import doubling, explore, progress
+from moeblaze_ref.notebook.controls import doubling, explore, progress, track
 from moeblaze_ref.notebook.markdown import bullets, table
 from moeblaze_ref.notebook.sources import show_kernel, show_source
 
-__all__ = ["bullets", "doubling", "explore", "progress", "show_kernel", "show_source", "table"]
+__all__ = ["bullets", "doubling", "explore", "progress", "show_kernel", "show_source", "table", "track"]

@@ -1,10 +1,12 @@
 """Sliders that move pictures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from IPython.display import Markdown, display
 from ipywidgets import IntProgress, SelectionSlider, Widget, interact
+
+LABEL_WIDTH = "8em"  # holds the longest name of a control
 
 
 def doubling(first: int, last: int, value: int) -> SelectionSlider:
@@ -28,6 +30,7 @@ def explore(picture: Callable[..., Any], **controls: Widget):
     """
     for control in controls.values():
         control.continuous_update = False
+        control.style.description_width = LABEL_WIDTH
 
     def draw(**values):
         try:
@@ -38,12 +41,21 @@ def explore(picture: Callable[..., Any], **controls: Widget):
     interact(draw, **controls)
 
 
-def progress(total: int, unit: str) -> Callable[[int, float], None]:
-    """Show a bar; the function that is returned moves it to a step and writes a number in ``unit`` beside it."""
+def progress(total: int, unit: str = "") -> Callable[..., None]:
+    """Show a bar; the function that is returned moves it to a step, and writes a number in ``unit`` beside it."""
     bar = IntProgress(max=total, layout={"width": "60%"}, style={"description_width": "initial"})
     display(bar)
 
-    def on_step(step: int, number: float):
-        bar.value, bar.description = step, f"{step} of {total}: {number:.2f} {unit}"
+    def on_step(step: int, number: float | None = None):
+        bar.value = step
+        bar.description = f"{step} of {total}" + ("" if number is None else f": {number:.2f} {unit}")
 
     return on_step
+
+
+def track(items: Sequence[Any]) -> Iterator[Any]:
+    """The items one by one, under a bar that counts them."""
+    on_step = progress(len(items))
+    for number, item in enumerate(items, start=1):
+        yield item
+        on_step(number)

@@ -41,21 +41,22 @@ class _Board:
         self.axes.set(xlim=(-2, width - 2), ylim=(height - 2.5, -2.5), aspect="equal")
         self.axes.set_axis_off()
 
-    def array(self, left, top, name, values, experts):
-        """``values`` (rows, columns) with its upper left corner at (left, top), coloured by ``experts``."""
+    def array(self, place, name, values, experts, known):
+        """``values`` (rows, columns), -1 for empty, upper left at ``place``; coloured by ``experts``, -1 for none."""
+        left, top = place
         for (row, column), value in np.ndenumerate(values):
-            expert = experts[row, column]
-            color = PALE if expert < 0 else EXPERT_COLORS[expert % len(EXPERT_COLORS)]
+            shown, expert = known and value >= 0, experts[row, column]
+            color = EXPERT_COLORS[expert % len(EXPERT_COLORS)] if shown and expert >= 0 else PALE
             self.axes.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=color, edgecolor="white"))
-            self.text(left + column + 0.5, top + row + 0.5, "" if value < 0 else value)
-        self.text(left, top - 0.35, name, ha="left")
+            self.text(left + column + 0.5, top + row + 0.5, value if shown else "")
+        self.text(left, top - 0.35, name, ha="left", color=BLACK if known else GREY)
 
     def text(self, x, y, text, ha="center", **look):
         self.axes.text(x, y, text, ha=ha, va="center", fontsize="small", **look)
 
 
 def dispatch_steps(topk_experts: np.ndarray, num_experts: int, step: int) -> Figure:
-    """The arrays of a small dispatch as they stand after ``STEPS[step]``, coloured by expert.
+    """The arrays of a small dispatch as they stand after ``STEPS[step]``, coloured by expert, grey until then.
 
     Parameters
     ----------
@@ -67,42 +68,43 @@ def dispatch_steps(topk_experts: np.ndarray, num_experts: int, step: int) -> Fig
     doors.check_int("step", step, at_least=0, at_most=len(STEPS) - 1)
     found = reference.build(topk_experts, num_experts)
     num_tokens, k = topk_experts.shape
-    middle, right = k + 2, k + num_experts + 4
-    below = num_tokens + 2
-    board = _Board(max(right + k, middle + found.R) + 3, below + 8.5)
+    middle, right, below = k + 2, k + num_experts + 4, num_tokens + 1.5
+    board = _Board(max(right + max(k, num_experts + 1), middle + found.R) + 3, below + 8.2)
     board.text(-2, -2, STEPS[step], ha="left", weight="bold")
     for token in range(num_tokens):
         board.text(-0.3, token + 0.5, f"token {token}", ha="right")
-    board.array(0, 0, "topk_experts", topk_experts, topk_experts)
-    by_token = found.token_expert_indices[None]  # (1, R)
-    board.array(middle, below + 4, "token_expert_indices", by_token, by_token)
-    if step >= 1:
-        _draw_map(board, middle, found, topk_experts, positions=step >= 4)
-    experts = np.arange(num_experts)[None]  # (1, E)
-    if step >= 2:
-        board.array(middle, below - 0.5, "lengths", np.diff(found.expert_token_offsets)[None], experts)
-    if step >= 3:
-        ends = np.append(experts, [[-1]], axis=1)  # (1, E + 1): no expert begins at R
-        board.array(right, below - 0.5, "expert_token_offsets", found.expert_token_offsets[None], ends)
-    if step >= 5:
-        owner = np.repeat(experts, np.diff(found.expert_token_offsets), axis=1)  # (1, R)
-        board.array(middle, below + 2, "expert_token_indices", found.expert_token_indices[None], owner)
-        board.array(right, 0, "token_index_map", found.token_index_map.reshape(-1, k), topk_experts)
+    for expert in range(num_experts):
+        board.text(middle + expert + 0.5, num_tokens + 0.4, f"e{expert}", color=GREY)
+    for name, place, values, experts, first in _by_token(found, topk_experts, middle, right, below, step):
+        board.array(place, name, values, experts, known=step >= first)
+    for name, place, values, experts, first in _by_expert(found, middle, right, below):
+        board.array(place, name, values, experts, known=step >= first)
     return board.figure
 
 
-def _draw_map(board, left, found, topk_experts, positions):
-    """The dense map, or the positions in its places."""
-    tokens = reference.dense_map(topk_experts, found.E)  # (L, E)
-    columns = np.broadcast_to(np.arange(found.E), tokens.shape)
-    owner = np.where(tokens == reference.EMPTY, -1, columns)
-    values = tokens.copy()
-    if positions:
-        np.put_along_axis(values, topk_experts, found.token_index_map.reshape(topk_experts.shape), axis=1)
-    board.array(left, 0, "", values, owner)
-    board.text(left, -1.1, "positions" if positions else "dense map", ha="left")
-    for expert in range(found.E):
-        board.text(left + expert + 0.5, -0.35, f"e{expert}", color=GREY)
+def _by_token(found, topk_experts, middle, right, below, step):
+    """(name, place, values, experts, first step) of the arrays whose rows, or runs of k, are tokens."""
+    chosen = found.token_expert_indices[None]  # (1, R)
+    positions = found.token_index_map.reshape(topk_experts.shape)  # (L, k)
+    in_map = reference.dense_map(topk_experts, found.E)  # (L, E)
+    if step >= 4:
+        np.put_along_axis(in_map, topk_experts, positions, axis=1)
+    columns = np.broadcast_to(np.arange(found.E), in_map.shape)
+    yield "topk_experts", (0, 0), topk_experts, topk_experts, 0
+    yield "token_expert_indices", (middle, below + 2.2), chosen, chosen, 0
+    yield "positions" if step >= 4 else "dense map", (middle, 0), in_map, columns, 1
+    yield "token_index_map", (right, 0), positions, topk_experts, 5
+
+
+def _by_expert(found, middle, right, below):
+    """(name, place, values, experts, first step) of the arrays that follow the order of the experts."""
+    offsets = found.expert_token_offsets[None]  # (1, E + 1)
+    lengths = np.diff(offsets)  # (1, E)
+    experts = np.arange(found.E)[None]  # (1, E)
+    owner = np.repeat(experts, lengths[0], axis=1)  # (1, R)
+    yield "lengths", (middle, below), lengths, experts, 2
+    yield "expert_token_offsets", (right, below), offsets, np.append(experts, [[-1]], axis=1), 3
+    yield "expert_token_indices", (middle, below + 4.4), found.expert_token_indices[None], owner, 5
 
 
 # What the raw kernels ask of memory ----------------------------------------------------------------------------------

@@ -19,13 +19,17 @@ def table(rows: Sequence[dict[str, Any]]) -> Markdown:
     if not rows:
         raise ValueError("rows is empty, but a table must hold at least one row")
     first = rows[0]
-    rules = ["---:" if isinstance(cell, Number) else "---" for cell in first.values()]
+    rules = ["---:" if _is_number(cell) else "---" for cell in first.values()]
     lines = [list(first), rules, *([_text(row[name]) for name in first] for row in rows)]
     return Markdown("\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
+def _is_number(cell):
+    return isinstance(cell, Number) and not isinstance(cell, bool)
+
+
 def _text(cell):
-    if isinstance(cell, bool) or not isinstance(cell, Number):
+    if not _is_number(cell):
         return str(cell)
     return f"{cell:,}" if isinstance(cell, Integral) else f"{cell:,.4g}"
 

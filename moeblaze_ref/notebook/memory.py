@@ -17,7 +17,7 @@ GAP = 0.25  # between neighbours, as a share of d
 def memory_bars(L: int, d: int, h: int, E: int, k: int, activation: str, policy: str) -> Figure:
     """`plots.stacked_bars` of the four systems, moeblaze under one policy, in bfloat16.
 
-    The axis ends at a power of eight, so that lengths can be compared from one position of a slider to the next.
+    The axis ends at a power of four, so that lengths can be compared from one position of a slider to the next.
     GPU capacities are lines where the axis reaches them.
     """
     config = MoEConfig(L, d, h, E, k, activation)
@@ -25,9 +25,17 @@ def memory_bars(L: int, d: int, h: int, E: int, k: int, activation: str, policy:
     rows.append(account(config, "moeblaze", policy))
     figure = plots.stacked_bars(rows)
     (axes,) = figure.axes
-    axes.set_xlim(0, 8 ** ceil(log(axes.get_xlim()[1], 8)))
+    axes.set_xlim(0, 4 ** ceil(log(axes.get_xlim()[1], 4)))
+    _leave_names_to_legend(axes)
     _mark_capacities(axes, unit_for(max(row.peak_bytes for row in rows)))
     return figure
+
+
+def _leave_names_to_legend(axes):
+    """Remove the names inside the bars, which were placed for another axis."""
+    for text in list(axes.texts):
+        if text.get_text() in plots.TENSOR_COLORS:
+            text.remove()
 
 
 def _mark_capacities(axes, unit):
@@ -39,7 +47,7 @@ def _mark_capacities(axes, unit):
 
 
 def memory_lines(d: int, h: int, E: int, k: int, activation: str) -> Figure:
-    """`plots.bytes_against_tokens` in bfloat16."""
+    """`plots.bytes_against_tokens` in bfloat16; L is its axis."""
     return plots.bytes_against_tokens(MoEConfig(0, d, h, E, k, activation))
 
 
@@ -52,8 +60,15 @@ def tensors_to_scale(accounts: Sequence[Account]) -> Figure:
     Parameters
     ----------
     accounts : sequence of Account
-        Of one configuration; the first has every tensor that is drawn. Tensors must be matrices.
+        Of one configuration, at least one; the first has every tensor that is drawn. Tensors must be matrices.
+
+    Raises
+    ------
+    ValueError
+        If there is no account.
     """
+    if not accounts:
+        raise ValueError("accounts is empty, but it must hold at least one account")
     config = accounts[0].config
     places = _places(_drawn(accounts[0]), GAP * config.d)
     figure = Figure(figsize=(11, 1.5 * len(accounts) + 0.6), layout="constrained")
@@ -66,7 +81,7 @@ def tensors_to_scale(accounts: Sequence[Account]) -> Figure:
     for tensor in _drawn(accounts[0]):
         left, width = places[tensor.name]
         panels[0].annotate(tensor.name, (left + width / 2, 0), xytext=(0, 3), textcoords="offset points", ha="center")
-    title = f"Each tensor in GiB. Height: its rows, L or R = {config.k} L. Width: its columns, d or h. So area is bytes."
+    title = f"Each tensor in GiB. Height: rows, L or R = {config.k} L. Width: columns, d or h. So area is bytes."
     figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
     return figure
 

@@ -28,7 +28,7 @@ def choice_map(probs: np.ndarray, topk_experts: np.ndarray, text: str) -> Figure
     figure = Figure(figsize=(1 + 0.22 * num_tokens, 0.8 + 0.28 * num_experts), layout="constrained")
     axes = figure.subplots()
     shades = axes.imshow(probs.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    for token, expert in zip(np.repeat(np.arange(num_tokens), topk_experts.shape[1]), topk_experts.ravel(), strict=True):
+    for (token, _), expert in np.ndenumerate(topk_experts):
         axes.add_patch(Rectangle((token - 0.5, expert - 0.5), 1, 1, fill=False, edgecolor=VERMILLION))
     axes.set_xticks(range(num_tokens), [VISIBLE.get(character, character) for character in text])
     axes.set_yticks(range(num_experts))
@@ -50,7 +50,7 @@ class Descent(NamedTuple):
 
 
 def descend(x, wg, k, balance_weight, z_weight, steps=100, rate=0.5) -> Descent:
-    """Plain gradient descent of wg (d, E) on the two router losses of x (L, d), with no task to learn."""
+    """Gradient descent of wg (d, E) on the two router losses of x (L, d), with no task to learn; wg is not changed."""
     wg, seen = wg.copy(), []
     for _ in range(steps):
         logits = x @ wg  # (L, E)
@@ -101,9 +101,10 @@ def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) ->
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes, experts = figure.subplots(), range(E)
     fitting = np.minimum(counts, capacity)
+    empty = {"facecolor": "none", "edgecolor": GREY, "hatch": "///"}
     axes.bar(experts, fitting, color=BLUE, label="computed")
     axes.bar(experts, counts - fitting, bottom=fitting, color=VERMILLION, label="dropped")
-    axes.bar(experts, capacity - fitting, bottom=fitting, facecolor="none", edgecolor=GREY, hatch="///", label="padding")
+    axes.bar(experts, capacity - fitting, bottom=fitting, label="padding", **empty)
     axes.axhline(capacity, color=BLACK, linewidth=0.8)
     axes.annotate(f"capacity {capacity:,}", (E - 0.4, capacity), xytext=(2, 3), textcoords="offset points", ha="right")
     rows, places = counts.sum(), capacity * E

@@ -1,4 +1,4 @@
-"""Source code for a reader, always from the files: Python functions, CUDA kernels, and what a kernel's header states."""
+"""Source code for a reader, from the files: Python functions, CUDA kernels, and what a kernel's header states."""
 
 import inspect
 import re
@@ -17,7 +17,6 @@ from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport
 PACKAGE = Path(moeblaze_ref.__file__).parent
 
 _DOCSTRING_SECTIONS = re.compile(r'\n\s*\n *\w+\n *-{3,}\n.*?(?=""")', re.DOTALL)
-_KERNEL_NAMES = re.compile(r"^(?![\s/#}])[^\n;=]*(?:\n +)?\b(\w+)\([^()]*\) \{", re.MULTILINE)
 
 
 def show_source(*functions: Callable) -> Markdown:
@@ -57,15 +56,19 @@ def show_kernel(file: str, *functions: str) -> Markdown:
 
 def _cuda_block(file, text, code):
     first = text[: text.index(code)].count("\n") + 1
-    return _block("cpp", f"kernels_cuda/{file}, line {first}", code)
+    return _block("c++", f"kernels_cuda/{file}, line {first}", code)
 
 
 def _definition(text, name):
-    """A function from the comment above it to the brace that closes it, which starts a line."""
-    doors.check_name("CUDA function", name, _KERNEL_NAMES.findall(text))
-    above = r"(?:^//[^\n]*\n)*(?:^template[^\n]*\n)?"
-    start = rf"^(?![\s/#}}])[^\n;=]*(?:\n +)?\b{name}\([^()]*\) \{{"
-    return re.search(rf"{above}{start}(?:[^\n]*\}}$|.*?^\}})", text, re.MULTILINE | re.DOTALL).group()
+    """A function from the comment above it to its closing brace, which starts a line unless the function is one."""
+    doors.check_name("CUDA function", name, re.findall(_opening(r"\w+"), text, re.MULTILINE))
+    comment, template, body = r"(?:^//[^\n]*\n)*", r"(?:^template[^\n]*\n)?", r"(?:[^\n]*\}$|.*?^\})"
+    return re.search(comment + template + _opening(name) + body, text, re.MULTILINE | re.DOTALL).group()
+
+
+def _opening(name):
+    """Pattern of a definition from the start of its line to its brace; the name may stand on the line below."""
+    return rf"^(?![\s/#}}])[^\n;=]*(?:\n +)?\b({name})\([^()]*\) \{{"
 
 
 def kernel_header(file: str) -> str:
@@ -112,9 +115,7 @@ def evaluate(formula: str, symbols: dict[str, int]) -> int:
     return eval(spelled, {"__builtins__": {}}, symbols)  # numbers, signs and checked names: nothing else is left
 
 
-def stated_beside_counted(
-    file: str, launches: Sequence[LaunchReport], **symbols: int
-) -> list[dict[str, Any]]:
+def stated_beside_counted(file: str, launches: Sequence[LaunchReport], **symbols: int) -> list[dict[str, Any]]:
     """Rows for `table`: each launch's bytes as its header states them, and as the executor counted them."""
     rows = []
     for launch in launches:

@@ -1,0 +1,606 @@
+"""The notebooks run from top to bottom, say nothing that does not exist, and hold what a course promises.
+
+Executed ones are looked into: no errors, none inside a slider's picture either, and nothing on standard error.
+"""
+
+import ast
+import functools
+import math
+import os
+import pkgutil
+import queue
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from jupyter_client import AsyncKernelClient, AsyncKernelManager
+from jupyter_client.channels import AsyncZMQSocketChannel
+from jupyter_client.kernelspec import KernelSpec
+from matplotlib.figure import Figure
+from nbclient import NotebookClient
+
+from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, make_case, random_topk
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity
+from moeblaze_ref.notebook import bullets, dispatch, doubling, memory, routing, show_kernel, show_source, sources, table
+from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
+from moeblaze_ref.numpy_ref import dispatch as reference
+from moeblaze_ref.numpy_ref import gating
+from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault
+from moeblaze_ref.units import GIB, MIB
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+KERNELS = "dispatch/1_dense_map.cu"
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+WIDGETS = "application/vnd.jupyter.widget-state+json"
+
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@functools.cache
+def notebook(path):
+    return nbformat.read(path, as_version=4)
+
+
+def cells(path, kind):
+    return [cell for cell in notebook(path).cells if cell.cell_type == kind]
+
+
+# Execution -----------------------------------------------------------------------------------------------------------
+
+
+class WatchfulChannel(AsyncZMQSocketChannel):
+    """Looks for a reply ten times a second.
+
+    While a slider's picture is sent back to the kernel, a reply may arrive without waking up those who wait for it:
+    jupyter_client sends past the asynchronous socket, which then misses the one signal of the arrival.
+    """
+
+    async def get_msg(self, timeout=None):
+        """The next message; queue.Empty if there is none within ``timeout`` seconds, None for ever."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return await super().get_msg(max(0.0, min(left, 0.1)))
+            except queue.Empty:
+                if left <= 0.1:
+                    raise
+
+
+class WatchfulClient(AsyncKernelClient):
+    """A client that misses no reply."""
+
+    shell_channel_class = WatchfulChannel
+
+
+class ThisPython(AsyncKernelManager):
+    """Starts kernels with the Python that runs the tests, whatever kernels are installed."""
+
+    client_factory = WatchfulClient
+    kernel_spec = KernelSpec(
+        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], **METADATA["kernelspec"]
+    )
+
+
+def execute(source_notebook, folder=ROOT / "notebooks"):
+    """A copy of a notebook after a run from top to bottom in ``folder``; an error in a cell is raised."""
+    copy = nbformat.from_dict(source_notebook)
+    with tempfile.TemporaryDirectory() as home:
+        where = {"metadata": {"path": str(folder)}}
+        client = NotebookClient(copy, timeout=600, kernel_manager_class=ThisPython, resources=where)
+        client.execute(env={**os.environ, "IPYTHONDIR": home})
+    return copy
+
+
+@functools.cache
+def executed(path):
+    return execute(notebook(path))
+
+
+def slider_outputs(ran):
+    """What every Output widget, which is where a slider draws, showed at the end."""
+    state = ran.metadata.get("widgets", {}).get(WIDGETS, {}).get("state", {})
+    return [model["state"]["outputs"] for model in state.values() if model["model_name"] == "OutputModel"]
+
+
+@every_notebook
+def test_it_runs_from_top_to_bottom(path):
+    ran = executed(path)
+    code = [cell for cell in ran.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@every_notebook
+def test_every_slider_has_drawn_its_picture(path):
+    drawn = slider_outputs(executed(path))
+    assert len(drawn) == sum(cell.source.count("explore(") for cell in cells(path, "code")) > 0
+    for outputs in drawn:
+        assert ["image/png" in output.get("data", {}) for output in outputs] == [True], outputs
+
+
+def test_the_kernel_is_this_very_python():
+    asks = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import sys; print(sys.executable)")])
+    (output,) = execute(asks).cells[0].outputs
+    assert output.text.strip() == sys.executable
+
+
+def test_an_error_in_a_cell_fails():
+    broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        execute(broken)
+
+
+# The files -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_reading_order_has_no_gap():
+    numbers = [int(path.stem[:2]) for path in NOTEBOOKS]
+    assert numbers == list(range(len(numbers))) and len(numbers) >= 3
+    for path, number in zip(NOTEBOOKS, numbers, strict=True):
+        assert cells(path, "markdown")[0].source.startswith(f"# {number}. ")
+
+
+@every_notebook
+def test_the_file_is_canonical(path):
+    text = path.read_text()
+    assert text == nbformat.writes(nbformat.from_dict(notebook(path))) + "\n"
+    assert notebook(path).metadata == METADATA and notebook(path).nbformat_minor == 5
+    nbformat.validate(notebook(path))
+
+
+@every_notebook
+def test_nothing_that_a_run_leaves_behind_is_kept(path):
+    for cell in cells(path, "code"):
+        assert cell.outputs == [] and cell.execution_count is None, cell.id
+    assert all(cell.metadata == {} for cell in notebook(path).cells)
+
+
+@every_notebook
+def test_cell_ids_are_names(path):
+    ids = [cell.id for cell in notebook(path).cells]
+    assert len(set(ids)) == len(ids)
+    assert not [name for name in ids if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name)]
+
+
+@every_notebook
+def test_code_fits_the_page(path):
+    long = [line for cell in cells(path, "code") for line in cell.source.splitlines() if len(line) > 100]
+    assert not long
+
+
+# What a course promises ----------------------------------------------------------------------------------------------
+
+
+@every_notebook
+def test_it_begins_with_what_one_learns_and_ends_with_what_is_open(path):
+    first, *_, last = cells(path, "markdown")
+    _, _, promised = first.source.partition("**You will learn**\n")
+    assert len(re.findall(r"^- ", promised, re.MULTILINE)) == 3
+    assert last.source.startswith("## What the paper leaves open\n")
+
+
+@every_notebook
+def test_answers_are_folded_under_their_questions(path):
+    text = "\n".join(cell.source for cell in cells(path, "markdown"))
+    folded = re.findall(
+        r"<details>\n<summary><b>(?:Question|Try)\.</b> ([^\n]+)</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL
+    )
+    assert len(folded) == text.count("<details>") == text.count("</details>") >= 5
+    assert all("<" not in answer for _, answer in folded)
+
+
+@every_notebook
+def test_sections_are_numbered_in_order(path):
+    headings = re.findall(r"^## (\d+)\. ", "\n".join(cell.source for cell in cells(path, "markdown")), re.MULTILINE)
+    assert headings == [str(number) for number in range(1, len(headings) + 1)] and len(headings) > 4
+
+
+def citations(path):
+    """(section, name) of every "Section ... -> name" in the notebook's code."""
+    lines = [line for cell in cells(path, "code") for line in cell.source.splitlines() if line.startswith("#")]
+    return [tuple(line.removeprefix("# ").split(" -> ")) for line in lines if "->" in line]
+
+
+@every_notebook
+def test_every_citation_leads_to_code(path):
+    found = citations(path)
+    assert len(found) >= 5
+    for section, name in found:
+        assert re.match(r"Section \d|Evaluation, conf\d|The router z-loss of ST-MoE", section), section
+        if "/" in name:
+            assert (ROOT / name).is_file(), name
+        else:
+            assert name.startswith("moeblaze_ref.")
+            pkgutil.resolve_name(name)  # raises if there is no such thing
+
+
+@every_notebook
+def test_a_cell_cites_before_it_shows(path):
+    for cell in cells(path, "code"):
+        lines = cell.source.splitlines()
+        cited = [number for number, line in enumerate(lines) if line.startswith("#") and "->" in line]
+        assert cited == list(range(len(cited))), f"{cell.id}: citations stand at the top"
+
+
+@every_notebook
+def test_every_link_and_path_exists(path):
+    text = "\n".join(cell.source for cell in notebook(path).cells)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (path.parent / target).is_file(), target
+    for named in re.findall(r"\b(?:moeblaze_ref|kernels_cuda|notebooks|docs|tests)/[\w./-]*\w", text):
+        assert (ROOT / named).exists(), named
+    for command in re.findall(r"`moeblaze (\w+)", text):
+        assert command in ("doctor", "check", "memory", "demo")
+
+
+@every_notebook
+def test_no_path_of_one_machine_is_named(path):
+    assert not re.search(r"(?<![\w.:/`])/(?:home|root|tmp|usr|var|opt|work|Users)\b", path.read_text())
+
+
+def names_defined(source):
+    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+@every_notebook
+def test_it_imports_and_never_redefines(path):
+    project = set().union(*(names_defined(file.read_text()) for file in (ROOT / "moeblaze_ref").rglob("*.py")))
+    for cell in cells(path, "code"):
+        code = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
+        assert not names_defined(code) & project, cell.id
+        assert "__global__" not in code and "cuda.jit" not in code, f"{cell.id}: source is shown, not pasted"
+
+
+@every_notebook
+def test_prose_leaves_bytes_to_the_cells_that_compute_them(path):
+    """Large numbers and units with decimals belong into output; definitions and hand arithmetic are smaller."""
+    for cell in cells(path, "markdown"):
+        assert not re.search(r"\d\.\d+ ?(?:GB|GiB|MiB|MB|x\b|times)", cell.source), cell.id
+
+
+# Source from the files -----------------------------------------------------------------------------------------------
+
+
+def code_of(markdown):
+    return re.findall(r"```[\w+]+\n(.*?)\n```", markdown.data, re.DOTALL)
+
+
+def test_python_is_shown_as_it_stands_without_the_sections_of_its_docstring():
+    (code,) = code_of(show_source(gating.top_k))
+    assert code.splitlines()[:2] == ["def top_k(logits, k):", '    """Ids of the k largest logits of every token."""']
+    body = code.partition('"""\n')[2]
+    assert "argsort" in body and body in Path(gating.__file__).read_text()
+    caption = f"`moeblaze_ref/numpy_ref/gating.py, line {gating.top_k.__code__.co_firstlineno}`\n"
+    assert show_source(gating.top_k).data.startswith(caption)
+
+
+def test_prose_of_a_docstring_stays():
+    (code,) = code_of(show_source(reference.route_indices))
+    assert "Down each expert's column" in code and "Parameters" not in code and "Section" not in code
+
+
+def test_numba_kernels_and_methods_are_shown_too():
+    kernel, method = code_of(show_source(numba_dispatch.dense_map_kernel, MoEConfig.replace))
+    assert kernel.startswith("@cuda.jit\ndef dense_map_kernel(") and "Global bytes" in kernel
+    assert method.startswith("def replace(self")
+
+
+def functions_in(code):
+    """Names of the CUDA functions that a text defines; a loop has a space before its parenthesis."""
+    return re.findall(r"(\w+)\([^()]*\) \{", re.sub(r"//[^\n]*", "", code))
+
+
+@pytest.mark.parametrize("file", [KERNELS, "include/common.cuh"])
+def test_cuda_functions_are_whole(file):
+    names = functions_in(sources.kernel_text(file))
+    blocks = code_of(show_kernel(file, *names))
+    assert len(blocks) == len(names) > 3
+    for name, code in zip(names, blocks, strict=True):
+        assert code in sources.kernel_text(file) and code.count("{") == code.count("}") > 0
+        assert f"{name}(" in code and code.endswith("}")
+        assert functions_in(code) == [name], "one function, not its neighbours"
+
+
+def test_the_comment_and_the_template_above_a_function_belong_to_it():
+    assert code_of(show_kernel(KERNELS, "slot_of"))[0].startswith("// Which of a token's k slots")
+    assert "template <int SIZE>\n__device__" in code_of(show_kernel("include/common.cuh", "block_exclusive_sum"))[0]
+
+
+def test_without_names_the_header_is_shown():
+    (code,) = code_of(show_kernel(KERNELS))
+    assert code.startswith("// dispatch, rung 1") and "bytes written" in code and "#include" not in code
+
+
+def test_unknown_files_and_functions_name_the_nearest():
+    with pytest.raises(ValueError, match="Did you mean 'dispatch/1_dense_map.cu'"):
+        show_kernel("dispatch/1_dense_mapp.cu")
+    with pytest.raises(ValueError, match="unknown CUDA function 'dense_mup'. Did you mean 'dense_map'"):
+        show_kernel(KERNELS, "dense_mup")
+
+
+def test_formulas_of_a_header_are_read_with_their_second_lines():
+    stated = sources.stated_bytes(KERNELS)
+    assert list(stated) == ["dense_map", "expert_lengths", "expert_offsets", "route_indices"]
+    assert stated["route_indices"] == {"read": "4 L E + 4 E THREADS + 2 R (k + 1)", "written": "8 R"}
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"), [("8 R", 48), ("4 L E + 2 R (k + 1)", 96), ("4 E + 4", 24), ("8 R / 4", 12)]
+)
+def test_a_space_multiplies(formula, value):
+    assert sources.evaluate(formula, {"L": 3, "E": 5, "R": 6, "k": 2}) == value
+
+
+def test_a_formula_may_use_its_symbols_only():
+    with pytest.raises(ValueError, match="unknown symbol 'exit'"):
+        sources.evaluate("exit (L)", {"L": 3})
+
+
+@pytest.mark.parametrize(("L", "E", "k"), [(1000, 16, 4), (513, 8, 1)])
+def test_what_is_stated_is_what_is_counted(L, E, k):
+    symbols = {"L": L, "E": E, "k": k, "R": L * k, "THREADS": raw_dispatch.THREADS}
+    rows = sources.stated_beside_counted(KERNELS, dispatch.count_dispatch(L, E, k), **symbols)
+    assert len(rows) == 8 and all(row["its value"] == row["counted"] > 0 for row in rows)
+    wrong = sources.stated_beside_counted(KERNELS, dispatch.count_dispatch(L + 1, E, k), **symbols)
+    assert any(row["its value"] != row["counted"] for row in wrong)
+
+
+# Tables, lists, sliders ----------------------------------------------------------------------------------------------
+
+
+def test_tables_align_numbers_and_keep_text():
+    first = {"name": "a_b", "bytes": 12_345, "share": 0.123456, "ok": False}
+    second = {"name": "c", "bytes": np.int64(7), "share": 2, "ok": True}
+    assert table([first, second]).data.splitlines() == [
+        "| name | bytes | share | ok |",
+        "| --- | ---: | ---: | --- |",
+        "| a_b | 12,345 | 0.1235 | False |",
+        "| c | 7 | 2 | True |",
+    ]
+    with pytest.raises(ValueError, match="rows is empty"):
+        table([])
+
+
+def test_stars_in_a_list_are_stars():
+    assert bullets(["L*k*d", "y_swi"]).data == "- L\\*k\\*d\n- y\\_swi"
+
+
+def test_a_doubling_slider_doubles():
+    slider = doubling(256, 2000, 512)
+    assert [size for _, size in slider.options] == [256, 512, 1024] and slider.value == 512
+
+
+MOVES = """
+from IPython.display import Markdown
+from ipywidgets import IntSlider
+from moeblaze_ref import doors
+from moeblaze_ref.notebook import explore, progress, track
+
+def draw(k):
+    doors.check_k(k, 4)
+    return Markdown(f"drawn for {k}")
+
+slider = IntSlider(value=1, max=8)
+explore(draw, k=slider)
+slider.value = VALUE
+progress(3, "apples")(2, 0.5)
+assert list(track(range(5))) == [0, 1, 2, 3, 4]
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(3, "drawn for 3"), (8, "**k is 8, but there are only 4 experts (k must be 1..4)**")]
+)
+def test_a_moved_slider_redraws_and_what_is_not_allowed_is_said(value, shown):
+    source = MOVES.replace("VALUE", str(value))
+    ran = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]))
+    assert [output["data"]["text/markdown"] for (output,) in slider_outputs(ran)] == [shown]
+    states = [model["state"] for model in ran.metadata.widgets[WIDGETS]["state"].values()]
+    assert {"2 of 3: 0.50 apples", "5 of 5"} <= {state.get("description") for state in states}
+    assert [state["continuous_update"] for state in states if "continuous_update" in state] == [False]
+
+
+# Pictures, at several positions of their sliders ---------------------------------------------------------------------
+
+
+def texts(figure):
+    """Every text inside a figure's axes, in the order in which it was drawn."""
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def drawn(figure):
+    """The figure, after it was really drawn."""
+    assert isinstance(figure, Figure)
+    figure.canvas.draw()
+    return figure
+
+
+SHAPES = [
+    (1024, 256, 256, 1, 1, "relu", "inputs"),
+    (32_768, 2048, 8192, 16, 4, "swiglu", "paper"),
+    (2**20, 8192, 32_768, 256, 16, "geglu", "conventional"),
+    (65_536, 1024, 256, 128, 8, "gelu", "minimal"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_memory_bars_are_as_long_as_the_bytes(shape):
+    *sizes, activation, policy = shape
+    (axes,) = drawn(memory.memory_bars(*shape)).axes
+    ends = np.zeros(4)
+    for bar in axes.patches:
+        row = round(bar.get_y() + bar.get_height() / 2)
+        ends[row] = max(ends[row], bar.get_x() + bar.get_width())
+    config = MoEConfig(*sizes, activation)
+    kept = [account(config, system).kept_bytes for system in ("conventional", "capacity", "megablocks")]
+    kept.append(account(config, "moeblaze", policy).kept_bytes)
+    np.testing.assert_allclose(ends / ends[0], np.array(kept) / kept[0])
+    right = axes.get_xlim()[1]
+    assert np.log2(right) % 2 == 0 and right / 8 < max(ends) < right
+
+
+def test_gpu_capacities_appear_when_they_come_into_reach():
+    small, large = (memory.memory_bars(L, 2048, 8192, 16, 4, "swiglu", "paper") for L in (4096, 2**18))
+    assert not {"80 GB", "141 GB"} & set(texts(small)) and {"80 GB", "141 GB"} <= set(texts(large))
+
+
+def test_experts_that_do_not_exist_are_refused_by_every_picture():
+    with pytest.raises(ValueError, match="k is 8, but there are only 4 experts"):
+        memory.memory_bars(1024, 256, 256, 4, 8, "relu", "paper")
+    with pytest.raises(ValueError, match="k is 8, but there are only 4 experts"):
+        memory.memory_lines(256, 256, 4, 8, "relu")
+    with pytest.raises(ValueError, match="k is 8, but there are only 4 experts"):
+        routing.capacity_picture(1.0, 1.0, 4, 8)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_memory_lines(shape):
+    _, d, h, E, k, activation, _ = shape
+    title = drawn(memory.memory_lines(d, h, E, k, activation)).axes[0].get_title(loc="left")
+    assert title == f"d = {d:,}, h = {h:,}, E = {E}, k = {k}, {activation}, bfloat16"
+
+
+def test_areas_of_the_tensors_are_their_bytes():
+    config = MoEConfig(L=1024, d=64, h=96, E=8, k=2)
+    shown = [account(config, "conventional"), account(config, "moeblaze", "minimal")]
+    panels = drawn(memory.tensors_to_scale(shown)).axes
+    for axes, one in zip(panels, shown, strict=True):
+        areas = sorted(patch.get_width() * patch.get_height() * 2 for patch in axes.patches)
+        assert areas == sorted(tensor.bytes for tensor in one.tensors if tensor.name in memory.plots.TENSOR_COLORS)
+        filled = [patch for patch in axes.patches if patch.get_facecolor()[3] > 0]
+        small = memory.plots.kept_by_tensor(one)[memory.plots.REST]
+        assert sum(patch.get_width() * patch.get_height() * 2 for patch in filled) == one.kept_bytes - small
+        assert f"{one.kept_bytes / GIB:,.3g} GiB kept" in axes.get_ylabel()
+
+
+def test_the_choice_map_frames_the_chosen_experts():
+    case = make_case(5, 8, 4, 6, 2)
+    seen = gating.forward(case.logits, 2)
+    axes = drawn(routing.choice_map(seen.probs, seen.topk_experts, "ab c\n")).axes[0]
+    frames = {(patch.get_x() + 0.5, patch.get_y() + 0.5) for patch in axes.patches}
+    assert frames == {(token, expert) for token in range(5) for expert in seen.topk_experts[token]}
+    np.testing.assert_array_equal(axes.images[0].get_array(), seen.probs.T)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b", "␣", "c", "¶"]
+
+
+SKEWED = make_case(256, 16, 8, 8, 2, "zipf")
+
+
+def test_descent_evens_out_the_load_by_the_balance_loss_alone():
+    before = SKEWED.weights.wg.copy()
+    balanced = routing.descend(SKEWED.x, SKEWED.weights.wg, 2, balance_weight=1.0, z_weight=0.0)
+    small = routing.descend(SKEWED.x, SKEWED.weights.wg, 2, balance_weight=0.0, z_weight=0.3)
+    np.testing.assert_array_equal(SKEWED.weights.wg, before)
+    assert balanced.loads[0].max() > 3 > 1.2 > balanced.loads[-1].max() and balanced.balance[-1] < balanced.balance[0]
+    assert small.loads[-1].max() > 3 and small.z[-1] < 0.1 * small.z[0]
+    assert balanced.loads.shape == (100, 8) and np.allclose(balanced.loads.sum(axis=1), 8)
+
+
+@pytest.mark.parametrize(("balance_weight", "z_weight"), [(0.0, 0.0), (0.3, 0.01), (1.0, 0.3)])
+def test_the_picture_of_a_descent(balance_weight, z_weight):
+    path = routing.descend(SKEWED.x, SKEWED.weights.wg, 2, balance_weight, z_weight, steps=10)
+    loads, balance, z = drawn(routing.descent_picture(path)).axes
+    np.testing.assert_array_equal([line.get_ydata() for line in loads.lines[:8]], path.loads.T)
+    np.testing.assert_array_equal(balance.lines[0].get_ydata(), path.balance)
+    np.testing.assert_array_equal(z.lines[0].get_ydata(), path.z)
+
+
+def test_zipf_counts():
+    even, steep = (routing.zipf_counts(exponent, E=8, k=1, L=20_000) for exponent in (0.0, 1.0))
+    assert even.sum() == steep.sum() == 20_000
+    np.testing.assert_allclose(even / 20_000, 1 / 8, rtol=0.1)
+    shares = 1 / np.arange(1, 9)
+    np.testing.assert_allclose(steep / 20_000, shares / shares.sum(), rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "factor", "E", "k"), [(0.0, 1.0, 4, 4), (0.8, 1.25, 16, 2), (2.0, 0.25, 64, 1), (2.0, 4.0, 2, 1)]
+)
+def test_the_capacity_picture_adds_up(exponent, factor, E, k):
+    figure = drawn(routing.capacity_picture(exponent, factor, E, k))
+    (axes,) = figure.axes
+    heights = np.array([bar.get_height() for bar in axes.patches]).reshape(3, E)
+    counts = routing.zipf_counts(exponent, E, k)
+    capacity = expert_capacity(int(counts.sum()), E, factor)
+    computed, dropped, padded = heights
+    np.testing.assert_array_equal(computed + dropped, counts)
+    np.testing.assert_array_equal(computed + padded, capacity)
+    assert (dropped.sum(), padded.sum()) == dropped_and_padded(counts.tolist(), capacity)
+    assert f"{dropped.sum() / counts.sum():.1%} of the rows are dropped" in axes.get_title(loc="left")
+
+
+def test_skew_drops_and_pads():
+    dropped, padded = drawn(routing.skew_picture(E=8, k=2)).axes
+    for axes in (dropped, padded):
+        for line in axes.lines:
+            shares = line.get_ydata()
+            assert shares[-1] > shares[0] and 0 <= shares.min() <= shares.max() <= 100
+    ends = [line.get_ydata()[-1] for line in dropped.lines]
+    assert ends == sorted(ends, reverse=True), "a larger factor drops less"
+
+
+def shown_numbers(figure):
+    return [int(text) for text in texts(figure) if text.isdigit()]
+
+
+def test_the_steps_of_the_papers_example_appear_one_by_one():
+    steps = [drawn(dispatch.dispatch_steps(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS, step)) for step in range(6)]
+    assert [len(shown_numbers(figure)) for figure in steps] == [20, 30, 34, 39, 39, 59]
+    assert [texts(figure)[0] for figure in steps] == list(dispatch.STEPS)
+    chosen = [2, 3, 0, 1, 0, 3, 1, 2, 0, 3]
+    assert shown_numbers(steps[0]) == chosen * 2
+    assert shown_numbers(steps[1])[20:] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    # By columns these are 0, 1, 2, then 3, 4, ...: here row by row.
+    assert shown_numbers(steps[4])[20:30] == [5, 7, 0, 3, 1, 8, 4, 6, 2, 9]
+    arrays = [5, 7, 0, 3, 1, 8, 4, 6, 2, 9], [3, 2, 2, 3], [0, 3, 5, 7, 10], [1, 2, 4, 1, 3, 0, 3, 0, 2, 4]
+    assert shown_numbers(steps[5])[30:] == sum(arrays, [])
+
+
+def test_a_step_beyond_the_last_is_refused():
+    with pytest.raises(ValueError, match="step is 6, but it must be 0..5"):
+        dispatch.dispatch_steps(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS, 6)
+
+
+def test_other_examples_can_be_stepped_through():
+    assert len(shown_numbers(drawn(dispatch.dispatch_steps(random_topk(3, 9, 1), 9, 5)))) == 3 * 5 + 9 + 10
+
+
+def test_sectors_against_experts_are_counted_and_follow_the_prediction():
+    (axes,) = drawn(dispatch.sectors_against_experts(L=512, k=1, experts=(2, 4, 8, 16))).axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert list(lines) == ["dense_map", "expert_lengths", "route_indices", "min(E, 8)"]
+    assert lines["min(E, 8)"] == [2, 4, 8, 8]
+    np.testing.assert_allclose(lines["expert_lengths"], lines["min(E, 8)"], rtol=0.02)
+    assert max(lines["dense_map"]) < 2
+
+
+@pytest.mark.parametrize(("L", "k"), [(2**14, 1), (2**20, 8), (2**22, 32)])
+def test_the_map_grows_with_the_experts_and_the_structures_do_not(L, k):
+    (axes,) = drawn(dispatch.map_against_experts(L, k)).axes
+    experts, dense = axes.lines[0].get_data()
+    np.testing.assert_allclose(dense, L * np.asarray(experts) * 4 / MIB)
+    np.testing.assert_allclose(axes.lines[1].get_ydata(), L * np.asarray(experts) / 8 / MIB)
+    np.testing.assert_allclose(axes.lines[2].get_ydata(), (12 * L * k + 4 * np.asarray(experts) + 4) / MIB)
+
+
+def test_a_planted_fault_in_a_kernels_text_is_found():
+    text, choices = sources.kernel_text(KERNELS), random_topk(200, 8, 2)
+    expected = reference.dense_map(choices, 8)
+    np.testing.assert_array_equal(dispatch.dense_map_by(text, choices, 8, seed=3), expected)
+    assert (dispatch.dense_map_by(text.replace("__syncwarp();", ""), choices, 8, seed=3) != expected).any()
+    with pytest.raises(KernelFault, match="out-of-bounds write of 4 bytes at byte offset 6400 of dense_map"):
+        dispatch.dense_map_by(text.replace("min((long long)WARP, L - first_token)", "WARP"), choices, 8)
