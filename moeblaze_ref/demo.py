@@ -34,6 +34,7 @@ def run(steps: int, out: Path, console: Console) -> list[check.Row]:
     list of check.Row
         The cross-check of the trained layers, and whether formula and autograd agree on the bytes kept.
     """
+    torch.set_num_threads(1)  # products this small lose more by waiting for other cores than they gain
     model_config = LMConfig()
     result = _train(model_config, steps, console)
     cases = _cases(result)
