@@ -1,11 +1,12 @@
 """Inputs that are hard on purpose, and the one measure of error: what `check` and the tests share."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moeblaze_ref import doors
-from moeblaze_ref.config import is_gated
+from moeblaze_ref.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.numpy_ref import gating
 from moeblaze_ref.numpy_ref.layer import MoEWeights
 from moeblaze_ref.structures import Dispatch
@@ -93,7 +94,10 @@ class Case:
         Gradient of the layer's output.
     k : int
         Experts per token.
-    activation : str
+    activation, policy : str
+        The policy is what the layer keeps; it must change no result.
+    renormalize : bool
+        Whether the chosen gates are divided by their sum.
     """
 
     name: str
@@ -102,6 +106,8 @@ class Case:
     d_out: np.ndarray
     k: int
     activation: str = "swiglu"
+    policy: str = "minimal"
+    renormalize: bool = False
 
     @property
     def L(self) -> int:
@@ -185,4 +191,17 @@ def standard_cases() -> list[Case]:
         make_case(600, 16, 24, 16, 4, "zipf", "skewed"),
         make_case(300, 8, 16, 16, 2, "hot", "hot expert"),
         make_case(70, 16, 8, 130, 8, "empty", "many experts, half of them empty"),
+    ]
+
+
+def option_cases() -> list[Case]:
+    """Every activation, save policy and renormalisation, in small cases."""
+    policies = itertools.cycle(POLICIES)
+    return [
+        replace(
+            make_case(12, 8, 16, 4, 2, "zipf", f"{activation}, {policy}", activation, seed),
+            policy=policy,
+            renormalize=seed % 2 == 1,
+        )
+        for seed, (activation, policy) in enumerate(zip(ACTIVATIONS, policies, strict=False))
     ]

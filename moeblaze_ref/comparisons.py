@@ -106,14 +106,14 @@ def _order(case: Case) -> oracle.ExpertOrder:
 def run_gating(stage: Any, case: Case) -> Results:
     """Choice, probabilities and gates; gradient of the logits through the gates and both losses."""
     logits = case.logits
-    found = stage.forward(logits, case.k)
+    found = stage.forward(logits, case.k, case.renormalize)
     forward = {"probs": found.probs, "gates": found.gates, "topk_experts": found.topk_experts}
     if case.L == 0:
         return {"forward": forward}  # the mean over no tokens has no gradient
     exact = oracle.decide(_leaf(logits, torch.float64), case.k)
     chosen = _array(exact.probs).astype(logits.dtype), case.topk_experts
     d_logits = (
-        stage.backward(_d_gates(case), *chosen)
+        stage.backward(_d_gates(case), *chosen, case.renormalize)
         + stage.load_balancing_loss_backward(*chosen)
         + stage.router_z_loss_backward(logits)
     )
@@ -123,7 +123,7 @@ def run_gating(stage: Any, case: Case) -> Results:
 def expect_gating(case: Case, dtype: torch.dtype) -> Results:
     """As `run_gating`."""
     leaf = _leaf(case.logits, dtype)
-    routing = oracle.decide(leaf, case.k)
+    routing = oracle.decide(leaf, case.k, case.renormalize)
     forward = _arrays(probs=routing.probs, gates=routing.gates, topk_experts=routing.topk_experts)
     if case.L == 0:
         return {"forward": forward}
@@ -228,18 +228,32 @@ def _expert_output(case: Case) -> np.ndarray:
 
 def run_layer(stage: Any, case: Case) -> Results:
     """The whole layer's output and every gradient."""
-    result = stage.forward(case.x, case.weights, case.k, case.activation)
-    found = stage.backward(case.d_out, result.saved, case.weights)
-    return {"forward": {"out": result.out}, "backward": _present(**found._asdict())}
+    result = stage.forward(case.x, case.weights, case.k, case.activation, case.policy, case.renormalize)
+    found = stage.backward(case.d_out, result.saved, case.weights, *_d_losses(case))
+    losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
+    forward = {"out": result.out} | (losses if case.L else {})
+    return {"forward": forward, "backward": _present(**found._asdict())}
 
 
 def expect_layer(case: Case, dtype: torch.dtype) -> Results:
     """As `run_layer`, on the case's own choice of experts."""
     x, wg, w1, w2, w3 = (_leaf(array, dtype) for array in (case.x, *case.weights))
-    routing = oracle.route(x, wg, case.k, topk_experts=torch.from_numpy(case.topk_experts))
-    out = oracle.experts(x, routing, w1, w2, w3, case.activation)
+    routing = oracle.route(x, wg, case.k, case.renormalize, torch.from_numpy(case.topk_experts))
+    outputs = {"out": oracle.experts(x, routing, w1, w2, w3, case.activation)}
+    d_outputs = {"out": case.d_out}
+    if case.L:  # the mean over no tokens has no gradient
+        losses = {
+            "load_balancing_loss": oracle.load_balancing_loss(routing),
+            "router_z_loss": oracle.router_z_loss(routing),
+        }
+        outputs, d_outputs = outputs | losses, d_outputs | dict(zip(losses, _d_losses(case), strict=True))
     inputs = _present(x=x, wg=wg, w1=w1, w2=w2, w3=w3, gates=routing.gates)
-    return {"forward": _arrays(out=out), "backward": _gradients({"out": out}, {"out": case.d_out}, inputs)}
+    return {"forward": _arrays(**outputs), "backward": _gradients(outputs, d_outputs, inputs)}
+
+
+def _d_losses(case: Case) -> tuple[float, float]:
+    """Gradients of the load-balancing loss and of the z-loss: of the order of those of the output."""
+    return (0.7, 0.3) if case.L else (0.0, 0.0)
 
 
 RUN: dict[str, Callable[[Any, Case], Results]] = {

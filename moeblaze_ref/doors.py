@@ -6,6 +6,7 @@ allowed. Arrays may be numpy or CuPy: only methods that both have are used.
 
 import difflib
 import math
+import numbers
 import operator
 
 from moeblaze_ref.structures import Dispatch
@@ -42,6 +43,13 @@ def check_number(name, value) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}, but it must be finite")
     return number
+
+
+def check_float(name, value) -> float:
+    """``value`` as a float: a number, infinite or NaN too, but no array and no None."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number")
+    return float(value)
 
 
 def check_positive(name, value) -> float:

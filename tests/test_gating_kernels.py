@@ -44,7 +44,7 @@ def on(executor, rung):
 
 
 def make_logits(num_tokens, num_experts, step=0.0, seed=5):
-    """Random float32 logits (L, E) that favour the last experts; a ``step`` to round to makes ties, and zeros of both signs."""
+    """Random float32 logits (L, E) that favour the last experts; a ``step`` to round to makes ties and -0."""
     noise = 1.5 * np.random.default_rng(seed).standard_normal((num_tokens, num_experts))
     logits = noise + np.linspace(-1.0, 1.0, num_experts)
     return (np.round(logits / step) * step if step else logits).astype(np.float32)
@@ -417,20 +417,26 @@ NUMBA_FAULTS = {
     "writes zeros": ("topk_experts[token, j] = expert", "topk_experts[token, j] = 0"),
     "writes nothing": ("            gates[token, j] = weight\n", ""),
     "drops the last token": ("token < num_tokens", "token < num_tokens - 1"),
-    "overlooks the last expert": ("for e in range(logits.shape[1]):\n        logit", "for e in range(logits.shape[1] - 1):\n        logit"),
+    "overlooks the last expert": (
+        "for e in range(logits.shape[1]):\n        logit",
+        "for e in range(logits.shape[1] - 1):\n        logit",
+    ),
     "ties to the higher expert": ("logit > best:", "logit >= best:"),
     "no ties": (" or (logit == last_logit and e > last_expert)", ""),
     "gates are never renormalised": ("(sum_of_chosen if renormalize else total)", "total"),
     "gradient to the wrong expert": ("d_logits[token, expert] =", "d_logits[token, (expert + 1) % num_experts] ="),
     "gradient without its mean": ("(d_gates[token, j] - mean)", "d_gates[token, j]"),
     "nothing for who was not chosen": ("-probs[token, e] * mean", "ZERO"),
-    "missing barrier in the tree": ("            scratch[thread] += scratch[thread + half]\n        cuda.syncthreads()\n", "            scratch[thread] += scratch[thread + half]\n"),
+    "half of the block is not summed": ("half = THREADS // 2", "half = THREADS // 4"),
     "counts the first tile only": ("cuda.threadIdx.x, num_tokens * k, THREADS", "cuda.threadIdx.x, THREADS, THREADS"),
-    "the last block's term is forgotten": ("cuda.threadIdx.x, terms.shape[0], THREADS", "cuda.threadIdx.x, terms.shape[0] - 1, THREADS"),
+    "the last block's term is forgotten": (
+        "cuda.threadIdx.x, terms.shape[0], THREADS",
+        "cuda.threadIdx.x, terms.shape[0] - 1, THREADS",
+    ),
     "unscaled sum": ("total[0] = scale * part", "total[0] = part"),
     "unscaled loss gradient": ("scale * probs[token, e] *", "probs[token, e] *"),
     "logsumexp without its sum": ("z = peak + math.log(total)", "z = peak"),
-}  # fmt: skip
+}
 
 
 def planted_numba(fault, path):

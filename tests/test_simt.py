@@ -364,6 +364,59 @@ def test_shared_memory_and_null_are_named(access, message):
         run(text, "wild", shared_bytes=32, out=ints(32))
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("float2 v = *(const float2*)(x + 7 * threadIdx.x); x[0] = v.x + v.y;", r"thread \(1, 0, 0\): misaligned access of 8 bytes"),
+        ("float4 v = ((const float4*)(x + 1))[0]; x[0] = v.x;", "misaligned access of 16 bytes"),
+        ("atomicAdd((int*)((char*)x + 2), 1);", "misaligned access of 4 bytes"),
+        ("memset(x, 0, n);", "out-of-bounds write of 16 bytes at byte offset 2048 of x"),
+        ("memcpy(x, x + 256, n);", "out-of-bounds read of 16 bytes at byte offset 2048 of x"),
+    ],
+)
+def test_misaligned_and_library_accesses_are_named(body, message):
+    text = f'extern "C" __global__ void wild(float* x, int n) {{ {body} }}'
+    with pytest.raises(KernelFault, match=message):
+        run(text, "wild", x=np.zeros(512, np.float32), n=4096)
+
+
+def test_large_structs_and_library_calls_are_counted_to_the_byte():
+    text = """
+    struct Large { float values[33]; };
+    extern "C" __global__ void move(float* x, unsigned char* y, int n) {
+        __shared__ Large copies[2];
+        copies[0] = *(Large*)x;
+        copies[1] = copies[0];
+        ((Large*)x)[1] = copies[1];
+        memset(y, 7, n);
+    }"""
+    x, y = np.arange(66, dtype=np.float32), np.zeros(50, np.uint8)
+    report = run(text, "move", block=1, x=x, y=y, n=50)
+    np.testing.assert_array_equal(x[33:], x[:33])
+    assert (y == 7).all()
+    assert (report.read_bytes, report.written_bytes) == (132, 132 + 50)
+    assert (report.shared.read_bytes, report.shared.written_bytes) == (264, 264)
+
+
+def test_shared_memory_that_nobody_writes_is_poisoned():
+    out = np.zeros(32, np.float32)
+    text = """
+    extern "C" __global__ void peek(float* out) {
+        __shared__ float never[32];
+        out[threadIdx.x] = never[threadIdx.x];
+    }"""
+    report = run(text, "peek", out=out)
+    assert np.isnan(out).all() and report.shared.read_bytes == 128
+
+
+def test_recordings_nest():
+    with SIMT.recording() as outer:
+        with SIMT.recording() as inner:
+            run(COPY, "copy", x=ints(32), out=ints(32), shift=0)
+        run(COPY, "copy", x=ints(32), out=ints(32), shift=0)
+    assert (len(outer), len(inner)) == (2, 1)
+
+
 def test_the_fault_of_the_lowest_block_is_reported():
     for _ in range(5):
         with pytest.raises(KernelFault, match=r"block \(3, 0, 0\), thread \(4, 0, 0\)"):
@@ -530,6 +583,7 @@ def test_outputs_must_be_writable_and_apart():
         (0, 32, "grid.x of kernel copy is 0, but it must be 1..2147483647"),
         ((1, 70_000), 32, "grid.y of kernel copy is 70000, but it must be 1..65535"),
         (1, 2048, "block.x of kernel copy is 2048, but it must be 1..1024"),
+        ((1, 1, 1, 9), 32, "a grid or block has 4 dimensions, but it must have 1 to 3"),
         (1, (64, 64), "threads per block of kernel copy is 4096, but it must be 1..1024"),
     ],
 )

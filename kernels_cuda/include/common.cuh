@@ -26,9 +26,8 @@ __device__ __forceinline__ T warp_sum(T value) {
 __device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(FULL_WARP, value); }
 __device__ __forceinline__ int warp_min(int value) { return __reduce_min_sync(FULL_WARP, value); }
 
-// Integers that compare as the floats do, and back. Floats of one sign already do so as bits; of
-// negative ones the order is turned around. Adding 0 makes -0 and 0 the same integer, INT_MIN is no
-// number's, and infinities sort like numbers.
+// Integers in the order of the floats, and back. The bits of positive floats are in order already;
+// those of negative ones are in reverse. Adding 0 makes -0 and 0 one integer; no number becomes INT_MIN.
 __device__ __forceinline__ int to_ordered(float value) {
     const int bits = __float_as_int(value + 0.0f);
     return bits ^ ((bits >> 31) & 0x7fffffff);

@@ -15,10 +15,10 @@ TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
 
 
 def constants(rung: str, num_experts: int, renormalize: bool = False) -> dict[str, int]:
-    """Preprocessor constants of a rung's file; columns of a lane are rounded up, so that few builds serve every E."""
-    chosen = {"THREADS": THREADS, "RENORMALIZE": int(renormalize)}
+    """Preprocessor constants of a rung's file for this many experts."""
+    chosen = {"THREADS": THREADS, "RENORMALIZE": int(bool(renormalize))}
     if rung == "2_warp":
-        chosen["PER_LANE"] = 1 << (ceil_div(num_experts, WARP) - 1).bit_length()  # a power of two
+        chosen["PER_LANE"] = 1 << (ceil_div(num_experts, WARP) - 1).bit_length()  # few builds serve every E
     return chosen
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 SIMT_DIR = Path(__file__).parent
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+# Apart from compiling: with the sanitizer's flag, libtsan would come along. A file's own memcpy goes before libc's.
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic")
 # Names stay inside their file: a kernel may be called read, and two files may hold the same template.
 KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-fno-gnu-unique")
 # Without SRA a float4 is one 16-byte access, as on a GPU.
@@ -82,7 +84,7 @@ def _toolchain() -> str:
 def _compile(text: str, flags: tuple[str, ...], depends_on: list[Path]) -> Path:
     """The shared object for a C++ text, from the cache if nothing that it depends on has changed."""
     digest = hashlib.sha256()
-    for part in (_toolchain(), " ".join(map(str, flags)), text, *(path.read_text() for path in sorted(depends_on))):
+    for part in (_toolchain(), " ".join(map(str, (*flags, *LINK_FLAGS))), text, *(path.read_text() for path in sorted(depends_on))):
         digest.update(part.encode() + b"\0")
     target = cache_dir() / f"{digest.hexdigest()[:32]}.so"
     if target.exists():
@@ -91,7 +93,7 @@ def _compile(text: str, flags: tuple[str, ...], depends_on: list[Path]) -> Path:
         source, object_file, built = (Path(folder) / name for name in ("driver.cpp", "driver.o", "built.so"))
         source.write_text(text)
         _run(compiler(), *flags, "-c", "-o", object_file, source)
-        _run(compiler(), "-shared", "-pthread", "-o", built, object_file)  # apart: with the flag, libtsan comes along
+        _run(compiler(), *LINK_FLAGS, "-o", built, object_file)
         os.replace(built, target)  # atomic: another process sees the whole file or none
     return target
 

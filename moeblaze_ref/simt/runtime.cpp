@@ -370,6 +370,26 @@ struct Worker {
         if (launch->seed && random.next() % 64 == 0) yield();  // an order that only preemption gives
     }
 
+    // A GPU faults where the address is no multiple of the access's width.
+    void aligned_access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
+        if (address % bytes && current && !current->fiber.owns(address)) {
+            fail(*current, "misaligned access of %u bytes at address %p", bytes, (void*)address);
+            stop();
+        }
+        access(address, bytes, kind, instruction);
+    }
+
+    // A struct of any size is moved in pieces that a GPU has instructions for.
+    void range_access(uint64_t address, uint64_t bytes, SimtAccess kind, const void* instruction) {
+        while (bytes) {
+            unsigned piece = 16;
+            while (address % piece || piece > bytes) piece /= 2;
+            access(address, piece, kind, instruction);
+            address += piece;
+            bytes -= piece;
+        }
+    }
+
     int find_buffer(uint64_t address, unsigned bytes) {
         const size_t count = buffers.size();
         for (size_t i = 0; i < count; ++i) {
@@ -521,12 +541,16 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site) {
 }
 
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access) {
-    worker->access(uint64_t(address), bytes, access, __builtin_return_address(0));
+    if (worker) worker->aligned_access(uint64_t(address), bytes, access, __builtin_return_address(0));
+}
+
+void simt_access_range(const void* address, uint64_t bytes, SimtAccess access) {
+    if (worker) worker->range_access(uint64_t(address), bytes, access, __builtin_return_address(0));
 }
 
 void simt_async_copy(void* shared, const void* global, unsigned bytes) {
-    worker->access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
-    worker->access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
+    worker->aligned_access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
+    worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
     Thread& self = *worker->current;
     self.copies.push_back({shared, global, bytes, self.group});
 }
@@ -562,9 +586,13 @@ int simt_launch(SimtLaunch* launch) {
 // Each callback's return address names the instruction that accesses memory.
 #define REPORT(bytes, kind) \
     if (worker) worker->access(uint64_t(p), unsigned(bytes), kind, __builtin_return_address(0))
+#define REPORT_ALIGNED(bytes, kind) \
+    if (worker) worker->aligned_access(uint64_t(p), bytes, kind, __builtin_return_address(0))
+#define REPORT_RANGE(kind) \
+    if (worker) worker->range_access(uint64_t(p), bytes, kind, __builtin_return_address(0))
 #define TSAN_CALLBACKS(bytes)                                                \
-    void __tsan_read##bytes(void* p) { REPORT(bytes, SIMT_READ); }           \
-    void __tsan_write##bytes(void* p) { REPORT(bytes, SIMT_WRITE); }         \
+    void __tsan_read##bytes(void* p) { REPORT_ALIGNED(bytes, SIMT_READ); }   \
+    void __tsan_write##bytes(void* p) { REPORT_ALIGNED(bytes, SIMT_WRITE); } \
     void __tsan_unaligned_read##bytes(void* p) { REPORT(bytes, SIMT_READ); } \
     void __tsan_unaligned_write##bytes(void* p) { REPORT(bytes, SIMT_WRITE); }
 TSAN_CALLBACKS(1)
@@ -572,10 +600,12 @@ TSAN_CALLBACKS(2)
 TSAN_CALLBACKS(4)
 TSAN_CALLBACKS(8)
 TSAN_CALLBACKS(16)
-void __tsan_read_range(void* p, unsigned long bytes) { REPORT(bytes, SIMT_READ); }
-void __tsan_write_range(void* p, unsigned long bytes) { REPORT(bytes, SIMT_WRITE); }
+void __tsan_read_range(void* p, unsigned long bytes) { REPORT_RANGE(SIMT_READ); }
+void __tsan_write_range(void* p, unsigned long bytes) { REPORT_RANGE(SIMT_WRITE); }
 #undef TSAN_CALLBACKS
 #undef REPORT
+#undef REPORT_ALIGNED
+#undef REPORT_RANGE
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

@@ -17,6 +17,7 @@ from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module
 from moeblaze_ref.simt import build
 
 ALIGNMENT = 256  # bytes, as a GPU's allocator gives
+MAX_WORKERS = 24  # each maps up to 1,024 stacks with their guards; Linux allows a process 65,530 mappings
 GUARD_BYTES = 16 << 20  # unmapped by any buffer, so that a wild access lands in none
 
 
@@ -137,7 +138,8 @@ class SimtExecutor:
 
     def __init__(self, instrumented: bool = True, workers: int | None = None, seed: int = 0):
         self.instrumented = instrumented
-        self.workers = doors.check_int("workers", workers or os.cpu_count() or 1, at_least=1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = doors.check_int("workers", workers or min(cores, MAX_WORKERS), at_least=1, at_most=MAX_WORKERS)
         self.seed = doors.check_int("seed", seed, at_least=0, at_most=2**63)
         self._recordings: list[list[LaunchReport]] = []
 
@@ -167,7 +169,7 @@ class SimtExecutor:
         try:
             yield reports
         finally:
-            self._recordings.remove(reports)
+            self._recordings = [kept for kept in self._recordings if kept is not reports]
 
     def _record(self, report: LaunchReport):
         for reports in self._recordings:
@@ -204,11 +206,11 @@ class SimtModule(Module):
 
     def _stage(self, kernel: str, values: list[Any]) -> list[_Staged]:
         """Copy every distinct array into guarded memory."""
-        staged: dict[int, _Staged] = {}
+        staged: dict[tuple[int, int], _Staged] = {}
         for parameter, value in zip(self.source.kernels[kernel], values, strict=True):
             if not parameter.pointer or not value.size:
                 continue
-            item = staged.setdefault(value.ctypes.data, _Staged([], value, False, value))
+            item = staged.setdefault((value.ctypes.data, value.nbytes), _Staged([], value, False, value))
             item.names.append(parameter.name)
             item.writable |= parameter.writable
         return _copy_apart(_without_overlap(kernel, list(staged.values())))

@@ -61,7 +61,8 @@ class Parameter:
         if dtype.kind in "iu":
             limits = np.iinfo(dtype)
             value = doors.check_int(f"argument {self.name} of kernel {kernel}", value, limits.min, limits.max)
-        return dtype.type(value)
+            return dtype.type(value)
+        return dtype.type(doors.check_float(f"argument {self.name} of kernel {kernel}", value))
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,11 @@ class Module(ABC):
 
 def three(size: int | tuple[int, ...]) -> Size:
     """A grid or block size in three dimensions."""
-    sizes = (size,) if not isinstance(size, tuple) else size
-    return (*map(int, sizes), 1, 1)[:3]
+    sizes = size if isinstance(size, tuple) else (size,)
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"a grid or block has {len(sizes)} dimensions, but it must have 1 to 3")
+    x, y, z = (*(doors.check_int("a grid or block size", extent, at_least=0) for extent in sizes), 1, 1)[:3]
+    return x, y, z
 
 
 def check_launch(kernel: str, grid: Size, block: Size, shared_bytes: int):

@@ -28,7 +28,7 @@
 #define __global__ __attribute__((noinline, used))
 #define __device__
 #define __host__
-#define __shared__ static thread_local
+#define __shared__ static thread_local __attribute__((used))  // even if never written: poison must show
 #define __constant__ static const
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))
@@ -51,6 +51,22 @@ constexpr int warpSize = 32;
 
 // Dynamic shared memory: `extern __shared__` has no meaning for g++, so kernels write this macro.
 #define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(simt_dynamic_shared())
+
+// memcpy and memset of a size known at run time become calls, which the sanitizer leaves out.
+#ifdef __SANITIZE_THREAD__
+#define SIMT_LIBRARY extern "C" __attribute__((optimize("no-tree-loop-distribute-patterns"))) SIMT_PLAIN
+SIMT_LIBRARY void* memcpy(void* to, const void* from, size_t bytes) noexcept {
+    simt_access_range(from, bytes, SIMT_READ);
+    simt_access_range(to, bytes, SIMT_WRITE);
+    for (size_t i = 0; i < bytes; ++i) static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
+    return to;
+}
+SIMT_LIBRARY void* memset(void* to, int value, size_t bytes) noexcept {
+    simt_access_range(to, bytes, SIMT_WRITE);
+    for (size_t i = 0; i < bytes; ++i) static_cast<char*>(to)[i] = char(value);
+    return to;
+}
+#endif
 
 // ---- synchronisation ---------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site);
 
 // Reports an access before it happens (what compiled code does through __tsan_*).
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access);
+void simt_access_range(const void* address, uint64_t bytes, SimtAccess access);
 
 // cp.async: a copy is checked and counted when it is asked for, and done when it is waited for.
 void simt_async_copy(void* shared, const void* global, unsigned bytes);
