@@ -160,6 +160,8 @@ def _numba_status() -> Status:
         from moeblaze_ref.numba_cuda.runtime import EXECUTOR, EXECUTOR_REASON
     except ImportError as error:
         return Status(False, f"numba-cuda cannot be imported: {error}", "pip install numba-cuda==0.30.4 'numpy<2.5'")
+    except RuntimeError as error:  # numba.cuda was imported before, for the other executor
+        return Status(False, str(error))
     kind = "on the GPU" if EXECUTOR == "cuda" else "in Numba's simulator (slow: tiny cases only)"
     return Status(True, f"{kind}; {EXECUTOR_REASON}")
 

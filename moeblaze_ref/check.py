@@ -125,7 +125,7 @@ def plan(
     Raises
     ------
     ValueError
-        If a stage or backend is unknown; the message proposes the nearest name.
+        If a stage or backend is unknown (the message proposes the nearest name), or no backend has any of the stages.
     """
     stages = [doors.check_name("stage", stage, STAGES) for stage in stages]
     chosen = [BACKENDS[doors.check_name("backend", name, BACKENDS)] for name in backends]
@@ -139,6 +139,9 @@ def plan(
                 continue
             for rung, case in itertools.product(backend.rungs(stage), _in_reach(backend, cases)):
                 jobs.append(functools.partial(_run, backend, stage, rung, case))
+    if not jobs:
+        has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in chosen)
+        raise ValueError(f"nothing to check: no stage of {', '.join(stages)} in these backends ({has})")
     return jobs
 
 

@@ -1,6 +1,8 @@
 """The ``moeblaze`` command: doctor, check, memory, demo."""
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,17 +24,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-console = Console()
+# A pipe has no width of its own; COLUMNS decides if it is set.
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """A wrong name or size is the user's to mend: print the message alone and exit with status 2."""
+    """A wrong name, size or path is the user's to mend: print the message alone and exit with status 2."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
@@ -72,7 +75,8 @@ def check(
         console.print(terminal.check_table(rows, every_shape))
         console.print(terminal.verdict(rows))
     if record:
-        provenance.record(record, {"rows": [row.as_dict() for row in rows]})
+        with user_errors():
+            provenance.record(record, {"rows": [row.as_dict() for row in rows]})
     raise typer.Exit(0 if cross_check.passed(rows) else 1)
 
 
@@ -103,7 +107,8 @@ def memory(
     else:
         console.print(report.tables(config, found, notes))
     if plots:
-        written = terminal.write_memory_plots(config, found, assumptions, plots)
+        with user_errors():
+            written = terminal.write_memory_plots(config, found, assumptions, plots)
         Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
 
 

@@ -42,8 +42,10 @@ def run(steps: int, out: Path, console: Console) -> list[check.Row]:
     _show_memory(layer, cases[0], console)
     reports = _count_dispatch(cases[0])
     _heading(console, f"Cross-check of both layers on {cases[0].L} tokens of text that it never trained on")
+    console.print(f"(Numba's simulator, where there is no GPU, gets the first {check.SIMULATOR_ROWS} routed rows of each)")
     rows = terminal.run_with_bar("cross-checking", check.plan(cases=cases))
-    rows += [_compare_kept_bytes(layer, case) for case in cases]
+    blocks = zip(result.model.blocks, cases, strict=True)
+    rows += [_compare_kept_bytes(layer, block.moe, case) for block, case in blocks]
     written = _write_plots(result, cases, layer, reports, out)
     console.print(terminal.check_table(rows))
     console.print(terminal.verdict(rows))
@@ -100,9 +102,8 @@ def _show_memory(layer: MoEConfig, case: Case, console: Console):
     console.print(report.summary_table(layer, accounts(layer, assumptions=Assumptions(counts=counts))))
 
 
-def _compare_kept_bytes(layer: MoEConfig, case: Case) -> check.Row:
-    """The formula for the conventional layer against what autograd keeps of the oracle, in bytes."""
-    moe = oracle.OracleMoE(layer.d, layer.h, layer.E, layer.k, layer.activation)
+def _compare_kept_bytes(layer: MoEConfig, moe: oracle.OracleMoE, case: Case) -> check.Row:
+    """The formula for the conventional layer against what autograd keeps of the trained one, in bytes."""
     x = torch.tensor(case.x, dtype=torch.float32, requires_grad=True)
     formula = account(layer, "conventional").kept_bytes
     error = float(abs(measure.kept_bytes(moe, x) - formula))

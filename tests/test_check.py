@@ -9,7 +9,7 @@ import pytest
 
 from moeblaze_ref import check
 from moeblaze_ref.backends import BACKENDS, STAGES, Status
-from moeblaze_ref.cases import make_case, standard_cases
+from moeblaze_ref.cases import make_case, option_cases, standard_cases
 from moeblaze_ref.check import Row
 
 CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
@@ -87,6 +87,43 @@ def test_a_faulty_stage_fails(monkeypatch, stage, function, fault):
 def test_a_faulty_dispatch_fails(monkeypatch, fault):
     rows = faulty(monkeypatch, "dispatch", "build", each(fault))
     assert [row.ok for row in rows] == [False] * len(CASES) and all(row.error >= 1 for row in rows)
+
+
+def test_a_stage_that_raises_is_a_failed_row_that_says_why(monkeypatch):
+    def fault(*arguments):
+        raise RuntimeError("kernel k, block (0, 0, 0): out-of-bounds write")
+
+    monkeypatch.setattr(check.Backend, "open", lambda self, name, rung: types.SimpleNamespace(build=fault))
+    rows = check.run(["dispatch"], ["numpy"], CASES)
+    assert not check.passed(rows) and len(rows) == len(CASES)
+    assert all("RuntimeError: kernel k" in row.shape and not row.ok and row.available for row in rows)
+    json.dumps([row.as_dict() for row in rows], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("activation", "change"),
+    [("gelu", np.zeros_like), ("relu2", np.sqrt), ("relu", np.zeros_like), ("geglu", np.zeros_like)],
+)
+def test_a_wrong_activation_of_the_specification_is_found(monkeypatch, activation, change):
+    from moeblaze_ref.numpy_ref import activation as stage
+
+    right = dict(stage._NONLINEARITY)
+    act, slope = right[activation]
+    wrong = (lambda a: change(act(a)), slope) if activation != "relu" else (act, lambda a: change(slope(a)))
+    monkeypatch.setitem(stage._NONLINEARITY, activation, wrong)
+    rows = check.run(["expert_up", "expert_down", "layer"], ["numpy"], option_cases())
+    assert any(not row.ok and activation in row.shape for row in rows)
+
+
+def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
+    from moeblaze_ref.numpy_ref import gating
+
+    right = gating.forward
+    monkeypatch.setattr(gating, "router_z_loss", lambda logits: np.float64(0.0))
+    assert not check.passed(check.run(["layer"], ["numpy"], CASES))
+    monkeypatch.undo()
+    monkeypatch.setattr(gating, "forward", lambda logits, k, renormalize=False: right(logits, k, False))
+    assert not check.passed(check.run(["layer"], ["numpy"], option_cases()))
 
 
 def test_an_unavailable_backend_is_listed_and_never_ok(monkeypatch):

@@ -99,9 +99,9 @@ def account_table(one: Account) -> Table:
     what = SYSTEMS[one.system] if one.policy is None else f"keeps {POLICIES[one.policy]}"
     table = _table(f"{one.label}: {what}")
     for name in ("tensor", "shape", "dtype", "formula"):
-        table.add_column(name)
-    table.add_column("bytes", justify="right")
-    table.add_column("life")
+        table.add_column(name, overflow="fold")  # a narrow terminal breaks a cell, and cuts none
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("life", no_wrap=True)
     for tensor in one.tensors:
         shape = " x ".join(map(str, tensor.shape))
         life = "kept" if tensor.kept else "transient"
