@@ -24,10 +24,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-# A pipe has no width of its own; COLUMNS decides if it is set.
-console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def stdout() -> Console:
+    """Where tables go; a pipe has no width of its own, so it gets one unless COLUMNS says otherwise."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 
 @contextmanager
@@ -52,7 +55,7 @@ def doctor():
         verdict = Text("yes", style="green") if status.available else Text("no", style="yellow")
         remedy = f"\nto mend: {status.remedy}" if status.remedy else ""
         table.add_row(backend.name, verdict, f"{backend.description}: {status.detail}{remedy}")
-    console.print(table)
+    stdout().print(table)
 
 
 @app.command()
@@ -72,8 +75,8 @@ def check(
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
-        console.print(terminal.check_table(rows, every_shape))
-        console.print(terminal.verdict(rows))
+        stdout().print(terminal.check_table(rows, every_shape))
+        stdout().print(terminal.verdict(rows))
     if record:
         with user_errors():
             provenance.record(record, {"rows": [row.as_dict() for row in rows]})
@@ -105,7 +108,7 @@ def memory(
     if as_json:
         print(json.dumps(report.as_json(preset, config, found, notes), indent=2))
     else:
-        console.print(report.tables(config, found, notes))
+        stdout().print(report.tables(config, found, notes))
     if plots:
         with user_errors():
             written = terminal.write_memory_plots(config, found, assumptions, plots)
@@ -121,7 +124,7 @@ def demo(
     from moeblaze_ref import demo as show
 
     with user_errors():
-        rows = show.run(steps, out, console)
+        rows = show.run(steps, out, stdout())
     from moeblaze_ref.check import passed
 
     raise typer.Exit(0 if passed(rows) else 1)

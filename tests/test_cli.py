@@ -7,9 +7,11 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import check, comparisons
 from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.cases import option_cases, standard_cases
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import POLICIES, preset
 
+CASES = len(standard_cases() + option_cases())
 ROW_KEYS = {"stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"}
 
 
@@ -50,18 +52,18 @@ def test_check_prints_a_table_that_fits_80_columns():
     assert result.exit_code == 0 and "0 failed" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     line = next(line for line in result.stdout.splitlines() if "simt" in line)
-    assert line.split()[:8] == ["dispatch", "forward", "simt", "1_dense_map", "int32", "10", "0", "0"]
+    assert line.split()[:8] == ["dispatch", "forward", "simt", "1_dense_map", "int32", "11", "0", "0"]
 
 
 def test_check_lists_every_shape_on_request():
     result = moeblaze("check", "--stage", "dispatch", "--backend", "numpy", "--all")
-    assert result.stdout.count(" pass ") == 10
+    assert result.stdout.count(" pass ") == CASES
 
 
 def test_check_fails_with_status_1(monkeypatch):
     monkeypatch.setattr(comparisons, "BOUNDS", dict.fromkeys(comparisons.BOUNDS, -1.0))
     result = moeblaze("check", "--stage", "dispatch", "--backend", "numpy")
-    assert result.exit_code == 1 and "FAIL" in result.stdout and "10 failed" in result.stdout
+    assert result.exit_code == 1 and "FAIL" in result.stdout and f"{CASES} failed" in result.stdout
 
 
 def test_check_records_where_it_ran(tmp_path):
@@ -69,7 +71,7 @@ def test_check_records_where_it_ran(tmp_path):
     assert moeblaze("check", "--stage", "dispatch", "--backend", "numpy", "--record", path).exit_code == 0
     recorded = json.loads(path.read_text())
     assert recorded.keys() == {"device", "clocks", "versions", "commit", "rows"}
-    assert recorded["versions"]["numpy"] and len(recorded["rows"]) == 10
+    assert recorded["versions"]["numpy"] and len(recorded["rows"]) == CASES
 
 
 @pytest.mark.parametrize(
