@@ -316,7 +316,7 @@ def test_cuda_functions_are_whole(file):
 
 
 def test_the_comment_and_the_template_above_a_function_belong_to_it():
-    assert code_of(show_kernel(KERNELS, "slot_of"))[0].startswith("// Which of a token's k slots")
+    assert code_of(show_kernel("include/dispatch.cuh", "slot_of"))[0].startswith("// Which of a token's k slots")
     assert "template <int SIZE>\n__device__" in code_of(show_kernel("include/common.cuh", "block_exclusive_sum"))[0]
 
 

@@ -10,7 +10,9 @@
 constexpr int WARP = 32;
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
-__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }  // NVRTC has no INFINITY
+// NVRTC has no INFINITY.
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / WARP; }
 
