@@ -149,7 +149,9 @@ def _run(backend: Backend, stage: str, rung: str | None, case: Case) -> list[Row
     """The rows of one check; a kernel that faults or raises is a failed row that says so, not the end of the others."""
     rows = []
     try:
-        rows.extend(check_dispatch(backend, rung, case) if stage == "dispatch" else check_stage(backend, stage, rung, case))
+        rows.extend(
+            check_dispatch(backend, rung, case) if stage == "dispatch" else check_stage(backend, stage, rung, case)
+        )
     except Exception as error:
         shape = f"{case.shape}: {type(error).__name__}: {error}"
         rows.append(Row(stage, "forward", backend.name, rung, "-", shape, math.nan, None, False, True))

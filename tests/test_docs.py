@@ -388,7 +388,7 @@ def check_policies(notation):
     (rows,) = notation.tables("Save policies")
     for row in rows:
         policy = bare(row["policy"])
-        assert tuple(SPAN.findall(row["keeps between x and out"])) == layer.INTERMEDIATES[policy]
+        assert tuple(SPAN.findall(row["keeps between x and out"])) == INTERMEDIATES[policy]
         for activation, cell in (("swiglu", "elements a routed row, gated"), ("silu", "not gated")):
             case = SMALL.case(activation)
             kept = layer.forward(case.x, case.weights, SMALL.k, activation, policy).saved.intermediates

@@ -105,7 +105,7 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dty
     lengths = np.diff(build_by_sort(case.topk_experts, case.E).expert_token_offsets)
     d, h = case.weights.w1.shape[1:]
     symbols = {"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256}
-    symbols |= {"s": np.dtype(case.x.dtype).itemsize, "G": 2 if activation == "swiglu" else 1}
+    symbols |= {"s": np.dtype(case.x.dtype).itemsize, "G": 2 if activation == "swiglu" else 1, "P": 1, "Y": 1}
     symbols |= {"C": -(-h // 64), "D": -(-d // 64), "H": -(-h // 128), "W": -(-d // 128)}
     rows = {"2_tiled": 64, "3_mma": 128}.get(rung, 1)
     symbols |= {"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // 64)}
