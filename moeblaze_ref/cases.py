@@ -7,8 +7,8 @@ import numpy as np
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, is_gated
-from moeblaze_ref.numpy_ref import gating
 from moeblaze_ref.layer import MoEWeights
+from moeblaze_ref.numpy_ref import gating
 from moeblaze_ref.structures import Dispatch
 
 ROUTINGS = ("uniform", "zipf", "hot", "empty")

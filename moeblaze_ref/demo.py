@@ -14,12 +14,12 @@ from rich.progress import TextColumn
 from moeblaze_ref import check, oracle, terminal
 from moeblaze_ref.cases import Case
 from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.lm import data, plots
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.train import TrainResult, capture, train
 from moeblaze_ref.memory import measure, report, traffic
 from moeblaze_ref.memory.accounting import Assumptions, account, accounts
-from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 

@@ -4,8 +4,7 @@ from collections.abc import Collection
 
 from moeblaze_ref import stage_doors
 from moeblaze_ref.raw_cuda import gemm
-from moeblaze_ref.raw_cuda.gemm import THREADS
-from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
+from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import HIDDEN, Array, Dispatch
 
 RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW}
