@@ -205,3 +205,16 @@ def option_cases() -> list[Case]:
         )
         for seed, (activation, policy) in enumerate(zip(ACTIVATIONS, policies, strict=False))
     ]
+
+
+def every_choice() -> list[Case]:
+    """Every activation under every save policy, with and without renormalisation, on one shape that no tile divides."""
+    return [
+        replace(
+            make_case(37, 16, 24, 5, 3, "zipf", f"{activation}, {policy}", activation),
+            policy=policy,
+            renormalize=number % 2 == 1,
+        )
+        for activation in ACTIVATIONS
+        for number, policy in enumerate(POLICIES)
+    ]

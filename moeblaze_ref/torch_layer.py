@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import POLICIES
@@ -101,6 +100,7 @@ class MoELayer(RoutedExperts):
             If nothing can run the kernels here.
         """
         doors.check_type("x", x, Tensor)
+        _check_device(x)
         tokens, weights = _cast(x, self.weights)
         _check_tensors(tokens, weights)
         topk_experts = _next_routing() if topk_experts is None else _checked_routing(topk_experts, tokens, self)
@@ -152,8 +152,9 @@ class _Layer(torch.autograd.Function):
         return out, *losses, chosen
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
+        if torch.is_grad_enabled():
+            raise RuntimeError("MoELayer has no second derivative: call backward or grad without create_graph=True")
         x, *tensors = ctx.saved_tensors
         weights, kept = tensors[:4], dict(zip(ctx.kept, tensors[4:], strict=True))
         d_out = torch.zeros_like(x) if d_out is None else d_out.contiguous()
@@ -183,6 +184,11 @@ def _saved(options: _Options, x: Array, arrays: dict[str, Array]) -> Saved:
 # ---- the door ------------------------------------------------------------------------------
 
 
+def _check_device(x):
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x is on {x.device}, but MoELayer runs on cuda, or through the SIMT executor on cpu")
+
+
 def _cast(x, weights):
     """x and the weights in autocast's dtype where that is on; autograd casts their gradients back."""
     if not torch.is_autocast_enabled(x.device.type):
@@ -195,8 +201,6 @@ def _check_tensors(x, weights):
     """Kernels exist for the dtype, and everything has it and lies on one device; shapes are the stages' business."""
     if x.dtype not in DTYPES:
         raise TypeError(f"x has dtype {x.dtype}, but it must be {' or '.join(map(str, DTYPES))}")
-    if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"x is on {x.device}, but MoELayer runs on cuda, or through the SIMT executor on cpu")
     for name, weight in zip(MoEWeights._fields, weights, strict=True):
         if weight is None:
             continue
