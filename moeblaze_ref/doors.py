@@ -93,6 +93,11 @@ def _at(name, index) -> str:
     return f"{name}[{', '.join(map(str, index))}]"
 
 
+def numbers_of(indices):
+    """0, 1, ...: the place of each of the ``indices`` (n,), none negative; an array of their kind."""
+    return (indices >= 0).nonzero()[0]
+
+
 def check_topk_experts(topk_experts, num_experts):
     """``topk_experts`` is (L, k) int32, C-contiguous, ids in range, no expert twice in a row.
 

@@ -1,7 +1,41 @@
-"""What the floating-point stages accept, in every backend: shapes that agree, one dtype, finite values."""
+"""What the stages accept, in every backend: shapes that agree, one dtype, finite values."""
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import MoEConfig, is_gated
+from moeblaze_ref.structures import EMPTY
+
+
+def check_dense_map(dense_map):
+    """dense_map (L, E) int32."""
+    doors.check_array("dense_map", dense_map, rank=2, dtypes=("int32",), contiguous=False)
+
+
+def check_lengths(lengths):
+    """lengths (E,) int32, none negative, whose sum R fits the index structures."""
+    doors.check_array("lengths", lengths, rank=1, dtypes=("int32",), contiguous=False)
+    doors.check_not_negative("lengths", lengths)
+    num_routed = int(lengths.sum(dtype="int64"))
+    doors.check_int("R, the sum of the lengths,", num_routed, at_least=0, at_most=doors.MAX_ROUTED_ROWS)
+
+
+def check_route_indices(dense_map, offsets, topk_experts):
+    """dense_map (L, E) and offsets (E + 1,) are those that the first two steps make of topk_experts (L, k)."""
+    check_dense_map(dense_map)
+    num_tokens, num_experts = dense_map.shape
+    doors.check_topk_experts(topk_experts, num_experts)
+    doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
+    doors.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
+    doors.check_shape("offsets", offsets, {"E + 1": num_experts + 1})
+
+    tokens = doors.numbers_of(topk_experts[:, 0])[:, None]  # (L, 1)
+    valid_map = dense_map.copy()
+    valid_map.fill(EMPTY)
+    valid_map[tokens, topk_experts] = tokens
+    doors.check_equal("dense_map", dense_map, valid_map)
+    valid_offsets = offsets.copy()
+    valid_offsets[:1] = 0
+    valid_offsets[1:] = (valid_map != EMPTY).sum(axis=0).cumsum()
+    doors.check_equal("offsets", offsets, valid_offsets)
 
 
 def check_logits(logits, dtypes):
