@@ -117,15 +117,22 @@ def check_topk_experts(topk_experts, num_experts):
     if num_tokens == 0:
         return
     check_index("topk_experts", topk_experts, num_experts, "experts")
+    token, expert = _first_repeated(topk_experts)
+    if token is not None:
+        raise ValueError(
+            f"topk_experts[{token}] names expert {expert} twice, but the k = {k} experts of a token must be distinct"
+        )
+
+
+def _first_repeated(topk_experts):
+    """(token, expert) of the first row that names an expert twice; (None, None) if there is none."""
     ordered = topk_experts.copy()
     ordered.sort(axis=1)
     repeated = ordered[:, 1:] == ordered[:, :-1]
-    if bool(repeated.any()):
-        i, j = _first(repeated)
-        raise ValueError(
-            f"topk_experts[{i}] names expert {int(ordered[i, j])} twice, but the k = {k} experts of a "
-            f"token must be distinct"
-        )
+    if not bool(repeated.any()):
+        return None, None
+    token, j = _first(repeated)
+    return token, int(ordered[token, j])
 
 
 def check_counts(counts, num_tokens, num_experts, k) -> tuple[int, ...]:
@@ -235,7 +242,11 @@ def check_index(name, indices, limit, what):
 
 
 def check_dispatch(dispatch):
-    """A Dispatch whose four arrays fit each other and stay inside the tensors that they index."""
+    """A Dispatch whose four arrays fit each other and stay inside the tensors that they index.
+
+    That includes what no shape shows: every slot (token, j) has a position of its own, among those of its
+    expert, and expert_token_indices holds its token there.
+    """
     check_type("dispatch", dispatch, Dispatch)
     check_int("dispatch.k", dispatch.k, at_least=1)
     for name, array in dispatch.arrays().items():
@@ -249,6 +260,52 @@ def check_dispatch(dispatch):
     check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
     check_index("token_expert_indices", dispatch.token_expert_indices, dispatch.E, "experts")
     check_index("token_index_map", dispatch.token_index_map, dispatch.R, "routed rows")
+    _check_slots(dispatch)
+
+
+def _check_slots(dispatch):
+    """The map leads each slot into its expert's rows and to its token.
+
+    With distinct experts in every token, that makes it a permutation: two slots at one position would be of the
+    same token and the same expert.
+    """
+    _check_distinct(dispatch)
+    _check_positions(dispatch)
+    _check_tokens(dispatch)
+
+
+def _check_distinct(dispatch):
+    token, expert = _first_repeated(dispatch.token_expert_indices.reshape(dispatch.L, dispatch.k))
+    if token is not None:
+        first, end = token * dispatch.k, (token + 1) * dispatch.k
+        raise ValueError(
+            f"token_expert_indices[{first}:{end}] names expert {expert} twice, but the experts of a token must be "
+            f"distinct"
+        )
+
+
+def _check_positions(dispatch):
+    offsets, experts, positions = dispatch.expert_token_offsets, dispatch.token_expert_indices, dispatch.token_index_map
+    outside = (positions < offsets[experts]) | (positions >= offsets[experts + 1])
+    if bool(outside.any()):
+        (slot,) = _first(outside)
+        expert = int(experts[slot])
+        first, end = int(offsets[expert]), int(offsets[expert + 1])
+        owned = f"has the positions {first}..{end - 1}" if first < end else "has none"
+        raise ValueError(
+            f"token_index_map[{slot}] is {int(positions[slot])}, but the slot goes to expert {expert}, which {owned}"
+        )
+
+
+def _check_tokens(dispatch):
+    found = dispatch.expert_token_indices[dispatch.token_index_map]  # (R,)
+    wrong = found != numbers_of(dispatch.token_index_map) // dispatch.k
+    if bool(wrong.any()):
+        (slot,) = _first(wrong)
+        raise ValueError(
+            f"token_index_map[{slot}] is {int(dispatch.token_index_map[slot])}, where expert_token_indices holds "
+            f"token {int(found[slot])}, but the slot is of token {slot // dispatch.k}"
+        )
 
 
 def check_writable(name, array):
