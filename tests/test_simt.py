@@ -539,6 +539,35 @@ def test_builds_are_cached_by_content(tmp_path, monkeypatch):
     assert not list((tmp_path / "simt").glob("tmp*")), "no half-built files stay behind"
 
 
+def test_an_edited_file_or_header_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("moeblaze_ref.raw_cuda.runtime.source.kernels_dir", lambda: tmp_path)
+    file, header = tmp_path / "lesson" / "1_sum.cu", tmp_path / "include" / "value.cuh"
+    for path in (file, header):
+        path.parent.mkdir()
+    kernel = '#include "value.cuh"\nextern "C" __global__ void f(int* out) { out[0] = VALUE + 1; }'
+    file.write_text(kernel)
+    header.write_text("constexpr int VALUE = 10;")
+
+    def result(text=None):
+        out = ints(1)
+        SIMT.load("lesson/1_sum.cu", text=text).launch("f", 1, 1, out=out)
+        return out[0]
+
+    assert result() == result(text=kernel) == 11
+    file.write_text(kernel.replace("+ 1", "+ 2"))
+    assert result() == 12
+    header.write_text("constexpr int VALUE = 20;")
+    assert result() == 22
+    assert result(text=kernel) == 21
+
+
+def test_an_unchanged_file_is_compiled_once(monkeypatch):
+    COPIES = '#include "common.cuh"\n' + COPY
+    SIMT.load("test.cu", text=COPIES)
+    monkeypatch.setattr(build, "build_kernels", None)
+    SIMT.load("test.cu", text=COPIES)
+
+
 def test_a_compile_error_shows_the_line_of_the_kernel_file():
     with pytest.raises(build.SimtCompileError, match=r"test\.cu:3:\d+: error: .*nonsense"):
         run('\nextern "C" __global__ void broken(int* out) { out[0] = nonsense; }', "broken", out=ints(1))

@@ -13,7 +13,7 @@ import numpy as np
 
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime.poison import poison
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module, edition
 from moeblaze_ref.simt import build
 
 ALIGNMENT = 256  # bytes, as a GPU's allocator gives
@@ -157,7 +157,8 @@ class SimtExecutor:
 
     def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
-        return SimtModule(self, _compile(file, text, tuple(sorted(constants.items())), self.instrumented))
+        key = file, text, tuple(sorted(constants.items())), self.instrumented
+        return SimtModule(self, _compile(*key, edition(file, text)))
 
     @contextmanager
     def recording(self) -> Iterator[list[LaunchReport]]:
@@ -177,7 +178,7 @@ class SimtExecutor:
 
 
 @functools.cache
-def _compile(file, text, constants, instrumented) -> tuple[KernelSource, ctypes.CDLL]:
+def _compile(file, text, constants, instrumented, edition) -> tuple[KernelSource, ctypes.CDLL]:
     source = KernelSource.read(file, dict(constants), text)
     library = build.build_kernels(
         source.file, source.text, list(source.kernels), source.include_dirs, source.constants, instrumented

@@ -84,8 +84,7 @@ class KernelSource:
             If there is no such file, or a kernel has a parameter of an unknown type.
         """
         if text is None:
-            known = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
-            text = (kernels_dir() / doors.check_name("kernel file", file, known)).read_text()
+            text = _path(file).read_text()
         kernels = {
             name: tuple(_parse(parameter, name, constants) for parameter in declared.split(","))
             for name, declared in _KERNEL.findall(_without_comments(text))
@@ -95,7 +94,12 @@ class KernelSource:
     @property
     def include_dirs(self) -> list[Path]:
         """Folders of the headers that kernel files include."""
-        return [kernels_dir() / "include"]
+        return [_include_dir()]
+
+    @property
+    def headers(self) -> str:
+        """The text of all headers that kernel files can include."""
+        return "".join(path.read_text() for path in _headers())
 
     def bind(self, kernel: str, arguments: dict[str, Any]) -> list[Any]:
         """Arguments in declared order and type.
@@ -111,6 +115,43 @@ class KernelSource:
         if sorted(names) != sorted(arguments):
             raise ValueError(f"kernel {kernel} takes ({', '.join(names)}), but was given ({', '.join(arguments)})")
         return [parameter.bind(kernel, arguments[parameter.name]) for parameter in parameters]
+
+
+def edition(file: str, text: str | None = None) -> tuple[tuple[str, int, int], ...]:
+    """What tells one edition of a kernel file and its headers from the next: path, time of change and size of each.
+
+    A part of the key of compiled modules, so that an edited file is compiled again in a running session.
+
+    Parameters
+    ----------
+    file : str
+        Its place in ``kernels_cuda/``.
+    text : str, optional
+        What is compiled in the file's place.
+
+    Raises
+    ------
+    ValueError
+        If there is no such file.
+    """
+    paths = _headers() if text is not None else [_path(file), *_headers()]
+    return tuple((str(path), stat.st_mtime_ns, stat.st_size) for path in paths for stat in (path.stat(),))
+
+
+def _path(file: str) -> Path:
+    path = kernels_dir() / file
+    if not path.is_file():
+        known = sorted(other.relative_to(kernels_dir()).as_posix() for other in kernels_dir().glob("*/*.cu"))
+        doors.check_name("kernel file", file, known)
+    return path
+
+
+def _include_dir() -> Path:
+    return kernels_dir() / "include"
+
+
+def _headers() -> list[Path]:
+    return sorted(_include_dir().glob("*.cuh"))
 
 
 def _without_comments(text: str) -> str:
