@@ -347,7 +347,8 @@ def test_an_access_outside_its_buffer_is_named(size, shift, message):
 @pytest.mark.parametrize(
     ("access", "message"),
     [
-        ("fixed[threadIdx.x + 8]", "write of 4 bytes at byte offset .* of static shared memory"),
+        ("fixed[threadIdx.x + 8]", "write of 4 bytes at byte offset 128 of static shared memory, which has 128 bytes"),
+        ("((char*)fixed)[128]", "write of 1 bytes at byte offset 128 of static shared memory, which has 128 bytes"),
         ("moving[threadIdx.x]", "write of 4 bytes at byte offset 32 of dynamic shared memory, which has 32 bytes"),
         ("((int*)nullptr)[threadIdx.x]", "write of 4 bytes at byte offset 0 of null, which has 0 bytes"),
     ],
@@ -619,6 +620,42 @@ def test_outputs_must_be_writable_and_apart():
 def test_sizes_that_no_gpu_accepts(grid, block, message):
     with pytest.raises(ValueError, match=message):
         run(COPY, "copy", grid=grid, block=block, x=ints(32), out=ints(32), shift=0)
+
+
+ARRAYS = """
+extern "C" __global__ void first(int* out) {{
+    __shared__ int tile[{static} / 4];
+    DYNAMIC_SHARED(int, more);
+    tile[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = tile[threadIdx.x];
+}}
+extern "C" __global__ void second(int* out) {{
+    __shared__ int other[10000];
+    other[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = other[threadIdx.x];
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("static", "dynamic", "message"),
+    [
+        (48 * 1024 + 4, 0, "kernel first of test.cu declares 49156 bytes of static shared memory, but .* at most 49152"),
+        (4096, 224 * 1024, "4096 bytes of static and 229376 of dynamic shared memory, but .* at most 232448 together"),
+    ],
+)
+@pytest.mark.parametrize("instrumented", [True, False])
+def test_more_shared_memory_than_a_gpu_has_is_refused(instrumented, static, dynamic, message):
+    module = SimtExecutor(instrumented).load("test.cu", text='#include "common.cuh"\n' + ARRAYS.format(static=static))
+    with pytest.raises(ValueError, match=message):
+        module.launch("first", 1, 32, dynamic, out=ints(32))
+    module.launch("second", 1, 32, out=ints(32))  # has 40,000 bytes: each kernel counts for itself
+
+
+@pytest.mark.parametrize("dynamic", [0, 179 * 1024])
+def test_all_the_shared_memory_that_a_gpu_has_is_fine(dynamic):
+    out = ints(32)
+    run(ARRAYS.format(static=48 * 1024), "first", shared_bytes=dynamic, out=out)
+    np.testing.assert_array_equal(out, LANES)
 
 
 def test_unknown_files_and_kernels_name_the_nearest():

@@ -13,7 +13,14 @@ import numpy as np
 
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime.poison import poison
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module, edition
+from moeblaze_ref.raw_cuda.runtime.source import (
+    MAX_SHARED_BYTES,
+    MAX_STATIC_SHARED_BYTES,
+    KernelSource,
+    Module,
+    check_shared,
+    edition,
+)
 from moeblaze_ref.simt import build
 
 ALIGNMENT = 256  # bytes, as a GPU's allocator gives
@@ -96,7 +103,6 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         ("kernel", ctypes.c_char_p),
         ("entry", ctypes.c_void_p),
-        ("shared_anchor", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("grid", _Dim),
         ("block", _Dim),
@@ -186,6 +192,12 @@ def _compile(file, text, constants, instrumented, edition) -> tuple[KernelSource
     return source, library
 
 
+def _static_shared_bytes(source: KernelSource, kernel: str) -> int:
+    """Static shared memory of one kernel: that of the file built for it alone, where the linker drops all others'."""
+    library = build.build_kernels(source.file, source.text, [kernel], source.include_dirs, source.constants)
+    return build.static_shared_bytes(library, kernel)
+
+
 class SimtModule(Module):
     """A compiled kernel file."""
 
@@ -194,6 +206,7 @@ class SimtModule(Module):
         self.source, self._library = compiled
 
     def _run(self, kernel, grid, block, shared_bytes, values):
+        self._check_shared(kernel, shared_bytes)
         staged = self._stage(kernel, values) if self._executor.instrumented else []
         buffers = _register(staged)
         launch = self._describe(kernel, grid, block, shared_bytes, _pack(values, staged), buffers)
@@ -204,6 +217,12 @@ class SimtModule(Module):
                 np.copyto(item.original, item.copy)
         if self._executor.instrumented:
             self._executor._record(_report(launch, kernel, grid, block, buffers))
+
+    def _check_shared(self, kernel: str, dynamic_bytes: int):
+        """A GPU would give a block of the kernel its shared memory."""
+        all_kernels = build.static_shared_bytes(self._library, kernel)
+        if all_kernels > MAX_STATIC_SHARED_BYTES or all_kernels + dynamic_bytes > MAX_SHARED_BYTES:
+            check_shared(self.source.file, kernel, _static_shared_bytes(self.source, kernel), dynamic_bytes)
 
     def _stage(self, kernel: str, values: list[Any]) -> list[_Staged]:
         """Copy every distinct array into guarded memory."""
@@ -217,13 +236,9 @@ class SimtModule(Module):
         return _copy_apart(_without_overlap(kernel, list(staged.values())))
 
     def _describe(self, kernel, grid, block, shared_bytes, pointers, buffers) -> _Launch:
-        def address(symbol):
-            return ctypes.cast(getattr(self._library, symbol), ctypes.c_void_p)
-
         return _Launch(
             kernel=kernel.encode(),
-            entry=address(f"simt_entry_{kernel}"),
-            shared_anchor=address("simt_shared_anchor"),
+            entry=build.entry(self._library, kernel),
             arguments=pointers,
             grid=_Dim(*grid),
             block=_Dim(*block),

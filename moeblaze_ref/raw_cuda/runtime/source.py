@@ -28,7 +28,8 @@ DTYPE_OF_C = {
     "__nv_bfloat16": "bfloat16",
 }
 MAX_BLOCK_THREADS = 1024
-MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90
+MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90, static and dynamic
+MAX_STATIC_SHARED_BYTES = 48 * 1024  # of declared arrays, on every GPU
 
 Size = tuple[int, int, int]  # x, y, z
 
@@ -228,3 +229,17 @@ def check_launch(kernel: str, grid: Size, block: Size, shared_bytes: int):
     threads = block[0] * block[1] * block[2]
     doors.check_int(f"threads per block of kernel {kernel}", threads, at_least=1, at_most=MAX_BLOCK_THREADS)
     doors.check_int(f"shared bytes of kernel {kernel}", shared_bytes, at_least=0, at_most=MAX_SHARED_BYTES)
+
+
+def check_shared(file: str, kernel: str, static_bytes: int, dynamic_bytes: int):
+    """Static and dynamic shared memory of a block that a GPU would accept."""
+    if static_bytes > MAX_STATIC_SHARED_BYTES:
+        raise ValueError(
+            f"kernel {kernel} of {file} declares {static_bytes} bytes of static shared memory, but a GPU gives at most "
+            f"{MAX_STATIC_SHARED_BYTES}; more is there as dynamic shared memory alone"
+        )
+    if static_bytes + dynamic_bytes > MAX_SHARED_BYTES:
+        raise ValueError(
+            f"kernel {kernel} of {file} has {static_bytes} bytes of static and {dynamic_bytes} of dynamic shared "
+            f"memory, but a block gets at most {MAX_SHARED_BYTES} together"
+        )

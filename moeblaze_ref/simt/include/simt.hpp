@@ -275,9 +275,6 @@ inline void __trap(SIMT_HERE) {
 
 // ---- how the runtime enters a kernel -------------------------------------------------------
 
-static thread_local char simt_shared_begin;
-SIMT_EXPORT void* simt_shared_anchor() { return &simt_shared_begin; }
-
 template <class... Parameters, size_t... I>
 SIMT_PLAIN void simt_call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I...>) {
     kernel(*static_cast<std::remove_cv_t<Parameters>*>(arguments[I])...);
