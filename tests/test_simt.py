@@ -344,6 +344,24 @@ def test_an_access_outside_its_buffer_is_named(size, shift, message):
         run(COPY, "copy", grid=2, x=ints(64), out=ints(size), shift=shift)
 
 
+def test_an_access_to_an_empty_array_is_named():
+    with pytest.raises(KernelFault, match=r"write of 4 bytes at byte offset 0 of out, which has 0 bytes"):
+        run(COPY, "copy", x=ints(32), out=ints(0), shift=0)
+    with pytest.raises(KernelFault, match=r"read of 4 bytes at byte offset 12 of x, which has 0 bytes"):
+        run(COPY, "copy", x=ints(0), out=ints(32), shift=3)
+    both = ints(64)  # an empty view has the address of what it is a view of
+    with pytest.raises(KernelFault, match=r"read of 4 bytes at byte offset 0 of x, which has 0 bytes"):
+        run(COPY, "copy", x=both[:0], out=both, shift=0)
+
+
+def test_empty_arrays_that_nobody_touches_are_fine():
+    text = 'extern "C" __global__ void some(const int* x, const int* y, int* out) { out[threadIdx.x] = 7; }'
+    out = ints(32)
+    report = run(text, "some", x=np.empty((0, 5), np.int32), y=out[9:9], out=out)
+    assert (out == 7).all()
+    assert report.buffers["y"] == Traffic(0, 0, 0, 0) and report.written_bytes == 128
+
+
 @pytest.mark.parametrize(
     ("access", "message"),
     [

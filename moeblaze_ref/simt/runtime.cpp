@@ -428,7 +428,7 @@ struct Worker {
         const char* near = "null";
         Range closest{0, 0};
         auto consider = [&](const char* name, Range range) {
-            if (range.bytes && range.distance(address) < closest.distance(address)) {
+            if (range.begin && range.distance(address) < closest.distance(address)) {
                 near = name;
                 closest = range;
             }

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 from collections.abc import Iterator
@@ -228,9 +229,9 @@ class SimtModule(Module):
         """Copy every distinct array into guarded memory."""
         staged: dict[tuple[int, int], _Staged] = {}
         for parameter, value in zip(self.source.kernels[kernel], values, strict=True):
-            if not parameter.pointer or not value.size:
+            if not parameter.pointer:
                 continue
-            item = staged.setdefault((value.ctypes.data, value.nbytes), _Staged([], value, False, value))
+            item = staged.setdefault(_place(value), _Staged([], value, False, value))
             item.names.append(parameter.name)
             item.writable |= parameter.writable
         return _copy_apart(_without_overlap(kernel, list(staged.values())))
@@ -250,9 +251,15 @@ class SimtModule(Module):
         )
 
 
+def _place(array: np.ndarray) -> tuple[int, int]:
+    """Address and bytes of an array: an empty one may have the address of another."""
+    return array.ctypes.data, array.nbytes
+
+
 def _without_overlap(kernel: str, items: list[_Staged]) -> list[_Staged]:
-    items = sorted(items, key=lambda item: item.original.ctypes.data)
-    for left, right in zip(items, items[1:], strict=False):
+    items = sorted(items, key=lambda item: _place(item.original))
+    not_empty = [item for item in items if item.original.size]
+    for left, right in itertools.pairwise(not_empty):
         if left.original.ctypes.data + left.original.nbytes > right.original.ctypes.data:
             raise ValueError(
                 f"arguments {left.names[0]} and {right.names[0]} of kernel {kernel} overlap in memory without "
@@ -282,9 +289,9 @@ def _register(staged: list[_Staged]) -> ctypes.Array:
 
 def _pack(values: list[Any], staged: list[_Staged]) -> ctypes.Array:
     """The void** that the kernel's entry unpacks: the address of each argument's value."""
-    moved = {item.original.ctypes.data: item.copy.ctypes.data for item in staged}
+    moved = {_place(item.original): item.copy.ctypes.data for item in staged}
     cells = [
-        np.uint64(moved.get(value.ctypes.data, value.ctypes.data)) if isinstance(value, np.ndarray) else value
+        np.uint64(moved.get(_place(value), value.ctypes.data)) if isinstance(value, np.ndarray) else value
         for value in values
     ]
     holders = [np.array([cell]) for cell in cells]
