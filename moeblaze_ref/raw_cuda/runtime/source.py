@@ -4,66 +4,20 @@ Arguments are passed by name and converted to the declared C type here, once for
 executors, so that a Python float can never arrive as a double.
 """
 
-import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moeblaze_ref import doors
 from moeblaze_ref.paths import kernels_dir
+from moeblaze_ref.raw_cuda.runtime.declarations import Declarations, Parameter
 
-DTYPE_OF_C = {
-    "int": "int32",
-    "unsigned": "uint32",
-    "unsigned char": "uint8",
-    "unsigned short": "uint16",
-    "long long": "int64",
-    "unsigned long long": "uint64",
-    "float": "float32",
-    "double": "float64",
-    "__half": "float16",
-    "__nv_bfloat16": "bfloat16",
-}
 MAX_BLOCK_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90, static and dynamic
 MAX_STATIC_SHARED_BYTES = 48 * 1024  # of declared arrays, on every GPU
 
 Size = tuple[int, int, int]  # x, y, z
-
-_KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+)\s*\(([^()]*)\)')
-_PARAMETER = re.compile(r"^(const\s+)?([\w\s]+?)\s*(\*)?\s*(?:const\s+)?(?:__restrict__\s+)?(\w+)$")
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One declared parameter of a kernel."""
-
-    name: str
-    dtype: str
-    pointer: bool
-    writable: bool
-
-    def bind(self, kernel: str, value: Any) -> Any:
-        """``value`` as this parameter takes it: an array unchanged, a scalar as its C type."""
-        return self._bind_array(kernel, value) if self.pointer else self._bind_scalar(kernel, value)
-
-    def _bind_array(self, kernel, array):
-        name = f"argument {self.name} of kernel {kernel}"
-        doors.check_array(name, array, rank=getattr(array, "ndim", 0), dtypes=(self.dtype,))
-        if self.writable and isinstance(array, np.ndarray):
-            doors.check_writable(name, array)
-        return array
-
-    def _bind_scalar(self, kernel, value):
-        dtype = np.dtype(self.dtype)
-        if dtype.kind in "iu":
-            limits = np.iinfo(dtype)
-            value = doors.check_int(f"argument {self.name} of kernel {kernel}", value, limits.min, limits.max)
-            return dtype.type(value)
-        return dtype.type(doors.check_float(f"argument {self.name} of kernel {kernel}", value))
 
 
 @dataclass(frozen=True)
@@ -73,7 +27,7 @@ class KernelSource:
     file: str
     text: str
     constants: dict[str, Any]
-    kernels: dict[str, tuple[Parameter, ...]]
+    declarations: Declarations
 
     @classmethod
     def read(cls, file: str, constants: dict[str, Any], text: str | None = None) -> "KernelSource":
@@ -82,15 +36,16 @@ class KernelSource:
         Raises
         ------
         ValueError
-            If there is no such file, or a kernel has a parameter of an unknown type.
+            If there is no such file.
         """
         if text is None:
             text = _path(file).read_text()
-        kernels = {
-            name: tuple(_parse(parameter, name, constants) for parameter in declared.split(","))
-            for name, declared in _KERNEL.findall(_without_comments(text))
-        }
-        return cls(file, text, constants, kernels)
+        return cls(file, text, constants, Declarations.read(text, constants))
+
+    @property
+    def kernels(self) -> dict[str, tuple[Parameter, ...]]:
+        """The parameters of each kernel that can be launched, by its name."""
+        return self.declarations.kernels
 
     @property
     def include_dirs(self) -> list[Path]:
@@ -108,10 +63,10 @@ class KernelSource:
         Raises
         ------
         ValueError, TypeError
-            If the kernel or a name is unknown, an argument is missing, or a type disagrees.
+            If the kernel or a name is unknown, the kernel's declaration cannot be read, an argument is missing, or a
+            type disagrees.
         """
-        doors.check_name("kernel", kernel, self.kernels)
-        parameters = self.kernels[kernel]
+        parameters = self.declarations.parameters(kernel)
         names = [parameter.name for parameter in parameters]
         if sorted(names) != sorted(arguments):
             raise ValueError(f"kernel {kernel} takes ({', '.join(names)}), but was given ({', '.join(arguments)})")
@@ -153,20 +108,6 @@ def _include_dir() -> Path:
 
 def _headers() -> list[Path]:
     return sorted(_include_dir().glob("*.cuh"))
-
-
-def _without_comments(text: str) -> str:
-    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
-
-
-def _parse(declaration: str, kernel: str, constants: dict[str, Any]) -> Parameter:
-    match = _PARAMETER.match(" ".join(declaration.split()))
-    if not match:
-        raise ValueError(f"kernel {kernel}: cannot read the parameter {declaration.strip()!r}")
-    const, c_type, star, name = match.groups()
-    c_type = str(constants.get(c_type, c_type))  # a type may be a preprocessor constant
-    dtype = DTYPE_OF_C[doors.check_name(f"type of parameter {name} of kernel {kernel}", c_type, DTYPE_OF_C)]
-    return Parameter(name, dtype, pointer=bool(star), writable=bool(star) and not const)
 
 
 class Module(ABC):
