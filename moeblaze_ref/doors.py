@@ -64,8 +64,9 @@ def check_name(kind, name, allowed) -> str:
     """``name`` if it is one of ``allowed``; otherwise an error with the nearest valid name."""
     if name in allowed:
         return name
-    near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    lowered = {valid.lower(): valid for valid in allowed}
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)
+    hint = f" Did you mean {lowered[near[0]]!r}?" if near else ""
     raise ValueError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(allowed)}")
 
 

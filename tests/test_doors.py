@@ -9,6 +9,21 @@ from moeblaze_ref import doors
 from moeblaze_ref.cases import GOLDEN_DISPATCH, random_topk
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("SwiGLU", "swiglu"), ("GELU_TANH", "gelu_tanh"), ("swigul", "swiglu"), ("silu-", "SiLU"), ("BF16", "bf16")],
+)
+def test_the_nearest_name_is_found_whatever_its_case(name, nearest):
+    with pytest.raises(ValueError, match=f"unknown activation {name!r}. Did you mean {nearest!r}"):
+        doors.check_name("activation", name, ["SiLU", "swiglu", "gelu_tanh", "bf16"])
+
+
+def test_a_name_like_no_other_has_no_nearest():
+    with pytest.raises(ValueError, match="unknown activation 'XXXX'. Valid: silu, swiglu"):
+        doors.check_name("activation", "XXXX", ["silu", "swiglu"])
+
+
 # Of GOLDEN_DISPATCH:  position              0  1  2  3  4  5  6  7  8  9
 #                      expert_token_indices  1  2  4  1  3  0  3  0  2  4   offsets 0 3 5 7 10
 # and of its slots:    token_expert_indices  2  3  0  1  0  3  1  2  0  3

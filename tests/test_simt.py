@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from moeblaze_ref.raw_cuda.runtime.poison import POISON
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor, SharedTraffic, Traffic
 from moeblaze_ref.simt import build
 
@@ -69,7 +70,7 @@ def test_barriers_that_vote():
     np.testing.assert_array_equal(out, [1, 0, 1, 0, 32, 0])
 
 
-def test_dynamic_shared_memory_starts_poisoned():
+def test_shared_memory_starts_poisoned_as_outputs_do():
     out = np.zeros(64, np.float32)
     text = """
     extern "C" __global__ void peek(float* out) {
@@ -81,6 +82,7 @@ def test_dynamic_shared_memory_starts_poisoned():
     }"""
     run(text, "peek", grid=3, shared_bytes=128, out=out)
     assert np.isnan(out).all()
+    np.testing.assert_array_equal(out.view(np.uint16), POISON)
 
 
 # ---- warps ------------------------------------------------------------------------------
@@ -129,6 +131,19 @@ def test_votes_and_matches():
     assert (out[1] == 1).all() and (out[2] == 1).all()
     same = [sum(1 << other for other in range(32) if other % 5 == lane % 5) for lane in range(32)]
     np.testing.assert_array_equal(out[3], same)
+
+
+def test_matches_compare_bits():
+    x, out = np.full(32, 1.0, np.float32), np.zeros(32, np.uint32)
+    x[[0, 5]], x[[1, 6]], x[2], x[3] = np.nan, -0.0, 0.0, -np.nan
+    text = """
+    extern "C" __global__ void match(const float* x, unsigned* out) {
+        out[threadIdx.x] = __match_any_sync(FULL_WARP, x[threadIdx.x]);
+    }"""
+    run(text, "match", x=x, out=out)
+    bits = x.view(np.uint32)
+    same = [sum(1 << other for other in range(32) if bits[other] == bits[lane]) for lane in range(32)]
+    np.testing.assert_array_equal(out, same)
 
 
 def test_reductions():

@@ -24,7 +24,6 @@ extern "C" void* __tls_get_addr(void*);  // of the loader
 namespace {
 
 constexpr unsigned WARP = 32;
-constexpr uint16_t POISON = 0xFFF7;  // repeated: NaN in every floating-point type, and not -1 as an integer
 
 struct Range {
     uint64_t begin = 0, bytes = 0;
@@ -35,7 +34,7 @@ struct Range {
     uint64_t distance(uint64_t address) const {
         return address < begin ? begin - address : address - std::min(address, begin + bytes);
     }
-    void poison() const { std::fill_n(reinterpret_cast<uint16_t*>(begin), bytes / sizeof(uint16_t), POISON); }
+    void fill(uint16_t value) const { std::fill_n(reinterpret_cast<uint16_t*>(begin), bytes / sizeof value, value); }
 };
 
 // A loaded kernel file: its code and constants, and its static shared memory, which is the
@@ -214,8 +213,8 @@ struct Worker {
         block_number = number;
         block = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
         random = Random(launch->seed + 0x632be59bd9b4e019u * (number + 1));
-        static_shared.poison();
-        dynamic_shared.poison();
+        static_shared.fill(uint16_t(launch->poison));
+        dynamic_shared.fill(uint16_t(launch->poison));
         for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
         while (!failed && run_round()) {
         }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref import doors
-from moeblaze_ref.raw_cuda.runtime.poison import poison
+from moeblaze_ref.raw_cuda.runtime.poison import POISON, poison
 from moeblaze_ref.raw_cuda.runtime.source import (
     MAX_SHARED_BYTES,
     MAX_STATIC_SHARED_BYTES,
@@ -109,6 +109,7 @@ class _Launch(ctypes.Structure):
         ("block", _Dim),
         ("dynamic_shared_bytes", ctypes.c_uint64),
         ("workers", ctypes.c_uint64),
+        ("poison", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("num_buffers", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
@@ -245,6 +246,7 @@ class SimtModule(Module):
             block=_Dim(*block),
             dynamic_shared_bytes=shared_bytes,
             workers=self._executor.workers,
+            poison=POISON,
             seed=self._executor.seed,
             num_buffers=len(buffers),
             buffers=buffers,

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -176,7 +177,7 @@ struct SimtMatch {
     static void exchange(void* const* lanes) {
         simt_each_lane<SimtMatch>(lanes, [lanes](unsigned, SimtMatch& mine) {
             simt_each_lane<SimtMatch>(lanes, [&mine](unsigned i, SimtMatch& other) {
-                mine.equal |= unsigned(other.value == mine.value) << i;
+                mine.equal |= unsigned(memcmp(&other.value, &mine.value, sizeof(T)) == 0) << i;  // -0 is not 0
             });
         });
     }

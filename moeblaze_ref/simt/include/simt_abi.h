@@ -72,6 +72,7 @@ struct SimtLaunch {
     SimtDim grid, block;
     uint64_t dynamic_shared_bytes;
     uint64_t workers;        // operating-system threads
+    uint64_t poison;         // 16 bits, repeated: what shared memory holds when a block begins
     uint64_t seed;           // 0: threads run in order; otherwise a random order
     uint64_t num_buffers;
     SimtBuffer* buffers;     // sorted by address
