@@ -58,11 +58,14 @@ def check_routing(probs, topk_experts, dtypes):
     doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
 
 
-def check_gating_backward(d_gates, probs, topk_experts, dtypes):
-    """As `check_routing`, and d_gates (L, k) has the dtype of probs."""
+def check_gating_backward(d_gates, probs, topk_experts, renormalize, dtypes):
+    """As `check_routing`, d_gates (L, k) has the dtype of probs, and gates to renormalise have a sum."""
     check_routing(probs, topk_experts, dtypes)
     num_tokens, k = topk_experts.shape
     doors.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (str(probs.dtype),))
+    if renormalize:
+        tokens = doors.numbers_of(topk_experts[:, 0])[:, None]  # (L, 1)
+        doors.check_sums("probs of the chosen experts", probs[tokens, topk_experts])
 
 
 def check_expert_up(x, w1, w2, dispatch, dtypes):

@@ -557,6 +557,27 @@ def test_bad_gate_gradients(backend, rung, d_gates, error, message):
         opened(backend, rung).backward(d_gates, PROBS, TOPK)
 
 
+UNLIKELY = np.float32([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 1e-39, 3e-39]])  # the chosen: the last two
+LAST_TWO = np.int32([[2, 3], [2, 3]])
+
+
+@pytest.mark.parametrize(("backend", "rung"), [("numpy", None), *HERE])
+def test_gates_that_add_up_to_nothing_are_not_renormalised(backend, rung):
+    stage = opened(backend, rung)
+    with pytest.raises(ValueError, match="the probs of the chosen experts of row 0 add up to 0.0, but their sum must"):
+        stage.backward(np.ones((2, 2), np.float32), UNLIKELY, LAST_TWO, True)
+    assert np.isfinite(stage.backward(np.ones((2, 2), np.float32), UNLIKELY, LAST_TWO, False)).all()
+
+
+@pytest.mark.parametrize(("backend", "rung"), [("numpy", None), *HERE])
+def test_gates_that_nearly_underflow_are_renormalised_right(backend, rung):
+    d_gates, probs, chosen = np.float32([[1.0, -2.0]]), UNLIKELY[1:], LAST_TWO[1:]
+    found = opened(backend, rung).backward(d_gates, probs, chosen, True)
+    gate = float(probs[0, 2]) / (float(probs[0, 2]) + float(probs[0, 3]))  # a quarter
+    slope = 3.0 * gate * (1.0 - gate)
+    assert relative_error(found, np.array([[0.0, 0.0, slope, -slope]])) <= BOUND
+
+
 @every_backend
 def test_bad_loss_gradients_and_probabilities(backend, rung):
     stage = opened(backend, rung)
