@@ -45,6 +45,7 @@ class CupyExecutor:
 
 @functools.cache
 def _compile(file, text, constants, device, edition) -> "CupyModule":
+    """The compiled file, once for each of its editions."""
     return CupyModule(KernelSource.read(file, dict(constants), text))
 
 

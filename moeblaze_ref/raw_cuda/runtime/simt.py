@@ -187,6 +187,7 @@ class SimtExecutor:
 
 @functools.cache
 def _compile(file, text, constants, instrumented, edition) -> tuple[KernelSource, ctypes.CDLL]:
+    """The compiled file, once for each of its editions."""
     source = KernelSource.read(file, dict(constants), text)
     library = build.build_kernels(
         source.file, source.text, list(source.kernels), source.include_dirs, source.constants, instrumented
