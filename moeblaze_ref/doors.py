@@ -104,8 +104,9 @@ def check_name(kind, name, allowed) -> str:
     """``name`` if it is one of ``allowed``; otherwise an error with the nearest valid name."""
     if name in allowed:
         return name
-    near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    lowered = {valid.lower(): valid for valid in allowed}
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)
+    hint = f" Did you mean {lowered[near[0]]!r}?" if near else ""
     raise ValueError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(allowed)}")
 
 
@@ -133,6 +134,11 @@ def _at(name, index) -> str:
     return f"{name}[{', '.join(map(str, index))}]"
 
 
+def numbers_of(indices):
+    """0, 1, ...: the place of each of the ``indices`` (n,), none negative; an array of their kind."""
+    return (indices >= 0).nonzero()[0]
+
+
 def check_topk_experts(topk_experts, num_experts):
     """``topk_experts`` is (L, k) int32, C-contiguous, ids in range, no expert twice in a row.
 
@@ -157,15 +163,23 @@ def check_topk_experts(topk_experts, num_experts):
 def _check_choices(topk_experts, num_experts):
     """Ids in range, and no expert twice in a row."""
     check_index("topk_experts", topk_experts, num_experts, "experts")
+    token, expert = _first_repeated(topk_experts)
+    if token is not None:
+        raise ValueError(
+            f"topk_experts[{token}] names expert {expert} twice, but the k = {topk_experts.shape[1]} experts of a "
+            f"token must be distinct"
+        )
+
+
+def _first_repeated(topk_experts):
+    """(token, expert) of the first row that names an expert twice; (None, None) if there is none."""
     ordered = topk_experts.copy()
     ordered.sort(axis=1)
     repeated = ordered[:, 1:] == ordered[:, :-1]
-    if bool(repeated.any()):
-        i, j = _first(repeated)
-        raise ValueError(
-            f"topk_experts[{i}] names expert {int(ordered[i, j])} twice, but the k = {ordered.shape[1]} experts "
-            f"of a token must be distinct"
-        )
+    if not bool(repeated.any()):
+        return None, None
+    token, j = _first(repeated)
+    return token, int(ordered[token, j])
 
 
 def check_counts(counts, num_tokens, num_experts, k) -> tuple[int, ...]:
@@ -275,6 +289,16 @@ def check_not_negative(name, array):
 
 
 @_scans
+def check_sums(name, array):
+    """The sum of every row of ``array`` (n, m) is above 0, so that it may be divided by."""
+    sums = array.sum(axis=1)
+    wrong = ~(sums > 0)
+    if bool(wrong.any()):
+        (row,) = _first(wrong)
+        raise ValueError(f"the {name} of row {row} add up to {float(sums[row])}, but their sum must be above 0")
+
+
+@_scans
 def check_index(name, indices, limit, what):
     """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
     outside = (indices < 0) | (indices >= limit)
@@ -285,7 +309,11 @@ def check_index(name, indices, limit, what):
 
 
 def check_dispatch(dispatch):
-    """A Dispatch whose four arrays fit each other and stay inside the tensors that they index."""
+    """A Dispatch whose four arrays fit each other and stay inside the tensors that they index.
+
+    That includes what no shape shows: every slot (token, j) has a position of its own, among those of its
+    expert, and expert_token_indices holds its token there.
+    """
     check_type("dispatch", dispatch, Dispatch)
     check_int("dispatch.k", dispatch.k, at_least=1)
     for name, array in dispatch.arrays().items():
@@ -299,6 +327,53 @@ def check_dispatch(dispatch):
     check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
     check_index("token_expert_indices", dispatch.token_expert_indices, dispatch.E, "experts")
     check_index("token_index_map", dispatch.token_index_map, dispatch.R, "routed rows")
+    _check_slots(dispatch)
+
+
+@_scans
+def _check_slots(dispatch):
+    """The map leads each slot into its expert's rows and to its token.
+
+    With distinct experts in every token, that makes it a permutation: two slots at one position would be of the
+    same token and the same expert.
+    """
+    _check_distinct(dispatch)
+    _check_positions(dispatch)
+    _check_tokens(dispatch)
+
+
+def _check_distinct(dispatch):
+    token, expert = _first_repeated(dispatch.token_expert_indices.reshape(dispatch.L, dispatch.k))
+    if token is not None:
+        first, end = token * dispatch.k, (token + 1) * dispatch.k
+        raise ValueError(
+            f"token_expert_indices[{first}:{end}] names expert {expert} twice, but the experts of a token must be "
+            f"distinct"
+        )
+
+
+def _check_positions(dispatch):
+    offsets, experts, positions = dispatch.expert_token_offsets, dispatch.token_expert_indices, dispatch.token_index_map
+    outside = (positions < offsets[experts]) | (positions >= offsets[experts + 1])
+    if bool(outside.any()):
+        (slot,) = _first(outside)
+        expert = int(experts[slot])
+        first, end = int(offsets[expert]), int(offsets[expert + 1])
+        owned = f"has the positions {first}..{end - 1}" if first < end else "has none"
+        raise ValueError(
+            f"token_index_map[{slot}] is {int(positions[slot])}, but the slot goes to expert {expert}, which {owned}"
+        )
+
+
+def _check_tokens(dispatch):
+    found = dispatch.expert_token_indices[dispatch.token_index_map]  # (R,)
+    wrong = found != numbers_of(dispatch.token_index_map) // dispatch.k
+    if bool(wrong.any()):
+        (slot,) = _first(wrong)
+        raise ValueError(
+            f"token_index_map[{slot}] is {int(dispatch.token_index_map[slot])}, where expert_token_indices holds "
+            f"token {int(found[slot])}, but the slot is of token {slot // dispatch.k}"
+        )
 
 
 def check_writable(name, array):

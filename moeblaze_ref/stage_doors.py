@@ -1,8 +1,8 @@
-"""What the floating-point stages accept, in every backend: shapes that agree, one dtype, finite values."""
+"""What the stages accept, in every backend: shapes that agree, one dtype, finite values."""
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import MoEConfig, is_gated
-from moeblaze_ref.structures import HIDDEN
+from moeblaze_ref.structures import EMPTY, HIDDEN
 
 
 def check_router(x, wg, dtypes):
@@ -16,6 +16,39 @@ def check_router_backward(d_logits, x, wg, dtypes, logit_dtypes=None):
     check_router(x, wg, dtypes)
     shape = {"L": x.shape[0], "E": wg.shape[1]}
     doors.check_tensor("d_logits", d_logits, shape, logit_dtypes or (str(x.dtype),))
+
+
+def check_dense_map(dense_map):
+    """dense_map (L, E) int32."""
+    doors.check_array("dense_map", dense_map, rank=2, dtypes=("int32",), contiguous=False)
+
+
+def check_lengths(lengths):
+    """lengths (E,) int32, none negative, whose sum R fits the index structures."""
+    doors.check_array("lengths", lengths, rank=1, dtypes=("int32",), contiguous=False)
+    doors.check_not_negative("lengths", lengths)
+    num_routed = int(lengths.sum(dtype="int64"))
+    doors.check_int("R, the sum of the lengths,", num_routed, at_least=0, at_most=doors.MAX_ROUTED_ROWS)
+
+
+def check_route_indices(dense_map, offsets, topk_experts):
+    """dense_map (L, E) and offsets (E + 1,) are those that the first two steps make of topk_experts (L, k)."""
+    check_dense_map(dense_map)
+    num_tokens, num_experts = dense_map.shape
+    doors.check_topk_experts(topk_experts, num_experts)
+    doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
+    doors.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
+    doors.check_shape("offsets", offsets, {"E + 1": num_experts + 1})
+
+    tokens = doors.numbers_of(topk_experts[:, 0])[:, None]  # (L, 1)
+    valid_map = dense_map.copy()
+    valid_map.fill(EMPTY)
+    valid_map[tokens, topk_experts] = tokens
+    doors.check_equal("dense_map", dense_map, valid_map)
+    valid_offsets = offsets.copy()
+    valid_offsets[:1] = 0
+    valid_offsets[1:] = (valid_map != EMPTY).sum(axis=0).cumsum()
+    doors.check_equal("offsets", offsets, valid_offsets)
 
 
 def check_logits(logits, dtypes):
@@ -38,11 +71,14 @@ def check_routing(probs, topk_experts, dtypes):
     doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
 
 
-def check_gating_backward(d_gates, probs, topk_experts, dtypes):
-    """As `check_routing`, and d_gates (L, k) has the dtype of probs."""
+def check_gating_backward(d_gates, probs, topk_experts, renormalize, dtypes):
+    """As `check_routing`, d_gates (L, k) has the dtype of probs, and gates to renormalise have a sum."""
     check_routing(probs, topk_experts, dtypes)
     num_tokens, k = topk_experts.shape
     doors.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (str(probs.dtype),))
+    if renormalize:
+        tokens = doors.numbers_of(topk_experts[:, 0])[:, None]  # (L, 1)
+        doors.check_sums("probs of the chosen experts", probs[tokens, topk_experts])
 
 
 def check_expert_up(x, w1, w2, dispatch, dtypes):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
+EMPTY = -1  # in the dense map: this token does not go to this expert
 
 
 HIDDEN = ("a", "b", "y_swi")  # what the up-projection computes for every routed row

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import pytest
 import torch
@@ -69,11 +70,15 @@ class Document:
 
     @cached_property
     def links(self):
-        """(text, target) of every link and image; a reference that is not defined is its own target."""
+        """(text, target) of every link and image; a reference that is not defined is its own target.
+
+        A target is written as in a URL, where a space is %20; here it is as a path.
+        """
         references = dict(REFERENCE.findall(self.prose))
         direct = LINK.findall(self.prose) + [("", target) for target in HTML_LINK.findall(self.prose)]
         by_reference = [(text, key or text) for text, key in REFERENCE_LINK.findall(self.prose)]
-        return direct + [(text, references.get(key, key)) for text, key in by_reference]
+        links = direct + [(text, references.get(key, key)) for text, key in by_reference]
+        return [(text, unquote(target)) for text, target in links]
 
     @cached_property
     def anchors(self):
@@ -565,7 +570,7 @@ WRONG = {  # a line of a document: what must be said against it
 def planted(tmp_path, text):
     """A document in a folder of its own; ROOT in it leads to the real files."""
     path = tmp_path / "planted.md"
-    path.write_text(text.replace("ROOT", os.path.relpath(ROOT, tmp_path)) + "\n")
+    path.write_text(text.replace("ROOT", quote(os.path.relpath(ROOT, tmp_path))) + "\n")
     return Document(path)
 
 
@@ -609,6 +614,15 @@ a diagram
 @pytest.mark.parametrize("find", [wrong_links, wrong_names, wrong_examples], ids=lambda find: find.__name__)
 def test_a_right_document_passes(find, tmp_path):
     assert list(find(planted(tmp_path, RIGHT))) == []
+
+
+def test_a_link_into_a_folder_with_a_space_is_followed(tmp_path):
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "a folder" / "page.md").write_text("# A heading\n")
+    assert list(wrong_links(planted(tmp_path, "[a page](a%20folder/page.md#a-heading)"))) == []
+    assert list(wrong_links(planted(tmp_path, "[a page](a%20folder/pages.md)"))) == [
+        "a folder/pages.md: there is no such file"
+    ]
 
 
 MISTAKES = [  # (the check that must find it, what stands in notation.md, what takes its place)

@@ -21,6 +21,7 @@ from moeblaze_ref.numpy_ref import gating as reference
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import gating as raw_gating
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+from moeblaze_ref.structures import Gating
 
 RUNGS = tuple(raw_gating.RUNGS)
 HERE = [("numba", None), *(("simt", rung) for rung in RUNGS)]  # the backends that need no GPU
@@ -162,6 +163,52 @@ def test_hard_logits_are_chosen_from_exactly_and_nothing_overflows(backend, rung
         for row in range(len(logits)):
             assert relative_error(found.probs[row], exact.probs[row]) < BOUND
             assert relative_error(found.gates[row], exact.gates[row]) < BOUND
+
+
+def launch_unchecked(rung, logits, k, renormalize):
+    """softmax_top_k without a door before it: a Gating, poisoned where the kernel wrote nothing."""
+    executor = SimtExecutor()
+    E = logits.shape[1]
+    gating = Gating(
+        executor.empty(logits.shape, "float32"),
+        executor.empty((len(logits), k), "int32"),
+        executor.empty((len(logits), k), "float32"),
+    )
+    module = executor.load(f"gating/{rung}.cu", **raw_gating.constants(rung, E, renormalize))
+    grid = -(-len(logits) // raw_gating.TOKENS[rung])
+    module.launch("softmax_top_k", grid, raw_gating.THREADS, logits=logits, **gating._asdict(), L=len(logits), E=E, k=k)
+    return gating
+
+
+def spoiled_logits(num_experts):
+    """Rows of random logits with ever more of them replaced by NaN (of both signs and any bits) and infinities."""
+    rng = np.random.default_rng(7)
+    logits = make_logits(60, num_experts)
+    bits = np.uint32([0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0xFF800000, 0xFF800000])
+    share = np.linspace(0.0, 1.0, len(logits))[:, None]
+    spoiled = np.where(rng.random(logits.shape) < share, rng.choice(bits, logits.shape).view(np.float32), logits)
+    whole_rows = np.repeat(bits[:, None], num_experts, axis=1).view(np.float32)
+    return np.concatenate([spoiled, whole_rows])
+
+
+@every_rung
+@renormalized_or_not
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (5, 5), (33, 4), (40, 32), (128, 8)])
+def test_logits_that_are_no_numbers_still_choose_k_experts(rung, renormalize, num_experts, k):
+    logits = spoiled_logits(num_experts)
+    found = launch_unchecked(rung, logits, k, renormalize)
+    ids = np.broadcast_to(np.arange(num_experts), logits.shape)
+    best_first = np.lexsort((ids, -logits, ~np.isnan(logits)))  # NaN before infinity, then by logit and id
+    np.testing.assert_array_equal(found.topk_experts, best_first[:, :k])
+    hopeless = np.isnan(logits).any(1) | (logits == np.inf).any(1) | (logits == -np.inf).all(1)
+    assert 0 < hopeless.sum() < len(logits)
+    assert np.isnan(found.probs[hopeless]).all() and np.isnan(found.gates[hopeless]).all()
+    with np.errstate(under="ignore"):
+        weights = np.exp(logits[~hopeless].astype(np.float64))  # of -inf: 0
+    chosen = np.take_along_axis(weights, best_first[~hopeless, :k], 1)
+    total = (chosen if renormalize else weights).sum(1, keepdims=True)
+    assert relative_error(found.probs[~hopeless], weights / weights.sum(1, keepdims=True)) <= BOUND
+    assert relative_error(found.gates[~hopeless], chosen / total) <= BOUND
 
 
 @every_backend
@@ -322,8 +369,8 @@ FAULTS = {
         "writes nothing": ("gates[token * k + j] = weight;", ";"),
         "drops the last token": ("if (token >= L) return;", "if (token >= L - 1) return;"),
         "overlooks the last expert": ("e < E; ++e) {", "e < E - 1; ++e) {"),
-        "ties to the higher expert": ("logit > best.logit", "logit >= best.logit"),
-        "no ties": ("(logit == last.logit && e > last.expert)", "false"),
+        "ties to the higher expert": ("ordered > best.ordered", "ordered >= best.ordered"),
+        "no ties": ("(ordered == last.ordered && e > last.expert)", "false"),
         "chooses again what it chose": ("e > last.expert", "e >= last.expert"),
         "sums what was not shifted by the peak": ("sum += expf(row[e] - peak);", "sum += expf(row[e]);"),
         "gates are never renormalised": ("RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "prob_scale"),
@@ -361,7 +408,7 @@ FAULTS = {
         "mean of a lane alone": ("warp_sum(lane_dot(row, share))", "lane_dot(row, share)"),
         "unscaled loss gradient": ("*= scale * (share[i]", "*= (share[i]"),
         "every lane adds its token": ("lane_id() == 0 ? z * z : 0.0f", "z * z"),
-        "negative logits in the wrong order": ("return bits ^ ((bits >> 31) & 0x7fffffff);", "return bits;"),
+        "negative logits in the wrong order": (": bits ^ ((bits >> 31) & 0x7fffffff);", ": bits;"),
         "zeros of two kinds": ("__float_as_int(value + 0.0f)", "__float_as_int(value)"),
         "half of the lanes are not summed": ("step > 0; step /= 2) value +=", "step > 1; step /= 2) value +="),
     },
@@ -555,6 +602,27 @@ def test_bad_choices(backend, rung, topk_experts, error, message):
 def test_bad_gate_gradients(backend, rung, d_gates, error, message):
     with pytest.raises(error, match=message):
         opened(backend, rung).backward(d_gates, PROBS, TOPK)
+
+
+UNLIKELY = np.float32([[0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 1e-39, 3e-39]])  # the chosen: the last two
+LAST_TWO = np.int32([[2, 3], [2, 3]])
+
+
+@pytest.mark.parametrize(("backend", "rung"), [("numpy", None), *HERE])
+def test_gates_that_add_up_to_nothing_are_not_renormalised(backend, rung):
+    stage = opened(backend, rung)
+    with pytest.raises(ValueError, match="the probs of the chosen experts of row 0 add up to 0.0, but their sum must"):
+        stage.backward(np.ones((2, 2), np.float32), UNLIKELY, LAST_TWO, True)
+    assert np.isfinite(stage.backward(np.ones((2, 2), np.float32), UNLIKELY, LAST_TWO, False)).all()
+
+
+@pytest.mark.parametrize(("backend", "rung"), [("numpy", None), *HERE])
+def test_gates_that_nearly_underflow_are_renormalised_right(backend, rung):
+    d_gates, probs, chosen = np.float32([[1.0, -2.0]]), UNLIKELY[1:], LAST_TWO[1:]
+    found = opened(backend, rung).backward(d_gates, probs, chosen, True)
+    gate = float(probs[0, 2]) / (float(probs[0, 2]) + float(probs[0, 3]))  # a quarter
+    slope = 3.0 * gate * (1.0 - gate)
+    assert relative_error(found, np.array([[0.0, 0.0, slope, -slope]])) <= BOUND
 
 
 @every_backend

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_same_dispatch
 from simulator import counted_launch, rerun, stated_launch
 
-from moeblaze_ref import devices, doors
+from moeblaze_ref import devices, doors, stage_doors
 from moeblaze_ref.cases import GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.numba_cuda import dispatch, runtime
 from moeblaze_ref.numba_cuda.dispatch import EMPTY, THREADS
@@ -73,37 +73,39 @@ def test_the_input_may_be_read_only_and_is_not_shared():
 # The steps
 
 
-def test_each_step_is_the_specifications():
-    num_experts = 3
-    topk_experts = random_topk(SEVERAL_TILES, num_experts, 2)
-    chosen = runtime.to_device(topk_experts)
+def steps(stage, topk_experts, num_experts):
+    """The results of the public steps, each made from those before it."""
+    dense_map = stage.dense_map(topk_experts, num_experts)
+    lengths = stage.expert_lengths(dense_map)
+    offsets = stage.expert_offsets(lengths)
+    return dense_map, lengths, offsets, *stage.route_indices(dense_map, offsets, topk_experts)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, SEVERAL_TILES])
+def test_each_step_is_the_specifications(num_tokens):
+    topk_experts = random_topk(num_tokens, 3, 2)
     with runtime.poisoned_outputs():
-        dense_map = dispatch.dense_map(chosen, num_experts)
-        lengths = dispatch.expert_lengths(dense_map)
-        offsets = dispatch.expert_offsets(lengths)
-        routes = dispatch.route_indices(dense_map, offsets, chosen)
-    expected_map = reference.dense_map(topk_experts, num_experts)
-    expected_lengths = reference.expert_lengths(expected_map)
-    expected_offsets = reference.expert_offsets(expected_lengths)
-    expected_routes = reference.route_indices(expected_map, expected_offsets, topk_experts)
-    results = dense_map, lengths, offsets, *routes
-    expected = expected_map, expected_lengths, expected_offsets, *expected_routes
-    for result, truth in zip(results, expected, strict=True):
-        np.testing.assert_array_equal(result.copy_to_host(), truth, strict=True)
+        results = steps(dispatch, topk_experts, 3)
+    for result, truth in zip(results, steps(reference, topk_experts, 3), strict=True):
+        np.testing.assert_array_equal(result, truth, strict=True)
 
 
 def test_offsets_of_the_most_experts():
     lengths = np.random.default_rng(0).integers(0, 2**20, doors.MAX_EXPERTS, dtype=np.int32)
-    offsets = dispatch.expert_offsets(runtime.to_device(lengths)).copy_to_host()
-    np.testing.assert_array_equal(offsets, reference.expert_offsets(lengths), strict=True)
+    np.testing.assert_array_equal(dispatch.expert_offsets(lengths), reference.expert_offsets(lengths), strict=True)
 
 
-def test_route_indices_refuses_shapes_that_disagree():
-    dense_map, offsets, chosen = (np.zeros(shape, dtype=np.int32) for shape in ((4, 3), 4, (4, 2)))
-    with pytest.raises(ValueError, match=r"offsets has shape \(4,\), but it must be \(E \+ 1=3\)"):
-        dispatch.route_indices(dense_map[:, :2], offsets, chosen)
-    with pytest.raises(ValueError, match=r"topk_experts has shape \(3, 2\), but it must be \(L=4, k\)"):
-        dispatch.route_indices(dense_map, offsets, chosen[:3])
+def test_build_checks_its_input_once(monkeypatch):
+    checked = []
+    for owner, name in ((doors, "check_topk_experts"), (stage_doors, "check_route_indices")):
+        monkeypatch.setattr(owner, name, lambda *arguments, name=name: checked.append(name))
+    dispatch.build(GOLDEN_TOPK_EXPERTS, 4)
+    assert checked == ["check_topk_experts"]
+
+
+def test_the_steps_have_the_kernels_limits():
+    with pytest.raises(ValueError, match="num_experts is 2000, but it must be 1..1024"):
+        dispatch.dense_map(GOLDEN_TOPK_EXPERTS, 2000)
 
 
 # Teeth: each of these kernels, in the place of the right one, must make the comparison fail

@@ -5,6 +5,7 @@ import pytest
 from helpers import assert_same_dispatch, routings
 from hypothesis import given, settings
 
+from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import GOLDEN_DISPATCH, ROUTINGS, random_topk
 from moeblaze_ref.cases import GOLDEN_TOPK_EXPERTS as GOLDEN_TOPK
 from moeblaze_ref.numpy_ref import dispatch as stage
@@ -132,26 +133,41 @@ DENSE = stage.dense_map(GOLDEN_TOPK, 4)
 OFFSETS = np.array(GOLDEN["expert_token_offsets"], dtype=np.int32)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: stage.expert_lengths(DENSE.astype(np.int64)), TypeError, "dense_map has dtype int64"),
-        (lambda: stage.expert_lengths(DENSE[0]), ValueError, "dense_map has shape"),
-        (lambda: stage.expert_offsets(np.array([3, -2], np.int32)), ValueError, r"lengths\[1\] is -2"),
-        (lambda: stage.expert_offsets(np.full(2, 2**30, np.int32)), ValueError, "sum of the lengths, is 2147483648"),
-        (lambda: stage.expert_offsets(np.ones(2)), TypeError, "lengths has dtype float64"),
-        (lambda: stage.expert_offsets(DENSE), ValueError, "must have 1 dimensions"),
-        (lambda: stage.exclusive_scan(DENSE[:, 0]), TypeError, "flags has dtype int32, but it must be bool"),
-        (lambda: stage.route_indices(DENSE, OFFSETS + 1, GOLDEN_TOPK), ValueError, r"offsets\[0\] is 1, .* must be 0"),
-        (lambda: stage.route_indices(DENSE + 1, OFFSETS, GOLDEN_TOPK), ValueError, r"dense_map\[0, 0\] is 0, .* -1"),
-        (lambda: stage.route_indices(DENSE[0], OFFSETS, GOLDEN_TOPK), ValueError, "dense_map has shape"),
-        (lambda: stage.route_indices(DENSE, OFFSETS.astype(np.int64), GOLDEN_TOPK), TypeError, "offsets has dtype"),
-        (lambda: stage.route_indices(DENSE, OFFSETS, GOLDEN_TOPK - 1), ValueError, r"topk_experts\[1, 0\] is -1"),
-        (lambda: list(stage.expert_groups(GOLDEN)), TypeError, "dispatch is a dict, but it must be a Dispatch"),
-        (lambda: stage.route_indices(DENSE[:4], OFFSETS, GOLDEN_TOPK), ValueError, r"must be \(L=4, k\)"),
-        (lambda: stage.route_indices(DENSE, OFFSETS[[0, 1, 4]], GOLDEN_TOPK), ValueError, r"must be \(E \+ 1=5\)"),
-    ],
-)
-def test_bad_input_of_the_steps(call, error, message):
+BAD_STEPS = [  # (a call of a room's dispatch module, the error, its message)
+    (lambda room: room.dense_map(GOLDEN_TOPK, 3), ValueError, r"topk_experts\[0, 1\] is 3, .* \(valid: 0..2\)"),
+    (lambda room: room.dense_map(GOLDEN_TOPK - 1, 4), ValueError, r"topk_experts\[1, 0\] is -1"),
+    (lambda room: room.dense_map(GOLDEN_TOPK[0], 4), ValueError, "topk_experts has shape"),
+    (lambda room: room.dense_map(GOLDEN_TOPK.astype(np.int64), 4), TypeError, "topk_experts has dtype int64"),
+    (lambda room: room.dense_map(GOLDEN_TOPK.tolist(), 4), TypeError, "topk_experts is a list"),
+    (lambda room: room.dense_map(GOLDEN_TOPK, 4.0), TypeError, "num_experts is 4.0"),
+    (lambda room: room.dense_map(GOLDEN_TOPK, 0), ValueError, "num_experts is 0, but it must be >= 1"),
+    (lambda room: room.dense_map(np.zeros((3, 2), np.int32), 4), ValueError, r"topk_experts\[0\] names expert 0 twice"),
+    (lambda room: room.expert_lengths(DENSE.astype(np.int64)), TypeError, "dense_map has dtype int64"),
+    (lambda room: room.expert_lengths(DENSE[0]), ValueError, "dense_map has shape"),
+    (lambda room: room.expert_offsets(np.array([3, -2], np.int32)), ValueError, r"lengths\[1\] is -2"),
+    (lambda room: room.expert_offsets(np.full(2, 2**30, np.int32)), ValueError, "sum of the lengths, is 2147483648"),
+    (lambda room: room.expert_offsets(np.ones(2)), TypeError, "lengths has dtype float64"),
+    (lambda room: room.expert_offsets(DENSE), ValueError, "must have 1 dimensions"),
+    (lambda room: room.route_indices(DENSE, OFFSETS + 1, GOLDEN_TOPK), ValueError, r"offsets\[0\] is 1, .* must be 0"),
+    (lambda room: room.route_indices(DENSE, OFFSETS // 2, GOLDEN_TOPK), ValueError, r"offsets\[1\] is 1, .* must be 3"),
+    (lambda room: room.route_indices(DENSE + 1, OFFSETS, GOLDEN_TOPK), ValueError, r"dense_map\[0, 0\] is 0, .* -1"),
+    (lambda room: room.route_indices(DENSE[0], OFFSETS, GOLDEN_TOPK), ValueError, "dense_map has shape"),
+    (lambda room: room.route_indices(DENSE, OFFSETS.astype(np.int64), GOLDEN_TOPK), TypeError, "offsets has dtype"),
+    (lambda room: room.route_indices(DENSE, OFFSETS, GOLDEN_TOPK - 1), ValueError, r"topk_experts\[1, 0\] is -1"),
+    (lambda room: room.route_indices(DENSE[:4], OFFSETS, GOLDEN_TOPK), ValueError, r"must be \(L=4, k\)"),
+    (lambda room: room.route_indices(DENSE, OFFSETS[[0, 1, 4]], GOLDEN_TOPK), ValueError, r"must be \(E \+ 1=5\)"),
+]
+
+
+@pytest.mark.parametrize("room", ["numpy", "numba"])
+@pytest.mark.parametrize(("call", "error", "message"), BAD_STEPS)
+def test_bad_input_of_the_steps(room, call, error, message):
     with pytest.raises(error, match=message):
-        call()
+        call(BACKENDS[room].stage("dispatch"))
+
+
+def test_bad_input_of_the_specifications_helpers():
+    with pytest.raises(TypeError, match="flags has dtype int32, but it must be bool"):
+        stage.exclusive_scan(DENSE[:, 0])
+    with pytest.raises(TypeError, match="dispatch is a dict, but it must be a Dispatch"):
+        list(stage.expert_groups(GOLDEN))

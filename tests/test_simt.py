@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SharedTraffic, SimtExecutor, Traffic
+from moeblaze_ref.raw_cuda.runtime.poison import POISON
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor, SharedTraffic, Traffic
 from moeblaze_ref.simt import build
 
 SIMT = SimtExecutor()
@@ -69,7 +70,7 @@ def test_barriers_that_vote():
     np.testing.assert_array_equal(out, [1, 0, 1, 0, 32, 0])
 
 
-def test_dynamic_shared_memory_starts_poisoned():
+def test_shared_memory_starts_poisoned_as_outputs_do():
     out = np.zeros(64, np.float32)
     text = """
     extern "C" __global__ void peek(float* out) {
@@ -81,6 +82,7 @@ def test_dynamic_shared_memory_starts_poisoned():
     }"""
     run(text, "peek", grid=3, shared_bytes=128, out=out)
     assert np.isnan(out).all()
+    np.testing.assert_array_equal(out.view(np.uint16), POISON)
 
 
 # ---- warps ------------------------------------------------------------------------------
@@ -129,6 +131,19 @@ def test_votes_and_matches():
     assert (out[1] == 1).all() and (out[2] == 1).all()
     same = [sum(1 << other for other in range(32) if other % 5 == lane % 5) for lane in range(32)]
     np.testing.assert_array_equal(out[3], same)
+
+
+def test_matches_compare_bits():
+    x, out = np.full(32, 1.0, np.float32), np.zeros(32, np.uint32)
+    x[[0, 5]], x[[1, 6]], x[2], x[3] = np.nan, -0.0, 0.0, -np.nan
+    text = """
+    extern "C" __global__ void match(const float* x, unsigned* out) {
+        out[threadIdx.x] = __match_any_sync(FULL_WARP, x[threadIdx.x]);
+    }"""
+    run(text, "match", x=x, out=out)
+    bits = x.view(np.uint32)
+    same = [sum(1 << other for other in range(32) if bits[other] == bits[lane]) for lane in range(32)]
+    np.testing.assert_array_equal(out, same)
 
 
 def test_reductions():
@@ -344,10 +359,29 @@ def test_an_access_outside_its_buffer_is_named(size, shift, message):
         run(COPY, "copy", grid=2, x=ints(64), out=ints(size), shift=shift)
 
 
+def test_an_access_to_an_empty_array_is_named():
+    with pytest.raises(KernelFault, match=r"write of 4 bytes at byte offset 0 of out, which has 0 bytes"):
+        run(COPY, "copy", x=ints(32), out=ints(0), shift=0)
+    with pytest.raises(KernelFault, match=r"read of 4 bytes at byte offset 12 of x, which has 0 bytes"):
+        run(COPY, "copy", x=ints(0), out=ints(32), shift=3)
+    both = ints(64)  # an empty view has the address of what it is a view of
+    with pytest.raises(KernelFault, match=r"read of 4 bytes at byte offset 0 of x, which has 0 bytes"):
+        run(COPY, "copy", x=both[:0], out=both, shift=0)
+
+
+def test_empty_arrays_that_nobody_touches_are_fine():
+    text = 'extern "C" __global__ void some(const int* x, const int* y, int* out) { out[threadIdx.x] = 7; }'
+    out = ints(32)
+    report = run(text, "some", x=np.empty((0, 5), np.int32), y=out[9:9], out=out)
+    assert (out == 7).all()
+    assert report.buffers["y"] == Traffic(0, 0, 0, 0) and report.written_bytes == 128
+
+
 @pytest.mark.parametrize(
     ("access", "message"),
     [
-        ("fixed[threadIdx.x + 8]", "write of 4 bytes at byte offset .* of static shared memory"),
+        ("fixed[threadIdx.x + 8]", "write of 4 bytes at byte offset 128 of static shared memory, which has 128 bytes"),
+        ("((char*)fixed)[128]", "write of 1 bytes at byte offset 128 of static shared memory, which has 128 bytes"),
         ("moving[threadIdx.x]", "write of 4 bytes at byte offset 32 of dynamic shared memory, which has 32 bytes"),
         ("((int*)nullptr)[threadIdx.x]", "write of 4 bytes at byte offset 0 of null, which has 0 bytes"),
     ],
@@ -539,6 +573,35 @@ def test_builds_are_cached_by_content(tmp_path, monkeypatch):
     assert not list((tmp_path / "simt").glob("tmp*")), "no half-built files stay behind"
 
 
+def test_an_edited_file_or_header_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("moeblaze_ref.raw_cuda.runtime.source.kernels_dir", lambda: tmp_path)
+    file, header = tmp_path / "lesson" / "1_sum.cu", tmp_path / "include" / "value.cuh"
+    for path in (file, header):
+        path.parent.mkdir()
+    kernel = '#include "value.cuh"\nextern "C" __global__ void f(int* out) { out[0] = VALUE + 1; }'
+    file.write_text(kernel)
+    header.write_text("constexpr int VALUE = 10;")
+
+    def result(text=None):
+        out = ints(1)
+        SIMT.load("lesson/1_sum.cu", text=text).launch("f", 1, 1, out=out)
+        return out[0]
+
+    assert result() == result(text=kernel) == 11
+    file.write_text(kernel.replace("+ 1", "+ 2"))
+    assert result() == 12
+    header.write_text("constexpr int VALUE = 20;")
+    assert result() == 22
+    assert result(text=kernel) == 21
+
+
+def test_an_unchanged_file_is_compiled_once(monkeypatch):
+    COPIES = '#include "common.cuh"\n' + COPY
+    SIMT.load("test.cu", text=COPIES)
+    monkeypatch.setattr(build, "build_kernels", None)
+    SIMT.load("test.cu", text=COPIES)
+
+
 def test_a_compile_error_shows_the_line_of_the_kernel_file():
     with pytest.raises(build.SimtCompileError, match=r"test\.cu:3:\d+: error: .*nonsense"):
         run('\nextern "C" __global__ void broken(int* out) { out[0] = nonsense; }', "broken", out=ints(1))
@@ -590,6 +653,42 @@ def test_outputs_must_be_writable_and_apart():
 def test_sizes_that_no_gpu_accepts(grid, block, message):
     with pytest.raises(ValueError, match=message):
         run(COPY, "copy", grid=grid, block=block, x=ints(32), out=ints(32), shift=0)
+
+
+ARRAYS = """
+extern "C" __global__ void first(int* out) {{
+    __shared__ int tile[{static} / 4];
+    DYNAMIC_SHARED(int, more);
+    tile[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = tile[threadIdx.x];
+}}
+extern "C" __global__ void second(int* out) {{
+    __shared__ int other[10000];
+    other[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = other[threadIdx.x];
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("static", "dynamic", "message"),
+    [
+        (48 * 1024 + 4, 0, "kernel first of test.cu declares 49156 bytes of static shared memory, but .* at most 49152"),
+        (4096, 224 * 1024, "4096 bytes of static and 229376 of dynamic shared memory, but .* at most 232448 together"),
+    ],
+)
+@pytest.mark.parametrize("instrumented", [True, False])
+def test_more_shared_memory_than_a_gpu_has_is_refused(instrumented, static, dynamic, message):
+    module = SimtExecutor(instrumented).load("test.cu", text='#include "common.cuh"\n' + ARRAYS.format(static=static))
+    with pytest.raises(ValueError, match=message):
+        module.launch("first", 1, 32, dynamic, out=ints(32))
+    module.launch("second", 1, 32, out=ints(32))  # has 40,000 bytes: each kernel counts for itself
+
+
+@pytest.mark.parametrize("dynamic", [0, 179 * 1024])
+def test_all_the_shared_memory_that_a_gpu_has_is_fine(dynamic):
+    out = ints(32)
+    run(ARRAYS.format(static=48 * 1024), "first", shared_bytes=dynamic, out=out)
+    np.testing.assert_array_equal(out, LANES)
 
 
 def test_unknown_files_and_kernels_name_the_nearest():

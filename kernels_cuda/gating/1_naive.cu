@@ -26,32 +26,36 @@ __device__ __forceinline__ long long token_of_thread() { return (long long)block
 
 struct Choice {
     int expert;
-    float logit;
+    int ordered;  // its logit as an ordered integer: NaN has a place too, so that there is always a next best
 };
+
+constexpr int BEST = 0x7fffffff, WORST = -0x7fffffff - 1;  // the ordered integer of no logit is WORST
 
 // The best of the experts after `last`: those with a smaller logit, or with the same and a higher id.
 __device__ __forceinline__ Choice next_best(const float* logits, int E, Choice last) {
-    Choice best = {E, -infinity()};
+    Choice best = {E, WORST};
     for (int e = 0; e < E; ++e) {
-        const float logit = logits[e];
-        const bool after = logit < last.logit || (logit == last.logit && e > last.expert);
-        if (after && logit > best.logit) best = {e, logit};
+        const int ordered = to_ordered(logits[e]);
+        const bool after = ordered < last.ordered || (ordered == last.ordered && e > last.expert);
+        if (after && ordered > best.ordered) best = {e, ordered};
     }
     return best;
 }
 
 // probs = softmax(logits); the k best experts, best first; gates = their probabilities.
+// A token with a NaN gets k experts too, NaN before infinity, and gates of NaN.
 extern "C" __global__ void __launch_bounds__(THREADS)
     softmax_top_k(const float* logits, float* probs, int* topk_experts, float* gates, int L, int E, int k) {
     const long long token = token_of_thread();
     if (token >= L) return;
     const float* const row = logits + token * E;
     float peak = 0.0f, sum_of_chosen = 0.0f;
-    Choice choice = {-1, infinity()};
+    Choice choice = {-1, BEST};
     for (int j = 0; j < k; ++j) {
         choice = next_best(row, E, choice);
-        if (j == 0) peak = choice.logit;  // exponents are at most 0: nothing overflows
-        const float weight = expf(choice.logit - peak);
+        const float logit = from_ordered(choice.ordered);
+        if (j == 0) peak = logit;  // exponents are at most 0: nothing overflows
+        const float weight = expf(logit - peak);
         topk_experts[token * k + j] = choice.expert;
         gates[token * k + j] = weight;
         sum_of_chosen += weight;

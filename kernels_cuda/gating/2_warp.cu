@@ -61,7 +61,7 @@ struct List {
     int expert[PER_LANE];
 };
 
-constexpr int EXHAUSTED = -0x7fffffff - 1;  // below the ordered integer of every number
+constexpr int EXHAUSTED = -0x7fffffff - 1;  // below the ordered integer of every logit, -infinity and NaN too
 constexpr int NO_EXPERT = 0x7fffffff;
 
 __device__ __forceinline__ void swap(int& x, int& y) {
@@ -71,10 +71,10 @@ __device__ __forceinline__ void swap(int& x, int& y) {
 }
 
 // Neighbours change places until all are in order: half of them in turn, and never equal ones.
-__device__ __forceinline__ List sorted(const Row& logits) {
+__device__ __forceinline__ List sorted(const Row& logits, int E) {
     List list;
     for (int i = 0; i < PER_LANE; ++i) {
-        list.ordered[i] = to_ordered(logits[i]);
+        list.ordered[i] = column(i) < E ? to_ordered(logits[i]) : EXHAUSTED;
         list.expert[i] = column(i);
     }
 #pragma unroll
@@ -109,6 +109,7 @@ __device__ __forceinline__ Choice take_best(List& list) {
 }
 
 // probs = softmax(logits); the k best experts, best first; gates = their probabilities.
+// A token with a NaN gets k experts too, NaN before infinity, and gates of NaN.
 // Lane j keeps the j-th choice, so that choices and gates are written by neighbours.
 extern "C" __global__ void __launch_bounds__(THREADS)
     softmax_top_k(const float* logits, float* probs, int* topk_experts, float* gates, int L, int E, int k) {
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (token >= L) return;
     Row row;
     load_row(logits + token * E, E, -infinity(), row);
-    List list = sorted(row);
+    List list = sorted(row, E);
     const Exponentials exps = exponentiate(row);
     const float scale = 1.0f / exps.sum;
     for (int i = 0; i < PER_LANE; ++i) row[i] *= scale;

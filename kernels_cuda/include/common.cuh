@@ -29,10 +29,11 @@ __device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(FU
 __device__ __forceinline__ int warp_min(int value) { return __reduce_min_sync(FULL_WARP, value); }
 
 // Integers in the order of the floats, and back. The bits of positive floats are in order already;
-// those of negative ones are in reverse. Adding 0 makes -0 and 0 one integer; no number becomes INT_MIN.
+// those of negative ones are in reverse. Adding 0 makes -0 and 0 one integer. Every NaN is INT_MAX,
+// above infinity; nothing becomes INT_MIN.
 __device__ __forceinline__ int to_ordered(float value) {
     const int bits = __float_as_int(value + 0.0f);
-    return bits ^ ((bits >> 31) & 0x7fffffff);
+    return value != value ? 0x7fffffff : bits ^ ((bits >> 31) & 0x7fffffff);
 }
 __device__ __forceinline__ float from_ordered(int ordered) {
     return __int_as_float(ordered ^ ((ordered >> 31) & 0x7fffffff));

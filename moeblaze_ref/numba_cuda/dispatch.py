@@ -15,10 +15,18 @@ and the map is nearly all of what they move: written once, read twice.
 import numpy as np
 from numba import int32
 
-from moeblaze_ref import doors
-from moeblaze_ref.numba_cuda.runtime import THREADS, cuda, int32_output, launch, to_caller, to_device
-from moeblaze_ref.numpy_ref.dispatch import EMPTY
-from moeblaze_ref.structures import Dispatch
+from moeblaze_ref import doors, stage_doors
+from moeblaze_ref.numba_cuda.runtime import (
+    THREADS,
+    all_to_device,
+    blocks_for,
+    cuda,
+    int32_output,
+    launch,
+    to_caller,
+    to_device,
+)
+from moeblaze_ref.structures import EMPTY, Dispatch
 
 SHARED_BYTES = 4 * THREADS  # of the kernels that use any: one int32 a thread
 
@@ -170,48 +178,159 @@ def route_indices_kernel(dense_map, offsets, topk_experts, expert_token_indices,
         start += total
 
 
-# The steps and the stage, on the host. Each step takes and gives arrays on the device; `build` is the door.
+# The steps on the host: arrays on the device, which nobody checks again
 
 
-def dense_map(topk_experts, num_experts):
-    """Step 1: the dense map (L, E) of topk_experts (L, k), both int32."""
+def _make_map(topk_experts, num_experts):
+    """Step 1: the dense map (L, E) of topk_experts (L, k)."""
     num_tokens = topk_experts.shape[0]
     result = int32_output((num_tokens, num_experts))
-    launch(dense_map_kernel, -(-num_tokens // THREADS), THREADS, topk_experts, result)
+    launch(dense_map_kernel, blocks_for(num_tokens), THREADS, topk_experts, result)
     return result
 
 
-def expert_lengths(dense_map):
-    """Step 2a: how many tokens each expert gets, (E,), from the dense map (L, E), both int32."""
+def _count(dense_map):
+    """Step 2a: the lengths (E,) of the dense map (L, E)."""
     num_experts = dense_map.shape[1]
     lengths = int32_output(num_experts)
     launch(expert_lengths_kernel, num_experts, THREADS, dense_map, lengths, shared_bytes=SHARED_BYTES)
     return lengths
 
 
-def expert_offsets(lengths):
-    """Step 2b: expert_token_offsets (E + 1,) from the lengths (E,), both int32."""
+def _scan(lengths):
+    """Step 2b: the offsets (E + 1,) of the lengths (E,)."""
     offsets = int32_output(lengths.shape[0] + 1)
     launch(expert_offsets_kernel, 1, THREADS, lengths, offsets, shared_bytes=SHARED_BYTES)
     return offsets
 
 
-def route_indices(dense_map, offsets, topk_experts):
-    """Step 3: expert_token_indices and token_index_map, each (R,) int32.
+def _route(dense_map, offsets, topk_experts):
+    """Step 3: expert_token_indices and token_index_map, each (R,)."""
+    num_routed = topk_experts.shape[0] * topk_experts.shape[1]
+    outputs = int32_output(num_routed), int32_output(num_routed)
+    inputs = dense_map, offsets, topk_experts
+    launch(route_indices_kernel, dense_map.shape[1], THREADS, *inputs, *outputs, shared_bytes=SHARED_BYTES)
+    return outputs
+
+
+# The steps and the stage, as the specification has them: checked arrays of the caller's kind
+
+
+def dense_map(topk_experts, num_experts):
+    """Step 1: a row for each token, a column for each expert.
+
+    Parameters
+    ----------
+    topk_experts : array (L, k), int32, C-contiguous
+        Expert ids of each token, distinct within a row. A numpy array, or on the GPU a CuPy array, as in every step.
+    num_experts : int
+        E, at most 1,024.
+
+    Returns
+    -------
+    array (L, E), int32
+        Entry (i, e) is i if token i goes to expert e, else ``EMPTY``: L * E * 4 bytes. Of the kind of
+        ``topk_experts``.
 
     Raises
     ------
-    ValueError
-        If the shapes are not dense_map (L, E), offsets (E + 1,), topk_experts (L, k).
+    TypeError, ValueError
+        As `build`.
+
+    Notes
+    -----
+    MoEBlaze, section 4.2, step 1.
     """
-    num_tokens, num_experts = dense_map.shape
-    k = topk_experts.shape[1]
-    doors.check_shape("offsets", offsets, {"E + 1": num_experts + 1})
-    doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
-    outputs = int32_output(num_tokens * k), int32_output(num_tokens * k)
-    inputs = dense_map, offsets, topk_experts
-    launch(route_indices_kernel, num_experts, THREADS, *inputs, *outputs, shared_bytes=SHARED_BYTES)
-    return outputs
+    _check_choices(topk_experts, num_experts)
+    return to_caller(topk_experts, _make_map(to_device(topk_experts), num_experts))[0]
+
+
+def expert_lengths(dense_map):
+    """Step 2a: how many tokens each expert gets.
+
+    Parameters
+    ----------
+    dense_map : array (L, E), int32
+        As made by the function of that name.
+
+    Returns
+    -------
+    array (E,), int32
+        Of the kind of ``dense_map``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `stage_doors.check_dense_map`.
+
+    Notes
+    -----
+    MoEBlaze, section 4.2, step 2.
+    """
+    stage_doors.check_dense_map(dense_map)
+    return to_caller(dense_map, _count(to_device(dense_map)))[0]
+
+
+def expert_offsets(lengths):
+    """Step 2b: where each expert's group begins: the exclusive prefix sum of the lengths, and R at its end.
+
+    Parameters
+    ----------
+    lengths : array (E,), int32
+
+    Returns
+    -------
+    array (E + 1,), int32
+        Of the kind of ``lengths``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `stage_doors.check_lengths`.
+
+    Notes
+    -----
+    MoEBlaze, section 4.2, step 2.
+    """
+    stage_doors.check_lengths(lengths)
+    return to_caller(lengths, _scan(to_device(lengths)))[0]
+
+
+def route_indices(dense_map, offsets, topk_experts):
+    """Step 3: the final position of every routed row.
+
+    Parameters
+    ----------
+    dense_map : array (L, E), int32
+        From step 1.
+    offsets : array (E + 1,), int32
+        From step 2.
+    topk_experts : array (L, k), int32, C-contiguous
+        Tells which of its k slots a token used for an expert.
+
+    Returns
+    -------
+    expert_token_indices : array (R,), int32
+        Token ids grouped by expert, ascending inside an expert.
+    token_index_map : array (R,), int32
+        Position of slot (token, j) in expert_token_indices, row-major (L, k). Both of the kind of ``topk_experts``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `stage_doors.check_route_indices`.
+
+    Notes
+    -----
+    MoEBlaze, section 4.2, step 3.
+    """
+    stage_doors.check_route_indices(dense_map, offsets, topk_experts)
+    return to_caller(topk_experts, *_route(*all_to_device(dense_map, offsets, topk_experts)))
+
+
+def _check_choices(topk_experts, num_experts):
+    doors.check_topk_experts(topk_experts, num_experts)
+    doors.check_kernel_limits(num_experts, topk_experts.shape[1])
 
 
 def build(topk_experts, num_experts) -> Dispatch:
@@ -235,16 +354,15 @@ def build(topk_experts, num_experts) -> Dispatch:
     TypeError, ValueError
         From ``doors.check_topk_experts`` and ``doors.check_kernel_limits``.
     """
-    doors.check_topk_experts(topk_experts, num_experts)
+    _check_choices(topk_experts, num_experts)
     num_tokens, k = topk_experts.shape
-    doors.check_kernel_limits(num_experts, k)
     if num_tokens == 0:
         return _empty(num_experts, k)
 
     chosen = to_device(topk_experts)
-    routed = dense_map(chosen, num_experts)  # (L, E)
-    offsets = expert_offsets(expert_lengths(routed))  # (E + 1,)
-    expert_token_indices, token_index_map = route_indices(routed, offsets, chosen)  # (R,), (R,)
+    routed = _make_map(chosen, num_experts)  # (L, E)
+    offsets = _scan(_count(routed))  # (E + 1,)
+    expert_token_indices, token_index_map = _route(routed, offsets, chosen)  # (R,), (R,)
     arrays = expert_token_indices, offsets, chosen.reshape(num_tokens * k), token_index_map
     return Dispatch(*to_caller(topk_experts, *arrays), k=k)
 

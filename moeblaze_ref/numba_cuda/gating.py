@@ -336,7 +336,7 @@ def backward(d_gates, probs, topk_experts, renormalize=False):
     ValueError, TypeError
         As `stage_doors.check_gating_backward` and `doors.check_kernel_limits`; the dtype is float32.
     """
-    stage_doors.check_gating_backward(d_gates, probs, topk_experts, DTYPES)
+    stage_doors.check_gating_backward(d_gates, probs, topk_experts, renormalize, DTYPES)
     doors.check_kernel_limits(probs.shape[1], topk_experts.shape[1])
     d_logits = float32_output(probs.shape)
     inputs = all_to_device(d_gates, probs, topk_experts)

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from moeblaze_ref import doors
-from moeblaze_ref.structures import Dispatch
+from moeblaze_ref import doors, stage_doors
+from moeblaze_ref.structures import EMPTY, Dispatch
 
-EMPTY = -1  # in the dense map: this token does not go to this expert
 TILE = 256  # tokens that one scan covers: one per thread of a block, in the kernels
 
 
@@ -74,7 +73,7 @@ def expert_lengths(dense_map):
     -----
     MoEBlaze, section 4.2, step 2.
     """
-    doors.check_array("dense_map", dense_map, rank=2, dtypes=("int32",), contiguous=False)
+    stage_doors.check_dense_map(dense_map)
     return (dense_map != EMPTY).sum(axis=0, dtype=np.int32)
 
 
@@ -100,11 +99,8 @@ def expert_offsets(lengths):
     -----
     MoEBlaze, section 4.2, step 2.
     """
-    doors.check_array("lengths", lengths, rank=1, dtypes=("int32",), contiguous=False)
-    doors.check_not_negative("lengths", lengths)
-    offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))  # (E + 1,)
-    doors.check_int("R, the sum of the lengths,", offsets[-1], at_least=0, at_most=doors.MAX_ROUTED_ROWS)
-    return offsets.astype(np.int32)
+    stage_doors.check_lengths(lengths)
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)  # (E + 1,)
 
 
 def exclusive_scan(flags):
@@ -127,18 +123,6 @@ def exclusive_scan(flags):
     """
     doors.check_array("flags", flags, rank=1, dtypes=("bool",), contiguous=False)
     return np.cumsum(flags, dtype=np.int32) - flags
-
-
-def _check_steps(routed, offsets, topk_experts):
-    """The map and the offsets are those that steps 1 and 2 make of topk_experts."""
-    doors.check_array("dense_map", routed, rank=2, dtypes=("int32",), contiguous=False)
-    num_tokens, num_experts = routed.shape
-    doors.check_topk_experts(topk_experts, num_experts)
-    doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
-    doors.check_equal("dense_map", routed, dense_map(topk_experts, num_experts))
-    doors.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
-    doors.check_shape("offsets", offsets, {"E + 1": num_experts + 1})
-    doors.check_equal("offsets", offsets, expert_offsets(expert_lengths(routed)))
 
 
 def route_indices(dense_map, offsets, topk_experts):
@@ -174,7 +158,7 @@ def route_indices(dense_map, offsets, topk_experts):
     -----
     MoEBlaze, section 4.2, step 3.
     """
-    _check_steps(dense_map, offsets, topk_experts)
+    stage_doors.check_route_indices(dense_map, offsets, topk_experts)
     num_tokens, num_experts = dense_map.shape
     expert_token_indices = np.empty(topk_experts.size, dtype=np.int32)  # (R,)
     token_index_map = np.empty(topk_experts.shape, dtype=np.int32)  # (L, k)

@@ -100,15 +100,8 @@ def forward(logits, k, renormalize=False):
     return Gating(probs, topk_experts, gates)
 
 
-def _renormalize_backward(d_gates, chosen):
-    """Gradient through gates = chosen / sum(chosen); all (L, k)."""
-    total = chosen.sum(axis=1, keepdims=True)  # (L, 1)
-    mean = (d_gates * (chosen / total)).sum(axis=1, keepdims=True)
-    return (d_gates - mean) / total
-
-
 def _softmax_backward(d_probs, probs):
-    """Gradient through the softmax of a row; all (L, E)."""
+    """Gradient through the softmax of a row; all (L, E), or (L, k) over the chosen."""
     mean = (d_probs * probs).sum(axis=1, keepdims=True)  # (L, 1)
     return probs * (d_probs - mean)
 
@@ -133,16 +126,24 @@ def backward(d_gates, probs, topk_experts, renormalize=False):
     Raises
     ------
     ValueError
-        If shapes disagree, an expert id is out of range or doubled, or a value is not finite.
+        If shapes disagree, an expert id is out of range or doubled, a value is not finite, or gates are to be
+        renormalised whose sum is 0: `forward` makes none, since the best of E experts has at least 1 / E.
     TypeError
         If a dtype is not allowed.
+
+    Notes
+    -----
+    Renormalised gates are a softmax over the chosen logits alone: the other experts get no gradient.
     """
-    stage_doors.check_gating_backward(d_gates, probs, topk_experts, DTYPES)
+    stage_doors.check_gating_backward(d_gates, probs, topk_experts, renormalize, DTYPES)
+    into_row = np.zeros_like(probs)  # (L, E)
     if renormalize:
-        d_gates = _renormalize_backward(d_gates, np.take_along_axis(probs, topk_experts, axis=1))
-    d_probs = np.zeros_like(probs)  # (L, E)
-    np.put_along_axis(d_probs, topk_experts, d_gates, axis=1)
-    return _softmax_backward(d_probs, probs)
+        chosen = np.take_along_axis(probs, topk_experts, axis=1)  # (L, k)
+        gates = chosen / chosen.sum(axis=1, keepdims=True)
+        np.put_along_axis(into_row, topk_experts, _softmax_backward(d_gates, gates), axis=1)
+        return into_row
+    np.put_along_axis(into_row, topk_experts, d_gates, axis=1)
+    return _softmax_backward(into_row, probs)
 
 
 def _expert_share(probs, topk_experts):

@@ -162,7 +162,7 @@ def backward(
     TypeError
         If a dtype is not allowed.
     """
-    stage_doors.check_gating_backward(d_gates, probs, topk_experts, DTYPES)
+    stage_doors.check_gating_backward(d_gates, probs, topk_experts, renormalize, DTYPES)
     k = topk_experts.shape[1]
     executor = _prepare(executor, rung, probs, k)
     d_logits = executor.empty(probs.shape, "float32")

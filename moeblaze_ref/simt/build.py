@@ -17,9 +17,16 @@ from pathlib import Path
 SIMT_DIR = Path(__file__).parent
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 # Apart from compiling: with the sanitizer's flag, libtsan would come along. A file's own memcpy goes before libc's.
-LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic")
+# What no kernel uses goes, so that the static shared memory that is left is that of the kernels.
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic", "-Wl,--gc-sections")
 # Names stay inside their file: a kernel may be called read, and two files may hold the same template.
-KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-fno-gnu-unique")
+KERNEL_FLAGS = (
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fno-gnu-unique",
+    "-ffunction-sections",
+    "-fdata-sections",
+)
 # Without SRA a float4 is one 16-byte access, as on a GPU.
 INSTRUMENTED_FLAGS = (
     "-O2",
@@ -120,7 +127,9 @@ def runtime_library() -> ctypes.CDLL:
     """The loaded runtime; its symbols are global, so that kernel files find them."""
     text = (SIMT_DIR / "runtime.cpp").read_text()
     flags = (*COMMON_FLAGS, "-O2", f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}")
-    return ctypes.CDLL(str(_compile(text, flags, _own_headers())), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(_compile(text, flags, _own_headers())), mode=ctypes.RTLD_GLOBAL)
+    library.simt_static_shared_bytes.restype = ctypes.c_uint64
+    return library
 
 
 def build_kernels(
@@ -138,7 +147,7 @@ def build_kernels(
     file, source : str
         Name of the file, for messages, and its text.
     kernels : list of str
-        Names of its ``extern "C" __global__`` functions.
+        Names of those of its ``extern "C" __global__`` functions that can be launched; others are left out.
     include_dirs : list of Path
         Folders of its own headers; their files are part of the cache key.
     constants : dict
@@ -167,3 +176,13 @@ def build_kernels(
     )
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
     return ctypes.CDLL(str(_compile(text, flags, _own_headers() + headers)))
+
+
+def entry(library: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
+    """Address of the function through which the runtime calls a kernel of a built file."""
+    return ctypes.cast(getattr(library, f"simt_entry_{kernel}"), ctypes.c_void_p)
+
+
+def static_shared_bytes(library: ctypes.CDLL, kernel: str) -> int:
+    """Bytes of static shared memory of the built file that holds this kernel, all its kernels together."""
+    return runtime_library().simt_static_shared_bytes(entry(library, kernel))

@@ -19,10 +19,11 @@
 #include "simt_abi.h"
 #include "traffic.hpp"
 
+extern "C" void* __tls_get_addr(void*);  // of the loader
+
 namespace {
 
 constexpr unsigned WARP = 32;
-constexpr uint16_t POISON = 0xFFF7;  // repeated: NaN in every floating-point type, and not -1 as an integer
 
 struct Range {
     uint64_t begin = 0, bytes = 0;
@@ -33,7 +34,54 @@ struct Range {
     uint64_t distance(uint64_t address) const {
         return address < begin ? begin - address : address - std::min(address, begin + bytes);
     }
-    void poison() const { std::fill_n(reinterpret_cast<uint16_t*>(begin), bytes / sizeof(uint16_t), POISON); }
+    void fill(uint16_t value) const { std::fill_n(reinterpret_cast<uint16_t*>(begin), bytes / sizeof value, value); }
+};
+
+// A loaded kernel file: its code and constants, and its static shared memory, which is the
+// thread_local storage that every operating-system thread has of it.
+struct KernelFile {
+    Range image;
+    uint64_t shared_bytes = 0;
+
+    explicit KernelFile(SimtEntry entry) : entry_(entry) {
+        dl_iterate_phdr(
+            [](dl_phdr_info* info, size_t, void* self) {
+                static_cast<KernelFile*>(self)->note(*info);
+                return 0;
+            },
+            this);
+    }
+
+    // That of the calling thread, which the loader makes when it is first asked for.
+    Range static_shared() const {
+        struct {
+            unsigned long module, offset;
+        } place = {module_, 0};
+        return shared_bytes ? Range{uint64_t(__tls_get_addr(&place)), shared_bytes} : Range{};
+    }
+
+  private:
+    void note(const dl_phdr_info& info) {
+        Range found;
+        uint64_t storage = 0;
+        bool is_kernel_file = false;
+        for (int i = 0; i < info.dlpi_phnum; ++i) {
+            const auto& segment = info.dlpi_phdr[i];
+            if (segment.p_type == PT_TLS) storage = segment.p_memsz;
+            if (segment.p_type != PT_LOAD) continue;
+            const uint64_t begin = info.dlpi_addr + segment.p_vaddr;
+            if (!found.begin) found.begin = begin;
+            found.bytes = begin + segment.p_memsz - found.begin;
+            is_kernel_file |= Range{begin, segment.p_memsz}.holds(uint64_t(entry_), 1);
+        }
+        if (!is_kernel_file) return;
+        image = found;
+        shared_bytes = storage;
+        module_ = info.dlpi_tls_modid;
+    }
+
+    SimtEntry entry_;
+    unsigned long module_ = 0;
 };
 
 enum class State { READY, AT_BARRIER, AT_WARP, EXITED };
@@ -143,7 +191,9 @@ struct Worker {
         dynamic_memory.resize(next->dynamic_shared_bytes + 128);
         const uint64_t start = (uint64_t(dynamic_memory.data()) + 127) / 128 * 128;
         dynamic_shared = {start, next->dynamic_shared_bytes};
-        find_image();
+        const KernelFile file(next->entry);
+        image = file.image;
+        static_shared = file.static_shared();
 
         num_threads = next->block.x * next->block.y * next->block.z;
         while (pool.size() < num_threads) pool.push_back(std::make_unique<Thread>());
@@ -158,43 +208,13 @@ struct Worker {
         favourite = 0;
     }
 
-    // Where the kernel file's own memory lies: constants, and static shared memory in this
-    // thread's thread_local storage.
-    void find_image() {
-        image = static_shared = {};
-        launch->shared_anchor();  // makes the loader allocate the storage
-        dl_iterate_phdr(
-            [](dl_phdr_info* info, size_t, void* self) {
-                static_cast<Worker*>(self)->note_image(*info);
-                return 0;
-            },
-            this);
-    }
-
-    void note_image(const dl_phdr_info& info) {
-        Range found, storage;
-        bool is_kernel_file = false;
-        for (int i = 0; i < info.dlpi_phnum; ++i) {
-            const auto& segment = info.dlpi_phdr[i];
-            if (segment.p_type == PT_TLS) storage = {uint64_t(info.dlpi_tls_data), segment.p_memsz};
-            if (segment.p_type != PT_LOAD) continue;
-            const uint64_t begin = info.dlpi_addr + segment.p_vaddr;
-            if (!found.begin) found.begin = begin;
-            found.bytes = begin + segment.p_memsz - found.begin;
-            is_kernel_file |= Range{begin, segment.p_memsz}.holds(uint64_t(launch->entry), 1);
-        }
-        if (!is_kernel_file) return;
-        image = found;
-        static_shared = storage;
-    }
-
     void run_block(uint64_t number) {
         const SimtDim& grid = launch->grid;
         block_number = number;
         block = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
         random = Random(launch->seed + 0x632be59bd9b4e019u * (number + 1));
-        static_shared.poison();
-        dynamic_shared.poison();
+        static_shared.fill(uint16_t(launch->poison));
+        dynamic_shared.fill(uint16_t(launch->poison));
         for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
         while (!failed && run_round()) {
         }
@@ -407,7 +427,7 @@ struct Worker {
         const char* near = "null";
         Range closest{0, 0};
         auto consider = [&](const char* name, Range range) {
-            if (range.bytes && range.distance(address) < closest.distance(address)) {
+            if (range.begin && range.distance(address) < closest.distance(address)) {
                 near = name;
                 closest = range;
             }
@@ -570,6 +590,8 @@ void simt_trap(SimtSite site) {
     worker->fail(*worker->current, "%s at %s:%d", site.operation, site.file, site.line);
     worker->stop();
 }
+
+uint64_t simt_static_shared_bytes(SimtEntry entry) { return KernelFile(entry).shared_bytes; }
 
 int simt_launch(SimtLaunch* launch) {
     Grid grid(launch);

@@ -1,12 +1,16 @@
 """Dispatch on a CUDA device: raw CUDA through CuPy, and the Numba kernels on the same device."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from moeblaze_ref import doors
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.check import differing_elements
 from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.numpy_ref import dispatch as reference
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import dispatch
 
@@ -62,6 +66,53 @@ def test_the_result_stays_on_the_device(rung):
     assert all(isinstance(array, cupy.ndarray) for array in found.arrays().values())
     expected = build_by_sort(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
     assert differing_elements(found.map(cupy.asnumpy), expected) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 1000])
+def test_the_steps_of_numba_take_and_give_device_arrays(num_tokens):
+    import cupy
+
+    from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
+
+    chosen = random_topk(num_tokens, 6, 3)
+    on_device = cupy.asarray(chosen)
+    dense_map = numba_dispatch.dense_map(on_device, 6)
+    offsets = numba_dispatch.expert_offsets(numba_dispatch.expert_lengths(dense_map))
+    found = dense_map, offsets, *numba_dispatch.route_indices(dense_map, offsets, on_device)
+    expected_map = reference.dense_map(chosen, 6)
+    expected_offsets = reference.expert_offsets(reference.expert_lengths(expected_map))
+    expected = expected_map, expected_offsets, *reference.route_indices(expected_map, expected_offsets, chosen)
+    for array, truth in zip(found, expected, strict=True):
+        assert isinstance(array, cupy.ndarray)
+        np.testing.assert_array_equal(array.get(), truth, strict=True)
+    with pytest.raises(ValueError, match=r"offsets\[0\] is 1, but it must be 0"):
+        numba_dispatch.route_indices(dense_map, offsets + 1, on_device)
+
+
+def test_a_dispatch_on_the_device_that_contradicts_itself_is_refused():
+    import cupy
+
+    right = build_by_sort(random_topk(60, 7, 3, "zipf"), 7).map(cupy.asarray)
+    doors.check_dispatch(right)
+    positions = right.token_index_map.copy()
+    positions[5] = positions[80]
+    with pytest.raises(ValueError, match=rf"token_index_map\[5\] is {int(positions[5])}"):
+        doors.check_dispatch(replace(right, token_index_map=positions))
+
+
+def test_an_edited_header_is_compiled_again(tmp_path, monkeypatch):
+    import cupy
+
+    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+
+    monkeypatch.setattr("moeblaze_ref.raw_cuda.runtime.source.kernels_dir", lambda: tmp_path)
+    (tmp_path / "include").mkdir()
+    text = '#include "value.cuh"\nextern "C" __global__ void f(int* out) { out[0] = VALUE; }'
+    for value in (10, 20):
+        (tmp_path / "include" / "value.cuh").write_text(f"constexpr int VALUE = {value};")
+        out = cupy.zeros(1, cupy.int32)
+        CupyExecutor().load("test.cu", text=text).launch("f", 1, 1, out=out)
+        assert int(out[0]) == value
 
 
 def test_arrays_are_poisoned_on_request():

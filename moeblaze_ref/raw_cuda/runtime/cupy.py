@@ -1,12 +1,13 @@
 """The CuPy executor: the same kernel files, compiled by NVRTC and run on a GPU."""
 
 import functools
+import hashlib
 
 import cupy
 import numpy as np
 
 from moeblaze_ref.raw_cuda.runtime.poison import poison
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module, edition
 
 
 class CupyExecutor:
@@ -42,11 +43,13 @@ class CupyExecutor:
 
     def load(self, file: str, text: str | None = None, **constants) -> "CupyModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
-        return _compile(file, text, tuple(sorted(constants.items())), cupy.cuda.Device().id)
+        key = file, text, tuple(sorted(constants.items())), cupy.cuda.Device().id
+        return _compile(*key, edition(file, text))
 
 
 @functools.cache
-def _compile(file, text, constants, device) -> "CupyModule":
+def _compile(file, text, constants, device, edition) -> "CupyModule":
+    """The compiled file, once for each of its editions."""
     return CupyModule(KernelSource.read(file, dict(constants), text))
 
 
@@ -60,7 +63,10 @@ class CupyModule(Module):
             *(f"-D{name}={value}" for name, value in source.constants.items()),
             *(f"-I{path}" for path in source.include_dirs),
         )
-        self._module = cupy.RawModule(code=source.text, options=options, backend="nvrtc")
+        # CuPy keeps what it compiled by the text of the file alone: say in it which headers it is compiled with.
+        headers = hashlib.sha256(source.headers.encode()).hexdigest()
+        code = f"{source.text}\n// headers {headers}\n"
+        self._module = cupy.RawModule(code=code, options=options, backend="nvrtc")
 
     def _run(self, kernel, grid, block, shared_bytes, values):
         """Queue the kernel on the current stream."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 from collections.abc import Iterator
@@ -12,8 +13,15 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref import doors
-from moeblaze_ref.raw_cuda.runtime.poison import poison
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module
+from moeblaze_ref.raw_cuda.runtime.poison import POISON, poison
+from moeblaze_ref.raw_cuda.runtime.source import (
+    MAX_SHARED_BYTES,
+    MAX_STATIC_SHARED_BYTES,
+    KernelSource,
+    Module,
+    check_shared,
+    edition,
+)
 from moeblaze_ref.simt import build
 
 ALIGNMENT = 256  # bytes, as a GPU's allocator gives
@@ -96,12 +104,12 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         ("kernel", ctypes.c_char_p),
         ("entry", ctypes.c_void_p),
-        ("shared_anchor", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("grid", _Dim),
         ("block", _Dim),
         ("dynamic_shared_bytes", ctypes.c_uint64),
         ("workers", ctypes.c_uint64),
+        ("poison", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("checked", ctypes.c_uint64),
         ("num_buffers", ctypes.c_uint64),
@@ -162,7 +170,8 @@ class SimtExecutor:
 
     def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
-        return SimtModule(self, _compile(file, text, tuple(sorted(constants.items())), self.instrumented))
+        key = file, text, tuple(sorted(constants.items())), self.instrumented
+        return SimtModule(self, _compile(*key, edition(file, text)))
 
     @contextmanager
     def recording(self) -> Iterator[list[LaunchReport]]:
@@ -182,12 +191,19 @@ class SimtExecutor:
 
 
 @functools.cache
-def _compile(file, text, constants, instrumented) -> tuple[KernelSource, ctypes.CDLL]:
+def _compile(file, text, constants, instrumented, edition) -> tuple[KernelSource, ctypes.CDLL]:
+    """The compiled file, once for each of its editions."""
     source = KernelSource.read(file, dict(constants), text)
     library = build.build_kernels(
         source.file, source.text, list(source.kernels), source.include_dirs, source.constants, instrumented
     )
     return source, library
+
+
+def _static_shared_bytes(source: KernelSource, kernel: str) -> int:
+    """Static shared memory of one kernel: that of the file built for it alone, where the linker drops all others'."""
+    library = build.build_kernels(source.file, source.text, [kernel], source.include_dirs, source.constants)
+    return build.static_shared_bytes(library, kernel)
 
 
 class SimtModule(Module):
@@ -198,6 +214,7 @@ class SimtModule(Module):
         self.source, self._library = compiled
 
     def _run(self, kernel, grid, block, shared_bytes, values):
+        self._check_shared(kernel, shared_bytes)
         staged = self._stage(kernel, values) if self._executor.instrumented else []
         buffers = _register(staged)
         launch = self._describe(kernel, grid, block, shared_bytes, _pack(values, staged), buffers)
@@ -209,30 +226,33 @@ class SimtModule(Module):
         if self._executor.instrumented:
             self._executor._record(_report(launch, kernel, grid, block, buffers))
 
+    def _check_shared(self, kernel: str, dynamic_bytes: int):
+        """A GPU would give a block of the kernel its shared memory."""
+        all_kernels = build.static_shared_bytes(self._library, kernel)
+        if all_kernels > MAX_STATIC_SHARED_BYTES or all_kernels + dynamic_bytes > MAX_SHARED_BYTES:
+            check_shared(self.source.file, kernel, _static_shared_bytes(self.source, kernel), dynamic_bytes)
+
     def _stage(self, kernel: str, values: list[Any]) -> list[_Staged]:
         """Copy every distinct array into guarded memory."""
         staged: dict[tuple[int, int], _Staged] = {}
         for parameter, value in zip(self.source.kernels[kernel], values, strict=True):
-            if not parameter.pointer or not value.size:
+            if not parameter.pointer:
                 continue
-            item = staged.setdefault((value.ctypes.data, value.nbytes), _Staged([], value, False, value))
+            item = staged.setdefault(_place(value), _Staged([], value, False, value))
             item.names.append(parameter.name)
             item.writable |= parameter.writable
         return _copy_apart(_without_overlap(kernel, list(staged.values())))
 
     def _describe(self, kernel, grid, block, shared_bytes, pointers, buffers) -> _Launch:
-        def address(symbol):
-            return ctypes.cast(getattr(self._library, symbol), ctypes.c_void_p)
-
         return _Launch(
             kernel=kernel.encode(),
-            entry=address(f"simt_entry_{kernel}"),
-            shared_anchor=address("simt_shared_anchor"),
+            entry=build.entry(self._library, kernel),
             arguments=pointers,
             grid=_Dim(*grid),
             block=_Dim(*block),
             dynamic_shared_bytes=shared_bytes,
             workers=self._executor.workers,
+            poison=POISON,
             seed=self._executor.seed,
             checked=self._executor.instrumented,
             num_buffers=len(buffers),
@@ -240,9 +260,15 @@ class SimtModule(Module):
         )
 
 
+def _place(array: np.ndarray) -> tuple[int, int]:
+    """Address and bytes of an array: an empty one may have the address of another."""
+    return array.ctypes.data, array.nbytes
+
+
 def _without_overlap(kernel: str, items: list[_Staged]) -> list[_Staged]:
-    items = sorted(items, key=lambda item: item.original.ctypes.data)
-    for left, right in zip(items, items[1:], strict=False):
+    items = sorted(items, key=lambda item: _place(item.original))
+    not_empty = [item for item in items if item.original.size]
+    for left, right in itertools.pairwise(not_empty):
         if left.original.ctypes.data + left.original.nbytes > right.original.ctypes.data:
             raise ValueError(
                 f"arguments {left.names[0]} and {right.names[0]} of kernel {kernel} overlap in memory without "
@@ -272,9 +298,9 @@ def _register(staged: list[_Staged]) -> ctypes.Array:
 
 def _pack(values: list[Any], staged: list[_Staged]) -> ctypes.Array:
     """The void** that the kernel's entry unpacks: the address of each argument's value."""
-    moved = {item.original.ctypes.data: item.copy.ctypes.data for item in staged}
+    moved = {_place(item.original): item.copy.ctypes.data for item in staged}
     cells = [
-        np.uint64(moved.get(value.ctypes.data, value.ctypes.data)) if isinstance(value, np.ndarray) else value
+        np.uint64(moved.get(_place(value), value.ctypes.data)) if isinstance(value, np.ndarray) else value
         for value in values
     ]
     holders = [np.array([cell]) for cell in cells]

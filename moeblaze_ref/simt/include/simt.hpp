@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -176,7 +177,7 @@ struct SimtMatch {
     static void exchange(void* const* lanes) {
         simt_each_lane<SimtMatch>(lanes, [lanes](unsigned, SimtMatch& mine) {
             simt_each_lane<SimtMatch>(lanes, [&mine](unsigned i, SimtMatch& other) {
-                mine.equal |= unsigned(other.value == mine.value) << i;
+                mine.equal |= unsigned(memcmp(&other.value, &mine.value, sizeof(T)) == 0) << i;  // -0 is not 0
             });
         });
     }
@@ -274,9 +275,6 @@ inline void __trap(SIMT_HERE) {
 #define assert(condition) ((condition) ? void(0) : __trap())
 
 // ---- how the runtime enters a kernel -------------------------------------------------------
-
-static thread_local char simt_shared_begin;
-SIMT_EXPORT void* simt_shared_anchor() { return &simt_shared_begin; }
 
 template <class... Parameters, size_t... I>
 SIMT_PLAIN void simt_call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<I...>) {

@@ -63,14 +63,16 @@ struct SimtShared {
     uint64_t bank_conflicts;  // wavefronts beyond the fewest that the access width allows
 };
 
+typedef void (*SimtEntry)(void** arguments);
+
 struct SimtLaunch {
     const char* kernel;
-    void (*entry)(void**);   // calls the kernel with its unpacked arguments
-    void* (*shared_anchor)();  // touches the kernel file's static shared memory
+    SimtEntry entry;         // calls the kernel with its unpacked arguments
     void** arguments;
     SimtDim grid, block;
     uint64_t dynamic_shared_bytes;
     uint64_t workers;        // operating-system threads
+    uint64_t poison;         // 16 bits, repeated: what shared memory holds when a block begins
     uint64_t seed;           // 0: threads run in order; otherwise a random order
     uint64_t checked;        // 0: the buffers are not registered, and no access is looked at
     uint64_t num_buffers;
@@ -78,6 +80,9 @@ struct SimtLaunch {
     SimtShared shared;
     char fault[1024];        // empty unless the launch failed
 };
+
+// Bytes of static shared memory in the file of a kernel: that of all its kernels.
+uint64_t simt_static_shared_bytes(SimtEntry entry);
 
 // Runs the whole grid; returns 0, or 1 with the first fault's message in launch->fault.
 int simt_launch(SimtLaunch* launch);
