@@ -53,6 +53,7 @@ from moeblaze_ref.numpy_ref import dispatch as reference
 from moeblaze_ref.numpy_ref import gating, layer
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda import expert_up
+from moeblaze_ref.raw_cuda import gemm as raw_gemm
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 from moeblaze_ref.units import GIB, MIB
 
@@ -757,7 +758,7 @@ def test_products_are_counted_with_their_zeros():
     """R d h for each of two projections, or whole tiles of rows, of 64 columns and of the depth of a step."""
     widths = {"1_naive": LADDER.d * LADDER.h, "2_tiled": 32 * 128, "3_mma": 32 * 128}  # 24 and 72, rounded up
     for rung in RUNGS:
-        rows = gemm.gemm.ROWS.get(rung, 1)
+        rows = raw_gemm.ROWS.get(rung, 1)
         padded = sum(math.ceil(length / rows) * rows for length in LENGTHS)
         for _ in range(2):
             assert gemm.count_products(rung, *UP) == 2 * padded * widths[rung]

@@ -96,7 +96,7 @@ def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], width: 
         "C": ceil_div(config.h, gemm.COLUMNS),
         "D": ceil_div(config.d, gemm.COLUMNS),
         "tiles": sum(ceil_div(length, rows) for length in lengths),
-        "blocks": prod(gemm.rows_launch(rung, config, width)["grid"]),
+        "blocks": prod(gemm.rows_launch(rung, config, width)["grid"]),  # of a dispatch it reads but L, R and E
         "THREADS": gemm.THREADS,
     }
 
@@ -240,6 +240,8 @@ def fragment_picture(lane: int) -> Figure:
     axes = figure.subplots()
     axes.set(xlim=(-0.5, 26), ylim=(34.5, -1.5), aspect="equal")
     axes.set_axis_off()
+    legend = f"Numbers are lanes. Filled: the elements of lane {lane}.\nNeighbours, as a0 and a1, share a register of A or B."
+    axes.text(0, 12, legend, linespacing=1.6)
     for operand, (left, top), name in (
         ("B", (17.5, 0), "B (16 x 8): from w1 or w2"),
         ("A", (0, 17.5), "A (16 x 16): rows of x"),
