@@ -7,8 +7,8 @@ import numpy as np
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.numpy_ref import gating
-from moeblaze_ref.numpy_ref.layer import MoEWeights
 from moeblaze_ref.structures import Dispatch
 
 ROUTINGS = ("uniform", "zipf", "hot", "empty")
@@ -204,4 +204,17 @@ def option_cases() -> list[Case]:
             renormalize=seed % 2 == 1,
         )
         for seed, (activation, policy) in enumerate(zip(ACTIVATIONS, policies, strict=False))
+    ]
+
+
+def every_choice() -> list[Case]:
+    """Every activation under every save policy, with and without renormalisation, on one shape that no tile divides."""
+    return [
+        replace(
+            make_case(37, 16, 24, 5, 3, "zipf", f"{activation}, {policy}", activation),
+            policy=policy,
+            renormalize=number % 2 == 1,
+        )
+        for activation in ACTIVATIONS
+        for number, policy in enumerate(POLICIES)
     ]

@@ -17,11 +17,13 @@ import torch
 
 from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, STAGES, Backend
-from moeblaze_ref.cases import Case, option_cases, standard_cases
+from moeblaze_ref.cases import Case, every_choice, option_cases, standard_cases
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
+from moeblaze_ref.raw_cuda import gemm
 
 # What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
+TORCH_DEVICES = {"simt": "cpu", "cuda": "cuda"}  # where each backend runs the torch layer
 
 
 @dataclass(frozen=True)
@@ -78,16 +80,28 @@ def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[R
     yield _row(backend, "dispatch", rung, "forward", "int32", case.shape, float(error), comparisons.BOUNDS["int32"])
 
 
-def check_stage(backend: Backend, stage: str, rung: str | None, case: Case) -> Iterator[Row]:
+def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> Iterator[Row]:
     """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
     for dtype in backend.rungs(stage)[rung]:
         rounded = case.astype(dtype)
         found = comparisons.RUN[stage](backend.open(stage, rung), rounded)
-        exact = comparisons.EXPECT[stage](rounded, torch.float64)
-        peer = {} if dtype in comparisons.BOUNDS else comparisons.EXPECT[stage](rounded, getattr(torch, dtype))
-        for direction in exact:
-            error, bound = comparisons.judge(found[direction], exact[direction], dtype, peer.get(direction))
-            yield _row(backend, stage, rung, direction, dtype, case.shape, error, bound)
+        yield from _judged(backend, stage, rung, dtype, rounded, found, comparisons.EXPECT[stage])
+
+
+def check_gradients(backend: Backend, rung: str | None, case: Case, dtype: str) -> Iterator[Row]:
+    """Forward and backward rows of the torch layer on the backend's device, against the oracle."""
+    rounded = case.astype(dtype)
+    found = comparisons.run_torch_layer(TORCH_DEVICES[backend.name], rounded)
+    yield from _judged(backend, "torch_layer", rung, dtype, rounded, found, comparisons.expect_torch_layer)
+
+
+def _judged(backend, stage, rung, dtype, case, found, expect) -> Iterator[Row]:
+    """A row for each direction of what was found."""
+    exact = expect(case, torch.float64)
+    peer = {} if dtype in comparisons.BOUNDS else expect(case, getattr(torch, dtype))
+    for direction in exact:
+        error, bound = comparisons.judge(found[direction], exact[direction], dtype, peer.get(direction))
+        yield _row(backend, stage, rung, direction, dtype, case.shape, error, bound)
 
 
 def _row(backend, stage, rung, direction, dtype, shape, error, bound) -> Row:
@@ -138,18 +152,39 @@ def plan(
                 jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
                 continue
             for rung, case in itertools.product(backend.rungs(stage), _in_reach(backend, cases)):
-                jobs.append(functools.partial(_run, backend, stage, rung, case))
+                check = check_dispatch if stage == "dispatch" else functools.partial(check_stage, stage=stage)
+                jobs.append(functools.partial(_run, check, backend, stage, rung, case))
     if not jobs:
         has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in chosen)
         raise ValueError(f"nothing to check: no stage of {', '.join(stages)} in these backends ({has})")
     return jobs
 
 
-def _run(backend: Backend, stage: str, rung: str | None, case: Case) -> list[Row]:
+def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], list[Row]]]:
+    """The checks of the torch layer: every activation under every policy, in every dtype, on every device there is.
+
+    Raises
+    ------
+    ValueError
+        If a backend is unknown or the torch layer does not run on it.
+    """
+    chosen = [BACKENDS[doors.check_name("backend of the torch layer", name, TORCH_DEVICES)] for name in backends]
+    jobs: list[Callable[[], list[Row]]] = []
+    for backend in chosen:
+        if not backend.status().available:
+            jobs.append(lambda backend=backend: [unavailable(backend, "torch_layer")])
+            continue
+        for dtype, case in itertools.product(gemm.WIDE, every_choice()):
+            check = functools.partial(check_gradients, dtype=dtype)
+            jobs.append(functools.partial(_run, check, backend, "torch_layer", None, case))
+    return jobs
+
+
+def _run(check, backend: Backend, stage: str, rung: str | None, case: Case) -> list[Row]:
     """The rows of one check; a kernel that faults or raises is a failed row that says so, not the end of the others."""
     rows = []
     try:
-        rows.extend(check_dispatch(backend, rung, case) if stage == "dispatch" else check_stage(backend, stage, rung, case))
+        rows.extend(check(backend=backend, rung=rung, case=case))
     except Exception as error:
         shape = f"{case.shape}: {type(error).__name__}: {error}"
         rows.append(Row(stage, "forward", backend.name, rung, "-", shape, math.nan, None, False, True))

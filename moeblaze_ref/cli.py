@@ -62,6 +62,7 @@ def doctor():
 def check(
     stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(BACKENDS)}; repeatable.")] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Check the torch layer against autograd instead.")] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
     record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
     as_json: AsJson = False,
@@ -70,7 +71,12 @@ def check(
     from moeblaze_ref import check as cross_check
 
     with user_errors():
-        jobs = cross_check.plan(stage or STAGES, backend or tuple(BACKENDS))
+        if gradients and stage:
+            raise ValueError("--gradients checks the whole torch layer: leave --stage out")
+        if gradients:
+            jobs = cross_check.plan_gradients(backend or tuple(cross_check.TORCH_DEVICES))
+        else:
+            jobs = cross_check.plan(stage or STAGES, backend or tuple(BACKENDS))
     rows = terminal.run_with_bar("cross-checking", jobs)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))

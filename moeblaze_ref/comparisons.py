@@ -11,12 +11,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeblaze_ref import oracle
 from moeblaze_ref.cases import Case, relative_error
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.torch_layer import MoELayer
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
@@ -73,7 +74,7 @@ def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().double().numpy()
+    return tensor.detach().double().cpu().numpy()
 
 
 def _present(**tensors: Any) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def _arrays(**tensors: Tensor | None) -> Arrays:
 
 def _gradients(outputs: dict[str, Tensor], d_outputs: dict[str, Any], inputs: dict[str, Tensor]) -> Arrays:
     """``d_<name>`` of every input by autograd, from the gradients of the outputs."""
-    cotangents = [torch.as_tensor(np.asarray(d_outputs[name], np.float64)).to(outputs[name].dtype) for name in outputs]
+    cotangents = [torch.as_tensor(np.asarray(d_outputs[name], np.float64)).to(out) for name, out in outputs.items()]
     found = torch.autograd.grad(list(outputs.values()), list(inputs.values()), cotangents)
     return {f"d_{name}": _array(gradient) for name, gradient in zip(inputs, found, strict=True)}
 
@@ -249,6 +250,35 @@ def expect_layer(case: Case, dtype: torch.dtype) -> Results:
         outputs, d_outputs = outputs | losses, d_outputs | dict(zip(losses, _d_losses(case), strict=True))
     inputs = _present(x=x, wg=wg, w1=w1, w2=w2, w3=w3, gates=routing.gates)
     return {"forward": _arrays(**outputs), "backward": _gradients(outputs, d_outputs, inputs)}
+
+
+def run_torch_layer(device: str, case: Case) -> Results:
+    """What `MoELayer` returns on a device, and every gradient that autograd collects from it."""
+    layer = MoELayer(
+        *case.weights.w1.shape[1:], case.E, case.k, case.activation, case.policy, case.renormalize, device=device
+    )
+    inputs = _present(x=case.x, **case.weights._asdict())
+    leaves = {name: _exact_tensor(array, device).requires_grad_() for name, array in inputs.items()}
+    for name in case.weights._fields:
+        setattr(layer, name, nn.Parameter(leaves[name]) if name in leaves else None)
+    leaves |= dict(layer.named_parameters())
+    result = layer(leaves["x"])
+    losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
+    outputs, d_outputs = {"out": result.out} | losses, {"out": case.d_out} | dict(zip(losses, _d_losses(case), strict=True))
+    forward = {"out": result.out} | (losses if case.L else {})
+    return {"forward": _arrays(**forward), "backward": _gradients(outputs, d_outputs, leaves)}
+
+
+def expect_torch_layer(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_torch_layer`: autograd has no gradient of the gates to show, they never leave the layer."""
+    expected = expect_layer(case, dtype)
+    del expected["backward"]["d_gates"]
+    return expected
+
+
+def _exact_tensor(array: np.ndarray, device: str) -> Tensor:
+    """The array's numbers in its own dtype, which torch does not take from numpy if it is bfloat16."""
+    return torch.tensor(np.asarray(array, np.float64), device=device).to(getattr(torch, str(array.dtype)))
 
 
 def _d_losses(case: Case) -> tuple[float, float]:

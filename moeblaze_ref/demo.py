@@ -14,12 +14,12 @@ from rich.progress import TextColumn
 from moeblaze_ref import check, oracle, terminal
 from moeblaze_ref.cases import Case
 from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.lm import data, plots
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.train import TrainResult, capture, train
 from moeblaze_ref.memory import measure, report, traffic
 from moeblaze_ref.memory.accounting import Assumptions, account, accounts
-from moeblaze_ref.numpy_ref.layer import MoEWeights
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 
@@ -42,7 +42,9 @@ def run(steps: int, out: Path, console: Console) -> list[check.Row]:
     _show_memory(layer, cases[0], console)
     reports = _count_dispatch(cases[0])
     _heading(console, f"Cross-check of both layers on {cases[0].L} tokens of text that it never trained on")
-    console.print(f"(Numba's simulator, where there is no GPU, gets the first {check.SIMULATOR_ROWS} routed rows of each)")
+    console.print(
+        f"(Numba's simulator, where there is no GPU, gets the first {check.SIMULATOR_ROWS} routed rows of each)"
+    )
     rows = terminal.run_with_bar("cross-checking", check.plan(cases=cases))
     blocks = zip(result.model.blocks, cases, strict=True)
     rows += [_compare_kept_bytes(layer, block.moe, case) for block, case in blocks]

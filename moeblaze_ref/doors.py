@@ -4,16 +4,47 @@ Each check raises ValueError or TypeError with the element that is wrong and wha
 allowed. Arrays may be numpy or CuPy: only methods that both have are used.
 """
 
+import contextlib
 import difflib
+import functools
 import math
 import numbers
 import operator
+from contextvars import ContextVar
 
 from moeblaze_ref.structures import Dispatch
 
 MAX_ROUTED_ROWS = 2**31 - 1
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
+
+
+_trusting = ContextVar("trusting", default=False)
+
+
+@contextlib.contextmanager
+def trusted_values():
+    """Within it, checks of an array's elements are left out; types, dtypes, shapes and layouts are still checked.
+
+    For values that a stage has just computed from checked ones: looking at every element again would
+    cost a pass over memory, and on a GPU the wait for its verdict. NaN then travels as it does in torch.
+    """
+    token = _trusting.set(True)
+    try:
+        yield
+    finally:
+        _trusting.reset(token)
+
+
+def _scans(check):
+    """A check that looks at elements: it does nothing inside `trusted_values`."""
+
+    @functools.wraps(check)
+    def unless_trusted(*arguments):
+        if not _trusting.get():
+            check(*arguments)
+
+    return unless_trusted
 
 
 def check_type(name, value, expected):
@@ -50,6 +81,15 @@ def check_float(name, value) -> float:
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number")
     return float(value)
+
+
+def check_scalar(name, value):
+    """``value`` is a finite number, or a floating-point array of one element without dimensions."""
+    if hasattr(value, "dtype") and not isinstance(value, numbers.Real):
+        check_array(name, value, 0, ("float32", "float64"))
+        check_finite(name, value)
+    else:
+        check_number(name, value)
 
 
 def check_positive(name, value) -> float:
@@ -109,8 +149,13 @@ def check_topk_experts(topk_experts, num_experts):
     check_int("k", k, at_least=1)
     check_k(k, num_experts)
     check_routed_rows(num_tokens, k)
-    if num_tokens == 0:
-        return
+    if num_tokens:
+        _check_choices(topk_experts, num_experts)
+
+
+@_scans
+def _check_choices(topk_experts, num_experts):
+    """Ids in range, and no expert twice in a row."""
     check_index("topk_experts", topk_experts, num_experts, "experts")
     ordered = topk_experts.copy()
     ordered.sort(axis=1)
@@ -118,8 +163,8 @@ def check_topk_experts(topk_experts, num_experts):
     if bool(repeated.any()):
         i, j = _first(repeated)
         raise ValueError(
-            f"topk_experts[{i}] names expert {int(ordered[i, j])} twice, but the k = {k} experts of a "
-            f"token must be distinct"
+            f"topk_experts[{i}] names expert {int(ordered[i, j])} twice, but the k = {ordered.shape[1]} experts "
+            f"of a token must be distinct"
         )
 
 
@@ -165,6 +210,7 @@ def check_shape(name, array, shape):
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must be ({expected})")
 
 
+@_scans
 def check_equal(name, array, expected):
     """``array`` holds the very values of ``expected``, which has its shape."""
     differs = array != expected
@@ -173,6 +219,7 @@ def check_equal(name, array, expected):
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be {expected[index]}")
 
 
+@_scans
 def check_finite(name, array):
     """``array`` holds no NaN and no infinity."""
     bad = ~(abs(array) < float("inf"))
@@ -201,6 +248,12 @@ def check_offsets(offsets, num_experts, num_routed):
     name = "expert_token_offsets"
     check_array(name, offsets, rank=1, dtypes=("int32",))
     check_shape(name, offsets, {"E + 1": num_experts + 1})
+    _check_rise(name, offsets, num_experts, num_routed)
+
+
+@_scans
+def _check_rise(name, offsets, num_experts, num_routed):
+    """From 0 to R, without a step down."""
     for index, valid in ((0, 0), (num_experts, num_routed)):
         if int(offsets[index]) != valid:
             raise ValueError(f"{name}[{index}] is {int(offsets[index])}, but it must be {valid} (R is {num_routed})")
@@ -212,6 +265,7 @@ def check_offsets(offsets, num_experts, num_routed):
         )
 
 
+@_scans
 def check_not_negative(name, array):
     """Every element of ``array`` is 0 or more."""
     negative = array < 0
@@ -220,6 +274,7 @@ def check_not_negative(name, array):
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be >= 0")
 
 
+@_scans
 def check_index(name, indices, limit, what):
     """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
     outside = (indices < 0) | (indices >= limit)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from moeblaze_ref import doors
-from moeblaze_ref.config import ACTIVATIONS, GATED_ACTIVATIONS
+from moeblaze_ref.config import ACTIVATIONS
+from moeblaze_ref.routed_experts import RoutedExperts
 
 ACTIVATION = {
     "silu": F.silu,
@@ -125,28 +125,8 @@ def experts(
     return combine(y, routing.gates, order)
 
 
-class OracleMoE(nn.Module):
-    """The oracle as a module, for models that train on plain torch.
-
-    Parameters
-    ----------
-    d, h, E, k : int
-        Model width, expert width, experts, experts per token.
-    activation : str
-        One of ``config.ACTIVATIONS``.
-    renormalize : bool
-        Divide the chosen gates by their sum.
-    """
-
-    def __init__(self, d: int, h: int, E: int, k: int, activation: str = "swiglu", renormalize: bool = False):
-        super().__init__()
-        doors.check_k(k, E)
-        doors.check_name("activation", activation, ACTIVATIONS)
-        self.k, self.activation, self.renormalize = k, activation, renormalize
-        self.wg = nn.Parameter(torch.randn(d, E) * d**-0.5)
-        self.w1 = nn.Parameter(torch.randn(E, d, h) * d**-0.5)
-        self.w2 = nn.Parameter(torch.randn(E, d, h) * d**-0.5) if activation in GATED_ACTIVATIONS else None
-        self.w3 = nn.Parameter(torch.randn(E, h, d) * h**-0.5)
+class OracleMoE(RoutedExperts):
+    """The oracle as a module, for models that train on plain torch."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
         """Output (L, d) for x (L, d), and the routing that produced it."""

@@ -2,6 +2,20 @@
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import MoEConfig, is_gated
+from moeblaze_ref.structures import HIDDEN
+
+
+def check_router(x, wg, dtypes):
+    """x (L, d) and wg (d, E) belong together."""
+    doors.check_tensor("x", x, {"L": None, "d": None}, dtypes)
+    doors.check_tensor("wg", wg, {"d": x.shape[1], "E": None}, (str(x.dtype),))
+
+
+def check_router_backward(d_logits, x, wg, dtypes, logit_dtypes=None):
+    """As `check_router`; d_logits (L, E) has the dtype of x unless ``logit_dtypes`` names others."""
+    check_router(x, wg, dtypes)
+    shape = {"L": x.shape[0], "E": wg.shape[1]}
+    doors.check_tensor("d_logits", d_logits, shape, logit_dtypes or (str(x.dtype),))
 
 
 def check_logits(logits, dtypes):
@@ -41,8 +55,10 @@ def check_expert_up(x, w1, w2, dispatch, dtypes):
         doors.check_tensor("w2", w2, {"E": dispatch.E, "d": x.shape[1], "h": w1.shape[2]}, same)
 
 
-def check_expert_up_forward(x, w1, w2, dispatch, activation, dtypes):
-    """As `check_expert_up`, and w2 is there exactly if the activation is gated."""
+def check_expert_up_forward(x, w1, w2, dispatch, activation, stores, dtypes):
+    """As `check_expert_up`; w2 is there exactly if the activation is gated, and ``stores`` names results."""
+    for name in stores:
+        doors.check_name("result of expert_up", name, HIDDEN)
     doors.check_second_projection("w2", w2, is_gated(activation), activation)
     check_expert_up(x, w1, w2, dispatch, dtypes)
 

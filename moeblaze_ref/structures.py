@@ -1,10 +1,18 @@
 """What the router decides, and the four index structures made of it (MoEBlaze, sections 2 and 4.1)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
+
+
+HIDDEN = ("a", "b", "y_swi")  # what the up-projection computes for every routed row
+
+
+def only(stores: Collection[str], a: Array, b: Array | None, y_swi: Array) -> tuple[Array | None, ...]:
+    """The three of ``HIDDEN``, with None for those that are not in ``stores``."""
+    return tuple(array if name in stores else None for name, array in zip(HIDDEN, (a, b, y_swi), strict=True))
 
 
 class Gating(NamedTuple):

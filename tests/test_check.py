@@ -170,6 +170,6 @@ def test_unknown_names_propose_the_nearest(stages, backends, message):
         check.plan(stages, backends)
 
 
-def test_a_backend_without_a_stage_says_so():
-    with pytest.raises(ValueError, match="unknown stage of backend simt 'layer'"):
-        BACKENDS["simt"].stage("layer")
+def test_a_stage_that_a_backend_lacks_is_named():
+    with pytest.raises(ValueError, match="unknown stage of backend simt 'layers'. Did you mean 'layer'"):
+        BACKENDS["simt"].stage("layers")

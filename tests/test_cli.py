@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from moeblaze_ref import check, comparisons
+from moeblaze_ref import comparisons
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import option_cases, standard_cases
 from moeblaze_ref.cli import app

@@ -17,7 +17,7 @@ EXPERT_STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": 
 CONSTANTS = {
     "dispatch": dispatch.constants("3_single_pass", 1024),
     "gating": gating.constants("2_warp", 1024),
-    **dict.fromkeys(EXPERT_STAGES, {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu"}),
+    **dict.fromkeys((*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu"}),
 }
 ARCHITECTURES = {"sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100")}
 USAGE = re.compile(

@@ -10,11 +10,12 @@ from headers import evaluate, stated
 
 from moeblaze_ref import comparisons
 from moeblaze_ref.backends import OpenStage
-from moeblaze_ref.cases import make_case
-from moeblaze_ref.config import ACTIVATIONS
+from moeblaze_ref.cases import make_case, relative_error
+from moeblaze_ref.config import ACTIVATIONS, is_gated
 from moeblaze_ref.notebook.sources import inlined
+from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import combine, expert_down, expert_up
+from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 
 STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
@@ -98,27 +99,64 @@ def counted(stage, rung, case):
     return launches
 
 
+def header_symbols(rung, case):
+    """What the formulas of a header mean for a case."""
+    lengths = np.diff(build_by_sort(case.topk_experts, case.E).expert_token_offsets)
+    d, h = case.weights.w1.shape[1:]
+    rows = {"2_tiled": 64, "3_mma": 128}.get(rung, 1)
+    return {
+        **{"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256},
+        **{"s": np.dtype(case.x.dtype).itemsize, "G": 2 if is_gated(case.activation) else 1, "P": 1, "Y": 1},
+        **{"C": -(-h // 64), "D": -(-d // 64), "H": -(-h // 128), "W": -(-d // 128)},
+        **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // 64)},
+    }
+
+
+def assert_as_stated(launch, header, symbols):
+    symbols |= {"blocks": int(np.prod(launch.grid))}
+    assert launch.read_bytes == evaluate(header.read, symbols), f"{launch.kernel} reads {header.read}"
+    assert launch.written_bytes == evaluate(header.written, symbols), f"{launch.kernel} writes {header.written}"
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
 @pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
 def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dtype, activation):
     case = make_case(137, 24, 72, 5, 3, "zipf", activation=activation).astype(dtype)
-    lengths = np.diff(build_by_sort(case.topk_experts, case.E).expert_token_offsets)
-    d, h = case.weights.w1.shape[1:]
-    symbols = {"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256}
-    symbols |= {"s": np.dtype(case.x.dtype).itemsize, "G": 2 if activation == "swiglu" else 1}
-    symbols |= {"C": -(-h // 64), "D": -(-d // 64), "H": -(-h // 128), "W": -(-d // 128)}
-    rows = {"2_tiled": 64, "3_mma": 128}.get(rung, 1)
-    symbols |= {"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // 64)}
     headers = stated(f"{stage}/{rung}.cu")
     if stage == "expert_down":
         headers |= stated("expert_down/0_gates.cu")
     launches = counted(stage, rung, case)
     assert {launch.kernel for launch in launches} == headers.keys()
     for launch in launches:
-        symbols["blocks"] = int(np.prod(launch.grid))
-        header = headers[launch.kernel]
-        assert launch.read_bytes == evaluate(header.read, symbols), f"{launch.kernel} reads {header.read}"
-        assert launch.written_bytes == evaluate(header.written, symbols), f"{launch.kernel} writes {header.written}"
+        assert_as_stated(launch, headers[launch.kernel], header_symbols(rung, case))
+
+
+@pytest.mark.parametrize("stores", [("a", "b"), ("y_swi",)], ids="+".join)
+@pytest.mark.parametrize(("rung", "dtype"), [(rung, able[0]) for rung, able in expert_up.RUNGS.items()])
+def test_the_up_projection_writes_what_the_policy_stores_and_nothing_else(rung, dtype, stores):
+    case, executor = RAGGED.astype(dtype), SimtExecutor()
+    inputs = case.x, *case.weights[1:3], build_by_sort(case.topk_experts, case.E), case.activation
+    everything = expert_up.forward(*inputs, executor=executor, rung=rung)
+    with executor.recording() as launches:
+        found = expert_up.forward(*inputs, stores=stores, executor=executor, rung=rung)
+    for name, array, expected in zip(("a", "b", "y_swi"), found, everything, strict=True):
+        assert (array is not None) == (name in stores)
+        assert array is None or np.array_equal(array, expected)
+    symbols = header_symbols(rung, case) | {"P": int("a" in stores), "Y": int("y_swi" in stores)}
+    assert_as_stated(*launches, stated(f"expert_up/{rung}.cu")["expert_up"], symbols)
+
+
+@pytest.mark.parametrize("dtype", gemm.WIDE)
+@pytest.mark.parametrize("function", ACTIVATIONS)
+def test_the_activation_alone(function, dtype):
+    case, executor = RAGGED.astype(dtype), SimtExecutor()
+    a = case.x
+    with executor.recording() as launches:
+        found = activation.act(a, function, executor=executor)
+    expected = reference_activation.act(a.astype(np.float64), function)
+    assert relative_error(found, expected) <= {"float32": 1e-6, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    symbols = {"R": a.shape[0], "h": a.shape[1], "s": a.dtype.itemsize}
+    assert_as_stated(*launches, stated("activation/1_elementwise.cu")["act"], symbols)
 
 
 # ---- doors -----------------------------------------------------------------------------------

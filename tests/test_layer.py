@@ -10,6 +10,7 @@ from helpers import RAGGED, SHAPES
 from moeblaze_ref import oracle
 from moeblaze_ref.cases import relative_error
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, is_gated
+from moeblaze_ref.layer import Gradients, MoEWeights
 from moeblaze_ref.numpy_ref import combine, expert_down, expert_up, gating, layer
 
 LOSSES = {"no losses": (0.0, 0.0), "both losses": (0.7, 0.3)}  # gradients of load-balancing loss and z-loss
@@ -30,7 +31,7 @@ def judged(case, k, activation, renormalize, losses):
     cotangents = torch.tensor(case.d_out), *losses
     sum((value * cotangent).sum() for value, cotangent in zip(values, cotangents, strict=True)).backward()
     gradients = [None if leaf is None else leaf.grad for leaf in (*leaves, routing.gates)]
-    return routing, [value.detach() for value in values], layer.Gradients(*gradients)
+    return routing, [value.detach() for value in values], Gradients(*gradients)
 
 
 def run(case, k, activation="swiglu", policy="minimal", renormalize=False, losses=(0.0, 0.0)):
@@ -234,7 +235,7 @@ def test_no_tokens(activation, policy):
 def test_strided_inputs_give_the_same():
     case = RAGGED.case()
     strided = replace(
-        case, x=np.asfortranarray(case.x), weights=layer.MoEWeights(*(np.asfortranarray(w) for w in case.weights))
+        case, x=np.asfortranarray(case.x), weights=MoEWeights(*(np.asfortranarray(w) for w in case.weights))
     )
     (expected, expected_gradients), (output, gradients) = run(case, RAGGED.k), run(strided, RAGGED.k)
     assert max(errors((output.out, *gradients), (expected.out, *expected_gradients))) < 1e-14

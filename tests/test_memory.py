@@ -14,6 +14,7 @@ from rich.console import Console
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeblaze_ref.config import ACTIVATIONS, ITEMSIZE, POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.memory import measure, plots, report
 from moeblaze_ref.memory.accounting import (
     GPU_CAPACITIES,
@@ -264,7 +265,7 @@ def test_moeblaze_is_what_the_specification_keeps(activation, dtype, policy):
     shapes = {"wg": (d, E), "w1": (E, d, h), "w2": (E, d, h) if config.gated else None, "w3": (E, h, d)}
     weights = {name: shape and rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
     x = rng.standard_normal((L, d)).astype(dtype)
-    saved = layer.forward(x, layer.MoEWeights(**weights), config.k, activation, policy).saved
+    saved = layer.forward(x, MoEWeights(**weights), config.k, activation, policy).saved
     found = {name: (array.shape, str(array.dtype), array.nbytes) for name, array in saved.tensors().items()}
     kept = (tensor for tensor in account(config, "moeblaze", policy).tensors if tensor.kept)
     assert {tensor.name: (tensor.shape, tensor.dtype, tensor.bytes) for tensor in kept} == found

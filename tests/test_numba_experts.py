@@ -14,7 +14,8 @@ from moeblaze_ref.cases import relative_error
 from moeblaze_ref.comparisons import BOUNDS
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.numba_cuda import activation as activation_stage
-from moeblaze_ref.numba_cuda import combine, expert_down, expert_up, layer, runtime
+from moeblaze_ref import layer as body
+from moeblaze_ref.numba_cuda import combine, expert_down, expert_up, layer, router, runtime
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 
 ON_GPU = runtime.EXECUTOR == "cuda"
@@ -389,18 +390,18 @@ FAULTS = {
 
 
 def planted(stage, right, wrong):
-    """The module of a Numba stage with a fault in its text."""
-    text = inspect.getsource(module("numba", stage))
-    assert right in text, f"{stage} no longer holds {right!r}: update the fault"
-    faulty = types.ModuleType(stage)
-    exec(compile(text.replace(right, wrong), stage, "exec"), vars(faulty))
+    """A module with a fault in its text."""
+    text = inspect.getsource(stage)
+    assert right in text, f"{stage.__name__} no longer holds {right!r}: update the fault"
+    faulty = types.ModuleType(stage.__name__)
+    exec(compile(text.replace(right, wrong), stage.__name__, "exec"), vars(faulty))
     return faulty
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     stage, function, right, wrong = FAULTS[fault]
-    error = worst_error((stage, function), make_inputs(RAGGED), planted(stage, right, wrong))
+    error = worst_error((stage, function), make_inputs(RAGGED), planted(module("numba", stage), right, wrong))
     assert not error <= BOUNDS["float32"]
 
 
@@ -418,21 +419,29 @@ def test_the_slope_of_another_activation_is_caught(activation, monkeypatch):
 
 
 LAYER_FAULTS = {
-    "d_x without the router's share": ("d_x += matmul", "matmul"),
-    "d_wg of other tokens": ("matmul(saved.x.T, d_logits)", "matmul(saved.x.T, d_logits[::-1])"),
-    "gates not renormalised in the backward": ("topk_experts, saved.renormalize)", "topk_experts, False)"),
-    "no balancing loss": ("topk_experts, d_load_balancing_loss)", "topk_experts, 0.0)"),
-    "no z-loss": ("(logits, d_router_z_loss)", "(logits, 0.0)"),
-    "matmul: last row dropped": ("if row < rows:", "if row < rows - 1:"),
-    "matmul: last term dropped": ("range(left.shape[1])", "range(left.shape[1] - 1)"),
+    "d_x without the router's share": ("layer", "d_x += d_x_router", "d_x_router"),
+    "gates not renormalised in the backward": ("layer", "probs, chosen, saved.renormalize)", "probs, chosen, False)"),
+    "no balancing loss": ("layer", "d_logits += d_load_balancing_loss *", "d_logits +="),
+    "no z-loss": ("layer", "d_logits += d_router_z_loss *", "d_logits +="),
+    "d_wg of other tokens": ("router", "_matmul(x.T, d_logits)", "_matmul(x.T, d_logits[::-1])"),
+    "matmul: last row dropped": ("router", "if row < rows:", "if row < rows - 1:"),
+    "matmul: last term dropped": ("router", "range(left.shape[1])", "range(left.shape[1] - 1)"),
 }
 
 
 @pytest.mark.parametrize("fault", LAYER_FAULTS)
-def test_a_fault_planted_in_the_layer_is_caught(fault):
+def test_a_fault_planted_in_the_layer_is_caught(fault, monkeypatch):
+    where, right, wrong = LAYER_FAULTS[fault]
+    if where == "router":
+        faulty = planted(module("numba", "router"), right, wrong)
+        monkeypatch.setattr(layer, "_STAGES", layer._STAGES._replace(router=faulty))
+    else:
+        faulty = planted(body, right, wrong)
+        faulty.MoEWeights = body.MoEWeights  # the cases', which its doors must know
+        monkeypatch.setattr(layer, "layer", faulty)
     try:
-        error = np.max(layer_errors(LAYER, stage=planted("layer", *LAYER_FAULTS[fault])))
-    except (AssertionError, ValueError):  # another choice of experts; a poisoned value at the next stage's door
+        error = np.max(layer_errors(LAYER))
+    except (AssertionError, ValueError):  # another choice of experts; a poisoned value at a door
         return
     assert not error <= BOUNDS["float32"]
 
@@ -480,7 +489,7 @@ def test_the_matmul_moves_the_bytes_that_its_header_states(monkeypatch):
         return rerun(f"{__file__}::test_the_matmul_moves_the_bytes_that_its_header_states")
     launched = []
     monkeypatch.setattr(
-        layer,
+        router,
         "launch",
         lambda kernel, *launch, shared_bytes=0: launched.append(
             (counted_launch(kernel, *launch[:2], launch[2:], shared_bytes), stated_launch(kernel, sizes))
@@ -488,7 +497,7 @@ def test_the_matmul_moves_the_bytes_that_its_header_states(monkeypatch):
     )
     sizes = {"m": 5, "n": 3, "p": 4, "THREADS": runtime.THREADS}
     left, right = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((5, 4), (4, 3)))
-    assert relative_error(layer.matmul(left, right), wide(left) @ wide(right)) <= BOUNDS["float32"]
+    assert relative_error(router.forward(left, right), wide(left) @ wide(right)) <= BOUNDS["float32"]
     ((counted, stated),) = launched
     assert counted == stated
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor, SharedTraffic, Traffic
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SharedTraffic, SimtExecutor, Traffic
 from moeblaze_ref.simt import build
 
 SIMT = SimtExecutor()

@@ -10,9 +10,10 @@
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel     grid                      block    shared bytes  bytes read                             bytes written
-// expert_up  ceil(L h / THREADS), E    THREADS  0             8 THREADS blocks + 4 R h + s R d h (1 + G)  s R h (1 + G)
+// expert_up  ceil(L h / THREADS), E    THREADS  0             8 THREADS blocks + 4 R h + s R d h (1 + G)  s R h (G P + Y)
 // d_x        ceil(L d / THREADS)       THREADS  0             8 R d + 2 s R d h G                    s L d
 // d_w        ceil(d h / THREADS), E    THREADS  0             8 THREADS blocks + 4 R d h + s R d h (1 + G)  s E d h G
+// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
 // G is 2 with a gated activation, else 1; blocks is the whole grid. 2 R d h G FLOPs a GEMM.
 // Bound: memory. Each element of x is read h times, each of the weights once for every row.
 #include "expert_rows.cuh"

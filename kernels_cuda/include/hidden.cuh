@@ -12,12 +12,23 @@ __device__ __forceinline__ float hidden_activation(Scalar a, Scalar b) {
     return GATED ? act_a * to_float(b) : act_a;
 }
 
+// What the up-projection stores is decided at compile time, by the save policy: the projections for the backward,
+// y_swi for the down-projection. By default both.
+#ifndef STORE_PROJECTIONS
+#define STORE_PROJECTIONS 1
+#endif
+#ifndef STORE_Y_SWI
+#define STORE_Y_SWI 1
+#endif
+
 // Section 5, Algorithm 1: rounds both projections and stores them and y_swi.
 __device__ __forceinline__ void store_hidden(Scalar* a, Scalar* b, Scalar* y_swi, long long at, float a_sum, float b_sum) {
     const Scalar a_value = from_float<Scalar>(a_sum), b_value = from_float<Scalar>(GATED ? b_sum : 0.0f);
-    a[at] = a_value;
-    if (GATED) b[at] = b_value;
-    y_swi[at] = from_float<Scalar>(hidden_activation(a_value, b_value));
+    if (STORE_PROJECTIONS) {
+        a[at] = a_value;
+        if (GATED) b[at] = b_value;
+    }
+    if (STORE_Y_SWI) y_swi[at] = from_float<Scalar>(hidden_activation(a_value, b_value));
 }
 
 // Section 5 and SonicMoE: from d = <d_out, w3> of this element and the row's gate, everything

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
-from moeblaze_ref.numpy_ref.layer import INTERMEDIATES
+from moeblaze_ref.layer import INTERMEDIATES
 from moeblaze_ref.units import GB
 
 GPU_CAPACITIES = {"80 GB": 80 * GB, "141 GB": 141 * GB}  # H100 and H200, as their makers print them

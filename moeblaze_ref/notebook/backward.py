@@ -13,10 +13,10 @@ from moeblaze_ref import doors, oracle
 from moeblaze_ref.cases import Case, relative_error
 from moeblaze_ref.comparisons import BOUNDS
 from moeblaze_ref.config import POLICIES, is_gated
+from moeblaze_ref.layer import INTERMEDIATES
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW
 from moeblaze_ref.notebook.markdown import table
 from moeblaze_ref.numpy_ref import activation as activation_stage
-from moeblaze_ref.numpy_ref.layer import INTERMEDIATES
 
 # Autograd's side -----------------------------------------------------------------------------------------------------
 

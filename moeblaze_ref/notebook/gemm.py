@@ -93,6 +93,8 @@ def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], width: 
     sizes = {"L": config.L, "d": config.d, "h": config.h, "E": config.E, "R": config.R, "s": config.itemsize}
     return sizes | {
         "G": 2 if is_gated(config.activation) else 1,
+        "P": 1,  # STORE_PROJECTIONS and
+        "Y": 1,  # STORE_Y_SWI: count_up stores everything
         "C": ceil_div(config.h, gemm.COLUMNS),
         "D": ceil_div(config.d, gemm.COLUMNS),
         "tiles": sum(ceil_div(length, rows) for length in lengths),

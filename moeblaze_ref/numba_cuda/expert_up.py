@@ -34,6 +34,7 @@ from moeblaze_ref.numba_cuda.runtime import (
     to_caller,
     to_device,
 )
+from moeblaze_ref.structures import HIDDEN, only
 
 TILE = 16 if EXECUTOR == "cuda" else 5  # rows and columns of a tile; a thread has one element of each
 
@@ -152,7 +153,7 @@ def d_w_kernel(x, d_hidden, expert_token_indices, expert_token_offsets, d_w):
         d_w[expert, row, column] = total
 
 
-def forward(x, w1, w2, dispatch, activation):
+def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
     """Both projections of every routed row and its hidden activation, in expert order.
 
     Parameters
@@ -166,6 +167,8 @@ def forward(x, w1, w2, dispatch, activation):
         Of these L tokens over these E experts.
     activation : str
         One of ``config.ACTIVATIONS``.
+    stores : collection of str
+        Which of a (and b with it) and y_swi to return; the others are None.
 
     Returns
     -------
@@ -181,7 +184,7 @@ def forward(x, w1, w2, dispatch, activation):
     -----
     MoEBlaze, sections 3.1 and 5 (Algorithm 1).
     """
-    stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, DTYPES)
+    stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, DTYPES)
     num_experts, _, h = w1.shape
     a, y_swi = float32_output((dispatch.R, h)), float32_output((dispatch.R, h))
     b = None if w2 is None else float32_output((dispatch.R, h))
@@ -197,7 +200,7 @@ def forward(x, w1, w2, dispatch, activation):
         y_swi,
         shared_bytes=4 * TILE * TILE * (2 if w2 is None else 3),
     )
-    return to_caller(x, a, b, y_swi)
+    return to_caller(x, *only(stores, a, b, y_swi))
 
 
 def backward(d_a, d_b, x, w1, w2, dispatch):

@@ -12,9 +12,10 @@ from moeblaze_ref import stage_doors
 from moeblaze_ref.numpy_ref import DTYPES
 from moeblaze_ref.numpy_ref import activation as activation_stage
 from moeblaze_ref.numpy_ref.dispatch import expert_groups
+from moeblaze_ref.structures import HIDDEN, only
 
 
-def forward(x, w1, w2, dispatch, activation):
+def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
     """Both projections of every routed row and its hidden activation, in expert order.
 
     Parameters
@@ -28,6 +29,8 @@ def forward(x, w1, w2, dispatch, activation):
         Of these L tokens over these E experts.
     activation : str
         One of ``config.ACTIVATIONS``.
+    stores : collection of str
+        Which of a (and b with it) and y_swi to return; the others are None.
 
     Returns
     -------
@@ -49,7 +52,7 @@ def forward(x, w1, w2, dispatch, activation):
     -----
     MoEBlaze, sections 3.1 and 5 (Algorithm 1).
     """
-    stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, DTYPES)
+    stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, DTYPES)
     gated = w2 is not None
     a = np.empty((dispatch.R, w1.shape[2]), dtype=x.dtype)  # (R, h)
     b = np.empty_like(a) if gated else None  # (R, h)
@@ -58,7 +61,7 @@ def forward(x, w1, w2, dispatch, activation):
         a[group] = rows @ w1[expert]
         if gated:
             b[group] = rows @ w2[expert]
-    return a, b, activation_stage.forward(a, b, activation)
+    return only(stores, a, b, activation_stage.forward(a, b, activation))
 
 
 def backward(d_a, d_b, x, w1, w2, dispatch):

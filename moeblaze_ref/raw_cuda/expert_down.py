@@ -49,7 +49,9 @@ def forward(
         # The kernel does not depend on the activation.
         module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(y_swi, "swiglu"))
         offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
-        module.launch("expert_down", **gemm.rows_launch(rung, dispatch, d), y_swi=y_swi, w3=w3, **offsets, y=y, d=d, h=h)
+        module.launch(
+            "expert_down", **gemm.rows_launch(rung, dispatch, d), y_swi=y_swi, w3=w3, **offsets, y=y, d=d, h=h
+        )
     return y
 
 
@@ -103,9 +105,7 @@ def backward(
     -----
     MoEBlaze, section 5; SonicMoE for the gate gradient and the operand gate * y_swi of d_w3.
     """
-    stage_doors.check_expert_down_backward(
-        d_out, gates, a, b, y_swi, w3, dispatch, activation, gemm.WIDE, GATE_DTYPES
-    )
+    stage_doors.check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activation, gemm.WIDE, GATE_DTYPES)
     gemm.check_rung("expert_down", rung, RUNGS, a)
     gemm.check_widths(rung, d=w3.shape[2], h=w3.shape[1])
     executor = executor or executor_for(a)

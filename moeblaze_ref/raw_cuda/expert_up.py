@@ -1,13 +1,15 @@
 """The up-projection in raw CUDA: launches kernels_cuda/expert_up/."""
 
+from collections.abc import Collection
+
 from moeblaze_ref import stage_doors
 from moeblaze_ref.raw_cuda import gemm
-from moeblaze_ref.raw_cuda.gemm import THREADS
-from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
-from moeblaze_ref.structures import Array, Dispatch
+from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
+from moeblaze_ref.structures import HIDDEN, Array, Dispatch
 
 RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW}
 DEFAULT_RUNG = "2_tiled"
+_STORE = {"STORE_PROJECTIONS": "a", "STORE_Y_SWI": "y_swi"}
 
 
 def forward(
@@ -16,9 +18,10 @@ def forward(
     w2: Array | None,
     dispatch: Dispatch,
     activation: str,
+    stores: Collection[str] = HIDDEN,
     executor: Executor | None = None,
     rung: str = DEFAULT_RUNG,
-) -> tuple[Array, Array | None, Array]:
+) -> tuple[Array | None, Array | None, Array | None]:
     """Both projections of every routed row and its hidden activation, in expert order.
 
     Parameters
@@ -31,6 +34,8 @@ def forward(
     dispatch : Dispatch
     activation : str
         One of ``config.ACTIVATIONS``; a compile-time constant of the kernel.
+    stores : collection of str
+        Which of a (and b with it) and y_swi to write, also at compile time; the others are None.
     executor : Executor, optional
         Default: by where ``x`` lives.
     rung : str
@@ -50,15 +55,16 @@ def forward(
     -----
     MoEBlaze, sections 3.1 and 5 (Algorithm 1).
     """
-    stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, gemm.WIDE)
+    stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, gemm.WIDE)
     gemm.check_rung("expert_up", rung, RUNGS, x)
     executor = executor or executor_for(x)
     _, d, h = w1.shape
     gemm.check_widths(rung, d=d, h=h)
-    a, y_swi = (executor.empty((dispatch.R, h), str(x.dtype)) for _ in range(2))
-    b = None if w2 is None else executor.empty((dispatch.R, h), str(x.dtype))
+    stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
+    a, b, y_swi = (executor.empty((dispatch.R, h), str(x.dtype)) if stored[name] else None for name in HIDDEN)
     if dispatch.R:
-        module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, activation))
+        left_out = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
+        module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, activation), **left_out)
         module.launch(
             "expert_up",
             **gemm.rows_launch(rung, dispatch, h, results=1 if w2 is None else 2),
@@ -67,9 +73,9 @@ def forward(
             w2=gemm.or_nothing(executor, w2, x),
             expert_token_indices=dispatch.expert_token_indices,
             expert_token_offsets=dispatch.expert_token_offsets,
-            a=a,
+            a=gemm.or_nothing(executor, a, x),
             b=gemm.or_nothing(executor, b, x),
-            y_swi=y_swi,
+            y_swi=gemm.or_nothing(executor, y_swi, x),
             d=d,
             h=h,
         )

@@ -84,7 +84,12 @@ def _toolchain() -> str:
 def _compile(text: str, flags: tuple[str, ...], depends_on: list[Path]) -> Path:
     """The shared object for a C++ text, from the cache if nothing that it depends on has changed."""
     digest = hashlib.sha256()
-    for part in (_toolchain(), " ".join(map(str, (*flags, *LINK_FLAGS))), text, *(path.read_text() for path in sorted(depends_on))):
+    for part in (
+        _toolchain(),
+        " ".join(map(str, (*flags, *LINK_FLAGS))),
+        text,
+        *(path.read_text() for path in sorted(depends_on)),
+    ):
         digest.update(part.encode() + b"\0")
     target = cache_dir() / f"{digest.hexdigest()[:32]}.so"
     if target.exists():

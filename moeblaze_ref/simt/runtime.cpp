@@ -352,7 +352,7 @@ struct Worker {
     // ---- memory accesses -----------------------------------------------------------------
 
     void access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
-        if (!current || current->fiber.owns(address)) return;
+        if (!current || !launch->checked || current->fiber.owns(address)) return;
         const int buffer = find_buffer(address, bytes);
         if (buffer >= 0) {
             if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
@@ -372,7 +372,7 @@ struct Worker {
 
     // A GPU faults where the address is no multiple of the access's width.
     void aligned_access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
-        if (address % bytes && current && !current->fiber.owns(address)) {
+        if (address % bytes && current && launch->checked && !current->fiber.owns(address)) {
             fail(*current, "misaligned access of %u bytes at address %p", bytes, (void*)address);
             stop();
         }

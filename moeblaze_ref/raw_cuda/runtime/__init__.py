@@ -1,8 +1,8 @@
 """One launch interface, two executors.
 
-An executor has ``name``, ``empty(shape, dtype)``, ``from_numpy(array)``,
-``to_numpy(array)`` and ``load(file, **constants)``; the module that it loads has ``launch(kernel, grid, block,
-shared_bytes=0, **arguments)``. The same .cu file runs through either.
+An executor has ``name``, ``empty(shape, dtype)``, ``from_numpy(array)``, ``to_numpy(array)``,
+``matmul(left, right, dtype)`` and ``load(file, **constants)``; the module that it loads has
+``launch(kernel, grid, block, shared_bytes=0, **arguments)``. The same .cu file runs through either.
 """
 
 import functools
@@ -26,6 +26,9 @@ class Executor(Protocol):
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """The array on the host."""
+
+    def matmul(self, left: Any, right: Any, dtype: str) -> Any:
+        """A plain dense product by a library, for what needs no kernel of ours; sums are float32."""
 
     def load(self, file: str, text: str | None = None, **constants: Any) -> Module:
         """Compile a kernel file."""

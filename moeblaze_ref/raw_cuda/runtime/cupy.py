@@ -36,6 +36,10 @@ class CupyExecutor:
         """A copy on the host."""
         return cupy.asnumpy(array)
 
+    def matmul(self, left: cupy.ndarray, right: cupy.ndarray, dtype: str) -> cupy.ndarray:
+        """The dense product, summed in float32 and rounded once, by cuBLAS."""
+        return (left.astype(np.float32) @ right.astype(np.float32)).astype(dtype)
+
     def load(self, file: str, text: str | None = None, **constants) -> "CupyModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
         return _compile(file, text, tuple(sorted(constants.items())), cupy.cuda.Device().id)

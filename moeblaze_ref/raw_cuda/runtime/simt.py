@@ -103,6 +103,7 @@ class _Launch(ctypes.Structure):
         ("dynamic_shared_bytes", ctypes.c_uint64),
         ("workers", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
+        ("checked", ctypes.c_uint64),
         ("num_buffers", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
         ("shared", _Shared),
@@ -154,6 +155,10 @@ class SimtExecutor:
     def to_numpy(self, array: np.ndarray) -> np.ndarray:
         """The array itself."""
         return array
+
+    def matmul(self, left: np.ndarray, right: np.ndarray, dtype: str) -> np.ndarray:
+        """The dense product, summed in float32 and rounded once, by numpy's own library."""
+        return (left.astype(np.float32) @ right.astype(np.float32)).astype(dtype)
 
     def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
@@ -229,6 +234,7 @@ class SimtModule(Module):
             dynamic_shared_bytes=shared_bytes,
             workers=self._executor.workers,
             seed=self._executor.seed,
+            checked=self._executor.instrumented,
             num_buffers=len(buffers),
             buffers=buffers,
         )

@@ -72,6 +72,7 @@ struct SimtLaunch {
     uint64_t dynamic_shared_bytes;
     uint64_t workers;        // operating-system threads
     uint64_t seed;           // 0: threads run in order; otherwise a random order
+    uint64_t checked;        // 0: the buffers are not registered, and no access is looked at
     uint64_t num_buffers;
     SimtBuffer* buffers;     // sorted by address
     SimtShared shared;

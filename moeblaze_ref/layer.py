@@ -1,0 +1,285 @@
+"""The whole MoE layer, forward and backward, over the stages of any backend, and what is kept in between.
+
+Source: MoEBlaze (arXiv 2601.05296), sections 3 and 5. The stages do the work; this file decides only
+what survives from forward to backward, which is the memory wall. ``numpy_ref.layer``, ``numba_cuda.layer``
+and ``raw_cuda.layer`` are this body with their own stages.
+"""
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+from moeblaze_ref import doors, stage_doors
+from moeblaze_ref.config import POLICIES, is_gated
+from moeblaze_ref.structures import Array, Dispatch
+
+# The intermediates that each policy keeps, besides x, the Dispatch and the gates. The backward
+# reads a, b and y_swi and rebuilds those that are missing; `conventional` also keeps what
+# plain autograd would keep and this backward never reads: routed_x, act_a and y.
+INTERMEDIATES = {
+    "conventional": ("routed_x", "a", "b", "act_a", "y_swi", "y"),
+    "paper": ("a", "b", "y_swi"),
+    "minimal": ("a", "b"),
+    "inputs": (),
+}
+assert INTERMEDIATES.keys() == POLICIES.keys()
+
+
+class MoEWeights(NamedTuple):
+    """The layer's parameters, all of one dtype."""
+
+    wg: Array  # (d, E) router
+    w1: Array  # (E, d, h)
+    w2: Array | None  # (E, d, h); None for the ungated activations
+    w3: Array  # (E, h, d)
+
+
+class Stages(NamedTuple):
+    """A backend's stages as the layer calls them: modules, or whatever has their functions."""
+
+    router: Any
+    gating: Any
+    dispatch: Any
+    expert_up: Any
+    activation: Any
+    expert_down: Any
+    combine: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What the forward keeps for the backward: no weights, and no router probabilities.
+
+    Parameters
+    ----------
+    x : array (L, d)
+        The layer's input itself, not a copy.
+    dispatch : Dispatch
+        The routing; it is never decided again.
+    gates : array (L, k)
+    intermediates : dict of str to array
+        Those that the policy keeps: ``INTERMEDIATES``, less the ones that the activation does not have.
+    activation, policy : str
+    renormalize : bool
+    """
+
+    x: Array
+    dispatch: Dispatch
+    gates: Array
+    intermediates: dict[str, Array]
+    activation: str
+    policy: str
+    renormalize: bool
+
+    def tensors(self) -> dict[str, Array]:
+        """Every array that is kept, by name."""
+        return {"x": self.x, **self.dispatch.arrays(), "gates": self.gates, **self.intermediates}
+
+
+class LayerOutput(NamedTuple):
+    """What the forward returns."""
+
+    out: Array  # (L, d)
+    load_balancing_loss: Array  # ()
+    router_z_loss: Array  # ()
+    saved: Saved
+
+
+class Gradients(NamedTuple):
+    """What the backward returns."""
+
+    d_x: Array  # (L, d)
+    d_wg: Array  # (d, E)
+    d_w1: Array  # (E, d, h)
+    d_w2: Array | None  # (E, d, h); None for the ungated activations
+    d_w3: Array  # (E, h, d)
+    d_gates: Array  # (L, k)
+
+
+def forward(
+    stages: Stages,
+    dtypes: tuple[str, ...],
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str = "swiglu",
+    policy: str = "minimal",
+    renormalize: bool = False,
+    topk_experts: Array | None = None,
+) -> LayerOutput:
+    """One MoE layer: route, dispatch, expert MLPs, combine.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's, and ``dtypes``, the names of those that it computes in.
+    x : array (L, d)
+        Tokens, finite; L = 0 is valid.
+    weights : MoEWeights
+        Of the dtype of ``x``, finite.
+    k : int
+        Experts per token, 1..E.
+    activation : str
+        One of ``config.ACTIVATIONS``.
+    policy : str
+        What to keep for the backward, one of ``config.POLICIES``; it changes no result.
+    renormalize : bool
+        Divide the chosen gates of a token by their sum.
+    topk_experts : array (L, k), int32, optional
+        A routing to replay in place of the router's own choice; the gates are still the router's.
+
+    Returns
+    -------
+    LayerOutput
+        out (L, d), load_balancing_loss, router_z_loss, saved.
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree, k > E, a value is not finite, an activation or policy is unknown, w2 is missing or
+        superfluous, or a replayed expert is out of range or named twice by a token.
+    TypeError
+        If a dtype is not allowed, or ``weights`` is no MoEWeights.
+
+    Notes
+    -----
+    MoEBlaze, sections 2, 3.1 and 5 (Algorithm 1).
+    """
+    doors.check_name("policy", policy, POLICIES)
+    _check(dtypes, x, weights, k, activation)
+    if topk_experts is not None:
+        doors.check_topk_experts(topk_experts, weights.wg.shape[1])
+        doors.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
+    with doors.trusted_values():
+        logits = stages.router.forward(x, weights.wg)  # (L, E)
+    doors.check_finite("logits", logits)
+    with doors.trusted_values():
+        chosen, gates, losses = _decide(stages, logits, k, renormalize, topk_experts)
+        del logits
+        dispatch = stages.dispatch.build(chosen, weights.wg.shape[1])
+        out, kept = _run_experts(stages, x, weights, dispatch, gates, activation, INTERMEDIATES[policy])
+    return LayerOutput(out, *losses, Saved(x, dispatch, gates, kept, activation, policy, renormalize))
+
+
+def _check(dtypes, x, weights, k, activation):
+    doors.check_type("weights", weights, MoEWeights)
+    stage_doors.check_layer(x, weights, k, activation, dtypes)
+
+
+def _decide(stages, logits, k, renormalize, topk_experts):
+    """Chosen experts and gates (L, k), and both losses; the probabilities (L, E) are dropped here."""
+    probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
+    if topk_experts is not None:
+        chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
+    return chosen, gates, (stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits))
+
+
+def _gates_of(probs, topk_experts, renormalize):
+    """The gates (L, k) of a choice that the router did not make."""
+    library = probs.__array_namespace__()
+    gates = library.take_along_axis(probs, topk_experts.astype("int64"), axis=1)
+    return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
+
+
+def _run_experts(stages, x, weights, dispatch, gates, activation, kept):
+    """out (L, d), and the intermediates that are named in ``kept``; each other one is dropped after its last use."""
+    tensors = {"routed_x": x[dispatch.expert_token_indices]} if "routed_x" in kept else {}  # the first memory wall
+    stores = {*kept, "y_swi"} & {"a", "b", "y_swi"}
+    projections = stages.expert_up.forward(x, weights.w1, weights.w2, dispatch, activation, stores=stores)
+    tensors |= dict(zip(("a", "b", "y_swi"), projections, strict=True))
+    del projections
+    if "act_a" in kept and is_gated(activation):  # ungated, y_swi is act(a)
+        tensors["act_a"] = stages.activation.act(tensors["a"], activation)
+    tensors["y"] = stages.expert_down.forward(tensors["y_swi"], weights.w3, dispatch)  # (R, d)
+    if "y_swi" not in kept:
+        del tensors["y_swi"]
+    out = stages.combine.forward(tensors["y"], gates, dispatch)  # (L, d)
+    return out, {name: tensors[name] for name in kept if tensors.get(name) is not None}
+
+
+def backward(
+    stages: Stages,
+    dtypes: tuple[str, ...],
+    d_out: Array,
+    saved: Saved,
+    weights: MoEWeights,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+) -> Gradients:
+    """Every gradient of the layer, from those of its output and of its two losses.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's, and ``dtypes``, the names of those that it computes in.
+    d_out : array (L, d)
+        The dtype of x, finite.
+    saved : Saved
+        From `forward`; it is not changed, so a second backward gives the same again.
+    weights : MoEWeights
+        Those of the forward, unchanged since.
+    d_load_balancing_loss, d_router_z_loss : float or array ()
+        Gradients of the two losses.
+
+    Returns
+    -------
+    Gradients
+        d_x, d_wg, d_w1, d_w2 (None if ungated), d_w3, d_gates: the same bits under every policy. d_gates is the
+        gradient of the gates that `forward` returned in ``saved``, after renormalisation if there was one.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`, and if a loss gradient is no finite number.
+
+    Notes
+    -----
+    MoEBlaze, sections 3.2 and 5; the gates as in SonicMoE.
+    """
+    doors.check_type("saved", saved, Saved)
+    _check(dtypes, saved.x, weights, saved.dispatch.k, saved.activation)
+    L, d = saved.x.shape
+    doors.check_tensor("d_out", d_out, {"L": L, "d": d}, (str(saved.x.dtype),))
+    d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
+    for name, value in d_losses.items():
+        doors.check_scalar(name, value)
+    with doors.trusted_values():
+        a, b, y_swi = _rebuild(stages, saved, weights)
+        d_a, d_b, d_gates, d_w3 = stages.expert_down.backward(
+            d_out, saved.gates, a, b, weights.w3, saved.dispatch, saved.activation, y_swi
+        )
+        del a, b, y_swi
+        d_x, d_w1, d_w2 = stages.expert_up.backward(d_a, d_b, saved.x, weights.w1, weights.w2, saved.dispatch)
+        del d_a, d_b
+        d_logits = _router_gradient(stages, d_gates, saved, weights.wg, *d_losses.values())  # (L, E)
+        d_x_router, d_wg = stages.router.backward(d_logits, saved.x, weights.wg)
+        d_x += d_x_router
+    return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
+
+
+def _rebuild(stages, saved, weights):
+    """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
+    kept = saved.intermediates
+    if "a" in kept:
+        return kept["a"], kept.get("b"), kept.get("y_swi")
+    return stages.expert_up.forward(
+        saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
+    )
+
+
+def _router_gradient(stages, d_gates, saved, wg, d_load_balancing_loss, d_router_z_loss):
+    """d_logits (L, E) from the gates and both losses; the (L, E) probabilities are computed again, the choice is not."""
+    logits = stages.router.forward(saved.x, wg)  # (L, E)
+    probs = stages.gating.forward(logits, saved.dispatch.k).probs  # (L, E)
+    chosen = saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
+    d_logits = stages.gating.backward(d_gates, probs, chosen, saved.renormalize)
+    if not _is_zero(d_load_balancing_loss):
+        d_logits += d_load_balancing_loss * stages.gating.load_balancing_loss_backward(probs, chosen)
+    if not _is_zero(d_router_z_loss):
+        d_logits += d_router_z_loss * stages.gating.router_z_loss_backward(logits)
+    return d_logits
+
+
+def _is_zero(d_loss):
+    """Whether a loss plays no part; an array is not asked, since on a GPU that would wait for its value."""
+    return isinstance(d_loss, Real) and d_loss == 0

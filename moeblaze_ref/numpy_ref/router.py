@@ -1,0 +1,54 @@
+"""The router's matrix products: logits from x and wg, and back.
+
+Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
+"""
+
+from moeblaze_ref import stage_doors
+from moeblaze_ref.numpy_ref import DTYPES
+
+
+def forward(x, wg):
+    """Router logits.
+
+    Parameters
+    ----------
+    x : ndarray (L, d), float64 or float32
+        Tokens, finite.
+    wg : ndarray (d, E)
+
+    Returns
+    -------
+    logits : ndarray (L, E)
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree or a value is not finite.
+    TypeError
+        If a dtype is not allowed.
+    """
+    stage_doors.check_router(x, wg, DTYPES)
+    return x @ wg
+
+
+def backward(d_logits, x, wg):
+    """Gradients of x, through the router alone, and of wg.
+
+    Parameters
+    ----------
+    d_logits : ndarray (L, E)
+    x, wg
+        As in `forward`.
+
+    Returns
+    -------
+    d_x : ndarray (L, d)
+    d_wg : ndarray (d, E)
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    stage_doors.check_router_backward(d_logits, x, wg, DTYPES)
+    return d_logits @ wg.T, x.T @ d_logits

@@ -1,0 +1,98 @@
+"""The whole MoE layer from the raw CUDA stages: the body of ``moeblaze_ref.layer`` over these stages."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from moeblaze_ref import doors, layer
+from moeblaze_ref.layer import Gradients, LayerOutput, MoEWeights, Saved
+from moeblaze_ref.raw_cuda import activation as activation_stage
+from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, router
+from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
+from moeblaze_ref.structures import Array
+
+RUNGS = expert_up.RUNGS  # of both projections; the other stages run their default rung
+
+
+def default_rung(dtype: str, d: int, h: int) -> str:
+    """The fastest rung that computes in this dtype at these widths."""
+    return "3_mma" if dtype in gemm.NARROW and d % 8 == 0 and h % 8 == 0 else "2_tiled"
+
+
+def forward(
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str = "swiglu",
+    policy: str = "minimal",
+    renormalize: bool = False,
+    topk_experts: Array | None = None,
+    executor: Executor | None = None,
+    rung: str | None = None,
+) -> LayerOutput:
+    """One MoE layer, as `moeblaze_ref.layer.forward` describes.
+
+    Parameters
+    ----------
+    x : array (L, d), float32, float16 or bfloat16
+        A numpy array runs on the SIMT executor, a CuPy array on the GPU; so do all others.
+    weights, k, activation, policy, renormalize, topk_experts
+        As in `moeblaze_ref.layer.forward`.
+    executor : Executor, optional
+        Another executor for arrays of that kind.
+    rung : str, optional
+        One of ``RUNGS``. Default: `default_rung`.
+
+    Returns
+    -------
+    LayerOutput
+        Losses and gates are float32.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `moeblaze_ref.layer.forward`, or if the rung is unknown or does not compute in this dtype.
+    """
+    stages = _stages(x, weights, executor, rung)
+    return layer.forward(stages, gemm.WIDE, x, weights, k, activation, policy, renormalize, topk_experts)
+
+
+def backward(
+    d_out: Array,
+    saved: Saved,
+    weights: MoEWeights,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+    executor: Executor | None = None,
+    rung: str | None = None,
+) -> Gradients:
+    """Every gradient, as `moeblaze_ref.layer.backward` describes; executor and rung as in `forward`."""
+    doors.check_type("saved", saved, Saved)
+    stages = _stages(saved.x, weights, executor, rung)
+    return layer.backward(stages, gemm.WIDE, d_out, saved, weights, d_load_balancing_loss, d_router_z_loss)
+
+
+def _stages(x, weights, executor, rung) -> layer.Stages:
+    """The stages with the executor and the rung already chosen."""
+    doors.check_type("weights", weights, MoEWeights)
+    executor = executor or executor_for(x)
+    rung = rung or default_rung(str(x.dtype), *weights.w1.shape[1:])
+    return layer.Stages(
+        router=_Bound(router, executor=executor),
+        gating=_Bound(gating, executor=executor),
+        dispatch=_Bound(dispatch, executor=executor),
+        expert_up=_Bound(expert_up, executor=executor, rung=rung),
+        activation=_Bound(activation_stage, executor=executor),
+        expert_down=_Bound(expert_down, executor=executor, rung=rung),
+        combine=_Bound(combine, executor=executor),
+    )
+
+
+class _Bound:
+    """A stage whose functions are called with these options."""
+
+    def __init__(self, module: ModuleType, **options: Any):
+        self._module, self._options = module, options
+
+    def __getattr__(self, name: str):
+        return functools.partial(getattr(self._module, name), **self._options)

@@ -1,0 +1,64 @@
+"""The router's matrix products beside the raw CUDA stages: plain dense products, which a library does best.
+
+Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
+"""
+
+from moeblaze_ref import stage_doors
+from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
+from moeblaze_ref.structures import Array
+
+LOGIT_DTYPES = ("float32",)
+
+
+def forward(x: Array, wg: Array, executor: Executor | None = None) -> Array:
+    """Router logits.
+
+    Parameters
+    ----------
+    x : array (L, d), float32, float16 or bfloat16
+        Tokens, finite.
+    wg : array (d, E)
+    executor : Executor, optional
+        Default: by where ``x`` lives.
+
+    Returns
+    -------
+    logits : array (L, E), float32
+        Never rounded to a narrow type: two experts' logits may differ by less.
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree or a value is not finite.
+    TypeError
+        If a dtype is not allowed.
+    """
+    stage_doors.check_router(x, wg, gemm.WIDE)
+    return (executor or executor_for(x)).matmul(x, wg, "float32")
+
+
+def backward(d_logits: Array, x: Array, wg: Array, executor: Executor | None = None) -> tuple[Array, Array]:
+    """Gradients of x, through the router alone, and of wg.
+
+    Parameters
+    ----------
+    d_logits : array (L, E), float32
+        Rounded to the dtype of x for the products, whose sums are float32.
+    x, wg, executor
+        As in `forward`.
+
+    Returns
+    -------
+    d_x : array (L, d)
+    d_wg : array (d, E)
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    stage_doors.check_router_backward(d_logits, x, wg, gemm.WIDE, LOGIT_DTYPES)
+    executor, dtype = executor or executor_for(x), str(x.dtype)
+    rounded = d_logits.astype(x.dtype)
+    return executor.matmul(rounded, wg.T, dtype), executor.matmul(x.T, rounded, dtype)

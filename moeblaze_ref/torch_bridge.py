@@ -1,0 +1,73 @@
+"""How torch tensors become arrays of the stages, and back, without a copy."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeblaze_ref import doors
+from moeblaze_ref.raw_cuda.runtime import Executor
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.structures import Array
+
+
+class Bridge:
+    """Between the tensors of one device and the arrays of its executor; None stays None."""
+
+    executor: Executor
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it the stages may run on these tensors; values travel unchecked, as in torch."""
+        with doors.trusted_values():
+            yield
+
+    def array(self, tensor: Tensor | None) -> Array | None:
+        """The tensor's own memory as an array."""
+        return None if tensor is None else self._array(tensor.detach())
+
+    def tensor(self, array: Array | None) -> Tensor | None:
+        """The array's own memory as a tensor."""
+        return None if array is None else self._tensor(array)
+
+
+class CpuBridge(Bridge):
+    """numpy arrays, and the SIMT executor without its counts; numpy's bfloat16 comes from ml_dtypes."""
+
+    def __init__(self):
+        self.executor = SimtExecutor(instrumented=False)
+
+    def _array(self, tensor):
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.numpy()
+
+    def _tensor(self, array):
+        if array.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+@functools.cache
+def bridge_to(device: torch.device) -> Bridge:
+    """The bridge of a device.
+
+    Raises
+    ------
+    RuntimeError
+        If the device is a GPU and CuPy is missing.
+    """
+    if device.type == "cpu":
+        return CpuBridge()
+    try:
+        from moeblaze_ref.torch_gpu import GpuBridge
+    except ImportError as error:
+        raise RuntimeError(
+            f"x is on {device}, but CuPy, which launches the kernels there, cannot be imported: {error}; "
+            f"pip install 'moeblaze_ref[gpu]'"
+        ) from error
+    return GpuBridge(device)

@@ -1,0 +1,264 @@
+"""The MoE layer for torch models: the raw CUDA stages under autograd, on a GPU or, slowly, on a CPU.
+
+Arrays pass between torch and the stages without a copy, on torch's stream; what the stages allocate on a
+GPU comes from torch's allocator. On a CPU the same kernels run on the SIMT executor, or nothing does: plain
+torch is another layer (`oracle.OracleMoE`) and never steps in.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref import doors
+from moeblaze_ref.config import POLICIES
+from moeblaze_ref.layer import MoEWeights, Saved
+from moeblaze_ref.raw_cuda import layer as raw_layer
+from moeblaze_ref.routed_experts import RoutedExperts
+from moeblaze_ref.structures import Array, Dispatch
+from moeblaze_ref.torch_bridge import bridge_to
+
+log = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STRUCTURES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
+
+
+class MoEOutput(NamedTuple):
+    """What a layer returns."""
+
+    out: Tensor  # (..., d), as x
+    load_balancing_loss: Tensor  # () float32
+    router_z_loss: Tensor  # () float32
+    topk_experts: Tensor  # (L, k) int32
+
+
+class MoELayer(RoutedExperts):
+    """A mixture of experts that keeps no routed buffer: MoEBlaze as an ``nn.Module``.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+    policy : str
+        What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
+    rung : str, optional
+        One of ``raw_cuda.layer.RUNGS``. Default: the fastest for the dtype and the widths.
+
+    Attributes
+    ----------
+    executor : str or None
+        What ran the last forward: "cuda", "simt", or None before the first.
+
+    Notes
+    -----
+    Works under ``torch.autocast`` (x and the weights are cast to its dtype), ``torch.no_grad`` and
+    ``torch.utils.checkpoint``, for which `keep_routing` keeps the choice of experts. A second derivative raises.
+    MoEBlaze, sections 3 and 5.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        policy: str = "minimal",
+        renormalize: bool = False,
+        rung: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        doors.check_kernel_limits(E, k)
+        self.policy = doors.check_name("policy", policy, POLICIES)
+        self.rung = rung if rung is None else doors.check_name("rung of layer", rung, raw_layer.RUNGS)
+        self.executor: str | None = None
+
+    def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
+        """The layer's output for the tokens x.
+
+        Parameters
+        ----------
+        x : Tensor (..., d)
+            Of the dtype and on the device of the weights.
+        topk_experts : Tensor (L, k), int32, optional
+            A routing to replay in place of the router's own choice.
+
+        Raises
+        ------
+        ValueError
+            If a shape, a device or a replayed expert is not allowed.
+        TypeError
+            If x is no tensor, or a dtype is not allowed or differs from that of the weights.
+        RuntimeError
+            If nothing can run the kernels here.
+        """
+        doors.check_type("x", x, Tensor)
+        _check_device(x)
+        tokens, weights = _cast(x, self.weights)
+        _check_tensors(tokens, weights)
+        topk_experts = _next_routing() if topk_experts is None else _checked_routing(topk_experts, tokens, self)
+        keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tokens, *weights))
+        options = _Options(self.k, self.activation, self.policy if keeps else "inputs", self.renormalize, self.rung)
+        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
+        result = MoEOutput(*_Layer.apply(options, rows, *weights, topk_experts))
+        _remember_routing(result.topk_experts)
+        self._record(bridge_to(x.device).executor.name)
+        return result._replace(out=result.out.reshape(x.shape))
+
+    def _record(self, executor: str):
+        if executor != self.executor:
+            log.info("MoELayer(%s) runs on %s", self.extra_repr(), executor)
+            self.executor = executor
+
+    def extra_repr(self) -> str:
+        """The sizes and choices, for ``print``."""
+        return f"{super().extra_repr()}, policy={self.policy}, rung={self.rung or 'default'}"
+
+
+class _Options(NamedTuple):
+    """What the layer is told besides tensors."""
+
+    k: int
+    activation: str
+    policy: str
+    renormalize: bool
+    rung: str | None
+
+
+class _Layer(torch.autograd.Function):
+    """The raw CUDA layer as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx, options, x, wg, w1, w2, w3, topk_experts):
+        bridge = bridge_to(x.device)
+        with bridge.running():
+            weights = MoEWeights(*(bridge.array(w) for w in (wg, w1, w2, w3)))
+            replay = {"topk_experts": bridge.array(topk_experts), "executor": bridge.executor, "rung": options.rung}
+            *results, saved = raw_layer.forward(bridge.array(x), weights, *options[:-1], **replay)
+            out, *losses = (bridge.tensor(result) for result in results)
+            kept = {name: bridge.tensor(array) for name, array in saved.tensors().items() if name != "x"}
+        chosen = kept["token_expert_indices"].view(x.shape[0], options.k)
+        ctx.options, ctx.kept = options, tuple(kept)
+        ctx.save_for_backward(x, wg, w1, w2, w3, *kept.values())
+        ctx.mark_non_differentiable(chosen)
+        ctx.set_materialize_grads(False)  # a loss that nobody uses costs nothing
+        return out, *losses, chosen
+
+    @staticmethod
+    def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
+        if torch.is_grad_enabled():
+            raise RuntimeError("MoELayer has no second derivative: call backward or grad without create_graph=True")
+        x, *tensors = ctx.saved_tensors
+        weights, kept = tensors[:4], dict(zip(ctx.kept, tensors[4:], strict=True))
+        d_out = torch.zeros_like(x) if d_out is None else d_out.contiguous()
+        bridge = bridge_to(x.device)
+        with bridge.running():
+            d_losses = (0.0 if d is None else bridge.array(d) for d in (d_load_balancing_loss, d_router_z_loss))
+            arrays = {name: bridge.array(tensor) for name, tensor in kept.items()}
+            gradients = raw_layer.backward(
+                bridge.array(d_out),
+                _saved(ctx.options, bridge.array(x), arrays),
+                MoEWeights(*(bridge.array(w) for w in weights)),
+                *d_losses,
+                executor=bridge.executor,
+                rung=ctx.options.rung,
+            )
+            d_x, d_wg, d_w1, d_w2, d_w3, _ = (bridge.tensor(gradient) for gradient in gradients)
+        return None, d_x, d_wg, d_w1, d_w2, d_w3, None
+
+
+def _saved(options: _Options, x: Array, arrays: dict[str, Array]) -> Saved:
+    """What the forward kept, put together again."""
+    dispatch = Dispatch(**{name: arrays.pop(name) for name in _STRUCTURES}, k=options.k)
+    gates = arrays.pop("gates")
+    return Saved(x, dispatch, gates, arrays, options.activation, options.policy, options.renormalize)
+
+
+# ---- the door ------------------------------------------------------------------------------
+
+
+def _check_device(x):
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x is on {x.device}, but MoELayer runs on cuda, or through the SIMT executor on cpu")
+
+
+def _cast(x, weights):
+    """x and the weights in autocast's dtype where that is on; autograd casts their gradients back."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x, weights
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), tuple(None if w is None else w.to(dtype) for w in weights)
+
+
+def _check_tensors(x, weights):
+    """Kernels exist for the dtype, and everything has it and lies on one device; shapes are the stages' business."""
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype}, but it must be {' or '.join(map(str, DTYPES))}")
+    for name, weight in zip(MoEWeights._fields, weights, strict=True):
+        if weight is None:
+            continue
+        if weight.device != x.device:
+            raise ValueError(f"{name} is on {weight.device}, but x is on {x.device}: move the layer or x")
+        if weight.dtype != x.dtype:
+            raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
+    width = weights[0].shape[0]
+    if x.ndim == 0 or x.shape[-1] != width:
+        raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
+
+
+def _checked_routing(topk_experts, x, layer):
+    """A routing given by the caller: this is the one place that looks at its values."""
+    doors.check_type("topk_experts", topk_experts, Tensor)
+    if topk_experts.dtype != torch.int32:
+        raise TypeError(f"topk_experts has dtype {topk_experts.dtype}, but it must be torch.int32")
+    if topk_experts.device != x.device:
+        raise ValueError(f"topk_experts is on {topk_experts.device}, but x is on {x.device}")
+    doors.check_shape("topk_experts", topk_experts, {"L": x.numel() // x.shape[-1], "k": layer.k})
+    doors.check_topk_experts(topk_experts.cpu().numpy(), layer.wg.shape[1])
+    return topk_experts.contiguous()
+
+
+# ---- routing that survives activation checkpointing ------------------------------------------
+
+_remember: ContextVar[Callable[[Tensor], None] | None] = ContextVar("remember", default=None)
+_replay: ContextVar[Iterator[Tensor] | None] = ContextVar("replay", default=None)
+
+
+def keep_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """For ``torch.utils.checkpoint``: the recomputation replays the choice of experts instead of making it again.
+
+    Returns
+    -------
+    forward_context, recompute_context
+        As the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` returns them.
+        Each call of a `MoELayer` in the region costs the 4 L k bytes of its choice.
+    """
+    tape: list[Tensor] = []
+    return _set(_remember, lambda: tape.append), _set(_replay, lambda: iter(tape))
+
+
+@contextmanager
+def _set(variable: ContextVar, make: Callable[[], Any]) -> Iterator[None]:
+    token = variable.set(make())
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def _remember_routing(topk_experts: Tensor):
+    remember = _remember.get()
+    if remember is not None:
+        remember(topk_experts)
+
+
+def _next_routing() -> Tensor | None:
+    replay = _replay.get()
+    return None if replay is None else next(replay)

@@ -1,0 +1,367 @@
+"""The torch layer: gradients against the oracle, what autograd keeps, and the company of torch's own machinery."""
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from moeblaze_ref import check, oracle
+from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.cases import every_choice
+from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
+from moeblaze_ref.memory import measure
+from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.oracle import OracleMoE
+from moeblaze_ref.raw_cuda import expert_down, gating
+from moeblaze_ref.torch_layer import MoELayer, keep_routing
+
+SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
+L = 37  # no tile divides it
+
+
+def make_layer(seed=0, **options):
+    torch.manual_seed(seed)
+    return MoELayer(**(SIZES | options))
+
+
+def make_x(*shape, seed=1, dtype=None):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (L, SIZES["d"])), generator=generator).to(dtype).requires_grad_()
+
+
+def loss_of(result):
+    """A scalar to which every output of a layer contributes."""
+    weights = torch.linspace(-1.0, 1.0, result.out.numel()).reshape(result.out.shape)
+    losses = 0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss
+    return (result.out.float() * weights).sum() + losses
+
+
+def gradients(layer, x, function=None):
+    """Gradients of `loss_of` by x and the parameters, by name."""
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    return dict(zip(leaves, torch.autograd.grad(loss_of((function or layer)(x)), leaves.values()), strict=True))
+
+
+def same_bits(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# Against the oracle
+
+
+def rows_of(case, dtype):
+    return list(check.check_gradients(BACKENDS["simt"], None, case, dtype))
+
+
+@pytest.mark.parametrize("case", every_choice(), ids=lambda case: case.name)
+def test_every_activation_and_policy_agrees_with_autograd(case):
+    rows = rows_of(case, "float32")
+    assert [row.direction for row in rows] == ["forward", "backward"]
+    assert check.passed(rows), rows
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_narrow_types_agree_with_autograd(dtype, policy):
+    (case,) = (case for case in every_choice() if case.name == f"swiglu, {policy}")
+    assert check.passed(rows_of(case, dtype))
+
+
+ZEROS = {
+    "d_a": (expert_down, "backward", 0),
+    "d_b": (expert_down, "backward", 1),
+    "d_gates": (expert_down, "backward", 2),
+    "d_w3": (expert_down, "backward", 3),
+    "d_logits": (gating, "backward", None),
+    "balancing loss": (gating, "load_balancing_loss_backward", None),
+    "z-loss": (gating, "router_z_loss_backward", None),
+}
+
+
+@pytest.mark.parametrize("fault", ZEROS)
+def test_a_gradient_that_is_zero_is_caught(fault, monkeypatch):
+    module, name, part = ZEROS[fault]
+    stage = getattr(module, name)
+
+    def faulty(*arguments, **options):
+        result = stage(*arguments, **options)
+        (result if part is None else result[part]).fill(0)
+        return result
+
+    monkeypatch.setattr(module, name, faulty)
+    assert not check.passed(rows_of(every_choice()[0], "float32"))
+
+
+def test_the_plan_has_every_activation_policy_and_dtype():
+    jobs = check.plan_gradients(["simt"])
+    assert len(jobs) == len(ACTIVATIONS) * len(POLICIES) * 3
+    with pytest.raises(ValueError, match="unknown backend of the torch layer 'numpy'"):
+        check.plan_gradients(["numpy"])
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("activation", "policy"), list(itertools.product(["swiglu", "gelu"], POLICIES)))
+def test_autograd_keeps_what_the_accounting_says(activation, policy, dtype):
+    layer = make_layer(activation=activation, policy=policy, dtype=getattr(torch, dtype))
+    config = MoEConfig(L, **SIZES, activation=activation, dtype=dtype)
+    one = account(config, "moeblaze", policy)
+    kept = measure.kept_storages(layer, make_x(dtype=getattr(torch, dtype)))
+    assert sorted(storage.bytes for storage in kept) == sorted(tensor.bytes for tensor in one.tensors if tensor.kept)
+
+
+def test_without_gradients_nothing_is_kept_and_the_output_is_the_same():
+    layer, x = make_layer(policy="conventional"), make_x()
+    with torch.no_grad():
+        quiet = layer(x)
+    assert not quiet.out.requires_grad
+    assert torch.equal(quiet.out, layer(x).out)
+    frozen = make_layer(policy="conventional").requires_grad_(False)
+    assert measure.kept_bytes(frozen, x.detach()) == 0
+
+
+# Torch's machinery
+
+
+def test_leading_dimensions_and_strides():
+    layer, x = make_layer(), make_x(3, 4, 16)
+    result = layer(x)
+    assert result.out.shape == x.shape
+    assert result.topk_experts.shape == (12, 3)
+    assert torch.equal(result.out.reshape(-1, 16), layer(x.reshape(-1, 16)).out)
+    strided = x.detach().transpose(0, 1).requires_grad_()
+    (found,) = torch.autograd.grad(layer(strided).out.sum(), strided)  # sum's gradient is an expanded scalar
+    (expected,) = torch.autograd.grad(layer(x).out.sum(), x)
+    assert torch.equal(found.transpose(0, 1), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_tokens(policy):
+    layer = make_layer(policy=policy)
+    result = layer(make_x(0, 16))
+    result.out.sum().backward()
+    assert result.out.shape == (0, 16)
+    assert all(not parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_one_loss_alone_reaches_the_router_only():
+    layer, x = make_layer(), make_x()
+    layer(x).load_balancing_loss.backward()
+    assert layer.wg.grad.any() and x.grad.any()
+    assert not layer.w1.grad.any() and not layer.w3.grad.any()
+
+
+def test_gradients_accumulate():
+    layer, x = make_layer(), make_x()
+    once = gradients(layer, x)
+    for _ in range(2):
+        loss_of(layer(x)).backward()
+    assert all(torch.equal(parameter.grad, 2 * once[name]) for name, parameter in layer.named_parameters())
+
+
+def test_frozen_weights_get_no_gradient():
+    layer, x = make_layer(), make_x()
+    expected = gradients(layer, x)
+    layer.w1.requires_grad_(False)
+    loss_of(layer(x)).backward()
+    assert layer.w1.grad is None
+    assert torch.equal(layer.w3.grad, expected["w3"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_that_of_the_weights(dtype):
+    layer, x = make_layer(), make_x()
+    with torch.autocast("cpu", dtype=dtype):
+        found = gradients(layer, x)
+        assert layer(x).out.dtype == dtype
+    narrow = make_layer(dtype=dtype)
+    narrow.load_state_dict(layer.state_dict())
+    expected = gradients(narrow, x.detach().to(dtype).requires_grad_())
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+    assert same_bits(found, {name: gradient.float() for name, gradient in expected.items()})
+
+
+@pytest.mark.parametrize("context", [{}, {"context_fn": keep_routing}], ids=["routing again", "routing kept"])
+def test_activation_checkpointing_changes_no_bit(context):
+    layer, x = make_layer(), make_x()
+    expected = gradients(layer, x)
+    found = gradients(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False, **context))
+    assert same_bits(found, expected)
+
+
+def test_the_recomputation_replays_the_routing_of_both_layers():
+    first, second, chosen = make_layer(0), make_layer(1), []
+
+    def region(x):
+        """A recomputation that sees other inputs: what dropout without its random state would do."""
+        noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(len(chosen)))
+        one = first(x + noise)
+        two = second(one.out)
+        chosen.extend([one.topk_experts, two.topk_experts])
+        return two.out.sum()
+
+    with set_checkpoint_early_stop(False):
+        checkpoint(region, make_x(), use_reentrant=False, context_fn=keep_routing).backward()
+        assert len(chosen) == 4
+        assert all(torch.equal(*pair) for pair in zip(chosen[:2], chosen[2:], strict=True))
+        chosen.clear()
+        checkpoint(region, make_x(), use_reentrant=False).backward()
+        assert not torch.equal(chosen[0], chosen[2])
+
+
+def test_a_given_routing_is_replayed():
+    layer, x = make_layer(renormalize=True), make_x()
+    given = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:3] for i in range(L)]).int()
+    found = layer(x, given)
+    assert torch.equal(found.topk_experts, given)
+    routing = oracle.route(x, layer.wg, 3, True, given)
+    expected = oracle.experts(x, routing, layer.w1, layer.w2, layer.w3)
+    torch.testing.assert_close(found.out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.out.sum(), layer.wg)[0],
+        torch.autograd.grad(expected.sum(), layer.wg)[0],
+        rtol=1e-3,
+        atol=1e-4,
+    )
+
+
+def test_a_second_backward_gives_the_same_bits_or_raises():
+    layer, x = make_layer(), make_x()
+    loss = loss_of(layer(x))
+    first = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
+    second = torch.autograd.grad(loss, [x, *layer.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("overwritten", ["x", "w1", "topk_experts"])
+def test_an_overwritten_tensor_raises_instead_of_giving_garbage(overwritten):
+    layer, x = make_layer(), make_x()
+    leaf = x.clone()
+    result = layer(leaf)
+    loss_of(result).backward(retain_graph=True)
+    with torch.no_grad():
+        {"x": leaf, "w1": layer.w1, "topk_experts": result.topk_experts}[overwritten].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(result).backward()
+
+
+def test_a_second_derivative_raises():
+    layer, x = make_layer(), make_x()
+    with pytest.raises(RuntimeError, match="MoELayer has no second derivative"):
+        torch.autograd.grad(loss_of(layer(x)), x, create_graph=True)
+
+
+def test_not_a_number_travels_as_in_torch():
+    layer, x = make_layer(), make_x()
+    with torch.no_grad():
+        x[3] = float("nan")
+    result = layer(x)
+    others = [i for i in range(L) if i != 3]
+    assert result.out[3].isnan().all() and not result.out[others].isnan().any()
+
+
+def test_it_learns():
+    layer, x = make_layer(), make_x().detach()
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(25):
+        loss = (layer(x).out - x.roll(1, dims=1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+# Which layer it is
+
+
+def test_the_executor_is_recorded_and_logged(caplog):
+    layer = make_layer()
+    assert layer.executor is None
+    with caplog.at_level(logging.INFO, logger="moeblaze_ref"):
+        layer(make_x())
+        layer(make_x())
+    assert layer.executor == "simt"
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "moeblaze_ref.torch_layer")
+    assert message.endswith("runs on simt")
+
+
+def test_without_an_executor_it_raises_and_plain_torch_does_not_step_in():
+    program = "import torch; from moeblaze_ref.torch_layer import MoELayer; MoELayer(8, 8, 2, 1)(torch.zeros(4, 8))"
+    environment = os.environ | {"CXX": "no-such-compiler"}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "SimtUnavailable: the SIMT executor compiles kernels with g++" in result.stderr
+
+
+def test_the_state_is_the_oracles():
+    layer, judge = make_layer(seed=3), OracleMoE(**SIZES)
+    judge.load_state_dict(layer.state_dict())
+    torch.manual_seed(3)
+    assert all(torch.equal(*pair) for pair in zip(layer.parameters(), OracleMoE(**SIZES).parameters(), strict=True))
+    assert repr(layer) == (
+        "MoELayer(d=16, h=24, E=5, k=3, activation=swiglu, renormalize=False, policy=minimal, rung=default)"
+    )
+
+
+# Bad input
+
+X = torch.zeros(4, 16)
+CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"k": 6}, ValueError, "k is 6, but there are only 5 experts"),
+        ({"d": 0}, ValueError, "d is 0, but it must be >= 1"),
+        ({"E": 1025}, ValueError, r"num_experts is 1025, but it must be 1..1024"),
+        ({"E": 64, "k": 33}, ValueError, r"k is 33, but it must be 1..32"),
+        ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
+        ({"policy": "minimum"}, ValueError, "unknown policy 'minimum'. Did you mean 'minimal'"),
+        ({"rung": "2_tile"}, ValueError, "unknown rung of layer '2_tile'. Did you mean '2_tiled'"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        make_layer(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "error", "message"),
+    [
+        ({}, ([[1.0]],), TypeError, "x is a list, but it must be a Tensor"),
+        ({}, (X.int(),), TypeError, "x has dtype torch.int32, but it must be torch.float32 or"),
+        ({"dtype": torch.float64}, (X.double(),), TypeError, "x has dtype torch.float64"),
+        ({}, (X.bfloat16(),), TypeError, "wg is torch.float32, but x is torch.bfloat16"),
+        ({}, (X.to("meta"),), ValueError, "x is on meta, but MoELayer runs on cuda"),
+        ({"device": "meta"}, (X,), ValueError, "wg is on meta, but x is on cpu"),
+        ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
+        ({"rung": "3_mma"}, (X,), TypeError, "rung 3_mma of expert_up computes in float16 or bfloat16, but x is float32"),
+        ({}, (X, CHOICE.long()), TypeError, "topk_experts has dtype torch.int64, but it must be torch.int32"),
+        ({}, (X, CHOICE[:3]), ValueError, r"topk_experts has shape \(3, 3\), but it must be \(L=4, k=3\)"),
+        ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
+        ({}, (X, CHOICE * 0), ValueError, r"topk_experts\[0\] names expert 0 twice"),
+        ({}, (X, CHOICE.to("meta")), ValueError, "topk_experts is on meta, but x is on cpu"),
+    ],
+)
+def test_bad_input(options, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make_layer(**options)(*arguments)
+
+
+def test_weights_that_disagree_are_named():
+    layer = make_layer()
+    layer.w3 = torch.nn.Parameter(torch.zeros(5, 23, 16))
+    with pytest.raises(ValueError, match=r"w3 has shape \(5, 23, 16\), but it must be \(E=5, h=24, d=16\)"):
+        layer(X)
