@@ -12,9 +12,9 @@ from moeblaze_ref import comparisons
 from moeblaze_ref.backends import OpenStage
 from moeblaze_ref.cases import make_case, relative_error
 from moeblaze_ref.config import ACTIVATIONS, is_gated
+from moeblaze_ref.notebook.sources import inlined
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 
@@ -216,18 +216,6 @@ FAULTS = {
     "combine: zeros": ("combine", "1_gather", "out[index] = from_float<Scalar>(sum);", "out[index] = from_float<Scalar>(0.0f);"),
     "combine: d_y unscaled": ("combine", "1_gather", "gates[slot] * to_float(d_out[", "to_float(d_out["),
 }
-
-
-def inlined(file):
-    """A kernel file with the project's own headers in it, so that a fault can be planted anywhere."""
-    text = (kernels_dir() / file).read_text()
-    included = set()
-    while '#include "' in text:
-        name = text.split('#include "')[1].split('"')[0]
-        body = (kernels_dir() / "include" / name).read_text().replace("#pragma once", "")
-        text = text.replace(f'#include "{name}"\n', body if name not in included else "", 1)
-        included.add(name)
-    return text
 
 
 class Planted(SimtExecutor):

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import headers
 import nbformat
 import numpy as np
 import pytest
@@ -24,15 +25,36 @@ from jupyter_client.kernelspec import KernelSpec
 from matplotlib.figure import Figure
 from nbclient import NotebookClient
 
-from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, make_case, random_topk
-from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.cases import (
+    GOLDEN_DISPATCH,
+    GOLDEN_NUM_EXPERTS,
+    GOLDEN_TOPK_EXPERTS,
+    make_case,
+    random_topk,
+    relative_error,
+)
+from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity
-from moeblaze_ref.notebook import bullets, dispatch, doubling, memory, routing, show_kernel, show_source, sources, table
+from moeblaze_ref.notebook import (
+    backward,
+    bullets,
+    dispatch,
+    doubling,
+    gemm,
+    memory,
+    routing,
+    show_kernel,
+    show_source,
+    sources,
+    table,
+)
 from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
 from moeblaze_ref.numpy_ref import dispatch as reference
-from moeblaze_ref.numpy_ref import gating
+from moeblaze_ref.numpy_ref import gating, layer
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
-from moeblaze_ref.raw_cuda.runtime.simt import KernelFault
+from moeblaze_ref.raw_cuda import expert_up
+from moeblaze_ref.raw_cuda import gemm as raw_gemm
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 from moeblaze_ref.units import GIB, MIB
 
 ROOT = Path(__file__).parents[1]
@@ -332,7 +354,7 @@ def test_unknown_files_and_functions_name_the_nearest():
         show_kernel(KERNELS, "dense_mup")
 
 
-def test_formulas_of_a_header_are_read_with_their_second_lines():
+def test_formulas_of_a_header_are_read_from_its_table():
     stated = sources.stated_bytes(KERNELS)
     assert list(stated) == ["dense_map", "expert_lengths", "expert_offsets", "route_indices"]
     assert stated["route_indices"] == {"read": "4 L E + 4 E THREADS + 2 R (k + 1)", "written": "8 R"}
@@ -604,3 +626,217 @@ def test_a_planted_fault_in_a_kernels_text_is_found():
     assert (dispatch.dense_map_by(text.replace("__syncwarp();", ""), choices, 8, seed=3) != expected).any()
     with pytest.raises(KernelFault, match="out-of-bounds write of 4 bytes at byte offset 6400 of dense_map"):
         dispatch.dense_map_by(text.replace("min((long long)WARP, L - first_token)", "WARP"), choices, 8)
+
+
+# The backward by hand ------------------------------------------------------------------------------------------------
+
+SMALL_LAYER = make_case(11, 6, 10, 4, 2, "zipf")
+
+
+def test_the_tape_differentiates_the_layer():
+    tape = backward.Tape(SMALL_LAYER, d_balance=0.7, d_z=0.3)
+    made = layer.forward(SMALL_LAYER.x, SMALL_LAYER.weights, SMALL_LAYER.k)
+    S = (SMALL_LAYER.d_out * made.out).sum() + 0.7 * made.load_balancing_loss + 0.3 * made.router_z_loss
+    assert relative_error(tape.S.detach(), S) < 1e-12
+    gradients = layer.backward(SMALL_LAYER.d_out, made.saved, SMALL_LAYER.weights, 0.7, 0.3)
+    lines = tape.check(**gradients._asdict()).data.splitlines()
+    assert [line.split("`")[1] for line in lines[2:]] == list(gradients._fields)
+    assert relative_error(tape.gradient("x_experts") + tape.gradient("x_router"), gradients.d_x) < 1e-12
+
+
+@pytest.mark.parametrize("spoil", [lambda d: d * (1 + 1e-9), np.zeros_like, lambda d: d * np.nan])
+def test_the_tape_refuses_a_wrong_gradient(spoil):
+    tape = backward.Tape(SMALL_LAYER)
+    with pytest.raises(AssertionError, match="d_w1 has a relative error of .*, but the bound is 1e-12"):
+        tape.check(d_w1=spoil(tape.gradient("w1")))
+    with pytest.raises(ValueError, match="unknown tensor 'w4'. Did you mean 'w"):
+        tape.check(d_w4=tape.gradient("w1"))
+
+
+@pytest.mark.parametrize("leaf", ["x", "wg", "w1", "w2", "w3"])
+def test_difference_quotients_meet_autograd(leaf):
+    tape = backward.Tape(SMALL_LAYER, 0.7, 0.3)
+    found = backward.quotients(tape, leaf)
+    assert found.slope == tape.gradient(leaf)[found.index] and abs(found.slope) == abs(tape.gradient(leaf)).max()
+    assert found.central.min() < 1e-8 and found.one_sided.min() < 1e-6
+    linear = leaf in ("w2", "w3")  # S is linear in each of them, so the largest step is the best
+    assert (found.central.argmin() == 0) == linear
+    one_sided, central = drawn(backward.quotients_picture(tape, leaf)).axes[0].lines
+    np.testing.assert_array_equal([one_sided.get_ydata(), central.get_ydata()], [found.one_sided, found.central])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_differences_of_an_activation_lie_on_its_slope(activation):
+    act, slope, dots, _ = drawn(backward.slope_picture(activation)).axes[0].lines
+    at = np.searchsorted(slope.get_xdata().ravel(), dots.get_xdata().ravel())
+    np.testing.assert_allclose(slope.get_ydata()[at], dots.get_ydata(), atol=1e-8)
+    assert act.get_ydata()[-1] > 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_map_of_the_backward_keeps_what_the_policy_keeps(policy):
+    fates = backward.fates(policy)
+    case = SMALL_LAYER
+    kept = layer.forward(case.x, case.weights, case.k, policy=policy).saved.tensors()
+    parts = {name: name.split(", ") for name in ("x", "gates", "a, b", "y_swi", "y")}
+    assert {name for name, fate in fates.items() if fate == backward.KEPT} == {
+        name for name, tensors in parts.items() if kept.keys() >= set(tensors)
+    }
+    shown = texts(drawn(backward.flow_picture(policy)))
+    assert set(fates) == set(backward.PLACES) <= set(shown) and fates["d_y"] == backward.NEVER
+
+
+def test_arrows_of_the_map_join_tensors():
+    arrows = [*backward.BY_INDEX, *backward.IN_PLACE, *backward.READS]
+    assert {name for arrow in arrows for name in arrow} == backward.PLACES.keys() - {"d_y"}
+    with pytest.raises(ValueError, match="unknown policy 'minimum'. Did you mean 'minimal'"):
+        backward.flow_picture("minimum")
+
+
+def test_the_gap_shows_every_error():
+    axes = drawn(backward.gap_picture({"d_x": 1e-16}, {"d_x: a mistake": 0.5, "d_w1: another": 0.1})).axes[0]
+    right, wrong, bound = axes.lines
+    assert list(right.get_xdata()) == [1e-16] and list(wrong.get_xdata()) == [0.5, 0.1]
+    assert set(bound.get_xdata()) == {1e-12}
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["d_x", "d_x: a mistake", "d_w1: another"]
+
+
+# Gather, multiply, activate ------------------------------------------------------------------------------------------
+
+RUNGS = tuple(expert_up.RUNGS)
+LADDER = MoEConfig(L=137, d=24, h=72, E=5, k=3, dtype="bfloat16")
+LADDER_CASE = make_case(LADDER.L, LADDER.d, LADDER.h, LADDER.E, LADDER.k, "zipf").astype("bfloat16")
+LADDER_DISPATCH = reference.build(LADDER_CASE.topk_experts, LADDER.E)
+LENGTHS = np.diff(LADDER_DISPATCH.expert_token_offsets).tolist()
+UP = (LADDER_CASE.x, LADDER_CASE.weights.w1, LADDER_CASE.weights.w2, LADDER_DISPATCH)
+
+
+@pytest.mark.parametrize("file", [f"{stage}/{rung}.cu" for stage in ("expert_up", "expert_down") for rung in RUNGS])
+def test_two_readers_of_a_header_agree(file):
+    stated = {kernel: {"read": row.read, "written": row.written} for kernel, row in headers.stated(file).items()}
+    assert sources.stated_bytes(file) == stated and len(stated) >= 3
+
+
+def test_structs_and_functions_of_array_references_are_shown():
+    struct, function = code_of(show_kernel("include/mma_matmul.cuh", "Operand", "mma_matmul"))
+    assert struct.startswith("// An operand's stage") and struct.endswith("\n};") and "int place(" in struct
+    assert "mma_m16n8k16<Scalar>" in function and function.endswith("\n}")
+    (function,) = code_of(show_kernel("include/tiled_matmul.cuh", "load_tile"))
+    assert functions_in(function.replace("(&tile)", "tile")) == ["load_tile"]
+
+
+def test_a_difference_holds_both_functions():
+    files = "expert_up/2_tiled.cu", "expert_up/3_mma.cu"
+    (code,) = code_of(sources.show_difference("expert_up", *files))
+    for file, mark in zip(files, "-+", strict=True):
+        side = [line[1:] for line in code.splitlines() if line[0] in (" ", mark)]
+        assert "\n".join(side) == code_of(show_kernel(file, "expert_up"))[0]
+    assert 4 < sum(line[0] == "+" for line in code.splitlines()) < 12
+    with pytest.raises(ValueError, match="unknown CUDA function 'expert_upp'. Did you mean 'expert_up'"):
+        sources.show_difference("expert_upp", *files)
+
+
+def test_an_inlined_kernel_holds_each_header_once():
+    text = sources.inlined("expert_up/3_mma.cu")
+    assert '#include "' not in text and "#pragma once" not in text
+    for line in ("enum class Along", "struct GroupElement", "struct alignas(16) Chunk", "constexpr bool GATED"):
+        assert text.count(line) == 1
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_what_the_expert_stages_state_is_what_is_counted(rung):
+    y_swi = np.random.default_rng(0).standard_normal((LADDER.R, LADDER.h)).astype("bfloat16")
+    up, down = gemm.count_up(rung, *UP), gemm.count_down(rung, y_swi, LADDER_CASE.weights.w3, LADDER_DISPATCH)
+    for stage, launch, width in (("expert_up", up, LADDER.h), ("expert_down", down, LADDER.d)):
+        for lengths, right in ((LENGTHS, True), ([10 * n for n in LENGTHS], rung == "1_naive")):
+            symbols = gemm.header_symbols(rung, LADDER, lengths, width)
+            rows = sources.stated_beside_counted(f"{stage}/{rung}.cu", [launch], **symbols)
+            assert [row["its value"] == row["counted"] > 0 for row in rows] == [right, True]
+
+
+def test_products_are_counted_with_their_zeros():
+    """R d h for each of two projections, or whole tiles of rows, of 64 columns and of the depth of a step."""
+    widths = {"1_naive": LADDER.d * LADDER.h, "2_tiled": 32 * 128, "3_mma": 32 * 128}  # 24 and 72, rounded up
+    for rung in RUNGS:
+        rows = raw_gemm.ROWS.get(rung, 1)
+        padded = sum(math.ceil(length / rows) * rows for length in LENGTHS)
+        for _ in range(2):
+            assert gemm.count_products(rung, *UP) == 2 * padded * widths[rung]
+
+
+def test_an_edit_changes_the_kernel_and_must_find_its_text():
+    first_row = gemm.EditedExecutor({"expert_token_indices[at.row] * d": "0"})
+    edited, right = (expert_up.forward(*UP, "swiglu", executor=e, rung="1_naive")[0] for e in (first_row, None))
+    expected = np.repeat(right[LADDER_DISPATCH.token_index_map[:1]], len(right), axis=0)
+    owner = np.repeat(np.arange(LADDER.E), LENGTHS)
+    same = owner == LADDER_CASE.topk_experts[0, 0]
+    np.testing.assert_array_equal(edited[same], expected[same])
+    assert (right[same] != expected[same]).any()
+    with pytest.raises(ValueError, match="expert_up/1_naive.cu does not hold 'no such line'"):
+        gemm.count_up("1_naive", *UP, executor=gemm.EditedExecutor({"no such line": ""}))
+
+
+FRAGMENTS = """#include "ptx.cuh"
+extern "C" __global__ void multiply(const __half* a, const __half* b, float* d) {
+    unsigned a_words[4], b_words[2];
+    for (int i = 0; i < 8; ++i) reinterpret_cast<__half*>(a_words)[i] = a[threadIdx.x * 8 + i];
+    for (int i = 0; i < 4; ++i) reinterpret_cast<__half*>(b_words)[i] = b[threadIdx.x * 4 + i];
+    float sums[4] = {};
+    mma_m16n8k16<__half>(sums, a_words, b_words);
+    for (int i = 0; i < 4; ++i) d[threadIdx.x * 4 + i] = sums[i];
+}"""
+
+
+def test_fragments_are_those_of_the_instruction():
+    rng = np.random.default_rng(0)
+    A, B = (rng.integers(-4, 5, size).astype(np.float16) for size in ((16, 16), (16, 8)))
+    a, b = np.full((32, 8), np.nan, np.float16), np.full((32, 4), np.nan, np.float16)
+    a[*gemm.fragment("A")], b[*gemm.fragment("B")] = A, B
+    executor = SimtExecutor()
+    d = executor.empty((32, 4), "float32")
+    executor.load("fragments.cu", text=FRAGMENTS).launch("multiply", grid=1, block=32, a=a, b=b, d=d)
+    np.testing.assert_array_equal(d[*gemm.fragment("D")], A.astype(np.float32) @ B.astype(np.float32))
+
+
+@pytest.mark.parametrize("lane", [0, 5, 31])
+def test_the_picture_of_fragments_names_one_lanes_elements(lane):
+    shown = texts(drawn(gemm.fragment_picture(lane)))
+    assert {text for text in shown if re.fullmatch(r"[abd]\d", text)} == {
+        *(f"a{i}" for i in range(8)), *(f"b{i}" for i in range(4)), *(f"d{i}" for i in range(4))
+    }  # fmt: skip
+    assert len([text for text in shown if text.isdigit()]) == 16 * 16 + 2 * 16 * 8 - 16
+    with pytest.raises(ValueError, match="lane is 32, but it must be 0..31"):
+        gemm.fragment_picture(32)
+
+
+@pytest.mark.parametrize("expert", range(4))
+def test_the_picture_of_the_gather_joins_an_experts_rows(expert):
+    (axes,) = drawn(gemm.gather_picture(GOLDEN_DISPATCH, expert)).axes
+    begin, end = GOLDEN_DISPATCH.expert_token_offsets[expert : expert + 2]
+    assert len(axes.lines) == 2 * (end - begin)
+    tile = [text.get_text() for text in axes.texts if text.get_position()[0] == 11.5]
+    assert tile == [f"x[{token}]" for token in GOLDEN_DISPATCH.expert_token_indices[begin:end]]
+    with pytest.raises(ValueError, match="expert is 4, but it must be 0..3"):
+        gemm.gather_picture(GOLDEN_DISPATCH, 4)
+
+
+def test_the_roofline_puts_points_on_their_roofs():
+    points = [gemm.Point("low", 2.0, "float32 units"), gemm.Point("high", 1000.0, "bf16 tensor cores")]
+    (axes,) = drawn(gemm.roofline(points)).axes
+    marks = [line.get_xydata()[0].tolist() for line in axes.lines if line.get_marker() == "o"]
+    np.testing.assert_allclose(marks, [[2.0, 9.6], [1000.0, 989.0]])
+    assert texts(axes.figure) == ["low\n2 FLOP/byte", "high\n1,000 FLOP/byte"]
+    for unit, peak in gemm.PEAK_FLOPS.items():
+        at = gemm.ridge(unit)
+        np.testing.assert_allclose(gemm.attainable(np.array([at / 2, at, at * 2]), unit), [peak / 2, peak, peak])
+
+
+@pytest.mark.parametrize(("rung", "rows"), [("2_tiled", 64), ("3_mma", 128)])
+def test_the_intensity_of_a_tile_is_the_headers(rung, rows):
+    config = MoEConfig(L=2**12, d=2**20, h=512, E=4, k=1, dtype="bfloat16")
+    symbols = gemm.header_symbols(rung, config, [config.R // config.E] * config.E, config.h)
+    read = sources.evaluate(sources.stated_bytes(f"expert_up/{rung}.cu")["expert_up"]["read"], symbols)
+    flops = 2 * config.R * config.d * config.h * 2
+    assert flops / read == pytest.approx(gemm.tile_intensity(rows, 64), rel=1e-4)
+    (axes,) = drawn(gemm.tile_roofline(128, 64)).axes
+    assert axes.get_title(loc="left").startswith("sums: 64 registers a thread (of 255), stages: 48 KiB")

@@ -1,5 +1,6 @@
 """Source code for a reader, from the files: Python functions, CUDA kernels, and what a kernel's header states."""
 
+import difflib
 import inspect
 import re
 import textwrap
@@ -42,7 +43,7 @@ def kernel_text(file: str) -> str:
 
 
 def show_kernel(file: str, *functions: str) -> Markdown:
-    """CUDA functions of ``kernels_cuda/<file>`` with the comment above each; without names, the file's header.
+    """CUDA functions and structs of ``kernels_cuda/<file>``, comments included; without names, the file's header.
 
     Raises
     ------
@@ -54,21 +55,47 @@ def show_kernel(file: str, *functions: str) -> Markdown:
     return Markdown("\n\n".join(_cuda_block(file, text, code) for code in blocks))
 
 
+def show_difference(function: str, before: str, after: str) -> Markdown:
+    """What changes in a CUDA function from the file ``kernels_cuda/<before>`` to ``kernels_cuda/<after>``.
+
+    Raises
+    ------
+    ValueError
+        If a file or the function in it does not exist.
+    """
+    old, new = (_definition(kernel_text(file), function).splitlines() for file in (before, after))
+    lines = list(difflib.unified_diff(old, new, n=len(old) + len(new), lineterm=""))[3:]  # less its own header
+    return Markdown(_block("diff", f"{function}: kernels_cuda/{before} -> kernels_cuda/{after}", "\n".join(lines)))
+
+
+def inlined(file: str) -> str:
+    """``kernels_cuda/<file>`` with the project's own headers in it, so that any line of them can be replaced."""
+    text, included = kernel_text(file), set()
+    while match := re.search(r'#include "([\w.]+)"\n', text):
+        name = match.group(1)
+        body = "" if name in included else kernel_text(f"include/{name}").replace("#pragma once\n", "")
+        text = text[: match.start()] + body + text[match.end() :]
+        included.add(name)
+    return text
+
+
 def _cuda_block(file, text, code):
     first = text[: text.index(code)].count("\n") + 1
     return _block("c++", f"kernels_cuda/{file}, line {first}", code)
 
 
 def _definition(text, name):
-    """A function from the comment above it to its closing brace, which starts a line unless the function is one."""
-    doors.check_name("CUDA function", name, re.findall(_opening(r"\w+"), text, re.MULTILINE))
-    comment, template, body = r"(?:^//[^\n]*\n)*", r"(?:^template[^\n]*\n)?", r"(?:[^\n]*\}$|.*?^\})"
+    """A function or struct from the comment above it to its closing brace, which starts a line unless it is one line."""
+    known = [function or struct for function, struct in re.findall(_opening(r"\w+"), text, re.MULTILINE)]
+    doors.check_name("CUDA function", name, known)
+    comment, template, body = r"(?:^//[^\n]*\n)*", r"(?:^template[^\n]*\n)?", r"(?:[^\n]*\}$|.*?^\};?)"
     return re.search(comment + template + _opening(name) + body, text, re.MULTILINE | re.DOTALL).group()
 
 
 def _opening(name):
-    """Pattern of a definition from the start of its line to its brace; the name may stand on the line below."""
-    return rf"^(?![\s/#}}])[^\n;=]*(?:\n +)?\b({name})\([^()]*\) \{{"
+    """Pattern of a function or struct from the start of its line to its brace; the name may stand on the line below."""
+    parameters = r"\((?:[^()]|\([^()]*\))*\)"  # one may be a reference to an array: float (&tile)[16]
+    return rf"^(?![\s/#}}])[^\n;=]*(?:\n +)?\b(?:({name}){parameters}|struct ({name})) \{{"
 
 
 def kernel_header(file: str) -> str:
@@ -80,23 +107,22 @@ def kernel_header(file: str) -> str:
 
 
 def stated_bytes(file: str) -> dict[str, dict[str, str]]:
-    """The formulas of a header's table, {kernel: {"read": formula, "written": formula}}.
-
-    A line that names no kernel continues the one above it.
-    """
+    """The formulas of a header's table, {kernel: {"read": formula, "written": formula}}; it has a line a kernel."""
     lines = kernel_header(file).splitlines()
     top = next(number for number, line in enumerate(lines) if re.match(r"// kernel\b.*bytes read", line))
-    read, written = lines[top].index("bytes read"), lines[top].index("bytes written")
+    columns = _cells(lines[top])
     stated: dict[str, dict[str, str]] = {}
     for line in lines[top + 1 :]:
-        row = re.match(r"//( \w+|) {2,}\S", line)
-        if not row:
+        row = dict(zip(columns, _cells(line), strict=False))
+        if len(row) < len(columns):
             break
-        kernel = row.group(1).strip() or next(reversed(stated))
-        formulas = stated.setdefault(kernel, {"read": "", "written": ""})
-        for direction, cell in (("read", line[read:written]), ("written", line[written:])):
-            formulas[direction] = f"{formulas[direction]} {cell.strip()}".strip()
+        stated[row["kernel"]] = {"read": row["bytes read"], "written": row["bytes written"]}
     return stated
+
+
+def _cells(line):
+    """The cells of a header's line, which two spaces or more keep apart."""
+    return re.split(r" {2,}", line.removeprefix("//").strip())
 
 
 def evaluate(formula: str, symbols: dict[str, int]) -> int:
