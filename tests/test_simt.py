@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moeblaze_ref.raw_cuda.runtime.poison import POISON
-from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor, SharedTraffic, Traffic
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SharedTraffic, SimtExecutor, Traffic
 from moeblaze_ref.simt import build
 
 SIMT = SimtExecutor()
