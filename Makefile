@@ -14,7 +14,7 @@ LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
 TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
-.PHONY: setup setup-gpu demo test check lab lock compiler
+.PHONY: setup setup-gpu demo test check sanitize lab lock compiler
 
 setup: $(STAMP)
 
@@ -55,6 +55,10 @@ test: compiler $(STAMP)
 
 check: compiler $(STAMP)
 	$(BIN)/moeblaze check
+
+# On a GPU, with the CUDA toolkit: every kernel under compute-sanitizer's four tools.
+sanitize: $(STAMP)
+	$(BIN)/moeblaze sanitize
 
 lab: $(STAMP)
 	$(BIN)/jupyter-lab notebooks

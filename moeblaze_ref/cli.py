@@ -1,10 +1,11 @@
-"""The ``moeblaze`` command: doctor, check, memory, demo."""
+"""The ``moeblaze`` command: doctor, check, sanitize, memory, demo."""
 
 import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -87,6 +88,25 @@ def check(
         with user_errors():
             provenance.record(record, {"rows": [row.as_dict() for row in rows]})
     raise typer.Exit(0 if cross_check.passed(rows) else 1)
+
+
+@app.command()
+def sanitize(
+    record: Annotated[Path | None, typer.Option(help="Also write the findings here, with GPU, versions, commit.")] = None,
+):
+    """Run every raw CUDA kernel under compute-sanitizer, on a GPU; exit with status 1 if it finds anything."""
+    from moeblaze_ref import sanitize as sanitizer
+
+    with user_errors():
+        jobs = sanitizer.plan()
+    findings = terminal.run_with_bar("sanitizing", jobs)
+    for finding in findings:
+        shown = finding.report[-1:] if finding.ok else finding.report[:40]
+        stdout().print(f"{finding.tool}: {'clean' if finding.ok else 'NOT CLEAN'}", *shown, sep="\n  ", markup=False)
+    if record:
+        with user_errors():
+            provenance.record(record, {"tools": [asdict(finding) for finding in findings]})
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
 @app.command()

@@ -105,7 +105,7 @@ def _order(case: Case) -> oracle.ExpertOrder:
 
 
 def run_gating(stage: Any, case: Case) -> Results:
-    """Choice, probabilities and gates; gradient of the logits through the gates and both losses."""
+    """Choice, probabilities, gates and both losses; gradient of the logits through all of these."""
     logits = case.logits
     found = stage.forward(logits, case.k, case.renormalize)
     forward = {"probs": found.probs, "gates": found.gates, "topk_experts": found.topk_experts}
@@ -113,6 +113,8 @@ def run_gating(stage: Any, case: Case) -> Results:
         return {"forward": forward}  # the mean over no tokens has no gradient
     exact = oracle.decide(_leaf(logits, torch.float64), case.k)
     chosen = _array(exact.probs).astype(logits.dtype), case.topk_experts
+    forward["load_balancing_loss"] = stage.load_balancing_loss(*chosen)
+    forward["router_z_loss"] = stage.router_z_loss(logits)
     d_logits = (
         stage.backward(_d_gates(case), *chosen, case.renormalize)
         + stage.load_balancing_loss_backward(*chosen)
@@ -128,13 +130,13 @@ def expect_gating(case: Case, dtype: torch.dtype) -> Results:
     forward = _arrays(probs=routing.probs, gates=routing.gates, topk_experts=routing.topk_experts)
     if case.L == 0:
         return {"forward": forward}
-    outputs = {
-        "gates": routing.gates,
+    losses = {
         "load_balancing_loss": oracle.load_balancing_loss(routing),
         "router_z_loss": oracle.router_z_loss(routing),
     }
     d_outputs = {"gates": _d_gates(case), "load_balancing_loss": 1.0, "router_z_loss": 1.0}
-    return {"forward": forward, "backward": _gradients(outputs, d_outputs, {"logits": leaf})}
+    backward = _gradients({"gates": routing.gates} | losses, d_outputs, {"logits": leaf})
+    return {"forward": forward | _arrays(**losses), "backward": backward}
 
 
 def _d_gates(case: Case) -> np.ndarray:

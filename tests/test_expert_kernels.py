@@ -159,6 +159,35 @@ def test_the_activation_alone(function, dtype):
     assert_as_stated(*launches, stated("activation/1_elementwise.cu")["act"], symbols)
 
 
+# ---- the atomic lesson -------------------------------------------------------------------------
+
+
+def scattered(case, **options):
+    """(out by atomics, out by gathering, the launches of the first)."""
+    executor = SimtExecutor(workers=1, **options)
+    y = np.random.default_rng(0).standard_normal((case.L * case.k, case.x.shape[1])).astype(np.float32)
+    gates = np.random.default_rng(1).random((case.L, case.k), np.float32)
+    dispatch = build_by_sort(case.topk_experts, case.E)
+    with executor.recording() as launches:
+        found = combine.scatter(y, gates, dispatch, executor=executor)
+    return found, combine.forward(y, gates, dispatch, executor=executor), launches
+
+
+def test_atomic_additions_are_right_but_their_bits_depend_on_the_order_of_threads():
+    outputs = []
+    for seed in range(6):
+        out, gathered, _ = scattered(RAGGED, seed=seed)
+        assert relative_error(out, gathered) <= comparisons.BOUNDS["float32"]
+        outputs.append(out.tobytes())
+    assert len(set(outputs)) > 1
+    assert len({scattered(RAGGED, seed=seed)[1].tobytes() for seed in range(6)}) == 1
+
+
+def test_atomic_additions_ask_for_what_the_header_states():
+    _, _, launches = scattered(RAGGED)
+    assert_as_stated(*launches, stated("combine/lesson_atomic.cu")["scatter"], header_symbols("1_gather", RAGGED))
+
+
 # ---- doors -----------------------------------------------------------------------------------
 
 

@@ -88,6 +88,37 @@ def backward(
     return d_y, d_gates
 
 
+def scatter(y: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None) -> Array:
+    """`forward` by atomic additions: a lesson, used by nothing.
+
+    Parameters
+    ----------
+    y : array (R, d), float32
+    gates, dispatch, executor
+        As in `forward`.
+
+    Returns
+    -------
+    out : array (L, d), float32
+        Not the same bits from run to run: a token's rows are added in the order in which threads come.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`; the dtype is float32.
+    """
+    stage_doors.check_combine(y, gates, dispatch, GATE_DTYPES)
+    executor = executor or executor_for(y)
+    out = executor.empty((dispatch.L, y.shape[1]), "float32")
+    out.fill(0)
+    if y.size:
+        slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
+        sizes = {"R": dispatch.R, "d": y.shape[1], "k": dispatch.k}
+        module = executor.load("combine/lesson_atomic.cu", THREADS=gemm.THREADS)
+        module.launch("scatter", **gemm.per_element(y.size), y=y, **slots, out=out, **sizes)
+    return out
+
+
 def _open(y, gates, dispatch, executor, rung):
     """Checked inputs' executor and kernel file."""
     stage_doors.check_combine(y, gates, dispatch, gemm.WIDE, GATE_DTYPES)

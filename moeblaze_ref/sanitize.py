@@ -1,0 +1,110 @@
+"""Every raw CUDA kernel under compute-sanitizer: memory errors, races, missing initialisation, barriers.
+
+The kernels run on shapes that no tile divides, in memory that no pool hands out again, so that an access
+beyond an array and a read of what nothing wrote are seen.
+"""
+
+import itertools
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from moeblaze_ref import comparisons, doors
+from moeblaze_ref.backends import BACKENDS, OpenStage
+from moeblaze_ref.cases import Case, make_case, random_topk
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.raw_cuda import combine
+from moeblaze_ref.raw_cuda.runtime import Executor
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one tool said.
+
+    Parameters
+    ----------
+    tool : str
+        One of ``TOOLS``.
+    ok : bool
+        Whether it found nothing, and the kernels ran to their end.
+    report : tuple of str
+        The lines that it printed.
+    """
+
+    tool: str
+    ok: bool
+    report: tuple[str, ...]
+
+
+def cases() -> list[Case]:
+    """A gated and an ungated layer; several tiles, none of them full. Their policies leave out different results."""
+    ragged = make_case(171, 24, 72, 7, 3, "empty", "gated")
+    ungated = make_case(171, 24, 72, 7, 3, "zipf", "ungated", activation="gelu")
+    return [replace(ragged, policy="conventional"), replace(ungated, policy="inputs", renormalize=True)]
+
+
+def run_every_kernel(executor: Executor):
+    """Launch each kernel of kernels_cuda/ at least once on this executor; results are not looked at."""
+    raw = BACKENDS["simt"]  # any backend over raw_cuda: they differ in the executor alone
+
+    def opened(stage: str, rung: str) -> OpenStage:
+        options = {"executor": executor, "rung": rung}
+        return OpenStage(raw.stage(stage), nullcontext, executor.from_numpy, executor.to_numpy, options)
+
+    with doors.trusted_values():  # the doors' own sorts and scans are not what is examined
+        for stage in comparisons.RUN:
+            for (rung, dtypes), case in itertools.product(raw.rungs(stage).items(), cases()):
+                for dtype in dtypes:
+                    comparisons.RUN[stage](opened(stage, rung), case.astype(dtype))
+        for rung in raw.rungs("dispatch"):
+            opened("dispatch", rung).build(random_topk(2_100, 7, 3), 7)
+            opened("dispatch", rung).build(random_topk(300, 300, 32), 300)
+        _run_lesson(executor)
+
+
+def _run_lesson(executor: Executor):
+    """The kernel that no stage uses."""
+    case = cases()[0].astype("float32")
+    dispatch = build_by_sort(case.topk_experts, case.E)
+    y, gates = case.x[dispatch.expert_token_indices], case.logits[:, : case.k].copy()
+    combine.scatter(*map(executor.from_numpy, (y, gates)), dispatch.map(executor.from_numpy), executor=executor)
+
+
+def run_on_gpu():
+    """`run_every_kernel` on the GPU, each array in an allocation of its own and nothing written beforehand."""
+    import cupy
+
+    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+
+    cupy.cuda.set_allocator(None)
+    run_every_kernel(CupyExecutor())
+    cupy.cuda.Device().synchronize()
+
+
+def plan() -> list[Callable[[], list[Finding]]]:
+    """One job a tool.
+
+    Raises
+    ------
+    ValueError
+        If there is no CUDA device, or no compute-sanitizer on the PATH.
+    """
+    status = BACKENDS["cuda"].status()
+    if not status.available:
+        raise ValueError(f"compute-sanitizer needs the backend cuda: {status.detail}")
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        raise ValueError("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
+    return [lambda tool=tool: [_examine(sanitizer, tool)] for tool in TOOLS]
+
+
+def _examine(sanitizer: str, tool: str) -> Finding:
+    program = "from moeblaze_ref.sanitize import run_on_gpu; run_on_gpu()"
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", program]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return Finding(tool, result.returncode == 0, tuple(result.stdout.splitlines()))

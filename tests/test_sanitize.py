@@ -1,0 +1,70 @@
+"""What compute-sanitizer is given to watch: every kernel that there is."""
+
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from moeblaze_ref import sanitize
+from moeblaze_ref.backends import Status
+from moeblaze_ref.cli import app
+from moeblaze_ref.paths import kernels_dir
+from moeblaze_ref.raw_cuda.runtime.declarations import Declarations
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+
+
+class Witness(SimtExecutor):
+    """Remembers which kernels of which files were launched."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched = set()
+
+    def load(self, file, text=None, **constants):
+        module = super().load(file, text, **constants)
+        launch = module.launch
+
+        def witnessed(kernel, *arguments, **options):
+            self.launched.add((file, kernel))
+            launch(kernel, *arguments, **options)
+
+        module.launch = witnessed
+        return module
+
+
+def test_no_kernel_is_left_out():
+    witness = Witness()
+    sanitize.run_every_kernel(witness)
+    constants = {"Scalar": "float"}
+    files = {path.relative_to(kernels_dir()).as_posix(): path.read_text() for path in kernels_dir().glob("*/*.cu")}
+    assert witness.launched == {
+        (file, kernel) for file, text in files.items() for kernel in Declarations.read(text, constants).kernels
+    }
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    absent = SimpleNamespace(status=lambda: Status(False, "no CUDA device"))
+    monkeypatch.setattr(sanitize, "BACKENDS", {"cuda": absent})
+    result = CliRunner().invoke(app, ["sanitize"])
+    assert result.exit_code == 2
+    assert "compute-sanitizer needs the backend cuda: no CUDA device" in result.output
+
+
+def test_without_the_tool_it_says_so(monkeypatch):
+    monkeypatch.setattr(sanitize, "BACKENDS", {"cuda": SimpleNamespace(status=lambda: Status(True, "a GPU"))})
+    monkeypatch.setenv("PATH", "")
+    result = CliRunner().invoke(app, ["sanitize"])
+    assert result.exit_code == 2
+    assert "compute-sanitizer is not on the PATH" in result.output
+
+
+@pytest.mark.parametrize(("status", "verdict"), [(0, "memcheck: clean"), (9, "memcheck: NOT CLEAN")])
+def test_a_finding_decides_the_verdict(status, verdict, monkeypatch, tmp_path):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f"#!/bin/sh\necho ========= ERROR SUMMARY\nexit {status}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(sanitize, "BACKENDS", {"cuda": SimpleNamespace(status=lambda: Status(True, "a GPU"))})
+    result = CliRunner().invoke(app, ["sanitize"])
+    assert result.exit_code == (1 if status else 0)
+    assert verdict in result.output and "ERROR SUMMARY" in result.output
