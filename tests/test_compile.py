@@ -9,6 +9,7 @@ from cuda.core import Program, ProgramOptions
 from moeblaze_ref.config import ACTIVATIONS
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 from moeblaze_ref.simt.build import cuda_include_dirs
 
@@ -33,7 +34,7 @@ def read(file):
 
 def architectures(source):
     """What the header's line "Runs on" stands for."""
-    return ARCHITECTURES[re.search(r"^// Runs on +(.*?)\.?$", source.text, re.MULTILINE)[1]]
+    return ARCHITECTURES[source.runs_on]
 
 
 def usage(source, architecture):
@@ -107,3 +108,18 @@ def test_a_spill_would_be_seen():
     }"""
     source = KernelSource.read("test.cu", {}, text)
     assert usage(source, "sm_80")["spills"]["stack"] == 256
+
+
+def test_a_device_that_is_too_old_is_told_what_it_lacks():
+    source = read("expert_up/3_mma.cu")
+    source.check_gpu((8, 0), "a GPU")
+    source.check_gpu((10, 0), "a GPU")
+    message = r"expert_up/3_mma.cu needs compute capability 8.0 or newer, but Tesla T4 has 7.5"
+    with pytest.raises(ValueError, match=message):
+        source.check_gpu((7, 5), "Tesla T4")
+
+
+def test_a_file_that_leaves_the_executor_out_is_not_run_on_it():
+    text = '// Runs on      sm_90a.\nextern "C" __global__ void nothing(int* out) {}'
+    with pytest.raises(ValueError, match="nothing.cu does not run on the SIMT executor: its header says 'sm_90a'"):
+        SimtExecutor().load("nothing.cu", text=text)

@@ -50,7 +50,10 @@ class CupyExecutor:
 @functools.cache
 def _compile(file, text, constants, device, edition) -> "CupyModule":
     """The compiled file, once for each of its editions."""
-    return CupyModule(KernelSource.read(file, dict(constants), text))
+    source = KernelSource.read(file, dict(constants), text)
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    source.check_gpu((properties["major"], properties["minor"]), properties["name"].decode())
+    return CupyModule(source)
 
 
 class CupyModule(Module):

@@ -194,6 +194,7 @@ class SimtExecutor:
 def _compile(file, text, constants, instrumented, edition) -> tuple[KernelSource, ctypes.CDLL]:
     """The compiled file, once for each of its editions."""
     source = KernelSource.read(file, dict(constants), text)
+    source.check_simt()
     library = build.build_kernels(
         source.file, source.text, list(source.kernels), source.include_dirs, source.constants, instrumented
     )

@@ -4,6 +4,7 @@ Arguments are passed by name and converted to the declared C type here, once for
 executors, so that a Python float can never arrive as a double.
 """
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from moeblaze_ref.raw_cuda.runtime.declarations import Declarations, Parameter
 MAX_BLOCK_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90, static and dynamic
 MAX_STATIC_SHARED_BYTES = 48 * 1024  # of declared arrays, on every GPU
+
+_RUNS_ON = re.compile(r"^\s*// Runs on +(.*?)\.?$", re.MULTILINE)
+_ARCHITECTURE = re.compile(r"sm_(\d+)(\d)")
 
 Size = tuple[int, int, int]  # x, y, z
 
@@ -51,6 +55,38 @@ class KernelSource:
     def include_dirs(self) -> list[Path]:
         """Folders of the headers that kernel files include."""
         return [_include_dir()]
+
+    @property
+    def runs_on(self) -> str:
+        """What the file's header says under "Runs on"; empty if it says nothing."""
+        line = _RUNS_ON.search(self.text)
+        return line[1] if line else ""
+
+    def check_gpu(self, capability: tuple[int, int], device: str):
+        """A GPU of this compute capability may run the file.
+
+        Raises
+        ------
+        ValueError
+            If its header asks for a newer one.
+        """
+        needed = _ARCHITECTURE.match(self.runs_on)
+        if needed and capability < (least := (int(needed[1]), int(needed[2]))):
+            raise ValueError(
+                f"{self.file} needs compute capability {least[0]}.{least[1]} or newer, but {device} has "
+                f"{capability[0]}.{capability[1]}"
+            )
+
+    def check_simt(self):
+        """The SIMT executor may run the file.
+
+        Raises
+        ------
+        ValueError
+            If its header leaves the executor out.
+        """
+        if self.runs_on and "SIMT executor" not in self.runs_on:
+            raise ValueError(f"{self.file} does not run on the SIMT executor: its header says {self.runs_on!r}")
 
     @property
     def headers(self) -> str:

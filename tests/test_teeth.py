@@ -1,0 +1,171 @@
+"""The teeth of `moeblaze check`: faults in every stage, each switched in by the compile-time constant FAULT."""
+
+from typing import NamedTuple
+
+import pytest
+
+from moeblaze_ref import check
+from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.notebook.sources import inlined
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+
+
+class Fault(NamedTuple):
+    """A place in a kernel file, or in a header of it, and what stands there if FAULT is defined as 1."""
+
+    name: str
+    stage: str
+    rung: str
+    right: str
+    wrong: str
+    file: str | None = None  # the rung's own
+
+    @property
+    def path(self):
+        return self.file or f"{self.stage}/{self.rung}.cu"
+
+    @property
+    def text(self):
+        """The kernel file with both versions in it."""
+        text = inlined(self.path)
+        assert self.right in text, f"{self.path} no longer holds {self.right!r}: update the fault"
+        return text.replace(self.right, f"\n#if FAULT\n{self.wrong}\n#else\n{self.right}\n#endif\n")
+
+
+FAULTS = [
+    Fault("gates never written", "gating", "1_naive", "gates[token * k + j] = weight;", ";"),
+    Fault("last token dropped", "gating", "1_naive", "if (token >= L) return;", "if (token >= L - 1) return;"),
+    Fault(
+        "gradient without its mean", "gating", "1_naive", "(d_gates[token * k + j] - mean)", "d_gates[token * k + j]"
+    ),
+    Fault("peak of one lane", "gating", "2_warp", "peak = warp_max(peak);", ";"),
+    Fault("column beyond the row written", "gating", "2_warp", "(column(i) < E) target", "(column(i) <= E) target"),
+    Fault("missing barrier", "gating", "2_warp", "__syncwarp();  // the chosen are written over what another lane may have written", ""),
+    Fault(
+        "wrong expert counted",
+        "gating",
+        "2_warp",
+        "tile * E + expert]",
+        "tile * E + (expert + 1) % E]",
+        "gating/0_sums.cu",
+    ),
+    Fault("writes past its buffer", "dispatch", "1_dense_map", "rank.exclusive;", "rank.exclusive + 1;"),
+    Fault("map not cleared", "dispatch", "1_dense_map", "rows[entry] = EMPTY;", ";"),
+    Fault(
+        "wrong expert's words", "dispatch", "2_bitmap", "[word / WARPS * stride +", "[(word / WARPS + 1) % E * stride +"
+    ),
+    Fault("words not cleared", "dispatch", "2_bitmap", "words[word] = 0;", ";"),
+    Fault("last slot dropped", "dispatch", "3_single_pass", "slot < tile.rows ?", "slot < tile.rows - 1 ?"),
+    Fault("off-by-one offset", "dispatch", "3_single_pass", "= offset_below;", "= offset_below + 1;"),
+    Fault("earlier tiles forgotten", "dispatch", "3_single_pass", "        base += scan.total;", ""),
+    Fault(
+        "missing barrier", "dispatch", "3_single_pass", "__syncthreads();  // the rows lie in order", ""
+    ),
+    Fault("wrong expert's weights", "expert_up", "1_naive", "(long long)blockIdx.y * d * h + at.column", "at.column"),
+    Fault(
+        "rows not gathered",
+        "expert_up",
+        "1_naive",
+        "x + (long long)expert_token_indices[at.row] * d",
+        "x + at.row % 7 * d",
+    ),
+    Fault("a slot dropped", "expert_up", "1_naive", "for (int j = 0; j < k; ++j)", "for (int j = 1; j < k; ++j)"),
+    Fault("rows of the next expert", "expert_up", "2_tiled", "if (row < tile.rows && j < h) store_hidden", "if (j < h) store_hidden"),
+    Fault(
+        "missing barrier",
+        "expert_up",
+        "2_tiled",
+        "__syncthreads();  // all have read before the tiles are written again", "",
+    ),
+    Fault("activation without its gate", "expert_up", "2_tiled", "GATED ? act_a * to_float(b) : act_a", "act_a"),
+    Fault("copies not awaited", "expert_up", "3_mma", "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
+    Fault("stale buffer", "expert_up", "3_mma", "*target = Chunk{{0, 0, 0, 0}};", ";"),
+    Fault(
+        "fragments not transposed", "expert_up", "3_mma", "ldmatrix_x4_transposed(registers,", "ldmatrix_x4(registers,"
+    ),
+    Fault("unscaled gate", "expert_down", "1_naive", "d_y = gate * d;", "d_y = d;"),
+    Fault("slope left out", "expert_down", "1_naive", "d_y * to_float(b_value) * slope", "d_y * to_float(b_value)"),
+    Fault(
+        "gate gradient of one column",
+        "expert_down",
+        "2_tiled",
+        "column < TILE; ++column) term",
+        "column < 1; ++column) term",
+    ),
+    Fault("last columns dropped", "expert_down", "3_mma", "return i < d ? &w3", "return i < d - 8 ? &w3"),
+    Fault(
+        "gates in token order",
+        "expert_down",
+        "2_tiled",
+        "[token_index_map[slot]] = gates[slot]",
+        "[slot] = gates[slot]",
+        "expert_down/0_gates.cu",
+    ),
+    Fault("all zeros", "combine", "1_gather", "from_float<Scalar>(sum);", "from_float<Scalar>(0.0f);"),
+    Fault("unscaled gate", "combine", "1_gather", "sum += gates[slot] * to_float(", "sum += to_float("),
+    Fault("one slot alone", "combine", "1_gather", "for (int j = 0; j < k; ++j)", "for (int j = 0; j < 1; ++j)"),
+    Fault(
+        "rows in token order", "combine", "1_gather", "to_float(y[token_index_map[slot] *", "to_float(y[slot *"
+    ),
+    Fault(
+        "y_swi never written",
+        "layer",
+        "2_tiled",
+        "if (STORE_Y_SWI) y_swi[at] =",
+        "if (false) y_swi[at] =",
+        "expert_up/2_tiled.cu",
+    ),
+]
+
+
+UNCHANGED = SimtExecutor.load
+
+
+def jobs_of(fault):
+    """The checks of `moeblaze check --stage S --backend simt` that run the fault's rung."""
+    jobs = check.plan(stages=[fault.stage], backends=["simt"])
+    return [job for job in jobs if job.args[3] == fault.rung]
+
+
+def plant(fault, monkeypatch, value):
+    """Compile the fault's file with FAULT=value from now on."""
+    load = UNCHANGED
+
+    def switched(self, file, text=None, **constants):
+        if file == fault.path:
+            return load(self, file, text=fault.text, FAULT=value, **constants)
+        return load(self, file, text=text, **constants)
+
+    monkeypatch.setattr(SimtExecutor, "load", switched)
+
+
+def first_failure(fault):
+    """The first row that the check fails, or None."""
+    return next((row for job in jobs_of(fault) for row in job() if not row.ok), None)
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """What caught each fault; printed when all have been tried."""
+    caught = {}
+    yield caught
+    lines = [f"{fault.stage:12} {fault.rung:14} {fault.name:32} {caught.get(fault, 'not run')}" for fault in FAULTS]
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n".join(["", f"{len(caught)} planted faults, and what `moeblaze check` says of them:", *lines]))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.stage}-{fault.rung}-{fault.name}")
+def test_the_check_catches_a_planted_fault(fault, table, monkeypatch):
+    plant(fault, monkeypatch, 0)
+    assert all(row.ok for row in jobs_of(fault)[0]()), "the switch itself breaks the kernel"
+    plant(fault, monkeypatch, 1)
+    row = first_failure(fault)
+    assert row is not None, "the check passes"
+    table[fault] = f"{row.direction} {row.dtype}: error {row.error:.1e}, {row.shape[:80]}"
+
+
+def test_every_stage_and_rung_has_a_fault():
+    assert len(FAULTS) >= 25
+    rungs = {(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)}
+    planted = {(fault.stage, fault.rung) for fault in FAULTS}
+    assert rungs - planted <= {("layer", "1_naive"), ("layer", "3_mma")}  # the kernels of the expert stages
