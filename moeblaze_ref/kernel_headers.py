@@ -90,10 +90,22 @@ def evaluate(formula: str, symbols: dict[str, int]) -> Fraction | tuple[Fraction
         raise ValueError(f"cannot read the formula {formula!r}: {error}") from None
 
 
+def number(formula: str, symbols: dict[str, int]) -> Fraction:
+    """The value of a formula that has one; errors as in `evaluate`."""
+    values = _values(formula, symbols)
+    if len(values) != 1:
+        raise ValueError(f"the formula {formula!r} has {len(values)} values, but it must have one")
+    return values[0]
+
+
 def sizes(formula: str, symbols: dict[str, int]) -> tuple[int, ...]:
     """The value of a formula as whole sizes, such as those of a grid; fractions are cut off, as in C."""
+    return tuple(math.floor(value) for value in _values(formula, symbols))
+
+
+def _values(formula: str, symbols: dict[str, int]) -> tuple[Fraction, ...]:
     values = evaluate(formula, symbols)
-    return tuple(math.floor(value) for value in (values if isinstance(values, tuple) else (values,)))
+    return values if isinstance(values, tuple) else (values,)
 
 
 def _with_products(formula: str) -> str:
