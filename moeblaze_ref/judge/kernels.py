@@ -37,6 +37,11 @@ class Launch:
     def __str__(self):
         return f"grid {self.grid}; block {self.block}; shared bytes {self.shared_bytes} ({self.stated_by})"
 
+    @property
+    def threads(self) -> dict[str, int]:
+        """The constant THREADS, if the block is stated as a number."""
+        return {"THREADS": int(self.block)} if self.block.isdigit() else {}
+
     def at(self, kernel: str, symbols: dict[str, int]) -> tuple[Size, Size, int]:
         """Grid, block and shared bytes for these sizes; a grid without blocks is left to the caller.
 
@@ -87,10 +92,10 @@ class CudaKernel:
         """How a report names it."""
         return f"{self.name} in {self.file}"
 
-    def constants(self, dtype: str, activation: str, renormalize: bool, given: dict[str, Any]) -> dict[str, Any]:
-        """Preprocessor constants: the project's, unless the file defines them, and those given."""
-        ours = {"Scalar": C_TYPE[dtype], "ACTIVATION": activation, "RENORMALIZE": int(renormalize), "THREADS": THREADS}
+    def constants(self, dtype: str, terms: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Preprocessor constants: Scalar and ``terms``, unless the file defines them, and those given."""
         own = set(_DEFINED.findall(self.text))
+        ours = {"Scalar": C_TYPE[dtype], "THREADS": THREADS} | terms
         return {name: value for name, value in ours.items() if name not in own} | given
 
     def numbers(self, constants: dict[str, Any]) -> dict[str, int]:
@@ -229,8 +234,8 @@ class NumbaKernel:
         """The function's own name."""
         return self.kernel.py_func.__name__
 
-    def constants(self, dtype: str, activation: str, renormalize: bool, given: dict[str, Any]) -> dict[str, Any]:
-        """None: Python has no preprocessor.
+    def constants(self, dtype: str, terms: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """The threads of a block alone, for formulas: Python has no preprocessor.
 
         Raises
         ------
@@ -240,14 +245,14 @@ class NumbaKernel:
         doors.check_name("dtype of Numba kernels", dtype, ("float32",))
         if given:
             raise ValueError(f"constants {', '.join(given)} are for .cu files; a Numba kernel has its module's")
-        return {}
+        from moeblaze_ref.numba_cuda.runtime import THREADS as threads
+
+        return {"THREADS": terms.get("THREADS", threads)}
 
     def numbers(self, constants: dict[str, Any]) -> dict[str, int]:
         """What its formulas may use: the whole numbers among its module's globals."""
-        from moeblaze_ref.numba_cuda.runtime import THREADS as threads
-
         own = self.kernel.py_func.__globals__
-        return {"THREADS": threads} | {name: value for name, value in own.items() if type(value) is int}
+        return constants | {name: value for name, value in own.items() if type(value) is int}
 
     def stated(self) -> dict[str, str]:
         """What its docstring says of the launch."""

@@ -1,5 +1,6 @@
 """How the judge runs a kernel once: on the SIMT executor, on a GPU, or by Numba."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from moeblaze_ref.judge.kernels import CudaKernel, NumbaKernel
 from moeblaze_ref.judge.report import Counts
 from moeblaze_ref.raw_cuda.runtime.source import Size
 from moeblaze_ref.simt.build import SimtCompileError
+
+_SIMULATED_THREAD = re.compile(r"tid=\[(?P<thread>.*?)\] ctaid=\[(?P<block>.*?)\](?:: )?(?P<message>.*)", re.DOTALL)
 
 
 class Fault(Exception):
@@ -92,16 +95,14 @@ def _numba(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], argum
     from moeblaze_ref.numba_cuda import runtime
 
     grid, block, shared_bytes = launch
-    arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray) and value.size}
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     moved = {name: runtime.to_device(array) for name, array in arrays.items()}
     if runtime.EXECUTOR == "simulator":
         from moeblaze_ref.numba_cuda.simulator import CountingArray
 
         moved = {name: CountingArray(array.copy_to_host(), name) for name, array in moved.items()}
     try:
-        # What is empty, numba's GPU takes as (), by None.
-        values = [moved.get(name) if isinstance(value, np.ndarray) else value for name, value in arguments.items()]
-        runtime.launch(kernel.kernel, grid, block, *values, shared_bytes=shared_bytes)
+        runtime.launch(kernel.kernel, grid, block, *(arguments | moved).values(), shared_bytes=shared_bytes)
         for name, array in arrays.items():
             np.copyto(array, moved[name].copy_to_host())
     except Exception as error:  # whatever a reader's function does when it is run
@@ -116,13 +117,10 @@ def _numba(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], argum
 
 def _numba_message(error: Exception) -> str:
     """The simulator's message, with block and thread named as the SIMT executor names them."""
-    text = str(error).strip()
-    place, colon, message = text.partition(": ")
-    if place.startswith("tid=") and colon:
-        thread, block = (part.partition("=")[2].strip("[]") for part in place.split(" ctaid"))
-        block = block.strip("=[]")
-        return f"block ({block}), thread ({thread}): {type(error).__name__}: {message}"
-    return f"{type(error).__name__}: {text}"
+    place = _SIMULATED_THREAD.match(str(error))
+    if not place:
+        return f"{type(error).__name__}: {error}"
+    return f"block ({place['block']}), thread ({place['thread']}): {type(error).__name__}: {place['message']}"
 
 
 def _numba_quantities() -> tuple[str, ...]:

@@ -132,7 +132,8 @@ class Trial:
         return np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype))
 
     def _constants(self, problem: Problem) -> dict[str, Any]:
-        return self.kernel.constants(self.dtype, self.activation, problem.case.renormalize, self.constants)
+        terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(problem.case.renormalize)}
+        return self.kernel.constants(self.dtype, terms | self.launch.threads, self.constants)
 
     def _symbols(self, problem: Problem) -> dict[str, int]:
         """What formulas may use: a kernel's own constants yield to the sizes of the case."""
