@@ -186,7 +186,8 @@ def _unknown(name: str, known: tuple[str, ...]) -> str:
     try:
         doors.check_name("parameter", name, known)
     except ValueError as error:
-        return str(error).partition(" Valid:")[0].rstrip(".")
+        text = str(error).partition(" Valid:")[0].rstrip(".")
+        return f"{text} That is no tensor and no size of the task" if text.endswith("?") else text
     return ""
 
 
