@@ -68,7 +68,10 @@ def check(
     record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
     kernel: Annotated[
         str | None,
-        typer.Option(help="FILE.cu:name, or module:function for Numba.", rich_help_panel=OF_A_KERNEL),
+        typer.Option(
+            help="FILE.cu:name, or module:function for Numba. --stage then names its task: combine, expert_up.d_w, ...",
+            rich_help_panel=OF_A_KERNEL,
+        ),
     ] = None,
     grid: Annotated[
         str | None, typer.Option(help="Blocks, as 'ceil(L h / 256), E'.", rich_help_panel=OF_A_KERNEL)

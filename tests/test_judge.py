@@ -147,7 +147,7 @@ def test_a_row_that_is_never_written():
     assert (result.difference.tensor, result.difference.index, result.difference.found) == ("out", (12, 0), None)
     assert result.difference.differing == 8 and result.difference.elements == 104
     experts = CASE.topk_experts[12].tolist()
-    assert "out[12, 0] is never written, but must be" in result.problem
+    assert "out[12, 0] is never written (or only added to), but must be" in result.problem
     assert f"(token 12, experts {experts}); 8 of 104 elements differ" in result.problem
 
 
@@ -166,6 +166,8 @@ def test_weights_of_the_wrong_expert():
     [
         ("out[index] = sum;", "out[index] = 0.0f;", "out[0, 0] is 0, but must be"),
         ("out[index] = sum;", "", "out[0, 0] is never written"),
+        ("out[index] = sum;", "out[index] += sum;", "out[0, 0] is never written (or only added to)"),
+        ("out[index] = sum;", "if (index % 2) __syncthreads(); out[index] = sum;", "__syncthreads"),
         ("gates[slot] * y", "y", "out[0, 0] is"),
         ("float sum = 0.0f;", "float sum = 0.0f / (k - k);", "out[0, 0] is nan, but must be"),
         ("index >= L * d", "index > L * d", "out-of-bounds"),
@@ -274,11 +276,25 @@ def test_the_launch_is_the_headers_unless_asked_otherwise():
 
 
 def test_a_files_own_constants_go_into_formulas_and_are_not_defined_twice():
-    for line in ("constexpr int THREADS = 32;", "#define THREADS 32"):
+    for line in ("constexpr int THREADS = 32;", "#define THREADS (32)  // a warp", "const unsigned THREADS = 32;"):
         text = f"{line}\n" + COMBINE.replace("blockDim.x", "THREADS")
         assert judge(text, "combine", cases=[CASE], budgets=["written <= L d THREADS / 8"]).ok
         with pytest.raises(Wrong):
             judge(text, "combine", cases=[CASE], budgets=["written <= L d THREADS / 16"])
+
+
+def test_a_constant_that_is_more_than_a_number_is_no_symbol():
+    with pytest.raises(ValueError, match="unknown symbol 'TILE'"):
+        examine("constexpr int TILE = 4 * 4;\n" + COMBINE, "combine", cases=[CASE], grid="TILE")
+
+
+def test_a_kernel_in_a_comment_is_none():
+    assert judge(f"/* {COMBINE.replace('mine', 'ghost')} */" + COMBINE, "combine", cases=[CASE]).ok
+
+
+def test_no_case_proves_nothing():
+    with pytest.raises(ValueError, match="at least one case"):
+        judge(COMBINE, "combine", cases=[])
 
 
 def test_a_kernel_for_scalar_takes_every_type():
@@ -336,7 +352,7 @@ def test_a_header_row_that_does_not_fit_its_table_is_not_passed_over():
         ("int L", "float L", "parameter L is a size: int L"),
         ("float* out", "float* y_swi", "unknown parameter 'y_swi'"),
         ("float* out, ", "", "the output out is no parameter"),
-        ('extern "C" ', "", 'must be declared extern "C" __global__ void mine(...)'),
+        ('extern "C" ', "", 'kernel.cu has no kernel: it must be declared extern "C" __global__ void NAME(...)'),
     ],
 )
 def test_parameters_that_do_not_fit(old, new, message):

@@ -98,7 +98,7 @@ def examine(
     Raises
     ------
     ValueError, TypeError, OSError
-        If the kernel is not found, does not compile or does not fit the task, the backend does not run
+        If there is no case, the kernel is not found, does not compile or does not fit the task, the backend does not run
         here, or a name, formula or budget cannot be read.
     """
     contract, found = find_contract(task), find(kernel)
@@ -114,6 +114,8 @@ def examine(
         constants=constants or {},
     )
     results = list(trial.results(_cases(trial.backend) if cases is None else cases))
+    if not results:
+        raise ValueError("cases is empty, but a kernel is judged by at least one case")
     return Report(task, found.label, trial.backend, dtype, str(trial.launch), trial.quantities, results)
 
 

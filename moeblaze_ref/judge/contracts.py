@@ -46,6 +46,11 @@ HOLDS = {name: kind for kind, group in SHAPES.items() for name in group}
 Arrays = dict[str, np.ndarray]
 
 
+def dtype_of(name: str, dtype: str) -> str:
+    """dtype of a tensor when ``dtype`` is under judgement."""
+    return {"Scalar": dtype, "float": "float32", "int": "int32"}[HOLDS[name]]
+
+
 @dataclass(frozen=True)
 class Contract:
     """What one task's kernel is given and must write.

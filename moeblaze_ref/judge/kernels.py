@@ -13,16 +13,16 @@ from types import ModuleType
 from typing import Any
 
 from moeblaze_ref import doors, kernel_headers
-from moeblaze_ref.judge.contracts import SIZES, Contract
-from moeblaze_ref.judge.report import dtype_of
+from moeblaze_ref.judge.contracts import SIZES, Contract, dtype_of
 from moeblaze_ref.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Parameter, Size, check_launch, three
 
 THREADS = 256  # of a block, where a .cu file does not say
 C_TYPES = C_TYPE | {"int32": "int"}
 
-_DEFINED = re.compile(r"(?:#\s*define|\bconstexpr\s+[\w\s]+?|\busing|\btypedef\s+[\w\s]+?)\s+(\w+)\s*[=;\s]")
-_NUMBER = re.compile(r"(?:#\s*define\s+(\w+)\s+|\bconstexpr\s+[\w\s]+?\s+(\w+)\s*=\s*)(\d+)\b")
+_NAMED = r"(?:#\s*define\s+(?P<macro>\w+)|\bconst(?:expr)?\s+[\w\s]+?\s+(?P<constant>\w+)\s*=)\s*"
+_DEFINED = re.compile(_NAMED)
+_NUMBER = re.compile(_NAMED + r"\(?(?P<value>\d+)\)?[ \t]*(?=[;,\n]|/[/*]|$)")
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,15 @@ class CudaKernel:
         return f"{self.name} in {self.file}"
 
     def constants(self, dtype: str, terms: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Preprocessor constants: Scalar and ``terms``, unless the file defines them, and those given."""
-        own = set(_DEFINED.findall(self.text))
-        ours = {"Scalar": C_TYPE[dtype], "THREADS": THREADS} | terms
-        return {name: value for name, value in ours.items() if name not in own} | given
+        """Preprocessor constants: Scalar, of the ``terms`` what the file does not define, and those given."""
+        own = {match["macro"] or match["constant"] for match in _DEFINED.finditer(self.text)}
+        ours = {name: value for name, value in ({"THREADS": THREADS} | terms).items() if name not in own}
+        return {"Scalar": C_TYPE[dtype]} | ours | given
 
     def numbers(self, constants: dict[str, Any]) -> dict[str, int]:
         """What its formulas may use: whole constants, the file's own and those that it is compiled with."""
-        own = {define or constant: int(value) for define, constant, value in _NUMBER.findall(self.text)}
+        matches = _NUMBER.finditer(self.text)
+        own = {match["macro"] or match["constant"]: int(match["value"]) for match in matches}
         return own | {name: int(value) for name, value in constants.items() if str(value).isdigit()}
 
     def stated(self) -> dict[str, str]:
@@ -203,18 +204,12 @@ def find_cuda(text: str, file: str, name: str | None) -> CudaKernel:
     ValueError
         If there is no such kernel, or there are several and none is named.
     """
-    names = re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+)\s*\(", text)
+    names = list(KernelSource.read(file, {"Scalar": "float"}, text).kernels)  # any type will do for the names
     if not names:
         raise ValueError(f'{file} has no kernel: it must be declared extern "C" __global__ void NAME(...)')
     if name is None and len(names) > 1:
         raise ValueError(f"{file} has the kernels {', '.join(names)}: name one, as in {file}:{names[0]}")
-    kernel = CudaKernel(file, text, doors.check_name(f"kernel of {file}", name or names[0], names))
-    types = {"Scalar": "float"}  # any will do: only the names are asked for
-    if kernel.name not in KernelSource.read(file, types, text).kernels:
-        raise ValueError(
-            f'kernel {kernel.name} of {file} must be declared extern "C" __global__ void {kernel.name}(...)'
-        )
-    return kernel
+    return CudaKernel(file, text, doors.check_name(f'extern "C" kernel of {file}', name or names[0], names))
 
 
 # ---- Numba ------------------------------------------------------------------------------------
@@ -314,7 +309,7 @@ def find(kernel: Any) -> CudaKernel | NumbaKernel:
         return find_cuda(str(kernel), "kernel.cu", None)
     place, _, name = str(kernel).partition(":")
     if place.endswith(".cu"):
-        return find_cuda(_existing(place).read_text(), place, name or None)
+        return find_cuda(_existing(place).read_text(errors="replace"), place, name or None)
     if not name:
         raise ValueError(f"kernel {place!r} must be FILE.cu, FILE.cu:name, FILE.py:function or module:function")
     functions = vars(_import(place))

@@ -9,7 +9,7 @@ import numpy as np
 
 from moeblaze_ref import comparisons
 from moeblaze_ref.cases import relative_error
-from moeblaze_ref.judge.contracts import AXES, HOLDS, SLOT_ORDER, Arrays, Contract, Problem
+from moeblaze_ref.judge.contracts import AXES, SLOT_ORDER, Arrays, Contract, Problem
 from moeblaze_ref.raw_cuda.runtime.poison import POISON
 
 Counts = dict[str, dict[str, int]]  # quantity, such as "written", then tensor
@@ -26,7 +26,7 @@ class Difference:
     place : dict
         As `place_of` has it.
     found : float or int or None
-        None if the kernel never wrote it.
+        None if it still holds poison: never written, or only added to.
     expected : float or int
     differing, elements : int
         How many elements of the tensor differ, and how many it has.
@@ -46,7 +46,7 @@ class Difference:
     def sentence(self, other: str) -> str:
         """What was found where, and what it ``other`` ("must be") was expected."""
         element = f"{self.tensor}[{', '.join(map(str, self.index))}]"
-        found = "is never written" if self.found is None else f"is {_number(self.found)}"
+        found = "is never written (or only added to)" if self.found is None else f"is {_number(self.found)}"
         place = ", ".join(f"{name} {number}" for name, number in self.place.items())
         count = f"{self.differing:,} of {self.elements:,} elements differ"
         return f"{element} {found}, but {other} {_number(self.expected)}{place and f' ({place})'}; {count}"
@@ -245,8 +245,3 @@ def _json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_json(part) for part in value]
     return str(value) if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def dtype_of(name: str, dtype: str) -> str:
-    """dtype of a tensor when ``dtype`` is under judgement."""
-    return {"Scalar": dtype, "float": "float32", "int": "int32"}[HOLDS[name]]

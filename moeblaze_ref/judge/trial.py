@@ -12,9 +12,9 @@ from moeblaze_ref import comparisons, doors
 from moeblaze_ref.cases import Case
 from moeblaze_ref.config import ITEMSIZE, is_gated
 from moeblaze_ref.judge.budgets import Budget
-from moeblaze_ref.judge.contracts import AXES, Arrays, Contract, Problem, set_problem
+from moeblaze_ref.judge.contracts import AXES, Arrays, Contract, Problem, dtype_of, set_problem
 from moeblaze_ref.judge.kernels import CudaKernel, Launch, NumbaKernel
-from moeblaze_ref.judge.report import Counts, Difference, Result, dtype_of, first_difference, unlike
+from moeblaze_ref.judge.report import Counts, Difference, Result, first_difference, unlike
 from moeblaze_ref.judge.runners import RUNNERS, Fault
 from moeblaze_ref.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.raw_cuda.runtime.poison import poison
