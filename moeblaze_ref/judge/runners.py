@@ -14,6 +14,7 @@ from moeblaze_ref.judge.report import Counts
 from moeblaze_ref.raw_cuda.runtime.source import Size
 from moeblaze_ref.simt.build import SimtCompileError
 
+_COMPILED_COPY = re.compile(r"\S+\.cubin\.cu")  # CuPy's name for the file
 _SIMULATED_THREAD = re.compile(r"tid=\[(?P<thread>.*?)\] ctaid=\[(?P<block>.*?)\](?:: )?(?P<message>.*)", re.DOTALL)
 
 
@@ -84,9 +85,10 @@ def _cuda(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
         for name, array in arrays.items():
             np.copyto(array, executor.to_numpy(moved[name]))
     except cupy.cuda.compiler.CompileException as error:
-        raise ValueError(f"{kernel.file} does not compile:\n{error}") from None
+        message = _COMPILED_COPY.sub(kernel.file, str(error))
+        raise ValueError(f"{kernel.file} does not compile:\n{message}") from None
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-        raise Fault(str(error)) from None
+        raise Fault(f"{error}; on simt the fault names block, thread and address") from None
     return {}
 
 

@@ -100,25 +100,29 @@ class Trial:
 
     def _run(self, problem: Problem, order: int) -> tuple[Arrays, Counts]:
         """The outputs of one launch, over poison, and what was counted."""
-        constants = self._constants(problem)
+        constants, symbols = self._constants(problem), self._symbols(problem)
         names = self.kernel.fit(self.contract, self.dtype, constants)
-        outputs = self._poisoned(problem, names)
         inputs = {name: array.copy() for name, array in problem.inputs.items()}
-        given = {**problem.sizes, **inputs, **outputs}
+        outputs = self._poisoned(problem, names)
+        given = problem.sizes | inputs | outputs
         arguments = {name: given[name] if name in given else self._nothing(name) for name in names}
-        grid, block, shared_bytes = self.launch.at(self.kernel.name, self._symbols(problem))
-        counts = {quantity: {} for quantity in self.quantities}
-        if 0 not in grid:
-            try:
-                counts = RUNNERS[self.backend].run(
-                    self.kernel, constants, (grid, block, shared_bytes), arguments, order
-                )
-            except Fault as fault:
-                raise Fault(f"{fault}{f' ({RUNNERS[self.backend].orders[order]})' if order else ''}") from None
+        launch = self.launch.at(self.kernel.name, symbols)
+        counts = self._launch(constants, launch, arguments, order)
         for name, array in inputs.items():
             if array.tobytes() != problem.inputs[name].tobytes():
                 raise Fault(f"kernel {self.kernel.name} changes its input {name}")
         return outputs, counts
+
+    def _launch(self, constants: dict[str, Any], launch: tuple, arguments: dict[str, Any], order: int) -> Counts:
+        """What was counted; a grid without blocks, which CUDA refuses, is nothing to do."""
+        grid, *_ = launch
+        if 0 in grid:
+            return {quantity: {} for quantity in self.quantities}
+        runner = RUNNERS[self.backend]
+        try:
+            return runner.run(self.kernel, constants, launch, arguments, order)
+        except Fault as fault:
+            raise Fault(f"{fault} ({runner.orders[order]})" if order else str(fault)) from None
 
     def _poisoned(self, problem: Problem, names: tuple[str, ...]) -> Arrays:
         return {
