@@ -113,7 +113,7 @@ def unavailable(backend: Backend, stage: str) -> Row:
     return Row(stage, "forward", backend.name, None, "-", None, None, None, False, False)
 
 
-def _in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
+def in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
     """The cases that the backend can run in reasonable time.
 
     The SIMT executor compiles anew for every activation, so it gets the usual one (its tests cover
@@ -151,7 +151,7 @@ def plan(
             if not available:
                 jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
                 continue
-            for rung, case in itertools.product(backend.rungs(stage), _in_reach(backend, cases)):
+            for rung, case in itertools.product(backend.rungs(stage), in_reach(backend, cases)):
                 check = check_dispatch if stage == "dispatch" else functools.partial(check_stage, stage=stage)
                 jobs.append(functools.partial(_run, check, backend, stage, rung, case))
     if not jobs:

@@ -26,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
+OF_A_KERNEL = "A kernel of your own"  # the panel of check's options that --kernel makes sense of
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -66,12 +68,45 @@ def check(
     gradients: Annotated[bool, typer.Option("--gradients", help="Check the torch layer against autograd instead.")] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
     record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            help="FILE.cu:name, or module:function for Numba. --stage then names its task: combine, expert_up.d_w, ...",
+            rich_help_panel=OF_A_KERNEL,
+        ),
+    ] = None,
+    grid: Annotated[
+        str | None, typer.Option(help="Blocks, as 'ceil(L h / 256), E'.", rich_help_panel=OF_A_KERNEL)
+    ] = None,
+    block: Annotated[str | None, typer.Option(help="Threads of a block.", rich_help_panel=OF_A_KERNEL)] = None,
+    shared_bytes: Annotated[str | None, typer.Option(help="Dynamic ones.", rich_help_panel=OF_A_KERNEL)] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Such as 'written <= 4 R h' or 'read of x <= 4 R d'; repeatable.", rich_help_panel=OF_A_KERNEL
+        ),
+    ] = None,
+    activation: Annotated[str | None, typer.Option(help="Default: swiglu.", rich_help_panel=OF_A_KERNEL)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: float32.", rich_help_panel=OF_A_KERNEL)] = None,
+    define: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE, a constant of a .cu file; repeatable.", rich_help_panel=OF_A_KERNEL),
+    ] = None,
+    timeout: Annotated[
+        int, typer.Option(help="Seconds until a kernel counts as endless.", min=1, rich_help_panel=OF_A_KERNEL)
+    ] = 600,
     as_json: AsJson = False,
 ):
-    """Cross-check every stage of every backend; exit with status 1 on any failure."""
+    """Cross-check every stage of every backend, or judge a kernel of yours; exit with status 1 on any failure."""
     from moeblaze_ref import check as cross_check
 
+    options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
+    options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
+    if kernel is not None:
+        _judge(kernel, stage or [], backend or [], options, timeout, record, as_json)
     with user_errors():
+        if options:
+            raise ValueError(f"{', '.join(options)}: only a kernel has these; name it with --kernel")
         if gradients and stage:
             raise ValueError("--gradients checks the whole torch layer: leave --stage out")
         if gradients:
@@ -88,6 +123,39 @@ def check(
         with user_errors():
             provenance.record(record, {"rows": [row.as_dict() for row in rows]})
     raise typer.Exit(0 if cross_check.passed(rows) else 1)
+
+
+def _judge(
+    kernel: str, stages: list[str], backends: list[str], options, timeout: int, record: Path | None, as_json: bool
+):
+    """The ``check`` of one kernel from outside the project."""
+    from moeblaze_ref.judge import CONTRACTS, examine
+
+    with user_errors():
+        if len(stages) != 1:
+            raise ValueError(f"a kernel is judged as one task: --stage with one of {', '.join(CONTRACTS)}")
+        if len(backends) > 1:
+            raise ValueError(f"a kernel is judged on one backend, but {len(backends)} are named")
+        if "constants" in options:
+            options["constants"] = dict(_definition(text) for text in options["constants"])
+        with terminal.time_limit(
+            timeout, f"{kernel} did not end within {timeout} seconds; --timeout sets another limit"
+        ):
+            report = examine(kernel, stages[0], backend=next(iter(backends), None), **options)
+        if record:
+            provenance.record(record, report.as_dict())
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        stdout().print(str(report), highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _definition(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name.isidentifier() and equals and value.replace("-", "").isalnum()):
+        raise ValueError(f"{text!r} must be NAME=VALUE, a number or a word")
+    return name, value
 
 
 @app.command()

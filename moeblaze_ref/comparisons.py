@@ -41,11 +41,12 @@ def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) 
     peer : dict of arrays, optional
         Results of plain torch in that dtype; needed for the narrow ones.
     """
-    pairs = [(relative_error(found[name], exact[name]), _bound(name, exact, dtype, peer)) for name in exact]
+    pairs = [(relative_error(found[name], exact[name]), bound_of(name, exact, dtype, peer)) for name in exact]
     return max(pairs, key=_badness)
 
 
-def _bound(name: str, exact: Arrays, dtype: str, peer: Arrays | None) -> float:
+def bound_of(name: str, exact: Arrays, dtype: str, peer: Arrays | None) -> float:
+    """Largest relative error that the tensor of this name may have; arguments as in `judge`."""
     if dtype in BOUNDS:
         return BOUNDS[dtype]
     bound = 2.0 * relative_error(peer[name], exact[name])
@@ -116,7 +117,7 @@ def run_gating(stage: Any, case: Case) -> Results:
     forward["load_balancing_loss"] = stage.load_balancing_loss(*chosen)
     forward["router_z_loss"] = stage.router_z_loss(logits)
     d_logits = (
-        stage.backward(_d_gates(case), *chosen, case.renormalize)
+        stage.backward(d_gates(case), *chosen, case.renormalize)
         + stage.load_balancing_loss_backward(*chosen)
         + stage.router_z_loss_backward(logits)
     )
@@ -134,12 +135,13 @@ def expect_gating(case: Case, dtype: torch.dtype) -> Results:
         "load_balancing_loss": oracle.load_balancing_loss(routing),
         "router_z_loss": oracle.router_z_loss(routing),
     }
-    d_outputs = {"gates": _d_gates(case), "load_balancing_loss": 1.0, "router_z_loss": 1.0}
+    d_outputs = {"gates": d_gates(case), "load_balancing_loss": 1.0, "router_z_loss": 1.0}
     backward = _gradients({"gates": routing.gates} | losses, d_outputs, {"logits": leaf})
     return {"forward": forward | _arrays(**losses), "backward": backward}
 
 
-def _d_gates(case: Case) -> np.ndarray:
+def d_gates(case: Case) -> np.ndarray:
+    """Gradient of the gates, (L, k), at least float32."""
     return _random((case.L, case.k), case.logits.dtype, seed=1)
 
 
@@ -150,7 +152,7 @@ def run_expert_up(stage: Any, case: Case) -> Results:
     """a, b and y_swi; gradients of x, w1 and w2 from those of a and b."""
     dispatch, (_, w1, w2, _) = build_by_sort(case.topk_experts, case.E), case.weights
     a, b, y_swi = stage.forward(case.x, w1, w2, dispatch, case.activation)
-    d_a, d_b = _d_hidden(case)
+    d_a, d_b = d_hidden(case)
     d_x, d_w1, d_w2 = stage.backward(d_a, d_b, case.x, w1, w2, dispatch)
     return {"forward": _present(a=a, b=b, y_swi=y_swi), "backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
 
@@ -160,14 +162,15 @@ def expect_expert_up(case: Case, dtype: torch.dtype) -> Results:
     inputs = _present(x=_leaf(case.x, dtype), w1=_leaf(case.weights.w1, dtype), w2=_leaf(case.weights.w2, dtype))
     a, b = oracle.expert_up(inputs["x"], _order(case), inputs["w1"], inputs.get("w2"))
     y_swi = oracle.activate(a, b, case.activation)
-    d_a, d_b = _d_hidden(case)
+    d_a, d_b = d_hidden(case)
     return {
         "forward": _arrays(a=a, b=b, y_swi=y_swi),
         "backward": _gradients(_present(a=a, b=b), {"a": d_a, "b": d_b}, inputs),
     }
 
 
-def _d_hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None]:
+def d_hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None]:
+    """Gradients of a and b, (R, h); that of b is None if the activation is not gated."""
     shape = (case.L * case.k, case.weights.w1.shape[2])
     d_b = None if case.weights.w2 is None else _random(shape, case.x.dtype, seed=3)
     return _random(shape, case.x.dtype, seed=2), d_b
@@ -179,7 +182,7 @@ def _d_hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None]:
 def run_expert_down(stage: Any, case: Case) -> Results:
     """y from y_swi; gradients of a, b, the gates and w3 from that of the layer's output."""
     dispatch, w3 = build_by_sort(case.topk_experts, case.E), case.weights.w3
-    a, b, y_swi, gates = _hidden(case)
+    a, b, y_swi, gates = hidden(case)
     y = stage.forward(y_swi, w3, dispatch)
     d_a, d_b, d_gates, d_w3 = stage.backward(case.d_out, gates, a, b, w3, dispatch, case.activation)
     return {"forward": {"y": y}, "backward": _present(d_a=d_a, d_b=d_b, d_gates=d_gates, d_w3=d_w3)}
@@ -188,7 +191,7 @@ def run_expert_down(stage: Any, case: Case) -> Results:
 def expect_expert_down(case: Case, dtype: torch.dtype) -> Results:
     """As `run_expert_down`."""
     order, w3 = _order(case), _leaf(case.weights.w3, dtype)
-    a, b, y_swi, gates = (_leaf(array, dtype) for array in _hidden(case))
+    a, b, y_swi, gates = (_leaf(array, dtype) for array in hidden(case))
     inputs = _present(a=a, b=b, gates=gates, w3=w3)
     out = oracle.combine(oracle.expert_down(oracle.activate(a, b, case.activation), order, w3), gates, order)
     return {
@@ -197,7 +200,7 @@ def expect_expert_down(case: Case, dtype: torch.dtype) -> Results:
     }
 
 
-def _hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
+def hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
     """a, b, y_swi (R, h) of a case, rounded to its dtype, and its gates (L, k), at least float32."""
     exact = case.astype(np.float64)
     x, wg, w1, w2, _ = (_leaf(array, torch.float64) for array in (exact.x, *exact.weights))
@@ -213,19 +216,20 @@ def _hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.n
 
 def run_combine(stage: Any, case: Case) -> Results:
     """The output from y and the gates; gradients of both."""
-    dispatch, y, gates = build_by_sort(case.topk_experts, case.E), _expert_output(case), _hidden(case)[-1]
+    dispatch, y, gates = build_by_sort(case.topk_experts, case.E), expert_output(case), hidden(case)[-1]
     d_y, d_gates = stage.backward(case.d_out, y, gates, dispatch)
     return {"forward": {"out": stage.forward(y, gates, dispatch)}, "backward": {"d_y": d_y, "d_gates": d_gates}}
 
 
 def expect_combine(case: Case, dtype: torch.dtype) -> Results:
     """As `run_combine`."""
-    inputs = {"y": _leaf(_expert_output(case), dtype), "gates": _leaf(_hidden(case)[-1], dtype)}
+    inputs = {"y": _leaf(expert_output(case), dtype), "gates": _leaf(hidden(case)[-1], dtype)}
     out = oracle.combine(inputs["y"], inputs["gates"], _order(case))
     return {"forward": _arrays(out=out), "backward": _gradients({"out": out}, {"out": case.d_out}, inputs)}
 
 
-def _expert_output(case: Case) -> np.ndarray:
+def expert_output(case: Case) -> np.ndarray:
+    """The experts' outputs y (R, d) that the combine is given."""
     return _random((case.L * case.k, case.x.shape[1]), case.x.dtype, seed=4)
 
 

@@ -1,42 +1,30 @@
 """What a Numba kernel's header states of a launch, and what the simulator counts."""
 
 import os
-import re
 import subprocess
 import sys
 
-from headers import evaluate
-
+from moeblaze_ref.kernel_headers import evaluate, in_docstring
 from moeblaze_ref.numba_cuda import runtime
-
-HEADER = re.compile(
-    r"Grid +(.+?) blocks? of (.+?) threads\b.*\n +Shared bytes +(.+)\n +Global bytes +reads (.+); writes (.+)"
-)
 
 
 def stated_launch(kernel, sizes):
     """(blocks, threads, shared bytes, bytes read, bytes written) by the header's formulas, such as "4 L E + 4 R"."""
-    return tuple(evaluate(formula, sizes) for formula in HEADER.search(kernel.py_func.__doc__).groups())
+    header = in_docstring(kernel.py_func.__doc__)
+    columns = ("grid", "block", "shared bytes", "bytes read", "bytes written")
+    return tuple(evaluate(header[column], sizes) for column in columns)
 
 
 def counted_launch(kernel, blocks, threads, arguments, shared_bytes):
-    """The same of a launch on the simulator; all arrays are int32 or float32, other arguments pass as they are."""
+    """The same of a launch on the simulator; arguments that are no arrays pass as they are."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-    reads, writes = [], []  # appending is atomic, counting would not be
+    from moeblaze_ref.numba_cuda.simulator import CountingArray
 
-    class CountingArray(FakeCUDAArray):
-        def __getitem__(self, index):
-            reads.append(index)
-            return super().__getitem__(index)
-
-        def __setitem__(self, index, value):
-            writes.append(index)
-            super().__setitem__(index, value)
-
-    counting = [CountingArray(a._ary) if isinstance(a, FakeCUDAArray) else a for a in arguments]
-    runtime.launch(kernel, blocks, threads, *counting, shared_bytes=shared_bytes)
-    return blocks, threads, shared_bytes, 4 * len(reads), 4 * len(writes)
+    passed = [CountingArray(a._ary) if isinstance(a, FakeCUDAArray) else a for a in arguments]
+    runtime.launch(kernel, blocks, threads, *passed, shared_bytes=shared_bytes)
+    counting = [a for a in passed if isinstance(a, CountingArray)]
+    return blocks, threads, shared_bytes, sum(a.read_bytes for a in counting), sum(a.written_bytes for a in counting)
 
 
 def rerun(test):

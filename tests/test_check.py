@@ -152,10 +152,10 @@ def test_rows_are_json_even_with_nan():
 
 def test_the_simulator_gets_small_cases_only(monkeypatch):
     monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "simulator")
-    in_reach = check._in_reach(BACKENDS["numba"], standard_cases())
+    in_reach = check.in_reach(BACKENDS["numba"], standard_cases())
     assert 5 < len(in_reach) and all(case.L * case.k <= check.SIMULATOR_ROWS for case in in_reach)
     monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "cuda")
-    assert len(check._in_reach(BACKENDS["numba"], standard_cases())) == len(standard_cases())
+    assert len(check.in_reach(BACKENDS["numba"], standard_cases())) == len(standard_cases())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,140 @@
+"""How the judge runs a kernel once: on the SIMT executor, on a GPU, or by Numba."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moeblaze_ref.judge.budgets import QUANTITIES
+from moeblaze_ref.judge.contracts import Arrays
+from moeblaze_ref.judge.kernels import CudaKernel, NumbaKernel
+from moeblaze_ref.judge.report import Counts
+from moeblaze_ref.raw_cuda.runtime.source import Size
+from moeblaze_ref.simt.build import SimtCompileError
+
+_COMPILED_COPY = re.compile(r"\S+\.cubin\.cu")  # CuPy's name for the file
+_SIMULATED_THREAD = re.compile(r"tid=\[(?P<thread>.*?)\] ctaid=\[(?P<block>.*?)\](?:: )?(?P<message>.*)", re.DOTALL)
+
+
+class Fault(Exception):
+    """The kernel did what a GPU would not survive, or did not let itself be compiled there."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A place to run kernels in.
+
+    Parameters
+    ----------
+    run : callable
+        (kernel, constants, (grid, block, shared bytes), arguments, order) -> `Counts`; writes the
+        outputs in place. Arguments are numpy arrays and whole numbers by parameter.
+    orders : tuple of str
+        What tells one run from the next on the same input; each must give the same bits.
+    what_differs : str
+        What is wrong with a kernel of which they do not.
+    quantities : callable
+        Those of `QUANTITIES` that are counted there.
+    """
+
+    run: Callable[..., Counts]
+    orders: tuple[str, ...]
+    what_differs: str
+    quantities: Callable[[], tuple[str, ...]]
+
+
+def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):
+    """``order`` is the seed of the threads' order; 0 is their natural one."""
+    from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+
+    executor = SimtExecutor(seed=order)
+    grid, block, shared_bytes = launch
+    try:
+        module = executor.load(kernel.file, text=kernel.text, **constants)
+        with executor.recording() as reports:
+            module.launch(kernel.name, grid, block, shared_bytes, **arguments)
+    except SimtCompileError as error:
+        _, _, compilers = str(error).partition("\n")
+        raise ValueError(f"{kernel.file} does not compile:\n{compilers}") from None
+    except KernelFault as fault:
+        raise Fault(str(fault)) from None
+    (report,) = reports
+    buffers = report.buffers.items()
+    return {
+        "read": {name: traffic.read_bytes for name, traffic in buffers},
+        "written": {name: traffic.written_bytes for name, traffic in buffers},
+        "sectors": {name: traffic.read_sectors + traffic.written_sectors for name, traffic in buffers},
+        "conflicts": {"shared memory": report.shared.bank_conflicts},
+    }
+
+
+def _cuda(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):
+    """A GPU counts nothing; ``order`` is the number of the run."""
+    import cupy
+
+    from moeblaze_ref.raw_cuda.runtime import cupy_executor
+
+    executor, (grid, block, shared_bytes) = cupy_executor(), launch
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
+    try:
+        moved = {name: executor.from_numpy(array) for name, array in arrays.items()}
+        module = executor.load(kernel.file, text=kernel.text, **constants)
+        module.launch(kernel.name, grid, block, shared_bytes, **(arguments | moved))
+        for name, array in arrays.items():
+            np.copyto(array, executor.to_numpy(moved[name]))
+    except cupy.cuda.compiler.CompileException as error:
+        message = _COMPILED_COPY.sub(kernel.file, str(error))
+        raise ValueError(f"{kernel.file} does not compile:\n{message}") from None
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        raise Fault(f"{error}; on simt the fault names block, thread and address") from None
+    return {}
+
+
+def _numba(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int):
+    """The simulator counts bytes, a GPU nothing; ``order`` is the number of the run."""
+    from moeblaze_ref.numba_cuda import runtime
+
+    grid, block, shared_bytes = launch
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
+    moved = {name: runtime.to_device(array) for name, array in arrays.items()}
+    if runtime.EXECUTOR == "simulator":
+        from moeblaze_ref.numba_cuda.simulator import CountingArray
+
+        moved = {name: CountingArray(array.copy_to_host(), name) for name, array in moved.items()}
+    try:
+        runtime.launch(kernel.kernel, grid, block, *(arguments | moved).values(), shared_bytes=shared_bytes)
+        for name, array in arrays.items():
+            np.copyto(array, moved[name].copy_to_host())
+    except Exception as error:  # whatever a reader's function does when it is run
+        raise Fault(_numba_message(error)) from error
+    if runtime.EXECUTOR != "simulator":
+        return {}
+    return {
+        "read": {name: array.read_bytes for name, array in moved.items()},
+        "written": {name: array.written_bytes for name, array in moved.items()},
+    }
+
+
+def _numba_message(error: Exception) -> str:
+    """The simulator's message, with block and thread named as the SIMT executor names them."""
+    place = _SIMULATED_THREAD.match(str(error))
+    if not place:
+        return f"{type(error).__name__}: {error}"
+    return f"block ({place['block']}), thread ({place['thread']}): {type(error).__name__}: {place['message']}"
+
+
+def _numba_quantities() -> tuple[str, ...]:
+    from moeblaze_ref.numba_cuda import runtime
+
+    return ("read", "written") if runtime.EXECUTOR == "simulator" else ()
+
+
+_SEEDS = ("their natural order", "seed 1", "seed 2", "seed 3")
+_RUNS = ("the first run", "the second run")
+RUNNERS = {
+    "simt": Runner(_simt, _SEEDS, "depends on the order of threads", lambda: tuple(QUANTITIES)),
+    "cuda": Runner(_cuda, _RUNS, "differs between runs on the same input", tuple),
+    "numba": Runner(_numba, _RUNS, "differs between runs on the same input", _numba_quantities),
+}

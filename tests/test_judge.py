@@ -1,0 +1,606 @@
+"""The judge passes what is right, and says of what is wrong which element shows it, and why."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import float32
+from test_cli import moeblaze
+from test_docs import Document, bare
+
+from moeblaze_ref import kernel_headers
+from moeblaze_ref.cases import make_case, standard_cases
+from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
+from moeblaze_ref.judge.contracts import AXES, ROUTES, set_problem
+from moeblaze_ref.judge.kernels import declaration
+from moeblaze_ref.judge.report import place_of
+from moeblaze_ref.numba_cuda import combine as numba_combine
+from moeblaze_ref.numba_cuda import expert_down as numba_down
+from moeblaze_ref.numba_cuda import expert_up as numba_up
+from moeblaze_ref.numba_cuda.runtime import cuda
+from moeblaze_ref.paths import kernels_dir
+
+SMALL = standard_cases()[:6]  # with one token, an empty expert, and no tokens
+CASE = make_case(13, 8, 16, 4, 2, "zipf")
+
+COMBINE = """
+extern "C" __global__ void mine(const float* y, const float* gates, const int* token_index_map, float* out, int L, int d, int k) {
+    const int index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= L * d) return;
+    const int token = index / d, column = index % d;
+    float sum = 0.0f;
+    for (int slot = token * k; slot < token * k + k; ++slot) sum += gates[slot] * y[token_index_map[slot] * d + column];
+    out[index] = sum;
+}
+"""
+
+# The lengths by shared memory, one block an expert: what a missing barrier or a race spoils.
+LENGTHS = """
+extern "C" __global__ void mine(const int* dense_map, int* lengths, int L, int E) {
+    __shared__ int counts[THREADS];
+    int count = 0;
+    for (int token = threadIdx.x; token < L; token += THREADS) count += dense_map[token * E + blockIdx.x] >= 0;
+    counts[threadIdx.x] = count;
+    __syncthreads();
+    if (threadIdx.x != THREADS - 1) return;  // in natural order all others have written
+    for (int i = 0; i < THREADS - 1; ++i) count += counts[i];
+    lengths[blockIdx.x] = count;
+}
+"""
+
+
+def own(file, name=""):
+    return f"{kernels_dir() / file}.cu:{name}".rstrip(":")
+
+
+def changed(text, old, new):
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+def problem_of(kernel, task, cases=(CASE,), **options):
+    """The first result, which is wrong."""
+    report = examine(kernel, task, cases=cases, **options)
+    assert not report.ok and not report.results[0].ok and report.results[0].problem in report.first_problem
+    return report.results[0]
+
+
+# ---- what is right ------------------------------------------------------------------------------
+
+OWN = {
+    "gating": ("gating/1_naive", "softmax_top_k"),
+    "gating.backward": ("gating/1_naive", "gates_backward"),
+    "dispatch.dense_map": ("dispatch/1_dense_map", "dense_map"),
+    "dispatch.expert_lengths": ("dispatch/1_dense_map", "expert_lengths"),
+    "dispatch.expert_offsets": ("dispatch/1_dense_map", "expert_offsets"),
+    "dispatch.route_indices": ("dispatch/1_dense_map", "route_indices"),
+    "expert_up": ("expert_up/1_naive", "expert_up"),
+    "expert_up.d_x": ("expert_up/1_naive", "d_x"),
+    "expert_up.d_w": ("expert_up/1_naive", "d_w"),
+    "expert_down": ("expert_down/1_naive", "expert_down"),
+    "expert_down.d_hidden": ("expert_down/1_naive", "d_hidden"),
+    "expert_down.d_w3": ("expert_down/1_naive", "d_w3"),
+    "combine": ("combine/1_gather", "combine"),
+    "combine.d_y": ("combine/1_gather", "d_y"),
+    "combine.d_gates": ("combine/1_gather", "d_gates"),
+}
+
+
+@pytest.mark.parametrize("task", CONTRACTS)
+def test_the_projects_own_kernel_of_every_task_is_right(task):
+    report = judge(own(*OWN[task]), task, cases=SMALL)
+    assert report.ok and len(report.results) == len(SMALL)
+    written = report.results[0].totals["written"]
+    assert written > 0 and report.results[0].totals["sectors"] * 32 >= written
+
+
+@pytest.mark.parametrize(
+    ("file", "task", "options"),
+    [
+        ("expert_up/2_tiled", "expert_up", {}),
+        ("expert_up/1_naive", "expert_up", {"activation": "relu2"}),
+        ("expert_up/1_naive", "expert_up.d_w", {"activation": "gelu"}),
+        ("expert_up/1_naive", "expert_up", {"dtype": "float16"}),
+        ("expert_up/3_mma", "expert_up", {"dtype": "bfloat16"}),
+        ("expert_down/1_naive", "expert_down.d_hidden", {"dtype": "bfloat16"}),
+        ("gating/2_warp", "gating", {"constants": {"PER_LANE": 5}}),
+    ],
+)
+def test_other_rungs_types_and_activations_are_right(file, task, options):
+    name = {"gating": "softmax_top_k"}.get(task, task.rpartition(".")[2])
+    assert judge(own(file, name), task, cases=SMALL, **options).ok
+
+
+@pytest.mark.parametrize(
+    ("kernel", "task", "options"),
+    [
+        ("moeblaze_ref.numba_cuda.combine:combine_kernel", "combine", {}),
+        (numba_combine.d_y_kernel, "combine.d_y", {}),
+        (numba_combine.d_gates_kernel, "combine.d_gates", {}),
+        ("moeblaze_ref.numba_cuda.dispatch:expert_lengths_kernel", "dispatch.expert_lengths", {}),
+        (numba_up.d_x_kernel(True), "expert_up.d_x", {}),
+        (numba_up.expert_up_kernel("swiglu"), "expert_up", {"grid": "E ceil(h / TILE)"}),
+        (numba_down.d_w3_kernel, "expert_down.d_w3", {}),
+    ],
+)
+def test_numba_kernels_are_right_and_counted(kernel, task, options):
+    report = judge(kernel, task, cases=SMALL[:2] + SMALL[5:], **options)
+    assert report.backend == "numba" and report.results[0].totals["written"] > 0
+    assert report.results[0].totals.keys() == {"read", "written"}
+
+
+def test_a_declared_signature_can_be_copied():
+    for task, contract in CONTRACTS.items():
+        text = declaration(contract) + " {}"
+        result = problem_of(text, task)
+        assert result.difference.found is None, "it fits the task, and writes nothing"
+
+
+# ---- what is wrong --------------------------------------------------------------------------------
+
+
+def test_a_row_that_is_never_written():
+    result = problem_of(changed(COMBINE, "index >= L * d", "index >= L * d - d"), "combine")
+    assert (result.difference.tensor, result.difference.index, result.difference.found) == ("out", (12, 0), None)
+    assert result.difference.differing == 8 and result.difference.elements == 104
+    experts = CASE.topk_experts[12].tolist()
+    assert "out[12, 0] is never written (or only added to), but must be" in result.problem
+    assert f"(token 12, experts {experts}); 8 of 104 elements differ" in result.problem
+
+
+def test_weights_of_the_wrong_expert():
+    text = (kernels_dir() / "expert_up/1_naive.cu").read_text()
+    wrong = changed(text, "(long long)blockIdx.y * d * h + at.column", "at.column")
+    kernel = "\n".join(line for line in wrong.split("// Section 3.2")[0].splitlines())  # one kernel alone
+    result = problem_of(kernel, "expert_up")
+    first = set_problem(CONTRACTS["expert_up"], CASE).dispatch.expert_token_offsets[1]  # expert 0 is right
+    assert result.difference.tensor == "a" and result.difference.index == (first, 0)
+    assert result.difference.place["expert"] == 1 and "expert 1)" in result.problem
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("out[index] = sum;", "out[index] = 0.0f;", "out[0, 0] is 0, but must be"),
+        ("out[index] = sum;", "", "out[0, 0] is never written"),
+        ("out[index] = sum;", "out[index] += sum;", "out[0, 0] is never written (or only added to)"),
+        ("out[index] = sum;", "if (index % 2) __syncthreads(); out[index] = sum;", "__syncthreads"),
+        ("gates[slot] * y", "y", "out[0, 0] is"),
+        ("float sum = 0.0f;", "float sum = 0.0f / (k - k);", "out[0, 0] is nan, but must be"),
+        ("index >= L * d", "index > L * d", "out-of-bounds"),
+        ("* d + column]", "* d + column + 1]", "mine"),
+    ],
+)
+def test_planted_faults(old, new, message):
+    assert message in problem_of(changed(COMBINE, old, new), "combine").problem
+
+
+def test_a_fault_ends_the_judging():
+    report = examine(changed(COMBINE, "index >= L * d", "false"), "combine", cases=SMALL)
+    assert len(report.results) == 1 and "kernel mine, block (0, 0, 0), thread (104, 0, 0)" in report.first_problem
+    assert "out-of-bounds" in report.first_problem and "WRONG" in str(report)
+
+
+def test_a_missing_barrier_depends_on_the_order_of_threads():
+    assert judge(LENGTHS, "dispatch.expert_lengths", cases=SMALL).ok
+    result = problem_of(changed(LENGTHS, "    __syncthreads();\n", ""), "dispatch.expert_lengths")
+    assert result.problem.startswith("depends on the order of threads (seed 1): lengths[0] is ")
+    right = set_problem(CONTRACTS["dispatch.expert_lengths"], CASE).expected["lengths"]
+    assert f"but in their natural order {right[0]} (expert 0)" in result.problem
+
+
+def test_a_race_whose_every_result_is_within_the_bound_is_found_by_its_bits():
+    racing = "__shared__ float last; last = sum; __syncwarp(); out[index] = sum + 1e-8f * last;"
+    result = problem_of(changed(COMBINE, "out[index] = sum;", racing), "combine", block="32")
+    assert result.problem.startswith("depends on the order of threads (seed 1): out[")
+    difference = result.difference
+    assert 0 < abs(difference.found - difference.expected) < 1e-6
+
+
+def test_the_last_element_of_a_large_tensor():
+    case = make_case(600, 16, 24, 16, 4, "zipf")
+    result = problem_of(
+        changed(COMBINE, "out[index] = sum;", "out[index] = sum * (index == L * d - 1 ? 1.01f : 1.0f);"),
+        "combine",
+        [case],
+    )
+    assert result.difference.index == (599, 15) and result.difference.differing == 1
+
+
+# ---- budgets --------------------------------------------------------------------------------------
+
+
+def test_budgets_that_hold():
+    budgets = [
+        "written <= 4 L d",
+        "read of y <= s R d",
+        "read of gates <= 4 R d",
+        "sectors <= 2 (R + L) d",
+        "conflicts <= 0",
+    ]
+    assert judge(COMBINE, "combine", cases=SMALL, budgets=budgets).ok
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("read of y <= 4 R d - 4", "read of y is 832, but read of y <= 4 R d - 4 allows 828: 4 too many"),
+        ("written <= 2 L d", "written is 416, but written <= 2 L d allows 208: 208 too many"),
+        ("read <= min(R, 4) / 8", "read is 2,496, but read <= min(R, 4) / 8 allows 0.5: 2,495.5 too many"),
+    ],
+)
+def test_budgets_that_are_exceeded(budget, message):
+    assert f"over budget: {message}" in problem_of(COMBINE, "combine", budgets=[budget]).problem
+
+
+def test_a_wrong_result_is_told_before_an_exceeded_budget():
+    wrong = changed(COMBINE, "out[index] = sum;", "out[index] = 0.0f;")
+    assert "over budget" not in problem_of(wrong, "combine", budgets=["written <= 1"]).problem
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("written < 4", 'must read like "written <= 4 R h"'),
+        ("writen <= 4", "unknown quantity of a budget 'writen'. Did you mean 'written'?"),
+        ("read of w1 <= 4", "unknown tensor of combine 'w1'"),
+        ("read <= 4 q", "unknown symbol 'q'"),
+        ("read <= L.real", "it has '.'"),
+        ("read <= L / (k - k)", "cannot read the formula"),
+        ("read <= L, d", "2 values"),
+        ("read <= __import__(L)", "unknown symbol '__import__'"),
+    ],
+)
+def test_budgets_that_cannot_be_read(budget, message):
+    with pytest.raises(ValueError) as error:
+        examine(COMBINE, "combine", cases=[CASE], budgets=[budget])
+    assert message in str(error.value)
+
+
+# ---- the launch -----------------------------------------------------------------------------------
+
+
+def test_the_launch_is_the_headers_unless_asked_otherwise():
+    header = "// kernel  grid            block  shared bytes\n// mine    ceil(L d / 64)  64     0\n"
+    assert examine(header + COMBINE, "combine", cases=[CASE]).launch == (
+        "grid ceil(L d / 64); block 64; shared bytes 0 (by the file's header)"
+    )
+    assert judge(COMBINE, "combine", cases=[CASE], block="32").ok, "THREADS is the block asked for"
+    asked = examine(header + COMBINE, "combine", cases=[CASE], grid="L", block="d")
+    assert asked.ok and asked.launch == "grid L; block d; shared bytes 0 (as asked and by the file's header)"
+    assert examine(COMBINE, "combine", cases=[CASE]).launch.endswith("(the default of the task)")
+    assert not examine(COMBINE, "combine", cases=[CASE], grid="1", block="32").ok, "too few threads"
+
+
+def test_a_files_own_constants_go_into_formulas_and_are_not_defined_twice():
+    for line in ("constexpr int THREADS = 32;", "#define THREADS (32)  // a warp", "const unsigned THREADS = 32;"):
+        text = f"{line}\n" + COMBINE.replace("blockDim.x", "THREADS")
+        assert judge(text, "combine", cases=[CASE], budgets=["written <= L d THREADS / 8"]).ok
+        with pytest.raises(Wrong):
+            judge(text, "combine", cases=[CASE], budgets=["written <= L d THREADS / 16"])
+
+
+def test_a_constant_that_is_more_than_a_number_is_no_symbol():
+    with pytest.raises(ValueError, match="unknown symbol 'TILE'"):
+        examine("constexpr int TILE = 4 * 4;\n" + COMBINE, "combine", cases=[CASE], grid="TILE")
+
+
+def test_a_kernel_in_a_comment_is_none():
+    assert judge(f"/* {COMBINE.replace('mine', 'ghost')} */" + COMBINE, "combine", cases=[CASE]).ok
+
+
+def test_no_case_proves_nothing():
+    with pytest.raises(ValueError, match="at least one case"):
+        judge(COMBINE, "combine", cases=[])
+
+
+def test_a_kernel_for_scalar_takes_every_type():
+    text = '#include "scalar.cuh"\n' + COMBINE.replace("const float* y", "const Scalar* y").replace(
+        "float* out", "Scalar* out"
+    )
+    text = text.replace("* y[token_index_map[slot] * d + column]", "* to_float(y[token_index_map[slot] * d + column])")
+    text = text.replace("= sum;", "= from_float<Scalar>(sum);")
+    for dtype in ("float32", "bfloat16"):
+        assert judge(text, "combine", cases=SMALL, dtype=dtype).ok
+    with pytest.raises(ValueError, match=r"parameter y is an array of bfloat16: const __nv_bfloat16\* y"):
+        judge(COMBINE, "combine", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grid": "ceil(L q)"}, "unknown symbol 'q'"),
+        ({"block": "2048"}, "block.x of kernel mine is 2048, but it must be 1..1024"),
+        ({"grid": "L - 20"}, "must be >= 0"),
+        ({"grid": "1, 1, 1, 1"}, "it must have 1 to 3"),
+        ({"shared_bytes": "4, 4"}, "2 values"),
+        ({"shared_bytes": "2000000"}, "shared bytes of kernel mine"),
+        ({"backend": "numba"}, "unknown backend for mine in kernel.cu 'numba'"),
+        ({"dtype": "float64"}, "unknown dtype 'float64'"),
+        ({"activation": "swish"}, "unknown activation 'swish'"),
+    ],
+)
+def test_a_launch_that_there_is_not(options, message):
+    with pytest.raises(ValueError) as error:
+        examine(COMBINE, "combine", cases=[CASE], **options)
+    assert message in str(error.value)
+
+
+def test_a_header_row_that_does_not_fit_its_table_is_not_passed_over():
+    header = "// kernel  grid            block  shared bytes\n// mine    ceil(L d / 64)  64\n"
+    with pytest.raises(ValueError, match="the header's row '// mine"):
+        examine(header + COMBINE, "combine", cases=[CASE])
+
+
+# ---- the door -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "const int* token_index_map",
+            "const int* token_index_mp",
+            "'token_index_mp'. Did you mean 'token_index_map'?",
+        ),
+        ("const float* y", "float* y", "parameter y is an input: const float* y"),
+        ("float* out", "const float* out", "parameter out is an output, which is not const: float* out"),
+        ("const float* gates", "const int* gates", "parameter gates is an array of float32: const float* gates"),
+        ("int L", "float L", "parameter L is a size: int L"),
+        ("float* out", "float* y_swi", "unknown parameter 'y_swi'"),
+        ("float* out, ", "", "the output out is no parameter"),
+        ('extern "C" ', "", 'kernel.cu has no kernel: it must be declared extern "C" __global__ void NAME(...)'),
+    ],
+)
+def test_parameters_that_do_not_fit(old, new, message):
+    with pytest.raises(ValueError) as error:
+        examine(changed(COMBINE, old, new), "combine", cases=[CASE])
+    assert message in str(error.value)
+    if "extern" not in old:
+        assert str(error.value).endswith(declaration(CONTRACTS["combine"]))
+
+
+def test_a_compile_error_shows_the_readers_line(tmp_path):
+    path = tmp_path / "mine.cu"
+    path.write_text(changed(COMBINE, "float sum = 0.0f;", "float sum = zero;"))
+    with pytest.raises(ValueError) as error:
+        examine(f"{path}:mine", "combine", cases=[CASE])
+    assert f"{path}:6" in str(error.value) and "zero" in str(error.value) and "fsanitize" not in str(error.value)
+
+
+def test_names_that_lead_nowhere(tmp_path):
+    path = tmp_path / "mine.cu"
+    path.write_text(COMBINE + COMBINE.replace("mine", "second"))
+    empty = tmp_path / "empty.cu"
+    empty.write_text("// nothing\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_module\n")
+    for kernel, message in {
+        f"{path}:mime": "Did you mean 'mine'? Valid: mine, second",
+        f"{path}": "has the kernels mine, second: name one",
+        f"{empty}:mine": "has no kernel",
+        f"{tmp_path}/none.cu:mine": "there is no file",
+        f"{tmp_path}/none.py:mine": "there is no file",
+        f"{broken}:mine": "cannot import",
+        "no_such_module:mine": "cannot import no_such_module: ModuleNotFoundError",
+        "moeblaze_ref.numba_cuda.combine:combine_kernl": "Did you mean 'combine_kernel'?",
+        "moeblaze_ref.numba_cuda.combine": "must be FILE.cu",
+    }.items():
+        with pytest.raises((ValueError, OSError)) as error:
+            examine(kernel, "combine")
+        assert message in str(error.value)
+    for task, message in {"combin": "Did you mean 'combine'?", "dispatch": "judge one of dispatch.dense_map"}.items():
+        with pytest.raises(ValueError) as error:
+            examine(COMBINE, task)
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize("function", ["forward", "doors", "DTYPES"])
+def test_what_is_no_numba_kernel(function):
+    with pytest.raises(TypeError, match="must be a kernel: a function under @cuda.jit"):
+        examine(f"moeblaze_ref.numba_cuda.combine:{function}", "combine")
+
+
+def test_a_device_function_is_no_kernel():
+    with pytest.raises(TypeError, match="is a device function"):
+        examine("moeblaze_ref.numba_cuda.dispatch:exclusive_scan", "combine")
+
+
+# ---- Numba kernels of a reader --------------------------------------------------------------------
+
+
+@cuda.jit
+def right_kernel(y, gates, token_index_map, out, L, d, k):
+    element = cuda.grid(1)
+    if element < L * d:
+        total = float32(0.0)
+        for j in range(k):
+            total += gates[element // d, j] * y[token_index_map[element // d * k + j], element % d]
+        out[element // d, element % d] = total
+
+
+@cuda.jit
+def last_row_kernel(y, gates, token_index_map, out, L, d, k):
+    element = cuda.grid(1)
+    if element < (L - 1) * d:
+        total = float32(0.0)
+        for j in range(k):
+            total += gates[element // d, j] * y[token_index_map[element // d * k + j], element % d]
+        out[element // d, element % d] = total
+
+
+@cuda.jit
+def wild_kernel(y, out, L, d):
+    element = cuda.grid(1)
+    out[element // d, element % d] = y[element // d, element % d]
+
+
+@cuda.jit
+def writes_input_kernel(y, out):
+    y[0, 0] = out[0, 0] = 1.0
+
+
+@cuda.jit
+def misnamed_kernel(ys, out):
+    pass
+
+
+TINY = make_case(5, 4, 8, 4, 2)
+
+
+def test_a_numba_kernel_of_a_reader():
+    report = judge(right_kernel, "combine", cases=[TINY], budgets=["read of y <= 4 R d", "written <= 4 L d"])
+    assert report.results[0].counts["read"]["y"] == 4 * 10 * 4
+    with pytest.raises(Wrong, match="over budget: read is"):
+        judge(right_kernel, "combine", cases=[TINY], budgets=["read <= 4 R d"])
+    with pytest.raises(ValueError, match="on numba only read and written is counted"):
+        judge(right_kernel, "combine", cases=[TINY], budgets=["sectors <= 1"])
+
+
+def test_faults_of_numba_kernels():
+    result = problem_of(last_row_kernel, "combine", [TINY])
+    assert result.difference.index == (4, 0) and result.difference.found is None
+    wild = problem_of(wild_kernel, "combine", [TINY], grid="10 L").problem
+    assert wild.startswith("block (") and "out-of-bounds access to " in wild and "has shape (" in wild
+    assert "changes its input y" in problem_of(writes_input_kernel, "combine", [TINY], grid="1", block="1").problem
+    with pytest.raises(ValueError, match=r"'ys'\. Did you mean 'y'\?[\s\S]*@cuda.jit\ndef combine\(y, gates,"):
+        examine(misnamed_kernel, "combine", cases=[TINY])
+
+
+# ---- the report, and the command ------------------------------------------------------------------
+
+
+def test_wrong_carries_the_report():
+    with pytest.raises(Wrong) as error:
+        judge(changed(COMBINE, "out[index] = sum;", ""), "combine", cases=SMALL)
+    report = error.value.report
+    assert isinstance(error.value, AssertionError) and report.first_problem in str(error.value)
+    assert [result.ok for result in report.results] == [False] * 5 + [True]  # no tokens, nothing to write
+    assert "<pre>" in report._repr_html_() and "WRONG" in report._repr_html_()
+    json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_places_of_every_kind_of_element():
+    problem = set_problem(CONTRACTS["expert_up"], CASE)
+    routes = problem.dispatch
+    row = int(routes.token_index_map[2 * 2 + 1])
+    of_slot = {"token": 2, "slot": 1, "expert": int(CASE.topk_experts[2, 1])}
+    assert place_of("gates", (2, 1), problem) == place_of("token_index_map", (5,), problem) == of_slot
+    assert place_of("y", (row, 3), problem) == {"row": row, "token": 2, "expert": of_slot["expert"]}
+    assert place_of("dense_map", (2, 3), problem) == {"token": 2, "expert": 3}
+    assert place_of("d_w1", (3, 0, 0), problem) == place_of("expert_token_offsets", (3,), problem) == {"expert": 3}
+    assert place_of("x", (2, 0), problem) == {"token": 2, "experts": CASE.topk_experts[2].tolist()}
+
+
+def test_every_tensor_of_a_contract_has_the_shape_that_it_says():
+    for contract in CONTRACTS.values():
+        problem = set_problem(contract, CASE.astype("float32"))
+        sizes = problem.sizes | {"E+1": problem.sizes["E"] + 1}
+        for name, array in (problem.inputs | problem.expected).items():
+            assert array.shape == tuple(sizes[axis] for axis in AXES[name]), (contract.task, name)
+        assert problem.expected.keys() == set(contract.writes) and problem.inputs.keys() == set(contract.inputs)
+        assert all(np.abs(array).sum() > 0 for array in problem.expected.values())
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.cu"
+    path.write_text(COMBINE)
+    return path
+
+
+def test_the_command_judges(mine):
+    result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
+    assert result.exit_code == 0 and "right in all 10 cases" in result.stdout and "sectors" in result.stdout
+    over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")
+    report = json.loads(over.stdout)
+    assert over.exit_code == 1 and not report["ok"]
+    assert report.keys() == {"ok", "task", "kernel", "backend", "dtype", "launch", "quantities", "results"}
+    assert report["results"][0].keys() == {"case", "problem", "difference", "counts"}
+
+
+def test_the_command_judges_a_python_file_and_records(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("from numba import cuda\n\n\n@cuda.jit\ndef zeros(out):\n    out[0, 0] = 0\n")
+    recorded = tmp_path / "report.json"
+    result = moeblaze(
+        "check", "--stage", "combine", "--kernel", f"{path}:zeros", "--grid", "1", "--block", "1", "--record", recorded
+    )
+    assert result.exit_code == 1 and "out[0, 0] is 0, but must be" in result.stdout
+    assert json.loads(recorded.read_text())["ok"] is False
+
+
+def test_the_command_says_what_is_missing(mine):
+    for arguments, message in {
+        ("--kernel", mine): "--stage with one of gating,",
+        ("--kernel", mine, "--stage", "combine", "--stage", "gating"): "--stage with one of gating,",
+        ("--kernel", mine, "--stage", "combine", "--backend", "simt", "--backend", "cuda"): "2 are named",
+        ("--kernel", mine, "--stage", "combine", "--define", "N"): "'N' must be NAME=VALUE",
+        ("--kernel", f"{mine}:mien", "--stage", "combine"): "Did you mean 'mine'?",
+        ("--stage", "combine", "--budget", "read <= 1"): "only a kernel has these; name it with --kernel",
+    }.items():
+        result = moeblaze("check", *arguments)
+        assert result.exit_code == 2 and message in result.stderr and not result.stdout
+
+
+def test_a_kernel_that_never_ends_is_ended(mine):
+    mine.write_text(changed(COMBINE, "out[index] = sum;", "for (int i = 0; i < 1; i = 0) out[index] = sum;"))
+    command = [
+        sys.executable,
+        "-m",
+        "moeblaze_ref.cli",
+        "check",
+        "--stage",
+        "combine",
+        "--kernel",
+        str(mine),
+        "--timeout",
+        "5",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "did not end within 5 seconds" in done.stderr
+
+
+def test_the_document_lists_the_tasks():
+    document = Document(Path(__file__).parents[1] / "docs" / "judge_your_kernel.md")
+    ((*rows,),) = document.tables("The tasks")
+    assert [bare(row["task"]) for row in rows] == list(CONTRACTS)
+    for row, contract in zip(rows, CONTRACTS.values(), strict=True):
+        inputs = ", ".join(name for name in contract.inputs if contract.stage == "dispatch" or name not in ROUTES)
+        routes = "; routes" if ROUTES == contract.inputs[-4:] else ""
+        extras = f" ({', '.join(contract.extras)})" if contract.extras else ""
+        assert row["what it does"] == contract.purpose and row["inputs"] == inputs + routes
+        assert row["outputs"] == ", ".join(contract.outputs) + extras
+        assert bare(row["grid, unless stated"]) == contract.grid
+
+
+# ---- formulas -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        ("4 R + 2 s R d (1 + G)", 4 * 6 + 2 * 4 * 6 * 5 * 3),
+        ("ceil(L d / 4)", 4),
+        ("R // 4", 1),
+        ("-L + 2(R)", 9),
+        ("min(L, R) max(L, R)", 18),
+        ("ceil(L / 2), R", (2, 6)),
+    ],
+)
+def test_formulas(formula, value):
+    assert kernel_headers.evaluate(formula, {"L": 3, "R": 6, "d": 5, "s": 4, "G": 2}) == value
+
+
+@pytest.mark.parametrize(
+    "formula", ["", "L L", "L ** R", "[L]", "L if R else L", "q", "L(R", "floor(q)", "'L'", "L; R", "min"]
+)
+def test_what_is_no_formula(formula):
+    if formula == "L L":
+        assert kernel_headers.evaluate(formula, {"L": 3}) == 9
+        return
+    with pytest.raises(ValueError, match="formula"):
+        kernel_headers.evaluate(formula, {"L": 3, "R": 6})
