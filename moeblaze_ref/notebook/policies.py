@@ -283,7 +283,8 @@ def _draw_series(axes, costs, base, filled):
     axes.plot(*zip(*map(place, on_front(costs)), strict=True), color=GREY, linewidth=1, zorder=1)
     for cost in costs:
         color = POLICY_COLORS[cost.policy]
-        axes.plot(*place(cost), "o", markersize=9, markeredgecolor=color, markerfacecolor=color if filled else "none")
+        face = color if filled else "none"
+        axes.plot(*place(cost), "o", markersize=9, markeredgecolor=color, markerfacecolor=face, clip_on=False, zorder=3)
 
 
 def _pareto_legend(figure, series):
