@@ -5,6 +5,7 @@ Executed ones are looked into: no errors, none inside a slider's picture either,
 
 import ast
 import functools
+import json
 import math
 import os
 import pkgutil
@@ -19,11 +20,13 @@ import headers
 import nbformat
 import numpy as np
 import pytest
+import torch
 from jupyter_client import AsyncKernelClient, AsyncKernelManager
 from jupyter_client.channels import AsyncZMQSocketChannel
 from jupyter_client.kernelspec import KernelSpec
 from matplotlib.figure import Figure
 from nbclient import NotebookClient
+from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref.cases import (
     GOLDEN_DISPATCH,
@@ -33,8 +36,8 @@ from moeblaze_ref.cases import (
     random_topk,
     relative_error,
 )
-from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
-from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity
+from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, preset
+from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity, largest_tokens
 from moeblaze_ref.notebook import (
     backward,
     bullets,
@@ -42,6 +45,7 @@ from moeblaze_ref.notebook import (
     doubling,
     gemm,
     memory,
+    policies,
     routing,
     show_kernel,
     show_source,
@@ -55,7 +59,8 @@ from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda import expert_up
 from moeblaze_ref.raw_cuda import gemm as raw_gemm
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
-from moeblaze_ref.units import GIB, MIB
+from moeblaze_ref.torch_layer import MoELayer, keep_routing
+from moeblaze_ref.units import GB, GIB, MIB
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -840,3 +845,201 @@ def test_the_intensity_of_a_tile_is_the_headers(rung, rows):
     assert flops / read == pytest.approx(gemm.tile_intensity(rows, 64), rel=1e-4)
     (axes,) = drawn(gemm.tile_roofline(128, 64)).axes
     assert axes.get_title(loc="left").startswith("sums: 64 registers a thread (of 255), stages: 48 KiB")
+
+
+# Save policies -------------------------------------------------------------------------------------------------------
+
+NARROW = MoEConfig(L=137, d=40, h=72, E=5, k=3)
+NARROW_ROUTING = make_case(NARROW.L, NARROW.d, NARROW.h, NARROW.E, NARROW.k, "zipf").astype("bfloat16").topk_experts
+NARROW_LENGTHS = np.diff(reference.build(NARROW_ROUTING, NARROW.E).expert_token_offsets).tolist()
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_work_of_a_policy_is_what_is_counted_at_another_size(policy, activation):
+    config = NARROW.replace(activation=activation)
+    passes = policies.count_layer(config, policy)
+    launches = [*passes["forward"], *passes["backward"]]
+    by_formula = [s for s in policies.steps(config, policy, NARROW_LENGTHS) if s.kernel != "routed copy"]
+    assert [step.kernel for step in by_formula] == [launch.kernel for launch in launches]
+    assert [s.asked for s in by_formula] == [launch.read_bytes + launch.written_bytes for launch in launches]
+    assert all(0 < step.once <= step.asked for step in by_formula)
+    other = policies.steps(config.replace(L=2 * config.L), policy, NARROW_LENGTHS)
+    assert all(one.asked != two.asked for one, two in zip(by_formula, other[-len(by_formula) :], strict=True))
+
+
+def test_policies_differ_in_the_work_that_they_should():
+    work = {policy: policies.steps(NARROW, policy) for policy in POLICIES}
+    product, hidden = 2 * NARROW.R * NARROW.d * NARROW.h, NARROW.R * NARROW.h * 2
+    flops = {policy: sum(step.flops for step in done) / product for policy, done in work.items()}
+    assert flops == {"conventional": 9, "paper": 9, "minimal": 9, "inputs": 11}
+    assert work["paper"] == work["minimal"]
+    up, *rest = work["minimal"]
+    assert (up.kernel, up.once) == ("expert_up", work["inputs"][0].once + 2 * hidden)
+    assert [step for step in work["inputs"] if step.kernel != "expert_up"] == rest
+    extra = [step for step in work["conventional"] if step not in work["paper"]]
+    assert [(step.kernel, step.flops) for step in extra] == [("routed copy", 0), ("act", 0)]
+    copy = NARROW.R * (NARROW.d * 2 + 4) + NARROW.L * NARROW.d * 2
+    assert [step.once for step in extra] == [copy, 2 * hidden]
+
+
+def test_modelled_time_is_the_slower_of_both_peaks_kernel_by_kernel():
+    work = [
+        policies.Step("bound by FLOPs", 989 * 10**12, 48 * 10**11, 1),
+        policies.Step("bound by bytes", 1, 96 * 10**11, 0),
+    ]
+    assert policies.seconds(work, "asked") == pytest.approx(1 + 2)
+    assert policies.seconds(work, "once") == pytest.approx(1)
+    with pytest.raises(ValueError, match="unknown traffic 'onse'. Did you mean 'once'"):
+        policies.seconds(work, "onse")
+
+
+def test_what_survives_a_call_is_found_whoever_holds_it():
+    layer = MoELayer(16, 24, 5, 3, policy="minimal")
+    x = torch.randn(37, 16, requires_grad=True)
+    result, losses = 37 * 16 * 4, [4, 4]
+    config = MoEConfig(37, 16, 24, 5, 3, dtype="float32")
+    kept = [tensor.bytes for tensor in account(config, "moeblaze", "minimal").tensors if tensor.kept]
+    assert policies.surviving_bytes(layer, x) == sorted([*kept[1:], result, *losses], reverse=True), "all but x"
+
+    def region(x):
+        return checkpoint(layer, x, use_reentrant=False, context_fn=keep_routing)
+
+    assert policies.surviving_bytes(region, x) == [result, 4 * 37 * 3, *losses]
+    assert policies.surviving_bytes(lambda: None) == []
+
+
+FAST, SMALL, DEARER, SLOWER = (
+    policies.Cost("minimal", 40, 1.0),
+    policies.Cost("inputs", 1, 1.2),
+    policies.Cost("paper", 60, 1.0),
+    policies.Cost("conventional", 90, 1.1),
+)
+
+
+def test_the_front_holds_what_nothing_beats():
+    assert policies.on_front([SMALL, SLOWER, DEARER, FAST]) == [FAST, SMALL]
+    twin = policies.Cost("paper", 40, 1.0)
+    assert policies.on_front([FAST, twin]) == [FAST, twin]
+
+
+def marks(axes):
+    """(policy's colour, filled, x, y) of every mark that was drawn at a place."""
+    dots = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    return [
+        (line.get_markeredgecolor(), line.get_markerfacecolor() != "none", *map(float, line.get_xydata()[0]))
+        for line in dots
+    ]
+
+
+def test_the_pareto_picture_puts_costs_in_their_places():
+    double = [cost._replace(seconds=2 * cost.seconds) for cost in (SLOWER, DEARER, FAST, SMALL)]
+    series = {"one": [SLOWER, DEARER, FAST, SMALL], "two": double}
+    figure = drawn(policies.pareto_picture({"a layer": series, "another": series, "a third": series}))
+    axes, _, _, unused = figure.axes
+    expected = [(10, 90), (0, 60), (0, 40), (20, 1)]
+    colors = [policies.POLICY_COLORS[cost.policy] for cost in series["one"]]
+    found = marks(axes)
+    assert [(color, filled) for color, filled, _, _ in found[:8]] == [
+        *((color, True) for color in colors),
+        *((color, False) for color in colors),
+    ]
+    np.testing.assert_allclose([place[2:] for place in found[:8]], [(x, y / GIB) for x, y in expected * 2], atol=1e-9)
+    assert axes.get_title(loc="left") == "a layer\n0% is 1e+03 ms (one), 2e+03 ms (two)" and not unused.get_visible()
+    front = next(line for line in axes.lines if len(line.get_xdata()) == 2)
+    np.testing.assert_allclose(front.get_xydata(), [(0, 40 / GIB), (20, 1 / GIB)], atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_in_every_layer_the_model_has_two_policies_on_the_front(shape):
+    *sizes, activation, _ = shape
+    config = MoEConfig(*sizes, activation)
+    for costs in policies.modelled(config).values():
+        assert [cost.policy for cost in policies.on_front(costs)] == ["minimal", "inputs"]
+        assert [cost.kept_bytes for cost in costs] == [
+            account(config, "moeblaze", policy).kept_bytes for policy in POLICIES
+        ]
+    drawn(policies.modelled_pareto(*sizes, activation))
+
+
+@pytest.mark.parametrize(("d", "h"), [(64, 64), (2048, 8192)])
+def test_prices_are_flops_over_bytes(d, h):
+    R, listed = 10, {price.tensor.split(",")[0]: price.flops_per_byte for price in policies.prices(d, h)}
+    assert listed["a and b"] == 2 * (2 * R * d * h) / (2 * R * h * 2) == d
+    assert listed["y"] == 2 * R * h * d / (R * d * 2) and listed["probs"] == 2 * R * d / (R * 4)
+    (axes,) = drawn(policies.price_picture(d, h)).axes
+    assert [x for *_, x, _ in marks(axes)] == [price.flops_per_byte for price in policies.prices(d, h)]
+    assert [line.get_xdata()[0] for line in axes.lines[-2:]] == [gemm.ridge(unit) for unit in gemm.PEAK_FLOPS]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stack_of_one_layer_is_the_accounts_largest_step(policy):
+    config = preset("olmoe").config
+    assert policies.stack_tokens(config, policy, 1, 80 * GB) == largest_tokens(config, "moeblaze", policy, 80 * GB)
+    L = policies.stack_tokens(config, policy, 3, GB)
+
+    def needed(tokens):
+        one = account(config.replace(L=tokens), "moeblaze", policy)
+        return 2 * one.kept_bytes + one.peak_bytes
+
+    assert needed(L) <= GB < needed(L + 1)
+    with pytest.raises(ValueError, match="capacity_bytes is 1, but even L = 0 needs"):
+        policies.stack_tokens(config, policy, 3, 1)
+
+
+def test_recomputing_pays_below_the_break_even_and_not_above():
+    config = preset("conf4").config
+    at = int(policies.break_even(config, 24) * GB)
+    for budget, faster in ((at - GB // 10, "inputs"), (at, "minimal")):
+        times = {policy: policies.token_seconds(config, policy, 24, budget) for policy in ("minimal", "inputs")}
+        assert min(times, key=times.get) == faster
+    assert policies.token_seconds(config, "minimal", 24, 20_000) == math.inf
+    assert policies.break_even(config, 10**6) == math.inf
+    (axes,) = drawn(policies.budget_picture("conf4", 24)).axes
+    lines = {line.get_label(): line.get_ydata() for line in axes.lines}
+    assert list(lines) == list(POLICIES)
+    assert lines["inputs"][0] < lines["minimal"][0] < lines["paper"][0] < lines["conventional"][0]
+    assert lines["minimal"][-1] < lines["inputs"][-1]
+
+
+MEASURED_SHAPE = {"L": 64, "d": 16, "h": 24, "E": 4, "k": 2}
+
+
+def measured_row(policy, kept_bytes, forward_ms, **changes):
+    row = {"policy": policy, "shape": MEASURED_SHAPE, "dtype": "bfloat16", "kept_bytes": kept_bytes}
+    return row | {"forward_ms": forward_ms, "backward_ms": 2 * forward_ms} | changes
+
+
+def test_measured_times_are_read_with_where_they_come_from(tmp_path):
+    file = tmp_path / "policies_h200.json"
+    with pytest.raises(FileNotFoundError, match="policies_h200.json is not among the results"):
+        policies.read_measured(file)
+    other = MEASURED_SHAPE | {"L": 128}
+    rows = [
+        measured_row("minimal", 4 * GIB, 1.0),
+        measured_row("inputs", GIB, 1.2),
+        measured_row("paper", GIB, 3, shape=other),
+    ]
+    file.write_text(json.dumps({"gpu": "a GPU", "commit": "abc_def", "rows": rows}))
+    measured = policies.read_measured(file)
+    assert policies.provenance(measured).data == "- gpu: a GPU\n- commit: abc\\_def"
+    first, second = drawn(policies.measured_pareto(measured)).axes
+    assert first.get_title(loc="left") == "L = 64, d = 16, h = 24, E = 4, k = 2, bfloat16\n0% is 3 ms (measured)"
+    assert second.get_title(loc="left").startswith("L = 128, ")
+    np.testing.assert_allclose([place[2:] for place in marks(first)[:2]], [(0, 4), (20, 1)], atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"rows": [measured_row("minimal", 1, 1)]}, "must hold a gpu and at least one row"),
+        ({"gpu": "a GPU", "rows": []}, "must hold a gpu and at least one row"),
+        ({"gpu": "a GPU", "rows": [{"policy": "minimal"}]}, r"rows\[0\] has no backward_ms, dtype, forward_ms"),
+        ({"gpu": "a GPU", "rows": [measured_row("minimum", 1, 1)]}, r"unknown policy of rows\[0\] 'minimum'"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(content, message, tmp_path):
+    file = tmp_path / "policies_h200.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        policies.read_measured(file)
