@@ -1,4 +1,4 @@
-"""The ``moeblaze`` command: doctor, check, sanitize, memory, demo."""
+"""The ``moeblaze`` command: doctor, check, sanitize, bench, memory, demo."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from rich.text import Text
 from moeblaze_ref import provenance, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import PRESETS
+from moeblaze_ref.units import MIB
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -175,6 +176,32 @@ def sanitize(
         with user_errors():
             provenance.record(record, {"tools": [asdict(finding) for finding in findings]})
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+@app.command()
+def bench(
+    preset: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PRESETS)}; repeatable.")] = None,
+    repetitions: Annotated[int, typer.Option(help="Of each policy; medians are shown.")] = 15,
+    record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
+):
+    """Time the torch layer under each save policy, on a GPU."""
+    from moeblaze_ref import bench as clock
+    from moeblaze_ref.config import preset as find_preset
+
+    with user_errors():
+        jobs = clock.plan([find_preset(name).config for name in preset or ["conf1", "conf3", "conf4"]], repetitions)
+    rows = terminal.run_with_bar("timing", jobs)
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("L, d, h, E, k", "dtype", "policy", "kept MiB", "forward ms", "backward ms"):
+        table.add_column(name, justify="left" if name in ("dtype", "policy") else "right")
+    for row in rows:
+        sizes = ", ".join(f"{size:,}" for size in row["shape"].values())
+        kept, times = f"{row['kept_bytes'] / MIB:,.0f}", (f"{row[key]:.2f}" for key in ("forward_ms", "backward_ms"))
+        table.add_row(sizes, row["dtype"], row["policy"], kept, *times)
+    stdout().print(table)
+    if record:
+        with user_errors():
+            provenance.record(record, {"repetitions": repetitions, "rows": rows})
 
 
 @app.command()

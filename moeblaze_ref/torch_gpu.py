@@ -57,7 +57,7 @@ class GpuBridge(Bridge):
             super().running(),
             torch.cuda.device(self._device),
             cupy.cuda.Device(stream.device.index),
-            cupy.cuda.ExternalStream(stream.cuda_stream, stream.device.index),
+            cupy.cuda.Stream.from_external(stream),
             cupy.cuda.using_allocator(_ALLOCATOR.malloc),
         ):
             yield

@@ -1,12 +1,14 @@
 """The moeblaze command: what it prints, what it writes, and its exit status."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from moeblaze_ref import comparisons
-from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref import bench, comparisons
+from moeblaze_ref.backends import BACKENDS, Status
 from moeblaze_ref.cases import option_cases, standard_cases
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import POLICIES, preset
@@ -147,3 +149,23 @@ def test_the_demo_fails_when_a_check_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(comparisons, "BOUNDS", dict.fromkeys(comparisons.BOUNDS, -1.0))
     result = moeblaze("demo", "--steps", 1, "--out", tmp_path)
     assert result.exit_code == 1 and "FAIL" in result.stdout
+
+
+def test_only_a_gpu_is_timed(monkeypatch):
+    absent = SimpleNamespace(status=lambda: Status(False, "no CUDA device"))
+    monkeypatch.setattr(bench, "BACKENDS", {"cuda": absent})
+    result = moeblaze("bench")
+    assert result.exit_code == 2
+    assert "only a GPU is timed: no CUDA device" in result.output
+    assert moeblaze("bench", "--repetitions", 0).exit_code == 2
+    assert "unknown preset 'conf5'" in moeblaze("bench", "--preset", "conf5").output
+
+
+def test_times_are_shown_and_recorded(monkeypatch, tmp_path):
+    row = {"policy": "minimal", "shape": dict(zip("LdhEk", (32_768, 8, 8, 2, 1), strict=True)), "dtype": "bfloat16"}
+    row |= {"kept_bytes": 3 * 2**20, "forward_ms": 1.25, "backward_ms": 2.5}
+    monkeypatch.setattr(bench, "plan", lambda configs, repetitions: [lambda: [row]])
+    result = moeblaze("bench", "--record", tmp_path / "times.json")
+    assert result.exit_code == 0
+    assert re.search(r"32,768, 8, 8, 2, 1 +bfloat16 +minimal +3 +1\.25 +2\.50", result.output)
+    assert json.loads((tmp_path / "times.json").read_text())["rows"] == [row]

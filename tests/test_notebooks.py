@@ -1020,9 +1020,9 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
         measured_row("inputs", GIB, 1.2),
         measured_row("paper", GIB, 3, shape=other),
     ]
-    file.write_text(json.dumps({"gpu": "a GPU", "commit": "abc_def", "rows": rows}))
+    file.write_text(json.dumps({"device": "a GPU", "commit": "abc_def", "rows": rows}))
     measured = policies.read_measured(file)
-    assert policies.provenance(measured).data == "- gpu: a GPU\n- commit: abc\\_def"
+    assert policies.provenance(measured).data == "- device: a GPU\n- commit: abc\\_def"
     first, second = drawn(policies.measured_pareto(measured)).axes
     assert first.get_title(loc="left") == "L = 64, d = 16, h = 24, E = 4, k = 2, bfloat16\n0% is 3 ms (measured)"
     assert second.get_title(loc="left").startswith("L = 128, ")
@@ -1032,10 +1032,10 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"rows": [measured_row("minimal", 1, 1)]}, "must hold a gpu and at least one row"),
-        ({"gpu": "a GPU", "rows": []}, "must hold a gpu and at least one row"),
-        ({"gpu": "a GPU", "rows": [{"policy": "minimal"}]}, r"rows\[0\] has no backward_ms, dtype, forward_ms"),
-        ({"gpu": "a GPU", "rows": [measured_row("minimum", 1, 1)]}, r"unknown policy of rows\[0\] 'minimum'"),
+        ({"rows": [measured_row("minimal", 1, 1)]}, "must hold a device and at least one row"),
+        ({"device": "a GPU", "rows": []}, "must hold a device and at least one row"),
+        ({"device": "a GPU", "rows": [{"policy": "minimal"}]}, r"rows\[0\] has no backward_ms, dtype, forward_ms"),
+        ({"device": "a GPU", "rows": [measured_row("minimum", 1, 1)]}, r"unknown policy of rows\[0\] 'minimum'"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(content, message, tmp_path):

@@ -447,7 +447,7 @@ ROW_KEYS = {"policy", "shape", "dtype", "kept_bytes", "forward_ms", "backward_ms
 
 
 def read_measured(path: Path = RESULTS) -> dict[str, Any]:
-    """Times of the policies that were measured on a GPU: {"gpu": ..., "rows": [...]} and whatever else was recorded.
+    """Times of the policies that were measured on a GPU: {"device": ..., "rows": [...]} and whatever else was recorded.
 
     A row is {policy, shape: {L, d, h, E, k}, dtype, kept_bytes, forward_ms, backward_ms}.
 
@@ -461,8 +461,8 @@ def read_measured(path: Path = RESULTS) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path.name} is not among the results: the policies were not timed on a GPU yet")
     measured = json.loads(path.read_text())
-    if "gpu" not in measured or not measured.get("rows"):
-        raise ValueError(f"{path.name} must hold a gpu and at least one row")
+    if "device" not in measured or not measured.get("rows"):
+        raise ValueError(f"{path.name} must hold a device and at least one row")
     for number, row in enumerate(measured["rows"]):
         if missing := ROW_KEYS - row.keys():
             raise ValueError(f"{path.name}: rows[{number}] has no {', '.join(sorted(missing))}")
