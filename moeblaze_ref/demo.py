@@ -23,6 +23,7 @@ from moeblaze_ref.memory.accounting import Assumptions, account, accounts
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 
+STAGES = ("dispatch", "layer")  # the second runs all the others too
 WINDOWS = 4  # of validation text that become the input of check and memory
 
 
@@ -45,7 +46,7 @@ def run(steps: int, out: Path, console: Console) -> list[check.Row]:
     console.print(
         f"(Numba's simulator, where there is no GPU, gets the first {check.SIMULATOR_ROWS} routed rows of each)"
     )
-    rows = terminal.run_with_bar("cross-checking", check.plan(cases=cases))
+    rows = terminal.run_with_bar("cross-checking", check.plan(STAGES, cases=cases))
     blocks = zip(result.model.blocks, cases, strict=True)
     rows += [_compare_kept_bytes(layer, block.moe, case) for block, case in blocks]
     written = _write_plots(result, cases, layer, reports, out)

@@ -1,5 +1,6 @@
 """The moeblaze command: what it prints, what it writes, and its exit status."""
 
+import functools
 import json
 import re
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from moeblaze_ref import bench, comparisons
+from moeblaze_ref import bench, check, comparisons
 from moeblaze_ref.backends import BACKENDS, Status
 from moeblaze_ref.cases import option_cases, standard_cases
 from moeblaze_ref.cli import app
@@ -147,6 +148,7 @@ def test_the_demo_learns_checks_and_plots(tmp_path):
 
 def test_the_demo_fails_when_a_check_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(comparisons, "BOUNDS", dict.fromkeys(comparisons.BOUNDS, -1.0))
+    monkeypatch.setattr(check, "plan", functools.partial(check.plan, backends=["numpy"]))
     result = moeblaze("demo", "--steps", 1, "--out", tmp_path)
     assert result.exit_code == 1 and "FAIL" in result.stdout
 
