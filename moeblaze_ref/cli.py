@@ -66,7 +66,9 @@ def doctor():
 def check(
     stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(BACKENDS)}; repeatable.")] = None,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Check the torch layer against autograd instead.")] = False,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Check the torch layer against autograd instead.")
+    ] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
     record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
     kernel: Annotated[
@@ -161,7 +163,9 @@ def _definition(text: str) -> tuple[str, str]:
 
 @app.command()
 def sanitize(
-    record: Annotated[Path | None, typer.Option(help="Also write the findings here, with GPU, versions, commit.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write the findings here, with GPU, versions, commit.")
+    ] = None,
 ):
     """Run every raw CUDA kernel under compute-sanitizer, on a GPU; exit with status 1 if it finds anything."""
     from moeblaze_ref import sanitize as sanitizer

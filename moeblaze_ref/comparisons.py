@@ -270,7 +270,10 @@ def run_torch_layer(device: str, case: Case) -> Results:
     leaves |= dict(layer.named_parameters())
     result = layer(leaves["x"])
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
-    outputs, d_outputs = {"out": result.out} | losses, {"out": case.d_out} | dict(zip(losses, _d_losses(case), strict=True))
+    outputs, d_outputs = (
+        {"out": result.out} | losses,
+        {"out": case.d_out} | dict(zip(losses, _d_losses(case), strict=True)),
+    )
     forward = {"out": result.out} | (losses if case.L else {})
     return {"forward": _arrays(**forward), "backward": _gradients(outputs, d_outputs, leaves)}
 

@@ -18,7 +18,9 @@ EXPERT_STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": 
 CONSTANTS = {
     "dispatch": dispatch.constants("3_single_pass", 1024),
     "gating": gating.constants("2_warp", 1024),
-    **dict.fromkeys((*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu"}),
+    **dict.fromkeys(
+        (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu"}
+    ),
 }
 ARCHITECTURES = {"sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100")}
 USAGE = re.compile(
@@ -85,7 +87,12 @@ def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
 
 @pytest.mark.parametrize(
     ("stage", "rung", "dtype"),
-    [(stage, rung, dtype) for stage, module in EXPERT_STAGES.items() for rung in module.RUNGS for dtype in module.RUNGS[rung]],
+    [
+        (stage, rung, dtype)
+        for stage, module in EXPERT_STAGES.items()
+        for rung in module.RUNGS
+        for dtype in module.RUNGS[rung]
+    ],
 )
 def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, rung, dtype):
     constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype]}

@@ -631,7 +631,11 @@ MISTAKES = [  # (the check that must find it, what stands in notation.md, what t
     (check_vocabulary, "| `inputs` | nothing", "| `input` | nothing"),
     (check_vocabulary, "| `cuda` | the same files", "| `gpu` | the same files"),
     (check_vocabulary, "| `hot` | every token chooses the last expert |\n", ""),
-    (check_backends_of_stages, "d_out -> every gradient | yes | yes | yes", "d_out -> every gradient | yes | yes | not yet"),
+    (
+        check_backends_of_stages,
+        "d_out -> every gradient | yes | yes | yes",
+        "d_out -> every gradient | yes | yes | not yet",
+    ),
     (check_backends_of_stages, "no gradient | yes | yes | yes", "no gradient | yes | yes | not yet"),
     (check_presets, "| 65,536 | 1,024 |", "| 65,536 | 1,025 |"),
     (check_activations, "`a * Phi(a) * b`", "`a * phi(a) * b`"),

@@ -401,7 +401,10 @@ def test_shared_memory_and_null_are_named(access, message):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("float2 v = *(const float2*)(x + 7 * threadIdx.x); x[0] = v.x + v.y;", r"thread \(1, 0, 0\): misaligned access of 8 bytes"),
+        (
+            "float2 v = *(const float2*)(x + 7 * threadIdx.x); x[0] = v.x + v.y;",
+            r"thread \(1, 0, 0\): misaligned access of 8 bytes",
+        ),
         ("float4 v = ((const float4*)(x + 1))[0]; x[0] = v.x;", "misaligned access of 16 bytes"),
         ("atomicAdd((int*)((char*)x + 2), 1);", "misaligned access of 4 bytes"),
         ("memset(x, 0, n);", "out-of-bounds write of 16 bytes at byte offset 2048 of x"),
@@ -672,7 +675,11 @@ extern "C" __global__ void second(int* out) {{
 @pytest.mark.parametrize(
     ("static", "dynamic", "message"),
     [
-        (48 * 1024 + 4, 0, "kernel first of test.cu declares 49156 bytes of static shared memory, but .* at most 49152"),
+        (
+            48 * 1024 + 4,
+            0,
+            "kernel first of test.cu declares 49156 bytes of static shared memory, but .* at most 49152",
+        ),
         (4096, 224 * 1024, "4096 bytes of static and 229376 of dynamic shared memory, but .* at most 232448 together"),
     ],
 )

@@ -40,7 +40,13 @@ FAULTS = [
     ),
     Fault("peak of one lane", "gating", "2_warp", "peak = warp_max(peak);", ";"),
     Fault("column beyond the row written", "gating", "2_warp", "(column(i) < E) target", "(column(i) <= E) target"),
-    Fault("missing barrier", "gating", "2_warp", "__syncwarp();  // the chosen are written over what another lane may have written", ""),
+    Fault(
+        "missing barrier",
+        "gating",
+        "2_warp",
+        "__syncwarp();  // the chosen are written over what another lane may have written",
+        "",
+    ),
     Fault(
         "wrong expert counted",
         "gating",
@@ -58,9 +64,7 @@ FAULTS = [
     Fault("last slot dropped", "dispatch", "3_single_pass", "slot < tile.rows ?", "slot < tile.rows - 1 ?"),
     Fault("off-by-one offset", "dispatch", "3_single_pass", "= offset_below;", "= offset_below + 1;"),
     Fault("earlier tiles forgotten", "dispatch", "3_single_pass", "        base += scan.total;", ""),
-    Fault(
-        "missing barrier", "dispatch", "3_single_pass", "__syncthreads();  // the rows lie in order", ""
-    ),
+    Fault("missing barrier", "dispatch", "3_single_pass", "__syncthreads();  // the rows lie in order", ""),
     Fault("wrong expert's weights", "expert_up", "1_naive", "(long long)blockIdx.y * d * h + at.column", "at.column"),
     Fault(
         "rows not gathered",
@@ -70,12 +74,19 @@ FAULTS = [
         "x + at.row % 7 * d",
     ),
     Fault("a slot dropped", "expert_up", "1_naive", "for (int j = 0; j < k; ++j)", "for (int j = 1; j < k; ++j)"),
-    Fault("rows of the next expert", "expert_up", "2_tiled", "if (row < tile.rows && j < h) store_hidden", "if (j < h) store_hidden"),
+    Fault(
+        "rows of the next expert",
+        "expert_up",
+        "2_tiled",
+        "if (row < tile.rows && j < h) store_hidden",
+        "if (j < h) store_hidden",
+    ),
     Fault(
         "missing barrier",
         "expert_up",
         "2_tiled",
-        "__syncthreads();  // all have read before the tiles are written again", "",
+        "__syncthreads();  // all have read before the tiles are written again",
+        "",
     ),
     Fault("activation without its gate", "expert_up", "2_tiled", "GATED ? act_a * to_float(b) : act_a", "act_a"),
     Fault("copies not awaited", "expert_up", "3_mma", "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
@@ -104,9 +115,7 @@ FAULTS = [
     Fault("all zeros", "combine", "1_gather", "from_float<Scalar>(sum);", "from_float<Scalar>(0.0f);"),
     Fault("unscaled gate", "combine", "1_gather", "sum += gates[slot] * to_float(", "sum += to_float("),
     Fault("one slot alone", "combine", "1_gather", "for (int j = 0; j < k; ++j)", "for (int j = 0; j < 1; ++j)"),
-    Fault(
-        "rows in token order", "combine", "1_gather", "to_float(y[token_index_map[slot] *", "to_float(y[slot *"
-    ),
+    Fault("rows in token order", "combine", "1_gather", "to_float(y[token_index_map[slot] *", "to_float(y[slot *"),
     Fault(
         "y_swi never written",
         "layer",

@@ -347,7 +347,12 @@ def test_bad_options(options, error, message):
         ({}, (X.to("meta"),), ValueError, "x is on meta, but MoELayer runs on cuda"),
         ({"device": "meta"}, (X,), ValueError, "wg is on meta, but x is on cpu"),
         ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
-        ({"rung": "3_mma"}, (X,), TypeError, "rung 3_mma of expert_up computes in float16 or bfloat16, but x is float32"),
+        (
+            {"rung": "3_mma"},
+            (X,),
+            TypeError,
+            "rung 3_mma of expert_up computes in float16 or bfloat16, but x is float32",
+        ),
         ({}, (X, CHOICE.long()), TypeError, "topk_experts has dtype torch.int64, but it must be torch.int32"),
         ({}, (X, CHOICE[:3]), ValueError, r"topk_experts has shape \(3, 3\), but it must be \(L=4, k=3\)"),
         ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),

@@ -105,5 +105,7 @@ def test_tensors_on_two_devices_are_refused():
 def test_every_policy_is_timed():
     rows = bench.time_policies(CONFIG, repetitions=2)
     assert [row["policy"] for row in rows] == list(POLICIES)
-    assert [row["kept_bytes"] for row in rows] == [account(CONFIG, "moeblaze", policy).kept_bytes for policy in POLICIES]
+    assert [row["kept_bytes"] for row in rows] == [
+        account(CONFIG, "moeblaze", policy).kept_bytes for policy in POLICIES
+    ]
     assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in rows)
