@@ -493,7 +493,10 @@ def _moeblaze(s: _Case) -> _Draft:
 
 
 def _dispatch(s):
-    """The four index structures of `Dispatch` and the two tensors that build them (MoEBlaze section 4)."""
+    """The four index structures of `Dispatch` and the two tensors that build them (MoEBlaze section 4).
+
+    The dense map is the paper's. `raw_cuda.dispatch` needs less by default: a count for each expert and tile of slots.
+    """
     return [
         Tensor("token_expert_indices", (s.R,), "int32"),
         Tensor("dense_map", (s.L, s.E), "int32", until="token_index_map"),
