@@ -80,6 +80,7 @@ class MoELayer(RoutedExperts):
         self.rung = rung if rung is None else doors.check_name("rung of layer", rung, raw_layer.RUNGS)
         self.executor: str | None = None
 
+    @torch.compiler.disable  # torch.compile leaves the layer as it is, and compiles what is around it
     def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
         """The layer's output for the tokens x.
 

@@ -260,6 +260,13 @@ def test_a_second_derivative_raises():
         torch.autograd.grad(loss_of(layer(x)), x, create_graph=True)
 
 
+def test_compiled_models_run_the_layer_as_it_is():
+    layer, x = make_layer(), make_x()
+    model = torch.compile(lambda x: 2 * layer(3 * x).out, backend="eager")
+    assert torch.equal(model(x), 2 * layer(3 * x).out)
+    assert layer.executor == "simt"
+
+
 def test_not_a_number_travels_as_in_torch():
     layer, x = make_layer(), make_x()
     with torch.no_grad():
