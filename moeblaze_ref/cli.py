@@ -105,6 +105,9 @@ def check(
 
     options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
     options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
+    if kernel is not None and gradients:
+        with user_errors():
+            raise ValueError("--gradients checks the torch layer, --kernel one kernel: leave one of them out")
     if kernel is not None:
         _judge(kernel, stage or [], backend or [], options, timeout, record, as_json)
     with user_errors():

@@ -84,7 +84,9 @@ def evaluate(formula: str, symbols: dict[str, int]) -> Fraction | tuple[Fraction
     """
     try:
         return _value(ast.parse(_with_products(formula), mode="eval").body, symbols)
-    except (SyntaxError, TypeError, ZeroDivisionError) as error:
+    except ZeroDivisionError:
+        raise ValueError(f"cannot read the formula {formula!r}: it divides by zero") from None
+    except (SyntaxError, TypeError) as error:
         raise ValueError(f"cannot read the formula {formula!r}: {error.args[0]}") from None
     except ValueError as error:
         raise ValueError(f"cannot read the formula {formula!r}: {error}") from None

@@ -28,7 +28,7 @@ class Bridge:
 
     def array(self, tensor: Tensor | None) -> Array | None:
         """The tensor's own memory as an array."""
-        return None if tensor is None else self._array(tensor.detach())
+        return None if tensor is None else self._array(tensor.detach().resolve_neg())
 
     def tensor(self, array: Array | None) -> Tensor | None:
         """The array's own memory as a tensor."""

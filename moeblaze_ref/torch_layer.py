@@ -7,7 +7,7 @@ torch is another layer (`oracle.OracleMoE`) and never steps in.
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -56,8 +56,9 @@ class MoELayer(RoutedExperts):
 
     Notes
     -----
-    Works under ``torch.autocast`` (x and the weights are cast to its dtype), ``torch.no_grad`` and
-    ``torch.utils.checkpoint``, for which `keep_routing` keeps the choice of experts. A second derivative raises.
+    Works under ``torch.autocast``, ``torch.no_grad`` and ``torch.utils.checkpoint``, for which `keep_routing` keeps the
+    choice of experts. Autocast casts x and the weights, and the cast copies, whole sets of weights, are kept until the
+    backward: weights that are narrow themselves cost none. A second derivative raises.
     MoEBlaze, sections 3 and 5.
     """
 
@@ -74,6 +75,8 @@ class MoELayer(RoutedExperts):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
+        if dtype is not None and dtype not in DTYPES:
+            raise TypeError(f"dtype is {dtype}, but it must be {' or '.join(map(str, DTYPES))}")
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
         doors.check_kernel_limits(E, k)
         self.policy = doors.check_name("policy", policy, POLICIES)
@@ -101,13 +104,13 @@ class MoELayer(RoutedExperts):
             If nothing can run the kernels here.
         """
         doors.check_type("x", x, Tensor)
-        _check_device(x)
+        _check_tensors(x, self.weights)
         tokens, weights = _cast(x, self.weights)
-        _check_tensors(tokens, weights)
-        topk_experts = _next_routing() if topk_experts is None else _checked_routing(topk_experts, tokens, self)
+        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
+        replayed = _next_routing(rows.shape[0], self.k)
+        topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
         keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tokens, *weights))
         options = _Options(self.k, self.activation, self.policy if keeps else "inputs", self.renormalize, self.rung)
-        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
         result = MoEOutput(*_Layer.apply(options, rows, *weights, topk_experts))
         _remember_routing(result.topk_experts)
         self._record(bridge_to(x.device).executor.name)
@@ -185,33 +188,29 @@ def _saved(options: _Options, x: Array, arrays: dict[str, Array]) -> Saved:
 # ---- the door ------------------------------------------------------------------------------
 
 
-def _check_device(x):
+def _check_tensors(x, weights):
+    """Everything lies on one device and has a dtype that kernels exist for; the shape of x fits."""
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"x is on {x.device}, but MoELayer runs on cuda, or through the SIMT executor on cpu")
-
-
-def _cast(x, weights):
-    """x and the weights in autocast's dtype where that is on; autograd casts their gradients back."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, weights
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), tuple(None if w is None else w.to(dtype) for w in weights)
-
-
-def _check_tensors(x, weights):
-    """Kernels exist for the dtype, and everything has it and lies on one device; shapes are the stages' business."""
-    if x.dtype not in DTYPES:
-        raise TypeError(f"x has dtype {x.dtype}, but it must be {' or '.join(map(str, DTYPES))}")
-    for name, weight in zip(MoEWeights._fields, weights, strict=True):
-        if weight is None:
-            continue
-        if weight.device != x.device:
-            raise ValueError(f"{name} is on {weight.device}, but x is on {x.device}: move the layer or x")
-        if weight.dtype != x.dtype:
-            raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
+    named = {name: weight for name, weight in zip(MoEWeights._fields, weights, strict=True) if weight is not None}
+    for name, tensor in {"x": x, **named}.items():
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {' or '.join(map(str, DTYPES))}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
     width = weights[0].shape[0]
     if x.ndim == 0 or x.shape[-1] != width:
         raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
+
+
+def _cast(x, weights):
+    """x and the weights, contiguous, in autocast's dtype where that is on; autograd casts their gradients back."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    for name, weight in zip(MoEWeights._fields, weights, strict=True):
+        if weight is not None and weight.dtype != dtype and not torch.is_autocast_enabled(device):
+            raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
+    return x.to(dtype), tuple(None if w is None else w.to(dtype).contiguous() for w in weights)
 
 
 def _checked_routing(topk_experts, x, layer):
@@ -228,8 +227,8 @@ def _checked_routing(topk_experts, x, layer):
 
 # ---- routing that survives activation checkpointing ------------------------------------------
 
-_remember: ContextVar[Callable[[Tensor], None] | None] = ContextVar("remember", default=None)
-_replay: ContextVar[Iterator[Tensor] | None] = ContextVar("replay", default=None)
+_tapes: ContextVar[tuple[list[Tensor], ...]] = ContextVar("tapes", default=())  # that record the choices made now
+_replay: ContextVar[Iterator[Tensor] | None] = ContextVar("replay", default=None)  # the choices made before
 
 
 def keep_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -239,27 +238,42 @@ def keep_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
     -------
     forward_context, recompute_context
         As the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` returns them.
-        Each call of a `MoELayer` in the region costs the 4 L k bytes of its choice.
+        Each call of a `MoELayer` in the region costs the 4 L k bytes of its choice. A recomputation that calls more
+        layers than the forward did, or on another number of tokens, raises RuntimeError.
     """
     tape: list[Tensor] = []
-    return _set(_remember, lambda: tape.append), _set(_replay, lambda: iter(tape))
+    return _Setting(_tapes, lambda: (*_tapes.get(), tape)), _Setting(_replay, lambda: iter(tape))
 
 
-@contextmanager
-def _set(variable: ContextVar, make: Callable[[], Any]) -> Iterator[None]:
-    token = variable.set(make())
-    try:
-        yield
-    finally:
-        variable.reset(token)
+class _Setting(AbstractContextManager):
+    """A context variable with another value, anew each time that the context is entered."""
+
+    def __init__(self, variable: ContextVar, make: Callable[[], Any]):
+        self._variable, self._make, self._tokens = variable, make, []
+
+    def __enter__(self):
+        self._tokens.append(self._variable.set(self._make()))
+
+    def __exit__(self, *exception):
+        self._variable.reset(self._tokens.pop())
 
 
 def _remember_routing(topk_experts: Tensor):
-    remember = _remember.get()
-    if remember is not None:
-        remember(topk_experts)
+    for tape in _tapes.get():
+        tape.append(topk_experts)
 
 
-def _next_routing() -> Tensor | None:
+def _next_routing(num_tokens: int, k: int) -> Tensor | None:
+    """The choice that the same call made in the forward; None outside a recomputation."""
     replay = _replay.get()
-    return None if replay is None else next(replay)
+    if replay is None:
+        return None
+    routing = next(replay, None)
+    if routing is None:
+        raise RuntimeError("the recomputation calls more MoELayers than the forward did: it must repeat the forward")
+    if routing.shape != (num_tokens, k):
+        raise RuntimeError(
+            f"the recomputation routes {num_tokens} tokens to {k} experts each, but the forward's choice has shape "
+            f"{tuple(routing.shape)}: it must repeat the forward"
+        )
+    return routing

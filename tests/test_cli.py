@@ -171,3 +171,9 @@ def test_times_are_shown_and_recorded(monkeypatch, tmp_path):
     assert result.exit_code == 0
     assert re.search(r"32,768, 8, 8, 2, 1 +bfloat16 +minimal +3 +1\.25 +2\.50", result.output)
     assert json.loads((tmp_path / "times.json").read_text())["rows"] == [row]
+
+
+def test_gradients_are_checked_alone():
+    assert "leave --stage out" in moeblaze("check", "--gradients", "--stage", "layer").output
+    assert "leave one of them out" in moeblaze("check", "--gradients", "--kernel", "mine.cu").output
+    assert "unknown backend of the torch layer 'numba'" in moeblaze("check", "--gradients", "--backend", "numba").output

@@ -142,6 +142,13 @@ def test_leading_dimensions_and_strides():
     assert torch.equal(found.transpose(0, 1), expected)
 
 
+def test_negated_views_and_strided_weights():
+    layer, x = make_layer(), make_x().detach()
+    expected = layer(x).out
+    layer.w1 = torch.nn.Parameter(layer.w1.detach().mT.contiguous().mT)
+    assert torch.equal(layer(torch._neg_view(-x)).out, expected)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_tokens(policy):
     layer = make_layer(policy=policy)
@@ -188,6 +195,12 @@ def test_autocast_computes_in_its_dtype_and_returns_gradients_in_that_of_the_wei
     assert same_bits(found, {name: gradient.float() for name, gradient in expected.items()})
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64, torch.bool])
+def test_autocast_casts_no_other_kind_of_number(dtype):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=f"x has dtype {dtype}, but"):
+        make_layer()(torch.ones(4, 16).to(dtype))
+
+
 @pytest.mark.parametrize("context", [{}, {"context_fn": keep_routing}], ids=["routing again", "routing kept"])
 def test_activation_checkpointing_changes_no_bit(context):
     layer, x = make_layer(), make_x()
@@ -214,6 +227,55 @@ def test_the_recomputation_replays_the_routing_of_both_layers():
         chosen.clear()
         checkpoint(region, make_x(), use_reentrant=False).backward()
         assert not torch.equal(chosen[0], chosen[2])
+
+
+GIVEN = torch.tensor([[4, 2, 0]] * L, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("inner", [{}, {"context_fn": keep_routing}], ids=["inner plain", "inner keeps"])
+@pytest.mark.parametrize("outer", [{}, {"context_fn": keep_routing}], ids=["outer plain", "outer keeps"])
+def test_checkpoints_nest_and_take_given_routings(inner, outer):
+    first, second, third = (make_layer(seed) for seed in range(3))
+    x = make_x()
+
+    def region(x, nested):
+        given = first(x, GIVEN).out
+        return third(nested(given).out)
+
+    leaves = [x, *first.parameters(), *second.parameters(), *third.parameters()]
+    expected = torch.autograd.grad(loss_of(region(x, second)), leaves)
+
+    def nested(x):
+        return checkpoint(second, x, use_reentrant=False, **inner)
+
+    loss = loss_of(checkpoint(region, x, nested, use_reentrant=False, **outer))
+    for retain in (True, False):  # the second backward recomputes once more
+        found = torch.autograd.grad(loss, leaves, retain_graph=retain)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_a_recomputation_that_is_another_says_so():
+    layer, calls = make_layer(), []
+
+    def grows(x):
+        calls.append(x)
+        for _ in calls:
+            x = layer(x).out
+        return x.sum()
+
+    def shrinks(x):
+        calls.append(x)
+        return layer(x[len(calls) :]).out.sum()
+
+    for region, message in (
+        (grows, "calls more MoELayers than the forward"),
+        (shrinks, "routes 35 tokens to 3 experts"),
+    ):
+        calls.clear()
+        with set_checkpoint_early_stop(False):
+            out = checkpoint(region, make_x(), use_reentrant=False, context_fn=keep_routing)
+        with pytest.raises(RuntimeError, match=message):
+            out.backward()
 
 
 def test_a_given_routing_is_replayed():
@@ -336,6 +398,7 @@ CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
         ({"E": 64, "k": 33}, ValueError, r"k is 33, but it must be 1..32"),
         ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
         ({"policy": "minimum"}, ValueError, "unknown policy 'minimum'. Did you mean 'minimal'"),
+        ({"dtype": torch.float64}, TypeError, "dtype is torch.float64, but it must be torch.float32 or torch.bfloat16"),
         ({"rung": "2_tile"}, ValueError, "unknown rung of layer '2_tile'. Did you mean '2_tiled'"),
     ],
 )
@@ -349,7 +412,7 @@ def test_bad_options(options, error, message):
     [
         ({}, ([[1.0]],), TypeError, "x is a list, but it must be a Tensor"),
         ({}, (X.int(),), TypeError, "x has dtype torch.int32, but it must be torch.float32 or"),
-        ({"dtype": torch.float64}, (X.double(),), TypeError, "x has dtype torch.float64"),
+        ({}, (X.double(),), TypeError, "x has dtype torch.float64, but it must be torch.float32 or"),
         ({}, (X.bfloat16(),), TypeError, "wg is torch.float32, but x is torch.bfloat16"),
         ({}, (X.to("meta"),), ValueError, "x is on meta, but MoELayer runs on cuda"),
         ({"device": "meta"}, (X,), ValueError, "wg is on meta, but x is on cpu"),
