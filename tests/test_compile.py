@@ -25,7 +25,8 @@ CONSTANTS = {
 ARCHITECTURES = {"sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100")}
 USAGE = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
+    r"(?:[^\n]*? (?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )
 
@@ -40,7 +41,7 @@ def architectures(source):
 
 
 def usage(source, architecture):
-    """ptxas's report of a compiled file: registers, stack and spills of every kernel."""
+    """ptxas's report of a compiled file: registers, static shared memory, stack and spills of every kernel."""
     log = io.StringIO()
     options = ProgramOptions(
         arch=architecture,
@@ -51,7 +52,7 @@ def usage(source, architecture):
     )
     assert Program(source.text, "c++", options).compile("cubin", logs=log).code
     reports = (match.groupdict() for match in USAGE.finditer(log.getvalue()))
-    return {report.pop("kernel"): {name: int(number) for name, number in report.items()} for report in reports}
+    return {report.pop("kernel"): {name: int(number or 0) for name, number in report.items()} for report in reports}
 
 
 def assert_fits(source):
@@ -115,6 +116,11 @@ def test_a_spill_would_be_seen():
     }"""
     source = KernelSource.read("test.cu", {}, text)
     assert usage(source, "sm_80")["spills"]["stack"] == 256
+
+
+def test_static_shared_memory_is_reported():
+    assert usage(read("expert_up/1_naive.cu"), "sm_80")["expert_up"]["shared"] == 0
+    assert usage(read("expert_up/2_tiled.cu"), "sm_80")["expert_up"]["shared"] == 268 + 4352 * 3  # as its header states
 
 
 def test_a_device_that_is_too_old_is_told_what_it_lacks():

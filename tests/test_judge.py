@@ -17,6 +17,7 @@ from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
 from moeblaze_ref.judge.contracts import AXES, ROUTES, set_problem
 from moeblaze_ref.judge.kernels import declaration
 from moeblaze_ref.judge.report import place_of
+from moeblaze_ref.notebook.sources import inlined
 from moeblaze_ref.numba_cuda import combine as numba_combine
 from moeblaze_ref.numba_cuda import expert_down as numba_down
 from moeblaze_ref.numba_cuda import expert_up as numba_up
@@ -95,6 +96,18 @@ def test_the_projects_own_kernel_of_every_task_is_right(task):
     assert report.ok and len(report.results) == len(SMALL)
     written = report.results[0].totals["written"]
     assert written > 0 and report.results[0].totals["sectors"] * 32 >= written
+
+
+def test_a_kernel_that_knows_of_renormalised_gates_is_judged_on_them_too(tmp_path):
+    file, kernel = OWN["gating"]
+    more = sum(case.k > 1 for case in standard_cases())
+    assert len(judge(own(file, kernel), "gating").results) == len(standard_cases()) + more
+    text = inlined(f"{file}.cu")
+    never = changed(text, "RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "prob_scale")
+    path = tmp_path / "never.cu"
+    path.write_text(never + "\n// RENORMALIZE")
+    report = examine(f"{path}:{kernel}", "gating")
+    assert next(result.difference.tensor for result in report.results if not result.ok) == "gates"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def examine(
     constants : dict, optional
         More preprocessor constants of a .cu file.
     cases : iterable of Case, optional
-        Default: `cases.standard_cases`, of which Numba's simulator gets the small ones.
+        Default: `cases.standard_cases`, of which Numba's simulator gets the small ones; for a .cu file that uses the
+        constant RENORMALIZE, each with k > 1 again with renormalised gates.
 
     Returns
     -------
@@ -113,7 +115,7 @@ def examine(
         dtype=dtype,
         constants=constants or {},
     )
-    results = list(trial.results(_cases(trial.backend) if cases is None else cases))
+    results = list(trial.results(_cases(trial) if cases is None else cases))
     if not results:
         raise ValueError("cases is empty, but a kernel is judged by at least one case")
     return Report(task, found.label, trial.backend, dtype, str(trial.launch), trial.quantities, results)
@@ -128,6 +130,11 @@ def _open_backend(kernel: Any, name: str | None) -> str:
     return name
 
 
-def _cases(backend: str) -> list[Case]:
-    """The standard cases that Numba gets through in reasonable time; the other backends get all."""
-    return check.in_reach(BACKENDS["numba"], standard_cases()) if backend == "numba" else standard_cases()
+def _cases(trial: Trial) -> list[Case]:
+    """The standard cases, of which Numba's simulator gets the small ones, and those with renormalised gates if a .cu
+    file knows of these.
+    """
+    if trial.backend == "numba":
+        return check.in_reach(BACKENDS["numba"], standard_cases())
+    renormalized = [replace(case, renormalize=True) for case in standard_cases() if case.k > 1]
+    return standard_cases() + (renormalized if "RENORMALIZE" in trial.kernel.text else [])

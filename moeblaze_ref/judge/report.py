@@ -94,7 +94,8 @@ def _wrong_elements(found: np.ndarray, expected: np.ndarray, dtype: str) -> np.n
     root mean square if that is larger, since sums of that size round before they cancel.
     """
     exact = expected.astype(np.float64)
-    size = np.maximum(np.abs(exact), np.sqrt(np.mean(exact**2)))
+    root_mean_square = np.linalg.norm(exact) / max(exact.size, 1) ** 0.5
+    size = np.maximum(np.abs(exact), root_mean_square)
     allowed = (comparisons.BOUNDS | comparisons.SMALL_TENSOR_BOUNDS)[dtype]
     return ~(np.abs(found.astype(np.float64) - exact) <= allowed * size) | never_written(found)
 
