@@ -153,7 +153,8 @@ def run_expert_up(stage: Any, case: Case) -> Results:
     dispatch, (_, w1, w2, _) = build_by_sort(case.topk_experts, case.E), case.weights
     a, b, y_swi = stage.forward(case.x, w1, w2, dispatch, case.activation)
     d_a, d_b = d_hidden(case)
-    d_x, d_w1, d_w2 = stage.backward(d_a, d_b, case.x, w1, w2, dispatch)
+    d_x = stage.input_gradient(d_a, d_b, w1, w2, dispatch)
+    d_w1, d_w2 = (None if d is None else stage.weight_gradient(d, case.x, dispatch) for d in (d_a, d_b))
     return {"forward": _present(a=a, b=b, y_swi=y_swi), "backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
 
 
@@ -184,7 +185,8 @@ def run_expert_down(stage: Any, case: Case) -> Results:
     dispatch, w3 = build_by_sort(case.topk_experts, case.E), case.weights.w3
     a, b, y_swi, gates = hidden(case)
     y = stage.forward(y_swi, w3, dispatch)
-    d_a, d_b, d_gates, d_w3 = stage.backward(case.d_out, gates, a, b, w3, dispatch, case.activation)
+    d_a, d_b, gated_y, d_gates = stage.hidden_gradients(case.d_out, gates, a, b, w3, dispatch, case.activation)
+    d_w3 = stage.weight_gradient(gated_y, case.d_out, dispatch)
     return {"forward": {"y": y}, "backward": _present(d_a=d_a, d_b=d_b, d_gates=d_gates, d_w3=d_w3)}
 
 

@@ -377,6 +377,6 @@ def _check_tokens(dispatch):
 
 
 def check_writable(name, array):
-    """``array`` may be written by a kernel."""
-    if not array.flags.writeable:
-        raise ValueError(f"{name} is read-only, but the kernel writes it; pass a writable array")
+    """``array`` may be written; CuPy arrays always may."""
+    if not getattr(array.flags, "writeable", True):
+        raise ValueError(f"{name} is read-only, but it is written to; pass a writable array")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.config import POLICIES, is_gated
-from moeblaze_ref.structures import Array, Dispatch
+from moeblaze_ref.structures import HIDDEN, Array, Dispatch
 
 # The intermediates that each policy keeps, besides x, the Dispatch and the gates. The backward
 # reads a, b and y_swi and rebuilds those that are missing; `conventional` also keeps what
@@ -184,9 +184,9 @@ def _gates_of(probs, topk_experts, renormalize):
 def _run_experts(stages, x, weights, dispatch, gates, activation, kept):
     """out (L, d), and the intermediates that are named in ``kept``; each other one is dropped after its last use."""
     tensors = {"routed_x": x[dispatch.expert_token_indices]} if "routed_x" in kept else {}  # the first memory wall
-    stores = {*kept, "y_swi"} & {"a", "b", "y_swi"}
+    stores = {*kept, "y_swi"} & {*HIDDEN}
     projections = stages.expert_up.forward(x, weights.w1, weights.w2, dispatch, activation, stores=stores)
-    tensors |= dict(zip(("a", "b", "y_swi"), projections, strict=True))
+    tensors |= dict(zip(HIDDEN, projections, strict=True))
     del projections
     if "act_a" in kept and is_gated(activation):  # ungated, y_swi is act(a)
         tensors["act_a"] = stages.activation.act(tensors["a"], activation)
@@ -205,6 +205,7 @@ def backward(
     weights: MoEWeights,
     d_load_balancing_loss: float | Array = 0.0,
     d_router_z_loss: float | Array = 0.0,
+    overwrite: bool = False,
 ) -> Gradients:
     """Every gradient of the layer, from those of its output and of its two losses.
 
@@ -215,11 +216,13 @@ def backward(
     d_out : array (L, d)
         The dtype of x, finite.
     saved : Saved
-        From `forward`; it is not changed, so a second backward gives the same again.
+        From `forward`; it is not changed, so a second backward gives the same again, unless ``overwrite``.
     weights : MoEWeights
         Those of the forward, unchanged since.
     d_load_balancing_loss, d_router_z_loss : float or array ()
         Gradients of the two losses.
+    overwrite : bool
+        The intermediates of ``saved`` are overwritten and given up: a second backward with them raises.
 
     Returns
     -------
@@ -231,9 +234,19 @@ def backward(
     ------
     ValueError, TypeError
         As `forward`, and if a loss gradient is no finite number.
+    RuntimeError
+        If an earlier backward has overwritten the intermediates of ``saved``.
 
     Notes
     -----
+    What is alive of size (R, h) or (R, d), step by step, and where it dies; a weight gradient is born at each ``->``:
+
+    1. a and b, kept or computed again, become d_a and d_b, in place if they are nobody else's; gate * y_swi is born.
+       Kept routed_x, act_a, y_swi and y die here.
+    2. gate * y_swi -> d_w3, and dies.
+    3. d_a, d_b -> d_x: the tiled rungs store (R, d) rows, which die within.
+    4. d_a -> d_w1, and dies; d_b -> d_w2, and dies.
+
     MoEBlaze, sections 3.2 and 5; the gates as in SonicMoE.
     """
     doors.check_type("saved", saved, Saved)
@@ -243,28 +256,43 @@ def backward(
     d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
     for name, value in d_losses.items():
         doors.check_scalar(name, value)
+    dispatch = saved.dispatch
     with doors.trusted_values():
-        a, b, y_swi = _rebuild(stages, saved, weights)
-        d_a, d_b, d_gates, d_w3 = stages.expert_down.backward(
-            d_out, saved.gates, a, b, weights.w3, saved.dispatch, saved.activation, y_swi
+        a, b, y_swi, private = _hidden(stages, saved, weights, overwrite)
+        d_a, d_b, gated_y, d_gates = stages.expert_down.hidden_gradients(
+            d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, overwrite=private
         )
         del a, b, y_swi
-        d_x, d_w1, d_w2 = stages.expert_up.backward(d_a, d_b, saved.x, weights.w1, weights.w2, saved.dispatch)
-        del d_a, d_b
+        d_w3 = stages.expert_down.weight_gradient(gated_y, d_out, dispatch)
+        del gated_y
+        d_x = stages.expert_up.input_gradient(d_a, d_b, weights.w1, weights.w2, dispatch)
+        d_w1 = stages.expert_up.weight_gradient(d_a, saved.x, dispatch)
+        del d_a
+        d_w2 = None if d_b is None else stages.expert_up.weight_gradient(d_b, saved.x, dispatch)
+        del d_b
         d_logits = _router_gradient(stages, d_gates, saved, weights.wg, *d_losses.values())  # (L, E)
         d_x_router, d_wg = stages.router.backward(d_logits, saved.x, weights.wg)
         d_x += d_x_router
     return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
 
 
-def _rebuild(stages, saved, weights):
-    """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
+def _hidden(stages, saved, weights, overwrite):
+    """a, b and y_swi, and whether the backward may write over them: a and b as they were kept, or computed again.
+
+    y_swi is None unless it was kept: the backward rebuilds it from the other two.
+    """
     kept = saved.intermediates
-    if "a" in kept:
-        return kept["a"], kept.get("b"), kept.get("y_swi")
-    return stages.expert_up.forward(
-        saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
-    )
+    if "a" not in INTERMEDIATES[saved.policy]:
+        again = stages.expert_up.forward(
+            saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
+        )
+        return *again, True
+    if "a" not in kept:
+        raise RuntimeError("an earlier backward has overwritten what the forward kept: run the forward again")
+    found = tuple(kept.get(name) for name in HIDDEN)
+    if overwrite:
+        kept.clear()
+    return *found, overwrite
 
 
 def _router_gradient(stages, d_gates, saved, wg, d_load_balancing_loss, d_router_z_loss):

@@ -99,14 +99,23 @@ def check_expert_up_forward(x, w1, w2, dispatch, activation, stores, dtypes):
     check_expert_up(x, w1, w2, dispatch, dtypes)
 
 
-def check_expert_up_backward(d_a, d_b, x, w1, w2, dispatch, dtypes):
-    """As `check_expert_up`; d_a and d_b (R, h), the latter exactly if there is a w2."""
+def check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, dtypes):
+    """d_a and d_b (R, h), w1 and w2 (E, d, h) and the Dispatch belong together; d_b is there exactly if w2 is."""
     doors.check_second_projection("d_b", d_b, w2 is not None)
-    check_expert_up(x, w1, w2, dispatch, dtypes)
-    hidden, same = {"R": dispatch.R, "h": w1.shape[2]}, (str(x.dtype),)
-    doors.check_tensor("d_a", d_a, hidden, same)
-    if d_b is not None:
-        doors.check_tensor("d_b", d_b, hidden, same)
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("d_a", d_a, {"R": dispatch.R, "h": None}, dtypes)
+    same, h = (str(d_a.dtype),), d_a.shape[1]
+    doors.check_tensor("w1", w1, {"E": dispatch.E, "d": None, "h": h}, same)
+    if w2 is not None:
+        doors.check_tensor("w2", w2, {"E": dispatch.E, "d": w1.shape[1], "h": h}, same)
+        doors.check_tensor("d_b", d_b, {"R": dispatch.R, "h": h}, same)
+
+
+def check_expert_up_weight_gradient(d_hidden, x, dispatch, dtypes):
+    """d_hidden (R, h), x (L, d) and the Dispatch belong together."""
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("x", x, {"L": dispatch.L, "d": None}, dtypes)
+    doors.check_tensor("d_hidden", d_hidden, {"R": dispatch.R, "h": None}, (str(x.dtype),))
 
 
 def check_expert_down_forward(y_swi, w3, dispatch, dtypes):
@@ -116,11 +125,13 @@ def check_expert_down_forward(y_swi, w3, dispatch, dtypes):
     doors.check_tensor("w3", w3, {"E": dispatch.E, "h": y_swi.shape[1], "d": None}, (str(y_swi.dtype),))
 
 
-def check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activation, dtypes, gate_dtypes=None):
+def check_expert_down_hidden_gradients(
+    d_out, gates, a, b, y_swi, w3, dispatch, activation, overwrite, dtypes, gate_dtypes=None
+):
     """d_out (L, d), gates (L, k), a, b and y_swi (R, h), w3 (E, h, d) and the Dispatch belong together.
 
-    b is there exactly if the activation is gated; y_swi may be None; gates have the dtype of a
-    unless ``gate_dtypes`` names others.
+    b is there exactly if the activation is gated; y_swi may be None; a and b may be written if ``overwrite``; gates
+    have the dtype of a unless ``gate_dtypes`` names others.
     """
     doors.check_second_projection("b", b, is_gated(activation), activation)
     doors.check_dispatch(dispatch)
@@ -132,6 +143,17 @@ def check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activati
     for name, array in (("b", b), ("y_swi", y_swi)):
         if array is not None:
             doors.check_tensor(name, array, hidden, same)
+    if overwrite:
+        for name, array in (("a", a), ("b", b)):
+            if array is not None:
+                doors.check_writable(name, array)
+
+
+def check_expert_down_weight_gradient(gated_y, d_out, dispatch, dtypes):
+    """gated_y (R, h), d_out (L, d) and the Dispatch belong together."""
+    doors.check_dispatch(dispatch)
+    doors.check_tensor("gated_y", gated_y, {"R": dispatch.R, "h": None}, dtypes)
+    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": None}, (str(gated_y.dtype),))
 
 
 def check_combine(y, gates, dispatch, dtypes, gate_dtypes=None):

@@ -65,8 +65,11 @@ class Dispatch:
 
     def arrays(self) -> dict[str, Array]:
         """The four arrays by their paper names."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "k"}
+        return {name: getattr(self, name) for name in STRUCTURES}
 
     def map(self, convert: Callable[[Array], Array]) -> "Dispatch":
         """The same structures with every array converted, such as to another backend's kind."""
         return Dispatch(**{name: convert(array) for name, array in self.arrays().items()}, k=self.k)
+
+
+STRUCTURES = tuple(field.name for field in fields(Dispatch) if field.name != "k")  # by their paper names

@@ -6,7 +6,7 @@ torch is another layer (`oracle.OracleMoE`) and never steps in.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -19,13 +19,12 @@ from moeblaze_ref.config import POLICIES
 from moeblaze_ref.layer import MoEWeights, Saved
 from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.routed_experts import RoutedExperts
-from moeblaze_ref.structures import Array, Dispatch
+from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
 from moeblaze_ref.torch_bridge import bridge_to
 
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_STRUCTURES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
 
 
 class MoEOutput(NamedTuple):
@@ -161,16 +160,21 @@ class _Layer(torch.autograd.Function):
             raise RuntimeError("MoELayer has no second derivative: call backward or grad without create_graph=True")
         x, *tensors = ctx.saved_tensors
         weights, kept = tensors[:4], dict(zip(ctx.kept, tensors[4:], strict=True))
+        del tensors
         d_out = torch.zeros_like(x) if d_out is None else d_out.contiguous()
         bridge = bridge_to(x.device)
         with bridge.running():
             d_losses = (0.0 if d is None else bridge.array(d) for d in (d_load_balancing_loss, d_router_z_loss))
-            arrays = {name: bridge.array(tensor) for name, tensor in kept.items()}
+            saved = _saved(ctx.options, bridge.array(x), {name: bridge.array(tensor) for name, tensor in kept.items()})
+            overwrite = not torch._C._autograd._get_current_graph_task_keep_graph()  # nobody comes again
+            if overwrite:
+                _give_up(kept[name] for name in saved.intermediates)
             gradients = raw_layer.backward(
                 bridge.array(d_out),
-                _saved(ctx.options, bridge.array(x), arrays),
+                saved,
                 MoEWeights(*(bridge.array(w) for w in weights)),
                 *d_losses,
+                overwrite=overwrite,
                 executor=bridge.executor,
                 rung=ctx.options.rung,
             )
@@ -178,9 +182,15 @@ class _Layer(torch.autograd.Function):
         return None, d_x, d_wg, d_w1, d_w2, d_w3, None
 
 
+def _give_up(tensors: Iterable[Tensor]):
+    """Take their memory from tensors that autograd holds until the end of the backward: who has it now frees it."""
+    for tensor in tensors:
+        tensor.data = tensor.new_empty(0)
+
+
 def _saved(options: _Options, x: Array, arrays: dict[str, Array]) -> Saved:
     """What the forward kept, put together again."""
-    dispatch = Dispatch(**{name: arrays.pop(name) for name in _STRUCTURES}, k=options.k)
+    dispatch = Dispatch(**{name: arrays.pop(name) for name in STRUCTURES}, k=options.k)
     gates = arrays.pop("gates")
     return Saved(x, dispatch, gates, arrays, options.activation, options.policy, options.renormalize)
 

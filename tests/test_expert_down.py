@@ -44,6 +44,12 @@ def torch_down(gates, a, b, w3, dispatch, activation):
     return y, out, leaves
 
 
+def backward(**inputs):
+    """d_a, d_b, d_gates and d_w3, as the layer asks for them."""
+    d_a, d_b, gated_y, d_gates = stage.hidden_gradients(**inputs)
+    return d_a, d_b, d_gates, stage.weight_gradient(gated_y, inputs["d_out"], inputs["dispatch"])
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_agrees_with_torch(shape, activation):
@@ -52,7 +58,7 @@ def test_agrees_with_torch(shape, activation):
     y_swi = activation_stage.forward(inputs["a"], inputs["b"], activation)
     assert relative_error(stage.forward(y_swi, inputs["w3"], inputs["dispatch"]), ty.detach()) < 1e-12
     tout.backward(torch.tensor(inputs["d_out"]))
-    for result, leaf in zip(stage.backward(**inputs), leaves, strict=True):
+    for result, leaf in zip(backward(**inputs), leaves, strict=True):
         assert (result is None) == (leaf is None)
         if leaf is not None:
             assert relative_error(result, leaf.grad) < 1e-12
@@ -65,27 +71,44 @@ def test_gate_gradients_need_no_kept_output(activation):
     y_swi = activation_stage.forward(inputs["a"], inputs["b"], activation)
     y = stage.forward(y_swi, inputs["w3"], dispatch)
     _, textbook = combine.backward(inputs["d_out"], y, inputs["gates"], dispatch)
-    assert relative_error(stage.backward(**inputs)[2], textbook) < 1e-14
+    assert relative_error(backward(**inputs)[2], textbook) < 1e-14
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_kept_y_swi_changes_no_bit(activation):
     inputs = make_inputs(RAGGED, activation)
     y_swi = activation_stage.forward(inputs["a"], inputs["b"], activation)
-    for kept, rebuilt in zip(stage.backward(**inputs, y_swi=y_swi), stage.backward(**inputs), strict=True):
+    for kept, rebuilt in zip(backward(**inputs, y_swi=y_swi), backward(**inputs), strict=True):
         assert (kept is None and rebuilt is None) or np.array_equal(kept, rebuilt)
 
 
 def test_a_kept_y_swi_is_read():
     inputs = make_inputs(RAGGED)
     y_swi = activation_stage.forward(inputs["a"], inputs["b"], "swiglu")
-    assert relative_error(stage.backward(**inputs, y_swi=2.0 * y_swi)[3], 2.0 * stage.backward(**inputs)[3]) < 1e-15
+    assert relative_error(backward(**inputs, y_swi=2.0 * y_swi)[3], 2.0 * backward(**inputs)[3]) < 1e-15
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_gradients_of_a_and_b_may_take_their_places(activation):
+    inputs = make_inputs(RAGGED, activation)
+    expected = stage.hidden_gradients(**inputs)
+    found = stage.hidden_gradients(**inputs, overwrite=True)
+    assert found[0] is inputs["a"] and found[1] is inputs["b"]
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None and other is None) or np.array_equal(one, other)
+
+
+def test_what_is_read_only_is_not_overwritten():
+    inputs = make_inputs(RAGGED)
+    inputs["b"].flags.writeable = False
+    with pytest.raises(ValueError, match="b is read-only, but it is written to"):
+        stage.hidden_gradients(**inputs, overwrite=True)
 
 
 def test_no_tokens():
     inputs = make_inputs(RAGGED._replace(L=0))
     assert stage.forward(inputs["a"], inputs["w3"], inputs["dispatch"]).shape == (0, RAGGED.d)
-    d_a, d_b, d_gates, d_w3 = stage.backward(**inputs)
+    d_a, d_b, d_gates, d_w3 = backward(**inputs)
     assert d_a.shape == d_b.shape == (0, RAGGED.h) and d_gates.shape == (0, RAGGED.k)
     assert d_w3.shape == inputs["w3"].shape and not d_w3.any()
 
@@ -130,4 +153,17 @@ def test_bad_input_of_forward(change, error, message):
 )
 def test_bad_input_of_backward(change, error, message):
     with pytest.raises(error, match=message):
-        stage.backward(**(INPUTS | change))
+        stage.hidden_gradients(**(INPUTS | change))
+
+
+@pytest.mark.parametrize(
+    ("gated_y", "error", "message"),
+    [
+        (np.ones((110, 20)), ValueError, r"gated_y has shape \(110, 20\), but it must be \(R=111, h\)"),
+        (np.ones((111, 20), np.float32), TypeError, "d_out has dtype float64, but it must be float32"),
+        (np.full((111, 20), np.nan), ValueError, r"gated_y\[0, 0\] is nan"),
+    ],
+)
+def test_bad_input_of_the_weight_gradient(gated_y, error, message):
+    with pytest.raises(error, match=message):
+        stage.weight_gradient(gated_y, INPUTS["d_out"], INPUTS["dispatch"])

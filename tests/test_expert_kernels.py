@@ -88,6 +88,24 @@ def test_every_order_of_threads_gives_the_same_bits(stage, rung, dtype):
             np.testing.assert_array_equal(array, second[direction][name], err_msg=name)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize(("rung", "dtype"), [(rung, dtype) for s, rung, dtype in EVERY if s == "expert_down"])
+def test_the_gradients_of_a_and_b_may_take_their_places(rung, dtype, activation):
+    case = make_case(137, 24, 72, 5, 3, "zipf", activation=activation).astype(dtype)
+    a, b, _, gates = comparisons.hidden(case)
+    dispatch, how = build_by_sort(case.topk_experts, case.E), {"executor": SimtExecutor(seed=5), "rung": rung}
+
+    def gradients(a, b, **options):
+        operands = case.d_out, gates, a, b, case.weights.w3, dispatch, activation
+        return expert_down.hidden_gradients(*operands, **options, **how)
+
+    expected = gradients(a, b)
+    found = gradients(a, b, overwrite=True)
+    assert found[0] is a and found[1] is b
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None and other is None) or np.array_equal(one, other)
+
+
 # ---- bytes -----------------------------------------------------------------------------------
 
 

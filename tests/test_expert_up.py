@@ -34,6 +34,12 @@ def torch_up(x, w1, w2, dispatch, activation):
     return a, b, y_swi if b is None else y_swi * b, leaves
 
 
+def backward(d_a, d_b, x, w1, w2, dispatch):
+    """d_x, d_w1 and d_w2, as the layer asks for them."""
+    d_w1, d_w2 = (None if d is None else stage.weight_gradient(d, x, dispatch) for d in (d_a, d_b))
+    return stage.input_gradient(d_a, d_b, w1, w2, dispatch), d_w1, d_w2
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_agrees_with_torch(shape, activation):
@@ -50,7 +56,7 @@ def test_agrees_with_torch(shape, activation):
     else:
         assert b is None
         d_b = None
-    gradients = stage.backward(d_a, d_b, x, w1, w2, dispatch)
+    gradients = backward(d_a, d_b, x, w1, w2, dispatch)
     assert (gradients[2] is None) == (w2 is None)
     results += [g for g in gradients if g is not None]
     truths += [leaf.grad for leaf in leaves if leaf is not None]
@@ -64,7 +70,7 @@ def test_no_tokens(activation):
     x, w1, w2, dispatch = make_inputs(shape, activation)
     a, b, y_swi = stage.forward(x, w1, w2, dispatch, activation)
     assert a.shape == y_swi.shape == (0, shape.h)
-    d_x, d_w1, _ = stage.backward(a, b, x, w1, w2, dispatch)
+    d_x, d_w1, _ = backward(a, b, x, w1, w2, dispatch)
     assert d_x.shape == (0, shape.d) and d_w1.shape == w1.shape and not d_w1.any()
 
 
@@ -72,7 +78,7 @@ def test_an_expert_without_tokens_gets_zero_gradients():
     shape = RAGGED._replace(k=2, routing="empty")
     x, w1, w2, dispatch = make_inputs(shape)
     a, b, _ = stage.forward(x, w1, w2, dispatch, "swiglu")
-    _, d_w1, d_w2 = stage.backward(a, b, x, w1, w2, dispatch)
+    _, d_w1, d_w2 = backward(a, b, x, w1, w2, dispatch)
     assert not d_w1[:2].any() and not d_w2[:2].any()
     assert all(d_w1[e].any() and d_w2[e].any() for e in range(2, shape.E))
 
@@ -88,7 +94,7 @@ def test_no_buffer_of_routed_rows():
         a, b, _ = stage.forward(x, w1, w2, dispatch, "swiglu")
         forward_peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        stage.backward(a, b, x, w1, w2, dispatch)
+        backward(a, b, x, w1, w2, dispatch)
         backward_peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -100,7 +106,7 @@ def test_no_buffer_of_routed_rows():
 def test_gradient_of_x_is_the_same_to_the_bit_every_time():
     x, w1, w2, dispatch = make_inputs(SHAPES[8])
     a, b, _ = stage.forward(x, w1, w2, dispatch, "swiglu")
-    first, again = (stage.backward(a, b, x, w1, w2, dispatch)[0] for _ in range(2))
+    first, again = (stage.input_gradient(a, b, w1, w2, dispatch) for _ in range(2))
     assert np.array_equal(first, again)
 
 
@@ -112,8 +118,8 @@ BAD_OPERANDS = [
     (dict(x=X[0]), ValueError, "x has shape .* 2 dimensions"),
     (dict(x=NAN_X), ValueError, r"x\[1, 1\] is nan"),
     (dict(x=X.astype(np.float16)), TypeError, "x has dtype float16"),
-    (dict(w1=W1[:-1]), ValueError, r"w1 has shape \(4, 12, 20\), but it must be \(E=5, d=12, h\)"),
-    (dict(w1=W1[:, 1:]), ValueError, r"w1 has shape \(5, 11, 20\)"),
+    (dict(w1=W1[:-1]), ValueError, r"w1 has shape \(4, 12, 20\), but it must be \(E=5, d(=12)?, h(=20)?\)"),
+    (dict(w1=W1[..., 1:]), ValueError, r"w\d has shape \(5, 12, \d+\), but it must be \(E=5, d(=12)?, h=\d+\)"),
     (dict(w1=W1.astype(np.float32)), TypeError, "w1 has dtype float32, but it must be float64"),
     (dict(w2=W2[..., 1:]), ValueError, r"w2 has shape \(5, 12, 19\), but it must be \(E=5, d=12, h=20\)"),
     (dict(w2=np.full_like(W2, np.inf)), ValueError, r"w2\[0, 0, 0\] is inf"),
@@ -126,9 +132,10 @@ def test_bad_operands(change, error, message):
     operands = dict(x=X, w1=W1, w2=W2, dispatch=DISPATCH) | change
     with pytest.raises(error, match=message):
         stage.forward(**operands, activation="swiglu")
-    hidden = np.ones((DISPATCH.R, RAGGED.h))
+    hidden, x = np.ones((DISPATCH.R, RAGGED.h)), operands.pop("x")
     with pytest.raises(error, match=message):
-        stage.backward(hidden, hidden, **operands)
+        stage.weight_gradient(hidden, x, operands["dispatch"])
+        stage.input_gradient(hidden, hidden, **operands)
 
 
 def test_bad_activation_and_partner():
@@ -145,16 +152,29 @@ def test_bad_activation_and_partner():
     [
         (dict(d_b=None), ValueError, "d_b is None, but the layer is gated"),
         (dict(w2=None), ValueError, "the layer is not gated: d_b must be None"),
-        (dict(d_a=np.ones((110, 20))), ValueError, r"d_a has shape \(110, 20\), but it must be \(R=111, h=20\)"),
+        (dict(d_a=np.ones((110, 20))), ValueError, r"d_a has shape \(110, 20\), but it must be \(R=111, h\)"),
+        (dict(d_b=np.ones((111, 19))), ValueError, r"d_b has shape \(111, 19\), but it must be \(R=111, h=20\)"),
         (dict(d_b=np.ones((111, 20), np.float32)), TypeError, "d_b has dtype float32"),
         (dict(d_a=np.full((111, 20), np.nan)), ValueError, r"d_a\[0, 0\] is nan"),
     ],
 )
 def test_bad_gradients(change, error, message):
     hidden = np.ones((DISPATCH.R, RAGGED.h))
-    operands = dict(d_a=hidden, d_b=hidden, x=X, w1=W1, w2=W2, dispatch=DISPATCH) | change
     with pytest.raises(error, match=message):
-        stage.backward(**operands)
+        stage.input_gradient(**(dict(d_a=hidden, d_b=hidden, w1=W1, w2=W2, dispatch=DISPATCH) | change))
+
+
+@pytest.mark.parametrize(
+    ("d_hidden", "error", "message"),
+    [
+        (np.ones((110, 20)), ValueError, r"d_hidden has shape \(110, 20\), but it must be \(R=111, h\)"),
+        (np.ones((111, 20), np.float32), TypeError, "d_hidden has dtype float32, but it must be float64"),
+        (np.full((111, 20), np.nan), ValueError, r"d_hidden\[0, 0\] is nan"),
+    ],
+)
+def test_bad_gradients_for_a_weight(d_hidden, error, message):
+    with pytest.raises(error, match=message):
+        stage.weight_gradient(d_hidden, X, DISPATCH)
 
 
 @pytest.mark.parametrize(

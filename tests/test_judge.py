@@ -518,7 +518,7 @@ def test_places_of_every_kind_of_element():
     assert place_of("gates", (2, 1), problem) == place_of("token_index_map", (5,), problem) == of_slot
     assert place_of("y", (row, 3), problem) == {"row": row, "token": 2, "expert": of_slot["expert"]}
     assert place_of("dense_map", (2, 3), problem) == {"token": 2, "expert": 3}
-    assert place_of("d_w1", (3, 0, 0), problem) == place_of("expert_token_offsets", (3,), problem) == {"expert": 3}
+    assert place_of("d_w", (3, 0, 0), problem) == place_of("expert_token_offsets", (3,), problem) == {"expert": 3}
     assert place_of("x", (2, 0), problem) == {"token": 2, "experts": CASE.topk_experts[2].tolist()}
 
 

@@ -1,5 +1,6 @@
 """The whole layer: every gradient against autograd and central differences, what each policy keeps, its doors."""
 
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from moeblaze_ref import oracle
 from moeblaze_ref.cases import relative_error
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, is_gated
 from moeblaze_ref.layer import Gradients, MoEWeights
-from moeblaze_ref.numpy_ref import combine, expert_down, expert_up, gating, layer
+from moeblaze_ref.numpy_ref import combine, expert_down, expert_up, gating, layer, router
 
 LOSSES = {"no losses": (0.0, 0.0), "both losses": (0.7, 0.3)}  # gradients of load-balancing loss and z-loss
 
@@ -221,6 +222,58 @@ def test_a_second_backward_gives_the_same_again():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
+def test_overwriting_changes_no_bit_and_a_second_backward_raises(activation, policy):
+    case = RAGGED.case(activation)
+    output, expected = run(case, RAGGED.k, activation, policy)
+    found = layer.backward(case.d_out, output.saved, case.weights, overwrite=True)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None and other is None) or np.array_equal(one, other)
+    assert not output.saved.intermediates
+    if policy == "inputs":  # nothing was kept, so nothing is gone
+        layer.backward(case.d_out, output.saved, case.weights, overwrite=True)
+        return
+    for overwrite in (False, True):
+        with pytest.raises(RuntimeError, match="an earlier backward has overwritten what the forward kept"):
+            layer.backward(case.d_out, output.saved, case.weights, overwrite=overwrite)
+
+
+def test_buffers_are_freed_as_soon_as_they_are_dead(monkeypatch):
+    """Which of the (R, h) arrays live when each stage of the backward begins."""
+    case, alive, arrays = RAGGED.case(), [], {}
+
+    def watch(module, name, *results):
+        function = getattr(module, name)
+
+        def watched(*args, **kwargs):
+            alive.append((name, {label for label, array in arrays.items() if array() is not None}))
+            values = function(*args, **kwargs)
+            found = values if isinstance(values, tuple) else (values,)
+            arrays.update((label, weakref.ref(value)) for label, value in zip(results, found, strict=False))
+            return values
+
+        monkeypatch.setattr(module, name, watched)
+
+    saved = layer.forward(case.x, case.weights, RAGGED.k, policy="conventional").saved
+    arrays.update((name, weakref.ref(array)) for name, array in saved.intermediates.items())
+    watch(expert_down, "hidden_gradients", "d_a", "d_b", "gated_y")
+    watch(expert_down, "weight_gradient")
+    watch(expert_up, "input_gradient")
+    watch(expert_up, "weight_gradient")
+    watch(router, "backward")
+    layer.backward(case.d_out, saved, case.weights, overwrite=True)
+    in_place = {"a", "b", "d_a", "d_b"}
+    assert alive == [
+        ("hidden_gradients", {"a", "b", "y_swi"}),
+        ("weight_gradient", in_place | {"gated_y"}),
+        ("input_gradient", in_place),
+        ("weight_gradient", in_place),
+        ("weight_gradient", {"b", "d_b"}),
+        ("backward", set()),
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
 def test_no_tokens(activation, policy):
     case = RAGGED._replace(L=0).case(activation)
     output, gradients = run(case, RAGGED.k, activation, policy, True, LOSSES["both losses"])
@@ -262,28 +315,43 @@ def all_zeros(function):
     return faulty
 
 
+def of_the_first_call(function):
+    """``function`` that is given the arguments of its first call every time."""
+    calls = []
+
+    def faulty(*args):
+        calls.append(args)
+        return function(*calls[0])
+
+    return faulty
+
+
 PLANTED_FAULTS = {
     "zeros: up": (expert_up, "forward", all_zeros),
     "zeros: down": (expert_down, "forward", all_zeros),
     "zeros: combine": (combine, "forward", all_zeros),
-    "zeros: up backward": (expert_up, "backward", all_zeros),
-    "zeros: down backward": (expert_down, "backward", all_zeros),
+    "zeros: input gradient": (expert_up, "input_gradient", all_zeros),
+    "zeros: up weight gradient": (expert_up, "weight_gradient", all_zeros),
+    "zeros: hidden gradients": (expert_down, "hidden_gradients", all_zeros),
+    "zeros: down weight gradient": (expert_down, "weight_gradient", all_zeros),
     "zeros: gate gradient": (gating, "backward", all_zeros),
     "zeros: balancing loss": (gating, "load_balancing_loss_backward", all_zeros),
     "zeros: z-loss": (gating, "router_z_loss_backward", all_zeros),
     "dropped row: a": (expert_up, "forward", lambda f: zero_the_last_row(f, 0)),
     "dropped row: y": (expert_down, "forward", lambda f: zero_the_last_row(f, None)),
     "dropped row: out": (combine, "forward", lambda f: zero_the_last_row(f, None)),
-    "dropped row: d_a": (expert_down, "backward", lambda f: zero_the_last_row(f, 0)),
-    "dropped row: d_gates": (expert_down, "backward", lambda f: zero_the_last_row(f, 2)),
-    "dropped row: d_x": (expert_up, "backward", lambda f: zero_the_last_row(f, 0)),
+    "dropped row: d_a": (expert_down, "hidden_gradients", lambda f: zero_the_last_row(f, 0)),
+    "dropped row: gated_y": (expert_down, "hidden_gradients", lambda f: zero_the_last_row(f, 2)),
+    "dropped row: d_gates": (expert_down, "hidden_gradients", lambda f: zero_the_last_row(f, 3)),
+    "dropped row: d_x": (expert_up, "input_gradient", lambda f: zero_the_last_row(f, None)),
+    "d_w2 from d_a": (expert_up, "weight_gradient", of_the_first_call),
     "wrong expert": (expert_down, "forward", lambda f: lambda y_swi, w3, *rest: f(y_swi, np.roll(w3, 1, 0), *rest)),
     "unscaled gate": (combine, "forward", lambda f: lambda y, gates, *rest: f(y, np.ones_like(gates), *rest)),
     "gates of another slot": (combine, "forward", lambda f: lambda y, gates, *rest: f(y, gates[:, ::-1], *rest)),
     "unscaled gate, backward": (
         expert_down,
-        "backward",
-        lambda f: lambda d_out, gates, *rest: f(d_out, np.ones_like(gates), *rest),
+        "hidden_gradients",
+        lambda f: lambda d_out, gates, *rest, **options: f(d_out, np.ones_like(gates), *rest, **options),
     ),
     "not renormalised, backward": (gating, "backward", lambda f: lambda *args: f(*args[:3], False)),
 }

@@ -38,9 +38,11 @@ SHAPES = [
 CALLS = {
     ("activation", "act"): ("a", "activation"),
     ("expert_up", "forward"): ("x", "w1", "w2", "dispatch", "activation"),
-    ("expert_up", "backward"): ("d_a", "d_b", "x", "w1", "w2", "dispatch"),
+    ("expert_up", "input_gradient"): ("d_a", "d_b", "w1", "w2", "dispatch"),
+    ("expert_up", "weight_gradient"): ("d_a", "x", "dispatch"),
     ("expert_down", "forward"): ("y_swi", "w3", "dispatch"),
-    ("expert_down", "backward"): ("d_out", "gates", "a", "b", "w3", "dispatch", "activation"),
+    ("expert_down", "hidden_gradients"): ("d_out", "gates", "a", "b", "w3", "dispatch", "activation"),
+    ("expert_down", "weight_gradient"): ("y_swi", "d_out", "dispatch"),
     ("combine", "forward"): ("y", "gates", "dispatch"),
     ("combine", "backward"): ("d_out", "y", "gates", "dispatch"),
 }
@@ -111,7 +113,7 @@ def test_every_activation(call, activation):
 
 def test_an_ungated_layer_has_no_second_projection():
     inputs = make_inputs(SMALL, "relu2")
-    assert worst_error(("expert_up", "backward"), inputs) <= BOUNDS["float32"]
+    assert worst_error(("expert_up", "input_gradient"), inputs) <= BOUNDS["float32"]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -132,12 +134,23 @@ def test_the_same_bits_every_time():
 
 def test_a_kept_y_swi_is_checked_and_not_read():
     inputs = make_inputs(SMALL)
-    arguments = [inputs[name] for name in CALLS["expert_down", "backward"]]
-    kept = results(expert_down, "backward", [*arguments, inputs["y_swi"]])
-    for one, other in zip(kept, results(expert_down, "backward", arguments), strict=True):
+    arguments = [inputs[name] for name in CALLS["expert_down", "hidden_gradients"]]
+    kept = results(expert_down, "hidden_gradients", [*arguments, inputs["y_swi"]])
+    for one, other in zip(kept, results(expert_down, "hidden_gradients", arguments), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match=r"y_swi has shape \(25, 6\), but it must be \(R=26, h=6\)"):
-        expert_down.backward(*arguments, y_swi=inputs["y_swi"][1:])
+        expert_down.hidden_gradients(*arguments, y_swi=inputs["y_swi"][1:])
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_gradients_of_a_and_b_may_take_their_places(activation):
+    inputs = make_inputs(SMALL, activation)
+    arguments = [inputs[name] for name in CALLS["expert_down", "hidden_gradients"]]
+    expected = results(expert_down, "hidden_gradients", arguments)
+    found = expert_down.hidden_gradients(*arguments, overwrite=True)
+    assert found[0] is inputs["a"] and found[1] is inputs["b"]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def strange(array):
@@ -173,9 +186,11 @@ def test_no_buffer_of_routed_tokens(monkeypatch):
     L, d, h, E, k, _ = SMALL
     hidden, weights = (L * k, h), (E, d, h)
     assert shapes["expert_up", "forward"] == [hidden] * 3
-    assert shapes["expert_up", "backward"] == [(L, d), weights, weights]
+    assert shapes["expert_up", "input_gradient"] == [(L, d)]
+    assert shapes["expert_up", "weight_gradient"] == [weights]
     assert shapes["expert_down", "forward"] == [(L * k, d)]
-    assert shapes["expert_down", "backward"] == [hidden, hidden, hidden, (L, k), (E, h, d)]
+    assert shapes["expert_down", "hidden_gradients"] == [hidden, hidden, hidden, (L, k)]
+    assert shapes["expert_down", "weight_gradient"] == [(E, h, d)]
 
 
 # The layer
@@ -265,49 +280,48 @@ FAULTS = {
         "y_swi[position, hidden] = act(a_sum) * b_sum",
         "y_swi[(position + 1) % y_swi.shape[0], hidden] = act(a_sum) * b_sum",
     ),
-    "d_x: stale": ("expert_up", "backward", "d_x[token, column] = total", "pass"),
+    "d_x: stale": ("expert_up", "input_gradient", "d_x[token, column] = total", "pass"),
     "d_x: last slot dropped": (
         "expert_up",
-        "backward",
+        "input_gradient",
         "range(token * k, (token + 1) * k)",
         "range(token * k, (token + 1) * k - 1)",
     ),
     "d_x: rows in token order": (
         "expert_up",
-        "backward",
+        "input_gradient",
         "token_expert_indices[slot], token_index_map[slot]",
         "token_expert_indices[slot], slot",
     ),
     "d_x: wrong expert": (
         "expert_up",
-        "backward",
+        "input_gradient",
         "token_expert_indices[slot], token_index_map[slot]",
         "token_expert_indices[token * k], token_index_map[slot]",
     ),
-    "d_x: without d_b": ("expert_up", "backward", "total += d_b[position, i] * w2[expert, column, i]", "total += ZERO"),
+    "d_x: without d_b": (
+        "expert_up",
+        "input_gradient",
+        "total += d_b[position, i] * w2[expert, column, i]",
+        "total += ZERO",
+    ),
     "d_w: first row dropped": (
         "expert_up",
-        "backward",
+        "weight_gradient",
         "range(expert_token_offsets[expert], expert_token_offsets[expert + 1])",
         "range(expert_token_offsets[expert] + 1, expert_token_offsets[expert + 1])",
     ),
     "d_w: x not gathered": (
         "expert_up",
-        "backward",
+        "weight_gradient",
         "x[expert_token_indices[position], row]",
         "x[position % x.shape[0], row]",
     ),
     "d_w: next expert's": (
         "expert_up",
-        "backward",
+        "weight_gradient",
         "d_w[expert, row, column] = total",
         "d_w[(expert + 1) % num_experts, row, column] = total",
-    ),
-    "d_w: d_w2 from d_a": (
-        "expert_up",
-        "backward",
-        "_weight_gradient(x, d_b, groups, w2.shape)",
-        "_weight_gradient(x, d_a, groups, w2.shape)",
     ),
     "down: wrong expert": (
         "expert_down",
@@ -318,53 +332,63 @@ FAULTS = {
     "down: rows in token order": ("expert_down", "forward", "y[position, column] = total", "y[slot, column] = total"),
     "down: last input dropped": ("expert_down", "forward", "range(y_swi.shape[1])", "range(y_swi.shape[1] - 1)"),
     "down: last row dropped": ("expert_down", "forward", "if slot < num_routed:", "if slot < num_routed - 1:"),
-    "hidden: gate left out of d_a": ("expert_down", "backward", "d_y = gate * d_ungated", "d_y = d_ungated"),
-    "hidden: gate left out of gate * y_swi": ("expert_down", "backward", "= gate * y", "= y"),
+    "hidden: gate left out of d_a": ("expert_down", "hidden_gradients", "d_y = gate * d_ungated", "d_y = d_ungated"),
+    "hidden: gate left out of gate * y_swi": ("expert_down", "hidden_gradients", "= gate * y", "= y"),
     "hidden: gate of another slot": (
         "expert_down",
-        "backward",
+        "hidden_gradients",
         "gate = gates[token, j]",
         "gate = gates[token, gates.shape[1] - 1 - j]",
     ),
-    "hidden: gate's gradient with the gate": ("expert_down", "backward", "share += d_ungated * y", "share += d_y * y"),
-    "hidden: gate's gradient of one thread": ("expert_down", "backward", "half = THREADS // 2", "half = 0"),
+    "hidden: gate's gradient with the gate": (
+        "expert_down",
+        "hidden_gradients",
+        "share += d_ungated * y",
+        "share += d_y * y",
+    ),
+    "hidden: gate's gradient of one thread": ("expert_down", "hidden_gradients", "half = THREADS // 2", "half = 0"),
     "hidden: gate's gradient without its last threads": (
         "expert_down",
-        "backward",
+        "hidden_gradients",
         "half = THREADS // 2",
         "half = THREADS // 4",
     ),
-    "hidden: d_out not gathered": ("expert_down", "backward", "d_out[token, i]", "d_out[position % d_out.shape[0], i]"),
+    "hidden: d_out not gathered": (
+        "expert_down",
+        "hidden_gradients",
+        "d_out[token, i]",
+        "d_out[position % d_out.shape[0], i]",
+    ),
     "hidden: wrong expert": (
         "expert_down",
-        "backward",
+        "hidden_gradients",
         "w3[expert, hidden, i]",
         "w3[w3.shape[0] - 1 - expert, hidden, i]",
     ),
-    "hidden: slope left out": ("expert_down", "backward", "d_y * b_value * slope(a_value)", "d_y * b_value"),
-    "hidden: y_swi without b": ("expert_down", "backward", "y *= b_value", "pass"),
+    "hidden: slope left out": ("expert_down", "hidden_gradients", "d_y * b_value * slope(a_value)", "d_y * b_value"),
+    "hidden: y_swi without b": ("expert_down", "hidden_gradients", "y *= b_value", "pass"),
     "hidden: one block of columns": (
         "expert_down",
-        "backward",
+        "hidden_gradients",
         "range(thread, a.shape[1], THREADS)",
         "range(thread, min(a.shape[1], THREADS - 3), THREADS)",
     ),
     "hidden: rows in token order": (
         "expert_down",
-        "backward",
+        "hidden_gradients",
         "token_expert_indices[slot], token_index_map[slot]\n        gate",
         "token_expert_indices[slot], slot\n        gate",
     ),
-    "hidden: d_b stale": ("expert_down", "backward", "d_b[position, hidden] = d_y * y", "pass"),
+    "hidden: d_b stale": ("expert_down", "hidden_gradients", "d_b[position, hidden] = d_y * y", "pass"),
     "d_w3: d_out not gathered": (
         "expert_down",
-        "backward",
+        "weight_gradient",
         "d_out[expert_token_indices[position], column]",
         "d_out[position % d_out.shape[0], column]",
     ),
     "d_w3: last row dropped": (
         "expert_down",
-        "backward",
+        "weight_gradient",
         "range(expert_token_offsets[expert], expert_token_offsets[expert + 1])",
         "range(expert_token_offsets[expert], expert_token_offsets[expert + 1] - 1)",
     ),
@@ -413,7 +437,7 @@ def test_the_slope_of_another_activation_is_caught(activation, monkeypatch):
     expert_down.d_hidden_kernel.cache_clear()
     try:
         inputs = make_inputs(SMALL._replace(L=5), activation)
-        assert not worst_error(("expert_down", "backward"), inputs) <= BOUNDS["float32"]
+        assert not worst_error(("expert_down", "hidden_gradients"), inputs) <= BOUNDS["float32"]
     finally:
         expert_down.d_hidden_kernel.cache_clear()
 
@@ -469,12 +493,11 @@ def test_the_kernels_move_the_bytes_that_their_headers_state(monkeypatch, activa
     for (stage, function), names in CALLS.items():
         monkeypatch.setattr(module("numba", stage), "launch", checked_launch)
         results(module("numba", stage), function, [inputs[name] for name in names])
-    gated = is_gated(activation)
     assert launched == [
         activation_stage.act_kernel(activation),
         expert_up.expert_up_kernel(activation),
-        expert_up.d_x_kernel(gated),
-        *[expert_up.d_w_kernel] * (1 + gated),
+        expert_up.d_x_kernel(is_gated(activation)),
+        expert_up.d_w_kernel,
         expert_down.expert_down_kernel,
         expert_down.d_hidden_kernel(activation),
         expert_down.d_w3_kernel,
@@ -526,15 +549,15 @@ def test_float64_is_refused(call):
             ValueError,
             r"x has shape \(12, 7\), but it must be \(L=13, d\)",
         ),
-        (("expert_up", "backward"), {"d_b": None}, ValueError, "d_b is None, but the layer is gated"),
+        (("expert_up", "input_gradient"), {"d_b": None}, ValueError, "d_b is None, but the layer is gated"),
         (
             ("expert_down", "forward"),
             {"w3": INPUTS["w1"]},
             ValueError,
             r"w3 has shape \(3, 7, 6\), but it must be \(E=3, h=6, d\)",
         ),
-        (("expert_down", "backward"), {"gates": INPUTS["gates"].T}, ValueError, r"gates has shape \(2, 13\)"),
-        (("expert_down", "backward"), {"activation": "gelu"}, ValueError, "gelu is not gated: b must be None"),
+        (("expert_down", "hidden_gradients"), {"gates": INPUTS["gates"].T}, ValueError, r"gates has shape \(2, 13\)"),
+        (("expert_down", "hidden_gradients"), {"activation": "gelu"}, ValueError, "gelu is not gated: b must be None"),
         (("combine", "forward"), {"y": np.full_like(INPUTS["y"], np.nan)}, ValueError, r"y\[0, 0\] is nan"),
         (("combine", "backward"), {"d_out": INPUTS["x"][:, 1:]}, ValueError, r"d_out has shape \(13, 6\)"),
         (("combine", "forward"), {"dispatch": None}, TypeError, "dispatch is a NoneType, but it must be a Dispatch"),

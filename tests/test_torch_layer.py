@@ -17,7 +17,7 @@ from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.oracle import OracleMoE
-from moeblaze_ref.raw_cuda import expert_down, gating
+from moeblaze_ref.raw_cuda import expert_down, expert_up, gating
 from moeblaze_ref.torch_layer import MoELayer, keep_routing
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
@@ -73,10 +73,12 @@ def test_narrow_types_agree_with_autograd(dtype, policy):
 
 
 ZEROS = {
-    "d_a": (expert_down, "backward", 0),
-    "d_b": (expert_down, "backward", 1),
-    "d_gates": (expert_down, "backward", 2),
-    "d_w3": (expert_down, "backward", 3),
+    "d_a": (expert_down, "hidden_gradients", 0),
+    "d_b": (expert_down, "hidden_gradients", 1),
+    "d_gates": (expert_down, "hidden_gradients", 3),
+    "d_w3": (expert_down, "weight_gradient", None),
+    "d_x": (expert_up, "input_gradient", None),
+    "d_w1 and d_w2": (expert_up, "weight_gradient", None),
     "d_logits": (gating, "backward", None),
     "balancing loss": (gating, "load_balancing_loss_backward", None),
     "z-loss": (gating, "router_z_loss_backward", None),
@@ -294,11 +296,26 @@ def test_a_given_routing_is_replayed():
     )
 
 
-def test_a_second_backward_gives_the_same_bits_or_raises():
-    layer, x = make_layer(), make_x()
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_second_backward_gives_the_same_bits_or_raises(policy):
+    layer, x = make_layer(policy=policy), make_x()
     loss = loss_of(layer(x))
     first = torch.autograd.grad(loss, [x, *layer.parameters()], retain_graph=True)
     second = torch.autograd.grad(loss, [x, *layer.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_second_backward_is_not_fooled_by_hooks(policy):
+    """Whoever holds what autograd saved, as a hook does, sees it overwritten; autograd does not read it again."""
+    layer, x = make_layer(policy=policy), make_x()
+    leaves = [x, *layer.parameters()]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        loss = loss_of(layer(x))
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()

@@ -12,9 +12,9 @@
 // kernel     grid                      block    shared bytes  bytes read                             bytes written
 // expert_up  ceil(L h / THREADS), E    THREADS  0             8 THREADS blocks + 4 R h + s R d h (1 + G)  s R h (G P + Y)
 // d_x        ceil(L d / THREADS)       THREADS  0             8 R d + 2 s R d h G                    s L d
-// d_w        ceil(d h / THREADS), E    THREADS  0             8 THREADS blocks + 4 R d h + s R d h (1 + G)  s E d h G
+// d_w        ceil(d h / THREADS), E    THREADS  0             8 THREADS blocks + 4 R d h + 2 s R d h      s E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
-// G is 2 with a gated activation, else 1; blocks is the whole grid. 2 R d h G FLOPs a GEMM.
+// G is 2 with a gated activation, else 1; blocks is the whole grid. 2 R d h G FLOPs a GEMM, in d_w 2 R d h.
 // Bound: memory. Each element of x is read h times, each of the weights once for every row.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
@@ -55,21 +55,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     d_x[index] = from_float<Scalar>(sum);
 }
 
-// Section 5: d_w1 = X^T d_a and d_w2 = X^T d_b over the expert's rows, x gathered again.
+// Section 5: d_w1 = X^T d_a, or d_w2 = X^T d_b, over the expert's rows, x gathered again.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    d_w(const Scalar* d_a, const Scalar* d_b, const Scalar* x, const int* expert_token_indices, const int* expert_token_offsets,
-        Scalar* d_w1, Scalar* d_w2, int d, int h) {
+    d_w(const Scalar* d_hidden, const Scalar* x, const int* expert_token_indices, const int* expert_token_offsets,
+        Scalar* d_w, int d, int h) {
     const int begin = expert_token_offsets[blockIdx.y], end = expert_token_offsets[blockIdx.y + 1];
     const long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (index >= (long long)d * h) return;
     const int i = index / h, j = index % h;
-    float sum1 = 0.0f, sum2 = 0.0f;
-    for (int row = begin; row < end; ++row) {
-        const float x_i = to_float(x[(long long)expert_token_indices[row] * d + i]);
-        sum1 += x_i * to_float(d_a[(long long)row * h + j]);
-        if (GATED) sum2 += x_i * to_float(d_b[(long long)row * h + j]);
-    }
-    const long long weight = (long long)blockIdx.y * d * h + index;
-    d_w1[weight] = from_float<Scalar>(sum1);
-    if (GATED) d_w2[weight] = from_float<Scalar>(sum2);
+    float sum = 0.0f;
+    for (int row = begin; row < end; ++row)
+        sum += to_float(x[(long long)expert_token_indices[row] * d + i]) *
+               to_float(d_hidden[(long long)row * h + j]);
+    d_w[(long long)blockIdx.y * d * h + index] = from_float<Scalar>(sum);
 }

@@ -14,10 +14,10 @@
 // expert_up  R / 64 + min(E, R), ceil(h / 64)         THREADS  268 + 4352 (1 + G)  8 E blocks + 4 R C + s R d C + s d h G tiles         s R h (G P + Y)
 // d_x_rows   R / 64 + min(E, R), ceil(d / 64)         THREADS  12 + 8704 G      8 E blocks + s R h G D + s d h G tiles                  s R d
 // sum_rows   ceil(L d / THREADS)                      THREADS  0                4 R d + s R d                                           s L d
-// d_w        ceil(d / 64), ceil(h / 64), E            THREADS  4352 (1 + G)     8 THREADS blocks + 4 R d C + s R d C + s R h G D        s E d h G
+// d_w        ceil(d / 64), ceil(h / 64), E            THREADS  8704             8 THREADS blocks + 4 R d C + s R d C + s R h D          s E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
 // G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64); tiles is the sum
-// over the experts of ceil(rows / 64); blocks is the whole grid. 2 R d h G FLOPs a GEMM.
+// over the experts of ceil(rows / 64); blocks is the whole grid. 2 R d h G FLOPs a GEMM, in d_w 2 R d h.
 // Bound: shared memory: a thread reads 8 floats for 16 products.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
@@ -86,29 +86,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     d_x[index] = from_float<Scalar>(sum);
 }
 
-// Section 5: d_w1 = X^T d_a and d_w2 = X^T d_b over the expert's rows, x gathered again.
+// Section 5: d_w1 = X^T d_a, or d_w2 = X^T d_b, over the expert's rows, x gathered again.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    d_w(const Scalar* d_a, const Scalar* d_b, const Scalar* x, const int* expert_token_indices,
-        const int* expert_token_offsets, Scalar* d_w1, Scalar* d_w2, int d, int h) {
+    d_w(const Scalar* d_hidden, const Scalar* x, const int* expert_token_indices, const int* expert_token_offsets,
+        Scalar* d_w, int d, int h) {
     const int begin = expert_token_offsets[blockIdx.z], rows = expert_token_offsets[blockIdx.z + 1] - begin;
     const int first_row = blockIdx.x * TILE, first_column = blockIdx.y * TILE;
-    const Scalar* const gradients[2] = {d_a, d_b};
-    Corners<GATED ? 2 : 1> sums;
+    Corners<1> sums;
     tiled_matmul<Along::SIDE, Along::SIDE>(
         sums, rows,
         [&](int row, int p) {
             const int i = first_row + row;
             return i < d ? to_float(x[(long long)expert_token_indices[begin + p] * d + i]) : 0.0f;
         },
-        [&](int result, int column, int p) {
+        [&](int, int column, int p) {
             const int j = first_column + column;
-            return j < h ? to_float(gradients[result][(long long)(begin + p) * h + j]) : 0.0f;
+            return j < h ? to_float(d_hidden[(long long)(begin + p) * h + j]) : 0.0f;
         });
-    sums.each([&](int row, int column, float sum1, float sum2) {
+    sums.each([&](int row, int column, float sum, float) {
         const int i = first_row + row, j = first_column + column;
-        if (i >= d || j >= h) return;
-        const long long weight = ((long long)blockIdx.z * d + i) * h + j;
-        d_w1[weight] = from_float<Scalar>(sum1);
-        if (GATED) d_w2[weight] = from_float<Scalar>(sum2);
+        if (i < d && j < h) d_w[((long long)blockIdx.z * d + i) * h + j] = from_float<Scalar>(sum);
     });
 }

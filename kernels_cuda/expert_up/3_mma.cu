@@ -14,11 +14,11 @@
 // expert_up  R / 128 + min(E, R), ceil(h / 64)  THREADS  25088 + 12288 G     8 E blocks + 4 R C + 2 R d C + 2 d h G tiles              2 R h (G P + Y)
 // d_x_rows   R / 128 + min(E, R), ceil(d / 64)  THREADS  36864               8 E blocks + 2 R h G D + 2 d h G tiles                    2 R d
 // sum_rows   ceil(L d / THREADS)                THREADS  0                   4 R d + 2 R d                                             2 L d
-// d_w        ceil(d / 128), ceil(h / 64), E     THREADS  24576 + 12288 G     8 THREADS blocks + 2 R d C + R d C / 2 + 2 R h G W        2 E d h G
+// d_w        ceil(d / 128), ceil(h / 64), E     THREADS  36864               8 THREADS blocks + 2 R d C + R d C / 2 + 2 R h W          2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
 // G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64), W = ceil(d / 128);
 // tiles is the sum over the experts of ceil(rows / 128); blocks is the whole grid. 2 R d h G FLOPs
-// a GEMM. Bound: tensor cores.
+// a GEMM, in d_w 2 R d h. Bound: tensor cores.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 #include "mma_matmul.cuh"
@@ -86,29 +86,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     d_x[index] = from_float<Scalar>(sum);
 }
 
-// Section 5: d_w1 = X^T d_a and d_w2 = X^T d_b over the expert's rows, x gathered again.
+// Section 5: d_w1 = X^T d_a, or d_w2 = X^T d_b, over the expert's rows, x gathered again.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    d_w(const Scalar* d_a, const Scalar* d_b, const Scalar* x, const int* expert_token_indices,
-        const int* expert_token_offsets, Scalar* d_w1, Scalar* d_w2, int d, int h) {
+    d_w(const Scalar* d_hidden, const Scalar* x, const int* expert_token_indices, const int* expert_token_offsets,
+        Scalar* d_w, int d, int h) {
     const int begin = expert_token_offsets[blockIdx.z], rows = expert_token_offsets[blockIdx.z + 1] - begin;
     const int first_row = blockIdx.x * ROWS, first_column = blockIdx.y * COLUMNS;
-    const Scalar* const gradients[2] = {d_a, d_b};
-    WarpResults<GATED ? 2 : 1> sums;
+    WarpResults<1> sums;
     mma_matmul<Along::SIDE, Along::SIDE>(
         sums, rows,
         [&](int row, int p) {
             const int i = first_row + row;
             return i < d ? &x[(long long)expert_token_indices[begin + p] * d + i] : nullptr;
         },
-        [&](int result, int column, int p) {
+        [&](int, int column, int p) {
             const int j = first_column + column;
-            return j < h ? &gradients[result][(long long)(begin + p) * h + j] : nullptr;
+            return j < h ? &d_hidden[(long long)(begin + p) * h + j] : nullptr;
         });
-    sums.each([&](int row, int column, float sum1, float sum2) {
+    sums.each([&](int row, int column, float sum, float) {
         const int i = first_row + row, j = first_column + column;
-        if (i >= d || j >= h) return;
-        const long long weight = ((long long)blockIdx.z * d + i) * h + j;
-        d_w1[weight] = from_float<Scalar>(sum1);
-        if (GATED) d_w2[weight] = from_float<Scalar>(sum2);
+        if (i < d && j < h) d_w[((long long)blockIdx.z * d + i) * h + j] = from_float<Scalar>(sum);
     });
 }

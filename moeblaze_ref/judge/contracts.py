@@ -27,8 +27,8 @@ SLOT_ORDER = (
 SHAPES = {
     "Scalar": {
         "x": "L d", "d_x": "L d", "out": "L d", "d_out": "L d",
-        "w1": "E d h", "w2": "E d h", "d_w1": "E d h", "d_w2": "E d h", "w3": "E h d", "d_w3": "E h d",
-        "a": "R h", "b": "R h", "y_swi": "R h", "d_a": "R h", "d_b": "R h", "gated_y": "R h",
+        "w1": "E d h", "w2": "E d h", "d_w": "E d h", "w3": "E h d", "d_w3": "E h d",
+        "a": "R h", "b": "R h", "y_swi": "R h", "d_a": "R h", "d_b": "R h", "d_hidden": "R h", "gated_y": "R h",
         "y": "R d", "d_y": "R d",
     },
     "float": {
@@ -176,7 +176,8 @@ def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:
         "gates": gates, "d_gates": comparisons.d_gates(case), "gate_of_row": gate_of_row,
         "dense_map": dense_map, "lengths": dispatch.expert_lengths(dense_map),
         "x": case.x, "w1": case.weights.w1, "w2": case.weights.w2, "w3": case.weights.w3, "d_out": case.d_out,
-        "a": a, "b": b, "y_swi": y_swi, "d_a": d_a, "d_b": d_b, "gated_y": gated_y, "y": comparisons.expert_output(case),
+        "a": a, "b": b, "y_swi": y_swi, "d_a": d_a, "d_b": d_b, "d_hidden": d_a, "gated_y": gated_y,
+        "y": comparisons.expert_output(case),
     }  # fmt: skip
     return {name: None if array is None else np.array(array, order="C") for name, array in tensors.items()}
 
@@ -216,19 +217,11 @@ def _expert_up(given):
 
 
 def _d_x(given):
-    x = np.zeros((given.dispatch.L, given.w1.shape[1]))  # its gradient does not depend on it
-    return {"d_x": expert_up.backward(given.d_a, given.d_b, x, given.w1, given.w2, given.dispatch)[0]}
+    return {"d_x": expert_up.input_gradient(given.d_a, given.d_b, given.w1, given.w2, given.dispatch)}
 
 
 def _d_w(given):
-    d_w = {"d_w1": _weight_gradient(given.x, given.d_a, given.dispatch)}
-    return d_w if given.d_b is None else d_w | {"d_w2": _weight_gradient(given.x, given.d_b, given.dispatch)}
-
-
-def _weight_gradient(x, d_rows, routes):
-    """X^T d_rows of each expert, with rows of x (L, ...) gathered for d_rows (R, ...) in expert order."""
-    groups = dispatch.expert_groups(routes)
-    return np.stack([x[tokens].T @ d_rows[group] for _, group, tokens in groups])
+    return {"d_w": expert_up.weight_gradient(given.d_hidden, given.x, given.dispatch)}
 
 
 def _expert_down(given):
@@ -237,17 +230,16 @@ def _expert_down(given):
 
 def _d_hidden(given):
     routes = given.dispatch
-    backward = expert_down.backward(given.d_out, given.gates, given.a, given.b, given.w3, routes, given.activation)
+    operands = given.d_out, given.gates, given.a, given.b, given.w3, routes, given.activation
+    d_a, d_b, gated_y, _ = expert_down.hidden_gradients(*operands)
     y_swi = activation.forward(given.a, given.b, given.activation)  # (R, h)
     gathered = given.d_out[routes.expert_token_indices]  # (R, d)
     share = expert_down.forward(gathered, given.w3.transpose(0, 2, 1), routes) * y_swi  # of each gate's gradient
-    gated_y = given.gate_of_row[:, None] * y_swi
-    return {"d_a": backward[0], "d_b": backward[1], "gated_y": gated_y, "gate_terms": share}
+    return {"d_a": d_a, "d_b": d_b, "gated_y": gated_y, "gate_terms": share}
 
 
 def _d_w3(given):
-    d_w3 = _weight_gradient(given.d_out, given.gated_y, given.dispatch)  # (E, d, h)
-    return {"d_w3": d_w3.transpose(0, 2, 1)}
+    return {"d_w3": expert_down.weight_gradient(given.gated_y, given.d_out, given.dispatch)}
 
 
 def _combine(given):
@@ -299,8 +291,8 @@ _ALL = (
         ("d_a", "d_b", "w1", "w2", *ROUTES), ("d_x",), "ceil(L d / THREADS)", _d_x,
     ),
     Contract(
-        "expert_up.d_w", "the gradients of w1 and w2; zeros for experts without rows",
-        ("d_a", "d_b", "x", *ROUTES), ("d_w1", "d_w2"), "ceil(E d h / THREADS)", _d_w,
+        "expert_up.d_w", "the gradient of w1 from that of a, or of w2 from that of b; zeros for experts without rows",
+        ("d_hidden", "x", *ROUTES), ("d_w",), "ceil(E d h / THREADS)", _d_w,
     ),
     Contract(
         "expert_down", "y = y_swi w3 for every routed row",

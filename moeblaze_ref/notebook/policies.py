@@ -78,12 +78,12 @@ FILES = {  # of the kernels between x and out, forward and backward
     "sum_rows": f"expert_up/{RUNG}.cu",
     "d_w": f"expert_up/{RUNG}.cu",
 }
-PRODUCTS = {"expert_up": "G", "expert_down": "1", "d_hidden": "1", "d_w3": "1", "d_x_rows": "G", "d_w": "G"}
+PRODUCTS = {"expert_up": "G", "expert_down": "1", "d_hidden": "1", "d_w3": "1", "d_x_rows": "G", "d_w": "1"}
 TENSORS = {  # bytes of what the kernels are given, by the names of their parameters
     **dict.fromkeys(("x", "d_x", "out", "d_out"), "s L d"),
     **dict.fromkeys(("rows", "y"), "s R d"),
-    **dict.fromkeys(("a", "b", "act_a", "y_swi", "d_a", "d_b", "gated_y"), "s R h"),
-    **dict.fromkeys(("w1", "w2", "w3", "d_w1", "d_w2", "d_w3"), "s E d h"),
+    **dict.fromkeys(("a", "b", "act_a", "y_swi", "d_a", "d_b", "d_hidden", "gated_y"), "s R h"),
+    **dict.fromkeys(("w1", "w2", "w3", "d_w", "d_w3"), "s E d h"),
     **dict.fromkeys(("gates", "d_gates", "gate_of_row", "token_index_map", "expert_token_indices"), "4 R"),
     "expert_token_offsets": "4 E + 4",
     "gate_terms": "4 R terms",

@@ -1,9 +1,9 @@
 """The down-projection: the hidden rows times each expert's w3, and its backward, as Numba kernels.
 
     y_swi (R, h), w3 (E, h, d), Dispatch
-      forward:   y (R, d), one kernel
-      backward:  d_out (L, d) -> d_a, d_b, gate * y_swi (R, h) and d_gates (L, k), one kernel
-                 gate * y_swi -> d_w3 (E, h, d), one kernel
+      forward:           y (R, d), one kernel
+      hidden_gradients:  d_out (L, d) -> d_a, d_b, gate * y_swi (R, h) and d_gates (L, k), one kernel
+      weight_gradient:   gate * y_swi -> d_w3 (E, h, d), one kernel
 
 Sources: MoEBlaze (arXiv 2601.05296), sections 3.2 and 5, for the gathered output gradient;
 SonicMoE (arXiv 2512.14080) for the gate's gradient from <dOut W3^T, Y_swi>, which needs no
@@ -32,7 +32,7 @@ from moeblaze_ref.numba_cuda.runtime import (
     float32_output,
     launch,
     to_caller,
-    to_device,
+    written_back,
 )
 
 
@@ -168,7 +168,7 @@ def forward(y_swi, w3, dispatch):
     return y
 
 
-def backward(d_out, gates, a, b, w3, dispatch, activation, y_swi=None):
+def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
     """From the layer's output gradient (L, d) back through gates, w3 and the activation.
 
     Parameters
@@ -186,38 +186,71 @@ def backward(d_out, gates, a, b, w3, dispatch, activation, y_swi=None):
         One of ``config.ACTIVATIONS``.
     y_swi : array (R, h), optional
         Checked and not read: the kernel has a and b in registers, and rebuilding y_swi is one product.
+    overwrite : bool
+        Write d_a and d_b over a and b and return those arrays: the thread that writes an element has read it.
 
     Returns
     -------
     d_a : array (R, h)
     d_b : array (R, h) or None
         None for the ungated activations.
+    gated_y : array (R, h)
+        gate * y_swi, which `weight_gradient` takes.
     d_gates : array (L, k)
-    d_w3 : array (E, h, d)
 
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_backward`; the dtype is float32.
+        As `stage_doors.check_expert_down_hidden_gradients`; the dtype is float32.
 
     Notes
     -----
     MoEBlaze, sections 3.2 and 5; SonicMoE for d_gates and the operand gate * Y_swi.
     """
-    stage_doors.check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activation, DTYPES)
-    routes = dispatch.map(to_device)
-    like = a
-    d_out, gates, a, b, w3 = all_to_device(d_out, gates, a, b, w3)
-
-    d_a, gated_y = float32_output(a.shape), float32_output(a.shape)
-    d_b = None if b is None else float32_output(b.shape)
-    d_gates = float32_output(gates.shape)
-    slots = routes.token_expert_indices, routes.token_index_map
+    operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
+    stage_doors.check_expert_down_hidden_gradients(*operands, overwrite, DTYPES)
+    inputs = all_to_device(d_out, gates, a, b, w3, dispatch.token_expert_indices, dispatch.token_index_map)
+    _, _, on_device_a, on_device_b, *_ = inputs
+    if overwrite:
+        d_a, d_b = on_device_a, on_device_b
+    else:
+        d_a, d_b = (None if like is None else float32_output(like.shape) for like in (a, b))
+    gated_y, d_gates = float32_output(a.shape), float32_output(gates.shape)
     outputs = d_a, d_b, gated_y, d_gates
-    kernel = d_hidden_kernel(activation)
-    launch(kernel, dispatch.R, THREADS, d_out, gates, a, b, w3, *slots, *outputs, shared_bytes=4 * THREADS)
+    launch(d_hidden_kernel(activation), dispatch.R, THREADS, *inputs, *outputs, shared_bytes=4 * THREADS)
+    if overwrite:
+        return written_back(a, d_a), written_back(b, d_b), *to_caller(a, gated_y, d_gates)
+    return to_caller(a, *outputs)
 
-    d_w3 = float32_output(w3.shape)
-    groups = routes.expert_token_indices, routes.expert_token_offsets
-    launch(d_w3_kernel, blocks_for(d_w3.size), THREADS, gated_y, d_out, *groups, d_w3)
-    return to_caller(like, d_a, d_b, d_gates, d_w3)
+
+def weight_gradient(gated_y, d_out, dispatch):
+    """Gradient of w3; d_out is gathered again.
+
+    Parameters
+    ----------
+    gated_y : array (R, h), float32
+        gate * y_swi in expert order, from `hidden_gradients`.
+    d_out : array (L, d)
+        Gradient of the layer's output.
+    dispatch : Dispatch
+
+    Returns
+    -------
+    d_w3 : array (E, h, d)
+        Of the kind of ``d_out``; zeros for an expert without rows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_expert_down_weight_gradient`; the dtype is float32.
+
+    Notes
+    -----
+    MoEBlaze, section 5.
+    """
+    stage_doors.check_expert_down_weight_gradient(gated_y, d_out, dispatch, DTYPES)
+    d_w3 = float32_output((dispatch.E, gated_y.shape[1], d_out.shape[1]))
+    operands = all_to_device(gated_y, d_out, dispatch.expert_token_indices, dispatch.expert_token_offsets)
+    launch(d_w3_kernel, blocks_for(d_w3.size), THREADS, *operands, d_w3)
+    (d_w3,) = to_caller(d_out, d_w3)
+    return d_w3

@@ -1,8 +1,9 @@
 """The up-projection: rows of x, gathered by index, times each expert's w1 and w2, as Numba kernels.
 
     x (L, d), w1, w2 (E, d, h), Dispatch
-      forward:   a, b, y_swi (R, h), one kernel
-      backward:  d_x (L, d), one kernel; d_w1, d_w2 (E, d, h), one kernel launched for each
+      forward:          a, b, y_swi (R, h), one kernel
+      input_gradient:   d_a, d_b (R, h) -> d_x (L, d), one kernel
+      weight_gradient:  d_a -> d_w1, or d_b -> d_w2 (E, d, h), one kernel
 
 Sources: MoEBlaze (arXiv 2601.05296), sections 3.1 (no buffer of routed inputs), 3.2 (the k
 gradients of a token are summed on the fly) and 5 (one pass over x for both GEMMs).
@@ -32,7 +33,6 @@ from moeblaze_ref.numba_cuda.runtime import (
     float32_output,
     launch,
     to_caller,
-    to_device,
 )
 from moeblaze_ref.structures import HIDDEN, only
 
@@ -133,7 +133,7 @@ def d_x_kernel(gated):
 
 
 @cuda.jit
-def d_w_kernel(x, d_hidden, expert_token_indices, expert_token_offsets, d_w):
+def d_w_kernel(d_hidden, x, expert_token_indices, expert_token_offsets, d_w):
     """Sum x^T d_hidden over each expert's rows: d_w1 from d_a, or d_w2 from d_b.
 
     An expert without rows gets zeros.
@@ -203,52 +203,67 @@ def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
     return to_caller(x, *only(stores, a, b, y_swi))
 
 
-def backward(d_a, d_b, x, w1, w2, dispatch):
-    """Gradients of x and of both weights; x is gathered again.
+def input_gradient(d_a, d_b, w1, w2, dispatch):
+    """Gradient of x; the k gradients of a token are summed on the fly.
 
     Parameters
     ----------
-    d_a : array (R, h)
-        Gradient of a, in expert order.
+    d_a : array (R, h), float32
+        Gradient of a, in expert order, finite. A numpy array, or on the GPU a CuPy array.
     d_b : array (R, h) or None
         Gradient of b; None exactly if w2 is None.
-    x, w1, w2, dispatch
+    w1, w2, dispatch
         As they went into `forward`.
 
     Returns
     -------
     d_x : array (L, d)
         Summed over the slots of a token in their order: always the same bits.
-    d_w1 : array (E, d, h)
-    d_w2 : array (E, d, h) or None
-        None if w2 is None.
 
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_up_backward`; the dtype is float32.
+        As `stage_doors.check_expert_up_input_gradient`; the dtype is float32.
 
     Notes
     -----
     MoEBlaze, sections 3.2 and 5.
     """
-    stage_doors.check_expert_up_backward(d_a, d_b, x, w1, w2, dispatch, DTYPES)
-    routes = dispatch.map(to_device)
-    like = x
-    d_a, d_b, x, w1, w2 = all_to_device(d_a, d_b, x, w1, w2)
-
-    d_x = float32_output(x.shape)
-    slots = routes.token_expert_indices, routes.token_index_map
-    launch(d_x_kernel(w2 is not None), blocks_for(x.size), THREADS, d_a, d_b, w1, w2, *slots, d_x)
-
-    groups = routes.expert_token_indices, routes.expert_token_offsets
-    d_w1 = _weight_gradient(x, d_a, groups, w1.shape)
-    d_w2 = None if w2 is None else _weight_gradient(x, d_b, groups, w2.shape)
-    return to_caller(like, d_x, d_w1, d_w2)
+    stage_doors.check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, DTYPES)
+    d_x = float32_output((dispatch.L, w1.shape[1]))
+    operands = all_to_device(d_a, d_b, w1, w2, dispatch.token_expert_indices, dispatch.token_index_map)
+    launch(d_x_kernel(w2 is not None), blocks_for(d_x.size), THREADS, *operands, d_x)
+    (d_x,) = to_caller(d_a, d_x)
+    return d_x
 
 
-def _weight_gradient(x, d_hidden, groups, shape):
-    """d_w (E, d, h) on the device."""
-    d_w = float32_output(shape)
-    launch(d_w_kernel, blocks_for(d_w.size), THREADS, x, d_hidden, *groups, d_w)
+def weight_gradient(d_hidden, x, dispatch):
+    """Gradient of w1 from that of a, or of w2 from that of b; x is gathered again.
+
+    Parameters
+    ----------
+    d_hidden : array (R, h), float32
+        d_a or d_b, in expert order, finite.
+    x, dispatch
+        As they went into `forward`.
+
+    Returns
+    -------
+    d_w : array (E, d, h)
+        d_w1 or d_w2, of the kind of ``x``; zeros for an expert without rows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_expert_up_weight_gradient`; the dtype is float32.
+
+    Notes
+    -----
+    MoEBlaze, section 5.
+    """
+    stage_doors.check_expert_up_weight_gradient(d_hidden, x, dispatch, DTYPES)
+    d_w = float32_output((dispatch.E, x.shape[1], d_hidden.shape[1]))
+    operands = all_to_device(d_hidden, x, dispatch.expert_token_indices, dispatch.expert_token_offsets)
+    launch(d_w_kernel, blocks_for(d_w.size), THREADS, *operands, d_w)
+    (d_w,) = to_caller(x, d_w)
     return d_w

@@ -141,6 +141,13 @@ def to_caller(like, *arrays):
     return tuple(None if array is None else cupy.asarray(array) for array in arrays)
 
 
+def written_back(array, on_device):
+    """``array`` with what kernels wrote to it where `to_device` put it; None stays None."""
+    if isinstance(array, np.ndarray):
+        array[...] = on_device.copy_to_host()
+    return array
+
+
 _poisoning = ContextVar("poisoning", default=False)
 
 

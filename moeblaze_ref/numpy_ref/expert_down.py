@@ -45,7 +45,7 @@ def forward(y_swi, w3, dispatch):
     return y
 
 
-def backward(d_out, gates, a, b, w3, dispatch, activation, y_swi=None):
+def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
     """From the layer's output gradient (L, d) back through gates, w3 and the activation.
 
     Parameters
@@ -62,38 +62,80 @@ def backward(d_out, gates, a, b, w3, dispatch, activation, y_swi=None):
         One of ``config.ACTIVATIONS``.
     y_swi : ndarray (R, h), optional
         The hidden activations if they were kept; rebuilt from a and b if not.
+    overwrite : bool
+        Write d_a and d_b over a and b, which must be writable, and return those arrays.
 
     Returns
     -------
     d_a : ndarray (R, h)
     d_b : ndarray (R, h) or None
         None for the ungated activations.
+    gated_y : ndarray (R, h)
+        gate * y_swi, which `weight_gradient` takes.
     d_gates : ndarray (L, k)
-    d_w3 : ndarray (E, h, d)
 
     Raises
     ------
     ValueError
-        If shapes disagree, a value is not finite, the activation is unknown, or b is missing or superfluous.
+        If shapes disagree, a value is not finite, the activation is unknown, b is missing or superfluous, or an array
+        to write over is read-only.
     TypeError
         If a dtype is not allowed or dispatch is no Dispatch.
 
     Notes
     -----
-    With dY' = dOut_gathered W3^T: dgate = <dY', Y_swi> per row, dW3 = (gate * Y_swi)^T dOut_gathered,
-    dY_swi = gate * dY' (MoEBlaze, section 5; SonicMoE for dgate and the operand gate * Y_swi).
+    With dY' = dOut_gathered W3^T: dgate = <dY', Y_swi> per row, dY_swi = gate * dY' (MoEBlaze, section 5; SonicMoE
+    for dgate and the operand gate * Y_swi of dW3).
     """
-    stage_doors.check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activation, DTYPES)
+    operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
+    stage_doors.check_expert_down_hidden_gradients(*operands, overwrite, DTYPES)
     if y_swi is None:
         y_swi = activation_stage.forward(a, b, activation)  # (R, h)
     gate = np.empty((dispatch.R, 1), dtype=gates.dtype)  # (R, 1), in expert order
     gate[dispatch.token_index_map] = gates.reshape(-1, 1)
     d_ungated = np.empty_like(a)  # (R, h), the paper's dY'
-    d_w3 = np.empty_like(w3)  # (E, h, d)
     for expert, group, tokens in expert_groups(dispatch):
-        d_rows = d_out[tokens]  # (rows, d)
-        d_ungated[group] = d_rows @ w3[expert].T
-        d_w3[expert] = (gate[group] * y_swi[group]).T @ d_rows
+        d_ungated[group] = d_out[tokens] @ w3[expert].T
     d_gate = (d_ungated * y_swi).sum(axis=1)  # (R,), in expert order
     d_a, d_b = activation_stage.backward(gate * d_ungated, a, b, activation)
-    return d_a, d_b, d_gate[dispatch.token_index_map].reshape(gates.shape), d_w3
+    if overwrite:
+        d_a, d_b = _written_over(a, d_a), _written_over(b, d_b)
+    return d_a, d_b, gate * y_swi, d_gate[dispatch.token_index_map].reshape(gates.shape)
+
+
+def _written_over(array, gradient):
+    if array is not None:
+        array[...] = gradient
+    return array
+
+
+def weight_gradient(gated_y, d_out, dispatch):
+    """Gradient of w3; d_out is gathered again.
+
+    Parameters
+    ----------
+    gated_y : ndarray (R, h), float64 or float32
+        gate * y_swi in expert order, from `hidden_gradients`.
+    d_out : ndarray (L, d)
+        Gradient of the layer's output.
+    dispatch : Dispatch
+
+    Returns
+    -------
+    d_w3 : ndarray (E, h, d)
+        Zeros for an expert without rows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+
+    Notes
+    -----
+    MoEBlaze, section 5: dW3 = (gate * Y_swi)^T dOut_gathered.
+    """
+    stage_doors.check_expert_down_weight_gradient(gated_y, d_out, dispatch, DTYPES)
+    d_w3 = np.empty((dispatch.E, gated_y.shape[1], d_out.shape[1]), dtype=gated_y.dtype)  # (E, h, d)
+    for expert, group, tokens in expert_groups(dispatch):
+        d_w3[expert] = gated_y[group].T @ d_out[tokens]
+    return d_w3

@@ -64,25 +64,22 @@ def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
     return only(stores, a, b, activation_stage.forward(a, b, activation))
 
 
-def backward(d_a, d_b, x, w1, w2, dispatch):
-    """Gradients of x and of both weights; the k gradients of a token are summed as they arise.
+def input_gradient(d_a, d_b, w1, w2, dispatch):
+    """Gradient of x; the k gradients of a token are summed as they arise.
 
     Parameters
     ----------
-    d_a : ndarray (R, h)
-        Gradient of a, in expert order.
+    d_a : ndarray (R, h), float64 or float32
+        Gradient of a, in expert order, finite.
     d_b : ndarray (R, h) or None
         Gradient of b; None exactly if w2 is None.
-    x, w1, w2, dispatch
+    w1, w2, dispatch
         As they went into `forward`.
 
     Returns
     -------
     d_x : ndarray (L, d)
         Summed over the experts of a token in ascending expert id: always the same bits.
-    d_w1 : ndarray (E, d, h)
-    d_w2 : ndarray (E, d, h) or None
-        None if w2 is None.
 
     Raises
     ------
@@ -91,19 +88,44 @@ def backward(d_a, d_b, x, w1, w2, dispatch):
 
     Notes
     -----
-    MoEBlaze, sections 3.2 and 5: dX = dA W1^T + dB W2^T, dW1 = X^T dA, dW2 = X^T dB.
+    MoEBlaze, sections 3.2 and 5: dX = dA W1^T + dB W2^T.
     """
-    stage_doors.check_expert_up_backward(d_a, d_b, x, w1, w2, dispatch, DTYPES)
-    gated = w2 is not None
-    d_x = np.zeros_like(x)  # (L, d)
-    d_w1 = np.empty_like(w1)  # (E, d, h)
-    d_w2 = np.empty_like(w2) if gated else None  # (E, d, h)
+    stage_doors.check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, DTYPES)
+    d_x = np.zeros((dispatch.L, w1.shape[1]), dtype=d_a.dtype)  # (L, d)
     for expert, group, tokens in expert_groups(dispatch):
-        rows = x[tokens]  # (rows, d)
-        d_w1[expert] = rows.T @ d_a[group]
         d_rows = d_a[group] @ w1[expert].T  # (rows, d)
-        if gated:
-            d_w2[expert] = rows.T @ d_b[group]
+        if w2 is not None:
             d_rows += d_b[group] @ w2[expert].T
         d_x[tokens] += d_rows  # an expert names a token once, so no row is added to twice
-    return d_x, d_w1, d_w2
+    return d_x
+
+
+def weight_gradient(d_hidden, x, dispatch):
+    """Gradient of w1 from that of a, or of w2 from that of b; x is gathered again.
+
+    Parameters
+    ----------
+    d_hidden : ndarray (R, h), float64 or float32
+        d_a or d_b, in expert order, finite.
+    x, dispatch
+        As they went into `forward`.
+
+    Returns
+    -------
+    d_w : ndarray (E, d, h)
+        d_w1 or d_w2; zeros for an expert without rows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+
+    Notes
+    -----
+    MoEBlaze, section 5: dW1 = X^T dA, dW2 = X^T dB. One call for each, so that d_a can be freed before d_w2 is born.
+    """
+    stage_doors.check_expert_up_weight_gradient(d_hidden, x, dispatch, DTYPES)
+    d_w = np.empty((dispatch.E, x.shape[1], d_hidden.shape[1]), dtype=x.dtype)  # (E, d, h)
+    for expert, group, tokens in expert_groups(dispatch):
+        d_w[expert] = x[tokens].T @ d_hidden[group]
+    return d_w

@@ -55,7 +55,7 @@ def forward(
     return y
 
 
-def backward(
+def hidden_gradients(
     d_out: Array,
     gates: Array,
     a: Array,
@@ -64,6 +64,7 @@ def backward(
     dispatch: Dispatch,
     activation: str,
     y_swi: Array | None = None,
+    overwrite: bool = False,
     executor: Executor | None = None,
     rung: str = DEFAULT_RUNG,
 ) -> tuple[Array, Array | None, Array, Array]:
@@ -83,6 +84,8 @@ def backward(
         One of ``config.ACTIVATIONS``.
     y_swi : array (R, h), optional
         Checked and not read: the epilogue has a and b in registers and rebuilds it there.
+    overwrite : bool
+        Write d_a and d_b over a and b and return those arrays: the thread that writes an element has read it.
     executor : Executor, optional
         Default: by where ``a`` lives.
     rung : str
@@ -93,33 +96,27 @@ def backward(
     d_a : array (R, h)
     d_b : array (R, h) or None
         None for the ungated activations.
+    gated_y : array (R, h)
+        gate * y_swi, which `weight_gradient` takes.
     d_gates : array (L, k), float32
-    d_w3 : array (E, h, d)
 
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_backward`, or if the rung does not compute in this dtype.
+        As `stage_doors.check_expert_down_hidden_gradients`, or if the rung does not compute in this dtype.
 
     Notes
     -----
     MoEBlaze, section 5; SonicMoE for the gate gradient and the operand gate * y_swi of d_w3.
     """
-    stage_doors.check_expert_down_backward(d_out, gates, a, b, y_swi, w3, dispatch, activation, gemm.WIDE, GATE_DTYPES)
+    operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
+    stage_doors.check_expert_down_hidden_gradients(*operands, overwrite, gemm.WIDE, GATE_DTYPES)
     gemm.check_rung("expert_down", rung, RUNGS, a)
-    gemm.check_widths(rung, d=w3.shape[2], h=w3.shape[1])
-    executor = executor or executor_for(a)
-    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(a, activation))
-    d_a, d_b, gated_y, d_gates = _hidden_gradients(executor, module, rung, d_out, gates, a, b, w3, dispatch)
-    return d_a, d_b, d_gates, _weight_gradient(executor, module, rung, gated_y, d_out, w3, dispatch)
-
-
-def _hidden_gradients(executor, module, rung, d_out, gates, a, b, w3, dispatch):
-    """d_a, d_b and gate * y_swi (R, h), and d_gates (L, k)."""
     _, h, d = w3.shape
-    d_a, gated_y = (executor.empty(a.shape, str(a.dtype)) for _ in range(2))
-    d_b = None if b is None else executor.empty(a.shape, str(a.dtype))
-    d_gates = executor.empty(gates.shape, "float32")
+    gemm.check_widths(rung, d=d, h=h)
+    executor, dtype = executor or executor_for(a), str(a.dtype)
+    d_a, d_b = (a, b) if overwrite else (like if like is None else executor.empty(like.shape, dtype) for like in (a, b))
+    gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
         return d_a, d_b, gated_y, d_gates
     gate_module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
@@ -128,6 +125,7 @@ def _hidden_gradients(executor, module, rung, d_out, gates, a, b, w3, dispatch):
     gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
     terms = gemm.gate_terms(rung, h)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
+    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(a, activation))
     module.launch(
         "d_hidden",
         **gemm.rows_launch(rung, dispatch, h),
@@ -149,10 +147,45 @@ def _hidden_gradients(executor, module, rung, d_out, gates, a, b, w3, dispatch):
     return d_a, d_b, gated_y, d_gates
 
 
-def _weight_gradient(executor, module, rung, gated_y, d_out, w3, dispatch):
-    """d_w3 (E, h, d); experts without rows get zeros."""
-    E, h, d = w3.shape
-    d_w3 = executor.empty(w3.shape, str(w3.dtype))
+def weight_gradient(
+    gated_y: Array, d_out: Array, dispatch: Dispatch, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Array:
+    """Gradient of w3; d_out is gathered again.
+
+    Parameters
+    ----------
+    gated_y : array (R, h), float32, float16 or bfloat16
+        gate * y_swi in expert order, from `hidden_gradients`.
+    d_out : array (L, d)
+        Gradient of the layer's output.
+    dispatch : Dispatch
+    executor : Executor, optional
+        Default: by where ``d_out`` lives.
+    rung : str
+        One of ``RUNGS``.
+
+    Returns
+    -------
+    d_w3 : array (E, h, d)
+        Zeros for an expert without rows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_expert_down_weight_gradient`, or if the rung does not compute in this dtype.
+
+    Notes
+    -----
+    MoEBlaze, section 5.
+    """
+    stage_doors.check_expert_down_weight_gradient(gated_y, d_out, dispatch, gemm.WIDE)
+    gemm.check_rung("expert_down", rung, RUNGS, d_out)
+    E, h, d = dispatch.E, gated_y.shape[1], d_out.shape[1]
+    gemm.check_widths(rung, d=d, h=h)
+    executor = executor or executor_for(d_out)
+    d_w3 = executor.empty((E, h, d), str(d_out.dtype))
+    # The kernel does not depend on the activation.
+    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(d_out, "swiglu"))
     module.launch(
         "d_w3",
         **gemm.weights_launch(rung, E, h, d),

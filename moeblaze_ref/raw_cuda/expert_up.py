@@ -82,93 +82,119 @@ def forward(
     return a, b, y_swi
 
 
-def backward(
+def input_gradient(
     d_a: Array,
     d_b: Array | None,
-    x: Array,
     w1: Array,
     w2: Array | None,
     dispatch: Dispatch,
     executor: Executor | None = None,
     rung: str = DEFAULT_RUNG,
-) -> tuple[Array, Array, Array | None]:
-    """Gradients of x and of both weights; x is gathered again.
+) -> Array:
+    """Gradient of x, summed over the experts of each token.
 
     Parameters
     ----------
-    d_a : array (R, h)
+    d_a : array (R, h), float32, float16 or bfloat16
         Gradient of a, in expert order.
     d_b : array (R, h) or None
         Gradient of b; None exactly if w2 is None.
-    x, w1, w2, dispatch, executor, rung
+    w1, w2, dispatch, executor, rung
         As in `forward`.
 
     Returns
     -------
     d_x : array (L, d)
         Summed over the slots of a token in their order. The tiled rungs write the R rows
-        first, (R, d), and sum them in a second kernel.
-    d_w1, d_w2 : array (E, d, h)
-        d_w2 is None if w2 is None.
+        first, (R, d), and sum them in a second kernel; the rows are freed on return.
 
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_up_backward`, or if the rung does not compute in this dtype.
+        As `stage_doors.check_expert_up_input_gradient`, or if the rung does not compute in this dtype.
 
     Notes
     -----
     MoEBlaze, sections 3.2 and 5.
     """
-    stage_doors.check_expert_up_backward(d_a, d_b, x, w1, w2, dispatch, gemm.WIDE)
-    gemm.check_rung("expert_up", rung, RUNGS, x)
-    gemm.check_widths(rung, d=w1.shape[1], h=w1.shape[2])
-    executor = executor or executor_for(x)
-    # These kernels depend on whether there is a gate, not on the activation.
-    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, "silu" if w2 is None else "swiglu"))
-    d_hidden = {"d_a": d_a, "d_b": gemm.or_nothing(executor, d_b, x)}
-    d_x = _input_gradient(executor, module, rung, d_hidden, x, w1, w2, dispatch)
-    return d_x, *_weight_gradients(executor, module, rung, d_hidden, x, w1, w2, dispatch)
-
-
-def _input_gradient(executor, module, rung, d_hidden, x, w1, w2, dispatch):
-    """d_x (L, d)."""
+    stage_doors.check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, gemm.WIDE)
+    gemm.check_rung("expert_up", rung, RUNGS, d_a)
     _, d, h = w1.shape
-    d_x = executor.empty(x.shape, str(x.dtype))
+    gemm.check_widths(rung, d=d, h=h)
+    executor = executor or executor_for(d_a)
+    d_x = executor.empty((dispatch.L, d), str(d_a.dtype))
     if dispatch.R == 0:
         return d_x
-    weights = {"w1": w1, "w2": gemm.or_nothing(executor, w2, x)}
-    sizes = {"L": dispatch.L, "d": d, "k": dispatch.k}
-    if rung == "1_naive":
-        slots = {"token_expert_indices": dispatch.token_expert_indices, "token_index_map": dispatch.token_index_map}
-        module.launch("d_x", **gemm.per_element(d_x.size), **d_hidden, **weights, **slots, d_x=d_x, h=h, **sizes)
-        return d_x
-    rows = executor.empty((dispatch.R, d), str(x.dtype))
-    offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
-    module.launch(
-        "d_x_rows", **gemm.rows_launch(rung, dispatch, d), **d_hidden, **weights, **offsets, rows=rows, d=d, h=h
-    )
-    module.launch(
-        "sum_rows", **gemm.per_element(d_x.size), rows=rows, token_index_map=dispatch.token_index_map, d_x=d_x, **sizes
-    )
+    # The kernels depend on whether there is a gate, not on the activation.
+    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(d_a, "silu" if w2 is None else "swiglu"))
+    second = {name: gemm.or_nothing(executor, array, d_a) for name, array in (("d_b", d_b), ("w2", w2))}
+    operands = {"d_a": d_a, "w1": w1, **second, "d": d, "h": h}
+    _INPUT_GRADIENT[rung](executor, module, rung, operands, dispatch, d_x)
     return d_x
 
 
-def _weight_gradients(executor, module, rung, d_hidden, x, w1, w2, dispatch):
-    """d_w1 and d_w2 (E, d, h); experts without rows get zeros."""
-    E, d, h = w1.shape
-    d_w1 = executor.empty(w1.shape, str(x.dtype))
-    d_w2 = None if w2 is None else executor.empty(w2.shape, str(x.dtype))
+def _sum_on_the_fly(executor, module, rung, operands, dispatch, d_x):
+    """d_x by one kernel, a thread for each of its elements."""
+    slots = {"token_expert_indices": dispatch.token_expert_indices, "token_index_map": dispatch.token_index_map}
+    module.launch("d_x", **gemm.per_element(d_x.size), **operands, **slots, d_x=d_x, L=dispatch.L, k=dispatch.k)
+
+
+def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x):
+    """d_x by a product of tiles and a sum."""
+    d = operands["d"]
+    rows = executor.empty((dispatch.R, d), str(d_x.dtype))
+    offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
+    module.launch("d_x_rows", **gemm.rows_launch(rung, dispatch, d), **operands, **offsets, rows=rows)
+    slots = {"token_index_map": dispatch.token_index_map, "L": dispatch.L, "k": dispatch.k}
+    module.launch("sum_rows", **gemm.per_element(d_x.size), rows=rows, **slots, d_x=d_x, d=d)
+
+
+_INPUT_GRADIENT = {"1_naive": _sum_on_the_fly, "2_tiled": _sum_stored_rows, "3_mma": _sum_stored_rows}
+
+
+def weight_gradient(
+    d_hidden: Array, x: Array, dispatch: Dispatch, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Array:
+    """Gradient of w1 from that of a, or of w2 from that of b; x is gathered again.
+
+    Parameters
+    ----------
+    d_hidden : array (R, h), float32, float16 or bfloat16
+        d_a or d_b, in expert order.
+    x, dispatch, executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    d_w : array (E, d, h)
+        d_w1 or d_w2; zeros for an expert without rows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_expert_up_weight_gradient`, or if the rung does not compute in this dtype.
+
+    Notes
+    -----
+    MoEBlaze, section 5. One launch for each weight, so that d_a can be freed before d_w2 is born.
+    """
+    stage_doors.check_expert_up_weight_gradient(d_hidden, x, dispatch, gemm.WIDE)
+    gemm.check_rung("expert_up", rung, RUNGS, x)
+    E, d, h = dispatch.E, x.shape[1], d_hidden.shape[1]
+    gemm.check_widths(rung, d=d, h=h)
+    executor = executor or executor_for(x)
+    d_w = executor.empty((E, d, h), str(x.dtype))
+    # The kernel does not depend on the activation.
+    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, "swiglu"))
     module.launch(
         "d_w",
-        **gemm.weights_launch(rung, E, d, h, results=1 if w2 is None else 2),
-        **d_hidden,
+        **gemm.weights_launch(rung, E, d, h),
+        d_hidden=d_hidden,
         x=x,
         expert_token_indices=dispatch.expert_token_indices,
         expert_token_offsets=dispatch.expert_token_offsets,
-        d_w1=d_w1,
-        d_w2=gemm.or_nothing(executor, d_w2, x),
+        d_w=d_w,
         d=d,
         h=h,
     )
-    return d_w1, d_w2
+    return d_w

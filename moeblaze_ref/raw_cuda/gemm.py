@@ -61,14 +61,14 @@ def rows_launch(rung: str, dispatch: Dispatch, width: int, results: int = 1) -> 
     return _tiles(rung, (tiles, ceil_div(width, COLUMNS)), results) | {"E": dispatch.E}
 
 
-def weights_launch(rung: str, num_experts: int, rows: int, columns: int, results: int = 1) -> dict[str, Any]:
+def weights_launch(rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
-    return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts), results)
+    return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts))
 
 
-def _tiles(rung: str, grid: tuple[int, ...], results: int) -> dict[str, Any]:
+def _tiles(rung: str, grid: tuple[int, ...], results: int = 1) -> dict[str, Any]:
     shared_bytes = STAGE_BYTES * (ROWS[rung] + results * COLUMNS) if rung == "3_mma" else 0
     return {"grid": grid, "block": THREADS, "shared_bytes": shared_bytes}
 

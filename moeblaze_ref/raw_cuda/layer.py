@@ -63,13 +63,15 @@ def backward(
     weights: MoEWeights,
     d_load_balancing_loss: float | Array = 0.0,
     d_router_z_loss: float | Array = 0.0,
+    overwrite: bool = False,
     executor: Executor | None = None,
     rung: str | None = None,
 ) -> Gradients:
     """Every gradient, as `moeblaze_ref.layer.backward` describes; executor and rung as in `forward`."""
     doors.check_type("saved", saved, Saved)
     stages = _stages(saved.x, weights, executor, rung)
-    return layer.backward(stages, gemm.WIDE, d_out, saved, weights, d_load_balancing_loss, d_router_z_loss)
+    d_losses = d_load_balancing_loss, d_router_z_loss
+    return layer.backward(stages, gemm.WIDE, d_out, saved, weights, *d_losses, overwrite)
 
 
 def _stages(x, weights, executor, rung) -> layer.Stages:

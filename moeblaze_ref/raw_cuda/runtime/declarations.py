@@ -72,7 +72,7 @@ class Parameter:
     def _bind_array(self, kernel, array):
         name = f"argument {self.name} of kernel {kernel}"
         doors.check_array(name, array, rank=getattr(array, "ndim", 0), dtypes=(self.dtype,))
-        if self.writable and isinstance(array, np.ndarray):
+        if self.writable:
             doors.check_writable(name, array)
         return array
 
