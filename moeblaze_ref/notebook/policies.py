@@ -156,12 +156,18 @@ def _step(launch, config, lengths):
     symbols = _symbols(launch, config, lengths)
     products = evaluate(PRODUCTS.get(launch.kernel, "0"), symbols)
     asked = stated_bytes(FILES[launch.kernel])[launch.kernel].values()
-    touched = [TENSORS[name] for name, traffic in launch.buffers.items() if traffic.read_bytes + traffic.written_bytes]
+    touched = [TENSORS[name] for name in _touched(launch)]
     return Step(
         launch.kernel,
         2 * config.R * config.d * config.h * products,
         *(int(sum(evaluate(formula, symbols) for formula in formulas)) for formulas in (asked, touched)),
     )
+
+
+def _touched(launch):
+    """Names of the tensors that a launch reads or writes; two that share a buffer, one of them written, are two."""
+    buffers = (name for name, traffic in launch.buffers.items() if traffic.read_bytes + traffic.written_bytes)
+    return [name for buffer in buffers for name in buffer.split(" = ")]
 
 
 def _symbols(launch, config, lengths):
