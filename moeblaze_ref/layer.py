@@ -256,11 +256,13 @@ def backward(
     d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
     for name, value in d_losses.items():
         doors.check_scalar(name, value)
-    dispatch = saved.dispatch
+    dispatch, kept = saved.dispatch, INTERMEDIATES[saved.policy]
     with doors.trusted_values():
-        a, b, y_swi, private = _hidden(stages, saved, weights, overwrite)
+        a, b, y_swi = _rebuild(stages, saved, weights)
+        if overwrite:
+            saved.intermediates.clear()
         d_a, d_b, gated_y, d_gates = stages.expert_down.hidden_gradients(
-            d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, overwrite=private
+            d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, overwrite or not kept
         )
         del a, b, y_swi
         d_w3 = stages.expert_down.weight_gradient(gated_y, d_out, dispatch)
@@ -276,23 +278,16 @@ def backward(
     return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
 
 
-def _hidden(stages, saved, weights, overwrite):
-    """a, b and y_swi, and whether the backward may write over them: a and b as they were kept, or computed again.
-
-    y_swi is None unless it was kept: the backward rebuilds it from the other two.
-    """
+def _rebuild(stages, saved, weights):
+    """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
     kept = saved.intermediates
-    if "a" not in INTERMEDIATES[saved.policy]:
-        again = stages.expert_up.forward(
-            saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
-        )
-        return *again, True
-    if "a" not in kept:
+    if "a" in kept:
+        return tuple(kept.get(name) for name in HIDDEN)
+    if INTERMEDIATES[saved.policy]:
         raise RuntimeError("an earlier backward has overwritten what the forward kept: run the forward again")
-    found = tuple(kept.get(name) for name in HIDDEN)
-    if overwrite:
-        kept.clear()
-    return *found, overwrite
+    return stages.expert_up.forward(
+        saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
+    )
 
 
 def _router_gradient(stages, d_gates, saved, wg, d_load_balancing_loss, d_router_z_loss):

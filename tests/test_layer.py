@@ -351,7 +351,7 @@ PLANTED_FAULTS = {
     "unscaled gate, backward": (
         expert_down,
         "hidden_gradients",
-        lambda f: lambda d_out, gates, *rest, **options: f(d_out, np.ones_like(gates), *rest, **options),
+        lambda f: lambda d_out, gates, *rest: f(d_out, np.ones_like(gates), *rest),
     ),
     "not renormalised, backward": (gating, "backward", lambda f: lambda *args: f(*args[:3], False)),
 }

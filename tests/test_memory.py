@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moeblaze_ref.config import ACTIVATIONS, ITEMSIZE, POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.config import ACTIVATIONS, ITEMSIZE, POLICIES, PRESETS, MoEConfig, is_gated, preset
 from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.memory import measure, plots, report
 from moeblaze_ref.memory.accounting import (
@@ -27,11 +27,13 @@ from moeblaze_ref.memory.accounting import (
     expert_capacity,
     largest_tokens,
     ratio,
+    step_account,
     tiles,
     uniform_counts,
 )
 from moeblaze_ref.numpy_ref import layer
 from moeblaze_ref.oracle import OracleMoE
+from moeblaze_ref.structures import STRUCTURES
 from moeblaze_ref.units import GB, GIB, KIB, MIB, UNITS, unit_for
 
 SMALL = MoEConfig(L=6, d=4, h=8, E=3, k=2)  # swiglu, bfloat16: worked out by hand below
@@ -130,6 +132,44 @@ def test_small_megablocks_pads_to_tiles():
         "y": 3 * 128 * 4 * 2,
     }
     assert "no row is dropped, and 372 rows are padding" in one.notes[0]
+
+
+@pytest.mark.parametrize(("name", "goal"), [("conf3", 7.0), ("qwen3", 2.6), ("mixtral", 4.1)])
+def test_the_peak_of_a_step_is_below_its_goal(name, goal):
+    """Weights excluded, gradients included."""
+    one = step_account(preset(name).config.replace(dtype="bfloat16"), "minimal")
+    assert 0.9 * goal < one.peak_bytes / GIB <= goal
+
+
+@pytest.mark.parametrize(
+    ("policy", "peak"),
+    [
+        ("conventional", 256 + 96 + 4 * 192 + 96 + 48),  # in the forward: routed_x, the four (R, h), y and out
+        ("paper", 256 + 48 + 4 * 192 + 3 * 48),  # d_out; a, b, y_swi, gated_y; d_gates and how it is made
+        (
+            "minimal",
+            256 + 48 + 48 + 48 + 3 * 192 + 3 * 72,
+        ),  # d_out, d_gates, d_x, the weights'; logits, probs, d_logits
+        ("inputs", 256 + 48 + 48 + 48 + 3 * 192 + 3 * 72),
+    ],
+)
+def test_small_step(policy, peak):
+    """Beside the 256 bytes that every policy keeps, as in `test_small_moeblaze`."""
+    one = step_account(SMALL, policy)
+    assert one.peak_bytes == peak
+    ends = {"d_out", "d_x", "d_wg", "d_w1", "d_w2", "d_w3"}
+    assert kept_sizes(one).keys() == {"x", "gates", *STRUCTURES} | ends
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_begins_with_its_forward(policy, activation):
+    config = MoEConfig(*ODD, activation)
+    forward, step = account(config, "moeblaze", policy), step_account(config, policy)
+    assert step.peak_bytes >= forward.peak_bytes
+    assert [tensor.formula for tensor in step.tensors[: len(forward.tensors)]] == [t.formula for t in forward.tensors]
+    assert ("d_w2" in by_name(step)) == is_gated(activation)
+    assert all(eval(tensor.formula, {}, step.symbols) == tensor.bytes for tensor in step.tensors)
 
 
 @pytest.mark.parametrize(("policy", "kept", "peak"), [("paper", 832, 976), ("minimal", 640, 928), ("inputs", 256, 544)])

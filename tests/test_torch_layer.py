@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moeblaze_ref import check, oracle
@@ -17,7 +18,7 @@ from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.oracle import OracleMoE
-from moeblaze_ref.raw_cuda import expert_down, expert_up, gating
+from moeblaze_ref.raw_cuda import expert_down, expert_up, gating, router
 from moeblaze_ref.torch_layer import MoELayer, keep_routing
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
@@ -127,6 +128,33 @@ def test_without_gradients_nothing_is_kept_and_the_output_is_the_same():
     assert torch.equal(quiet.out, layer(x).out)
     frozen = make_layer(policy="conventional").requires_grad_(False)
     assert measure.kept_bytes(frozen, x.detach()) == 0
+
+
+@pytest.mark.parametrize("retain", [True, False], ids=["graph retained", "graph used up"])
+def test_the_backward_frees_what_the_forward_kept(retain, monkeypatch):
+    """By the time of the router's gradient, unless the graph is retained for another backward."""
+    layer, x, alive = make_layer(policy="conventional"), make_x(), []
+    out = layer(x).out
+    rows = L * SIZES["k"]
+    kept = [StorageWeakRef(t.untyped_storage()) for t in saved_by(out) if t.ndim == 2 and len(t) == rows]
+    assert len(kept) == 6
+
+    def watched(*arguments, **options):
+        alive.append(sum(not storage.expired() for storage in kept))
+        return backward(*arguments, **options)
+
+    backward = router.backward
+    monkeypatch.setattr(router, "backward", watched)
+    out.sum().backward(retain_graph=retain)
+    assert alive == [6 if retain else 0]
+
+
+def saved_by(out):
+    """What the layer's node in autograd's graph holds."""
+    node = out.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        ((node, _),) = node.next_functions
+    return node.saved_tensors
 
 
 # Torch's machinery

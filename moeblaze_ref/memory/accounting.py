@@ -6,6 +6,7 @@ A row is *kept* when it lives until the backward, and *transient* when the forwa
 
 What is counted: the activations of one layer in one forward, its input x included. What is
 not: weights, gradients, optimizer states, the backward's own buffers, what an allocator adds.
+`step_account` alone goes on through the backward, with its buffers and all gradients.
 Symbols as in the MoEBlaze paper: L, d, h, E, k. GiB is 2**30 bytes, GB is 1e9.
 """
 
@@ -269,6 +270,36 @@ def accounts(
     return [account(config, system, policy, assumptions) for system, policy in VARIANTS if system in systems]
 
 
+def step_account(config: MoEConfig, policy: str) -> Account:
+    """The bytes of a whole step of ``moeblaze``, forward and backward: `account`'s tensors, then the backward's.
+
+    Gradients are counted, those of the weights included; weights and optimizer states are not, nor the output, which
+    is the next layer's business, once the backward begins. A kept tensor is freed where `layer.backward` frees it.
+
+    Parameters
+    ----------
+    config : MoEConfig
+        The layer and the step.
+    policy : str
+        One of ``config.POLICIES``.
+
+    Returns
+    -------
+    Account
+        In order of birth; ``kept`` are the tensors that are alive when the step ends, and ``peak_bytes`` is the
+        step's peak.
+
+    Raises
+    ------
+    ValueError
+        If the policy is unknown.
+    """
+    one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
+    C = Size("C", -(-config.h // 64))  # tiles of columns, each of which leaves a share of the gates' gradients
+    forward = (replace(tensor, until=_DIES_AT.get(tensor.name)) if tensor.kept else tensor for tensor in one.tensors)
+    return replace(one, symbols=one.symbols | {C.text: C.value}, tensors=(*forward, *_backward(case, C)), notes=())
+
+
 def ratio(one: Account, conventional: Account) -> float:
     """Kept bytes of ``one`` over those of ``conventional``; NaN when nothing is kept at all (L = 0)."""
     return one.kept_bytes / conventional.kept_bytes if conventional.kept_bytes else math.nan
@@ -516,3 +547,36 @@ def _by_policy(s):
         stored = name in kept or name in freed
         if stored and (s.gated or name not in ("b", "act_a")):
             yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in kept else freed[name])
+
+
+# The backward: `moeblaze_ref.layer.backward` over the raw CUDA stages ------------------------------------------------
+
+_DIES_AT = {  # a and b become d_a and d_b where they are; the last three are kept by a policy and read by nobody
+    **{"a": "d_w1", "b": "d_w2", "y_swi": "gate_terms"},
+    **dict.fromkeys(("routed_x", "act_a", "y"), "d_out"),
+}
+
+
+def _backward(s, C):
+    """What the backward is given and makes, in order of birth; a name with a prime is that of a tensor made again."""
+    hidden, weights = (s.R, s.h), (s.E, s.d, s.h)
+    yield Tensor("d_out", (s.L, s.d), s.dtype)
+    if "a" not in INTERMEDIATES[s.policy]:
+        yield Tensor("a'", hidden, s.dtype, until="d_w1")
+        if s.gated:
+            yield Tensor("b'", hidden, s.dtype, until="d_w2")
+    yield Tensor("gated_y", hidden, s.dtype, until="d_w3")
+    yield Tensor("d_gates", (s.L, s.k), s.wide, until="d_logits")
+    yield Tensor("gate_of_row", (s.R,), s.wide, until="gate_terms")
+    yield Tensor("gate_terms", (s.R, C), s.wide, until="gate_terms")
+    yield Tensor("d_w3", (s.E, s.h, s.d), s.dtype)
+    yield Tensor("d_x", (s.L, s.d), s.dtype)
+    yield Tensor("d_x_rows", (s.R, s.d), s.dtype, until="d_x_rows")
+    yield Tensor("d_w1", weights, s.dtype)
+    if s.gated:
+        yield Tensor("d_w2", weights, s.dtype)
+    yield Tensor("logits'", (s.L, s.E), s.wide, until="d_logits")
+    yield Tensor("probs'", (s.L, s.E), s.wide, until="d_logits")
+    yield Tensor("d_logits", (s.L, s.E), s.wide, until="d_wg")
+    yield Tensor("d_x_router", (s.L, s.d), s.dtype, until="d_wg")
+    yield Tensor("d_wg", (s.d, s.E), s.dtype)

@@ -9,7 +9,7 @@ from moeblaze_ref.cases import every_choice
 from moeblaze_ref.config import POLICIES, MoEConfig
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.memory import measure
-from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.memory.accounting import account, step_account
 from moeblaze_ref.torch_layer import MoELayer
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
@@ -68,6 +68,23 @@ def test_the_allocators_peak_is_the_accountings_within_two_percent(policy):
     one = account(CONFIG, "moeblaze", policy)
     expected = one.peak_bytes - x.nbytes  # which was there before
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(policy, activation):
+    layer, x = make_layer(policy=policy, activation=activation), make_x()
+    d_out, leaves = torch.randn_like(x), [x, *layer.parameters()]
+    torch.autograd.grad(layer(x).out, leaves, d_out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = torch.autograd.grad(layer(x).out, leaves, d_out)
+    torch.cuda.synchronize()
+    expected = step_account(CONFIG.replace(activation=activation), policy).peak_bytes
+    expected -= x.nbytes + d_out.nbytes  # which were there before
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.02)
+    assert len(gradients) == len(leaves)
 
 
 def test_everything_comes_from_torchs_allocator_and_returns_to_it():
