@@ -11,6 +11,7 @@ import math
 import numbers
 import operator
 from contextvars import ContextVar
+from weakref import WeakSet
 
 from moeblaze_ref.structures import Dispatch
 
@@ -200,11 +201,19 @@ def check_kernel_limits(num_experts, k):
     check_int("k", k, at_least=1, at_most=MAX_TOP_K)
 
 
+_name_of = functools.cache(str)  # numpy spells a dtype's name anew each time, and a step asks hundreds of times
+
+
+def dtype_of(array) -> str:
+    """The name of an array's dtype."""
+    return _name_of(array.dtype)
+
+
 def check_array(name, array, rank, dtypes, contiguous=True):
     """``array`` is an array of this rank, one of these dtypes and, if asked, C-contiguous."""
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(f"{name} is a {type(array).__name__}, but it must be an array of {' or '.join(dtypes)}")
-    if str(array.dtype) not in dtypes:
+    if dtype_of(array) not in dtypes:
         raise TypeError(f"{name} has dtype {array.dtype}, but it must be {' or '.join(dtypes)}")
     if array.ndim != rank:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must have {rank} dimensions")
@@ -218,6 +227,8 @@ def check_array(name, array, rank, dtypes, contiguous=True):
 def check_shape(name, array, shape):
     """``array`` has this shape; ``shape`` maps symbols to sizes, such as {"L": 5, "d": 8}; None is any size."""
     sizes = tuple(shape.values())
+    if sizes == array.shape:
+        return
     fits = len(sizes) == array.ndim and all(size in (None, n) for size, n in zip(sizes, array.shape, strict=True))
     if not fits:
         expected = ", ".join(symbol if size is None else f"{symbol}={size}" for symbol, size in shape.items())
@@ -289,13 +300,14 @@ def check_not_negative(name, array):
 
 
 @_scans
-def check_sums(name, array):
-    """The sum of every row of ``array`` (n, m) is above 0, so that it may be divided by."""
-    sums = array.sum(axis=1)
+def check_chosen_sums(name, array, chosen):
+    """The elements of every row of ``array`` (n, m) in its ``chosen`` (n, k) columns add up to above 0."""
+    rows = numbers_of(chosen[:, 0])[:, None]  # (n, 1)
+    sums = array[rows, chosen].sum(axis=1)
     wrong = ~(sums > 0)
     if bool(wrong.any()):
         (row,) = _first(wrong)
-        raise ValueError(f"the {name} of row {row} add up to {float(sums[row])}, but their sum must be above 0")
+        raise ValueError(f"the chosen {name} of row {row} add up to {float(sums[row])}, but their sum must be above 0")
 
 
 @_scans
@@ -315,6 +327,20 @@ def check_dispatch(dispatch):
     expert, and expert_token_indices holds its token there.
     """
     check_type("dispatch", dispatch, Dispatch)
+    if not (_trusting.get() and dispatch in _well_formed):  # each stage of a layer asks
+        _check_form(dispatch)
+        _well_formed.add(dispatch)
+    check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
+    check_index("token_expert_indices", dispatch.token_expert_indices, dispatch.E, "experts")
+    check_index("token_index_map", dispatch.token_index_map, dispatch.R, "routed rows")
+    _check_slots(dispatch)
+
+
+_well_formed = WeakSet()  # Dispatches whose arrays fit each other
+
+
+def _check_form(dispatch):
+    """Dtypes and shapes, which a Dispatch never changes, and offsets that rise from 0 to R."""
     check_int("dispatch.k", dispatch.k, at_least=1)
     for name, array in dispatch.arrays().items():
         check_array(name, array, rank=1, dtypes=("int32",))
@@ -324,10 +350,6 @@ def check_dispatch(dispatch):
         raise ValueError(f"dispatch has R = {dispatch.R} routed rows, but R must be a multiple of k = {dispatch.k}")
     check_int("E, one less than the expert_token_offsets,", dispatch.E, at_least=1)
     check_offsets(dispatch.expert_token_offsets, dispatch.E, dispatch.R)
-    check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
-    check_index("token_expert_indices", dispatch.token_expert_indices, dispatch.E, "experts")
-    check_index("token_index_map", dispatch.token_index_map, dispatch.R, "routed rows")
-    _check_slots(dispatch)
 
 
 @_scans

@@ -252,7 +252,7 @@ def backward(
     doors.check_type("saved", saved, Saved)
     _check(dtypes, saved.x, weights, saved.dispatch.k, saved.activation)
     L, d = saved.x.shape
-    doors.check_tensor("d_out", d_out, {"L": L, "d": d}, (str(saved.x.dtype),))
+    doors.check_tensor("d_out", d_out, {"L": L, "d": d}, (doors.dtype_of(saved.x),))
     d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
     for name, value in d_losses.items():
         doors.check_scalar(name, value)

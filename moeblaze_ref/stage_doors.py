@@ -8,14 +8,14 @@ from moeblaze_ref.structures import EMPTY, HIDDEN
 def check_router(x, wg, dtypes):
     """x (L, d) and wg (d, E) belong together."""
     doors.check_tensor("x", x, {"L": None, "d": None}, dtypes)
-    doors.check_tensor("wg", wg, {"d": x.shape[1], "E": None}, (str(x.dtype),))
+    doors.check_tensor("wg", wg, {"d": x.shape[1], "E": None}, (doors.dtype_of(x),))
 
 
 def check_router_backward(d_logits, x, wg, dtypes, logit_dtypes=None):
     """As `check_router`; d_logits (L, E) has the dtype of x unless ``logit_dtypes`` names others."""
     check_router(x, wg, dtypes)
     shape = {"L": x.shape[0], "E": wg.shape[1]}
-    doors.check_tensor("d_logits", d_logits, shape, logit_dtypes or (str(x.dtype),))
+    doors.check_tensor("d_logits", d_logits, shape, logit_dtypes or (doors.dtype_of(x),))
 
 
 def check_dense_map(dense_map):
@@ -75,17 +75,16 @@ def check_gating_backward(d_gates, probs, topk_experts, renormalize, dtypes):
     """As `check_routing`, d_gates (L, k) has the dtype of probs, and gates to renormalise have a sum."""
     check_routing(probs, topk_experts, dtypes)
     num_tokens, k = topk_experts.shape
-    doors.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (str(probs.dtype),))
+    doors.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (doors.dtype_of(probs),))
     if renormalize:
-        tokens = doors.numbers_of(topk_experts[:, 0])[:, None]  # (L, 1)
-        doors.check_sums("probs of the chosen experts", probs[tokens, topk_experts])
+        doors.check_chosen_sums("probs", probs, topk_experts)
 
 
 def check_expert_up(x, w1, w2, dispatch, dtypes):
     """x (L, d), w1 and w2 (E, d, h) and the Dispatch belong together; w2 may be None."""
     doors.check_dispatch(dispatch)
     doors.check_tensor("x", x, {"L": dispatch.L, "d": None}, dtypes)
-    same = (str(x.dtype),)
+    same = (doors.dtype_of(x),)
     doors.check_tensor("w1", w1, {"E": dispatch.E, "d": x.shape[1], "h": None}, same)
     if w2 is not None:
         doors.check_tensor("w2", w2, {"E": dispatch.E, "d": x.shape[1], "h": w1.shape[2]}, same)
@@ -104,7 +103,7 @@ def check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, dtypes):
     doors.check_second_projection("d_b", d_b, w2 is not None)
     doors.check_dispatch(dispatch)
     doors.check_tensor("d_a", d_a, {"R": dispatch.R, "h": None}, dtypes)
-    same, h = (str(d_a.dtype),), d_a.shape[1]
+    same, h = (doors.dtype_of(d_a),), d_a.shape[1]
     doors.check_tensor("w1", w1, {"E": dispatch.E, "d": None, "h": h}, same)
     if w2 is not None:
         doors.check_tensor("w2", w2, {"E": dispatch.E, "d": w1.shape[1], "h": h}, same)
@@ -115,14 +114,14 @@ def check_expert_up_weight_gradient(d_hidden, x, dispatch, dtypes):
     """d_hidden (R, h), x (L, d) and the Dispatch belong together."""
     doors.check_dispatch(dispatch)
     doors.check_tensor("x", x, {"L": dispatch.L, "d": None}, dtypes)
-    doors.check_tensor("d_hidden", d_hidden, {"R": dispatch.R, "h": None}, (str(x.dtype),))
+    doors.check_tensor("d_hidden", d_hidden, {"R": dispatch.R, "h": None}, (doors.dtype_of(x),))
 
 
 def check_expert_down_forward(y_swi, w3, dispatch, dtypes):
     """y_swi (R, h), w3 (E, h, d) and the Dispatch belong together."""
     doors.check_dispatch(dispatch)
     doors.check_tensor("y_swi", y_swi, {"R": dispatch.R, "h": None}, dtypes)
-    doors.check_tensor("w3", w3, {"E": dispatch.E, "h": y_swi.shape[1], "d": None}, (str(y_swi.dtype),))
+    doors.check_tensor("w3", w3, {"E": dispatch.E, "h": y_swi.shape[1], "d": None}, (doors.dtype_of(y_swi),))
 
 
 def check_expert_down_hidden_gradients(
@@ -136,7 +135,7 @@ def check_expert_down_hidden_gradients(
     doors.check_second_projection("b", b, is_gated(activation), activation)
     doors.check_dispatch(dispatch)
     doors.check_tensor("a", a, {"R": dispatch.R, "h": None}, dtypes)
-    hidden, same = {"R": dispatch.R, "h": a.shape[1]}, (str(a.dtype),)
+    hidden, same = {"R": dispatch.R, "h": a.shape[1]}, (doors.dtype_of(a),)
     doors.check_tensor("w3", w3, {"E": dispatch.E, "h": a.shape[1], "d": None}, same)
     doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": w3.shape[2]}, same)
     doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or same)
@@ -153,14 +152,14 @@ def check_expert_down_weight_gradient(gated_y, d_out, dispatch, dtypes):
     """gated_y (R, h), d_out (L, d) and the Dispatch belong together."""
     doors.check_dispatch(dispatch)
     doors.check_tensor("gated_y", gated_y, {"R": dispatch.R, "h": None}, dtypes)
-    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": None}, (str(gated_y.dtype),))
+    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": None}, (doors.dtype_of(gated_y),))
 
 
 def check_combine(y, gates, dispatch, dtypes, gate_dtypes=None):
     """y (R, d), gates (L, k) and the Dispatch belong together; gates have the dtype of y unless told otherwise."""
     doors.check_dispatch(dispatch)
     doors.check_tensor("y", y, {"R": dispatch.R, "d": None}, dtypes)
-    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or (str(y.dtype),))
+    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or (doors.dtype_of(y),))
 
 
 def check_layer(x, weights, k, activation, dtypes):
@@ -169,7 +168,7 @@ def check_layer(x, weights, k, activation, dtypes):
     doors.check_second_projection("w2", weights.w2, gated, activation)
     doors.check_tensor("x", x, {"L": None, "d": None}, dtypes)
     num_tokens, d = x.shape
-    same = (str(x.dtype),)
+    same = (doors.dtype_of(x),)
     doors.check_tensor("wg", weights.wg, {"d": d, "E": None}, same)
     num_experts = weights.wg.shape[1]
     doors.check_tensor("w1", weights.w1, {"E": num_experts, "d": d, "h": None}, same)
@@ -178,4 +177,4 @@ def check_layer(x, weights, k, activation, dtypes):
         doors.check_tensor("w2", weights.w2, {"E": num_experts, "d": d, "h": h}, same)
     doors.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
     # The configuration's own door checks the sizes, k and R.
-    MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=str(x.dtype))
+    MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=doors.dtype_of(x))

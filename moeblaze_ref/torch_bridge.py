@@ -39,7 +39,7 @@ class CpuBridge(Bridge):
     """numpy arrays, and the SIMT executor without its counts; numpy's bfloat16 comes from ml_dtypes."""
 
     def __init__(self):
-        self.executor = SimtExecutor(instrumented=False)
+        self.executor = SimtExecutor(instrumented=False, follows_edits=False)
 
     def _array(self, tensor):
         if tensor.dtype == torch.bfloat16:

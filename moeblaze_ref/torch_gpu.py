@@ -47,7 +47,7 @@ class GpuBridge(Bridge):
 
     def __init__(self, device: torch.device):
         self._device = device
-        self.executor = TorchCupyExecutor()
+        self.executor = TorchCupyExecutor(follows_edits=False)
 
     @contextmanager
     def running(self):

@@ -611,7 +611,7 @@ LAST_TWO = np.int32([[2, 3], [2, 3]])
 @pytest.mark.parametrize(("backend", "rung"), [("numpy", None), *HERE])
 def test_gates_that_add_up_to_nothing_are_not_renormalised(backend, rung):
     stage = opened(backend, rung)
-    with pytest.raises(ValueError, match="the probs of the chosen experts of row 0 add up to 0.0, but their sum must"):
+    with pytest.raises(ValueError, match="the chosen probs of row 0 add up to 0.0, but their sum must"):
         stage.backward(np.ones((2, 2), np.float32), UNLIKELY, LAST_TWO, True)
     assert np.isfinite(stage.backward(np.ones((2, 2), np.float32), UNLIKELY, LAST_TWO, False)).all()
 

@@ -1,5 +1,7 @@
 """The SIMT executor: what it runs, what it counts, and the faults that it must name."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -603,6 +605,14 @@ def test_an_unchanged_file_is_compiled_once(monkeypatch):
     SIMT.load("test.cu", text=COPIES)
     monkeypatch.setattr(build, "build_kernels", None)
     SIMT.load("test.cu", text=COPIES)
+
+
+def test_an_executor_that_follows_no_edits_looks_at_no_file_again(monkeypatch):
+    executor = SimtExecutor(follows_edits=False)
+    first = executor.load("dispatch/1_dense_map.cu", THREADS=32)
+    monkeypatch.setattr(Path, "stat", None)
+    monkeypatch.setattr(Path, "read_text", None)
+    assert executor.load("dispatch/1_dense_map.cu", THREADS=32).source is first.source
 
 
 def test_a_compile_error_shows_the_line_of_the_kernel_file():

@@ -34,7 +34,7 @@ def act(a: Array, activation: str, executor: Executor | None = None) -> Array:
     doors.check_name("activation", activation, ACTIVATIONS)
     doors.check_tensor("a", a, {"R": None, "h": None}, gemm.WIDE)
     executor = executor or executor_for(a)
-    act_a = executor.empty(a.shape, str(a.dtype))  # (R, h)
+    act_a = executor.empty(a.shape, doors.dtype_of(a))  # (R, h)
     if a.size:
         module = executor.load("activation/1_elementwise.cu", **gemm.constants(a, activation))
         module.launch("act", **gemm.per_element(a.size), a=a, act_a=act_a, R=a.shape[0], h=a.shape[1])

@@ -1,6 +1,6 @@
 """The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
 
-from moeblaze_ref import stage_doors
+from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array, Dispatch
@@ -44,7 +44,7 @@ def forward(
     gemm.check_widths(rung, d=w3.shape[2], h=w3.shape[1])
     executor = executor or executor_for(y_swi)
     _, h, d = w3.shape
-    y = executor.empty((dispatch.R, d), str(y_swi.dtype))
+    y = executor.empty((dispatch.R, d), doors.dtype_of(y_swi))
     if dispatch.R:
         # The kernel does not depend on the activation.
         module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(y_swi, "swiglu"))
@@ -114,7 +114,7 @@ def hidden_gradients(
     gemm.check_rung("expert_down", rung, RUNGS, a)
     _, h, d = w3.shape
     gemm.check_widths(rung, d=d, h=h)
-    executor, dtype = executor or executor_for(a), str(a.dtype)
+    executor, dtype = executor or executor_for(a), doors.dtype_of(a)
     d_a, d_b = (a, b) if overwrite else (like if like is None else executor.empty(like.shape, dtype) for like in (a, b))
     gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
@@ -183,7 +183,7 @@ def weight_gradient(
     E, h, d = dispatch.E, gated_y.shape[1], d_out.shape[1]
     gemm.check_widths(rung, d=d, h=h)
     executor = executor or executor_for(d_out)
-    d_w3 = executor.empty((E, h, d), str(d_out.dtype))
+    d_w3 = executor.empty((E, h, d), doors.dtype_of(d_out))
     # The kernel does not depend on the activation.
     module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(d_out, "swiglu"))
     module.launch(

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from moeblaze_ref import stage_doors
+from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import HIDDEN, Array, Dispatch
@@ -61,7 +61,7 @@ def forward(
     _, d, h = w1.shape
     gemm.check_widths(rung, d=d, h=h)
     stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
-    a, b, y_swi = (executor.empty((dispatch.R, h), str(x.dtype)) if stored[name] else None for name in HIDDEN)
+    a, b, y_swi = (executor.empty((dispatch.R, h), doors.dtype_of(x)) if stored[name] else None for name in HIDDEN)
     if dispatch.R:
         left_out = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
         module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, activation), **left_out)
@@ -122,7 +122,7 @@ def input_gradient(
     _, d, h = w1.shape
     gemm.check_widths(rung, d=d, h=h)
     executor = executor or executor_for(d_a)
-    d_x = executor.empty((dispatch.L, d), str(d_a.dtype))
+    d_x = executor.empty((dispatch.L, d), doors.dtype_of(d_a))
     if dispatch.R == 0:
         return d_x
     # The kernels depend on whether there is a gate, not on the activation.
@@ -142,7 +142,7 @@ def _sum_on_the_fly(executor, module, rung, operands, dispatch, d_x):
 def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x):
     """d_x by a product of tiles and a sum."""
     d = operands["d"]
-    rows = executor.empty((dispatch.R, d), str(d_x.dtype))
+    rows = executor.empty((dispatch.R, d), doors.dtype_of(d_x))
     offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
     module.launch("d_x_rows", **gemm.rows_launch(rung, dispatch, d), **operands, **offsets, rows=rows)
     slots = {"token_index_map": dispatch.token_index_map, "L": dispatch.L, "k": dispatch.k}
@@ -183,7 +183,7 @@ def weight_gradient(
     E, d, h = dispatch.E, x.shape[1], d_hidden.shape[1]
     gemm.check_widths(rung, d=d, h=h)
     executor = executor or executor_for(x)
-    d_w = executor.empty((E, d, h), str(x.dtype))
+    d_w = executor.empty((E, d, h), doors.dtype_of(x))
     # The kernel does not depend on the activation.
     module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, "swiglu"))
     module.launch(

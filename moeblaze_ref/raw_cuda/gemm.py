@@ -20,20 +20,20 @@ BFLOAT16 = ml_dtypes.bfloat16
 
 def constants(array: Array, activation: str | None = None) -> dict[str, Any]:
     """Preprocessor constants of a kernel file for this dtype and activation."""
-    chosen = {"Scalar": C_TYPE[str(array.dtype)], "THREADS": THREADS}
+    chosen = {"Scalar": C_TYPE[doors.dtype_of(array)], "THREADS": THREADS}
     return chosen if activation is None else chosen | {"ACTIVATION": activation}
 
 
 def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
     """The array, or an empty one where an ungated activation has none: a pointer that no kernel follows."""
-    return executor.empty((0,), str(like.dtype)) if array is None else array
+    return executor.empty((0,), doors.dtype_of(like)) if array is None else array
 
 
 def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: Array):
     """The rung exists and computes in the array's dtype."""
     doors.check_name(f"rung of {stage}", rung, rungs)
-    if str(array.dtype) not in rungs[rung]:
-        able = [name for name, dtypes in rungs.items() if str(array.dtype) in dtypes]
+    if doors.dtype_of(array) not in rungs[rung]:
+        able = [name for name, dtypes in rungs.items() if doors.dtype_of(array) in dtypes]
         raise TypeError(
             f"rung {rung} of {stage} computes in {' or '.join(rungs[rung])}, but x is {array.dtype}"
             + (f"; rungs for it: {', '.join(able)}" if able else "")

@@ -78,7 +78,7 @@ def _stages(x, weights, executor, rung) -> layer.Stages:
     """The stages with the executor and the rung already chosen."""
     doors.check_type("weights", weights, MoEWeights)
     executor = executor or executor_for(x)
-    rung = rung or default_rung(str(x.dtype), *weights.w1.shape[1:])
+    rung = rung or default_rung(doors.dtype_of(x), *weights.w1.shape[1:])
     return layer.Stages(
         router=_Bound(router, executor=executor),
         gating=_Bound(gating, executor=executor),

@@ -3,7 +3,7 @@
 Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
 """
 
-from moeblaze_ref import stage_doors
+from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array
@@ -59,6 +59,6 @@ def backward(d_logits: Array, x: Array, wg: Array, executor: Executor | None = N
         As `forward`.
     """
     stage_doors.check_router_backward(d_logits, x, wg, gemm.WIDE, LOGIT_DTYPES)
-    executor, dtype = executor or executor_for(x), str(x.dtype)
+    executor, dtype = executor or executor_for(x), doors.dtype_of(x)
     rounded = d_logits.astype(x.dtype)
     return executor.matmul(rounded, wg.T, dtype), executor.matmul(x.T, rounded, dtype)

@@ -114,6 +114,74 @@ def test_it_runs_on_torchs_current_stream():
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+def fixed_step(layer, x, d_outputs, topk_experts=None):
+    """Outputs and gradients without an operation of torch's own in between."""
+    result = layer(x, topk_experts)
+    return (*result, *torch.autograd.grad(result[:3], [x, *layer.parameters()], d_outputs))
+
+
+def make_d_outputs(x):
+    return [
+        torch.randn_like(x, requires_grad=False),
+        torch.tensor(0.7, device="cuda"),
+        torch.tensor(0.3, device="cuda"),
+    ]
+
+
+CHOICES = {  # every policy, both kinds of layers and gates, every dtype
+    "minimal": {"renormalize": True},
+    "paper": {"activation": "gelu"},
+    "inputs": {"dtype": "float32"},
+    "conventional": {"dtype": "float16", "renormalize": True},
+}
+
+
+@pytest.mark.parametrize("policy", CHOICES)
+def test_a_captured_step_replays_on_new_inputs_with_the_same_bits(policy):
+    options = {"dtype": "bfloat16"} | CHOICES[policy]
+    layer, x = make_layer(policy=policy, **options), make_x(dtype=options["dtype"])
+    d_outputs, graph, aside = make_d_outputs(x), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(2):  # compiles, and lets cuBLAS take its workspace
+            fixed_step(layer, x, d_outputs)
+    torch.cuda.current_stream().wait_stream(aside)
+    with torch.cuda.graph(graph):
+        captured = fixed_step(layer, x, d_outputs)
+    for seed in range(3):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        with torch.no_grad():
+            for tensor in (x, layer.wg, d_outputs[0]):  # another routing too
+                tensor.copy_(torch.randn(tensor.shape, generator=generator, device="cuda") * tensor.std())
+        graph.replay()
+        replayed = [tensor.clone() for tensor in captured]
+        expected = fixed_step(layer, x, d_outputs)
+        assert all(torch.equal(*pair) for pair in zip(replayed, expected, strict=True))
+        assert seed == 0 or not torch.equal(replayed[3], chosen)
+        chosen = replayed[3]
+
+
+@pytest.mark.parametrize("policy", CHOICES)
+def test_the_host_never_waits_for_the_gpu(policy):
+    """A step returns while the GPU still sleeps before it; torch raises at each of its own waits."""
+    options = {"dtype": "bfloat16"} | CHOICES[policy]
+    layer, x = make_layer(policy=policy, **options), make_x(dtype=options["dtype"])
+    d_outputs = make_d_outputs(x)
+    expected = fixed_step(layer, x, d_outputs)
+    torch.cuda.synchronize()
+    slept = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    slept.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = fixed_step(layer, x, d_outputs)
+        awake = slept.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not awake
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
 def test_tensors_on_two_devices_are_refused():
     with pytest.raises(ValueError, match="wg is on cuda:0, but x is on cpu"):
         make_layer()(make_x().cpu())

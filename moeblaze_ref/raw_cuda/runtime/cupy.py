@@ -17,12 +17,14 @@ class CupyExecutor:
     ----------
     poisoned : bool
         Fill new arrays with `POISON`, so that an element that no kernel writes shows.
+    follows_edits : bool
+        Look at every `load` whether the file or a header has changed since it was compiled.
     """
 
     name = "cuda"
 
-    def __init__(self, poisoned: bool = False):
-        self.poisoned = poisoned
+    def __init__(self, poisoned: bool = False, follows_edits: bool = True):
+        self.poisoned, self.follows_edits = poisoned, follows_edits
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
         """A new device array, poisoned if the executor is asked to."""
@@ -44,7 +46,7 @@ class CupyExecutor:
     def load(self, file: str, text: str | None = None, **constants) -> "CupyModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
         key = file, text, tuple(sorted(constants.items())), cupy.cuda.Device().id
-        return _compile(*key, edition(file, text))
+        return _compile(*key, edition(file, text) if self.follows_edits else None)
 
 
 @functools.cache
@@ -70,10 +72,15 @@ class CupyModule(Module):
         headers = hashlib.sha256(source.headers.encode()).hexdigest()
         code = f"{source.text}\n// headers {headers}\n"
         self._module = cupy.RawModule(code=code, options=options, backend="nvrtc")
+        self._functions: dict[str, cupy.RawKernel] = {}
+        self._shared_bytes: dict[str, int] = {}  # dynamic shared memory that a kernel was allowed
 
     def _run(self, kernel, grid, block, shared_bytes, values):
         """Queue the kernel on the current stream."""
-        function = self._module.get_function(kernel)
-        if shared_bytes:
+        if kernel not in self._functions:
+            self._functions[kernel] = self._module.get_function(kernel)
+        function = self._functions[kernel]
+        if shared_bytes > self._shared_bytes.get(kernel, 0):
             function.max_dynamic_shared_size_bytes = shared_bytes  # with static memory it may pass the default 48 KiB
+            self._shared_bytes[kernel] = shared_bytes
         function(grid, block, tuple(values), shared_mem=shared_bytes)

@@ -3,6 +3,7 @@
 This reads declarations, not C++: what it cannot read it keeps, with the reason, for who asks for that kernel.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,20 +71,34 @@ class Parameter:
         return self._bind_array(kernel, value) if self.pointer else self._bind_scalar(kernel, value)
 
     def _bind_array(self, kernel, array):
-        name = f"argument {self.name} of kernel {kernel}"
-        doors.check_array(name, array, rank=getattr(array, "ndim", 0), dtypes=(self.dtype,))
-        if self.writable:
-            doors.check_writable(name, array)
+        flags = getattr(array, "flags", None)
+        plain = flags is not None and flags.c_contiguous and doors.dtype_of(array) == self.dtype
+        if not plain or (self.writable and not getattr(flags, "writeable", True)):
+            self._refuse(kernel, array)
         return array
 
+    def _refuse(self, kernel, array):
+        """Say what is wrong with an array: in a launch that is right, no sentence is made."""
+        name = f"argument {self.name} of kernel {kernel}"
+        doors.check_array(name, array, rank=getattr(array, "ndim", 0), dtypes=(self.dtype,))
+        doors.check_writable(name, array)
+
     def _bind_scalar(self, kernel, value):
-        name, dtype = f"argument {self.name} of kernel {kernel}", np.dtype(self.dtype)
-        if dtype.kind == "b":
-            return dtype.type(doors.check_int(name, value, 0, 1))
-        if dtype.kind in "iu":
-            limits = np.iinfo(dtype)
-            return dtype.type(doors.check_int(name, value, limits.min, limits.max))
-        return dtype.type(doors.check_float(name, value))
+        convert, low, high = _scalar(self.dtype)
+        if type(value) is int and low is not None and low <= value <= high:
+            return convert(value)
+        name = f"argument {self.name} of kernel {kernel}"
+        return convert(doors.check_float(name, value) if low is None else doors.check_int(name, value, low, high))
+
+
+@functools.cache
+def _scalar(dtype: str) -> tuple[type, int | None, int | None]:
+    """The type of a C scalar, and the limits of an integer."""
+    convert = np.dtype(dtype).type
+    if np.dtype(dtype).kind == "b":
+        return convert, 0, 1
+    limits = np.iinfo(dtype) if np.dtype(dtype).kind in "iu" else None
+    return (convert, int(limits.min), int(limits.max)) if limits else (convert, None, None)
 
 
 @dataclass(frozen=True)

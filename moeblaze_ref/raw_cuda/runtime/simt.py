@@ -141,12 +141,16 @@ class SimtExecutor:
         Operating-system threads; one per core by default.
     seed : int
         0 runs a block's threads in order; any other value in a random order that it decides.
+    follows_edits : bool
+        Look at every `load` whether the file or a header has changed since it was compiled.
     """
 
     name = "simt"
 
-    def __init__(self, instrumented: bool = True, workers: int | None = None, seed: int = 0):
-        self.instrumented = instrumented
+    def __init__(
+        self, instrumented: bool = True, workers: int | None = None, seed: int = 0, follows_edits: bool = True
+    ):
+        self.instrumented, self.follows_edits = instrumented, follows_edits
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = doors.check_int("workers", workers or min(cores, MAX_WORKERS), at_least=1, at_most=MAX_WORKERS)
         self.seed = doors.check_int("seed", seed, at_least=0, at_most=2**63)
@@ -171,7 +175,7 @@ class SimtExecutor:
     def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
         key = file, text, tuple(sorted(constants.items())), self.instrumented
-        return SimtModule(self, _compile(*key, edition(file, text)))
+        return SimtModule(self, _compile(*key, edition(file, text) if self.follows_edits else None))
 
     @contextmanager
     def recording(self) -> Iterator[list[LaunchReport]]:

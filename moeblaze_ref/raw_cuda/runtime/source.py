@@ -4,6 +4,7 @@ Arguments are passed by name and converted to the declared C type here, once for
 executors, so that a Python float can never arrive as a double.
 """
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class KernelSource:
         """
         parameters = self.declarations.parameters(kernel)
         names = [parameter.name for parameter in parameters]
-        if sorted(names) != sorted(arguments):
+        if arguments.keys() != {*names}:
             raise ValueError(f"kernel {kernel} takes ({', '.join(names)}), but was given ({', '.join(arguments)})")
         return [parameter.bind(kernel, arguments[parameter.name]) for parameter in parameters]
 
@@ -179,13 +180,22 @@ class Module(ABC):
         KernelFault
             On the SIMT executor: if a thread leaves its buffers, waits for one that never comes, or traps.
         """
-        grid, block = three(grid), three(block)
-        check_launch(kernel, grid, block, shared_bytes)
+        grid, block = checked_sizes(kernel, grid, block, shared_bytes)
         self._run(kernel, grid, block, shared_bytes, self.source.bind(kernel, arguments))
 
     @abstractmethod
     def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: list[Any]) -> None:
         """Run a checked launch; ``values`` are in declared order and type."""
+
+
+@functools.lru_cache(maxsize=4096)  # a training loop launches the same sizes again and again
+def checked_sizes(
+    kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...], shared_bytes: int
+) -> tuple[Size, Size]:
+    """Grid and block in three dimensions, once a GPU would accept them."""
+    grid, block = three(grid), three(block)
+    check_launch(kernel, grid, block, shared_bytes)
+    return grid, block
 
 
 def three(size: int | tuple[int, ...]) -> Size:
