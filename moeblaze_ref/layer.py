@@ -5,6 +5,7 @@ what survives from forward to backward, which is the memory wall. ``numpy_ref.la
 and ``raw_cuda.layer`` are this body with their own stages.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -86,14 +87,14 @@ class LayerOutput(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward returns."""
+    """What the backward returns; None for what was not wanted."""
 
-    d_x: Array  # (L, d)
-    d_wg: Array  # (d, E)
-    d_w1: Array  # (E, d, h)
-    d_w2: Array | None  # (E, d, h); None for the ungated activations
-    d_w3: Array  # (E, h, d)
-    d_gates: Array  # (L, k)
+    d_x: Array | None  # (L, d)
+    d_wg: Array | None  # (d, E)
+    d_w1: Array | None  # (E, d, h)
+    d_w2: Array | None  # (E, d, h); None for the ungated activations too
+    d_w3: Array | None  # (E, h, d)
+    d_gates: Array  # (L, k); on the way to all others
 
 
 def forward(
@@ -206,6 +207,7 @@ def backward(
     d_load_balancing_loss: float | Array = 0.0,
     d_router_z_loss: float | Array = 0.0,
     overwrite: bool = False,
+    wanted: Collection[str] = Gradients._fields,
 ) -> Gradients:
     """Every gradient of the layer, from those of its output and of its two losses.
 
@@ -223,6 +225,8 @@ def backward(
         Gradients of the two losses.
     overwrite : bool
         The intermediates of ``saved`` are overwritten and given up: a second backward with them raises.
+    wanted : collection of str
+        Names in `Gradients`; what nobody wants is not computed.
 
     Returns
     -------
@@ -233,7 +237,7 @@ def backward(
     Raises
     ------
     ValueError, TypeError
-        As `forward`, and if a loss gradient is no finite number.
+        As `forward`, and if a loss gradient is no finite number or a wanted gradient is unknown.
     RuntimeError
         If an earlier backward has overwritten the intermediates of ``saved``.
 
@@ -256,25 +260,35 @@ def backward(
     d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
     for name, value in d_losses.items():
         doors.check_scalar(name, value)
-    dispatch, kept = saved.dispatch, INTERMEDIATES[saved.policy]
+    for name in wanted:
+        doors.check_name("gradient", name, Gradients._fields)
+
+    def if_wanted(name, gradient, *operands):
+        return gradient(*operands) if name in wanted else None
+
+    up, down, router, dispatch = stages.expert_up, stages.expert_down, stages.router, saved.dispatch
+    private = overwrite or not INTERMEDIATES[saved.policy]
     with doors.trusted_values():
         a, b, y_swi = _rebuild(stages, saved, weights)
         if overwrite:
             saved.intermediates.clear()
-        d_a, d_b, gated_y, d_gates = stages.expert_down.hidden_gradients(
-            d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, overwrite or not kept
+        d_a, d_b, gated_y, d_gates = down.hidden_gradients(
+            d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, private
         )
         del a, b, y_swi
-        d_w3 = stages.expert_down.weight_gradient(gated_y, d_out, dispatch)
+        d_w3 = if_wanted("d_w3", down.weight_gradient, gated_y, d_out, dispatch)
         del gated_y
-        d_x = stages.expert_up.input_gradient(d_a, d_b, weights.w1, weights.w2, dispatch)
-        d_w1 = stages.expert_up.weight_gradient(d_a, saved.x, dispatch)
+        d_x = if_wanted("d_x", up.input_gradient, d_a, d_b, weights.w1, weights.w2, dispatch)
+        d_w1 = if_wanted("d_w1", up.weight_gradient, d_a, saved.x, dispatch)
         del d_a
-        d_w2 = None if d_b is None else stages.expert_up.weight_gradient(d_b, saved.x, dispatch)
+        d_w2 = None if d_b is None else if_wanted("d_w2", up.weight_gradient, d_b, saved.x, dispatch)
         del d_b
-        d_logits = _router_gradient(stages, d_gates, saved, weights.wg, *d_losses.values())  # (L, E)
-        d_x_router, d_wg = stages.router.backward(d_logits, saved.x, weights.wg)
-        d_x += d_x_router
+        d_wg = None
+        if "d_x" in wanted or "d_wg" in wanted:
+            d_logits = _router_gradient(stages, d_gates, saved, weights.wg, *d_losses.values())  # (L, E)
+            d_wg = if_wanted("d_wg", router.weight_gradient, d_logits, saved.x)
+            if "d_x" in wanted:
+                d_x += router.input_gradient(d_logits, weights.wg)
     return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
 
 

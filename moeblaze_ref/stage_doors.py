@@ -11,11 +11,16 @@ def check_router(x, wg, dtypes):
     doors.check_tensor("wg", wg, {"d": x.shape[1], "E": None}, (doors.dtype_of(x),))
 
 
-def check_router_backward(d_logits, x, wg, dtypes, logit_dtypes=None):
-    """As `check_router`; d_logits (L, E) has the dtype of x unless ``logit_dtypes`` names others."""
-    check_router(x, wg, dtypes)
-    shape = {"L": x.shape[0], "E": wg.shape[1]}
-    doors.check_tensor("d_logits", d_logits, shape, logit_dtypes or (doors.dtype_of(x),))
+def check_router_input_gradient(d_logits, wg, dtypes, logit_dtypes=None):
+    """d_logits (L, E) and wg (d, E) belong together; one dtype unless ``logit_dtypes`` names those of d_logits."""
+    doors.check_tensor("wg", wg, {"d": None, "E": None}, dtypes)
+    doors.check_tensor("d_logits", d_logits, {"L": None, "E": wg.shape[1]}, logit_dtypes or (doors.dtype_of(wg),))
+
+
+def check_router_weight_gradient(d_logits, x, dtypes, logit_dtypes=None):
+    """d_logits (L, E) and x (L, d) belong together; one dtype unless ``logit_dtypes`` names those of d_logits."""
+    doors.check_tensor("x", x, {"L": None, "d": None}, dtypes)
+    doors.check_tensor("d_logits", d_logits, {"L": x.shape[0], "E": None}, logit_dtypes or (doors.dtype_of(x),))
 
 
 def check_dense_map(dense_map):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import POLICIES
-from moeblaze_ref.layer import MoEWeights, Saved
+from moeblaze_ref.layer import Gradients, MoEWeights, Saved
 from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
@@ -175,6 +175,7 @@ class _Layer(torch.autograd.Function):
                 MoEWeights(*(bridge.array(w) for w in weights)),
                 *d_losses,
                 overwrite=overwrite,
+                wanted=[name for name, needed in zip(Gradients._fields, ctx.needs_input_grad[1:6]) if needed],
                 executor=bridge.executor,
                 rung=ctx.options.rung,
             )
@@ -216,9 +217,10 @@ def _check_tensors(x, weights):
 def _cast(x, weights):
     """x and the weights, contiguous, in autocast's dtype where that is on; autograd casts their gradients back."""
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    casts = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if casts else x.dtype
     for name, weight in zip(MoEWeights._fields, weights, strict=True):
-        if weight is not None and weight.dtype != dtype and not torch.is_autocast_enabled(device):
+        if weight is not None and weight.dtype != dtype and not casts:
             raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
     return x.to(dtype), tuple(None if w is None else w.to(dtype).contiguous() for w in weights)
 

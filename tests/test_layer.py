@@ -259,7 +259,7 @@ def test_buffers_are_freed_as_soon_as_they_are_dead(monkeypatch):
     watch(expert_down, "weight_gradient")
     watch(expert_up, "input_gradient")
     watch(expert_up, "weight_gradient")
-    watch(router, "backward")
+    watch(router, "weight_gradient")
     layer.backward(case.d_out, saved, case.weights, overwrite=True)
     in_place = {"a", "b", "d_a", "d_b"}
     assert alive == [
@@ -268,8 +268,52 @@ def test_buffers_are_freed_as_soon_as_they_are_dead(monkeypatch):
         ("input_gradient", in_place),
         ("weight_gradient", in_place),
         ("weight_gradient", {"b", "d_b"}),
-        ("backward", set()),
+        ("weight_gradient", set()),
     ]
+
+
+STAGES_OF = {  # what must run for a gradient, beside hidden_gradients and what it takes to come to d_logits
+    "d_x": {"expert_up.input_gradient", "gating.backward", "router.input_gradient"},
+    "d_wg": {"gating.backward", "router.weight_gradient"},
+    "d_w1": {"expert_up.weight_gradient of a"},
+    "d_w2": {"expert_up.weight_gradient of b"},
+    "d_w3": {"expert_down.weight_gradient"},
+    "d_gates": set(),
+}
+
+
+@pytest.mark.parametrize(
+    "wanted", [(), *((name,) for name in STAGES_OF), ("d_x", "d_w2"), tuple(STAGES_OF)], ids="+".join
+)
+def test_what_nobody_wants_is_not_computed(wanted, monkeypatch):
+    case, ran = RAGGED.case(), set()
+    output, expected = run(case, RAGGED.k)
+
+    def watch(module, name):
+        function, stage = getattr(module, name), f"{module.__name__.rpartition('.')[2]}.{name}"
+
+        def watched(*args):
+            values = function(*args)
+            which = f" of {'a' if np.array_equal(values, expected.d_w1) else 'b'}" if values.shape == W.w1.shape else ""
+            ran.add(stage + which)
+            return values
+
+        monkeypatch.setattr(module, name, watched)
+
+    for module, name in (
+        (expert_up, "input_gradient"),
+        (expert_up, "weight_gradient"),
+        (expert_down, "weight_gradient"),
+        (gating, "backward"),
+        (router, "input_gradient"),
+        (router, "weight_gradient"),
+    ):
+        watch(module, name)
+    found = layer.backward(case.d_out, output.saved, case.weights, wanted=wanted)
+    for name, gradient, truth in zip(Gradients._fields, found, expected, strict=True):
+        assert (gradient is not None) == (name in wanted or name == "d_gates")
+        assert gradient is None or np.array_equal(gradient, truth)
+    assert ran == set().union(*(STAGES_OF[name] for name in wanted))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -414,6 +458,7 @@ SAVED = layer.forward(X, W, RAGGED.k).saved
         (dict(weights=W._replace(wg=W.wg[:, 1:])), ValueError, "w1 has shape"),
         (dict(weights=W._replace(w2=None)), ValueError, "w2 is None, but swiglu is gated"),
         (dict(d_load_balancing_loss=float("inf")), ValueError, "d_load_balancing_loss is inf"),
+        (dict(wanted=["d_w4"]), ValueError, "unknown gradient 'd_w4'. Did you mean"),
         (dict(d_router_z_loss="1e-3 of it"), TypeError, "d_router_z_loss is '1e-3 of it'"),
     ],
 )

@@ -120,7 +120,9 @@ def test_an_ungated_layer_has_no_second_projection():
 def test_activations_far_from_zero_do_not_overflow(name):
     far = np.array([[-1e4, -90.0, 90.0, 1e4]], np.float32)
     reached = np.square(far) if name == "relu2" else far
-    np.testing.assert_allclose(activation_stage.act(far, name), np.where(far > 0, reached, 0.0), atol=1e-30)
+    found = activation_stage.act(far, name)
+    np.testing.assert_allclose(found[far > 0], reached[far > 0], rtol=1e-7)
+    np.testing.assert_allclose(found[far < 0], 0.0, atol=1e-30)  # not all reach it: exp(-90) is a number
 
 
 def test_the_same_bits_every_time():
@@ -443,7 +445,7 @@ def test_the_slope_of_another_activation_is_caught(activation, monkeypatch):
 
 
 LAYER_FAULTS = {
-    "d_x without the router's share": ("layer", "d_x += d_x_router", "d_x_router"),
+    "d_x without the router's share": ("layer", "d_x += router", "router"),
     "gates not renormalised in the backward": ("layer", "probs, chosen, saved.renormalize)", "probs, chosen, False)"),
     "no balancing loss": ("layer", "d_logits += d_load_balancing_loss *", "d_logits +="),
     "no z-loss": ("layer", "d_logits += d_router_z_loss *", "d_logits +="),

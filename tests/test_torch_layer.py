@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moeblaze_ref import check, oracle
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import every_choice
+from moeblaze_ref.cases import every_choice, relative_error
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.oracle import OracleMoE
 from moeblaze_ref.raw_cuda import expert_down, expert_up, gating, router
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
 from moeblaze_ref.torch_layer import MoELayer, keep_routing
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
@@ -141,10 +143,10 @@ def test_the_backward_frees_what_the_forward_kept(retain, monkeypatch):
 
     def watched(*arguments, **options):
         alive.append(sum(not storage.expired() for storage in kept))
-        return backward(*arguments, **options)
+        return gradient(*arguments, **options)
 
-    backward = router.backward
-    monkeypatch.setattr(router, "backward", watched)
+    gradient = router.weight_gradient
+    monkeypatch.setattr(router, "weight_gradient", watched)
     out.sum().backward(retain_graph=retain)
     assert alive == [6 if retain else 0]
 
@@ -210,6 +212,48 @@ def test_frozen_weights_get_no_gradient():
     loss_of(layer(x)).backward()
     assert layer.w1.grad is None
     assert torch.equal(layer.w3.grad, expected["w3"])
+
+
+# What a step launches in its backward, by what needs a gradient: its own kernels, and products by a library ("matmul").
+EVERY_LAUNCH = Counter(
+    ["gate_rows", "d_hidden", "d_gates", "d_w3", "d_x_rows", "sum_rows", "d_w", "d_w", "softmax_top_k"]
+    + ["gates_backward", "matmul", "matmul", "matmul"]
+)
+NOT_WITHOUT = {
+    "x": Counter(["d_x_rows", "sum_rows", "matmul"]),
+    "wg": Counter(["matmul"]),
+    "w1": Counter(["d_w"]),
+    "w2": Counter(["d_w"]),
+    "w3": Counter(["d_w3"]),
+    "x and wg": Counter(["d_x_rows", "sum_rows", "softmax_top_k", "gates_backward", "matmul", "matmul", "matmul"]),
+}
+
+
+@pytest.mark.parametrize("frozen", NOT_WITHOUT)
+def test_what_is_frozen_costs_no_launch(frozen, monkeypatch):
+    layer, x, launched = make_layer(), make_x(), Counter()
+    expected = torch.autograd.grad(layer(x).out.sum(), [x, *layer.parameters()])
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    for name in frozen.split(" and "):
+        leaves[name].requires_grad_(False)
+    out = layer(x).out
+    launch, matmul = SimtModule.launch, SimtExecutor.matmul
+
+    def counted_launch(module, kernel, *arguments, **options):
+        launched.update([kernel])
+        launch(module, kernel, *arguments, **options)
+
+    def counted_matmul(*arguments):
+        launched.update(["matmul"])
+        return matmul(*arguments)
+
+    monkeypatch.setattr(SimtModule, "launch", counted_launch)
+    monkeypatch.setattr(SimtExecutor, "matmul", counted_matmul)
+    out.sum().backward()
+    assert launched == EVERY_LAUNCH - NOT_WITHOUT[frozen]
+    for (name, leaf), gradient in zip(leaves.items(), expected, strict=True):
+        assert (leaf.grad is None) == (name in frozen.split(" and "))
+        assert leaf.grad is None or torch.equal(leaf.grad, gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -315,13 +359,10 @@ def test_a_given_routing_is_replayed():
     assert torch.equal(found.topk_experts, given)
     routing = oracle.route(x, layer.wg, 3, True, given)
     expected = oracle.experts(x, routing, layer.w1, layer.w2, layer.w3)
-    torch.testing.assert_close(found.out, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(
-        torch.autograd.grad(found.out.sum(), layer.wg)[0],
-        torch.autograd.grad(expected.sum(), layer.wg)[0],
-        rtol=1e-3,
-        atol=1e-4,
-    )
+    assert relative_error(found.out.detach(), expected.detach()) <= 1e-5
+    weighted = torch.linspace(-1.0, 1.0, expected.numel()).reshape(expected.shape)
+    (d_wg,), (truth,) = (torch.autograd.grad((out * weighted).sum(), layer.wg) for out in (found.out, expected))
+    assert relative_error(d_wg, truth) <= 1e-5
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -17,6 +17,15 @@ def forward(x, weights, k, activation="swiglu", policy="minimal", renormalize=Fa
     return layer.forward(_STAGES, DTYPES, x, weights, k, activation, policy, renormalize, topk_experts)
 
 
-def backward(d_out, saved, weights, d_load_balancing_loss=0.0, d_router_z_loss=0.0, overwrite=False) -> Gradients:
+def backward(
+    d_out,
+    saved,
+    weights,
+    d_load_balancing_loss=0.0,
+    d_router_z_loss=0.0,
+    overwrite=False,
+    wanted=Gradients._fields,
+) -> Gradients:
     """Every gradient, as `moeblaze_ref.layer.backward` describes; arrays as in `forward`."""
-    return layer.backward(_STAGES, DTYPES, d_out, saved, weights, d_load_balancing_loss, d_router_z_loss, overwrite)
+    d_losses = d_load_balancing_loss, d_router_z_loss
+    return layer.backward(_STAGES, DTYPES, d_out, saved, weights, *d_losses, overwrite, wanted)

@@ -59,18 +59,39 @@ def forward(x, wg):
     return _matmul(x, wg)
 
 
-def backward(d_logits, x, wg):
-    """Gradients of x, through the router alone, and of wg.
+def input_gradient(d_logits, wg):
+    """Gradient of x, through the router alone.
 
     Parameters
     ----------
     d_logits : array (L, E), float32
-    x, wg
-        As in `forward`.
+        Gradient of the logits, finite.
+    wg : array (d, E)
 
     Returns
     -------
     d_x : array (L, d)
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    stage_doors.check_router_input_gradient(d_logits, wg, DTYPES)
+    return _matmul(d_logits, wg.T)
+
+
+def weight_gradient(d_logits, x):
+    """Gradient of wg.
+
+    Parameters
+    ----------
+    d_logits : array (L, E), float32
+        Gradient of the logits, finite.
+    x : array (L, d)
+
+    Returns
+    -------
     d_wg : array (d, E)
 
     Raises
@@ -78,8 +99,8 @@ def backward(d_logits, x, wg):
     ValueError, TypeError
         As `forward`.
     """
-    stage_doors.check_router_backward(d_logits, x, wg, DTYPES)
-    return _matmul(d_logits, wg.T), _matmul(x.T, d_logits)
+    stage_doors.check_router_weight_gradient(d_logits, x, DTYPES)
+    return _matmul(x.T, d_logits)
 
 
 def _matmul(left, right):

@@ -31,18 +31,39 @@ def forward(x, wg):
     return x @ wg
 
 
-def backward(d_logits, x, wg):
-    """Gradients of x, through the router alone, and of wg.
+def input_gradient(d_logits, wg):
+    """Gradient of x, through the router alone.
 
     Parameters
     ----------
-    d_logits : ndarray (L, E)
-    x, wg
-        As in `forward`.
+    d_logits : ndarray (L, E), float64 or float32
+        Gradient of the logits, finite.
+    wg : ndarray (d, E)
 
     Returns
     -------
     d_x : ndarray (L, d)
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    stage_doors.check_router_input_gradient(d_logits, wg, DTYPES)
+    return d_logits @ wg.T
+
+
+def weight_gradient(d_logits, x):
+    """Gradient of wg.
+
+    Parameters
+    ----------
+    d_logits : ndarray (L, E), float64 or float32
+        Gradient of the logits, finite.
+    x : ndarray (L, d)
+
+    Returns
+    -------
     d_wg : ndarray (d, E)
 
     Raises
@@ -50,5 +71,5 @@ def backward(d_logits, x, wg):
     ValueError, TypeError
         As `forward`.
     """
-    stage_doors.check_router_backward(d_logits, x, wg, DTYPES)
-    return d_logits @ wg.T, x.T @ d_logits
+    stage_doors.check_router_weight_gradient(d_logits, x, DTYPES)
+    return x.T @ d_logits

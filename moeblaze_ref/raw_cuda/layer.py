@@ -1,6 +1,7 @@
 """The whole MoE layer from the raw CUDA stages: the body of ``moeblaze_ref.layer`` over these stages."""
 
 import functools
+from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
@@ -64,6 +65,7 @@ def backward(
     d_load_balancing_loss: float | Array = 0.0,
     d_router_z_loss: float | Array = 0.0,
     overwrite: bool = False,
+    wanted: Collection[str] = Gradients._fields,
     executor: Executor | None = None,
     rung: str | None = None,
 ) -> Gradients:
@@ -71,7 +73,7 @@ def backward(
     doors.check_type("saved", saved, Saved)
     stages = _stages(saved.x, weights, executor, rung)
     d_losses = d_load_balancing_loss, d_router_z_loss
-    return layer.backward(stages, gemm.WIDE, d_out, saved, weights, *d_losses, overwrite)
+    return layer.backward(stages, gemm.WIDE, d_out, saved, weights, *d_losses, overwrite, wanted)
 
 
 def _stages(x, weights, executor, rung) -> layer.Stages:

@@ -38,27 +38,50 @@ def forward(x: Array, wg: Array, executor: Executor | None = None) -> Array:
     return (executor or executor_for(x)).matmul(x, wg, "float32")
 
 
-def backward(d_logits: Array, x: Array, wg: Array, executor: Executor | None = None) -> tuple[Array, Array]:
-    """Gradients of x, through the router alone, and of wg.
+def input_gradient(d_logits: Array, wg: Array, executor: Executor | None = None) -> Array:
+    """Gradient of x, through the router alone.
 
     Parameters
     ----------
     d_logits : array (L, E), float32
-        Rounded to the dtype of x for the products, whose sums are float32.
-    x, wg, executor
-        As in `forward`.
+        Rounded to the dtype of wg for the product, whose sums are float32.
+    wg : array (d, E), float32, float16 or bfloat16
+    executor : Executor, optional
+        Default: by where ``wg`` lives.
 
     Returns
     -------
     d_x : array (L, d)
-    d_wg : array (d, E)
+        Of the dtype of wg.
 
     Raises
     ------
     ValueError, TypeError
         As `forward`.
     """
-    stage_doors.check_router_backward(d_logits, x, wg, gemm.WIDE, LOGIT_DTYPES)
-    executor, dtype = executor or executor_for(x), doors.dtype_of(x)
-    rounded = d_logits.astype(x.dtype)
-    return executor.matmul(rounded, wg.T, dtype), executor.matmul(x.T, rounded, dtype)
+    stage_doors.check_router_input_gradient(d_logits, wg, gemm.WIDE, LOGIT_DTYPES)
+    return (executor or executor_for(wg)).matmul(d_logits.astype(wg.dtype), wg.T, doors.dtype_of(wg))
+
+
+def weight_gradient(d_logits: Array, x: Array, executor: Executor | None = None) -> Array:
+    """Gradient of wg.
+
+    Parameters
+    ----------
+    d_logits : array (L, E), float32
+        Rounded to the dtype of x for the product, whose sums are float32.
+    x, executor
+        As in `forward`.
+
+    Returns
+    -------
+    d_wg : array (d, E)
+        Of the dtype of x.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    stage_doors.check_router_weight_gradient(d_logits, x, gemm.WIDE, LOGIT_DTYPES)
+    return (executor or executor_for(x)).matmul(x.T, d_logits.astype(x.dtype), doors.dtype_of(x))
