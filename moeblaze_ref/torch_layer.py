@@ -58,6 +58,11 @@ class MoELayer(RoutedExperts):
     Works under ``torch.autocast``, ``torch.no_grad`` and ``torch.utils.checkpoint``, for which `keep_routing` keeps the
     choice of experts. Autocast casts x and the weights, and the cast copies, whole sets of weights, are kept until the
     backward: weights that are narrow themselves cost none. A second derivative raises.
+
+    The backward overwrites what the forward kept and frees it piece by piece, unless ``retain_graph`` asks for another
+    backward. Kernel files are read once: edits are not followed. The host never waits for the GPU, but to check a
+    routing that is given, so once a step has compiled the kernels, ``torch.cuda.graph`` can capture the next.
+
     MoEBlaze, sections 3 and 5.
     """
 

@@ -188,7 +188,7 @@ class Module(ABC):
         """Run a checked launch; ``values`` are in declared order and type."""
 
 
-@functools.lru_cache(maxsize=4096)  # a training loop launches the same sizes again and again
+@functools.lru_cache(maxsize=4096, typed=True)  # a training loop launches the same sizes again and again
 def checked_sizes(
     kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...], shared_bytes: int
 ) -> tuple[Size, Size]:
