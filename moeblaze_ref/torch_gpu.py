@@ -1,24 +1,30 @@
 """Torch tensors on a GPU as CuPy arrays, on torch's stream and out of torch's allocator."""
 
+import functools
 from contextlib import contextmanager
 
 import cupy
+import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+import numpy as np
 import torch
 
 from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
 from moeblaze_ref.torch_bridge import Bridge
 
 
-def _allocate(size: int, device: int) -> int:
-    return torch.cuda.caching_allocator_alloc(size, device, torch.cuda.current_stream(device)) if size else 0
+@functools.cache
+def _allocator(stream: int) -> cupy.cuda.PythonFunctionAllocator:
+    """CuPy's way to torch's allocator, for arrays that are first used on a stream of torch's."""
+
+    def allocate(size: int, device: int) -> int:
+        return torch.cuda.caching_allocator_alloc(size, device, stream) if size else 0
+
+    return cupy.cuda.PythonFunctionAllocator(allocate, _free)
 
 
 def _free(address: int, device: int):
     if address:
         torch.cuda.caching_allocator_delete(address)
-
-
-_ALLOCATOR = cupy.cuda.PythonFunctionAllocator(_allocate, _free)
 
 
 class TorchCupyExecutor(CupyExecutor):
@@ -33,8 +39,18 @@ class TorchCupyExecutor(CupyExecutor):
 
 
 def to_array(tensor: torch.Tensor) -> cupy.ndarray:
-    """The tensor's own memory as an array."""
-    return cupy.from_dlpack(tensor)
+    """The tensor's own memory as an array, which keeps it alive.
+
+    The same as ``cupy.from_dlpack(tensor)`` on torch's own stream, at a fraction of its cost to the host.
+    """
+    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), tensor.nbytes, tensor, tensor.device.index)
+    strides = tuple(step * tensor.itemsize for step in tensor.stride())
+    return cupy.ndarray(tuple(tensor.shape), _dtype(tensor.dtype), cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+@functools.cache
+def _dtype(dtype: torch.dtype) -> np.dtype:
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def to_tensor(array: cupy.ndarray) -> torch.Tensor:
@@ -58,7 +74,7 @@ class GpuBridge(Bridge):
             torch.cuda.device(self._device),
             cupy.cuda.Device(stream.device.index),
             cupy.cuda.Stream.from_external(stream),
-            cupy.cuda.using_allocator(_ALLOCATOR.malloc),
+            cupy.cuda.using_allocator(_allocator(stream.cuda_stream).malloc),
         ):
             yield
 

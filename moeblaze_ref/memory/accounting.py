@@ -273,8 +273,9 @@ def accounts(
 def step_account(config: MoEConfig, policy: str) -> Account:
     """The bytes of a whole step of ``moeblaze``, forward and backward: `account`'s tensors, then the backward's.
 
-    Gradients are counted, those of the weights included; weights and optimizer states are not, nor the output, which
-    is the next layer's business, once the backward begins. A kept tensor is freed where `layer.backward` frees it.
+    Gradients are counted, those of the weights included; weights and optimizer states are not, nor, once the backward
+    begins, the output: in a model the next layer decides, but whoever calls ``torch.autograd.grad(out, ...)`` holds it
+    to the end. A kept tensor is freed where `layer.backward` frees it.
 
     Parameters
     ----------
