@@ -253,15 +253,8 @@ def backward(
 
     MoEBlaze, sections 3.2 and 5; the gates as in SonicMoE.
     """
-    doors.check_type("saved", saved, Saved)
-    _check(dtypes, saved.x, weights, saved.dispatch.k, saved.activation)
-    L, d = saved.x.shape
-    doors.check_tensor("d_out", d_out, {"L": L, "d": d}, (doors.dtype_of(saved.x),))
     d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
-    for name, value in d_losses.items():
-        doors.check_scalar(name, value)
-    for name in wanted:
-        doors.check_name("gradient", name, Gradients._fields)
+    _check_backward(dtypes, d_out, saved, weights, d_losses, wanted)
 
     def if_wanted(name, gradient, *operands):
         return gradient(*operands) if name in wanted else None
@@ -290,6 +283,17 @@ def backward(
             if "d_x" in wanted:
                 d_x += router.input_gradient(d_logits, weights.wg)
     return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
+
+
+def _check_backward(dtypes, d_out, saved, weights, d_losses, wanted):
+    doors.check_type("saved", saved, Saved)
+    _check(dtypes, saved.x, weights, saved.dispatch.k, saved.activation)
+    L, d = saved.x.shape
+    doors.check_tensor("d_out", d_out, {"L": L, "d": d}, (doors.dtype_of(saved.x),))
+    for name, value in d_losses.items():
+        doors.check_scalar(name, value)
+    for name in wanted:
+        doors.check_name("gradient", name, Gradients._fields)
 
 
 def _rebuild(stages, saved, weights):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import POLICIES
-from moeblaze_ref.layer import Gradients, MoEWeights, Saved
+from moeblaze_ref.layer import MoEWeights, Saved
 from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
@@ -171,7 +171,7 @@ class _Layer(torch.autograd.Function):
         with bridge.running():
             d_losses = (0.0 if d is None else bridge.array(d) for d in (d_load_balancing_loss, d_router_z_loss))
             saved = _saved(ctx.options, bridge.array(x), {name: bridge.array(tensor) for name, tensor in kept.items()})
-            overwrite = not torch._C._autograd._get_current_graph_task_keep_graph()  # nobody comes again
+            overwrite = _is_the_last_backward()
             if overwrite:
                 _give_up(kept[name] for name in saved.intermediates)
             gradients = raw_layer.backward(
@@ -180,12 +180,20 @@ class _Layer(torch.autograd.Function):
                 MoEWeights(*(bridge.array(w) for w in weights)),
                 *d_losses,
                 overwrite=overwrite,
-                wanted=[name for name, needed in zip(Gradients._fields, ctx.needs_input_grad[1:6]) if needed],
+                wanted=[name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed],
                 executor=bridge.executor,
                 rung=ctx.options.rung,
             )
             d_x, d_wg, d_w1, d_w2, d_w3, _ = (bridge.tensor(gradient) for gradient in gradients)
         return None, d_x, d_wg, d_w1, d_w2, d_w3, None
+
+
+_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that the node is given
+
+
+def _is_the_last_backward() -> bool:
+    """Whether autograd frees the graph after this backward; with ``retain_graph=True`` another may follow."""
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _give_up(tensors: Iterable[Tensor]):
