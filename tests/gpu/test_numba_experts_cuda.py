@@ -29,8 +29,9 @@ def test_twenty_runs_give_the_same_bits():
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("overwrite", [False, True], ids=["kept", "overwritten"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_cupy_arrays_stay_on_the_device(policy):
+def test_cupy_arrays_stay_on_the_device(policy, overwrite):
     import cupy
 
     case = LARGE.case().astype(np.float32)
@@ -38,7 +39,7 @@ def test_cupy_arrays_stay_on_the_device(policy):
     x, d_out = cupy.asarray(case.x), cupy.asarray(case.d_out)
     weights = type(case.weights)(*map(cupy.asarray, case.weights))
     output = layer.forward(x, weights, LARGE.k, policy=policy, renormalize=False)
-    gradients = layer.backward(d_out, output.saved, weights, 0.7, 0.3)
     assert all(isinstance(tensor, cupy.ndarray) for tensor in output.saved.tensors().values())
+    gradients = layer.backward(d_out, output.saved, weights, 0.7, 0.3, overwrite=overwrite)
     for one, other in zip((*output[:3], *gradients), expected, strict=True):
         np.testing.assert_array_equal(cupy.asnumpy(one), other)
