@@ -1,7 +1,7 @@
 """Torch tensors on a GPU as CuPy arrays, on torch's stream and out of torch's allocator."""
 
 import functools
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import cupy
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
@@ -34,8 +34,13 @@ class TorchCupyExecutor(CupyExecutor):
         """The dense product, summed in float32 and rounded once."""
         left, right = to_tensor(left), to_tensor(right)
         wide = {} if left.dtype == torch.float32 else {"out_dtype": torch.float32}
-        with torch.autocast("cuda", enabled=False):
+        with _without_autocast():
             return to_array(torch.mm(left, right, **wide).to(getattr(torch, dtype)))
+
+
+def _without_autocast() -> AbstractContextManager:
+    """Within it products keep their operands' dtype; to turn off what is off would cost as much as a launch."""
+    return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()
 
 
 def to_array(tensor: torch.Tensor) -> cupy.ndarray:
