@@ -63,7 +63,7 @@ FAULTS = [
     Fault("words not cleared", "dispatch", "2_bitmap", "words[word] = 0;", ";"),
     Fault("last slot dropped", "dispatch", "3_single_pass", "slot < tile.rows ?", "slot < tile.rows - 1 ?"),
     Fault("off-by-one offset", "dispatch", "3_single_pass", "= offset_below;", "= offset_below + 1;"),
-    Fault("earlier tiles forgotten", "dispatch", "3_single_pass", "        base += scan.total;", ""),
+    Fault("earlier tiles forgotten", "dispatch", "3_single_pass", "offset + bases[blockIdx.x] - first", "offset - first"),
     Fault("missing barrier", "dispatch", "3_single_pass", "__syncthreads();  // the rows lie in order", ""),
     Fault("wrong expert's weights", "expert_up", "1_naive", "(long long)blockIdx.y * d * h + at.column", "at.column"),
     Fault(
