@@ -123,6 +123,8 @@ def backward(
     stage_doors.check_expert_up_backward(d_a, d_b, x, w1, w2, dispatch, gemm.WIDE)
     gemm.check_rung("expert_up", rung, RUNGS, x)
     gemm.check_widths(rung, d=w1.shape[1], h=w1.shape[2])
+    if rung != "1_naive":
+        gemm.check_slots(dispatch)
     executor = executor or executor_for(x)
     # These kernels depend on whether there is a gate, not on the activation.
     module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, "silu" if w2 is None else "swiglu"))
@@ -148,9 +150,9 @@ def _input_gradient(executor, module, rung, d_hidden, x, w1, w2, dispatch):
     module.launch(
         "d_x_rows", **gemm.rows_launch(rung, dispatch, d), **d_hidden, **weights, **offsets, rows=rows, d=d, h=h
     )
-    module.launch(
-        "sum_rows", **gemm.per_element(d_x.size), rows=rows, token_index_map=dispatch.token_index_map, d_x=d_x, **sizes
-    )
+    sum_constants, warps = gemm.row_sums(rows, dispatch.L)
+    sums = executor.load("expert_up/0_sum_rows.cu", **sum_constants)
+    sums.launch("sum_rows", **warps, rows=rows, token_index_map=dispatch.token_index_map, d_x=d_x, **sizes)
     return d_x
 
 

@@ -1,5 +1,6 @@
 """What the expert stages' launches share: C types, constants, and what may be absent."""
 
+import math
 from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
@@ -9,6 +10,7 @@ from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
 from moeblaze_ref.structures import Array, Dispatch
 
 THREADS = 256
+WARP = 32
 ROWS = {"2_tiled": 64, "3_mma": 128}  # of a block's result: tiled_matmul.cuh, mma_matmul.cuh
 COLUMNS = 64
 STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
@@ -22,6 +24,15 @@ def constants(array: Array, activation: str | None = None) -> dict[str, Any]:
     """Preprocessor constants of a kernel file for this dtype and activation."""
     chosen = {"Scalar": C_TYPE[str(array.dtype)], "THREADS": THREADS}
     return chosen if activation is None else chosen | {"ACTIVATION": activation}
+
+
+def row_sums(array: Array, num_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants and launch of a kernel that sums rows (R, d) like ``array`` (gather_sum.cuh): a warp a token.
+
+    A lane moves as many columns at once as divide a row and fit into 16 bytes.
+    """
+    pack = math.gcd(array.shape[1], 16 // array.dtype.itemsize)
+    return constants(array) | {"PACK": pack}, per_element(WARP * num_tokens)
 
 
 def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
@@ -45,6 +56,11 @@ def check_widths(rung: str, **widths: int):
     for name, width in widths.items():
         if rung == "3_mma" and width % 8:
             raise ValueError(f"{name} is {width}, but rung 3_mma needs a multiple of 8; use rung 2_tiled")
+
+
+def check_slots(dispatch: Dispatch):
+    """A lane keeps a slot: the kernels that sum a token's rows have 32."""
+    doors.check_int("dispatch.k", dispatch.k, at_least=1, at_most=doors.MAX_TOP_K)
 
 
 def rows_launch(rung: str, dispatch: Dispatch, width: int, results: int = 1) -> dict[str, Any]:
