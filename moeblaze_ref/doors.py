@@ -289,16 +289,6 @@ def check_not_negative(name, array):
 
 
 @_scans
-def check_sums(name, array):
-    """The sum of every row of ``array`` (n, m) is above 0, so that it may be divided by."""
-    sums = array.sum(axis=1)
-    wrong = ~(sums > 0)
-    if bool(wrong.any()):
-        (row,) = _first(wrong)
-        raise ValueError(f"the {name} of row {row} add up to {float(sums[row])}, but their sum must be above 0")
-
-
-@_scans
 def check_index(name, indices, limit, what):
     """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
     outside = (indices < 0) | (indices >= limit)

@@ -19,7 +19,7 @@ CONSTANTS = {
     "dispatch": dispatch.constants("3_single_pass", 1024, 8) | dispatch.constants("2_bitmap", 1024, 8),
     "gating": gating.constants("2_warp", 1024),
     **dict.fromkeys(
-        (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu"}
+        (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu", "PACK": 8}
     ),
 }
 ARCHITECTURES = {"sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100")}
@@ -96,8 +96,14 @@ def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
     ],
 )
 def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, rung, dtype):
-    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype]}
+    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "PACK": 4 if dtype == "float32" else 8}
     assert_fits(KernelSource.read(f"{stage}/{rung}.cu", constants))
+
+
+@pytest.mark.parametrize("pack", [1, 2, 4, 8])
+@pytest.mark.parametrize("file", ["combine/2_vector.cu", "expert_up/0_sum_rows.cu"])
+def test_every_pack_fits_into_registers(file, pack):
+    assert_fits(KernelSource.read(file, CONSTANTS["combine"] | {"PACK": pack}))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -285,7 +285,7 @@ PLANTED_FAULTS = {
         "backward",
         lambda f: lambda d_out, gates, *rest: f(d_out, np.ones_like(gates), *rest),
     ),
-    "not renormalised, backward": (gating, "backward", lambda f: lambda *args: f(*args[:3], False)),
+    "not renormalised, backward": (gating, "backward", lambda f: lambda *args: f(*args[:3], False, *args[4:])),
 }
 
 
