@@ -10,10 +10,10 @@
 // Constants    Scalar storage of s bytes, ACTIVATION, THREADS = 256 per block.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel     grid                                     block    shared bytes     bytes read                                              bytes written
-// expert_up  R / 64 + min(E, R), ceil(h / 64)         THREADS  268 + 4352 (1 + G)  8 E blocks + 4 R C + s R d C + s d h G tiles         s R h (G P + Y)
-// d_x_rows   R / 64 + min(E, R), ceil(d / 64)         THREADS  12 + 8704 G      8 E blocks + s R h G D + s d h G tiles                  s R d
-// d_w        ceil(d / 64), ceil(h / 64), E            THREADS  4352 (1 + G)     8 THREADS blocks + 4 R d C + s R d C + s R h G D        s E d h G
+// kernel     grid                              block    shared bytes        bytes read                                        bytes written
+// expert_up  R / 64 + min(E, R), ceil(h / 64)  THREADS  268 + 4352 (1 + G)  8 E blocks + 4 R C + s R d C + s d h G tiles      s R h (G P + Y)
+// d_x_rows   R / 64 + min(E, R), ceil(d / 64)  THREADS  12 + 8704 G         8 E blocks + s R h G D + s d h G tiles            s R d
+// d_w        ceil(d / 64), ceil(h / 64), E     THREADS  4352 (1 + G)        8 THREADS blocks + 4 R d C + s R d C + s R h G D  s E d h G
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
 // G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64); tiles is the sum
 // over the experts of ceil(rows / 64); blocks is the whole grid. 2 R d h G FLOPs a GEMM.

@@ -10,10 +10,10 @@
 //              multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel     grid                               block    shared bytes        bytes read                                                bytes written
-// expert_up  R / 128 + min(E, R), ceil(h / 64)  THREADS  25088 + 12288 G     8 E blocks + 4 R C + 2 R d C + 2 d h G tiles              2 R h (G P + Y)
-// d_x_rows   R / 128 + min(E, R), ceil(d / 64)  THREADS  36864               8 E blocks + 2 R h G D + 2 d h G tiles                    2 R d
-// d_w        ceil(d / 128), ceil(h / 64), E     THREADS  24576 + 12288 G     8 THREADS blocks + 2 R d C + R d C / 2 + 2 R h G W        2 E d h G
+// kernel     grid                               block    shared bytes     bytes read                                          bytes written
+// expert_up  R / 128 + min(E, R), ceil(h / 64)  THREADS  25088 + 12288 G  8 E blocks + 4 R C + 2 R d C + 2 d h G tiles        2 R h (G P + Y)
+// d_x_rows   R / 128 + min(E, R), ceil(d / 64)  THREADS  36864            8 E blocks + 2 R h G D + 2 d h G tiles              2 R d
+// d_w        ceil(d / 128), ceil(h / 64), E     THREADS  24576 + 12288 G  8 THREADS blocks + 2 R d C + R d C / 2 + 2 R h G W  2 E d h G
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
 // G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64), W = ceil(d / 128);
 // tiles is the sum over the experts of ceil(rows / 128); blocks is the whole grid. 2 R d h G FLOPs

@@ -14,23 +14,25 @@
 //              load-balancing loss has a gradient.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel                grid                  block    shared bytes    bytes read                               bytes written
-// softmax_top_k         ceil(32 L / THREADS)  THREADS  8 THREADS (PER_LANE + 2)       4 L E                                    4 L E + 8 R
-// d_logits              ceil(32 L / THREADS)  THREADS  0               4 L E (1 + BALANCE) + 4 R (3 + BALANCE) + 128 L (1 + BALANCE)  4 L E + 4 R
-// load_balancing_terms  ceil(32 L / THREADS)  THREADS  4 THREADS / 32  8 L E                                    4 blocks
-// router_z_terms        ceil(32 L / THREADS)  THREADS  4 THREADS / 32  4 L E                                    4 blocks
+// kernel                grid                  block    shared bytes              bytes read                                                     bytes written
+// softmax_top_k         ceil(32 L / THREADS)  THREADS  8 THREADS (PER_LANE + 2)  4 L E                                                          4 L E + 8 R
+// d_logits              ceil(32 L / THREADS)  THREADS  0                         4 L E (1 + BALANCE) + 4 R (3 + BALANCE) + 128 L (1 + BALANCE)  4 L E + 4 R
+// load_balancing_terms  ceil(32 L / THREADS)  THREADS  4 THREADS / 32            8 L E                                                          4 blocks
+// router_z_terms        ceil(32 L / THREADS)  THREADS  4 THREADS / 32            4 L E                                                          4 blocks
 // Bytes are those that threads ask for; blocks is the whole grid. Bound: memory, 8 L E + 8 R bytes
 // for softmax_top_k and 8 L E + 12 R for d_logits; they find the shares, and the losses' gradients that
-// every lane asks for, in the cache. At L = 262,144, E = 128, k = 8: 285 MB, 68 us at 4.2 TB/s; but a
-// choice takes some ten instructions of a warp, and 104 bytes of row a token move in the time of as many.
+// every lane asks for, in the cache. At L = 262,144, E = 128, k = 8: 285 MB, 68 us at 4.2 TB/s. Each
+// choice takes some ten instructions of the warp: with many of them, those are the bound.
 #include "common.cuh"
 #include "pack.cuh"
 
 using Row = float[PER_LANE];  // a lane's columns of a token's row
 
-__device__ __forceinline__ long long token_of_warp() {
-    return (long long)blockIdx.x * (THREADS / WARP) + warp_id();
-}
+__device__ __forceinline__ int token_of_warp() { return blockIdx.x * (THREADS / WARP) + warp_id(); }
+
+// Where the columns of a token, or its slots, begin: one multiplication of 32 bits by 32.
+__device__ __forceinline__ long long first_of(int token, int columns) { return (long long)token * columns; }
+
 // Neighbours: the lower of two lanes has the lower columns.
 __device__ __forceinline__ int column(int i) { return lane_id() * PER_LANE + i; }
 
@@ -130,23 +132,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     softmax_top_k(const float* logits, float* probs, int* topk_experts, float* gates, int L, int E, int k) {
     DYNAMIC_SHARED(Lists, lists_of_warps);  // (THREADS / WARP,)
     Lists& lists = lists_of_warps[warp_id()];
-    const long long token = token_of_warp();
+    const int token = token_of_warp();
     if (token >= L) return;
     Row row;
-    load_row(logits + token * E, E, -infinity(), row);
+    load_row(logits + first_of(token, E), E, -infinity(), row);
     write_sorted(row, E, lists);
     const float peak = choose(lists, k);
     const Choice mine = lists.chosen[lane_id()];  // of the first k lanes
 
     const float scale = 1.0f / exponentiate(row, peak);
     for (int i = 0; i < PER_LANE; ++i) row[i] *= scale;
-    store_row(probs + token * E, E, row);
+    store_row(probs + first_of(token, E), E, row);
 
     const bool has_choice = lane_id() < k;
     const float weight = has_choice ? expf(from_ordered(mine.ordered) - peak) : 0.0f;
     const float gate = weight * (RENORMALIZE ? 1.0f / warp_sum(weight) : scale);
     if (has_choice) {
-        const long long slot = token * k + lane_id();
+        const long long slot = first_of(token, k) + lane_id();
         topk_experts[slot] = mine.expert;
         gates[slot] = gate;
     }
@@ -162,11 +164,11 @@ __device__ __forceinline__ float lane_dot(const Row& x, const Row& y) {
 // One term a block: the sum over its tokens of sum_e f_e p_e, f_e the share of expert e.
 extern "C" __global__ void __launch_bounds__(THREADS)
     load_balancing_terms(const float* probs, const float* shares, float* terms, int L, int E) {
-    const long long token = token_of_warp();
+    const int token = token_of_warp();
     float part = 0.0f;
     if (token < L) {
         Row row, share;
-        load_row(probs + token * E, E, 0.0f, row);
+        load_row(probs + first_of(token, E), E, 0.0f, row);
         load_row(shares, E, 0.0f, share);
         part = lane_dot(row, share);
     }
@@ -176,11 +178,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // One term a block: the sum over its tokens of logsumexp(logits) squared.
 extern "C" __global__ void __launch_bounds__(THREADS) router_z_terms(const float* logits, float* terms, int L, int E) {
-    const long long token = token_of_warp();
+    const int token = token_of_warp();
     float z = 0.0f;
     if (token < L) {
         Row row;
-        load_row(logits + token * E, E, -infinity(), row);
+        load_row(logits + first_of(token, E), E, -infinity(), row);
         const float peak = peak_of(row);
         z = peak + logf(exponentiate(row, peak));
     }
@@ -196,25 +198,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_z_terms(const float
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_logits(const float* d_gates, const float* logits, const int* topk_experts, const float* shares,
              const float* d_load_balancing_loss, const float* d_router_z_loss, float* d_logits, int L, int E, int k) {
-    const long long token = token_of_warp();
+    const int token = token_of_warp();
     if (token >= L) return;
     Row row, share;
-    load_row(logits + token * E, E, -infinity(), row);
+    load_row(logits + first_of(token, E), E, -infinity(), row);
     if (BALANCE) load_row(shares, E, 0.0f, share);
     int expert = 0;
     float logit = -infinity(), share_of_chosen = 0.0f, d_gate = 0.0f;
     if (lane_id() < k) {
-        const long long slot = token * k + lane_id();
+        const long long slot = first_of(token, k) + lane_id();
         expert = topk_experts[slot];
-        logit = logits[token * E + expert];
+        logit = logits[first_of(token, E) + expert];
         d_gate = d_gates[slot];
         if (BALANCE) share_of_chosen = shares[expert];
     }
 
     const float peak = peak_of(row), sum = exponentiate(row, peak), scale = 1.0f / sum;
-    const float z = 2.0f / L * d_router_z_loss[0] * (peak + logf(sum));
+    const float per_token = 1.0f / L;  // both losses are means
+    const float z = 2.0f * per_token * d_router_z_loss[0] * (peak + logf(sum));
     for (int i = 0; i < PER_LANE; ++i) row[i] *= scale;
-    const float balance = BALANCE ? float(E) / L * d_load_balancing_loss[0] : 0.0f;
+    const float balance = BALANCE ? E * per_token * d_load_balancing_loss[0] : 0.0f;
     const float mean_share = BALANCE ? warp_sum(lane_dot(row, share)) : 0.0f;
 
     const float prob = scale * expf(logit - peak);  // of the chosen; 0 in lanes without a choice
@@ -227,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     const float for_all = RENORMALIZE ? z : z - mean;
     for (int i = 0; i < PER_LANE; ++i) row[i] *= BALANCE ? for_all + balance * (share[i] - mean_share) : for_all;
-    store_row(d_logits + token * E, E, row);
+    store_row(d_logits + first_of(token, E), E, row);
     __syncwarp();  // the chosen are written over what another lane may have written
     const float of_losses = prob * (z + balance * (share_of_chosen - mean_share));
-    if (lane_id() < k) d_logits[token * E + expert] = of_losses + gate * (d_gate - mean);
+    if (lane_id() < k) d_logits[first_of(token, E) + expert] = of_losses + gate * (d_gate - mean);
 }

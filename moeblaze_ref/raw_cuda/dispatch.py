@@ -13,7 +13,7 @@ DEFAULT_RUNG = "3_single_pass"
 THREADS = 256
 WARP = 32
 WARPS = THREADS // WARP
-SCAN_THREADS = 1024  # of a block that scans an expert's counts: few turns, since each waits for memory
+SCAN_THREADS = 256  # of a block that scans an expert's counts
 
 
 @dataclass(frozen=True)
