@@ -435,7 +435,7 @@ FAULTS = {
         "unscaled balancing gradient": ("E * per_token * ", ""),
         "unscaled z-gradient": ("2.0f * per_token * ", ""),
         "losses change places": ("per_token * d_load_balancing_loss[0]", "per_token * d_router_z_loss[0]"),
-        "z without the peak": ("(peak + logf(sum))", "logf(sum)"),
+        "z without the peak": ("(peak + __logf(sum))", "__logf(sum)"),
         "every lane adds its token": ("lane_id() == 0 ? z * z : 0.0f", "z * z"),
         "negative logits in the wrong order": (": bits ^ ((bits >> 31) & 0x7fffffff);", ": bits;"),
         "zeros of two kinds": ("__float_as_int(value + 0.0f)", "__float_as_int(value)"),

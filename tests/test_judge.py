@@ -525,7 +525,7 @@ def test_places_of_every_kind_of_element():
 def test_every_tensor_of_a_contract_has_the_shape_that_it_says():
     for contract in CONTRACTS.values():
         problem = set_problem(contract, CASE.astype("float32"))
-        sizes = problem.sizes | {"E+1": problem.sizes["E"] + 1}
+        sizes = problem.sizes | {"E+1": problem.sizes["E"] + 1, "1": 1}
         for name, array in (problem.inputs | problem.expected).items():
             assert array.shape == tuple(sizes[axis] for axis in AXES[name]), (contract.task, name)
         assert problem.expected.keys() == set(contract.writes) and problem.inputs.keys() == set(contract.inputs)
