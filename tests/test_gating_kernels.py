@@ -20,6 +20,7 @@ from moeblaze_ref.numba_cuda import runtime
 from moeblaze_ref.numpy_ref import gating as reference
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import gating as raw_gating
+from moeblaze_ref.raw_cuda.runtime import widest_pack
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 from moeblaze_ref.structures import Gating
 
@@ -372,6 +373,25 @@ def test_a_warp_uses_its_sectors_whole_and_a_thread_does_not(rung):
     bytes_of_a_sector = 32 if rung == "2_warp" else 4
     assert launch.buffers["logits"].read_bytes == bytes_of_a_sector * launch.buffers["logits"].read_sectors
     assert launch.buffers["probs"].written_bytes == bytes_of_a_sector * launch.buffers["probs"].written_sectors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "address", "pack"),
+    [
+        (np.float32, 128, 256, 4),
+        (np.float32, 126, 256, 2),
+        (np.float32, 128, 264, 2),
+        (np.float32, 128, 260, 1),
+        (np.float16, 24, 272, 8),
+        (np.float16, 12, 272, 4),
+        (np.float16, 24, 258, 1),
+        (np.float16, 7, 256, 1),
+    ],
+)
+def test_a_pack_never_crosses_a_row_nor_begins_between_its_bytes(dtype, width, address, pack):
+    on_a_gpu = types.SimpleNamespace(dtype=np.dtype(dtype), data=types.SimpleNamespace(ptr=address))
+    assert widest_pack(on_a_gpu, width) == pack
+    assert widest_pack(np.empty((3, width), dtype), width) == widest_pack(on_a_gpu, width) or address % 16
 
 
 # ---- planted faults --------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from numbers import Real
 from typing import Any
 
 from moeblaze_ref import doors, stage_doors
-from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for, widest_pack
 from moeblaze_ref.structures import Array, Gating
 
 DTYPES = ("float32",)
@@ -16,12 +16,26 @@ WARP = 32
 TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
 
 
-def constants(rung: str, num_experts: int, renormalize: bool = False, balance: bool = False) -> dict[str, int]:
-    """Preprocessor constants of a rung's file for this many experts; ``balance``: that loss has a gradient."""
+def constants(
+    rung: str, num_experts: int, renormalize: bool = False, balance: bool = False, pack: int = 4
+) -> dict[str, int]:
+    """Preprocessor constants of a rung's file.
+
+    Parameters
+    ----------
+    rung : str
+        One of ``RUNGS``.
+    num_experts : int
+        E.
+    renormalize, balance : bool
+        Whether gates are divided by their sum, and whether the load-balancing loss has a gradient.
+    pack : int
+        Columns that may be moved at once: 1, 2 or 4.
+    """
     chosen = {"THREADS": THREADS, "RENORMALIZE": int(bool(renormalize)), "BALANCE": int(balance)}
     if rung == "2_warp":
         chosen["PER_LANE"] = columns_per_lane(num_experts)
-        chosen["PACK"] = math.gcd(num_experts, chosen["PER_LANE"], 4)  # 16 bytes, if they divide a row
+        chosen["PACK"] = math.gcd(num_experts, chosen["PER_LANE"], pack)
     return chosen
 
 
@@ -55,7 +69,7 @@ def _over_tokens(
     """Run a kernel of the rung over every token of an (L, E) array; no token, no launch."""
     L, E = rows.shape
     if L:
-        module = executor.load(f"gating/{rung}.cu", **constants(rung, E, renormalize, balance))
+        module = executor.load(f"gating/{rung}.cu", **constants(rung, E, renormalize, balance, widest_pack(rows, E)))
         launch = {"grid": ceil_div(L, TOKENS[rung]), "block": THREADS, "shared_bytes": shared_bytes}
         module.launch(kernel, **launch, L=L, E=E, **arguments)
 

@@ -1,12 +1,11 @@
 """What the expert stages' launches share: C types, constants, and what may be absent."""
 
-import math
 from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref import doors
-from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, widest_pack
 from moeblaze_ref.structures import Array, Dispatch
 
 THREADS = 256
@@ -27,12 +26,8 @@ def constants(array: Array, activation: str | None = None) -> dict[str, Any]:
 
 
 def row_sums(array: Array, num_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Constants and launch of a kernel that sums rows (R, d) like ``array`` (gather_sum.cuh): a warp a token.
-
-    A lane moves as many columns at once as divide a row and fit into 16 bytes.
-    """
-    pack = math.gcd(array.shape[1], 16 // array.dtype.itemsize)
-    return constants(array) | {"PACK": pack}, per_element(WARP * num_tokens)
+    """Constants and launch of a kernel that sums rows of ``array`` (R, d), see gather_sum.cuh: a warp a token."""
+    return constants(array) | {"PACK": widest_pack(array, array.shape[1])}, per_element(WARP * num_tokens)
 
 
 def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
