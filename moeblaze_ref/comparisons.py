@@ -116,11 +116,7 @@ def run_gating(stage: Any, case: Case) -> Results:
     chosen = _array(exact.probs).astype(logits.dtype), case.topk_experts
     forward["load_balancing_loss"] = stage.load_balancing_loss(*chosen)
     forward["router_z_loss"] = stage.router_z_loss(logits)
-    d_logits = (
-        stage.backward(d_gates(case), *chosen, case.renormalize)
-        + stage.load_balancing_loss_backward(*chosen)
-        + stage.router_z_loss_backward(logits)
-    )
+    d_logits = stage.backward(d_gates(case), logits, case.topk_experts, case.renormalize, 1.0, 1.0)
     return {"forward": forward, "backward": {"d_logits": d_logits}}
 
 

@@ -300,17 +300,6 @@ def check_not_negative(name, array):
 
 
 @_scans
-def check_chosen_sums(name, array, chosen):
-    """The elements of every row of ``array`` (n, m) in its ``chosen`` (n, k) columns add up to above 0."""
-    rows = numbers_of(chosen[:, 0])[:, None]  # (n, 1)
-    sums = array[rows, chosen].sum(axis=1)
-    wrong = ~(sums > 0)
-    if bool(wrong.any()):
-        (row,) = _first(wrong)
-        raise ValueError(f"the chosen {name} of row {row} add up to {float(sums[row])}, but their sum must be above 0")
-
-
-@_scans
 def check_index(name, indices, limit, what):
     """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
     outside = (indices < 0) | (indices >= limit)

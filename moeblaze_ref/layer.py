@@ -7,7 +7,6 @@ and ``raw_cuda.layer`` are this body with their own stages.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, NamedTuple
 
 from moeblaze_ref import doors, stage_doors
@@ -309,18 +308,7 @@ def _rebuild(stages, saved, weights):
 
 
 def _router_gradient(stages, d_gates, saved, wg, d_load_balancing_loss, d_router_z_loss):
-    """d_logits (L, E) from the gates and both losses; the (L, E) probabilities are computed again, the choice is not."""
+    """d_logits (L, E) from the gates and both losses; the logits are computed again, the choice is not."""
     logits = stages.router.forward(saved.x, wg)  # (L, E)
-    probs = stages.gating.forward(logits, saved.dispatch.k).probs  # (L, E)
     chosen = saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
-    d_logits = stages.gating.backward(d_gates, probs, chosen, saved.renormalize)
-    if not _is_zero(d_load_balancing_loss):
-        d_logits += d_load_balancing_loss * stages.gating.load_balancing_loss_backward(probs, chosen)
-    if not _is_zero(d_router_z_loss):
-        d_logits += d_router_z_loss * stages.gating.router_z_loss_backward(logits)
-    return d_logits
-
-
-def _is_zero(d_loss):
-    """Whether a loss plays no part; an array is not asked, since on a GPU that would wait for its value."""
-    return isinstance(d_loss, Real) and d_loss == 0
+    return stages.gating.backward(d_gates, logits, chosen, saved.renormalize, d_load_balancing_loss, d_router_z_loss)

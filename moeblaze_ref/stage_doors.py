@@ -71,18 +71,24 @@ def check_gating_forward(logits, k, dtypes):
 def check_routing(probs, topk_experts, dtypes):
     """probs (L, E) and topk_experts (L, k) belong together."""
     doors.check_tensor("probs", probs, {"L": None, "E": None}, dtypes)
-    num_tokens, num_experts = probs.shape
+    _check_choice(probs, topk_experts)
+
+
+def _check_choice(rows, topk_experts):
+    """topk_experts (L, k) names columns of rows (L, E)."""
+    num_tokens, num_experts = rows.shape
     doors.check_topk_experts(topk_experts, num_experts)
     doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
 
 
-def check_gating_backward(d_gates, probs, topk_experts, renormalize, dtypes):
-    """As `check_routing`, d_gates (L, k) has the dtype of probs, and gates to renormalise have a sum."""
-    check_routing(probs, topk_experts, dtypes)
+def check_gating_backward(d_gates, logits, topk_experts, d_load_balancing_loss, d_router_z_loss, dtypes):
+    """logits (L, E), topk_experts (L, k) and d_gates (L, k), of the logits' dtype, belong together; losses are ()."""
+    check_logits(logits, dtypes)
+    _check_choice(logits, topk_experts)
     num_tokens, k = topk_experts.shape
-    doors.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (doors.dtype_of(probs),))
-    if renormalize:
-        doors.check_chosen_sums("probs", probs, topk_experts)
+    doors.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (doors.dtype_of(logits),))
+    doors.check_scalar("d_load_balancing_loss", d_load_balancing_loss)
+    doors.check_scalar("d_router_z_loss", d_router_z_loss)
 
 
 def check_expert_up(x, w1, w2, dispatch, dtypes):

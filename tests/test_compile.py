@@ -16,10 +16,10 @@ from moeblaze_ref.simt.build import cuda_include_dirs
 FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
 EXPERT_STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
 CONSTANTS = {
-    "dispatch": dispatch.constants("3_single_pass", 1024),
+    "dispatch": dispatch.constants("3_single_pass", 1024, 8) | dispatch.constants("2_bitmap", 1024, 8),
     "gating": gating.constants("2_warp", 1024),
     **dict.fromkeys(
-        (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu"}
+        (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu", "PACK": 8}
     ),
 }
 ARCHITECTURES = {"sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100")}
@@ -72,10 +72,10 @@ def test_a_kernel_file_compiles_without_spills_or_stack(file):
     assert_fits(read(file))
 
 
-@pytest.mark.parametrize("num_experts", [1, 64, 128, 1024])  # tiles of 4, 8, 16 and 32 rows a thread
-def test_every_tile_of_the_dispatch_fits_into_registers(num_experts):
+@pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (64, 8), (128, 8), (1024, 1), (1024, 6), (1024, 32)])
+def test_every_tile_of_the_dispatch_fits_into_registers(num_experts, k):
     file = "dispatch/3_single_pass.cu"
-    assert_fits(KernelSource.read(file, dispatch.constants("3_single_pass", num_experts)))
+    assert_fits(KernelSource.read(file, dispatch.constants("3_single_pass", num_experts, k)))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -96,8 +96,14 @@ def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
     ],
 )
 def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, rung, dtype):
-    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype]}
+    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "PACK": 4 if dtype == "float32" else 8}
     assert_fits(KernelSource.read(f"{stage}/{rung}.cu", constants))
+
+
+@pytest.mark.parametrize("pack", [1, 2, 4, 8])
+@pytest.mark.parametrize("file", ["combine/2_vector.cu", "expert_up/0_sum_rows.cu"])
+def test_every_pack_fits_into_registers(file, pack):
+    assert_fits(KernelSource.read(file, CONSTANTS["combine"] | {"PACK": pack}))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -19,6 +19,7 @@ from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda.dispatch import RUNGS, THREADS
 from moeblaze_ref.raw_cuda.runtime import ceil_div
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+from moeblaze_ref.raw_cuda.runtime.source import MAX_SHARED_BYTES
 
 HERE = [("numpy", None), ("numba", None), *(("simt", rung) for rung in RUNGS)]  # what needs no GPU
 
@@ -96,12 +97,17 @@ def test_every_order_of_threads_gives_the_same_bits(rung, seed):
     assert differing_elements(found, build_by_sort(topk_experts, 8)) == 0
 
 
-def test_the_constants_fit_every_number_of_experts():
-    for num_experts in range(1, MAX_EXPERTS + 1):
-        constants = raw_dispatch.constants("3_single_pass", num_experts)
-        tile = constants["ROWS"] * THREADS
-        assert num_experts <= 2 ** constants["EXPERT_BITS"] <= max(2, 2 * num_experts - 1)
-        assert tile == min(8192, max(1024, 32 * 2 ** constants["EXPERT_BITS"])) and tile >= min(8192, 32 * num_experts)
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8, 17, 32])
+def test_the_tiles_fit_every_number_of_experts(k):
+    for num_experts in range(k, MAX_EXPERTS + 1):
+        tiling = raw_dispatch.Tiling.of(num_experts, k)
+        assert tiling.teams == tiling.threads // 32 * (32 // k) <= 64
+        wanted, rows = 32 * num_experts, tiling.tokens * k
+        assert rows >= wanted or tiling.steps == 32
+        assert rows // 2 < wanted or tiling.steps == 4
+        assert 4 * rows + 4 * num_experts + 2 * num_experts * tiling.teams + 32 <= MAX_SHARED_BYTES
+        bits = raw_dispatch.constants("2_bitmap", num_experts, k)["EXPERT_BITS"]
+        assert num_experts <= 2**bits <= max(2, 2 * num_experts - 1)
 
 
 # ---- what the headers state ----------------------------------------------------------------
@@ -109,15 +115,15 @@ def test_the_constants_fit_every_number_of_experts():
 
 def symbols(num_tokens, num_experts, k):
     """Those of the headers' formulas."""
-    R, ROWS = num_tokens * k, raw_dispatch.rows_per_thread(num_experts)
+    tiling = raw_dispatch.Tiling.of(num_experts, k)
     return {
         "L": num_tokens,
         "E": num_experts,
         "k": k,
-        "R": R,
+        "R": num_tokens * k,
         "THREADS": THREADS,
         "WORDS": ceil_div(num_tokens, THREADS) * THREADS // 32,
-        "TILES": ceil_div(R, ROWS * THREADS),
+        "TILES": ceil_div(num_tokens, tiling.tokens),
     }
 
 
@@ -167,7 +173,7 @@ def test_what_each_rung_needs_beside_its_outputs(rung, formula):
 def test_what_is_read_or_written_in_a_row_fills_its_sectors(rung, buffers):
     executor = SimtExecutor()
     with executor.recording() as launches:
-        raw_dispatch.build(random_topk(4096, 16, 4), 16, executor=executor, rung=rung)
+        raw_dispatch.build(random_topk(4096, 16, 8), 16, executor=executor, rung=rung)
     counts = [(name, traffic) for launch in launches for name, traffic in launch.buffers.items() if name in buffers]
     assert {name for name, _ in counts} == buffers
     for name, traffic in counts:
@@ -238,12 +244,12 @@ FAULTS = {
     },
     "3_single_pass": {
         **IN_BLOCK_SCANS,
-        **IN_VOTES,
-        "writes zeros": ("= int(tile.first + here.slot) / k;", "= 0;"),
-        "writes nothing": ("token_index_map[tile.first + slot] = row + shift[expert];", ""),
+        "writes zeros": ("= first_token + here.token;", "= 0;"),
+        "writes nothing": ("token_index_map[tile.first + slot_in_tile(step)] = row + shift[expert];", ""),
         "writes past its buffer": ("row + shift[", "row + 1 + shift["),
         "drops the last slot": ("slot < tile.rows ?", "slot < tile.rows - 1 ?"),
         "drops a tile's last row": ("row < tile.rows;", "row < tile.rows - 1;"),
+        "copies one slot less": ("if (slots.expert(step) != NONE) token", "if (slots.expert(step) < E - 1) token"),
         "next tile's base": ("offset + bases[blockIdx.x]", "offset + bases[blockIdx.x + 1]"),
         "no tile's base": ("offset + bases[blockIdx.x]", "offset"),
         "forgets earlier tiles": ("        base += scan.total;\n", ""),
@@ -251,24 +257,30 @@ FAULTS = {
         "forgets the tile's earlier experts": ("        rows_below += rows.total;\n", ""),
         "no expert's length": ("bases[tiles] = length;", ";"),
         "no last offset": ("expert_token_offsets[E] = offset_below;", ";"),
-        "forgets earlier strips": ("counts[expert] + __popc(same & lower);", "__popc(same & lower);"),
-        "a slot counts itself": ("__popc(same & lower);", "__popc(same);"),
-        "higher lanes first": ("lower = (1u << lane_id()) - 1;", "lower = ~((2u << lane_id()) - 1);"),
-        "higher warps first": ("counts_of_expert[warp * E]", "counts_of_expert[(WARPS - 1 - warp) * E]"),
-        "leaves out a warp": ("rows += warp_counts[warp * E", "rows += warp == 0 ? 0 : warp_counts[warp * E"),
-        "counts not cleared": ("counts[e] = 0;", ";"),
-        "token of the tile, not of all": ("int(tile.first + here.slot) / k", "here.slot / k"),
-        "missing barrier between a count's readers and its writer": (
-            "    __syncwarp();  // every lane has read",
-            "    // every lane has read",
+        "forgets earlier tokens of the team": ("const int rank = count;", "const int rank = 0;"),
+        "a slot counts itself": ("|= rank << 16;", "|= (rank + 1) << 16;"),
+        "every step the same token": ("team() * STEPS + step", "team() * STEPS"),
+        "idle lanes take the next team's slots": ("in_team() && slot", "slot"),
+        "higher teams first": ("counts_of_expert + team * E;", "counts_of_expert + (TEAMS - AT_ONCE - team) * E;"),
+        "a team's rows begin where the last one's did": ("            first += rows[i];\n", ""),
+        "leaves out a team": ("rows += counts_of_expert[", "rows += team == 0 ? 0 : counts_of_expert["),
+        "counts not cleared": ("counts[i] = 0;", ";"),
+        "token of the tile, not of all": ("first_token + here.token", "here.token"),
+        "missing barrier after clearing the counts": (
+            "    __syncthreads();  // the counts are zeros",
+            "    // the counts are zeros",
         ),
-        "missing barrier before the warps' counts are added up": (
-            "    __syncthreads();  // every warp has counted",
-            "    // every warp has counted",
+        "missing barrier between a team's tokens": (
+            "        __syncwarp();  // the team's next",
+            "        // the team's next",
+        ),
+        "missing barrier before the teams' counts are added up": (
+            "    __syncthreads();  // every team has counted",
+            "    // every team has counted",
         ),
         "missing barrier before the places are read": (
-            "    __syncthreads();  // every expert and warp",
-            "    // every expert and warp",
+            "    __syncthreads();  // every expert and team",
+            "    // every expert and team",
         ),
         "missing barrier before the rows are written out": (
             "    __syncthreads();  // the rows lie",
@@ -318,13 +330,19 @@ def wrong(rung, executor, topk_experts, num_experts):
     return differing_elements(found, build_by_sort(topk_experts, num_experts)) > 0
 
 
+@pytest.fixture
+def few_scan(monkeypatch):
+    """An expert's counts are scanned by so few threads that those of a test take several turns."""
+    monkeypatch.setattr(raw_dispatch, "SCAN_THREADS", 32)
+
+
 @every_fault
-def test_a_planted_fault_is_caught(rung, fault):
+def test_a_planted_fault_is_caught(rung, fault, few_scan):
     assert any(wrong(rung, Planted(rung, fault, seed=1), *hard) for hard in HARD)
 
 
 @every_rung
-def test_the_same_inputs_without_a_fault_pass(rung):
+def test_the_same_inputs_without_a_fault_pass(rung, few_scan):
     assert not any(wrong(rung, SimtExecutor(seed=1), *hard) for hard in HARD)
 
 

@@ -54,6 +54,27 @@ def test_a_ragged_shape(stage, rung, dtype):
     assert_right(stage, rung, RAGGED, dtype)
 
 
+@pytest.mark.parametrize("d", [1, 3, 34, 100, 264])  # packs of 1, 1, 2, 4 and 8 narrow elements
+@pytest.mark.parametrize("dtype", gemm.WIDE)
+def test_the_rows_of_a_token_are_summed_at_every_width(d, dtype):
+    case = make_case(21, d, 8, 7, 6, "zipf")
+    assert_right("combine", "2_vector", case, dtype)
+    assert_right("expert_up", "2_tiled", case, dtype)
+    rounded = case.astype(dtype)
+    first, second = (comparisons.run_combine(opened("combine", rung), rounded) for rung in combine.RUNGS)
+    np.testing.assert_array_equal(first["forward"]["out"], second["forward"]["out"])
+
+
+def test_a_token_of_more_slots_than_lanes_is_refused():
+    case = make_case(3, 8, 8, 40, 33).astype("float32")
+    dispatch, (_, w1, w2, _) = build_by_sort(case.topk_experts, case.E), case.weights
+    rows = np.ones((dispatch.R, 8), np.float32)
+    with pytest.raises(ValueError, match="dispatch.k is 33, but it must be 1..32"):
+        combine.forward(rows, np.ones((3, 33), np.float32), dispatch)
+    with pytest.raises(ValueError, match="dispatch.k is 33, but it must be 1..32"):
+        expert_up.backward(rows, rows, case.x, w1, w2, dispatch)
+
+
 @pytest.mark.parametrize(("stage", "rung"), [(s, r) for s, module in STAGES.items() for r in module.RUNGS])
 @pytest.mark.parametrize(
     "case",
@@ -143,6 +164,10 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dty
     headers = stated(f"{stage}/{rung}.cu")
     if stage == "expert_down":
         headers |= stated("expert_down/0_gates.cu")
+    if stage == "expert_up" and rung != "1_naive":
+        headers |= stated("expert_up/0_sum_rows.cu")
+    if rung == "2_vector":  # its backward is the first rung's
+        headers = stated("combine/1_gather.cu") | headers
     launches = counted(stage, rung, case)
     assert {launch.kernel for launch in launches} == headers.keys()
     for launch in launches:
@@ -273,12 +298,6 @@ FAULTS = {
         "        __syncthreads();  // all have read",
         "        // all have read",
     ),
-    "up tiled: sum of one slot": (
-        "expert_up",
-        "2_tiled",
-        "for (int j = 0; j < k; ++j) sum +=",
-        "for (int j = 0; j < 1; ++j) sum +=",
-    ),
     "up mma: does not wait": ("expert_up", "3_mma", "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
     "up mma: no barrier after waiting": (
         "expert_up",
@@ -342,7 +361,28 @@ FAULTS = {
         "out[index] = from_float<Scalar>(0.0f);",
     ),
     "combine: d_y unscaled": ("combine", "1_gather", "gates[slot] * to_float(d_out[", "to_float(d_out["),
+    "combine vector: unscaled gate": ("combine", "2_vector", "return gates[slot];", "return 1.0f;"),
+    "combine vector: last token": ("combine", "2_vector", "token >= L", "token >= L - 1"),
+    "combine vector: first rows alone": ("combine", "2_vector", "first < k; first", "first < min(k, IN_FLIGHT); first"),
+    "combine vector: first columns alone": ("combine", "2_vector", "first_column < d;", "first_column < WARP * PACK;"),
+    "combine vector: rows in the order of slots": (
+        "combine",
+        "2_vector",
+        "has_slot ? token_index_map[slot] : 0",
+        "has_slot ? int(slot) : 0",
+    ),
+    "combine vector: one weight for several rows": (
+        "combine",
+        "2_vector",
+        "weight_of_lane, first + i)",
+        "weight_of_lane, first)",
+    ),
+    "combine vector: past the row": ("combine", "2_vector", "if (column < d) {", "if (column <= d) {"),
+    "sum rows: zeros": ("expert_up", "0_sum_rows", "return 1.0f;", "return 0.0f;"),
+    "sum rows: last slot": ("expert_up", "0_sum_rows", "has_slot = lane_id() < k;", "has_slot = lane_id() < k - 1;"),
+    "sum rows: stale sums": ("expert_up", "0_sum_rows", "float sums[PACK] = {};", "static float sums[PACK];"),
 }
+SEVERAL_TURNS = make_case(21, 264, 8, 7, 6, "zipf")  # of packs and of rows in flight, where a token's rows are summed
 
 
 class Planted(SimtExecutor):
@@ -363,9 +403,10 @@ class Planted(SimtExecutor):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     stage, rung = FAULTS[fault][:2]
-    rung = rung if rung in STAGES[stage].RUNGS else "1_naive"
+    case = SEVERAL_TURNS if rung in ("2_vector", "0_sum_rows") else RAGGED
+    rung = {"0_gates": "1_naive", "0_sum_rows": "2_tiled"}.get(rung, rung)
     dtype = STAGES[stage].RUNGS[rung][0]
-    case = RAGGED.astype(dtype)
+    case = case.astype(dtype)
     try:
         found = comparisons.RUN[stage](on(stage, rung, Planted(fault)), case)
     except KernelFault:

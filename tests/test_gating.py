@@ -45,16 +45,16 @@ def test_gate_gradient_agrees_with_autograd(num_tokens, num_experts, k, renormal
     d_gates = np.random.default_rng(6).standard_normal((num_tokens, k))
     routing, leaf = torch_routing(logits, k, renormalize)
     routing.gates.backward(torch.tensor(d_gates))
-    probs, topk_experts, _ = gating.forward(logits, k, renormalize)
-    d_logits = gating.backward(d_gates, probs, topk_experts, renormalize)
+    topk_experts = gating.forward(logits, k, renormalize).topk_experts
+    d_logits = gating.backward(d_gates, logits, topk_experts, renormalize)
     assert relative_error(d_logits, leaf.grad) < 1e-12
 
 
 def test_a_renormalised_single_gate_is_one_whatever_the_logits():
     logits = make_logits(9, 5)
-    probs, topk_experts, gates = gating.forward(logits, 1, renormalize=True)
+    _, topk_experts, gates = gating.forward(logits, 1, renormalize=True)
     assert np.array_equal(gates, np.ones((9, 1)))
-    assert not gating.backward(np.full((9, 1), 3.0), probs, topk_experts, renormalize=True).any()
+    assert not gating.backward(np.full((9, 1), 3.0), logits, topk_experts, renormalize=True).any()
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), SHAPES)
@@ -77,6 +77,17 @@ def test_losses_and_their_gradients_agree_with_autograd(num_tokens, num_experts,
         (0.7 * truth).backward()
         assert relative_error(loss, truth.detach()) < 1e-14
         assert relative_error(d_logits, leaf.grad) < 1e-12
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_the_backward_adds_up_what_reaches_the_logits(renormalize):
+    logits, k = make_logits(37, 7), 3
+    d_gates = np.random.default_rng(6).standard_normal((37, k))
+    routing, leaf = torch_routing(logits, k, renormalize)
+    of_gates = (routing.gates * torch.tensor(d_gates)).sum()
+    (of_gates + 0.7 * oracle.load_balancing_loss(routing) - 0.2 * oracle.router_z_loss(routing)).backward()
+    d_logits = gating.backward(d_gates, logits, gating.top_k(logits, k), renormalize, np.array(0.7), -0.2)
+    assert relative_error(d_logits, leaf.grad) < 1e-12
 
 
 def test_loss_gradients_are_of_one_unit_of_loss_unless_told():
@@ -127,7 +138,7 @@ def test_float32_stays_float32_and_near(renormalize):
         return [
             probs,
             gates,
-            gating.backward(d_gates, probs, topk_experts, renormalize),
+            gating.backward(d_gates, logits, topk_experts, renormalize, np.float64(0.7), np.array(0.3)),
             gating.load_balancing_loss(probs, topk_experts),
             gating.load_balancing_loss_backward(probs, topk_experts, np.float64(1.0)),
             gating.router_z_loss(logits),
@@ -146,7 +157,7 @@ def test_no_tokens(renormalize):
     probs, topk_experts, gates = gating.forward(logits, 2, renormalize)
     assert (probs.shape, topk_experts.shape, gates.shape) == ((0, 4), (0, 2), (0, 2))
     assert gating.load_balancing_loss(probs, topk_experts) == 0.0 and gating.router_z_loss(logits) == 0.0
-    assert gating.backward(gates, probs, topk_experts, renormalize).shape == (0, 4)
+    assert gating.backward(gates, logits, topk_experts, renormalize, 1.0, 1.0).shape == (0, 4)
     assert gating.load_balancing_loss_backward(probs, topk_experts).shape == (0, 4)
     assert gating.router_z_loss_backward(logits).shape == (0, 4)
 
@@ -205,7 +216,7 @@ BAD_CHOICES = [
 @pytest.mark.parametrize(("topk_experts", "error", "message"), BAD_CHOICES)
 def test_bad_choices(topk_experts, error, message):
     with pytest.raises(error, match=message):
-        gating.backward(np.ones((3, 2)), PROBS, topk_experts)
+        gating.backward(np.ones((3, 2)), LOGITS, topk_experts)
     for function in (gating.load_balancing_loss, gating.load_balancing_loss_backward):
         with pytest.raises(error, match=message):
             function(PROBS, topk_experts)
@@ -221,7 +232,7 @@ def test_bad_choices(topk_experts, error, message):
 )
 def test_bad_gate_gradients(d_gates, error, message):
     with pytest.raises(error, match=message):
-        gating.backward(d_gates, PROBS, TOPK)
+        gating.backward(d_gates, LOGITS, TOPK)
 
 
 def test_bad_loss_gradients():
@@ -237,6 +248,6 @@ def test_bad_loss_gradients():
 
 def test_bad_probabilities():
     with pytest.raises(ValueError, match=r"probs\[1, 1\] is nan"):
-        gating.backward(np.ones((3, 2)), with_value(PROBS, (1, 1), np.nan), TOPK)
+        gating.load_balancing_loss(with_value(PROBS, (1, 1), np.nan), TOPK)
     with pytest.raises(TypeError, match="probs has dtype float16"):
         gating.load_balancing_loss(PROBS.astype(np.float16), TOPK)

@@ -73,7 +73,7 @@ def problem_of(kernel, task, cases=(CASE,), **options):
 
 OWN = {
     "gating": ("gating/1_naive", "softmax_top_k"),
-    "gating.backward": ("gating/1_naive", "gates_backward"),
+    "gating.backward": ("gating/1_naive", "d_logits"),
     "dispatch.dense_map": ("dispatch/1_dense_map", "dense_map"),
     "dispatch.expert_lengths": ("dispatch/1_dense_map", "expert_lengths"),
     "dispatch.expert_offsets": ("dispatch/1_dense_map", "expert_offsets"),
@@ -119,7 +119,7 @@ def test_a_kernel_that_knows_of_renormalised_gates_is_judged_on_them_too(tmp_pat
         ("expert_up/1_naive", "expert_up", {"dtype": "float16"}),
         ("expert_up/3_mma", "expert_up", {"dtype": "bfloat16"}),
         ("expert_down/1_naive", "expert_down.d_hidden", {"dtype": "bfloat16"}),
-        ("gating/2_warp", "gating", {"constants": {"PER_LANE": 5}}),
+        ("gating/2_warp", "gating", {"constants": {"PER_LANE": 5, "PACK": 1}}),
     ],
 )
 def test_other_rungs_types_and_activations_are_right(file, task, options):
@@ -525,7 +525,7 @@ def test_places_of_every_kind_of_element():
 def test_every_tensor_of_a_contract_has_the_shape_that_it_says():
     for contract in CONTRACTS.values():
         problem = set_problem(contract, CASE.astype("float32"))
-        sizes = problem.sizes | {"E+1": problem.sizes["E"] + 1}
+        sizes = problem.sizes | {"E+1": problem.sizes["E"] + 1, "1": 1}
         for name, array in (problem.inputs | problem.expected).items():
             assert array.shape == tuple(sizes[axis] for axis in AXES[name]), (contract.task, name)
         assert problem.expected.keys() == set(contract.writes) and problem.inputs.keys() == set(contract.inputs)

@@ -397,7 +397,7 @@ PLANTED_FAULTS = {
         "hidden_gradients",
         lambda f: lambda d_out, gates, *rest: f(d_out, np.ones_like(gates), *rest),
     ),
-    "not renormalised, backward": (gating, "backward", lambda f: lambda *args: f(*args[:3], False)),
+    "not renormalised, backward": (gating, "backward", lambda f: lambda *args: f(*args[:3], False, *args[4:])),
 }
 
 

@@ -38,8 +38,10 @@ FAULTS = [
     Fault(
         "gradient without its mean", "gating", "1_naive", "(d_gates[token * k + j] - mean)", "d_gates[token * k + j]"
     ),
-    Fault("peak of one lane", "gating", "2_warp", "peak = warp_max(peak);", ";"),
-    Fault("column beyond the row written", "gating", "2_warp", "(column(i) < E) target", "(column(i) <= E) target"),
+    Fault("peak of one lane", "gating", "2_warp", "return warp_max(peak);", "return peak;"),
+    Fault(
+        "column beyond the row written", "gating", "2_warp", "(column(i) < E) store_pack", "(column(i) <= E) store_pack"
+    ),
     Fault(
         "missing barrier",
         "gating",
@@ -63,7 +65,9 @@ FAULTS = [
     Fault("words not cleared", "dispatch", "2_bitmap", "words[word] = 0;", ";"),
     Fault("last slot dropped", "dispatch", "3_single_pass", "slot < tile.rows ?", "slot < tile.rows - 1 ?"),
     Fault("off-by-one offset", "dispatch", "3_single_pass", "= offset_below;", "= offset_below + 1;"),
-    Fault("earlier tiles forgotten", "dispatch", "3_single_pass", "        base += scan.total;", ""),
+    Fault(
+        "earlier tiles forgotten", "dispatch", "3_single_pass", "offset + bases[blockIdx.x] - first", "offset - first"
+    ),
     Fault("missing barrier", "dispatch", "3_single_pass", "__syncthreads();  // the rows lie in order", ""),
     Fault("wrong expert's weights", "expert_up", "1_naive", "(long long)blockIdx.y * d * h + at.column", "at.column"),
     Fault(
@@ -115,6 +119,8 @@ FAULTS = [
     Fault("all zeros", "combine", "1_gather", "from_float<Scalar>(sum);", "from_float<Scalar>(0.0f);"),
     Fault("unscaled gate", "combine", "1_gather", "sum += gates[slot] * to_float(", "sum += to_float("),
     Fault("one slot alone", "combine", "1_gather", "for (int j = 0; j < k; ++j)", "for (int j = 0; j < 1; ++j)"),
+    Fault("unscaled gate", "combine", "2_vector", "return gates[slot];", "return 1.0f;"),
+    Fault("some rows alone", "combine", "2_vector", "first + i < k &&", "first + i < k - 1 &&"),
     Fault("rows in token order", "combine", "1_gather", "to_float(y[token_index_map[slot] *", "to_float(y[slot *"),
     Fault(
         "y_swi never written",

@@ -83,8 +83,6 @@ ZEROS = {
     "d_x": (expert_up, "input_gradient", None),
     "d_w1 and d_w2": (expert_up, "weight_gradient", None),
     "d_logits": (gating, "backward", None),
-    "balancing loss": (gating, "load_balancing_loss_backward", None),
-    "z-loss": (gating, "router_z_loss_backward", None),
 }
 
 
@@ -99,6 +97,17 @@ def test_a_gradient_that_is_zero_is_caught(fault, monkeypatch):
         return result
 
     monkeypatch.setattr(module, name, faulty)
+    assert not check.passed(rows_of(every_choice()[0], "float32"))
+
+
+@pytest.mark.parametrize("lost", [4, 5])  # d_load_balancing_loss, d_router_z_loss
+def test_a_loss_that_sends_no_gradient_is_caught(lost, monkeypatch):
+    backward = gating.backward
+
+    def faulty(*arguments, **options):
+        return backward(*arguments[:lost], 0.0, *arguments[lost + 1 :], **options)
+
+    monkeypatch.setattr(gating, "backward", faulty)
     assert not check.passed(rows_of(every_choice()[0], "float32"))
 
 

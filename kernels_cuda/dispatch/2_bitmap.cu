@@ -20,6 +20,23 @@
 
 constexpr int WARPS = THREADS / WARP;
 
+// Those lanes of `among` that bring the same expert as this one, by a vote on each of its BITS bits
+// (__match_any_sync would compare all 32).
+template <int BITS>
+__device__ __forceinline__ unsigned lanes_with_same(int expert, unsigned among) {
+    unsigned same = among;
+#pragma unroll
+    for (int bit = 0; bit < BITS; ++bit) {
+        const bool set = expert >> bit & 1;
+        const unsigned voted = __ballot_sync(FULL_WARP, set);
+        same &= set ? voted : ~voted;
+    }
+    return same;
+}
+
+// Whether no higher lane is in the mask: one lane of each group, to write for all of it.
+__device__ __forceinline__ bool is_highest_of(unsigned lanes) { return lanes >> lane_id() == 1; }
+
 __device__ __forceinline__ int words_of_expert(int L) { return (int)(((long long)L + THREADS - 1) / THREADS) * WARPS; }
 
 // Step 1. A warp builds the words of its tile of 32 tokens, a lane for each token: the lanes that

@@ -13,7 +13,6 @@
 // kernel     grid                               block    shared bytes        bytes read                                                bytes written
 // expert_up  R / 128 + min(E, R), ceil(h / 64)  THREADS  25088 + 12288 G     8 E blocks + 4 R C + 2 R d C + 2 d h G tiles              2 R h (G P + Y)
 // d_x_rows   R / 128 + min(E, R), ceil(d / 64)  THREADS  36864               8 E blocks + 2 R h G D + 2 d h G tiles                    2 R d
-// sum_rows   ceil(L d / THREADS)                THREADS  0                   4 R d + 2 R d                                             2 L d
 // d_w        ceil(d / 128), ceil(h / 64), E     THREADS  36864               8 THREADS blocks + 2 R d C + R d C / 2 + 2 R h W          2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out.
 // G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64), W = ceil(d / 128);
@@ -73,17 +72,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int i = first_column + column;
         if (row < tile.rows && i < d) rows[(long long)(tile.first + row) * d + i] = from_float<Scalar>(sum);
     });
-}
-
-// Section 3.2: each token sums its k rows in the order of its slots.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    sum_rows(const Scalar* rows, const int* token_index_map, Scalar* d_x, int L, int d, int k) {
-    const long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
-    if (index >= (long long)L * d) return;
-    const long long token = index / d, column = index % d;
-    float sum = 0.0f;
-    for (int j = 0; j < k; ++j) sum += to_float(rows[token_index_map[token * k + j] * (long long)d + column]);
-    d_x[index] = from_float<Scalar>(sum);
 }
 
 // Section 5: d_w1 = X^T d_a, or d_w2 = X^T d_b, over the expert's rows, x gathered again.

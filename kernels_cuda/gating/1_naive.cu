@@ -7,16 +7,15 @@
 // Idea         Choosing needs no copy of the row: expert by expert, the next choice is the best of
 //              those that come after the last one, by logit and then by id.
 // Runs on      sm_80 and newer; SIMT executor.
-// Constants    THREADS per block (whole warps); RENORMALIZE, 1 if gates are divided by their sum.
+// Constants    THREADS per block (whole warps); RENORMALIZE, 1 if gates are divided by their sum; BALANCE, 1
+//              if the load-balancing loss has a gradient.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel                   grid               block    shared bytes    bytes read                                       bytes written
-// softmax_top_k            ceil(L / THREADS)  THREADS  0               4 L E (k + 2) + 4 R                              4 L E + 12 R
-// gates_backward           ceil(L / THREADS)  THREADS  0               24 R + 8 R RENORMALIZE + 4 L E (1 - RENORMALIZE)  4 L E + 4 R
-// load_balancing_terms     ceil(L / THREADS)  THREADS  4 THREADS / 32  8 L E                                            4 blocks
-// load_balancing_backward  ceil(L / THREADS)  THREADS  0               16 L E                                           4 L E
-// router_z_terms           ceil(L / THREADS)  THREADS  4 THREADS / 32  8 L E                                            4 blocks
-// router_z_backward        ceil(L / THREADS)  THREADS  0               12 L E                                           4 L E
+// kernel                grid               block    shared bytes    bytes read                                                           bytes written
+// softmax_top_k         ceil(L / THREADS)  THREADS  0               4 L E (k + 2) + 4 R                                                  4 L E + 12 R
+// d_logits              ceil(L / THREADS)  THREADS  0               (12 L E + 4 L) (1 + BALANCE) + 4 R (6 + BALANCE) + 16 R RENORMALIZE  4 L E + 4 R
+// load_balancing_terms  ceil(L / THREADS)  THREADS  4 THREADS / 32  8 L E                                                                4 blocks
+// router_z_terms        ceil(L / THREADS)  THREADS  4 THREADS / 32  8 L E                                                                4 blocks
 // Bytes are those that threads ask for; blocks is the whole grid. Bound: memory. Neighbouring
 // threads read 4 E bytes apart: from E = 8 on, every logit asks for a 32-byte sector of its own,
 // and the choice alone reads the row k times.
@@ -67,29 +66,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int j = 0; j < k; ++j) gates[token * k + j] *= gate_scale;
 }
 
-// d_logits from d_gates. Through the softmax, d_logit = p (d_p - mean of d_p), and d_p is 0 for who
-// was not chosen. Renormalised gates are a softmax over the chosen: the others get nothing.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    gates_backward(const float* d_gates, const float* probs, const int* topk_experts, float* d_logits, int L, int E,
-                   int k) {
-    const long long token = token_of_thread();
-    if (token >= L) return;
-    const float* const row = probs + token * E;
-    const int* const chosen = topk_experts + token * k;
-    float sum = 1.0f;
-    if (RENORMALIZE) {
-        sum = 0.0f;
-        for (int j = 0; j < k; ++j) sum += row[chosen[j]];
-    }
-    float mean = 0.0f;
-    for (int j = 0; j < k; ++j) mean += d_gates[token * k + j] * (row[chosen[j]] / sum);
-    for (int e = 0; e < E; ++e) d_logits[token * E + e] = RENORMALIZE ? 0.0f : -row[e] * mean;
-    for (int j = 0; j < k; ++j) {
-        const int expert = chosen[j];
-        d_logits[token * E + expert] = row[expert] / sum * (d_gates[token * k + j] - mean);
-    }
-}
-
 __device__ __forceinline__ float dot(const float* x, const float* y, int E) {
     float sum = 0.0f;
     for (int e = 0; e < E; ++e) sum += x[e] * y[e];
@@ -102,16 +78,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long token = token_of_thread();
     const float term = block_sum<THREADS>(token < L ? dot(probs + token * E, shares, E) : 0.0f);
     if (threadIdx.x == 0) terms[blockIdx.x] = term;
-}
-
-// d_logits = scale * p (f_e - sum_e f_e p_e).
-extern "C" __global__ void __launch_bounds__(THREADS)
-    load_balancing_backward(const float* probs, const float* shares, float* d_logits, float scale, int L, int E) {
-    const long long token = token_of_thread();
-    if (token >= L) return;
-    const float* const row = probs + token * E;
-    const float mean = dot(row, shares, E);
-    for (int e = 0; e < E; ++e) d_logits[token * E + e] = scale * row[e] * (shares[e] - mean);
 }
 
 struct Exponentials {
@@ -136,13 +102,49 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_z_terms(const float
     if (threadIdx.x == 0) terms[blockIdx.x] = term;
 }
 
-// d_logits = scale * logsumexp(logits) * softmax(logits).
+// Over the chosen alone.
+__device__ __forceinline__ Exponentials exponentials_of_chosen(const float* logits, const int* chosen, int k) {
+    Exponentials row = {-infinity(), 0.0f};
+    for (int j = 0; j < k; ++j) row.peak = fmaxf(row.peak, logits[chosen[j]]);
+    for (int j = 0; j < k; ++j) row.sum += expf(logits[chosen[j]] - row.peak);
+    return row;
+}
+
+__device__ __forceinline__ float share_of(Exponentials row, float logit) { return expf(logit - row.peak) / row.sum; }
+
+// All that reaches the logits, in one pass. Through the softmax, d_logit = p (d_p - mean of d_p):
+//   of the gates              d_p is d_gate for who was chosen, and 0 for the others. Renormalised gates
+//                             are a softmax over the chosen: the others get nothing;
+//   of the balancing loss     d_p is balance f_e, balance = E / L * d_load_balancing_loss;
+//   of the router z-loss      p z, z = 2 / L * d_router_z_loss * logsumexp(logits).
 extern "C" __global__ void __launch_bounds__(THREADS)
-    router_z_backward(const float* logits, float* d_logits, float scale, int L, int E) {
+    d_logits(const float* d_gates, const float* logits, const int* topk_experts, const float* shares,
+             const float* d_load_balancing_loss, const float* d_router_z_loss, float* d_logits, int L, int E, int k) {
     const long long token = token_of_thread();
     if (token >= L) return;
     const float* const row = logits + token * E;
-    const Exponentials exps = exponentials(row, E);
-    const float factor = scale * logsumexp(exps) / exps.sum;
-    for (int e = 0; e < E; ++e) d_logits[token * E + e] = factor * expf(row[e] - exps.peak);
+    const int* const chosen = topk_experts + token * k;
+    const Exponentials all = exponentials(row, E);
+    const float per_token = 1.0f / L;  // both losses are means
+    const float z = 2.0f * per_token * d_router_z_loss[0] * logsumexp(all);
+    const float balance = BALANCE ? E * per_token * d_load_balancing_loss[0] : 0.0f;
+    float mean_share = 0.0f;
+    if (BALANCE)
+        for (int e = 0; e < E; ++e) mean_share += shares[e] * share_of(all, row[e]);
+
+    const Exponentials of_gates = RENORMALIZE ? exponentials_of_chosen(row, chosen, k) : all;
+    float mean = 0.0f;
+    for (int j = 0; j < k; ++j) mean += d_gates[token * k + j] * share_of(of_gates, row[chosen[j]]);
+
+    const float for_all = RENORMALIZE ? z : z - mean;
+    for (int e = 0; e < E; ++e) {
+        const float slope = BALANCE ? for_all + balance * (shares[e] - mean_share) : for_all;
+        d_logits[token * E + e] = slope * share_of(all, row[e]);
+    }
+    for (int j = 0; j < k; ++j) {
+        const int expert = chosen[j];
+        const float logit = row[expert], gate = share_of(of_gates, logit);
+        const float slope = BALANCE ? z + balance * (shares[expert] - mean_share) : z;
+        d_logits[token * E + expert] = slope * share_of(all, logit) + gate * (d_gates[token * k + j] - mean);
+    }
 }

@@ -22,20 +22,3 @@ __device__ __forceinline__ int slot_of(const int* experts_of_token, int expert) 
     while (experts_of_token[j] != expert) ++j;
     return j;
 }
-
-// Those lanes of `among` that bring the same expert as this one, by a vote on each of its BITS bits
-// (__match_any_sync would compare all 32).
-template <int BITS>
-__device__ __forceinline__ unsigned lanes_with_same(int expert, unsigned among) {
-    unsigned same = among;
-#pragma unroll
-    for (int bit = 0; bit < BITS; ++bit) {
-        const bool set = expert >> bit & 1;
-        const unsigned voted = __ballot_sync(FULL_WARP, set);
-        same &= set ? voted : ~voted;
-    }
-    return same;
-}
-
-// Whether no higher lane is in the mask: one lane of each group, to write for all of it.
-__device__ __forceinline__ bool is_highest_of(unsigned lanes) { return lanes >> lane_id() == 1; }

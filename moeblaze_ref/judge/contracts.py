@@ -34,6 +34,7 @@ SHAPES = {
     "float": {
         "logits": "L E", "probs": "L E", "d_logits": "L E", "gates": "L k", "d_gates": "L k",
         "gate_of_row": "R", "gate_terms": "R h",
+        "shares": "E", "d_load_balancing_loss": "1", "d_router_z_loss": "1",
     },
     "int": {
         "topk_experts": "L k", "dense_map": "L E", "lengths": "E", "expert_token_offsets": "E+1",
@@ -172,7 +173,9 @@ def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:
     gated_y = (gate_of_row[:, None] * y_swi.astype(np.float64)).astype(y_swi.dtype)  # (R, h)
     dense_map = dispatch.dense_map(case.topk_experts, case.E)
     tensors = routes.arrays() | {
-        "logits": case.logits, "probs": gating.softmax(case.logits), "topk_experts": case.topk_experts,
+        "logits": case.logits, "topk_experts": case.topk_experts,
+        "shares": (np.diff(routes.expert_token_offsets) / max(routes.R, 1)).astype(np.float32),
+        "d_load_balancing_loss": np.float32([0.7]), "d_router_z_loss": np.float32([-0.2]),
         "gates": gates, "d_gates": comparisons.d_gates(case), "gate_of_row": gate_of_row,
         "dense_map": dense_map, "lengths": dispatch.expert_lengths(dense_map),
         "x": case.x, "w1": case.weights.w1, "w2": case.weights.w2, "w3": case.weights.w3, "d_out": case.d_out,
@@ -190,7 +193,8 @@ def _gating(given):
 
 
 def _gating_backward(given):
-    return {"d_logits": gating.backward(given.d_gates, given.probs, given.topk_experts, given.renormalize)}
+    routing = given.d_gates, given.logits, given.topk_experts, given.renormalize
+    return {"d_logits": gating.backward(*routing, given.d_load_balancing_loss[0], given.d_router_z_loss[0])}
 
 
 def _dense_map(given):
@@ -262,8 +266,9 @@ _ALL = (
         ("logits",), ("probs", "topk_experts", "gates"), "ceil(L / THREADS)", _gating,
     ),
     Contract(
-        "gating.backward", "the logits' gradient from that of the gates",
-        ("d_gates", "probs", "topk_experts"), ("d_logits",), "ceil(L / THREADS)", _gating_backward,
+        "gating.backward", "the logits' gradient from those of the gates and of both losses",
+        ("d_gates", "logits", "topk_experts", "shares", "d_load_balancing_loss", "d_router_z_loss"), ("d_logits",),
+        "ceil(L / THREADS)", _gating_backward,
     ),
     Contract(
         "dispatch.dense_map", "step 1: entry (i, e) is i if token i goes to expert e, else -1",

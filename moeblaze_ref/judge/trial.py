@@ -136,7 +136,7 @@ class Trial:
         return np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype))
 
     def _constants(self, problem: Problem) -> dict[str, Any]:
-        terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(problem.case.renormalize)}
+        terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(problem.case.renormalize), "BALANCE": 1}
         return self.kernel.constants(self.dtype, terms | self.launch.threads, self.constants)
 
     def _symbols(self, problem: Problem) -> dict[str, int]:

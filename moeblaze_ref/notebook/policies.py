@@ -69,13 +69,13 @@ FILES = {  # of the kernels between x and out, forward and backward
     "expert_up": f"expert_up/{RUNG}.cu",
     "act": "activation/1_elementwise.cu",
     "expert_down": f"expert_down/{RUNG}.cu",
-    "combine": "combine/1_gather.cu",
+    "combine": "combine/2_vector.cu",
     "gate_rows": "expert_down/0_gates.cu",
     "d_hidden": f"expert_down/{RUNG}.cu",
     "d_gates": "expert_down/0_gates.cu",
     "d_w3": f"expert_down/{RUNG}.cu",
     "d_x_rows": f"expert_up/{RUNG}.cu",
-    "sum_rows": f"expert_up/{RUNG}.cu",
+    "sum_rows": "expert_up/0_sum_rows.cu",
     "d_w": f"expert_up/{RUNG}.cu",
 }
 PRODUCTS = {"expert_up": "G", "expert_down": "1", "d_hidden": "1", "d_w3": "1", "d_x_rows": "G", "d_w": "1"}

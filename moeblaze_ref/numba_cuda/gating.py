@@ -2,9 +2,8 @@
 
     logits (L, E)
       forward:   probs (L, E), topk_experts and gates (L, k), one kernel
-      backward:  d_logits (L, E) from d_gates (L, k), one kernel
+      backward:  d_logits (L, E) from d_gates (L, k) and the gradients of both losses, one kernel
     losses:      a kernel leaves one term a block, a second one adds the terms up
-      backward:  d_logits (L, E), one kernel
 
 Sources: MoEBlaze (arXiv 2601.05296), section 2, for the gate; Switch Transformer
 (arXiv 2101.03961) for the load-balancing loss; ST-MoE (arXiv 2202.08906) for the router
@@ -34,7 +33,7 @@ from moeblaze_ref.numba_cuda.runtime import (
 )
 from moeblaze_ref.structures import Gating
 
-ZERO, ONE, INFINITY = (np.float32(value) for value in (0.0, 1.0, np.inf))  # a bare 1.0 would be float64 to Numba
+ZERO, INFINITY = np.float32(0.0), np.float32(np.inf)  # a bare 0.0 would be float64 to Numba
 SHARED_BYTES = 4 * THREADS  # of the kernels that sum over a block: one number a thread
 
 
@@ -85,38 +84,6 @@ def softmax_top_k_kernel(logits, renormalize, probs, topk_experts, gates):
             probs[token, e] = math.exp(logits[token, e] - peak) / total
         for j in range(topk_experts.shape[1]):
             gates[token, j] = gates[token, j] / (sum_of_chosen if renormalize else total)
-
-
-@cuda.jit
-def gates_backward_kernel(d_gates, probs, topk_experts, renormalize, d_logits):
-    """Carry the gates' gradient through the softmax: p (d_p - mean of d_p), d_p being 0 for who was not chosen.
-
-    Renormalised gates are a softmax over the chosen experts: the others get nothing. The bytes are
-    those without renormalisation.
-
-    Source        MoEBlaze, section 2
-    Grid          ceil(L / THREADS) blocks of THREADS threads, a thread for each token
-    Shared bytes  0
-    Global bytes  reads 4 L E + 24 R; writes 4 L E + 4 R
-    """
-    num_tokens, num_experts = probs.shape
-    k = topk_experts.shape[1]
-    token = cuda.grid(1)
-    if token < num_tokens:
-        total = ONE
-        if renormalize:
-            total = ZERO
-            for j in range(k):
-                total += probs[token, topk_experts[token, j]]
-        mean = ZERO
-        for j in range(k):
-            mean += d_gates[token, j] * (probs[token, topk_experts[token, j]] / total)
-
-        for e in range(num_experts):
-            d_logits[token, e] = ZERO if renormalize else -probs[token, e] * mean
-        for j in range(k):
-            expert = topk_experts[token, j]
-            d_logits[token, expert] = probs[token, expert] / total * (d_gates[token, j] - mean)
 
 
 # Sums over all tokens
@@ -207,22 +174,6 @@ def load_balancing_terms_kernel(probs, shares, terms):
         terms[cuda.blockIdx.x] = term
 
 
-@cuda.jit
-def load_balancing_backward_kernel(probs, shares, scale, d_logits):
-    """d_logits = scale * p (f_e - sum_e f_e p_e); the shares are constants.
-
-    Source        Switch Transformer, section 2.2
-    Grid          ceil(L / THREADS) blocks of THREADS threads, a thread for each token
-    Shared bytes  0
-    Global bytes  reads 16 L E; writes 4 L E
-    """
-    token = cuda.grid(1)
-    if token < probs.shape[0]:
-        mean = mean_share(probs, shares, token)
-        for e in range(shares.shape[0]):
-            d_logits[token, e] = scale * probs[token, e] * (shares[e] - mean)
-
-
 # The router z-loss
 
 
@@ -258,21 +209,58 @@ def router_z_terms_kernel(logits, terms):
         terms[cuda.blockIdx.x] = term
 
 
-@cuda.jit
-def router_z_backward_kernel(logits, scale, d_logits):
-    """d_logits = scale * logsumexp(logits) * softmax(logits).
+# The gradient of the logits
 
-    Source        ST-MoE, router z-loss
+
+@cuda.jit(device=True)
+def exponentials_of_chosen(logits, topk_experts, token):
+    """As `exponentials`, over the chosen experts alone."""
+    peak = -INFINITY
+    for j in range(topk_experts.shape[1]):
+        peak = max(peak, logits[token, topk_experts[token, j]])
+    total = ZERO
+    for j in range(topk_experts.shape[1]):
+        total += math.exp(logits[token, topk_experts[token, j]] - peak)
+    return peak, total
+
+
+@cuda.jit
+def d_logits_kernel(d_gates, logits, topk_experts, shares, d_losses, scales, renormalize, d_logits):
+    """Carry the gradients of gates and losses through the softmax: p (d_p - mean of d_p).
+
+    Of the gates, d_p is 0 for who was not chosen; renormalised gates are a softmax over the chosen experts: the
+    others get nothing. Of the balancing loss, d_p is its share times a constant. The z-loss adds 2 p logsumexp.
+    The bytes are those without renormalisation.
+
+    Source        MoEBlaze, section 2; Switch Transformer, section 2.2; ST-MoE, router z-loss
     Grid          ceil(L / THREADS) blocks of THREADS threads, a thread for each token
     Shared bytes  0
-    Global bytes  reads 12 L E; writes 4 L E
+    Global bytes  reads 24 L E + 28 R + 16 L; writes 4 L E + 4 R
     """
+    num_tokens, num_experts = logits.shape
     token = cuda.grid(1)
-    if token < logits.shape[0]:
+    if token < num_tokens:
         peak, total = exponentials(logits, token)
-        factor = scale * (peak + math.log(total)) / total
-        for e in range(logits.shape[1]):
-            d_logits[token, e] = factor * math.exp(logits[token, e] - peak)
+        balance, z = d_losses[0] * scales[0], d_losses[1] * scales[1] * (peak + math.log(total))
+        mean_share = ZERO
+        for e in range(num_experts):
+            mean_share += shares[e] * (math.exp(logits[token, e] - peak) / total)
+
+        gate_peak, gate_total = peak, total
+        if renormalize:
+            gate_peak, gate_total = exponentials_of_chosen(logits, topk_experts, token)
+        mean = ZERO
+        for j in range(topk_experts.shape[1]):
+            logit = logits[token, topk_experts[token, j]]
+            mean += d_gates[token, j] * (math.exp(logit - gate_peak) / gate_total)
+
+        for e in range(num_experts):
+            slope = z + balance * (shares[e] - mean_share) - (ZERO if renormalize else mean)
+            d_logits[token, e] = slope * (math.exp(logits[token, e] - peak) / total)
+        for j in range(topk_experts.shape[1]):
+            expert = topk_experts[token, j]
+            gate = math.exp(logits[token, expert] - gate_peak) / gate_total
+            d_logits[token, expert] += gate * (d_gates[token, j] - (mean if renormalize else ZERO))
 
 
 # The stage, on the host
@@ -315,17 +303,20 @@ def forward(logits, k, renormalize=False):
     return Gating(*to_caller(logits, *outputs))
 
 
-def backward(d_gates, probs, topk_experts, renormalize=False):
-    """Gradient of the logits from the gradient of the gates.
+def backward(d_gates, logits, topk_experts, renormalize=False, d_load_balancing_loss=0.0, d_router_z_loss=0.0):
+    """Gradient of the logits from those of the gates and of both losses, by one kernel over the rows.
 
     Parameters
     ----------
     d_gates : array (L, k), float32
-    probs : array (L, E), float32
+    logits : array (L, E), float32
+        Those of `forward`.
     topk_experts : array (L, k), int32
         As `forward` chose them; the choice itself has no gradient.
     renormalize : bool
         As in `forward`.
+    d_load_balancing_loss, d_router_z_loss : float or array ()
+        Gradients of the losses.
 
     Returns
     -------
@@ -336,12 +327,24 @@ def backward(d_gates, probs, topk_experts, renormalize=False):
     ValueError, TypeError
         As `stage_doors.check_gating_backward` and `doors.check_kernel_limits`; the dtype is float32.
     """
-    stage_doors.check_gating_backward(d_gates, probs, topk_experts, renormalize, DTYPES)
-    doors.check_kernel_limits(probs.shape[1], topk_experts.shape[1])
-    d_logits = float32_output(probs.shape)
-    inputs = all_to_device(d_gates, probs, topk_experts)
-    launch(gates_backward_kernel, blocks_for(len(probs)), THREADS, *inputs, bool(renormalize), d_logits)
-    return to_caller(probs, d_logits)[0]
+    d_losses = d_load_balancing_loss, d_router_z_loss
+    stage_doors.check_gating_backward(d_gates, logits, topk_experts, *d_losses, DTYPES)
+    num_tokens, num_experts = logits.shape
+    doors.check_kernel_limits(num_experts, topk_experts.shape[1])
+    d_logits = float32_output(logits.shape)
+    scales = np.float32([num_experts, 2.0]) / np.float32(max(num_tokens, 1))
+    inputs = all_to_device(d_gates, logits, topk_experts)
+    losses = to_device(_pair_like(logits, *d_losses)), to_device(scales), bool(renormalize)
+    shares = _expert_shares(topk_experts, num_experts)
+    launch(d_logits_kernel, blocks_for(num_tokens), THREADS, *inputs, shares, *losses, d_logits)
+    return to_caller(logits, d_logits)[0]
+
+
+def _pair_like(like, first, second):
+    """Two numbers as a float32 array (2,) of the kind of ``like``; the host does not wait for arrays of the GPU."""
+    pair = like.__array_namespace__().empty(2, dtype="float32")
+    pair[0], pair[1] = first, second
+    return pair
 
 
 def _expert_shares(topk_experts, num_experts):
@@ -391,36 +394,6 @@ def load_balancing_loss(probs, topk_experts):
     return _mean_of_terms(probs, load_balancing_terms_kernel, *inputs, factor=num_experts)
 
 
-def load_balancing_loss_backward(probs, topk_experts, d_loss=1.0):
-    """Gradient of the logits from that of `load_balancing_loss`; the shares f_e are constants.
-
-    Parameters
-    ----------
-    probs, topk_experts
-        As in `load_balancing_loss`.
-    d_loss : float
-        Gradient of the loss.
-
-    Returns
-    -------
-    d_logits : array (L, E)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `backward`, and if ``d_loss`` is no finite number.
-    """
-    stage_doors.check_routing(probs, topk_experts, DTYPES)
-    d_loss = doors.check_number("d_loss", d_loss)
-    num_tokens, num_experts = probs.shape
-    doors.check_kernel_limits(num_experts, topk_experts.shape[1])
-    d_logits = float32_output(probs.shape)
-    scale = np.float32(d_loss * num_experts / max(num_tokens, 1))
-    inputs = to_device(probs), _expert_shares(topk_experts, num_experts), scale
-    launch(load_balancing_backward_kernel, blocks_for(num_tokens), THREADS, *inputs, d_logits)
-    return to_caller(probs, d_logits)[0]
-
-
 def router_z_loss(logits):
     """ST-MoE's mean over tokens of logsumexp(logits)**2, which keeps the logits small.
 
@@ -441,29 +414,3 @@ def router_z_loss(logits):
     stage_doors.check_logits(logits, DTYPES)
     doors.check_kernel_limits(logits.shape[1], k=1)
     return _mean_of_terms(logits, router_z_terms_kernel, to_device(logits))
-
-
-def router_z_loss_backward(logits, d_loss=1.0):
-    """Gradient of the logits from that of `router_z_loss`.
-
-    Parameters
-    ----------
-    logits : array (L, E), float32
-    d_loss : float
-        Gradient of the loss.
-
-    Returns
-    -------
-    d_logits : array (L, E)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`, and if ``d_loss`` is no finite number.
-    """
-    stage_doors.check_logits(logits, DTYPES)
-    scale = np.float32(2.0 * doors.check_number("d_loss", d_loss) / max(len(logits), 1))
-    doors.check_kernel_limits(logits.shape[1], k=1)
-    d_logits = float32_output(logits.shape)
-    launch(router_z_backward_kernel, blocks_for(len(logits)), THREADS, to_device(logits), scale, d_logits)
-    return to_caller(logits, d_logits)[0]

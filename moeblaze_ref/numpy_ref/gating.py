@@ -106,18 +106,21 @@ def _softmax_backward(d_probs, probs):
     return probs * (d_probs - mean)
 
 
-def backward(d_gates, probs, topk_experts, renormalize=False):
-    """Gradient of the logits from the gradient of the gates.
+def backward(d_gates, logits, topk_experts, renormalize=False, d_load_balancing_loss=0.0, d_router_z_loss=0.0):
+    """Gradient of the logits from those of the gates and of both losses.
 
     Parameters
     ----------
     d_gates : ndarray (L, k)
-        The dtype of ``probs``.
-    probs : ndarray (L, E), float64 or float32
+        The dtype of ``logits``.
+    logits : ndarray (L, E), float64 or float32
+        Those of `forward`.
     topk_experts : ndarray (L, k), int32
         As `forward` chose them; the choice itself has no gradient.
     renormalize : bool
         As in `forward`.
+    d_load_balancing_loss, d_router_z_loss : float or ndarray ()
+        Gradients of the losses.
 
     Returns
     -------
@@ -126,20 +129,27 @@ def backward(d_gates, probs, topk_experts, renormalize=False):
     Raises
     ------
     ValueError
-        If shapes disagree, an expert id is out of range or doubled, a value is not finite, or gates are to be
-        renormalised whose sum is 0: `forward` makes none, since the best of E experts has at least 1 / E.
+        If shapes disagree, an expert id is out of range or doubled, or a value is not finite.
     TypeError
         If a dtype is not allowed.
 
     Notes
     -----
-    Renormalised gates are a softmax over the chosen logits alone: the other experts get no gradient.
+    MoEBlaze, section 2. Renormalised gates are a softmax over the chosen logits alone: the other experts get no
+    gradient from them.
     """
-    stage_doors.check_gating_backward(d_gates, probs, topk_experts, renormalize, DTYPES)
+    stage_doors.check_gating_backward(d_gates, logits, topk_experts, d_load_balancing_loss, d_router_z_loss, DTYPES)
+    probs = softmax(logits)  # (L, E)
+    d_logits = _gates_backward(d_gates, logits, probs, topk_experts, renormalize)
+    d_logits += load_balancing_loss_backward(probs, topk_experts, d_load_balancing_loss)
+    d_logits += router_z_loss_backward(logits, d_router_z_loss)
+    return d_logits
+
+
+def _gates_backward(d_gates, logits, probs, topk_experts, renormalize):
     into_row = np.zeros_like(probs)  # (L, E)
     if renormalize:
-        chosen = np.take_along_axis(probs, topk_experts, axis=1)  # (L, k)
-        gates = chosen / chosen.sum(axis=1, keepdims=True)
+        gates = softmax(np.take_along_axis(logits, topk_experts, axis=1))  # (L, k)
         np.put_along_axis(into_row, topk_experts, _softmax_backward(d_gates, gates), axis=1)
         return into_row
     np.put_along_axis(into_row, topk_experts, d_gates, axis=1)

@@ -5,8 +5,8 @@ from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array, Dispatch
 
-RUNGS = {"1_gather": gemm.WIDE}
-DEFAULT_RUNG = "1_gather"
+RUNGS = {"1_gather": gemm.WIDE, "2_vector": gemm.WIDE}
+DEFAULT_RUNG = "2_vector"
 GATE_DTYPES = ("float32",)
 
 
@@ -40,12 +40,17 @@ def forward(
     -----
     MoEBlaze, section 3.1; gather-and-sum as in SonicMoE.
     """
-    executor, module = _open(y, gates, dispatch, executor, rung)
-    d = y.shape[1]
-    out = executor.empty((dispatch.L, d), str(y.dtype))
+    executor = _checked(y, gates, dispatch, executor, rung)
+    L, d, k = dispatch.L, y.shape[1], dispatch.k
+    out = executor.empty((L, d), str(y.dtype))
     if out.size:
+        constants, launch = gemm.constants(y), gemm.per_element(out.size)
+        if rung == "2_vector":
+            gemm.check_slots(dispatch)
+            constants, launch = gemm.row_sums(y, L)
+        module = executor.load(f"combine/{rung}.cu", **constants)
         slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
-        module.launch("combine", **gemm.per_element(out.size), y=y, **slots, out=out, L=dispatch.L, d=d, k=dispatch.k)
+        module.launch("combine", **launch, y=y, **slots, out=out, L=L, d=d, k=k)
     return out
 
 
@@ -57,7 +62,7 @@ def backward(
     executor: Executor | None = None,
     rung: str = DEFAULT_RUNG,
 ) -> tuple[Array, Array]:
-    """Gradients of the expert outputs and the gates, the textbook way: it needs y kept.
+    """Gradients of the expert outputs and the gates, the textbook way: it needs y kept, and has no second rung.
 
     Parameters
     ----------
@@ -77,12 +82,13 @@ def backward(
     ValueError, TypeError
         As `forward`.
     """
-    executor, module = _open(y, gates, dispatch, executor, rung)
+    executor = _checked(y, gates, dispatch, executor, rung)
     d = y.shape[1]
     doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": d}, (str(y.dtype),))
     d_y, d_gates = executor.empty(y.shape, str(y.dtype)), executor.empty(gates.shape, "float32")
     if dispatch.R:
         slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.R, "d": d, "k": dispatch.k}
+        module = executor.load("combine/1_gather.cu", **gemm.constants(y))
         module.launch("d_y", **gemm.per_element(y.size), d_out=d_out, gates=gates, d_y=d_y, **slots)
         module.launch("d_gates", **gemm.per_element(dispatch.R), d_out=d_out, y=y, d_gates=d_gates, **slots)
     return d_y, d_gates
@@ -119,9 +125,8 @@ def scatter(y: Array, gates: Array, dispatch: Dispatch, executor: Executor | Non
     return out
 
 
-def _open(y, gates, dispatch, executor, rung):
-    """Checked inputs' executor and kernel file."""
+def _checked(y, gates, dispatch, executor, rung) -> Executor:
+    """The executor of checked inputs."""
     stage_doors.check_combine(y, gates, dispatch, gemm.WIDE, GATE_DTYPES)
     gemm.check_rung("combine", rung, RUNGS, y)
-    executor = executor or executor_for(y)
-    return executor, executor.load(f"combine/{rung}.cu", **gemm.constants(y))
+    return executor or executor_for(y)

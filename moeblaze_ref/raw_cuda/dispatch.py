@@ -1,5 +1,6 @@
 """Dispatch in raw CUDA: launches kernels_cuda/dispatch/."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from moeblaze_ref import doors
@@ -10,54 +11,70 @@ from moeblaze_ref.structures import Array, Dispatch
 RUNGS = {"1_dense_map": ("int32",), "2_bitmap": ("int32",), "3_single_pass": ("int32",)}
 DEFAULT_RUNG = "3_single_pass"
 THREADS = 256
-WARPS = THREADS // 32
-_CONSTANTS = {
-    "1_dense_map": ("THREADS",),
-    "2_bitmap": ("THREADS", "EXPERT_BITS"),
-    "3_single_pass": ("THREADS", "EXPERT_BITS", "ROWS"),
-}
+WARP = 32
+WARPS = THREADS // WARP
+SCAN_THREADS = 256  # of a block that scans an expert's counts
 
 
-def constants(rung: str, num_experts: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Tiling:
+    """How 3_single_pass cuts the tokens into tiles.
+
+    Parameters
+    ----------
+    threads : int
+        Of a block, in whole warps.
+    teams : int
+        Of a block: k lanes of a warp each.
+    steps : int
+        Tokens that a team takes, one after the other.
+    """
+
+    threads: int
+    teams: int
+    steps: int
+
+    @classmethod
+    def of(cls, num_experts: int, k: int) -> "Tiling":
+        """Tiles of 32 rows or more for each of E experts, as far as 32 steps reach.
+
+        An expert's rows in a tile are one run of writes and cost one count: few rows waste both. But few experts
+        need only small tiles, and more tiles keep a GPU busy when L is small; registers set the limit of the steps,
+        shared memory, where each team counts each expert, that of the teams.
+        """
+        teams_of_warp = WARP // k
+        warps = next(warps for warps in (WARPS, 4, 2) if warps * teams_of_warp <= 64)
+        teams = warps * teams_of_warp
+        steps = next(steps for steps in (4, 8, 16, 32) if steps * teams * k >= 32 * num_experts or steps == 32)
+        return cls(warps * WARP, teams, steps)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return self.teams * self.steps
+
+
+def constants(rung: str, num_experts: int, k: int) -> dict[str, Any]:
     """What a rung's file is compiled with.
 
     Parameters
     ----------
     rung : str
         One of ``RUNGS``.
-    num_experts : int
-        E, which decides the bits of an id and the size of a tile.
+    num_experts, k : int
+        E and the experts of a token, which decide the bits of an id and the size of a tile.
 
     Returns
     -------
     dict
         Preprocessor constants by name.
     """
-    known = {
-        "THREADS": THREADS,
-        "EXPERT_BITS": max(1, (num_experts - 1).bit_length()),
-        "ROWS": rows_per_thread(num_experts),
-    }
-    return {name: known[name] for name in _CONSTANTS[rung]}
-
-
-def rows_per_thread(num_experts: int) -> int:
-    """Slots of a thread in 3_single_pass, so that a tile has 32 rows or more for each expert, up to 8,192 rows.
-
-    An expert's rows in a tile are one run of writes and cost one count: few rows waste both. But few experts need
-    only small tiles, and more tiles keep a GPU busy when L is small; registers set the limit above.
-
-    Parameters
-    ----------
-    num_experts : int
-        E.
-
-    Returns
-    -------
-    int
-        4, 8, 16 or 32.
-    """
-    return next(rows for rows in (4, 8, 16, 32) if rows * THREADS >= 32 * num_experts or rows == 32)
+    if rung == "3_single_pass":
+        tiling = Tiling.of(num_experts, k)
+        return {"THREADS": tiling.threads, "SCAN_THREADS": SCAN_THREADS, "K": k, "STEPS": tiling.steps}
+    if rung == "2_bitmap":
+        return {"THREADS": THREADS, "EXPERT_BITS": max(1, (num_experts - 1).bit_length())}
+    return {"THREADS": THREADS}
 
 
 def build(
@@ -105,7 +122,7 @@ def build(
     if L == 0:
         dispatch.expert_token_offsets.fill(0)
         return dispatch
-    module = executor.load(f"dispatch/{rung}.cu", **constants(rung, E))
+    module = executor.load(f"dispatch/{rung}.cu", **constants(rung, E, k))
     _FILL[rung](executor, module, topk_experts, dispatch)
     return dispatch
 
@@ -165,15 +182,15 @@ def _by_map(
 
 def _by_tiles(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
     """Count every tile, scan the counts of each expert, route every tile."""
-    R, E = dispatch.R, dispatch.E
-    rows = rows_per_thread(E) * THREADS  # of a tile
-    tiles = ceil_div(R, rows)
+    R, E, k = dispatch.R, dispatch.E, dispatch.k
+    tiling = Tiling.of(E, k)
+    tiles = ceil_div(dispatch.L, tiling.tokens)
     tile_bases = executor.empty((E, tiles + 1), "int32")  # counts, then the rows of earlier tiles; the length last
-    counts_bytes = 4 * E * WARPS
+    counts_bytes = 2 * E * tiling.teams
     module.launch(
         "count_tiles",
         grid=tiles,
-        block=THREADS,
+        block=tiling.threads,
         shared_bytes=counts_bytes,
         topk_experts=topk_experts,
         tile_bases=tile_bases,
@@ -181,12 +198,12 @@ def _by_tiles(executor: Executor, module: Module, topk_experts: Array, dispatch:
         R=R,
         E=E,
     )
-    module.launch("scan_tiles", grid=E, block=THREADS, tile_bases=tile_bases, tiles=tiles)
+    module.launch("scan_tiles", grid=E, block=SCAN_THREADS, tile_bases=tile_bases, tiles=tiles)
     module.launch(
         "route_tiles",
         grid=tiles,
-        block=THREADS,
-        shared_bytes=4 * rows + counts_bytes + 4 * E,
+        block=tiling.threads,
+        shared_bytes=4 * tiling.tokens * k + 4 * E + counts_bytes,
         topk_experts=topk_experts,
         tile_bases=tile_bases,
         expert_token_indices=dispatch.expert_token_indices,
@@ -194,7 +211,6 @@ def _by_tiles(executor: Executor, module: Module, topk_experts: Array, dispatch:
         token_index_map=dispatch.token_index_map,
         R=R,
         E=E,
-        k=dispatch.k,
     )
 
 

@@ -141,12 +141,15 @@ def _sum_on_the_fly(executor, module, rung, operands, dispatch, d_x):
 
 def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x):
     """d_x by a product of tiles and a sum."""
+    gemm.check_slots(dispatch)
     d = operands["d"]
     rows = executor.empty((dispatch.R, d), doors.dtype_of(d_x))
     offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
     module.launch("d_x_rows", **gemm.rows_launch(rung, dispatch, d), **operands, **offsets, rows=rows)
+    constants, warps = gemm.row_sums(rows, dispatch.L)
+    sums = executor.load("expert_up/0_sum_rows.cu", **constants)
     slots = {"token_index_map": dispatch.token_index_map, "L": dispatch.L, "k": dispatch.k}
-    module.launch("sum_rows", **gemm.per_element(d_x.size), rows=rows, **slots, d_x=d_x, d=d)
+    sums.launch("sum_rows", **warps, rows=rows, **slots, d_x=d_x, d=d)
 
 
 _INPUT_GRADIENT = {"1_naive": _sum_on_the_fly, "2_tiled": _sum_stored_rows, "3_mma": _sum_stored_rows}

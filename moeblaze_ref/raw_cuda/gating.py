@@ -1,9 +1,11 @@
 """Gating in raw CUDA: launches kernels_cuda/gating/."""
 
+import math
+from numbers import Real
 from typing import Any
 
 from moeblaze_ref import doors, stage_doors
-from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for, widest_pack
 from moeblaze_ref.structures import Array, Gating
 
 DTYPES = ("float32",)
@@ -14,12 +16,37 @@ WARP = 32
 TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
 
 
-def constants(rung: str, num_experts: int, renormalize: bool = False) -> dict[str, int]:
-    """Preprocessor constants of a rung's file for this many experts."""
-    chosen = {"THREADS": THREADS, "RENORMALIZE": int(bool(renormalize))}
+def constants(
+    rung: str, num_experts: int, renormalize: bool = False, balance: bool = False, pack: int = 4
+) -> dict[str, int]:
+    """Preprocessor constants of a rung's file.
+
+    Parameters
+    ----------
+    rung : str
+        One of ``RUNGS``.
+    num_experts : int
+        E.
+    renormalize, balance : bool
+        Whether gates are divided by their sum, and whether the load-balancing loss has a gradient.
+    pack : int
+        Columns that may be moved at once: 1, 2 or 4.
+    """
+    chosen = {"THREADS": THREADS, "RENORMALIZE": int(bool(renormalize)), "BALANCE": int(balance)}
     if rung == "2_warp":
-        chosen["PER_LANE"] = 1 << (ceil_div(num_experts, WARP) - 1).bit_length()  # few builds serve every E
+        chosen["PER_LANE"] = columns_per_lane(num_experts)
+        chosen["PACK"] = math.gcd(num_experts, chosen["PER_LANE"], pack)
     return chosen
+
+
+def columns_per_lane(num_experts: int) -> int:
+    """Columns of a row that a lane of 2_warp holds: a power of two, so that few builds serve every E."""
+    return 1 << (ceil_div(num_experts, WARP) - 1).bit_length()
+
+
+def list_bytes(rung: str, num_experts: int) -> int:
+    """Shared memory of a block of softmax_top_k: 2_warp keeps every lane's columns there, in order, and the choices."""
+    return 8 * THREADS * (columns_per_lane(num_experts) + 2) if rung == "2_warp" else 0
 
 
 def _prepare(executor: Executor | None, rung: str, rows: Array, k: int = 1) -> Executor:
@@ -29,12 +56,22 @@ def _prepare(executor: Executor | None, rung: str, rows: Array, k: int = 1) -> E
     return executor or executor_for(rows)
 
 
-def _over_tokens(executor: Executor, rung: str, kernel: str, rows: Array, renormalize: bool = False, **arguments: Any):
+def _over_tokens(
+    executor: Executor,
+    rung: str,
+    kernel: str,
+    rows: Array,
+    renormalize: bool = False,
+    balance: bool = False,
+    shared_bytes: int = 0,
+    **arguments: Any,
+):
     """Run a kernel of the rung over every token of an (L, E) array; no token, no launch."""
     L, E = rows.shape
     if L:
-        module = executor.load(f"gating/{rung}.cu", **constants(rung, E, renormalize))
-        module.launch(kernel, grid=ceil_div(L, TOKENS[rung]), block=THREADS, L=L, E=E, **arguments)
+        module = executor.load(f"gating/{rung}.cu", **constants(rung, E, renormalize, balance, widest_pack(rows, E)))
+        launch = {"grid": ceil_div(L, TOKENS[rung]), "block": THREADS, "shared_bytes": shared_bytes}
+        module.launch(kernel, **launch, L=L, E=E, **arguments)
 
 
 def _shares(executor: Executor, topk_experts: Array, num_experts: int) -> Array:
@@ -126,28 +163,34 @@ def forward(
         topk_experts=executor.empty((L, k), "int32"),
         gates=executor.empty((L, k), "float32"),
     )
-    _over_tokens(executor, rung, "softmax_top_k", logits, renormalize, logits=logits, **gating._asdict(), k=k)
+    arrays = {"logits": logits, **gating._asdict()}
+    _over_tokens(executor, rung, "softmax_top_k", logits, renormalize, shared_bytes=list_bytes(rung, E), **arrays, k=k)
     return gating
 
 
 def backward(
     d_gates: Array,
-    probs: Array,
+    logits: Array,
     topk_experts: Array,
     renormalize: bool = False,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
     executor: Executor | None = None,
     rung: str = DEFAULT_RUNG,
 ) -> Array:
-    """Gradient of the logits from the gradient of the gates, by one kernel.
+    """Gradient of the logits from those of the gates and of both losses, by one kernel over the rows.
 
     Parameters
     ----------
     d_gates : array (L, k), float32
-    probs : array (L, E), float32
+    logits : array (L, E), float32
+        Those of `forward`: the probabilities are made again, in registers.
     topk_experts : array (L, k), int32
         As `forward` chose them; the choice itself has no gradient.
     renormalize : bool
         As in `forward`.
+    d_load_balancing_loss, d_router_z_loss : float or array (), float32 or float64
+        Gradients of the losses. An array on the GPU is read there: the host does not wait for its value.
     executor, rung
         As in `forward`.
 
@@ -161,14 +204,46 @@ def backward(
         If shapes disagree, an expert id is out of range or doubled, a value is not finite, or as `forward`.
     TypeError
         If a dtype is not allowed.
+
+    Notes
+    -----
+    MoEBlaze, section 2, for the gates; the losses as in `load_balancing_loss` and `router_z_loss`.
     """
-    stage_doors.check_gating_backward(d_gates, probs, topk_experts, renormalize, DTYPES)
+    d_losses = d_load_balancing_loss, d_router_z_loss
+    stage_doors.check_gating_backward(d_gates, logits, topk_experts, *d_losses, DTYPES)
     k = topk_experts.shape[1]
-    executor = _prepare(executor, rung, probs, k)
-    d_logits = executor.empty(probs.shape, "float32")
-    arrays = {"d_gates": d_gates, "probs": probs, "topk_experts": topk_experts, "d_logits": d_logits}
-    _over_tokens(executor, rung, "gates_backward", probs, renormalize, **arrays, k=k)
+    executor = _prepare(executor, rung, logits, k)
+    L, E = logits.shape
+    d_logits = executor.empty((L, E), "float32")
+    if L == 0:
+        return d_logits
+    balance = not (isinstance(d_load_balancing_loss, Real) and d_load_balancing_loss == 0)
+    _over_tokens(
+        executor,
+        rung,
+        "d_logits",
+        logits,
+        renormalize,
+        balance,
+        d_gates=d_gates,
+        logits=logits,
+        topk_experts=topk_experts,
+        shares=_shares(executor, topk_experts, E) if balance else executor.empty((0,), "float32"),
+        d_load_balancing_loss=_on_device(executor, d_load_balancing_loss),
+        d_router_z_loss=_on_device(executor, d_router_z_loss),
+        d_logits=d_logits,
+        k=k,
+    )
     return d_logits
+
+
+def _on_device(executor: Executor, value: float | Array) -> Array:
+    """A number as an array that a kernel can read; an array stays where it is."""
+    if not isinstance(value, Real):
+        return value.astype("float32", copy=False)
+    array = executor.empty((1,), "float32")
+    array.fill(value)
+    return array
 
 
 def load_balancing_loss(
@@ -206,43 +281,6 @@ def load_balancing_loss(
     return _sum_terms(executor, terms, scale=E / max(L, 1))
 
 
-def load_balancing_loss_backward(
-    probs: Array,
-    topk_experts: Array,
-    d_loss: float = 1.0,
-    executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
-) -> Array:
-    """Gradient of the logits from that of `load_balancing_loss`; the shares f_e are constants.
-
-    Parameters
-    ----------
-    probs, topk_experts
-        As in `load_balancing_loss`.
-    d_loss : float
-        Gradient of the loss.
-    executor, rung
-        As in `forward`.
-
-    Returns
-    -------
-    d_logits : array (L, E), float32
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `backward`, and if ``d_loss`` is no finite number.
-    """
-    stage_doors.check_routing(probs, topk_experts, DTYPES)
-    d_loss = doors.check_number("d_loss", d_loss)
-    executor = _prepare(executor, rung, probs, topk_experts.shape[1])
-    L, E = probs.shape
-    d_logits = executor.empty((L, E), "float32")
-    arrays = {"probs": probs, "shares": _shares(executor, topk_experts, E), "d_logits": d_logits}
-    _over_tokens(executor, rung, "load_balancing_backward", probs, **arrays, scale=d_loss * E / max(L, 1))
-    return d_logits
-
-
 def router_z_loss(logits: Array, executor: Executor | None = None, rung: str = DEFAULT_RUNG) -> Array:
     """ST-MoE's mean over tokens of logsumexp(logits)**2, which keeps the logits small.
 
@@ -267,33 +305,3 @@ def router_z_loss(logits: Array, executor: Executor | None = None, rung: str = D
     terms = _empty_terms(executor, rung, len(logits))
     _over_tokens(executor, rung, "router_z_terms", logits, logits=logits, terms=terms)
     return _sum_terms(executor, terms, scale=1.0 / max(len(logits), 1))
-
-
-def router_z_loss_backward(
-    logits: Array, d_loss: float = 1.0, executor: Executor | None = None, rung: str = DEFAULT_RUNG
-) -> Array:
-    """Gradient of the logits from that of `router_z_loss`.
-
-    Parameters
-    ----------
-    logits : array (L, E), float32
-    d_loss : float
-        Gradient of the loss.
-    executor, rung
-        As in `forward`.
-
-    Returns
-    -------
-    d_logits : array (L, E), float32
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`, and if ``d_loss`` is no finite number.
-    """
-    stage_doors.check_logits(logits, DTYPES)
-    scale = 2.0 * doors.check_number("d_loss", d_loss) / max(len(logits), 1)
-    executor = _prepare(executor, rung, logits)
-    d_logits = executor.empty(logits.shape, "float32")
-    _over_tokens(executor, rung, "router_z_backward", logits, logits=logits, d_logits=d_logits, scale=scale)
-    return d_logits

@@ -5,10 +5,11 @@ from typing import Any
 import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref import doors
-from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, widest_pack
 from moeblaze_ref.structures import Array, Dispatch
 
 THREADS = 256
+WARP = 32
 ROWS = {"2_tiled": 64, "3_mma": 128}  # of a block's result: tiled_matmul.cuh, mma_matmul.cuh
 COLUMNS = 64
 STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
@@ -22,6 +23,11 @@ def constants(array: Array, activation: str | None = None) -> dict[str, Any]:
     """Preprocessor constants of a kernel file for this dtype and activation."""
     chosen = {"Scalar": C_TYPE[doors.dtype_of(array)], "THREADS": THREADS}
     return chosen if activation is None else chosen | {"ACTIVATION": activation}
+
+
+def row_sums(array: Array, num_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants and launch of a kernel that sums rows of ``array`` (R, d), see gather_sum.cuh: a warp a token."""
+    return constants(array) | {"PACK": widest_pack(array, array.shape[1])}, per_element(WARP * num_tokens)
 
 
 def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
@@ -45,6 +51,11 @@ def check_widths(rung: str, **widths: int):
     for name, width in widths.items():
         if rung == "3_mma" and width % 8:
             raise ValueError(f"{name} is {width}, but rung 3_mma needs a multiple of 8; use rung 2_tiled")
+
+
+def check_slots(dispatch: Dispatch):
+    """A lane keeps a slot: the kernels that sum a token's rows have 32."""
+    doors.check_int("dispatch.k", dispatch.k, at_least=1, at_most=doors.MAX_TOP_K)
 
 
 def rows_launch(rung: str, dispatch: Dispatch, width: int, results: int = 1) -> dict[str, Any]:

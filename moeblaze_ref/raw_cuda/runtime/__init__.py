@@ -6,6 +6,7 @@ An executor has ``name``, ``empty(shape, dtype)``, ``from_numpy(array)``, ``to_n
 """
 
 import functools
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,3 +59,13 @@ def executor_for(array: Any) -> Executor:
 def ceil_div(n: int, size: int) -> int:
     """Blocks of ``size`` that cover ``n``."""
     return -(-n // size)
+
+
+def widest_pack(array: Any, width: int) -> int:
+    """Neighbouring elements that one instruction can move of rows of ``width`` elements.
+
+    16 bytes of them, or fewer, so that they divide a row and the array begins at a multiple of their bytes. The SIMT
+    executor copies numpy arrays to where they may begin.
+    """
+    address = 0 if isinstance(array, np.ndarray) else array.data.ptr
+    return math.gcd(16, width * array.dtype.itemsize, address) // array.dtype.itemsize
