@@ -1,4 +1,6 @@
 // expert_down, rung 4: Hopper.
+//
+// Runs on      sm_90a; SIMT executor.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"

@@ -1,6 +1,7 @@
 // Every Hopper instruction that the kernels use, wrapped once: mbarriers, TMA, wgmma, register reallocation.
 //
-// sm_90a. Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier", "cp.async.bulk.tensor".
+// sm_90a; the SIMT executor takes the plain C++ branch. Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Instructions", "mbarrier", "cp.async.bulk.tensor".
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -12,9 +13,28 @@ struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
 
-// ---- mbarrier: arrivals and bytes that a phase waits for ----
+using Barrier = unsigned long long;  // an mbarrier
 
-using Barrier = unsigned long long;
+template <class Element>
+constexpr bool IS_BFLOAT16 = false;
+template <>
+constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
+
+// An operand in shared memory, in rows of 128 bytes with the 128-byte swizzle. Along K the rows are the operand's own
+// and `leading` plays no part; along M or N a row is one k, and `leading` is the bytes from one 64 elements to the next.
+__device__ __forceinline__ unsigned long long wgmma_operand(const void* shared, int leading) {
+    constexpr unsigned long long EIGHT_ROWS = 1024, SWIZZLE_128 = 1;
+    return (shared_address(shared) & 0x3ffff) >> 4 | (unsigned long long)(leading >> 4) << 16 | EIGHT_ROWS >> 4 << 32 |
+           SWIZZLE_128 << 62;
+}
+// The same operand, some bytes further on.
+__device__ __forceinline__ unsigned long long wgmma_advance(unsigned long long operand, int bytes) {
+    return operand + (bytes >> 4);
+}
+
+#ifndef MOEBLAZE_SIMT
+
+// ---- mbarrier: arrivals and bytes that a phase waits for ----
 
 __device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -74,18 +94,6 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // ---- wgmma ----
 
-// An operand in shared memory, in rows of 128 bytes with the 128-byte swizzle. Along K the rows are the operand's own
-// and `leading` plays no part; along M or N a row is one k, and `leading` is the bytes from one 64 elements to the next.
-__device__ __forceinline__ unsigned long long wgmma_operand(const void* shared, int leading) {
-    constexpr unsigned long long EIGHT_ROWS = 1024, SWIZZLE_128 = 1;
-    return (shared_address(shared) & 0x3ffff) >> 4 | (unsigned long long)(leading >> 4) << 16 | EIGHT_ROWS >> 4 << 32 |
-           SWIZZLE_128 << 62;
-}
-// The same operand, some bytes further on.
-__device__ __forceinline__ unsigned long long wgmma_advance(unsigned long long operand, int bytes) {
-    return operand + (bytes >> 4);
-}
-
 // Orders registers and shared memory before the next wgmma of the warpgroup.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -94,11 +102,6 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-
-template <class Element>
-constexpr bool IS_BFLOAT16 = false;
-template <>
-constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
 
 #define MOEBLAZE_D8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -143,3 +146,48 @@ template <int REGISTERS>
 __device__ __forceinline__ void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
+
+#else
+
+inline void barrier_init(Barrier* barrier, int arrivals) { simt_mbarrier_init(barrier, arrivals); }
+inline void barrier_init_fence() {}
+inline void barrier_arrive(Barrier* barrier, SIMT_HERE) { simt_mbarrier_arrive(barrier, 0, SIMT_AT("barrier_arrive")); }
+inline void barrier_arrive_expecting(Barrier* barrier, int bytes, SIMT_HERE) {
+    simt_mbarrier_arrive(barrier, bytes, SIMT_AT("barrier_arrive_expecting"));
+}
+inline void barrier_arrive_after_copies(Barrier* barrier, SIMT_HERE) {
+    simt_mbarrier_arrive_after_copies(barrier, SIMT_AT("barrier_arrive_after_copies"));
+}
+inline void barrier_wait(Barrier* barrier, unsigned parity, SIMT_HERE) {
+    simt_mbarrier_wait(barrier, parity, SIMT_AT("barrier_wait"));
+}
+
+inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c0, int c1, SIMT_HERE) {
+    simt_tma_load(shared, map, barrier, 2, {c0, c1, 0}, SIMT_AT("tma_load"));
+}
+inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c0, int c1, int c2, SIMT_HERE) {
+    simt_tma_load(shared, map, barrier, 3, {c0, c1, c2}, SIMT_AT("tma_load"));
+}
+inline void cp_async_or_zero(void* shared, const void* global, bool present) {
+    simt_async_copy(shared, present ? global : nullptr, 16);
+}
+inline void fence_async_proxy() {}
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() { simt_wgmma_commit(); }
+template <int PENDING>
+inline void wgmma_wait(SIMT_HERE) {
+    simt_wgmma_wait(PENDING, SIMT_AT("wgmma_wait"));
+}
+template <class Element, bool A_ALONG_M, bool B_ALONG_N>
+inline void wgmma_m64n256k16(float (&d)[128], unsigned long long a, unsigned long long b, bool accumulate, SIMT_HERE) {
+    const SimtWgmma step = {a, b, d, 256, IS_BFLOAT16<Element>, A_ALONG_M, B_ALONG_N, accumulate};
+    simt_wgmma(&step, SIMT_AT("wgmma_m64n256k16"));
+}
+
+template <int REGISTERS>
+inline void registers_down() {}
+template <int REGISTERS>
+inline void registers_up() {}
+
+#endif
