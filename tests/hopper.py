@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeblaze_ref.cases import Case, relative_error
-from moeblaze_ref.config import is_gated
+from moeblaze_ref.comparisons import BOUNDS
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref import expert_down, expert_up
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort, expert_groups
@@ -29,7 +29,7 @@ DEPTH = 64, 64  # of activations, the rows being the depth
 WEIGHTS = 64, 64, 1  # the rows being the depth
 WEIGHTS_TRANSPOSED = 64, 256, 1  # the depth along the rows
 
-ERRORS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one rounding: half a unit in the last place
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}  # half a unit in the last place
 
 
 @dataclass(frozen=True)
@@ -202,8 +202,9 @@ def expected(kernel: str, inputs: Inputs):
     hidden = {name: None if array is None else array.astype(np.float64) for name, array in inputs.hidden.items()}
     match kernel:
         case "expert_up":
-            a, b, y_swi = _up(wide, dispatch)
-            return {"a": a, "y_swi": y_swi} | ({"b": b} if is_gated(wide.activation) else {})
+            a, b, _ = _up(wide, dispatch)
+            y_swi = reference_activation.forward(hidden["a"], hidden["b"], wide.activation)  # of a and b as stored
+            return {name: array for name, array in (("a", a), ("b", b), ("y_swi", y_swi)) if array is not None}
         case "expert_down":
             return {"y": expert_down.forward(hidden["y_swi"], wide.weights.w3, dispatch)}
         case "d_hidden":
@@ -233,6 +234,12 @@ def _by_expert(by_token, by_row, dispatch, gathered_first):
     for expert, group, tokens in expert_groups(dispatch):
         products[expert] = by_token[tokens].T @ by_row[group]
     return products if gathered_first else products.transpose(0, 2, 1)
+
+
+def bounds(inputs: Inputs) -> dict[str, float]:
+    """The relative error that each output may have: that of its one rounding."""
+    names = "a", "b", "y_swi", "y", "rows", "d_w", "d_w3", *GRADIENTS
+    return dict.fromkeys(names, ROUNDING[str(inputs.case.x.dtype)]) | {"gate_terms": BOUNDS["float32"]}
 
 
 def errors(kernel: str, inputs: Inputs, executor: Executor, blocks: int, text: str | None = None) -> dict[str, float]:

@@ -246,7 +246,6 @@ struct Worker {
             thread.fiber.restart(thread_body);
         }
         warps.resize((num_threads + WARP - 1) / WARP);
-        favourite = 0;
     }
 
     void run_block(uint64_t number) {
@@ -259,6 +258,7 @@ struct Worker {
         barriers.clear();
         transfers.clear();
         for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
+        favourite = launch->seed ? unsigned(random.next() % warps.size()) : 0;
         while (!failed && run_round()) {
         }
         if (failed) warps.clear();
@@ -417,8 +417,12 @@ struct Worker {
 
     void turn(Mbarrier& barrier) {
         if (!barrier.turn()) return;
-        for (unsigned i = 0; i < num_threads; ++i)
-            if (pool[i]->state == State::AT_MBARRIER && pool[i]->awaited == &barrier) pool[i]->state = State::READY;
+        const bool overtakes = launch->seed && random.next() % 2;  // who waited goes before who arrived
+        for (unsigned i = 0; i < num_threads; ++i) {
+            if (pool[i]->state != State::AT_MBARRIER || pool[i]->awaited != &barrier) continue;
+            pool[i]->state = State::READY;
+            if (overtakes) favourite = pool[i]->warp;
+        }
     }
 
     // Nobody can run: does all that comes to the barrier of the oldest transfer, or of any.
