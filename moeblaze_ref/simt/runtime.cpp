@@ -543,11 +543,21 @@ struct Worker {
 
     // Nobody can run: the block has ended, or some thread waits for one that will never come.
     void explain_deadlock() {
-        for (unsigned i = 0; i < num_threads; ++i)
-            if (pool[i]->state != State::EXITED) return explain_wait(*pool[i]);
+        if (const Thread* waits = most_telling()) return explain_wait(*waits);
         if (!transfers.empty())
             fail(*pool[0], "the block ends before %s at %s:%d is done", transfers[0].site.operation, transfers[0].site.file,
                  transfers[0].site.line);
+    }
+
+    // Who waits for bytes that do not come tells more than who waits for those who wait; else the first who waits.
+    const Thread* most_telling() const {
+        const Thread* found = nullptr;
+        for (unsigned i = 0; i < num_threads; ++i) {
+            const Thread* thread = pool[i].get();
+            if (thread->state == State::AT_MBARRIER && thread->awaited->bytes) return thread;
+            if (!found && thread->state != State::EXITED) found = thread;
+        }
+        return found;
     }
 
     void explain_wait(const Thread& waits) {
