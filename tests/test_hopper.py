@@ -138,7 +138,9 @@ def test_an_array_may_be_an_argument_twice():
         out[threadIdx.x] = array[threadIdx.x];
     }"""
     array, out = random(2, 64, dtype="float16"), np.zeros(128, np.uint16)
-    text = text.replace("const unsigned short* array", "const __half* array").replace("array[threadIdx.x]", "__half_as_ushort(array[threadIdx.x])")
+    text = text.replace("const unsigned short* array", "const __half* array").replace(
+        "array[threadIdx.x]", "__half_as_ushort(array[threadIdx.x])"
+    )
     with SIMT.recording() as launches:
         run(SIMT, text, "twice", tensor=TensorMap(array, (64, 2)), array=array, out=out)
     np.testing.assert_array_equal(out, array.ravel().view(np.uint16))
@@ -322,11 +324,24 @@ def test_halves_that_are_subnormal_infinite_or_nan():
     np.testing.assert_array_equal(product(SIMT, a, b, False, False)[7, :5], b[0, :5].astype(np.float32))
 
 
+def overwritten(ordered):
+    """PRODUCT with the first row of A overwritten between the product's start and the wait for it."""
+    fence = "fence_async_proxy();" if ordered else ""
+    overwrite = f"if (threadIdx.x < 32) words[threadIdx.x] = 0;\n    {fence}\n"
+    return PRODUCT.replace("    wgmma_wait<0>();", f"    {overwrite}    wgmma_wait<0>();")
+
+
 def test_a_product_is_done_when_it_is_waited_for():
-    late = PRODUCT.replace("    wgmma_wait<0>();", "    __syncthreads();\n    if (threadIdx.x < 32) words[threadIdx.x] = 0;\n    wgmma_wait<0>();")
     a, b = random(64, 64), random(64, 256, seed=1)
-    found, right = product(SIMT, a, b, False, False, text=late), product(SIMT, a, b, False, False)
+    found, right = (product(SIMT, a, b, False, False, text=text) for text in (overwritten(ordered=True), PRODUCT))
     assert (found[0] == 0).all() and np.array_equal(found[1:], right[1:])
+
+
+def test_to_overwrite_what_a_product_reads_is_a_fault():
+    with pytest.raises(
+        KernelFault, match=r"reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy has come between"
+    ):
+        product(SIMT, random(64, 64), random(64, 256), False, False, text=overwritten(ordered=False))
 
 
 @pytest.mark.parametrize(
@@ -336,6 +351,7 @@ def test_a_product_is_done_when_it_is_waited_for():
         ("wgmma_operand(memory, 8192)", "(wgmma_operand(memory, 8192) & ~(3ull << 62))", r"wgmma_m64n256k16 at test.cu:\d+: its descriptors ask for another swizzle"),
         ("wgmma_operand(memory + 8192, 8192)", "wgmma_operand(memory + 2 * 8192, 16384)", "reads shared memory at address .*, where there is none"),
         ("wgmma_operand(memory, 8192)", "wgmma_operand(a, 8192)", r"the address 0x\w+ is not one of shared memory"),
+        ("fence_async_proxy();", ";", r"wgmma_m64n256k16 at test.cu:\d+ reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy"),
         ("    wgmma_wait<0>();", "    if (threadIdx.x % 32 != 5) wgmma_wait<0>();", "waits at wgmma_wait at test.cu|wgmma_wait at test.cu:.* lacks lane 5"),
     ],
 )  # fmt: skip
@@ -369,7 +385,12 @@ def test_a_wrong_load_is_named(fault, monkeypatch):
 
 
 def test_a_load_that_nobody_waits_for_is_not_there(monkeypatch):
-    monkeypatch.setattr("test_hopper.LOAD", LOAD.replace("barrier_wait(&arrived, 0);", "").replace("    }\n    for", "    }\n    __syncthreads();\n    for"))
+    monkeypatch.setattr(
+        "test_hopper.LOAD",
+        LOAD.replace("barrier_wait(&arrived, 0);", "").replace(
+            "    }\n    for", "    }\n    __syncthreads();\n    for"
+        ),
+    )
     with pytest.raises(KernelFault, match="the block ends before tma_load"):
         loaded(SIMT, random(8, 64), (64, 4), (0, 0))
 
@@ -405,6 +426,7 @@ def test_a_kernel_takes_a_tensor_map_and_nothing_else_in_its_place():
 
 
 # ---- the kernels -------------------------------------------------------------------------------
+
 
 def without_expert(case, expert):
     """The case with a router that sends nobody to an expert."""
@@ -474,6 +496,7 @@ FAULTS = {
     "wrong parity": ("d_hidden", FULL, "barrier_wait(&shared->full[turn.stage], turn.parity ^ 1);"),
     "a stage is free before it is read": ("d_x_rows", "wgmma_wait<1>();", ";"),
     "the present stage is released": ("d_w", "if (step > 0) release(before);", "release(turn.stage);"),
+    "no fence between the copies and the product": ("expert_up", "        fence_async_proxy();", ";"),
     "no last wait": ("expert_down", "wgmma_wait<0>();", ";"),
     "products are in no group": ("d_w3", "        wgmma_commit();", ";"),
     "expects no bytes": ("expert_up", "barrier_arrive_expecting(full, B_BYTES);", "barrier_arrive(full);"),

@@ -171,7 +171,7 @@ inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c
 inline void cp_async_or_zero(void* shared, const void* global, bool present) {
     simt_async_copy(shared, present ? global : nullptr, 16);
 }
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() { simt_fence_async_proxy(); }
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { simt_wgmma_commit(); }

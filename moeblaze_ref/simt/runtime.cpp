@@ -102,6 +102,7 @@ struct PendingWgmma {
     SimtWgmma step;
     SimtSite site;
     unsigned group;
+    uint64_t fenced;  // when the thread last did before it
 
     bool same_as(const PendingWgmma& other) const {
         const SimtWgmma &one = step, &two = other.step;
@@ -125,6 +126,7 @@ struct Thread {
     unsigned group, copied;         // of the next copy: its group, its number
     std::vector<PendingWgmma> products;
     unsigned product_group;
+    uint64_t fenced;  // when it last ordered shared memory before what the asynchronous engines read
     const Mbarrier* awaited;
 
     void begin_block() {
@@ -132,13 +134,15 @@ struct Thread {
         copies.clear();
         products.clear();
         group = copied = product_group = 0;
+        fenced = 0;
     }
 
-    template <class Due>
-    void finish_copies(Due due) {
+    template <class Due, class Written>
+    void finish_copies(Due due, Written written) {
         std::erase_if(copies, [&](const AsyncCopy& copy) {
             if (!due(copy)) return false;
             copy.finish();
+            written(copy);
             return true;
         });
     }
@@ -156,6 +160,12 @@ struct Transfer {
     unsigned copies;  // of the thread, before this number
     TensorBox box;
     uint32_t shared;  // address
+};
+
+// The last write of a thread to 16 bytes of shared memory; those of the copy engine need no fence.
+struct Write {
+    uint64_t clock = 0;
+    const Thread* writer = nullptr;
 };
 
 class Random {  // splitmix64
@@ -186,6 +196,9 @@ struct Worker {
     std::vector<char> dynamic_memory;
     std::map<uint64_t, Mbarrier> barriers;  // of the block, by address
     std::vector<Transfer> transfers;        // not yet done, in order
+    std::vector<Write> writes;              // the last of each 16 bytes of shared memory
+    uint64_t clock = 0;                     // goes on at every fence and block
+    uint64_t block_began = 0;
 
     std::vector<std::unique_ptr<Thread>> pool;
     unsigned num_threads = 0;
@@ -235,6 +248,7 @@ struct Worker {
         const KernelFile file(next->entry);
         image = file.image;
         static_shared = file.static_shared();
+        place_shared_memory();
 
         num_threads = next->block.x * next->block.y * next->block.z;
         while (pool.size() < num_threads) pool.push_back(std::make_unique<Thread>());
@@ -257,6 +271,7 @@ struct Worker {
         dynamic_shared.fill(uint16_t(launch->poison));
         barriers.clear();
         transfers.clear();
+        block_began = ++clock;
         for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
         favourite = launch->seed ? unsigned(random.next() % warps.size()) : 0;
         while (!failed && run_round()) {
@@ -441,12 +456,20 @@ struct Worker {
         const Transfer transfer = transfers[number];
         transfers.erase(transfers.begin() + std::ptrdiff_t(number));
         if (transfer.thread) {
-            transfer.thread->finish_copies([&](const AsyncCopy& copy) { return copy.number < transfer.copies; });
+            finish_copies(*transfer.thread, [&](const AsyncCopy& copy) { return copy.number < transfer.copies; });
             return arrive(*transfer.barrier, *transfer.thread, transfer.site);
         }
-        transfer.box.copy(transfer.shared, [this](uint32_t address, uint64_t) { return shared_memory(address); });
+        transfer.box.copy(transfer.shared, [this](uint32_t address, uint64_t) {
+            writes[address / WRITE_BYTES] = {};
+            return shared_memory(address);
+        });
         transfer.barrier->bytes -= int64_t(transfer.box.bytes());
         turn(*transfer.barrier);
+    }
+
+    template <class Due>
+    void finish_copies(Thread& thread, Due due) {
+        thread.finish_copies(due, [&](const AsyncCopy& copy) { note_write(uint64_t(copy.to), copy.bytes, thread); });
     }
 
     bool has_live_thread() const {
@@ -471,13 +494,15 @@ struct Worker {
 
     // Dynamic shared memory begins at no multiple of 1024: who needs one has to see to it.
     static constexpr uint32_t STATIC_ADDRESS = 128, DYNAMIC_MODULUS = 1024, DYNAMIC_REMAINDER = 128;
-    uint32_t dynamic_address() const {
+    uint32_t dynamic_address = 0;
+    void place_shared_memory() {
         const uint64_t end = STATIC_ADDRESS + static_shared.bytes;
-        return uint32_t((end + DYNAMIC_MODULUS - 1) / DYNAMIC_MODULUS * DYNAMIC_MODULUS + DYNAMIC_REMAINDER);
+        dynamic_address = uint32_t((end + DYNAMIC_MODULUS - 1) / DYNAMIC_MODULUS * DYNAMIC_MODULUS + DYNAMIC_REMAINDER);
+        writes.resize((dynamic_address + dynamic_shared.bytes) / WRITE_BYTES + 1);
     }
 
     uint32_t shared_address(uint64_t address) {
-        if (dynamic_shared.holds(address, 0)) return dynamic_address() + uint32_t(address - dynamic_shared.begin);
+        if (dynamic_shared.holds(address, 0)) return dynamic_address + uint32_t(address - dynamic_shared.begin);
         if (static_shared.holds(address, 0)) return STATIC_ADDRESS + uint32_t(address - static_shared.begin);
         fail(*current, "the address %p is not one of shared memory", (void*)address);
         stop();
@@ -485,10 +510,26 @@ struct Worker {
 
     // Its memory; null outside of what the block has.
     void* shared_memory(uint32_t address, uint64_t bytes = 0) const {
-        for (const auto& [first, range] : {std::pair(dynamic_address(), dynamic_shared), std::pair(STATIC_ADDRESS, static_shared)})
+        for (const auto& [first, range] : {std::pair(dynamic_address, dynamic_shared), std::pair(STATIC_ADDRESS, static_shared)})
             if (address >= first && range.holds(range.begin + (address - first), bytes))
                 return reinterpret_cast<void*>(range.begin + (address - first));
         return nullptr;
+    }
+
+    // ---- what threads have written, and no fence has ordered ---------------------------------
+
+    static constexpr uint32_t WRITE_BYTES = 16;
+
+    void note_write(uint64_t address, uint64_t bytes, const Thread& writer) {
+        const uint32_t begin = shared_address(address);
+        for (uint32_t at = begin / WRITE_BYTES; at <= (begin + bytes - 1) / WRITE_BYTES; ++at) writes[at] = {clock, &writer};
+    }
+
+    // Who wrote there, if neither the writer nor the reader has had a fence since.
+    const Thread* unfenced_writer(uint32_t address, uint64_t reader_fenced) const {
+        const Write& last = writes[address / WRITE_BYTES];
+        const bool ordered = last.clock < block_began || last.writer->fenced > last.clock || reader_fenced > last.clock;
+        return ordered ? nullptr : last.writer;
     }
 
     // ---- wgmma -----------------------------------------------------------------------------
@@ -518,6 +559,10 @@ struct Worker {
         const WarpProduct result(product.step, meeting->warp % 4, [&](uint32_t address, uint64_t bytes) -> const void* {
             static constexpr char nothing[16] = {};
             const void* memory = shared_memory(address, bytes);
+            const Thread* writer = memory ? unfenced_writer(address, product.fenced) : nullptr;
+            if (writer)
+                fail(*meeting, "%s at %s:%d reads what thread (%u, %u, %u) wrote, and no fence_async_proxy has come between",
+                     site.operation, site.file, site.line, writer->index.x, writer->index.y, writer->index.z);
             if (!memory)
                 fail(*meeting, "%s at %s:%d reads shared memory at address %u, where there is none", site.operation, site.file,
                      site.line, address);
@@ -590,7 +635,10 @@ struct Worker {
             if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
         } else if (static_shared.holds(address, bytes) || dynamic_shared.holds(address, bytes)) {
             if (kind & SIMT_READ) shared.read_bytes += bytes;
-            if (kind & SIMT_WRITE) shared.written_bytes += bytes;
+            if (kind & SIMT_WRITE) {
+                shared.written_bytes += bytes;
+                note_write(address, bytes, *current);
+            }
         } else if (image.holds(address, bytes)) {
             return;
         } else {
@@ -782,6 +830,7 @@ void simt_access_range(const void* address, uint64_t bytes, SimtAccess access) {
 void simt_async_copy(void* shared, const void* global, unsigned bytes) {
     if (global) worker->aligned_access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
     worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
+    worker->shared_address(uint64_t(shared));  // or a fault
     Thread& self = *worker->current;
     self.copies.push_back({shared, global, bytes, self.group, self.copied++});
 }
@@ -790,7 +839,7 @@ void simt_async_commit() { ++worker->current->group; }
 
 void simt_async_wait(unsigned pending_groups) {
     Thread& self = *worker->current;
-    self.finish_copies([&](const AsyncCopy& copy) { return copy.group + pending_groups < self.group; });
+    worker->finish_copies(self, [&](const AsyncCopy& copy) { return copy.group + pending_groups < self.group; });
 }
 
 unsigned simt_shared_address(const void* shared) { return worker->shared_address(uint64_t(shared)); }
@@ -842,9 +891,11 @@ void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimens
     worker->after_asynchronous();
 }
 
+void simt_fence_async_proxy() { worker->current->fenced = ++worker->clock; }
+
 void simt_wgmma(const SimtWgmma* step, SimtSite site) {
     Thread& self = *worker->current;
-    self.products.push_back({*step, site, self.product_group});
+    self.products.push_back({*step, site, self.product_group, self.fenced});
 }
 
 void simt_wgmma_commit() { ++worker->current->product_group; }

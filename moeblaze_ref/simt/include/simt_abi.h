@@ -63,6 +63,9 @@ struct SimtTensorMap {
 // Checked and counted when it is asked for, done as late as a wait allows; with a seed, at any time before.
 void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3], SimtSite site);
 
+// Orders what threads have written to shared memory before what a wgmma reads there: by the writer, or by the reader.
+void simt_fence_async_proxy();
+
 // One wgmma, 64 rows and 16 of the depth: done when the warp waits for it.
 struct SimtWgmma {
     uint64_t a, b;  // descriptors
