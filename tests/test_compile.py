@@ -22,7 +22,10 @@ CONSTANTS = {
         (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu", "PACK": 8}
     ),
 }
-ARCHITECTURES = {"sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100")}
+ARCHITECTURES = {
+    "sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100"),
+    "sm_90a; SIMT executor": ("sm_90a",),
+}
 USAGE = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
     r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
@@ -112,6 +115,14 @@ def test_every_activation_fits_into_registers(activation):
         assert_fits(KernelSource.read(f"{stage}/3_mma.cu", CONSTANTS[stage] | {"ACTIVATION": activation}))
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])  # with and without a gate
+@pytest.mark.parametrize("dtype", gemm.NARROW)
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_the_hopper_kernels_fit_into_registers(stage, dtype, activation):
+    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "ACTIVATION": activation}
+    assert_fits(KernelSource.read(f"{stage}/4_hopper.cu", constants))
+
+
 def test_a_spill_would_be_seen():
     text = """
     // Runs on      sm_80 and newer; SIMT executor.
@@ -136,6 +147,15 @@ def test_a_device_that_is_too_old_is_told_what_it_lacks():
     message = r"expert_up/3_mma.cu needs compute capability 8.0 or newer, but Tesla T4 has 7.5"
     with pytest.raises(ValueError, match=message):
         source.check_gpu((7, 5), "Tesla T4")
+
+
+def test_an_architecture_of_its_own_runs_on_no_other():
+    source = KernelSource.read("test.cu", {}, "// Runs on      sm_90a; SIMT executor.\n")
+    source.check_gpu((9, 0), "NVIDIA H200")
+    assert source.gpu_options == ("-arch=sm_90a",) and read("expert_up/3_mma.cu").gpu_options == ()
+    for capability in ((8, 0), (10, 0)):
+        with pytest.raises(ValueError, match="test.cu needs compute capability 9.0 exactly, but a GPU has"):
+            source.check_gpu(capability, "a GPU")
 
 
 def test_a_file_that_leaves_the_executor_out_is_not_run_on_it():

@@ -41,6 +41,8 @@ CONSTANT = Parameter("x", "int32", pointer=True, writable=False)
         ("bool x", Parameter("x", "bool", False, False)),
         ("const half* x", Parameter("x", "float16", True, False)),
         ("T const* x", Parameter("x", "uint16", True, False)),
+        ("const __grid_constant__ TensorMap x", Parameter("x", "TensorMap", False, False)),
+        ("TensorMap const __grid_constant__ x", Parameter("x", "TensorMap", False, False)),
     ],
 )
 def test_types(declared, parameter):
@@ -89,6 +91,13 @@ def test_no_parameters(nothing):
         ('extern "C" __global__ void f(unsigned int) {}', "cannot read the parameter 'unsigned int'"),
         ('extern "C" __global__ void f(int* x, Pair p) {}', "unknown type of parameter p 'Pair'"),
         ('extern "C" __global__ void f(int (*x)[4]) {}', "its declaration cannot be read as void name"),
+        *(
+            (
+                f'extern "C" __global__ void f({declared}) {{}}',
+                "parameter m must be declared const __grid_constant__ TensorMap m",
+            )
+            for declared in ("TensorMap m", "const TensorMap m", "const __grid_constant__ TensorMap* m")
+        ),
         ('extern "C" __global__ int f(int* x) {}', "its declaration cannot be read as void name"),
         (
             '#if A\nextern "C" __global__ void f(int* x) {}\n#else\nextern "C" __global__ void f(float* x) {}\n#endif',

@@ -10,11 +10,11 @@ struct alignas(16) Chunk {  // 16 bytes, eight narrow elements
     unsigned words[4];
 };
 
-#ifndef MOEBLAZE_SIMT
-
 __device__ __forceinline__ unsigned shared_address(const void* shared) {
     return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
+
+#ifndef MOEBLAZE_SIMT
 
 // d += a b for a 16 x 16 by 16 x 8 product of the warp, accumulated in float32.
 template <class Element>

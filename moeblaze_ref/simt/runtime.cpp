@@ -10,12 +10,14 @@
 #include <cstdio>
 #include <cstring>
 #include <link.h>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include "fiber.hpp"
+#include "hopper.hpp"
 #include "simt_abi.h"
 #include "traffic.hpp"
 
@@ -84,13 +86,28 @@ struct KernelFile {
     unsigned long module_ = 0;
 };
 
-enum class State { READY, AT_BARRIER, AT_WARP, EXITED };
+enum class State { READY, AT_BARRIER, AT_WARP, AT_MBARRIER, EXITED };
 
 struct AsyncCopy {
     void* to;
-    const void* from;
+    const void* from;  // null: zeros
     unsigned bytes;
     unsigned group;
+    unsigned number;
+
+    void finish() const { from ? (void)memcpy(to, from, bytes) : (void)memset(to, 0, bytes); }
+};
+
+struct PendingWgmma {
+    SimtWgmma step;
+    SimtSite site;
+    unsigned group;
+    uint64_t fenced;  // when the thread last did before it
+
+    bool same_as(const PendingWgmma& other) const {
+        const SimtWgmma &one = step, &two = other.step;
+        return one.a == two.a && one.b == two.b && one.accumulate == two.accumulate && site.line == other.site.line;
+    }
 };
 
 struct Thread {
@@ -106,17 +123,49 @@ struct Thread {
     SimtExchange exchange;
     void* brought;  // to the exchange
     std::vector<AsyncCopy> copies;  // not yet done
-    unsigned group;                 // of the next copy
+    unsigned group, copied;         // of the next copy: its group, its number
+    std::vector<PendingWgmma> products;
+    unsigned product_group;
+    uint64_t fenced;  // when it last ordered shared memory before what the asynchronous engines read
+    const Mbarrier* awaited;
 
     void begin_block() {
         state = State::READY;
         copies.clear();
-        group = 0;
+        products.clear();
+        group = copied = product_group = 0;
+        fenced = 0;
+    }
+
+    template <class Due, class Written>
+    void finish_copies(Due due, Written written) {
+        std::erase_if(copies, [&](const AsyncCopy& copy) {
+            if (!due(copy)) return false;
+            copy.finish();
+            written(copy);
+            return true;
+        });
     }
 
     bool waits_with(const Thread& other) const {
         return site.line == other.site.line && site.operation == other.site.operation && site.file == other.site.file;
     }
+};
+
+// What comes to a barrier later: a box, or the arrival of a thread whose copies are done.
+struct Transfer {
+    Mbarrier* barrier;
+    SimtSite site;
+    Thread* thread;   // null: a box
+    unsigned copies;  // of the thread, before this number
+    TensorBox box;
+    uint32_t shared;  // address
+};
+
+// The last write of a thread to 16 bytes of shared memory; those of the copy engine need no fence.
+struct Write {
+    uint64_t clock = 0;
+    const Thread* writer = nullptr;
 };
 
 class Random {  // splitmix64
@@ -145,6 +194,11 @@ struct Worker {
     SimtShared shared;
     Range image, static_shared, dynamic_shared;
     std::vector<char> dynamic_memory;
+    std::map<uint64_t, Mbarrier> barriers;  // of the block, by address
+    std::vector<Transfer> transfers;        // not yet done, in order
+    std::vector<Write> writes;              // the last of each 16 bytes of shared memory
+    uint64_t clock = 0;                     // goes on at every fence and block
+    uint64_t block_began = 0;
 
     std::vector<std::unique_ptr<Thread>> pool;
     unsigned num_threads = 0;
@@ -194,6 +248,7 @@ struct Worker {
         const KernelFile file(next->entry);
         image = file.image;
         static_shared = file.static_shared();
+        place_shared_memory();
 
         num_threads = next->block.x * next->block.y * next->block.z;
         while (pool.size() < num_threads) pool.push_back(std::make_unique<Thread>());
@@ -205,7 +260,6 @@ struct Worker {
             thread.fiber.restart(thread_body);
         }
         warps.resize((num_threads + WARP - 1) / WARP);
-        favourite = 0;
     }
 
     void run_block(uint64_t number) {
@@ -215,22 +269,27 @@ struct Worker {
         random = Random(launch->seed + 0x632be59bd9b4e019u * (number + 1));
         static_shared.fill(uint16_t(launch->poison));
         dynamic_shared.fill(uint16_t(launch->poison));
+        barriers.clear();
+        transfers.clear();
+        block_began = ++clock;
         for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
+        favourite = launch->seed ? unsigned(random.next() % warps.size()) : 0;
         while (!failed && run_round()) {
         }
         if (failed) warps.clear();
     }
 
-    // Lets warps run until their lanes wait or exit, then opens the barrier that all wait at.
-    // False when the block has ended.
+    // Lets warps run until their lanes wait or exit, then opens the barrier that all wait at, then
+    // does what comes to an mbarrier. False when the block has ended.
     bool run_round() {
         bool ran = false;
+        if (launch->seed && !transfers.empty() && random.next() % 8 == 0) finish_transfer(random.next() % transfers.size());
         if (!launch->seed)
             for (unsigned warp = 0; warp < warps.size() && !failed; ++warp) ran |= run_warp(warp);
         else if (find_random_warp())
             ran = run_warp(favourite);
         if (failed) return false;
-        if (ran || release_barrier()) return true;
+        if (ran || release_barrier() || finish_transfers()) return true;
         explain_deadlock();
         return false;
     }
@@ -347,13 +406,210 @@ struct Worker {
         }
     }
 
+    // ---- mbarriers, and what comes to them -------------------------------------------------
+
+    Mbarrier& barrier_at(void* address, SimtAccess kind, SimtSite site, const void* instruction) {
+        aligned_access(uint64_t(address), sizeof(uint64_t), kind, instruction);
+        const auto found = barriers.find(uint64_t(address));
+        if (found != barriers.end()) return found->second;
+        fail(*current, "%s at %s:%d meets no initialised barrier", site.operation, site.file, site.line);
+        stop();
+    }
+
+    void arrive(Mbarrier& barrier, const Thread& thread, SimtSite site) {
+        if (barrier.missing == 0)
+            return fail(thread, "%s at %s:%d is an arrival too many: the phase has had its %u", site.operation, site.file,
+                        site.line, barrier.arrivals);
+        --barrier.missing;
+        turn(barrier);
+    }
+
+    // Others may overtake the thread here; or the arrival was one too many.
+    void after_asynchronous() {
+        if (failed) stop();
+        if (launch->seed && random.next() % 4 == 0) yield();
+    }
+
+    void turn(Mbarrier& barrier) {
+        if (!barrier.turn()) return;
+        const bool overtakes = launch->seed && random.next() % 2;  // who waited goes before who arrived
+        for (unsigned i = 0; i < num_threads; ++i) {
+            if (pool[i]->state != State::AT_MBARRIER || pool[i]->awaited != &barrier) continue;
+            pool[i]->state = State::READY;
+            if (overtakes) favourite = pool[i]->warp;
+        }
+    }
+
+    // Nobody can run: does all that comes to the barrier of the oldest transfer, or of any.
+    bool finish_transfers() {
+        if (transfers.empty() || !has_live_thread()) return false;
+        const Mbarrier* barrier = transfers[launch->seed ? random.next() % transfers.size() : 0].barrier;
+        for (size_t i = 0; i < transfers.size();)
+            if (transfers[i].barrier == barrier)
+                finish_transfer(i);
+            else
+                ++i;
+        return !failed;
+    }
+
+    void finish_transfer(size_t number) {
+        const Transfer transfer = transfers[number];
+        transfers.erase(transfers.begin() + std::ptrdiff_t(number));
+        if (transfer.thread) {
+            finish_copies(*transfer.thread, [&](const AsyncCopy& copy) { return copy.number < transfer.copies; });
+            return arrive(*transfer.barrier, *transfer.thread, transfer.site);
+        }
+        transfer.box.copy(transfer.shared, [this](uint32_t address, uint64_t) {
+            writes[address / WRITE_BYTES] = {};
+            return shared_memory(address);
+        });
+        transfer.barrier->bytes -= int64_t(transfer.box.bytes());
+        turn(*transfer.barrier);
+    }
+
+    template <class Due>
+    void finish_copies(Thread& thread, Due due) {
+        thread.finish_copies(due, [&](const AsyncCopy& copy) { note_write(uint64_t(copy.to), copy.bytes, thread); });
+    }
+
+    bool has_live_thread() const {
+        for (unsigned i = 0; i < num_threads; ++i)
+            if (pool[i]->state != State::EXITED) return true;
+        return false;
+    }
+
+    void count_box(const TensorBox& box) {
+        box.each_row([this](uint64_t, uint64_t, uint64_t from, uint64_t bytes) {
+            if (!bytes) return;
+            const int buffer = find_buffer(from, unsigned(bytes));
+            if (buffer < 0) out_of_bounds(from, unsigned(bytes), SIMT_READ);
+            buffers[size_t(buffer)].read_bytes += bytes;
+            buffers[size_t(buffer)].read_sectors += (from + bytes - 1) / 32 - from / 32 + 1;
+        });
+        shared.written_bytes += box.bytes();
+        shared.wavefronts += box.bytes() / TensorBox::ROW_BYTES;
+    }
+
+    // ---- shared memory as a number ---------------------------------------------------------
+
+    // Dynamic shared memory begins at no multiple of 1024: who needs one has to see to it.
+    static constexpr uint32_t STATIC_ADDRESS = 128, DYNAMIC_MODULUS = 1024, DYNAMIC_REMAINDER = 128;
+    uint32_t dynamic_address = 0;
+    void place_shared_memory() {
+        const uint64_t end = STATIC_ADDRESS + static_shared.bytes;
+        dynamic_address = uint32_t((end + DYNAMIC_MODULUS - 1) / DYNAMIC_MODULUS * DYNAMIC_MODULUS + DYNAMIC_REMAINDER);
+        writes.resize((dynamic_address + dynamic_shared.bytes) / WRITE_BYTES + 1);
+    }
+
+    uint32_t shared_address(uint64_t address) {
+        if (dynamic_shared.holds(address, 0)) return dynamic_address + uint32_t(address - dynamic_shared.begin);
+        if (static_shared.holds(address, 0)) return STATIC_ADDRESS + uint32_t(address - static_shared.begin);
+        fail(*current, "the address %p is not one of shared memory", (void*)address);
+        stop();
+    }
+
+    // Its memory; null outside of what the block has.
+    void* shared_memory(uint32_t address, uint64_t bytes = 0) const {
+        for (const auto& [first, range] : {std::pair(dynamic_address, dynamic_shared), std::pair(STATIC_ADDRESS, static_shared)})
+            if (address >= first && range.holds(range.begin + (address - first), bytes))
+                return reinterpret_cast<void*>(range.begin + (address - first));
+        return nullptr;
+    }
+
+    // ---- what threads have written, and no fence has ordered ---------------------------------
+
+    static constexpr uint32_t WRITE_BYTES = 16;
+
+    void note_write(uint64_t address, uint64_t bytes, const Thread& writer) {
+        const uint32_t begin = shared_address(address);
+        for (uint32_t at = begin / WRITE_BYTES; at <= (begin + bytes - 1) / WRITE_BYTES; ++at) writes[at] = {clock, &writer};
+    }
+
+    // Who wrote there, if neither the writer nor the reader has had a fence since.
+    const Thread* unfenced_writer(uint32_t address, uint64_t reader_fenced) const {
+        const Write& last = writes[address / WRITE_BYTES];
+        const bool ordered = last.clock < block_began || last.writer->fenced > last.clock || reader_fenced > last.clock;
+        return ordered ? nullptr : last.writer;
+    }
+
+    // ---- wgmma -----------------------------------------------------------------------------
+
+    struct WgmmaWait {
+        Thread* thread;
+        unsigned pending;
+    };
+
+    // Does what all lanes of the warp wait for.
+    void finish_products(void* const* lanes) {
+        const WgmmaWait& first = *static_cast<const WgmmaWait*>(lanes[meeting->lane]);
+        for (unsigned lane = 0; lane < WARP; ++lane)
+            if (!lanes[lane])
+                return fail(*meeting, "%s at %s:%d lacks lane %u", meeting->site.operation, meeting->site.file,
+                            meeting->site.line, lane);
+        while (!failed && !first.thread->products.empty() &&
+               first.thread->products[0].group + first.pending < first.thread->product_group)
+            finish_product(lanes, first.thread->products[0]);
+    }
+
+    void finish_product(void* const* lanes, const PendingWgmma product) {
+        const SimtSite& site = product.site;
+        if (!Operand(product.step.a, false).readable() || !Operand(product.step.b, false).readable())
+            return fail(*meeting, "%s at %s:%d: its descriptors ask for another swizzle than that of 128 bytes",
+                        site.operation, site.file, site.line);
+        const WarpProduct result(product.step, meeting->warp % 4, [&](uint32_t address, uint64_t bytes) -> const void* {
+            static constexpr char nothing[16] = {};
+            const void* memory = shared_memory(address, bytes);
+            const Thread* writer = memory ? unfenced_writer(address, product.fenced) : nullptr;
+            if (writer)
+                fail(*meeting, "%s at %s:%d reads what thread (%u, %u, %u) wrote, and no fence_async_proxy has come between",
+                     site.operation, site.file, site.line, writer->index.x, writer->index.y, writer->index.z);
+            if (!memory)
+                fail(*meeting, "%s at %s:%d reads shared memory at address %u, where there is none", site.operation, site.file,
+                     site.line, address);
+            return memory ? memory : nothing;
+        });
+        for (unsigned lane = 0; lane < WARP; ++lane) {
+            auto& products = static_cast<const WgmmaWait*>(lanes[lane])->thread->products;
+            if (products.empty() || !products[0].same_as(product))
+                return fail(*pool[warp_begin(meeting->warp) + lane], "%s at %s:%d is not the same for all lanes of the warp",
+                            site.operation, site.file, site.line);
+            result.store(products[0].step, lane);
+            products.erase(products.begin());
+        }
+        count_product(product.step);
+    }
+
+    // A warp's quarter of the operands, which the warpgroup reads once.
+    void count_product(const SimtWgmma& step) {
+        const uint64_t bytes = (64 + step.columns) * WarpProduct::DEPTH * sizeof(uint16_t) / 4;
+        shared.read_bytes += bytes;
+        shared.wavefronts += bytes / 128;
+    }
+
     // Nobody can run: the block has ended, or some thread waits for one that will never come.
     void explain_deadlock() {
-        for (unsigned i = 0; i < num_threads; ++i)
-            if (pool[i]->state != State::EXITED) return explain_wait(*pool[i]);
+        if (const Thread* waits = most_telling()) return explain_wait(*waits);
+        if (!transfers.empty())
+            fail(*pool[0], "the block ends before %s at %s:%d is done", transfers[0].site.operation, transfers[0].site.file,
+                 transfers[0].site.line);
+    }
+
+    // Who waits for bytes that do not come tells more than who waits for those who wait; else the first who waits.
+    const Thread* most_telling() const {
+        const Thread* found = nullptr;
+        for (unsigned i = 0; i < num_threads; ++i) {
+            const Thread* thread = pool[i].get();
+            if (thread->state == State::AT_MBARRIER && thread->awaited->bytes) return thread;
+            if (!found && thread->state != State::EXITED) found = thread;
+        }
+        return found;
     }
 
     void explain_wait(const Thread& waits) {
+        if (waits.state == State::AT_MBARRIER)
+            return fail(waits, "waits at %s at %s:%d for phase %u of a barrier that lacks %u of %u arrivals and %lld bytes",
+                        waits.site.operation, waits.site.file, waits.site.line, waits.awaited->phase, waits.awaited->missing,
+                        waits.awaited->arrivals, (long long)waits.awaited->bytes);
         const bool in_warp = waits.state == State::AT_WARP;
         const unsigned begin = in_warp ? warp_begin(waits.warp) : 0, end = in_warp ? warp_end(waits.warp) : num_threads;
         for (unsigned i = begin; i < end; ++i) {
@@ -379,7 +635,10 @@ struct Worker {
             if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
         } else if (static_shared.holds(address, bytes) || dynamic_shared.holds(address, bytes)) {
             if (kind & SIMT_READ) shared.read_bytes += bytes;
-            if (kind & SIMT_WRITE) shared.written_bytes += bytes;
+            if (kind & SIMT_WRITE) {
+                shared.written_bytes += bytes;
+                note_write(address, bytes, *current);
+            }
         } else if (image.holds(address, bytes)) {
             return;
         } else {
@@ -569,21 +828,81 @@ void simt_access_range(const void* address, uint64_t bytes, SimtAccess access) {
 }
 
 void simt_async_copy(void* shared, const void* global, unsigned bytes) {
-    worker->aligned_access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
+    if (global) worker->aligned_access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
     worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
+    worker->shared_address(uint64_t(shared));  // or a fault
     Thread& self = *worker->current;
-    self.copies.push_back({shared, global, bytes, self.group});
+    self.copies.push_back({shared, global, bytes, self.group, self.copied++});
 }
 
 void simt_async_commit() { ++worker->current->group; }
 
 void simt_async_wait(unsigned pending_groups) {
     Thread& self = *worker->current;
-    std::erase_if(self.copies, [&](const AsyncCopy& copy) {
-        const bool due = copy.group + pending_groups < self.group;
-        if (due) memcpy(copy.to, copy.from, copy.bytes);
-        return due;
-    });
+    worker->finish_copies(self, [&](const AsyncCopy& copy) { return copy.group + pending_groups < self.group; });
+}
+
+unsigned simt_shared_address(const void* shared) { return worker->shared_address(uint64_t(shared)); }
+
+void simt_mbarrier_init(void* barrier, unsigned arrivals) {
+    worker->aligned_access(uint64_t(barrier), sizeof(uint64_t), SIMT_WRITE, __builtin_return_address(0));
+    worker->barriers[uint64_t(barrier)] = {arrivals, arrivals, 0, 0};
+}
+
+void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site) {
+    Mbarrier& found = worker->barrier_at(barrier, SIMT_ATOMIC, site, __builtin_return_address(0));
+    found.bytes += expected_bytes;
+    worker->arrive(found, *worker->current, site);
+    worker->after_asynchronous();
+}
+
+void simt_mbarrier_arrive_after_copies(void* barrier, SimtSite site) {
+    Mbarrier& found = worker->barrier_at(barrier, SIMT_ATOMIC, site, __builtin_return_address(0));
+    worker->transfers.push_back({&found, site, worker->current, worker->current->copied, {}, 0});
+    worker->after_asynchronous();
+}
+
+void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
+    Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
+    if ((found.phase & 1) != parity) return;  // the phase before has another parity than this one
+    Thread& self = *worker->current;
+    self.site = site;
+    self.awaited = &found;
+    self.state = State::AT_MBARRIER;
+    worker->yield();
+}
+
+void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3], SimtSite site) {
+    const Thread& self = *worker->current;
+    Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
+    Transfer transfer{&found, site, nullptr, 0, {{}, {begin[0], begin[1], begin[2]}}, worker->shared_address(uint64_t(shared))};
+    memcpy(&transfer.box.map, map, sizeof transfer.box.map);
+    if (transfer.box.map.dimensions != dimensions)
+        worker->fail(self, "%s at %s:%d has %u coordinates, but its tensor has %llu", site.operation, site.file, site.line,
+                     dimensions, (unsigned long long)transfer.box.map.dimensions);
+    else if (transfer.shared % TensorBox::ROW_BYTES)
+        worker->fail(self, "%s at %s:%d writes to shared address %u, which is no multiple of 128", site.operation, site.file,
+                     site.line, transfer.shared);
+    if (worker->failed) worker->stop();
+    if (!worker->shared_memory(transfer.shared, transfer.box.bytes()))
+        worker->out_of_bounds(uint64_t(shared), unsigned(transfer.box.bytes()), SIMT_WRITE);
+    if (worker->launch->checked) worker->count_box(transfer.box);
+    worker->transfers.push_back(transfer);
+    worker->after_asynchronous();
+}
+
+void simt_fence_async_proxy() { worker->current->fenced = ++worker->clock; }
+
+void simt_wgmma(const SimtWgmma* step, SimtSite site) {
+    Thread& self = *worker->current;
+    self.products.push_back({*step, site, self.product_group, self.fenced});
+}
+
+void simt_wgmma_commit() { ++worker->current->product_group; }
+
+void simt_wgmma_wait(unsigned pending_groups, SimtSite site) {
+    Worker::WgmmaWait mine{worker->current, pending_groups};
+    simt_warp(0xffffffffu, [](void* const* lanes) { worker->finish_products(lanes); }, &mine, site);
 }
 
 void simt_trap(SimtSite site) {

@@ -8,6 +8,7 @@ import numpy as np
 
 from moeblaze_ref.raw_cuda.runtime.poison import poison
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module, edition
+from moeblaze_ref.raw_cuda.runtime.tensor_map import BYTES, TensorMap
 
 
 class CupyExecutor:
@@ -65,6 +66,7 @@ class CupyModule(Module):
         self.source = source
         options = (
             "-std=c++17",
+            *source.gpu_options,
             *(f"-D{name}={value}" for name, value in source.constants.items()),
             *(f"-I{path}" for path in source.include_dirs),
         )
@@ -83,4 +85,37 @@ class CupyModule(Module):
         if shared_bytes > self._shared_bytes.get(kernel, 0):
             function.max_dynamic_shared_size_bytes = shared_bytes  # with static memory it may pass the default 48 KiB
             self._shared_bytes[kernel] = shared_bytes
-        function(grid, block, tuple(values), shared_mem=shared_bytes)
+        function(grid, block, tuple(map(_argument, values)), shared_mem=shared_bytes)
+
+
+def _argument(value):
+    """A value as CuPy passes it."""
+    if not isinstance(value, TensorMap):
+        return value
+    return _encoded(value.address, str(value.array.dtype), value.extents, value.strides, value.box)
+
+
+@functools.lru_cache(maxsize=4096)  # encoding takes microseconds, and a training step asks for the same maps again
+def _encoded(address, dtype, extents, strides, box) -> np.ndarray:
+    """The 128 bytes that the copy engine reads, as an array without dimensions."""
+    from cuda.bindings import driver
+
+    rank, types, kind = len(extents), driver.CUtensorMapDataType, "CU_TENSOR_MAP_DATA_TYPE_"
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        getattr(types, f"{kind}{dtype.upper()}"),
+        rank,
+        address,
+        [driver.cuuint64_t(extent) for extent in extents],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(extent) for extent in box],
+        [driver.cuuint32_t(1)] * rank,  # every element of the box
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"cuTensorMapEncodeTiled refused extents {extents}, strides {strides}, box {box}: {status}")
+    whole = np.zeros((), [("opaque", np.uint64, BYTES // 8)])
+    whole["opaque"] = [int(word) for word in encoded.opaque]
+    return whole

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref import doors
+from moeblaze_ref.raw_cuda.runtime.tensor_map import TensorMap
 
+TENSOR_MAP = "TensorMap"  # hopper.cuh
 DTYPE_OF_C = {  # as `_canonical` writes the types
     "bool": "bool",
     "char": "int8",
@@ -59,7 +61,7 @@ _NO_NAMES = _QUALIFIERS | {"int", "char", "short", "long"}  # what may end a par
 
 @dataclass(frozen=True)
 class Parameter:
-    """One declared parameter of a kernel."""
+    """One declared parameter of a kernel; its dtype is numpy's name, or `TENSOR_MAP`."""
 
     name: str
     dtype: str
@@ -67,7 +69,10 @@ class Parameter:
     writable: bool
 
     def bind(self, kernel: str, value: Any) -> Any:
-        """``value`` as this parameter takes it: an array unchanged, a scalar as its C type."""
+        """``value`` as this parameter takes it: an array or a `TensorMap` unchanged, a scalar as its C type."""
+        if self.dtype == TENSOR_MAP:
+            doors.check_type(f"argument {self.name} of kernel {kernel}", value, TensorMap)
+            return value
         return self._bind_array(kernel, value) if self.pointer else self._bind_scalar(kernel, value)
 
     def _bind_array(self, kernel, array):
@@ -206,8 +211,12 @@ def _parameter(declared: str, constants: dict[str, Any]) -> Parameter:
     c_type = _canonical([word for word in type_words if word not in _QUALIFIERS], constants)
     if not c_type or re.search(r"[^\w\s]", pointee + pointer) or name in _NO_NAMES:
         raise ValueError(f"cannot read the parameter {declared.strip()!r}")
-    dtype = DTYPE_OF_C[doors.check_name(f"type of parameter {name}", c_type, DTYPE_OF_C)]
     const = "const" in pointee.split()
+    if c_type == TENSOR_MAP:
+        if star or not const or "__grid_constant__" not in pointee.split():
+            raise ValueError(f"parameter {name} must be declared const __grid_constant__ TensorMap {name}")
+        return Parameter(name, TENSOR_MAP, pointer=False, writable=False)
+    dtype = DTYPE_OF_C[doors.check_name(f"type of parameter {name}", c_type, DTYPE_OF_C)]
     return Parameter(name, dtype, pointer=bool(star), writable=bool(star) and not const)
 
 

@@ -22,6 +22,7 @@ from moeblaze_ref.raw_cuda.runtime.source import (
     check_shared,
     edition,
 )
+from moeblaze_ref.raw_cuda.runtime.tensor_map import BYTES, TensorMap
 from moeblaze_ref.simt import build
 
 ALIGNMENT = 256  # bytes, as a GPU's allocator gives
@@ -241,9 +242,10 @@ class SimtModule(Module):
         """Copy every distinct array into guarded memory."""
         staged: dict[tuple[int, int], _Staged] = {}
         for parameter, value in zip(self.source.kernels[kernel], values, strict=True):
-            if not parameter.pointer:
+            array = _array_of(value)
+            if array is None:
                 continue
-            item = staged.setdefault(_place(value), _Staged([], value, False, value))
+            item = staged.setdefault(_place(array), _Staged([], array, False, array))
             item.names.append(parameter.name)
             item.writable |= parameter.writable
         return _copy_apart(_without_overlap(kernel, list(staged.values())))
@@ -263,6 +265,12 @@ class SimtModule(Module):
             num_buffers=len(buffers),
             buffers=buffers,
         )
+
+
+def _array_of(value: Any) -> np.ndarray | None:
+    """The array that an argument gives the kernel, itself or in a tensor map."""
+    array = value.array if isinstance(value, TensorMap) else value
+    return array if isinstance(array, np.ndarray) else None
 
 
 def _place(array: np.ndarray) -> tuple[int, int]:
@@ -304,14 +312,31 @@ def _register(staged: list[_Staged]) -> ctypes.Array:
 def _pack(values: list[Any], staged: list[_Staged]) -> ctypes.Array:
     """The void** that the kernel's entry unpacks: the address of each argument's value."""
     moved = {_place(item.original): item.copy.ctypes.data for item in staged}
-    cells = [
-        np.uint64(moved.get(_place(value), value.ctypes.data)) if isinstance(value, np.ndarray) else value
-        for value in values
-    ]
-    holders = [np.array([cell]) for cell in cells]
+    holders = [_held(value, moved) for value in values]
     pointers = (ctypes.c_void_p * len(holders))(*(holder.ctypes.data for holder in holders))
     pointers._holders = holders  # alive as long as the pointers
     return pointers
+
+
+def _held(value: Any, moved: dict[tuple[int, int], int]) -> np.ndarray:
+    """An argument's value in memory; an array is its address, or that of its copy."""
+    array = _array_of(value)
+    if array is None:
+        return np.array([value])
+    address = moved.get(_place(array), array.ctypes.data)
+    return _encoded(value, address) if isinstance(value, TensorMap) else np.array([address], np.uint64)
+
+
+def _encoded(tensor_map: TensorMap, address: int) -> np.ndarray:
+    """simt_abi.h, struct SimtTensorMap, where a kernel's argument of that alignment may lie."""
+    fields = [address, tensor_map.array.ndim]
+    for part in (tensor_map.extents, (tensor_map.array.itemsize, *tensor_map.strides), tensor_map.box):
+        fields += [*part, 1][:3]  # a matrix is a stack of one
+    memory = np.zeros(2 * BYTES, np.uint8)
+    start = -memory.ctypes.data % BYTES
+    words = memory[start : start + BYTES].view(np.uint64)
+    words[: len(fields)] = fields
+    return words
 
 
 def _report(launch: _Launch, kernel, grid, block, buffers) -> LaunchReport:

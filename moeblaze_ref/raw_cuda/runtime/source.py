@@ -20,7 +20,7 @@ MAX_SHARED_BYTES = 227 * 1024  # a block's limit on sm_90, static and dynamic
 MAX_STATIC_SHARED_BYTES = 48 * 1024  # of declared arrays, on every GPU
 
 _RUNS_ON = re.compile(r"^\s*// Runs on +(.*?)\.?$", re.MULTILINE)
-_ARCHITECTURE = re.compile(r"sm_(\d+)(\d)")
+_ARCHITECTURE = re.compile(r"sm_(\d+)(\d)(a?)")
 
 Size = tuple[int, int, int]  # x, y, z
 
@@ -69,14 +69,23 @@ class KernelSource:
         Raises
         ------
         ValueError
-            If its header asks for a newer one.
+            If its header asks for a newer one or, by an architecture such as sm_90a, for another one.
         """
         needed = _ARCHITECTURE.match(self.runs_on)
-        if needed and capability < (least := (int(needed[1]), int(needed[2]))):
+        if not needed:
+            return
+        named = int(needed[1]), int(needed[2])
+        if capability < named or (needed[3] and capability != named):
             raise ValueError(
-                f"{self.file} needs compute capability {least[0]}.{least[1]} or newer, but {device} has "
-                f"{capability[0]}.{capability[1]}"
+                f"{self.file} needs compute capability {named[0]}.{named[1]}{' exactly' if needed[3] else ' or newer'}, "
+                f"but {device} has {capability[0]}.{capability[1]}"
             )
+
+    @property
+    def gpu_options(self) -> tuple[str, ...]:
+        """What tells NVRTC of an architecture such as sm_90a, whose instructions no other GPU has."""
+        needed = _ARCHITECTURE.match(self.runs_on)
+        return (f"-arch={needed[0]}",) if needed and needed[3] else ()
 
     def check_simt(self):
         """The SIMT executor may run the file.
@@ -171,7 +180,8 @@ class Module(ABC):
         shared_bytes : int
             Dynamic shared memory of a block.
         **arguments
-            The kernel's arguments by the names that it declares: arrays of the executor's kind, and numbers.
+            The kernel's arguments by the names that it declares: arrays of the executor's kind, alone or in a
+            `TensorMap`, and numbers.
 
         Raises
         ------

@@ -216,6 +216,8 @@ SIMT_REDUCTION(__reduce_min_sync, int, b < a ? b : a)
 SIMT_REDUCTION(__reduce_min_sync, unsigned, b < a ? b : a)
 #undef SIMT_REDUCTION
 
+inline size_t __cvta_generic_to_shared(const void* shared) { return simt_shared_address(shared); }
+
 // ---- integer and math built-ins ----------------------------------------------------------
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

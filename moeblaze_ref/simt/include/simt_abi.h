@@ -41,10 +41,41 @@ int simt_barrier(SimtBlockOp op, int predicate, SimtSite site);
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access);
 void simt_access_range(const void* address, uint64_t bytes, SimtAccess access);
 
-// cp.async: a copy is checked and counted when it is asked for, and done when it is waited for.
+// cp.async: a copy is checked and counted when it is asked for, and done when it is waited for. From null: zeros.
 void simt_async_copy(void* shared, const void* global, unsigned bytes);
 void simt_async_commit();
 void simt_async_wait(unsigned pending_groups);
+
+// Where shared memory lies for the instructions that take its address as a number.
+unsigned simt_shared_address(const void* shared);
+
+// mbarrier: a phase is complete when all have arrived and all bytes that they expect are here.
+void simt_mbarrier_init(void* barrier, unsigned arrivals);
+void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site);
+void simt_mbarrier_arrive_after_copies(void* barrier, SimtSite site);  // of cp.async, by this thread so far
+void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site);
+
+// What a kernel's TensorMap holds here; innermost axis first, strides in bytes.
+struct SimtTensorMap {
+    uint64_t address, dimensions;
+    uint64_t extents[3], strides[3], box[3];
+};
+// Checked and counted when it is asked for, done as late as a wait allows; with a seed, at any time before.
+void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3], SimtSite site);
+
+// Orders what threads have written to shared memory before what a wgmma reads there: by the writer, or by the reader.
+void simt_fence_async_proxy();
+
+// One wgmma, 64 rows and 16 of the depth: done when the warp waits for it.
+struct SimtWgmma {
+    uint64_t a, b;  // descriptors
+    float* d;       // the lane's sums: columns / 2
+    unsigned columns;
+    bool bfloat16, a_along_rows, b_along_rows, accumulate;
+};
+void simt_wgmma(const SimtWgmma* step, SimtSite site);
+void simt_wgmma_commit();
+void simt_wgmma_wait(unsigned pending_groups, SimtSite site);
 
 [[noreturn]] void simt_trap(SimtSite site);
 

@@ -1,0 +1,538 @@
+"""Hopper's instructions on the CPU, one by one against numpy; the kernels made of them; and the faults that must show."""
+
+from dataclasses import replace
+
+import hopper
+import numpy as np
+import pytest
+from hopper import KERNELS, Inputs
+
+from moeblaze_ref.cases import OVERWHELMING, make_case, relative_error
+from moeblaze_ref.config import ACTIVATIONS
+from moeblaze_ref.notebook.sources import inlined
+from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor, Traffic
+from moeblaze_ref.raw_cuda.runtime.tensor_map import TensorMap
+
+SIMT = SimtExecutor()
+HEADER = '// Runs on      sm_90a; SIMT executor.\n#include "hopper.cuh"\n'
+PANEL_BYTES = 64 * 128
+both_dtypes = pytest.mark.parametrize("dtype", gemm.NARROW)
+in_order_and_not = pytest.mark.parametrize("seed", [0, 1, 2])
+
+
+def random(*shape, dtype="bfloat16", seed=0):
+    """Random numbers of a narrow type."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def swizzled(rows):
+    """Rows of 128 bytes (n, 64) as they lie in shared memory: 16 bytes change places inside their row."""
+    chunks = rows.view(np.uint16).reshape(len(rows), 8, 8)
+    numbers = np.arange(len(rows))[:, None]
+    return chunks[numbers, np.arange(8) ^ numbers % 8].reshape(len(rows), 64).view(rows.dtype)
+
+
+def run(executor, text, kernel, block=128, shared_bytes=0, constants=None, **arguments):
+    """Launch one block of a kernel text."""
+    module = executor.load("test.cu", text=HEADER + text, **(constants or {}))
+    module.launch(kernel, 1, block, shared_bytes, **arguments)
+
+
+# ---- the copy engine --------------------------------------------------------------------------
+
+ALIGNED = """
+__device__ __forceinline__ unsigned char* aligned_memory() {
+    DYNAMIC_SHARED(unsigned char, memory);
+    return memory + (1024 - shared_address(memory) % 1024) % 1024;
+}
+"""
+LOAD = (
+    ALIGNED
+    + """
+extern "C" __global__ void load(const __grid_constant__ TensorMap tensor, unsigned* out, int c0, int c1, int c2) {
+    __shared__ Barrier arrived;
+    unsigned char* const memory = aligned_memory();
+    if (threadIdx.x == 0) {
+        barrier_init(&arrived, 1);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        barrier_arrive_expecting(&arrived, BYTES);
+        if (DIMENSIONS == 2) tma_load(memory, &tensor, &arrived, c0, c1);
+        else tma_load(memory, &tensor, &arrived, c0, c1, c2);
+    }
+    barrier_wait(&arrived, 0);
+    for (int i = threadIdx.x; i < BYTES / 4; i += blockDim.x) out[i] = reinterpret_cast<const unsigned*>(memory)[i];
+}"""
+)
+
+
+def box_of(array, box, begin):
+    """(rows, 64) of the box: the array's elements, zeros beyond it."""
+    result = np.zeros(box[::-1], array.dtype)
+    for index in np.ndindex(result.shape):
+        at = tuple(i + b for i, b in zip(index, begin[::-1], strict=True))
+        if all(0 <= i < n for i, n in zip(at, array.shape, strict=True)):
+            result[index] = array[at]
+    return result.reshape(-1, 64)
+
+
+def loaded(executor, array, box, begin):
+    """What a load leaves in shared memory, (rows, 64)."""
+    rows = int(np.prod(box[1:]))
+    out = executor.empty((rows * 32,), "uint32")
+    constants = {"BYTES": rows * 128, "DIMENSIONS": array.ndim}
+    names = dict(zip(("c0", "c1", "c2"), (*begin, 0), strict=False))
+    tensor = TensorMap(executor.from_numpy(array), box)
+    run(executor, LOAD, "load", shared_bytes=1024 + rows * 128, constants=constants, tensor=tensor, out=out, **names)
+    return executor.to_numpy(out).view(array.dtype).reshape(rows, 64)
+
+
+BOXES = {
+    "inside": ((200, 136), (64, 8), (64, 16)),
+    "beyond the last row and column": ((200, 136), (64, 32), (128, 190)),
+    "before the first": ((20, 64), (64, 16), (-24, -3)),
+    "wholly outside": ((20, 64), (64, 16), (64, 0)),
+    "not at a chunk": ((20, 200), (64, 8), (13, 2)),
+    "one matrix of three": ((3, 70, 136), (64, 64, 1), (64, 0, 1)),
+    "beyond a matrix's rows is no other matrix": ((3, 70, 72), (64, 64, 1), (64, 64, 1)),
+    "two matrices, the second beyond": ((3, 12, 64), (64, 8, 2), (0, 8, 2)),
+}
+
+
+def assert_box_arrives(executor, name, dtype):
+    shape, box, begin = BOXES[name]
+    array = random(*shape, dtype=dtype)
+    expected = swizzled(box_of(array, box, begin))
+    np.testing.assert_array_equal(loaded(executor, array, box, begin).view(np.uint16), expected.view(np.uint16))
+
+
+@both_dtypes
+@in_order_and_not
+@pytest.mark.parametrize("name", BOXES)
+def test_a_box_arrives_swizzled_with_zeros_beyond_the_array(name, dtype, seed):
+    assert_box_arrives(SimtExecutor(seed=seed), name, dtype)
+
+
+@pytest.mark.parametrize(("columns", "sectors"), [(64, 4), (72, 5)])
+def test_a_box_counts_what_the_array_has_of_it(columns, sectors):
+    array = random(20, columns)
+    with SIMT.recording() as launches:
+        loaded(SIMT, array, (64, 16), (0, 6))
+    rows = 14  # of 16: two are beyond
+    assert launches[0].buffers["tensor"].read_bytes == rows * 128
+    assert launches[0].buffers["tensor"].read_sectors == sum(
+        (row * columns * 2 % 32 + 128 + 31) // 32 for row in range(6, 20)
+    )
+    assert sectors * rows >= launches[0].buffers["tensor"].read_sectors >= 4 * rows
+    barrier_bytes = 8 * 2  # one initialisation, one arrival
+    assert launches[0].shared.written_bytes == 16 * 128 + barrier_bytes
+    assert launches[0].shared.bank_conflicts == 0
+
+
+def test_an_array_may_be_an_argument_twice():
+    text = """
+    extern "C" __global__ void twice(const __grid_constant__ TensorMap tensor, const unsigned short* array, unsigned short* out) {
+        out[threadIdx.x] = array[threadIdx.x];
+    }"""
+    array, out = random(2, 64, dtype="float16"), np.zeros(128, np.uint16)
+    text = text.replace("const unsigned short* array", "const __half* array").replace(
+        "array[threadIdx.x]", "__half_as_ushort(array[threadIdx.x])"
+    )
+    with SIMT.recording() as launches:
+        run(SIMT, text, "twice", tensor=TensorMap(array, (64, 2)), array=array, out=out)
+    np.testing.assert_array_equal(out, array.ravel().view(np.uint16))
+    assert launches[0].buffers["tensor = array"] == Traffic(256, 0, 8, 0)
+
+
+# ---- cp.async that arrives at a barrier --------------------------------------------------------
+
+COPIES = """
+extern "C" __global__ void copies(const unsigned* x, unsigned* out, int present) {
+    __shared__ Barrier arrived;
+    __shared__ Chunk chunks[128];
+    if (threadIdx.x == 0) barrier_init(&arrived, 128);
+    __syncthreads();
+    const int t = threadIdx.x;
+    cp_async_or_zero(&chunks[t], x + (t < present ? t * 4 : 0), t < present);
+    barrier_arrive_after_copies(&arrived);
+    barrier_wait(&arrived, 0);
+    for (int i = 0; i < 4; ++i) out[t * 4 + i] = chunks[127 - t].words[i];
+}"""
+
+
+def assert_copies_arrive(executor):
+    x, out = np.arange(1, 513, dtype=np.uint32), executor.empty((512,), "uint32")
+    run(executor, COPIES, "copies", x=executor.from_numpy(x), out=out, present=100)
+    expected = np.where(np.arange(512) < 400, x, 0).reshape(128, 4)[::-1].ravel()
+    np.testing.assert_array_equal(executor.to_numpy(out), expected)
+
+
+@in_order_and_not
+def test_copies_arrive_at_a_barrier_and_are_zeros_where_nothing_is(seed):
+    assert_copies_arrive(SimtExecutor(seed=seed))
+
+
+def test_zeros_are_read_from_nowhere():
+    with SIMT.recording() as launches:
+        assert_copies_arrive(SIMT)
+    assert launches[0].buffers["x"].read_bytes == 1600
+
+
+def test_copies_that_nobody_waits_for_are_not_there():
+    text, out = COPIES.replace("barrier_wait(&arrived, 0);", ""), np.zeros(512, np.uint32)
+    with pytest.raises(KernelFault, match=r"the block ends before barrier_arrive_after_copies at test.cu:\d+ is done"):
+        run(SIMT, text, "copies", x=np.ones(512, np.uint32), out=out, present=100)
+
+
+# ---- barriers ----------------------------------------------------------------------------------
+
+RELAY = """
+extern "C" __global__ void relay(int* out, int rounds) {
+    __shared__ Barrier full, empty;
+    __shared__ int slot[32];
+    if (threadIdx.x == 0) {
+        barrier_init(&full, 32);
+        barrier_init(&empty, 32);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < rounds; ++i) {
+        if (threadIdx.x < 32) {
+            barrier_wait(&empty, (i & 1) ^ 1);  // at first there is nothing to wait for
+            slot[lane] = i * 100 + lane;
+            barrier_arrive(&full);
+        } else {
+            barrier_wait(&full, i & 1);
+            out[i * 32 + lane] = slot[31 - lane];
+            barrier_arrive(&empty);
+        }
+    }
+}"""
+
+
+def assert_relayed(executor, rounds=9):
+    out = executor.empty((rounds * 32,), "int32")
+    run(executor, RELAY, "relay", block=64, out=out, rounds=rounds)
+    expected = 100 * np.arange(rounds)[:, None] + np.arange(32)[::-1]
+    np.testing.assert_array_equal(executor.to_numpy(out), expected.ravel())
+
+
+@in_order_and_not
+def test_phases_pass_a_slot_to_and_fro(seed):
+    assert_relayed(SimtExecutor(seed=seed))
+
+
+RELAY_FAULTS = {
+    "no wait for full": ("barrier_wait(&full, i & 1);", ";"),
+    "no wait for empty": ("barrier_wait(&empty, (i & 1) ^ 1);", ";"),
+    "empty too early": (
+        "out[i * 32 + lane] = slot[31 - lane];\n            barrier_arrive(&empty);",
+        "barrier_arrive(&empty);\n            out[i * 32 + lane] = slot[31 - lane];",
+    ),
+    "one arrival is enough": ("barrier_init(&full, 32)", "barrier_init(&full, 1)"),
+    "parity never changes": ("barrier_wait(&full, i & 1);", "barrier_wait(&full, 0);"),
+    "no __syncthreads": ("__syncthreads();", ""),
+}
+
+
+@pytest.mark.parametrize("fault", RELAY_FAULTS)
+def test_a_wrong_relay_is_caught(fault):
+    right, wrong = RELAY_FAULTS[fault]
+    assert right in RELAY
+    caught = 0
+    for seed in range(1, 6):
+        out = np.full(9 * 32, -1, np.int32)
+        try:
+            run(SimtExecutor(seed=seed), RELAY.replace(right, wrong), "relay", block=64, out=out, rounds=9)
+        except KernelFault:
+            caught += 1
+        else:
+            caught += not np.array_equal(out.reshape(9, 32), 100 * np.arange(9)[:, None] + np.arange(32)[::-1])
+    assert caught >= 4
+
+
+# ---- matrix products ---------------------------------------------------------------------------
+
+PRODUCT = (
+    ALIGNED
+    + """
+extern "C" __global__ void __launch_bounds__(128) product(const unsigned* a, const unsigned* b, float* out, int accumulate) {
+    unsigned char* const memory = aligned_memory();
+    unsigned* const words = reinterpret_cast<unsigned*>(memory);
+    for (int i = threadIdx.x; i < 2048; i += 128) words[i] = a[i];
+    for (int i = threadIdx.x; i < 8192; i += 128) words[2048 + i] = b[i];
+    fence_async_proxy();
+    __syncthreads();
+    constexpr int A_STEP = ALONG_M ? 16 * 128 : 32, B_STEP = ALONG_N ? 16 * 128 : 32;
+    float d[128];
+    for (int i = 0; i < 128; ++i) d[i] = 1.0f;
+    const unsigned long long a_operand = wgmma_operand(memory, 8192), b_operand = wgmma_operand(memory + 8192, 8192);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        wgmma_m64n256k16<Scalar, ALONG_M, ALONG_N>(d, wgmma_advance(a_operand, k * A_STEP),
+                                                   wgmma_advance(b_operand, k * B_STEP), accumulate || k > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) out[(row + i / 2 % 2 * 8) * 256 + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
+}"""
+)
+
+
+def operand_memory(matrix, along_rows):
+    """The words of an operand (rows, 64): neighbours along the depth, or along the rows in panels of 64."""
+    if not along_rows:
+        return swizzled(matrix).view(np.uint32).ravel()
+    panels = [swizzled(np.ascontiguousarray(part.T)) for part in np.split(matrix, len(matrix) // 64)]
+    return np.concatenate(panels).view(np.uint32).ravel()
+
+
+def product(executor, a, b, a_along_m, b_along_n, accumulate=0, text=PRODUCT):
+    """(64, 256): a (64, 64) times b (64, 256), plus 1 if it accumulates."""
+    out = executor.empty((64, 256), "float32")
+    constants = {"Scalar": gemm.C_TYPE[str(a.dtype)], "ALONG_M": int(a_along_m), "ALONG_N": int(b_along_n)}
+    words = {"a": operand_memory(a, a_along_m), "b": operand_memory(np.ascontiguousarray(b.T), b_along_n)}
+    words = {name: executor.from_numpy(array) for name, array in words.items()}
+    shared_bytes = 1024 + 5 * PANEL_BYTES
+    run(executor, text, "product", 128, shared_bytes, constants, **words, out=out, accumulate=accumulate)
+    return executor.to_numpy(out)
+
+
+def assert_product(executor, dtype, a_along_m, b_along_n, accumulate):
+    a, b = random(64, 64, dtype=dtype), random(64, 256, dtype=dtype, seed=1)
+    expected = a.astype(np.float64) @ b.astype(np.float64) + accumulate
+    assert relative_error(product(executor, a, b, a_along_m, b_along_n, accumulate), expected) < 1e-6
+
+
+@both_dtypes
+@pytest.mark.parametrize("b_along_n", [False, True])
+@pytest.mark.parametrize("a_along_m", [False, True])
+def test_a_product_of_either_layout(a_along_m, b_along_n, dtype):
+    assert_product(SIMT, dtype, a_along_m, b_along_n, 0)
+    assert_product(SimtExecutor(seed=3), dtype, a_along_m, b_along_n, 1)
+
+
+def test_halves_that_are_subnormal_infinite_or_nan():
+    a, b = np.zeros((64, 64), np.float16), np.zeros((64, 256), np.float16)
+    a[:, 0], b[0, :5] = 1.0, [6e-8, -6e-8, 65504.0, np.inf, np.nan]
+    np.testing.assert_array_equal(product(SIMT, a, b, False, False)[7, :5], b[0, :5].astype(np.float32))
+
+
+def overwritten(ordered):
+    """PRODUCT with the first row of A overwritten between the product's start and the wait for it."""
+    fence = "fence_async_proxy();" if ordered else ""
+    overwrite = f"if (threadIdx.x < 32) words[threadIdx.x] = 0;\n    {fence}\n"
+    return PRODUCT.replace("    wgmma_wait<0>();", f"    {overwrite}    wgmma_wait<0>();")
+
+
+def test_a_product_is_done_when_it_is_waited_for():
+    a, b = random(64, 64), random(64, 256, seed=1)
+    found, right = (product(SIMT, a, b, False, False, text=text) for text in (overwritten(ordered=True), PRODUCT))
+    assert (found[0] == 0).all() and np.array_equal(found[1:], right[1:])
+
+
+def test_to_overwrite_what_a_product_reads_is_a_fault():
+    with pytest.raises(
+        KernelFault, match=r"reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy has come between"
+    ):
+        product(SIMT, random(64, 64), random(64, 256), False, False, text=overwritten(ordered=False))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("wgmma_operand(memory, 8192)", "wgmma_operand(memory + 16 * (threadIdx.x == 40), 8192)", r"thread \(40, 0, 0\): wgmma_m64n256k16 at test.cu:\d+ is not the same for all lanes"),
+        ("wgmma_operand(memory, 8192)", "(wgmma_operand(memory, 8192) & ~(3ull << 62))", r"wgmma_m64n256k16 at test.cu:\d+: its descriptors ask for another swizzle"),
+        ("wgmma_operand(memory + 8192, 8192)", "wgmma_operand(memory + 2 * 8192, 16384)", "reads shared memory at address .*, where there is none"),
+        ("wgmma_operand(memory, 8192)", "wgmma_operand(a, 8192)", r"the address 0x\w+ is not one of shared memory"),
+        ("fence_async_proxy();", ";", r"wgmma_m64n256k16 at test.cu:\d+ reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy"),
+        ("    wgmma_wait<0>();", "    if (threadIdx.x % 32 != 5) wgmma_wait<0>();", "waits at wgmma_wait at test.cu|wgmma_wait at test.cu:.* lacks lane 5"),
+    ],
+)  # fmt: skip
+def test_a_wrong_product_is_named(right, wrong, message):
+    assert right in PRODUCT
+    with pytest.raises(KernelFault, match=message):
+        product(SIMT, random(64, 64), random(64, 256), True, True, text=PRODUCT.replace(right, wrong))
+
+
+# ---- waits that never end, and what is not there -----------------------------------------------
+
+WRONG_LOADS = {
+    "expects too much": ("(&arrived, BYTES)", "(&arrived, BYTES + 16)", r"thread \(0, 0, 0\): waits at barrier_wait at test.cu:\d+ for phase 0 of a barrier that lacks 0 of 1 arrivals and 16 bytes"),
+    "expects nothing": ("barrier_arrive_expecting(&arrived, BYTES)", "barrier_arrive(&arrived)", "the block ends before tma_load at test.cu"),
+    "never arrives": ("barrier_arrive_expecting(&arrived, BYTES);", "", "lacks 1 of 1 arrivals and -512 bytes"),
+    "arrives twice": ("barrier_arrive_expecting(&arrived, BYTES);", "barrier_arrive_expecting(&arrived, BYTES); barrier_arrive(&arrived);", r"barrier_arrive at test.cu:\d+ is an arrival too many: the phase has had its 1"),
+    "no barrier": ("barrier_init(&arrived, 1);", "", r"barrier_arrive_expecting at test.cu:\d+ meets no initialised barrier"),
+    "one coordinate too few": ("DIMENSIONS == 2", "DIMENSIONS == 3", "tma_load at test.cu:.* has 3 coordinates, but its tensor has 2"),
+    "no row of 128 bytes": ("tma_load(memory,", "tma_load(memory + 64,", r"tma_load at test.cu:\d+ writes to shared address \d+, which is no multiple of 128"),
+    "beyond shared memory": ("tma_load(memory,", "tma_load(memory + 256,", "out-of-bounds write of 512 bytes at byte offset 1152 of dynamic shared memory, which has 1536 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG_LOADS)
+def test_a_wrong_load_is_named(fault, monkeypatch):
+    right, wrong, message = WRONG_LOADS[fault]
+    assert right in LOAD
+    monkeypatch.setattr("test_hopper.LOAD", LOAD.replace(right, wrong))
+    with pytest.raises(KernelFault, match=message):
+        loaded(SIMT, random(8, 64), (64, 4), (0, 0))
+
+
+def test_a_load_that_nobody_waits_for_is_not_there(monkeypatch):
+    monkeypatch.setattr(
+        "test_hopper.LOAD",
+        LOAD.replace("barrier_wait(&arrived, 0);", "").replace(
+            "    }\n    for", "    }\n    __syncthreads();\n    for"
+        ),
+    )
+    with pytest.raises(KernelFault, match="the block ends before tma_load"):
+        loaded(SIMT, random(8, 64), (64, 4), (0, 0))
+
+
+# ---- tensor maps at the door -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("array", "box", "error", "message"),
+    [
+        ([1, 2], (64, 2), TypeError, "array of the TensorMap is a list, but it must be an array of float16 or bfloat16"),
+        (np.zeros((8, 64), np.float32), (64, 2), TypeError, "has dtype float32, but it must be float16 or bfloat16"),
+        (np.zeros(64, np.float16), (64,), ValueError, r"has shape \(64,\), but it must have 2 dimensions"),
+        (np.zeros((2, 2, 2, 64), np.float16), (64, 2, 1, 1), ValueError, "but it must have 2 dimensions"),
+        (np.zeros((64, 8), np.float16).T, (64, 2), ValueError, "is not C-contiguous"),
+        (np.zeros((0, 64), np.float16), (64, 2), ValueError, r"has shape \(0, 64\), but the copy engine takes no empty array"),
+        (np.zeros((8, 12), np.float16), (64, 2), ValueError, "row of the array of the TensorMap, in bytes, is 24, but the copy engine needs a multiple of 16"),
+        (np.zeros(1 + 8 * 64, np.float16)[1:].reshape(8, 64), (64, 2), ValueError, "address of the array of the TensorMap is .*, but the copy engine needs a multiple of 16"),
+        (np.zeros((8, 64), np.float16), (64, 2, 1), ValueError, r"box of the TensorMap is \(64, 2, 1\), but the array has 2 dimensions"),
+        (np.zeros((8, 64), np.float16), (64, 257), ValueError, r"box\[1\] of the TensorMap is 257, but it must be 1..256"),
+        (np.zeros((8, 64), np.float16), (64, 0), ValueError, r"box\[1\] of the TensorMap is 0"),
+        (np.zeros((8, 64), np.float16), (32, 8), ValueError, r"box\[0\] of the TensorMap is 32, but a row of the 128-byte swizzle has 64 elements"),
+    ],
+)  # fmt: skip
+def test_a_tensor_map_says_what_it_takes(array, box, error, message):
+    with pytest.raises(error, match=message):
+        TensorMap(array, box)
+
+
+def test_a_kernel_takes_a_tensor_map_and_nothing_else_in_its_place():
+    with pytest.raises(TypeError, match="argument tensor of kernel load is a ndarray, but it must be a TensorMap"):
+        run(SIMT, LOAD, "load", constants={"BYTES": 128, "DIMENSIONS": 2}, tensor=random(8, 64), out=np.zeros(32, np.uint32), c0=0, c1=0, c2=0)  # fmt: skip
+
+
+# ---- the kernels -------------------------------------------------------------------------------
+
+
+def without_expert(case, expert):
+    """The case with a router that sends nobody to an expert."""
+    wg = case.weights.wg.copy()
+    wg[0, expert] = -OVERWHELMING
+    return replace(case, weights=case.weights._replace(wg=wg), name=f"{case.name}, expert {expert} is empty")
+
+
+RAGGED = without_expert(make_case(333, 136, 200, 5, 2, "zipf", "no tile divides it"), 2)
+CASES = [
+    RAGGED,
+    make_case(50, 64, 64, 4, 2, name="one step"),
+    make_case(1, 8, 8, 3, 2, name="one token"),
+    make_case(150, 328, 264, 3, 1, "hot", "several tiles each way, one expert gets all"),
+    make_case(130, 72, 520, 9, 2, "empty", "the first experts are empty"),
+    make_case(40, 8, 16, 70, 8, name="more experts than a warp"),
+]
+
+
+def assert_right(kernel, inputs, executor, blocks=3):
+    bounds = hopper.bounds(inputs)
+    for name, error in hopper.errors(kernel, inputs, executor, blocks).items():
+        assert error <= bounds[name], f"{name}: {error} > {bounds[name]}"
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    """Inputs of a case and dtype, made once."""
+    made = {}
+
+    def of(case, dtype="bfloat16"):
+        key = case.name, case.activation, dtype
+        return made.setdefault(key, made.get(key) or Inputs.make(case, dtype))
+
+    return of
+
+
+@both_dtypes
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_right(kernel, case, dtype, inputs):
+    assert_right(kernel, inputs(case, dtype), SIMT)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 17])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_any_number_of_blocks_in_any_order_gives_the_same_bits(kernel, blocks, inputs):
+    first = hopper.found(kernel, inputs(RAGGED), SIMT, blocks=3)
+    for name, array in hopper.found(kernel, inputs(RAGGED), SimtExecutor(seed=blocks), blocks).items():
+        np.testing.assert_array_equal(array, first[name])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kernel", ["expert_up", "d_x_rows", "d_hidden"])
+def test_every_activation(kernel, activation, inputs):
+    case = make_case(70, 24, 72, 3, 2, name="activation", activation=activation)
+    assert_right(kernel, inputs(case, "float16"), SIMT)
+
+
+# ---- planted faults ----------------------------------------------------------------------------
+
+FULL = "barrier_wait(&shared->full[turn.stage], turn.parity);"
+EMPTY = "barrier_wait(&shared->empty[turn.stage], turn.parity ^ 1);"
+FAULTS = {
+    "no wait for the operands": ("expert_up", FULL, ";"),
+    "no wait for a free stage": ("expert_down", EMPTY, ";"),
+    "wrong parity": ("d_hidden", FULL, "barrier_wait(&shared->full[turn.stage], turn.parity ^ 1);"),
+    "a stage is free before it is read": ("d_x_rows", "wgmma_wait<1>();", ";"),
+    "the present stage is released": ("d_w", "if (step > 0) release(before);", "release(turn.stage);"),
+    "no fence between the copies and the product": ("expert_up", "        fence_async_proxy();", ";"),
+    "no last wait": ("expert_down", "wgmma_wait<0>();", ";"),
+    "products are in no group": ("d_w3", "        wgmma_commit();", ";"),
+    "expects no bytes": ("expert_up", "barrier_arrive_expecting(full, B_BYTES);", "barrier_arrive(full);"),
+    "expects half": ("d_x_rows", "barrier_arrive_expecting(full, A_BYTES + B_BYTES);", "barrier_arrive_expecting(full, B_BYTES);"),
+    "expects a box that does not come": ("d_w", "whole ? B_BYTES : 0", "B_BYTES"),
+    "arrives before its copies": ("d_hidden", "barrier_arrive_after_copies(full);", "barrier_arrive(full);"),
+    "no barrier after the ring is made": ("expert_down", "open_ring(shared, false);\n    __syncthreads();", "open_ring(shared, false);"),
+    "waits for one arrival only": ("d_w3", "1 + (copying ? WARPGROUP : 0)", "1"),
+    "every lane releases": ("expert_up", "if (lane_id() == 0) barrier_arrive", "barrier_arrive"),
+    "copies are not swizzled": ("expert_up", "(chunk ^ row % 8) * 16", "chunk * 16"),
+    "half of the swizzle": ("d_w", "(chunk ^ row % 8) * 16", "(chunk ^ row % 4) * 16"),
+    "stages begin anywhere": ("d_hidden", "ALIGNMENT = 1024", "ALIGNMENT = 128"),
+    "along the wrong axis": ("d_x_rows", "multiply<false, false>", "multiply<false, true>"),
+    "wrong step of the depth": ("expert_down", "B_ALONG_N ? 16 * 128 : 32", "B_ALONG_N ? 8 * 128 : 32"),
+    "wrong distance of panels": ("expert_down", "wgmma_operand(stage.b, PANEL_BYTES)", "wgmma_operand(stage.b, PANEL_BYTES / 2)"),
+    "sums of the tile before": ("d_w3", "step > 0 || i > 0", "true"),
+    "depth is not cut off": ("d_hidden", "< depth;", "< depth + 64;"),
+    "rows beyond the expert's in the depth": ("d_w", "const bool inside = source >= 0 && at < width;", "const bool inside = at < width;"),
+    "rows of another expert are written": ("expert_down", "row < group_rows && column < d", "column < d"),
+    "columns beyond the matrix are written": ("d_x_rows", "row < group_rows && column < d", "row < group_rows"),
+    "no rows, no zeros": ("d_w3", "if (steps == 0)", "if (false)"),
+    "row of another token": ("expert_up", "threadIdx.x / 8 + i * 16) + threadIdx.x", "threadIdx.x / 8 + i * 8) + threadIdx.x"),
+    "weights of another expert": ("expert_down", "p, tile.expert);", "p, 0);"),
+    "second weights are the first": ("expert_up", "part ? &w2 : &w1", "&w1"),
+    "a token too far": ("d_w", "i * 2 + lane_id() / 16", "i * 2 + lane_id() / 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, inputs):
+    kernel, right, wrong = FAULTS[fault]
+    text = inlined(f"{KERNELS[kernel].stage}/4_hopper.cu")
+    assert right in text, f"the kernels no longer hold {right!r}: update the fault"
+    given = inputs(RAGGED)
+    try:
+        errors = hopper.errors(kernel, given, SimtExecutor(seed=3), blocks=2, text=text.replace(right, wrong))
+    except KernelFault:
+        return
+    assert any(not error <= hopper.bounds(given)[name] for name, error in errors.items())
