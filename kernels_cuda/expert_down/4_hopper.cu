@@ -28,14 +28,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     } else {
         registers_up<CONSUMER_REGISTERS>();
         Sums sums;
+        Scratch& scratch = my_scratch(shared);
         while (tiles.next(tile)) {
-            multiply<false, true>(sums, shared, turn, steps);
+            multiply<false, false, true>(sums, shared, turn, steps);
             const int group_rows = tiles.rows() - tile.row;
 #pragma unroll
             for (int group = 0; group < TILE_COLUMNS / 32; ++group)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const Chunk chunk = rounded(sums, group, half);
+                    const Chunk chunk = rounded(sums, scratch, group, half, half);
                     const int row = row_of(half), column = tile.column + column_of(group);
                     if (row < group_rows && column < d)
                         *reinterpret_cast<Chunk*>(y + (long long)(tiles.begin[tile.expert] + tile.row + row) * d + column) = chunk;
@@ -44,10 +45,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
 }
 
+// Four pairs of neighbours, in the places of their sums.
+union Pairs {
+    unsigned words[4];
+    Scalar values[8];
+    __device__ Pairs() {}
+};
+
+// The epilogue's operands come down the same ring as the product's: a and b, 64 columns a stage.
+constexpr int PANELS = TILE_COLUMNS / PANEL;
+
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const Scalar* a, const Scalar* b,
-             const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a, Scalar* d_b,
-             Scalar* gated_y, float* gate_terms, int d, int h, int E) {
+    d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const __grid_constant__ TensorMap a,
+             const __grid_constant__ TensorMap b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
+             Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
     Shared* const shared = shared_memory();
     RowTiles tiles = list_row_tiles(reinterpret_cast<int*>(shared + 1), expert_token_offsets, E, h, TILE_COLUMNS);
     open_ring(shared, true);
@@ -61,6 +72,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         while (tiles.next(tile)) {
             const int first = tiles.begin[tile.expert] + tile.row, last = tiles.begin[tile.expert + 1] - 1;
             rows.find([&](int row) { return d_out + (long long)expert_token_indices[min(first + row, last)] * d; });
+            if (threadIdx.x == 0)
+                for (int panel = 0; panel < PANELS; ++panel) {
+                    tma_prefetch(&a, tile.column + panel * PANEL, first);
+                    if (GATED) tma_prefetch(&b, tile.column + panel * PANEL, first);
+                }
             fill(shared, turn, steps, [&](int step, Stage& stage, Barrier* full) {
                 if (threadIdx.x == 0) {
                     barrier_arrive_expecting(full, B_BYTES);
@@ -69,51 +85,68 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                 rows.load(stage.a, step * TILE_DEPTH, d);
                 barrier_arrive_after_copies(full);
             });
-#ifdef PREFETCH
-            // The epilogue reads a and b once the product is done: bring them nearer meanwhile.
-            const int row = min(first + int(threadIdx.x), last);
-            for (int column = tile.column; column < min(h, tile.column + TILE_COLUMNS); column += PANEL) {
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(a + (long long)row * h + column));
-                if (GATED) asm volatile("prefetch.global.L2 [%0];" ::"l"(b + (long long)row * h + column));
-            }
-#endif
+            fill(shared, turn, PANELS, [&](int panel, Stage& stage, Barrier* full) {
+                if (threadIdx.x == 0) {
+                    barrier_arrive_expecting(full, GATED ? 2 * A_BYTES : A_BYTES);
+                    tma_load(stage.a, &a, full, tile.column + panel * PANEL, first);
+                    if (GATED) tma_load(stage.b, &b, full, tile.column + panel * PANEL, first);
+                }
+                barrier_arrive_after_copies(full);
+            });
         }
     } else {
         registers_up<CONSUMER_REGISTERS>();
         Sums sums;
+        Scratch& scratch = my_scratch(shared);
         while (tiles.next(tile)) {
             const int first = tiles.begin[tile.expert] + tile.row, rows = tiles.rows() - tile.row;
-            multiply<false, false>(sums, shared, turn, steps);
+            float gates[2], terms[2] = {0.0f, 0.0f};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) gates[half] = row_of(half) < rows ? gate_of_row[first + row_of(half)] : 0.0f;
+            multiply<true, false, false>(sums, shared, turn, steps);
+#pragma unroll
+            for (int group = 0; group < TILE_COLUMNS / 32; ++group) {
+                Stage& stage = shared->stages[turn.stage];
+                if (group % 2 == 0) barrier_wait(&shared->full[turn.stage], turn.parity);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int row = row_of(half), column = tile.column + column_of(group);
+                    // Lane i brings the address of row i % 8, chunk i / 8: the pairs come to the places of their sums.
+                    const int place = swizzled(row - lane_id() / 4 + lane_id() % 8, group % 2 * 4 + lane_id() / 8);
+                    Pairs a_values, b_values, y_values;
+                    ldmatrix_x4(a_values.words, stage.a + place);
+                    if (GATED) ldmatrix_x4(b_values.words, stage.b + place);
+                    float term = 0.0f;
+#pragma unroll
+                    for (int j = 0; j < 8; ++j)
+                        term += store_hidden_gradients(a_values.values, b_values.values, a_values.values, b_values.values, y_values.values, j,
+                                                       sums.values[place_of(group, j / 2, half) + j % 2], gates[half]);
+                    terms[half] += term;
+                    const bool inside = row < rows && column < h;
+                    const long long at = (long long)(first + row) * h + column;
+                    const Chunk d_a_chunk = scratch.regroup(a_values.words, 0);
+                    if (inside) *reinterpret_cast<Chunk*>(d_a + at) = d_a_chunk;
+                    if (GATED) {
+                        const Chunk d_b_chunk = scratch.regroup(b_values.words, 1);
+                        if (inside) *reinterpret_cast<Chunk*>(d_b + at) = d_b_chunk;
+                    } else
+                        __syncwarp();
+                    const Chunk y_chunk = scratch.regroup(y_values.words, 0);
+                    if (inside) *reinterpret_cast<Chunk*>(gated_y + at) = y_chunk;
+                    __syncwarp();
+                }
+                if (group % 2 == 1) {
+                    __syncwarp();
+                    if (lane_id() == 0) barrier_arrive(&shared->empty[turn.stage]);
+                    turn.next();
+                }
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int row = row_of(half);
-                const float gate = row < rows ? gate_of_row[first + row] : 0.0f;
-                float term = 0.0f;
-#pragma unroll
-                for (int group = 0; group < TILE_COLUMNS / 32; ++group) {
-                    float sum[8];
-                    exact(sum, sums, group, half);
-                    const int column = tile.column + column_of(group);
-                    if (row >= rows || column >= h) continue;
-                    const long long at = (long long)(first + row) * h + column;
-                    union Eight {
-                        Chunk chunk;
-                        Scalar values[8];
-                        __device__ Eight() {}
-                    } a_values, b_values, y_values;
-                    a_values.chunk = *reinterpret_cast<const Chunk*>(a + at);
-                    if (GATED) b_values.chunk = *reinterpret_cast<const Chunk*>(b + at);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i)
-                        term += store_hidden_gradients(a_values.values, b_values.values, a_values.values, b_values.values, y_values.values, i, sum[i], gate);
-                    *reinterpret_cast<Chunk*>(d_a + at) = a_values.chunk;
-                    if (GATED) *reinterpret_cast<Chunk*>(d_b + at) = b_values.chunk;
-                    *reinterpret_cast<Chunk*>(gated_y + at) = y_values.chunk;
-                }
-                term += __shfl_xor_sync(FULL_WARP, term, 1);
-                term += __shfl_xor_sync(FULL_WARP, term, 2);
-                if (row < rows && lane_id() % 4 == 0)
-                    gate_terms[(long long)(first + row) * tiles.column_tiles + tile.column / TILE_COLUMNS] = term;
+                terms[half] += __shfl_xor_sync(FULL_WARP, terms[half], 1);
+                terms[half] += __shfl_xor_sync(FULL_WARP, terms[half], 2);
+                if (row_of(half) < rows && lane_id() % 4 == 0)
+                    gate_terms[(long long)(first + row_of(half)) * tiles.column_tiles + tile.column / TILE_COLUMNS] = terms[half];
             }
         }
     }
@@ -134,13 +167,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         for (int number = blockIdx.x; number < tiles * E; number += gridDim.x) {
             const Tile tile = tile_in_bands(number / tiles, number % tiles, row_tiles, column_tiles, TILE_COLUMNS);
             const int begin = expert_token_offsets[tile.expert], end = expert_token_offsets[tile.expert + 1];
-            // Lane l holds the token of row warp + l * 4 of the stage.
-            const int mine = begin + warp_id() + lane_id() * 4;
-            int token = mine < end && lane_id() < 16 ? expert_token_indices[mine] : -1;
+            auto row_of = [](int i) { return warp_id() + i * 4; };
+            Tokens<decltype(row_of)> tokens(expert_token_indices + begin, end - begin, row_of);
             fill(shared, turn, (end - begin + TILE_DEPTH - 1) / TILE_DEPTH, [&](int step, Stage& stage, Barrier* full) {
-                const int p = begin + step * TILE_DEPTH, now = token;
+                const int p = begin + step * TILE_DEPTH;
                 const bool whole = p + TILE_DEPTH <= end;
-                token = mine + (step + 1) * TILE_DEPTH < end && lane_id() < 16 ? expert_token_indices[mine + (step + 1) * TILE_DEPTH] : -1;
+                tokens.begin(step);
                 if (threadIdx.x == 0) {
                     barrier_arrive_expecting(full, whole ? A_BYTES : 0);
                     if (whole)
@@ -148,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                         for (int panel = 0; panel < TILE_ROWS / PANEL; ++panel)
                             tma_load(stage.a + panel * PANEL_BYTES, &gated_y_map, full, tile.row + panel * PANEL, p);
                 }
-                DepthRows<TILE_COLUMNS>::load(stage.b, d_out, d, tile.column, [&](int i, int) { return __shfl_sync(FULL_WARP, now, i); });
+                DepthRows<TILE_COLUMNS>::load(stage.b, d_out, d, tile.column, [&](int i, int) { return tokens.at(step, i); });
                 if (!whole)
                     DepthRows<TILE_ROWS>::load(stage.a, gated_y, h, tile.row, [&](int, int row) { return p + row < end ? p + row : -1; });
                 barrier_arrive_after_copies(full);
@@ -157,16 +189,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     } else {
         registers_up<CONSUMER_REGISTERS>();
         Sums sums;
+        Scratch& scratch = my_scratch(shared);
         for (int number = blockIdx.x; number < tiles * E; number += gridDim.x) {
             const Tile tile = tile_in_bands(number / tiles, number % tiles, row_tiles, column_tiles, TILE_COLUMNS);
             const int depth = expert_token_offsets[tile.expert + 1] - expert_token_offsets[tile.expert];
-            multiply<true, true>(sums, shared, turn, (depth + TILE_DEPTH - 1) / TILE_DEPTH);
+            multiply<true, true, true>(sums, shared, turn, (depth + TILE_DEPTH - 1) / TILE_DEPTH);
             Scalar* const matrix = d_w3 + (long long)tile.expert * h * d;
 #pragma unroll
             for (int group = 0; group < TILE_COLUMNS / 32; ++group)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const Chunk chunk = rounded(sums, group, half);
+                    const Chunk chunk = rounded(sums, scratch, group, half, half);
                     const int row = tile.row + row_of(half), column = tile.column + column_of(group);
                     if (row < h && column < d) *reinterpret_cast<Chunk*>(matrix + (long long)row * d + column) = chunk;
                 }

@@ -39,15 +39,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     } else {
         registers_up<CONSUMER_REGISTERS>();
         Sums sums;
+        Scratch& scratch = my_scratch(shared);
         while (tiles.next(tile)) {
-            multiply<false, true>(sums, shared, turn, steps);
+            multiply<true, false, true>(sums, shared, turn, steps);
             const int rows = tiles.rows() - tile.row;
 #pragma unroll
             for (int group = 0; group < UP_WIDTH / 32; ++group)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const Chunk a_values = rounded(sums, group, half);
-                    const Chunk b_values = GATED ? rounded(sums, group + UP_WIDTH / 32, half) : a_values;
+                    const Chunk a_values = rounded(sums, scratch, group, half, GATED ? 0 : half);
+                    const Chunk b_values = GATED ? rounded(sums, scratch, group + UP_WIDTH / 32, half, 1) : a_values;
                     const int row = row_of(half), column = tile.column + column_of(group);
                     if (row >= rows || column >= h) continue;
                     const long long at = (long long)(tiles.begin[tile.expert] + tile.row + row) * h + column;
@@ -93,14 +94,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     } else {
         registers_up<CONSUMER_REGISTERS>();
         Sums sums;
+        Scratch& scratch = my_scratch(shared);
         while (tiles.next(tile)) {
-            multiply<false, false>(sums, shared, turn, steps);
+            multiply<false, false, false>(sums, shared, turn, steps);
             const int group_rows = tiles.rows() - tile.row;
 #pragma unroll
             for (int group = 0; group < TILE_COLUMNS / 32; ++group)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const Chunk chunk = rounded(sums, group, half);
+                    const Chunk chunk = rounded(sums, scratch, group, half, half);
                     const int row = row_of(half), column = tile.column + column_of(group);
                     if (row < group_rows && column < d)
                         *reinterpret_cast<Chunk*>(rows + (long long)(tiles.begin[tile.expert] + tile.row + row) * d + column) = chunk;
@@ -124,13 +126,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         for (int number = blockIdx.x; number < tiles * E; number += gridDim.x) {
             const Tile tile = tile_in_bands(number / tiles, number % tiles, row_tiles, column_tiles, TILE_COLUMNS);
             const int begin = expert_token_offsets[tile.expert], end = expert_token_offsets[tile.expert + 1];
-            // Lane l holds the token of row 2 warp + l % 2 + l / 2 * 8 of the stage, for the whole warp.
-            const int mine = begin + warp_id() * 2 + lane_id() % 2 + lane_id() / 2 * 8;
-            int token = mine < end && lane_id() < 16 ? expert_token_indices[mine] : -1;
+            auto row_of = [](int i) { return warp_id() * 2 + i % 2 + i / 2 * 8; };
+            Tokens<decltype(row_of)> tokens(expert_token_indices + begin, end - begin, row_of);
             fill(shared, turn, (end - begin + TILE_DEPTH - 1) / TILE_DEPTH, [&](int step, Stage& stage, Barrier* full) {
-                const int p = begin + step * TILE_DEPTH, now = token;
+                const int p = begin + step * TILE_DEPTH;
                 const bool whole = p + TILE_DEPTH <= end;
-                token = mine + (step + 1) * TILE_DEPTH < end && lane_id() < 16 ? expert_token_indices[mine + (step + 1) * TILE_DEPTH] : -1;
+                tokens.begin(step);
                 if (threadIdx.x == 0) {
                     barrier_arrive_expecting(full, whole ? B_BYTES : 0);
                     if (whole)
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                         for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel)
                             tma_load(stage.b + panel * PANEL_BYTES, &d_hidden_map, full, tile.column + panel * PANEL, p);
                 }
-                DepthRows<TILE_ROWS>::load(stage.a, x, d, tile.row, [&](int i, int) { return __shfl_sync(FULL_WARP, now, i * 2 + lane_id() / 16); });
+                DepthRows<TILE_ROWS>::load(stage.a, x, d, tile.row, [&](int i, int) { return tokens.at(step, i * 2 + lane_id() / 16); });
                 if (!whole)
                     DepthRows<TILE_COLUMNS>::load(stage.b, d_hidden, h, tile.column, [&](int, int row) { return p + row < end ? p + row : -1; });
                 barrier_arrive_after_copies(full);
@@ -147,16 +148,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     } else {
         registers_up<CONSUMER_REGISTERS>();
         Sums sums;
+        Scratch& scratch = my_scratch(shared);
         for (int number = blockIdx.x; number < tiles * E; number += gridDim.x) {
             const Tile tile = tile_in_bands(number / tiles, number % tiles, row_tiles, column_tiles, TILE_COLUMNS);
             const int depth = expert_token_offsets[tile.expert + 1] - expert_token_offsets[tile.expert];
-            multiply<true, true>(sums, shared, turn, (depth + TILE_DEPTH - 1) / TILE_DEPTH);
+            multiply<true, true, true>(sums, shared, turn, (depth + TILE_DEPTH - 1) / TILE_DEPTH);
             Scalar* const matrix = d_w + (long long)tile.expert * d * h;
 #pragma unroll
             for (int group = 0; group < TILE_COLUMNS / 32; ++group)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const Chunk chunk = rounded(sums, group, half);
+                    const Chunk chunk = rounded(sums, scratch, group, half, half);
                     const int row = tile.row + row_of(half), column = tile.column + column_of(group);
                     if (row < d && column < h) *reinterpret_cast<Chunk*>(matrix + (long long)row * h + column) = chunk;
                 }

@@ -69,8 +69,21 @@ __device__ __forceinline__ void cp_async_or_zero(void* shared, const void* globa
                  : "memory");
 }
 
+// Brings one box of the matrix into the L2 cache.
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map, int c0, int c1) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(c0), "r"(c1) : "memory");
+}
+
 // Orders shared memory written by threads (cp.async too) before what tensor cores and TMA read next.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit elements, the reverse of ldmatrix_x4: lane i brings the address of row i % 8 of matrix
+// i / 8 and, of each matrix, two neighbours of row i / 4.
+__device__ __forceinline__ void stmatrix_x4(void* row, const unsigned (&registers)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+                 "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
+                 : "memory");
+}
 
 // ---- wgmma ----
 

@@ -16,16 +16,32 @@ constexpr int CHUNK = 8;                                   // elements of 16 byt
 constexpr int PANEL = 64;                                  // elements of 128 bytes, a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;                      // 64 rows of it
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
-constexpr int LOADER_REGISTERS = 56, CONSUMER_REGISTERS = 224;  // 3 x 168 at the start
+constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 216;  // 3 x 168 at the start
 constexpr int BAND = 16;                                   // row tiles that are worked on side by side, for the L2 cache
 
 struct Stage {
     unsigned char a[A_BYTES], b[B_BYTES];
 };
 
+// A warp's scratch memory, twice 8 rows of 32 narrow elements, in which a result's pairs become 16 bytes a lane.
+struct Scratch {
+    Chunk lines[2][8 * 4];
+
+    static __device__ __forceinline__ int place(int row, int chunk) { return row * 4 + (chunk ^ row / 2 % 4); }
+
+    // pairs[j]: columns 8 j + lane % 4 * 2 and the next of row lane / 4. Returns columns lane % 4 * 8 on of that row.
+    // Calls take turns with `slot`, so that one barrier is enough.
+    __device__ __forceinline__ Chunk regroup(const unsigned (&pairs)[4], int slot) {
+        stmatrix_x4(&lines[slot][place(lane_id() % 8, lane_id() / 8)], pairs);
+        __syncwarp();
+        return lines[slot][place(lane_id() / 4, lane_id() % 4)];
+    }
+};
+
 // The block's shared memory: stages on a boundary of 1024 bytes, which the swizzle counts from.
 struct Shared {
     Stage stages[STAGES];
+    Scratch scratch[CONSUMERS * WARPGROUP / WARP];
     Barrier full[STAGES], empty[STAGES];
 };
 constexpr int ALIGNMENT = 1024;
@@ -60,6 +76,7 @@ __device__ __forceinline__ void open_ring(Shared* shared, bool copying) {
 // Fills `steps` stages, each by load(step, stage, barrier), which arrives at the barrier.
 template <class Load>
 __device__ __forceinline__ void fill(Shared* shared, Turn& turn, int steps, Load load) {
+#pragma unroll 1
     for (int step = 0; step < steps; ++step, turn.next()) {
         barrier_wait(&shared->empty[turn.stage], turn.parity ^ 1);
         load(step, shared->stages[turn.stage], &shared->full[turn.stage]);
@@ -76,7 +93,8 @@ struct Sums {
 };
 
 // sums = the product over `steps` stages.
-template <bool A_ALONG_M, bool B_ALONG_N>
+// COPIED: threads wrote a part of the stages.
+template <bool COPIED, bool A_ALONG_M, bool B_ALONG_N>
 __device__ __forceinline__ void multiply(Sums& sums, Shared* shared, Turn& turn, int steps) {
     const int consumer = threadIdx.x / WARPGROUP - 1;
     auto release = [&](int stage) {
@@ -90,7 +108,7 @@ __device__ __forceinline__ void multiply(Sums& sums, Shared* shared, Turn& turn,
     for (int step = 0; step < steps; ++step, turn.next()) {
         Stage& stage = shared->stages[turn.stage];
         barrier_wait(&shared->full[turn.stage], turn.parity);
-        fence_async_proxy();
+        if (COPIED) fence_async_proxy();
         const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
         const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
         wgmma_fence();
@@ -107,21 +125,6 @@ __device__ __forceinline__ void multiply(Sums& sums, Shared* shared, Turn& turn,
     if (steps > 0) release(before);
 }
 
-// Four lanes, four registers each: lane i's register j becomes lane j's register i.
-__device__ __forceinline__ void transpose_quad(unsigned (&registers)[4]) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-        const bool upper = lane_id() & step;
-#pragma unroll
-        for (int low = 0; low < 4; ++low) {
-            if (low & step) continue;
-            const int high = low | step;
-            const unsigned received = __shfl_xor_sync(FULL_WARP, upper ? registers[low] : registers[high], step);
-            (upper ? registers[low] : registers[high]) = received;
-        }
-    }
-}
-
 __device__ __forceinline__ unsigned pack(float low, float high) {
     const Scalar pair[2] = {from_float<Scalar>(low), from_float<Scalar>(high)};
     return reinterpret_cast<const unsigned&>(pair);
@@ -134,30 +137,21 @@ __device__ __forceinline__ int row_of(int half) {
 // The thread's eight columns among 32.
 __device__ __forceinline__ int column_of(int group) { return group * 32 + lane_id() % 4 * CHUNK; }
 
+// Where the sums of a group's j-th pair lie: columns group * 32 + 8 j + lane % 4 * 2 and the next.
+__device__ __forceinline__ int place_of(int group, int j, int half) { return (group * 4 + j) * 4 + half * 2; }
+
 // Eight neighbouring columns of one row, rounded: columns column_of(group) on.
-__device__ __forceinline__ Chunk rounded(const Sums& sums, int group, int half) {
-    Chunk chunk;
+__device__ __forceinline__ Chunk rounded(const Sums& sums, Scratch& scratch, int group, int half, int slot) {
+    unsigned pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        const int at = (group * 4 + j) * 4 + half * 2;
-        chunk.words[j] = pack(sums.values[at], sums.values[at + 1]);
+        const int at = place_of(group, j, half);
+        pairs[j] = pack(sums.values[at], sums.values[at + 1]);
     }
-    transpose_quad(chunk.words);
-    return chunk;
+    return scratch.regroup(pairs, slot);
 }
 
-// The same as they are.
-__device__ __forceinline__ void exact(float (&eight)[8], const Sums& sums, int group, int half) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        unsigned words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) words[j] = __float_as_int(sums.values[(group * 4 + j) * 4 + half * 2 + i]);
-        transpose_quad(words);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) eight[2 * j + i] = __int_as_float(words[j]);
-    }
-}
+__device__ __forceinline__ Scratch& my_scratch(Shared* shared) { return shared->scratch[warp_id() - WARPGROUP / WARP]; }
 
 // ---- which tile is whose ----
 
@@ -253,4 +247,27 @@ struct DepthRows {
             cp_async_or_zero(panel + swizzled(row, chunk % 8), matrix + (inside ? (long long)source * width + at : 0), inside);
         }
     }
+};
+
+// The tokens of the rows that a warp copies: for two steps at a time, one a lane, read two steps before their use.
+// ROW_OF(i): the i-th of 16 rows of a step.
+template <class RowOf>
+struct Tokens {
+    const int* tokens;  // of the expert
+    int rows;           // of the expert
+    RowOf row_of;
+    int now = 0, later = 0;
+
+    __device__ __forceinline__ Tokens(const int* tokens, int rows, RowOf row_of) : tokens(tokens), rows(rows), row_of(row_of) { later = read(0); }
+    __device__ __forceinline__ int read(int step) const {
+        const int row = (step + lane_id() / 16) * TILE_DEPTH + row_of(lane_id() % 16);
+        return row < rows ? tokens[row] : -1;
+    }
+    __device__ __forceinline__ void begin(int step) {
+        if (step % 2 == 0) {
+            now = later;
+            later = read(step + 2);
+        }
+    }
+    __device__ __forceinline__ int at(int step, int i) const { return __shfl_sync(FULL_WARP, now, step % 2 * 16 + i); }
 };
