@@ -30,10 +30,6 @@ __device__ __forceinline__ void barrier_arrive_expecting(Barrier* barrier, int b
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
-// Arrives once all of this thread's cp_async so far are done; the thread goes on.
-__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
 // Waits until the phase with this parity is complete.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
     asm volatile(
@@ -62,11 +58,13 @@ __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
-// Copies 16 bytes, or writes 16 zeros if not `present`.
+// Copies 16 bytes, or writes 16 zeros if they are not `present`.
 __device__ __forceinline__ void cp_async_or_zero(void* shared, const void* global, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(present ? 16 : 0)
-                 : "memory");
+    asm volatile(
+        "{\n.reg .pred absent;\nsetp.eq.u32 absent, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, absent;\n}" ::"r"(shared_address(shared)),
+        "l"(global), "r"(unsigned(present))
+        : "memory");
 }
 
 // Brings one box of the matrix into the L2 cache.
@@ -79,9 +77,9 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // Four 8 x 8 matrices of 16-bit elements, the reverse of ldmatrix_x4: lane i brings the address of row i % 8 of matrix
 // i / 8 and, of each matrix, two neighbours of row i / 4.
-__device__ __forceinline__ void stmatrix_x4(void* row, const unsigned (&registers)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-                 "r"(registers[0]), "r"(registers[1]), "r"(registers[2]), "r"(registers[3])
+__device__ __forceinline__ void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(r0),
+                 "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 
