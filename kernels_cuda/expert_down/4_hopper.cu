@@ -46,11 +46,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
             return [=, &w3, &a, &b](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH, panel = step - tile.steps;
                 if (panel < 0) {
+                    rows.load(stage.a, p, d);
                     if (threadIdx.x == 0) {
                         barrier_arrive_expecting(full, B_BYTES);
                         tma_load(stage.b, &w3, full, p, tile.column, tile.expert);
                     }
-                    rows.load(stage.a, p, d);
                 } else if (threadIdx.x == 0) {
                     barrier_arrive_expecting(full, GATED ? 2 * A_BYTES : A_BYTES);
                     tma_load(stage.a, &a, full, tile.column + panel * PANEL, tile.first);

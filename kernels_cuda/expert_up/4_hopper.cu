@@ -16,6 +16,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
             const GatheredRows rows(x, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
+                rows.load(stage.a, p, d);
                 if (threadIdx.x == 0) {
                     barrier_arrive_expecting(full, B_BYTES);
 #pragma unroll
@@ -25,7 +26,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                                  tile.column + panel % (WIDTH / PANEL) * PANEL, p, tile.expert);
                     }
                 }
-                rows.load(stage.a, p, d);
             };
         },
         [&](const RowTile& tile, Results& results, Ring&) {

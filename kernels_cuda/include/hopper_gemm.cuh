@@ -165,8 +165,9 @@ __device__ __forceinline__ void arrive_copied(Barrier* full) {
     if (lane_id() == 0) barrier_arrive(full);
 }
 
-// Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): one thread arrives at the barrier with
-// the bytes of its TMA copies, and all threads may copy. After the steps of the product come EXTRA stages for what else
+// Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): all threads may copy, and then one of
+// them arrives at the barrier with the bytes of its TMA copies. (In that order: after a branch that one lane takes, a
+// warp may go on in two parts, and its copies take twice as long.) After the steps of the product come EXTRA stages for what else
 // the consumers want to read.
 template <bool COPYING, int EXTRA, class Tiles, class Load>
 __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load load) {
@@ -429,19 +430,19 @@ struct GatheredAndPlain {
             later = read(step + 2);
         } else
             now = __shfl_down_sync(FULL_WARP, now, 16);
-        if (threadIdx.x == 0) {
-            barrier_arrive_expecting(full, whole ? PLAIN * TILE_DEPTH * 2 : 0);
-            if (whole)
-#pragma unroll
-                for (int panel = 0; panel < PLAIN / PANEL; ++panel)
-                    tma_load(plain_stage + panel * PANEL_BYTES, &plain_map, full, plain_column + panel * PANEL, tile.begin + step * TILE_DEPTH);
-        }
         auto token = [&](int i) { return __shfl_sync(FULL_WARP, now, i * TOGETHER + lane_id() / DepthRows<GATHERED>::CHUNKS); };
         if (whole)
             gathered.load(gathered_stage, token);
         else {
             gathered.load(gathered_stage, left, token);
             plain.load(plain_stage, left, [&](int i) { return min(tile.begin + step * TILE_DEPTH + plain.row(i), tile.end - 1); });
+        }
+        if (threadIdx.x == 0) {
+            barrier_arrive_expecting(full, whole ? PLAIN * TILE_DEPTH * 2 : 0);
+            if (whole)
+#pragma unroll
+                for (int panel = 0; panel < PLAIN / PANEL; ++panel)
+                    tma_load(plain_stage + panel * PANEL_BYTES, &plain_map, full, plain_column + panel * PANEL, tile.begin + step * TILE_DEPTH);
         }
     }
 };
