@@ -23,11 +23,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         [&](const RowTile& tile, Results& results, Ring&) { store_rows(tile, results, y, d); });
 }
 
-// Four pairs of neighbours, in the places of their sums.
-union Pairs {
-    unsigned words[4];
-    Scalar values[8];
-    __device__ __forceinline__ Pairs() {}
+// Two neighbours in one register.
+union Pair {
+    unsigned word;
+    Scalar values[2];
+    __device__ __forceinline__ Pair() {}
+    __device__ __forceinline__ explicit Pair(unsigned word) : word(word) {}
 };
 constexpr int PANELS = TILE_COLUMNS / PANEL;
 
@@ -65,31 +66,43 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 #pragma unroll
             for (int panel = 0; panel < PANELS; ++panel) {
                 const Stage& stage = ring.wait();
+                constexpr int OUTPUTS = GATED ? 3 : 2;  // d_a, gated_y, d_b
+                unsigned a_pairs[4][4], b_pairs[4][4];
 #pragma unroll
-                for (int slice = 0; slice < 4; ++slice) {
-                    const int part = slice / 2, half = slice % 2, group = panel * 2 + part;
-                    const int row = Results::row(half), column = tile.column + Results::column(group);
+                for (int i = 0; i < 4; ++i) {
                     // Lane l brings the address of row l % 8, chunk l / 8: pairs come to the places of their sums.
-                    const int place = swizzled(row - lane_id() / 4 + lane_id() % 8, part * 4 + lane_id() / 8);
-                    Pairs a_values, b_values, y_values;
-                    ldmatrix_x4(a_values.words, stage.a + place);
-                    if (GATED) ldmatrix_x4(b_values.words, stage.b + place);
+                    const int place = swizzled(Results::row(i % 2) - lane_id() / 4 + lane_id() % 8, i / 2 * 4 + lane_id() / 8);
+                    ldmatrix_x4(a_pairs[i], stage.a + place);
+                    if (GATED) ldmatrix_x4(b_pairs[i], stage.b + place);
+                }
 #pragma unroll
-                    for (int j = 0; j < 8; ++j)
-                        terms[half] += store_hidden_gradients(a_values.values, b_values.values, a_values.values, b_values.values, y_values.values, j,
-                                                              results.sums[Results::at(group, half, j / 2) + j % 2], gates[half]);
-                    const bool inside = row < tile.rows && column < h;
-                    const long long at = (long long)(tile.first + row) * h + column;
-                    const Chunk d_a_chunk = results.scratch.regroup(a_values.words, 0);
-                    if (inside) *reinterpret_cast<Chunk*>(d_a + at) = d_a_chunk;
-                    if (GATED) {
-                        const Chunk d_b_chunk = results.scratch.regroup(b_values.words, 1);
-                        if (inside) *reinterpret_cast<Chunk*>(d_b + at) = d_b_chunk;
-                    } else
-                        __syncwarp();
-                    const Chunk y_chunk = results.scratch.regroup(y_values.words, 0);
-                    if (inside) *reinterpret_cast<Chunk*>(gated_y + at) = y_chunk;
-                    __syncwarp();
+                for (int part = 0; part < 2; ++part) {
+                    const int group = panel * 2 + part;
+                    unsigned pairs[2 * OUTPUTS][4];
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            Pair a_pair(a_pairs[part * 2 + half][j]), b_pair(b_pairs[part * 2 + half][j]), y_pair;
+#pragma unroll
+                            for (int k = 0; k < 2; ++k)
+                                terms[half] += store_hidden_gradients(a_pair.values, b_pair.values, a_pair.values, b_pair.values, y_pair.values, k,
+                                                                      results.sums[Results::at(group, half, j) + k], gates[half]);
+                            pairs[half][j] = a_pair.word;
+                            pairs[2 + half][j] = y_pair.word;
+                            if (GATED) pairs[2 * OUTPUTS - 2 + half][j] = b_pair.word;
+                        }
+                    Chunk chunks[2 * OUTPUTS];
+                    results.scratch.regroup(chunks, pairs);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int row = Results::row(half), column = tile.column + Results::column(group);
+                        if (row >= tile.rows || column >= h) continue;
+                        const long long at = (long long)(tile.first + row) * h + column;
+                        *reinterpret_cast<Chunk*>(d_a + at) = chunks[half];
+                        *reinterpret_cast<Chunk*>(gated_y + at) = chunks[2 + half];
+                        if (GATED) *reinterpret_cast<Chunk*>(d_b + at) = chunks[2 * OUTPUTS - 2 + half];
+                    }
                 }
                 ring.release(ring.turn.stage);
                 ring.turn.next();

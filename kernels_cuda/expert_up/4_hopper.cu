@@ -29,26 +29,29 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
             };
         },
         [&](const RowTile& tile, Results& results, Ring&) {
+            constexpr int TOGETHER = 3 - PARTS;  // groups of a, with those of b or without
 #pragma unroll
-            for (int group = 0; group < WIDTH / GROUP; ++group)
+            for (int group = 0; group < WIDTH / GROUP; group += TOGETHER) {
+                Chunk chunks[4];  // of a, then of b or the next of a
+                results.rounded(chunks, group, GATED ? group + WIDTH / GROUP : group + 1);
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    Eight a_values, b_values, y;
-                    a_values.chunk = results.rounded(group, half, GATED ? 0 : half);
-                    if (GATED) b_values.chunk = results.rounded(group + WIDTH / GROUP, half, 1);
-                    const int row = Results::row(half), column = tile.column + Results::column(group);
+                for (int i = 0; i < 2 * TOGETHER; ++i) {
+                    const int row = Results::row(i % 2), column = tile.column + Results::column(group + i / 2);
                     if (row >= tile.rows || column >= h) continue;
+                    const Eight a_values(chunks[i]), b_values(chunks[i % 2 + 2]);
                     const long long at = (long long)(tile.first + row) * h + column;
                     if (STORE_PROJECTIONS) {
                         a_values.store(a + at);
                         if (GATED) b_values.store(b + at);
                     }
                     if (STORE_Y_SWI) {
+                        Eight y;
 #pragma unroll
-                        for (int i = 0; i < CHUNK; ++i) y.set(i, hidden_activation(a_values.at(i), b_values.at(i)));
+                        for (int j = 0; j < CHUNK; ++j) y.set(j, hidden_activation(a_values.at(j), b_values.at(j)));
                         y.store(y_swi + at);
                     }
                 }
+            }
         });
 }
 

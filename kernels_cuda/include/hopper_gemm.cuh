@@ -25,18 +25,25 @@ struct Stage {
     unsigned char a[A_BYTES], b[B_BYTES];
 };
 
-// A warp's scratch memory, twice 8 rows of 32 elements, in which a result's pairs become 16 bytes a lane.
+// A warp's scratch memory, in which pairs of a result become 16 bytes a lane.
 struct Scratch {
-    Chunk lines[2][8 * GROUP / CHUNK];
+    static constexpr int SLICES = 6;  // of 8 rows, 32 elements each
+    Chunk lines[SLICES][8 * GROUP / CHUNK];
 
     static __device__ __forceinline__ int place(int row, int chunk) { return row * 4 + (chunk ^ row / 2 % 4); }
 
-    // pairs[j]: columns 8 j + lane % 4 * 2 and the next, of row lane / 4. Returns columns lane % 4 * 8 and on of that
-    // row. One barrier is enough, since calls alternate between the two `sides`.
-    __device__ __forceinline__ Chunk regroup(const unsigned* pairs, int side) {
-        stmatrix_x4(&lines[side][place(lane_id() % 8, lane_id() / 8)], pairs[0], pairs[1], pairs[2], pairs[3]);
+    // pairs[s][j]: columns 8 j + lane % 4 * 2 and the next, of row lane / 4 of slice s. chunks[s]: columns lane % 4 * 8
+    // and on of that row. All slices together, so that they wait for the memory once.
+    template <int COUNT>
+    __device__ __forceinline__ void regroup(Chunk (&chunks)[COUNT], const unsigned (&pairs)[COUNT][4]) {
+        static_assert(COUNT <= SLICES, "as many as there is room for");
+#pragma unroll
+        for (int s = 0; s < COUNT; ++s)
+            stmatrix_x4(&lines[s][place(lane_id() % 8, lane_id() / 8)], pairs[s][0], pairs[s][1], pairs[s][2], pairs[s][3]);
         __syncwarp();
-        return lines[side][place(lane_id() / 4, lane_id() % 4)];
+#pragma unroll
+        for (int s = 0; s < COUNT; ++s) chunks[s] = lines[s][place(lane_id() / 4, lane_id() % 4)];
+        __syncwarp();  // the lines may be written again
     }
 };
 
@@ -303,15 +310,23 @@ struct Results {
     // Its sums of row(half), columns 32 group + 8 j + lane % 4 * 2 and the next, are at(group, half, j) and the next.
     static __device__ __forceinline__ int at(int group, int half, int j) { return (group * 4 + j) * 4 + half * 2; }
 
-    // Its eight columns of row(half), rounded.
-    __device__ __forceinline__ Chunk rounded(int group, int half, int side) {
-        unsigned pairs[4];
+    // Its pairs, rounded, in both rows.
+    __device__ __forceinline__ void round(unsigned (&low)[4], unsigned (&high)[4], int group) const {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const Scalar pair[2] = {from_float<Scalar>(sums[at(group, half, j)]), from_float<Scalar>(sums[at(group, half, j) + 1])};
-            pairs[j] = reinterpret_cast<const unsigned&>(pair);
-        }
-        return scratch.regroup(pairs, side);
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int i = at(group, half, j);
+                const Scalar pair[2] = {from_float<Scalar>(sums[i]), from_float<Scalar>(sums[i + 1])};
+                (half ? high : low)[j] = reinterpret_cast<const unsigned&>(pair);
+            }
+    }
+    // The columns of two groups, rounded: chunks of rows row(0) and row(1) of the one, then of the other.
+    __device__ __forceinline__ void rounded(Chunk (&chunks)[4], int group, int other) {
+        unsigned pairs[4][4];
+        round(pairs[0], pairs[1], group);
+        round(pairs[2], pairs[3], other);
+        scratch.regroup(chunks, pairs);
     }
 };
 
@@ -366,6 +381,7 @@ union Eight {
     Scalar values[CHUNK];
 
     __device__ __forceinline__ Eight() {}
+    __device__ __forceinline__ explicit Eight(const Chunk& chunk) : chunk(chunk) {}
     __device__ __forceinline__ Scalar at(int i) const { return values[i]; }
     __device__ __forceinline__ void set(int i, float value) { values[i] = from_float<Scalar>(value); }
     __device__ __forceinline__ void store(Scalar* place) const { *reinterpret_cast<Chunk*>(place) = chunk; }
@@ -375,14 +391,16 @@ union Eight {
 template <class RowAt>
 __device__ __forceinline__ void store_rounded(Results& results, int first_column, int width, RowAt row_at) {
 #pragma unroll
-    for (int group = 0; group < TILE_COLUMNS / GROUP; ++group)
+    for (int group = 0; group < TILE_COLUMNS / GROUP; group += 2) {
+        Chunk chunks[4];
+        results.rounded(chunks, group, group + 1);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Chunk chunk = results.rounded(group, half, half);
-            Scalar* const row = row_at(Results::row(half));
-            const int column = first_column + Results::column(group);
-            if (row && column < width) *reinterpret_cast<Chunk*>(row + column) = chunk;
+        for (int i = 0; i < 4; ++i) {
+            Scalar* const row = row_at(Results::row(i % 2));
+            const int column = first_column + Results::column(group + i / 2);
+            if (row && column < width) *reinterpret_cast<Chunk*>(row + column) = chunks[i];
         }
+    }
 }
 __device__ __forceinline__ void store_rows(const RowTile& tile, Results& results, Scalar* rows, int width) {
     store_rounded(results, tile.column, width, [&](int row) { return row < tile.rows ? rows + (long long)(tile.first + row) * width : nullptr; });
