@@ -4,8 +4,9 @@
 //         them (-DACTIVATION=swiglu), so its inner loop has no branch on the choice.
 // Runs everywhere.
 #pragma once
+#include "ptx.cuh"
 
-__device__ __forceinline__ float sigmoid(float a) { return 1.0f / (1.0f + expf(-a)); }
+__device__ __forceinline__ float sigmoid(float a) { return fast_reciprocal(1.0f + fast_exp2(-1.44269504f * a)); }
 
 struct silu {
     static constexpr bool gated = false;

@@ -50,10 +50,6 @@ __device__ __forceinline__ void barrier_arrive_expecting(Barrier* barrier, int b
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
-// Arrives once all of this thread's cp_async so far are done; the thread goes on.
-__device__ __forceinline__ void barrier_arrive_after_copies(Barrier* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
 // Waits until the phase with this parity is complete.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
     asm volatile(
@@ -82,15 +78,25 @@ __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
-// Copies 16 bytes, or writes 16 zeros if not `present`.
+// Copies 16 bytes, or writes 16 zeros if they are not `present`.
 __device__ __forceinline__ void cp_async_or_zero(void* shared, const void* global, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(present ? 16 : 0)
-                 : "memory");
+    asm volatile(
+        "{\n.reg .pred absent;\nsetp.eq.u32 absent, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, absent;\n}" ::"r"(shared_address(shared)),
+        "l"(global), "r"(unsigned(present))
+        : "memory");
 }
 
 // Orders shared memory written by threads (cp.async too) before what tensor cores and TMA read next.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit elements, the reverse of ldmatrix_x4: lane i brings the address of row i % 8 of matrix
+// i / 8 and, of each matrix, two neighbours of row i / 4.
+__device__ __forceinline__ void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(r0),
+                 "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
 
 // ---- wgmma ----
 
@@ -155,9 +161,6 @@ inline void barrier_arrive(Barrier* barrier, SIMT_HERE) { simt_mbarrier_arrive(b
 inline void barrier_arrive_expecting(Barrier* barrier, int bytes, SIMT_HERE) {
     simt_mbarrier_arrive(barrier, bytes, SIMT_AT("barrier_arrive_expecting"));
 }
-inline void barrier_arrive_after_copies(Barrier* barrier, SIMT_HERE) {
-    simt_mbarrier_arrive_after_copies(barrier, SIMT_AT("barrier_arrive_after_copies"));
-}
 inline void barrier_wait(Barrier* barrier, unsigned parity, SIMT_HERE) {
     simt_mbarrier_wait(barrier, parity, SIMT_AT("barrier_wait"));
 }
@@ -172,6 +175,27 @@ inline void cp_async_or_zero(void* shared, const void* global, bool present) {
     simt_async_copy(shared, present ? global : nullptr, 16);
 }
 inline void fence_async_proxy() { simt_fence_async_proxy(); }
+
+struct SimtStmatrix {
+    unsigned short* row;
+    unsigned registers[4];
+
+    static void exchange(void* const* lanes) {
+        simt_each_lane<SimtStmatrix>(lanes, [lanes](unsigned lane, SimtStmatrix& mine) {
+            const unsigned g = lane / 4, t = lane % 4;
+            for (unsigned matrix = 0; matrix < 4; ++matrix) {
+                unsigned short* const row = static_cast<SimtStmatrix*>(lanes[8 * matrix + g])->row;
+                row[2 * t] = mine.registers[matrix];
+                row[2 * t + 1] = mine.registers[matrix] >> 16;
+            }
+        });
+    }
+};
+inline void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
+    simt_access(row, 16, SIMT_WRITE);
+    SimtStmatrix mine{static_cast<unsigned short*>(row), {r0, r1, r2, r3}};
+    simt_warp(0xffffffffu, SimtStmatrix::exchange, &mine, SIMT_AT("stmatrix_x4"));
+}
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { simt_wgmma_commit(); }

@@ -16,6 +16,18 @@ __device__ __forceinline__ unsigned shared_address(const void* shared) {
 
 #ifndef MOEBLAZE_SIMT
 
+// 2^x and 1 / x by one instruction each, to about 2^-22; results below 2^-126 are zero.
+__device__ __forceinline__ float fast_exp2(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+__device__ __forceinline__ float fast_reciprocal(float x) {
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+    return reciprocal;
+}
+
 // d += a b for a 16 x 16 by 16 x 8 product of the warp, accumulated in float32.
 template <class Element>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
@@ -63,6 +75,9 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 #else
+
+inline float fast_exp2(float x) { return exp2f(x); }
+inline float fast_reciprocal(float x) { return 1.0f / x; }
 
 template <class Element>
 struct SimtMma {
