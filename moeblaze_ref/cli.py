@@ -206,7 +206,7 @@ def bench(
     from moeblaze_ref.bench import plan, report, results
 
     named = {"presets": preset, "policies": policy, "systems": system, "stages": stage, "rungs": rung}
-    given = {name: tuple(names or ()) for name, names in named.items()}
+    given = {name: tuple(dict.fromkeys(names or ())) for name, names in named.items()}
     request = plan.Request(**given, tokens=tokens, routing=routing, repetitions=repetitions)
     with user_errors():
         jobs = plan.jobs(kind, request)

@@ -390,6 +390,11 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         ("layer", {"routing": "zip"}, "unknown routing 'zip'"),
         ("layer", {"rungs": ("5_more",)}, "unknown rung of layer '5_more'"),
         ("layer", {"rungs": ("2_tiled", "3_mma")}, "rungs 2_tiled, 3_mma: a layer runs on one rung"),
+        (
+            "layer",
+            {"systems": ("gather_sum",), "policies": ("paper",)},
+            "policies paper: only moeblaze has any, and it is not among the systems",
+        ),
         ("layer", {"repetitions": 0}, "repetitions is 0, but it must be >= 1"),
         ("layer", {"tokens": 0}, "L is 0, but it must be >= 1"),
         ("layer", {"stages": ("gating",)}, "stages gating: only bench stage has any"),

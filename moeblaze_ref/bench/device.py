@@ -11,8 +11,6 @@ from moeblaze_ref.bench.floors import Ceilings
 
 PRODUCT = 8192  # rows, columns and depth of the dense product that stands for all matrix products
 COPY_BYTES = 2**29  # of each side of the device copy
-
-
 LOAD_SECONDS = 1.0  # of dense products, while the clocks are read
 
 

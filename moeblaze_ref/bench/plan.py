@@ -124,6 +124,12 @@ def _layer_jobs(request: Request) -> list[Job]:
             doors.check_name(kind, name, known)
     if len(request.rungs) > 1:
         raise ValueError(f"rungs {_said(request.rungs)}: a layer runs on one rung")
+    if request.systems and layers.OURS not in request.systems:
+        for option in ("policies", "rungs"):
+            if asked := getattr(request, option):
+                raise ValueError(
+                    f"{option} {_said(asked)}: only {layers.OURS} has any, and it is not among the systems"
+                )
     given = {
         "systems": request.systems,
         "policies": request.policies,
