@@ -5,12 +5,14 @@ import torch
 from moeblaze_ref.bench.floors import Ceilings
 
 FLOPS_PER_MS, BYTES_PER_MS, PEAK = 2e6, 3e3, 1000
+HOT_FLOPS_PER_MS = 1.5e6
 
 
 class PretendedDevice:
     """Between two marks passes what the work adds to ``now``, or a thousandth more than between the two before."""
 
     torch_device = torch.device("cpu")
+    rested = Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
 
     def __init__(self, cache_bytes=1):
         self.now, self.seen, self.tick, self.cache_bytes = 0.0, 0.0, 1.0, cache_bytes
@@ -30,7 +32,7 @@ class PretendedDevice:
 
     def rates(self, samples):
         assert {"product", "copy"} <= samples.keys()
-        return Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
+        return Ceilings(HOT_FLOPS_PER_MS, BYTES_PER_MS / 2)
 
     def peak_bytes(self, work):
         work()

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from pretended import BYTES_PER_MS, FLOPS_PER_MS, PEAK, PretendedDevice
+from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
 
 from moeblaze_ref import oracle, provenance
 from moeblaze_ref.bench import accuracy, document, floors, layer, peers, plan, plots, report, results, routing, stages
@@ -44,7 +44,6 @@ def test_medians_and_quartiles_are_of_the_rounds_after_the_warm_up():
     both = taken["two laps"]
     assert both.totals == [3.0, 7.0, 5.0, 4.0, 9.0]
     assert (both.median, both.quartiles, both.part(0), both.part(1)) == (5.0, (4.0, 7.0), 1.0, 3.0)
-    assert both.best == 3.0
     assert both.shared_by(2).totals == [1.5, 3.5, 2.5, 2.0, 4.5]
     assert Samples(((2.0, 1.0),)).quartiles == (3.0, 3.0)
 
@@ -111,7 +110,8 @@ def test_the_longer_time_is_the_floor():
     ceilings = floors.Ceilings(flops_per_ms=100.0, bytes_per_ms=10.0)
     assert (ceilings.floor_ms(floors.Cost(500, 20)), ceilings.bound(floors.Cost(500, 20))) == (5.0, "flops")
     assert (ceilings.floor_ms(floors.Cost(50, 20)), ceilings.bound(floors.Cost(50, 20))) == (2.0, "bytes")
-    assert floors.Ceilings(790e9, 4.2e9).columns() == {"cublas_tflops": 790.0, "copy_gb_s": 4200.0}
+    said = floors.columns(floors.Ceilings(790e9, 4.2e9), floors.Ceilings(660e9, 4.1e9))
+    assert said == {"cublas_tflops": 790.0, "copy_gb_s": 4200.0, "hot_cublas_tflops": 660.0}
     million = preset("qwen3").config.replace(L=2**20)
     copied = floors.Ceilings(1.0, 4.2e9).floor_ms(floors.cost_of("dispatch", million))
     assert copied == pytest.approx(0.032, rel=0.01)
@@ -263,6 +263,7 @@ def test_ratios_and_floors_follow_from_the_times(layer_rows):
         over = None if row["routing"] == "uniform" else step / steps[row["system"], row["policy"], "uniform"]
         assert row["time_over_uniform"] == (over if over is None else pytest.approx(over))
         assert row["graph_ms"] > 0
+        assert row["pct_of_hot_cublas"] == pytest.approx(row["pct_of_cublas"] * FLOPS_PER_MS / HOT_FLOPS_PER_MS)
         assert (row["cublas_tflops"], row["copy_gb_s"]) == (FLOPS_PER_MS / 1e9, BYTES_PER_MS / 1e6)
 
 

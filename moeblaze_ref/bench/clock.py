@@ -45,11 +45,6 @@ class Samples:
         return statistics.median(self.totals)
 
     @property
-    def best(self) -> float:
-        """The shortest time of the whole work, milliseconds."""
-        return min(self.totals)
-
-    @property
     def quartiles(self) -> tuple[float, float]:
         """First and third, milliseconds; of a single repetition, that repetition twice."""
         totals = self.totals

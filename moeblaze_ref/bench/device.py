@@ -1,17 +1,21 @@
 """The GPU that is timed: its events, its two ceilings, its allocator, its graphs."""
 
+import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from moeblaze_ref import provenance
-from moeblaze_ref.bench.clock import Clock, Contender, Samples
+from moeblaze_ref.bench.clock import Clock, Contender, Samples, take_turns
 from moeblaze_ref.bench.floors import Ceilings
 
 PRODUCT = 8192  # rows, columns and depth of the dense product that stands for all matrix products
 COPY_BYTES = 2**29  # of each side of the device copy
 LOAD_SECONDS = 1.0  # of dense products, while the clocks are read
+REST_SECONDS = 1.0  # before the ceilings are measured alone
+REST_REPETITIONS = 7  # few enough to be over before the clocks fall
 
 
 class NoGraph(RuntimeError):
@@ -23,6 +27,7 @@ class Device(Clock, Protocol):
 
     torch_device: torch.device
     cache_bytes: int
+    rested: Ceilings  # the rates without other load, before the clocks fall
 
     def ceilings(self) -> dict[str, Contender]:
         """What shows how fast the device is, to be timed in turns with what is held against it."""
@@ -74,9 +79,16 @@ class Gpu:
             "copy": lambda turn, lap: target.copy_(source),
         }
 
-    def rates(self, samples: dict[Any, Samples]) -> Ceilings:
-        """The best that `ceilings` did, as rates: a ceiling is what can be reached, whatever the load before it."""
-        return Ceilings(2 * PRODUCT**3 / samples["product"].best, 2 * COPY_BYTES / samples["copy"].best)
+    def rates(self, samples: Mapping[Any, Samples]) -> Ceilings:
+        """What `ceilings` did, as rates."""
+        return Ceilings(2 * PRODUCT**3 / samples["product"].median, 2 * COPY_BYTES / samples["copy"].median)
+
+    @cached_property
+    def rested(self) -> Ceilings:
+        """The rates of a GPU that comes from a pause, once a run: at its power limit it soon clocks lower than this."""
+        torch.cuda.synchronize()
+        time.sleep(REST_SECONDS)
+        return self.rates(take_turns(self.ceilings(), REST_REPETITIONS, self))
 
     def peak_bytes(self, work: Callable[[], Any]) -> int:
         """The most bytes that ``work`` allocates at one time, over what was allocated before it."""

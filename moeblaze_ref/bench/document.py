@@ -59,8 +59,12 @@ def _list(versions: dict[str, str]) -> str:
 
 
 def _ceilings(rows: Sequence[dict[str, Any]]) -> str:
-    """The range of both ceilings."""
-    said = (("cublas_tflops", "dense product", "TFLOP/s"), ("copy_gb_s", "copy", "GB/s"))
+    """The ranges of what rows say of the device."""
+    said = (
+        ("cublas_tflops", "dense product", "TFLOP/s"),
+        ("hot_cublas_tflops", "in turns", "TFLOP/s"),
+        ("copy_gb_s", "copy", "GB/s"),
+    )
     values = {key: sorted(row[key] for row in rows) for key, _, _ in said}
     return ", ".join(
         f"{name} {values[key][0]:,.0f} to {values[key][-1]:,.0f} {unit}" for key, name, unit in said if values[key]

@@ -2,7 +2,7 @@
 
 Counted is what no implementation can leave out: every input read once, every output written once, two FLOPs for each
 multiply-add of a product. A stage's floor is the longer of the two times, at the rates of a large dense product and
-of a device copy that were measured in the same run. Symbols as in the MoEBlaze paper.
+of a device copy that were measured in the same run, before anything heated the device. Symbols as in the MoEBlaze paper.
 """
 
 from collections.abc import Callable
@@ -52,9 +52,27 @@ class Ceilings:
         """Which of the two the floor is made of: "flops" or "bytes"."""
         return "flops" if cost.flops / self.flops_per_ms > cost.bytes / self.bytes_per_ms else "bytes"
 
-    def columns(self) -> dict[str, float]:
-        """Both rates in the units of the trade: 1e12 FLOPs and 1e9 bytes in a second."""
-        return {"cublas_tflops": self.flops_per_ms / 1e9, "copy_gb_s": self.bytes_per_ms / 1e6}
+
+def columns(ceilings: Ceilings, hot: Ceilings) -> dict[str, float]:
+    """What rows say of the device, in the units of the trade.
+
+    Parameters
+    ----------
+    ceilings : Ceilings
+        Of the device alone; floors are made of these.
+    hot : Ceilings
+        In turns with what is timed.
+
+    Returns
+    -------
+    dict
+        cublas_tflops (1e12 FLOPs in a second), copy_gb_s (1e9 bytes in a second), hot_cublas_tflops.
+    """
+    return {
+        "cublas_tflops": ceilings.flops_per_ms / 1e9,
+        "copy_gb_s": ceilings.bytes_per_ms / 1e6,
+        "hot_cublas_tflops": hot.flops_per_ms / 1e9,
+    }
 
 
 def _sizes(config: MoEConfig) -> dict[str, int]:

@@ -81,14 +81,14 @@ class Row:
         As `accuracy.worst_error`.
     floor_ms, pct_of_floor
         Of `floors.layer_floor_ms`; the floor over the median, in percent.
-    pct_of_cublas : float
-        FLOPs of the experts' products over the median, in percent of the dense product's rate.
+    pct_of_cublas, pct_of_hot_cublas : float
+        FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and in turns.
     ratio_to : dict
         How many times as fast as each peer on the same routing: {"grouped_mm": 1.3}.
     time_over_uniform : float or None
         The median over that of the same system on uniform routing; None on uniform routing itself.
-    cublas_tflops, copy_gb_s
-        The ceilings of this very run (GB is 1e9 bytes).
+    cublas_tflops, copy_gb_s, hot_cublas_tflops
+        As `floors.columns`.
     """
 
     kind: str
@@ -110,10 +110,12 @@ class Row:
     floor_ms: float
     pct_of_floor: float
     pct_of_cublas: float
+    pct_of_hot_cublas: float
     ratio_to: dict[str, float]
     time_over_uniform: float | None
     cublas_tflops: float
     copy_gb_s: float
+    hot_cublas_tflops: float
 
 
 class Scene:
@@ -197,19 +199,20 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     subjects = scene.subjects()
     errors = {subject: _error(scene, subject) for subject in subjects}
     contenders = {subject: scene.contender(subject) for subject in subjects}
+    ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, choice.repetitions, device)
-    ceilings = device.rates(samples)
+    hot = device.rates(samples)
     graphs = _graph_times(scene, subjects, config, choice, device)
-    head = {"kind": "layer", "preset": preset, "shape": config.sizes, "dtype": config.dtype, **ceilings.columns()}
-    head |= {"floor_ms": floors.layer_floor_ms(config, ceilings)}
-    cublas_ms = floors.layer_flops(config) / ceilings.flops_per_ms
+    head = {"kind": "layer", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
+    head |= {"floor_ms": floors.layer_floor_ms(config, ceilings), **floors.columns(ceilings, hot)}
     rung = choice.rung or default_rung(config.dtype, config.d, config.h)
     return [
         asdict(
             Row(
                 **head,
                 **_subject(subject, rung),
-                **_times(subject, samples, head["floor_ms"], cublas_ms),
+                **_times(subject, samples),
+                **_shares(samples[subject].median, config, ceilings, hot),
                 **_memory(scene, subject, device),
                 graph_ms=graphs.get(subject),
                 error=errors[subject],
@@ -228,7 +231,17 @@ def _subject(subject: Subject, rung: str) -> dict[str, Any]:
     return {**subject._asdict(), "rung": rung if subject.system == OURS else None}
 
 
-def _times(subject: Subject, samples: dict[Any, Samples], floor_ms: float, cublas_ms: float) -> dict[str, Any]:
+def _shares(step_ms: float, config: MoEConfig, ceilings: floors.Ceilings, hot: floors.Ceilings) -> dict[str, float]:
+    """The columns in percent."""
+    flops_per_ms = floors.layer_flops(config) / step_ms
+    return {
+        "pct_of_floor": 100 * floors.layer_floor_ms(config, ceilings) / step_ms,
+        "pct_of_cublas": 100 * flops_per_ms / ceilings.flops_per_ms,
+        "pct_of_hot_cublas": 100 * flops_per_ms / hot.flops_per_ms,
+    }
+
+
+def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
     """The columns that come from the clock."""
     mine = samples[subject]
     beside = {other: taken.median / mine.median for other, taken in samples.items() if isinstance(other, Subject)}
@@ -239,8 +252,6 @@ def _times(subject: Subject, samples: dict[Any, Samples], floor_ms: float, cubla
         "quartiles_ms": mine.quartiles,
         "fwd_ms": mine.part(0),
         "bwd_ms": mine.part(1),
-        "pct_of_floor": 100 * floor_ms / mine.median,
-        "pct_of_cublas": 100 * cublas_ms / mine.median,
         "ratio_to": rivals,
         "time_over_uniform": None if subject == uniform else 1 / beside[uniform],
     }

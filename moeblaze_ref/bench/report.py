@@ -45,6 +45,7 @@ LAYER_COLUMNS: tuple[Column, ...] = (
     ("forward ms", _number("fwd_ms", ".2f")),
     ("as graph ms", _number("graph_ms", ".2f")),
     ("% of cuBLAS", _number("pct_of_cublas", ".0f")),
+    ("% of hot cuBLAS", _number("pct_of_hot_cublas", ".0f")),
     ("% of floor", _number("pct_of_floor", ".0f")),
     ("over uniform", _number("time_over_uniform", ".2f")),
     ("kept MiB", _number("kept_bytes", ",.0f", MIB)),

@@ -75,8 +75,8 @@ class Row:
         How many times as fast as each other system of the stage: {"torch": 2.0}.
     error : float or None
         Against torch, where that is timed too.
-    cublas_tflops, copy_gb_s
-        The ceilings of this very run (GB is 1e9 bytes).
+    cublas_tflops, copy_gb_s, hot_cublas_tflops
+        As `floors.columns`.
     """
 
     kind: str
@@ -97,6 +97,7 @@ class Row:
     error: float | None
     cublas_tflops: float
     copy_gb_s: float
+    hot_cublas_tflops: float
 
 
 def rungs_of(stage: str, dtype: str) -> list[str | None]:
@@ -160,9 +161,10 @@ def time_stage(
         works[TORCH, None] = partial(_run_torch, stage, sets)
         errors |= _errors(stage, works, bridge)
     contenders = {subject: replayed(device.captured(work)) for subject, work in works.items()}
+    ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, repetitions, device)
     head = {"kind": stage if beside_torch else "stage", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
-    head |= {"stage": stage, **_floor(cost, device.rates(samples))}
+    head |= {"stage": stage, **_floor(cost, ceilings), **floors.columns(ceilings, device.rates(samples))}
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
     return [asdict(Row(**head, **_time(subject, times, head["floor_ms"]), error=errors[subject])) for subject in works]
 
@@ -184,8 +186,12 @@ def _run_torch(stage: str, sets: Sequence[Inputs]) -> list[tuple[Tensor, ...]]:
 
 def _floor(cost: floors.Cost, ceilings: floors.Ceilings) -> dict[str, Any]:
     """The columns of a row that all rows of a stage share."""
-    floor = {"flops": cost.flops, "bytes": cost.bytes, "bound": ceilings.bound(cost)}
-    return floor | {"floor_ms": ceilings.floor_ms(cost)} | ceilings.columns()
+    return {
+        "flops": cost.flops,
+        "bytes": cost.bytes,
+        "bound": ceilings.bound(cost),
+        "floor_ms": ceilings.floor_ms(cost),
+    }
 
 
 def _time(subject: tuple[str, str | None], times: dict[Any, Samples], floor_ms: float) -> dict[str, Any]:

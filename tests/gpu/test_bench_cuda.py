@@ -37,6 +37,11 @@ def test_every_stage_is_timed_and_right(gpu, stage):
     assert all(0 < row["pct_of_floor"] < 130 for row in rows) and report.wrong(rows) == []
 
 
+def test_the_ceilings_are_those_of_a_gpu_and_measured_once(gpu):
+    assert gpu.rested is gpu.rested
+    assert 1e9 < gpu.rested.bytes_per_ms < 2e10 and 1e10 < gpu.rested.flops_per_ms < 1e13
+
+
 def test_the_peak_is_what_the_work_allocates(gpu):
     assert gpu.peak_bytes(lambda: torch.empty(2**20, device="cuda")) == 2**22
 
