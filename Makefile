@@ -14,7 +14,7 @@ LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
 TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
-.PHONY: setup setup-gpu demo test check sanitize lab lock compiler
+.PHONY: setup setup-gpu demo test check sanitize bench docs lab lock compiler
 
 setup: $(STAMP)
 
@@ -59,6 +59,22 @@ check: compiler $(STAMP)
 # On a GPU, with the CUDA toolkit: every kernel under compute-sanitizer's four tools.
 sanitize: $(STAMP)
 	$(BIN)/moeblaze sanitize
+
+# On a GPU: every table of docs/performance.md, the layer twice, so that the spread shows.
+BENCH := $(BIN)/moeblaze bench
+POLICIES := --policy minimal --policy inputs --policy paper --policy conventional
+bench: $(STAMP)
+	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
+	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
+	$(BENCH) layer --preset all --system moeblaze --routing zipf --record build/bench.json
+	$(BENCH) stage --preset all --record build/bench.json
+	$(BENCH) dispatch --record build/bench.json
+	$(BENCH) gating --record build/bench.json
+	$(BENCH) combine --record build/bench.json
+
+# The tables and the picture of docs/performance.md, from docs/results.
+docs: $(STAMP)
+	$(BIN)/python -m moeblaze_ref.bench.document
 
 lab: $(STAMP)
 	$(BIN)/jupyter-lab notebooks

@@ -1,5 +1,6 @@
 """The ``moeblaze`` command: doctor, check, sanitize, bench, memory, demo."""
 
+import functools
 import json
 import os
 import sys
@@ -17,8 +18,8 @@ from rich.text import Text
 
 from moeblaze_ref import provenance, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
-from moeblaze_ref.config import PRESETS
-from moeblaze_ref.units import MIB
+from moeblaze_ref.bench import KINDS
+from moeblaze_ref.config import POLICIES, PRESETS
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -187,28 +188,41 @@ def sanitize(
 
 @app.command()
 def bench(
-    preset: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PRESETS)}; repeatable.")] = None,
-    repetitions: Annotated[int, typer.Option(help="Of each policy; medians are shown.")] = 15,
-    record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
+    preset: Annotated[list[str] | None, typer.Option(help=f"all, or one of {', '.join(PRESETS)}; repeatable.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="L, in place of the preset's.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(POLICIES)}; repeatable.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help="Only this system; repeatable.")] = None,
+    routing: Annotated[str | None, typer.Option(help="uniform, or zipf beside uniform.")] = None,
+    stage: Annotated[list[str] | None, typer.Option(help="Only this stage of a step; repeatable.")] = None,
+    rung: Annotated[list[str] | None, typer.Option(help="Only this rung of the kernels; repeatable.")] = None,
+    repetitions: Annotated[int, typer.Option(help="Of each row; medians are shown.")] = 15,
+    record: Annotated[
+        Path | None, typer.Option("--record", "--out", help="Also write the rows here, after those of earlier runs.")
+    ] = None,
+    as_json: AsJson = False,
 ):
-    """Time the torch layer under each save policy, on a GPU."""
-    from moeblaze_ref import bench as clock
-    from moeblaze_ref.config import preset as find_preset
+    """Time the layer or its stages on a GPU, in turns with plain torch; exit with status 1 if a result is wrong."""
+    from moeblaze_ref.bench import plan, report, results
 
+    named = {"presets": preset, "policies": policy, "systems": system, "stages": stage, "rungs": rung}
+    given = {name: tuple(dict.fromkeys(names or ())) for name, names in named.items()}
+    request = plan.Request(**given, tokens=tokens, routing=routing, repetitions=repetitions)
     with user_errors():
-        jobs = clock.plan([find_preset(name).config for name in preset or ["conf1", "conf3", "conf4"]], repetitions)
-    rows = terminal.run_with_bar("timing", jobs)
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("L, d, h, E, k", "dtype", "policy", "kept MiB", "forward ms", "backward ms"):
-        table.add_column(name, justify="left" if name in ("dtype", "policy") else "right")
-    for row in rows:
-        sizes = ", ".join(f"{size:,}" for size in row["shape"].values())
-        kept, times = f"{row['kept_bytes'] / MIB:,.0f}", (f"{row[key]:.2f}" for key in ("forward_ms", "backward_ms"))
-        table.add_row(sizes, row["dtype"], row["policy"], kept, *times)
-    stdout().print(table)
+        jobs = plan.jobs(kind, request)
+        device = plan.gpu()
+        if record:
+            results.check_place(record)
+    rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
+    result = results.result(kind, rows, device.clocks(), repetitions)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        stdout().print(report.table(rows))
     if record:
         with user_errors():
-            provenance.record(record, {"repetitions": repetitions, "rows": rows})
+            results.add(record, result)
+    raise typer.Exit(1 if report.wrong(rows) else 0)
 
 
 @app.command()

@@ -91,6 +91,11 @@ class MoEConfig:
         """Whether the layer has a second projection b = x w2."""
         return is_gated(self.activation)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """L, d, h, E and k by name."""
+        return {name: getattr(self, name) for name in "LdhEk"}
+
     def replace(self, **changes) -> "MoEConfig":
         """The same configuration with some fields changed (and checked again)."""
         return replace(self, **changes)

@@ -24,10 +24,15 @@ def environment() -> dict[str, Any]:
     """
     return {
         "device": _nvidia_smi("name,driver_version,memory.total") or platform.processor() or platform.machine(),
-        "clocks": _nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem"),
+        "clocks": clocks(),
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _commit(),
     }
+
+
+def clocks() -> str | None:
+    """SM and memory clock of this moment, then their maxima; None without a GPU."""
+    return _nvidia_smi("clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem")
 
 
 def _versions() -> dict[str, str]:

@@ -6,13 +6,16 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from pretended import PretendedDevice
 from typer.testing import CliRunner
 
-from moeblaze_ref import bench, check, comparisons
+from moeblaze_ref import check, comparisons
 from moeblaze_ref.backends import BACKENDS, Status
+from moeblaze_ref.bench import plan, stages
 from moeblaze_ref.cases import option_cases, standard_cases
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import POLICIES, preset
+from moeblaze_ref.structures import Gating
 
 CASES = len(standard_cases() + option_cases())
 ROW_KEYS = {"stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"}
@@ -155,22 +158,50 @@ def test_the_demo_fails_when_a_check_fails(monkeypatch, tmp_path):
 
 def test_only_a_gpu_is_timed(monkeypatch):
     absent = SimpleNamespace(status=lambda: Status(False, "no CUDA device"))
-    monkeypatch.setattr(bench, "BACKENDS", {"cuda": absent})
-    result = moeblaze("bench")
-    assert result.exit_code == 2
-    assert "only a GPU is timed: no CUDA device" in result.output
-    assert moeblaze("bench", "--repetitions", 0).exit_code == 2
-    assert "unknown preset 'conf5'" in moeblaze("bench", "--preset", "conf5").output
+    monkeypatch.setattr(plan, "BACKENDS", {"cuda": absent})
+    result = moeblaze("bench", "layer")
+    assert (result.exit_code, result.stdout) == (2, "") and "only a GPU is timed: no CUDA device" in result.stderr
+    assert "unknown preset 'conf5'" in moeblaze("bench", "layer", "--preset", "conf5").stderr
+    assert "policies minimal: only bench layer has any" in moeblaze("bench", "stage", "--policy", "minimal").stderr
 
 
-def test_times_are_shown_and_recorded(monkeypatch, tmp_path):
-    row = {"policy": "minimal", "shape": dict(zip("LdhEk", (32_768, 8, 8, 2, 1), strict=True)), "dtype": "bfloat16"}
-    row |= {"kept_bytes": 3 * 2**20, "forward_ms": 1.25, "backward_ms": 2.5}
-    monkeypatch.setattr(bench, "plan", lambda configs, repetitions: [lambda: [row]])
-    result = moeblaze("bench", "--record", tmp_path / "times.json")
-    assert result.exit_code == 0
-    assert re.search(r"32,768, 8, 8, 2, 1 +bfloat16 +minimal +3 +1\.25 +2\.50", result.output)
-    assert json.loads((tmp_path / "times.json").read_text())["rows"] == [row]
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    monkeypatch.setattr(plan, "gpu", PretendedDevice)
+
+
+TIME_GATING = ("bench", "gating", "--preset", "conf1", "--tokens", 37, "--rung", "2_warp", "--repetitions", 2)
+
+
+def test_times_are_shown_recorded_and_added(pretended_gpu, tmp_path):
+    path = tmp_path / "times.json"
+    result = moeblaze(*TIME_GATING, "--record", path)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"conf1, L=37 +gating +moeblaze +2_warp +\d.*\n.* conf1, L=37 +gating +torch ", result.stdout)
+    assert moeblaze(*TIME_GATING, "--out", path).exit_code == 0
+    recorded = json.loads(path.read_text())
+    assert recorded.keys() == {"device", "clocks", "versions", "commit", "runs", "rows"}
+    assert recorded["runs"] == [{"kind": "gating", "clocks": "1 MHz, 2 MHz, 3 MHz, 4 MHz", "repetitions": 2}] * 2
+    assert [(row["run"], row["system"]) for row in recorded["rows"]] == [
+        (0, "moeblaze"), (0, "torch"), (1, "moeblaze"), (1, "torch")
+    ]  # fmt: skip
+
+
+def test_times_are_printed_as_json(pretended_gpu):
+    result = moeblaze(*TIME_GATING, "--json")
+    ours, torchs = json.loads(result.stdout)["rows"]
+    assert result.exit_code == 0 and (ours["rung"], torchs["rung"]) == ("2_warp", None)
+    assert ours["ratio_to"] == {"torch": torchs["step_ms"] / ours["step_ms"]}
+
+
+def test_a_wrong_result_fails_the_benchmark(pretended_gpu, monkeypatch):
+    run = stages.gating.forward
+
+    def zeros(inputs, **options):
+        return Gating(*(0 * array for array in run(inputs.logits, inputs.config.k, **options)))
+
+    monkeypatch.setitem(stages.RUN, "gating", zeros)
+    assert moeblaze(*TIME_GATING).exit_code == 1
 
 
 def test_gradients_are_checked_alone():

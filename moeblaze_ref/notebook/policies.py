@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from moeblaze_ref import doors
+from moeblaze_ref.bench import results
 from moeblaze_ref.cases import make_case
 from moeblaze_ref.config import POLICIES, MoEConfig, preset
 from moeblaze_ref.layer import INTERMEDIATES
@@ -448,44 +449,38 @@ def break_even(config: MoEConfig, layers: int) -> float:
 
 # Measured on a GPU --------------------------------------------------------------------------------------------------
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "policies_h200.json"
-ROW_KEYS = {"policy", "shape", "dtype", "kept_bytes", "forward_ms", "backward_ms"}
 
+def read_measured(path: Path = results.RECORDED) -> dict[str, Any]:
+    """Times of the policies that were measured on a GPU: what `bench.results.load` gives, with our layer's rows alone.
 
-def read_measured(path: Path = RESULTS) -> dict[str, Any]:
-    """Times of the policies that were measured on a GPU: {"device": ..., "rows": [...]} and whatever else was recorded.
-
-    A row is {policy, shape: {L, d, h, E, k}, dtype, kept_bytes, forward_ms, backward_ms}.
+    Each row is one of `bench.layer.Row`, on uniform routing.
 
     Raises
     ------
     FileNotFoundError
         If nothing was measured yet.
     ValueError
-        If the file is not of this kind.
+        If the file is not of this kind, or holds no such row.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path.name} is not among the results: the policies were not timed on a GPU yet")
-    measured = json.loads(path.read_text())
-    if "device" not in measured or not measured.get("rows"):
-        raise ValueError(f"{path.name} must hold a device and at least one row")
-    for number, row in enumerate(measured["rows"]):
-        if missing := ROW_KEYS - row.keys():
-            raise ValueError(f"{path.name}: rows[{number}] has no {', '.join(sorted(missing))}")
-        doors.check_name(f"policy of rows[{number}]", row["policy"], POLICIES)
-    return measured
+    measured = results.load(path)
+    rows = [row for row in results.rows_of(measured, "layer") if row["policy"] and row["routing"] == "uniform"]
+    if not rows:
+        raise ValueError(f"{path.name} must hold at least one row of the layer under a policy")
+    return measured | {"rows": rows}
 
 
 def provenance(measured: Mapping[str, Any]) -> Markdown:
-    """Where the numbers of `read_measured` come from: everything in it besides the rows."""
-    return bullets(f"{name}: {value}" for name, value in measured.items() if name != "rows")
+    """Where the numbers of `read_measured` come from: everything in it besides the runs and their rows."""
+    return bullets(f"{name}: {value}" for name, value in measured.items() if name not in ("runs", "rows"))
 
 
 def measured_pareto(measured: Mapping[str, Any]) -> Figure:
-    """`pareto_picture` of measured times, a panel for each shape and dtype."""
+    """`pareto_picture` of measured times, a panel for each shape and dtype; of several runs, the first."""
     panels: dict[str, dict[str, list[Cost]]] = {}
+    first = min(row["run"] for row in measured["rows"])
     for row in measured["rows"]:
-        title = ", ".join([*(f"{name} = {size:,}" for name, size in row["shape"].items()), row["dtype"]])
-        took = (row["forward_ms"] + row["backward_ms"]) / 1e3
-        panels.setdefault(title, {"measured": []})["measured"].append(Cost(row["policy"], row["kept_bytes"], took))
+        if row["run"] == first:
+            title = ", ".join([*(f"{name} = {size:,}" for name, size in row["shape"].items()), row["dtype"]])
+            cost = Cost(row["policy"], row["kept_bytes"], row["step_ms"] / 1e3)
+            panels.setdefault(title, {"measured": []})["measured"].append(cost)
     return pareto_picture(panels)

@@ -1,0 +1,14 @@
+"""Times of the layer and of its stages on a GPU, beside peers in plain torch and beside what the hardware allows.
+
+Everything that is compared runs in turns in one run: ours, the peers, and the two measured ceilings, a large dense
+product and a device copy, whose rates give each row its floor. docs/performance.md says how to read the rows.
+"""
+
+LAYER_PRESETS = ("conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained")
+KINDS = {
+    "layer": "forward and backward of the whole layer",
+    "stage": "each stage of a step alone",
+    "dispatch": "building the index structures, beside a sort by torch",
+    "gating": "probabilities, choice and gates, beside torch",
+    "combine": "each token's rows, gathered and summed, beside torch",
+}

@@ -1,0 +1,110 @@
+"""Times of several contenders, taken in turns in one run."""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+WARM_UP = 2  # rounds that do not count
+
+Lap = Callable[[], None]  # ends one part of the work and begins the next
+Contender = Callable[[int, Lap], None]  # does its work on the inputs of this turn, without waiting for it to end
+
+
+class Clock(Protocol):
+    """What tells the time of the device."""
+
+    def mark(self) -> Any:
+        """A moment: when the device comes to this point of its queue."""
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """Between two moments; waits for the second."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one contender took.
+
+    Parameters
+    ----------
+    laps : tuple of tuple of float
+        Milliseconds of each part of the work, one tuple a repetition.
+    """
+
+    laps: tuple[tuple[float, ...], ...]
+
+    @property
+    def totals(self) -> list[float]:
+        """Milliseconds of each repetition."""
+        return [sum(parts) for parts in self.laps]
+
+    @property
+    def median(self) -> float:
+        """Of the whole work, milliseconds."""
+        return statistics.median(self.totals)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third, milliseconds; of a single repetition, that repetition twice."""
+        totals = self.totals
+        if len(totals) == 1:
+            return totals[0], totals[0]
+        first, _, third = statistics.quantiles(totals, n=4, method="inclusive")
+        return first, third
+
+    def shared_by(self, calls: int) -> "Samples":
+        """The same for one of so many calls that each repetition made."""
+        return Samples(tuple(tuple(part / calls for part in parts) for parts in self.laps))
+
+    def part(self, number: int) -> float:
+        """Median of one part of the work, milliseconds."""
+        return statistics.median(parts[number] for parts in self.laps)
+
+
+def replayed(replay: Callable[[], None]) -> Contender:
+    """What is the same every turn, as a contender."""
+    return lambda turn, lap: replay()
+
+
+def take_turns(contenders: Mapping[Any, Contender], repetitions: int, clock: Clock) -> dict[Any, Samples]:
+    """Every contender in each round, beginning with another one; the first ``WARM_UP`` rounds do not count.
+
+    In its turn a contender works twice and the second time counts: then the host is ahead of the device, as in
+    training, and the clocks are those to which this very work heats the device, not those that its predecessor left.
+
+    Parameters
+    ----------
+    contenders : mapping of name to Contender
+        Each is called with a number by which it chooses among its inputs, and with a function that it may call to part
+        its work. It must not wait for the device.
+    repetitions : int
+        Rounds that count.
+    clock : Clock
+
+    Returns
+    -------
+    dict of name to Samples
+    """
+    laps = {name: [] for name in contenders}
+    for turn in range(WARM_UP + repetitions):
+        moments = {name: _moments(contenders[name], turn, clock) for name in _from(turn, contenders)}
+        if turn >= WARM_UP:
+            for name, of_one in moments.items():
+                laps[name].append(tuple(clock.milliseconds(*ends) for ends in pairwise(of_one)))
+    return {name: Samples(tuple(of_one)) for name, of_one in laps.items()}
+
+
+def _moments(contender: Contender, turn: int, clock: Clock) -> list[Any]:
+    """The beginning, the laps and the end of one contender's work, after a run-up on other inputs."""
+    contender(turn + 1, lambda: None)
+    moments = [clock.mark()]
+    contender(turn, lambda: moments.append(clock.mark()))
+    return [*moments, clock.mark()]
+
+
+def _from(turn: int, names: Iterable[Any]) -> list[Any]:
+    """The names in order, beginning at another one each turn."""
+    names = list(names)
+    first = turn % len(names)
+    return names[first:] + names[:first]

@@ -1,0 +1,285 @@
+"""The whole layer, a forward and a backward, under the save policies and beside its peers."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.bench import accuracy, floors, peers, routing
+from moeblaze_ref.bench.clock import Contender, Lap, Samples, replayed, take_turns
+from moeblaze_ref.bench.device import Device, NoGraph
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.memory import measure
+from moeblaze_ref.raw_cuda.layer import default_rung
+from moeblaze_ref.torch_layer import MoELayer
+
+OURS = "moeblaze"
+SYSTEMS = (OURS, *peers.SYSTEMS)
+INPUTS = 3  # used in turn, so that none is in the L2 cache when its turn comes
+GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing, and a graph's memory is too much
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is timed of a layer.
+
+    Parameters
+    ----------
+    systems : sequence of str
+        Of ``SYSTEMS``.
+    policies : sequence of str
+        Of ``config.POLICIES``: one row of `OURS` for each.
+    rung : str, optional
+        Of `OURS`. Default: the layer's own.
+    routing : str
+        One of ``routing.ROUTINGS``; any but "uniform" is timed beside that, in turns.
+    repetitions : int
+        Of each row.
+    """
+
+    systems: Sequence[str] = (OURS, "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
+    policies: Sequence[str] = ("minimal",)
+    rung: str | None = None
+    routing: str = "uniform"
+    repetitions: int = 15
+
+
+class Subject(NamedTuple):
+    """What one row is about."""
+
+    system: str
+    policy: str | None
+    routing: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system on one layer.
+
+    Parameters
+    ----------
+    kind : str
+        "layer".
+    preset, shape, dtype
+        The layer: a name, {L, d, h, E, k}, and the dtype of its activations and weights.
+    system, policy, rung, routing
+        What ran, and where the router sent the tokens; a peer has neither policy nor rung.
+    step_ms, quartiles_ms
+        A forward and a backward: median, and first and third quartile.
+    fwd_ms, bwd_ms
+        Medians of both parts.
+    graph_ms : float or None
+        The same step replayed as a CUDA graph, without the host; None for large layers and where no graph can be made.
+    kept_bytes : int
+        What autograd keeps for the backward, weights excluded.
+    peak_bytes : int
+        The most that is allocated at one time in a step, weights excluded; input and gradients included.
+    error : float
+        As `accuracy.worst_error`.
+    floor_ms, pct_of_floor
+        Of `floors.layer_floor_ms`; the floor over the median, in percent.
+    pct_of_cublas, pct_of_hot_cublas : float
+        FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and in turns.
+    ratio_to : dict
+        How many times as fast as each peer on the same routing: {"grouped_mm": 1.3}.
+    time_over_uniform : float or None
+        The median over that of the same system on uniform routing; None on uniform routing itself.
+    cublas_tflops, copy_gb_s, hot_cublas_tflops
+        As `floors.columns`.
+    """
+
+    kind: str
+    preset: str
+    shape: dict[str, int]
+    dtype: str
+    system: str
+    policy: str | None
+    rung: str | None
+    routing: str
+    step_ms: float
+    quartiles_ms: tuple[float, float]
+    fwd_ms: float
+    bwd_ms: float
+    graph_ms: float | None
+    kept_bytes: int
+    peak_bytes: int
+    error: float
+    floor_ms: float
+    pct_of_floor: float
+    pct_of_cublas: float
+    pct_of_hot_cublas: float
+    ratio_to: dict[str, float]
+    time_over_uniform: float | None
+    cublas_tflops: float
+    copy_gb_s: float
+    hot_cublas_tflops: float
+
+
+class Scene:
+    """The weights, the tokens and the systems of one layer: everything that is timed starts from the same.
+
+    Parameters
+    ----------
+    config : MoEConfig
+        dtype float32, bfloat16 or float16, as the systems take it.
+    choice : Choice
+    device : torch.device
+    """
+
+    def __init__(self, config: MoEConfig, choice: Choice, device: torch.device):
+        c, dtype = config, getattr(torch, config.dtype)
+        torch.manual_seed(0)
+        self.layer = MoELayer(c.d, c.h, c.E, c.k, c.activation, rung=choice.rung, device=device, dtype=dtype)
+        self.d_out = torch.randn(c.L, c.d, device=device, dtype=dtype)  # (L, d)
+        self._routings = tuple(dict.fromkeys(("uniform", choice.routing)))
+        self._tokens = {name: [self._routed(c, name) for _ in range(INPUTS)] for name in self._routings}
+        self._peers = {system: peers.peer(system, self.layer) for system in choice.systems if system != OURS}
+        self._policies = choice.policies if OURS in choice.systems else ()
+
+    def _routed(self, config: MoEConfig, name: str) -> Tensor:
+        """Tokens (L, d) that the router sends where this routing wants them."""
+        x = torch.randn_like(self.d_out)
+        logits = routing.wanted_logits(config.L, config.E, name, x.device)
+        return routing.steer(x, self.layer.wg.detach(), logits).requires_grad_()
+
+    def subjects(self) -> list[Subject]:
+        """Of every row, ours first."""
+        systems = [(OURS, policy) for policy in self._policies] + [(system, None) for system in self._peers]
+        return [Subject(*system, name) for name in self._routings for system in systems]
+
+    def run(self, subject: Subject, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Output (L, d) and choice of experts (L, k) of one system's forward."""
+        if subject.system != OURS:
+            return self._peers[subject.system](x)
+        self.layer.policy = subject.policy
+        result = self.layer(x)
+        return result.out, result.topk_experts
+
+    def tokens(self, subject: Subject, turn: int = 0) -> Tensor:
+        """The input (L, d) of this turn."""
+        return self._tokens[subject.routing][turn % INPUTS]
+
+    def step(self, subject: Subject, turn: int = 0, lap: Lap = lambda: None) -> tuple[Tensor, ...]:
+        """A forward, a lap, and the gradients of x and of every weight."""
+        x = self.tokens(subject, turn)
+        out, _ = self.run(subject, x)
+        lap()
+        return torch.autograd.grad(out, [x, *self.layer.parameters()], self.d_out)
+
+    def contender(self, subject: Subject) -> Contender:
+        """`step` as something to be timed: its results are dropped."""
+
+        def contend(turn, lap):
+            self.step(subject, turn, lap)
+
+        return contend
+
+
+def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -> list[dict[str, Any]]:
+    """One layer, every chosen system, policy and routing in turns.
+
+    Parameters
+    ----------
+    preset : str
+        The name in the rows.
+    config : MoEConfig
+    choice : Choice
+    device : Device
+
+    Returns
+    -------
+    list of dict
+        One `Row` each.
+    """
+    torch.compiler.reset()  # what was compiled for another layer would count against torch's limit of recompilations
+    scene = Scene(config, choice, device.torch_device)
+    subjects = scene.subjects()
+    errors = {subject: _error(scene, subject) for subject in subjects}
+    contenders = {subject: scene.contender(subject) for subject in subjects}
+    ceilings = device.rested
+    samples = take_turns(device.ceilings() | contenders, choice.repetitions, device)
+    hot = device.rates(samples)
+    graphs = _graph_times(scene, subjects, config, choice, device)
+    head = {"kind": "layer", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
+    head |= {"floor_ms": floors.layer_floor_ms(config, ceilings), **floors.columns(ceilings, hot)}
+    rung = choice.rung or default_rung(config.dtype, config.d, config.h)
+    return [
+        asdict(
+            Row(
+                **head,
+                **_subject(subject, rung),
+                **_times(subject, samples),
+                **_shares(samples[subject].median, config, ceilings, hot),
+                **_memory(scene, subject, device),
+                graph_ms=graphs.get(subject),
+                error=errors[subject],
+            )
+        )
+        for subject in subjects
+    ]
+
+
+def _error(scene: Scene, subject: Subject) -> float:
+    x = scene.tokens(subject).detach()
+    return accuracy.worst_error(partial(scene.run, subject), scene.layer, x, scene.d_out)
+
+
+def _subject(subject: Subject, rung: str) -> dict[str, Any]:
+    return {**subject._asdict(), "rung": rung if subject.system == OURS else None}
+
+
+def _shares(step_ms: float, config: MoEConfig, ceilings: floors.Ceilings, hot: floors.Ceilings) -> dict[str, float]:
+    """The columns in percent."""
+    flops_per_ms = floors.layer_flops(config) / step_ms
+    return {
+        "pct_of_floor": 100 * floors.layer_floor_ms(config, ceilings) / step_ms,
+        "pct_of_cublas": 100 * flops_per_ms / ceilings.flops_per_ms,
+        "pct_of_hot_cublas": 100 * flops_per_ms / hot.flops_per_ms,
+    }
+
+
+def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
+    """The columns that come from the clock."""
+    mine = samples[subject]
+    beside = {other: taken.median / mine.median for other, taken in samples.items() if isinstance(other, Subject)}
+    rivals = {other.system: ratio for other, ratio in beside.items() if _is_peer(other, subject)}
+    uniform = subject._replace(routing="uniform")
+    return {
+        "step_ms": mine.median,
+        "quartiles_ms": mine.quartiles,
+        "fwd_ms": mine.part(0),
+        "bwd_ms": mine.part(1),
+        "ratio_to": rivals,
+        "time_over_uniform": None if subject == uniform else 1 / beside[uniform],
+    }
+
+
+def _is_peer(other: Subject, subject: Subject) -> bool:
+    """Whether the other is a peer that this one is compared with."""
+    return other.system not in (OURS, subject.system) and other.routing == subject.routing
+
+
+def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float]:
+    """Median of each step as a graph, where the layer is small and a graph can be made."""
+    if config.R * config.h * config.itemsize > GRAPH_BYTES:
+        return {}
+    replays = {}
+    for subject in subjects:
+        try:
+            replays[subject] = replayed(device.captured(partial(scene.step, subject)))
+        except NoGraph:
+            continue
+    samples = take_turns(replays, choice.repetitions, device) if replays else {}
+    return {subject: taken.median for subject, taken in samples.items()}
+
+
+def _memory(scene: Scene, subject: Subject, device: Device) -> dict[str, int]:
+    """What a step keeps, and its peak with its input and the gradient of its output, which live all the while."""
+    x = scene.tokens(subject)
+    scene.step(subject)  # a workspace that was freed with its graph is taken again before the count
+    peak = device.peak_bytes(partial(scene.step, subject)) + x.nbytes + scene.d_out.nbytes
+    forward = partial(scene.run, subject)
+    return {"kept_bytes": measure.kept_bytes(forward, x, exclude=scene.layer.parameters()), "peak_bytes": peak}

@@ -1,0 +1,177 @@
+"""From what a user asks for to a list of jobs, each of which times one layer and returns its rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from moeblaze_ref import doors
+from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.bench import KINDS, LAYER_PRESETS, floors, routing, stages
+from moeblaze_ref.bench import layer as layers
+from moeblaze_ref.bench.device import Gpu
+from moeblaze_ref.config import POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.raw_cuda import layer as raw_layer
+
+Job = Callable[..., list[dict[str, Any]]]
+
+ALL = tuple((name, None) for name in LAYER_PRESETS)
+# Presets, some with another L, of the stages that are timed beside torch: where index work and memory traffic show.
+SHAPES = {
+    "dispatch": (("qwen3", 2**20), ("conf4", None)),
+    "gating": (("qwen3", 2**18),),
+    "combine": (("qwen3", None), ("conf3", None)),
+}
+# Which kinds take which of the options that not all of them take.
+TAKEN_BY = {"policies": ("layer",), "systems": ("layer",), "routing": ("layer",), "stages": ("stage",)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks for; None, or nothing in a sequence, stands for the default.
+
+    Parameters
+    ----------
+    presets : sequence of str
+        Names, or "all" for ``LAYER_PRESETS``.
+    tokens : int, optional
+        L, in place of that of each preset.
+    policies, systems, routing
+        Of a layer: see `layer.Choice`.
+    stages : sequence of str
+        Of a step: see `floors.stages_of`.
+    rungs : sequence of str
+        Of the kernels; of a layer at most one.
+    repetitions : int
+        Of each row.
+    """
+
+    presets: Sequence[str] = ()
+    tokens: int | None = None
+    policies: Sequence[str] = ()
+    systems: Sequence[str] = ()
+    routing: str | None = None
+    stages: Sequence[str] = ()
+    rungs: Sequence[str] = ()
+    repetitions: int = 15
+
+
+def jobs(kind: str, request: Request) -> list[Job]:
+    """One job for each layer, or for each stage of each layer.
+
+    Parameters
+    ----------
+    kind : str
+        One of ``KINDS``.
+    request : Request
+
+    Returns
+    -------
+    list of callable
+        Each takes the keyword ``device`` and returns rows as dicts.
+
+    Raises
+    ------
+    ValueError
+        If a name is unknown, an option has no place in this kind, or a number is out of range.
+    """
+    doors.check_name("kind of benchmark", kind, KINDS)
+    for option, kinds in TAKEN_BY.items():
+        if getattr(request, option) and kind not in kinds:
+            raise ValueError(f"{option} {_said(getattr(request, option))}: only bench {' or '.join(kinds)} has any")
+    doors.check_int("repetitions", request.repetitions, at_least=1)
+    if request.tokens is not None:
+        doors.check_int("L", request.tokens, at_least=1)
+    return {"layer": _layer_jobs, "stage": _stage_jobs}.get(kind, partial(_jobs_beside_torch, kind))(request)
+
+
+def gpu() -> Gpu:
+    """The device to time.
+
+    Raises
+    ------
+    ValueError
+        If there is no GPU, or nothing to launch kernels with.
+    """
+    status = BACKENDS["cuda"].status()
+    if not status.available:
+        raise ValueError(f"only a GPU is timed: {status.detail}")
+    return Gpu()
+
+
+def _said(value: str | Sequence[str]) -> str:
+    return value if isinstance(value, str) else ", ".join(value)
+
+
+def _layers(request: Request, default: Sequence[tuple[str, int | None]]) -> list[tuple[str, MoEConfig]]:
+    """Names and configurations of the layers that are asked for; the default is presets, each with an L or None."""
+    asked = [name for given in request.presets for name in (LAYER_PRESETS if given == "all" else (given,))]
+    shapes = [(name, None) for name in asked] or default
+    return [_layer(name, request.tokens or tokens) for name, tokens in shapes]
+
+
+def _layer(name: str, tokens: int | None) -> tuple[str, MoEConfig]:
+    doors.check_name("preset", name, (*PRESETS, "all"))
+    config = preset(name).config
+    if tokens in (None, config.L):
+        return name, config
+    return f"{name}, L={tokens:,}", config.replace(L=tokens)
+
+
+def _layer_jobs(request: Request) -> list[Job]:
+    for kind, asked, known in (("policy", request.policies, POLICIES), ("system", request.systems, layers.SYSTEMS)):
+        for name in asked:
+            doors.check_name(kind, name, known)
+    if len(request.rungs) > 1:
+        raise ValueError(f"rungs {_said(request.rungs)}: a layer runs on one rung")
+    if request.systems and layers.OURS not in request.systems:
+        for option in ("policies", "rungs"):
+            if asked := getattr(request, option):
+                raise ValueError(
+                    f"{option} {_said(asked)}: only {layers.OURS} has any, and it is not among the systems"
+                )
+    given = {
+        "systems": request.systems,
+        "policies": request.policies,
+        "rung": next(iter(request.rungs), None),
+        "routing": request.routing,
+    }
+    choice = layers.Choice(**{name: value for name, value in given.items() if value}, repetitions=request.repetitions)
+    if choice.rung:
+        doors.check_name("rung of layer", choice.rung, raw_layer.RUNGS)
+    doors.check_name("routing", choice.routing, routing.ROUTINGS)
+    return [partial(layers.time_layer, name, config, choice) for name, config in _layers(request, ALL)]
+
+
+def _stage_jobs(request: Request) -> list[Job]:
+    jobs = []
+    for name, config in _layers(request, ALL):
+        for stage in request.stages or floors.stages_of(config):
+            doors.check_name("stage of a step", stage, floors.stages_of(config))
+            if rungs := _rungs(request, stage, config):
+                jobs.append(_stage_job(name, config, stage, rungs, request))
+    if not jobs:
+        raise ValueError(f"rungs {_said(request.rungs)}: no stage that is asked for has such a rung")
+    return jobs
+
+
+def _rungs(request: Request, stage: str, config: MoEConfig) -> list[str | None]:
+    """Those that are asked for and that the stage has; if none is asked for, the one that the layer runs."""
+    if not request.rungs:
+        return [stages.default_rung(stage, config)]
+    return [rung for rung in stages.rungs_of(stage, config.dtype) if rung in request.rungs]
+
+
+def _jobs_beside_torch(stage: str, request: Request) -> list[Job]:
+    jobs = []
+    for name, config in _layers(request, SHAPES[stage]):
+        able = stages.rungs_of(stage, config.dtype)
+        for rung in request.rungs:
+            doors.check_name(f"rung of {stage}", rung, able)
+        jobs.append(_stage_job(name, config, stage, request.rungs or able, request, beside_torch=True))
+    return jobs
+
+
+def _stage_job(name, config, stage, rungs, request, beside_torch=False) -> Job:
+    options = {"rungs": rungs, "repetitions": request.repetitions, "beside_torch": beside_torch}
+    return partial(stages.time_stage, name, config, stage, **options)

@@ -1,0 +1,98 @@
+"""What rows of a benchmark look like: one set of columns, for the terminal and for Markdown."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from moeblaze_ref.bench import accuracy
+from moeblaze_ref.units import MIB
+
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+
+WORDS = ("preset", "system", "stage", "rung", "routing", "bound")  # columns that are no numbers
+
+
+def label(row: Row) -> str:
+    """The system, with its policy if it has one."""
+    return row["system"] if row.get("policy") is None else f"{row['system']}, {row['policy']}"
+
+
+def _number(key: str, digits: str, scale: float = 1.0) -> Callable[[Row], str]:
+    """The cell of a number, empty where there is none."""
+    return lambda row: "" if row[key] is None else format(row[key] / scale, digits)
+
+
+def _ratio(peer: str) -> Callable[[Row], str]:
+    return lambda row: f"{row['ratio_to'][peer]:.2f}" if peer in row["ratio_to"] else ""
+
+
+def _half_spread(row: Row) -> str:
+    """Half the distance of the quartiles, in percent of the median."""
+    first, third = row["quartiles_ms"]
+    return f"{50 * (third - first) / row['step_ms']:.1f}"
+
+
+LAYER_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("system", label),
+    ("rung", lambda row: row["rung"] or ""),
+    ("routing", lambda row: row["routing"]),
+    ("step ms", _number("step_ms", ".2f")),
+    ("± %", _half_spread),
+    ("forward ms", _number("fwd_ms", ".2f")),
+    ("as graph ms", _number("graph_ms", ".2f")),
+    ("% of cuBLAS", _number("pct_of_cublas", ".0f")),
+    ("% of hot cuBLAS", _number("pct_of_hot_cublas", ".0f")),
+    ("% of floor", _number("pct_of_floor", ".0f")),
+    ("over uniform", _number("time_over_uniform", ".2f")),
+    ("kept MiB", _number("kept_bytes", ",.0f", MIB)),
+    ("peak MiB", _number("peak_bytes", ",.0f", MIB)),
+    ("error", _number("error", ".1e")),
+)
+STAGE_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("stage", lambda row: row["stage"]),
+    ("system", label),
+    ("rung", lambda row: row["rung"] or ""),
+    ("ms", _number("step_ms", ".4g")),
+    ("± %", _half_spread),
+    ("floor ms", _number("floor_ms", ".4g")),
+    ("bound", lambda row: row["bound"]),
+    ("% of floor", _number("pct_of_floor", ".0f")),
+    ("error", _number("error", ".1e")),
+)
+
+
+def columns_of(rows: Sequence[Row]) -> list[Column]:
+    """The columns of rows of one kind: one more for each peer that any is compared with, and no empty ones."""
+    columns = LAYER_COLUMNS if rows[0]["kind"] == "layer" else STAGE_COLUMNS
+    rivals = dict.fromkeys(peer for row in rows for peer in row["ratio_to"])
+    ratios = [(f"times as fast as {peer}", _ratio(peer)) for peer in rivals]
+    return [column for column in (*columns, *ratios) if any(column[1](row) for row in rows)]
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """For the terminal."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = columns_of(rows)
+    for heading, _ in columns:
+        shown.add_column(heading, justify="left" if heading in WORDS else "right")
+    for row in rows:
+        shown.add_row(*(cell(row) for _, cell in columns))
+    return shown
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """For a document."""
+    columns = columns_of(rows)
+    lines = [[heading for heading, _ in columns], ["---" if name in WORDS else "---:" for name, _ in columns]]
+    lines += [[cell(row) for _, cell in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def wrong(rows: Sequence[Row]) -> list[Row]:
+    """Rows whose result was compared and is not the layer's; NaN is not."""
+    return [row for row in rows if row["error"] is not None and not row["error"] <= accuracy.BOUND]

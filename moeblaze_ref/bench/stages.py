@@ -1,0 +1,254 @@
+"""Each stage alone, on the device's own time, beside its floor and, where plain torch has it, beside torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.bench import floors, peers
+from moeblaze_ref.bench.accuracy import worst
+from moeblaze_ref.bench.clock import Samples, replayed, take_turns
+from moeblaze_ref.bench.device import Device
+from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, layer, router
+from moeblaze_ref.raw_cuda.runtime import ceil_div
+from moeblaze_ref.torch_bridge import Bridge, bridge_to
+
+OURS, TORCH = "moeblaze", "torch"
+MOST_SETS = 256  # of inputs in one graph
+
+# What each stage runs, as ``run(inputs, **options)``, and the module whose rungs it has.
+RUN: dict[str, Callable[..., Any]] = {
+    "router": lambda i, **o: router.forward(i.x, i.wg, **o),
+    "gating": lambda i, **o: gating.forward(i.logits, i.config.k, **o),
+    "dispatch": lambda i, **o: dispatch.build(i.topk_experts, i.config.E, **o),
+    "expert_up": lambda i, **o: expert_up.forward(i.x, i.w1, i.w2, i.dispatch, i.config.activation, **o),
+    "expert_down": lambda i, **o: expert_down.forward(i.y_swi, i.w3, i.dispatch, **o),
+    "combine": lambda i, **o: combine.forward(i.y, i.gates, i.dispatch, **o),
+    "d_hidden": lambda i, **o: expert_down.hidden_gradients(
+        i.d_out, i.gates, i.a, i.b, i.w3, i.dispatch, i.config.activation, **o
+    ),
+    "d_w3": lambda i, **o: expert_down.weight_gradient(i.y_swi, i.d_out, i.dispatch, **o),
+    "d_x": lambda i, **o: expert_up.input_gradient(i.a, i.b, i.w1, i.w2, i.dispatch, **o),
+    "d_w1": lambda i, **o: expert_up.weight_gradient(i.a, i.x, i.dispatch, **o),
+    "d_w2": lambda i, **o: expert_up.weight_gradient(i.b, i.x, i.dispatch, **o),
+    "gating_backward": lambda i, **o: gating.backward(i.gates, i.probs, i.topk_experts, **o),
+    "router_backward": lambda i, **o: router.backward(i.logits, i.x, i.wg, **o),
+}
+MODULES = {
+    "gating": gating,
+    "dispatch": dispatch,
+    "expert_up": expert_up,
+    "expert_down": expert_down,
+    "combine": combine,
+    "d_hidden": expert_down,
+    "d_w3": expert_down,
+    "d_x": expert_up,
+    "d_w1": expert_up,
+    "d_w2": expert_up,
+    "gating_backward": gating,
+}
+assert RUN.keys() == {*floors.FORWARD, *floors.BACKWARD}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage of one layer.
+
+    Parameters
+    ----------
+    kind : str
+        "stage", or the stage's name where that is timed with peers.
+    preset, shape, dtype
+        The layer: a name, {L, d, h, E, k}, and the dtype of its activations.
+    stage, system, rung
+        What ran: one of `floors.stages_of`, "moeblaze" or "torch", and the rung; None where there is no ladder.
+    step_ms, quartiles_ms
+        Median, and first and third quartile, on the device's own time.
+    flops, bytes, bound, floor_ms, pct_of_floor
+        Of `floors.Cost`; which of both makes the floor; the floor over the median, in percent.
+    ratio_to : dict
+        How many times as fast as each other system of the stage: {"torch": 2.0}.
+    error : float or None
+        Against torch, where that is timed too.
+    cublas_tflops, copy_gb_s, hot_cublas_tflops
+        As `floors.columns`.
+    """
+
+    kind: str
+    preset: str
+    shape: dict[str, int]
+    dtype: str
+    stage: str
+    system: str
+    rung: str | None
+    step_ms: float
+    quartiles_ms: tuple[float, float]
+    flops: int
+    bytes: int
+    bound: str
+    floor_ms: float
+    pct_of_floor: float
+    ratio_to: dict[str, float]
+    error: float | None
+    cublas_tflops: float
+    copy_gb_s: float
+    hot_cublas_tflops: float
+
+
+def rungs_of(stage: str, dtype: str) -> list[str | None]:
+    """The rungs of a stage that compute in this dtype; one without a name where there is no ladder."""
+    if stage not in MODULES:
+        return [None]
+    able = {dtype, "int32", "float32"}  # the stages that see no activations compute in these, whatever the layer's is
+    return [rung for rung, dtypes in MODULES[stage].RUNGS.items() if able & set(dtypes)]
+
+
+def default_rung(stage: str, config: MoEConfig) -> str | None:
+    """The rung that the layer runs this stage on."""
+    if stage not in MODULES:
+        return None
+    if MODULES[stage] in (expert_up, expert_down):
+        return layer.default_rung(config.dtype, config.d, config.h)
+    return MODULES[stage].DEFAULT_RUNG
+
+
+def time_stage(
+    preset: str,
+    config: MoEConfig,
+    stage: str,
+    rungs: Sequence[str | None],
+    repetitions: int,
+    device: Device,
+    beside_torch: bool = False,
+) -> list[dict[str, Any]]:
+    """One stage on several rungs, in turns, by replays of CUDA graphs.
+
+    Parameters
+    ----------
+    preset, config
+        The layer, and its name in the rows.
+    stage : str
+        One of `floors.stages_of`.
+    rungs : sequence of str or None
+        Of `rungs_of`.
+    repetitions : int
+        Replays of each.
+    device : Device
+    beside_torch : bool
+        Time plain torch too, as ``PEERS`` has it, and compare the results.
+
+    Returns
+    -------
+    list of dict
+        One `Row` each.
+
+    Notes
+    -----
+    A graph holds one call for each of as many inputs as fill the L2 cache twice, and every call has outputs of its
+    own, so that each finds its inputs in memory.
+    """
+    cost = floors.cost_of(stage, config)
+    bridge = bridge_to(device.torch_device)
+    sets = [Inputs(config, bridge, device.torch_device) for _ in range(input_sets(cost.bytes, device.cache_bytes))]
+    works = {(OURS, rung): partial(_run_ours, stage, rung, sets, bridge) for rung in rungs}
+    errors = dict.fromkeys(works)
+    if beside_torch:
+        works[TORCH, None] = partial(_run_torch, stage, sets)
+        errors |= _errors(stage, works, bridge)
+    contenders = {subject: replayed(device.captured(work)) for subject, work in works.items()}
+    ceilings = device.rested
+    samples = take_turns(device.ceilings() | contenders, repetitions, device)
+    head = {"kind": stage if beside_torch else "stage", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
+    head |= {"stage": stage, **_floor(cost, ceilings), **floors.columns(ceilings, device.rates(samples))}
+    times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
+    return [asdict(Row(**head, **_time(subject, times, head["floor_ms"]), error=errors[subject])) for subject in works]
+
+
+def input_sets(bytes_moved: int, cache_bytes: int) -> int:
+    """How many inputs, used in turn, do not fit into the cache: twice its size together, within reason."""
+    return min(MOST_SETS, max(1, ceil_div(2 * cache_bytes, bytes_moved)))
+
+
+def _run_ours(stage: str, rung: str | None, sets: Sequence[Inputs], bridge: Bridge) -> list[Any]:
+    options = {"executor": bridge.executor} | ({} if rung is None else {"rung": rung})
+    with bridge.running():
+        return [RUN[stage](inputs, **options) for inputs in sets]
+
+
+def _run_torch(stage: str, sets: Sequence[Inputs]) -> list[tuple[Tensor, ...]]:
+    return [PEERS[stage](inputs) for inputs in sets]
+
+
+def _floor(cost: floors.Cost, ceilings: floors.Ceilings) -> dict[str, Any]:
+    """The columns of a row that all rows of a stage share."""
+    return {
+        "flops": cost.flops,
+        "bytes": cost.bytes,
+        "bound": ceilings.bound(cost),
+        "floor_ms": ceilings.floor_ms(cost),
+    }
+
+
+def _time(subject: tuple[str, str | None], times: dict[Any, Samples], floor_ms: float) -> dict[str, Any]:
+    """The columns that are a row's own."""
+    system, rung = subject
+    took = times[subject].median
+    ratios = {} if system == TORCH or (TORCH, None) not in times else {TORCH: times[TORCH, None].median / took}
+    return {
+        "system": system,
+        "rung": rung,
+        "step_ms": took,
+        "quartiles_ms": times[subject].quartiles,
+        "pct_of_floor": 100 * floor_ms / took,
+        "ratio_to": ratios,
+    }
+
+
+# Plain torch ----------------------------------------------------------------------------------------------------------
+
+
+def _torch_gating(inputs: Inputs) -> tuple[Tensor, ...]:
+    """Softmax and top k: the probabilities, and the gates twice, as `_results` has them."""
+    probs = torch.softmax(inputs.tensor("logits"), dim=1)
+    gates = torch.topk(probs, inputs.config.k).values
+    return probs, gates, gates
+
+
+def _torch_dispatch(inputs: Inputs) -> tuple[Tensor, ...]:
+    """A stable sort of the ids, the inverse of its order, and the groups' ends."""
+    order = peers.sort_rows(inputs.tensor("topk_experts"), inputs.config.E)
+    return order.token, order.row, order.ends
+
+
+def _torch_combine(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The rows of each slot, gathered, weighted and summed."""
+    rows = inputs.tensor("y").index_select(0, inputs.position_of_slot)
+    gates = inputs.tensor("gates")[..., None].to(rows.dtype)  # (L, k, 1)
+    return ((rows.view(*gates.shape[:2], -1) * gates).sum(dim=1),)
+
+
+PEERS = {"gating": _torch_gating, "dispatch": _torch_dispatch, "combine": _torch_combine}
+
+
+def _results(stage: str, result: Any, bridge: Bridge) -> tuple[Tensor, ...]:
+    """Our result as the peer has it."""
+    if stage == "dispatch":
+        arrays = result.expert_token_indices, result.token_index_map, result.expert_token_offsets[1:]
+        return tuple(map(bridge.tensor, arrays))
+    if stage == "combine":
+        return (bridge.tensor(result),)
+    probs, chosen, gates = map(bridge.tensor, result)
+    return probs, gates, probs.gather(1, chosen.long())  # equal logits may be chosen in either order
+
+
+def _errors(stage: str, works: dict[Any, Callable[[], list[Any]]], bridge: Bridge) -> dict[Any, float | None]:
+    """Each of our rungs' largest relative error against plain torch, on the first of the inputs."""
+    expected = works[TORCH, None]()[0]
+    ours = [subject for subject in works if subject[0] == OURS]
+    found = {subject: _results(stage, works[subject]()[0], bridge) for subject in ours}
+    return {(TORCH, None): None} | {subject: worst(tensors, expected) for subject, tensors in found.items()}

@@ -1,0 +1,62 @@
+"""The benchmark on a CUDA device: rows of the layer and of every stage, and the device's own measures."""
+
+import pytest
+import torch
+
+from moeblaze_ref.bench import floors, layer, report, stages
+from moeblaze_ref.config import POLICIES, MoEConfig
+from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.memory.accounting import account
+
+pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
+
+CONFIG = MoEConfig(L=4_096, d=512, h=1_024, E=16, k=4)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    from moeblaze_ref.bench.device import Gpu
+
+    return Gpu()
+
+
+def test_every_policy_and_peer_is_timed_and_right(gpu):
+    choice = layer.Choice(("moeblaze", "grouped_mm", "gather_sum_compiled"), tuple(POLICIES), repetitions=3)
+    rows = layer.time_layer("small", CONFIG, choice, gpu)
+    ours = rows[: len(POLICIES)]
+    assert [row["kept_bytes"] for row in ours] == [account(CONFIG, "moeblaze", name).kept_bytes for name in POLICIES]
+    assert all(row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and row["graph_ms"] > 0 for row in rows)
+    assert all(row["peak_bytes"] > row["kept_bytes"] for row in rows) and report.wrong(rows) == []
+    assert all(0 < row["pct_of_cublas"] < 105 for row in rows)
+
+
+@pytest.mark.parametrize("stage", floors.stages_of(CONFIG))
+def test_every_stage_is_timed_and_right(gpu, stage):
+    rungs = [stages.default_rung(stage, CONFIG)]
+    rows = stages.time_stage("small", CONFIG, stage, rungs, 3, gpu, beside_torch=stage in stages.PEERS)
+    assert all(0 < row["pct_of_floor"] < 130 for row in rows) and report.wrong(rows) == []
+
+
+def test_the_ceilings_are_those_of_a_gpu_and_measured_once(gpu):
+    assert gpu.rested is gpu.rested
+    assert 1e9 < gpu.rested.bytes_per_ms < 2e10 and 1e10 < gpu.rested.flops_per_ms < 1e13
+
+
+def test_the_peak_is_what_the_work_allocates(gpu):
+    assert gpu.peak_bytes(lambda: torch.empty(2**20, device="cuda")) == 2**22
+
+
+def test_a_graph_repeats_the_work(gpu):
+    total = torch.zeros(1, device="cuda")
+    replay = gpu.captured(lambda: total.add_(1))
+    before = total.item()
+    replay()
+    assert total.item() == before + 1
+
+
+def test_work_that_waits_for_the_device_is_no_graph(gpu):
+    from moeblaze_ref.bench.device import NoGraph
+
+    with pytest.raises(NoGraph):
+        gpu.captured(lambda: torch.ones(1, device="cuda").item())
+    assert torch.ones(1, device="cuda").item() == 1

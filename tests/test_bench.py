@@ -1,0 +1,493 @@
+"""The benchmark without a GPU: its clock, floors, routings, peers and rows, on a device whose time the test makes up."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
+
+from moeblaze_ref import oracle, provenance
+from moeblaze_ref.bench import accuracy, document, floors, layer, peers, plan, plots, report, results, routing, stages
+from moeblaze_ref.bench.clock import WARM_UP, Samples, take_turns
+from moeblaze_ref.bench.device import NoGraph
+from moeblaze_ref.cases import random_topk, relative_error
+from moeblaze_ref.config import MoEConfig, preset
+from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.routed_experts import RoutedExperts
+from moeblaze_ref.structures import Dispatch
+
+TINY = MoEConfig(L=37, d=16, h=24, E=5, k=2)
+UNGATED = TINY.replace(activation="relu2")
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+
+def work(device, *laps_of_turn):
+    """A contender whose laps take what the list of this turn says."""
+
+    def contend(turn, lap):
+        first, *others = laps_of_turn[turn % len(laps_of_turn)]
+        device.now += first
+        for duration in others:
+            lap()
+            device.now += duration
+
+    return contend
+
+
+def test_medians_and_quartiles_are_of_the_rounds_after_the_warm_up():
+    device = PretendedDevice()
+    rounds = [(100.0, 100.0)] * WARM_UP + [(1.0, 2.0), (1.0, 6.0), (3.0, 2.0), (1.0, 3.0), (5.0, 4.0)]
+    taken = take_turns({"two laps": work(device, *rounds), "one": work(device, (7.0,))}, 5, device)
+    assert taken["one"] == Samples(((7.0,),) * 5)
+    both = taken["two laps"]
+    assert both.totals == [3.0, 7.0, 5.0, 4.0, 9.0]
+    assert (both.median, both.quartiles, both.part(0), both.part(1)) == (5.0, (4.0, 7.0), 1.0, 3.0)
+    assert both.shared_by(2).totals == [1.5, 3.5, 2.5, 2.0, 4.5]
+    assert Samples(((2.0, 1.0),)).quartiles == (3.0, 3.0)
+
+
+def test_every_round_begins_with_another_contender():
+    device, seen = PretendedDevice(), []
+    contenders = {name: lambda turn, lap, name=name: seen.append((turn, name)) for name in "abc"}
+    take_turns(contenders, 2, device)
+    assert "".join(name for _, name in seen[1::2]) == "abcbcacababc"
+    assert [turn for turn, _ in seen[1::2]] == [turn for turn in range(WARM_UP + 2) for _ in "abc"]
+    assert seen[::2] == [(turn + 1, name) for turn, name in seen[1::2]]  # each one's run-up, on other inputs
+
+
+# Floors ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [TINY, UNGATED])
+def test_the_products_of_the_stages_are_those_of_the_layer(config):
+    experts = [stage for stage in floors.stages_of(config) if stage not in ("router", "router_backward")]
+    assert sum(floors.cost_of(stage, config).flops for stage in experts) == floors.layer_flops(config)
+    assert floors.layer_flops(config) == (18 if config.gated else 12) * config.R * config.d * config.h
+    assert ("d_w2" in experts) == config.gated
+
+
+def _bytes_of(value):
+    if isinstance(value, Dispatch):
+        value = tuple(value.arrays().values())
+    return sum(map(_bytes_of, value)) if isinstance(value, tuple) else 0 if value is None else value.nbytes
+
+
+@pytest.mark.parametrize("config", [TINY, UNGATED])
+@pytest.mark.parametrize("stage", floors.stages_of(TINY))
+def test_the_bytes_are_those_of_the_arrays_that_go_in_and_come_out(stage, config):
+    if stage not in floors.stages_of(config):
+        return
+    inputs = stages.Inputs(config, bridge := stages.bridge_to(torch.device("cpu")), torch.device("cpu"))
+    (result,) = stages._run_ours(stage, stages.default_rung(stage, config), [inputs], bridge)
+    assert floors.cost_of(stage, config).bytes == _bytes_of(result) + sum(
+        (inputs.dispatch.arrays()[name] if name in LISTS else getattr(inputs, name)).nbytes
+        for name in READ[stage]
+        if name in LISTS or getattr(inputs, name) is not None
+    )
+
+
+LISTS = ("expert_token_indices", "token_index_map")
+READ = {
+    "router": ("x", "wg"),
+    "gating": ("logits",),
+    "dispatch": ("topk_experts",),
+    "expert_up": ("x", "w1", "w2", "expert_token_indices"),
+    "expert_down": ("y_swi", "w3"),
+    "combine": ("y", "gates", "token_index_map"),
+    "d_hidden": ("d_out", "gates", "a", "b", "w3", "expert_token_indices"),
+    "d_w3": ("y_swi", "d_out", "expert_token_indices"),
+    "d_x": ("a", "b", "w1", "w2", "token_index_map"),
+    "d_w1": ("a", "x", "expert_token_indices"),
+    "d_w2": ("b", "x", "expert_token_indices"),
+    "gating_backward": ("gates", "probs", "topk_experts"),
+    "router_backward": ("logits", "x", "wg"),
+}
+
+
+def test_the_longer_time_is_the_floor():
+    ceilings = floors.Ceilings(flops_per_ms=100.0, bytes_per_ms=10.0)
+    assert (ceilings.floor_ms(floors.Cost(500, 20)), ceilings.bound(floors.Cost(500, 20))) == (5.0, "flops")
+    assert (ceilings.floor_ms(floors.Cost(50, 20)), ceilings.bound(floors.Cost(50, 20))) == (2.0, "bytes")
+    said = floors.columns(floors.Ceilings(790e9, 4.2e9), floors.Ceilings(660e9, 4.1e9))
+    assert said == {"cublas_tflops": 790.0, "copy_gb_s": 4200.0, "hot_cublas_tflops": 660.0}
+    million = preset("qwen3").config.replace(L=2**20)
+    copied = floors.Ceilings(1.0, 4.2e9).floor_ms(floors.cost_of("dispatch", million))
+    assert copied == pytest.approx(0.032, rel=0.01)
+
+
+# Routings -------------------------------------------------------------------------------------------------------------
+
+
+def test_steered_tokens_have_the_wanted_logits_and_are_moved_by_the_least():
+    torch.manual_seed(0)
+    x, wg = torch.randn(50, 32), torch.randn(32, 6) * 32**-0.5
+    wanted = routing.wanted_logits(50, 6, "zipf")
+    steered = routing.steer(x, wg, wanted)
+    assert relative_error(steered @ wg, wanted) < 1e-5
+    across = torch.eye(32) - wg @ torch.linalg.pinv(wg)  # what no logit sees
+    assert relative_error(steered @ across, x @ across) < 1e-5
+    assert routing.steer(x.bfloat16(), wg.bfloat16(), wanted).dtype == torch.bfloat16
+
+
+def test_popularity_is_uniform_or_falls_with_the_rank():
+    torch.manual_seed(0)
+    for name, popularity in (("uniform", torch.ones(8)), ("zipf", 1 / torch.arange(1.0, 9.0))):
+        first = routing.wanted_logits(200_000, 8, name).argmax(dim=1).bincount(minlength=8)
+        assert relative_error(first / 200_000, popularity / popularity.sum()) < 0.02
+
+
+def test_impossible_routings_are_refused():
+    with pytest.raises(ValueError, match=r"E is 9, but tokens of width d=8 have only 8 logits to choose"):
+        routing.steer(torch.zeros(3, 8), torch.zeros(8, 9), torch.zeros(3, 9))
+    with pytest.raises(ValueError, match="unknown routing 'zip'"):
+        routing.wanted_logits(3, 4, "zip")
+
+
+# Peers ----------------------------------------------------------------------------------------------------------------
+
+
+def make_parameters(config, dtype=torch.float32):
+    torch.manual_seed(0)
+    c = config
+    return RoutedExperts(c.d, c.h, c.E, c.k, c.activation, dtype=dtype)
+
+
+def make_tokens(config, dtype=torch.float32):
+    torch.manual_seed(1)
+    return torch.randn(2, config.L, config.d, dtype=dtype).unbind()
+
+
+@pytest.mark.parametrize("config", [TINY, UNGATED, TINY.replace(L=1, k=1), TINY.replace(L=600, E=40, k=8)], ids=str)
+@pytest.mark.parametrize("system", ["grouped_mm", "gather_sum"])
+def test_the_peers_are_the_oracle(system, config):
+    parameters = make_parameters(config)
+    assert accuracy.worst_error(peers.peer(system, parameters), parameters, *make_tokens(config)) < 1e-5
+
+
+@pytest.mark.parametrize("system", ["grouped_mm_compiled", "gather_sum_compiled"])
+def test_the_compiled_peers_are_the_oracle(system):
+    parameters, tokens = make_parameters(TINY, torch.bfloat16), make_tokens(TINY, torch.bfloat16)
+    assert accuracy.worst_error(peers.peer(system, parameters), parameters, *tokens) < 2**-6
+
+
+def test_sorted_rows_know_their_tokens_slots_and_groups():
+    topk_experts = torch.from_numpy(random_topk(53, 7, 3, "empty"))
+    order, expected = peers.sort_rows(topk_experts, 7), oracle.expert_order(topk_experts.long(), 7)
+    assert torch.equal(order.slot, expected.slot) and torch.equal(order.token, expected.token)
+    assert torch.equal(order.slot[order.row], torch.arange(53 * 3))
+    assert order.ends.dtype == torch.int32 and order.ends.diff(prepend=torch.zeros(1)).tolist() == expected.lengths
+
+
+# Accuracy -------------------------------------------------------------------------------------------------------------
+
+
+def spoiled(change):
+    """A right layer whose output, or whose weights' part in it, is changed."""
+
+    def layer_of(parameters):
+        def forward(x):
+            wg, w1, w2, w3 = parameters.weights
+            out, chosen = peers.gather_sum_layer(x, (wg, w1, w2, w3), parameters.k, parameters.activation)
+            return change(x, out, parameters), chosen
+
+        return forward
+
+    return layer_of
+
+
+FAULTS = {
+    "zeros": lambda x, out, p: 0 * out,
+    "the last token is left out": lambda x, out, p: out * (torch.arange(len(out)) < len(out) - 1)[:, None],
+    "NaN in one element": lambda x, out, p: out + torch.nan * (torch.arange(out.numel()) == 5).view_as(out),
+    "a gradient of x too much": lambda x, out, p: out + x - x.detach(),
+    "a gradient of the last expert too much": lambda x, out, p: out + (p.w3[-1].sum() - p.w3[-1].sum().detach()),
+    "a router without a gradient": lambda x, out, p: out.detach() + out.detach().sum() * 0 + 0 * (p.wg.sum() + x.sum()),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_layer_with_a_fault_is_found(fault):
+    parameters = make_parameters(TINY)
+    spoil = FAULTS[fault]
+    whole = lambda x, out, p: spoil(x, out, p) + 0 * sum(w.sum() for w in p.parameters())  # every gradient exists
+    error = accuracy.worst_error(spoiled(whole)(parameters), parameters, *make_tokens(TINY))
+    assert not error <= accuracy.BOUND
+
+
+def test_only_equal_integers_are_right():
+    numbers = torch.arange(5)
+    assert accuracy.worst([numbers], [numbers.int()]) == 0.0
+    assert accuracy.worst([numbers, numbers], [numbers, numbers.flip(0)]) == float("inf")
+    with pytest.raises(ValueError, match=r"has shape \(5,\), but it must be \(4,\)"):
+        accuracy.worst([numbers], [numbers[:4]])
+
+
+# Rows of a layer ------------------------------------------------------------------------------------------------------
+
+SYSTEMS = ("moeblaze", "grouped_mm", "gather_sum")
+POLICIES = ("minimal", "inputs")
+
+
+@pytest.fixture(scope="module")
+def layer_rows():
+    choice = layer.Choice(SYSTEMS, POLICIES, routing="zipf", repetitions=2)
+    return layer.time_layer("tiny", TINY, choice, PretendedDevice())
+
+
+def test_a_row_has_the_columns_that_it_should(layer_rows):
+    names = {field.name for field in fields(layer.Row)}
+    assert all(row.keys() == names for row in layer_rows)
+    assert json.loads(json.dumps(layer_rows)) == [
+        row | {"quartiles_ms": list(row["quartiles_ms"])} for row in layer_rows
+    ]
+    subjects = [(row["system"], row["policy"], row["routing"]) for row in layer_rows]
+    systems = [*(("moeblaze", policy) for policy in POLICIES), ("grouped_mm", None), ("gather_sum", None)]
+    assert subjects == [(*system, name) for name in ("uniform", "zipf") for system in systems]
+    assert {row["rung"] for row in layer_rows if row["system"] == "moeblaze"} == {"3_mma"}
+    assert all(row["shape"] == {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2} for row in layer_rows)
+
+
+def test_ratios_and_floors_follow_from_the_times(layer_rows):
+    steps = {(row["system"], row["policy"], row["routing"]): row["step_ms"] for row in layer_rows}
+    ceilings = floors.Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
+    floor = sum(ceilings.floor_ms(floors.cost_of(stage, TINY)) for stage in floors.stages_of(TINY))
+    for row in layer_rows:
+        step = row["step_ms"]
+        assert step == pytest.approx(row["fwd_ms"] + row["bwd_ms"])  # the pretended laps grow evenly
+        others = set(SYSTEMS) - {"moeblaze", row["system"]}
+        assert row["ratio_to"] == {peer: steps[peer, None, row["routing"]] / step for peer in others}
+        assert row["pct_of_floor"] == pytest.approx(100 * floor / step) and row["floor_ms"] == pytest.approx(floor)
+        assert row["pct_of_cublas"] == pytest.approx(100 * 18 * TINY.R * TINY.d * TINY.h / FLOPS_PER_MS / step)
+        over = None if row["routing"] == "uniform" else step / steps[row["system"], row["policy"], "uniform"]
+        assert row["time_over_uniform"] == (over if over is None else pytest.approx(over))
+        assert row["graph_ms"] > 0
+        assert row["pct_of_hot_cublas"] == pytest.approx(row["pct_of_cublas"] * FLOPS_PER_MS / HOT_FLOPS_PER_MS)
+        assert (row["cublas_tflops"], row["copy_gb_s"]) == (FLOPS_PER_MS / 1e9, BYTES_PER_MS / 1e6)
+
+
+def test_bytes_are_measured(layer_rows):
+    x_and_d_out = 2 * TINY.L * TINY.d * TINY.itemsize
+    assert {row["peak_bytes"] for row in layer_rows} == {PEAK + x_and_d_out}
+    for row in layer_rows:
+        if row["system"] == "moeblaze":
+            assert row["kept_bytes"] == account(TINY, "moeblaze", row["policy"]).kept_bytes
+    kept = {row["system"]: row["kept_bytes"] for row in layer_rows}
+    assert kept["grouped_mm"] > kept["gather_sum"] > kept["moeblaze"] > 0
+
+
+def test_what_is_timed_is_right(layer_rows):
+    assert all(0 < row["error"] < 2**-6 for row in layer_rows) and report.wrong(layer_rows) == []
+
+
+def test_a_layer_that_no_graph_holds_has_no_time_as_one(monkeypatch):
+    def refuse(work):
+        raise NoGraph("it waits for the device")
+
+    device = PretendedDevice()
+    monkeypatch.setattr(device, "captured", refuse)
+    (row,) = layer.time_layer("tiny", TINY, layer.Choice(("gather_sum",), repetitions=1), device)
+    assert row["graph_ms"] is None and row["step_ms"] > 0 and row["ratio_to"] == {}
+    large = TINY.replace(L=1, h=2**28)
+    assert layer._graph_times(None, [None], large, layer.Choice(), device) == {}
+
+
+# Rows of stages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", stages.PEERS)
+def test_stages_are_timed_beside_torch(stage):
+    rungs = stages.rungs_of(stage, "bfloat16")
+    rows = stages.time_stage("tiny", TINY, stage, rungs, 3, PretendedDevice(), beside_torch=True)
+    assert all(row.keys() == {field.name for field in fields(stages.Row)} for row in rows)
+    assert [(row["system"], row["rung"]) for row in rows] == [*(("moeblaze", rung) for rung in rungs), ("torch", None)]
+    cost = floors.cost_of(stage, TINY)
+    *ours, torchs = rows
+    for row in ours:
+        assert row["kind"] == row["stage"] == stage and row["error"] <= 2**-7
+        assert row["ratio_to"] == {"torch": torchs["step_ms"] / row["step_ms"]}
+        assert (row["flops"], row["bytes"], row["bound"]) == (0, cost.bytes, "bytes")
+        assert row["floor_ms"] == pytest.approx(cost.bytes / BYTES_PER_MS)
+        assert row["pct_of_floor"] == pytest.approx(100 * row["floor_ms"] / row["step_ms"])
+    assert torchs["ratio_to"] == {} and torchs["error"] is None
+
+
+@pytest.mark.parametrize("stage", floors.stages_of(TINY))
+def test_every_stage_is_timed(stage):
+    rung = stages.default_rung(stage, TINY)
+    (row,) = stages.time_stage("tiny", TINY, stage, [rung], 1, PretendedDevice())
+    assert (row["kind"], row["stage"], row["rung"], row["error"]) == ("stage", stage, rung, None)
+    assert row["flops"] == floors.cost_of(stage, TINY).flops and row["step_ms"] > 0
+
+
+def test_the_time_is_that_of_one_call_among_the_inputs():
+    assert [stages.input_sets(moved, 100) for moved in (1000, 200, 199, 50, 1)] == [1, 1, 2, 4, 200]
+    assert stages.input_sets(1, 10**9) == stages.MOST_SETS
+    device = PretendedDevice()
+    device.cache_bytes = 2 * floors.cost_of("gating", TINY).bytes  # four inputs fill it twice
+    assert stages.time_stage("tiny", TINY, "gating", ["2_warp"], 1, device)[0]["step_ms"] == pytest.approx(
+        stages.time_stage("tiny", TINY, "gating", ["2_warp"], 1, PretendedDevice(cache_bytes=1))[0]["step_ms"] / 4
+    )
+
+
+@pytest.mark.parametrize("stage", stages.PEERS)
+def test_a_wrong_stage_is_found(stage, monkeypatch):
+    run = stages.RUN[stage]
+
+    def spoil(inputs, **options):
+        right = run(inputs, **options)
+        array = {"gating": lambda: right.topk_experts, "dispatch": lambda: right.token_index_map}.get(
+            stage, lambda: right
+        )()
+        array[-1] = 0
+        return right
+
+    monkeypatch.setitem(stages.RUN, stage, spoil)
+    rung = stages.default_rung(stage, TINY)
+    rows = stages.time_stage("tiny", TINY, stage, [rung], 1, PretendedDevice(), beside_torch=True)
+    assert [row["system"] for row in report.wrong(rows)] == ["moeblaze"]
+
+
+# What a user asks for -------------------------------------------------------------------------------------------------
+
+
+def test_all_means_the_six_layers():
+    names = [job.args[0] for job in plan.jobs("layer", plan.Request(presets=("all",)))]
+    assert names == ["conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained"]
+    assert names == [job.args[0] for job in plan.jobs("layer", plan.Request())]
+    (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), tokens=64, policies=("inputs",), routing="zipf"))
+    name, config, choice = job.args
+    assert (name, config) == ("conf1, L=64", preset("conf1").config.replace(L=64))
+    assert (choice.policies, choice.routing, choice.repetitions) == (("inputs",), "zipf", 15)
+
+
+def test_the_shapes_of_the_stages_beside_torch():
+    shapes = {
+        kind: [tuple(job.args[1].sizes[s] for s in "LEk") for job in plan.jobs(kind, plan.Request())]
+        for kind in stages.PEERS
+    }
+    assert shapes["dispatch"] == [(1_048_576, 128, 8), (32_768, 16, 4)]
+    assert shapes["gating"] == [(262_144, 128, 8)]
+    assert all(job.keywords["beside_torch"] for job in plan.jobs("combine", plan.Request()))
+
+
+def test_rungs_are_those_of_the_stages_that_have_them():
+    asked = plan.Request(presets=("conf1",), rungs=("2_tiled", "3_mma"))
+    found = {job.args[2]: job.keywords["rungs"] for job in plan.jobs("stage", asked)}
+    products = ("expert_up", "expert_down", "d_hidden", "d_w3", "d_x", "d_w1", "d_w2")
+    assert found == {product: ["2_tiled", "3_mma"] for product in products}
+    (job,) = plan.jobs("stage", plan.Request(presets=("conf1",), stages=("gating",)))
+    assert job.keywords["rungs"] == ["2_warp"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_", "message"),
+    [
+        ("layers", {}, "unknown kind of benchmark 'layers'. Did you mean 'layer'?"),
+        ("layer", {"presets": ("conf5",)}, "unknown preset 'conf5'"),
+        ("layer", {"policies": ("minimum",)}, "unknown policy 'minimum'. Did you mean 'minimal'?"),
+        ("layer", {"systems": ("groupedmm",)}, "unknown system 'groupedmm'. Did you mean 'grouped_mm'?"),
+        ("layer", {"routing": "zip"}, "unknown routing 'zip'"),
+        ("layer", {"rungs": ("5_more",)}, "unknown rung of layer '5_more'"),
+        ("layer", {"rungs": ("2_tiled", "3_mma")}, "rungs 2_tiled, 3_mma: a layer runs on one rung"),
+        (
+            "layer",
+            {"systems": ("gather_sum",), "policies": ("paper",)},
+            "policies paper: only moeblaze has any, and it is not among the systems",
+        ),
+        ("layer", {"repetitions": 0}, "repetitions is 0, but it must be >= 1"),
+        ("layer", {"tokens": 0}, "L is 0, but it must be >= 1"),
+        ("layer", {"stages": ("gating",)}, "stages gating: only bench stage has any"),
+        ("stage", {"policies": ("minimal",)}, "policies minimal: only bench layer has any"),
+        ("stage", {"stages": ("expert",)}, "unknown stage of a step 'expert'"),
+        ("stage", {"rungs": ("5_more",)}, "rungs 5_more: no stage that is asked for has such a rung"),
+        ("gating", {"routing": "zipf"}, "routing zipf: only bench layer has any"),
+        ("dispatch", {"rungs": ("2_tiled",)}, "unknown rung of dispatch '2_tiled'"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(kind, request_, message):
+    with pytest.raises(ValueError, match="^" + message.replace("?", r"\?")):
+        plan.jobs(kind, plan.Request(**request_))
+
+
+# Files, documents, pictures -------------------------------------------------------------------------------------------
+
+
+def test_runs_of_one_place_are_added(tmp_path, layer_rows, monkeypatch):
+    file = tmp_path / "results" / "bench.json"
+    results.check_place(file)
+    results.add(file, results.result("layer", layer_rows, "1 MHz", 2))
+    results.check_place(file)
+    results.add(file, results.result("layer", layer_rows[:1], "2 MHz", 3))
+    found = results.load(file)
+    assert found.keys() == {"device", "clocks", "versions", "commit", "runs", "rows"} and found["clocks"] == "1 MHz"
+    assert [run["repetitions"] for run in found["runs"]] == [2, 3]
+    assert [row["run"] for row in found["rows"]] == [0] * len(layer_rows) + [1]
+    assert results.rows_of(found, "layer") == found["rows"] and results.rows_of(found, "stage") == []
+    monkeypatch.setattr(provenance, "_commit", lambda: "another")
+    with pytest.raises(ValueError, match="holds runs with commit .*, but here it is another: name another file"):
+        results.check_place(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "bench.json has no clocks, commit, device, rows, runs, versions"),
+        ({"rows": [{"kind": "layers"}]}, r"unknown kind of rows\[0\] 'layers'"),
+        ({"rows": [{"kind": "gating", "run": 0}]}, r"rows\[0\] has no bound, bytes, "),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(content, message, tmp_path):
+    file = tmp_path / "bench.json"
+    whole = dict.fromkeys(("device", "clocks", "versions", "commit", "runs"))
+    file.write_text(json.dumps(whole | content if content else {}))
+    with pytest.raises(ValueError, match=message):
+        results.load(file)
+
+
+def test_the_document_is_what_the_results_give():
+    text = document.DOCUMENT.read_text()
+    assert document.fill(text, document.recorded()) == text
+
+
+def test_every_block_is_in_the_document_once():
+    text = document.DOCUMENT.read_text()
+    assert all(text.count(f"<!-- begin {name} -->") == 1 for name in document.BLOCKS)
+
+
+@pytest.fixture
+def recorded(layer_rows):
+    """Two runs of a layer on uniform routing, the second a tenth slower, and one on both routings."""
+    uniform = [row for row in layer_rows if row["routing"] == "uniform"]
+    slower = [row | {"ratio_to": {name: r / 1.1 for name, r in row["ratio_to"].items()}} for row in uniform]
+    runs = [{"kind": "layer", "clocks": "1 MHz", "repetitions": 2}] * 3
+    rows = [{"run": run} | row for run, of_run in enumerate((uniform, slower, layer_rows)) for row in of_run]
+    return provenance.environment() | {"clocks": None, "runs": runs, "rows": rows}
+
+
+def test_a_block_is_written_from_the_rows(recorded):
+    blocks = "".join(
+        f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("spread", "layer", "skew", "gating")
+    )
+    spread, uniform, skew, gating = document.fill(f"{blocks}", recorded).split("<!-- begin ")[1:]
+    ratio = recorded["rows"][0]["ratio_to"]["grouped_mm"]
+    assert f"| tiny | minimal | grouped_mm | 3 | {ratio / 1.1:.2f} | {ratio:.2f} |" in spread
+    assert uniform.count("Run ") == 2 and "Run 2" not in uniform and "zipf" not in uniform
+    assert "Run 2" in skew and "over uniform" in skew and document.NOTHING in gating
+    step = recorded["rows"][0]["step_ms"]
+    assert f"| tiny | moeblaze, minimal | 3_mma | uniform | {step:.2f} |" in uniform and "old" not in uniform
+    with pytest.raises(ValueError, match="unknown block 'layers'"):
+        document.fill("<!-- begin layers -->\n<!-- end layers -->", recorded)
+
+
+def test_the_picture_shows_every_system_of_the_first_run(recorded):
+    rows = plots.pictured(recorded["rows"])
+    assert [row["run"] for row in rows] == [0] * 4
+    times, memory = plots.time_and_memory(rows).axes
+    systems = [report.label(row) for row in rows]
+    assert [bars.get_label() for bars in times.containers] == systems
+    assert [bars[0].get_width() for bars in times.containers] == [row["pct_of_cublas"] for row in rows]
+    assert [bars[0].get_width() for bars in memory.containers] == [row["kept_bytes"] / 2**30 for row in rows]
+    with pytest.raises(ValueError, match="rows is empty"):
+        plots.time_and_memory([])
