@@ -428,7 +428,7 @@ struct GatheredAndPlain {
                                                 const TensorMap& plain_map, const Scalar* plain, int plain_width, int plain_column,
                                                 const int* expert_token_indices)
         : tile(tile), gathered(gathered, gathered_width, gathered_column), plain(plain, plain_width, plain_column),
-          plain_map(plain_map), plain_column(plain_column), tokens(expert_token_indices + tile.begin), now(0), later(read(0)) {}
+          plain_map(plain_map), plain_column(plain_column), tokens(expert_token_indices + tile.begin), now(0), later(tile.steps > 0 ? read(0) : 0) {}
 
     // Lane l reads for step + l / 16: rows of a step that this warp brings are 16.
     __device__ __forceinline__ int read(int step) const {

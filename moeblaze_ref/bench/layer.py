@@ -14,6 +14,7 @@ from moeblaze_ref.bench.device import Device, NoGraph
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.raw_cuda.layer import default_rung
+from moeblaze_ref.torch_bridge import bridge_to
 from moeblaze_ref.torch_layer import MoELayer
 
 OURS = "moeblaze"
@@ -205,7 +206,7 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     graphs = _graph_times(scene, subjects, config, choice, device)
     head = {"kind": "layer", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
     head |= {"floor_ms": floors.layer_floor_ms(config, ceilings), **floors.columns(ceilings, hot)}
-    rung = choice.rung or default_rung(config.dtype, config.d, config.h)
+    rung = choice.rung or default_rung(config.dtype, config.d, config.h, bridge_to(device.torch_device).executor)
     return [
         asdict(
             Row(

@@ -15,7 +15,7 @@ from moeblaze_ref.bench.device import Device
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, layer, router
-from moeblaze_ref.raw_cuda.runtime import ceil_div
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
 from moeblaze_ref.torch_bridge import Bridge, bridge_to
 
 OURS, TORCH = "moeblaze", "torch"
@@ -108,12 +108,17 @@ def rungs_of(stage: str, dtype: str) -> list[str | None]:
     return [rung for rung, dtypes in MODULES[stage].RUNGS.items() if able & set(dtypes)]
 
 
+def executor_here() -> Executor:
+    """That of the GPU, if there is one."""
+    return bridge_to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).executor
+
+
 def default_rung(stage: str, config: MoEConfig) -> str | None:
     """The rung that the layer runs this stage on."""
     if stage not in MODULES:
         return None
     if MODULES[stage] in (expert_up, expert_down):
-        return layer.default_rung(config.dtype, config.d, config.h)
+        return layer.default_rung(config.dtype, config.d, config.h, executor_here())
     return MODULES[stage].DEFAULT_RUNG
 
 

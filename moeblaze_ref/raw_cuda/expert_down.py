@@ -5,7 +5,7 @@ from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array, Dispatch
 
-RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW}
+RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW, "4_hopper": gemm.NARROW}
 DEFAULT_RUNG = "2_tiled"
 GATE_DTYPES = ("float32",)
 
@@ -48,9 +48,15 @@ def forward(
     if dispatch.R:
         # The kernel does not depend on the activation.
         module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(y_swi, "swiglu"))
-        offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
         module.launch(
-            "expert_down", **gemm.rows_launch(rung, dispatch, d), y_swi=y_swi, w3=w3, **offsets, y=y, d=d, h=h
+            "expert_down",
+            **gemm.rows_launch(executor, rung, dispatch, d),
+            y_swi=gemm.operand(rung, y_swi, gemm.ROWS_BOX),
+            w3=gemm.operand(rung, w3, gemm.WEIGHTS_BOX),
+            expert_token_offsets=dispatch.expert_token_offsets,
+            y=y,
+            d=d,
+            h=h,
         )
     return y
 
@@ -128,12 +134,12 @@ def hidden_gradients(
     module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(a, activation))
     module.launch(
         "d_hidden",
-        **gemm.rows_launch(rung, dispatch, h),
+        **gemm.rows_launch(executor, rung, dispatch, h),
         d_out=d_out,
         gate_of_row=gate_of_row,
-        a=a,
-        b=gemm.or_nothing(executor, b, a),
-        w3=w3,
+        a=gemm.operand(rung, a, gemm.ROWS_BOX),
+        b=gemm.second_operand(executor, rung, b, a, gemm.ROWS_BOX),
+        w3=gemm.operand(rung, w3, gemm.WEIGHTS_TRANSPOSED_BOX),
         expert_token_indices=dispatch.expert_token_indices,
         expert_token_offsets=dispatch.expert_token_offsets,
         d_a=d_a,
@@ -184,11 +190,15 @@ def weight_gradient(
     gemm.check_widths(rung, d=d, h=h)
     executor = executor or executor_for(d_out)
     d_w3 = executor.empty((E, h, d), doors.dtype_of(d_out))
+    if dispatch.R == 0:
+        d_w3.fill(0)
+        return d_w3
     # The kernel does not depend on the activation.
     module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(d_out, "swiglu"))
     module.launch(
         "d_w3",
-        **gemm.weights_launch(rung, E, h, d),
+        **gemm.weights_launch(executor, rung, E, h, d),
+        **gemm.mapped_too(rung, "gated_y", gated_y),
         gated_y=gated_y,
         d_out=d_out,
         expert_token_indices=dispatch.expert_token_indices,

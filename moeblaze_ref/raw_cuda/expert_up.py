@@ -7,7 +7,7 @@ from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import HIDDEN, Array, Dispatch
 
-RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW}
+RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW, "4_hopper": gemm.NARROW}
 DEFAULT_RUNG = "2_tiled"
 _STORE = {"STORE_PROJECTIONS": "a", "STORE_Y_SWI": "y_swi"}
 
@@ -67,10 +67,10 @@ def forward(
         module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, activation), **left_out)
         module.launch(
             "expert_up",
-            **gemm.rows_launch(rung, dispatch, h, results=1 if w2 is None else 2),
+            **gemm.rows_launch(executor, rung, dispatch, h, results=1 if w2 is None else 2),
             x=x,
-            w1=w1,
-            w2=gemm.or_nothing(executor, w2, x),
+            w1=gemm.operand(rung, w1, gemm.WEIGHTS_BOX),
+            w2=gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_BOX),
             expert_token_indices=dispatch.expert_token_indices,
             expert_token_offsets=dispatch.expert_token_offsets,
             a=gemm.or_nothing(executor, a, x),
@@ -127,8 +127,14 @@ def input_gradient(
         return d_x
     # The kernels depend on whether there is a gate, not on the activation.
     module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(d_a, "silu" if w2 is None else "swiglu"))
-    second = {name: gemm.or_nothing(executor, array, d_a) for name, array in (("d_b", d_b), ("w2", w2))}
-    operands = {"d_a": d_a, "w1": w1, **second, "d": d, "h": h}
+    operands = {
+        "d_a": gemm.operand(rung, d_a, gemm.ROWS_BOX),
+        "d_b": gemm.second_operand(executor, rung, d_b, d_a, gemm.ROWS_BOX),
+        "w1": gemm.operand(rung, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
+        "w2": gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
+        "d": d,
+        "h": h,
+    }
     _INPUT_GRADIENT[rung](executor, module, rung, operands, dispatch, d_x)
     return d_x
 
@@ -145,14 +151,14 @@ def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x):
     d = operands["d"]
     rows = executor.empty((dispatch.R, d), doors.dtype_of(d_x))
     offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
-    module.launch("d_x_rows", **gemm.rows_launch(rung, dispatch, d), **operands, **offsets, rows=rows)
+    module.launch("d_x_rows", **gemm.rows_launch(executor, rung, dispatch, d), **operands, **offsets, rows=rows)
     constants, warps = gemm.row_sums(rows, dispatch.L)
     sums = executor.load("expert_up/0_sum_rows.cu", **constants)
     slots = {"token_index_map": dispatch.token_index_map, "L": dispatch.L, "k": dispatch.k}
     sums.launch("sum_rows", **warps, rows=rows, **slots, d_x=d_x, d=d)
 
 
-_INPUT_GRADIENT = {"1_naive": _sum_on_the_fly, "2_tiled": _sum_stored_rows, "3_mma": _sum_stored_rows}
+_INPUT_GRADIENT = {**dict.fromkeys(RUNGS, _sum_stored_rows), "1_naive": _sum_on_the_fly}
 
 
 def weight_gradient(
@@ -187,11 +193,15 @@ def weight_gradient(
     gemm.check_widths(rung, d=d, h=h)
     executor = executor or executor_for(x)
     d_w = executor.empty((E, d, h), doors.dtype_of(x))
+    if dispatch.R == 0:
+        d_w.fill(0)
+        return d_w
     # The kernel does not depend on the activation.
     module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, "swiglu"))
     module.launch(
         "d_w",
-        **gemm.weights_launch(rung, E, d, h),
+        **gemm.weights_launch(executor, rung, E, d, h),
+        **gemm.mapped_too(rung, "d_hidden", d_hidden),
         d_hidden=d_hidden,
         x=x,
         expert_token_indices=dispatch.expert_token_indices,

@@ -6,6 +6,7 @@ import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, widest_pack
+from moeblaze_ref.raw_cuda.runtime.tensor_map import TensorMap
 from moeblaze_ref.structures import Array, Dispatch
 
 THREADS = 256
@@ -13,6 +14,16 @@ WARP = 32
 ROWS = {"2_tiled": 64, "3_mma": 128}  # of a block's result: tiled_matmul.cuh, mma_matmul.cuh
 COLUMNS = 64
 STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
+TENSOR_CORES = ("3_mma", "4_hopper")
+HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
+HOPPER_THREADS = 384
+HOPPER_COLUMNS = 256
+HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 8 * 6 * 512 + 4 * 2 * 8  # boundary, stages, scratch, barriers
+# Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
+ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
+DEPTH_BOX = (64, 64)  # rows that are the depth
+WEIGHTS_BOX = (64, 64, 1)  # of one expert's matrix, rows that are the depth
+WEIGHTS_TRANSPOSED_BOX = (64, 256, 1)  # the depth along them
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 WIDE = tuple(C_TYPE)  # dtypes of the rungs without tensor cores
 NARROW = ("float16", "bfloat16")  # of tensor cores
@@ -35,6 +46,23 @@ def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
     return executor.empty((0,), doors.dtype_of(like)) if array is None else array
 
 
+def operand(rung: str, array: Array, box: tuple[int, ...]) -> Array | TensorMap:
+    """An operand as the rung's kernel takes it: where it begins, or a tensor map of boxes."""
+    return TensorMap(array, box) if rung == HOPPER else array
+
+
+def second_operand(executor: Executor, rung: str, array: Array | None, first: Array, box: tuple[int, ...]):
+    """The same of b, d_b or w2, which ungated activations do not have: then something that no kernel reads."""
+    if rung == HOPPER:
+        return TensorMap(first if array is None else array, box)
+    return or_nothing(executor, array, first)
+
+
+def mapped_too(rung: str, name: str, array: Array) -> dict[str, TensorMap]:
+    """The argument NAME_map of a kernel that takes the array itself as well: rung 4_hopper alone has it."""
+    return {f"{name}_map": TensorMap(array, DEPTH_BOX)} if rung == HOPPER else {}
+
+
 def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: Array):
     """The rung exists and computes in the array's dtype."""
     doors.check_name(f"rung of {stage}", rung, rungs)
@@ -49,8 +77,8 @@ def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: 
 def check_widths(rung: str, **widths: int):
     """Tensor-core rungs move 16 bytes at a time: their rows are multiples of eight elements."""
     for name, width in widths.items():
-        if rung == "3_mma" and width % 8:
-            raise ValueError(f"{name} is {width}, but rung 3_mma needs a multiple of 8; use rung 2_tiled")
+        if rung in TENSOR_CORES and width % 8:
+            raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
 
 
 def check_slots(dispatch: Dispatch):
@@ -58,25 +86,37 @@ def check_slots(dispatch: Dispatch):
     doors.check_int("dispatch.k", dispatch.k, at_least=1, at_most=doors.MAX_TOP_K)
 
 
-def rows_launch(rung: str, dispatch: Dispatch, width: int, results: int = 1) -> dict[str, Any]:
+def rows_launch(
+    executor: Executor, rung: str, dispatch: Dispatch, width: int, results: int = 1
+) -> dict[str, Any]:
     """Launch over every routed row and ``width`` columns, each expert's rows apart.
 
     The naive rung covers the longest group that there can be (L rows) for every expert; the
     tiled ones cover the most tiles that R rows in E groups can fill, since the device alone
-    knows the lengths. Threads or blocks beyond leave at once. ``results`` is the number of
-    products that share their rows.
+    knows the lengths. Threads or blocks beyond leave at once. Hopper's blocks stay, and find
+    their tiles themselves. ``results`` is the number of products that share their rows.
     """
+    if rung == HOPPER:
+        return _persistent(executor, dispatch.E)
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
     tiles = dispatch.R // ROWS[rung] + min(dispatch.E, dispatch.R)
     return _tiles(rung, (tiles, ceil_div(width, COLUMNS)), results) | {"E": dispatch.E}
 
 
-def weights_launch(rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
+def weights_launch(executor: Executor, rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
+    if rung == HOPPER:
+        return _persistent(executor, num_experts)
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts))
+
+
+def _persistent(executor: Executor, num_experts: int) -> dict[str, Any]:
+    """A block for each multiprocessor, with room for the list of the experts' tiles."""
+    shared_bytes = HOPPER_SHARED_BYTES + 4 * 2 * (num_experts + 1)
+    return {"grid": executor.multiprocessors, "block": HOPPER_THREADS, "shared_bytes": shared_bytes, "E": num_experts}
 
 
 def _tiles(rung: str, grid: tuple[int, ...], results: int = 1) -> dict[str, Any]:
@@ -91,4 +131,4 @@ def per_element(elements: int) -> dict[str, Any]:
 
 def gate_terms(rung: str, h: int) -> int:
     """Partial sums of a row's gate gradient that the rung leaves: one an element, or one a tile of columns."""
-    return h if rung == "1_naive" else ceil_div(h, COLUMNS)
+    return h if rung == "1_naive" else ceil_div(h, HOPPER_COLUMNS if rung == HOPPER else COLUMNS)

@@ -15,9 +15,11 @@ from moeblaze_ref.structures import Array
 RUNGS = expert_up.RUNGS  # of both projections; the other stages run their default rung
 
 
-def default_rung(dtype: str, d: int, h: int) -> str:
-    """The fastest rung that computes in this dtype at these widths."""
-    return "3_mma" if dtype in gemm.NARROW and d % 8 == 0 and h % 8 == 0 else "2_tiled"
+def default_rung(dtype: str, d: int, h: int, executor: Executor) -> str:
+    """The fastest rung that computes in this dtype at these widths on this executor's device."""
+    if dtype not in gemm.NARROW or d % 8 or h % 8:
+        return "2_tiled"
+    return "4_hopper" if executor.capability == (9, 0) else "3_mma"
 
 
 def forward(
@@ -80,7 +82,7 @@ def _stages(x, weights, executor, rung) -> layer.Stages:
     """The stages with the executor and the rung already chosen."""
     doors.check_type("weights", weights, MoEWeights)
     executor = executor or executor_for(x)
-    rung = rung or default_rung(doors.dtype_of(x), *weights.w1.shape[1:])
+    rung = rung or default_rung(doors.dtype_of(x), *weights.w1.shape[1:], executor)
     return layer.Stages(
         router=_Bound(router, executor=executor),
         gating=_Bound(gating, executor=executor),

@@ -1,6 +1,6 @@
 """One launch interface, two executors.
 
-An executor has ``name``, ``empty(shape, dtype)``, ``from_numpy(array)``, ``to_numpy(array)``,
+An executor has ``name``, ``capability``, ``multiprocessors``, ``empty(shape, dtype)``, ``from_numpy(array)``, ``to_numpy(array)``,
 ``matmul(left, right, dtype)`` and ``load(file, **constants)``; the module that it loads has
 ``launch(kernel, grid, block, shared_bytes=0, **arguments)``. The same .cu file runs through either.
 """
@@ -18,6 +18,8 @@ class Executor(Protocol):
     """What compiles and runs kernel files."""
 
     name: str
+    capability: tuple[int, int]  # the compute capability of the device, which decides the default rungs
+    multiprocessors: int  # blocks of a kernel whose blocks stay until all its work is done
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array of the executor's kind."""

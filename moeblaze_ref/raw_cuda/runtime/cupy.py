@@ -27,6 +27,16 @@ class CupyExecutor:
     def __init__(self, poisoned: bool = False, follows_edits: bool = True):
         self.poisoned, self.follows_edits = poisoned, follows_edits
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the current device."""
+        return _device(cupy.cuda.Device().id)[0]
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many the current device has."""
+        return _device(cupy.cuda.Device().id)[1]
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
         """A new device array, poisoned if the executor is asked to."""
         array = cupy.empty(shape, dtype)
@@ -48,6 +58,13 @@ class CupyExecutor:
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
         key = file, text, tuple(sorted(constants.items())), cupy.cuda.Device().id
         return _compile(*key, edition(file, text) if self.follows_edits else None)
+
+
+@functools.cache
+def _device(device: int) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors."""
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    return (properties["major"], properties["minor"]), properties["multiProcessorCount"]
 
 
 @functools.cache

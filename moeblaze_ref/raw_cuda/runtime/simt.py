@@ -147,6 +147,8 @@ class SimtExecutor:
     """
 
     name = "simt"
+    capability = (8, 0)  # it runs newer kernels too, but is no faster for them
+    multiprocessors = 4
 
     def __init__(
         self, instrumented: bool = True, workers: int | None = None, seed: int = 0, follows_edits: bool = True
