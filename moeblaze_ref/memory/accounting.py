@@ -553,7 +553,9 @@ def _by_policy(s):
 # The backward: `moeblaze_ref.layer.backward` over the raw CUDA stages ------------------------------------------------
 
 _DIES_AT = {  # a and b become d_a and d_b where they are; the last three are kept by a policy and read by nobody
-    **{"a": "d_w1", "b": "d_w2", "y_swi": "gate_terms"},
+    "a": "d_w1",
+    "b": "d_w2",
+    "y_swi": "gate_terms",
     **dict.fromkeys(("routed_x", "act_a", "y"), "d_out"),
 }
 
