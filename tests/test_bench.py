@@ -101,7 +101,7 @@ READ = {
     "d_x": ("a", "b", "w1", "w2", "token_index_map"),
     "d_w1": ("a", "x", "expert_token_indices"),
     "d_w2": ("b", "x", "expert_token_indices"),
-    "gating_backward": ("gates", "probs", "topk_experts"),
+    "gating_backward": ("gates", "logits", "topk_experts"),
     "router_backward": ("logits", "x", "wg"),
 }
 

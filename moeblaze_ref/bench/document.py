@@ -3,6 +3,7 @@
 ``python -m moeblaze_ref.bench.document`` writes both again.
 """
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from moeblaze_ref.bench.layer import OURS
 
 DOCUMENT = results.DOCS / "performance.md"
 PICTURE = results.DOCS / "images" / "bench.png"
+TRIALS = results.DOCS / "results" / "trials_h200.json"
 NOTHING = "*Not measured yet.*"
 
 _BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
@@ -37,7 +39,8 @@ def fill(text: str, found: results.Result | None) -> str:
         start, name, end = block.groups()
         if name not in BLOCKS:
             raise ValueError(f"unknown block {name!r}. Valid: {', '.join(BLOCKS)}")
-        return f"{start}{(BLOCKS[name](found) if found else '') or NOTHING}\n{end}"
+        text = BLOCKS[name](found) if found or BLOCKS[name] is _trials else ""
+        return f"{start}{text or NOTHING}\n{end}"
 
     return _BLOCK.sub(written, text)
 
@@ -88,6 +91,20 @@ def _is_skewed(row: dict[str, Any]) -> bool:
     return row.get("routing", "uniform") != "uniform"
 
 
+def _trials(_: results.Result | None) -> str:
+    """What was tried on the Hopper kernels, and what it did: single trials, noted when they were made."""
+    rows = [
+        f"| {trial['trial']} | {trial['kernel']} | {trial['preset']} | {trial['without_ms']:.2f} | {trial['with_ms']:.2f} | "
+        f"{trial['with_ms'] / trial['without_ms'] - 1:+.0%}{'' if trial['same_run'] else ' (two runs)'} | {trial['commit']} |"
+        for trial in json.loads(TRIALS.read_text())["trials"]
+    ]
+    head = [
+        "| what | kernel | preset | without, ms | with, ms | change | at commit |",
+        "| --- | --- | --- | ---: | ---: | ---: | --- |",
+    ]
+    return "\n".join(head + rows)
+
+
 def _spread(found: results.Result) -> str:
     """How many times as fast as each peer ours is, in every run that has both: smallest and largest."""
     ratios = defaultdict(list)
@@ -104,6 +121,7 @@ def _spread(found: results.Result) -> str:
 
 
 BLOCKS: dict[str, Callable[[results.Result], str]] = {
+    "trials": _trials,
     "place": _place,
     "spread": _spread,
     "skew": _tables("layer", skewed=True),

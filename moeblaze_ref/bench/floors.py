@@ -139,7 +139,7 @@ def _d_x(c: MoEConfig) -> Cost:
 
 def _gating_backward(c: MoEConfig) -> Cost:
     size = _sizes(c)
-    return Cost(0, 2 * size["slots"] + 2 * size["logits"])  # d_gates, choice and probabilities in; d_logits out
+    return Cost(0, 2 * size["slots"] + 2 * size["logits"])  # d_gates, choice and logits in; d_logits out
 
 
 def _router_backward(c: MoEConfig) -> Cost:

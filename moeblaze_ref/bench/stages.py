@@ -36,8 +36,11 @@ RUN: dict[str, Callable[..., Any]] = {
     "d_x": lambda i, **o: expert_up.input_gradient(i.a, i.b, i.w1, i.w2, i.dispatch, **o),
     "d_w1": lambda i, **o: expert_up.weight_gradient(i.a, i.x, i.dispatch, **o),
     "d_w2": lambda i, **o: expert_up.weight_gradient(i.b, i.x, i.dispatch, **o),
-    "gating_backward": lambda i, **o: gating.backward(i.gates, i.probs, i.topk_experts, **o),
-    "router_backward": lambda i, **o: router.backward(i.logits, i.x, i.wg, **o),
+    "gating_backward": lambda i, **o: gating.backward(i.gates, i.logits, i.topk_experts, **o),
+    "router_backward": lambda i, **o: (
+        router.input_gradient(i.logits, i.wg, **o),
+        router.weight_gradient(i.logits, i.x, **o),
+    ),
 }
 MODULES = {
     "gating": gating,
