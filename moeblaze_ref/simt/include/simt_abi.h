@@ -61,7 +61,8 @@ struct SimtTensorMap {
     uint64_t extents[3], strides[3], box[3];
 };
 // Checked and counted when it is asked for, done as late as a wait allows; with a seed, at any time before.
-void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3], SimtSite site);
+void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3],
+                   SimtSite site);
 
 // Orders what threads have written to shared memory before what a wgmma reads there: by the writer, or by the reader.
 void simt_fence_async_proxy();
