@@ -1,5 +1,6 @@
 """The expert stages in raw CUDA: every rung, dtype and activation on the CPU, what they ask of memory, and teeth."""
 
+import itertools
 from contextlib import nullcontext
 
 import ml_dtypes
@@ -140,15 +141,24 @@ def counted(stage, rung, case):
 
 def header_symbols(rung, case):
     """What the formulas of a header mean for a case."""
-    lengths = np.diff(build_by_sort(case.topk_experts, case.E).expert_token_offsets)
+    offsets = build_by_sort(case.topk_experts, case.E).expert_token_offsets
+    lengths = np.diff(offsets)
     d, h = case.weights.w1.shape[1:]
-    rows = {"2_tiled": 64, "3_mma": 128}.get(rung, 1)
+    rows = {"2_tiled": 64, "3_mma": 128, "4_hopper": 128}.get(rung, 1)
+    columns = 256 if rung == "4_hopper" else 64
     return {
         **{"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256},
         **{"s": np.dtype(case.x.dtype).itemsize, "G": 2 if is_gated(case.activation) else 1, "P": 1, "Y": 1},
-        **{"C": -(-h // 64), "D": -(-d // 64), "H": -(-h // 128), "W": -(-d // 128)},
-        **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // 64)},
+        **{"C": -(-h // columns), "D": -(-d // columns), "H": -(-h // 128), "W": -(-d // 128)},
+        **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // columns)},
+        **{"X": int((lengths > 0).sum()), "boxes": rows_in_boxes(offsets, rows)},
     }
+
+
+def rows_in_boxes(offsets, height):
+    """Rows that boxes of this height find in the whole matrix, one from the first row of each tile on."""
+    begins = [begin for first, end in itertools.pairwise(offsets) for begin in range(first, end, height)]
+    return sum(min(height, int(offsets[-1]) - begin) for begin in begins)
 
 
 def assert_as_stated(launch, header, symbols):
