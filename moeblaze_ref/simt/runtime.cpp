@@ -82,7 +82,6 @@ struct AsyncCopy {
     const void* from;  // null: zeros
     unsigned bytes;
     unsigned group;
-    unsigned number;
 
     void finish() const { from ? (void)memcpy(to, from, bytes) : (void)memset(to, 0, bytes); }
 };
@@ -112,7 +111,7 @@ struct Thread {
     SimtExchange exchange;
     void* brought;  // to the exchange
     std::vector<AsyncCopy> copies;  // not yet done
-    unsigned group, copied;         // of the next copy: its group, its number
+    unsigned group;                 // of the next copy
     std::vector<PendingWgmma> products;
     unsigned product_group;
     const Mbarrier* awaited;
@@ -121,7 +120,7 @@ struct Thread {
         state = State::READY;
         copies.clear();
         products.clear();
-        group = copied = product_group = 0;
+        group = product_group = 0;
     }
 
     template <class Due, class Written>
@@ -139,12 +138,10 @@ struct Thread {
     }
 };
 
-// What comes to a barrier later: a box, or the arrival of a thread whose copies are done.
+// A box that comes to a barrier later.
 struct Transfer {
     Mbarrier* barrier;
     SimtSite site;
-    Thread* thread;   // null: a box
-    unsigned copies;  // of the thread, before this number
     TensorBox box;
     uint32_t shared;  // address
 };
@@ -442,10 +439,6 @@ struct Worker {
     void finish_transfer(size_t number) {
         const Transfer transfer = transfers[number];
         transfers.erase(transfers.begin() + std::ptrdiff_t(number));
-        if (transfer.thread) {
-            finish_copies(*transfer.thread, [&](const AsyncCopy& copy) { return copy.number < transfer.copies; });
-            return arrive(*transfer.barrier, *transfer.thread, transfer.site);
-        }
         transfer.box.copy(transfer.shared, [this](uint32_t address, uint64_t) {
             block_memory.forget_write(address);
             return block_memory.at(address, 16);
@@ -791,7 +784,7 @@ void simt_async_copy(void* shared, const void* global, unsigned bytes) {
     worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
     worker->shared_address(shared);  // or a fault
     Thread& self = *worker->current;
-    self.copies.push_back({shared, global, bytes, self.group, self.copied++});
+    self.copies.push_back({shared, global, bytes, self.group});
 }
 
 void simt_async_commit() { ++worker->current->group; }
@@ -815,12 +808,6 @@ void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site)
     worker->after_asynchronous();
 }
 
-void simt_mbarrier_arrive_after_copies(void* barrier, SimtSite site) {
-    Mbarrier& found = worker->barrier_at(barrier, SIMT_ATOMIC, site, __builtin_return_address(0));
-    worker->transfers.push_back({&found, site, worker->current, worker->current->copied, {}, 0});
-    worker->after_asynchronous();
-}
-
 void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
     Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
     if ((found.phase & 1) != parity) return;  // the phase before has another parity than this one
@@ -835,7 +822,7 @@ void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimens
                    SimtSite site) {
     const Thread& self = *worker->current;
     Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
-    Transfer transfer{&found, site, nullptr, 0, {{}, {begin[0], begin[1], begin[2]}}, worker->shared_address(shared)};
+    Transfer transfer{&found, site, {{}, {begin[0], begin[1], begin[2]}}, worker->shared_address(shared)};
     memcpy(&transfer.box.map, map, sizeof transfer.box.map);
     if (transfer.box.map.dimensions != dimensions)
         worker->fail_at(self, site, "has %u coordinates, but its tensor has %llu", dimensions,

@@ -52,7 +52,6 @@ unsigned simt_shared_address(const void* shared);
 // mbarrier: a phase is complete when all have arrived and all bytes that they expect are here.
 void simt_mbarrier_init(void* barrier, unsigned arrivals);
 void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site);
-void simt_mbarrier_arrive_after_copies(void* barrier, SimtSite site);  // of cp.async, by this thread so far
 void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site);
 
 // What a kernel's TensorMap holds here; innermost axis first, strides in bytes.
