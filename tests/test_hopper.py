@@ -183,7 +183,9 @@ def test_zeros_are_read_from_nowhere():
 
 def test_copies_that_nobody_waits_for_are_not_there():
     text, out = COPIES.replace("barrier_wait(&arrived, 0);", ""), np.zeros(512, np.uint32)
-    with pytest.raises(KernelFault, match=r"barrier_arrive_after_copies at test.cu:\d+ is not done when the block ends"):
+    with pytest.raises(
+        KernelFault, match=r"barrier_arrive_after_copies at test.cu:\d+ is not done when the block ends"
+    ):
         run(SIMT, text, "copies", x=np.ones(512, np.uint32), out=out, present=100)
 
 
@@ -382,6 +384,14 @@ def test_a_wrong_load_is_named(fault, monkeypatch):
     monkeypatch.setattr("test_hopper.LOAD", LOAD.replace(right, wrong))
     with pytest.raises(KernelFault, match=message):
         loaded(SIMT, random(8, 64), (64, 4), (0, 0))
+
+
+@pytest.mark.parametrize("column", [13, -4])
+def test_a_box_begins_at_a_multiple_of_16_bytes(column):
+    with pytest.raises(
+        KernelFault, match=f"tma_load at test.cu:.* begins at column {column}, which is no multiple of 16"
+    ):
+        loaded(SIMT, random(20, 200), (64, 8), (column, 2))
 
 
 def test_a_load_that_nobody_waits_for_is_not_there(monkeypatch):
