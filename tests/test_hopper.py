@@ -489,6 +489,11 @@ def test_any_number_of_blocks_in_any_order_gives_the_same_bits(kernel, blocks, i
         np.testing.assert_array_equal(array, first[name])
 
 
+@pytest.mark.parametrize("kernel", ["expert_up", "d_hidden"])
+def test_the_plain_build_is_right_too(kernel, inputs):
+    assert_right(kernel, inputs(RAGGED), SimtExecutor(instrumented=False))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("kernel", ["expert_up", "d_x_rows", "d_hidden"])
 def test_every_activation(kernel, activation, inputs):
