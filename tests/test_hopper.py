@@ -414,6 +414,14 @@ def test_a_wrong_load_is_named(fault, monkeypatch):
         loaded(SIMT, random(8, 64), (64, 4), (0, 0))
 
 
+@pytest.mark.parametrize("column", [13, -4])
+def test_a_box_begins_at_a_multiple_of_16_bytes(column):
+    with pytest.raises(
+        KernelFault, match=f"tma_load at test.cu:.* begins at column {column}, which is no multiple of 16"
+    ):
+        loaded(SIMT, random(20, 200), (64, 8), (column, 2))
+
+
 def test_a_load_that_nobody_waits_for_is_not_there(monkeypatch):
     monkeypatch.setattr(
         "test_hopper.LOAD",

@@ -560,7 +560,8 @@ struct Worker {
     void explain_wait(const Thread& waits) {
         const Mbarrier* barrier = waits.awaited;
         if (waits.state == State::AT_MBARRIER)
-            return fail_at(waits, waits.site, "waits for phase %u of a barrier that lacks %u of %u arrivals and %ld bytes",
+            return fail_at(waits, waits.site,
+                           "waits for phase %u of a barrier that lacks %u of %u arrivals and %ld bytes",
                            barrier->phase, barrier->missing, barrier->arrivals, long(barrier->bytes));
         const bool in_warp = waits.state == State::AT_WARP;
         const unsigned begin = in_warp ? warp_begin(waits.warp) : 0, end = in_warp ? warp_end(waits.warp) : num_threads;
@@ -829,6 +830,8 @@ void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimens
                         (unsigned long long)transfer.box.map.dimensions);
     else if (transfer.shared % TensorBox::ROW_BYTES)
         worker->fail_at(self, site, "writes to shared address %u, which is no multiple of 128", transfer.shared);
+    else if (begin[0] * int64_t(transfer.box.map.strides[0]) % 16)  // an illegal instruction on an H100
+        worker->fail_at(self, site, "begins at column %d, which is no multiple of 16 bytes", begin[0]);
     if (worker->failed) worker->stop();
     if (!worker->block_memory.at(transfer.shared, transfer.box.bytes()))
         worker->out_of_bounds(uint64_t(shared), unsigned(transfer.box.bytes()), SIMT_WRITE);
