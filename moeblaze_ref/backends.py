@@ -73,9 +73,24 @@ class Backend:
         """The rungs of a stage and the dtypes of each; one rung without a name where there is no ladder."""
         return getattr(self.stage(stage), "RUNGS", {None: self.dtypes})
 
+    def refusal(self, stage: str, rung: str | None) -> str:
+        """Why a rung does not run here although the backend does, as Hopper's on another GPU; empty if it does."""
+        options = _SURROUNDINGS[self.name](rung)[-1]
+        return refusal(options["executor"], stage, rung) if "executor" in options else ""
+
     def open(self, stage: str, rung: str | None = None) -> "OpenStage":
         """The stage as functions of numpy arrays, with every output poisoned before a kernel writes it."""
         return OpenStage(self.stage(stage), *_SURROUNDINGS[self.name](rung))
+
+
+def refusal(executor: Any, stage: str, rung: str) -> str:
+    """Why an executor of raw CUDA does not run a rung, by its file's header; empty if it does."""
+    folder = "expert_up" if stage == "layer" else stage  # the layer's rungs are its projections'
+    try:
+        executor.check(f"{folder}/{rung}.cu")
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class OpenStage:

@@ -37,11 +37,11 @@ class Row:
         Kernel file of a raw CUDA stage, without its ending.
     dtype : str
     shape : str or None
-        Sizes of the case and what is hard about it.
+        Sizes of the case and what is hard about it; of an unavailable rung, what it needs.
     error, bound : float or None
         Worst relative error over the tensors (for int32: elements that differ), and its limit.
     ok, available : bool
-        An unavailable backend is never ok.
+        An unavailable backend or rung is never ok.
     """
 
     stage: str
@@ -108,9 +108,9 @@ def _row(backend, stage, rung, direction, dtype, shape, error, bound) -> Row:
     return Row(stage, direction, backend.name, rung, dtype, shape, error, bound, error <= bound, True)
 
 
-def unavailable(backend: Backend, stage: str) -> Row:
-    """The row of a backend that cannot run here."""
-    return Row(stage, "forward", backend.name, None, "-", None, None, None, False, False)
+def unavailable(backend: Backend, stage: str, rung: str | None = None, reason: str | None = None) -> Row:
+    """The row of a backend that cannot run here, or of one of its rungs, which says why in the shape's place."""
+    return Row(stage, "forward", backend.name, rung, "-", reason, None, None, False, False)
 
 
 def in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
@@ -151,13 +151,20 @@ def plan(
             if not available:
                 jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
                 continue
-            for rung, case in itertools.product(backend.rungs(stage), in_reach(backend, cases)):
-                check = check_dispatch if stage == "dispatch" else functools.partial(check_stage, stage=stage)
-                jobs.append(functools.partial(_run, check, backend, stage, rung, case))
+            for rung in backend.rungs(stage):
+                jobs += _plan_rung(backend, stage, rung, cases)
     if not jobs:
         has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in chosen)
         raise ValueError(f"nothing to check: no stage of {', '.join(stages)} in these backends ({has})")
     return jobs
+
+
+def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Callable[[], list[Row]]]:
+    """One thunk for each case, or one that says why the rung does not run here."""
+    if reason := backend.refusal(stage, rung):
+        return [lambda: [unavailable(backend, stage, rung, reason)]]
+    check = check_dispatch if stage == "dispatch" else functools.partial(check_stage, stage=stage)
+    return [functools.partial(_run, check, backend, stage, rung, case) for case in in_reach(backend, cases)]
 
 
 def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], list[Row]]]:
@@ -197,6 +204,6 @@ def run(*arguments, **options) -> list[Row]:
 
 
 def passed(rows: list[Row]) -> bool:
-    """Whether something was checked and nothing failed; an unavailable backend decides neither."""
+    """Whether something was checked and nothing failed; an unavailable backend or rung decides neither."""
     checked = [row for row in rows if row.available]
     return bool(checked) and all(row.ok for row in checked)

@@ -110,10 +110,13 @@ def verdict(rows: list[Row]) -> Text:
     """One sentence: how many passed, failed, could not run."""
     checked = [row for row in rows if row.available]
     failed = sum(not row.ok for row in checked)
-    missing = sorted({row.backend for row in rows if not row.available})
+    missing = sorted({row.backend for row in rows if not row.available and row.rung is None})
+    left_out = sorted({f"{row.backend} {row.rung}" for row in rows if not row.available and row.rung})
     text = f"{len(checked) - failed} passed, {failed} failed"
     if missing:
         text += f"; unavailable here: {', '.join(missing)} (moeblaze doctor says why)"
+    if left_out:
+        text += f"; not for this GPU: {', '.join(left_out)}"
     return Text(text, style="bold green" if passed(rows) else "bold red")
 
 

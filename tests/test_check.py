@@ -11,6 +11,9 @@ from moeblaze_ref import check
 from moeblaze_ref.backends import BACKENDS, STAGES, Status
 from moeblaze_ref.cases import make_case, option_cases, standard_cases
 from moeblaze_ref.check import Row
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource
+from moeblaze_ref.terminal import verdict
 
 CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
 FLOATING = [stage for stage in STAGES if stage != "dispatch"]
@@ -145,6 +148,20 @@ def test_an_unavailable_backend_is_listed_and_never_ok(monkeypatch):
     assert check.passed(rows)
     assert not check.passed(check.run(["dispatch"], ["cuda"], CASES)), "nothing was checked"
     assert not check.passed([])
+
+
+def test_a_rung_that_needs_another_gpu_is_left_out_with_a_word(monkeypatch):
+    def check_as_an_a100(self, file):
+        KernelSource.read(file, {}).check_gpu((8, 0), "NVIDIA A100")
+
+    monkeypatch.setattr(SimtExecutor, "check", check_as_an_a100)
+    rows = check.run(["expert_down", "layer"], ["simt"], [make_case(33, 8, 16, 4, 2)])
+    (down, layer) = [row for row in rows if row.rung == "4_hopper"]
+    needs = "needs compute capability 9.0 exactly, but NVIDIA A100 has 8.0"
+    assert down.shape == f"expert_down/4_hopper.cu {needs}" and layer.shape == f"expert_up/4_hopper.cu {needs}"
+    assert not (down.available or down.ok or layer.available or layer.ok)
+    assert check.passed(rows) and {row.rung for row in rows if row.ok} >= {"1_naive", "2_tiled", "3_mma"}
+    assert str(verdict(rows)).endswith("; not for this GPU: simt 4_hopper")
 
 
 def test_a_failure_of_one_row_fails_the_whole():

@@ -1,5 +1,6 @@
 """The expert stages in raw CUDA: every rung, dtype and activation on the CPU, what they ask of memory, and teeth."""
 
+import itertools
 from contextlib import nullcontext
 
 import ml_dtypes
@@ -23,6 +24,7 @@ EVERY = [
     (stage, rung, dtype) for stage, module in STAGES.items() for rung, able in module.RUNGS.items() for dtype in able
 ]
 RAGGED = make_case(137, 24, 72, 5, 3, "zipf", "no tile divides it")
+SEVERAL_TILES = make_case(333, 136, 264, 5, 2, "empty", "several tiles of the Hopper kernels, two experts without rows")
 
 
 def opened(stage, rung, seed=0):
@@ -36,10 +38,10 @@ def on(stage, rung, executor):
     return OpenStage(STAGES[stage], nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
-def verdicts(stage, rung, case, dtype, **options):
+def verdicts(stage, rung, case, dtype, executor=None):
     """{direction: (error, bound)} of a rung on a case in a dtype."""
     rounded = case.astype(dtype)
-    found = comparisons.RUN[stage](opened(stage, rung, **options), rounded)
+    found = comparisons.RUN[stage](on(stage, rung, executor or SimtExecutor()), rounded)
     exact, peer = (comparisons.EXPECT[stage](rounded, t) for t in (torch.float64, getattr(torch, dtype)))
     return {d: comparisons.judge(found[d], exact[d], dtype, peer[d]) for d in exact}
 
@@ -47,6 +49,13 @@ def verdicts(stage, rung, case, dtype, **options):
 def assert_right(*arguments, **options):
     for direction, (error, bound) in verdicts(*arguments, **options).items():
         assert error <= bound, direction
+
+
+def assert_same_bits(found, expected):
+    """Equal arrays in each direction."""
+    for direction in expected:
+        for name, array in expected[direction].items():
+            np.testing.assert_array_equal(found[direction][name], array, err_msg=name)
 
 
 @pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
@@ -93,6 +102,29 @@ def test_hard_shapes(stage, rung, case):
     assert_right(stage, rung, case, STAGES[stage].RUNGS[rung][-1])
 
 
+def blocks_that_stay(blocks, seed):
+    """An executor of a device with so many multiprocessors, each of which keeps a block of rung 4_hopper."""
+    executor = SimtExecutor(seed=seed)
+    executor.multiprocessors = blocks
+    return executor
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 17])
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_any_number_of_blocks_that_stay_gives_the_same_bits(stage, blocks):
+    case = SEVERAL_TILES.astype("bfloat16")
+    first, second = (
+        comparisons.RUN[stage](on(stage, "4_hopper", executor), case)
+        for executor in (SimtExecutor(), blocks_that_stay(blocks, seed=blocks))
+    )
+    assert_same_bits(second, first)
+
+
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_the_plain_build_of_the_hopper_kernels_is_right_too(stage):
+    assert_right(stage, "4_hopper", RAGGED, "float16", executor=SimtExecutor(instrumented=False))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("stage", "rung"), [(s, r) for s in ("expert_up", "expert_down") for r in expert_up.RUNGS])
 def test_every_activation(stage, rung, activation):
@@ -104,9 +136,7 @@ def test_every_activation(stage, rung, activation):
 def test_every_order_of_threads_gives_the_same_bits(stage, rung, dtype):
     case = make_case(70, 16, 24, 3, 2).astype(dtype)
     first, second = (comparisons.RUN[stage](opened(stage, rung, seed), case) for seed in (0, 7))
-    for direction in first:
-        for name, array in first[direction].items():
-            np.testing.assert_array_equal(array, second[direction][name], err_msg=name)
+    assert_same_bits(second, first)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -140,15 +170,24 @@ def counted(stage, rung, case):
 
 def header_symbols(rung, case):
     """What the formulas of a header mean for a case."""
-    lengths = np.diff(build_by_sort(case.topk_experts, case.E).expert_token_offsets)
+    offsets = build_by_sort(case.topk_experts, case.E).expert_token_offsets
+    lengths = np.diff(offsets)
     d, h = case.weights.w1.shape[1:]
-    rows = {"2_tiled": 64, "3_mma": 128}.get(rung, 1)
+    rows = {"2_tiled": 64, "3_mma": 128, "4_hopper": 128}.get(rung, 1)
+    columns = 256 if rung == "4_hopper" else 64
     return {
         **{"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256},
         **{"s": np.dtype(case.x.dtype).itemsize, "G": 2 if is_gated(case.activation) else 1, "P": 1, "Y": 1},
-        **{"C": -(-h // 64), "D": -(-d // 64), "H": -(-h // 128), "W": -(-d // 128)},
-        **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // 64)},
+        **{"C": -(-h // columns), "D": -(-d // columns), "H": -(-h // 128), "W": -(-d // 128)},
+        **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // columns)},
+        **{"X": int((lengths > 0).sum()), "boxes": rows_in_boxes(offsets, rows)},
     }
+
+
+def rows_in_boxes(offsets, height):
+    """Rows that boxes of this height find in the whole matrix, one from the first row of each tile on."""
+    begins = [begin for first, end in itertools.pairwise(offsets) for begin in range(first, end, height)]
+    return sum(min(height, int(offsets[-1]) - begin) for begin in begins)
 
 
 def assert_as_stated(launch, header, symbols):
@@ -172,6 +211,19 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dty
     assert {launch.kernel for launch in launches} == headers.keys()
     for launch in launches:
         assert_as_stated(launch, headers[launch.kernel], header_symbols(rung, case))
+
+
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_blocks_that_stay_ask_for_what_their_headers_state(stage):
+    case, headers = SEVERAL_TILES.astype("float16"), stated(f"{stage}/4_hopper.cu")
+    dispatch, symbols = build_by_sort(case.topk_experts, case.E), header_symbols("4_hopper", case)
+    launches = [launch for launch in counted(stage, "4_hopper", case) if launch.kernel in headers]
+    assert {launch.kernel for launch in launches} == headers.keys()
+    for launch in launches:
+        assert_as_stated(launch, headers[launch.kernel], symbols)
+        assert launch.grid == (SimtExecutor.multiprocessors, 1, 1) and launch.block == (gemm.HOPPER_THREADS, 1, 1)
+    asked = gemm.rows_launch(SimtExecutor(), "4_hopper", dispatch, 0)["shared_bytes"]
+    assert {evaluate(header.shared, symbols) for header in headers.values()} == {asked}
 
 
 @pytest.mark.parametrize("stores", [("a", "b"), ("y_swi",)], ids="+".join)
@@ -352,6 +404,187 @@ FAULTS = {
         "(long long)token_index_map[slot] * terms",
         "slot * terms",
     ),
+    "hopper: no wait for the operands": (
+        "expert_up",
+        "4_hopper",
+        "barrier_wait(&shared.full[turn.stage], turn.parity);",
+        ";",
+    ),
+    "hopper: no wait for a free stage": (
+        "expert_down",
+        "4_hopper",
+        "barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);",
+        ";",
+    ),
+    "hopper: wrong parity": (
+        "expert_up",
+        "4_hopper",
+        "barrier_wait(&shared.full[turn.stage], turn.parity);",
+        "barrier_wait(&shared.full[turn.stage], turn.parity ^ 1);",
+    ),
+    "hopper: stage free before it is read": ("expert_up", "4_hopper", "wgmma_wait<1>();", ";"),
+    "hopper: stage free while it is read": (
+        "expert_down",
+        "4_hopper",
+        "if (step > 0) ring.release(ring.before());",
+        "ring.release(ring.turn.stage);",
+    ),
+    "hopper: every lane frees the stage": (
+        "expert_up",
+        "4_hopper",
+        "if (lane_id() == 0) barrier_arrive(&shared.empty",
+        "barrier_arrive(&shared.empty",
+    ),
+    "hopper: no last wait": ("expert_down", "4_hopper", "wgmma_wait<0>();", ";"),
+    "hopper: products in no group": ("expert_up", "4_hopper", "wgmma_commit();\n", ";\n"),
+    "hopper: no fence before the product": (
+        "expert_up",
+        "4_hopper",
+        "    fence_async_proxy();\n    __syncwarp();",
+        "    __syncwarp();",
+    ),
+    "hopper: copies not awaited": ("expert_down", "4_hopper", "cp_async_wait<PENDING>();", ";"),
+    "hopper: one stage of copies too many under way": (
+        "expert_up",
+        "4_hopper",
+        "arrive_copied<1>(copied)",
+        "arrive_copied<2>(copied)",
+    ),
+    "hopper: last copies not awaited": (
+        "expert_down",
+        "4_hopper",
+        "arrive_copied<0>(copied)",
+        "arrive_copied<1>(copied)",
+    ),
+    "hopper: expects no bytes": (
+        "expert_up",
+        "4_hopper",
+        "barrier_arrive_expecting(full, B_BYTES);",
+        "barrier_arrive(full);",
+    ),
+    "hopper: expects half": (
+        "expert_down",
+        "4_hopper",
+        "barrier_arrive_expecting(full, A_BYTES + B_BYTES);",
+        "barrier_arrive_expecting(full, B_BYTES);",
+    ),
+    "hopper: expects boxes that do not come": (
+        "expert_up",
+        "4_hopper",
+        "whole ? PLAIN * TILE_DEPTH * 2 : 0",
+        "PLAIN * TILE_DEPTH * 2",
+    ),
+    "hopper: waits for one arrival only": ("expert_up", "4_hopper", "1 + (COPYING ? WARPGROUP / WARP : 0)", "1"),
+    "hopper: no barrier after the ring is made": (
+        "expert_down",
+        "4_hopper",
+        "        barrier_init_fence();\n    }\n    __syncthreads();",
+        "        barrier_init_fence();\n    }",
+    ),
+    "hopper: copies not swizzled": ("expert_up", "4_hopper", "(chunk ^ row % 8) * 16", "chunk * 16"),
+    "hopper: half of the swizzle": ("expert_down", "4_hopper", "(chunk ^ row % 8) * 16", "(chunk ^ row % 4) * 16"),
+    "hopper: stages begin anywhere": ("expert_up", "4_hopper", "SHARED_ALIGNMENT = 1024", "SHARED_ALIGNMENT = 128"),
+    "hopper: along the wrong axis": (
+        "expert_up",
+        "4_hopper",
+        "grouped_matmul<false, false, false, 0>",
+        "grouped_matmul<false, false, true, 0>",
+    ),
+    "hopper: wrong place in the depth": (
+        "expert_down",
+        "4_hopper",
+        "B_STEP = B_ALONG_N ? 16 * 128 : 32",
+        "B_STEP = B_ALONG_N ? 8 * 128 : 32",
+    ),
+    "hopper: wrong distance of panels": (
+        "expert_up",
+        "4_hopper",
+        "wgmma_operand(stage.b, PANEL_BYTES)",
+        "wgmma_operand(stage.b, PANEL_BYTES / 2)",
+    ),
+    "hopper: last step dropped": (
+        "expert_up",
+        "4_hopper",
+        "steps((depth + TILE_DEPTH - 1) / TILE_DEPTH)",
+        "steps(depth / TILE_DEPTH)",
+    ),
+    "hopper: last step of the rows dropped": (
+        "expert_down",
+        "4_hopper",
+        "(end - begin + TILE_DEPTH - 1) / TILE_DEPTH",
+        "(end - begin) / TILE_DEPTH",
+    ),
+    "hopper: depth not cut off": ("expert_up", "4_hopper", "% 8 * CHUNK < d;", "% 8 * CHUNK < d + 64;"),
+    "hopper: depth has the next expert's rows": ("expert_up", "4_hopper", "inside && row(i) < rows", "inside"),
+    "hopper: row tail stored": ("expert_down", "4_hopper", "return row < tile.rows ? rows +", "return true ? rows +"),
+    "hopper: row tail of y_swi stored": ("expert_up", "4_hopper", "row >= tile.rows || column >= h", "column >= h"),
+    "hopper: column tail stored": ("expert_up", "4_hopper", "if (row && column < width)", "if (row)"),
+    "hopper: tile of no rows not stored": (
+        "expert_down",
+        "4_hopper",
+        "        store(tile, results, ring);",
+        "        if (tile.steps > 0) store(tile, results, ring);",
+    ),
+    "hopper: sums of the tile before": (
+        "expert_up",
+        "4_hopper",
+        "    while (tiles.next(tile)) {\n        Results results{{}, shared.scratch[warp_id() - WARPGROUP / WARP]};",
+        "    Results results{{}, shared.scratch[warp_id() - WARPGROUP / WARP]};\n    while (tiles.next(tile)) {",
+    ),
+    "hopper: rows of other tokens": ("expert_up", "4_hopper", "/ 8 + i * AT_ONCE, rows - 1)", "/ 8 + i * 8, rows - 1)"),
+    "hopper: rows not gathered": (
+        "expert_down",
+        "4_hopper",
+        "return tokens[min(row, tile.end - tile.begin - 1)];",
+        "return min(row, tile.end - tile.begin - 1);",
+    ),
+    "hopper: tokens of the step before": ("expert_up", "4_hopper", "now = __shfl_down_sync(FULL_WARP, now, 16);", ";"),
+    "hopper: tokens not read ahead": ("expert_down", "4_hopper", "later = read(step + 2);", "later = read(step);"),
+    "hopper: weights of another expert": ("expert_down", "4_hopper", "p, tile.expert);", "p, 0);"),
+    "hopper: second weights are the first": ("expert_up", "4_hopper", "second ? &w2 : &w1, full, p", "&w1, full, p"),
+    "hopper: columns of w1 for those of w2": ("expert_up", "4_hopper", "second ? &w2 : &w1, full,\n", "&w1, full,\n"),
+    "hopper: every second tile of a block dropped": (
+        "expert_up",
+        "4_hopper",
+        "number += gridDim.x;",
+        "number += 2 * gridDim.x;",
+    ),
+    "hopper: last tile dropped": (
+        "expert_up",
+        "4_hopper",
+        "if (number >= numbers[E]) return false;",
+        "if (number >= numbers[E] - 1) return false;",
+    ),
+    "hopper: unscaled gate": (
+        "expert_down",
+        "4_hopper",
+        "gate_of_row[tile.first + min(Results::row(half), tile.rows - 1)]",
+        "1.0f",
+    ),
+    "hopper: a and b not awaited": (
+        "expert_down",
+        "4_hopper",
+        "const Stage& stage = ring.wait();",
+        "const Stage& stage = shared.stages[ring.turn.stage];",
+    ),
+    "hopper: a and b overwritten while read": (
+        "expert_down",
+        "4_hopper",
+        "const Stage& stage = ring.wait();",
+        "const Stage& stage = ring.wait();\n                ring.release(ring.turn.stage);",
+    ),
+    "hopper: gate term of half of the columns": (
+        "expert_down",
+        "4_hopper",
+        "terms[half] += __shfl_xor_sync(FULL_WARP, terms[half], 2);",
+        ";",
+    ),
+    "hopper: gate terms of all tiles in one place": (
+        "expert_down",
+        "4_hopper",
+        "* column_tiles + tile.column / TILE_COLUMNS]",
+        "* column_tiles]",
+    ),
     "combine: unscaled gate": ("combine", "1_gather", "sum += gates[slot] * to_float(", "sum += to_float("),
     "combine: one slot": ("combine", "1_gather", "for (int j = 0; j < k; ++j)", "for (int j = 0; j < 1; ++j)"),
     "combine: zeros": (
@@ -390,6 +623,7 @@ class Planted(SimtExecutor):
 
     def __init__(self, fault):
         super().__init__(seed=3)
+        self.multiprocessors = 2  # so that a block of rung 4_hopper has several tiles
         stage, file, self.right, self.wrong = FAULTS[fault]
         self.file = f"{stage}/{file}.cu"
         self.text = inlined(self.file)
@@ -403,7 +637,7 @@ class Planted(SimtExecutor):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     stage, rung = FAULTS[fault][:2]
-    case = SEVERAL_TURNS if rung in ("2_vector", "0_sum_rows") else RAGGED
+    case = {"2_vector": SEVERAL_TURNS, "0_sum_rows": SEVERAL_TURNS, "4_hopper": SEVERAL_TILES}.get(rung, RAGGED)
     rung = {"0_gates": "1_naive", "0_sum_rows": "2_tiled"}.get(rung, rung)
     dtype = STAGES[stage].RUNGS[rung][0]
     case = case.astype(dtype)

@@ -11,6 +11,7 @@ from moeblaze_ref import check
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import ROUTINGS, make_case
 from moeblaze_ref.config import POLICIES
+from moeblaze_ref.raw_cuda import gemm
 
 EXAMPLES = 1_000
 RUNS = [
@@ -34,7 +35,7 @@ def checks(draw):
     E = draw(st.integers(2 if routes else 1, 12))
     k = draw(st.integers(1, E))
     tokens = st.one_of(st.just(0), st.integers(32, 90)) if narrow else st.integers(0, 90)
-    widths = st.sampled_from([8, 16, 40, 72]) if rung == "3_mma" else st.integers(1, 70)
+    widths = st.sampled_from([8, 16, 40, 72]) if rung in gemm.TENSOR_CORES else st.integers(1, 70)
     case = make_case(
         L=draw(tokens),
         d=draw(widths),

@@ -98,6 +98,18 @@ FAULTS = [
     Fault(
         "fragments not transposed", "expert_up", "3_mma", "ldmatrix_x4_transposed(registers,", "ldmatrix_x4(registers,"
     ),
+    Fault("last step dropped", "expert_up", "4_hopper", "(depth + TILE_DEPTH - 1) / TILE_DEPTH", "depth / TILE_DEPTH"),
+    Fault("wrong expert's weights", "expert_up", "4_hopper", "PANEL, p, tile.expert);", "PANEL, p, 0);"),
+    Fault("copies not awaited", "expert_up", "4_hopper", "cp_async_wait<PENDING>();", ";"),
+    Fault("missing wait", "expert_down", "4_hopper", "barrier_wait(&shared.full[turn.stage], turn.parity);", ";"),
+    Fault("row tail stored", "expert_down", "4_hopper", "return row < tile.rows ?", "return true ?"),
+    Fault(
+        "unscaled gate",
+        "expert_down",
+        "4_hopper",
+        "gates[half] = gate_of_row[tile.first + min(Results::row(half), tile.rows - 1)];",
+        "gates[half] = 1.0f;",
+    ),
     Fault("unscaled gate", "expert_down", "1_naive", "d_y = gate * d;", "d_y = d;"),
     Fault("slope left out", "expert_down", "1_naive", "d_y * to_float(b_value) * slope", "d_y * to_float(b_value)"),
     Fault(
@@ -183,4 +195,8 @@ def test_every_stage_and_rung_has_a_fault():
     assert len(FAULTS) >= 25
     rungs = {(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)}
     planted = {(fault.stage, fault.rung) for fault in FAULTS}
-    assert rungs - planted <= {("layer", "1_naive"), ("layer", "3_mma")}  # the kernels of the expert stages
+    assert rungs - planted <= {
+        ("layer", "1_naive"),
+        ("layer", "3_mma"),
+        ("layer", "4_hopper"),
+    }  # the kernels of the expert stages

@@ -1,7 +1,26 @@
 // expert_down, rung 4: Hopper.
+//
+// Purpose      y = y_swi w3 for every routed row; in the backward the gradients of a, b, the
+//              gates and w3 from that of the layer's output.
+// Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5; the gate gradient without any kept
+//              expert output, and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
+// Idea         The products of rung 3 on grouped_matmul: one warpgroup loads, by TMA and gathered
+//              rows by cp.async, while two multiply by wgmma; a block stays and takes tile after
+//              tile.
+// Runs on      sm_90a; SIMT executor.
+// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION. d and h are multiples of 8.
+// Determinism  Same input, same bits: each output element has one writer, sums run in order.
+//
+// kernel       grid             block  shared bytes  bytes read                                                                          bytes written
+// expert_down  multiprocessors  384    222280 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h boxes D + 2 d h tiles                           2 R d
+// d_hidden     multiprocessors  384    222280 + 8 E  256 blocks ceil((E + 1) / 32) + (6144 + 256 d) tiles C + 2 d h tiles + 2 h G boxes  2 R h (1 + G) + 4 R C
+// d_w3         multiprocessors  384    222280 + 8 E  3072 E H D + 512 (tiles + X) H D + 2 R d H + 2 R h D                                2 E h d
+// G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), H = ceil(h / 128).
+// blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
+// experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
+// whole matrix. 2 R d h FLOPs a GEMM. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
-
 
 // Every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)

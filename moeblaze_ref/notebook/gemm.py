@@ -14,7 +14,7 @@ from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
 from moeblaze_ref.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.notebook.sources import inlined
 from moeblaze_ref.raw_cuda import expert_down, expert_up, gemm
-from moeblaze_ref.raw_cuda.runtime import ceil_div
+from moeblaze_ref.raw_cuda.runtime import ceil_div, simt_executor
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
 from moeblaze_ref.structures import Dispatch
 
@@ -98,7 +98,9 @@ def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], width: 
         "C": ceil_div(config.h, gemm.COLUMNS),
         "D": ceil_div(config.d, gemm.COLUMNS),
         "tiles": sum(ceil_div(length, rows) for length in lengths),
-        "blocks": prod(gemm.rows_launch(rung, config, width)["grid"]),  # of a dispatch it reads but L, R and E
+        "blocks": prod(
+            gemm.rows_launch(simt_executor(), rung, config, width)["grid"]
+        ),  # of a dispatch it reads but L, R and E
         "THREADS": gemm.THREADS,
     }
 

@@ -40,12 +40,13 @@ struct TensorBox {
     template <class Visit>
     void each_row(Visit visit) const {
         const uint64_t first = elements_before(0), last = elements_before(int64_t(map.extents[0]));
+        const uint64_t element = map.strides[0];
         for (uint64_t row = 0; row < map.box[1] * map.box[2]; ++row) {
             const int64_t at1 = begin[1] + int64_t(row % map.box[1]), at2 = begin[2] + int64_t(row / map.box[1]);
-            const bool inside = holds(1, at1) && holds(2, at2) && first < last;
+            const uint64_t elements = holds(1, at1) && holds(2, at2) && first < last ? last - first : 0;
             const uint64_t column = uint64_t(begin[0] + int64_t(first));
-            const uint64_t from = map.address + column * map.strides[0] + uint64_t(at1) * map.strides[1] + uint64_t(at2) * map.strides[2];
-            visit(row, first * map.strides[0], from, inside ? (last - first) * map.strides[0] : 0);
+            const uint64_t line = map.address + uint64_t(at1) * map.strides[1] + uint64_t(at2) * map.strides[2];
+            visit(row, first * element, line + column * element, elements * element);
         }
     }
 
@@ -102,7 +103,7 @@ inline float to_float(uint16_t bits, bool bfloat16) {
     if (bfloat16) return std::bit_cast<float>(uint32_t(bits) << 16);
     const uint32_t magnitude = uint32_t(bits & 0x7fff) << 13, sign = uint32_t(bits & 0x8000) << 16;
     const bool finite = (bits & 0x7c00) != 0x7c00;
-    const float value = finite ? std::bit_cast<float>(magnitude) * 0x1p112f : std::bit_cast<float>(magnitude | 0x7f800000);
+    const float value = std::bit_cast<float>(finite ? magnitude : magnitude | 0x7f800000) * (finite ? 0x1p112f : 1.0f);
     return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
 }
 
@@ -115,10 +116,11 @@ struct WarpProduct {
     // warp: of the warpgroup.
     template <class Locate>
     WarpProduct(const SimtWgmma& step, unsigned warp, Locate locate) : b{}, sums{} {
-        Operand(step.a, step.a_along_rows).each(warp * ROWS, ROWS, locate, [&](unsigned row, unsigned k, uint16_t bits) {
+        const Operand left(step.a, step.a_along_rows), right(step.b, step.b_along_rows);
+        left.each(warp * ROWS, ROWS, locate, [&](unsigned row, unsigned k, uint16_t bits) {
             a[row][k] = to_float(bits, step.bfloat16);
         });
-        Operand(step.b, step.b_along_rows).each(0, step.columns, locate, [&](unsigned column, unsigned k, uint16_t bits) {
+        right.each(0, step.columns, locate, [&](unsigned column, unsigned k, uint16_t bits) {
             b[k][column] = to_float(bits, step.bfloat16);
         });
         for (unsigned row = 0; row < ROWS; ++row)

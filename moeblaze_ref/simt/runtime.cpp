@@ -18,6 +18,7 @@
 
 #include "fiber.hpp"
 #include "hopper.hpp"
+#include "shared_memory.hpp"
 #include "simt_abi.h"
 #include "traffic.hpp"
 
@@ -26,18 +27,6 @@ extern "C" void* __tls_get_addr(void*);  // of the loader
 namespace {
 
 constexpr unsigned WARP = 32;
-
-struct Range {
-    uint64_t begin = 0, bytes = 0;
-    bool holds(uint64_t address, uint64_t size) const {
-        return address >= begin && address - begin <= bytes && bytes - (address - begin) >= size;
-    }
-    // Bytes between the address and the range; 0 inside.
-    uint64_t distance(uint64_t address) const {
-        return address < begin ? begin - address : address - std::min(address, begin + bytes);
-    }
-    void fill(uint16_t value) const { std::fill_n(reinterpret_cast<uint16_t*>(begin), bytes / sizeof value, value); }
-};
 
 // A loaded kernel file: its code and constants, and its static shared memory, which is the
 // thread_local storage that every operating-system thread has of it.
@@ -93,7 +82,6 @@ struct AsyncCopy {
     const void* from;  // null: zeros
     unsigned bytes;
     unsigned group;
-    unsigned number;
 
     void finish() const { from ? (void)memcpy(to, from, bytes) : (void)memset(to, 0, bytes); }
 };
@@ -102,7 +90,7 @@ struct PendingWgmma {
     SimtWgmma step;
     SimtSite site;
     unsigned group;
-    uint64_t fenced;  // when the thread last did before it
+    uint64_t last_fence;  // of its thread
 
     bool same_as(const PendingWgmma& other) const {
         const SimtWgmma &one = step, &two = other.step;
@@ -113,7 +101,7 @@ struct PendingWgmma {
 struct Thread {
     Fiber fiber;
     SimtDim index;
-    unsigned lane, warp;
+    unsigned number, lane, warp;
     State state;
     SimtSite site;  // where it waits
     int block_op;
@@ -123,18 +111,16 @@ struct Thread {
     SimtExchange exchange;
     void* brought;  // to the exchange
     std::vector<AsyncCopy> copies;  // not yet done
-    unsigned group, copied;         // of the next copy: its group, its number
+    unsigned group;                 // of the next copy
     std::vector<PendingWgmma> products;
     unsigned product_group;
-    uint64_t fenced;  // when it last ordered shared memory before what the asynchronous engines read
     const Mbarrier* awaited;
 
     void begin_block() {
         state = State::READY;
         copies.clear();
         products.clear();
-        group = copied = product_group = 0;
-        fenced = 0;
+        group = product_group = 0;
     }
 
     template <class Due, class Written>
@@ -152,20 +138,12 @@ struct Thread {
     }
 };
 
-// What comes to a barrier later: a box, or the arrival of a thread whose copies are done.
+// A box that comes to a barrier later.
 struct Transfer {
     Mbarrier* barrier;
     SimtSite site;
-    Thread* thread;   // null: a box
-    unsigned copies;  // of the thread, before this number
     TensorBox box;
     uint32_t shared;  // address
-};
-
-// The last write of a thread to 16 bytes of shared memory; those of the copy engine need no fence.
-struct Write {
-    uint64_t clock = 0;
-    const Thread* writer = nullptr;
 };
 
 class Random {  // splitmix64
@@ -192,13 +170,11 @@ struct Worker {
     const SimtLaunch* launch;
     std::vector<SimtBuffer> buffers;  // this worker's counters
     SimtShared shared;
-    Range image, static_shared, dynamic_shared;
+    Range image;
+    SharedMemory block_memory;
     std::vector<char> dynamic_memory;
     std::map<uint64_t, Mbarrier> barriers;  // of the block, by address
     std::vector<Transfer> transfers;        // not yet done, in order
-    std::vector<Write> writes;              // the last of each 16 bytes of shared memory
-    uint64_t clock = 0;                     // goes on at every fence and block
-    uint64_t block_began = 0;
 
     std::vector<std::unique_ptr<Thread>> pool;
     unsigned num_threads = 0;
@@ -227,6 +203,17 @@ struct Worker {
         va_end(arguments);
     }
 
+    // The same, of an operation at its line of the source.
+    __attribute__((format(printf, 4, 5)))
+    void fail_at(const Thread& thread, const SimtSite& site, const char* format, ...) {
+        char what[256];
+        va_list arguments;
+        va_start(arguments, format);
+        vsnprintf(what, sizeof what, format, arguments);
+        va_end(arguments);
+        fail(thread, "%s at %s:%d %s", site.operation, site.file, site.line, what);
+    }
+
     // The faulting thread never runs again; its stack is abandoned, not unwound.
     [[noreturn]] void stop() { _longjmp(scheduler, 1); }
 
@@ -244,17 +231,16 @@ struct Worker {
         failed = false;
         dynamic_memory.resize(next->dynamic_shared_bytes + 128);
         const uint64_t start = (uint64_t(dynamic_memory.data()) + 127) / 128 * 128;
-        dynamic_shared = {start, next->dynamic_shared_bytes};
         const KernelFile file(next->entry);
         image = file.image;
-        static_shared = file.static_shared();
-        place_shared_memory();
-
         num_threads = next->block.x * next->block.y * next->block.z;
+        block_memory.place(file.static_shared(), {start, next->dynamic_shared_bytes}, num_threads);
+
         while (pool.size() < num_threads) pool.push_back(std::make_unique<Thread>());
         for (unsigned i = 0; i < num_threads; ++i) {
             Thread& thread = *pool[i];
             thread.index = {i % next->block.x, i / next->block.x % next->block.y, i / (next->block.x * next->block.y)};
+            thread.number = i;
             thread.lane = i % WARP;
             thread.warp = i / WARP;
             thread.fiber.restart(thread_body);
@@ -267,11 +253,9 @@ struct Worker {
         block_number = number;
         block = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
         random = Random(launch->seed + 0x632be59bd9b4e019u * (number + 1));
-        static_shared.fill(uint16_t(launch->poison));
-        dynamic_shared.fill(uint16_t(launch->poison));
+        block_memory.begin_block(uint16_t(launch->poison));
         barriers.clear();
         transfers.clear();
-        block_began = ++clock;
         for (unsigned i = 0; i < num_threads; ++i) pool[i]->begin_block();
         favourite = launch->seed ? unsigned(random.next() % warps.size()) : 0;
         while (!failed && run_round()) {
@@ -283,7 +267,8 @@ struct Worker {
     // does what comes to an mbarrier. False when the block has ended.
     bool run_round() {
         bool ran = false;
-        if (launch->seed && !transfers.empty() && random.next() % 8 == 0) finish_transfer(random.next() % transfers.size());
+        if (launch->seed && !transfers.empty() && random.next() % 8 == 0)
+            finish_transfer(random.next() % transfers.size());
         if (!launch->seed)
             for (unsigned warp = 0; warp < warps.size() && !failed; ++warp) ran |= run_warp(warp);
         else if (find_random_warp())
@@ -412,14 +397,13 @@ struct Worker {
         aligned_access(uint64_t(address), sizeof(uint64_t), kind, instruction);
         const auto found = barriers.find(uint64_t(address));
         if (found != barriers.end()) return found->second;
-        fail(*current, "%s at %s:%d meets no initialised barrier", site.operation, site.file, site.line);
+        fail_at(*current, site, "meets no initialised barrier");
         stop();
     }
 
     void arrive(Mbarrier& barrier, const Thread& thread, SimtSite site) {
         if (barrier.missing == 0)
-            return fail(thread, "%s at %s:%d is an arrival too many: the phase has had its %u", site.operation, site.file,
-                        site.line, barrier.arrivals);
+            return fail_at(thread, site, "is an arrival too many: the phase has had its %u", barrier.arrivals);
         --barrier.missing;
         turn(barrier);
     }
@@ -455,13 +439,9 @@ struct Worker {
     void finish_transfer(size_t number) {
         const Transfer transfer = transfers[number];
         transfers.erase(transfers.begin() + std::ptrdiff_t(number));
-        if (transfer.thread) {
-            finish_copies(*transfer.thread, [&](const AsyncCopy& copy) { return copy.number < transfer.copies; });
-            return arrive(*transfer.barrier, *transfer.thread, transfer.site);
-        }
         transfer.box.copy(transfer.shared, [this](uint32_t address, uint64_t) {
-            writes[address / WRITE_BYTES] = {};
-            return shared_memory(address);
+            block_memory.forget_write(address);
+            return block_memory.at(address, 16);
         });
         transfer.barrier->bytes -= int64_t(transfer.box.bytes());
         turn(*transfer.barrier);
@@ -469,7 +449,9 @@ struct Worker {
 
     template <class Due>
     void finish_copies(Thread& thread, Due due) {
-        thread.finish_copies(due, [&](const AsyncCopy& copy) { note_write(uint64_t(copy.to), copy.bytes, thread); });
+        thread.finish_copies(due, [&](const AsyncCopy& copy) {
+            block_memory.note_write(uint64_t(copy.to), copy.bytes, thread.number);
+        });
     }
 
     bool has_live_thread() const {
@@ -490,46 +472,11 @@ struct Worker {
         shared.wavefronts += box.bytes() / TensorBox::ROW_BYTES;
     }
 
-    // ---- shared memory as a number ---------------------------------------------------------
-
-    // Dynamic shared memory begins at no multiple of 1024: who needs one has to see to it.
-    static constexpr uint32_t STATIC_ADDRESS = 128, DYNAMIC_MODULUS = 1024, DYNAMIC_REMAINDER = 128;
-    uint32_t dynamic_address = 0;
-    void place_shared_memory() {
-        const uint64_t end = STATIC_ADDRESS + static_shared.bytes;
-        dynamic_address = uint32_t((end + DYNAMIC_MODULUS - 1) / DYNAMIC_MODULUS * DYNAMIC_MODULUS + DYNAMIC_REMAINDER);
-        writes.resize((dynamic_address + dynamic_shared.bytes) / WRITE_BYTES + 1);
-    }
-
-    uint32_t shared_address(uint64_t address) {
-        if (dynamic_shared.holds(address, 0)) return dynamic_address + uint32_t(address - dynamic_shared.begin);
-        if (static_shared.holds(address, 0)) return STATIC_ADDRESS + uint32_t(address - static_shared.begin);
-        fail(*current, "the address %p is not one of shared memory", (void*)address);
+    uint32_t shared_address(const void* shared) {
+        const uint32_t number = block_memory.number(uint64_t(shared));
+        if (number != SharedMemory::NOWHERE) return number;
+        fail(*current, "the address %p is not one of shared memory", shared);
         stop();
-    }
-
-    // Its memory; null outside of what the block has.
-    void* shared_memory(uint32_t address, uint64_t bytes = 0) const {
-        for (const auto& [first, range] : {std::pair(dynamic_address, dynamic_shared), std::pair(STATIC_ADDRESS, static_shared)})
-            if (address >= first && range.holds(range.begin + (address - first), bytes))
-                return reinterpret_cast<void*>(range.begin + (address - first));
-        return nullptr;
-    }
-
-    // ---- what threads have written, and no fence has ordered ---------------------------------
-
-    static constexpr uint32_t WRITE_BYTES = 16;
-
-    void note_write(uint64_t address, uint64_t bytes, const Thread& writer) {
-        const uint32_t begin = shared_address(address);
-        for (uint32_t at = begin / WRITE_BYTES; at <= (begin + bytes - 1) / WRITE_BYTES; ++at) writes[at] = {clock, &writer};
-    }
-
-    // Who wrote there, if neither the writer nor the reader has had a fence since.
-    const Thread* unfenced_writer(uint32_t address, uint64_t reader_fenced) const {
-        const Write& last = writes[address / WRITE_BYTES];
-        const bool ordered = last.clock < block_began || last.writer->fenced > last.clock || reader_fenced > last.clock;
-        return ordered ? nullptr : last.writer;
     }
 
     // ---- wgmma -----------------------------------------------------------------------------
@@ -542,41 +489,47 @@ struct Worker {
     // Does what all lanes of the warp wait for.
     void finish_products(void* const* lanes) {
         const WgmmaWait& first = *static_cast<const WgmmaWait*>(lanes[meeting->lane]);
+        if (num_threads / WARP / 4 <= meeting->warp / 4)
+            return fail_at(*meeting, meeting->site, "needs a whole warpgroup, four warps");
         for (unsigned lane = 0; lane < WARP; ++lane)
-            if (!lanes[lane])
-                return fail(*meeting, "%s at %s:%d lacks lane %u", meeting->site.operation, meeting->site.file,
-                            meeting->site.line, lane);
+            if (!lanes[lane]) return fail_at(*meeting, meeting->site, "lacks lane %u", lane);
         while (!failed && !first.thread->products.empty() &&
                first.thread->products[0].group + first.pending < first.thread->product_group)
             finish_product(lanes, first.thread->products[0]);
     }
 
     void finish_product(void* const* lanes, const PendingWgmma product) {
-        const SimtSite& site = product.site;
         if (!Operand(product.step.a, false).readable() || !Operand(product.step.b, false).readable())
-            return fail(*meeting, "%s at %s:%d: its descriptors ask for another swizzle than that of 128 bytes",
-                        site.operation, site.file, site.line);
-        const WarpProduct result(product.step, meeting->warp % 4, [&](uint32_t address, uint64_t bytes) -> const void* {
-            static constexpr char nothing[16] = {};
-            const void* memory = shared_memory(address, bytes);
-            const Thread* writer = memory ? unfenced_writer(address, product.fenced) : nullptr;
-            if (writer)
-                fail(*meeting, "%s at %s:%d reads what thread (%u, %u, %u) wrote, and no fence_async_proxy has come between",
-                     site.operation, site.file, site.line, writer->index.x, writer->index.y, writer->index.z);
-            if (!memory)
-                fail(*meeting, "%s at %s:%d reads shared memory at address %u, where there is none", site.operation, site.file,
-                     site.line, address);
-            return memory ? memory : nothing;
+            return fail_at(*meeting, product.site, "has descriptors of another swizzle than that of 128 bytes");
+        const WarpProduct result(product.step, meeting->warp % 4, [&](uint32_t address, uint64_t bytes) {
+            return product_operand(product, address, bytes);
         });
         for (unsigned lane = 0; lane < WARP; ++lane) {
             auto& products = static_cast<const WgmmaWait*>(lanes[lane])->thread->products;
+            const Thread& thread = *pool[warp_begin(meeting->warp) + lane];
             if (products.empty() || !products[0].same_as(product))
-                return fail(*pool[warp_begin(meeting->warp) + lane], "%s at %s:%d is not the same for all lanes of the warp",
-                            site.operation, site.file, site.line);
+                return fail_at(thread, product.site, "is not the same for all lanes of the warp");
             result.store(products[0].step, lane);
             products.erase(products.begin());
         }
         count_product(product.step);
+    }
+
+    const void* product_operand(const PendingWgmma& product, uint32_t address, uint64_t bytes) {
+        static constexpr char nothing[16] = {};
+        const void* memory = block_memory.at(address, bytes);
+        if (!memory) {
+            fail_at(*meeting, product.site, "reads shared memory at address %u, where there is none", address);
+            return nothing;
+        }
+        const int writer = block_memory.unfenced_writer(address, product.last_fence);
+        if (writer != SharedMemory::NOBODY) {
+            const SimtDim& index = pool[size_t(writer)]->index;
+            fail_at(*meeting, product.site,
+                    "reads what thread (%u, %u, %u) wrote, and no fence_async_proxy has come between", index.x, index.y,
+                    index.z);
+        }
+        return memory;
     }
 
     // A warp's quarter of the operands, which the warpgroup reads once.
@@ -590,8 +543,7 @@ struct Worker {
     void explain_deadlock() {
         if (const Thread* waits = most_telling()) return explain_wait(*waits);
         if (!transfers.empty())
-            fail(*pool[0], "the block ends before %s at %s:%d is done", transfers[0].site.operation, transfers[0].site.file,
-                 transfers[0].site.line);
+            fail_at(*pool[0], transfers[0].site, "is not done when the block ends");
     }
 
     // Who waits for bytes that do not come tells more than who waits for those who wait; else the first who waits.
@@ -606,10 +558,11 @@ struct Worker {
     }
 
     void explain_wait(const Thread& waits) {
+        const Mbarrier* barrier = waits.awaited;
         if (waits.state == State::AT_MBARRIER)
-            return fail(waits, "waits at %s at %s:%d for phase %u of a barrier that lacks %u of %u arrivals and %lld bytes",
-                        waits.site.operation, waits.site.file, waits.site.line, waits.awaited->phase, waits.awaited->missing,
-                        waits.awaited->arrivals, (long long)waits.awaited->bytes);
+            return fail_at(waits, waits.site,
+                           "waits for phase %u of a barrier that lacks %u of %u arrivals and %ld bytes",
+                           barrier->phase, barrier->missing, barrier->arrivals, long(barrier->bytes));
         const bool in_warp = waits.state == State::AT_WARP;
         const unsigned begin = in_warp ? warp_begin(waits.warp) : 0, end = in_warp ? warp_end(waits.warp) : num_threads;
         for (unsigned i = begin; i < end; ++i) {
@@ -633,11 +586,11 @@ struct Worker {
         if (buffer >= 0) {
             if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
             if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
-        } else if (static_shared.holds(address, bytes) || dynamic_shared.holds(address, bytes)) {
+        } else if (block_memory.holds(address, bytes)) {
             if (kind & SIMT_READ) shared.read_bytes += bytes;
             if (kind & SIMT_WRITE) {
                 shared.written_bytes += bytes;
-                note_write(address, bytes, *current);
+                block_memory.note_write(address, bytes, current->number);
             }
         } else if (image.holds(address, bytes)) {
             return;
@@ -692,8 +645,8 @@ struct Worker {
             }
         };
         for (const SimtBuffer& buffer : buffers) consider(buffer.name, {buffer.address, buffer.bytes});
-        consider("static shared memory", static_shared);
-        consider("dynamic shared memory", dynamic_shared);
+        consider("static shared memory", block_memory.fixed);
+        consider("dynamic shared memory", block_memory.dynamic);
         fail(*current, "out-of-bounds %s of %u bytes at byte offset %lld of %s, which has %llu bytes", verb, bytes,
              (long long)(address - closest.begin), near, (unsigned long long)closest.bytes);
         stop();
@@ -790,7 +743,7 @@ SimtDim simt_block_idx() { return worker->block; }
 SimtDim simt_block_dim() { return worker->launch->block; }
 SimtDim simt_grid_dim() { return worker->launch->grid; }
 unsigned simt_lane() { return worker->current->lane; }
-void* simt_dynamic_shared() { return reinterpret_cast<void*>(worker->dynamic_shared.begin); }
+void* simt_dynamic_shared() { return reinterpret_cast<void*>(worker->block_memory.dynamic.begin); }
 
 void simt_warp(unsigned mask, SimtExchange exchange, void* mine, SimtSite site) {
     Thread& self = *worker->current;
@@ -830,9 +783,9 @@ void simt_access_range(const void* address, uint64_t bytes, SimtAccess access) {
 void simt_async_copy(void* shared, const void* global, unsigned bytes) {
     if (global) worker->aligned_access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
     worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
-    worker->shared_address(uint64_t(shared));  // or a fault
+    worker->shared_address(shared);  // or a fault
     Thread& self = *worker->current;
-    self.copies.push_back({shared, global, bytes, self.group, self.copied++});
+    self.copies.push_back({shared, global, bytes, self.group});
 }
 
 void simt_async_commit() { ++worker->current->group; }
@@ -842,7 +795,7 @@ void simt_async_wait(unsigned pending_groups) {
     worker->finish_copies(self, [&](const AsyncCopy& copy) { return copy.group + pending_groups < self.group; });
 }
 
-unsigned simt_shared_address(const void* shared) { return worker->shared_address(uint64_t(shared)); }
+unsigned simt_shared_address(const void* shared) { return worker->shared_address(shared); }
 
 void simt_mbarrier_init(void* barrier, unsigned arrivals) {
     worker->aligned_access(uint64_t(barrier), sizeof(uint64_t), SIMT_WRITE, __builtin_return_address(0));
@@ -856,12 +809,6 @@ void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site)
     worker->after_asynchronous();
 }
 
-void simt_mbarrier_arrive_after_copies(void* barrier, SimtSite site) {
-    Mbarrier& found = worker->barrier_at(barrier, SIMT_ATOMIC, site, __builtin_return_address(0));
-    worker->transfers.push_back({&found, site, worker->current, worker->current->copied, {}, 0});
-    worker->after_asynchronous();
-}
-
 void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
     Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
     if ((found.phase & 1) != parity) return;  // the phase before has another parity than this one
@@ -872,30 +819,32 @@ void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
     worker->yield();
 }
 
-void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3], SimtSite site) {
+void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3],
+                   SimtSite site) {
     const Thread& self = *worker->current;
     Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
-    Transfer transfer{&found, site, nullptr, 0, {{}, {begin[0], begin[1], begin[2]}}, worker->shared_address(uint64_t(shared))};
+    Transfer transfer{&found, site, {{}, {begin[0], begin[1], begin[2]}}, worker->shared_address(shared)};
     memcpy(&transfer.box.map, map, sizeof transfer.box.map);
     if (transfer.box.map.dimensions != dimensions)
-        worker->fail(self, "%s at %s:%d has %u coordinates, but its tensor has %llu", site.operation, site.file, site.line,
-                     dimensions, (unsigned long long)transfer.box.map.dimensions);
+        worker->fail_at(self, site, "has %u coordinates, but its tensor has %llu", dimensions,
+                        (unsigned long long)transfer.box.map.dimensions);
     else if (transfer.shared % TensorBox::ROW_BYTES)
-        worker->fail(self, "%s at %s:%d writes to shared address %u, which is no multiple of 128", site.operation, site.file,
-                     site.line, transfer.shared);
+        worker->fail_at(self, site, "writes to shared address %u, which is no multiple of 128", transfer.shared);
+    else if (begin[0] * int64_t(transfer.box.map.strides[0]) % 16)  // an illegal instruction on an H100
+        worker->fail_at(self, site, "begins at column %d, which is no multiple of 16 bytes", begin[0]);
     if (worker->failed) worker->stop();
-    if (!worker->shared_memory(transfer.shared, transfer.box.bytes()))
+    if (!worker->block_memory.at(transfer.shared, transfer.box.bytes()))
         worker->out_of_bounds(uint64_t(shared), unsigned(transfer.box.bytes()), SIMT_WRITE);
     if (worker->launch->checked) worker->count_box(transfer.box);
     worker->transfers.push_back(transfer);
     worker->after_asynchronous();
 }
 
-void simt_fence_async_proxy() { worker->current->fenced = ++worker->clock; }
+void simt_fence_async_proxy() { worker->block_memory.fence(worker->current->number); }
 
 void simt_wgmma(const SimtWgmma* step, SimtSite site) {
     Thread& self = *worker->current;
-    self.products.push_back({*step, site, self.product_group, self.fenced});
+    self.products.push_back({*step, site, self.product_group, worker->block_memory.last_fence(self.number)});
 }
 
 void simt_wgmma_commit() { ++worker->current->product_group; }

@@ -1,8 +1,8 @@
 """One launch interface, two executors.
 
-An executor has ``name``, ``capability``, ``multiprocessors``, ``empty(shape, dtype)``, ``from_numpy(array)``, ``to_numpy(array)``,
-``matmul(left, right, dtype)`` and ``load(file, **constants)``; the module that it loads has
-``launch(kernel, grid, block, shared_bytes=0, **arguments)``. The same .cu file runs through either.
+An executor has ``name``, ``capability``, ``multiprocessors``, ``empty(shape, dtype)``, ``from_numpy(array)``,
+``to_numpy(array)``, ``matmul(left, right, dtype)``, ``check(file)`` and ``load(file, **constants)``; the module that it
+loads has ``launch(kernel, grid, block, shared_bytes=0, **arguments)``. The same .cu file runs through either.
 """
 
 import functools
@@ -32,6 +32,9 @@ class Executor(Protocol):
 
     def matmul(self, left: Any, right: Any, dtype: str) -> Any:
         """A plain dense product by a library, for what needs no kernel of ours; sums are float32."""
+
+    def check(self, file: str):
+        """The file's header lets it run here; otherwise a ValueError says why not."""
 
     def load(self, file: str, text: str | None = None, **constants: Any) -> Module:
         """Compile a kernel file."""

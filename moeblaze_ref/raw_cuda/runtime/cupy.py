@@ -54,6 +54,10 @@ class CupyExecutor:
         """The dense product, summed in float32 and rounded once, by cuBLAS."""
         return (left.astype(np.float32) @ right.astype(np.float32)).astype(dtype)
 
+    def check(self, file: str):
+        """``kernels_cuda/<file>`` runs on the current device; otherwise a ValueError says what it needs."""
+        _check_gpu(KernelSource.read(file, {}), cupy.cuda.Device().id)
+
     def load(self, file: str, text: str | None = None, **constants) -> "CupyModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
         key = file, text, tuple(sorted(constants.items())), cupy.cuda.Device().id
@@ -71,9 +75,13 @@ def _device(device: int) -> tuple[tuple[int, int], int]:
 def _compile(file, text, constants, device, edition) -> "CupyModule":
     """The compiled file, once for each of its editions."""
     source = KernelSource.read(file, dict(constants), text)
-    properties = cupy.cuda.runtime.getDeviceProperties(device)
-    source.check_gpu((properties["major"], properties["minor"]), properties["name"].decode())
+    _check_gpu(source, device)
     return CupyModule(source)
+
+
+def _check_gpu(source: KernelSource, device: int):
+    name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    source.check_gpu(_device(device)[0], name)
 
 
 class CupyModule(Module):

@@ -175,6 +175,10 @@ class SimtExecutor:
         """The dense product, summed in float32 and rounded once, by numpy's own library."""
         return (left.astype(np.float32) @ right.astype(np.float32)).astype(dtype)
 
+    def check(self, file: str):
+        """The header of ``kernels_cuda/<file>`` names the SIMT executor; otherwise a ValueError says so."""
+        KernelSource.read(file, {}).check_simt()
+
     def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
         key = file, text, tuple(sorted(constants.items())), self.instrumented

@@ -44,8 +44,10 @@ class TensorMap:
 
     def __post_init__(self):
         name = "array of the TensorMap"
-        rank = getattr(self.array, "ndim", RANKS[0])
-        doors.check_array(name, self.array, rank=rank if rank in RANKS else RANKS[0], dtypes=DTYPES)
+        rank = getattr(self.array, "ndim", None)
+        doors.check_array(name, self.array, rank=rank, dtypes=DTYPES)
+        if rank not in RANKS:
+            raise ValueError(f"{name} has shape {tuple(self.array.shape)}, but it must have 2 or 3 dimensions")
         if not self.array.size:
             raise ValueError(f"{name} has shape {tuple(self.array.shape)}, but the copy engine takes no empty array")
         _check_aligned(f"address of the {name}", self.address)

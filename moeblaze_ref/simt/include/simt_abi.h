@@ -52,7 +52,6 @@ unsigned simt_shared_address(const void* shared);
 // mbarrier: a phase is complete when all have arrived and all bytes that they expect are here.
 void simt_mbarrier_init(void* barrier, unsigned arrivals);
 void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site);
-void simt_mbarrier_arrive_after_copies(void* barrier, SimtSite site);  // of cp.async, by this thread so far
 void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site);
 
 // What a kernel's TensorMap holds here; innermost axis first, strides in bytes.
@@ -61,7 +60,8 @@ struct SimtTensorMap {
     uint64_t extents[3], strides[3], box[3];
 };
 // Checked and counted when it is asked for, done as late as a wait allows; with a seed, at any time before.
-void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3], SimtSite site);
+void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3],
+                   SimtSite site);
 
 // Orders what threads have written to shared memory before what a wgmma reads there: by the writer, or by the reader.
 void simt_fence_async_proxy();
