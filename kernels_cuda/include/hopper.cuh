@@ -21,7 +21,8 @@ template <>
 constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
 
 // An operand in shared memory, in rows of 128 bytes with the 128-byte swizzle. Along K the rows are the operand's own
-// and `leading` plays no part; along M or N a row is one k, and `leading` is the bytes from one 64 elements to the next.
+// and `leading` plays no part; along M or N a row is one k, and `leading` is the bytes from one 64 elements to the
+// next.
 __device__ __forceinline__ unsigned long long wgmma_operand(const void* shared, int leading) {
     constexpr unsigned long long EIGHT_ROWS = 1024, SWIZZLE_128 = 1;
     return (shared_address(shared) & 0x3ffff) >> 4 | (unsigned long long)(leading >> 4) << 16 | EIGHT_ROWS >> 4 << 32 |
@@ -40,7 +41,9 @@ __device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 // Makes initialised barriers visible to the copy engine; a __syncthreads() makes them so to the block.
-__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -72,8 +75,8 @@ __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Bar
 }
 __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c0, int c1, int c2) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-            shared_address(shared)),
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(shared)),
         "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(shared_address(barrier))
         : "memory");
 }
@@ -110,7 +113,8 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 #define MOEBLAZE_D8(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+        "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MOEBLAZE_D64(i)                                                                                      \
     MOEBLAZE_D8(i), MOEBLAZE_D8(i + 8), MOEBLAZE_D8(i + 16), MOEBLAZE_D8(i + 24), MOEBLAZE_D8(i + 32), \
         MOEBLAZE_D8(i + 40), MOEBLAZE_D8(i + 48), MOEBLAZE_D8(i + 56)

@@ -17,8 +17,8 @@ constexpr int CHUNK = 8;                                        // elements of 1
 constexpr int PANEL = 64;                                       // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
-constexpr int GROUP = 32;                                       // columns that are stored together
-constexpr int BAND = 8;                                         // row tiles that are worked on side by side: they share B in the L2 cache
+constexpr int GROUP = 32;  // columns that are stored together
+constexpr int BAND = 8;    // row tiles that are worked on side by side: they share B in the L2 cache
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
 struct Stage {
@@ -39,7 +39,8 @@ struct Scratch {
         static_assert(COUNT <= SLICES, "as many as there is room for");
 #pragma unroll
         for (int s = 0; s < COUNT; ++s)
-            stmatrix_x4(&lines[s][place(lane_id() % 8, lane_id() / 8)], pairs[s][0], pairs[s][1], pairs[s][2], pairs[s][3]);
+            stmatrix_x4(&lines[s][place(lane_id() % 8, lane_id() / 8)],  //
+                        pairs[s][0], pairs[s][1], pairs[s][2], pairs[s][3]);
         __syncwarp();
 #pragma unroll
         for (int s = 0; s < COUNT; ++s) chunks[s] = lines[s][place(lane_id() / 4, lane_id() % 4)];
@@ -56,7 +57,8 @@ constexpr int SHARED_ALIGNMENT = 1024;
 
 __device__ __forceinline__ Shared& shared_memory() {
     DYNAMIC_SHARED(unsigned char, memory);
-    return *reinterpret_cast<Shared*>(memory + (SHARED_ALIGNMENT - shared_address(memory) % SHARED_ALIGNMENT) % SHARED_ALIGNMENT);
+    const unsigned beyond = shared_address(memory) % SHARED_ALIGNMENT;
+    return *reinterpret_cast<Shared*>(memory + (SHARED_ALIGNMENT - beyond) % SHARED_ALIGNMENT);
 }
 
 // COPYING: the loader's threads bring elements by cp.async too, and each warp arrives when its own are there.
@@ -83,7 +85,7 @@ struct Turn {
 
 // ---- tiles ----
 
-// Part (128, 256 / PARTS) of the rows of one expert and of the columns.
+// Part (128, width) of the rows of one expert and of the columns.
 struct RowTile {
     int expert, first, rows, column;  // first row in expert order, and how many there are: fewer than 128 at the end
     int steps;
@@ -97,7 +99,8 @@ struct RowTiles {
     int number, expert;
 
     // One warp makes the list behind `shared`; a __syncthreads() must follow.
-    __device__ __forceinline__ RowTiles(Shared& shared, const int* expert_token_offsets, int E, int columns, int width, int depth)
+    __device__ __forceinline__ RowTiles(Shared& shared, const int* expert_token_offsets, int E, int columns, int width,
+                                        int depth)
         : numbers(reinterpret_cast<int*>(&shared + 1)), offsets(numbers + E + 1), E(E),
           column_tiles((columns + width - 1) / width), width(width), steps((depth + TILE_DEPTH - 1) / TILE_DEPTH),
           number(blockIdx.x), expert(0) {
@@ -163,7 +166,8 @@ struct WeightTiles {
 
 // ---- the loader's side ----
 
-// At most `PENDING` of this warp's newest stages are still being copied: the barrier's stage is there for wgmma to read.
+// Waits until at most PENDING of this warp's newest stages are being copied, and says at an older one's barrier that
+// wgmma may read it.
 template <int PENDING>
 __device__ __forceinline__ void arrive_copied(Barrier* full) {
     cp_async_wait<PENDING>();
@@ -174,8 +178,8 @@ __device__ __forceinline__ void arrive_copied(Barrier* full) {
 
 // Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): all threads may copy, and then one of
 // them arrives at the barrier with the bytes of its TMA copies. (In that order: after a branch that one lane takes, a
-// warp may go on in two parts, and its copies take twice as long.) After the steps of the product come EXTRA stages for what else
-// the consumers want to read.
+// warp may go on in two parts, and its copies take twice as long.) After the steps of the product come EXTRA stages
+// for what else the consumers want to read.
 template <bool COPYING, int EXTRA, class Tiles, class Load>
 __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load load) {
     Turn turn;
@@ -204,8 +208,8 @@ __device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 +
 // COUNT chunks, those of `targets` apart by a period of the swizzle. All addresses are there before the first copy: a
 // copy holds on to the registers of its addresses.
 template <int COUNT, int PERIOD>
-__device__ __forceinline__ void copy_chunks(unsigned char* panels, const int (&targets)[PERIOD], const void* const (&sources)[COUNT],
-                                            int first, bool present) {
+__device__ __forceinline__ void copy_chunks(unsigned char* panels, const int (&targets)[PERIOD],
+                                            const void* const (&sources)[COUNT], int first, bool present) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
         cp_async_or_zero(panels + targets[(first + i) % PERIOD] + (first + i) / PERIOD * 1024, sources[i], present);
@@ -221,8 +225,10 @@ struct GatheredRows {
     __device__ __forceinline__ GatheredRows(const Scalar* x, int d, const int* tokens, int rows)
         : x(reinterpret_cast<const Chunk*>(x)), target(swizzled(threadIdx.x / 8, threadIdx.x % 8)) {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)  // rows beyond the last are read again: no one stores their results
-            chunks[i] = unsigned(tokens[min(int(threadIdx.x) / 8 + i * AT_ONCE, rows - 1)]) * unsigned(d / CHUNK) + threadIdx.x % 8;
+        for (int i = 0; i < COUNT; ++i) {  // rows beyond the last are read again: no one stores their results
+            const int token = tokens[min(int(threadIdx.x) / 8 + i * AT_ONCE, rows - 1)];
+            chunks[i] = unsigned(token) * unsigned(d / CHUNK) + threadIdx.x % 8;
+        }
     }
     // 64 of the depth d, from p on, zeros beyond its end.
     __device__ __forceinline__ void load(unsigned char* panel, int p, int d) const {
@@ -265,7 +271,8 @@ struct DepthRows {
         for (int first = 0; first < COUNT; first += BATCH) {
             const void* sources[BATCH];
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) sources[i] = source + (unsigned long long)(unsigned)number(first + i) * row_bytes;
+            for (int i = 0; i < BATCH; ++i)
+                sources[i] = source + (unsigned long long)(unsigned)number(first + i) * row_bytes;
             copy_chunks(panels, targets, sources, first, inside);
         }
     }
@@ -304,7 +311,9 @@ struct Results {
     Scratch& scratch;
 
     // The thread's row in the tile, one of those 8 apart that it holds.
-    static __device__ __forceinline__ int row(int half) { return (warp_id() - WARPGROUP / WARP) * 16 + half * 8 + lane_id() / 4; }
+    static __device__ __forceinline__ int row(int half) {
+        return (warp_id() - WARPGROUP / WARP) * 16 + half * 8 + lane_id() / 4;
+    }
     // The first of its eight columns in a group, once they are regrouped.
     static __device__ __forceinline__ int column(int group) { return group * GROUP + lane_id() % 4 * CHUNK; }
     // Its sums of row(half), columns 32 group + 8 j + lane % 4 * 2 and the next, are at(group, half, j) and the next.
@@ -335,7 +344,8 @@ template <bool A_ALONG_M, bool B_ALONG_N, class Tiles, class Store>
 __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Store store) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = A_ALONG_M ? 16 * 128 : 32, B_STEP = B_ALONG_N ? 16 * 128 : 32;
-    const int consumer = __shfl_sync(FULL_WARP, int(threadIdx.x) / WARPGROUP, 0) - 1;  // one for the warp, as the compiler sees
+    // One for the whole warp, as the compiler sees by the shuffle.
+    const int consumer = __shfl_sync(FULL_WARP, int(threadIdx.x) / WARPGROUP, 0) - 1;
     Ring ring{shared, {}};
     typename Tiles::Tile tile;
     while (tiles.next(tile)) {
@@ -348,7 +358,8 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Stor
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < TILE_DEPTH / 16; ++i)
-                wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(results.sums, wgmma_advance(a, i * A_STEP), wgmma_advance(b, i * B_STEP), true);
+                wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(results.sums, wgmma_advance(a, i * A_STEP),
+                                                               wgmma_advance(b, i * B_STEP), true);
             wgmma_commit();
             wgmma_wait<1>();  // the step before has been read
             if (step > 0) ring.release(ring.before());
@@ -403,9 +414,12 @@ __device__ __forceinline__ void store_rounded(Results& results, int first_column
     }
 }
 __device__ __forceinline__ void store_rows(const RowTile& tile, Results& results, Scalar* rows, int width) {
-    store_rounded(results, tile.column, width, [&](int row) { return row < tile.rows ? rows + (long long)(tile.first + row) * width : nullptr; });
+    store_rounded(results, tile.column, width, [&](int row) {
+        return row < tile.rows ? rows + (long long)(tile.first + row) * width : nullptr;
+    });
 }
-__device__ __forceinline__ void store_weights(const WeightTile& tile, Results& results, Scalar* weights, int rows, int width) {
+__device__ __forceinline__ void store_weights(const WeightTile& tile, Results& results, Scalar* weights, int rows,
+                                              int width) {
     store_rounded(results, tile.column, width, [&](int row) {
         return tile.row + row < rows ? weights + ((long long)tile.expert * rows + tile.row + row) * width : nullptr;
     });
@@ -415,52 +429,56 @@ __device__ __forceinline__ void store_weights(const WeightTile& tile, Results& r
 // TMA, but for the last step, which must end where the expert does.
 template <int GATHERED, int PLAIN, bool GATHERED_IS_A>
 struct GatheredAndPlain {
+    static constexpr int CHUNKS = DepthRows<GATHERED>::CHUNKS, TOGETHER = WARP / CHUNKS;  // rows at once in a warp
+
     const WeightTile tile;
     DepthRows<GATHERED> gathered;
     DepthRows<PLAIN> plain;
     const TensorMap& plain_map;
     int plain_column;
     const int* tokens;  // of the expert
-    int now, later;     // a token a lane, for 32 / LOADS steps... read two steps before their use
+    int now, later;     // a token a lane: of this step (and the next, if it is even), and of the two after them
 
-    
-    __device__ __forceinline__ GatheredAndPlain(const WeightTile& tile, const Scalar* gathered, int gathered_width, int gathered_column,
-                                                const TensorMap& plain_map, const Scalar* plain, int plain_width, int plain_column,
-                                                const int* expert_token_indices)
+    __device__ __forceinline__ GatheredAndPlain(const WeightTile& tile, const Scalar* gathered, int gathered_width,
+                                                int gathered_column, const TensorMap& plain_map, const Scalar* plain,
+                                                int plain_width, int plain_column, const int* expert_token_indices)
         : tile(tile), gathered(gathered, gathered_width, gathered_column), plain(plain, plain_width, plain_column),
-          plain_map(plain_map), plain_column(plain_column), tokens(expert_token_indices + tile.begin), now(0), later(tile.steps > 0 ? read(0) : 0) {}
+          plain_map(plain_map), plain_column(plain_column), tokens(expert_token_indices + tile.begin), now(0),
+          later(tile.steps > 0 ? read(0) : 0) {}
 
-    // Lane l reads for step + l / 16: rows of a step that this warp brings are 16.
+    // Of the 16 rows that this warp brings in a step: lane l reads the token of row l % 16 in step + l / 16.
     __device__ __forceinline__ int read(int step) const {
-        constexpr int TOGETHER = WARP / DepthRows<GATHERED>::CHUNKS;  // rows at once in a warp
         const int i = lane_id() % 16;
-        const int row = (step + lane_id() / 16) * TILE_DEPTH + warp_id() * TOGETHER + i % TOGETHER + i / TOGETHER * DepthRows<GATHERED>::AT_ONCE;
+        const int row = (step + lane_id() / 16) * TILE_DEPTH + warp_id() * TOGETHER + i % TOGETHER +
+                        i / TOGETHER * DepthRows<GATHERED>::AT_ONCE;
         return tokens[min(row, tile.end - tile.begin - 1)];
     }
 
     __device__ __forceinline__ void operator()(int step, Stage& stage, Barrier* full) {
-        constexpr int TOGETHER = WARP / DepthRows<GATHERED>::CHUNKS;
         const int left = tile.end - tile.begin - step * TILE_DEPTH;
         const bool whole = left >= TILE_DEPTH;
-        unsigned char *const gathered_stage = GATHERED_IS_A ? stage.a : stage.b, *const plain_stage = GATHERED_IS_A ? stage.b : stage.a;
+        unsigned char* const gathered_stage = GATHERED_IS_A ? stage.a : stage.b;
+        unsigned char* const plain_stage = GATHERED_IS_A ? stage.b : stage.a;
         if (step % 2 == 0) {
             now = later;
             later = read(step + 2);
         } else
             now = __shfl_down_sync(FULL_WARP, now, 16);
-        auto token = [&](int i) { return __shfl_sync(FULL_WARP, now, i * TOGETHER + lane_id() / DepthRows<GATHERED>::CHUNKS); };
+        auto token = [&](int i) { return __shfl_sync(FULL_WARP, now, i * TOGETHER + lane_id() / CHUNKS); };
         if (whole)
             gathered.load(gathered_stage, token);
         else {
             gathered.load(gathered_stage, left, token);
-            plain.load(plain_stage, left, [&](int i) { return min(tile.begin + step * TILE_DEPTH + plain.row(i), tile.end - 1); });
+            plain.load(plain_stage, left,
+                       [&](int i) { return min(tile.begin + step * TILE_DEPTH + plain.row(i), tile.end - 1); });
         }
         if (threadIdx.x == 0) {
             barrier_arrive_expecting(full, whole ? PLAIN * TILE_DEPTH * 2 : 0);
             if (whole)
 #pragma unroll
                 for (int panel = 0; panel < PLAIN / PANEL; ++panel)
-                    tma_load(plain_stage + panel * PANEL_BYTES, &plain_map, full, plain_column + panel * PANEL, tile.begin + step * TILE_DEPTH);
+                    tma_load(plain_stage + panel * PANEL_BYTES, &plain_map, full, plain_column + panel * PANEL,
+                             tile.begin + step * TILE_DEPTH);
         }
     }
 };
