@@ -710,7 +710,7 @@ def test_the_gap_shows_every_error():
 
 # Gather, multiply, activate ------------------------------------------------------------------------------------------
 
-RUNGS = tuple(gemm.PRODUCTS)  # the notebook ends below Hopper's
+RUNGS = gemm.RUNGS
 LADDER = MoEConfig(L=137, d=24, h=72, E=5, k=3, dtype="bfloat16")
 LADDER_CASE = make_case(LADDER.L, LADDER.d, LADDER.h, LADDER.E, LADDER.k, "zipf").astype("bfloat16")
 LADDER_DISPATCH = reference.build(LADDER_CASE.topk_experts, LADDER.E)
@@ -718,9 +718,7 @@ LENGTHS = np.diff(LADDER_DISPATCH.expert_token_offsets).tolist()
 UP = (LADDER_CASE.x, LADDER_CASE.weights.w1, LADDER_CASE.weights.w2, LADDER_DISPATCH)
 
 
-@pytest.mark.parametrize(
-    "file", [f"{stage}/{rung}.cu" for stage in ("expert_up", "expert_down") for rung in expert_up.RUNGS]
-)
+@pytest.mark.parametrize("file", [f"{s}/{rung}.cu" for s in ("expert_up", "expert_down") for rung in expert_up.RUNGS])
 def test_two_readers_of_a_header_agree(file):
     stated = {kernel: {"read": row.read, "written": row.written} for kernel, row in headers.stated(file).items()}
     assert sources.stated_bytes(file) == stated and len(stated) >= 3

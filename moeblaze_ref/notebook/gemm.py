@@ -98,9 +98,8 @@ def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], width: 
         "C": ceil_div(config.h, gemm.COLUMNS),
         "D": ceil_div(config.d, gemm.COLUMNS),
         "tiles": sum(ceil_div(length, rows) for length in lengths),
-        "blocks": prod(
-            gemm.rows_launch(simt_executor(), rung, config, width)["grid"]
-        ),  # of a dispatch it reads but L, R and E
+        # Of a dispatch the launch reads but L, R and E.
+        "blocks": prod(gemm.rows_launch(simt_executor(), rung, config, width)["grid"]),
         "THREADS": gemm.THREADS,
     }
 
@@ -115,6 +114,7 @@ PRODUCTS = {
     # A warp's instruction is 16 * 8 * 16 products, and each of its 32 lanes comes by.
     "3_mma": {"mma_m16n8k16<Scalar>(results": "products += 16 * 8 * 16 / 32, mma_m16n8k16<Scalar>(results"},
 }
+RUNGS = tuple(PRODUCTS)  # of the notebook; Hopper's is a story of its own
 COUNTER = "__device__ unsigned long long products;\n"
 TAKE = """
 extern "C" __global__ void take_products(unsigned long long* found) {

@@ -33,7 +33,7 @@ from moeblaze_ref.notebook.markdown import bullets
 from moeblaze_ref.notebook.sources import evaluate, stated_bytes
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda import layer as raw_layer
-from moeblaze_ref.raw_cuda.runtime import ceil_div
+from moeblaze_ref.raw_cuda.runtime import ceil_div, simt_executor
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
 from moeblaze_ref.units import GB, GIB
 
@@ -189,9 +189,9 @@ def _blocks(kernel, config):
     """Blocks of a kernel's grid, where its formula has them."""
     weights = {"d_w": (config.d, config.h), "d_w3": (config.h, config.d)}
     if kernel in weights:
-        return prod(gemm.weights_launch(RUNG, config.E, *weights[kernel])["grid"])
+        return prod(gemm.weights_launch(simt_executor(), RUNG, config.E, *weights[kernel])["grid"])
     width = config.d if kernel in ("expert_down", "d_x_rows") else config.h
-    return prod(gemm.rows_launch(RUNG, config, width)["grid"])
+    return prod(gemm.rows_launch(simt_executor(), RUNG, config, width)["grid"])
 
 
 def _routed_copy(config):
