@@ -109,7 +109,7 @@ def forward(y, gates, dispatch):
 def backward(d_out, y, gates, dispatch):
     """Gradients of the expert outputs and the gates, the textbook way: it needs y kept.
 
-    The layer does without: ``expert_down.backward`` finds the same gate gradients from a and b
+    The layer does without: ``expert_down.hidden_gradients`` finds the same gate gradients from a and b
     and never writes the (R, d) gradient that this function returns.
 
     Parameters

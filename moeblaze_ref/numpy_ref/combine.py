@@ -44,7 +44,7 @@ def forward(y, gates, dispatch):
 def backward(d_out, y, gates, dispatch):
     """Gradients of the expert outputs and the gates, the textbook way: it needs y kept.
 
-    The layer does without: ``expert_down.backward`` finds the same gate gradients from y_swi
+    The layer does without: ``expert_down.hidden_gradients`` finds the same gate gradients from y_swi
     and never writes the (R, d) gradient that this function returns.
 
     Parameters
