@@ -13,9 +13,9 @@
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel     grid             block  shared bytes  bytes read                                                                            bytes written
-// expert_up  multiprocessors  384    222280 + 8 E  256 blocks ceil((E + 1) / 32) + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
-// d_x_rows   multiprocessors  384    222280 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h G boxes D + 2 d h G tiles                         2 R d
-// d_w        multiprocessors  384    222280 + 8 E  3072 E W C + 512 (tiles + X) W C + 2 R d C + 2 R h W                                  2 E d h
+// expert_up  multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
+// d_x_rows   multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h G boxes D + 2 d h G tiles                         2 R d
+// d_w        multiprocessors  512    214200 + 8 E  3072 E W C + 512 (tiles + X) W C + 2 R d C + 2 R h W                                  2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
 // gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128). blocks is the
 // whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of experts with rows,
@@ -27,13 +27,42 @@
 constexpr int PARTS = GATED ? 2 : 1;
 constexpr int WIDTH = TILE_COLUMNS / PARTS;  // columns of a tile of a and b
 
+// The epilogue of expert_up: a chunk of a and of b a lane.
+struct Hidden {
+    Scalar *a, *b, *y_swi;
+    int h;
+
+    template <class Wait>
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Wait wait) const {
+        constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = WARP / CHUNKS;  // of a row, and rows in a warp
+        FinishedRows& finished = wait();
+        const int chunk = lane_id() % CHUNKS, column = tile.column + chunk * CHUNK;
+#pragma unroll 4
+        for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE) {
+            if (column >= h) continue;
+            const Eight a_values(finished.at(row, chunk)), b_values(finished.at(row, chunk + CHUNKS * (PARTS - 1)));
+            const long long at = (long long)(tile.first + first + row) * h + column;
+            if (STORE_PROJECTIONS) {
+                a_values.store(a + at);
+                if (GATED) b_values.store(b + at);
+            }
+            if (STORE_Y_SWI) {
+                Eight y;
+#pragma unroll
+                for (int j = 0; j < CHUNK; ++j) y.set(j, hidden_activation(a_values.at(j), b_values.at(j)));
+                y.store(y_swi + at);
+            }
+        }
+    }
+};
+
 // Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
               int d, int h, int E) {
     Shared& shared = shared_memory();
-    grouped_matmul<true, false, true, 0>(
+    grouped_matmul<true, false, true>(
         shared, RowTiles(shared, expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
             const GatheredRows rows(x, d, expert_token_indices + tile.first, tile.rows);
@@ -51,31 +80,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                 }
             };
         },
-        [&](const RowTile& tile, Results& results, Ring&) {
-            constexpr int TOGETHER = 3 - PARTS;  // groups of a, with those of b or without
-#pragma unroll
-            for (int group = 0; group < WIDTH / GROUP; group += TOGETHER) {
-                Chunk chunks[4];  // of a, then of b or the next of a
-                results.rounded(chunks, group, GATED ? group + WIDTH / GROUP : group + 1);
-#pragma unroll
-                for (int i = 0; i < 2 * TOGETHER; ++i) {
-                    const int row = Results::row(i % 2), column = tile.column + Results::column(group + i / 2);
-                    if (row >= tile.rows || column >= h) continue;
-                    const Eight a_values(chunks[i]), b_values(chunks[i % 2 + 2]);
-                    const long long at = (long long)(tile.first + row) * h + column;
-                    if (STORE_PROJECTIONS) {
-                        a_values.store(a + at);
-                        if (GATED) b_values.store(b + at);
-                    }
-                    if (STORE_Y_SWI) {
-                        Eight y;
-#pragma unroll
-                        for (int j = 0; j < CHUNK; ++j) y.set(j, hidden_activation(a_values.at(j), b_values.at(j)));
-                        y.store(y_swi + at);
-                    }
-                }
-            }
-        });
+        Hidden{a, b, y_swi, h});
 }
 
 // Section 5: d_a w1^T + d_b w2^T for every routed row.
@@ -85,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
     Shared& shared = shared_memory();
     const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
-    grouped_matmul<false, false, false, 0>(
+    grouped_matmul<false, false, false>(
         shared, RowTiles(shared, expert_token_offsets, E, d, TILE_COLUMNS, PARTS * part_steps * TILE_DEPTH),
         [&](const RowTile& tile) {
             return [=, &d_a, &d_b, &w1, &w2](int step, Stage& stage, Barrier* full) {
@@ -96,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                 tma_load(stage.b, second ? &w2 : &w1, full, p, tile.column, tile.expert);
             };
         },
-        [&](const RowTile& tile, Results& results, Ring&) { store_rows(tile, results, rows, d); });
+        StoreRows{rows, d});
 }
 
 // Section 5: d_w1 = X^T d_a, or d_w2 = X^T d_b, over the expert's rows, x gathered again.
@@ -104,11 +109,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
     Shared& shared = shared_memory();
-    grouped_matmul<true, true, true, 0>(
+    grouped_matmul<true, true, true>(
         shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_ROWS, TILE_COLUMNS, true>(tile, x, d, tile.row, d_hidden_map, d_hidden, h,
                                                                    tile.column, expert_token_indices);
         },
-        [&](const WeightTile& tile, Results& results, Ring&) { store_weights(tile, results, d_w, d, h); });
+        StoreWeights{d_w, d, h});
 }

@@ -1,23 +1,25 @@
-// A grouped matrix product on Hopper: one warpgroup loads tiles, two multiply and store them. sm_90a.
+// A grouped matrix product on Hopper: one warpgroup loads tiles, two multiply them, a fourth stores them. sm_90a.
 //
 // A tile of the result is (128, 256), made from 64 of the depth at a time. The loader fills a ring of stages in shared
-// memory and runs ahead of the consumers, over the ends of tiles: while they store one tile, the next one's operands
-// arrive. Each consumer owns 64 rows, in 128 float32 registers a thread. Blocks are persistent: block b takes tiles b,
-// b + gridDim.x, ...
+// memory and runs ahead of the consumers, over the ends of tiles. Each consumer owns 64 rows, in 128 float32 registers
+// a thread; a finished tile it leaves in shared memory, rounded, and goes on with the next one, while the storer brings
+// it to global memory with all that hangs on it. Blocks are persistent: block b takes tiles b, b + gridDim.x, ...
 #pragma once
 #include "hopper.cuh"
 #include "scalar.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-constexpr int STAGES = 4;
-constexpr int CONSUMERS = 2;                                    // warpgroups
-constexpr int BLOCK = (1 + CONSUMERS) * WARPGROUP;              // threads
-constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 216;  // of 3 x 168 at the start
+#ifndef STAGES
+#define STAGES 3
+#endif
+constexpr int CONSUMERS = 2;                        // warpgroups
+constexpr int BLOCK = (2 + CONSUMERS) * WARPGROUP;  // threads: loader, consumers, storer
+constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // of 4 x 128 at the start
 constexpr int CHUNK = 8;                                        // elements of 16 bytes
 constexpr int PANEL = 64;                                       // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
-constexpr int GROUP = 32;  // columns that are stored together
+constexpr int WARP_ROWS = 16;                                   // of a tile, in a consumer's warp
 constexpr int BAND = 8;    // row tiles that are worked on side by side: they share B in the L2 cache
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
@@ -25,33 +27,18 @@ struct Stage {
     unsigned char a[A_BYTES], b[B_BYTES];
 };
 
-// A warp's scratch memory, in which pairs of a result become 16 bytes a lane.
-struct Scratch {
-    static constexpr int SLICES = 6;  // of 8 rows, 32 elements each
-    Chunk lines[SLICES][8 * GROUP / CHUNK];
+// The rows of a tile that one warp of a consumer has finished: it writes them, a warp of the storer reads them.
+struct FinishedRows {
+    Chunk lines[WARP_ROWS][TILE_COLUMNS / CHUNK];
 
-    static __device__ __forceinline__ int place(int row, int chunk) { return row * 4 + (chunk ^ row / 2 % 4); }
-
-    // pairs[s][j]: columns 8 j + lane % 4 * 2 and the next, of row lane / 4 of slice s. chunks[s]: columns lane % 4 * 8
-    // and on of that row. All slices together, so that they wait for the memory once.
-    template <int COUNT>
-    __device__ __forceinline__ void regroup(Chunk (&chunks)[COUNT], const unsigned (&pairs)[COUNT][4]) {
-        static_assert(COUNT <= SLICES, "as many as there is room for");
-#pragma unroll
-        for (int s = 0; s < COUNT; ++s)
-            stmatrix_x4(&lines[s][place(lane_id() % 8, lane_id() / 8)],  //
-                        pairs[s][0], pairs[s][1], pairs[s][2], pairs[s][3]);
-        __syncwarp();
-#pragma unroll
-        for (int s = 0; s < COUNT; ++s) chunks[s] = lines[s][place(lane_id() / 4, lane_id() % 4)];
-        __syncwarp();  // the lines may be written again
-    }
+    __device__ __forceinline__ Chunk& at(int row, int chunk) { return lines[row][chunk ^ row % 8]; }
 };
 
 struct Shared {
     Stage stages[STAGES];  // on a boundary of 1024 bytes, from which the swizzle counts
-    Scratch scratch[CONSUMERS * WARPGROUP / WARP];
+    FinishedRows finished[TILE_ROWS / WARP_ROWS];
     Barrier full[STAGES], empty[STAGES];
+    Barrier done[TILE_ROWS / WARP_ROWS], stored[TILE_ROWS / WARP_ROWS];
 };
 constexpr int SHARED_ALIGNMENT = 1024;
 
@@ -68,6 +55,10 @@ __device__ __forceinline__ void open_ring(Shared& shared) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(&shared.full[stage], 1 + (COPYING ? WARPGROUP / WARP : 0));
             barrier_init(&shared.empty[stage], CONSUMERS * WARPGROUP / WARP);
+        }
+        for (int warp = 0; warp < TILE_ROWS / WARP_ROWS; ++warp) {
+            barrier_init(&shared.done[warp], 1);
+            barrier_init(&shared.stored[warp], 1);
         }
         barrier_init_fence();
     }
@@ -178,9 +169,8 @@ __device__ __forceinline__ void arrive_copied(Barrier* full) {
 
 // Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): all threads may copy, and then one of
 // them arrives at the barrier with the bytes of its TMA copies. (In that order: after a branch that one lane takes, a
-// warp may go on in two parts, and its copies take twice as long.) After the steps of the product come EXTRA stages
-// for what else the consumers want to read.
-template <bool COPYING, int EXTRA, class Tiles, class Load>
+// warp may go on in two parts, and its copies take twice as long.)
+template <bool COPYING, class Tiles, class Load>
 __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load load) {
     Turn turn;
     typename Tiles::Tile tile;
@@ -188,7 +178,7 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
     while (tiles.next(tile)) {
         auto fill = load(tile);
 #pragma unroll 1
-        for (int step = 0; step < tile.steps + EXTRA; ++step, turn.next()) {
+        for (int step = 0; step < tile.steps; ++step, turn.next()) {
             Barrier* const full = &shared.full[turn.stage];
             barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
             fill(step, shared.stages[turn.stage], full);
@@ -289,98 +279,99 @@ struct DepthRows {
 
 // ---- the consumers' side ----
 
-// What a consumer reads from the ring.
-struct Ring {
-    Shared& shared;
-    Turn turn;
-
-    __device__ __forceinline__ Stage& wait() {
-        barrier_wait(&shared.full[turn.stage], turn.parity);
-        return shared.stages[turn.stage];
-    }
-    // This warp needs the stage no more.
-    __device__ __forceinline__ void release(int stage) {
-        if (lane_id() == 0) barrier_arrive(&shared.empty[stage]);
-    }
-    __device__ __forceinline__ int before() const { return (turn.stage + STAGES - 1) % STAGES; }
-};
-
-// A consumer's 64 rows of a tile.
-struct Results {
-    float sums[TILE_COLUMNS / 2];
-    Scratch& scratch;
-
-    // The thread's row in the tile, one of those 8 apart that it holds.
-    static __device__ __forceinline__ int row(int half) {
-        return (warp_id() - WARPGROUP / WARP) * 16 + half * 8 + lane_id() / 4;
-    }
-    // The first of its eight columns in a group, once they are regrouped.
-    static __device__ __forceinline__ int column(int group) { return group * GROUP + lane_id() % 4 * CHUNK; }
-    // Its sums of row(half), columns 32 group + 8 j + lane % 4 * 2 and the next, are at(group, half, j) and the next.
-    static __device__ __forceinline__ int at(int group, int half, int j) { return (group * 4 + j) * 4 + half * 2; }
-
-    // Its pairs, rounded, in both rows.
-    __device__ __forceinline__ void round(unsigned (&low)[4], unsigned (&high)[4], int group) const {
+// Leaves a warp's sums of a tile, rounded, for the storer. sums[8 j + ...] as wgmma leaves them.
+__device__ __forceinline__ void hand_over(FinishedRows& finished, const float (&sums)[TILE_COLUMNS / 2]) {
+    constexpr int TOGETHER = 4;  // chunks that stmatrix writes
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+    for (int first = 0; first < TILE_COLUMNS / CHUNK; first += TOGETHER)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int i = at(group, half, j);
+        for (int half = 0; half < 2; ++half) {
+            unsigned pairs[TOGETHER];
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j) {
+                const int i = (first + j) * 4 + half * 2;
                 const Scalar pair[2] = {from_float<Scalar>(sums[i]), from_float<Scalar>(sums[i + 1])};
-                (half ? high : low)[j] = reinterpret_cast<const unsigned&>(pair);
+                pairs[j] = reinterpret_cast<const unsigned&>(pair);
             }
-    }
-    // The columns of two groups, rounded: chunks of rows row(0) and row(1) of the one, then of the other.
-    __device__ __forceinline__ void rounded(Chunk (&chunks)[4], int group, int other) {
-        unsigned pairs[4][4];
-        round(pairs[0], pairs[1], group);
-        round(pairs[2], pairs[3], other);
-        scratch.regroup(chunks, pairs);
-    }
-};
+            stmatrix_x4(&finished.at(half * 8 + lane_id() % 8, first + lane_id() / 8),  //
+                        pairs[0], pairs[1], pairs[2], pairs[3]);
+        }
+}
 
-// Multiplies every tile and calls store(tile, results, ring).
-template <bool A_ALONG_M, bool B_ALONG_N, class Tiles, class Store>
-__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Store store) {
+// Multiplies every tile and hands it over.
+template <bool A_ALONG_M, bool B_ALONG_N, class Tiles>
+__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = A_ALONG_M ? 16 * 128 : 32, B_STEP = B_ALONG_N ? 16 * 128 : 32;
     // One for the whole warp, as the compiler sees by the shuffle.
-    const int consumer = __shfl_sync(FULL_WARP, int(threadIdx.x) / WARPGROUP, 0) - 1;
-    Ring ring{shared, {}};
+    const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x) / WARP, 0) - WARPGROUP / WARP;
+    const int consumer = warp / (WARPGROUP / WARP);
+    Turn turn;
+    unsigned parity = 1;  // of the tile before
     typename Tiles::Tile tile;
-    while (tiles.next(tile)) {
-        Results results{{}, shared.scratch[warp_id() - WARPGROUP / WARP]};
+    for (; tiles.next(tile); parity ^= 1) {
+        float sums[TILE_COLUMNS / 2] = {};
+        Barrier* read = nullptr;  // the stage of the step before: free once that has been read
 #pragma unroll 1
-        for (int step = 0; step < tile.steps; ++step) {
-            Stage& stage = ring.wait();
+        for (int step = 0; step < tile.steps; ++step, turn.next()) {
+            barrier_wait(&shared.full[turn.stage], turn.parity);
+            Stage& stage = shared.stages[turn.stage];
             const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
             const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < TILE_DEPTH / 16; ++i)
-                wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(results.sums, wgmma_advance(a, i * A_STEP),
+                wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(sums, wgmma_advance(a, i * A_STEP),
                                                                wgmma_advance(b, i * B_STEP), true);
             wgmma_commit();
-            wgmma_wait<1>();  // the step before has been read
-            if (step > 0) ring.release(ring.before());
-            ring.turn.next();
+            wgmma_wait<1>();
+            if (read && lane_id() == 0) barrier_arrive(read);
+            read = &shared.empty[turn.stage];
         }
         wgmma_wait<0>();
-        if (tile.steps > 0) ring.release(ring.before());
-        store(tile, results, ring);
+        if (read && lane_id() == 0) barrier_arrive(read);
+        barrier_wait(&shared.stored[warp], parity);
+        hand_over(shared.finished[warp], sums);
+        __syncwarp();
+        if (lane_id() == 0) barrier_arrive(&shared.done[warp]);
     }
 }
 
-// The whole block: a loader and two consumers.
-template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, int EXTRA, class Tiles, class Load, class Store>
+// ---- the storer's side ----
+
+// Calls store(tile, first, finished) for every 16 rows of every tile, from row `first` of the tile on: a warp for two
+// consumers' warps. Tells apart what must be read before the rows are there: prepare(tile, first) returns it.
+template <class Tiles, class Store>
+__device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store store) {
+    constexpr int WARPS = WARPGROUP / WARP;
+    unsigned parity = 0;
+    typename Tiles::Tile tile;
+    for (; tiles.next(tile); parity ^= 1)
+#pragma unroll 1
+        for (int warp = warp_id() % WARPS; warp < TILE_ROWS / WARP_ROWS; warp += WARPS) {
+            store(tile, warp * WARP_ROWS, [&]() -> FinishedRows& {
+                barrier_wait(&shared.done[warp], parity);
+                return shared.finished[warp];
+            });
+            __syncwarp();
+            if (lane_id() == 0) barrier_arrive(&shared.stored[warp]);
+        }
+}
+
+// The whole block: a loader, two consumers, a storer.
+template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Tiles, class Load, class Store>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
     open_ring<COPYING>(shared);
-    if (threadIdx.x < WARPGROUP) {
+    const int role = threadIdx.x / WARPGROUP;
+    if (role == 0) {
         registers_down<LOADER_REGISTERS>();
-        if (COPYING || threadIdx.x == 0) load_tiles<COPYING, EXTRA>(shared, tiles, load);
-    } else {
+        if (COPYING || threadIdx.x == 0) load_tiles<COPYING>(shared, tiles, load);
+    } else if (role <= CONSUMERS) {
         registers_up<CONSUMER_REGISTERS>();
-        multiply_tiles<A_ALONG_M, B_ALONG_N>(shared, tiles, store);
+        multiply_tiles<A_ALONG_M, B_ALONG_N>(shared, tiles);
+    } else {
+        registers_down<STORER_REGISTERS>();
+        store_tiles(shared, tiles, store);
     }
 }
 
@@ -398,32 +389,32 @@ union Eight {
     __device__ __forceinline__ void store(Scalar* place) const { *reinterpret_cast<Chunk*>(place) = chunk; }
 };
 
-// Stores a tile, rounded: row_at(row) is where a row of the tile begins, null if it is not there.
-template <class RowAt>
-__device__ __forceinline__ void store_rounded(Results& results, int first_column, int width, RowAt row_at) {
-#pragma unroll
-    for (int group = 0; group < TILE_COLUMNS / GROUP; group += 2) {
-        Chunk chunks[4];
-        results.rounded(chunks, group, group + 1);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            Scalar* const row = row_at(Results::row(i % 2));
-            const int column = first_column + Results::column(group + i / 2);
-            if (row && column < width) *reinterpret_cast<Chunk*>(row + column) = chunks[i];
-        }
+// Stores rows of a tile as they are, a warp a row: row 0 of the tile begins at `rows`, of which `count` are there.
+__device__ __forceinline__ void store_plain(FinishedRows& finished, int first, Scalar* rows, int count, int column,
+                                            int width) {
+    column += lane_id() * CHUNK;
+#pragma unroll 4
+    for (int row = 0; row < min(WARP_ROWS, count - first); ++row)
+        if (column < width)
+            *reinterpret_cast<Chunk*>(rows + (long long)(first + row) * width + column) = finished.at(row, lane_id());
+}
+struct StoreRows {
+    Scalar* rows;
+    int width;
+    template <class Wait>
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Wait wait) const {
+        store_plain(wait(), first, rows + (long long)tile.first * width, tile.rows, tile.column, width);
     }
-}
-__device__ __forceinline__ void store_rows(const RowTile& tile, Results& results, Scalar* rows, int width) {
-    store_rounded(results, tile.column, width, [&](int row) {
-        return row < tile.rows ? rows + (long long)(tile.first + row) * width : nullptr;
-    });
-}
-__device__ __forceinline__ void store_weights(const WeightTile& tile, Results& results, Scalar* weights, int rows,
-                                              int width) {
-    store_rounded(results, tile.column, width, [&](int row) {
-        return tile.row + row < rows ? weights + ((long long)tile.expert * rows + tile.row + row) * width : nullptr;
-    });
-}
+};
+struct StoreWeights {
+    Scalar* weights;
+    int rows, width;
+    template <class Wait>
+    __device__ __forceinline__ void operator()(const WeightTile& tile, int first, Wait wait) const {
+        store_plain(wait(), first, weights + ((long long)tile.expert * rows + tile.row) * width, rows - tile.row,
+                    tile.column, width);
+    }
+};
 
 // A step of a weight gradient: rows of one operand are gathered, those of the other lie in expert order and come by
 // TMA, but for the last step, which must end where the expert does.

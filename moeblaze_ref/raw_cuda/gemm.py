@@ -16,9 +16,10 @@ COLUMNS = 64
 STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
 TENSOR_CORES = ("3_mma", "4_hopper")
 HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
-HOPPER_THREADS = 384
+HOPPER_THREADS = 512
 HOPPER_COLUMNS = 256
-HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 8 * 6 * 512 + 4 * 2 * 8  # boundary, stages, scratch, barriers
+# boundary, stages, finished tile, barriers
+HOPPER_SHARED_BYTES = 1024 + 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2 + (3 + 8) * 2 * 8
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
 ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
 DEPTH_BOX = (64, 64)  # rows that are the depth
