@@ -12,9 +12,9 @@
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel       grid             block  shared bytes  bytes read                                                                          bytes written
-// expert_down  multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h boxes D + 2 d h tiles                           2 R d
-// d_hidden     multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + (6144 + 256 d) tiles C + 2 d h tiles + 2 h G boxes  2 R h (1 + G) + 4 R C
-// d_w3         multiprocessors  512    214200 + 8 E  3072 E H D + 512 (tiles + X) H D + 2 R d H + 2 R h D                                2 E h d
+// expert_down  multiprocessors  512    226488 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h boxes D + 2 d h tiles                           2 R d
+// d_hidden     multiprocessors  512    226488 + 8 E  256 blocks ceil((E + 1) / 32) + (6144 + 256 d) tiles C + 2 d h tiles + 2 h G boxes  2 R h (1 + G) + 4 R C
+// d_w3         multiprocessors  512    226488 + 8 E  3072 E H D + 512 (tiles + X) H D + 2 R d H + 2 R h D                                2 E h d
 // G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), H = ceil(h / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
@@ -50,48 +50,54 @@ struct HiddenGradients {
     float* gate_terms;
     int h;
 
-    struct Row {
-        Chunk a, b;
-    };
-    __device__ __forceinline__ Row read(long long at) const {
-        return {*reinterpret_cast<const Chunk*>(a + at), GATED ? *reinterpret_cast<const Chunk*>(b + at) : Chunk{}};
+    // Begins to copy a thread's chunks of a and b.
+    __device__ __forceinline__ void read(Chunk* to, long long at, bool present) const {
+        if (present) {
+            cp_async(to, a + at);
+            if (GATED) cp_async(to + 1, b + at);
+        }
+        cp_async_commit();
     }
 
     // A warp a row, a chunk a lane. a and b are read some rows ahead.
     template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Wait wait) const {
-        constexpr int AHEAD = 4;
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Chunk* ahead, Wait wait) const {
         const int count = min(WARP_ROWS, tile.rows - first), column = tile.column + lane_id() * CHUNK;
         const bool inside = column < h;
-        const long long begin = (long long)(tile.first + first) * h + (inside ? column : 0);
+        const long long row_begin = (long long)(tile.first + first) * h, begin = row_begin + column;
+        if (lane_id() < count) {
+            const long long at = row_begin + (long long)lane_id() * h + tile.column;
+            const int bytes = min(TILE_COLUMNS, h - tile.column) * 2;
+            prefetch(a + at, bytes);
+            if (GATED) prefetch(b + at, bytes);
+        }
         const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;
-        Row rows[AHEAD];
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
-            if (i < count && inside) rows[i] = read(begin + (long long)i * h);
+        for (int i = 0; i < ROWS_AHEAD; ++i) read(ahead + 2 * i, begin + (long long)i * h, i < count && inside);
         FinishedRows& finished = wait();
         float term = 0.0f;  // of row lane_id()
+        int slot = 0;
 #pragma unroll 1
-        for (int base = 0; base < count; base += AHEAD)
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                const int row = base + i;
-                if (row >= count) break;
-                const Row now = rows[i];
-                if (row + AHEAD < count && inside) rows[i] = read(begin + (long long)(row + AHEAD) * h);
-                const float gate = __shfl_sync(FULL_WARP, gates, row);
-                float share = inside ? store(begin + (long long)row * h, now, finished.at(row, lane_id()), gate) : 0.0f;
-                share = warp_sum(share);
-                if (lane_id() == row) term = share;
-            }
+        for (int row = 0; row < count; ++row) {
+            cp_async_wait<ROWS_AHEAD - 1>();
+            const Chunk a_chunk = ahead[2 * slot], b_chunk = ahead[2 * slot + 1];
+            read(ahead + 2 * slot, begin + (long long)(row + ROWS_AHEAD) * h, row + ROWS_AHEAD < count && inside);
+            slot = slot == ROWS_AHEAD - 1 ? 0 : slot + 1;
+            const float gate = __shfl_sync(FULL_WARP, gates, row);
+            float share = 0.0f;
+            if (inside) share = store(begin + (long long)row * h, a_chunk, b_chunk, finished.at(row, lane_id()), gate);
+            share = warp_sum(share);
+            if (lane_id() == row) term = share;
+        }
         const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
         if (lane_id() < count)
             gate_terms[(long long)(tile.first + first + lane_id()) * column_tiles + tile.column / TILE_COLUMNS] = term;
     }
 
     // Eight elements from `at` on; returns their share of the gate's gradient.
-    __device__ __forceinline__ float store(long long at, const Row& row, const Chunk& d, float gate) const {
-        Eight a_values(row.a), b_values(row.b), y_values, d_values(d);
+    __device__ __forceinline__ float store(long long at, const Chunk& a, const Chunk& b, const Chunk& d,
+                                           float gate) const {
+        Eight a_values(a), b_values(b), y_values, d_values(d);
         float share = 0.0f;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i)

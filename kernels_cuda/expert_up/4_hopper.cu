@@ -13,9 +13,9 @@
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel     grid             block  shared bytes  bytes read                                                                            bytes written
-// expert_up  multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
-// d_x_rows   multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h G boxes D + 2 d h G tiles                         2 R d
-// d_w        multiprocessors  512    214200 + 8 E  3072 E W C + 512 (tiles + X) W C + 2 R d C + 2 R h W                                  2 E d h
+// expert_up  multiprocessors  512    226488 + 8 E  256 blocks ceil((E + 1) / 32) + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
+// d_x_rows   multiprocessors  512    226488 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h G boxes D + 2 d h G tiles                         2 R d
+// d_w        multiprocessors  512    226488 + 8 E  3072 E W C + 512 (tiles + X) W C + 2 R d C + 2 R h W                                  2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
 // gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128). blocks is the
 // whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of experts with rows,
@@ -33,7 +33,7 @@ struct Hidden {
     int h;
 
     template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Wait wait) const {
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Chunk*, Wait wait) const {
         constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = WARP / CHUNKS;  // of a row, and rows in a warp
         FinishedRows& finished = wait();
         const int chunk = lane_id() % CHUNKS, column = tile.column + chunk * CHUNK;

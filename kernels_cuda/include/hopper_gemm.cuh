@@ -20,6 +20,7 @@ constexpr int PANEL = 64;                                       // elements of 1
 constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
 constexpr int WARP_ROWS = 16;                                   // of a tile, in a consumer's warp
+constexpr int ROWS_AHEAD = 3;
 constexpr int BAND = 8;    // row tiles that are worked on side by side: they share B in the L2 cache
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
@@ -37,6 +38,7 @@ struct FinishedRows {
 struct Shared {
     Stage stages[STAGES];  // on a boundary of 1024 bytes, from which the swizzle counts
     FinishedRows finished[TILE_ROWS / WARP_ROWS];
+    Chunk ahead[WARPGROUP][ROWS_AHEAD * 2];  // what a thread of the storer reads before it needs it
     Barrier full[STAGES], empty[STAGES];
     Barrier done[TILE_ROWS / WARP_ROWS], stored[TILE_ROWS / WARP_ROWS];
 };
@@ -48,12 +50,12 @@ __device__ __forceinline__ Shared& shared_memory() {
     return *reinterpret_cast<Shared*>(memory + (SHARED_ALIGNMENT - beyond) % SHARED_ALIGNMENT);
 }
 
-// COPYING: the loader's threads bring elements by cp.async too, and each warp arrives when its own are there.
+// COPYING: the loader's threads bring elements by cp.async too, and each arrives when its own are there.
 template <bool COPYING>
 __device__ __forceinline__ void open_ring(Shared& shared) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            barrier_init(&shared.full[stage], 1 + (COPYING ? WARPGROUP / WARP : 0));
+            barrier_init(&shared.full[stage], 1 + (COPYING ? WARPGROUP : 0));
             barrier_init(&shared.empty[stage], CONSUMERS * WARPGROUP / WARP);
         }
         for (int warp = 0; warp < TILE_ROWS / WARP_ROWS; ++warp) {
@@ -157,16 +159,6 @@ struct WeightTiles {
 
 // ---- the loader's side ----
 
-// Waits until at most PENDING of this warp's newest stages are being copied, and says at an older one's barrier that
-// wgmma may read it.
-template <int PENDING>
-__device__ __forceinline__ void arrive_copied(Barrier* full) {
-    cp_async_wait<PENDING>();
-    fence_async_proxy();
-    __syncwarp();
-    if (lane_id() == 0) barrier_arrive(full);
-}
-
 // Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): all threads may copy, and then one of
 // them arrives at the barrier with the bytes of its TMA copies. (In that order: after a branch that one lane takes, a
 // warp may go on in two parts, and its copies take twice as long.)
@@ -174,7 +166,6 @@ template <bool COPYING, class Tiles, class Load>
 __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load load) {
     Turn turn;
     typename Tiles::Tile tile;
-    Barrier* copied = nullptr;  // of the stage before: its copies are waited for once the next ones are under way
     while (tiles.next(tile)) {
         auto fill = load(tile);
 #pragma unroll 1
@@ -182,14 +173,9 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
             Barrier* const full = &shared.full[turn.stage];
             barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
             fill(step, shared.stages[turn.stage], full);
-            if (COPYING) {
-                cp_async_commit();
-                if (copied) arrive_copied<1>(copied);
-                copied = full;
-            }
+            if (COPYING) cp_async_arrive(full);
         }
     }
-    if (copied) arrive_copied<0>(copied);
 }
 
 // Where 16 bytes lie in panels: TMA's 128-byte swizzle.
@@ -299,7 +285,7 @@ __device__ __forceinline__ void hand_over(FinishedRows& finished, const float (&
 }
 
 // Multiplies every tile and hands it over.
-template <bool A_ALONG_M, bool B_ALONG_N, class Tiles>
+template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Tiles>
 __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = A_ALONG_M ? 16 * 128 : 32, B_STEP = B_ALONG_N ? 16 * 128 : 32;
@@ -315,14 +301,17 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
 #pragma unroll 1
         for (int step = 0; step < tile.steps; ++step, turn.next()) {
             barrier_wait(&shared.full[turn.stage], turn.parity);
+            if (COPYING) fence_async_proxy();
             Stage& stage = shared.stages[turn.stage];
             const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
             const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < TILE_DEPTH / 16; ++i)
-                wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(sums, wgmma_advance(a, i * A_STEP),
+{                wgmma_m64n128k16<Scalar, A_ALONG_M, B_ALONG_N>(sums, wgmma_advance(a, i * A_STEP),
                                                                wgmma_advance(b, i * B_STEP), true);
+                wgmma_m64n128k16<Scalar, A_ALONG_M, B_ALONG_N>(sums + 64, wgmma_advance(a, i * A_STEP),
+                                                               wgmma_advance(b, i * B_STEP + (B_ALONG_N ? 2 * PANEL_BYTES : 128 * 128)), true);}
             wgmma_commit();
             wgmma_wait<1>();
             if (read && lane_id() == 0) barrier_arrive(read);
@@ -349,7 +338,7 @@ __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store s
     for (; tiles.next(tile); parity ^= 1)
 #pragma unroll 1
         for (int warp = warp_id() % WARPS; warp < TILE_ROWS / WARP_ROWS; warp += WARPS) {
-            store(tile, warp * WARP_ROWS, [&]() -> FinishedRows& {
+            store(tile, warp * WARP_ROWS, shared.ahead[threadIdx.x % WARPGROUP], [&]() -> FinishedRows& {
                 barrier_wait(&shared.done[warp], parity);
                 return shared.finished[warp];
             });
@@ -368,7 +357,7 @@ __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load
         if (COPYING || threadIdx.x == 0) load_tiles<COPYING>(shared, tiles, load);
     } else if (role <= CONSUMERS) {
         registers_up<CONSUMER_REGISTERS>();
-        multiply_tiles<A_ALONG_M, B_ALONG_N>(shared, tiles);
+        multiply_tiles<COPYING, A_ALONG_M, B_ALONG_N>(shared, tiles);
     } else {
         registers_down<STORER_REGISTERS>();
         store_tiles(shared, tiles, store);
@@ -402,7 +391,7 @@ struct StoreRows {
     Scalar* rows;
     int width;
     template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Wait wait) const {
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Chunk*, Wait wait) const {
         store_plain(wait(), first, rows + (long long)tile.first * width, tile.rows, tile.column, width);
     }
 };
@@ -410,7 +399,7 @@ struct StoreWeights {
     Scalar* weights;
     int rows, width;
     template <class Wait>
-    __device__ __forceinline__ void operator()(const WeightTile& tile, int first, Wait wait) const {
+    __device__ __forceinline__ void operator()(const WeightTile& tile, int first, Chunk*, Wait wait) const {
         store_plain(wait(), first, weights + ((long long)tile.expert * rows + tile.row) * width, rows - tile.row,
                     tile.column, width);
     }

@@ -19,7 +19,7 @@ HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
 HOPPER_THREADS = 512
 HOPPER_COLUMNS = 256
 # boundary, stages, finished tile, barriers
-HOPPER_SHARED_BYTES = 1024 + 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2 + (3 + 8) * 2 * 8
+HOPPER_SHARED_BYTES = 1024 + 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2 + 128 * 6 * 16 + (3 + 8) * 2 * 8
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
 ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
 DEPTH_BOX = (64, 64)  # rows that are the depth

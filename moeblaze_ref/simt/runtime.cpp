@@ -138,12 +138,14 @@ struct Thread {
     }
 };
 
-// A box that comes to a barrier later.
+// What comes to a barrier later: a box, or a thread's copies and then its arrival.
 struct Transfer {
     Mbarrier* barrier;
     SimtSite site;
     TensorBox box;
     uint32_t shared;  // address
+    Thread* copier = nullptr;
+    unsigned groups = 0;  // of its copies, those before this one
 };
 
 class Random {  // splitmix64
@@ -439,6 +441,10 @@ struct Worker {
     void finish_transfer(size_t number) {
         const Transfer transfer = transfers[number];
         transfers.erase(transfers.begin() + std::ptrdiff_t(number));
+        if (transfer.copier) {
+            finish_copies(*transfer.copier, [&](const AsyncCopy& copy) { return copy.group < transfer.groups; });
+            return arrive(*transfer.barrier, *transfer.copier, transfer.site);
+        }
         transfer.box.copy(transfer.shared, [this](uint32_t address, uint64_t) {
             block_memory.forget_write(address);
             return block_memory.at(address, 16);
@@ -793,6 +799,13 @@ void simt_async_commit() { ++worker->current->group; }
 void simt_async_wait(unsigned pending_groups) {
     Thread& self = *worker->current;
     worker->finish_copies(self, [&](const AsyncCopy& copy) { return copy.group + pending_groups < self.group; });
+}
+
+void simt_async_arrive(void* barrier, SimtSite site) {
+    Thread& self = *worker->current;
+    Mbarrier& found = worker->barrier_at(barrier, SIMT_ATOMIC, site, __builtin_return_address(0));
+    worker->transfers.push_back({&found, site, {}, 0, &self, ++self.group});
+    worker->after_asynchronous();
 }
 
 unsigned simt_shared_address(const void* shared) { return worker->shared_address(shared); }
