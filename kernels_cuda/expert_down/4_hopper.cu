@@ -12,9 +12,9 @@
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel       grid             block  shared bytes  bytes read                                                                          bytes written
-// expert_down  multiprocessors  512    226488 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h boxes D + 2 d h tiles                           2 R d
-// d_hidden     multiprocessors  512    226488 + 8 E  256 blocks ceil((E + 1) / 32) + (6144 + 256 d) tiles C + 2 d h tiles + 2 h G boxes  2 R h (1 + G) + 4 R C
-// d_w3         multiprocessors  512    226488 + 8 E  3072 E H D + 512 (tiles + X) H D + 2 R d H + 2 R h D                                2 E h d
+// expert_down  multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h boxes D + 2 d h tiles                           2 R d
+// d_hidden     multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + (6144 + 256 d) tiles C + 2 d h tiles + 2 h G boxes  2 R h (1 + G) + 4 R C
+// d_w3         multiprocessors  512    214200 + 8 E  3072 E H D + 512 (tiles + X) H D + 2 R d H + 2 R h D                                2 E h d
 // G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), H = ceil(h / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
@@ -26,7 +26,7 @@
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3,
                 const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
-    Shared& shared = shared_memory();
+    auto& shared = shared_memory<RowShared>();
     grouped_matmul<false, false, true>(
         shared, RowTiles(shared, expert_token_offsets, E, d, TILE_COLUMNS, h),
         [&](const RowTile& tile) {
@@ -50,54 +50,57 @@ struct HiddenGradients {
     float* gate_terms;
     int h;
 
-    // Begins to copy a thread's chunks of a and b.
-    __device__ __forceinline__ void read(Chunk* to, long long at, bool present) const {
-        if (present) {
-            cp_async(to, a + at);
-            if (GATED) cp_async(to + 1, b + at);
-        }
-        cp_async_commit();
+    struct Row {
+        Chunk a, b;
+    };
+    __device__ __forceinline__ Row read(long long at) const {
+        return {*reinterpret_cast<const Chunk*>(a + at), GATED ? *reinterpret_cast<const Chunk*>(b + at) : Chunk{}};
     }
 
-    // A warp a row, a chunk a lane. a and b are read some rows ahead.
+    // A warp a row, a chunk a lane; a and b of some rows are read while those before are worked on.
     template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Chunk* ahead, Wait wait) const {
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, int, Wait wait) const {
+        constexpr int BATCH = 4;
         const int count = min(WARP_ROWS, tile.rows - first), column = tile.column + lane_id() * CHUNK;
         const bool inside = column < h;
-        const long long row_begin = (long long)(tile.first + first) * h, begin = row_begin + column;
-        if (lane_id() < count) {
-            const long long at = row_begin + (long long)lane_id() * h + tile.column;
-            const int bytes = min(TILE_COLUMNS, h - tile.column) * 2;
-            prefetch(a + at, bytes);
-            if (GATED) prefetch(b + at, bytes);
-        }
+        const long long begin = (long long)(tile.first + first) * h + column;
         const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;
+        Row next[BATCH];
+        auto read_batch = [&](int base) {
 #pragma unroll
-        for (int i = 0; i < ROWS_AHEAD; ++i) read(ahead + 2 * i, begin + (long long)i * h, i < count && inside);
-        FinishedRows& finished = wait();
-        float term = 0.0f;  // of row lane_id()
-        int slot = 0;
+            for (int i = 0; i < BATCH; ++i)
+                if (base + i < count && inside) next[i] = read(begin + (long long)(base + i) * h);
+        };
+        read_batch(0);
+        auto& finished = wait();
 #pragma unroll 1
-        for (int row = 0; row < count; ++row) {
-            cp_async_wait<ROWS_AHEAD - 1>();
-            const Chunk a_chunk = ahead[2 * slot], b_chunk = ahead[2 * slot + 1];
-            read(ahead + 2 * slot, begin + (long long)(row + ROWS_AHEAD) * h, row + ROWS_AHEAD < count && inside);
-            slot = slot == ROWS_AHEAD - 1 ? 0 : slot + 1;
-            const float gate = __shfl_sync(FULL_WARP, gates, row);
-            float share = 0.0f;
-            if (inside) share = store(begin + (long long)row * h, a_chunk, b_chunk, finished.at(row, lane_id()), gate);
-            share = warp_sum(share);
-            if (lane_id() == row) term = share;
+        for (int base = 0; base < count; base += BATCH) {
+            Row rows[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) rows[i] = next[i];
+            read_batch(base + BATCH);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                const int row = base + i;
+                const float gate = __shfl_sync(FULL_WARP, gates, row);
+                Chunk& d = finished.at(row, lane_id());
+                float share = 0.0f;
+                if (row < count && inside) share = store(begin + (long long)row * h, rows[i], d, gate);
+                reinterpret_cast<float&>(d) = share;
+            }
         }
+        __syncwarp();
+        if (lane_id() >= count) return;
+        float term = 0.0f;
+#pragma unroll
+        for (int lane = 0; lane < WARP; ++lane) term += reinterpret_cast<const float&>(finished.at(lane_id(), lane));
         const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
-        if (lane_id() < count)
-            gate_terms[(long long)(tile.first + first + lane_id()) * column_tiles + tile.column / TILE_COLUMNS] = term;
+        gate_terms[(long long)(tile.first + first + lane_id()) * column_tiles + tile.column / TILE_COLUMNS] = term;
     }
 
     // Eight elements from `at` on; returns their share of the gate's gradient.
-    __device__ __forceinline__ float store(long long at, const Chunk& a, const Chunk& b, const Chunk& d,
-                                           float gate) const {
-        Eight a_values(a), b_values(b), y_values, d_values(d);
+    __device__ __forceinline__ float store(long long at, const Row& row, const Chunk& d, float gate) const {
+        Eight a_values(row.a), b_values(row.b), y_values, d_values(d);
         float share = 0.0f;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i)
@@ -115,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const Scalar* a,
              const Scalar* b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
              Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
-    Shared& shared = shared_memory();
+    auto& shared = shared_memory<RowShared>();
     grouped_matmul<true, false, false>(
         shared, RowTiles(shared, expert_token_offsets, E, h, TILE_COLUMNS, d),
         [&](const RowTile& tile) {
@@ -136,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
          const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
-    Shared& shared = shared_memory();
+    auto& shared = shared_memory<WeightShared>();
     grouped_matmul<true, true, true>(
         shared, WeightTiles(expert_token_offsets, E, h, d),
         [&](const WeightTile& tile) {

@@ -13,9 +13,9 @@
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel     grid             block  shared bytes  bytes read                                                                            bytes written
-// expert_up  multiprocessors  512    226488 + 8 E  256 blocks ceil((E + 1) / 32) + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
-// d_x_rows   multiprocessors  512    226488 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h G boxes D + 2 d h G tiles                         2 R d
-// d_w        multiprocessors  512    226488 + 8 E  3072 E W C + 512 (tiles + X) W C + 2 R d C + 2 R h W                                  2 E d h
+// expert_up  multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
+// d_x_rows   multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h G boxes D + 2 d h G tiles                         2 R d
+// d_w        multiprocessors  512    214200 + 8 E  3072 E W C + 512 (tiles + X) W C + 2 R d C + 2 R h W                                  2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
 // gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128). blocks is the
 // whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of experts with rows,
@@ -33,9 +33,9 @@ struct Hidden {
     int h;
 
     template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Chunk*, Wait wait) const {
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, int, Wait wait) const {
         constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = WARP / CHUNKS;  // of a row, and rows in a warp
-        FinishedRows& finished = wait();
+        auto& finished = wait();
         const int chunk = lane_id() % CHUNKS, column = tile.column + chunk * CHUNK;
 #pragma unroll 4
         for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE) {
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
               int d, int h, int E) {
-    Shared& shared = shared_memory();
+    auto& shared = shared_memory<RowShared>();
     grouped_matmul<true, false, true>(
         shared, RowTiles(shared, expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_x_rows(const __grid_constant__ TensorMap d_a, const __grid_constant__ TensorMap d_b,
              const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
-    Shared& shared = shared_memory();
+    auto& shared = shared_memory<RowShared>();
     const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
     grouped_matmul<false, false, false>(
         shared, RowTiles(shared, expert_token_offsets, E, d, TILE_COLUMNS, PARTS * part_steps * TILE_DEPTH),
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
-    Shared& shared = shared_memory();
+    auto& shared = shared_memory<WeightShared>();
     grouped_matmul<true, true, true>(
         shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {

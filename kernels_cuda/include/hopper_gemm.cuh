@@ -9,18 +9,18 @@
 #include "scalar.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-#ifndef STAGES
-#define STAGES 3
-#endif
 constexpr int CONSUMERS = 2;                        // warpgroups
 constexpr int BLOCK = (2 + CONSUMERS) * WARPGROUP;  // threads: loader, consumers, storer
-constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // of 4 x 128 at the start
+#ifndef X_L
+#define X_L 56
+#endif
+constexpr int LOADER_REGISTERS = X_L, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 176 - X_L;  // of 4 x 128 at the start
 constexpr int CHUNK = 8;                                        // elements of 16 bytes
 constexpr int PANEL = 64;                                       // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
 constexpr int WARP_ROWS = 16;                                   // of a tile, in a consumer's warp
-constexpr int ROWS_AHEAD = 3;
+constexpr int WARPS_OF_ROWS = TILE_ROWS / WARP_ROWS;
 constexpr int BAND = 8;    // row tiles that are worked on side by side: they share B in the L2 cache
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
@@ -29,21 +29,28 @@ struct Stage {
 };
 
 // The rows of a tile that one warp of a consumer has finished: it writes them, a warp of the storer reads them.
+template <int COLUMNS>
 struct FinishedRows {
-    Chunk lines[WARP_ROWS][TILE_COLUMNS / CHUNK];
+    Chunk lines[WARP_ROWS][COLUMNS / CHUNK];
 
     __device__ __forceinline__ Chunk& at(int row, int chunk) { return lines[row][chunk ^ row % 8]; }
 };
 
+// A block's shared memory. A finished tile is handed over in PARTS, one after another: a whole one if the storer is to
+// work beside the product, parts of it if that leaves room for a stage more.
+template <int STAGES_, int PARTS_>
 struct Shared {
+    static constexpr int STAGES = STAGES_, PARTS = PARTS_;
     Stage stages[STAGES];  // on a boundary of 1024 bytes, from which the swizzle counts
-    FinishedRows finished[TILE_ROWS / WARP_ROWS];
-    Chunk ahead[WARPGROUP][ROWS_AHEAD * 2];  // what a thread of the storer reads before it needs it
+    FinishedRows<TILE_COLUMNS / PARTS> finished[WARPS_OF_ROWS];
     Barrier full[STAGES], empty[STAGES];
-    Barrier done[TILE_ROWS / WARP_ROWS], stored[TILE_ROWS / WARP_ROWS];
+    Barrier done[WARPS_OF_ROWS], stored[WARPS_OF_ROWS];
 };
+using RowShared = Shared<3, 1>;
+using WeightShared = Shared<4, 2>;
 constexpr int SHARED_ALIGNMENT = 1024;
 
+template <class Shared>
 __device__ __forceinline__ Shared& shared_memory() {
     DYNAMIC_SHARED(unsigned char, memory);
     const unsigned beyond = shared_address(memory) % SHARED_ALIGNMENT;
@@ -51,14 +58,14 @@ __device__ __forceinline__ Shared& shared_memory() {
 }
 
 // COPYING: the loader's threads bring elements by cp.async too, and each arrives when its own are there.
-template <bool COPYING>
+template <bool COPYING, class Shared>
 __device__ __forceinline__ void open_ring(Shared& shared) {
     if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
+        for (int stage = 0; stage < Shared::STAGES; ++stage) {
             barrier_init(&shared.full[stage], 1 + (COPYING ? WARPGROUP : 0));
             barrier_init(&shared.empty[stage], CONSUMERS * WARPGROUP / WARP);
         }
-        for (int warp = 0; warp < TILE_ROWS / WARP_ROWS; ++warp) {
+        for (int warp = 0; warp < WARPS_OF_ROWS; ++warp) {
             barrier_init(&shared.done[warp], 1);
             barrier_init(&shared.stored[warp], 1);
         }
@@ -68,6 +75,7 @@ __device__ __forceinline__ void open_ring(Shared& shared) {
 }
 
 // Where a role stands in the ring: the stage, and the parity of its phase.
+template <int STAGES>
 struct Turn {
     int stage = 0;
     unsigned parity = 0;
@@ -92,7 +100,7 @@ struct RowTiles {
     int number, expert;
 
     // One warp makes the list behind `shared`; a __syncthreads() must follow.
-    __device__ __forceinline__ RowTiles(Shared& shared, const int* expert_token_offsets, int E, int columns, int width,
+    __device__ __forceinline__ RowTiles(RowShared& shared, const int* expert_token_offsets, int E, int columns, int width,
                                         int depth)
         : numbers(reinterpret_cast<int*>(&shared + 1)), offsets(numbers + E + 1), E(E),
           column_tiles((columns + width - 1) / width), width(width), steps((depth + TILE_DEPTH - 1) / TILE_DEPTH),
@@ -162,9 +170,9 @@ struct WeightTiles {
 // Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): all threads may copy, and then one of
 // them arrives at the barrier with the bytes of its TMA copies. (In that order: after a branch that one lane takes, a
 // warp may go on in two parts, and its copies take twice as long.)
-template <bool COPYING, class Tiles, class Load>
+template <bool COPYING, class Shared, class Tiles, class Load>
 __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load load) {
-    Turn turn;
+    Turn<Shared::STAGES> turn;
     typename Tiles::Tile tile;
     while (tiles.next(tile)) {
         auto fill = load(tile);
@@ -265,11 +273,12 @@ struct DepthRows {
 
 // ---- the consumers' side ----
 
-// Leaves a warp's sums of a tile, rounded, for the storer. sums[8 j + ...] as wgmma leaves them.
-__device__ __forceinline__ void hand_over(FinishedRows& finished, const float (&sums)[TILE_COLUMNS / 2]) {
+// Leaves a warp's sums of some columns, rounded, for the storer.
+template <int COLUMNS>
+__device__ __forceinline__ void hand_over(FinishedRows<COLUMNS>& finished, const float* sums) {
     constexpr int TOGETHER = 4;  // chunks that stmatrix writes
 #pragma unroll
-    for (int first = 0; first < TILE_COLUMNS / CHUNK; first += TOGETHER)
+    for (int first = 0; first < COLUMNS / CHUNK; first += TOGETHER)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             unsigned pairs[TOGETHER];
@@ -285,17 +294,17 @@ __device__ __forceinline__ void hand_over(FinishedRows& finished, const float (&
 }
 
 // Multiplies every tile and hands it over.
-template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Tiles>
+template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles>
 __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = A_ALONG_M ? 16 * 128 : 32, B_STEP = B_ALONG_N ? 16 * 128 : 32;
     // One for the whole warp, as the compiler sees by the shuffle.
     const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x) / WARP, 0) - WARPGROUP / WARP;
     const int consumer = warp / (WARPGROUP / WARP);
-    Turn turn;
-    unsigned parity = 1;  // of the tile before
+    Turn<Shared::STAGES> turn;
+    unsigned parity = 1;  // of the part before
     typename Tiles::Tile tile;
-    for (; tiles.next(tile); parity ^= 1) {
+    while (tiles.next(tile)) {
         float sums[TILE_COLUMNS / 2] = {};
         Barrier* read = nullptr;  // the stage of the step before: free once that has been read
 #pragma unroll 1
@@ -319,36 +328,40 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
         }
         wgmma_wait<0>();
         if (read && lane_id() == 0) barrier_arrive(read);
-        barrier_wait(&shared.stored[warp], parity);
-        hand_over(shared.finished[warp], sums);
-        __syncwarp();
-        if (lane_id() == 0) barrier_arrive(&shared.done[warp]);
+#pragma unroll
+        for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
+            barrier_wait(&shared.stored[warp], parity);
+            hand_over(shared.finished[warp], sums + part * TILE_COLUMNS / 2 / Shared::PARTS);
+            __syncwarp();
+            if (lane_id() == 0) barrier_arrive(&shared.done[warp]);
+        }
     }
 }
 
 // ---- the storer's side ----
 
-// Calls store(tile, first, finished) for every 16 rows of every tile, from row `first` of the tile on: a warp for two
-// consumers' warps. Tells apart what must be read before the rows are there: prepare(tile, first) returns it.
-template <class Tiles, class Store>
+// Calls store(tile, row, column, wait) for every 16 rows of every part of a tile: first row and column of the tile; wait()
+// returns them when they are finished. A warp for two consumers' warps.
+template <class Shared, class Tiles, class Store>
 __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store store) {
-    constexpr int WARPS = WARPGROUP / WARP;
     unsigned parity = 0;
     typename Tiles::Tile tile;
-    for (; tiles.next(tile); parity ^= 1)
+    while (tiles.next(tile))
 #pragma unroll 1
-        for (int warp = warp_id() % WARPS; warp < TILE_ROWS / WARP_ROWS; warp += WARPS) {
-            store(tile, warp * WARP_ROWS, shared.ahead[threadIdx.x % WARPGROUP], [&]() -> FinishedRows& {
-                barrier_wait(&shared.done[warp], parity);
-                return shared.finished[warp];
-            });
-            __syncwarp();
-            if (lane_id() == 0) barrier_arrive(&shared.stored[warp]);
-        }
+        for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1)
+#pragma unroll 1
+            for (int warp = warp_id() % (WARPGROUP / WARP); warp < WARPS_OF_ROWS; warp += WARPGROUP / WARP) {
+                store(tile, warp * WARP_ROWS, part * TILE_COLUMNS / Shared::PARTS, [&]() -> auto& {
+                    barrier_wait(&shared.done[warp], parity);
+                    return shared.finished[warp];
+                });
+                __syncwarp();
+                if (lane_id() == 0) barrier_arrive(&shared.stored[warp]);
+            }
 }
 
 // The whole block: a loader, two consumers, a storer.
-template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Tiles, class Load, class Store>
+template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles, class Load, class Store>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
     open_ring<COPYING>(shared);
     const int role = threadIdx.x / WARPGROUP;
@@ -378,30 +391,35 @@ union Eight {
     __device__ __forceinline__ void store(Scalar* place) const { *reinterpret_cast<Chunk*>(place) = chunk; }
 };
 
-// Stores rows of a tile as they are, a warp a row: row 0 of the tile begins at `rows`, of which `count` are there.
-__device__ __forceinline__ void store_plain(FinishedRows& finished, int first, Scalar* rows, int count, int column,
-                                            int width) {
-    column += lane_id() * CHUNK;
+// Stores finished rows as they are, a warp for some rows at once: `count` of them from `place` on, `columns` wide.
+template <int COLUMNS>
+__device__ __forceinline__ void store_plain(FinishedRows<COLUMNS>& finished, Scalar* place, int width, int count,
+                                            int columns) {
+    constexpr int CHUNKS = COLUMNS / CHUNK, AT_ONCE = WARP / CHUNKS;
+    const int chunk = lane_id() % CHUNKS;
+    if (chunk * CHUNK >= columns) return;
 #pragma unroll 4
-    for (int row = 0; row < min(WARP_ROWS, count - first); ++row)
-        if (column < width)
-            *reinterpret_cast<Chunk*>(rows + (long long)(first + row) * width + column) = finished.at(row, lane_id());
+    for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, count); row += AT_ONCE)
+        *reinterpret_cast<Chunk*>(place + (long long)row * width + chunk * CHUNK) = finished.at(row, chunk);
 }
 struct StoreRows {
     Scalar* rows;
     int width;
     template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, Chunk*, Wait wait) const {
-        store_plain(wait(), first, rows + (long long)tile.first * width, tile.rows, tile.column, width);
+    __device__ __forceinline__ void operator()(const RowTile& tile, int row, int column, Wait wait) const {
+        column += tile.column;
+        store_plain(wait(), rows + (long long)(tile.first + row) * width + column, width, tile.rows - row, width - column);
     }
 };
 struct StoreWeights {
     Scalar* weights;
     int rows, width;
     template <class Wait>
-    __device__ __forceinline__ void operator()(const WeightTile& tile, int first, Chunk*, Wait wait) const {
-        store_plain(wait(), first, weights + ((long long)tile.expert * rows + tile.row) * width, rows - tile.row,
-                    tile.column, width);
+    __device__ __forceinline__ void operator()(const WeightTile& tile, int row, int column, Wait wait) const {
+        row += tile.row;
+        column += tile.column;
+        store_plain(wait(), weights + ((long long)tile.expert * rows + row) * width + column, width, rows - row,
+                    width - column);
     }
 };
 
