@@ -21,14 +21,20 @@
 // whole matrix. 2 R d h FLOPs a GEMM. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
+#ifndef X_UP
+#define X_UP 4, 2
+#endif
+#ifndef X_ROWS
+#define X_ROWS 4, 2
+#endif
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3,
                 const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
-    auto& shared = shared_memory<RowShared>();
-    grouped_matmul<false, false, true>(
-        shared, RowTiles(shared, expert_token_offsets, E, d, TILE_COLUMNS, h),
+    auto& shared = shared_memory<Shared<X_ROWS>>();
+    grouped_matmul<false, false, true, 40>(
+        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, h),
         [&](const RowTile& tile) {
             return [=, &y_swi, &w3](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
@@ -57,45 +63,32 @@ struct HiddenGradients {
         return {*reinterpret_cast<const Chunk*>(a + at), GATED ? *reinterpret_cast<const Chunk*>(b + at) : Chunk{}};
     }
 
-    // A warp a row, a chunk a lane; a and b of some rows are read while those before are worked on.
+    // A warp a row, a chunk a lane; a and b of the next row are read while this one is worked on.
     template <class Wait>
     __device__ __forceinline__ void operator()(const RowTile& tile, int first, int, Wait wait) const {
-        constexpr int BATCH = 4;
         const int count = min(WARP_ROWS, tile.rows - first), column = tile.column + lane_id() * CHUNK;
         const bool inside = column < h;
-        const long long begin = (long long)(tile.first + first) * h + column;
-        const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;
-        Row next[BATCH];
-        auto read_batch = [&](int base) {
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i)
-                if (base + i < count && inside) next[i] = read(begin + (long long)(base + i) * h);
-        };
-        read_batch(0);
+        const int mine = tile.first + first + lane_id();  // the row whose gate this lane knows
+        const float gates = lane_id() < count ? gate_of_row[mine] : 0.0f;
+        long long at = (long long)(tile.first + first) * h + column;
+        Row next = {};
+        if (0 < count && inside) next = read(at);
         auto& finished = wait();
 #pragma unroll 1
-        for (int base = 0; base < count; base += BATCH) {
-            Row rows[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) rows[i] = next[i];
-            read_batch(base + BATCH);
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                const int row = base + i;
-                const float gate = __shfl_sync(FULL_WARP, gates, row);
-                Chunk& d = finished.at(row, lane_id());
-                float share = 0.0f;
-                if (row < count && inside) share = store(begin + (long long)row * h, rows[i], d, gate);
-                reinterpret_cast<float&>(d) = share;
-            }
+        for (int row = 0; row < count; ++row, at += h) {
+            const Row now = next;
+            if (row + 1 < count && inside) next = read(at + h);
+            const float gate = __shfl_sync(FULL_WARP, gates, row);
+            Chunk& d = finished.at(row, lane_id());
+            reinterpret_cast<float&>(d) = inside ? store(at, now, d, gate) : 0.0f;  // the lane's term, where d was
         }
         __syncwarp();
         if (lane_id() >= count) return;
         float term = 0.0f;
-#pragma unroll
+#pragma unroll 4
         for (int lane = 0; lane < WARP; ++lane) term += reinterpret_cast<const float&>(finished.at(lane_id(), lane));
         const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
-        gate_terms[(long long)(tile.first + first + lane_id()) * column_tiles + tile.column / TILE_COLUMNS] = term;
+        gate_terms[(long long)mine * column_tiles + tile.column / TILE_COLUMNS] = term;
     }
 
     // Eight elements from `at` on; returns their share of the gate's gradient.
@@ -118,9 +111,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const Scalar* a,
              const Scalar* b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
              Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
-    auto& shared = shared_memory<RowShared>();
-    grouped_matmul<true, false, false>(
-        shared, RowTiles(shared, expert_token_offsets, E, h, TILE_COLUMNS, d),
+    auto& shared = shared_memory<Shared<3, 1>>();
+    grouped_matmul<true, false, false, 56>(
+        shared, RowTiles(expert_token_offsets, E, h, TILE_COLUMNS, d),
         [&](const RowTile& tile) {
             const GatheredRows rows(d_out, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w3](int step, Stage& stage, Barrier* full) {
@@ -139,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
          const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
-    auto& shared = shared_memory<WeightShared>();
-    grouped_matmul<true, true, true>(
+    auto& shared = shared_memory<Shared<4, 2>>();
+    grouped_matmul<true, true, true, 40>(
         shared, WeightTiles(expert_token_offsets, E, h, d),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_COLUMNS, TILE_ROWS, false>(tile, d_out, d, tile.column, gated_y_map, gated_y,

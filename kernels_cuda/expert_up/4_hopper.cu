@@ -23,24 +23,32 @@
 // 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
+#ifndef X_UP
+#define X_UP 4, 2
+#endif
+#ifndef X_ROWS
+#define X_ROWS 4, 2
+#endif
 
 constexpr int PARTS = GATED ? 2 : 1;
 constexpr int WIDTH = TILE_COLUMNS / PARTS;  // columns of a tile of a and b
 
-// The epilogue of expert_up: a chunk of a and of b a lane.
+// The epilogue of expert_up. Panels of a and b, 64 columns each, lie side by side in a tile.
 struct Hidden {
     Scalar *a, *b, *y_swi;
     int h;
 
     template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, int, Wait wait) const {
-        constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = WARP / CHUNKS;  // of a row, and rows in a warp
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, int part, Wait wait) const {
+        constexpr int PANEL_CHUNKS = PANEL / CHUNK;
         auto& finished = wait();
-        const int chunk = lane_id() % CHUNKS, column = tile.column + chunk * CHUNK;
-#pragma unroll 4
+        constexpr int CHUNKS = sizeof finished.lines[0] / sizeof(Chunk) / PARTS, AT_ONCE = WARP / CHUNKS;
+        const int i = lane_id() % CHUNKS, chunk = i / PANEL_CHUNKS * PARTS * PANEL_CHUNKS + i % PANEL_CHUNKS;
+        const int column = tile.column + part / PARTS + i * CHUNK;
+        if (column >= h) return;
+#pragma unroll 2
         for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE) {
-            if (column >= h) continue;
-            const Eight a_values(finished.at(row, chunk)), b_values(finished.at(row, chunk + CHUNKS * (PARTS - 1)));
+            const Eight a_values(finished.at(row, chunk)), b_values(finished.at(row, chunk + PANEL_CHUNKS * (PARTS - 1)));
             const long long at = (long long)(tile.first + first + row) * h + column;
             if (STORE_PROJECTIONS) {
                 a_values.store(a + at);
@@ -61,9 +69,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
               int d, int h, int E) {
-    auto& shared = shared_memory<RowShared>();
-    grouped_matmul<true, false, true>(
-        shared, RowTiles(shared, expert_token_offsets, E, h, WIDTH, d),
+    auto& shared = shared_memory<Shared<X_UP>>();
+    grouped_matmul<true, false, true, 48>(
+        shared, RowTiles(expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
             const GatheredRows rows(x, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
@@ -73,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                     barrier_arrive_expecting(full, B_BYTES);
 #pragma unroll
                     for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel) {
-                        const bool second = panel >= WIDTH / PANEL;  // the columns of w2 lie beside those of w1
+                        const bool second = panel % PARTS;  // the columns of w2 lie beside those of w1
                         tma_load(stage.b + panel * PANEL_BYTES, second ? &w2 : &w1, full,
-                                 tile.column + panel % (WIDTH / PANEL) * PANEL, p, tile.expert);
+                                 tile.column + panel / PARTS * PANEL, p, tile.expert);
                     }
                 }
             };
@@ -88,10 +96,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_x_rows(const __grid_constant__ TensorMap d_a, const __grid_constant__ TensorMap d_b,
              const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
-    auto& shared = shared_memory<RowShared>();
+    auto& shared = shared_memory<Shared<X_ROWS>>();
     const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
-    grouped_matmul<false, false, false>(
-        shared, RowTiles(shared, expert_token_offsets, E, d, TILE_COLUMNS, PARTS * part_steps * TILE_DEPTH),
+    grouped_matmul<false, false, false, 40>(
+        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PARTS * part_steps * TILE_DEPTH),
         [&](const RowTile& tile) {
             return [=, &d_a, &d_b, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const bool second = step >= part_steps;  // first the depth of a, then that of b
@@ -108,8 +116,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
-    auto& shared = shared_memory<WeightShared>();
-    grouped_matmul<true, true, true>(
+    auto& shared = shared_memory<Shared<4, 2>>();
+    grouped_matmul<true, true, true, 40>(
         shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_ROWS, TILE_COLUMNS, true>(tile, x, d, tile.row, d_hidden_map, d_hidden, h,

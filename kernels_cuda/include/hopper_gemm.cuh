@@ -9,12 +9,9 @@
 #include "scalar.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-constexpr int CONSUMERS = 2;                        // warpgroups
-constexpr int BLOCK = (2 + CONSUMERS) * WARPGROUP;  // threads: loader, consumers, storer
-#ifndef X_L
-#define X_L 56
-#endif
-constexpr int LOADER_REGISTERS = X_L, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 176 - X_L;  // of 4 x 128 at the start
+constexpr int CONSUMERS = 2, STORERS = 2;                     // warpgroups
+constexpr int BLOCK = (1 + CONSUMERS + STORERS) * WARPGROUP;  // threads
+constexpr int REGISTERS = 5 * 96, CONSUMER_REGISTERS = 168;   // a thread: of all warpgroups, of one
 constexpr int CHUNK = 8;                                        // elements of 16 bytes
 constexpr int PANEL = 64;                                       // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
@@ -46,8 +43,6 @@ struct Shared {
     Barrier full[STAGES], empty[STAGES];
     Barrier done[WARPS_OF_ROWS], stored[WARPS_OF_ROWS];
 };
-using RowShared = Shared<3, 1>;
-using WeightShared = Shared<4, 2>;
 constexpr int SHARED_ALIGNMENT = 1024;
 
 template <class Shared>
@@ -92,46 +87,47 @@ struct RowTile {
     int steps;
 };
 
-// The tiles of all experts, expert after expert: a list that every block makes for itself.
+// Where a block stands in the tiles of all experts, expert after expert: expert e has tiles_of(its rows).
+struct Walk {
+    const int* expert_token_offsets;
+    int E, number, expert = 0, first = 0;  // this tile; its expert and that expert's first tile
+    int begin, end;                        // the expert's rows in expert order
+
+    __device__ __forceinline__ Walk(const int* expert_token_offsets, int E)
+        : expert_token_offsets(expert_token_offsets), E(E), number(blockIdx.x), begin(0), end(expert_token_offsets[1]) {}
+
+    // On to the expert of this tile; false if there is none.
+    template <class TilesOf>
+    __device__ __forceinline__ bool find(TilesOf tiles_of) {
+        for (int tiles = tiles_of(end - begin); number >= first + tiles; tiles = tiles_of(end - begin)) {
+            if (++expert == E) return false;
+            first += tiles;
+            begin = end;
+            end = expert_token_offsets[expert + 1];
+        }
+        return true;
+    }
+};
+
 struct RowTiles {
     using Tile = RowTile;
-    const int *numbers, *offsets;  // (E + 1) each, in shared memory: the expert's first tile and first row
-    int E, column_tiles, width, steps;
-    int number, expert;
+    Walk walk;
+    int column_tiles, width, steps;
 
-    // One warp makes the list behind `shared`; a __syncthreads() must follow.
-    __device__ __forceinline__ RowTiles(RowShared& shared, const int* expert_token_offsets, int E, int columns, int width,
-                                        int depth)
-        : numbers(reinterpret_cast<int*>(&shared + 1)), offsets(numbers + E + 1), E(E),
-          column_tiles((columns + width - 1) / width), width(width), steps((depth + TILE_DEPTH - 1) / TILE_DEPTH),
-          number(blockIdx.x), expert(0) {
-        if (warp_id() != 0) return;
-        int before = 0;
-        for (int base = 0; base <= E; base += WARP) {
-            const int mine = base + lane_id();
-            const int begin = expert_token_offsets[min(mine, E)], end = expert_token_offsets[min(mine + 1, E)];
-            const int tiles = (end - begin + TILE_ROWS - 1) / TILE_ROWS * column_tiles;
-            const int below = warp_exclusive_sum(tiles);
-            if (mine <= E) {
-                const_cast<int*>(numbers)[mine] = before + below;
-                const_cast<int*>(offsets)[mine] = begin;
-            }
-            before += warp_sum(tiles);
-        }
-    }
+    __device__ __forceinline__ RowTiles(const int* expert_token_offsets, int E, int columns, int width, int depth)
+        : walk(expert_token_offsets, E), column_tiles((columns + width - 1) / width), width(width),
+          steps((depth + TILE_DEPTH - 1) / TILE_DEPTH) {}
 
     // The block's next tile, if there is one.
     __device__ __forceinline__ bool next(RowTile& tile) {
-        if (number >= numbers[E]) return false;
-        while (number >= numbers[expert + 1]) ++expert;
-        const int begin = offsets[expert], rows = offsets[expert + 1] - begin;
+        if (!walk.find([&](int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS * column_tiles; })) return false;
         // In bands of row tiles, down each column of a band.
-        const int inside = number - numbers[expert], band = inside / (BAND * column_tiles);
+        const int rows = walk.end - walk.begin, inside = walk.number - walk.first, band = inside / (BAND * column_tiles);
         const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, high = min(BAND, row_tiles - band * BAND);
         const int at = inside - band * BAND * column_tiles, column = at / high;
         const int row = (band * BAND + at - column * high) * TILE_ROWS;
-        tile = {expert, begin + row, min(TILE_ROWS, rows - row), column * width, steps};
-        number += gridDim.x;
+        tile = {walk.expert, walk.begin + row, min(TILE_ROWS, rows - row), column * width, steps};
+        walk.number += gridDim.x;
         return true;
     }
 };
@@ -145,22 +141,19 @@ struct WeightTile {
 
 struct WeightTiles {
     using Tile = WeightTile;
-    const int* expert_token_offsets;
-    int E, row_tiles, column_tiles;
-    int number;
+    Walk walk;
+    int row_tiles, column_tiles;
 
     __device__ __forceinline__ WeightTiles(const int* expert_token_offsets, int E, int rows, int columns)
-        : expert_token_offsets(expert_token_offsets), E(E), row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS),
-          column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS), number(blockIdx.x) {}
+        : walk(expert_token_offsets, E), row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS),
+          column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {}
 
     __device__ __forceinline__ bool next(WeightTile& tile) {
-        const int tiles = row_tiles * column_tiles, expert = number / tiles;
-        if (expert >= E) return false;
-        const int inside = number - expert * tiles, column = inside / row_tiles;
-        const int begin = expert_token_offsets[expert], end = expert_token_offsets[expert + 1];
-        tile = {expert, (inside - column * row_tiles) * TILE_ROWS, column * TILE_COLUMNS, begin, end,
-                (end - begin + TILE_DEPTH - 1) / TILE_DEPTH};
-        number += gridDim.x;
+        if (!walk.find([&](int) { return row_tiles * column_tiles; })) return false;
+        const int inside = walk.number - walk.first, column = inside / row_tiles;
+        tile = {walk.expert, (inside - column * row_tiles) * TILE_ROWS, column * TILE_COLUMNS, walk.begin, walk.end,
+                (walk.end - walk.begin + TILE_DEPTH - 1) / TILE_DEPTH};
+        walk.number += gridDim.x;
         return true;
     }
 };
@@ -340,29 +333,30 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
 
 // ---- the storer's side ----
 
-// Calls store(tile, row, column, wait) for every 16 rows of every part of a tile: first row and column of the tile; wait()
-// returns them when they are finished. A warp for two consumers' warps.
+// Calls store(tile, row, column, wait) for every part of a tile, each warp for its 16 rows of it: the first row and
+// column in the tile; wait() returns them when they are finished.
 template <class Shared, class Tiles, class Store>
 __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store store) {
+    const int warp = warp_id() - (1 + CONSUMERS) * WARPGROUP / WARP;
     unsigned parity = 0;
     typename Tiles::Tile tile;
     while (tiles.next(tile))
 #pragma unroll 1
-        for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1)
-#pragma unroll 1
-            for (int warp = warp_id() % (WARPGROUP / WARP); warp < WARPS_OF_ROWS; warp += WARPGROUP / WARP) {
-                store(tile, warp * WARP_ROWS, part * TILE_COLUMNS / Shared::PARTS, [&]() -> auto& {
-                    barrier_wait(&shared.done[warp], parity);
-                    return shared.finished[warp];
-                });
-                __syncwarp();
-                if (lane_id() == 0) barrier_arrive(&shared.stored[warp]);
-            }
+        for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
+            store(tile, warp * WARP_ROWS, part * TILE_COLUMNS / Shared::PARTS, [&]() -> auto& {
+                barrier_wait(&shared.done[warp], parity);
+                return shared.finished[warp];
+            });
+            __syncwarp();
+            if (lane_id() == 0) barrier_arrive(&shared.stored[warp]);
+        }
 }
 
-// The whole block: a loader, two consumers, a storer.
-template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles, class Load, class Store>
+// The whole block: a loader, two consumers, two storers with so many registers a thread; the loader has the rest.
+template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, int STORER_REGISTERS, class Shared, class Tiles, class Load,
+          class Store>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
+    constexpr int LOADER_REGISTERS = REGISTERS - CONSUMERS * CONSUMER_REGISTERS - STORERS * STORER_REGISTERS;
     open_ring<COPYING>(shared);
     const int role = threadIdx.x / WARPGROUP;
     if (role == 0) {

@@ -16,11 +16,9 @@ COLUMNS = 64
 STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
 TENSOR_CORES = ("3_mma", "4_hopper")
 HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
-HOPPER_THREADS = 512
+HOPPER_THREADS = 640
 HOPPER_COLUMNS = 256
-# Boundary, stages, finished part of a tile, barriers.
-HOPPER_ROWS_SHARED_BYTES = 1024 + 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2 + (3 + 8) * 2 * 8
-HOPPER_WEIGHTS_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
+HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8  # boundary, stages, ...
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
 ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
 DEPTH_BOX = (64, 64)  # rows that are the depth
@@ -99,7 +97,7 @@ def rows_launch(
     their tiles themselves. ``results`` is the number of products that share their rows.
     """
     if rung == HOPPER:  # with room for the list of the experts' tiles
-        return _persistent(executor, dispatch.E, HOPPER_ROWS_SHARED_BYTES + 4 * 2 * (dispatch.E + 1))
+        return _persistent(executor, dispatch.E, HOPPER_SHARED_BYTES)
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
     tiles = dispatch.R // ROWS[rung] + min(dispatch.E, dispatch.R)
@@ -109,7 +107,7 @@ def rows_launch(
 def weights_launch(executor: Executor, rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == HOPPER:
-        return _persistent(executor, num_experts, HOPPER_WEIGHTS_SHARED_BYTES)
+        return _persistent(executor, num_experts, HOPPER_SHARED_BYTES)
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts))
