@@ -21,19 +21,13 @@
 // whole matrix. 2 R d h FLOPs a GEMM. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
-#ifndef X_UP
-#define X_UP 4, 2
-#endif
-#ifndef X_ROWS
-#define X_ROWS 4, 2
-#endif
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3,
                 const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
-    auto& shared = shared_memory<Shared<X_ROWS>>();
-    grouped_matmul<false, false, true, 40>(
+    auto& shared = shared_memory<Shared<3, 1>>();
+    grouped_matmul<false, false, true>(
         shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, h),
         [&](const RowTile& tile) {
             return [=, &y_swi, &w3](int step, Stage& stage, Barrier* full) {
@@ -48,6 +42,17 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         StoreRows{y, d});
 }
 
+#ifndef X_AHEAD
+#define X_AHEAD 4
+#endif
+constexpr int ROWS_AHEAD = X_AHEAD;
+struct RowAhead {
+    Chunk a[WARPGROUP], b[WARPGROUP];  // of a thread of the storer each
+};
+struct HiddenShared : Shared<3, 1> {
+    RowAhead ahead[ROWS_AHEAD];
+};
+
 // What the epilogue of d_hidden reads and writes, and how it does so for rows of a tile.
 struct HiddenGradients {
     const float* gate_of_row;
@@ -55,15 +60,19 @@ struct HiddenGradients {
     Scalar *d_a, *d_b, *gated_y;
     float* gate_terms;
     int h;
+    RowAhead* ahead;  // in shared memory
 
-    struct Row {
-        Chunk a, b;
-    };
-    __device__ __forceinline__ Row read(long long at) const {
-        return {*reinterpret_cast<const Chunk*>(a + at), GATED ? *reinterpret_cast<const Chunk*>(b + at) : Chunk{}};
+    // Begins to copy the thread's chunks of a and b.
+    __device__ __forceinline__ void read(RowAhead& row, long long at, bool present) const {
+        const int thread = threadIdx.x % WARPGROUP;
+        if (present) {
+            cp_async(&row.a[thread], a + at);
+            if (GATED) cp_async(&row.b[thread], b + at);
+        }
+        cp_async_commit();
     }
 
-    // A warp a row, a chunk a lane; a and b of the next row are read while this one is worked on.
+    // A warp a row, a chunk a lane; a and b are read ROWS_AHEAD rows before they are needed.
     template <class Wait>
     __device__ __forceinline__ void operator()(const RowTile& tile, int first, int, Wait wait) const {
         const int count = min(WARP_ROWS, tile.rows - first), column = tile.column + lane_id() * CHUNK;
@@ -71,16 +80,20 @@ struct HiddenGradients {
         const int mine = tile.first + first + lane_id();  // the row whose gate this lane knows
         const float gates = lane_id() < count ? gate_of_row[mine] : 0.0f;
         long long at = (long long)(tile.first + first) * h + column;
-        Row next = {};
-        if (0 < count && inside) next = read(at);
+#pragma unroll
+        for (int i = 0; i < ROWS_AHEAD; ++i) read(ahead[i], at + (long long)i * h, i < count && inside);
         auto& finished = wait();
+        int slot = 0;
+        const int thread = threadIdx.x % WARPGROUP;
 #pragma unroll 1
         for (int row = 0; row < count; ++row, at += h) {
-            const Row now = next;
-            if (row + 1 < count && inside) next = read(at + h);
+            cp_async_wait<ROWS_AHEAD - 1>();
+            const Chunk a_chunk = ahead[slot].a[thread], b_chunk = ahead[slot].b[thread];
+            read(ahead[slot], at + (long long)ROWS_AHEAD * h, row + ROWS_AHEAD < count && inside);
+            slot = slot + 1 == ROWS_AHEAD ? 0 : slot + 1;
             const float gate = __shfl_sync(FULL_WARP, gates, row);
             Chunk& d = finished.at(row, lane_id());
-            reinterpret_cast<float&>(d) = inside ? store(at, now, d, gate) : 0.0f;  // the lane's term, where d was
+            reinterpret_cast<float&>(d) = inside ? store(at, a_chunk, b_chunk, d, gate) : 0.0f;  // where d was
         }
         __syncwarp();
         if (lane_id() >= count) return;
@@ -92,8 +105,9 @@ struct HiddenGradients {
     }
 
     // Eight elements from `at` on; returns their share of the gate's gradient.
-    __device__ __forceinline__ float store(long long at, const Row& row, const Chunk& d, float gate) const {
-        Eight a_values(row.a), b_values(row.b), y_values, d_values(d);
+    __device__ __forceinline__ float store(long long at, const Chunk& a, const Chunk& b, const Chunk& d,
+                                           float gate) const {
+        Eight a_values(a), b_values(b), y_values, d_values(d);
         float share = 0.0f;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i)
@@ -111,8 +125,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const Scalar* a,
              const Scalar* b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
              Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
-    auto& shared = shared_memory<Shared<3, 1>>();
-    grouped_matmul<true, false, false, 56>(
+    auto& shared = shared_memory<HiddenShared>();
+    grouped_matmul<true, false, false>(
         shared, RowTiles(expert_token_offsets, E, h, TILE_COLUMNS, d),
         [&](const RowTile& tile) {
             const GatheredRows rows(d_out, d, expert_token_indices + tile.first, tile.rows);
@@ -125,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                 }
             };
         },
-        HiddenGradients{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h});
+        HiddenGradients{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, shared.ahead});
 }
 
 // Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered.
@@ -133,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
          const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
-    grouped_matmul<true, true, true, 40>(
+    grouped_matmul<true, true, true>(
         shared, WeightTiles(expert_token_offsets, E, h, d),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_COLUMNS, TILE_ROWS, false>(tile, d_out, d, tile.column, gated_y_map, gated_y,

@@ -23,12 +23,6 @@
 // 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
-#ifndef X_UP
-#define X_UP 4, 2
-#endif
-#ifndef X_ROWS
-#define X_ROWS 4, 2
-#endif
 
 constexpr int PARTS = GATED ? 2 : 1;
 constexpr int WIDTH = TILE_COLUMNS / PARTS;  // columns of a tile of a and b
@@ -69,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
               int d, int h, int E) {
-    auto& shared = shared_memory<Shared<X_UP>>();
-    grouped_matmul<true, false, true, 48>(
+    auto& shared = shared_memory<Shared<3, 1>>();
+    grouped_matmul<true, false, true>(
         shared, RowTiles(expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
             const GatheredRows rows(x, d, expert_token_indices + tile.first, tile.rows);
@@ -96,9 +90,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_x_rows(const __grid_constant__ TensorMap d_a, const __grid_constant__ TensorMap d_b,
              const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
-    auto& shared = shared_memory<Shared<X_ROWS>>();
+    auto& shared = shared_memory<Shared<4, 2>>();
     const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
-    grouped_matmul<false, false, false, 40>(
+    grouped_matmul<false, false, false>(
         shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PARTS * part_steps * TILE_DEPTH),
         [&](const RowTile& tile) {
             return [=, &d_a, &d_b, &w1, &w2](int step, Stage& stage, Barrier* full) {
@@ -117,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
-    grouped_matmul<true, true, true, 40>(
+    grouped_matmul<true, true, true>(
         shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_ROWS, TILE_COLUMNS, true>(tile, x, d, tile.row, d_hidden_map, d_hidden, h,

@@ -9,9 +9,9 @@
 #include "scalar.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-constexpr int CONSUMERS = 2, STORERS = 2;                     // warpgroups
-constexpr int BLOCK = (1 + CONSUMERS + STORERS) * WARPGROUP;  // threads
-constexpr int REGISTERS = 5 * 96, CONSUMER_REGISTERS = 168;   // a thread: of all warpgroups, of one
+constexpr int CONSUMERS = 2;                        // warpgroups
+constexpr int BLOCK = (2 + CONSUMERS) * WARPGROUP;  // threads
+constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // a thread; 128 at the start
 constexpr int CHUNK = 8;                                        // elements of 16 bytes
 constexpr int PANEL = 64;                                       // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
@@ -291,36 +291,38 @@ template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tile
 __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = A_ALONG_M ? 16 * 128 : 32, B_STEP = B_ALONG_N ? 16 * 128 : 32;
-    // One for the whole warp, as the compiler sees by the shuffle.
-    const int warp = __shfl_sync(FULL_WARP, int(threadIdx.x) / WARP, 0) - WARPGROUP / WARP;
-    const int consumer = warp / (WARPGROUP / WARP);
+    // One for the whole warp, as the compiler sees by the shuffle: descriptors are no matter of lanes then.
+    auto uniform = [](int value) { return __shfl_sync(FULL_WARP, value, 0); };
+    const int warp = uniform(warp_id()) - WARPGROUP / WARP, consumer = warp / (WARPGROUP / WARP);
     Turn<Shared::STAGES> turn;
     unsigned parity = 1;  // of the part before
     typename Tiles::Tile tile;
     while (tiles.next(tile)) {
         float sums[TILE_COLUMNS / 2] = {};
-        Barrier* read = nullptr;  // the stage of the step before: free once that has been read
+        int read = 0;  // the stage of the step before: free once that has been read
 #pragma unroll 1
         for (int step = 0; step < tile.steps; ++step, turn.next()) {
-            barrier_wait(&shared.full[turn.stage], turn.parity);
+            const int now = uniform(turn.stage);
+            Stage& stage = shared.stages[now];
+            barrier_wait(&shared.full[now], turn.parity);
             if (COPYING) fence_async_proxy();
-            Stage& stage = shared.stages[turn.stage];
             const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
             const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < TILE_DEPTH / 16; ++i)
-{                wgmma_m64n128k16<Scalar, A_ALONG_M, B_ALONG_N>(sums, wgmma_advance(a, i * A_STEP),
-                                                               wgmma_advance(b, i * B_STEP), true);
-                wgmma_m64n128k16<Scalar, A_ALONG_M, B_ALONG_N>(sums + 64, wgmma_advance(a, i * A_STEP),
-                                                               wgmma_advance(b, i * B_STEP + (B_ALONG_N ? 2 * PANEL_BYTES : 128 * 128)), true);}
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    wgmma_m64n128k16<Scalar, A_ALONG_M, B_ALONG_N>(
+                        sums + half * 64, wgmma_advance(a, i * A_STEP),
+                        wgmma_advance(b, i * B_STEP + half * 2 * PANEL_BYTES), true);
             wgmma_commit();
             wgmma_wait<1>();
-            if (read && lane_id() == 0) barrier_arrive(read);
-            read = &shared.empty[turn.stage];
+            if (step > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+            read = now;
         }
         wgmma_wait<0>();
-        if (read && lane_id() == 0) barrier_arrive(read);
+        if (tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
 #pragma unroll
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
             barrier_wait(&shared.stored[warp], parity);
@@ -333,30 +335,29 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
 
 // ---- the storer's side ----
 
-// Calls store(tile, row, column, wait) for every part of a tile, each warp for its 16 rows of it: the first row and
-// column in the tile; wait() returns them when they are finished.
+// Calls store(tile, row, column, wait) for every 16 rows of every part of a tile, the rows of two consumers' warps by one
+// of the storer's: the first row and column in the tile; wait() returns them when they are finished.
 template <class Shared, class Tiles, class Store>
 __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store store) {
-    const int warp = warp_id() - (1 + CONSUMERS) * WARPGROUP / WARP;
     unsigned parity = 0;
     typename Tiles::Tile tile;
     while (tiles.next(tile))
 #pragma unroll 1
-        for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
-            store(tile, warp * WARP_ROWS, part * TILE_COLUMNS / Shared::PARTS, [&]() -> auto& {
-                barrier_wait(&shared.done[warp], parity);
-                return shared.finished[warp];
-            });
-            __syncwarp();
-            if (lane_id() == 0) barrier_arrive(&shared.stored[warp]);
-        }
+        for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1)
+#pragma unroll 1
+            for (int warp = warp_id() % (WARPGROUP / WARP); warp < WARPS_OF_ROWS; warp += WARPGROUP / WARP) {
+                store(tile, warp * WARP_ROWS, part * TILE_COLUMNS / Shared::PARTS, [&]() -> auto& {
+                    barrier_wait(&shared.done[warp], parity);
+                    return shared.finished[warp];
+                });
+                __syncwarp();
+                if (lane_id() == 0) barrier_arrive(&shared.stored[warp]);
+            }
 }
 
-// The whole block: a loader, two consumers, two storers with so many registers a thread; the loader has the rest.
-template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, int STORER_REGISTERS, class Shared, class Tiles, class Load,
-          class Store>
+// The whole block: a loader, two consumers, a storer.
+template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles, class Load, class Store>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
-    constexpr int LOADER_REGISTERS = REGISTERS - CONSUMERS * CONSUMER_REGISTERS - STORERS * STORER_REGISTERS;
     open_ring<COPYING>(shared);
     const int role = threadIdx.x / WARPGROUP;
     if (role == 0) {
