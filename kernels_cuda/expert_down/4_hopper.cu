@@ -5,16 +5,16 @@
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5; the gate gradient without any kept
 //              expert output, and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
 // Idea         The products of rung 3 on grouped_matmul: one warpgroup loads, by TMA and gathered
-//              rows by cp.async, while two multiply by wgmma; a block stays and takes tile after
-//              tile.
+//              rows by cp.async, while two multiply by wgmma and a fourth stores what they have
+//              finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel       grid             block  shared bytes  bytes read                                                                          bytes written
-// expert_down  multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h boxes D + 2 d h tiles                           2 R d
-// d_hidden     multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + (6144 + 256 d) tiles C + 2 d h tiles + 2 h G boxes  2 R h (1 + G) + 4 R C
-// d_w3         multiprocessors  512    214200 + 8 E  3072 E H D + 512 (tiles + X) H D + 2 R d H + 2 R h D                                2 E h d
+// expert_down  multiprocessors  512    230592        1540 E blocks + 2 h boxes D + 2 d h tiles                                           2 R d
+// d_hidden     multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G              2 R h (1 + G) + 4 R C
+// d_w3         multiprocessors  512    230592        2048 E blocks + 512 (tiles + X) H D + 2 R d H + 2 R h D                             2 E h d
 // G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), H = ceil(h / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
@@ -42,18 +42,16 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         StoreRows{y, d});
 }
 
-#ifndef X_AHEAD
-#define X_AHEAD 4
-#endif
-constexpr int ROWS_AHEAD = X_AHEAD;
+// a and b of a row that the storer is soon to come to, a chunk of each a thread.
 struct RowAhead {
-    Chunk a[WARPGROUP], b[WARPGROUP];  // of a thread of the storer each
+    Chunk a[WARPGROUP], b[WARPGROUP];
 };
+constexpr int ROWS_AHEAD = 4;
 struct HiddenShared : Shared<3, 1> {
     RowAhead ahead[ROWS_AHEAD];
 };
 
-// What the epilogue of d_hidden reads and writes, and how it does so for rows of a tile.
+// The epilogue of d_hidden: a warp a row, a chunk a lane.
 struct HiddenGradients {
     const float* gate_of_row;
     const Scalar *a, *b;
@@ -62,17 +60,6 @@ struct HiddenGradients {
     int h;
     RowAhead* ahead;  // in shared memory
 
-    // Begins to copy the thread's chunks of a and b.
-    __device__ __forceinline__ void read(RowAhead& row, long long at, bool present) const {
-        const int thread = threadIdx.x % WARPGROUP;
-        if (present) {
-            cp_async(&row.a[thread], a + at);
-            if (GATED) cp_async(&row.b[thread], b + at);
-        }
-        cp_async_commit();
-    }
-
-    // A warp a row, a chunk a lane; a and b are read ROWS_AHEAD rows before they are needed.
     template <class Wait>
     __device__ __forceinline__ void operator()(const RowTile& tile, int first, int, Wait wait) const {
         const int count = min(WARP_ROWS, tile.rows - first), column = tile.column + lane_id() * CHUNK;
@@ -84,39 +71,53 @@ struct HiddenGradients {
         for (int i = 0; i < ROWS_AHEAD; ++i) read(ahead[i], at + (long long)i * h, i < count && inside);
         auto& finished = wait();
         int slot = 0;
-        const int thread = threadIdx.x % WARPGROUP;
 #pragma unroll 1
         for (int row = 0; row < count; ++row, at += h) {
             cp_async_wait<ROWS_AHEAD - 1>();
-            const Chunk a_chunk = ahead[slot].a[thread], b_chunk = ahead[slot].b[thread];
+            const Eight a_values(ahead[slot].a[thread()]), b_values(ahead[slot].b[thread()]);
             read(ahead[slot], at + (long long)ROWS_AHEAD * h, row + ROWS_AHEAD < count && inside);
             slot = slot + 1 == ROWS_AHEAD ? 0 : slot + 1;
             const float gate = __shfl_sync(FULL_WARP, gates, row);
             Chunk& d = finished.at(row, lane_id());
-            reinterpret_cast<float&>(d) = inside ? store(at, a_chunk, b_chunk, d, gate) : 0.0f;  // where d was
+            const float term = inside ? store(at, a_values, b_values, Eight(d), gate) : 0.0f;
+            d.words[0] = __float_as_int(term);  // of the gate's gradient, where d was
         }
         __syncwarp();
-        if (lane_id() >= count) return;
-        float term = 0.0f;
-#pragma unroll 4
-        for (int lane = 0; lane < WARP; ++lane) term += reinterpret_cast<const float&>(finished.at(lane_id(), lane));
         const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
-        gate_terms[(long long)mine * column_tiles + tile.column / TILE_COLUMNS] = term;
+        if (lane_id() < count)
+            gate_terms[(long long)mine * column_tiles + tile.column / TILE_COLUMNS] = sum_of_terms(finished);
     }
 
-    // Eight elements from `at` on; returns their share of the gate's gradient.
-    __device__ __forceinline__ float store(long long at, const Chunk& a, const Chunk& b, const Chunk& d,
-                                           float gate) const {
-        Eight a_values(a), b_values(b), y_values, d_values(d);
-        float share = 0.0f;
+    static __device__ __forceinline__ int thread() { return threadIdx.x % WARPGROUP; }
+
+    // Begins to copy the thread's chunks of a row.
+    __device__ __forceinline__ void read(RowAhead& row, long long at, bool present) const {
+        if (present) {
+            cp_async(&row.a[thread()], a + at);
+            if (GATED) cp_async(&row.b[thread()], b + at);
+        }
+        cp_async_commit();
+    }
+
+    // Eight elements from `at` on; returns their term of the gate's gradient.
+    __device__ __forceinline__ float store(long long at, Eight a, Eight b, const Eight& d, float gate) const {
+        Eight y;
+        float term = 0.0f;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i)
-            share += store_hidden_gradients(a_values.values, b_values.values, a_values.values, b_values.values,
-                                            y_values.values, i, to_float(d_values.at(i)), gate);
-        a_values.store(d_a + at);
-        if (GATED) b_values.store(d_b + at);
-        y_values.store(gated_y + at);
-        return share;
+            term += store_hidden_gradients(a.values, b.values, a.values, b.values, y.values, i, to_float(d.at(i)), gate);
+        a.store(d_a + at);
+        if (GATED) b.store(d_b + at);
+        y.store(gated_y + at);
+        return term;
+    }
+
+    // What the lanes have left in row lane_id().
+    static __device__ __forceinline__ float sum_of_terms(FinishedRows<TILE_COLUMNS>& finished) {
+        float sum = 0.0f;
+#pragma unroll 4
+        for (int lane = 0; lane < WARP; ++lane) sum += __int_as_float(finished.at(lane_id(), lane).words[0]);
+        return sum;
     }
 };
 

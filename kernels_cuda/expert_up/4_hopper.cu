@@ -5,17 +5,17 @@
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5 (Algorithm 1); the gather inside the
 //              load and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
 // Idea         The products of rung 3 on grouped_matmul: one warpgroup loads, weights by TMA and
-//              gathered rows by cp.async, while two multiply by wgmma; a block stays and takes tile
-//              after tile.
+//              gathered rows by cp.async, while two multiply by wgmma and a fourth stores what they
+//              have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI. d and
 //              h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel     grid             block  shared bytes  bytes read                                                                            bytes written
-// expert_up  multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
-// d_x_rows   multiprocessors  512    214200 + 8 E  256 blocks ceil((E + 1) / 32) + 2 h G boxes D + 2 d h G tiles                         2 R d
-// d_w        multiprocessors  512    214200 + 8 E  3072 E W C + 512 (tiles + X) W C + 2 R d C + 2 R h W                                  2 E d h
+// kernel     grid             block  shared bytes  bytes read                                                            bytes written
+// expert_up  multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
+// d_x_rows   multiprocessors  512    230592        1540 E blocks + 2 h G boxes D + 2 d h G tiles                         2 R d
+// d_w        multiprocessors  512    230592        2048 E blocks + 512 (tiles + X) W C + 2 R d C + 2 R h W               2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
 // gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128). blocks is the
 // whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of experts with rows,

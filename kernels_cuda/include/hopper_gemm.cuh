@@ -11,14 +11,14 @@
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
 constexpr int CONSUMERS = 2;                        // warpgroups
 constexpr int BLOCK = (2 + CONSUMERS) * WARPGROUP;  // threads
-constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // a thread; 128 at the start
-constexpr int CHUNK = 8;                                        // elements of 16 bytes
-constexpr int PANEL = 64;                                       // elements of 128 bytes: a row of the swizzle
-constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
+constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // of 4 x 128 at the start
+constexpr int CHUNK = 8;                                                                // elements of 16 bytes
+constexpr int PANEL = 64;              // elements of 128 bytes: a row of the swizzle
+constexpr int PANEL_BYTES = 64 * 128;  // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
-constexpr int WARP_ROWS = 16;                                   // of a tile, in a consumer's warp
+constexpr int WARP_ROWS = 16;  // of a tile, in a consumer's warp
 constexpr int WARPS_OF_ROWS = TILE_ROWS / WARP_ROWS;
-constexpr int BAND = 8;    // row tiles that are worked on side by side: they share B in the L2 cache
+constexpr int BAND = 8;  // row tiles that are worked on side by side: they share B in the L2 cache
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
 struct Stage {
@@ -291,7 +291,7 @@ template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tile
 __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = A_ALONG_M ? 16 * 128 : 32, B_STEP = B_ALONG_N ? 16 * 128 : 32;
-    // One for the whole warp, as the compiler sees by the shuffle: descriptors are no matter of lanes then.
+    // One for the whole warp, as the compiler sees by the shuffle: then descriptors need no register a lane.
     auto uniform = [](int value) { return __shfl_sync(FULL_WARP, value, 0); };
     const int warp = uniform(warp_id()) - WARPGROUP / WARP, consumer = warp / (WARPGROUP / WARP);
     Turn<Shared::STAGES> turn;
@@ -335,8 +335,8 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
 
 // ---- the storer's side ----
 
-// Calls store(tile, row, column, wait) for every 16 rows of every part of a tile, the rows of two consumers' warps by one
-// of the storer's: the first row and column in the tile; wait() returns them when they are finished.
+// Calls store(tile, row, column, wait) for every 16 rows of every part of a tile: its first row and column in the tile;
+// wait() returns it when it is finished, and must be called. A warp of the storer serves one of each consumer.
 template <class Shared, class Tiles, class Store>
 __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store store) {
     unsigned parity = 0;
@@ -403,7 +403,8 @@ struct StoreRows {
     template <class Wait>
     __device__ __forceinline__ void operator()(const RowTile& tile, int row, int column, Wait wait) const {
         column += tile.column;
-        store_plain(wait(), rows + (long long)(tile.first + row) * width + column, width, tile.rows - row, width - column);
+        Scalar* const place = rows + (long long)(tile.first + row) * width + column;
+        store_plain(wait(), place, width, tile.rows - row, width - column);
     }
 };
 struct StoreWeights {
@@ -413,8 +414,8 @@ struct StoreWeights {
     __device__ __forceinline__ void operator()(const WeightTile& tile, int row, int column, Wait wait) const {
         row += tile.row;
         column += tile.column;
-        store_plain(wait(), weights + ((long long)tile.expert * rows + row) * width + column, width, rows - row,
-                    width - column);
+        Scalar* const place = weights + ((long long)tile.expert * rows + row) * width + column;
+        store_plain(wait(), place, width, rows - row, width - column);
     }
 };
 

@@ -18,7 +18,8 @@ TENSOR_CORES = ("3_mma", "4_hopper")
 HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
 HOPPER_THREADS = 512
 HOPPER_COLUMNS = 256
-HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8  # boundary, stages, ...
+# Boundary, stages, finished part of a tile, barriers.
+HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
 ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
 DEPTH_BOX = (64, 64)  # rows that are the depth
@@ -96,8 +97,8 @@ def rows_launch(
     knows the lengths. Threads or blocks beyond leave at once. Hopper's blocks stay, and find
     their tiles themselves. ``results`` is the number of products that share their rows.
     """
-    if rung == HOPPER:  # with room for the list of the experts' tiles
-        return _persistent(executor, dispatch.E, HOPPER_SHARED_BYTES)
+    if rung == HOPPER:
+        return _persistent(executor, dispatch.E)
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
     tiles = dispatch.R // ROWS[rung] + min(dispatch.E, dispatch.R)
@@ -107,15 +108,20 @@ def rows_launch(
 def weights_launch(executor: Executor, rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == HOPPER:
-        return _persistent(executor, num_experts, HOPPER_SHARED_BYTES)
+        return _persistent(executor, num_experts)
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts))
 
 
-def _persistent(executor: Executor, num_experts: int, shared_bytes: int) -> dict[str, Any]:
+def _persistent(executor: Executor, num_experts: int) -> dict[str, Any]:
     """A block for each multiprocessor."""
-    return {"grid": executor.multiprocessors, "block": HOPPER_THREADS, "shared_bytes": shared_bytes, "E": num_experts}
+    return {
+        "grid": executor.multiprocessors,
+        "block": HOPPER_THREADS,
+        "shared_bytes": HOPPER_SHARED_BYTES,
+        "E": num_experts,
+    }
 
 
 def _tiles(rung: str, grid: tuple[int, ...], results: int = 1) -> dict[str, Any]:
