@@ -88,7 +88,7 @@ struct HiddenGradients {
             gate_terms[(long long)mine * column_tiles + tile.column / TILE_COLUMNS] = sum_of_terms(finished);
     }
 
-    static __device__ __forceinline__ int thread() { return threadIdx.x % WARPGROUP; }
+    static __device__ __forceinline__ int thread() { return threadIdx.x % 64; }
 
     // Begins to copy the thread's chunks of a row.
     __device__ __forceinline__ void read(RowAhead& row, long long at, bool present) const {

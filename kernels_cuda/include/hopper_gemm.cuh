@@ -10,7 +10,8 @@
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
 constexpr int CONSUMERS = 2;                        // warpgroups
-constexpr int BLOCK = (2 + CONSUMERS) * WARPGROUP;  // threads
+constexpr int BLOCK = (1 + CONSUMERS) * WARPGROUP;  // threads
+constexpr int LOADER_WARPS = 2, STORER_WARPS = 2, LOADERS = LOADER_WARPS * WARP;
 constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // of 4 x 128 at the start
 constexpr int CHUNK = 8;                                                                // elements of 16 bytes
 constexpr int PANEL = 64;              // elements of 128 bytes: a row of the swizzle
@@ -57,7 +58,7 @@ template <bool COPYING, class Shared>
 __device__ __forceinline__ void open_ring(Shared& shared) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < Shared::STAGES; ++stage) {
-            barrier_init(&shared.full[stage], 1 + (COPYING ? WARPGROUP : 0));
+            barrier_init(&shared.full[stage], 1 + (COPYING ? LOADERS : 0));
             barrier_init(&shared.empty[stage], CONSUMERS * WARPGROUP / WARP);
         }
         for (int warp = 0; warp < WARPS_OF_ROWS; ++warp) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void copy_chunks(unsigned char* panels, const int (&t
 
 // Operand A whose 128 rows lie anywhere in x: thread t brings chunk t % 8 of rows t / 8, t / 8 + 16, ...
 struct GatheredRows {
-    static constexpr int AT_ONCE = WARPGROUP / 8, COUNT = TILE_ROWS / AT_ONCE;
+    static constexpr int AT_ONCE = LOADERS / 8, COUNT = TILE_ROWS / AT_ONCE;
     unsigned chunks[COUNT];  // where the thread's chunks of each row begin, in 16 bytes
     const Chunk* x;
     int target;  // of the first, in the stage
@@ -222,7 +223,7 @@ struct GatheredRows {
 // An operand whose depth is rows of a matrix, WIDTH of their columns: a warp brings chunk t % CHUNKS of rows.
 template <int WIDTH>
 struct DepthRows {
-    static constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = WARPGROUP / CHUNKS, COUNT = TILE_DEPTH / AT_ONCE;
+    static constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = LOADERS / CHUNKS, COUNT = TILE_DEPTH / AT_ONCE;
     static constexpr int PERIOD = 8 / AT_ONCE;  // rows this far apart are swizzled alike
     const char* source;
     unsigned row_bytes;
@@ -311,11 +312,7 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < TILE_DEPTH / 16; ++i)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    wgmma_m64n128k16<Scalar, A_ALONG_M, B_ALONG_N>(
-                        sums + half * 64, wgmma_advance(a, i * A_STEP),
-                        wgmma_advance(b, i * B_STEP + half * 2 * PANEL_BYTES), true);
+                wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(sums, wgmma_advance(a, i * A_STEP), wgmma_advance(b, i * B_STEP), true);
             wgmma_commit();
             wgmma_wait<1>();
             if (step > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
@@ -345,7 +342,7 @@ __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store s
 #pragma unroll 1
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1)
 #pragma unroll 1
-            for (int warp = warp_id() % (WARPGROUP / WARP); warp < WARPS_OF_ROWS; warp += WARPGROUP / WARP) {
+            for (int warp = warp_id() - LOADER_WARPS; warp < WARPS_OF_ROWS; warp += STORER_WARPS) {
                 store(tile, warp * WARP_ROWS, part * TILE_COLUMNS / Shared::PARTS, [&]() -> auto& {
                     barrier_wait(&shared.done[warp], parity);
                     return shared.finished[warp];
@@ -359,17 +356,12 @@ __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store s
 template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles, class Load, class Store>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
     open_ring<COPYING>(shared);
-    const int role = threadIdx.x / WARPGROUP;
-    if (role == 0) {
-        registers_down<LOADER_REGISTERS>();
-        if (COPYING || threadIdx.x == 0) load_tiles<COPYING>(shared, tiles, load);
-    } else if (role <= CONSUMERS) {
-        registers_up<CONSUMER_REGISTERS>();
+    if (threadIdx.x >= WARPGROUP)
         multiply_tiles<COPYING, A_ALONG_M, B_ALONG_N>(shared, tiles);
-    } else {
-        registers_down<STORER_REGISTERS>();
+    else if (warp_id() >= LOADER_WARPS)
         store_tiles(shared, tiles, store);
-    }
+    else if (COPYING || threadIdx.x == 0)
+        load_tiles<COPYING>(shared, tiles, load);
 }
 
 // ---- what kernels do alike ----
@@ -442,8 +434,8 @@ struct GatheredAndPlain {
 
     // Of the 16 rows that this warp brings in a step: lane l reads the token of row l % 16 in step + l / 16.
     __device__ __forceinline__ int read(int step) const {
-        const int i = lane_id() % 16;
-        const int row = (step + lane_id() / 16) * TILE_DEPTH + warp_id() * TOGETHER + i % TOGETHER +
+        const int i = lane_id();
+        const int row = step * TILE_DEPTH + warp_id() * TOGETHER + i % TOGETHER +
                         i / TOGETHER * DepthRows<GATHERED>::AT_ONCE;
         return tokens[min(row, tile.end - tile.begin - 1)];
     }
@@ -453,11 +445,8 @@ struct GatheredAndPlain {
         const bool whole = left >= TILE_DEPTH;
         unsigned char* const gathered_stage = GATHERED_IS_A ? stage.a : stage.b;
         unsigned char* const plain_stage = GATHERED_IS_A ? stage.b : stage.a;
-        if (step % 2 == 0) {
-            now = later;
-            later = read(step + 2);
-        } else
-            now = __shfl_down_sync(FULL_WARP, now, 16);
+        now = later;
+        later = read(step + 1);
         auto token = [&](int i) { return __shfl_sync(FULL_WARP, now, i * TOGETHER + lane_id() / CHUNKS); };
         if (whole)
             gathered.load(gathered_stage, token);
