@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3,
                 const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
     auto& shared = shared_memory<Shared<3, 1>>();
-    grouped_matmul<false, false, true>(
+    grouped_matmul<2, false, false, true>(
         shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, h),
         [&](const RowTile& tile) {
             return [=, &y_swi, &w3](int step, Stage& stage, Barrier* full) {
@@ -42,13 +42,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
         StoreRows{y, d});
 }
 
-// a and b of a row that the storer is soon to come to, a chunk of each a thread.
-struct RowAhead {
-    Chunk a[WARPGROUP], b[WARPGROUP];
+// What a storer reads of some rows before it comes to them: a chunk of a and b a lane.
+constexpr int BATCH = 4;  // rows
+struct BatchAhead {
+    Chunk a[BATCH][2 * WARP], b[BATCH][2 * WARP];  // of two storers
 };
-constexpr int ROWS_AHEAD = 4;
 struct HiddenShared : Shared<3, 1> {
-    RowAhead ahead[ROWS_AHEAD];
+    BatchAhead ahead[2];
 };
 
 // The epilogue of d_hidden: a warp a row, a chunk a lane.
@@ -58,66 +58,95 @@ struct HiddenGradients {
     Scalar *d_a, *d_b, *gated_y;
     float* gate_terms;
     int h;
-    RowAhead* ahead;  // in shared memory
+    BatchAhead* ahead;  // in shared memory
 
-    template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, int, Wait wait) const {
-        const int count = min(WARP_ROWS, tile.rows - first), column = tile.column + lane_id() * CHUNK;
-        const bool inside = column < h;
-        const int mine = tile.first + first + lane_id();  // the row whose gate this lane knows
-        const float gates = lane_id() < count ? gate_of_row[mine] : 0.0f;
-        long long at = (long long)(tile.first + first) * h + column;
-#pragma unroll
-        for (int i = 0; i < ROWS_AHEAD; ++i) read(ahead[i], at + (long long)i * h, i < count && inside);
-        auto& finished = wait();
-        int slot = 0;
+    template <class Pieces>
+    __device__ __forceinline__ void operator()(const RowTile& tile, int, const Pieces& pieces) const {
+        constexpr int IN_PIECE = WARP_ROWS / BATCH, BATCHES = Pieces::COUNT * IN_PIECE;
+        const int column = tile.column + lane_id() * CHUNK;
+        auto first_row = [&](int batch) {
+            return batch < BATCHES ? pieces.row(batch / IN_PIECE) + batch % IN_PIECE * BATCH : tile.rows;
+        };
+        // The gate of row lane_id() of the next batch, and of the one after it.
+        float next_gate = read(0, tile, first_row(0), column), later_gate = read(1, tile, first_row(1), column);
 #pragma unroll 1
-        for (int row = 0; row < count; ++row, at += h) {
-            cp_async_wait<ROWS_AHEAD - 1>();
-            const Eight a_values(ahead[slot].a[thread()]), b_values(ahead[slot].b[thread()]);
-            read(ahead[slot], at + (long long)ROWS_AHEAD * h, row + ROWS_AHEAD < count && inside);
-            slot = slot + 1 == ROWS_AHEAD ? 0 : slot + 1;
-            const float gate = __shfl_sync(FULL_WARP, gates, row);
-            Chunk& d = finished.at(row, lane_id());
-            const float term = inside ? store(at, a_values, b_values, Eight(d), gate) : 0.0f;
-            d.words[0] = __float_as_int(term);  // of the gate's gradient, where d was
-        }
-        __syncwarp();
-        const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
-        if (lane_id() < count)
-            gate_terms[(long long)mine * column_tiles + tile.column / TILE_COLUMNS] = sum_of_terms(finished);
-    }
-
-    static __device__ __forceinline__ int thread() { return threadIdx.x % 64; }
-
-    // Begins to copy the thread's chunks of a row.
-    __device__ __forceinline__ void read(RowAhead& row, long long at, bool present) const {
-        if (present) {
-            cp_async(&row.a[thread()], a + at);
-            if (GATED) cp_async(&row.b[thread()], b + at);
-        }
-        cp_async_commit();
-    }
-
-    // Eight elements from `at` on; returns their term of the gate's gradient.
-    __device__ __forceinline__ float store(long long at, Eight a, Eight b, const Eight& d, float gate) const {
-        Eight y;
-        float term = 0.0f;
+        for (int batch = 0; batch < BATCHES; ++batch) {
+            const int piece = batch / IN_PIECE, row = first_row(batch);
+            auto& finished = pieces.take(piece);
+            cp_async_wait<1>();
+            Eight a_values[BATCH], b_values[BATCH];
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i)
-            term += store_hidden_gradients(a.values, b.values, a.values, b.values, y.values, i, to_float(d.at(i)), gate);
-        a.store(d_a + at);
-        if (GATED) b.store(d_b + at);
-        y.store(gated_y + at);
-        return term;
+            for (int i = 0; i < BATCH; ++i) {
+                a_values[i] = Eight(ahead[batch % 2].a[i][thread()]);
+                b_values[i] = Eight(ahead[batch % 2].b[i][thread()]);
+            }
+            const float gate = next_gate;
+            next_gate = later_gate;
+            later_gate = read(batch % 2, tile, first_row(batch + 2), column);
+            store(finished, a_values, b_values, gate, tile, row, column);
+            if (batch % IN_PIECE == IN_PIECE - 1) {
+                __syncwarp();
+                store_terms(finished, tile, pieces.row(piece));
+                pieces.give_back(piece);
+            }
+        }
     }
 
-    // What the lanes have left in row lane_id().
-    static __device__ __forceinline__ float sum_of_terms(FinishedRows<TILE_COLUMNS>& finished) {
+    static __device__ __forceinline__ int thread() { return threadIdx.x % (2 * WARP); }
+    __device__ __forceinline__ long long place(const RowTile& tile, int row, int column) const {
+        return (long long)(tile.first + row) * h + column;
+    }
+
+    // Begins to copy the thread's chunks of a batch from `row` on, of rows that are there. Returns row lane_id()'s gate.
+    __device__ __forceinline__ float read(int slot, const RowTile& tile, int row, int column) const {
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+            if (row + i < tile.rows && column < h) {
+                cp_async(&ahead[slot].a[i][thread()], a + place(tile, row + i, column));
+                if (GATED) cp_async(&ahead[slot].b[i][thread()], b + place(tile, row + i, column));
+            }
+        cp_async_commit();
+        const int mine = row + lane_id();
+        return lane_id() < BATCH && mine < tile.rows ? gate_of_row[tile.first + mine] : 0.0f;
+    }
+
+    // A batch. Leaves each lane's term of a row's gate gradient where its chunk of d was.
+    template <class Finished>
+    __device__ __forceinline__ void store(Finished& finished, Eight (&a_values)[BATCH], Eight (&b_values)[BATCH],
+                                          float gate, const RowTile& tile, int row, int column) const {
+        Eight y_values[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            Chunk& d = finished.at((row + i) % WARP_ROWS, lane_id());
+            const Eight d_values(d);
+            Scalar *const a_now = a_values[i].values, *const b_now = b_values[i].values;
+            const float gate_now = __shfl_sync(FULL_WARP, gate, i);
+            float term = 0.0f;
+#pragma unroll
+            for (int j = 0; j < CHUNK; ++j)
+                term += store_hidden_gradients(a_now, b_now, a_now, b_now, y_values[i].values, j,
+                                               to_float(d_values.at(j)), gate_now);
+            d.words[0] = __float_as_int(column < h ? term : 0.0f);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            if (row + i >= tile.rows || column >= h) continue;
+            const long long at = place(tile, row + i, column);
+            a_values[i].store(d_a + at);
+            if (GATED) b_values[i].store(d_b + at);
+            y_values[i].store(gated_y + at);
+        }
+    }
+
+    // Of a piece: lane l adds what the lanes have left in its row l.
+    template <class Finished>
+    __device__ __forceinline__ void store_terms(Finished& finished, const RowTile& tile, int first) const {
+        if (lane_id() >= min(WARP_ROWS, tile.rows - first)) return;
         float sum = 0.0f;
 #pragma unroll 4
         for (int lane = 0; lane < WARP; ++lane) sum += __int_as_float(finished.at(lane_id(), lane).words[0]);
-        return sum;
+        const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
+        gate_terms[(long long)(tile.first + first + lane_id()) * column_tiles + tile.column / TILE_COLUMNS] = sum;
     }
 };
 
@@ -127,10 +156,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
              const Scalar* b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
              Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
     auto& shared = shared_memory<HiddenShared>();
-    grouped_matmul<true, false, false>(
+    grouped_matmul<2, true, false, false>(
         shared, RowTiles(expert_token_offsets, E, h, TILE_COLUMNS, d),
         [&](const RowTile& tile) {
-            const GatheredRows rows(d_out, d, expert_token_indices + tile.first, tile.rows);
+            const GatheredRows<2 * WARP> rows(d_out, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w3](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
                 rows.load(stage.a, p, d);
@@ -148,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
          const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
-    grouped_matmul<true, true, true>(
+    grouped_matmul<4, true, true, true>(
         shared, WeightTiles(expert_token_offsets, E, h, d),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_COLUMNS, TILE_ROWS, false>(tile, d_out, d, tile.column, gated_y_map, gated_y,

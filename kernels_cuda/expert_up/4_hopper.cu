@@ -32,28 +32,34 @@ struct Hidden {
     Scalar *a, *b, *y_swi;
     int h;
 
-    template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, int part, Wait wait) const {
-        constexpr int PANEL_CHUNKS = PANEL / CHUNK;
-        auto& finished = wait();
-        constexpr int CHUNKS = sizeof finished.lines[0] / sizeof(Chunk) / PARTS, AT_ONCE = WARP / CHUNKS;
-        const int i = lane_id() % CHUNKS, chunk = i / PANEL_CHUNKS * PARTS * PANEL_CHUNKS + i % PANEL_CHUNKS;
-        const int column = tile.column + part / PARTS + i * CHUNK;
-        if (column >= h) return;
+    template <class Pieces>
+    __device__ __forceinline__ void operator()(const RowTile& tile, int, const Pieces& pieces) const {
+        constexpr int PANEL_CHUNKS = PANEL / CHUNK, CHUNKS = WIDTH / CHUNK, AT_ONCE = WARP / CHUNKS;
+        const int i = lane_id() % CHUNKS, column = tile.column + i * CHUNK;
+        const int a_chunk = i / PANEL_CHUNKS * PARTS * PANEL_CHUNKS + i % PANEL_CHUNKS;
+#pragma unroll 1
+        for (int piece = 0; piece < Pieces::COUNT; ++piece) {
+            auto& finished = pieces.take(piece);
+            const int first = pieces.row(piece);
+            if (column < h)
 #pragma unroll 2
-        for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE) {
-            const Eight a_values(finished.at(row, chunk)), b_values(finished.at(row, chunk + PANEL_CHUNKS * (PARTS - 1)));
-            const long long at = (long long)(tile.first + first + row) * h + column;
-            if (STORE_PROJECTIONS) {
-                a_values.store(a + at);
-                if (GATED) b_values.store(b + at);
-            }
-            if (STORE_Y_SWI) {
-                Eight y;
+                for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE)
+                    store(Eight(finished.at(row, a_chunk)), Eight(finished.at(row, a_chunk + PANEL_CHUNKS * (PARTS - 1))),
+                          (long long)(tile.first + first + row) * h + column);
+            pieces.give_back(piece);
+        }
+    }
+
+    __device__ __forceinline__ void store(const Eight& a_values, const Eight& b_values, long long at) const {
+        if (STORE_PROJECTIONS) {
+            a_values.store(a + at);
+            if (GATED) b_values.store(b + at);
+        }
+        if (STORE_Y_SWI) {
+            Eight y;
 #pragma unroll
-                for (int j = 0; j < CHUNK; ++j) y.set(j, hidden_activation(a_values.at(j), b_values.at(j)));
-                y.store(y_swi + at);
-            }
+            for (int i = 0; i < CHUNK; ++i) y.set(i, hidden_activation(a_values.at(i), b_values.at(i)));
+            y.store(y_swi + at);
         }
     }
 };
@@ -64,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
               int d, int h, int E) {
     auto& shared = shared_memory<Shared<3, 1>>();
-    grouped_matmul<true, false, true>(
+    grouped_matmul<2, true, false, true>(
         shared, RowTiles(expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
-            const GatheredRows rows(x, d, expert_token_indices + tile.first, tile.rows);
+            const GatheredRows<2 * WARP> rows(x, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
                 rows.load(stage.a, p, d);
@@ -92,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
     const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
-    grouped_matmul<false, false, false>(
+    grouped_matmul<2, false, false, false>(
         shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PARTS * part_steps * TILE_DEPTH),
         [&](const RowTile& tile) {
             return [=, &d_a, &d_b, &w1, &w2](int step, Stage& stage, Barrier* full) {
@@ -111,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
-    grouped_matmul<true, true, true>(
+    grouped_matmul<4, true, true, true>(
         shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_ROWS, TILE_COLUMNS, true>(tile, x, d, tile.row, d_hidden_map, d_hidden, h,

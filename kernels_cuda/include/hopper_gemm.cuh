@@ -1,24 +1,23 @@
-// A grouped matrix product on Hopper: one warpgroup loads tiles, two multiply them, a fourth stores them. sm_90a.
+// A grouped matrix product on Hopper: some warps load tiles, two warpgroups multiply them, some warps store them. sm_90a.
 //
-// A tile of the result is (128, 256), made from 64 of the depth at a time. The loader fills a ring of stages in shared
-// memory and runs ahead of the consumers, over the ends of tiles. Each consumer owns 64 rows, in 128 float32 registers
-// a thread; a finished tile it leaves in shared memory, rounded, and goes on with the next one, while the storer brings
+// A tile of the result is (128, 256), made from 64 of the depth at a time. The loaders fill a ring of stages in shared
+// memory and run ahead of the consumers, over the ends of tiles. Each consumer owns 64 rows, in 128 float32 registers a
+// thread; a finished tile it leaves in shared memory, rounded, and goes on with the next one, while the storers bring
 // it to global memory with all that hangs on it. Blocks are persistent: block b takes tiles b, b + gridDim.x, ...
 #pragma once
 #include "hopper.cuh"
 #include "scalar.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-constexpr int CONSUMERS = 2;                        // warpgroups
+constexpr int CONSUMERS = 2;  // warpgroups
+constexpr int WARPS = 4;      // of the first warpgroup, which loads and stores
 constexpr int BLOCK = (1 + CONSUMERS) * WARPGROUP;  // threads
-constexpr int LOADER_WARPS = 2, STORER_WARPS = 2, LOADERS = LOADER_WARPS * WARP;
-constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // of 4 x 128 at the start
 constexpr int CHUNK = 8;                                                                // elements of 16 bytes
 constexpr int PANEL = 64;              // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;  // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
 constexpr int WARP_ROWS = 16;  // of a tile, in a consumer's warp
-constexpr int WARPS_OF_ROWS = TILE_ROWS / WARP_ROWS;
+constexpr int PIECES = TILE_ROWS / WARP_ROWS;
 constexpr int BAND = 8;  // row tiles that are worked on side by side: they share B in the L2 cache
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
@@ -26,7 +25,7 @@ struct Stage {
     unsigned char a[A_BYTES], b[B_BYTES];
 };
 
-// The rows of a tile that one warp of a consumer has finished: it writes them, a warp of the storer reads them.
+// A piece of a tile, 16 rows that one warp of a consumer has finished. It writes them, a storer reads them.
 template <int COLUMNS>
 struct FinishedRows {
     Chunk lines[WARP_ROWS][COLUMNS / CHUNK];
@@ -34,15 +33,15 @@ struct FinishedRows {
     __device__ __forceinline__ Chunk& at(int row, int chunk) { return lines[row][chunk ^ row % 8]; }
 };
 
-// A block's shared memory. A finished tile is handed over in PARTS, one after another: a whole one if the storer is to
-// work beside the product, parts of it if that leaves room for a stage more.
+// A block's shared memory. A finished tile is handed over in PARTS of its columns, one after another: whole if the
+// storers are to work beside the product, in parts if that leaves room for a stage more.
 template <int STAGES_, int PARTS_>
 struct Shared {
     static constexpr int STAGES = STAGES_, PARTS = PARTS_;
     Stage stages[STAGES];  // on a boundary of 1024 bytes, from which the swizzle counts
-    FinishedRows<TILE_COLUMNS / PARTS> finished[WARPS_OF_ROWS];
+    FinishedRows<TILE_COLUMNS / PARTS> finished[PIECES];
     Barrier full[STAGES], empty[STAGES];
-    Barrier done[WARPS_OF_ROWS], stored[WARPS_OF_ROWS];
+    Barrier done[PIECES], stored[PIECES];
 };
 constexpr int SHARED_ALIGNMENT = 1024;
 
@@ -53,15 +52,15 @@ __device__ __forceinline__ Shared& shared_memory() {
     return *reinterpret_cast<Shared*>(memory + (SHARED_ALIGNMENT - beyond) % SHARED_ALIGNMENT);
 }
 
-// COPYING: the loader's threads bring elements by cp.async too, and each arrives when its own are there.
-template <bool COPYING, class Shared>
+// COPIERS: the threads that bring elements by cp.async, each of which arrives when its own are there.
+template <int COPIERS, class Shared>
 __device__ __forceinline__ void open_ring(Shared& shared) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < Shared::STAGES; ++stage) {
-            barrier_init(&shared.full[stage], 1 + (COPYING ? LOADERS : 0));
+            barrier_init(&shared.full[stage], 1 + COPIERS);
             barrier_init(&shared.empty[stage], CONSUMERS * WARPGROUP / WARP);
         }
-        for (int warp = 0; warp < WARPS_OF_ROWS; ++warp) {
+        for (int warp = 0; warp < PIECES; ++warp) {
             barrier_init(&shared.done[warp], 1);
             barrier_init(&shared.stored[warp], 1);
         }
@@ -164,7 +163,7 @@ struct WeightTiles {
 // Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): all threads may copy, and then one of
 // them arrives at the barrier with the bytes of its TMA copies. (In that order: after a branch that one lane takes, a
 // warp may go on in two parts, and its copies take twice as long.)
-template <bool COPYING, class Shared, class Tiles, class Load>
+template <int COPIERS, class Shared, class Tiles, class Load>
 __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load load) {
     Turn<Shared::STAGES> turn;
     typename Tiles::Tile tile;
@@ -175,7 +174,7 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
             Barrier* const full = &shared.full[turn.stage];
             barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
             fill(step, shared.stages[turn.stage], full);
-            if (COPYING) cp_async_arrive(full);
+            if (COPIERS) cp_async_arrive(full);
         }
     }
 }
@@ -193,9 +192,10 @@ __device__ __forceinline__ void copy_chunks(unsigned char* panels, const int (&t
         cp_async_or_zero(panels + targets[(first + i) % PERIOD] + (first + i) / PERIOD * 1024, sources[i], present);
 }
 
-// Operand A whose 128 rows lie anywhere in x: thread t brings chunk t % 8 of rows t / 8, t / 8 + 16, ...
+// Operand A whose 128 rows lie anywhere in x: thread t brings chunk t % 8 of rows t / 8, t / 8 + AT_ONCE, ...
+template <int COPIERS>
 struct GatheredRows {
-    static constexpr int AT_ONCE = LOADERS / 8, COUNT = TILE_ROWS / AT_ONCE;
+    static constexpr int AT_ONCE = COPIERS / 8, COUNT = TILE_ROWS / AT_ONCE;
     unsigned chunks[COUNT];  // where the thread's chunks of each row begin, in 16 bytes
     const Chunk* x;
     int target;  // of the first, in the stage
@@ -223,7 +223,7 @@ struct GatheredRows {
 // An operand whose depth is rows of a matrix, WIDTH of their columns: a warp brings chunk t % CHUNKS of rows.
 template <int WIDTH>
 struct DepthRows {
-    static constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = LOADERS / CHUNKS, COUNT = TILE_DEPTH / AT_ONCE;
+    static constexpr int CHUNKS = WIDTH / CHUNK, AT_ONCE = WARPGROUP / CHUNKS, COUNT = TILE_DEPTH / AT_ONCE;
     static constexpr int PERIOD = 8 / AT_ONCE;  // rows this far apart are swizzled alike
     const char* source;
     unsigned row_bytes;
@@ -267,7 +267,10 @@ struct DepthRows {
 
 // ---- the consumers' side ----
 
-// Leaves a warp's sums of some columns, rounded, for the storer.
+// One for the whole warp, as the compiler sees by the shuffle: what follows from it needs no register a lane.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(FULL_WARP, value, 0); }
+
+// Leaves a warp's sums of some columns, rounded, in shared memory.
 template <int COLUMNS>
 __device__ __forceinline__ void hand_over(FinishedRows<COLUMNS>& finished, const float* sums) {
     constexpr int TOGETHER = 4;  // chunks that stmatrix writes
@@ -287,81 +290,122 @@ __device__ __forceinline__ void hand_over(FinishedRows<COLUMNS>& finished, const
         }
 }
 
-// Multiplies every tile and hands it over.
-template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles>
-__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
+// Sums of a tile: rows of the consumer, in wgmma's order. Frees stages as they have been read.
+template <bool COPIED, bool A_ALONG_M, bool B_ALONG_N, class Shared>
+__device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Shared& shared, Turn<Shared::STAGES>& turn,
+                                         int steps, int consumer) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
     constexpr int A_STEP = A_ALONG_M ? 16 * 128 : 32, B_STEP = B_ALONG_N ? 16 * 128 : 32;
-    // One for the whole warp, as the compiler sees by the shuffle: then descriptors need no register a lane.
-    auto uniform = [](int value) { return __shfl_sync(FULL_WARP, value, 0); };
-    const int warp = uniform(warp_id()) - WARPGROUP / WARP, consumer = warp / (WARPGROUP / WARP);
+    int read = 0;  // the stage of the step before
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, turn.next()) {
+        const int now = uniform(turn.stage);
+        Stage& stage = shared.stages[now];
+        barrier_wait(&shared.full[now], turn.parity);
+        if (COPIED) fence_async_proxy();
+        const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
+        const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < TILE_DEPTH / 16; ++i)
+            wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(sums, wgmma_advance(a, i * A_STEP),
+                                                           wgmma_advance(b, i * B_STEP), true);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (step > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+        read = now;
+    }
+    wgmma_wait<0>();
+    if (steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+}
+
+// The piece that a consumer's warp has just finished, for a kernel whose consumers store by themselves.
+template <class Finished>
+struct OwnPiece {
+    static constexpr int COUNT = 1;
+    Finished& finished;
+    int warp;
+
+    __device__ __forceinline__ int row(int) const { return warp * WARP_ROWS; }
+    __device__ __forceinline__ Finished& take(int) const {
+        __syncwarp();
+        return finished;
+    }
+    __device__ __forceinline__ void give_back(int) const { __syncwarp(); }
+};
+
+// Multiplies every tile and hands it over; or calls store(tile, column, piece) for every part of it, if there are no
+// storers.
+template <bool COPIED, bool A_ALONG_M, bool B_ALONG_N, bool STORERS, class Shared, class Tiles, class Store>
+__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Store store) {
+    const int warp = uniform(warp_id()) - WARPS;
+    auto& finished = shared.finished[warp];
     Turn<Shared::STAGES> turn;
     unsigned parity = 1;  // of the part before
     typename Tiles::Tile tile;
     while (tiles.next(tile)) {
         float sums[TILE_COLUMNS / 2] = {};
-        int read = 0;  // the stage of the step before: free once that has been read
-#pragma unroll 1
-        for (int step = 0; step < tile.steps; ++step, turn.next()) {
-            const int now = uniform(turn.stage);
-            Stage& stage = shared.stages[now];
-            barrier_wait(&shared.full[now], turn.parity);
-            if (COPYING) fence_async_proxy();
-            const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
-            const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < TILE_DEPTH / 16; ++i)
-                wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(sums, wgmma_advance(a, i * A_STEP), wgmma_advance(b, i * B_STEP), true);
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (step > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
-            read = now;
-        }
-        wgmma_wait<0>();
-        if (tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+        multiply<COPIED, A_ALONG_M, B_ALONG_N>(sums, shared, turn, tile.steps, warp / WARPS);
 #pragma unroll
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
-            barrier_wait(&shared.stored[warp], parity);
-            hand_over(shared.finished[warp], sums + part * TILE_COLUMNS / 2 / Shared::PARTS);
-            __syncwarp();
-            if (lane_id() == 0) barrier_arrive(&shared.done[warp]);
+            const int column = part * TILE_COLUMNS / Shared::PARTS;
+            if (STORERS) barrier_wait(&shared.stored[warp], parity);
+            hand_over(finished, sums + column / 2);
+            if constexpr (STORERS) {
+                __syncwarp();
+                if (lane_id() == 0) barrier_arrive(&shared.done[warp]);
+            } else
+                store(tile, column, OwnPiece<FinishedRows<TILE_COLUMNS / Shared::PARTS>>{finished, warp});
         }
     }
 }
 
-// ---- the storer's side ----
+// ---- the storers' side ----
 
-// Calls store(tile, row, column, wait) for every 16 rows of every part of a tile: its first row and column in the tile;
-// wait() returns it when it is finished, and must be called. A warp of the storer serves one of each consumer.
-template <class Shared, class Tiles, class Store>
+// What one of STORERS warps takes over of a part of a tile: every STORERS-th piece.
+template <int STORERS, class Shared>
+struct Pieces {
+    static constexpr int COUNT = PIECES / STORERS;
+    Shared& shared;
+    unsigned parity;
+
+    static __device__ __forceinline__ int number(int i) { return warp_id() - (WARPS - STORERS) + i * STORERS; }
+    static __device__ __forceinline__ int row(int i) { return number(i) * WARP_ROWS; }
+    // Waits until the consumer has finished it.
+    __device__ __forceinline__ auto& take(int i) const {
+        barrier_wait(&shared.done[number(i)], parity);
+        return shared.finished[number(i)];
+    }
+    __device__ __forceinline__ void give_back(int i) const {
+        __syncwarp();
+        if (lane_id() == 0) barrier_arrive(&shared.stored[number(i)]);
+    }
+};
+
+// Calls store(tile, column, pieces) for every part of every tile: its first column in the tile. Each piece must be taken
+// and given back.
+template <int STORERS, class Shared, class Tiles, class Store>
 __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store store) {
     unsigned parity = 0;
     typename Tiles::Tile tile;
     while (tiles.next(tile))
 #pragma unroll 1
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1)
-#pragma unroll 1
-            for (int warp = warp_id() - LOADER_WARPS; warp < WARPS_OF_ROWS; warp += STORER_WARPS) {
-                store(tile, warp * WARP_ROWS, part * TILE_COLUMNS / Shared::PARTS, [&]() -> auto& {
-                    barrier_wait(&shared.done[warp], parity);
-                    return shared.finished[warp];
-                });
-                __syncwarp();
-                if (lane_id() == 0) barrier_arrive(&shared.stored[warp]);
-            }
+            store(tile, part * TILE_COLUMNS / Shared::PARTS, Pieces<STORERS, Shared>{shared, parity});
 }
 
-// The whole block: a loader, two consumers, a storer.
-template <bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles, class Load, class Store>
+// The whole block. LOADERS of the first four warps load, the others store; if none is left, the consumers do. COPYING:
+// all lanes of the loaders copy, not one alone.
+template <int LOADERS, bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles, class Load, class Store>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
-    open_ring<COPYING>(shared);
-    if (threadIdx.x >= WARPGROUP)
-        multiply_tiles<COPYING, A_ALONG_M, B_ALONG_N>(shared, tiles);
-    else if (warp_id() >= LOADER_WARPS)
-        store_tiles(shared, tiles, store);
-    else if (COPYING || threadIdx.x == 0)
-        load_tiles<COPYING>(shared, tiles, load);
+    constexpr int STORERS = WARPS - LOADERS, COPIERS = COPYING ? LOADERS * WARP : 0;
+    open_ring<COPIERS>(shared);
+    if (warp_id() >= WARPS)
+        multiply_tiles<COPYING, A_ALONG_M, B_ALONG_N, (STORERS > 0)>(shared, tiles, store);
+    else if (warp_id() < LOADERS) {
+        if (COPYING || threadIdx.x == 0) load_tiles<COPIERS>(shared, tiles, load);
+    } else if constexpr (STORERS > 0)
+        store_tiles<STORERS>(shared, tiles, store);
 }
 
 // ---- what kernels do alike ----
@@ -378,36 +422,40 @@ union Eight {
     __device__ __forceinline__ void store(Scalar* place) const { *reinterpret_cast<Chunk*>(place) = chunk; }
 };
 
-// Stores finished rows as they are, a warp for some rows at once: `count` of them from `place` on, `columns` wide.
-template <int COLUMNS>
-__device__ __forceinline__ void store_plain(FinishedRows<COLUMNS>& finished, Scalar* place, int width, int count,
-                                            int columns) {
-    constexpr int CHUNKS = COLUMNS / CHUNK, AT_ONCE = WARP / CHUNKS;
-    const int chunk = lane_id() % CHUNKS;
-    if (chunk * CHUNK >= columns) return;
+// Stores pieces as they are, a warp for some rows at once: row 0 of the tile begins at `place`; of its rows `count` are
+// there, and so many columns.
+template <class Pieces>
+__device__ __forceinline__ void store_plain(const Pieces& pieces, Scalar* place, int width, int count, int columns) {
+#pragma unroll 1
+    for (int i = 0; i < Pieces::COUNT; ++i) {
+        auto& finished = pieces.take(i);
+        constexpr int CHUNKS = sizeof finished.lines[0] / sizeof(Chunk), AT_ONCE = WARP / CHUNKS;
+        const int chunk = lane_id() % CHUNKS, first = pieces.row(i);
+        if (chunk * CHUNK < columns)
 #pragma unroll 4
-    for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, count); row += AT_ONCE)
-        *reinterpret_cast<Chunk*>(place + (long long)row * width + chunk * CHUNK) = finished.at(row, chunk);
+            for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, count - first); row += AT_ONCE)
+                *reinterpret_cast<Chunk*>(place + (long long)(first + row) * width + chunk * CHUNK) =
+                    finished.at(row, chunk);
+        pieces.give_back(i);
+    }
 }
 struct StoreRows {
     Scalar* rows;
     int width;
-    template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int row, int column, Wait wait) const {
+    template <class Pieces>
+    __device__ __forceinline__ void operator()(const RowTile& tile, int column, const Pieces& pieces) const {
         column += tile.column;
-        Scalar* const place = rows + (long long)(tile.first + row) * width + column;
-        store_plain(wait(), place, width, tile.rows - row, width - column);
+        store_plain(pieces, rows + (long long)tile.first * width + column, width, tile.rows, width - column);
     }
 };
 struct StoreWeights {
     Scalar* weights;
     int rows, width;
-    template <class Wait>
-    __device__ __forceinline__ void operator()(const WeightTile& tile, int row, int column, Wait wait) const {
-        row += tile.row;
+    template <class Pieces>
+    __device__ __forceinline__ void operator()(const WeightTile& tile, int column, const Pieces& pieces) const {
         column += tile.column;
-        Scalar* const place = weights + ((long long)tile.expert * rows + row) * width + column;
-        store_plain(wait(), place, width, rows - row, width - column);
+        Scalar* const place = weights + ((long long)tile.expert * rows + tile.row) * width + column;
+        store_plain(pieces, place, width, rows - tile.row, width - column);
     }
 };
 
@@ -434,8 +482,8 @@ struct GatheredAndPlain {
 
     // Of the 16 rows that this warp brings in a step: lane l reads the token of row l % 16 in step + l / 16.
     __device__ __forceinline__ int read(int step) const {
-        const int i = lane_id();
-        const int row = step * TILE_DEPTH + warp_id() * TOGETHER + i % TOGETHER +
+        const int i = lane_id() % 16;
+        const int row = (step + lane_id() / 16) * TILE_DEPTH + warp_id() * TOGETHER + i % TOGETHER +
                         i / TOGETHER * DepthRows<GATHERED>::AT_ONCE;
         return tokens[min(row, tile.end - tile.begin - 1)];
     }
@@ -445,8 +493,11 @@ struct GatheredAndPlain {
         const bool whole = left >= TILE_DEPTH;
         unsigned char* const gathered_stage = GATHERED_IS_A ? stage.a : stage.b;
         unsigned char* const plain_stage = GATHERED_IS_A ? stage.b : stage.a;
-        now = later;
-        later = read(step + 1);
+        if (step % 2 == 0) {
+            now = later;
+            later = read(step + 2);
+        } else
+            now = __shfl_down_sync(FULL_WARP, now, 16);
         auto token = [&](int i) { return __shfl_sync(FULL_WARP, now, i * TOGETHER + lane_id() / CHUNKS); };
         if (whole)
             gathered.load(gathered_stage, token);
