@@ -23,11 +23,12 @@
 #include "hopper_gemm.cuh"
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+using DownCrew = Crew<2, 2, false, false, true>;
+extern "C" __global__ void __launch_bounds__(DownCrew::BLOCK, 1)
     expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3,
                 const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
     auto& shared = shared_memory<Shared<3, 1>>();
-    grouped_matmul<2, false, false, true>(
+    grouped_matmul<DownCrew>(
         shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, h),
         [&](const RowTile& tile) {
             return [=, &y_swi, &w3](int step, Stage& stage, Barrier* full) {
@@ -43,9 +44,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // What a storer reads of some rows before it comes to them: a chunk of a and b a lane.
-constexpr int BATCH = 4;  // rows
+constexpr int BATCH = 2;  // rows
 struct BatchAhead {
-    Chunk a[BATCH][2 * WARP], b[BATCH][2 * WARP];  // of two storers
+    Chunk a[BATCH][WARPGROUP], b[BATCH][WARPGROUP];  // of four storers
 };
 struct HiddenShared : Shared<3, 1> {
     BatchAhead ahead[2];
@@ -74,16 +75,16 @@ struct HiddenGradients {
             const int piece = batch / IN_PIECE, row = first_row(batch);
             auto& finished = pieces.take(piece);
             cp_async_wait<1>();
-            Eight a_values[BATCH], b_values[BATCH];
+            Chunk a_chunks[BATCH], b_chunks[BATCH];
 #pragma unroll
             for (int i = 0; i < BATCH; ++i) {
-                a_values[i] = Eight(ahead[batch % 2].a[i][thread()]);
-                b_values[i] = Eight(ahead[batch % 2].b[i][thread()]);
+                a_chunks[i] = ahead[batch % 2].a[i][thread()];
+                b_chunks[i] = ahead[batch % 2].b[i][thread()];
             }
             const float gate = next_gate;
             next_gate = later_gate;
             later_gate = read(batch % 2, tile, first_row(batch + 2), column);
-            store(finished, a_values, b_values, gate, tile, row, column);
+            store(finished, a_chunks, b_chunks, gate, tile, row, column);
             if (batch % IN_PIECE == IN_PIECE - 1) {
                 __syncwarp();
                 store_terms(finished, tile, pieces.row(piece));
@@ -92,7 +93,7 @@ struct HiddenGradients {
         }
     }
 
-    static __device__ __forceinline__ int thread() { return threadIdx.x % (2 * WARP); }
+    static __device__ __forceinline__ int thread() { return threadIdx.x % WARPGROUP; }
     __device__ __forceinline__ long long place(const RowTile& tile, int row, int column) const {
         return (long long)(tile.first + row) * h + column;
     }
@@ -112,29 +113,33 @@ struct HiddenGradients {
 
     // A batch. Leaves each lane's term of a row's gate gradient where its chunk of d was.
     template <class Finished>
-    __device__ __forceinline__ void store(Finished& finished, Eight (&a_values)[BATCH], Eight (&b_values)[BATCH],
-                                          float gate, const RowTile& tile, int row, int column) const {
-        Eight y_values[BATCH];
+    __device__ __forceinline__ void store(Finished& finished, const Chunk (&a_chunks)[BATCH],
+                                          const Chunk (&b_chunks)[BATCH], float gate, const RowTile& tile, int row,
+                                          int column) const {
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            Chunk& d = finished.at((row + i) % WARP_ROWS, lane_id());
-            const Eight d_values(d);
-            Scalar *const a_now = a_values[i].values, *const b_now = b_values[i].values;
+            Chunk &d = finished.at((row + i) % WARP_ROWS, lane_id()), d_a_chunk, d_b_chunk, y_chunk;
             const float gate_now = __shfl_sync(FULL_WARP, gate, i);
             float term = 0.0f;
 #pragma unroll
-            for (int j = 0; j < CHUNK; ++j)
-                term += store_hidden_gradients(a_now, b_now, a_now, b_now, y_values[i].values, j,
-                                               to_float(d_values.at(j)), gate_now);
+            for (int j = 0; j < 4; ++j) {
+                float a_pair[2], b_pair[2], d_pair[2];
+                unpack<Scalar>(a_chunks[i].words[j], a_pair);
+                unpack<Scalar>(b_chunks[i].words[j], b_pair);
+                unpack<Scalar>(d.words[j], d_pair);
+                const HiddenGradient low = hidden_gradient(a_pair[0], b_pair[0], d_pair[0], gate_now);
+                const HiddenGradient high = hidden_gradient(a_pair[1], b_pair[1], d_pair[1], gate_now);
+                d_a_chunk.words[j] = packed<Scalar>(low.d_a, high.d_a);
+                d_b_chunk.words[j] = packed<Scalar>(low.d_b, high.d_b);
+                y_chunk.words[j] = packed<Scalar>(low.gated_y, high.gated_y);
+                term += low.gate + high.gate;
+            }
             d.words[0] = __float_as_int(column < h ? term : 0.0f);
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
             if (row + i >= tile.rows || column >= h) continue;
             const long long at = place(tile, row + i, column);
-            a_values[i].store(d_a + at);
-            if (GATED) b_values[i].store(d_b + at);
-            y_values[i].store(gated_y + at);
+            *reinterpret_cast<Chunk*>(d_a + at) = d_a_chunk;
+            if (GATED) *reinterpret_cast<Chunk*>(d_b + at) = d_b_chunk;
+            *reinterpret_cast<Chunk*>(gated_y + at) = y_chunk;
         }
     }
 
@@ -151,15 +156,16 @@ struct HiddenGradients {
 };
 
 // Sections 3.2 and 5: <d_out, w3> of a tile of hidden elements, then everything that hangs on it.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+using HiddenCrew = Crew<4, 4, true, false, false>;
+extern "C" __global__ void __launch_bounds__(HiddenCrew::BLOCK, 1)
     d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const Scalar* a,
              const Scalar* b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
              Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
     auto& shared = shared_memory<HiddenShared>();
-    grouped_matmul<2, true, false, false>(
+    grouped_matmul<HiddenCrew>(
         shared, RowTiles(expert_token_offsets, E, h, TILE_COLUMNS, d),
         [&](const RowTile& tile) {
-            const GatheredRows<2 * WARP> rows(d_out, d, expert_token_indices + tile.first, tile.rows);
+            const GatheredRows<HiddenCrew::COPIERS> rows(d_out, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w3](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
                 rows.load(stage.a, p, d);
@@ -173,11 +179,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+using WeightCrew = Crew<4, 4, true, true, true>;
+extern "C" __global__ void __launch_bounds__(WeightCrew::BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
          const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
-    grouped_matmul<4, true, true, true>(
+    grouped_matmul<WeightCrew>(
         shared, WeightTiles(expert_token_offsets, E, h, d),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_COLUMNS, TILE_ROWS, false>(tile, d_out, d, tile.column, gated_y_map, gated_y,

@@ -24,8 +24,8 @@
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
 
-constexpr int PARTS = GATED ? 2 : 1;
-constexpr int WIDTH = TILE_COLUMNS / PARTS;  // columns of a tile of a and b
+constexpr int PROJECTIONS = GATED ? 2 : 1;
+constexpr int WIDTH = TILE_COLUMNS / PROJECTIONS;  // columns of a tile of a and b
 
 // The epilogue of expert_up. Panels of a and b, 64 columns each, lie side by side in a tile.
 struct Hidden {
@@ -36,7 +36,7 @@ struct Hidden {
     __device__ __forceinline__ void operator()(const RowTile& tile, int, const Pieces& pieces) const {
         constexpr int PANEL_CHUNKS = PANEL / CHUNK, CHUNKS = WIDTH / CHUNK, AT_ONCE = WARP / CHUNKS;
         const int i = lane_id() % CHUNKS, column = tile.column + i * CHUNK;
-        const int a_chunk = i / PANEL_CHUNKS * PARTS * PANEL_CHUNKS + i % PANEL_CHUNKS;
+        const int a_chunk = i / PANEL_CHUNKS * PROJECTIONS * PANEL_CHUNKS + i % PANEL_CHUNKS;
 #pragma unroll 1
         for (int piece = 0; piece < Pieces::COUNT; ++piece) {
             auto& finished = pieces.take(piece);
@@ -44,36 +44,42 @@ struct Hidden {
             if (column < h)
 #pragma unroll 2
                 for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE)
-                    store(Eight(finished.at(row, a_chunk)), Eight(finished.at(row, a_chunk + PANEL_CHUNKS * (PARTS - 1))),
+                    store(finished.at(row, a_chunk), finished.at(row, a_chunk + PANEL_CHUNKS * (PROJECTIONS - 1)),
                           (long long)(tile.first + first + row) * h + column);
             pieces.give_back(piece);
         }
     }
 
-    __device__ __forceinline__ void store(const Eight& a_values, const Eight& b_values, long long at) const {
+    __device__ __forceinline__ void store(const Chunk& a_chunk, const Chunk& b_chunk, long long at) const {
         if (STORE_PROJECTIONS) {
-            a_values.store(a + at);
-            if (GATED) b_values.store(b + at);
+            *reinterpret_cast<Chunk*>(a + at) = a_chunk;
+            if (GATED) *reinterpret_cast<Chunk*>(b + at) = b_chunk;
         }
         if (STORE_Y_SWI) {
-            Eight y;
+            Chunk y;
 #pragma unroll
-            for (int i = 0; i < CHUNK; ++i) y.set(i, hidden_activation(a_values.at(i), b_values.at(i)));
-            y.store(y_swi + at);
+            for (int i = 0; i < 4; ++i) {
+                float a_pair[2], b_pair[2];
+                unpack<Scalar>(a_chunk.words[i], a_pair);
+                unpack<Scalar>(b_chunk.words[i], b_pair);
+                y.words[i] = packed<Scalar>(hidden_activation(a_pair[0], b_pair[0]), hidden_activation(a_pair[1], b_pair[1]));
+            }
+            *reinterpret_cast<Chunk*>(y_swi + at) = y;
         }
     }
 };
 
 // Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+using UpCrew = Crew<2, 2, true, false, true>;
+extern "C" __global__ void __launch_bounds__(UpCrew::BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
               int d, int h, int E) {
     auto& shared = shared_memory<Shared<3, 1>>();
-    grouped_matmul<2, true, false, true>(
+    grouped_matmul<UpCrew>(
         shared, RowTiles(expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
-            const GatheredRows<2 * WARP> rows(x, d, expert_token_indices + tile.first, tile.rows);
+            const GatheredRows<UpCrew::COPIERS> rows(x, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
                 rows.load(stage.a, p, d);
@@ -81,9 +87,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                     barrier_arrive_expecting(full, B_BYTES);
 #pragma unroll
                     for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel) {
-                        const bool second = panel % PARTS;  // the columns of w2 lie beside those of w1
+                        const bool second = panel % PROJECTIONS;  // the columns of w2 lie beside those of w1
                         tma_load(stage.b + panel * PANEL_BYTES, second ? &w2 : &w1, full,
-                                 tile.column + panel / PARTS * PANEL, p, tile.expert);
+                                 tile.column + panel / PROJECTIONS * PANEL, p, tile.expert);
                     }
                 }
             };
@@ -92,14 +98,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Section 5: d_a w1^T + d_b w2^T for every routed row.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+using InputCrew = Crew<2, 2, false, false, false>;
+extern "C" __global__ void __launch_bounds__(InputCrew::BLOCK, 1)
     d_x_rows(const __grid_constant__ TensorMap d_a, const __grid_constant__ TensorMap d_b,
              const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
     const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
-    grouped_matmul<2, false, false, false>(
-        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PARTS * part_steps * TILE_DEPTH),
+    grouped_matmul<InputCrew>(
+        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PROJECTIONS * part_steps * TILE_DEPTH),
         [&](const RowTile& tile) {
             return [=, &d_a, &d_b, &w1, &w2](int step, Stage& stage, Barrier* full) {
                 const bool second = step >= part_steps;  // first the depth of a, then that of b
@@ -113,11 +120,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Section 5: d_w1 = X^T d_a, or d_w2 = X^T d_b, over the expert's rows, x gathered again.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+using WeightCrew = Crew<4, 4, true, true, true>;
+extern "C" __global__ void __launch_bounds__(WeightCrew::BLOCK, 1)
     d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
-    grouped_matmul<4, true, true, true>(
+    grouped_matmul<WeightCrew>(
         shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
             return GatheredAndPlain<TILE_ROWS, TILE_COLUMNS, true>(tile, x, d, tile.row, d_hidden_map, d_hidden, h,

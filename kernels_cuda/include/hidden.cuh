@@ -7,9 +7,9 @@
 constexpr bool GATED = ACTIVATION::gated;
 
 // y_swi from a and b as they are stored, so that rebuilding it later gives the same bits.
-__device__ __forceinline__ float hidden_activation(Scalar a, Scalar b) {
-    const float act_a = ACTIVATION::act(to_float(a));
-    return GATED ? act_a * to_float(b) : act_a;
+__device__ __forceinline__ float hidden_activation(float a, float b) {
+    const float act_a = ACTIVATION::act(a);
+    return GATED ? act_a * b : act_a;
 }
 
 // What the up-projection stores is decided at compile time, by the save policy: the projections for the backward,
@@ -22,24 +22,32 @@ __device__ __forceinline__ float hidden_activation(Scalar a, Scalar b) {
 #endif
 
 // Section 5, Algorithm 1: rounds both projections and stores them and y_swi.
-__device__ __forceinline__ void store_hidden(Scalar* a, Scalar* b, Scalar* y_swi, long long at, float a_sum, float b_sum) {
+__device__ __forceinline__ void store_hidden(Scalar* a, Scalar* b, Scalar* y_swi, long long at, float a_sum,
+                                             float b_sum) {
     const Scalar a_value = from_float<Scalar>(a_sum), b_value = from_float<Scalar>(GATED ? b_sum : 0.0f);
     if (STORE_PROJECTIONS) {
         a[at] = a_value;
         if (GATED) b[at] = b_value;
     }
-    if (STORE_Y_SWI) y_swi[at] = from_float<Scalar>(hidden_activation(a_value, b_value));
+    if (STORE_Y_SWI) y_swi[at] = from_float<Scalar>(hidden_activation(to_float(a_value), to_float(b_value)));
 }
 
-// Section 5 and SonicMoE: from d = <d_out, w3> of this element and the row's gate, everything
-// that the backward needs of the hidden layer. Returns the element's share of the gate gradient.
-__device__ __forceinline__ float store_hidden_gradients(const Scalar* a, const Scalar* b, Scalar* d_a, Scalar* d_b, Scalar* gated_y,
-                                                        long long at, float d, float gate) {
-    const Scalar a_value = a[at], b_value = GATED ? b[at] : from_float<Scalar>(0.0f);
-    const float y = hidden_activation(a_value, b_value), d_y = gate * d;
-    const float slope = ACTIVATION::slope(to_float(a_value));
-    d_a[at] = from_float<Scalar>(GATED ? d_y * to_float(b_value) * slope : d_y * slope);
-    if (GATED) d_b[at] = from_float<Scalar>(d_y * ACTIVATION::act(to_float(a_value)));
-    gated_y[at] = from_float<Scalar>(gate * y);
-    return d * y;
+// Section 5 and SonicMoE: from d = <d_out, w3> of an element and the row's gate, everything that the backward needs of
+// the hidden layer. `gate` is the element's term of the gate's gradient.
+struct HiddenGradient {
+    float d_a, d_b, gated_y, gate;
+};
+__device__ __forceinline__ HiddenGradient hidden_gradient(float a, float b, float d, float gate) {
+    const float y = hidden_activation(a, b), slope = ACTIVATION::slope(a), d_y = gate * d;
+    return {GATED ? d_y * b * slope : d_y * slope, d_y * ACTIVATION::act(a), gate * y, d * y};
+}
+
+// The same, from where a and b lie to where the gradients do. Returns the term of the gate's gradient.
+__device__ __forceinline__ float store_hidden_gradients(const Scalar* a, const Scalar* b, Scalar* d_a, Scalar* d_b,
+                                                        Scalar* gated_y, long long at, float d, float gate) {
+    const HiddenGradient found = hidden_gradient(to_float(a[at]), GATED ? to_float(b[at]) : 0.0f, d, gate);
+    d_a[at] = from_float<Scalar>(found.d_a);
+    if (GATED) d_b[at] = from_float<Scalar>(found.d_b);
+    gated_y[at] = from_float<Scalar>(found.gated_y);
+    return found.gate;
 }

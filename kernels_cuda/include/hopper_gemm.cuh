@@ -9,9 +9,6 @@
 #include "scalar.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-constexpr int CONSUMERS = 2;  // warpgroups
-constexpr int WARPS = 4;      // of the first warpgroup, which loads and stores
-constexpr int BLOCK = (1 + CONSUMERS) * WARPGROUP;  // threads
 constexpr int CHUNK = 8;                                                                // elements of 16 bytes
 constexpr int PANEL = 64;              // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;  // 64 such rows
@@ -19,6 +16,20 @@ constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TIL
 constexpr int WARP_ROWS = 16;  // of a tile, in a consumer's warp
 constexpr int PIECES = TILE_ROWS / WARP_ROWS;
 constexpr int BAND = 8;  // row tiles that are worked on side by side: they share B in the L2 cache
+
+// Who does what in a block: warps that load, warps that store, and two warpgroups that multiply. COPYING: all lanes of the
+// loaders copy, not one alone. A_ALONG_M, B_ALONG_N: as in wgmma.
+template <int LOADERS_, int STORERS_, bool COPYING, bool A_ALONG_M_, bool B_ALONG_N_>
+struct Crew {
+    static constexpr int LOADERS = LOADERS_, STORERS = STORERS_, CONSUMERS = 2 * WARPGROUP / WARP;
+    static constexpr int FIRST_CONSUMER = LOADERS + STORERS, BLOCK = (FIRST_CONSUMER + CONSUMERS) * WARP;
+    static constexpr int COPIERS = COPYING ? LOADERS * WARP : 0;
+    static constexpr bool A_ALONG_M = A_ALONG_M_, B_ALONG_N = B_ALONG_N_;
+    // Up to four warps beside the consumers leave everyone the 168 registers that these need. Eight do not: then
+    // registers are dealt out anew, 128 at first, too few for ptxas to take a wgmma of all columns.
+    static constexpr bool CROWDED = FIRST_CONSUMER > WARPGROUP / WARP;
+    static constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // if crowded
+};
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
 struct Stage {
@@ -52,17 +63,16 @@ __device__ __forceinline__ Shared& shared_memory() {
     return *reinterpret_cast<Shared*>(memory + (SHARED_ALIGNMENT - beyond) % SHARED_ALIGNMENT);
 }
 
-// COPIERS: the threads that bring elements by cp.async, each of which arrives when its own are there.
-template <int COPIERS, class Shared>
+template <class Crew, class Shared>
 __device__ __forceinline__ void open_ring(Shared& shared) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < Shared::STAGES; ++stage) {
-            barrier_init(&shared.full[stage], 1 + COPIERS);
-            barrier_init(&shared.empty[stage], CONSUMERS * WARPGROUP / WARP);
+            barrier_init(&shared.full[stage], 1 + Crew::COPIERS);  // each of these arrives when its copies are there
+            barrier_init(&shared.empty[stage], Crew::CONSUMERS);
         }
-        for (int warp = 0; warp < PIECES; ++warp) {
-            barrier_init(&shared.done[warp], 1);
-            barrier_init(&shared.stored[warp], 1);
+        for (int piece = 0; piece < PIECES; ++piece) {
+            barrier_init(&shared.done[piece], 1);
+            barrier_init(&shared.stored[piece], 1);
         }
         barrier_init_fence();
     }
@@ -163,7 +173,7 @@ struct WeightTiles {
 // Fills the ring: load(tile) returns what fills a stage, (step, stage, barrier): all threads may copy, and then one of
 // them arrives at the barrier with the bytes of its TMA copies. (In that order: after a branch that one lane takes, a
 // warp may go on in two parts, and its copies take twice as long.)
-template <int COPIERS, class Shared, class Tiles, class Load>
+template <class Crew, class Shared, class Tiles, class Load>
 __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load load) {
     Turn<Shared::STAGES> turn;
     typename Tiles::Tile tile;
@@ -174,7 +184,7 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
             Barrier* const full = &shared.full[turn.stage];
             barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
             fill(step, shared.stages[turn.stage], full);
-            if (COPIERS) cp_async_arrive(full);
+            if (Crew::COPIERS) cp_async_arrive(full);
         }
     }
 }
@@ -282,94 +292,79 @@ __device__ __forceinline__ void hand_over(FinishedRows<COLUMNS>& finished, const
 #pragma unroll
             for (int j = 0; j < TOGETHER; ++j) {
                 const int i = (first + j) * 4 + half * 2;
-                const Scalar pair[2] = {from_float<Scalar>(sums[i]), from_float<Scalar>(sums[i + 1])};
-                pairs[j] = reinterpret_cast<const unsigned&>(pair);
+                pairs[j] = packed<Scalar>(sums[i], sums[i + 1]);
             }
             stmatrix_x4(&finished.at(half * 8 + lane_id() % 8, first + lane_id() / 8),  //
                         pairs[0], pairs[1], pairs[2], pairs[3]);
         }
 }
 
-// Sums of a tile: rows of the consumer, in wgmma's order. Frees stages as they have been read.
-template <bool COPIED, bool A_ALONG_M, bool B_ALONG_N, class Shared>
-__device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Shared& shared, Turn<Shared::STAGES>& turn,
-                                         int steps, int consumer) {
+// Adds one step's product to a consumer's sums.
+template <class Crew>
+__device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage& stage, int consumer) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
-    constexpr int A_STEP = A_ALONG_M ? 16 * 128 : 32, B_STEP = B_ALONG_N ? 16 * 128 : 32;
-    int read = 0;  // the stage of the step before
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step, turn.next()) {
-        const int now = uniform(turn.stage);
-        Stage& stage = shared.stages[now];
-        barrier_wait(&shared.full[now], turn.parity);
-        if (COPIED) fence_async_proxy();
-        const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
-        const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
-        wgmma_fence();
+    constexpr int A_STEP = Crew::A_ALONG_M ? 16 * 128 : 32, B_STEP = Crew::B_ALONG_N ? 16 * 128 : 32;
+    const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
+    const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
+    wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < TILE_DEPTH / 16; ++i)
-            wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(sums, wgmma_advance(a, i * A_STEP),
-                                                           wgmma_advance(b, i * B_STEP), true);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (step > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
-        read = now;
+    for (int i = 0; i < TILE_DEPTH / 16; ++i) {
+        const unsigned long long a_now = wgmma_advance(a, i * A_STEP), b_now = wgmma_advance(b, i * B_STEP);
+        if constexpr (Crew::CROWDED) {
+            constexpr int HALF = TILE_COLUMNS / 2, HALF_BYTES = B_BYTES / 2;
+            wgmma_m64n128k16<Scalar, Crew::A_ALONG_M, Crew::B_ALONG_N>(sums, a_now, b_now, true);
+            wgmma_m64n128k16<Scalar, Crew::A_ALONG_M, Crew::B_ALONG_N>(sums + HALF / 2, a_now,
+                                                                       wgmma_advance(b_now, HALF_BYTES), true);
+        } else
+            wgmma_m64n256k16<Scalar, Crew::A_ALONG_M, Crew::B_ALONG_N>(sums, a_now, b_now, true);
     }
-    wgmma_wait<0>();
-    if (steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+    wgmma_commit();
 }
 
-// The piece that a consumer's warp has just finished, for a kernel whose consumers store by themselves.
-template <class Finished>
-struct OwnPiece {
-    static constexpr int COUNT = 1;
-    Finished& finished;
-    int warp;
-
-    __device__ __forceinline__ int row(int) const { return warp * WARP_ROWS; }
-    __device__ __forceinline__ Finished& take(int) const {
-        __syncwarp();
-        return finished;
-    }
-    __device__ __forceinline__ void give_back(int) const { __syncwarp(); }
-};
-
-// Multiplies every tile and hands it over; or calls store(tile, column, piece) for every part of it, if there are no
-// storers.
-template <bool COPIED, bool A_ALONG_M, bool B_ALONG_N, bool STORERS, class Shared, class Tiles, class Store>
-__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Store store) {
-    const int warp = uniform(warp_id()) - WARPS;
+// Multiplies every tile and hands it over.
+template <class Crew, class Shared, class Tiles>
+__device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
+    const int warp = uniform(warp_id()) - Crew::FIRST_CONSUMER;
     auto& finished = shared.finished[warp];
     Turn<Shared::STAGES> turn;
     unsigned parity = 1;  // of the part before
     typename Tiles::Tile tile;
     while (tiles.next(tile)) {
         float sums[TILE_COLUMNS / 2] = {};
-        multiply<COPIED, A_ALONG_M, B_ALONG_N>(sums, shared, turn, tile.steps, warp / WARPS);
+        int read = 0;  // the stage of the step before
+#pragma unroll 1
+        for (int step = 0; step < tile.steps; ++step, turn.next()) {
+            const int now = uniform(turn.stage);
+            barrier_wait(&shared.full[now], turn.parity);
+            if (Crew::COPIERS) fence_async_proxy();
+            multiply<Crew>(sums, shared.stages[now], warp / (WARPGROUP / WARP));
+            wgmma_wait<1>();
+            if (step > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+            read = now;
+        }
+        wgmma_wait<0>();
+        if (tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
 #pragma unroll
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
-            const int column = part * TILE_COLUMNS / Shared::PARTS;
-            if (STORERS) barrier_wait(&shared.stored[warp], parity);
-            hand_over(finished, sums + column / 2);
-            if constexpr (STORERS) {
-                __syncwarp();
-                if (lane_id() == 0) barrier_arrive(&shared.done[warp]);
-            } else
-                store(tile, column, OwnPiece<FinishedRows<TILE_COLUMNS / Shared::PARTS>>{finished, warp});
+            barrier_wait(&shared.stored[warp], parity);
+            hand_over(finished, sums + part * TILE_COLUMNS / 2 / Shared::PARTS);
+            __syncwarp();
+            if (lane_id() == 0) barrier_arrive(&shared.done[warp]);
         }
     }
 }
 
 // ---- the storers' side ----
 
-// What one of STORERS warps takes over of a part of a tile: every STORERS-th piece.
-template <int STORERS, class Shared>
+// What one of the storers takes over of a part of a tile: every STORERS-th piece.
+template <class Crew, class Shared>
 struct Pieces {
-    static constexpr int COUNT = PIECES / STORERS;
+    static constexpr int COUNT = PIECES / Crew::STORERS;
     Shared& shared;
     unsigned parity;
 
-    static __device__ __forceinline__ int number(int i) { return warp_id() - (WARPS - STORERS) + i * STORERS; }
+    static __device__ __forceinline__ int number(int i) { return warp_id() - Crew::LOADERS + i * Crew::STORERS; }
+    // The i-th piece's first row in the tile.
     static __device__ __forceinline__ int row(int i) { return number(i) * WARP_ROWS; }
     // Waits until the consumer has finished it.
     __device__ __forceinline__ auto& take(int i) const {
@@ -384,43 +379,33 @@ struct Pieces {
 
 // Calls store(tile, column, pieces) for every part of every tile: its first column in the tile. Each piece must be taken
 // and given back.
-template <int STORERS, class Shared, class Tiles, class Store>
+template <class Crew, class Shared, class Tiles, class Store>
 __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store store) {
     unsigned parity = 0;
     typename Tiles::Tile tile;
     while (tiles.next(tile))
 #pragma unroll 1
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1)
-            store(tile, part * TILE_COLUMNS / Shared::PARTS, Pieces<STORERS, Shared>{shared, parity});
+            store(tile, part * TILE_COLUMNS / Shared::PARTS, Pieces<Crew, Shared>{shared, parity});
 }
 
-// The whole block. LOADERS of the first four warps load, the others store; if none is left, the consumers do. COPYING:
-// all lanes of the loaders copy, not one alone.
-template <int LOADERS, bool COPYING, bool A_ALONG_M, bool B_ALONG_N, class Shared, class Tiles, class Load, class Store>
+// The whole block.
+template <class Crew, class Shared, class Tiles, class Load, class Store>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
-    constexpr int STORERS = WARPS - LOADERS, COPIERS = COPYING ? LOADERS * WARP : 0;
-    open_ring<COPIERS>(shared);
-    if (warp_id() >= WARPS)
-        multiply_tiles<COPYING, A_ALONG_M, B_ALONG_N, (STORERS > 0)>(shared, tiles, store);
-    else if (warp_id() < LOADERS) {
-        if (COPYING || threadIdx.x == 0) load_tiles<COPIERS>(shared, tiles, load);
-    } else if constexpr (STORERS > 0)
-        store_tiles<STORERS>(shared, tiles, store);
+    open_ring<Crew>(shared);
+    if (warp_id() >= Crew::FIRST_CONSUMER) {
+        if constexpr (Crew::CROWDED) registers_up<Crew::CONSUMER_REGISTERS>();
+        multiply_tiles<Crew>(shared, tiles);
+    } else if (warp_id() >= Crew::LOADERS) {
+        if constexpr (Crew::CROWDED) registers_down<Crew::STORER_REGISTERS>();
+        store_tiles<Crew>(shared, tiles, store);
+    } else {
+        if constexpr (Crew::CROWDED) registers_down<Crew::LOADER_REGISTERS>();
+        if (Crew::COPIERS || threadIdx.x == 0) load_tiles<Crew>(shared, tiles, load);
+    }
 }
 
 // ---- what kernels do alike ----
-
-// Eight elements in 16 bytes.
-union Eight {
-    Chunk chunk;
-    Scalar values[CHUNK];
-
-    __device__ __forceinline__ Eight() {}
-    __device__ __forceinline__ explicit Eight(const Chunk& chunk) : chunk(chunk) {}
-    __device__ __forceinline__ Scalar at(int i) const { return values[i]; }
-    __device__ __forceinline__ void set(int i, float value) { values[i] = from_float<Scalar>(value); }
-    __device__ __forceinline__ void store(Scalar* place) const { *reinterpret_cast<Chunk*>(place) = chunk; }
-};
 
 // Stores pieces as they are, a warp for some rows at once: row 0 of the tile begins at `place`; of its rows `count` are
 // there, and so many columns.

@@ -16,7 +16,7 @@ COLUMNS = 64
 STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
 TENSOR_CORES = ("3_mma", "4_hopper")
 HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
-HOPPER_THREADS = 384
+HOPPER_THREADS = 512
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
