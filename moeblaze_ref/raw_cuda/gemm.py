@@ -16,7 +16,7 @@ COLUMNS = 64
 STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
 TENSOR_CORES = ("3_mma", "4_hopper")
 HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
-HOPPER_THREADS = 512
+HOPPER_THREADS = {False: 384, True: 512}  # is the crew crowded?
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
@@ -88,17 +88,18 @@ def check_slots(dispatch: Dispatch):
 
 
 def rows_launch(
-    executor: Executor, rung: str, dispatch: Dispatch, width: int, results: int = 1
+    executor: Executor, rung: str, dispatch: Dispatch, width: int, results: int = 1, crowded: bool = False
 ) -> dict[str, Any]:
     """Launch over every routed row and ``width`` columns, each expert's rows apart.
 
     The naive rung covers the longest group that there can be (L rows) for every expert; the
     tiled ones cover the most tiles that R rows in E groups can fill, since the device alone
     knows the lengths. Threads or blocks beyond leave at once. Hopper's blocks stay, and find
-    their tiles themselves. ``results`` is the number of products that share their rows.
+    their tiles themselves. ``results`` is the number of products that share their rows;
+    ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, not four.
     """
     if rung == HOPPER:
-        return _persistent(executor, dispatch.E)
+        return _persistent(executor, dispatch.E, crowded)
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
     tiles = dispatch.R // ROWS[rung] + min(dispatch.E, dispatch.R)
@@ -108,17 +109,17 @@ def rows_launch(
 def weights_launch(executor: Executor, rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == HOPPER:
-        return _persistent(executor, num_experts)
+        return _persistent(executor, num_experts, crowded=True)
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts))
 
 
-def _persistent(executor: Executor, num_experts: int) -> dict[str, Any]:
+def _persistent(executor: Executor, num_experts: int, crowded: bool) -> dict[str, Any]:
     """A block for each multiprocessor."""
     return {
         "grid": executor.multiprocessors,
-        "block": HOPPER_THREADS,
+        "block": HOPPER_THREADS[crowded],
         "shared_bytes": HOPPER_SHARED_BYTES,
         "E": num_experts,
     }
