@@ -23,7 +23,7 @@
 #include "hopper_gemm.cuh"
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
-using DownCrew = Crew<2, 2, false, false, true>;
+using DownCrew = Crew<4, 4, false, false, true>;
 extern "C" __global__ void __launch_bounds__(DownCrew::BLOCK, 1)
     expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3,
                 const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
@@ -43,13 +43,13 @@ extern "C" __global__ void __launch_bounds__(DownCrew::BLOCK, 1)
         StoreRows{y, d});
 }
 
-// What a storer reads of some rows before it comes to them: a chunk of a and b a lane.
-constexpr int BATCH = 2;  // rows
-struct BatchAhead {
-    Chunk a[BATCH][WARPGROUP], b[BATCH][WARPGROUP];  // of four storers
+// What the storers read before they come to it: of a row each, a chunk of a and b a lane.
+struct RowAhead {
+    Chunk a[WARPGROUP], b[WARPGROUP];
 };
+constexpr int ROWS_AHEAD = 4;
 struct HiddenShared : Shared<3, 1> {
-    BatchAhead ahead[2];
+    RowAhead ahead[ROWS_AHEAD];
 };
 
 // The epilogue of d_hidden: a warp a row, a chunk a lane.
@@ -59,99 +59,82 @@ struct HiddenGradients {
     Scalar *d_a, *d_b, *gated_y;
     float* gate_terms;
     int h;
-    BatchAhead* ahead;  // in shared memory
+    RowAhead* ahead;  // in shared memory
 
     template <class Pieces>
     __device__ __forceinline__ void operator()(const RowTile& tile, int, const Pieces& pieces) const {
-        constexpr int IN_PIECE = WARP_ROWS / BATCH, BATCHES = Pieces::COUNT * IN_PIECE;
-        const int column = tile.column + lane_id() * CHUNK;
-        auto first_row = [&](int batch) {
-            return batch < BATCHES ? pieces.row(batch / IN_PIECE) + batch % IN_PIECE * BATCH : tile.rows;
-        };
-        // The gate of row lane_id() of the next batch, and of the one after it.
-        float next_gate = read(0, tile, first_row(0), column), later_gate = read(1, tile, first_row(1), column);
 #pragma unroll 1
-        for (int batch = 0; batch < BATCHES; ++batch) {
-            const int piece = batch / IN_PIECE, row = first_row(batch);
-            auto& finished = pieces.take(piece);
-            cp_async_wait<1>();
-            Chunk a_chunks[BATCH], b_chunks[BATCH];
+        for (int i = 0; i < Pieces::COUNT; ++i) {
+            const int first = pieces.row(i), count = min(WARP_ROWS, tile.rows - first);
+            const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;  // lane l: row l
+            const int column = tile.column + lane_id() * CHUNK;
+            const int present = column < h ? count : 0;  // rows of the lane
+            const long long begin = (long long)(tile.first + first) * h + column;
 #pragma unroll
-            for (int i = 0; i < BATCH; ++i) {
-                a_chunks[i] = ahead[batch % 2].a[i][thread()];
-                b_chunks[i] = ahead[batch % 2].b[i][thread()];
+            for (int row = 0; row < ROWS_AHEAD; ++row) read(row, begin, present);
+            auto& finished = pieces.take(i);
+#pragma unroll 1
+            for (int row = 0; row < count; ++row) {
+                cp_async_wait<ROWS_AHEAD - 1>();
+                const RowAhead& now = ahead[row % ROWS_AHEAD];
+                const Chunk a_chunk = now.a[thread()], b_chunk = now.b[thread()];
+                read(row + ROWS_AHEAD, begin, present);
+                const float gate = __shfl_sync(FULL_WARP, gates, row);
+                Chunk& d = finished.at(row, lane_id());
+                const float term = row < present ? store(begin + (long long)row * h, a_chunk, b_chunk, d, gate) : 0.0f;
+                d.words[0] = __float_as_int(term);  // where d was
             }
-            const float gate = next_gate;
-            next_gate = later_gate;
-            later_gate = read(batch % 2, tile, first_row(batch + 2), column);
-            store(finished, a_chunks, b_chunks, gate, tile, row, column);
-            if (batch % IN_PIECE == IN_PIECE - 1) {
-                __syncwarp();
-                store_terms(finished, tile, pieces.row(piece));
-                pieces.give_back(piece);
-            }
+            __syncwarp();
+            const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
+            const long long place = (long long)(tile.first + first + lane_id()) * column_tiles + tile.column / TILE_COLUMNS;
+            if (lane_id() < count) gate_terms[place] = sum_of_terms(finished);
+            pieces.give_back(i);
         }
     }
 
     static __device__ __forceinline__ int thread() { return threadIdx.x % WARPGROUP; }
-    __device__ __forceinline__ long long place(const RowTile& tile, int row, int column) const {
-        return (long long)(tile.first + row) * h + column;
-    }
 
-    // Begins to copy the thread's chunks of a batch from `row` on, of rows that are there. Returns row lane_id()'s gate.
-    __device__ __forceinline__ float read(int slot, const RowTile& tile, int row, int column) const {
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-            if (row + i < tile.rows && column < h) {
-                cp_async(&ahead[slot].a[i][thread()], a + place(tile, row + i, column));
-                if (GATED) cp_async(&ahead[slot].b[i][thread()], b + place(tile, row + i, column));
-            }
-        cp_async_commit();
-        const int mine = row + lane_id();
-        return lane_id() < BATCH && mine < tile.rows ? gate_of_row[tile.first + mine] : 0.0f;
-    }
-
-    // A batch. Leaves each lane's term of a row's gate gradient where its chunk of d was.
-    template <class Finished>
-    __device__ __forceinline__ void store(Finished& finished, const Chunk (&a_chunks)[BATCH],
-                                          const Chunk (&b_chunks)[BATCH], float gate, const RowTile& tile, int row,
-                                          int column) const {
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            Chunk &d = finished.at((row + i) % WARP_ROWS, lane_id()), d_a_chunk, d_b_chunk, y_chunk;
-            const float gate_now = __shfl_sync(FULL_WARP, gate, i);
-            float term = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                float a_pair[2], b_pair[2], d_pair[2];
-                unpack<Scalar>(a_chunks[i].words[j], a_pair);
-                unpack<Scalar>(b_chunks[i].words[j], b_pair);
-                unpack<Scalar>(d.words[j], d_pair);
-                const HiddenGradient low = hidden_gradient(a_pair[0], b_pair[0], d_pair[0], gate_now);
-                const HiddenGradient high = hidden_gradient(a_pair[1], b_pair[1], d_pair[1], gate_now);
-                d_a_chunk.words[j] = packed<Scalar>(low.d_a, high.d_a);
-                d_b_chunk.words[j] = packed<Scalar>(low.d_b, high.d_b);
-                y_chunk.words[j] = packed<Scalar>(low.gated_y, high.gated_y);
-                term += low.gate + high.gate;
-            }
-            d.words[0] = __float_as_int(column < h ? term : 0.0f);
-            if (row + i >= tile.rows || column >= h) continue;
-            const long long at = place(tile, row + i, column);
-            *reinterpret_cast<Chunk*>(d_a + at) = d_a_chunk;
-            if (GATED) *reinterpret_cast<Chunk*>(d_b + at) = d_b_chunk;
-            *reinterpret_cast<Chunk*>(gated_y + at) = y_chunk;
+    // Begins to copy the lane's chunks of a row, if that is there.
+    __device__ __forceinline__ void read(int row, long long begin, int present) const {
+        RowAhead& to = ahead[row % ROWS_AHEAD];
+        if (row < present) {
+            cp_async(&to.a[thread()], a + begin + (long long)row * h);
+            if (GATED) cp_async(&to.b[thread()], b + begin + (long long)row * h);
         }
+        cp_async_commit();
     }
 
-    // Of a piece: lane l adds what the lanes have left in its row l.
+    // Eight elements from `at` on; returns their term of the gate's gradient.
+    __device__ __forceinline__ float store(long long at, const Chunk& a_chunk, const Chunk& b_chunk, const Chunk& d_chunk,
+                                           float gate) const {
+        Chunk d_a_chunk, d_b_chunk, y_chunk;
+        float term = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float a_pair[2], b_pair[2], d_pair[2];
+            unpack<Scalar>(a_chunk.words[i], a_pair);
+            unpack<Scalar>(b_chunk.words[i], b_pair);
+            unpack<Scalar>(d_chunk.words[i], d_pair);
+            const HiddenGradient low = hidden_gradient(a_pair[0], b_pair[0], d_pair[0], gate);
+            const HiddenGradient high = hidden_gradient(a_pair[1], b_pair[1], d_pair[1], gate);
+            d_a_chunk.words[i] = packed<Scalar>(low.d_a, high.d_a);
+            d_b_chunk.words[i] = packed<Scalar>(low.d_b, high.d_b);
+            y_chunk.words[i] = packed<Scalar>(low.gated_y, high.gated_y);
+            term += low.gate + high.gate;
+        }
+        *reinterpret_cast<Chunk*>(d_a + at) = d_a_chunk;
+        if (GATED) *reinterpret_cast<Chunk*>(d_b + at) = d_b_chunk;
+        *reinterpret_cast<Chunk*>(gated_y + at) = y_chunk;
+        return term;
+    }
+
+    // What the lanes have left in row lane_id().
     template <class Finished>
-    __device__ __forceinline__ void store_terms(Finished& finished, const RowTile& tile, int first) const {
-        if (lane_id() >= min(WARP_ROWS, tile.rows - first)) return;
+    static __device__ __forceinline__ float sum_of_terms(Finished& finished) {
         float sum = 0.0f;
 #pragma unroll 4
         for (int lane = 0; lane < WARP; ++lane) sum += __int_as_float(finished.at(lane_id(), lane).words[0]);
-        const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
-        gate_terms[(long long)(tile.first + first + lane_id()) * column_tiles + tile.column / TILE_COLUMNS] = sum;
+        return sum;
     }
 };
 

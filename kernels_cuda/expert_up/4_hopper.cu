@@ -70,12 +70,15 @@ struct Hidden {
 };
 
 // Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums.
+#ifndef STAGES
+#define STAGES 3
+#endif
 using UpCrew = Crew<2, 2, true, false, true>;
 extern "C" __global__ void __launch_bounds__(UpCrew::BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
               int d, int h, int E) {
-    auto& shared = shared_memory<Shared<3, 1>>();
+    auto& shared = shared_memory<Shared<STAGES, 1>>();
     grouped_matmul<UpCrew>(
         shared, RowTiles(expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
@@ -98,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(UpCrew::BLOCK, 1)
 }
 
 // Section 5: d_a w1^T + d_b w2^T for every routed row.
-using InputCrew = Crew<2, 2, false, false, false>;
+using InputCrew = Crew<4, 4, false, false, false>;
 extern "C" __global__ void __launch_bounds__(InputCrew::BLOCK, 1)
     d_x_rows(const __grid_constant__ TensorMap d_a, const __grid_constant__ TensorMap d_b,
              const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,

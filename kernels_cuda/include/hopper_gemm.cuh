@@ -15,7 +15,9 @@ constexpr int PANEL_BYTES = 64 * 128;  // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
 constexpr int WARP_ROWS = 16;  // of a tile, in a consumer's warp
 constexpr int PIECES = TILE_ROWS / WARP_ROWS;
-constexpr int BAND = 8;  // row tiles that are worked on side by side: they share B in the L2 cache
+#ifndef BAND
+#define BAND 8  // row tiles that are worked on side by side: they share B in the L2 cache
+#endif
 
 // Who does what in a block: warps that load, warps that store, and two warpgroups that multiply. COPYING: all lanes of the
 // loaders copy, not one alone. A_ALONG_M, B_ALONG_N: as in wgmma.
@@ -324,6 +326,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage&
 // Multiplies every tile and hands it over.
 template <class Crew, class Shared, class Tiles>
 __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
+    constexpr int BEHIND = Shared::STAGES > 1;  // steps that a stage is freed late, unless there is no other
     const int warp = uniform(warp_id()) - Crew::FIRST_CONSUMER;
     auto& finished = shared.finished[warp];
     Turn<Shared::STAGES> turn;
@@ -338,12 +341,12 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
             barrier_wait(&shared.full[now], turn.parity);
             if (Crew::COPIERS) fence_async_proxy();
             multiply<Crew>(sums, shared.stages[now], warp / (WARPGROUP / WARP));
-            wgmma_wait<1>();
-            if (step > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+            wgmma_wait<BEHIND>();
+            if (step >= BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[BEHIND ? read : now]);
             read = now;
         }
         wgmma_wait<0>();
-        if (tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
+        if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
 #pragma unroll
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
             barrier_wait(&shared.stored[warp], parity);

@@ -134,7 +134,7 @@ def hidden_gradients(
     module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(a, activation))
     module.launch(
         "d_hidden",
-        **gemm.rows_launch(executor, rung, dispatch, h, crowded=True),
+        **gemm.rows_launch(executor, rung, dispatch, h),
         d_out=d_out,
         gate_of_row=gate_of_row,
         a=a,

@@ -67,7 +67,7 @@ def forward(
         module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, activation), **left_out)
         module.launch(
             "expert_up",
-            **gemm.rows_launch(executor, rung, dispatch, h, results=1 if w2 is None else 2),
+            **gemm.rows_launch(executor, rung, dispatch, h, results=1 if w2 is None else 2, crowded=False),
             x=x,
             w1=gemm.operand(rung, w1, gemm.WEIGHTS_BOX),
             w2=gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_BOX),

@@ -16,7 +16,7 @@ COLUMNS = 64
 STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
 TENSOR_CORES = ("3_mma", "4_hopper")
 HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
-HOPPER_THREADS = {False: 384, True: 512}  # is the crew crowded?
+HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
@@ -88,7 +88,7 @@ def check_slots(dispatch: Dispatch):
 
 
 def rows_launch(
-    executor: Executor, rung: str, dispatch: Dispatch, width: int, results: int = 1, crowded: bool = False
+    executor: Executor, rung: str, dispatch: Dispatch, width: int, results: int = 1, crowded: bool = True
 ) -> dict[str, Any]:
     """Launch over every routed row and ``width`` columns, each expert's rows apart.
 
@@ -96,7 +96,7 @@ def rows_launch(
     tiled ones cover the most tiles that R rows in E groups can fill, since the device alone
     knows the lengths. Threads or blocks beyond leave at once. Hopper's blocks stay, and find
     their tiles themselves. ``results`` is the number of products that share their rows;
-    ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, not four.
+    ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, else four.
     """
     if rung == HOPPER:
         return _persistent(executor, dispatch.E, crowded)
