@@ -12,13 +12,14 @@
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel       grid             block  shared bytes  bytes read                                                                          bytes written
-// expert_down  multiprocessors  512    230592        1540 E blocks + 2 h boxes D + 2 d h tiles                                           2 R d
+// expert_down  multiprocessors  512    230592        (1540 E + 508) blocks + 2 h boxes D + 2 d h tiles                                   2 R d
 // d_hidden     multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G              2 R h (1 + G) + 4 R C
-// d_w3         multiprocessors  512    230592        2048 E blocks + 512 (tiles + X) H D + 2 R d H + 2 R h D                             2 E h d
+// d_w3         multiprocessors  512    230592        (1536 E + 512) blocks + 512 (tiles + X) H D + 2 R d H + 2 R h D                     2 E h d
 // G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), H = ceil(h / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
-// whole matrix. 2 R d h FLOPs a GEMM. Bound: tensor cores.
+// whole matrix. Threads that follow the tiles read all ends of the experts' rows; idle loaders, and the
+// storers of a weight gradient, the first alone. 2 R d h FLOPs a GEMM. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
 
@@ -105,7 +106,8 @@ struct HiddenGradients {
         float term = 0.0f;
 #pragma unroll
         for (int i = 0; i < CHUNK; ++i)
-            term += store_hidden_gradients(a.values, b.values, a.values, b.values, y.values, i, to_float(d.at(i)), gate);
+            term +=
+                store_hidden_gradients(a.values, b.values, a.values, b.values, y.values, i, to_float(d.at(i)), gate);
         a.store(d_a + at);
         if (GATED) b.store(d_b + at);
         y.store(gated_y + at);

@@ -14,18 +14,19 @@
 //
 // kernel     grid             block  shared bytes  bytes read                                                            bytes written
 // expert_up  multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
-// d_x_rows   multiprocessors  512    230592        1540 E blocks + 2 h G boxes D + 2 d h G tiles                         2 R d
-// d_w        multiprocessors  512    230592        2048 E blocks + 512 (tiles + X) W C + 2 R d C + 2 R h W               2 E d h
+// d_x_rows   multiprocessors  512    230592        (1540 E + 508) blocks + 2 h G boxes D + 2 d h G tiles                 2 R d
+// d_w        multiprocessors  512    230592        (1536 E + 512) blocks + 512 (tiles + X) W C + 2 R d C + 2 R h W       2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
 // gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128). blocks is the
 // whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of experts with rows,
 // boxes the rows that a box of 128 from the first row of each tile on finds in the whole matrix.
-// 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
+// Threads that follow the tiles read all ends of the experts' rows; idle loaders, and the storers of a
+// weight gradient, the first alone. 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
 
-constexpr int PARTS = GATED ? 2 : 1;
-constexpr int WIDTH = TILE_COLUMNS / PARTS;  // columns of a tile of a and b
+constexpr int PROJECTIONS = GATED ? 2 : 1;
+constexpr int WIDTH = TILE_COLUMNS / PROJECTIONS;  // columns of a tile of a and b
 
 // The epilogue of expert_up. Panels of a and b, 64 columns each, lie side by side in a tile.
 struct Hidden {
@@ -33,16 +34,17 @@ struct Hidden {
     int h;
 
     template <class Wait>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int first, int part, Wait wait) const {
+    __device__ __forceinline__ void operator()(const RowTile& tile, int first, int from, Wait wait) const {
         constexpr int PANEL_CHUNKS = PANEL / CHUNK;
         auto& finished = wait();
-        constexpr int CHUNKS = sizeof finished.lines[0] / sizeof(Chunk) / PARTS, AT_ONCE = WARP / CHUNKS;
-        const int i = lane_id() % CHUNKS, chunk = i / PANEL_CHUNKS * PARTS * PANEL_CHUNKS + i % PANEL_CHUNKS;
-        const int column = tile.column + part / PARTS + i * CHUNK;
+        constexpr int CHUNKS = sizeof finished.lines[0] / sizeof(Chunk) / PROJECTIONS, AT_ONCE = WARP / CHUNKS;
+        const int i = lane_id() % CHUNKS, chunk = i / PANEL_CHUNKS * PROJECTIONS * PANEL_CHUNKS + i % PANEL_CHUNKS;
+        const int column = tile.column + from / PROJECTIONS + i * CHUNK;
         if (column >= h) return;
 #pragma unroll 2
         for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE) {
-            const Eight a_values(finished.at(row, chunk)), b_values(finished.at(row, chunk + PANEL_CHUNKS * (PARTS - 1)));
+            const Eight a_values(finished.at(row, chunk));
+            const Eight b_values(finished.at(row, chunk + PANEL_CHUNKS * (PROJECTIONS - 1)));
             const long long at = (long long)(tile.first + first + row) * h + column;
             if (STORE_PROJECTIONS) {
                 a_values.store(a + at);
@@ -75,9 +77,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                     barrier_arrive_expecting(full, B_BYTES);
 #pragma unroll
                     for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel) {
-                        const bool second = panel % PARTS;  // the columns of w2 lie beside those of w1
+                        const bool second = panel % PROJECTIONS;  // the columns of w2 lie beside those of w1
                         tma_load(stage.b + panel * PANEL_BYTES, second ? &w2 : &w1, full,
-                                 tile.column + panel / PARTS * PANEL, p, tile.expert);
+                                 tile.column + panel / PROJECTIONS * PANEL, p, tile.expert);
                     }
                 }
             };
@@ -91,13 +93,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
              const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
-    const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
+    const int a_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
     grouped_matmul<false, false, false>(
-        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PARTS * part_steps * TILE_DEPTH),
+        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PROJECTIONS * a_steps * TILE_DEPTH),
         [&](const RowTile& tile) {
             return [=, &d_a, &d_b, &w1, &w2](int step, Stage& stage, Barrier* full) {
-                const bool second = step >= part_steps;  // first the depth of a, then that of b
-                const int p = (second ? step - part_steps : step) * TILE_DEPTH;
+                const bool second = step >= a_steps;  // first the depth of a, then that of b
+                const int p = (second ? step - a_steps : step) * TILE_DEPTH;
                 barrier_arrive_expecting(full, A_BYTES + B_BYTES);
                 tma_load(stage.a, second ? &d_b : &d_a, full, p, tile.first);
                 tma_load(stage.b, second ? &w2 : &w1, full, p, tile.column, tile.expert);

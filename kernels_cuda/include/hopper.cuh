@@ -95,11 +95,6 @@ __device__ __forceinline__ void cp_async_arrive(Barrier* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Has so many bytes, a multiple of 16, brought into the L2 cache.
-__device__ __forceinline__ void prefetch(const void* global, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-}
-
 // Orders shared memory written by threads (cp.async too) before what tensor cores and TMA read next.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -122,22 +117,25 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-#define MOEBLAZE_D8(i) \
-    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+#define MOEBLAZE_D8(i)                                                  \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]),         \
         "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MOEBLAZE_D64(i)                                                                                      \
-    MOEBLAZE_D8(i), MOEBLAZE_D8(i + 8), MOEBLAZE_D8(i + 16), MOEBLAZE_D8(i + 24), MOEBLAZE_D8(i + 32), \
-        MOEBLAZE_D8(i + 40), MOEBLAZE_D8(i + 48), MOEBLAZE_D8(i + 56)
-#define MOEBLAZE_WGMMA(TYPE) \
-    asm volatile( \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " \
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, " \
-        "%64, %65, p, 1, 1, %67, %68;\n}" \
-        : MOEBLAZE_D64(0) \
+#define MOEBLAZE_D64                                                                   \
+    MOEBLAZE_D8(0), MOEBLAZE_D8(8), MOEBLAZE_D8(16), MOEBLAZE_D8(24), MOEBLAZE_D8(32), \
+        MOEBLAZE_D8(40), MOEBLAZE_D8(48), MOEBLAZE_D8(56)
+#define MOEBLAZE_WGMMA(TYPE)                                                                   \
+    asm volatile(                                                                              \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                           \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " "                       \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"               \
+        " %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"     \
+        " %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"     \
+        " %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "   \
+        "%64, %65, p, 1, 1, %67, %68;\n}"                                                      \
+        : MOEBLAZE_D64                                                                         \
         : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(A_ALONG_M)), "n"(int(B_ALONG_N)))
 
-// d = a b, plus d if `accumulate`: (64, 16) by (16, 256), sums in float32. Thread t of the warpgroup holds rows
+// d = a b, plus d if `accumulate`: (64, 16) by (16, 128), sums in float32. Thread t of the warpgroup holds rows
 // t / 32 * 16 + t % 32 / 4 (d[4j], d[4j + 1]) and 8 below (d[4j + 2], d[4j + 3]), columns 8 j + t % 4 * 2 and the next.
 // A_ALONG_M, B_ALONG_N: neighbours in memory are neighbours along M or N, not along K.
 template <class Element, bool A_ALONG_M, bool B_ALONG_N>
@@ -182,7 +180,6 @@ inline void cp_async_or_zero(void* shared, const void* global, bool present) {
     simt_async_copy(shared, present ? global : nullptr, 16);
 }
 inline void cp_async_arrive(Barrier* barrier, SIMT_HERE) { simt_async_arrive(barrier, SIMT_AT("cp_async_arrive")); }
-inline void prefetch(const void*, int) {}
 inline void fence_async_proxy() { simt_fence_async_proxy(); }
 
 struct SimtStmatrix {
