@@ -4,21 +4,22 @@
 //              gates and w3 from that of the layer's output.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5; the gate gradient without any kept
 //              expert output, and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
-// Idea         The products of rung 3 on grouped_matmul: one warpgroup loads, by TMA and gathered
-//              rows by cp.async, while two multiply by wgmma and a fourth stores what they have
-//              finished; a block stays and takes tile after tile.
+// Idea         The products of rung 3 on grouped_matmul: some warps load, by TMA and gathered rows by
+//              cp.async, while two warpgroups multiply by wgmma and other warps store what those
+//              have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel       grid             block  shared bytes  bytes read                                                                          bytes written
-// expert_down  multiprocessors  512    230592        1540 E blocks + 2 h boxes D + 2 d h tiles                                           2 R d
-// d_hidden     multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G              2 R h (1 + G) + 4 R C
-// d_w3         multiprocessors  512    230592        2048 E blocks + 512 (tiles + X) H D + 2 R d H + 2 R h D                             2 E h d
+// kernel       grid             block  shared bytes  bytes read                                                              bytes written
+// expert_down  multiprocessors  512    230592        (1540 E + 508) blocks + 2 h boxes D + 2 d h tiles                       2 R d
+// d_hidden     multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G  2 R h (1 + G) + 4 R C
+// d_w3         multiprocessors  512    230592        (1536 E + 512) blocks + 512 (tiles + X) H D + 2 R d H + 2 R h D         2 E h d
 // G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), H = ceil(h / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
-// whole matrix. 2 R d h FLOPs a GEMM. Bound: tensor cores.
+// whole matrix. Threads that follow the tiles read all ends of the experts' rows; idle loaders, and the
+// storers of a weight gradient, the first alone. 2 R d h FLOPs a GEMM. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
 
@@ -86,8 +87,8 @@ struct HiddenGradients {
             }
             __syncwarp();
             const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
-            const long long place = (long long)(tile.first + first + lane_id()) * column_tiles + tile.column / TILE_COLUMNS;
-            if (lane_id() < count) gate_terms[place] = sum_of_terms(finished);
+            const long long place = (long long)(tile.first + first + lane_id()) * column_tiles;
+            if (lane_id() < count) gate_terms[place + tile.column / TILE_COLUMNS] = sum_of_terms(finished);
             pieces.give_back(i);
         }
     }

@@ -4,23 +4,24 @@
 //              of x, w1 and w2.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5 (Algorithm 1); the gather inside the
 //              load and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
-// Idea         The products of rung 3 on grouped_matmul: one warpgroup loads, weights by TMA and
-//              gathered rows by cp.async, while two multiply by wgmma and a fourth stores what they
-//              have finished; a block stays and takes tile after tile.
+// Idea         The products of rung 3 on grouped_matmul: some warps load, weights by TMA and gathered
+//              rows by cp.async, while two warpgroups multiply by wgmma and other warps store what
+//              those have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI. d and
 //              h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel     grid             block  shared bytes  bytes read                                                            bytes written
-// expert_up  multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
-// d_x_rows   multiprocessors  512    230592        1540 E blocks + 2 h G boxes D + 2 d h G tiles                         2 R d
-// d_w        multiprocessors  512    230592        2048 E blocks + 512 (tiles + X) W C + 2 R d C + 2 R h W               2 E d h
+// expert_up  multiprocessors  384    230592        1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
+// d_x_rows   multiprocessors  512    230592        (1540 E + 508) blocks + 2 h G boxes D + 2 d h G tiles                 2 R d
+// d_w        multiprocessors  512    230592        (1536 E + 512) blocks + 512 (tiles + X) W C + 2 R d C + 2 R h W       2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
 // gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128). blocks is the
 // whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of experts with rows,
 // boxes the rows that a box of 128 from the first row of each tile on finds in the whole matrix.
-// 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
+// Threads that follow the tiles read all ends of the experts' rows; idle loaders, and the storers of a
+// weight gradient, the first alone. 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
 
@@ -62,7 +63,8 @@ struct Hidden {
                 float a_pair[2], b_pair[2];
                 unpack<Scalar>(a_chunk.words[i], a_pair);
                 unpack<Scalar>(b_chunk.words[i], b_pair);
-                y.words[i] = packed<Scalar>(hidden_activation(a_pair[0], b_pair[0]), hidden_activation(a_pair[1], b_pair[1]));
+                y.words[i] =
+                    packed<Scalar>(hidden_activation(a_pair[0], b_pair[0]), hidden_activation(a_pair[1], b_pair[1]));
             }
             *reinterpret_cast<Chunk*>(y_swi + at) = y;
         }
@@ -107,13 +109,13 @@ extern "C" __global__ void __launch_bounds__(InputCrew::BLOCK, 1)
              const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
     auto& shared = shared_memory<Shared<4, 2>>();
-    const int part_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
+    const int a_steps = (h + TILE_DEPTH - 1) / TILE_DEPTH;
     grouped_matmul<InputCrew>(
-        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PROJECTIONS * part_steps * TILE_DEPTH),
+        shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, PROJECTIONS * a_steps * TILE_DEPTH),
         [&](const RowTile& tile) {
             return [=, &d_a, &d_b, &w1, &w2](int step, Stage& stage, Barrier* full) {
-                const bool second = step >= part_steps;  // first the depth of a, then that of b
-                const int p = (second ? step - part_steps : step) * TILE_DEPTH;
+                const bool second = step >= a_steps;  // first the depth of a, then that of b
+                const int p = (second ? step - a_steps : step) * TILE_DEPTH;
                 barrier_arrive_expecting(full, A_BYTES + B_BYTES);
                 tma_load(stage.a, second ? &d_b : &d_a, full, p, tile.first);
                 tma_load(stage.b, second ? &w2 : &w1, full, p, tile.column, tile.expert);

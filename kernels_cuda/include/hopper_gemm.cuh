@@ -106,7 +106,8 @@ struct Walk {
     int begin, end;                        // the expert's rows in expert order
 
     __device__ __forceinline__ Walk(const int* expert_token_offsets, int E)
-        : expert_token_offsets(expert_token_offsets), E(E), number(blockIdx.x), begin(0), end(expert_token_offsets[1]) {}
+        : expert_token_offsets(expert_token_offsets), E(E), number(blockIdx.x), begin(0),
+          end(expert_token_offsets[1]) {}
 
     // On to the expert of this tile; false if there is none.
     template <class TilesOf>
@@ -134,8 +135,9 @@ struct RowTiles {
     __device__ __forceinline__ bool next(RowTile& tile) {
         if (!walk.find([&](int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS * column_tiles; })) return false;
         // In bands of row tiles, down each column of a band.
-        const int rows = walk.end - walk.begin, inside = walk.number - walk.first, band = inside / (BAND * column_tiles);
-        const int row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, high = min(BAND, row_tiles - band * BAND);
+        const int rows = walk.end - walk.begin, row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        const int inside = walk.number - walk.first, band = inside / (BAND * column_tiles);
+        const int high = min(BAND, row_tiles - band * BAND);
         const int at = inside - band * BAND * column_tiles, column = at / high;
         const int row = (band * BAND + at - column * high) * TILE_ROWS;
         tile = {walk.expert, walk.begin + row, min(TILE_ROWS, rows - row), column * width, steps};
@@ -194,16 +196,6 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
 // Where 16 bytes lie in panels: TMA's 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
 
-// COUNT chunks, those of `targets` apart by a period of the swizzle. All addresses are there before the first copy: a
-// copy holds on to the registers of its addresses.
-template <int COUNT, int PERIOD>
-__device__ __forceinline__ void copy_chunks(unsigned char* panels, const int (&targets)[PERIOD],
-                                            const void* const (&sources)[COUNT], int first, bool present) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i)
-        cp_async_or_zero(panels + targets[(first + i) % PERIOD] + (first + i) / PERIOD * 1024, sources[i], present);
-}
-
 // Operand A whose 128 rows lie anywhere in x: thread t brings chunk t % 8 of rows t / 8, t / 8 + AT_ONCE, ...
 template <int COPIERS>
 struct GatheredRows {
@@ -220,7 +212,8 @@ struct GatheredRows {
             chunks[i] = unsigned(token) * unsigned(d / CHUNK) + threadIdx.x % 8;
         }
     }
-    // 64 of the depth d, from p on, zeros beyond its end.
+    // 64 of the depth d, from p on, zeros beyond its end. All addresses are there before the first copy: a copy holds
+    // on to the registers of its addresses.
     __device__ __forceinline__ void load(unsigned char* panel, int p, int d) const {
         const Chunk* const source = x + p / CHUNK;
         const bool inside = p + int(threadIdx.x) % 8 * CHUNK < d;
@@ -263,7 +256,10 @@ struct DepthRows {
 #pragma unroll
             for (int i = 0; i < BATCH; ++i)
                 sources[i] = source + (unsigned long long)(unsigned)number(first + i) * row_bytes;
-            copy_chunks(panels, targets, sources, first, inside);
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)  // a period of the swizzle is 8 rows of 128 bytes
+                cp_async_or_zero(panels + targets[(first + i) % PERIOD] + (first + i) / PERIOD * 1024, sources[i],
+                                 inside);
         }
     }
     // The same of the first `rows` rows, zeros below: an expert's last step, so it need not be fast.

@@ -82,6 +82,7 @@ struct AsyncCopy {
     const void* from;  // null: zeros
     unsigned bytes;
     unsigned group;
+    unsigned number;  // among its thread's
 
     void finish() const { from ? (void)memcpy(to, from, bytes) : (void)memset(to, 0, bytes); }
 };
@@ -111,7 +112,7 @@ struct Thread {
     SimtExchange exchange;
     void* brought;  // to the exchange
     std::vector<AsyncCopy> copies;  // not yet done
-    unsigned group;                 // of the next copy
+    unsigned group, asked;          // of the next copy: its group, and how many came before
     std::vector<PendingWgmma> products;
     unsigned product_group;
     const Mbarrier* awaited;
@@ -120,7 +121,7 @@ struct Thread {
         state = State::READY;
         copies.clear();
         products.clear();
-        group = product_group = 0;
+        group = asked = product_group = 0;
     }
 
     template <class Due, class Written>
@@ -145,7 +146,7 @@ struct Transfer {
     TensorBox box;
     uint32_t shared;  // address
     Thread* copier = nullptr;
-    unsigned groups = 0;  // of its copies, those before this one
+    unsigned copies = 0;  // of the thread's, those before this number
 };
 
 class Random {  // splitmix64
@@ -426,11 +427,12 @@ struct Worker {
         }
     }
 
-    // Nobody can run: does all that comes to the barrier of the oldest transfer, or of any.
+    // Nobody can run: does what comes to the barrier of the oldest transfer, or of any, until its phase is complete.
     bool finish_transfers() {
         if (transfers.empty() || !has_live_thread()) return false;
         const Mbarrier* barrier = transfers[launch->seed ? random.next() % transfers.size() : 0].barrier;
-        for (size_t i = 0; i < transfers.size();)
+        const unsigned phase = barrier->phase;
+        for (size_t i = 0; i < transfers.size() && barrier->phase == phase;)
             if (transfers[i].barrier == barrier)
                 finish_transfer(i);
             else
@@ -442,7 +444,7 @@ struct Worker {
         const Transfer transfer = transfers[number];
         transfers.erase(transfers.begin() + std::ptrdiff_t(number));
         if (transfer.copier) {
-            finish_copies(*transfer.copier, [&](const AsyncCopy& copy) { return copy.group < transfer.groups; });
+            finish_copies(*transfer.copier, [&](const AsyncCopy& copy) { return copy.number < transfer.copies; });
             return arrive(*transfer.barrier, *transfer.copier, transfer.site);
         }
         transfer.box.copy(transfer.shared, [this](uint32_t address, uint64_t) {
@@ -791,7 +793,7 @@ void simt_async_copy(void* shared, const void* global, unsigned bytes) {
     worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
     worker->shared_address(shared);  // or a fault
     Thread& self = *worker->current;
-    self.copies.push_back({shared, global, bytes, self.group});
+    self.copies.push_back({shared, global, bytes, self.group, self.asked++});
 }
 
 void simt_async_commit() { ++worker->current->group; }
@@ -804,7 +806,7 @@ void simt_async_wait(unsigned pending_groups) {
 void simt_async_arrive(void* barrier, SimtSite site) {
     Thread& self = *worker->current;
     Mbarrier& found = worker->barrier_at(barrier, SIMT_ATOMIC, site, __builtin_return_address(0));
-    worker->transfers.push_back({&found, site, {}, 0, &self, ++self.group});
+    worker->transfers.push_back({&found, site, {}, 0, &self, self.asked});
     worker->after_asynchronous();
 }
 

@@ -45,8 +45,8 @@ void simt_access_range(const void* address, uint64_t bytes, SimtAccess access);
 void simt_async_copy(void* shared, const void* global, unsigned bytes);
 void simt_async_commit();
 void simt_async_wait(unsigned pending_groups);
-// Arrives at an mbarrier once all that the thread has asked for is done: as late as a wait allows, or with a seed at any
-// time before.
+// Does all that the thread has asked for so far and then arrives at an mbarrier: as late as a wait allows, or with a
+// seed at any time before.
 void simt_async_arrive(void* barrier, SimtSite site);
 
 // Where shared memory lies for the instructions that take its address as a number.
