@@ -67,7 +67,7 @@ struct HiddenGradients {
 #pragma unroll 1
         for (int i = 0; i < Pieces::COUNT; ++i) {
             const int first = pieces.row(i), count = min(WARP_ROWS, tile.rows - first);
-            const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;  // lane l: row l
+            const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;  // of row l
             const int column = tile.column + lane_id() * CHUNK;
             const int present = column < h ? count : 0;  // rows of the lane
             const long long begin = (long long)(tile.first + first) * h + column;
@@ -106,8 +106,8 @@ struct HiddenGradients {
     }
 
     // Eight elements from `at` on; returns their term of the gate's gradient.
-    __device__ __forceinline__ float store(long long at, const Chunk& a_chunk, const Chunk& b_chunk, const Chunk& d_chunk,
-                                           float gate) const {
+    __device__ __forceinline__ float store(long long at, const Chunk& a_chunk, const Chunk& b_chunk,
+                                           const Chunk& d_chunk, float gate) const {
         Chunk d_a_chunk, d_b_chunk, y_chunk;
         float term = 0.0f;
 #pragma unroll
