@@ -9,7 +9,11 @@
 #include "scalar.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-constexpr int STAGES = 4;
+#ifndef STAGES
+#define STAGES 4  // of the ring
+#endif
+// With a stage to spare a role begins a step before the one before it is done; without, both would wait for ever.
+constexpr bool AHEAD = STAGES > 2;
 constexpr int CONSUMERS = 2;                                    // warpgroups
 constexpr int BLOCK = (1 + CONSUMERS) * WARPGROUP;              // threads
 constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 216;  // of 3 x 168 at the start
@@ -18,7 +22,9 @@ constexpr int PANEL = 64;                                       // elements of 1
 constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
 constexpr int GROUP = 32;  // columns that are stored together
-constexpr int BAND = 8;    // row tiles that are worked on side by side: they share B in the L2 cache
+#ifndef BAND
+#define BAND 8  // row tiles that are worked on side by side: they share B in the L2 cache
+#endif
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
 struct Stage {
@@ -192,11 +198,13 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
             Barrier* const full = &shared.full[turn.stage];
             barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
             fill(step, shared.stages[turn.stage], full);
-            if (COPYING) {
-                cp_async_commit();
-                if (copied) arrive_copied<1>(copied);
+            if (!COPYING) continue;
+            cp_async_commit();
+            if (copied) arrive_copied<1>(copied);
+            if (AHEAD)
                 copied = full;
-            }
+            else
+                arrive_copied<0>(full);
         }
     }
     if (copied) arrive_copied<0>(copied);
@@ -361,12 +369,15 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Stor
                 wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(results.sums, wgmma_advance(a, i * A_STEP),
                                                                wgmma_advance(b, i * B_STEP), true);
             wgmma_commit();
-            wgmma_wait<1>();  // the step before has been read
-            if (step > 0) ring.release(ring.before());
+            wgmma_wait<AHEAD>();  // the step before has been read
+            if (!AHEAD)
+                ring.release(ring.turn.stage);
+            else if (step > 0)
+                ring.release(ring.before());
             ring.turn.next();
         }
         wgmma_wait<0>();
-        if (tile.steps > 0) ring.release(ring.before());
+        if (AHEAD && tile.steps > 0) ring.release(ring.before());
         store(tile, results, ring);
     }
 }
