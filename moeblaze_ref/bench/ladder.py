@@ -79,18 +79,18 @@ HOPPER = gemm.HOPPER
 LADDER = (
     Step("1_naive", "a thread an element", most_tokens=2048),
     Step("2_tiled", "tiles in shared memory"),
-    Step("3_mma", "tensor cores, by mma.sync"),
-    Step(HOPPER, "wgmma, TMA and a loading warpgroup; one stage", ONE_STAGE + NO_BANDS, persistent=False, fused=False),
+    Step("3_mma", "tensor cores by mma.sync"),
+    Step(HOPPER, "wgmma and TMA, one stage", ONE_STAGE + NO_BANDS, persistent=False, fused=False),
     Step(HOPPER, "two stages", TWO_STAGES + NO_BANDS, persistent=False, fused=False),
     Step(HOPPER, "all stages", NO_BANDS, persistent=False, fused=False),
     Step(HOPPER, "persistent blocks", NO_BANDS, fused=False),
     Step(HOPPER, "bands of tiles", fused=False),
-    Step(HOPPER, "the activation in the epilogue: the whole"),
-    Step(HOPPER, "without: one stage", ONE_STAGE, against=WHOLE),
-    Step(HOPPER, "without: two stages", TWO_STAGES, against=WHOLE),
-    Step(HOPPER, "without: a block a tile", persistent=False, against=WHOLE),
-    Step(HOPPER, "without: no bands", NO_BANDS, against=WHOLE),
-    Step(HOPPER, "without: the activation behind", fused=False, against=WHOLE),
+    Step(HOPPER, "activation in the epilogue"),
+    Step(HOPPER, "one stage, the rest as it is", ONE_STAGE, against=WHOLE),
+    Step(HOPPER, "two stages, the rest as it is", TWO_STAGES, against=WHOLE),
+    Step(HOPPER, "a block a tile, the rest as it is", persistent=False, against=WHOLE),
+    Step(HOPPER, "no bands, the rest as it is", NO_BANDS, against=WHOLE),
+    Step(HOPPER, "activation behind, the rest as it is", fused=False, against=WHOLE),
 )
 
 TOP = next(step for step in reversed(LADDER) if step.against == ABOVE)
