@@ -215,13 +215,13 @@ def bench(
             results.check_place(record)
     rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), repetitions)
+    if record:
+        with user_errors():
+            results.add(record, result)
     if as_json:
         print(json.dumps(result, indent=1))
     else:
         stdout().print(report.table(rows))
-    if record:
-        with user_errors():
-            results.add(record, result)
     raise typer.Exit(1 if report.wrong(rows) else 0)
 
 

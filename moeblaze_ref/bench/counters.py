@@ -1,4 +1,4 @@
-"""What the hardware counts while one kernel runs: one launch of each step of the ladder, and of each product of a step.
+"""What the hardware counts while one kernel runs: each step of the ladder, each product of a training step, and cuBLAS.
 
 ncu runs this very module in a process of its own, under which the kernels in question are launched once each, in an
 order that both processes know. A metric that ncu does not know, or has no number for, is an error that names it.
@@ -8,6 +8,7 @@ import contextlib
 import csv
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moeblaze_ref.bench import ladder, stages
-from moeblaze_ref.bench.device import Device, Gpu
+from moeblaze_ref.bench.device import PRODUCT, Device, Gpu
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.torch_bridge import bridge_to
@@ -55,6 +56,8 @@ HOW = {"--replay-mode": "kernel", "--clock-control": "none", "--cache-control": 
 # Of each product of a step but expert_up, which the ladder has: the stage, and the kernel that multiplies.
 PRODUCTS = {"expert_down": "expert_down", "d_hidden": "d_hidden", "d_w3": "d_w3", "d_x": "d_x_rows", "d_w1": "d_w"}
 
+DENSE = "nvjet.*|.*gemm.*"  # what cuBLAS calls its kernels
+
 
 @dataclass(frozen=True)
 class Row:
@@ -65,10 +68,12 @@ class Row:
     kind : str
         "counters".
     preset, shape, dtype
-        The layer: a name, {L, d, h, E, k}, and the dtype of its activations.
+        The layer: a name, {L, d, h, E, k}, and the dtype of its activations. Of the dense product the shape is
+        {M, N, K}.
     rung, kernel : str
+        "" is the rung of the dense product.
     idea : str
-        Which step of the ladder it is, or which stage of a training step.
+        Which step of the ladder it is, or which stage of a training step; or that it is the dense product.
     duration_ms : float
         Under ncu, after a pause and with cold caches: not to be compared with times that were taken in turns.
     sm_clock_ghz : float
@@ -116,14 +121,15 @@ class Launch(NamedTuple):
 
     idea: str
     rung: str
-    kernel: str
-    config: MoEConfig  # of which it is
+    kernel: str  # a pattern
+    shape: dict[str, int]
 
 
 def launches(config: MoEConfig) -> list[Launch]:
     """What is counted of a layer, in the order in which it is launched."""
-    steps = [Launch(s.idea, s.rung, "expert_up", s.config(config)) for s in ladder.steps_of(config)]
-    return steps + [Launch(stage, ladder.HOPPER, kernel, config) for stage, kernel in PRODUCTS.items()]
+    steps = [Launch(step.idea, step.rung, "expert_up", step.config(config).sizes) for step in ladder.steps_of(config)]
+    products = [Launch(stage, ladder.HOPPER, kernel, config.sizes) for stage, kernel in PRODUCTS.items()]
+    return [*steps, *products, Launch("dense product by cuBLAS", "", DENSE, dict.fromkeys("MNK", PRODUCT))]
 
 
 def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
@@ -199,12 +205,12 @@ def rows_of(text: str, expected: Sequence[Launch]) -> Iterator[dict[str, Any]]:
     lines = [line for line in text.splitlines() if line and not line.startswith("==")]
     _, *counted = csv.DictReader(lines) if lines else [{}]  # the first has the units
     kernels, names = [launch.kernel for launch in expected], [row["Kernel Name"] for row in counted]
-    if names != kernels:
+    if len(names) != len(kernels) or not all(map(re.fullmatch, kernels, names)):
         raise ValueError(f"ncu counted {', '.join(names) or 'nothing'}, but launched were {', '.join(kernels)}")
     for launch, row in zip(expected, counted, strict=True):
         values = {column: _number(row, name) / unit for column, (name, unit) in METRICS.items()}
         whole = {column: round(value) for column, value in values.items() if column.endswith(("bytes", "registers"))}
-        own = {"rung": launch.rung, "kernel": launch.kernel, "idea": launch.idea, "shape": launch.config.sizes}
+        own = {"rung": launch.rung, "kernel": row["Kernel Name"], "idea": launch.idea, "shape": launch.shape}
         yield own | values | whole | {"stalls": _stalls(row)}
 
 
@@ -241,7 +247,8 @@ def launch_all(config: MoEConfig, device: Device, counted: Any):
     bridge = bridge_to(device.torch_device)
     inputs = Inputs(config, bridge, device.torch_device)
     works += [lambda stage=stage: stages.run_ours(stage, ladder.HOPPER, [inputs], bridge) for stage in PRODUCTS]
-    for work in works:
+    product = device.ceilings()["product"]
+    for work in (*works, lambda: product(0, lambda: None)):
         work()
         with counted():
             work()

@@ -91,7 +91,7 @@ COUNTER_COLUMNS: tuple[Column, ...] = (
     ("L2 hits %", _number("l2_hit_pct", ".0f")),
     ("sectors a load", _number("sectors_per_load", ".1f")),
     ("sectors a store", _number("sectors_per_store", ".1f")),
-    ("registers", _number("registers", "d")),
+    ("registers", _number("registers", ".0f")),
     ("shared KiB", _number("shared_bytes", ".0f", KIB)),
     ("warps wait for", lambda row: waits(row)),
 )
