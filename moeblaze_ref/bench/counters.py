@@ -154,7 +154,7 @@ def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         program = [sys.executable, "-m", __name__, json.dumps(asdict(config))]
-        options = [*(part for option in HOW.items() for part in option), "--metrics", ",".join(_metrics())]
+        options = [*(part for option in HOW.items() for part in option), "--metrics", ",".join(metrics())]
         only = ["--profile-from-start", "off", "--kernel-name-base", "function", "--kernel-name", _one_of(names)]
         output = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         found = subprocess.run([ncu, *options, *only, *output, *program], check=False, capture_output=True, text=True)
@@ -165,7 +165,8 @@ def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]
     return [asdict(Row(**head, **row)) for row in rows_of(text, launches(config))]
 
 
-def _metrics() -> list[str]:
+def metrics() -> list[str]:
+    """All that ncu is asked for, by its own names."""
     return [*(name for name, _ in METRICS.values()), *map(STALL_METRIC.format, STALLS)]
 
 

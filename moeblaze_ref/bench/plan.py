@@ -88,6 +88,11 @@ def jobs(kind: str, request: Request) -> list[Job]:
     return makers.get(kind, partial(_jobs_beside_torch, kind))(request)
 
 
+def repetitions(kind: str, request: Request) -> int:
+    """How often each row was timed; counted it is once."""
+    return 1 if kind == "counters" else request.repetitions
+
+
 def gpu() -> Gpu:
     """The device to time.
 

@@ -84,6 +84,7 @@ COUNTER_COLUMNS: tuple[Column, ...] = (
     ("ms under ncu", _number("duration_ms", ".4g")),
     ("SM clock, GHz", _number("sm_clock_ghz", ".2f")),
     ("tensor pipe busy %", _number("tensor_pct", ".0f")),
+    ("busy x clock, GHz", lambda row: f"{busy_ghz(row):.2f}"),
     ("issue slots used %", _number("issue_pct", ".0f")),
     ("DRAM %", _number("dram_pct", ".0f")),
     ("DRAM GB", lambda row: f"{(row['dram_read_bytes'] + row['dram_written_bytes']) / GB:.1f}"),
@@ -96,6 +97,11 @@ COUNTER_COLUMNS: tuple[Column, ...] = (
     ("warps wait for", lambda row: waits(row)),
 )
 COLUMNS = {"layer": LAYER_COLUMNS, "ladder": LADDER_COLUMNS, "counters": COUNTER_COLUMNS}
+
+
+def busy_ghz(row: Row) -> float:
+    """Cycles of a nanosecond in which a multiprocessor's tensor cores are busy: to this the rate is proportional."""
+    return row["tensor_pct"] / 100 * row["sm_clock_ghz"]
 
 
 def waits(row: Row) -> str:
