@@ -1251,7 +1251,9 @@ def test_steps_are_shown_with_their_counters():
     counted = {(row["preset"], row["idea"]): row for row in MEASURED.counters["rows"]}
     key = ("conf3", "two stages")
     assert f"{timed[key]['step_ms']:.4g} | {counted[key]['duration_ms']:.4g}" in lines[0]
-    assert f"{counted[key]['tensor_pct']:.0f}%" in lines[0]
+    assert f"| {counted[key]['tensor_pct']:.0f} | {counted[key]['sm_clock_ghz']:.4g} |" in lines[0]
+    assert "times as fast as the step before" in hopper.step_table(MEASURED, "two stages").data
+    assert "times as fast as the whole" in hopper.step_table(MEASURED, ladder.LADDER[-1].idea).data
     with pytest.raises(ValueError, match="unknown idea 'too stages'. Did you mean 'two stages'"):
         hopper.step_table(MEASURED, "too stages")
 

@@ -369,11 +369,13 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles, Stor
                 wgmma_m64n256k16<Scalar, A_ALONG_M, B_ALONG_N>(results.sums, wgmma_advance(a, i * A_STEP),
                                                                wgmma_advance(b, i * B_STEP), true);
             wgmma_commit();
-            wgmma_wait<AHEAD>();  // the step before has been read
-            if (!AHEAD)
+            if (AHEAD) {
+                wgmma_wait<1>();  // the step before has been read
+                if (step > 0) ring.release(ring.before());
+            } else {
+                wgmma_wait<0>();
                 ring.release(ring.turn.stage);
-            else if (step > 0)
-                ring.release(ring.before());
+            }
             ring.turn.next();
         }
         wgmma_wait<0>();

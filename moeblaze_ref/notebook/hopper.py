@@ -24,6 +24,7 @@ from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import ceil_div
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SharedTraffic, SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.tensor_map import TensorMap
+from moeblaze_ref.units import GB
 
 # An H200's, by its maker's figures.
 MULTIPROCESSORS = 132
@@ -431,21 +432,23 @@ def step_table(measured: Measured, *ideas: str) -> Markdown:
     return table(rows)
 
 
+COMPARED = {ladder.ABOVE: "times as fast as the step before", ladder.WHOLE: "times as fast as the whole"}
+
+
 def _step_row(row, counters):
-    (ratio,) = row["ratio_to"].values() or ("",)
-    moved = (counters["dram_read_bytes"] + counters["dram_written_bytes"]) / 1e9
+    ratios = {COMPARED[against]: round(ratio, 2) for against, ratio in row["ratio_to"].items()}
     return {
         "preset": row["preset"],
         "step": row["idea"],
         "ms": row["step_ms"],
         "ms, product alone": counters["duration_ms"],
         "TFLOP/s": row["tflops"],
-        "times as fast as before": ratio if ratio == "" else f"{ratio:.2f}",
-        "tensor pipe busy": f"{counters['tensor_pct']:.0f}%",
+        **ratios,
+        "tensor pipe busy, %": round(counters["tensor_pct"]),
         "SM clock, GHz": counters["sm_clock_ghz"],
-        "issue slots used": f"{counters['issue_pct']:.0f}%",
-        "DRAM, GB": moved,
-        "L2 hits": f"{counters['l2_hit_pct']:.0f}%",
+        "issue slots used, %": round(counters["issue_pct"]),
+        "DRAM, GB": (counters["dram_read_bytes"] + counters["dram_written_bytes"]) / GB,
+        "L2 hits, %": round(counters["l2_hit_pct"]),
         "warps wait for": report.waits(counters),
     }
 
@@ -511,10 +514,10 @@ def _product_row(row):
     return {
         "preset": row["preset"],
         "kernel": f"`{row['kernel'].split('_sm90')[0]}`",
-        "tensor pipe busy": f"{row['tensor_pct']:.0f}%",
+        "tensor pipe busy, %": round(row["tensor_pct"]),
         "SM clock, GHz": row["sm_clock_ghz"],
         "busy x clock, GHz": report.busy_ghz(row),
-        "issue slots used": f"{row['issue_pct']:.0f}%",
+        "issue slots used, %": round(row["issue_pct"]),
         "registers": row["registers"],
         "shared, KiB": row["shared_bytes"] / 1024,
         "warps wait for": report.waits(row),
@@ -529,7 +532,7 @@ def trials_picture() -> Figure:
     figure = Figure(figsize=(11, 0.8 + 0.4 * len(found)), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh(range(len(found)), changes, color=[VERMILLION if change > 0 else BLUE for change in changes])
-    axes.bar_label(bars, [f"{change:+.0f}%" for change in changes], padding=3, fontsize="small")
+    axes.bar_label(bars, [f"{round(change):+d}%" for change in changes], padding=3, fontsize="small")
     axes.axvline(0, color=BLACK, linewidth=1)
     axes.set_yticks(range(len(found)), labels, fontsize="x-small")
     axes.set(ylim=(len(found) - 0.4, -0.6), xlabel="change of the time by the trial, percent; below zero is faster")
