@@ -213,7 +213,7 @@ def bench(
         device = plan.gpu()
         if record:
             results.check_place(record)
-    rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
+        rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
     if record:
         with user_errors():

@@ -304,6 +304,13 @@ def test_the_command_records_what_ncu_counts(ncu, monkeypatch, tmp_path):
     assert found["runs"] == [{"kind": "counters", "clocks": PretendedDevice().clocks(), "repetitions": 1}]
 
 
+def test_the_command_says_that_ncu_is_missing(monkeypatch):
+    monkeypatch.setattr(plan, "gpu", PretendedDevice)
+    monkeypatch.setenv("PATH", "")
+    result = CliRunner().invoke(app, ["bench", "counters", "--preset", "conf3"])
+    assert result.exit_code == 2 and "ncu is not on the PATH" in result.output
+
+
 @pytest.mark.parametrize("kind", ["ladder", "counters"])
 def test_without_a_gpu_there_is_neither(kind, monkeypatch):
     absent = SimpleNamespace(status=lambda: Status(False, "no CUDA device"))

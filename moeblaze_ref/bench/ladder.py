@@ -249,14 +249,13 @@ class Trial:
     def run(self) -> tuple[Tensor, ...]:
         """a, b if there is a gate, and y_swi."""
         i, kind = self.inputs, self.inputs.config.activation
-        options = {"executor": self.step.executor(self.bridge.executor, i.config), "rung": self.step.rung}
-        options["stores"] = HIDDEN if self.step.fused else ("a",)
+        executor, stores = self.step.executor(self.bridge.executor, i.config), HIDDEN if self.step.fused else ("a",)
         with self.bridge.running():
-            a, b, y_swi = expert_up.forward(i.x, i.w1, i.w2, i.dispatch, kind, **options)
-            if not self.step.fused:
-                act_a = activation.act(a, kind, self.bridge.executor)
-                return _made(*map(self.bridge.tensor, (a, b)), _gated(*map(self.bridge.tensor, (act_a, b))))
-            return _made(*map(self.bridge.tensor, (a, b, y_swi)))
+            how = {"executor": executor, "rung": self.step.rung}
+            a, b, y_swi = expert_up.forward(i.x, i.w1, i.w2, i.dispatch, kind, stores, **how)
+            act_a = None if self.step.fused else activation.act(a, kind, executor)
+        a, b, y_swi, act_a = map(self.bridge.tensor, (a, b, y_swi, act_a))
+        return _made(a, b, y_swi if self.step.fused else _gated(act_a, b))
 
 
 def _made(*results: Tensor | None) -> tuple[Tensor, ...]:
