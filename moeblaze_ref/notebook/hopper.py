@@ -212,9 +212,8 @@ def ring_picture(stages: int) -> Figure:
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.spines[["top", "right"]].set_visible(False)
     marks = [Patch(color=SKY, label="being filled, or full"), Patch(color=ORANGE, label="being multiplied")]
-    figure.legend(
-        handles=marks, loc="outside lower center", ncols=2, frameon=False, title="a number is the step; white is free"
-    )
+    title = "a number is the step; white is free"
+    figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, title=title)
     return figure
 
 
@@ -361,9 +360,8 @@ def schedule_picture(band: int) -> Figure:
     numbers = [wave_bytes(wave, PICTURED["depth"]) / 1e6 for wave in found]
     bars = reads.bar(range(len(found)), numbers, color=WAVE_COLORS[: len(found)])
     reads.bar_label(bars, [f"{number:.1f}" for number in numbers], padding=2)
-    reads.set(
-        xticks=range(len(found)), xlabel="wave of 132 tiles", ylabel="operands of a wave, MB (1e6 bytes)", ylim=(0, 24)
-    )
+    reads.set(xticks=range(len(found)), xlabel=f"wave of {MULTIPROCESSORS} tiles", ylim=(0, 24))
+    reads.set_ylabel("operands of a wave, MB (1e6 bytes)")
     reads.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -375,13 +373,14 @@ def wave_table(configs: Mapping[str, MoEConfig], bands: Sequence[int]) -> list[d
         columns = ceil_div(config.h, TILE_COLUMNS // (1 + config.gated))
         orders = {band: list(tiles(uniform_counts(config), columns, band)) for band in bands}
         count = len(orders[bands[0]])
-        means = {
-            f"MB a wave, band {band}": np.mean([wave_bytes(wave, config.d) for wave in waves(order, MULTIPROCESSORS)])
-            / 1e6
-            for band, order in orders.items()
-        }
+        means = {f"MB a wave, band {band}": _mean_wave(order, config.d) for band, order in orders.items()}
         rows.append({"layer": name, "tiles": count, "tiles a block": count / MULTIPROCESSORS} | means)
     return rows
+
+
+def _mean_wave(order, depth):
+    """MB (1e6 bytes)."""
+    return np.mean([wave_bytes(wave, depth) for wave in waves(order, MULTIPROCESSORS)]) / 1e6
 
 
 # Measured -------------------------------------------------------------------------------------------------------------
