@@ -60,7 +60,7 @@ check: compiler $(STAMP)
 sanitize: $(STAMP)
 	$(BIN)/moeblaze sanitize
 
-# On a GPU: every table of docs/performance.md, the layer twice, so that the spread shows.
+# On a GPU, with Nsight Compute: every table of docs/performance.md, the layer twice, so that the spread shows.
 BENCH := $(BIN)/moeblaze bench
 POLICIES := --policy minimal --policy inputs --policy paper --policy conventional
 bench: $(STAMP)
@@ -71,6 +71,8 @@ bench: $(STAMP)
 	$(BENCH) dispatch --record build/bench.json
 	$(BENCH) gating --record build/bench.json
 	$(BENCH) combine --record build/bench.json
+	$(BENCH) ladder --record build/ladder.json
+	$(BENCH) counters --record build/counters.json
 
 # The tables and the picture of docs/performance.md, from docs/results.
 docs: $(STAMP)

@@ -213,15 +213,15 @@ def bench(
         device = plan.gpu()
         if record:
             results.check_place(record)
-    rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
-    result = results.result(kind, rows, device.clocks(), repetitions)
+        rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
+    result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
+    if record:
+        with user_errors():
+            results.add(record, result)
     if as_json:
         print(json.dumps(result, indent=1))
     else:
         stdout().print(report.table(rows))
-    if record:
-        with user_errors():
-            results.add(record, result)
     raise typer.Exit(1 if report.wrong(rows) else 0)
 
 

@@ -6,7 +6,9 @@ import re
 import pytest
 from cuda.core import Program, ProgramOptions
 
+from moeblaze_ref.bench import ladder
 from moeblaze_ref.config import ACTIVATIONS
+from moeblaze_ref.notebook.hopper import RING
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
@@ -126,6 +128,15 @@ def test_every_activation_fits_into_registers(activation):
 def test_the_hopper_kernels_fit_into_registers(stage, dtype, activation):
     constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "ACTIVATION": activation}
     assert_fits(KernelSource.read(f"{stage}/4_hopper.cu", constants))
+
+
+@pytest.mark.parametrize("constants", sorted({step.constants for step in ladder.LADDER if step.rung == ladder.HOPPER}))
+def test_every_step_of_the_ladder_fits_into_registers(constants):
+    assert_fits(KernelSource.read("expert_up/4_hopper.cu", CONSTANTS["expert_up"] | dict(constants)))
+
+
+def test_the_ring_of_the_notebook_fits_into_registers():
+    assert_fits(KernelSource.read("ring.cu", {"Scalar": "__half", "STAGES": 4}, RING.read_text()))
 
 
 def test_a_spill_would_be_seen():

@@ -5,6 +5,7 @@ Executed ones are looked into: no errors, none inside a slider's picture either,
 
 import ast
 import functools
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from matplotlib.figure import Figure
 from nbclient import NotebookClient
 from torch.utils.checkpoint import checkpoint
 
+from moeblaze_ref.bench import ladder, results
 from moeblaze_ref.bench import layer as bench_layer
 from moeblaze_ref.cases import (
     GOLDEN_DISPATCH,
@@ -46,6 +48,7 @@ from moeblaze_ref.notebook import (
     dispatch,
     doubling,
     gemm,
+    hopper,
     memory,
     policies,
     routing,
@@ -58,7 +61,7 @@ from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
 from moeblaze_ref.numpy_ref import dispatch as reference
 from moeblaze_ref.numpy_ref import gating, layer
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
-from moeblaze_ref.raw_cuda import expert_up
+from moeblaze_ref.raw_cuda import expert_down, expert_up
 from moeblaze_ref.raw_cuda import gemm as raw_gemm
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 from moeblaze_ref.torch_layer import MoELayer, keep_routing
@@ -273,7 +276,7 @@ def test_every_link_and_path_exists(path):
     for named in re.findall(r"\b(?:moeblaze_ref|kernels_cuda|notebooks|docs|tests)/[\w./-]*\w", text):
         assert (ROOT / named).exists(), named
     for command in re.findall(r"`moeblaze (\w+)", text):
-        assert command in ("doctor", "check", "memory", "demo")
+        assert command in ("doctor", "check", "memory", "demo", "bench")
 
 
 @every_notebook
@@ -1043,3 +1046,240 @@ def test_a_file_without_our_rows_is_refused(tmp_path):
     file.write_text(json.dumps(PLACE | {"rows": [measured_row(None, 1, 1, system="grouped_mm")]}))
     with pytest.raises(ValueError, match="at least one row of the layer under a policy"):
         policies.read_measured(file)
+
+
+# Hopper --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_box_lies_in_shared_memory_as_the_kernels_place_it():
+    """hopper_gemm.cuh's `swizzled`, by which cp.async puts rows where TMA would."""
+    rows, chunks = np.indices((16, 8))
+    expected = np.empty((16, 8), int)
+    expected[rows, chunks ^ rows % 8] = 8 * rows + chunks
+    np.testing.assert_array_equal(hopper.box_in_shared_memory(16), expected)
+
+
+@pytest.mark.parametrize("chunk", [0, 3, 7])
+def test_the_swizzle_picture_spreads_a_column_over_the_banks(chunk):
+    matrix, shared = drawn(hopper.swizzle_picture(chunk)).axes
+    places = {text.get_text(): text.get_position()[0] - 0.5 for text in shared.texts}
+    assert places == {f"row {row}": chunk ^ row % 8 for row in range(16)}
+    assert {text.get_position()[0] for text in matrix.texts} == {chunk + 0.5}
+    with pytest.raises(ValueError, match="chunk is 8, but it must be 0..7"):
+        hopper.swizzle_picture(8)
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_a_column_of_a_box_is_one_pass_if_it_is_swizzled(chunk):
+    reads = hopper.column_reads(chunk)
+    assert {name: read.wavefronts for name, read in reads.items()} == {"plain lines": 8, "swizzled": 1}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_the_ring_multiplies_and_keeps_within_its_stages(stages, seed):
+    run = hopper.run_ring(stages, steps=7, seed=seed)
+    assert relative_error(run.c, run.expected) < 1e-6
+    assert sorted(run.log) == sorted((event, step) for event in hopper.EVENTS for step in range(7))
+    assert 1 <= hopper.most_ahead(run.log) <= stages
+    assert seed or hopper.most_ahead(run.log) == stages
+    at = {event: number for number, event in enumerate(run.log)}
+    for step in range(7):
+        assert at["loads", step] < at["multiplies", step] < at["releases", step]
+        if step >= stages:
+            assert at["releases", step - stages] < at["loads", step]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_ring_picture_has_a_bar_for_each_of_a_steps_phases(stages):
+    axes = drawn(hopper.ring_picture(stages)).axes[0]
+    bars = [patch for patch in axes.patches if patch.get_width() > 0]
+    assert len(bars) == 2 * hopper.RING_STEPS
+    lines = {round(bar.get_y() + 0.4) for bar in bars}
+    assert lines == set(range(stages))
+    for line in lines:
+        ends = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars if round(bar.get_y() + 0.4) == line)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends)), "a stage has one user at a time"
+    with pytest.raises(ValueError, match="stages is 6, but it must be 1..5"):
+        hopper.ring_picture(6)
+
+
+@pytest.mark.parametrize("fault", hopper.RING_FAULTS)
+def test_a_mistake_in_the_ring_is_said(fault):
+    said = hopper.ring_fault(fault)
+    assert said.startswith(("barrier_", "a wrong result, relative error")), said
+    with pytest.raises(ValueError, match="unknown fault 'no fault'"):
+        hopper.ring_fault("no fault")
+
+
+def test_a_ring_without_a_mistake_says_nothing(monkeypatch):
+    monkeypatch.setitem(hopper.RING_FAULTS, "none", ("wgmma_commit();", "wgmma_commit();"))
+    assert hopper.ring_fault("none") == "nothing is said"
+    monkeypatch.setitem(hopper.RING_FAULTS, "gone", ("no such line", ""))
+    with pytest.raises(ValueError, match="ring.cu does not hold 'no such line'"):
+        hopper.ring_fault("gone")
+
+
+def test_functions_of_the_ring_are_shown_whole():
+    (code,) = code_of(hopper.show_ring("load", "multiply"))
+    assert code.count("{") == code.count("}") and code.startswith("// One thread asks") and "wgmma_wait<0>" in code
+    assert all(part in hopper.RING.read_text() for part in code.split("\n\n"))
+    with pytest.raises(ValueError, match="unknown function of ring.cu 'loads'. Did you mean 'load'"):
+        hopper.show_ring("loads")
+
+
+def test_holders_are_those_of_the_instruction():
+    """Sums that begin as the thread's number, to which no product is added."""
+    begin, product = "float sums[128] = {};", "            wgmma_m64n256k16<"
+    text = hopper.RING.read_text()
+    assert begin in text and product in text
+    text = text.replace(begin, f"{begin}\n    for (float& sum : sums) sum = threadIdx.x - WARPGROUP;")
+    run = hopper.run_ring(1, steps=1, text=text.replace(product, "if (steps < 0) wgmma_m64n256k16<"))
+    np.testing.assert_array_equal(run.c, hopper.holders())
+    counts = np.unique(hopper.holders(), return_counts=True)
+    assert counts[0].tolist() == list(range(128)) and set(counts[1]) == {128}
+
+
+@pytest.mark.parametrize("thread", [0, 37, 127])
+def test_the_picture_of_holders_shows_one_threads_sums(thread):
+    axes = drawn(hopper.holders_picture(thread)).axes[0]
+    cells = {(patch.get_y(), patch.get_x()) for patch in axes.patches if patch.get_width() == 1}
+    assert cells == {tuple(place) for place in np.argwhere(hopper.holders() == thread)}
+    with pytest.raises(ValueError, match="thread is 128, but it must be 0..127"):
+        hopper.holders_picture(128)
+
+
+PLACES = """
+__device__ int places[4096][4], placed;
+inline void place(int c0, int c1, int c2) {
+    const int seen[4] = {int(blockIdx.x), c0, c1, c2};
+    for (int i = 0; i < 4; ++i) places[placed][i] = seen[i];
+    ++placed;
+}
+"""
+TAKE_PLACES = """
+extern "C" __global__ void take_places(int* found) {
+    for (int i = 0; i < 4 * placed; ++i) found[1 + i] = places[i / 4][i % 4];
+    found[0] = placed;
+    placed = 0;
+}
+"""
+COPIES = {
+    "simt_tma_load(shared, map, barrier, 2, {c0, c1, 0}": "place(c0, c1, -1), simt_tma_load(shared, map, barrier, 2, {c0, c1, 0}",
+    "simt_tma_load(shared, map, barrier, 3, {c0, c1, c2}": "place(c0, c1, c2), simt_tma_load(shared, map, barrier, 3, {c0, c1, c2}",
+}
+
+
+class Placing(gemm.EditedExecutor):
+    """Writes down the coordinates of every copy by TMA, block after block."""
+
+    def __init__(self, band, blocks):
+        super().__init__(COPIES, TAKE_PLACES, workers=1)
+        self.band, self.multiprocessors = band, blocks
+
+    def load(self, file, text=None, **constants):
+        self.module = super().load(file, PLACES + sources.inlined(file), **constants, BAND=self.band)
+        return self.module
+
+    def take(self):
+        found = np.zeros(1 + 4 * 4096, np.int32)
+        self.module.launch("take_places", grid=1, block=1, found=found)
+        return found[1 : 1 + 4 * found[0]].reshape(-1, 4).tolist()
+
+
+@pytest.mark.parametrize(("band", "blocks"), [(1, 3), (2, 4), (8, 1)])
+def test_tiles_come_in_the_kernels_own_order(band, blocks):
+    """By where expert_down's blocks copy their operands from: a tile's rows, then its columns of the weights."""
+    lengths, width = [300, 0, 128, 400], 520
+    chosen = np.repeat(np.arange(4, dtype=np.int32), lengths)[:, None]
+    y_swi, w3 = np.zeros((sum(lengths), 64), "float16"), np.zeros((4, 64, width), "float16")
+    executor = Placing(band, blocks)
+    expert_down.forward(y_swi, w3, reference.build(chosen, 4), executor=executor, rung="4_hopper")
+    offsets = np.cumsum([0, *lengths])
+    found = {block: [] for block in range(blocks)}
+    for block, c0, c1, expert in executor.take():
+        if expert < 0:
+            row = c1
+        elif c0 % hopper.TILE_COLUMNS == 0:
+            found[block].append((expert, (row - offsets[expert]) // hopper.TILE_ROWS, c0 // hopper.TILE_COLUMNS))
+    order = list(hopper.tiles(lengths, 3, band))
+    assert len(order) == 3 * (3 + 1 + 4)
+    assert [tuple(tile) for block in range(blocks) for tile in order[block::blocks]] == [
+        tile for block in found.values() for tile in block
+    ]
+
+
+def test_waves_are_whole_but_for_the_last_and_count_each_operand_once():
+    order = list(hopper.tiles([256, 128], 4, 1))
+    first, second, last = hopper.waves(order, 5)
+    assert [*first, *second, *last] == order and len(last) == 2
+    assert hopper.wave_bytes(first, 64) == (2 * 128 + 4 * 256) * 64 * 2  # a row of four columns and one more
+    assert hopper.wave_bytes(second, 64) == (2 * 128 + 5 * 256) * 64 * 2  # and a column of another expert
+    (row, _) = hopper.wave_table({name: preset(name).config for name in ladder.PRESETS}, (1, 8))
+    assert row["tiles"] == 65_536 // 128 * 4 * 4096 // 128 and row["MB a wave, band 8"] < row["MB a wave, band 1"]
+
+
+@pytest.mark.parametrize("band", [1, 8, 16])
+def test_the_picture_of_the_schedule_colours_every_tile(band):
+    tiles, reads = drawn(hopper.schedule_picture(band)).axes
+    assert len(tiles.patches) == 512 and tiles.get_title(loc="left") == f"512 tiles, bands of {band}"
+    order = list(hopper.tiles(hopper.PICTURED["lengths"], hopper.PICTURED["columns"], band))
+    waves = hopper.waves(order, hopper.MULTIPROCESSORS)
+    heights = [hopper.wave_bytes(wave, hopper.PICTURED["depth"]) / 1e6 for wave in waves]
+    assert [bar.get_height() for bar in reads.patches] == heights and max(heights) < reads.get_ylim()[1]
+    with pytest.raises(ValueError, match="band is 0, but it must be >= 1"):
+        hopper.schedule_picture(0)
+
+
+MEASURED = hopper.read_measured()
+
+
+def test_the_ladder_picture_shows_the_first_run():
+    for axes, name in zip(drawn(hopper.ladder_picture(MEASURED)).axes, ladder.PRESETS, strict=True):
+        rows = [row for row in hopper.first_of(MEASURED.ladder["rows"]) if row["preset"] == name]
+        above = [row for row in rows if ladder.WHOLE not in row["ratio_to"]]
+        assert [bar.get_width() for bar in axes.patches] == [row["tflops"] for row in above]
+        assert axes.lines[0].get_xdata()[0] == rows[0]["cublas_tflops"] and axes.get_title(loc="left") == name
+
+
+def test_steps_are_shown_with_their_counters():
+    lines = hopper.step_table(MEASURED, "two stages", ladder.TOP.idea).data.splitlines()[2:]
+    assert [line.split(" | ")[:2] for line in lines] == [
+        [f"| {name}", idea] for name in ladder.PRESETS for idea in ("two stages", ladder.TOP.idea)
+    ]
+    timed = {(row["preset"], row["idea"]): row for row in MEASURED.ladder["rows"]}
+    counted = {(row["preset"], row["idea"]): row for row in MEASURED.counters["rows"]}
+    key = ("conf3", "two stages")
+    assert f"{timed[key]['step_ms']:.4g} | {counted[key]['duration_ms']:.4g}" in lines[0]
+    assert f"| {counted[key]['tensor_pct']:.0f} | {counted[key]['sm_clock_ghz']:.4g} |" in lines[0]
+    assert "times as fast as the step before" in hopper.step_table(MEASURED, "two stages").data
+    assert "times as fast as the whole" in hopper.step_table(MEASURED, ladder.LADDER[-1].idea).data
+    with pytest.raises(ValueError, match="unknown idea 'too stages'. Did you mean 'two stages'"):
+        hopper.step_table(MEASURED, "too stages")
+
+
+def test_products_are_shown_beside_cublas():
+    shown = hopper.product_table(MEASURED).data
+    lines = shown.splitlines()[2:]
+    names = ["expert_up", "expert_down", "d_hidden", "d_w3", "d_x_rows", "d_w"]
+    assert [line.split(" | ")[1] for line in lines[:6]] == [f"`{name}`" for name in names] and len(lines) == 14
+    panels = drawn(hopper.busy_picture(MEASURED)).axes
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == [*names, "cuBLAS, dense"]
+    for axes, name in zip(panels, ladder.PRESETS, strict=True):
+        rows = [row for row in MEASURED.counters["rows"] if row["preset"] == name and hopper._is_product(row)]
+        widths = [row[column] for column in hopper.BUSY for row in rows]
+        assert [bar.get_width() for bar in axes.patches] == widths
+
+
+def test_of_several_runs_the_first_is_shown():
+    rows = [{"preset": "a", "run": 1}, {"preset": "b", "run": 0}, {"preset": "a", "run": 2}, {"preset": "a", "run": 1}]
+    assert hopper.first_of(rows) == [rows[0], rows[1], rows[3]]
+
+
+def test_every_trial_has_a_bar():
+    found = hopper.trials()
+    bars = drawn(hopper.trials_picture()).axes[0].patches
+    np.testing.assert_allclose(
+        [bar.get_width() for bar in bars], [100 * (trial["with_ms"] / trial["without_ms"] - 1) for trial in found]
+    )
+    assert len(found) > 10 and results.LADDER.exists()

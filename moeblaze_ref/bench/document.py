@@ -7,9 +7,10 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, plots, report, results
+from moeblaze_ref.bench import KINDS, aims, counters, ladder, plots, report, results
 from moeblaze_ref.bench.layer import OURS
 
 DOCUMENT = results.DOCS / "performance.md"
@@ -27,7 +28,8 @@ def fill(text: str, found: results.Result | None) -> str:
     ----------
     text : str
     found : dict or None
-        What `results.load` gives, or nothing yet.
+        What `results.load` gives of the benchmark's file, or nothing yet. The ladder, the counters and the trials have
+        files of their own, which are read here.
 
     Raises
     ------
@@ -37,9 +39,9 @@ def fill(text: str, found: results.Result | None) -> str:
 
     def written(block: re.Match) -> str:
         start, name, end = block.groups()
-        if name not in BLOCKS:
-            raise ValueError(f"unknown block {name!r}. Valid: {', '.join(BLOCKS)}")
-        text = BLOCKS[name](found) if found or BLOCKS[name] is _trials else ""
+        if name not in BLOCKS | APART:
+            raise ValueError(f"unknown block {name!r}. Valid: {', '.join(BLOCKS | APART)}")
+        text = APART[name]() if name in APART else BLOCKS[name](found) if found else ""
         return f"{start}{text or NOTHING}\n{end}"
 
     return _BLOCK.sub(written, text)
@@ -50,9 +52,10 @@ def _place(found: results.Result) -> str:
     lines = [f"- device: {found['device']}", f"- versions: {_list(found['versions'])}", f"- commit: {found['commit']}"]
     for number, run in enumerate(found["runs"]):
         ceilings = _ceilings([row for row in found["rows"] if row["run"] == number])
+        times = "once" if run["repetitions"] == 1 else f"{run['repetitions']} repetitions"
         lines.append(
-            f"- run {number}, {run['kind']}, {run['repetitions']} repetitions; clocks under load (SM, memory, and their "
-            f"maxima): {run['clocks']}; {ceilings}"
+            f"- run {number}, {run['kind']}, {times}; clocks under load (SM, memory, and their maxima): {run['clocks']}"
+            f"{'; ' + ceilings if ceilings else ''}"
         )
     return "\n".join(lines)
 
@@ -68,7 +71,7 @@ def _ceilings(rows: Sequence[dict[str, Any]]) -> str:
         ("hot_cublas_tflops", "in turns", "TFLOP/s"),
         ("copy_gb_s", "copy", "GB/s"),
     )
-    values = {key: sorted(row[key] for row in rows) for key, _, _ in said}
+    values = {key: sorted(row[key] for row in rows if key in row) for key, _, _ in said}
     return ", ".join(
         f"{name} {values[key][0]:,.0f} to {values[key][-1]:,.0f} {unit}" for key, name, unit in said if values[key]
     )
@@ -91,12 +94,17 @@ def _is_skewed(row: dict[str, Any]) -> bool:
     return row.get("routing", "uniform") != "uniform"
 
 
-def _trials(_: results.Result | None) -> str:
-    """What was tried on the Hopper kernels, and what it did: single trials, noted when they were made."""
+def trials() -> list[dict[str, Any]]:
+    """What was tried on the Hopper kernels, each with the times without it and with it."""
+    return json.loads(TRIALS.read_text())["trials"]
+
+
+def _trials() -> str:
+    """The table of `trials`: single ones, noted when they were made."""
     rows = [
         f"| {trial['trial']} | {trial['kernel']} | {trial['preset']} | {trial['without_ms']:.2f} | {trial['with_ms']:.2f} | "
         f"{trial['with_ms'] / trial['without_ms'] - 1:+.0%}{'' if trial['same_run'] else ' (two runs)'} | {trial['commit']} |"
-        for trial in json.loads(TRIALS.read_text())["trials"]
+        for trial in trials()
     ]
     head = [
         "| what | kernel | preset | without, ms | with, ms | change | at commit |",
@@ -120,12 +128,65 @@ def _spread(found: results.Result) -> str:
     return "\n".join(head + lines) if lines else ""
 
 
+def _of_file(path: Path, maker: Callable[[results.Result], str]) -> Callable[[], str]:
+    """What ``maker`` makes of a file of results, nothing while there is none."""
+    return lambda: maker(results.load(path)) if path.exists() else ""
+
+
+def _with_place(kind: str) -> Callable[[results.Result], str]:
+    """Where the numbers of a file were taken, and its tables, a preset each."""
+
+    def tables(found: results.Result) -> str:
+        tools = [f"- {tool}" for tool in dict.fromkeys(row["tool"] for row in found["rows"] if "tool" in row)]
+        by_preset = defaultdict(list)
+        for row in results.rows_of(found, kind):
+            by_preset[row["run"], row["preset"]].append(row)
+        shown = [f"Run {run}, {preset}:\n\n{report.markdown(rows)}" for (run, preset), rows in by_preset.items()]
+        return "\n\n".join(["\n".join([_place(found), *tools]), *shown])
+
+    return tables
+
+
+def _why(found: results.Result) -> str:
+    """How far each product's tensor cores are from cuBLAS's, by idle cycles and by the clock, the furthest first."""
+    by_preset = defaultdict(list)
+    for row in results.rows_of(found, "counters"):
+        by_preset[row["run"], row["preset"]].append(row)
+    lines = [line for rows in by_preset.values() for line in _behind_cublas(rows)]
+    columns = ("preset", "kernel", *(f"{what}, % of cuBLAS's" for what in ("busy x clock", "busy", "clock")))
+    head = [
+        f"| {' | '.join(columns)} | DRAM % | L2 % | warps wait for |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    return "\n".join(head + lines) if lines else ""
+
+
+def _behind_cublas(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each product of one preset, beside the dense product that was counted with them."""
+    dense = next((row for row in rows if not row["rung"]), None)
+    ideas = (*counters.PRODUCTS, ladder.TOP.idea)
+    ours = [row for row in rows if dense and row["rung"] == ladder.HOPPER and row["idea"] in ideas]
+    return [
+        f"| {row['preset']} | `{row['kernel']}` | {100 * report.busy_ghz(row) / report.busy_ghz(dense):.0f} | "
+        f"{100 * row['tensor_pct'] / dense['tensor_pct']:.0f} | {100 * row['sm_clock_ghz'] / dense['sm_clock_ghz']:.0f} | "
+        f"{row['dram_pct']:.0f} | {row['l2_pct']:.0f} | {report.waits(row)} |"
+        for row in sorted(ours, key=report.busy_ghz)
+    ]
+
+
 BLOCKS: dict[str, Callable[[results.Result], str]] = {
-    "trials": _trials,
     "place": _place,
     "spread": _spread,
+    "aims": aims.table,
     "skew": _tables("layer", skewed=True),
-    **{kind: _tables(kind) for kind in KINDS},
+    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
+}
+# Blocks of other files than that of the benchmark.
+APART: dict[str, Callable[[], str]] = {
+    "trials": _trials,
+    "ladder": _of_file(results.LADDER, _with_place("ladder")),
+    "counters": _of_file(results.COUNTERS, _with_place("counters")),
+    "why": _of_file(results.COUNTERS, _why),
 }
 
 

@@ -7,15 +7,17 @@ from typing import Any
 
 from moeblaze_ref import doors
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.bench import KINDS, LAYER_PRESETS, floors, routing, stages
+from moeblaze_ref.bench import KINDS, LAYER_PRESETS, counters, floors, ladder, routing, stages
 from moeblaze_ref.bench import layer as layers
 from moeblaze_ref.bench.device import Gpu
 from moeblaze_ref.config import POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.raw_cuda import expert_up
 from moeblaze_ref.raw_cuda import layer as raw_layer
 
 Job = Callable[..., list[dict[str, Any]]]
 
 ALL = tuple((name, None) for name in LAYER_PRESETS)
+LADDERS = tuple((name, None) for name in ladder.PRESETS)
 # Presets, some with another L, of the stages that are timed beside torch: where index work and memory traffic show.
 SHAPES = {
     "dispatch": (("qwen3", 2**20), ("conf4", None)),
@@ -82,7 +84,13 @@ def jobs(kind: str, request: Request) -> list[Job]:
     doors.check_int("repetitions", request.repetitions, at_least=1)
     if request.tokens is not None:
         doors.check_int("L", request.tokens, at_least=1)
-    return {"layer": _layer_jobs, "stage": _stage_jobs}.get(kind, partial(_jobs_beside_torch, kind))(request)
+    makers = {"layer": _layer_jobs, "stage": _stage_jobs, "ladder": _ladder_jobs, "counters": _counter_jobs}
+    return makers.get(kind, partial(_jobs_beside_torch, kind))(request)
+
+
+def repetitions(kind: str, request: Request) -> int:
+    """How often each row was timed; counted it is once."""
+    return 1 if kind == "counters" else request.repetitions
 
 
 def gpu() -> Gpu:
@@ -170,6 +178,21 @@ def _jobs_beside_torch(stage: str, request: Request) -> list[Job]:
             doors.check_name(f"rung of {stage}", rung, able)
         jobs.append(_stage_job(name, config, stage, request.rungs or able, request, beside_torch=True))
     return jobs
+
+
+def _ladder_jobs(request: Request) -> list[Job]:
+    for rung in request.rungs:
+        doors.check_name("rung of the ladder", rung, expert_up.RUNGS)
+    return [
+        partial(ladder.time_ladder, name, config, ladder.steps_of(config, request.rungs), request.repetitions)
+        for name, config in _layers(request, LADDERS)
+    ]
+
+
+def _counter_jobs(request: Request) -> list[Job]:
+    if request.rungs:
+        raise ValueError(f"rungs {_said(request.rungs)}: bench counters has all of them")
+    return [partial(counters.count, name, config) for name, config in _layers(request, LADDERS)]
 
 
 def _stage_job(name, config, stage, rungs, request, beside_torch=False) -> Job:

@@ -7,12 +7,13 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref.bench import accuracy
-from moeblaze_ref.units import MIB
+from moeblaze_ref.units import GB, KIB, MIB
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
-WORDS = ("preset", "system", "stage", "rung", "routing", "bound")  # columns that are no numbers
+# Columns that are no numbers.
+WORDS = ("preset", "system", "stage", "rung", "routing", "bound", "idea", "kernel", "warps wait for")
 
 
 def label(row: Row) -> str:
@@ -64,12 +65,54 @@ STAGE_COLUMNS: tuple[Column, ...] = (
     ("% of floor", _number("pct_of_floor", ".0f")),
     ("error", _number("error", ".1e")),
 )
+LADDER_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("rung", lambda row: row["rung"]),
+    ("idea", lambda row: row["idea"]),
+    ("L", lambda row: f"{row['shape']['L']:,}"),
+    ("ms", _number("step_ms", ".4g")),
+    ("± %", _half_spread),
+    ("TFLOP/s", _number("tflops", ".3g")),
+    ("% of cuBLAS", _number("pct_of_cublas", ".3g")),
+    ("error", _number("error", ".1e")),
+)
+COUNTER_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("rung", lambda row: row["rung"]),
+    ("kernel", lambda row: row["kernel"]),
+    ("idea", lambda row: row["idea"]),
+    ("ms under ncu", _number("duration_ms", ".4g")),
+    ("SM clock, GHz", _number("sm_clock_ghz", ".2f")),
+    ("tensor pipe busy %", _number("tensor_pct", ".0f")),
+    ("busy x clock, GHz", lambda row: f"{busy_ghz(row):.2f}"),
+    ("issue slots used %", _number("issue_pct", ".0f")),
+    ("DRAM %", _number("dram_pct", ".0f")),
+    ("DRAM GB", lambda row: f"{(row['dram_read_bytes'] + row['dram_written_bytes']) / GB:.1f}"),
+    ("L2 %", _number("l2_pct", ".0f")),
+    ("L2 hits %", _number("l2_hit_pct", ".0f")),
+    ("sectors a load", _number("sectors_per_load", ".1f")),
+    ("sectors a store", _number("sectors_per_store", ".1f")),
+    ("registers", _number("registers", ".0f")),
+    ("shared KiB", _number("shared_bytes", ".0f", KIB)),
+    ("warps wait for", lambda row: waits(row)),
+)
+COLUMNS = {"layer": LAYER_COLUMNS, "ladder": LADDER_COLUMNS, "counters": COUNTER_COLUMNS}
+
+
+def busy_ghz(row: Row) -> float:
+    """Cycles of a nanosecond in which a multiprocessor's tensor cores are busy: to this the rate is proportional."""
+    return row["tensor_pct"] / 100 * row["sm_clock_ghz"]
+
+
+def waits(row: Row) -> str:
+    """What a kernel's warps wait for most, by ncu's names, with its share of their time."""
+    return ", ".join(f"{reason} {share:.0f}%" for reason, share in row["stalls"])
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:
     """The columns of rows of one kind: one more for each peer that any is compared with, and no empty ones."""
-    columns = LAYER_COLUMNS if rows[0]["kind"] == "layer" else STAGE_COLUMNS
-    rivals = dict.fromkeys(peer for row in rows for peer in row["ratio_to"])
+    columns = COLUMNS.get(rows[0]["kind"], STAGE_COLUMNS)
+    rivals = dict.fromkeys(peer for row in rows for peer in row.get("ratio_to", ()))
     ratios = [(f"times as fast as {peer}", _ratio(peer)) for peer in rivals]
     return [column for column in (*columns, *ratios) if any(column[1](row) for row in rows)]
 
@@ -95,4 +138,5 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
     """Rows whose result was compared and is not the layer's; NaN is not."""
-    return [row for row in rows if row["error"] is not None and not row["error"] <= accuracy.BOUND]
+    judged = [row for row in rows if row.get("error") is not None]
+    return [row for row in judged if not row["error"] <= accuracy.BOUND]

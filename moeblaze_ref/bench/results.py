@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from moeblaze_ref import doors, provenance
-from moeblaze_ref.bench import KINDS, layer, stages
+from moeblaze_ref.bench import KINDS, counters, ladder, layer, stages
 
 Result = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs"
 RECORDED = DOCS / "results" / "bench_h200.json"  # what the documents and the notebooks show
+LADDER = RECORDED.with_name("ladder_h200.json")
+COUNTERS = RECORDED.with_name("counters_h200.json")
+ROWS = {"layer": layer.Row, "ladder": ladder.Row, "counters": counters.Row}  # of the other kinds: stages.Row
 PLACE = ("device", "versions", "commit")  # what all runs of one file share
 
 
@@ -23,7 +26,7 @@ def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repeti
     kind : str
         One of ``bench.KINDS``.
     rows : sequence of dict
-        See `layer.Row` and `stages.Row`.
+        See `layer.Row`, `stages.Row`, `ladder.Row` and `counters.Row`.
     clocks : str or None
         Under load, as `Gpu.clocks` says.
     repetitions : int
@@ -84,7 +87,7 @@ def load(path: Path) -> Result:
         raise ValueError(f"{path.name} has no {', '.join(sorted(missing))}")
     for number, row in enumerate(found["rows"]):
         kind = doors.check_name(f"kind of rows[{number}]", row.get("kind"), KINDS)
-        expected = {"run", *(field.name for field in fields(layer.Row if kind == "layer" else stages.Row))}
+        expected = {"run", *(field.name for field in fields(ROWS.get(kind, stages.Row)))}
         if missing := expected - row.keys():
             raise ValueError(f"{path.name}: rows[{number}] has no {', '.join(sorted(missing))}")
     return found

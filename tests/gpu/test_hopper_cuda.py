@@ -1,5 +1,7 @@
 """Hopper's instructions and kernels on the GPU that has them: the tests of the CPU, so that its model of them is true."""
 
+import shutil
+
 import pytest
 from test_expert_kernels import SEVERAL_TILES, assert_right, assert_same_bits, on
 from test_hopper import (
@@ -13,7 +15,9 @@ from test_hopper import (
 )
 
 from moeblaze_ref import comparisons
+from moeblaze_ref.bench import counters, ladder, report
 from moeblaze_ref.cases import make_case
+from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.devices import cuda_device_count
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
@@ -66,3 +70,23 @@ def test_ten_runs_give_the_same_bits(cuda, stage):
     first = comparisons.RUN[stage](on(stage, "4_hopper", cuda), case)
     for _ in range(9):
         assert_same_bits(comparisons.RUN[stage](on(stage, "4_hopper", cuda), case), first)
+
+
+def test_every_step_of_the_ladder_is_timed_and_right(cuda):
+    from moeblaze_ref.bench.device import Gpu
+
+    config = MoEConfig(L=2_048, d=512, h=384, E=8, k=2)
+    rows = ladder.time_ladder("small", config, ladder.steps_of(config), 2, Gpu())
+    assert len(rows) == len(ladder.LADDER) and report.wrong(rows) == []
+    assert all(0 < row["pct_of_cublas"] < 105 for row in rows)
+
+
+@pytest.mark.skipif(shutil.which("ncu") is None, reason="no Nsight Compute")
+def test_ncu_knows_every_metric(cuda):
+    from moeblaze_ref.bench.device import Gpu
+
+    config = MoEConfig(L=512, d=256, h=128, E=4, k=2)
+    rows = counters.count("small", config, Gpu())
+    assert len(rows) == len(counters.launches(config))
+    assert all(0 <= row["tensor_pct"] <= 100 and row["sm_clock_ghz"] > 0 for row in rows)
+    assert all(len(row["stalls"]) == counters.SHOWN_STALLS for row in rows)

@@ -1,0 +1,264 @@
+"""What the hardware counts while one kernel runs: each step of the ladder, each product of a training step, and cuBLAS.
+
+ncu runs this very module in a process of its own, under which the kernels in question are launched once each, in an
+order that both processes know. A metric that ncu does not know, or has no number for, is an error that names it.
+"""
+
+import contextlib
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moeblaze_ref.bench import ladder, stages
+from moeblaze_ref.bench.device import PRODUCT, Device, Gpu
+from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.torch_bridge import bridge_to
+
+# Columns of a row: the metric by ncu's own name, and what its base unit is divided by.
+METRICS = {
+    "duration_ms": ("gpu__time_duration.sum", 1e6),  # from ns
+    "sm_clock_ghz": ("sm__cycles_elapsed.avg.per_second", 1e9),
+    "tensor_pct": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", 1),
+    "issue_pct": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 1),
+    "dram_pct": ("dram__throughput.avg.pct_of_peak_sustained_elapsed", 1),
+    "dram_read_bytes": ("dram__bytes_read.sum", 1),
+    "dram_written_bytes": ("dram__bytes_write.sum", 1),
+    "l2_pct": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", 1),
+    "l2_hit_pct": ("lts__t_sector_hit_rate.pct", 1),
+    "sectors_per_load": ("l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio", 1),
+    "sectors_per_store": ("l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio", 1),
+    "registers": ("launch__registers_per_thread", 1),
+    "shared_bytes": ("launch__shared_mem_per_block", 1),
+}
+# Of all cycles that its warps are resident, what they wait for; "selected" is no wait: a warp issues.
+ISSUING = "selected"
+STALLS = (
+    *("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard"),
+    *("math_pipe_throttle", "membar", "mio_throttle", "misc", "no_instruction", "not_selected", ISSUING),
+    *("short_scoreboard", "sleeping", "tex_throttle", "wait"),
+)
+STALL_METRIC = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+SHOWN_STALLS = 3
+HOW = {"--replay-mode": "kernel", "--clock-control": "none", "--cache-control": "all"}
+
+# Of each product of a step but expert_up, which the ladder has: the stage, and the kernel that multiplies.
+PRODUCTS = {"expert_down": "expert_down", "d_hidden": "d_hidden", "d_w3": "d_w3", "d_x": "d_x_rows", "d_w1": "d_w"}
+
+DENSE = "nvjet.*|.*gemm.*"  # what cuBLAS calls its kernels
+
+
+@dataclass(frozen=True)
+class Row:
+    """One launch.
+
+    Parameters
+    ----------
+    kind : str
+        "counters".
+    preset, shape, dtype
+        The layer: a name, {L, d, h, E, k}, and the dtype of its activations. Of the dense product the shape is
+        {M, N, K}.
+    rung, kernel : str
+        "" is the rung of the dense product.
+    idea : str
+        Which step of the ladder it is, or which stage of a training step; or that it is the dense product.
+    duration_ms : float
+        Under ncu, after a pause and with cold caches: not to be compared with times that were taken in turns.
+    sm_clock_ghz : float
+        Cycles of a multiprocessor in a nanosecond.
+    tensor_pct, issue_pct : float
+        How much of the time the tensor cores' pipe is busy, and of a scheduler's active cycles how many issue.
+    dram_pct, dram_read_bytes, dram_written_bytes, l2_pct, l2_hit_pct
+        DRAM and L2 cache: percent of the peak rate, bytes, sectors that are found in the cache.
+    sectors_per_load, sectors_per_store : float
+        Sectors of 32 bytes for each request of a warp; copies by TMA and cp.async are no such requests.
+    registers, shared_bytes : int
+        Of a thread at the launch, and of a block.
+    stalls : list of [str, float]
+        The three that take most of the warps' time, by ncu's names, and how many percent of it.
+    tool : str
+        ncu's version, and the options that bear on the figures.
+    """
+
+    kind: str
+    preset: str
+    shape: dict[str, int]
+    dtype: str
+    rung: str
+    kernel: str
+    idea: str
+    duration_ms: float
+    sm_clock_ghz: float
+    tensor_pct: float
+    issue_pct: float
+    dram_pct: float
+    dram_read_bytes: int
+    dram_written_bytes: int
+    l2_pct: float
+    l2_hit_pct: float
+    sectors_per_load: float
+    sectors_per_store: float
+    registers: int
+    shared_bytes: int
+    stalls: list[tuple[str, float]]
+    tool: str
+
+
+class Launch(NamedTuple):
+    """A launch that is counted, and the work that it is a part of."""
+
+    idea: str
+    rung: str
+    kernel: str  # a pattern
+    shape: dict[str, int]
+
+
+def launches(config: MoEConfig) -> list[Launch]:
+    """What is counted of a layer, in the order in which it is launched."""
+    steps = [Launch(step.idea, step.rung, "expert_up", step.config(config).sizes) for step in ladder.steps_of(config)]
+    products = [Launch(stage, ladder.HOPPER, kernel, config.sizes) for stage, kernel in PRODUCTS.items()]
+    return [*steps, *products, Launch("dense product by cuBLAS", "", DENSE, dict.fromkeys("MNK", PRODUCT))]
+
+
+def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
+    """One `Row` for each of `launches`.
+
+    Parameters
+    ----------
+    preset, config
+        The layer, and its name in the rows.
+    device : Device
+        Not used: ncu's process has its own.
+
+    Raises
+    ------
+    ValueError
+        If ncu is not on the PATH or refuses to count, does not know a metric, or counts other launches.
+    """
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise ValueError("ncu is not on the PATH; it is a part of the CUDA toolkit (Nsight Compute)")
+    names = sorted({launch.kernel for launch in launches(config)})
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        program = [sys.executable, "-m", __name__, json.dumps(asdict(config))]
+        options = [*(part for option in HOW.items() for part in option), "--metrics", ",".join(metrics())]
+        only = ["--profile-from-start", "off", "--kernel-name-base", "function", "--kernel-name", _one_of(names)]
+        output = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
+        found = subprocess.run([ncu, *options, *only, *output, *program], check=False, capture_output=True, text=True)
+        text = log.read_text() if log.exists() else ""
+    if found.returncode:
+        raise ValueError(f"ncu ended with status {found.returncode}: {_complaint(text + found.stderr + found.stdout)}")
+    head = {"kind": "counters", "preset": preset, "dtype": config.dtype, "tool": _tool(ncu)}
+    return [asdict(Row(**head, **row)) for row in rows_of(text, launches(config))]
+
+
+def metrics() -> list[str]:
+    """All that ncu is asked for, by its own names."""
+    return [*(name for name, _ in METRICS.values()), *map(STALL_METRIC.format, STALLS)]
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"regex:^({'|'.join(names)})$"
+
+
+def _complaint(text: str) -> str:
+    """The lines in which ncu says what is wrong; all that is there if it says so nowhere."""
+    lines = [line for line in text.splitlines() if line.startswith("==ERROR==")]
+    return " ".join(lines) or text[-2000:]
+
+
+def _tool(ncu: str) -> str:
+    said = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    options = " ".join(f"{option} {value}" for option, value in HOW.items())
+    return f"ncu {said.splitlines()[-1].removeprefix('Version ')}, {options}"
+
+
+# What ncu says --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(text: str, expected: Sequence[Launch]) -> Iterator[dict[str, Any]]:
+    """The columns of a `Row` that are a launch's own, from ncu's page "raw" as CSV in base units.
+
+    Parameters
+    ----------
+    text : str
+        Two lines of names and units, a line for each launch, and other lines that begin with ``==``.
+    expected : sequence of Launch
+
+    Raises
+    ------
+    ValueError
+        If a metric is missing or is no number, or other kernels were counted than those that are expected.
+    """
+    lines = [line for line in text.splitlines() if line and not line.startswith("==")]
+    _, *counted = csv.DictReader(lines) if lines else [{}]  # the first has the units
+    kernels, names = [launch.kernel for launch in expected], [row["Kernel Name"] for row in counted]
+    if len(names) != len(kernels) or not all(map(re.fullmatch, kernels, names)):
+        raise ValueError(f"ncu counted {', '.join(names) or 'nothing'}, but launched were {', '.join(kernels)}")
+    for launch, row in zip(expected, counted, strict=True):
+        values = {column: _number(row, name) / unit for column, (name, unit) in METRICS.items()}
+        whole = {column: round(value) for column, value in values.items() if column.endswith(("bytes", "registers"))}
+        own = {"rung": launch.rung, "kernel": row["Kernel Name"], "idea": launch.idea, "shape": launch.shape}
+        yield own | values | whole | {"stalls": _stalls(row)}
+
+
+def _number(row: dict[str, str], metric: str) -> float:
+    """A cell, which may have commas between thousands."""
+    cell = row.get(metric) or ""
+    with contextlib.suppress(ValueError):
+        if not math.isnan(value := float(cell.replace(",", ""))):
+            return value
+    raise ValueError(f"ncu has no number for the metric {metric} of kernel {row['Kernel Name']}, but {cell!r}")
+
+
+def _stalls(row: dict[str, str]) -> list[tuple[str, float]]:
+    """The largest shares of the warps' time, in percent, from the average number of warps in each state."""
+    warps = {reason: _number(row, STALL_METRIC.format(reason)) for reason in STALLS}
+    waiting = sorted((reason for reason in warps if reason != ISSUING), key=warps.get, reverse=True)
+    return [(reason, 100 * warps[reason] / sum(warps.values())) for reason in waiting[:SHOWN_STALLS]]
+
+
+# What ncu runs --------------------------------------------------------------------------------------------------------
+
+
+def launch_all(config: MoEConfig, device: Device, counted: Any):
+    """Every work that has one of `launches`, in their order: once to compile and warm up, then once within ``counted``.
+
+    Parameters
+    ----------
+    config : MoEConfig
+    device : Device
+    counted
+        A context manager's maker, within which launches are counted.
+    """
+    works = [trial.run for trial in ladder.trials_of(config, ladder.steps_of(config), device)]
+    bridge = bridge_to(device.torch_device)
+    inputs = Inputs(config, bridge, device.torch_device)
+    works += [lambda stage=stage: stages.run_ours(stage, ladder.HOPPER, [inputs], bridge) for stage in PRODUCTS]
+    product = device.ceilings()["product"]
+    for work in (*works, lambda: product(0, lambda: None)):
+        work()
+        with counted():
+            work()
+
+
+def main(text: str):
+    """What ncu runs: `launch_all` of the layer that ``text`` describes, on the GPU."""
+    launch_all(MoEConfig(**json.loads(text)), Gpu(), torch.cuda.profiler.profile)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

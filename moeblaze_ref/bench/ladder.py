@@ -1,0 +1,289 @@
+"""The up-projection's forward on every rung, and on the last one idea by idea: what each is worth.
+
+The steps within the last rung are all made from its one file: by its constants, and by how many blocks are launched.
+They are timed like whole layers, launch by launch in turns: each takes milliseconds, so the host is always ahead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moeblaze_ref import oracle
+from moeblaze_ref.bench import floors
+from moeblaze_ref.bench.accuracy import worst
+from moeblaze_ref.bench.clock import take_turns
+from moeblaze_ref.bench.device import Device
+from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.raw_cuda import activation, expert_up, gemm
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
+from moeblaze_ref.raw_cuda.runtime.source import Module
+from moeblaze_ref.structures import HIDDEN
+from moeblaze_ref.torch_bridge import Bridge, bridge_to
+
+PRESETS = ("conf3", "qwen3")
+ABOVE, WHOLE = "the row above", "the whole"  # what a step is compared with
+
+Constants = tuple[tuple[str, int], ...]  # of a kernel file: names and values
+# Those of hopper_gemm.cuh, in place of its own choice; what is not named stays.
+ONE_STAGE: Constants = (("STAGES", 1),)
+TWO_STAGES: Constants = (("STAGES", 2),)
+NO_BANDS: Constants = (("BAND", 1),)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One way to make a, b and y_swi.
+
+    Parameters
+    ----------
+    rung : str
+        Of ``expert_up.RUNGS``.
+    idea : str
+        What is different from the step before, or from the whole.
+    constants : tuple of (name, value)
+        With which the rung's file is compiled, beside its usual ones.
+    persistent : bool
+        A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
+        rung; the others always have a block for each tile.
+    fused : bool
+        Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
+        and torch multiplies that by b.
+    against : str
+        What it is compared with: ``ABOVE`` or ``WHOLE``.
+    most_tokens : int, optional
+        A layer with more is timed with this many.
+    """
+
+    rung: str
+    idea: str
+    constants: Constants = ()
+    persistent: bool = True
+    fused: bool = True
+    against: str = ABOVE
+    most_tokens: int | None = None
+
+    def config(self, config: MoEConfig) -> MoEConfig:
+        """The layer with no more tokens than the step takes."""
+        return config if self.most_tokens is None else config.replace(L=min(config.L, self.most_tokens))
+
+    def executor(self, executor: Executor, config: MoEConfig) -> "Altered":
+        """What runs the step."""
+        blocks = executor.multiprocessors if self.persistent else most_tiles(config)
+        return Altered(executor, self.constants, blocks)
+
+
+HOPPER = gemm.HOPPER
+LADDER = (
+    Step("1_naive", "a thread an element", most_tokens=2048),
+    Step("2_tiled", "tiles in shared memory"),
+    Step("3_mma", "tensor cores by mma.sync"),
+    Step(HOPPER, "wgmma and TMA, one stage", ONE_STAGE + NO_BANDS, persistent=False, fused=False),
+    Step(HOPPER, "two stages", TWO_STAGES + NO_BANDS, persistent=False, fused=False),
+    Step(HOPPER, "all stages", NO_BANDS, persistent=False, fused=False),
+    Step(HOPPER, "persistent blocks", NO_BANDS, fused=False),
+    Step(HOPPER, "bands of tiles", fused=False),
+    Step(HOPPER, "activation in the epilogue"),
+    Step(HOPPER, "one stage, the rest as it is", ONE_STAGE, against=WHOLE),
+    Step(HOPPER, "two stages, the rest as it is", TWO_STAGES, against=WHOLE),
+    Step(HOPPER, "a block a tile, the rest as it is", persistent=False, against=WHOLE),
+    Step(HOPPER, "no bands, the rest as it is", NO_BANDS, against=WHOLE),
+    Step(HOPPER, "activation behind, the rest as it is", fused=False, against=WHOLE),
+)
+
+TOP = next(step for step in reversed(LADDER) if step.against == ABOVE)
+
+
+class Altered:
+    """An executor, but for constants that its files are compiled with and for the blocks of a kernel whose blocks stay.
+
+    Parameters
+    ----------
+    executor : Executor
+    constants : tuple of (name, value)
+        Beside, or in place of, those that a file is loaded with.
+    multiprocessors : int
+        What it says that there are.
+    """
+
+    def __init__(self, executor: Executor, constants: Constants, multiprocessors: int):
+        self._executor, self._constants, self.multiprocessors = executor, constants, multiprocessors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def load(self, file: str, text: str | None = None, **constants: Any) -> Module:
+        """As the executor does, with the other constants."""
+        return self._executor.load(file, text, **constants | dict(self._constants))
+
+
+def most_tiles(config: MoEConfig) -> int:
+    """The most tiles of the last rung that R rows in E groups can fill: a block for each."""
+    columns = gemm.HOPPER_COLUMNS // (1 + config.gated)
+    rows = gemm.ROWS_BOX[1]
+    return (config.R // rows + min(config.E, config.R)) * ceil_div(config.h, columns)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of one layer.
+
+    Parameters
+    ----------
+    kind : str
+        "ladder".
+    preset, shape, dtype
+        The layer as it was timed: a name, {L, d, h, E, k}, and the dtype of its activations.
+    rung, idea
+        As in `Step`.
+    step_ms, quartiles_ms
+        Median, and first and third quartile.
+    tflops, pct_of_cublas
+        1e12 FLOPs of both products in a second; that in percent of the dense product's rate.
+    ratio_to : dict
+        How many times the rate of what it is compared with: {"the row above": 2.0} or {"the whole": 0.9}; a rate and
+        no time, since the first step may have fewer tokens.
+    error : float
+        Largest relative error of a, b and y_swi against plain torch.
+    cublas_tflops, copy_gb_s, hot_cublas_tflops
+        As `floors.columns`.
+    """
+
+    kind: str
+    preset: str
+    shape: dict[str, int]
+    dtype: str
+    rung: str
+    idea: str
+    step_ms: float
+    quartiles_ms: tuple[float, float]
+    tflops: float
+    pct_of_cublas: float
+    ratio_to: dict[str, float]
+    error: float
+    cublas_tflops: float
+    copy_gb_s: float
+    hot_cublas_tflops: float
+
+
+def steps_of(config: MoEConfig, rungs: Sequence[str] = ()) -> list[Step]:
+    """The steps of these rungs, or of all, that compute in the layer's dtype."""
+    able = [step for step in LADDER if config.dtype in expert_up.RUNGS[step.rung]]
+    return [step for step in able if step.rung in (rungs or expert_up.RUNGS)]
+
+
+def time_ladder(
+    preset: str, config: MoEConfig, steps: Sequence[Step], repetitions: int, device: Device
+) -> list[dict[str, Any]]:
+    """All steps in turns, each result compared with plain torch.
+
+    Parameters
+    ----------
+    preset, config
+        The layer, and its name in the rows.
+    steps : sequence of Step
+    repetitions : int
+        Of each.
+    device : Device
+
+    Returns
+    -------
+    list of dict
+        One `Row` each, in the order of the steps.
+    """
+    trials = trials_of(config, steps, device)
+    errors = _errors(trials)
+    ceilings = device.rested
+    contenders = {trial.step: lambda turn, lap, trial=trial: trial.run() for trial in trials}
+    samples = take_turns(device.ceilings() | contenders, repetitions, device)
+    seen = floors.columns(ceilings, device.rates(samples))
+    rates = {step: _flops(step.config(config)) / samples[step].median / 1e9 for step in steps}  # TFLOP/s
+    return [
+        asdict(
+            Row(
+                kind="ladder",
+                preset=preset,
+                shape=step.config(config).sizes,
+                dtype=config.dtype,
+                rung=step.rung,
+                idea=step.idea,
+                step_ms=samples[step].median,
+                quartiles_ms=samples[step].quartiles,
+                tflops=rates[step],
+                pct_of_cublas=100 * rates[step] / seen["cublas_tflops"],
+                ratio_to=_ratio(rates, step),
+                error=errors[step],
+                **seen,
+            )
+        )
+        for step in steps
+    ]
+
+
+def _flops(config: MoEConfig) -> int:
+    return floors.cost_of("expert_up", config).flops
+
+
+def _ratio(rates: Mapping[Step, float], step: Step) -> dict[str, float]:
+    """A step's rate over that of what it is compared with, if that was timed."""
+    ladder = [other for other in rates if other.against == ABOVE]
+    if step.against == WHOLE:
+        return {WHOLE: rates[step] / rates[TOP]} if TOP in rates else {}
+    place = ladder.index(step)
+    return {ABOVE: rates[step] / rates[ladder[place - 1]]} if place else {}
+
+
+# The work -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step on inputs of its size."""
+
+    step: Step
+    inputs: Inputs
+    bridge: Bridge
+
+    def run(self) -> tuple[Tensor, ...]:
+        """a, b if there is a gate, and y_swi."""
+        i, kind = self.inputs, self.inputs.config.activation
+        executor, stores = self.step.executor(self.bridge.executor, i.config), HIDDEN if self.step.fused else ("a",)
+        with self.bridge.running():
+            how = {"executor": executor, "rung": self.step.rung}
+            a, b, y_swi = expert_up.forward(i.x, i.w1, i.w2, i.dispatch, kind, stores, **how)
+            act_a = None if self.step.fused else activation.act(a, kind, executor)
+        a, b, y_swi, act_a = map(self.bridge.tensor, (a, b, y_swi, act_a))
+        return _made(a, b, y_swi if self.step.fused else _gated(act_a, b))
+
+
+def _made(*results: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(result for result in results if result is not None)
+
+
+def _gated(act_a: Tensor, b: Tensor | None) -> Tensor:
+    return act_a if b is None else act_a * b
+
+
+def trials_of(config: MoEConfig, steps: Sequence[Step], device: Device) -> list[Trial]:
+    """One for each step; those of one size share their inputs."""
+    bridge = bridge_to(device.torch_device)
+    inputs = {
+        sized: Inputs(sized, bridge, device.torch_device)
+        for sized in dict.fromkeys(step.config(config) for step in steps)
+    }
+    return [Trial(step, inputs[step.config(config)], bridge) for step in steps]
+
+
+def _errors(trials: Sequence[Trial]) -> dict[Step, float]:
+    """Each trial's largest relative error against plain torch."""
+    expected = {inputs: _expected(inputs) for inputs in dict.fromkeys(trial.inputs for trial in trials)}
+    return {trial.step: worst(trial.run(), expected[trial.inputs]) for trial in trials}
+
+
+def _expected(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The same by plain torch, expert by expert."""
+    x, w1, w2, topk_experts = map(inputs.tensor, ("x", "w1", "w2", "topk_experts"))
+    a, b = oracle.expert_up(x, oracle.expert_order(topk_experts, inputs.config.E), w1, w2)
+    return _made(a, b, oracle.activate(a, b, inputs.config.activation))

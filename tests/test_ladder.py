@@ -1,0 +1,419 @@
+"""The ladder and its counters without a GPU: every step is right, and what ncu says is read or refused."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pretended import FLOPS_PER_MS, HOT_FLOPS_PER_MS, PretendedDevice
+from typer.testing import CliRunner
+
+from moeblaze_ref import provenance
+from moeblaze_ref.backends import Status
+from moeblaze_ref.bench import accuracy, aims, counters, document, ladder, plan, report, results
+from moeblaze_ref.cases import make_case
+from moeblaze_ref.cli import app
+from moeblaze_ref.config import MoEConfig, preset
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.raw_cuda import expert_up
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
+from moeblaze_ref.units import GIB
+
+TINY = MoEConfig(L=300, d=136, h=144, E=3, k=2)
+ONE_TILE = MoEConfig(L=60, d=200, h=72, E=1, k=1)
+
+
+def hopper_steps():
+    return [step for step in ladder.LADDER if step.rung == ladder.HOPPER]
+
+
+# The steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows():
+    steps = [replace(step, most_tokens=step.most_tokens and 70) for step in ladder.LADDER]
+    return ladder.time_ladder("tiny", TINY, steps, 2, PretendedDevice())
+
+
+def test_every_step_of_the_ladder_is_right(rows):
+    assert [(row["rung"], row["idea"]) for row in rows] == [(step.rung, step.idea) for step in ladder.LADDER]
+    assert all(row["error"] <= 2**-7 for row in rows) and report.wrong(rows) == []
+    assert len({row["idea"] for row in rows}) == len(rows)
+    assert {*expert_up.RUNGS} == {row["rung"] for row in rows}
+
+
+def test_a_row_has_the_columns_that_it_should(rows):
+    assert all(row.keys() == {field.name for field in fields(ladder.Row)} for row in rows)
+    assert [row["shape"]["L"] for row in rows] == [70] + [TINY.L] * (len(rows) - 1)
+    for row in rows:
+        flops = 4 * row["shape"]["L"] * TINY.k * TINY.d * TINY.h
+        assert row["tflops"] == pytest.approx(flops / row["step_ms"] / 1e9)
+        assert row["pct_of_cublas"] == pytest.approx(100 * flops / row["step_ms"] / FLOPS_PER_MS)
+        assert row["hot_cublas_tflops"] == HOT_FLOPS_PER_MS / 1e9
+
+
+def test_each_step_is_compared_with_the_one_above_or_with_the_whole(rows):
+    first, *above = [row for row in rows if "the whole" not in row["ratio_to"]]
+    whole = above[-1]
+    assert first["ratio_to"] == {} and whole["idea"] == ladder.TOP.idea
+    for row, before in zip(above, [first, *above], strict=False):
+        assert row["ratio_to"] == {"the row above": pytest.approx(row["tflops"] / before["tflops"])}
+    without = rows[rows.index(whole) + 1 :]
+    assert len(without) == 5
+    for row in without:
+        assert row["ratio_to"] == {"the whole": pytest.approx(row["tflops"] / whole["tflops"])}
+    (alone,) = ladder.time_ladder("tiny", TINY, [ladder.LADDER[-1]], 1, PretendedDevice())
+    assert alone["ratio_to"] == {}
+
+
+@pytest.mark.parametrize("name", ["a", "b", "y_swi"])
+def test_a_wrong_result_is_found(name, monkeypatch):
+    forward = expert_up.forward
+
+    def spoiled(*arguments, **options):
+        made = dict(zip(("a", "b", "y_swi"), forward(*arguments, **options), strict=True))
+        made[name][-1] = 0
+        return tuple(made.values())
+
+    monkeypatch.setattr(ladder.expert_up, "forward", spoiled)
+    row, *_ = ladder.time_ladder("tiny", ONE_TILE, [ladder.TOP], 1, PretendedDevice())
+    assert row["error"] > accuracy.BOUND and report.wrong([row]) == [row]
+
+
+def test_an_ungated_layer_has_a_ladder_too():
+    config = TINY.replace(activation="relu2")
+    steps = [ladder.TOP, ladder.LADDER[-1]]
+    whole, behind = ladder.time_ladder("tiny", config, steps, 1, PretendedDevice())
+    assert max(whole["error"], behind["error"]) <= 2**-7
+    assert ladder.steps_of(config.replace(dtype="float32")) == list(ladder.LADDER[:2])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_step_of_the_last_rung_gives_the_same_bits(seed):
+    """Whatever the order of threads; stages, blocks and bands change when a sum is made, never how."""
+    case = make_case(TINY.L, TINY.d, TINY.h, TINY.E, TINY.k, "zipf").astype(TINY.dtype)
+    operands = (case.x, *case.weights[1:3], build_by_sort(case.topk_experts, TINY.E), "swiglu")
+    executor = SimtExecutor(seed=seed)
+    found = [
+        expert_up.forward(*operands, executor=step.executor(executor, TINY), rung=step.rung) for step in hopper_steps()
+    ]
+    for made in found:
+        for one, other in zip(made, found[0], strict=True):
+            np.testing.assert_array_equal(one.view(np.uint16), other.view(np.uint16))
+
+
+def launch_of(step, config):
+    """The launch of expert_up on one block's worth of tiles."""
+    case = make_case(config.L, config.d, config.h, config.E, config.k).astype(config.dtype)
+    operands = (case.x, *case.weights[1:3], build_by_sort(case.topk_experts, config.E), "swiglu")
+    executor = SimtExecutor()
+    with executor.recording() as launches:
+        expert_up.forward(*operands, executor=step.executor(executor, config), rung=step.rung)
+    return launches[0]
+
+
+def test_constants_reach_the_kernel():
+    """A stage is two barriers more to initialise, 8 bytes each, in every block."""
+    one, two = (launch_of(replace(ladder.TOP, constants=c), ONE_TILE) for c in (ladder.ONE_STAGE, ladder.TWO_STAGES))
+    assert two.shared.written_bytes - one.shared.written_bytes == 2 * 8 * SimtExecutor.multiprocessors
+    assert one.grid == two.grid == (SimtExecutor.multiprocessors, 1, 1)
+
+
+def test_a_block_a_tile_is_enough_for_every_tile():
+    step = replace(ladder.TOP, persistent=False)
+    assert launch_of(step, TINY).grid == (ladder.most_tiles(TINY), 1, 1)
+    assert ladder.most_tiles(TINY) == (600 // 128 + 3) * 2  # 128 columns of a and of b
+    assert ladder.most_tiles(TINY.replace(activation="gelu")) == 600 // 128 + 3  # 256 of a alone
+    assert ladder.most_tiles(MoEConfig(L=1, d=8, h=8, E=100, k=1)) == 1
+
+
+# What ncu says --------------------------------------------------------------------------------------------------------
+
+CONF3 = preset("conf3").config
+LAUNCHES = counters.launches(CONF3)
+
+
+def page(cell=lambda number, name: "1", drop=None, kernels=None):
+    """ncu's page "raw" as CSV."""
+    metrics = [name for name in counters.metrics() if name != drop]
+    kernels = kernels or [launch.kernel.replace(counters.DENSE, "nvjet_sm90_tst") for launch in LAUNCHES]
+    lines = [["ID", "Kernel Name", *metrics], ["", "", *["unit"] * len(metrics)]]
+    lines += [[str(i), kernel, *(cell(i, name) for name in metrics)] for i, kernel in enumerate(kernels)]
+    text = "\n".join(",".join(f'"{part}"' for part in line) for line in lines)
+    return f"==PROF== Connected to process 1\n{text}\n==PROF== Disconnected\n"
+
+
+def test_metrics_become_columns_in_their_units():
+    values = {"gpu__time_duration.sum": "7,085,000", "sm__cycles_elapsed.avg.per_second": "1,629,000,000.5"}
+    stalls = {"barrier": "3", "wait": "2", "selected": "4", "long_scoreboard": "1"}
+    values |= {counters.STALL_METRIC.format(reason): stalls.get(reason, "0") for reason in counters.STALLS}
+    rows = list(counters.rows_of(page(lambda number, name: values.get(name, f"1,{number:03}")), LAUNCHES))
+    assert len(rows) == len(ladder.LADDER) + len(counters.PRODUCTS) + 1
+    for number, row in enumerate(rows):
+        assert row["duration_ms"] == 7.085 and row["sm_clock_ghz"] == pytest.approx(1.629)
+        assert row["registers"] == row["dram_read_bytes"] == 1000 + number and isinstance(row["registers"], int)
+        assert row["stalls"] == [("barrier", 30.0), ("wait", 20.0), ("long_scoreboard", 10.0)]  # 40% issue
+        assert counters.Row("counters", "conf3", dtype="bfloat16", tool="ncu", **row)
+    assert rows[0]["shape"]["L"] == 2048 and rows[1]["shape"] == CONF3.sizes
+    assert (rows[-1]["kernel"], rows[-1]["shape"]) == ("nvjet_sm90_tst", {"M": 8192, "N": 8192, "K": 8192})
+
+
+@pytest.mark.parametrize("name", counters.metrics())
+@pytest.mark.parametrize("cell", ["", "n/a", "nan", None])
+def test_a_metric_without_a_number_is_named(name, cell):
+    text = page(drop=name) if cell is None else page(lambda number, other: cell if other == name else "1")
+    with pytest.raises(
+        ValueError, match=f"ncu has no number for the metric {name} of kernel expert_up, but {cell or ''!r}"
+    ):
+        list(counters.rows_of(text, LAUNCHES))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda k: k[:-1], lambda k: [*k, "act"], lambda k: [*k[:-2], k[-1], k[-2]], lambda k: ["sum_rows", *k[1:]]],
+)
+def test_other_launches_than_those_expected_are_refused(spoil):
+    kernels = spoil([launch.kernel.replace(counters.DENSE, "nvjet_x") for launch in LAUNCHES])
+    with pytest.raises(ValueError, match="ncu counted .*, but launched were expert_up, "):
+        list(counters.rows_of(page(kernels=kernels), LAUNCHES))
+    with pytest.raises(ValueError, match="ncu counted nothing, but launched were"):
+        list(counters.rows_of("==PROF== nothing\n", LAUNCHES))
+
+
+def test_what_is_launched_is_what_is_expected(monkeypatch):
+    seen, counting = [], []
+    run = SimtModule._run
+
+    def watched(module, kernel, *arguments):
+        if counting:
+            seen.append(kernel)
+        run(module, kernel, *arguments)
+
+    @contextmanager
+    def counted():
+        counting.append(True)
+        yield
+        counting.clear()
+
+    monkeypatch.setattr(SimtModule, "_run", watched)
+    config = TINY.replace(L=70)
+    counters.launch_all(config, PretendedDevice(), counted)
+    names = {launch.kernel for launch in counters.launches(config)}
+    expected = [launch.kernel for launch in counters.launches(config) if launch.kernel != counters.DENSE]
+    assert [kernel for kernel in seen if kernel in names] == expected
+
+
+NCU = """#!/bin/sh
+if [ "$1" = --version ]; then printf 'NVIDIA\\nVersion 2025.3 (public-release)\\n'; exit; fi
+{body}
+while [ $# -gt 0 ]; do [ "$1" = --log-file ] && cat "{page}" > "$2"; shift; done
+exit {status}
+"""
+
+
+@pytest.fixture
+def ncu(tmp_path, monkeypatch):
+    """Puts a program by that name on the PATH: what it logs, what else it does, how it ends."""
+
+    def make(log, body="", status=0):
+        (tmp_path / "page.csv").write_text(log)
+        program = tmp_path / "ncu"
+        program.write_text(NCU.format(body=body, page=tmp_path / "page.csv", status=status))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return make
+
+
+def test_rows_come_from_ncu(ncu, tmp_path):
+    ncu(page(), f'echo "$@" > {tmp_path}/asked')
+    rows = counters.count("conf3", CONF3, PretendedDevice())
+    assert all(row.keys() == {field.name for field in fields(counters.Row)} for row in rows)
+    asked = (tmp_path / "asked").read_text()
+    for option in (
+        "--clock-control none",
+        "--replay-mode kernel",
+        "--profile-from-start off",
+        "moeblaze_ref.bench.counters",
+    ):
+        assert option in asked
+    assert all(name in asked for name in counters.metrics())
+    assert json.loads(asked[asked.index("{") :]) == asdict(CONF3)
+    assert {row["tool"] for row in rows} == {
+        "ncu 2025.3 (public-release), --replay-mode kernel --clock-control none --cache-control all"
+    }
+    json.dumps(rows)
+
+
+def test_what_ncu_complains_about_is_said(ncu):
+    ncu("==PROF== x\n==ERROR== Failed to find metric sm__no_such_thing\n", status=1)
+    with pytest.raises(ValueError, match="ncu ended with status 1: ==ERROR== Failed to find metric sm__no_such_thing"):
+        counters.count("conf3", CONF3, PretendedDevice())
+
+
+def test_without_ncu_it_says_so(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="ncu is not on the PATH"):
+        counters.count("conf3", CONF3, PretendedDevice())
+
+
+# Requests, files and documents ----------------------------------------------------------------------------------------
+
+
+def test_jobs_of_the_ladder():
+    jobs = plan.jobs("ladder", plan.Request(repetitions=3))
+    assert [job.args[0] for job in jobs] == ["conf3", "qwen3"]
+    assert jobs[0].args[2:] == (list(ladder.LADDER), 3)
+    (job,) = plan.jobs("ladder", plan.Request(presets=("conf1",), rungs=("3_mma", "4_hopper")))
+    assert {step.rung for step in job.args[2]} == {"3_mma", "4_hopper"}
+    assert [job.args[0] for job in plan.jobs("counters", plan.Request(presets=("qwen3",), tokens=64))] == [
+        "qwen3, L=64"
+    ]
+    assert [plan.repetitions(kind, plan.Request()) for kind in ("ladder", "counters")] == [15, 1]
+    with pytest.raises(ValueError, match="unknown rung of the ladder '5_more'"):
+        plan.jobs("ladder", plan.Request(rungs=("5_more",)))
+    with pytest.raises(ValueError, match="rungs 3_mma: bench counters has all of them"):
+        plan.jobs("counters", plan.Request(rungs=("3_mma",)))
+
+
+def recorded(kind, file, *options):
+    """The file that the command writes, and what it shows."""
+    arguments = ("bench", kind, "--preset", "conf3", "--record", file, *options)
+    result = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    return results.load(file), result.output
+
+
+def test_the_command_times_the_ladder(monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "gpu", PretendedDevice)
+    monkeypatch.setattr(plan, "_layer", lambda name, tokens: (name, TINY.replace(L=tokens)))
+    options = ("--tokens", 37, "--repetitions", 1, "--rung", "2_tiled", "--rung", "3_mma")
+    found, shown = recorded("ladder", tmp_path / "ladder.json", *options)
+    assert [row["rung"] for row in results.rows_of(found, "ladder")] == ["2_tiled", "3_mma"]
+    assert "tensor cores by mma.sync" in shown and "the row above" in shown
+
+
+def test_the_command_records_what_ncu_counts(ncu, monkeypatch, tmp_path):
+    ncu(page())
+    monkeypatch.setattr(plan, "gpu", PretendedDevice)
+    found, shown = recorded("counters", tmp_path / "counters.json")
+    assert len(results.rows_of(found, "counters")) == len(LAUNCHES) and "d_x_rows" in shown
+    assert found["runs"] == [{"kind": "counters", "clocks": PretendedDevice().clocks(), "repetitions": 1}]
+
+
+def test_the_command_says_that_ncu_is_missing(monkeypatch):
+    monkeypatch.setattr(plan, "gpu", PretendedDevice)
+    monkeypatch.setenv("PATH", "")
+    result = CliRunner().invoke(app, ["bench", "counters", "--preset", "conf3"])
+    assert result.exit_code == 2 and "ncu is not on the PATH" in result.output
+
+
+@pytest.mark.parametrize("kind", ["ladder", "counters"])
+def test_without_a_gpu_there_is_neither(kind, monkeypatch):
+    absent = SimpleNamespace(status=lambda: Status(False, "no CUDA device"))
+    monkeypatch.setattr(plan, "BACKENDS", {"cuda": absent})
+    result = CliRunner().invoke(app, ["bench", kind])
+    assert result.exit_code == 2 and "only a GPU is timed: no CUDA device" in result.output
+
+
+def test_committed_results_have_every_step_of_every_preset():
+    steps = [(name, step.idea) for name in ladder.PRESETS for step in ladder.LADDER]
+    timed = results.load(results.LADDER)["rows"]
+    assert [(row["preset"], row["idea"]) for row in timed if row["run"] == 0] == steps and report.wrong(timed) == []
+    counted = {(row["preset"], row["idea"], row["rung"]) for row in results.load(results.COUNTERS)["rows"]}
+    expected = {(name, one.idea, one.rung) for name in ladder.PRESETS for one in counters.launches(preset(name).config)}
+    assert counted == expected
+
+
+def test_tables_stand_in_the_document_with_where_they_come_from():
+    text = document.fill("".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in document.APART), None)
+    for file in (results.LADDER, results.COUNTERS):
+        found = results.load(file)
+        assert f"- commit: {found['commit']}" in text and found["rows"][0]["idea"] in text
+    assert found["rows"][0]["tool"] in text
+
+
+def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
+    made = {
+        "preset": "conf3",
+        "run": 0,
+        "kind": "counters",
+        "dram_pct": 10.0,
+        "l2_pct": 20.0,
+        "stalls": [("wait", 60.0)],
+    }
+    rows = [
+        made | {"rung": "4_hopper", "kernel": kernel, "idea": idea, "tensor_pct": busy, "sm_clock_ghz": clock}
+        for kernel, idea, busy, clock in (
+            ("expert_up", ladder.TOP.idea, 45.0, 2.0),
+            ("expert_up", "two stages", 10.0, 1.0),
+            ("d_w3", "d_w3", 45.0, 1.0),
+        )
+    ]
+    dense = made | {"rung": "", "kernel": "nvjet", "idea": "dense", "tensor_pct": 90.0, "sm_clock_ghz": 2.0}
+    lines = document._why({"rows": [*rows, dense]}).splitlines()[2:]
+    assert lines == [
+        "| conf3 | `d_w3` | 25 | 50 | 50 | 10 | 20 | wait 60% |",
+        "| conf3 | `expert_up` | 50 | 50 | 100 | 10 | 20 | wait 60% |",
+    ]
+    assert document._why({"rows": rows}) == ""
+
+
+# Aims -----------------------------------------------------------------------------------------------------------------
+
+
+def layer_row(run, name, policy, step_ms, ratio, percent, peak, routing="uniform", over=None):
+    return {
+        "kind": "layer", "run": run, "preset": name, "system": "moeblaze", "policy": policy, "routing": routing,
+        "step_ms": step_ms, "ratio_to": {aims.PEER: ratio} if ratio else {}, "pct_of_cublas": percent,
+        "peak_bytes": peak, "time_over_uniform": over,
+    }  # fmt: skip
+
+
+def stage_row(kind, name, rung, step_ms, percent):
+    return {
+        "kind": kind,
+        "run": 0,
+        "preset": name,
+        "system": "moeblaze",
+        "rung": rung,
+        "step_ms": step_ms,
+        "pct_of_floor": percent,
+    }
+
+
+def test_an_aim_is_judged_by_the_worst_run():
+    rows = [
+        layer_row(0, "conf3", "minimal", 10.0, 1.4, 86.0, 6 * GIB),
+        layer_row(1, "conf3", "minimal", 11.0, 1.17, 80.0, 8 * GIB),
+        layer_row(1, "conf3", "inputs", 16.5, 0.9, 70.0, 9 * GIB),
+        layer_row(2, "qwen3", "minimal", 10.5, None, 90.0, GIB, "zipf", 1.2),
+        stage_row("dispatch", "conf4", "1_dense_map", 0.1, 1),
+        stage_row("dispatch", "conf4", "3_single_pass", 0.008, 6),
+        stage_row("gating", "qwen3, L=262,144", "2_warp", 0.1, 67),
+    ]
+    found = {aim.what: (aim.worst, round(aim.missing, 3)) for aim in aims.aims({"rows": rows})}
+    assert found == {
+        "conf3: times as fast as `grouped_mm_compiled`": (1.17, 0.1),
+        "conf3: % of cuBLAS": (80.0, round(5 / 85, 3)),
+        "conf3: peak, GiB": (8.0, round(1 / 7, 3)),
+        "conf3: `inputs` over `minimal`": (1.5, round(0.2 / 1.3, 3)),
+        "qwen3: Zipf over uniform routing": (1.2, round(0.1 / 1.1, 3)),
+        "conf4: dispatch, microseconds": (8.0, -0.6),
+        "qwen3, L=262,144: gating, % of its floor": (67, -0.117),
+    }
+    lines = aims.table({"rows": rows}).splitlines()[2:]
+    assert lines[0] == "| conf3: `inputs` over `minimal` | at most 1.3 | 1.5 | 15% |"
+    assert lines[-1] == "| conf4: dispatch, microseconds | at most 20 | 8 | reached |"
+
+
+def test_a_file_of_another_device_takes_no_new_ladder(tmp_path, monkeypatch, rows):
+    file = tmp_path / "ladder.json"
+    results.add(file, results.result("ladder", rows, None, 2))
+    results.check_place(file)
+    monkeypatch.setattr(provenance, "_commit", lambda: "another")
+    with pytest.raises(ValueError, match="holds runs with commit"):
+        results.check_place(file)
