@@ -53,7 +53,7 @@ def operand(rung: str, array: Array, box: tuple[int, ...]) -> Array | TensorMap:
 
 
 def second_operand(executor: Executor, rung: str, array: Array | None, first: Array, box: tuple[int, ...]):
-    """The same of b, d_b or w2, which ungated activations do not have: then something that no kernel reads."""
+    """The same of d_b or w2, which ungated activations do not have: then something that no kernel reads."""
     if rung == HOPPER:
         return TensorMap(first if array is None else array, box)
     return or_nothing(executor, array, first)
@@ -87,9 +87,7 @@ def check_slots(dispatch: Dispatch):
     doors.check_int("dispatch.k", dispatch.k, at_least=1, at_most=doors.MAX_TOP_K)
 
 
-def rows_launch(
-    executor: Executor, rung: str, dispatch: Dispatch, width: int, results: int = 1
-) -> dict[str, Any]:
+def rows_launch(executor: Executor, rung: str, dispatch: Dispatch, width: int, results: int = 1) -> dict[str, Any]:
     """Launch over every routed row and ``width`` columns, each expert's rows apart.
 
     The naive rung covers the longest group that there can be (L rows) for every expert; the
