@@ -187,6 +187,104 @@ def test_copies_that_nobody_waits_for_are_not_there():
     assert not np.array_equal(found, expected)
 
 
+# ---- copies that arrive at a barrier -------------------------------------------------------------
+
+ARRIVALS = """
+__device__ __forceinline__ void look(const Chunk (&chunks)[2][128], unsigned* out) {
+    for (int i = 0; i < 2; ++i) out[i * 128 + threadIdx.x] = chunks[i][127 - threadIdx.x].words[3];
+}
+extern "C" __global__ void arrivals(const unsigned* x, unsigned* out) {
+    __shared__ Barrier first, both;
+    __shared__ Chunk chunks[2][128];
+    const int t = threadIdx.x;
+    if (t == 0) {
+        barrier_init(&first, 128);
+        barrier_init(&both, 128);
+    }
+    chunks[0][t] = chunks[1][t] = Chunk{};
+    __syncthreads();
+    cp_async_or_zero(&chunks[0][t], x + t * 4, true);
+    cp_async_arrive(&first);
+    cp_async_or_zero(&chunks[1][t], x + (128 + t) * 4, true);
+    cp_async_arrive(&both);
+    look(chunks, out);
+    barrier_wait(&first, 0);
+    look(chunks, out + 256);
+    barrier_wait(&both, 0);
+    look(chunks, out + 512);
+}"""
+
+
+def looked(executor, text=ARRIVALS):
+    """(3, 2, 128): both copies of every thread before any wait, after the wait for the first, after that for both."""
+    out = executor.empty((768,), "uint32")
+    run(executor, text, "arrivals", x=executor.from_numpy(np.arange(1, 1025, dtype=np.uint32)), out=out)
+    return executor.to_numpy(out).reshape(3, 2, 128)
+
+
+ARRIVED = np.arange(4, 1025, 4).reshape(2, 128)[:, ::-1]
+
+
+def assert_arrivals(executor):
+    """What was waited for is there; of the rest, each is there or is not."""
+    found = looked(executor)
+    np.testing.assert_array_equal(found[1, 0], ARRIVED[0])
+    np.testing.assert_array_equal(found[2], ARRIVED)
+    assert ((found == 0) | (found == ARRIVED)).all()
+    return found
+
+
+def test_copies_arrive_as_late_as_the_waits_allow():
+    found = assert_arrivals(SIMT)
+    assert (found[0] == 0).all() and (found[1, 1] == 0).all()
+
+
+def test_with_a_seed_copies_may_arrive_sooner():
+    sooner = np.array([assert_arrivals(SimtExecutor(seed=seed))[0] != 0 for seed in range(1, 6)])
+    assert sooner.any() and not sooner.all()
+
+
+def test_an_arrival_ends_no_group_of_copies():
+    """Two copies with an arrival between them are one group, of which the wait allows one to be under way."""
+    waits = "cp_async_commit();\n    cp_async_wait<1>();\n    __syncthreads();\n"
+    text = ARRIVALS.replace("look(chunks, out);", waits + "    look(chunks, out);")
+    assert (looked(SIMT, text)[0] == 0).all()
+    assert np.array_equal(looked(SIMT, text.replace("wait<1>", "wait<0>"))[0], ARRIVED)
+
+
+SECOND = "    cp_async_or_zero(&chunks[1][t], x + (128 + t) * 4, true);\n"
+ARRIVAL_FAULTS = {
+    "no arrival": ("cp_async_arrive(&both);", "", "barrier_wait at test.cu:.* lacks 128 of 128 arrivals and 0 bytes"),
+    "a thread less arrives": ("    cp_async_arrive(&both);", "    if (t != 9) cp_async_arrive(&both);", "lacks 1 of 128 arrivals"),
+    "twice": ("cp_async_arrive(&both);", "cp_async_arrive(&both); barrier_arrive(&both);", "arrival too many|not done when the block ends"),
+    "a barrier that counts a thread too many": ("barrier_init(&both, 128)", "barrier_init(&both, 129)", "lacks 1 of 129 arrivals"),
+    "a barrier that counts a thread too few": ("barrier_init(&both, 128)", "barrier_init(&both, 127)", "cp_async_arrive at test.cu:.* is not done when the block ends"),
+    "no barrier": ("barrier_init(&both, 128);", "", "cp_async_arrive at test.cu:.* meets no initialised barrier"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ARRIVAL_FAULTS)
+def test_a_wrong_arrival_is_named(fault):
+    right, wrong, message = ARRIVAL_FAULTS[fault]
+    assert right in ARRIVALS
+    with pytest.raises(KernelFault, match=message):
+        looked(SIMT, ARRIVALS.replace(right, wrong))
+
+
+@in_order_and_not
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (f"{SECOND}    cp_async_arrive(&both);\n", f"    cp_async_arrive(&both);\n{SECOND}"),
+        ("cp_async_arrive(&both);", "barrier_arrive(&both);"),
+    ],
+    ids=["before the copies", "without the copies"],
+)
+def test_an_arrival_that_waits_for_no_copy_is_seen(right, wrong, seed):
+    assert right in ARRIVALS
+    assert (looked(SimtExecutor(seed=seed), ARRIVALS.replace(right, wrong))[2] != ARRIVED).any()
+
+
 # ---- stores of matrices ------------------------------------------------------------------------
 
 STORE_MATRICES = """
@@ -287,31 +385,49 @@ def test_a_wrong_relay_is_caught(fault):
 
 # ---- matrix products ---------------------------------------------------------------------------
 
+STORED = """
+    for (int i = threadIdx.x; i < 2048; i += 128) words[i] = a[i];
+    for (int i = threadIdx.x; i < 4096; i += 128) words[2048 + i] = b[i];
+    fence_async_proxy();
+    __syncthreads();
+"""
 PRODUCT = (
     ALIGNED
     + """
 extern "C" __global__ void __launch_bounds__(128) product(const unsigned* a, const unsigned* b, float* out, int accumulate) {
     unsigned char* const memory = aligned_memory();
     unsigned* const words = reinterpret_cast<unsigned*>(memory);
-    for (int i = threadIdx.x; i < 2048; i += 128) words[i] = a[i];
-    for (int i = threadIdx.x; i < 8192; i += 128) words[2048 + i] = b[i];
-    fence_async_proxy();
-    __syncthreads();
+"""
+    + STORED
+    + """
     constexpr int A_STEP = ALONG_M ? 16 * 128 : 32, B_STEP = ALONG_N ? 16 * 128 : 32;
-    float d[128];
-    for (int i = 0; i < 128; ++i) d[i] = 1.0f;
+    float d[64];
+    for (int i = 0; i < 64; ++i) d[i] = 1.0f;
     const unsigned long long a_operand = wgmma_operand(memory, 8192), b_operand = wgmma_operand(memory + 8192, 8192);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        wgmma_m64n256k16<Scalar, ALONG_M, ALONG_N>(d, wgmma_advance(a_operand, k * A_STEP),
+        wgmma_m64n128k16<Scalar, ALONG_M, ALONG_N>(d, wgmma_advance(a_operand, k * A_STEP),
                                                    wgmma_advance(b_operand, k * B_STEP), accumulate || k > 0);
     wgmma_commit();
     wgmma_wait<0>();
     const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < 128; ++i) out[(row + i / 2 % 2 * 8) * 256 + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
+    for (int i = 0; i < 64; ++i) out[(row + i / 2 % 2 * 8) * 128 + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
 }"""
+)
+COPIED = PRODUCT.replace(
+    STORED,
+    """
+    __shared__ Barrier arrived;
+    if (threadIdx.x == 0) barrier_init(&arrived, 128);
+    __syncthreads();
+    for (int i = threadIdx.x * 4; i < 2048; i += 512) cp_async_or_zero(words + i, a + i, true);
+    for (int i = threadIdx.x * 4; i < 4096; i += 512) cp_async_or_zero(words + 2048 + i, b + i, true);
+    cp_async_arrive(&arrived);
+    barrier_wait(&arrived, 0);
+    fence_async_proxy();
+""",
 )
 
 
@@ -324,20 +440,25 @@ def operand_memory(matrix, along_rows):
 
 
 def product(executor, a, b, a_along_m, b_along_n, accumulate=0, text=PRODUCT):
-    """(64, 256): a (64, 64) times b (64, 256), plus 1 if it accumulates."""
-    out = executor.empty((64, 256), "float32")
+    """(64, 128): a (64, 64) times b (64, 128), plus 1 if it accumulates."""
+    out = executor.empty((64, 128), "float32")
     constants = {"Scalar": gemm.C_TYPE[str(a.dtype)], "ALONG_M": int(a_along_m), "ALONG_N": int(b_along_n)}
     words = {"a": operand_memory(a, a_along_m), "b": operand_memory(np.ascontiguousarray(b.T), b_along_n)}
     words = {name: executor.from_numpy(array) for name, array in words.items()}
-    shared_bytes = 1024 + 5 * PANEL_BYTES
+    shared_bytes = 1024 + 3 * PANEL_BYTES
     run(executor, text, "product", 128, shared_bytes, constants, **words, out=out, accumulate=accumulate)
     return executor.to_numpy(out)
 
 
-def assert_product(executor, dtype, a_along_m, b_along_n, accumulate):
-    a, b = random(64, 64, dtype=dtype), random(64, 256, dtype=dtype, seed=1)
+def assert_product(executor, dtype, a_along_m, b_along_n, accumulate, text=PRODUCT):
+    a, b = random(64, 64, dtype=dtype), random(64, 128, dtype=dtype, seed=1)
     expected = a.astype(np.float64) @ b.astype(np.float64) + accumulate
-    assert relative_error(product(executor, a, b, a_along_m, b_along_n, accumulate), expected) < 1e-6
+    assert relative_error(product(executor, a, b, a_along_m, b_along_n, accumulate, text), expected) < 1e-6
+
+
+def assert_product_of_copies(executor):
+    """The same of operands that every thread brings by cp.async."""
+    assert_product(executor, "bfloat16", False, True, 0, COPIED)
 
 
 @both_dtypes
@@ -349,7 +470,7 @@ def test_a_product_of_either_layout(a_along_m, b_along_n, dtype):
 
 
 def test_halves_that_are_subnormal_infinite_or_nan():
-    a, b = np.zeros((64, 64), np.float16), np.zeros((64, 256), np.float16)
+    a, b = np.zeros((64, 64), np.float16), np.zeros((64, 128), np.float16)
     a[:, 0], b[0, :5] = 1.0, [6e-8, -6e-8, 65504.0, np.inf, np.nan]
     np.testing.assert_array_equal(product(SIMT, a, b, False, False)[7, :5], b[0, :5].astype(np.float32))
 
@@ -362,7 +483,7 @@ def overwritten(ordered):
 
 
 def test_a_product_is_done_when_it_is_waited_for():
-    a, b = random(64, 64), random(64, 256, seed=1)
+    a, b = random(64, 64), random(64, 128, seed=1)
     found, right = (product(SIMT, a, b, False, False, text=text) for text in (overwritten(ordered=True), PRODUCT))
     assert (found[0] == 0).all() and np.array_equal(found[1:], right[1:])
 
@@ -371,24 +492,49 @@ def test_to_overwrite_what_a_product_reads_is_a_fault():
     with pytest.raises(
         KernelFault, match=r"reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy has come between"
     ):
-        product(SIMT, random(64, 64), random(64, 256), False, False, text=overwritten(ordered=False))
+        product(SIMT, random(64, 64), random(64, 128), False, False, text=overwritten(ordered=False))
+
+
+@in_order_and_not
+def test_a_product_of_copies(seed):
+    assert_product_of_copies(SimtExecutor(seed=seed))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["barrier_wait(&arrived, 0);\n", "barrier_wait(&arrived, 0);\n    if (threadIdx.x < 96) fence_async_proxy();\n"],
+    ids=["by nobody", "by three warps of four"],
+)
+def test_copies_need_a_fence_of_who_multiplies_them(wrong):
+    right = "barrier_wait(&arrived, 0);\n    fence_async_proxy();\n"
+    assert right in COPIED
+    with pytest.raises(KernelFault, match="wrote, and no fence_async_proxy has come between"):
+        product(SIMT, random(64, 64), random(64, 128), False, True, text=COPIED.replace(right, wrong))
+
+
+def test_a_fence_before_the_copies_have_arrived_is_none():
+    early = COPIED.replace("    fence_async_proxy();\n", "").replace(
+        "cp_async_arrive", "fence_async_proxy();\n    cp_async_arrive"
+    )
+    with pytest.raises(KernelFault, match="wrote, and no fence_async_proxy has come between"):
+        product(SIMT, random(64, 64), random(64, 128), False, True, text=early)
 
 
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        ("wgmma_operand(memory, 8192)", "wgmma_operand(memory + 16 * (threadIdx.x == 40), 8192)", r"thread \(40, 0, 0\): wgmma_m64n256k16 at test.cu:\d+ is not the same for all lanes"),
-        ("wgmma_operand(memory, 8192)", "(wgmma_operand(memory, 8192) & ~(3ull << 62))", r"wgmma_m64n256k16 at test.cu:\d+ has descriptors of another swizzle"),
+        ("wgmma_operand(memory, 8192)", "wgmma_operand(memory + 16 * (threadIdx.x == 40), 8192)", r"thread \(40, 0, 0\): wgmma_m64n128k16 at test.cu:\d+ is not the same for all lanes"),
+        ("wgmma_operand(memory, 8192)", "(wgmma_operand(memory, 8192) & ~(3ull << 62))", r"wgmma_m64n128k16 at test.cu:\d+ has descriptors of another swizzle"),
         ("wgmma_operand(memory + 8192, 8192)", "wgmma_operand(memory + 2 * 8192, 16384)", "reads shared memory at address .*, where there is none"),
         ("wgmma_operand(memory, 8192)", "wgmma_operand(a, 8192)", r"the address 0x\w+ is not one of shared memory"),
-        ("fence_async_proxy();", ";", r"wgmma_m64n256k16 at test.cu:\d+ reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy"),
+        ("fence_async_proxy();", ";", r"wgmma_m64n128k16 at test.cu:\d+ reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy"),
         ("    wgmma_wait<0>();", "    if (threadIdx.x % 32 != 5) wgmma_wait<0>();", "waits at wgmma_wait at test.cu|wgmma_wait at test.cu:.* lacks lane 5"),
     ],
 )  # fmt: skip
 def test_a_wrong_product_is_named(right, wrong, message):
     assert right in PRODUCT
     with pytest.raises(KernelFault, match=message):
-        product(SIMT, random(64, 64), random(64, 256), True, True, text=PRODUCT.replace(right, wrong))
+        product(SIMT, random(64, 64), random(64, 128), True, True, text=PRODUCT.replace(right, wrong))
 
 
 # ---- waits that never end, and what is not there -----------------------------------------------

@@ -53,7 +53,7 @@ def operand(rung: str, array: Array, box: tuple[int, ...]) -> Array | TensorMap:
 
 
 def second_operand(executor: Executor, rung: str, array: Array | None, first: Array, box: tuple[int, ...]):
-    """The same of b, d_b or w2, which ungated activations do not have: then something that no kernel reads."""
+    """The same of d_b or w2, which ungated activations do not have: then something that no kernel reads."""
     if rung == HOPPER:
         return TensorMap(first if array is None else array, box)
     return or_nothing(executor, array, first)

@@ -6,9 +6,11 @@ import pytest
 from test_expert_kernels import SEVERAL_TILES, assert_right, assert_same_bits, on
 from test_hopper import (
     BOXES,
+    assert_arrivals,
     assert_box_arrives,
     assert_copies_arrive,
     assert_product,
+    assert_product_of_copies,
     assert_relayed,
     assert_stored,
     both_dtypes,
@@ -42,6 +44,7 @@ def test_a_box_arrives_as_on_the_cpu(cuda, name, dtype):
 
 def test_copies_phases_and_stores(cuda):
     assert_copies_arrive(cuda)
+    assert_arrivals(cuda)
     assert_relayed(cuda)
     assert_stored(cuda)
 
@@ -51,6 +54,10 @@ def test_copies_phases_and_stores(cuda):
 @pytest.mark.parametrize("a_along_m", [False, True])
 def test_a_product_of_either_layout(cuda, a_along_m, b_along_n, dtype):
     assert_product(cuda, dtype, a_along_m, b_along_n, accumulate=1)
+
+
+def test_a_product_of_copies(cuda):
+    assert_product_of_copies(cuda)
 
 
 LARGE = make_case(3000, 520, 1096, 9, 3, "zipf", "many tiles")
