@@ -60,9 +60,9 @@ def unless_trusted(check):
     """A check that does nothing inside `trusted`."""
 
     @functools.wraps(check)
-    def door(*arguments):
+    def door(*arguments, **options):
         if _trusted.get() < _EVERYTHING:
-            check(*arguments)
+            check(*arguments, **options)
 
     return door
 

@@ -14,6 +14,8 @@ from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module, checked_s
 from moeblaze_ref.raw_cuda.runtime.tensor_map import EncodedMap, Layout, check_layout
 from moeblaze_ref.torch_bridge import Bridge
 
+SHORT_DEPTH = 256  # of products that a library never splits into parts, whose narrow results it would then add
+
 
 class TorchExecutor:
     """What an executor does with tensors of one device; who inherits says how kernels are loaded and run.
@@ -39,9 +41,10 @@ class TorchExecutor:
         return tensor.to(_DTYPES[dtype])
 
     def matmul(self, left: Tensor, right: Tensor, dtype: str) -> Tensor:
-        """The dense product of narrow operands, summed in float32 and rounded once."""
-        wide = {} if left.dtype == torch.float32 else {"out_dtype": torch.float32}
-        return torch.mm(left, right, **wide).to(_DTYPES[dtype])
+        """The dense product, summed in float32 and rounded once."""
+        if left.dtype == _DTYPES[dtype] and (dtype == "float32" or left.shape[1] <= SHORT_DEPTH):
+            return torch.mm(left, right)
+        return torch.mm(left, right, out_dtype=torch.float32).to(_DTYPES[dtype])
 
     def tensor_map(self, tensor: Tensor, box: tuple[int, ...]) -> EncodedMap:
         """Boxes of the tensor as a kernel takes them, encoded once for each place and layout."""

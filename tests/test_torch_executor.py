@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 from idle import IdleBridge, IdleExecutor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moeblaze_ref import torch_layer
+from moeblaze_ref.bench import stages
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.raw_cuda import router
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
 from moeblaze_ref.raw_cuda.runtime.tensor_map import EncodedMap, Layout
 from moeblaze_ref.torch_bridge import CpuBridge
@@ -126,6 +130,53 @@ def test_a_tensor_map_is_checked_and_nothing_else_is_taken_in_its_place():
         executor.tensor_map(torch.zeros(8, 12, dtype=torch.float16), (64, 8))
     with pytest.raises(TypeError, match="argument x of kernel g is a Tensor, but it must be a EncodedMap"):
         executor.load("test.cu", text=FILE).launch("g", 1, 32, x=torch.zeros(8, 64, dtype=torch.float16))
+
+
+# The layer and the stages on tensors
+
+
+@pytest.mark.parametrize("stage", stages.RUN)
+def test_every_stage_takes_tensors_through_its_door(stage):
+    executor = IdleExecutor()
+    bridge, config = IdleBridge(executor), MoEConfig(L=37, **SIZES)
+    inputs = stages.Inputs(config, bridge, torch.device("cpu"))
+    for rung in stages.rungs_of(stage, "bfloat16"):
+        executor.launches.clear()
+        with bridge.running():
+            stages.RUN[stage](inputs, executor=executor, **({} if rung is None else {"rung": rung}))
+        assert executor.launches
+    inputs.x, inputs.y_swi = inputs.x[:5], inputs.y_swi[:5]
+    if stage in ("expert_up", "expert_down", "d_w1", "d_w3"):
+        with bridge.running(), pytest.raises(ValueError, match=r"has shape \(5, \d+\), but it must be \("):
+            stages.RUN[stage](inputs, executor=executor)
+
+
+def test_no_tokens_a_replayed_routing_and_losses_that_are_changed_in_place(monkeypatch):
+    idle(monkeypatch)
+    layer = MoELayer(**SIZES, renormalize=True)
+    assert layer(torch.zeros(0, SIZES["d"])).out.shape == (0, SIZES["d"])
+    result = layer(torch.zeros(7, SIZES["d"]), torch.tensor([[4, 0, 2]] * 7, dtype=torch.int32))
+    assert result.topk_experts.shape == (7, 3)
+    for loss in (result.load_balancing_loss, result.router_z_loss):
+        assert loss.shape == () and loss.mul_(0.01).requires_grad
+
+
+def test_the_backward_frees_what_the_forward_kept(monkeypatch):
+    """The tensors that the stages see are not those that autograd holds."""
+    idle(monkeypatch)
+    layer, alive = MoELayer(**SIZES, policy="paper"), []
+    out = layer(torch.randn(37, SIZES["d"])).out
+    ((node, _),) = out.grad_fn.next_functions  # before the reshape
+    kept = [StorageWeakRef(t.untyped_storage()) for t in node.saved_tensors if t.shape[:1] == (111,)]
+    gradient = router.weight_gradient
+
+    def watched(*arguments, **options):
+        alive.append(sum(not storage.expired() for storage in kept))
+        return gradient(*arguments, **options)
+
+    monkeypatch.setattr(router, "weight_gradient", watched)
+    out.sum().backward()
+    assert len(kept) == 6 and alive == [3]  # of the index structures
 
 
 # What a step costs the host

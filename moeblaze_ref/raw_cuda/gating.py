@@ -112,10 +112,10 @@ def _shares(executor: Executor, topk_experts: Array, num_experts: int) -> Array:
 
 def _sum_terms(executor: Executor, terms: Array, scale: float) -> Array:
     """scale * the sum of the blocks' terms, 0-d."""
-    total = executor.empty((1,), "float32")
+    total = executor.empty((), "float32")
     module = executor.load("gating/0_sums.cu", THREADS=THREADS)
     module.launch("sum_terms", grid=1, block=THREADS, terms=terms, total=total, scale=scale, num_terms=terms.shape[0])
-    return total.reshape(())
+    return total
 
 
 def _empty_terms(executor: Executor, rung: str, num_tokens: int) -> Array:

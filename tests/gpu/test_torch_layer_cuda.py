@@ -10,6 +10,9 @@ from moeblaze_ref.config import POLICIES, MoEConfig
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, step_account
+from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda.layer import default_rung
+from moeblaze_ref.torch_bridge import bridge_to
 from moeblaze_ref.torch_layer import MoELayer
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
@@ -70,10 +73,13 @@ def test_the_allocators_peak_is_the_accountings_within_two_percent(policy):
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(policy, activation):
-    layer, x = make_layer(policy=policy, activation=activation), make_x()
+STEPS = [(CONFIG.replace(activation=activation), policy) for activation in ("swiglu", "gelu") for policy in POLICIES]
+PARTS = MoEConfig(L=16_384, d=1_024, h=256, E=16, k=4)  # the rows of d_x exist in two parts
+
+
+@pytest.mark.parametrize(("config", "policy"), [*STEPS, (PARTS, "minimal"), (PARTS, "inputs")])
+def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(config, policy):
+    layer, x = make_layer(config, policy=policy, activation=config.activation), make_x(config)
     leaves = [x, *layer.parameters()]
     torch.autograd.grad(layer(x).out.sum(), leaves)
     torch.cuda.synchronize()
@@ -81,9 +87,18 @@ def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(pol
     torch.cuda.reset_peak_memory_stats()
     gradients = torch.autograd.grad(layer(x).out.sum(), leaves)  # sum keeps no output, and its gradient is expanded
     torch.cuda.synchronize()
-    expected = step_account(CONFIG.replace(activation=activation), policy).peak_bytes - x.nbytes  # which was there
+    rung = default_rung(config.dtype, config.d, config.h, bridge_to(x.device).executor)
+    expected = step_account(config, policy, rung).peak_bytes - x.nbytes  # which was there
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.02)
     assert len(gradients) == len(leaves)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_d_x_in_parts_of_its_columns_is_the_same(activation, monkeypatch):
+    layer, x = make_layer(PARTS, activation=activation), make_x(PARTS)
+    parts = step(layer, x)
+    monkeypatch.setattr(gemm, "MANY_ELEMENTS", PARTS.R * PARTS.d + 1)
+    assert all(torch.equal(*pair) for pair in zip(parts, step(layer, x), strict=True))
 
 
 def test_everything_comes_from_torchs_allocator_and_returns_to_it():

@@ -84,4 +84,4 @@ def widest_pack(array: Any, width: int) -> int:
     executor copies numpy arrays to where they may begin.
     """
     address = 0 if isinstance(array, np.ndarray) else address_of(array)
-    return math.gcd(16, width * array.itemsize, address) // array.itemsize
+    return math.gcd(16, width * array.dtype.itemsize, address) // array.dtype.itemsize
