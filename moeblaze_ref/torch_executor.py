@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, torch_bridge
 from moeblaze_ref.raw_cuda.runtime.declarations import TENSOR_MAP, Parameter
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module, checked_sizes
 from moeblaze_ref.raw_cuda.runtime.tensor_map import EncodedMap, Layout, check_layout
@@ -39,6 +40,14 @@ class TorchExecutor:
     def cast(self, tensor: Tensor, dtype: str) -> Tensor:
         """The tensor in another dtype; itself if it has it."""
         return tensor.to(_DTYPES[dtype])
+
+    def from_numpy(self, array: np.ndarray) -> Tensor:
+        """A copy on the device; on a CPU the array's own memory."""
+        return torch_bridge.from_numpy(array).to(self.device)
+
+    def to_numpy(self, tensor: Tensor) -> np.ndarray:
+        """A copy on the host; on a CPU the tensor's own memory."""
+        return torch_bridge.to_numpy(tensor.cpu())
 
     def matmul(self, left: Tensor, right: Tensor, dtype: str) -> Tensor:
         """The dense product, summed in float32 and rounded once."""

@@ -1,7 +1,7 @@
 """The MoE layer for torch models: the raw CUDA stages under autograd, on a GPU or, slowly, on a CPU.
 
-Arrays pass between torch and the stages without a copy, on torch's stream; what the stages allocate on a
-GPU comes from torch's allocator. On a CPU the same kernels run on the SIMT executor, or nothing does: plain
+On a GPU the stages run on torch's own tensors, on torch's stream. On a CPU arrays pass between torch and the
+stages without a copy, and the same kernels run on the SIMT executor, or nothing does: plain
 torch is another layer (`oracle.OracleMoE`) and never steps in.
 """
 
