@@ -1,5 +1,6 @@
 """The executor over torch's own tensors: what a launch is given, and what a step costs the host."""
 
+import ctypes
 import sys
 
 import numpy as np
@@ -12,7 +13,9 @@ from moeblaze_ref import torch_layer
 from moeblaze_ref.bench import stages
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.raw_cuda import router
+from moeblaze_ref.raw_cuda.runtime.parameters import ParameterMemory
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 from moeblaze_ref.raw_cuda.runtime.tensor_map import EncodedMap, Layout
 from moeblaze_ref.torch_bridge import CpuBridge
 from moeblaze_ref.torch_layer import MoELayer
@@ -80,6 +83,28 @@ def test_tensors_arrive_as_addresses_and_numbers_as_their_types():
     assert (kernel, grid, block, shared_bytes) == ("f", (2, 1, 1), (32, 1, 1), 0)
     assert values == (x.data_ptr(), out.data_ptr(), 7, 3.0)
     assert [type(value) for value in values] == [int, int, np.int32, np.float32]
+
+
+DECLARED = """
+extern "C" __global__ void f(const float* x, bool flag, const __grid_constant__ TensorMap map, int n, long long many,
+                             float scale, unsigned char small, double wide, int* out, unsigned last) {}
+"""
+
+
+def test_the_driver_finds_each_parameter_where_it_is_told():
+    parameters = KernelSource.read("test.cu", {}, DECLARED).kernels["f"]
+    memory, words = ParameterMemory(parameters), bytes(range(128))
+    types = [ctypes.c_uint64, ctypes.c_bool, ctypes.c_char * 128, ctypes.c_int32, ctypes.c_int64]
+    types += [ctypes.c_float, ctypes.c_uint8, ctypes.c_double, ctypes.c_uint64, ctypes.c_uint32]
+    addresses = (ctypes.c_void_p * len(types)).from_address(memory.address)
+    assert all(address % 64 == 0 for address in addresses)
+    for sign in (1, -1):  # the second launch overwrites the first
+        numbers = [np.int32(sign * 7), np.int64(sign * 2**40), np.float32(sign * 1.5), np.uint8(200)]
+        values = [2**47 + 16, np.True_, words, *numbers, np.float64(sign * 0.1), 2**46, np.uint32(2**32 - 1)]
+        memory.pack(*values)
+        found = [kind.from_address(address) for kind, address in zip(types, addresses, strict=True)]
+        assert [item.raw if hasattr(item, "raw") else item.value for item in found] == values
+    assert memory.lock.acquire(blocking=False)
 
 
 X, OUT = torch.zeros(4, 2, dtype=torch.bfloat16), torch.zeros(4)

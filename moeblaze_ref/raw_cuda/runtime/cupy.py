@@ -138,13 +138,17 @@ class CupyModule(Module):
 
     def _run(self, kernel, grid, block, shared_bytes, values):
         """Queue the kernel on the current stream."""
+        self.function(kernel, shared_bytes)(grid, block, values, shared_mem=shared_bytes)
+
+    def function(self, kernel: str, shared_bytes: int) -> cupy.RawKernel:
+        """The kernel, allowed so much dynamic shared memory."""
         if kernel not in self._functions:
             self._functions[kernel] = self._module.get_function(kernel)
         function = self._functions[kernel]
         if shared_bytes > self._shared_bytes.get(kernel, 0):
             function.max_dynamic_shared_size_bytes = shared_bytes  # with static memory it may pass the default 48 KiB
             self._shared_bytes[kernel] = shared_bytes
-        function(grid, block, values, shared_mem=shared_bytes)
+        return function
 
 
 def _argument(value):
