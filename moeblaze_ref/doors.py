@@ -1,7 +1,7 @@
 """Checks at the door: every public function states here what it accepts.
 
 Each check raises ValueError or TypeError with the element that is wrong and what is
-allowed. Arrays may be numpy or CuPy: only methods that both have are used.
+allowed. Arrays may be numpy's or CuPy's, or inside `trusted_values` torch's.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import operator
 from contextvars import ContextVar
 from weakref import WeakSet
 
+from moeblaze_ref.arrays import dtype_of, is_contiguous, is_writable, strides_of
 from moeblaze_ref.structures import Dispatch
 
 MAX_ROUTED_ROWS = 2**31 - 1
@@ -20,32 +21,61 @@ MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 
 
-_trusting = ContextVar("trusting", default=False)
+# What the doors take on trust now: nothing, the elements of arrays, or everything.
+_NOTHING, _VALUES, _EVERYTHING = range(3)
+_trusted = ContextVar("trusted", default=_NOTHING)
 
 
-@contextlib.contextmanager
+class _Trusting(contextlib.AbstractContextManager):
+    """More trust than outside: a layer enters it several times in a step, and a generator would cost twice as much."""
+
+    def __init__(self, what):
+        self._what = what
+
+    def __enter__(self):
+        self._token = _trusted.set(max(self._what, _trusted.get()))
+
+    def __exit__(self, *exception):
+        _trusted.reset(self._token)
+
+
 def trusted_values():
     """Within it, checks of an array's elements are left out; types, dtypes, shapes and layouts are still checked.
 
     For values that a stage has just computed from checked ones: looking at every element again would
     cost a pass over memory, and on a GPU the wait for its verdict. NaN then travels as it does in torch.
     """
-    token = _trusting.set(True)
-    try:
-        yield
-    finally:
-        _trusting.reset(token)
+    return _Trusting(_VALUES)
+
+
+def trusted():
+    """Within it, doors marked `unless_trusted` stand open.
+
+    For what a layer's own stages give each other, once the layer has checked what it was given.
+    """
+    return _Trusting(_EVERYTHING)
+
+
+def unless_trusted(check):
+    """A check that does nothing inside `trusted`."""
+
+    @functools.wraps(check)
+    def door(*arguments, **options):
+        if _trusted.get() < _EVERYTHING:
+            check(*arguments, **options)
+
+    return door
 
 
 def _scans(check):
     """A check that looks at elements: it does nothing inside `trusted_values`."""
 
     @functools.wraps(check)
-    def unless_trusted(*arguments):
-        if not _trusting.get():
+    def unless_values_are_trusted(*arguments):
+        if _trusted.get() < _VALUES:
             check(*arguments)
 
-    return unless_trusted
+    return unless_values_are_trusted
 
 
 def check_type(name, value, expected):
@@ -140,6 +170,7 @@ def numbers_of(indices):
     return (indices >= 0).nonzero()[0]
 
 
+@unless_trusted
 def check_topk_experts(topk_experts, num_experts):
     """``topk_experts`` is (L, k) int32, C-contiguous, ids in range, no expert twice in a row.
 
@@ -195,18 +226,11 @@ def check_counts(counts, num_tokens, num_experts, k) -> tuple[int, ...]:
     return checked
 
 
+@unless_trusted
 def check_kernel_limits(num_experts, k):
     """What the dispatch kernels were built for; the numpy specification has no such limit."""
     check_int("num_experts", num_experts, at_least=1, at_most=MAX_EXPERTS)
     check_int("k", k, at_least=1, at_most=MAX_TOP_K)
-
-
-_name_of = functools.cache(str)  # numpy spells a dtype's name anew each time, and a step asks hundreds of times
-
-
-def dtype_of(array) -> str:
-    """The name of an array's dtype."""
-    return _name_of(array.dtype)
 
 
 def check_array(name, array, rank, dtypes, contiguous=True):
@@ -217,9 +241,9 @@ def check_array(name, array, rank, dtypes, contiguous=True):
         raise TypeError(f"{name} has dtype {array.dtype}, but it must be {' or '.join(dtypes)}")
     if array.ndim != rank:
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must have {rank} dimensions")
-    if contiguous and not array.flags.c_contiguous:
+    if contiguous and not is_contiguous(array):
         raise ValueError(
-            f"{name} is not C-contiguous (strides {tuple(array.strides)}), but kernels take contiguous "
+            f"{name} is not C-contiguous (strides {strides_of(array)}), but kernels take contiguous "
             f"rows only; pass a contiguous copy"
         )
 
@@ -229,8 +253,8 @@ def check_shape(name, array, shape):
     sizes = tuple(shape.values())
     if sizes == array.shape:
         return
-    fits = len(sizes) == array.ndim and all(size in (None, n) for size, n in zip(sizes, array.shape, strict=True))
-    if not fits:
+    fixed = [size if size is None else n for size, n in zip(sizes, array.shape, strict=False)]
+    if len(sizes) != array.ndim or sizes != tuple(fixed):
         expected = ", ".join(symbol if size is None else f"{symbol}={size}" for symbol, size in shape.items())
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must be ({expected})")
 
@@ -316,7 +340,7 @@ def check_dispatch(dispatch):
     expert, and expert_token_indices holds its token there.
     """
     check_type("dispatch", dispatch, Dispatch)
-    if not (_trusting.get() and dispatch in _well_formed):  # each stage of a layer asks
+    if not (_trusted.get() and dispatch in _well_formed):  # each stage of a layer asks
         _check_form(dispatch)
         _well_formed.add(dispatch)
     check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
@@ -388,6 +412,6 @@ def _check_tokens(dispatch):
 
 
 def check_writable(name, array):
-    """``array`` may be written; CuPy arrays always may."""
-    if not getattr(array.flags, "writeable", True):
+    """``array`` may be written."""
+    if not is_writable(array):
         raise ValueError(f"{name} is read-only, but it is written to; pass a writable array")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moeblaze_ref import doors, stage_doors
+from moeblaze_ref.arrays import take_columns
 from moeblaze_ref.config import POLICIES, is_gated
 from moeblaze_ref.structures import HIDDEN, Array, Dispatch
 
@@ -150,10 +151,10 @@ def forward(
     if topk_experts is not None:
         doors.check_topk_experts(topk_experts, weights.wg.shape[1])
         doors.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
-    with doors.trusted_values():
+    with doors.trusted():
         logits = stages.router.forward(x, weights.wg)  # (L, E)
     doors.check_finite("logits", logits)
-    with doors.trusted_values():
+    with doors.trusted():
         chosen, gates, losses = _decide(stages, logits, k, renormalize, topk_experts)
         del logits
         dispatch = stages.dispatch.build(chosen, weights.wg.shape[1])
@@ -176,8 +177,7 @@ def _decide(stages, logits, k, renormalize, topk_experts):
 
 def _gates_of(probs, topk_experts, renormalize):
     """The gates (L, k) of a choice that the router did not make."""
-    library = probs.__array_namespace__()
-    gates = library.take_along_axis(probs, topk_experts.astype("int64"), axis=1)
+    gates = take_columns(probs, topk_experts)
     return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
 
 
@@ -247,7 +247,8 @@ def backward(
     1. a and b, kept or computed again, become d_a and d_b, in place if they are nobody else's; gate * y_swi is born.
        Kept routed_x, act_a, y_swi and y die here.
     2. gate * y_swi -> d_w3, and dies.
-    3. d_a, d_b -> d_x: the tiled rungs store (R, d) rows, which die within.
+    3. d_a, d_b -> d_x: the tiled rungs store (R, d) rows, whole or one half of the columns after the other, which die
+       within.
     4. d_a -> d_w1, and dies; d_b -> d_w2, and dies.
 
     MoEBlaze, sections 3.2 and 5; the gates as in SonicMoE.
@@ -284,6 +285,7 @@ def backward(
     return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
 
 
+@doors.unless_trusted
 def _check_backward(dtypes, d_out, saved, weights, d_losses, wanted):
     doors.check_type("saved", saved, Saved)
     _check(dtypes, saved.x, weights, saved.dispatch.k, saved.activation)
@@ -299,7 +301,7 @@ def _rebuild(stages, saved, weights):
     """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
     kept = saved.intermediates
     if "a" in kept:
-        return tuple(kept.get(name) for name in HIDDEN)
+        return tuple(map(kept.get, HIDDEN))
     if INTERMEDIATES[saved.policy]:
         raise RuntimeError("an earlier backward has overwritten what the forward kept: run the forward again")
     return stages.expert_up.forward(

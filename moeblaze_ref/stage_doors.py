@@ -1,33 +1,41 @@
-"""What the stages accept, in every backend: shapes that agree, one dtype, finite values."""
+"""What the stages accept, in every backend: shapes that agree, one dtype, finite values.
+
+Inside a layer these doors stand open, `doors.trusted`: it has checked what it was given, and its stages made the rest.
+"""
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import MoEConfig, is_gated
 from moeblaze_ref.structures import EMPTY, HIDDEN
 
 
+@doors.unless_trusted
 def check_router(x, wg, dtypes):
     """x (L, d) and wg (d, E) belong together."""
     doors.check_tensor("x", x, {"L": None, "d": None}, dtypes)
     doors.check_tensor("wg", wg, {"d": x.shape[1], "E": None}, (doors.dtype_of(x),))
 
 
+@doors.unless_trusted
 def check_router_input_gradient(d_logits, wg, dtypes, logit_dtypes=None):
     """d_logits (L, E) and wg (d, E) belong together; one dtype unless ``logit_dtypes`` names those of d_logits."""
     doors.check_tensor("wg", wg, {"d": None, "E": None}, dtypes)
     doors.check_tensor("d_logits", d_logits, {"L": None, "E": wg.shape[1]}, logit_dtypes or (doors.dtype_of(wg),))
 
 
+@doors.unless_trusted
 def check_router_weight_gradient(d_logits, x, dtypes, logit_dtypes=None):
     """d_logits (L, E) and x (L, d) belong together; one dtype unless ``logit_dtypes`` names those of d_logits."""
     doors.check_tensor("x", x, {"L": None, "d": None}, dtypes)
     doors.check_tensor("d_logits", d_logits, {"L": x.shape[0], "E": None}, logit_dtypes or (doors.dtype_of(x),))
 
 
+@doors.unless_trusted
 def check_dense_map(dense_map):
     """dense_map (L, E) int32."""
     doors.check_array("dense_map", dense_map, rank=2, dtypes=("int32",), contiguous=False)
 
 
+@doors.unless_trusted
 def check_lengths(lengths):
     """lengths (E,) int32, none negative, whose sum R fits the index structures."""
     doors.check_array("lengths", lengths, rank=1, dtypes=("int32",), contiguous=False)
@@ -36,6 +44,7 @@ def check_lengths(lengths):
     doors.check_int("R, the sum of the lengths,", num_routed, at_least=0, at_most=doors.MAX_ROUTED_ROWS)
 
 
+@doors.unless_trusted
 def check_route_indices(dense_map, offsets, topk_experts):
     """dense_map (L, E) and offsets (E + 1,) are those that the first two steps make of topk_experts (L, k)."""
     check_dense_map(dense_map)
@@ -56,18 +65,21 @@ def check_route_indices(dense_map, offsets, topk_experts):
     doors.check_equal("offsets", offsets, valid_offsets)
 
 
+@doors.unless_trusted
 def check_logits(logits, dtypes):
     """logits (L, E), at least one expert."""
     doors.check_tensor("logits", logits, {"L": None, "E": None}, dtypes)
     doors.check_int("E", logits.shape[1], at_least=1)
 
 
+@doors.unless_trusted
 def check_gating_forward(logits, k, dtypes):
     """As `check_logits`, and k experts can be chosen."""
     check_logits(logits, dtypes)
     doors.check_k(doors.check_int("k", k, at_least=1), logits.shape[1])
 
 
+@doors.unless_trusted
 def check_routing(probs, topk_experts, dtypes):
     """probs (L, E) and topk_experts (L, k) belong together."""
     doors.check_tensor("probs", probs, {"L": None, "E": None}, dtypes)
@@ -81,6 +93,7 @@ def _check_choice(rows, topk_experts):
     doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
 
 
+@doors.unless_trusted
 def check_gating_backward(d_gates, logits, topk_experts, d_load_balancing_loss, d_router_z_loss, dtypes):
     """logits (L, E), topk_experts (L, k) and d_gates (L, k), of the logits' dtype, belong together; losses are ()."""
     check_logits(logits, dtypes)
@@ -91,6 +104,7 @@ def check_gating_backward(d_gates, logits, topk_experts, d_load_balancing_loss, 
     doors.check_scalar("d_router_z_loss", d_router_z_loss)
 
 
+@doors.unless_trusted
 def check_expert_up(x, w1, w2, dispatch, dtypes):
     """x (L, d), w1 and w2 (E, d, h) and the Dispatch belong together; w2 may be None."""
     doors.check_dispatch(dispatch)
@@ -101,6 +115,7 @@ def check_expert_up(x, w1, w2, dispatch, dtypes):
         doors.check_tensor("w2", w2, {"E": dispatch.E, "d": x.shape[1], "h": w1.shape[2]}, same)
 
 
+@doors.unless_trusted
 def check_expert_up_forward(x, w1, w2, dispatch, activation, stores, dtypes):
     """As `check_expert_up`; w2 is there exactly if the activation is gated, and ``stores`` names results."""
     for name in stores:
@@ -109,6 +124,7 @@ def check_expert_up_forward(x, w1, w2, dispatch, activation, stores, dtypes):
     check_expert_up(x, w1, w2, dispatch, dtypes)
 
 
+@doors.unless_trusted
 def check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, dtypes):
     """d_a and d_b (R, h), w1 and w2 (E, d, h) and the Dispatch belong together; d_b is there exactly if w2 is."""
     doors.check_second_projection("d_b", d_b, w2 is not None)
@@ -121,6 +137,7 @@ def check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, dtypes):
         doors.check_tensor("d_b", d_b, {"R": dispatch.R, "h": h}, same)
 
 
+@doors.unless_trusted
 def check_expert_up_weight_gradient(d_hidden, x, dispatch, dtypes):
     """d_hidden (R, h), x (L, d) and the Dispatch belong together."""
     doors.check_dispatch(dispatch)
@@ -128,6 +145,7 @@ def check_expert_up_weight_gradient(d_hidden, x, dispatch, dtypes):
     doors.check_tensor("d_hidden", d_hidden, {"R": dispatch.R, "h": None}, (doors.dtype_of(x),))
 
 
+@doors.unless_trusted
 def check_expert_down_forward(y_swi, w3, dispatch, dtypes):
     """y_swi (R, h), w3 (E, h, d) and the Dispatch belong together."""
     doors.check_dispatch(dispatch)
@@ -135,6 +153,7 @@ def check_expert_down_forward(y_swi, w3, dispatch, dtypes):
     doors.check_tensor("w3", w3, {"E": dispatch.E, "h": y_swi.shape[1], "d": None}, (doors.dtype_of(y_swi),))
 
 
+@doors.unless_trusted
 def check_expert_down_hidden_gradients(
     d_out, gates, a, b, y_swi, w3, dispatch, activation, overwrite, dtypes, gate_dtypes=None
 ):
@@ -159,6 +178,7 @@ def check_expert_down_hidden_gradients(
                 doors.check_writable(name, array)
 
 
+@doors.unless_trusted
 def check_expert_down_weight_gradient(gated_y, d_out, dispatch, dtypes):
     """gated_y (R, h), d_out (L, d) and the Dispatch belong together."""
     doors.check_dispatch(dispatch)
@@ -166,6 +186,7 @@ def check_expert_down_weight_gradient(gated_y, d_out, dispatch, dtypes):
     doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": None}, (doors.dtype_of(gated_y),))
 
 
+@doors.unless_trusted
 def check_combine(y, gates, dispatch, dtypes, gate_dtypes=None):
     """y (R, d), gates (L, k) and the Dispatch belong together; gates have the dtype of y unless told otherwise."""
     doors.check_dispatch(dispatch)
@@ -173,6 +194,7 @@ def check_combine(y, gates, dispatch, dtypes, gate_dtypes=None):
     doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or (doors.dtype_of(y),))
 
 
+@doors.unless_trusted
 def check_layer(x, weights, k, activation, dtypes):
     """x (L, d), the weights (wg, w1, w2, w3), k and the activation describe one layer."""
     gated = is_gated(activation)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
@@ -48,17 +49,17 @@ class Dispatch:
     token_index_map: Array
     k: int
 
-    @property
+    @cached_property
     def R(self) -> int:
         """Routed rows."""
         return self.expert_token_indices.shape[0]
 
-    @property
+    @cached_property
     def L(self) -> int:
         """Tokens."""
         return self.R // self.k
 
-    @property
+    @cached_property
     def E(self) -> int:
         """Experts."""
         return self.expert_token_offsets.shape[0] - 1

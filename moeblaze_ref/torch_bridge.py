@@ -1,7 +1,7 @@
 """How torch tensors become arrays of the stages, and back, without a copy."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import ml_dtypes
@@ -28,11 +28,19 @@ class Bridge:
 
     def array(self, tensor: Tensor | None) -> Array | None:
         """The tensor's own memory as an array."""
-        return None if tensor is None else self._array(tensor.detach().resolve_neg())
+        return self.arrays([tensor])[0]
+
+    def arrays(self, tensors: Iterable[Tensor | None]) -> list[Array | None]:
+        """The same of several."""
+        return [None if tensor is None else self._array(tensor.detach().resolve_neg()) for tensor in tensors]
 
     def tensor(self, array: Array | None) -> Tensor | None:
         """The array's own memory as a tensor."""
-        return None if array is None else self._tensor(array)
+        return self.tensors([array])[0]
+
+    def tensors(self, arrays: Iterable[Array | None]) -> list[Tensor | None]:
+        """The same of several."""
+        return [None if array is None else self._tensor(array) for array in arrays]
 
 
 class CpuBridge(Bridge):
@@ -42,14 +50,24 @@ class CpuBridge(Bridge):
         self.executor = SimtExecutor(instrumented=False, follows_edits=False)
 
     def _array(self, tensor):
-        if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return tensor.numpy()
+        return to_numpy(tensor)
 
     def _tensor(self, array):
-        if array.dtype == ml_dtypes.bfloat16:
-            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(array)
+        return from_numpy(array)
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The memory of a tensor on the CPU as an array."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def from_numpy(array: np.ndarray) -> Tensor:
+    """An array's memory as a tensor."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 @functools.cache

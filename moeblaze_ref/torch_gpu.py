@@ -1,90 +1,102 @@
-"""Torch tensors on a GPU as CuPy arrays, on torch's stream and out of torch's allocator."""
+"""The kernels on a GPU over torch's own tensors, on torch's stream."""
 
 import functools
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import cupy
-import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
-import numpy as np
 import torch
+from cuda.bindings import driver
 
-from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
-from moeblaze_ref.torch_bridge import Bridge
-
-
-@functools.cache
-def _allocator(stream: int) -> cupy.cuda.PythonFunctionAllocator:
-    """CuPy's way to torch's allocator, for arrays that are first used on a stream of torch's."""
-
-    def allocate(size: int, device: int) -> int:
-        return torch.cuda.caching_allocator_alloc(size, device, stream) if size else 0
-
-    return cupy.cuda.PythonFunctionAllocator(allocate, _free)
+from moeblaze_ref import doors
+from moeblaze_ref.raw_cuda.runtime.cupy import CupyModule, check_gpu, encoded, gpu_of, source_for
+from moeblaze_ref.raw_cuda.runtime.parameters import ParameterMemory
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource
+from moeblaze_ref.raw_cuda.runtime.tensor_map import Layout
+from moeblaze_ref.torch_executor import TensorBridge, TensorModule, TorchExecutor
 
 
-def _free(address: int, device: int):
-    if address:
-        torch.cuda.caching_allocator_delete(address)
+class GpuModule(TensorModule, CupyModule):
+    """A compiled kernel file, of CuPy's making, that the driver launches on torch's current stream.
+
+    CuPy would make an object of each argument, which costs the host more than the launch itself.
+    """
+
+    def __init__(self, source: KernelSource, device: int):
+        super().__init__(source)
+        self._device = device
+        self._ready: dict[tuple[str, int], tuple[driver.CUfunction, ParameterMemory]] = {}
+
+    def _run(self, kernel, grid, block, shared_bytes, values):
+        function, parameters = self._ready.get((kernel, shared_bytes)) or self._make_ready(kernel, shared_bytes)
+        stream = _stream(torch._C._cuda_getCurrentRawStream(self._device))
+        with parameters.lock:
+            parameters.pack(*values)
+            (status,) = driver.cuLaunchKernel(function, *grid, *block, shared_bytes, stream, parameters.address, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the driver refused kernel {kernel} of {self.source.file}: {status.name}")
+
+    def _make_ready(self, kernel, shared_bytes):
+        function = driver.CUfunction(self.function(kernel, shared_bytes).kernel.ptr)
+        self._ready[kernel, shared_bytes] = function, ParameterMemory(self.source.kernels[kernel])
+        return self._ready[kernel, shared_bytes]
 
 
-class TorchCupyExecutor(CupyExecutor):
-    """The CuPy executor, with dense products by torch: narrow operands, float32 sums."""
+_stream = functools.cache(driver.CUstream)  # from the address of one
 
-    def matmul(self, left: cupy.ndarray, right: cupy.ndarray, dtype: str) -> cupy.ndarray:
-        """The dense product, summed in float32 and rounded once."""
-        left, right = to_tensor(left), to_tensor(right)
-        wide = {} if left.dtype == torch.float32 else {"out_dtype": torch.float32}
-        with _without_autocast():
-            return to_array(torch.mm(left, right, **wide).to(getattr(torch, dtype)))
+
+class GpuExecutor(TorchExecutor):
+    """Runs kernel files on one CUDA device. Each is read once: edits are not followed.
+
+    Parameters
+    ----------
+    device : torch.device
+        With its index.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        _, self.capability, self.multiprocessors = gpu_of(device.index)
+        self.load = functools.cache(self._load)
+
+    def encode(self, layout: Layout, box: tuple[int, ...]) -> bytes:
+        """The words of a map of what lies so."""
+        return encoded(layout, box).tobytes()
+
+    def check(self, file: str):
+        """``kernels_cuda/<file>`` runs on the device; otherwise a ValueError says what it needs."""
+        check_gpu(file, self.device.index)
+
+    def _load(self, file: str, text: str | None = None, **constants) -> GpuModule:
+        """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants, once."""
+        return GpuModule(source_for(file, text, constants, self.device.index), self.device.index)
+
+
+class GpuBridge(TensorBridge):
+    """Tensors on one CUDA device."""
+
+    def __init__(self, device: torch.device):
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.executor = GpuExecutor(self._device)
+        self._threads = threading.local()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """On the tensors' device and torch's current stream."""
+        with doors.trusted_values(), _without_autocast(), cupy.cuda.Device(self._device.index):
+            self._bind_thread()
+            yield
+
+    def _bind_thread(self):
+        """Whoever calls the driver must be bound to the device, as a thread is by its first call of the runtime."""
+        if not hasattr(self._threads, "bound"):
+            cupy.cuda.runtime.memGetInfo()
+            self._threads.bound = True
 
 
 def _without_autocast() -> AbstractContextManager:
     """Within it products keep their operands' dtype; to turn off what is off would cost as much as a launch."""
     return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()
-
-
-def to_array(tensor: torch.Tensor) -> cupy.ndarray:
-    """The tensor's own memory as an array, which keeps it alive.
-
-    The same as ``cupy.from_dlpack(tensor)`` on torch's own stream, at a fraction of its cost to the host.
-    """
-    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), tensor.nbytes, tensor, tensor.device.index)
-    strides = tuple(step * tensor.itemsize for step in tensor.stride())
-    return cupy.ndarray(tuple(tensor.shape), _dtype(tensor.dtype), cupy.cuda.MemoryPointer(memory, 0), strides)
-
-
-@functools.cache
-def _dtype(dtype: torch.dtype) -> np.dtype:
-    return np.dtype(str(dtype).removeprefix("torch."))
-
-
-def to_tensor(array: cupy.ndarray) -> torch.Tensor:
-    """The array's own memory as a tensor, which keeps it alive."""
-    return torch.from_dlpack(array)
-
-
-class GpuBridge(Bridge):
-    """CuPy arrays on one CUDA device."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self.executor = TorchCupyExecutor(follows_edits=False)
-
-    @contextmanager
-    def running(self):
-        """On the tensors' device and torch's current stream, allocating as torch does."""
-        stream = torch.cuda.current_stream(self._device)
-        with (
-            super().running(),
-            torch.cuda.device(self._device),
-            cupy.cuda.Device(stream.device.index),
-            cupy.cuda.Stream.from_external(stream),
-            cupy.cuda.using_allocator(_allocator(stream.cuda_stream).malloc),
-        ):
-            yield
-
-    def _array(self, tensor):
-        return to_array(tensor)
-
-    def _tensor(self, array):
-        return to_tensor(array)

@@ -1,7 +1,7 @@
 """The MoE layer for torch models: the raw CUDA stages under autograd, on a GPU or, slowly, on a CPU.
 
-Arrays pass between torch and the stages without a copy, on torch's stream; what the stages allocate on a
-GPU comes from torch's allocator. On a CPU the same kernels run on the SIMT executor, or nothing does: plain
+On a GPU the stages run on torch's own tensors, on torch's stream. On a CPU arrays pass between torch and the
+stages without a copy, and the same kernels run on the SIMT executor, or nothing does: plain
 torch is another layer (`oracle.OracleMoE`) and never steps in.
 """
 
@@ -108,8 +108,9 @@ class MoELayer(RoutedExperts):
             If nothing can run the kernels here.
         """
         doors.check_type("x", x, Tensor)
-        _check_tensors(x, self.weights)
-        tokens, weights = _cast(x, self.weights)
+        weights = self.weights
+        _check_tensors(x, weights)
+        tokens, weights = _cast(x, weights)
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
         replayed = _next_routing(rows.shape[0], self.k)
         topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
@@ -147,11 +148,13 @@ class _Layer(torch.autograd.Function):
     def forward(ctx, options, x, wg, w1, w2, w3, topk_experts):
         bridge = bridge_to(x.device)
         with bridge.running():
-            weights = MoEWeights(*(bridge.array(w) for w in (wg, w1, w2, w3)))
-            replay = {"topk_experts": bridge.array(topk_experts), "executor": bridge.executor, "rung": options.rung}
-            *results, saved = raw_layer.forward(bridge.array(x), weights, *options[:-1], **replay)
-            out, *losses = (bridge.tensor(result) for result in results)
-            kept = {name: bridge.tensor(array) for name, array in saved.tensors().items() if name != "x"}
+            array, *weights, replayed = bridge.arrays([x, wg, w1, w2, w3, topk_experts])
+            replay = {"topk_experts": replayed, "executor": bridge.executor, "rung": options.rung}
+            *results, saved = raw_layer.forward(array, MoEWeights(*weights), *options[:-1], **replay)
+            out, *losses = bridge.tensors(results)
+            arrays = saved.tensors()
+            del arrays["x"]
+            kept = dict(zip(arrays, bridge.tensors(arrays.values()), strict=True))
         chosen = kept["token_expert_indices"].view(x.shape[0], options.k)
         ctx.options, ctx.kept = options, tuple(kept)
         ctx.save_for_backward(x, wg, w1, w2, w3, *kept.values())
@@ -164,27 +167,29 @@ class _Layer(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("MoELayer has no second derivative: call backward or grad without create_graph=True")
         x, *tensors = ctx.saved_tensors
-        weights, kept = tensors[:4], dict(zip(ctx.kept, tensors[4:], strict=True))
-        del tensors
+        kept = dict(zip(ctx.kept, tensors[4:], strict=True))
         d_out = torch.zeros_like(x) if d_out is None else d_out.contiguous()
         bridge = bridge_to(x.device)
-        with bridge.running():
-            d_losses = (0.0 if d is None else bridge.array(d) for d in (d_load_balancing_loss, d_router_z_loss))
-            saved = _saved(ctx.options, bridge.array(x), {name: bridge.array(tensor) for name, tensor in kept.items()})
+        with bridge.running(), doors.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
+            d_out, *d_losses = bridge.arrays([d_out, d_load_balancing_loss, d_router_z_loss])
+            x, *arrays = bridge.arrays([x, *tensors])
+            weights = MoEWeights(*arrays[:4])
+            saved = _saved(ctx.options, x, dict(zip(ctx.kept, arrays[4:], strict=True)))
             overwrite = _is_the_last_backward()
             if overwrite:
-                _give_up(kept[name] for name in saved.intermediates)
+                _give_up([kept[name] for name in saved.intermediates])
+            del tensors, arrays, kept
             gradients = raw_layer.backward(
-                bridge.array(d_out),
+                d_out,
                 saved,
-                MoEWeights(*(bridge.array(w) for w in weights)),
-                *d_losses,
+                weights,
+                *[0.0 if d_loss is None else d_loss for d_loss in d_losses],
                 overwrite=overwrite,
                 wanted=[name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed],
                 executor=bridge.executor,
                 rung=ctx.options.rung,
             )
-            d_x, d_wg, d_w1, d_w2, d_w3, _ = (bridge.tensor(gradient) for gradient in gradients)
+            d_x, d_wg, d_w1, d_w2, d_w3, _ = bridge.tensors(gradients)
         return None, d_x, d_wg, d_w1, d_w2, d_w3, None
 
 
@@ -235,7 +240,7 @@ def _cast(x, weights):
     for name, weight in zip(MoEWeights._fields, weights, strict=True):
         if weight is not None and weight.dtype != dtype and not casts:
             raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
-    return x.to(dtype), tuple(None if w is None else w.to(dtype).contiguous() for w in weights)
+    return x.to(dtype), tuple([None if w is None else w.to(dtype).contiguous() for w in weights])
 
 
 def _checked_routing(topk_experts, x, layer):

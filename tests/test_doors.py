@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.cases import GOLDEN_DISPATCH, random_topk
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 
@@ -73,3 +73,32 @@ def test_two_slots_at_one_position_are_refused_wherever_they_are():
         positions[slot] = positions[other]
         with pytest.raises(ValueError, match=rf"token_index_map\[{slot}\] is {positions[slot]}"):
             doors.check_dispatch(replace(right, token_index_map=positions))
+
+
+# Trust
+
+
+@doors.unless_trusted
+def shut(value):
+    raise ValueError(value)
+
+
+def test_trust_opens_doors_and_ends():
+    with doors.trusted():
+        shut("nothing is checked")
+        with doors.trusted_values():  # less trust inside more
+            shut("still nothing")
+            doors.check_finite("x", np.array([np.nan]))
+        stage_doors.check_gating_forward("no array", 3, ())
+    with doors.trusted_values():
+        doors.check_finite("x", np.array([np.nan]))
+        with pytest.raises(ValueError, match="types are"):
+            shut("types are")
+        with pytest.raises(KeyError), doors.trusted():
+            raise KeyError
+        with pytest.raises(ValueError, match="again"):
+            shut("again")
+    with pytest.raises(ValueError, match="all"):
+        shut("all")
+    with pytest.raises(ValueError, match=r"x\[0\] is nan"):
+        doors.check_finite("x", np.array([np.nan]))

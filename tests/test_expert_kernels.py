@@ -24,6 +24,8 @@ EVERY = [
     (stage, rung, dtype) for stage, module in STAGES.items() for rung, able in module.RUNGS.items() for dtype in able
 ]
 RAGGED = make_case(137, 24, 72, 5, 3, "zipf", "no tile divides it")
+IN_PARTS_SIZES = 70, 304, 16, 3, 2
+IN_PARTS = make_case(*IN_PARTS_SIZES)
 SEVERAL_TILES = make_case(333, 136, 264, 5, 2, "empty", "several tiles of the Hopper kernels, two experts without rows")
 
 
@@ -224,6 +226,44 @@ def test_blocks_that_stay_ask_for_what_their_headers_state(stage):
         assert launch.grid == (SimtExecutor.multiprocessors, 1, 1) and launch.block[0] in gemm.HOPPER_THREADS.values()
     asked = gemm.rows_launch(SimtExecutor(), "4_hopper", dispatch, 0)["shared_bytes"]
     assert {evaluate(header.shared, symbols) for header in headers.values()} == {asked}
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "silu"])
+@pytest.mark.parametrize("dtype", gemm.NARROW)
+def test_d_x_in_parts_of_its_columns_is_the_same_from_half_the_rows(dtype, activation, monkeypatch):
+    case = make_case(*IN_PARTS_SIZES, activation=activation).astype(dtype)
+    assert gemm.parts_of_rows("4_hopper", case.L * case.k, 304, 16) == [(0, 304)]  # too few rows
+    whole = comparisons.RUN["expert_up"](opened("expert_up", "4_hopper"), case)
+    monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
+    executor = SimtExecutor(seed=1)
+    with executor.recording() as launches:
+        parts = comparisons.RUN["expert_up"](on("expert_up", "4_hopper", executor), case)
+    assert_same_bits(parts, whole)
+    headers = stated("expert_up/4_hopper.cu") | stated("expert_up/0_sum_rows.cu")
+    launches = [launch for launch in launches if launch.kernel in ("d_x_rows", "sum_rows")]
+    assert [launch.kernel for launch in launches] == ["d_x_rows", "sum_rows"] * 2
+    for launch, width in zip(launches, (256, 256, 48, 48), strict=True):
+        symbols = header_symbols("4_hopper", case) | {"d": width, "D": 1}
+        assert_as_stated(launch, headers[launch.kernel], symbols)
+        rows = launch.buffers["rows"]
+        assert rows.read_bytes + rows.written_bytes == 2 * case.L * case.k * width
+
+
+@pytest.mark.parametrize(
+    ("rung", "sizes", "parts"),
+    [
+        ("4_hopper", (2**18, 2048, 768), [(0, 1024), (1024, 1024)]),  # qwen3
+        ("4_hopper", (2**18, 1536, 256), [(0, 768), (768, 768)]),
+        ("4_hopper", (2**18, 1280, 256), [(0, 768), (768, 512)]),  # whole tiles
+        ("4_hopper", (2**18, 1024, 4096), [(0, 1024)]),  # no wider than a and b
+        ("4_hopper", (2**18, 256, 64), [(0, 256)]),  # one tile
+        ("4_hopper", (2**14, 2048, 768), [(0, 2048)]),  # few rows
+        ("3_mma", (2**18, 2048, 768), [(0, 2048)]),
+        ("4_hopper", (0, 2048, 768), [(0, 2048)]),
+    ],
+)
+def test_which_columns_of_the_rows_exist_together(rung, sizes, parts):
+    assert gemm.parts_of_rows(rung, *sizes) == parts
 
 
 @pytest.mark.parametrize("stores", [("a", "b"), ("y_swi",)], ids="+".join)
@@ -832,6 +872,12 @@ FAULTS = {
     "sum rows: last slot": ("expert_up", "0_sum_rows", "has_slot = lane_id() < k;", "has_slot = lane_id() < k - 1;"),
     "sum rows: stale sums": ("expert_up", "0_sum_rows", "float sums[PACK] = {};", "static float sums[PACK];"),
 }
+# Where d_x is made in two parts, the second of 48 columns.
+PART_FAULTS = {
+    "sum rows: the first columns twice": ("pitch + first", "pitch"),
+    "sum rows: a row of d_x is as long as the rows": ("token * pitch", "token * d"),
+}
+FAULTS |= {fault: ("expert_up", "0_sum_rows", *change) for fault, change in PART_FAULTS.items()}
 SEVERAL_TURNS = make_case(21, 264, 8, 7, 6, "zipf")  # of packs and of rows in flight, where a token's rows are summed
 
 
@@ -851,7 +897,17 @@ class Planted(SimtExecutor):
         return super().load(file, text=text, **constants)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PART_FAULTS)
+def test_a_planted_fault_of_parts_is_caught(fault, monkeypatch):
+    monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
+    try:
+        judged = verdicts("expert_up", "4_hopper", IN_PARTS, "bfloat16", Planted(fault))
+    except KernelFault:
+        return
+    assert any(not error <= bound for error, bound in judged.values())
+
+
+@pytest.mark.parametrize("fault", FAULTS.keys() - PART_FAULTS.keys())
 def test_a_planted_fault_is_caught(fault):
     stage, rung = FAULTS[fault][:2]
     case = {"2_vector": SEVERAL_TURNS, "0_sum_rows": SEVERAL_TURNS, "4_hopper": SEVERAL_TILES}.get(rung, RAGGED)

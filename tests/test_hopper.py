@@ -110,6 +110,16 @@ def test_a_box_arrives_swizzled_with_zeros_beyond_the_array(name, dtype, seed):
     assert_box_arrives(SimtExecutor(seed=seed), name, dtype)
 
 
+@both_dtypes
+@pytest.mark.parametrize("instrumented", [True, False], ids=["counted", "in place"])
+def test_a_part_of_each_matrix_ends_where_it_ends(instrumented, dtype):
+    executor, whole, box = SimtExecutor(instrumented=instrumented), random(3, 40, 136, dtype=dtype), (64, 32, 1)
+    for part in (whole[:, 8:30], whole[:, :, 64:], whole[1:, :20, 8:72]):
+        for begin in ((0, 0, 1), (8, 10, 0)):
+            expected = swizzled(box_of(part, box, begin))
+            np.testing.assert_array_equal(loaded(executor, part, box, begin).view(np.uint16), expected.view(np.uint16))
+
+
 @pytest.mark.parametrize(("columns", "sectors"), [(64, 4), (72, 5)])
 def test_a_box_counts_what_the_array_has_of_it(columns, sectors):
     array = random(20, columns)

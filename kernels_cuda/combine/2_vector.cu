@@ -19,5 +19,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     combine(const Scalar* y, const float* gates, const int* token_index_map, Scalar* out, int L, int d, int k) {
     const long long token = (long long)blockIdx.x * (THREADS / WARP) + warp_id();
     if (token >= L) return;
-    sum_rows_of_token(y, token_index_map, out, token, d, k, [&](long long slot) { return gates[slot]; });
+    sum_rows_of_token(y, token_index_map, out + token * d, token, d, k, [&](long long slot) { return gates[slot]; });
 }

@@ -28,8 +28,8 @@ __device__ __forceinline__ void add_rows(const Scalar* rows, int row_of_lane, fl
     }
 }
 
-// out of one token = the sum of its rows, each times weight_of(slot); k is at most 32. For a warp: a lane takes every
-// 32nd pack of columns, and all of a token's rows of them in the order of the slots.
+// out (d,) of one token = the sum of its rows, each times weight_of(slot); k is at most 32. For a warp: a lane takes
+// every 32nd pack of columns, and all of a token's rows of them in the order of the slots.
 template <class WeightOf>
 __device__ __forceinline__ void sum_rows_of_token(const Scalar* rows, const int* token_index_map, Scalar* out,
                                                   long long token, int d, int k, WeightOf weight_of) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void sum_rows_of_token(const Scalar* rows, const int*
             Pack<Scalar, PACK> pack;
 #pragma unroll
             for (int p = 0; p < PACK; ++p) pack.elements[p] = from_float<Scalar>(sums[p]);
-            store_pack(out + token * d + column, pack);
+            store_pack(out + column, pack);
         }
     }
 }

@@ -157,7 +157,7 @@ class MoETransformer(nn.Module):
         TypeError, ValueError
             If dtype or rank is wrong.
         """
-        doors.check_array("tokens", tokens, rank=2, dtypes=("torch.int64",), contiguous=False)
+        doors.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
         stream = self.embedding(tokens)  # (batch, length, d)
         traces = []
         for block in self.blocks:

@@ -164,7 +164,7 @@ def capture(model: MoETransformer, tokens: Tensor) -> list[CapturedLayer]:
     TypeError, ValueError
         If tokens has the wrong dtype or rank, or a token is outside the vocabulary.
     """
-    doors.check_array("tokens", tokens, rank=2, dtypes=("torch.int64",), contiguous=False)
+    doors.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
     doors.check_index("tokens", tokens.numpy(force=True), model.config.vocab, "token ids")
     return [
         CapturedLayer(

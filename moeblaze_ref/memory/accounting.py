@@ -22,6 +22,7 @@ from typing import NamedTuple
 from moeblaze_ref import doors
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.units import GB
 
 GPU_CAPACITIES = {"80 GB": 80 * GB, "141 GB": 141 * GB}  # H100 and H200, as their makers print them
@@ -270,7 +271,7 @@ def accounts(
     return [account(config, system, policy, assumptions) for system, policy in VARIANTS if system in systems]
 
 
-def step_account(config: MoEConfig, policy: str) -> Account:
+def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Account:
     """The bytes of a whole step of ``moeblaze``, forward and backward: `account`'s tensors, then the backward's.
 
     Gradients are counted, those of the weights included; weights and optimizer states are not, nor, once the backward
@@ -283,6 +284,8 @@ def step_account(config: MoEConfig, policy: str) -> Account:
         The layer and the step.
     policy : str
         One of ``config.POLICIES``.
+    rung : str
+        Of the expert stages, a tiled one: it decides how many columns of the rows of d_x exist at one time.
 
     Returns
     -------
@@ -296,9 +299,11 @@ def step_account(config: MoEConfig, policy: str) -> Account:
         If the policy is unknown.
     """
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
-    C = Size("C", -(-config.h // 64))  # tiles of columns, each of which leaves a share of the gates' gradients
+    C = Size("C", gemm.gate_terms(rung, config.h))  # tiles of columns, each leaves a share of the gates' gradients
+    W = Size("W", gemm.parts_of_rows(rung, config.R, config.d, config.h)[0][1])  # columns of the rows of d_x
     forward = (replace(tensor, until=_DIES_AT.get(tensor.name)) if tensor.kept else tensor for tensor in one.tensors)
-    return replace(one, symbols=one.symbols | {C.text: C.value}, tensors=(*forward, *_backward(case, C)), notes=())
+    symbols = one.symbols | {size.text: size.value for size in (C, W)}
+    return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
 
 
 def ratio(one: Account, conventional: Account) -> float:
@@ -560,7 +565,7 @@ _DIES_AT = {  # a and b become d_a and d_b where they are; the last three are ke
 }
 
 
-def _backward(s, C):
+def _backward(s, C, W):
     """What the backward is given and makes, in order of birth; a name with a prime is that of a tensor made again."""
     hidden, weights = (s.R, s.h), (s.E, s.d, s.h)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
@@ -574,7 +579,7 @@ def _backward(s, C):
     yield Tensor("gate_terms", (s.R, C), s.wide, until="gate_terms")
     yield Tensor("d_w3", (s.E, s.h, s.d), s.dtype)
     yield Tensor("d_x", (s.L, s.d), s.dtype)
-    yield Tensor("d_x_rows", (s.R, s.d), s.dtype, until="d_x_rows")
+    yield Tensor("d_x_rows", (s.R, W), s.dtype, until="d_x_rows")
     yield Tensor("d_w1", weights, s.dtype)
     if s.gated:
         yield Tensor("d_w2", weights, s.dtype)

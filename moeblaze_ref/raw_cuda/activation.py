@@ -1,6 +1,7 @@
 """The activation alone in raw CUDA: launches kernels_cuda/activation/."""
 
 from moeblaze_ref import doors
+from moeblaze_ref.arrays import size_of
 from moeblaze_ref.config import ACTIVATIONS
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
@@ -33,9 +34,9 @@ def act(a: Array, activation: str, executor: Executor | None = None) -> Array:
     """
     doors.check_name("activation", activation, ACTIVATIONS)
     doors.check_tensor("a", a, {"R": None, "h": None}, gemm.WIDE)
-    executor = executor or executor_for(a)
-    act_a = executor.empty(a.shape, doors.dtype_of(a))  # (R, h)
-    if a.size:
-        module = executor.load("activation/1_elementwise.cu", **gemm.constants(a, activation))
-        module.launch("act", **gemm.per_element(a.size), a=a, act_a=act_a, R=a.shape[0], h=a.shape[1])
+    executor, dtype = executor or executor_for(a), doors.dtype_of(a)
+    act_a = executor.empty(a.shape, dtype)  # (R, h)
+    if elements := size_of(a):
+        module = executor.load("activation/1_elementwise.cu", **gemm.constants(dtype, activation))
+        module.launch("act", **gemm.per_element(elements), a=a, act_a=act_a, R=a.shape[0], h=a.shape[1])
     return act_a

@@ -40,14 +40,14 @@ def forward(
     -----
     MoEBlaze, section 3.1; gather-and-sum as in SonicMoE.
     """
-    executor = _checked(y, gates, dispatch, executor, rung)
+    executor, dtype = _checked(y, gates, dispatch, executor, rung)
     L, d, k = dispatch.L, y.shape[1], dispatch.k
-    out = executor.empty((L, d), str(y.dtype))
-    if out.size:
-        constants, launch = gemm.constants(y), gemm.per_element(out.size)
+    out = executor.empty((L, d), dtype)
+    if L * d:
+        constants, launch = gemm.constants(dtype), gemm.per_element(L * d)
         if rung == "2_vector":
             gemm.check_slots(dispatch)
-            constants, launch = gemm.row_sums(y, L)
+            constants, launch = gemm.row_sums(y, dtype, L, d)
         module = executor.load(f"combine/{rung}.cu", **constants)
         slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
         module.launch("combine", **launch, y=y, **slots, out=out, L=L, d=d, k=k)
@@ -82,14 +82,14 @@ def backward(
     ValueError, TypeError
         As `forward`.
     """
-    executor = _checked(y, gates, dispatch, executor, rung)
+    executor, dtype = _checked(y, gates, dispatch, executor, rung)
     d = y.shape[1]
-    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": d}, (str(y.dtype),))
-    d_y, d_gates = executor.empty(y.shape, str(y.dtype)), executor.empty(gates.shape, "float32")
+    doors.check_tensor("d_out", d_out, {"L": dispatch.L, "d": d}, (dtype,))
+    d_y, d_gates = executor.empty(y.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R:
         slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.R, "d": d, "k": dispatch.k}
-        module = executor.load("combine/1_gather.cu", **gemm.constants(y))
-        module.launch("d_y", **gemm.per_element(y.size), d_out=d_out, gates=gates, d_y=d_y, **slots)
+        module = executor.load("combine/1_gather.cu", **gemm.constants(dtype))
+        module.launch("d_y", **gemm.per_element(dispatch.R * d), d_out=d_out, gates=gates, d_y=d_y, **slots)
         module.launch("d_gates", **gemm.per_element(dispatch.R), d_out=d_out, y=y, d_gates=d_gates, **slots)
     return d_y, d_gates
 
@@ -115,18 +115,17 @@ def scatter(y: Array, gates: Array, dispatch: Dispatch, executor: Executor | Non
     """
     stage_doors.check_combine(y, gates, dispatch, GATE_DTYPES)
     executor = executor or executor_for(y)
-    out = executor.empty((dispatch.L, y.shape[1]), "float32")
-    out.fill(0)
-    if y.size:
+    d = y.shape[1]
+    out = executor.full((dispatch.L, d), "float32", 0)
+    if dispatch.R * d:
         slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
-        sizes = {"R": dispatch.R, "d": y.shape[1], "k": dispatch.k}
+        sizes = {"R": dispatch.R, "d": d, "k": dispatch.k}
         module = executor.load("combine/lesson_atomic.cu", THREADS=gemm.THREADS)
-        module.launch("scatter", **gemm.per_element(y.size), y=y, **slots, out=out, **sizes)
+        module.launch("scatter", **gemm.per_element(dispatch.R * d), y=y, **slots, out=out, **sizes)
     return out
 
 
-def _checked(y, gates, dispatch, executor, rung) -> Executor:
-    """The executor of checked inputs."""
+def _checked(y, gates, dispatch, executor, rung) -> tuple[Executor, str]:
+    """The executor and the dtype of checked inputs."""
     stage_doors.check_combine(y, gates, dispatch, gemm.WIDE, GATE_DTYPES)
-    gemm.check_rung("combine", rung, RUNGS, y)
-    return executor or executor_for(y)
+    return executor or executor_for(y), gemm.check_rung("combine", rung, RUNGS, y)

@@ -1,5 +1,6 @@
 """Dispatch in raw CUDA: launches kernels_cuda/dispatch/."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ class Tiling:
     steps: int
 
     @classmethod
+    @functools.cache
     def of(cls, num_experts: int, k: int) -> "Tiling":
         """Tiles of 32 rows or more for each of E experts, as far as 32 steps reach.
 
@@ -114,13 +116,12 @@ def build(
 
     dispatch = Dispatch(
         expert_token_indices=executor.empty((L * k,), "int32"),
-        expert_token_offsets=executor.empty((E + 1,), "int32"),
+        expert_token_offsets=executor.empty((E + 1,), "int32") if L else executor.full((E + 1,), "int32", 0),
         token_expert_indices=executor.empty((L * k,), "int32"),
         token_index_map=executor.empty((L * k,), "int32"),
         k=k,
     )
     if L == 0:
-        dispatch.expert_token_offsets.fill(0)
         return dispatch
     module = executor.load(f"dispatch/{rung}.cu", **constants(rung, E, k))
     _FILL[rung](executor, module, topk_experts, dispatch)

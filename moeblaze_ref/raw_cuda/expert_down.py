@@ -1,6 +1,6 @@
 """The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
 
-from moeblaze_ref import doors, stage_doors
+from moeblaze_ref import stage_doors
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array, Dispatch
@@ -40,19 +40,18 @@ def forward(
     MoEBlaze, section 5.
     """
     stage_doors.check_expert_down_forward(y_swi, w3, dispatch, gemm.WIDE)
-    gemm.check_rung("expert_down", rung, RUNGS, y_swi)
-    gemm.check_widths(rung, d=w3.shape[2], h=w3.shape[1])
-    executor = executor or executor_for(y_swi)
     _, h, d = w3.shape
-    y = executor.empty((dispatch.R, d), doors.dtype_of(y_swi))
+    dtype = gemm.check_rung("expert_down", rung, RUNGS, y_swi, d=d, h=h)
+    executor = executor or executor_for(y_swi)
+    y = executor.empty((dispatch.R, d), dtype)
     if dispatch.R:
         # The kernel does not depend on the activation.
-        module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(y_swi, "swiglu"))
+        module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(dtype, "swiglu"))
         module.launch(
             "expert_down",
             **gemm.rows_launch(executor, rung, dispatch, d),
-            y_swi=gemm.operand(rung, y_swi, gemm.ROWS_BOX),
-            w3=gemm.operand(rung, w3, gemm.WEIGHTS_BOX),
+            y_swi=gemm.operand(executor, rung, y_swi, gemm.ROWS_BOX),
+            w3=gemm.operand(executor, rung, w3, gemm.WEIGHTS_BOX),
             expert_token_offsets=dispatch.expert_token_offsets,
             y=y,
             d=d,
@@ -117,11 +116,10 @@ def hidden_gradients(
     """
     operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
     stage_doors.check_expert_down_hidden_gradients(*operands, overwrite, gemm.WIDE, GATE_DTYPES)
-    gemm.check_rung("expert_down", rung, RUNGS, a)
     _, h, d = w3.shape
-    gemm.check_widths(rung, d=d, h=h)
-    executor, dtype = executor or executor_for(a), doors.dtype_of(a)
-    d_a, d_b = (a, b) if overwrite else (like if like is None else executor.empty(like.shape, dtype) for like in (a, b))
+    dtype = gemm.check_rung("expert_down", rung, RUNGS, a, d=d, h=h)
+    executor = executor or executor_for(a)
+    d_a, d_b = (a, b) if overwrite else [like if like is None else executor.empty(like.shape, dtype) for like in (a, b)]
     gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
         return d_a, d_b, gated_y, d_gates
@@ -131,7 +129,7 @@ def hidden_gradients(
     gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
     terms = gemm.gate_terms(rung, h)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
-    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(a, activation))
+    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(dtype, activation))
     module.launch(
         "d_hidden",
         **gemm.rows_launch(executor, rung, dispatch, h),
@@ -139,7 +137,7 @@ def hidden_gradients(
         gate_of_row=gate_of_row,
         a=a,
         b=gemm.or_nothing(executor, b, a),
-        w3=gemm.operand(rung, w3, gemm.WEIGHTS_TRANSPOSED_BOX),
+        w3=gemm.operand(executor, rung, w3, gemm.WEIGHTS_TRANSPOSED_BOX),
         expert_token_indices=dispatch.expert_token_indices,
         expert_token_offsets=dispatch.expert_token_offsets,
         d_a=d_a,
@@ -185,20 +183,18 @@ def weight_gradient(
     MoEBlaze, section 5.
     """
     stage_doors.check_expert_down_weight_gradient(gated_y, d_out, dispatch, gemm.WIDE)
-    gemm.check_rung("expert_down", rung, RUNGS, d_out)
     E, h, d = dispatch.E, gated_y.shape[1], d_out.shape[1]
-    gemm.check_widths(rung, d=d, h=h)
+    dtype = gemm.check_rung("expert_down", rung, RUNGS, d_out, d=d, h=h)
     executor = executor or executor_for(d_out)
-    d_w3 = executor.empty((E, h, d), doors.dtype_of(d_out))
     if dispatch.R == 0:
-        d_w3.fill(0)
-        return d_w3
+        return executor.full((E, h, d), dtype, 0)
+    d_w3 = executor.empty((E, h, d), dtype)
     # The kernel does not depend on the activation.
-    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(d_out, "swiglu"))
+    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(dtype, "swiglu"))
     module.launch(
         "d_w3",
         **gemm.weights_launch(executor, rung, E, h, d),
-        **gemm.mapped_too(rung, "gated_y", gated_y),
+        **gemm.mapped_too(executor, rung, "gated_y", gated_y),
         gated_y=gated_y,
         d_out=d_out,
         expert_token_indices=dispatch.expert_token_indices,

@@ -1,6 +1,7 @@
 """The up-projection in raw CUDA: launches kernels_cuda/expert_up/."""
 
 from collections.abc import Collection
+from math import gcd
 
 from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.raw_cuda import gemm
@@ -56,20 +57,19 @@ def forward(
     MoEBlaze, sections 3.1 and 5 (Algorithm 1).
     """
     stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, gemm.WIDE)
-    gemm.check_rung("expert_up", rung, RUNGS, x)
-    executor = executor or executor_for(x)
     _, d, h = w1.shape
-    gemm.check_widths(rung, d=d, h=h)
+    dtype = gemm.check_rung("expert_up", rung, RUNGS, x, d=d, h=h)
+    executor = executor or executor_for(x)
     stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
-    a, b, y_swi = (executor.empty((dispatch.R, h), doors.dtype_of(x)) if stored[name] else None for name in HIDDEN)
+    a, b, y_swi = [executor.empty((dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN]
     if dispatch.R:
         left_out = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
-        module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, activation), **left_out)
+        module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(dtype, activation), **left_out)
         module.launch(
             "expert_up",
             **gemm.rows_launch(executor, rung, dispatch, h, results=1 if w2 is None else 2, crowded=False),
             x=x,
-            w1=gemm.operand(rung, w1, gemm.WEIGHTS_BOX),
+            w1=gemm.operand(executor, rung, w1, gemm.WEIGHTS_BOX),
             w2=gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_BOX),
             expert_token_indices=dispatch.expert_token_indices,
             expert_token_offsets=dispatch.expert_token_offsets,
@@ -105,8 +105,9 @@ def input_gradient(
     Returns
     -------
     d_x : array (L, d)
-        Summed over the slots of a token in their order. The tiled rungs write the R rows
-        first, (R, d), and sum them in a second kernel; the rows are freed on return.
+        Summed over the slots of a token in their order. The tiled rungs write the R rows first, (R, d) or one half
+        of the columns after the other (`gemm.parts_of_rows`), and sum them in a second kernel; the rows are freed on
+        return.
 
     Raises
     ------
@@ -118,47 +119,76 @@ def input_gradient(
     MoEBlaze, sections 3.2 and 5.
     """
     stage_doors.check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, gemm.WIDE)
-    gemm.check_rung("expert_up", rung, RUNGS, d_a)
     _, d, h = w1.shape
-    gemm.check_widths(rung, d=d, h=h)
+    dtype = gemm.check_rung("expert_up", rung, RUNGS, d_a, d=d, h=h)
     executor = executor or executor_for(d_a)
-    d_x = executor.empty((dispatch.L, d), doors.dtype_of(d_a))
+    d_x = executor.empty((dispatch.L, d), dtype)
     if dispatch.R == 0:
         return d_x
     # The kernels depend on whether there is a gate, not on the activation.
-    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(d_a, "silu" if w2 is None else "swiglu"))
-    operands = {
-        "d_a": gemm.operand(rung, d_a, gemm.ROWS_BOX),
-        "d_b": gemm.second_operand(executor, rung, d_b, d_a, gemm.ROWS_BOX),
-        "w1": gemm.operand(rung, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
-        "w2": gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
-        "d": d,
-        "h": h,
-    }
-    _INPUT_GRADIENT[rung](executor, module, rung, operands, dispatch, d_x)
+    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(dtype, "silu" if w2 is None else "swiglu"))
+    if rung == "1_naive":
+        _sum_on_the_fly(executor, module, (d_a, d_b, w1, w2), dispatch, d_x)
+        return d_x
+    gemm.check_slots(dispatch)
+    for first, width in gemm.parts_of_rows(rung, dispatch.R, d, h):
+        _sum_stored_rows(executor, module, rung, (d_a, d_b, w1, w2), dispatch, d_x, first, width)
     return d_x
 
 
-def _sum_on_the_fly(executor, module, rung, operands, dispatch, d_x):
+def _sum_on_the_fly(executor, module, operands, dispatch, d_x):
     """d_x by one kernel, a thread for each of its elements."""
-    slots = {"token_expert_indices": dispatch.token_expert_indices, "token_index_map": dispatch.token_index_map}
-    module.launch("d_x", **gemm.per_element(d_x.size), **operands, **slots, d_x=d_x, L=dispatch.L, k=dispatch.k)
+    d_a, d_b, w1, w2 = operands
+    _, d, h = w1.shape
+    module.launch(
+        "d_x",
+        **gemm.per_element(dispatch.L * d),
+        d_a=d_a,
+        d_b=gemm.or_nothing(executor, d_b, d_a),
+        w1=w1,
+        w2=gemm.or_nothing(executor, w2, w1),
+        token_expert_indices=dispatch.token_expert_indices,
+        token_index_map=dispatch.token_index_map,
+        d_x=d_x,
+        L=dispatch.L,
+        d=d,
+        h=h,
+        k=dispatch.k,
+    )
 
 
-def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x):
-    """d_x by a product of tiles and a sum."""
-    gemm.check_slots(dispatch)
-    d = operands["d"]
-    rows = executor.empty((dispatch.R, d), doors.dtype_of(d_x))
-    offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
-    module.launch("d_x_rows", **gemm.rows_launch(executor, rung, dispatch, d), **operands, **offsets, rows=rows)
-    constants, warps = gemm.row_sums(rows, dispatch.L)
-    sums = executor.load("expert_up/0_sum_rows.cu", **constants)
-    slots = {"token_index_map": dispatch.token_index_map, "L": dispatch.L, "k": dispatch.k}
-    sums.launch("sum_rows", **warps, rows=rows, **slots, d_x=d_x, d=d)
-
-
-_INPUT_GRADIENT = {**dict.fromkeys(RUNGS, _sum_stored_rows), "1_naive": _sum_on_the_fly}
+def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x, first, width):
+    """``width`` columns of d_x, from ``first`` on, by a product of tiles and a sum; its rows are freed on return."""
+    d_a, d_b, w1, w2 = operands
+    dtype, pitch = doors.dtype_of(d_a), d_x.shape[1]
+    if width < pitch:
+        w1, w2 = [w if w is None else w[:, first : first + width] for w in (w1, w2)]  # (E, width, h)
+    rows = executor.empty((dispatch.R, width), dtype)
+    module.launch(
+        "d_x_rows",
+        **gemm.rows_launch(executor, rung, dispatch, width),
+        d_a=gemm.operand(executor, rung, d_a, gemm.ROWS_BOX),
+        d_b=gemm.second_operand(executor, rung, d_b, d_a, gemm.ROWS_BOX),
+        w1=gemm.operand(executor, rung, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
+        w2=gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
+        expert_token_offsets=dispatch.expert_token_offsets,
+        rows=rows,
+        d=width,
+        h=w1.shape[2],
+    )
+    constants, warps = gemm.row_sums(rows, dtype, dispatch.L, gcd(first, width, pitch))
+    executor.load("expert_up/0_sum_rows.cu", **constants).launch(
+        "sum_rows",
+        **warps,
+        rows=rows,
+        token_index_map=dispatch.token_index_map,
+        d_x=d_x,
+        L=dispatch.L,
+        d=width,
+        k=dispatch.k,
+        pitch=pitch,
+        first=first,
+    )
 
 
 def weight_gradient(
@@ -188,20 +218,18 @@ def weight_gradient(
     MoEBlaze, section 5. One launch for each weight, so that d_a can be freed before d_w2 is born.
     """
     stage_doors.check_expert_up_weight_gradient(d_hidden, x, dispatch, gemm.WIDE)
-    gemm.check_rung("expert_up", rung, RUNGS, x)
     E, d, h = dispatch.E, x.shape[1], d_hidden.shape[1]
-    gemm.check_widths(rung, d=d, h=h)
+    dtype = gemm.check_rung("expert_up", rung, RUNGS, x, d=d, h=h)
     executor = executor or executor_for(x)
-    d_w = executor.empty((E, d, h), doors.dtype_of(x))
     if dispatch.R == 0:
-        d_w.fill(0)
-        return d_w
+        return executor.full((E, d, h), dtype, 0)
+    d_w = executor.empty((E, d, h), dtype)
     # The kernel does not depend on the activation.
-    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, "swiglu"))
+    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(dtype, "swiglu"))
     module.launch(
         "d_w",
         **gemm.weights_launch(executor, rung, E, d, h),
-        **gemm.mapped_too(rung, "d_hidden", d_hidden),
+        **gemm.mapped_too(executor, rung, "d_hidden", d_hidden),
         d_hidden=d_hidden,
         x=x,
         expert_token_indices=dispatch.expert_token_indices,

@@ -1,5 +1,6 @@
 """Gating in raw CUDA: launches kernels_cuda/gating/."""
 
+import functools
 import math
 from numbers import Real
 from typing import Any
@@ -13,6 +14,7 @@ RUNGS = {"1_naive": DTYPES, "2_warp": DTYPES}
 DEFAULT_RUNG = "2_warp"
 THREADS = 256
 WARP = 32
+_NUMBERS = (float, Real)  # an abstract class alone is slow to answer
 TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
 
 
@@ -39,6 +41,7 @@ def constants(
     return chosen
 
 
+@functools.cache
 def columns_per_lane(num_experts: int) -> int:
     """Columns of a row that a lane of 2_warp holds: a power of two, so that few builds serve every E."""
     return 1 << (ceil_div(num_experts, WARP) - 1).bit_length()
@@ -109,10 +112,10 @@ def _shares(executor: Executor, topk_experts: Array, num_experts: int) -> Array:
 
 def _sum_terms(executor: Executor, terms: Array, scale: float) -> Array:
     """scale * the sum of the blocks' terms, 0-d."""
-    total = executor.empty((1,), "float32")
+    total = executor.empty((), "float32")
     module = executor.load("gating/0_sums.cu", THREADS=THREADS)
-    module.launch("sum_terms", grid=1, block=THREADS, terms=terms, total=total, scale=scale, num_terms=terms.size)
-    return total.reshape(())
+    module.launch("sum_terms", grid=1, block=THREADS, terms=terms, total=total, scale=scale, num_terms=terms.shape[0])
+    return total
 
 
 def _empty_terms(executor: Executor, rung: str, num_tokens: int) -> Array:
@@ -217,7 +220,8 @@ def backward(
     d_logits = executor.empty((L, E), "float32")
     if L == 0:
         return d_logits
-    balance = not (isinstance(d_load_balancing_loss, Real) and d_load_balancing_loss == 0)
+    balance = not (isinstance(d_load_balancing_loss, _NUMBERS) and d_load_balancing_loss == 0)
+    nothing = executor.empty((0,), "float32")
     _over_tokens(
         executor,
         rung,
@@ -228,8 +232,8 @@ def backward(
         d_gates=d_gates,
         logits=logits,
         topk_experts=topk_experts,
-        shares=_shares(executor, topk_experts, E) if balance else executor.empty((0,), "float32"),
-        d_load_balancing_loss=_on_device(executor, d_load_balancing_loss),
+        shares=_shares(executor, topk_experts, E) if balance else nothing,
+        d_load_balancing_loss=_on_device(executor, d_load_balancing_loss) if balance else nothing,
         d_router_z_loss=_on_device(executor, d_router_z_loss),
         d_logits=d_logits,
         k=k,
@@ -239,11 +243,9 @@ def backward(
 
 def _on_device(executor: Executor, value: float | Array) -> Array:
     """A number as an array that a kernel can read; an array stays where it is."""
-    if not isinstance(value, Real):
-        return value.astype("float32", copy=False)
-    array = executor.empty((1,), "float32")
-    array.fill(value)
-    return array
+    if isinstance(value, _NUMBERS):
+        return executor.full((1,), "float32", value)
+    return executor.cast(value, "float32")
 
 
 def load_balancing_loss(

@@ -1,12 +1,12 @@
 """What the expert stages' launches share: C types, constants, and what may be absent."""
 
+import functools
 from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, widest_pack
-from moeblaze_ref.raw_cuda.runtime.tensor_map import TensorMap
 from moeblaze_ref.structures import Array, Dispatch
 
 THREADS = 256
@@ -20,6 +20,7 @@ HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
+MANY_ELEMENTS = 2**26  # of all rows: with fewer, a second launch costs more than the memory is worth
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
 ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
 DEPTH_BOX = (64, 64)  # rows that are the depth
@@ -31,15 +32,31 @@ NARROW = ("float16", "bfloat16")  # of tensor cores
 BFLOAT16 = ml_dtypes.bfloat16
 
 
-def constants(array: Array, activation: str | None = None) -> dict[str, Any]:
+def constants(dtype: str, activation: str | None = None) -> dict[str, Any]:
     """Preprocessor constants of a kernel file for this dtype and activation."""
-    chosen = {"Scalar": C_TYPE[doors.dtype_of(array)], "THREADS": THREADS}
+    chosen = {"Scalar": C_TYPE[dtype], "THREADS": THREADS}
     return chosen if activation is None else chosen | {"ACTIVATION": activation}
 
 
-def row_sums(array: Array, num_tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Constants and launch of a kernel that sums rows of ``array`` (R, d), see gather_sum.cuh: a warp a token."""
-    return constants(array) | {"PACK": widest_pack(array, array.shape[1])}, per_element(WARP * num_tokens)
+def row_sums(rows: Array, dtype: str, num_tokens: int, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Constants and launch of a kernel that sums ``rows``, see gather_sum.cuh: a warp a token.
+
+    A pack of neighbouring columns divides ``width``: that of the rows, and of whatever they are a part.
+    """
+    return constants(dtype) | {"PACK": widest_pack(rows, width)}, per_element(WARP * num_tokens)
+
+
+def parts_of_rows(rung: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
+    """Which columns of the rows (R, d) that sum to d_x exist at one time: the first, and how many.
+
+    All of them; but two halves, one after the other, where the rows are wider than the hidden tensors that live beside
+    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. Rung 4_hopper alone
+    takes a part of a weight: its tensor maps do.
+    """
+    if rung != HOPPER or d <= h or R * d < MANY_ELEMENTS:
+        return [(0, d)]
+    half = HOPPER_COLUMNS * ceil_div(d, 2 * HOPPER_COLUMNS)  # whole tiles
+    return [(first, min(half, d - first)) for first in range(0, d, half)]
 
 
 def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
@@ -47,39 +64,37 @@ def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
     return executor.empty((0,), doors.dtype_of(like)) if array is None else array
 
 
-def operand(rung: str, array: Array, box: tuple[int, ...]) -> Array | TensorMap:
+def operand(executor: Executor, rung: str, array: Array, box: tuple[int, ...]) -> Any:
     """An operand as the rung's kernel takes it: where it begins, or a tensor map of boxes."""
-    return TensorMap(array, box) if rung == HOPPER else array
+    return executor.tensor_map(array, box) if rung == HOPPER else array
 
 
 def second_operand(executor: Executor, rung: str, array: Array | None, first: Array, box: tuple[int, ...]):
     """The same of d_b or w2, which ungated activations do not have: then something that no kernel reads."""
     if rung == HOPPER:
-        return TensorMap(first if array is None else array, box)
+        return executor.tensor_map(first if array is None else array, box)
     return or_nothing(executor, array, first)
 
 
-def mapped_too(rung: str, name: str, array: Array) -> dict[str, TensorMap]:
+def mapped_too(executor: Executor, rung: str, name: str, array: Array) -> dict[str, Any]:
     """The argument NAME_map of a kernel that takes the array itself as well: rung 4_hopper alone has it."""
-    return {f"{name}_map": TensorMap(array, DEPTH_BOX)} if rung == HOPPER else {}
+    return {f"{name}_map": executor.tensor_map(array, DEPTH_BOX)} if rung == HOPPER else {}
 
 
-def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: Array):
-    """The rung exists and computes in the array's dtype."""
-    doors.check_name(f"rung of {stage}", rung, rungs)
-    if doors.dtype_of(array) not in rungs[rung]:
-        able = [name for name, dtypes in rungs.items() if doors.dtype_of(array) in dtypes]
+def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: Array, **widths: int) -> str:
+    """The array's dtype, in which the rung computes, and rows of these widths."""
+    dtype = doors.dtype_of(array)
+    if dtype not in rungs.get(rung, ()):
+        doors.check_name(f"rung of {stage}", rung, rungs)
+        able = [name for name, dtypes in rungs.items() if dtype in dtypes]
         raise TypeError(
             f"rung {rung} of {stage} computes in {' or '.join(rungs[rung])}, but x is {array.dtype}"
             + (f"; rungs for it: {', '.join(able)}" if able else "")
         )
-
-
-def check_widths(rung: str, **widths: int):
-    """Tensor-core rungs move 16 bytes at a time: their rows are multiples of eight elements."""
     for name, width in widths.items():
-        if rung in TENSOR_CORES and width % 8:
+        if rung in TENSOR_CORES and width % 8:  # they move 16 bytes at a time
             raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
+    return dtype
 
 
 def check_slots(dispatch: Dispatch):
@@ -99,7 +114,7 @@ def rows_launch(
     ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, else four.
     """
     if rung == HOPPER:
-        return _persistent(executor, dispatch.E, crowded)
+        return _persistent(executor.multiprocessors, dispatch.E, crowded)
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
     tiles = dispatch.R // ROWS[rung] + min(dispatch.E, dispatch.R)
@@ -109,16 +124,17 @@ def rows_launch(
 def weights_launch(executor: Executor, rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == HOPPER:
-        return _persistent(executor, num_experts, crowded=True)
+        return _persistent(executor.multiprocessors, num_experts, crowded=True)
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts))
 
 
-def _persistent(executor: Executor, num_experts: int, crowded: bool) -> dict[str, Any]:
+@functools.cache
+def _persistent(multiprocessors: int, num_experts: int, crowded: bool) -> dict[str, Any]:
     """A block for each multiprocessor."""
     return {
-        "grid": executor.multiprocessors,
+        "grid": multiprocessors,
         "block": HOPPER_THREADS[crowded],
         "shared_bytes": HOPPER_SHARED_BYTES,
         "E": num_experts,

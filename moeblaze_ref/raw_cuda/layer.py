@@ -82,7 +82,11 @@ def _stages(x, weights, executor, rung) -> layer.Stages:
     """The stages with the executor and the rung already chosen."""
     doors.check_type("weights", weights, MoEWeights)
     executor = executor or executor_for(x)
-    rung = rung or default_rung(doors.dtype_of(x), *weights.w1.shape[1:], executor)
+    return _bound_stages(executor, rung or default_rung(doors.dtype_of(x), *weights.w1.shape[1:], executor))
+
+
+@functools.cache
+def _bound_stages(executor, rung) -> layer.Stages:
     return layer.Stages(
         router=_Bound(router, executor=executor),
         gating=_Bound(gating, executor=executor),

@@ -60,7 +60,8 @@ def input_gradient(d_logits: Array, wg: Array, executor: Executor | None = None)
         As `forward`.
     """
     stage_doors.check_router_input_gradient(d_logits, wg, gemm.WIDE, LOGIT_DTYPES)
-    return (executor or executor_for(wg)).matmul(d_logits.astype(wg.dtype), wg.T, doors.dtype_of(wg))
+    executor, dtype = executor or executor_for(wg), doors.dtype_of(wg)
+    return executor.matmul(executor.cast(d_logits, dtype), wg.T, dtype)
 
 
 def weight_gradient(d_logits: Array, x: Array, executor: Executor | None = None) -> Array:
@@ -84,4 +85,5 @@ def weight_gradient(d_logits: Array, x: Array, executor: Executor | None = None)
         As `forward`.
     """
     stage_doors.check_router_weight_gradient(d_logits, x, gemm.WIDE, LOGIT_DTYPES)
-    return (executor or executor_for(x)).matmul(x.T, d_logits.astype(x.dtype), doors.dtype_of(x))
+    executor, dtype = executor or executor_for(x), doors.dtype_of(x)
+    return executor.matmul(x.T, executor.cast(d_logits, dtype), dtype)

@@ -1,8 +1,9 @@
-"""One launch interface, two executors.
+"""One launch interface: CuPy's arrays on a GPU, numpy's on the CPU, and in `torch_executor` torch's own tensors.
 
-An executor has ``name``, ``capability``, ``multiprocessors``, ``empty(shape, dtype)``, ``from_numpy(array)``,
-``to_numpy(array)``, ``matmul(left, right, dtype)``, ``check(file)`` and ``load(file, **constants)``; the module that it
-loads has ``launch(kernel, grid, block, shared_bytes=0, **arguments)``. The same .cu file runs through either.
+An executor has ``name``, ``capability``, ``multiprocessors``, ``empty(shape, dtype)``, ``full(shape, dtype, value)``,
+``cast(array, dtype)``, ``from_numpy(array)``, ``to_numpy(array)``, ``matmul(left, right, dtype)``,
+``tensor_map(array, box)``, ``check(file)`` and ``load(file, **constants)``; the module that it loads has
+``launch(kernel, grid, block, shared_bytes=0, **arguments)``. The same .cu file runs through each.
 """
 
 import functools
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from moeblaze_ref.arrays import address_of
 from moeblaze_ref.raw_cuda.runtime.source import Module
 
 
@@ -24,6 +26,12 @@ class Executor(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array of the executor's kind."""
 
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """A new array of one value."""
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        """The array in another dtype; itself if it has it."""
+
     def from_numpy(self, array: np.ndarray) -> Any:
         """The array where the executor's kernels can take it."""
 
@@ -35,6 +43,9 @@ class Executor(Protocol):
 
     def check(self, file: str):
         """The file's header lets it run here; otherwise a ValueError says why not."""
+
+    def tensor_map(self, array: Any, box: tuple[int, ...]) -> Any:
+        """Boxes of the array, or of a part of one, as a kernel's argument of type TensorMap: see `TensorMap`."""
 
     def load(self, file: str, text: str | None = None, **constants: Any) -> Module:
         """Compile a kernel file."""
@@ -72,5 +83,5 @@ def widest_pack(array: Any, width: int) -> int:
     16 bytes of them, or fewer, so that they divide a row and the array begins at a multiple of their bytes. The SIMT
     executor copies numpy arrays to where they may begin.
     """
-    address = 0 if isinstance(array, np.ndarray) else array.data.ptr
+    address = 0 if isinstance(array, np.ndarray) else address_of(array)
     return math.gcd(16, width * array.dtype.itemsize, address) // array.dtype.itemsize

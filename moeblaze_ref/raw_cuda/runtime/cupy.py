@@ -2,13 +2,14 @@
 
 import functools
 import hashlib
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from moeblaze_ref.raw_cuda.runtime.poison import poison
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Module, edition
-from moeblaze_ref.raw_cuda.runtime.tensor_map import BYTES, TensorMap
+from moeblaze_ref.raw_cuda.runtime.tensor_map import BYTES, Layout, TensorMap
 
 
 class CupyExecutor:
@@ -30,17 +31,25 @@ class CupyExecutor:
     @property
     def capability(self) -> tuple[int, int]:
         """The compute capability of the current device."""
-        return _device(cupy.cuda.Device().id)[0]
+        return gpu_of(cupy.cuda.Device().id).capability
 
     @property
     def multiprocessors(self) -> int:
         """How many the current device has."""
-        return _device(cupy.cuda.Device().id)[1]
+        return gpu_of(cupy.cuda.Device().id).multiprocessors
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
         """A new device array, poisoned if the executor is asked to."""
         array = cupy.empty(shape, dtype)
         return poison(array) if self.poisoned else array
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> cupy.ndarray:
+        """A new device array of one value."""
+        return cupy.full(shape, value, dtype)
+
+    def cast(self, array: cupy.ndarray, dtype: str) -> cupy.ndarray:
+        """The array in another dtype; itself if it has it."""
+        return array.astype(dtype, copy=False)
 
     def from_numpy(self, array: np.ndarray) -> cupy.ndarray:
         """A copy on the device."""
@@ -56,7 +65,11 @@ class CupyExecutor:
 
     def check(self, file: str):
         """``kernels_cuda/<file>`` runs on the current device; otherwise a ValueError says what it needs."""
-        _check_gpu(KernelSource.read(file, {}), cupy.cuda.Device().id)
+        check_gpu(file, cupy.cuda.Device().id)
+
+    def tensor_map(self, array: cupy.ndarray, box: tuple[int, ...]) -> TensorMap:
+        """Boxes of the array as a kernel takes them."""
+        return TensorMap(array, box)
 
     def load(self, file: str, text: str | None = None, **constants) -> "CupyModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
@@ -64,31 +77,48 @@ class CupyExecutor:
         return _compile(*key, edition(file, text) if self.follows_edits else None)
 
 
+class Gpu(NamedTuple):
+    """What the kernels must know of a device."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
 @functools.cache
-def _device(device: int) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors."""
-    properties = cupy.cuda.runtime.getDeviceProperties(device)
-    return (properties["major"], properties["minor"]), properties["multiProcessorCount"]
+def gpu_of(device: int) -> Gpu:
+    """That of a device by its number."""
+    found = cupy.cuda.runtime.getDeviceProperties(device)
+    return Gpu(found["name"].decode(), (found["major"], found["minor"]), found["multiProcessorCount"])
+
+
+def check_gpu(file: str, device: int):
+    """``kernels_cuda/<file>`` runs on the device; otherwise a ValueError says what it needs."""
+    _check_source(KernelSource.read(file, {}), device)
+
+
+def _check_source(source, device):
+    source.check_gpu(gpu_of(device).capability, gpu_of(device).name)
 
 
 @functools.cache
 def _compile(file, text, constants, device, edition) -> "CupyModule":
     """The compiled file, once for each of its editions."""
-    source = KernelSource.read(file, dict(constants), text)
-    _check_gpu(source, device)
-    return CupyModule(source)
+    return CupyModule(source_for(file, text, dict(constants), device))
 
 
-def _check_gpu(source: KernelSource, device: int):
-    name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
-    source.check_gpu(_device(device)[0], name)
+def source_for(file: str, text: str | None, constants: dict[str, Any], device: int) -> KernelSource:
+    """The file with its constants, once it is known to run on the device."""
+    source = KernelSource.read(file, constants, text)
+    _check_source(source, device)
+    return source
 
 
 class CupyModule(Module):
     """A compiled kernel file."""
 
     def __init__(self, source: KernelSource):
-        self.source = source
+        super().__init__(source)
         options = (
             "-std=c++17",
             *source.gpu_options,
@@ -102,36 +132,42 @@ class CupyModule(Module):
         self._functions: dict[str, cupy.RawKernel] = {}
         self._shared_bytes: dict[str, int] = {}  # dynamic shared memory that a kernel was allowed
 
+    def bind(self, kernel, arguments):
+        """As `Module.bind`, in a tuple, each as CuPy passes it."""
+        return tuple(map(_argument, super().bind(kernel, arguments)))
+
     def _run(self, kernel, grid, block, shared_bytes, values):
         """Queue the kernel on the current stream."""
+        self.function(kernel, shared_bytes)(grid, block, values, shared_mem=shared_bytes)
+
+    def function(self, kernel: str, shared_bytes: int) -> cupy.RawKernel:
+        """The kernel, allowed so much dynamic shared memory."""
         if kernel not in self._functions:
             self._functions[kernel] = self._module.get_function(kernel)
         function = self._functions[kernel]
         if shared_bytes > self._shared_bytes.get(kernel, 0):
             function.max_dynamic_shared_size_bytes = shared_bytes  # with static memory it may pass the default 48 KiB
             self._shared_bytes[kernel] = shared_bytes
-        function(grid, block, tuple(map(_argument, values)), shared_mem=shared_bytes)
+        return function
 
 
 def _argument(value):
     """A value as CuPy passes it."""
-    if not isinstance(value, TensorMap):
-        return value
-    return _encoded(value.address, str(value.array.dtype), value.extents, value.strides, value.box)
+    return encoded(value.layout, value.box) if isinstance(value, TensorMap) else value
 
 
 @functools.lru_cache(maxsize=4096)  # encoding takes microseconds, and a training step asks for the same maps again
-def _encoded(address, dtype, extents, strides, box) -> np.ndarray:
+def encoded(layout: Layout, box: tuple[int, ...]) -> np.ndarray:
     """The 128 bytes that the copy engine reads, as an array without dimensions."""
     from cuda.bindings import driver
 
-    rank, types, kind = len(extents), driver.CUtensorMapDataType, "CU_TENSOR_MAP_DATA_TYPE_"
-    status, encoded = driver.cuTensorMapEncodeTiled(
-        getattr(types, f"{kind}{dtype.upper()}"),
+    rank, types, kind = len(layout.shape), driver.CUtensorMapDataType, "CU_TENSOR_MAP_DATA_TYPE_"
+    status, words = driver.cuTensorMapEncodeTiled(
+        getattr(types, f"{kind}{layout.dtype.upper()}"),
         rank,
-        address,
-        [driver.cuuint64_t(extent) for extent in extents],
-        [driver.cuuint64_t(stride) for stride in strides],
+        layout.address,
+        [driver.cuuint64_t(extent) for extent in layout.extents],
+        [driver.cuuint64_t(pitch) for pitch in layout.pitches],
         [driver.cuuint32_t(extent) for extent in box],
         [driver.cuuint32_t(1)] * rank,  # every element of the box
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -140,7 +176,7 @@ def _encoded(address, dtype, extents, strides, box) -> np.ndarray:
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"cuTensorMapEncodeTiled refused extents {extents}, strides {strides}, box {box}: {status}")
+        raise RuntimeError(f"cuTensorMapEncodeTiled refused {layout} in boxes of {box}: {status}")
     whole = np.zeros((), [("opaque", np.uint64, BYTES // 8)])
-    whole["opaque"] = [int(word) for word in encoded.opaque]
+    whole["opaque"] = [int(word) for word in words.opaque]
     return whole

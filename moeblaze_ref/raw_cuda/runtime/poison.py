@@ -12,5 +12,5 @@ def poison(array: Any) -> Any:
     if array.dtype.itemsize == 1:
         array.view("uint8").fill(POISON & 0xFF)
     elif array.size:
-        array.view("uint16").fill(POISON)
+        array.reshape(-1).view("uint16").fill(POISON)  # one without dimensions cannot be viewed itself
     return array

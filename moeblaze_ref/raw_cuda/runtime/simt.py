@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime.poison import POISON, poison
@@ -22,7 +23,7 @@ from moeblaze_ref.raw_cuda.runtime.source import (
     check_shared,
     edition,
 )
-from moeblaze_ref.raw_cuda.runtime.tensor_map import BYTES, TensorMap
+from moeblaze_ref.raw_cuda.runtime.tensor_map import BYTES, ITEMSIZE, Layout, TensorMap
 from moeblaze_ref.simt import build
 
 ALIGNMENT = 256  # bytes, as a GPU's allocator gives
@@ -163,6 +164,14 @@ class SimtExecutor:
         """A new array, poisoned."""
         return poison(np.empty(shape, dtype))
 
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
+        """A new array of one value."""
+        return np.full(shape, value, dtype)
+
+    def cast(self, array: np.ndarray, dtype: str) -> np.ndarray:
+        """The array in another dtype; itself if it has it."""
+        return array.astype(dtype, copy=False)
+
     def from_numpy(self, array: np.ndarray) -> np.ndarray:
         """The array itself."""
         return array
@@ -178,6 +187,10 @@ class SimtExecutor:
     def check(self, file: str):
         """The header of ``kernels_cuda/<file>`` names the SIMT executor; otherwise a ValueError says so."""
         KernelSource.read(file, {}).check_simt()
+
+    def tensor_map(self, array: np.ndarray, box: tuple[int, ...]) -> TensorMap:
+        """Boxes of the array as a kernel takes them."""
+        return TensorMap(array, box)
 
     def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
@@ -222,8 +235,9 @@ class SimtModule(Module):
     """A compiled kernel file."""
 
     def __init__(self, executor: SimtExecutor, compiled: tuple[KernelSource, ctypes.CDLL]):
+        source, self._library = compiled
+        super().__init__(source)
         self._executor = executor
-        self.source, self._library = compiled
 
     def _run(self, kernel, grid, block, shared_bytes, values):
         self._check_shared(kernel, shared_bytes)
@@ -288,7 +302,7 @@ def _without_overlap(kernel: str, items: list[_Staged]) -> list[_Staged]:
     items = sorted(items, key=lambda item: _place(item.original))
     not_empty = [item for item in items if item.original.size]
     for left, right in itertools.pairwise(not_empty):
-        if left.original.ctypes.data + left.original.nbytes > right.original.ctypes.data:
+        if byte_bounds(left.original)[1] > right.original.ctypes.data:
             raise ValueError(
                 f"arguments {left.names[0]} and {right.names[0]} of kernel {kernel} overlap in memory without "
                 f"being the same array"
@@ -317,26 +331,27 @@ def _register(staged: list[_Staged]) -> ctypes.Array:
 
 def _pack(values: list[Any], staged: list[_Staged]) -> ctypes.Array:
     """The void** that the kernel's entry unpacks: the address of each argument's value."""
-    moved = {_place(item.original): item.copy.ctypes.data for item in staged}
+    moved = {_place(item.original): item.copy for item in staged}
     holders = [_held(value, moved) for value in values]
     pointers = (ctypes.c_void_p * len(holders))(*(holder.ctypes.data for holder in holders))
     pointers._holders = holders  # alive as long as the pointers
     return pointers
 
 
-def _held(value: Any, moved: dict[tuple[int, int], int]) -> np.ndarray:
+def _held(value: Any, moved: dict[tuple[int, int], np.ndarray]) -> np.ndarray:
     """An argument's value in memory; an array is its address, or that of its copy."""
     array = _array_of(value)
     if array is None:
         return np.array([value])
-    address = moved.get(_place(array), array.ctypes.data)
-    return _encoded(value, address) if isinstance(value, TensorMap) else np.array([address], np.uint64)
+    array = moved.get(_place(array), array)
+    return _encoded(array, value.box) if isinstance(value, TensorMap) else np.array([array.ctypes.data], np.uint64)
 
 
-def _encoded(tensor_map: TensorMap, address: int) -> np.ndarray:
+def _encoded(array: np.ndarray, box: tuple[int, ...]) -> np.ndarray:
     """simt_abi.h, struct SimtTensorMap, where a kernel's argument of that alignment may lie."""
-    fields = [address, tensor_map.array.ndim]
-    for part in (tensor_map.extents, (tensor_map.array.itemsize, *tensor_map.strides), tensor_map.box):
+    layout = Layout.of(array)
+    fields = [layout.address, len(layout.shape)]
+    for part in (layout.extents, (ITEMSIZE, *layout.pitches), box):
         fields += [*part, 1][:3]  # a matrix is a stack of one
     memory = np.zeros(2 * BYTES, np.uint8)
     start = -memory.ctypes.data % BYTES

@@ -7,6 +7,7 @@ executors, so that a Python float can never arrive as a double.
 import functools
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ def _headers() -> list[Path]:
 class Module(ABC):
     """A compiled kernel file; executors differ in how they run a kernel of it."""
 
-    source: KernelSource
+    def __init__(self, source: KernelSource):
+        self.source = source
 
     def launch(
         self,
@@ -191,11 +193,15 @@ class Module(ABC):
             On the SIMT executor: if a thread leaves its buffers, waits for one that never comes, or traps.
         """
         grid, block = checked_sizes(kernel, grid, block, shared_bytes)
-        self._run(kernel, grid, block, shared_bytes, self.source.bind(kernel, arguments))
+        self._run(kernel, grid, block, shared_bytes, self.bind(kernel, arguments))
+
+    def bind(self, kernel: str, arguments: dict[str, Any]) -> Sequence[Any]:
+        """Arguments in declared order and type, as `_run` takes them; raises as `KernelSource.bind`."""
+        return self.source.bind(kernel, arguments)
 
     @abstractmethod
-    def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: list[Any]) -> None:
-        """Run a checked launch; ``values`` are in declared order and type."""
+    def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: Sequence[Any]) -> None:
+        """Run a checked launch; ``values`` are those of `bind`."""
 
 
 @functools.lru_cache(maxsize=4096, typed=True)  # a training loop launches the same sizes again and again
