@@ -80,7 +80,7 @@ def test_the_bytes_are_those_of_the_arrays_that_go_in_and_come_out(stage, config
     if stage not in floors.stages_of(config):
         return
     inputs = stages.Inputs(config, bridge := stages.bridge_to(torch.device("cpu")), torch.device("cpu"))
-    (result,) = stages._run_ours(stage, stages.default_rung(stage, config), [inputs], bridge)
+    (result,) = stages.run_ours(stage, stages.default_rung(stage, config), [inputs], bridge)
     assert floors.cost_of(stage, config).bytes == _bytes_of(result) + sum(
         (inputs.dispatch.arrays()[name] if name in LISTS else getattr(inputs, name)).nbytes
         for name in READ[stage]

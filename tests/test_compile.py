@@ -3,12 +3,13 @@
 import io
 import re
 
+import numpy as np
 import pytest
 from cuda.core import Program, ProgramOptions
 
 from moeblaze_ref.config import ACTIVATIONS
 from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm
+from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, tiles
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 from moeblaze_ref.simt.build import cuda_include_dirs
@@ -22,6 +23,7 @@ CONSTANTS = {
         (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu", "PACK": 8}
     ),
 }
+OF_DTYPE = {dtype: {"Scalar": name, "PACK": 16 // np.dtype(dtype).itemsize} for dtype, name in gemm.C_TYPE.items()}
 ARCHITECTURES = {
     "sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100"),
     "sm_90a; SIMT executor": ("sm_90a",),
@@ -35,7 +37,9 @@ USAGE = re.compile(
 
 
 def read(file):
-    return KernelSource.read(file, CONSTANTS[file.split("/")[0]])
+    stage, name = file.split("/")
+    tile = tiles.DEFAULTS.get(name.removesuffix(".cu"))
+    return KernelSource.read(file, CONSTANTS[stage] | (tile.constants(2) if tile else {}))
 
 
 def architectures(source):
@@ -104,8 +108,9 @@ def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
     ],
 )
 def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, rung, dtype):
-    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "PACK": 4 if dtype == "float32" else 8}
-    assert_fits(KernelSource.read(f"{stage}/{rung}.cu", constants))
+    for tile in tiles.CANDIDATES.get(rung, (None,)):
+        of_tile = tile.constants(np.dtype(dtype).itemsize) if tile else {}
+        assert_fits(KernelSource.read(gemm.file_of(stage, rung), CONSTANTS[stage] | OF_DTYPE[dtype] | of_tile))
 
 
 @pytest.mark.parametrize("pack", [1, 2, 4, 8])
@@ -117,7 +122,9 @@ def test_every_pack_fits_into_registers(file, pack):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_fits_into_registers(activation):
     for stage in ("expert_up", "expert_down"):
-        assert_fits(KernelSource.read(f"{stage}/3_mma.cu", CONSTANTS[stage] | {"ACTIVATION": activation}))
+        for tile in tiles.CANDIDATES["3_mma"]:
+            constants = CONSTANTS[stage] | {"ACTIVATION": activation} | tile.constants(itemsize=2)
+            assert_fits(KernelSource.read(f"{stage}/3_mma.cu", constants))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

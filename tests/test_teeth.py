@@ -94,7 +94,7 @@ FAULTS = [
     ),
     Fault("activation without its gate", "expert_up", "2_tiled", "GATED ? act_a * to_float(b) : act_a", "act_a"),
     Fault("copies not awaited", "expert_up", "3_mma", "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
-    Fault("stale buffer", "expert_up", "3_mma", "*target = Chunk{{0, 0, 0, 0}};", ";"),
+    Fault("stale buffer", "expert_up", "3_mma", "cp_async_or_zero(stage +", "if (begin) cp_async_or_zero(stage +"),
     Fault(
         "fragments not transposed", "expert_up", "3_mma", "ldmatrix_x4_transposed(registers,", "ldmatrix_x4(registers,"
     ),
@@ -119,7 +119,7 @@ FAULTS = [
         "column < TILE; ++column) term",
         "column < 1; ++column) term",
     ),
-    Fault("last columns dropped", "expert_down", "3_mma", "return i < d ? &w3", "return i < d - 8 ? &w3"),
+    Fault("last columns dropped", "expert_down", "3_mma", "d, h, d - first_column}", "d, h, d - first_column - 8}"),
     Fault(
         "gates in token order",
         "expert_down",

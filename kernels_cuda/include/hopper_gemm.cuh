@@ -18,7 +18,9 @@ constexpr int PANEL = 64;                                       // elements of 1
 constexpr int PANEL_BYTES = 64 * 128;                           // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
 constexpr int GROUP = 32;  // columns that are stored together
-constexpr int BAND = 8;    // row tiles that are worked on side by side: they share B in the L2 cache
+#ifndef BAND
+#define BAND 8  // row tiles that are worked on side by side: they share B in the L2 cache
+#endif
 
 // One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
 struct Stage {

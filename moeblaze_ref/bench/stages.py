@@ -163,7 +163,7 @@ def time_stage(
     cost = floors.cost_of(stage, config)
     bridge = bridge_to(device.torch_device)
     sets = [Inputs(config, bridge, device.torch_device) for _ in range(input_sets(cost.bytes, device.cache_bytes))]
-    works = {(OURS, rung): partial(_run_ours, stage, rung, sets, bridge) for rung in rungs}
+    works = {(OURS, rung): partial(run_ours, stage, rung, sets, bridge) for rung in rungs}
     errors = dict.fromkeys(works)
     if beside_torch:
         works[TORCH, None] = partial(_run_torch, stage, sets)
@@ -182,7 +182,8 @@ def input_sets(bytes_moved: int, cache_bytes: int) -> int:
     return min(MOST_SETS, max(1, ceil_div(2 * cache_bytes, bytes_moved)))
 
 
-def _run_ours(stage: str, rung: str | None, sets: Sequence[Inputs], bridge: Bridge) -> list[Any]:
+def run_ours(stage: str, rung: str | None, sets: Sequence[Inputs], bridge: Bridge) -> list[Any]:
+    """A stage's results on each of the inputs; without a rung, on one that has no ladder."""
     options = {"executor": bridge.executor} | ({} if rung is None else {"rung": rung})
     with bridge.running():
         return [RUN[stage](inputs, **options) for inputs in sets]

@@ -3,11 +3,11 @@
 from collections.abc import Collection
 
 from moeblaze_ref import doors, stage_doors
-from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda import gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import HIDDEN, Array, Dispatch
 
-RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW, "4_hopper": gemm.NARROW}
+RUNGS = gemm.RUNGS
 DEFAULT_RUNG = "2_tiled"
 _STORE = {"STORE_PROJECTIONS": "a", "STORE_Y_SWI": "y_swi"}
 
@@ -39,7 +39,7 @@ def forward(
     executor : Executor, optional
         Default: by where ``x`` lives.
     rung : str
-        One of ``RUNGS``.
+        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
 
     Returns
     -------
@@ -64,10 +64,11 @@ def forward(
     a, b, y_swi = (executor.empty((dispatch.R, h), doors.dtype_of(x)) if stored[name] else None for name in HIDDEN)
     if dispatch.R:
         left_out = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
-        module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, activation), **left_out)
+        tile = tiles.choose(executor, rung, "expert_up", dispatch.R, dispatch.E, d, h)
+        module = executor.load(gemm.file_of("expert_up", rung), **gemm.constants(x, activation, tile), **left_out)
         module.launch(
             "expert_up",
-            **gemm.rows_launch(executor, rung, dispatch, h, results=1 if w2 is None else 2),
+            **gemm.rows_launch(executor, rung, dispatch, h, tile, results=1 if w2 is None else 2),
             x=x,
             w1=gemm.operand(rung, w1, gemm.WEIGHTS_BOX),
             w2=gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_BOX),
@@ -125,8 +126,11 @@ def input_gradient(
     d_x = executor.empty((dispatch.L, d), doors.dtype_of(d_a))
     if dispatch.R == 0:
         return d_x
+    tile = tiles.choose(executor, rung, "d_x_rows", dispatch.R, dispatch.E, d, h)
     # The kernels depend on whether there is a gate, not on the activation.
-    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(d_a, "silu" if w2 is None else "swiglu"))
+    module = executor.load(
+        gemm.file_of("expert_up", rung), **gemm.constants(d_a, "silu" if w2 is None else "swiglu", tile)
+    )
     operands = {
         "d_a": gemm.operand(rung, d_a, gemm.ROWS_BOX),
         "d_b": gemm.second_operand(executor, rung, d_b, d_a, gemm.ROWS_BOX),
@@ -135,23 +139,24 @@ def input_gradient(
         "d": d,
         "h": h,
     }
-    _INPUT_GRADIENT[rung](executor, module, rung, operands, dispatch, d_x)
+    _INPUT_GRADIENT[rung](executor, module, rung, tile, operands, dispatch, d_x)
     return d_x
 
 
-def _sum_on_the_fly(executor, module, rung, operands, dispatch, d_x):
+def _sum_on_the_fly(executor, module, rung, tile, operands, dispatch, d_x):
     """d_x by one kernel, a thread for each of its elements."""
     slots = {"token_expert_indices": dispatch.token_expert_indices, "token_index_map": dispatch.token_index_map}
     module.launch("d_x", **gemm.per_element(d_x.size), **operands, **slots, d_x=d_x, L=dispatch.L, k=dispatch.k)
 
 
-def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x):
+def _sum_stored_rows(executor, module, rung, tile, operands, dispatch, d_x):
     """d_x by a product of tiles and a sum."""
     gemm.check_slots(dispatch)
     d = operands["d"]
     rows = executor.empty((dispatch.R, d), doors.dtype_of(d_x))
     offsets = {"expert_token_offsets": dispatch.expert_token_offsets}
-    module.launch("d_x_rows", **gemm.rows_launch(executor, rung, dispatch, d), **operands, **offsets, rows=rows)
+    launch = gemm.rows_launch(executor, rung, dispatch, d, tile)
+    module.launch("d_x_rows", **launch, **operands, **offsets, rows=rows)
     constants, warps = gemm.row_sums(rows, dispatch.L)
     sums = executor.load("expert_up/0_sum_rows.cu", **constants)
     slots = {"token_index_map": dispatch.token_index_map, "L": dispatch.L, "k": dispatch.k}
@@ -196,11 +201,12 @@ def weight_gradient(
     if dispatch.R == 0:
         d_w.fill(0)
         return d_w
+    tile = tiles.choose(executor, rung, "d_w", dispatch.R, E, d, h)
     # The kernel does not depend on the activation.
-    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(x, "swiglu"))
+    module = executor.load(gemm.file_of("expert_up", rung), **gemm.constants(x, "swiglu", tile))
     module.launch(
         "d_w",
-        **gemm.weights_launch(executor, rung, E, d, h),
+        **gemm.weights_launch(executor, rung, E, d, h, tile),
         **gemm.mapped_too(rung, "d_hidden", d_hidden),
         d_hidden=d_hidden,
         x=x,
