@@ -101,7 +101,7 @@ def _judged(backend, stage, rung, dtype, case, found, expect) -> Iterator[Row]:
     peer = {} if dtype in comparisons.BOUNDS else expect(case, getattr(torch, dtype))
     for direction in exact:
         error, bound = comparisons.judge(
-            found[direction], exact[direction], comparisons.precision(rung, dtype), peer.get(direction)
+            found[direction], exact[direction], comparisons.precision(stage, rung, dtype), peer.get(direction)
         )
         yield _row(backend, stage, rung, direction, dtype, case.shape, error, bound)
 

@@ -24,17 +24,20 @@ Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
 
 # tf32 keeps 10 bits of a float's mantissa: each factor is off by at most 2^-11, a product of two by 2^-10, and a sum of
-# products by no more unless they cancel.
-BOUNDS = {"int32": 0.0, "float64": 1e-12, "float32": 1e-5, "tf32": 2.0**-10}
+# products by no more unless they cancel. The layer multiplies what it has multiplied before: twice that.
+TF32_PRODUCT = 2.0**-10
+BOUNDS = {"int32": 0.0, "float64": 1e-12, "float32": 1e-5, "tf32": TF32_PRODUCT, "tf32 twice": 2 * TF32_PRODUCT}
 # For the narrow types the bound is twice the error of plain torch in the same dtype; below
 # FEW_ELEMENTS that ratio is noise, and this is the least bound.
 SMALL_TENSOR_BOUNDS = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "tf32": 2.0**-9}
 FEW_ELEMENTS = 256
 
 
-def precision(rung: str | None, dtype: str) -> str:
-    """What a rung multiplies in, for `judge`: its arrays' dtype, or tf32."""
-    return "tf32" if rung == gemm.TF32 else dtype
+def precision(stage: str, rung: str | None, dtype: str) -> str:
+    """What a stage multiplies in on a rung, for `judge`: its arrays' dtype, or tf32, in the layer twice in a row."""
+    if rung != gemm.TF32:
+        return dtype
+    return "tf32 twice" if stage == "layer" else "tf32"
 
 
 def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) -> tuple[float, float]:

@@ -44,7 +44,7 @@ def verdicts(stage, rung, case, dtype, executor=None):
     rounded = case.astype(dtype)
     found = comparisons.RUN[stage](on(stage, rung, executor or SimtExecutor()), rounded)
     exact, peer = (comparisons.EXPECT[stage](rounded, t) for t in (torch.float64, getattr(torch, dtype)))
-    return {d: comparisons.judge(found[d], exact[d], comparisons.precision(rung, dtype), peer[d]) for d in exact}
+    return {d: comparisons.judge(found[d], exact[d], comparisons.precision(stage, rung, dtype), peer[d]) for d in exact}
 
 
 def assert_right(*arguments, **options):
@@ -342,6 +342,81 @@ def test_gates_are_float32():
     dispatch = build_by_sort(np.array([[0, 1]], np.int32), 2)
     with pytest.raises(TypeError, match="gates has dtype float64, but it must be float32"):
         combine.forward(y, gates, dispatch)
+
+
+# ---- tf32 ------------------------------------------------------------------------------------
+
+
+def to_tf32(array):
+    """The floats whose mantissas have 10 bits that are nearest to the array's, the larger magnitude of two."""
+    mantissa, exponent = np.frexp(array.astype(np.float64))
+    return np.ldexp(np.copysign(np.floor(np.abs(mantissa) * 2**11 + 0.5), mantissa), exponent - 11)
+
+
+ROUND = """#include "ptx.cuh"
+extern "C" __global__ void round_all(const float* x, float* out) {
+    out[threadIdx.x] = __int_as_float(to_tf32(unsigned(__float_as_int(x[threadIdx.x]))));
+}"""
+
+
+def test_floats_are_rounded_to_the_nearest_of_tf32_and_ties_away_from_zero():
+    ulp = 2.0**-10
+    halves = [1 + (n + 0.5) * ulp for n in (0, 1, 2, 1023)]
+    exact = [0.0, 1.0, 1 + ulp, 2.0**-126, 3.0e38, np.inf]
+    x = np.array([*halves, *exact, *np.random.default_rng(0).standard_normal(54)], np.float32)
+    x = np.concatenate([x, -x, np.nextafter(x[:4], 0), np.nextafter(x[:4], 2), [np.nan, 0.0]]).astype(np.float32)
+    executor = SimtExecutor()
+    out = executor.empty(x.shape, "float32")
+    executor.load("round.cu", text=ROUND).launch("round_all", grid=1, block=x.size, x=x, out=out)
+    finite = np.isfinite(x)
+    np.testing.assert_array_equal(out[finite], to_tf32(x[finite]).astype(np.float32))
+    np.testing.assert_array_equal(out[~finite], x[~finite])
+    np.testing.assert_array_equal(out[:4], np.float32([1 + ulp, 1 + 2 * ulp, 1 + 3 * ulp, 2.0]))
+
+
+def products(case, round_to):
+    """Every result of both stages that is one product, in float64, from rounded operands: {name: array}."""
+    dispatch, (_, w1, w2, w3) = build_by_sort(case.topk_experts, case.E), case.weights
+    rows = np.repeat(np.arange(case.E), np.diff(dispatch.expert_token_offsets))
+    x, d_out = (array[dispatch.expert_token_indices] for array in (case.x, case.d_out))
+    y_swi, (d_a, d_b) = comparisons.hidden(case)[2], comparisons.d_hidden(case)
+
+    def times(left, right):
+        return np.einsum("ri,rij->rj", round_to(left), round_to(right)[rows])
+
+    def summed(left, right):
+        outer = np.zeros((case.E, left.shape[1], right.shape[1]))
+        np.add.at(outer, rows, round_to(left)[:, :, None] * round_to(right)[:, None])
+        return outer
+
+    d_x = np.zeros(case.x.shape)
+    turned = [w.transpose(0, 2, 1) for w in (w1, w2)]
+    np.add.at(d_x, dispatch.expert_token_indices, times(d_a, turned[0]) + times(d_b, turned[1]))
+    up = {"a": times(x, w1), "b": times(x, w2), "d_x": d_x, "d_w1": summed(x, d_a), "d_w2": summed(x, d_b)}
+    return up | {"y": times(y_swi, w3)}
+
+
+def test_tf32_products_are_those_of_rounded_operands_to_the_last_bits():
+    case, found = RAGGED.astype("float32"), {}
+    for stage in ("expert_up", "expert_down"):
+        for results in comparisons.RUN[stage](opened(stage, gemm.TF32), case).values():
+            found |= results
+    rounded, exact = products(case, to_tf32), products(case, lambda array: array.astype(np.float64))
+    for name in rounded:
+        assert relative_error(found[name], rounded[name]) < 1e-6, name
+        assert 1e-4 < relative_error(found[name], exact[name]) < comparisons.TF32_PRODUCT, name
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_the_bound_of_tf32_tells_it_from_fewer_bits(bits):
+    case = RAGGED.astype("float32")
+
+    def coarser(array):
+        mantissa, exponent = np.frexp(array.astype(np.float64))
+        return np.ldexp(np.round(mantissa * 2 ** (bits + 1)), exponent - bits - 1)
+
+    found, exact = products(case, coarser), products(case, lambda array: array.astype(np.float64))
+    assert all(relative_error(found[name], exact[name]) > comparisons.TF32_PRODUCT for name in exact)
 
 
 # ---- planted faults --------------------------------------------------------------------------
@@ -699,5 +774,5 @@ def test_a_planted_fault_is_caught(fault):
     except KernelFault:
         return
     exact, peer = (comparisons.EXPECT[stage](case, t) for t in (torch.float64, getattr(torch, dtype)))
-    pairs = [comparisons.judge(found[d], exact[d], comparisons.precision(rung, dtype), peer[d]) for d in exact]
+    pairs = [comparisons.judge(found[d], exact[d], comparisons.precision(stage, rung, dtype), peer[d]) for d in exact]
     assert any(not error <= bound for error, bound in pairs)
