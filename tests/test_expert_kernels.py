@@ -17,7 +17,9 @@ from moeblaze_ref.notebook.sources import inlined
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm, tiles
+from moeblaze_ref.raw_cuda.runtime import simt
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 
 STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
 EVERY = [
@@ -251,6 +253,19 @@ def assert_tile(stage, rung, tile, case):
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
 def test_several_small_tiles(stage, rung):
     assert_tile(stage, rung, SMALL, RAGGED)
+
+
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_a_block_in_tiles_has_the_shared_memory_that_its_header_states(stage):
+    constants = {"Scalar": "__half", "ACTIVATION": "swiglu"} | SMALL.constants(itemsize=2)
+    source = KernelSource.read(f"{stage}/3_mma.cu", constants)
+    for kernel, header in stated(f"{stage}/3_mma.cu").items():
+        static = simt._static_shared_bytes(source, kernel)
+        dynamic = (
+            evaluate(header.shared, {name: v for name, v in constants.items() if isinstance(v, int)} | {"s": 2})
+            - static
+        )
+        assert dynamic == SMALL.shared_bytes, kernel
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,15 @@
 //              are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel     grid                                   block    shared bytes  bytes read                                              bytes written
-// expert_up  R / TILE_ROWS + min(E, R), C           THREADS  12 + S        8 E blocks + 4 K R C + s R d C + s d h G tiles          s R h (G P + Y)
-// d_x_rows   R / TILE_ROWS + min(E, R), D           THREADS  12 + S        8 E blocks + s R h G D + s d h G tiles                  s R d
-// d_w        W, J, E                                 THREADS  S             8 THREADS blocks + s R d J + 4 A R W J + s R h W        s E d h
-// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
-// gated activation, else 1. S = s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS); C = ceil(G h / TILE_COLUMNS),
-// D = ceil(d / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS), W = ceil(d / TILE_ROWS). A line's number in a list is
-// read for each 16 bytes of it: K = s TILE_DEPTH / 16 of a stage, A = s TILE_ROWS / 16 of a tile. tiles is the
-// sum over the experts of ceil(rows / TILE_ROWS); blocks is the whole grid. 2 R d h G FLOPs a GEMM, in d_w
-// 2 R d h. Bound: tensor cores.
+// kernel     grid                                                 block    shared bytes                                         bytes read                                        bytes written
+// expert_up  R / TILE_ROWS + min(E, R), ceil(G h / TILE_COLUMNS)  THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 E blocks + 4 K R C + s R d C + s d h G tiles    s R h (G P + Y)
+// d_x_rows   R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)    THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 E blocks + s R h G D + s d h G tiles            s R d
+// d_w        ceil(d / TILE_ROWS), ceil(h / TILE_COLUMNS), E       THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)       8 THREADS blocks + s R d J + 4 A R W J + s R h W  s E d h
+// P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a gated
+// activation, else 1. C = ceil(G h / TILE_COLUMNS), D = ceil(d / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS),
+// W = ceil(d / TILE_ROWS). A line's number in a list is read for each 16 bytes of it: K = s TILE_DEPTH / 16 of a
+// stage, A = s TILE_ROWS / 16 of a tile. tiles is the sum over the experts of ceil(rows / TILE_ROWS); blocks is
+// the whole grid. 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores; on Hopper, shared memory.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 #include "mma_matmul.cuh"

@@ -79,7 +79,6 @@ class MmaTile:
         """What the headers of rung 3_mma call the constants, and what follows from them for a layer."""
         constants = self.constants(itemsize)
         return constants | {
-            "S": self.shared_bytes,
             "K": itemsize * constants["TILE_DEPTH"] // 16,
             "A": itemsize * self.rows // 16,
             "B": itemsize * self.columns // 16,
