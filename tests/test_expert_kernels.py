@@ -236,7 +236,7 @@ def test_blocks_that_stay_ask_for_what_their_headers_state(stage):
 
 
 def assert_tile(stage, rung, tile, case):
-    """The stage is right in this tile, its kernels ask for what their headers state, and banks conflict at ends alone."""
+    """Right in this tile; its kernels ask for what their headers state, and banks conflict at ends alone."""
     executor, headers = SimtExecutor(seed=2), stated(gemm.file_of(stage, rung))
     with tiles.trying(tile), executor.recording() as launches:
         assert_right(stage, rung, case, STAGES[stage].RUNGS[rung][-1], executor=executor)
