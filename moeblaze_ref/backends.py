@@ -85,9 +85,11 @@ class Backend:
 
 def refusal(executor: Any, stage: str, rung: str) -> str:
     """Why an executor of raw CUDA does not run a rung, by its file's header; empty if it does."""
+    from moeblaze_ref.raw_cuda.gemm import file_of
+
     folder = "expert_up" if stage == "layer" else stage  # the layer's rungs are its projections'
     try:
-        executor.check(f"{folder}/{rung}.cu")
+        executor.check(file_of(folder, rung))
     except ValueError as error:
         return str(error)
     return ""

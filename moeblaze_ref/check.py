@@ -100,7 +100,9 @@ def _judged(backend, stage, rung, dtype, case, found, expect) -> Iterator[Row]:
     exact = expect(case, torch.float64)
     peer = {} if dtype in comparisons.BOUNDS else expect(case, getattr(torch, dtype))
     for direction in exact:
-        error, bound = comparisons.judge(found[direction], exact[direction], dtype, peer.get(direction))
+        error, bound = comparisons.judge(
+            found[direction], exact[direction], comparisons.precision(stage, rung, dtype), peer.get(direction)
+        )
         yield _row(backend, stage, rung, direction, dtype, case.shape, error, bound)
 
 

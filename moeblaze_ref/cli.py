@@ -1,4 +1,4 @@
-"""The ``moeblaze`` command: doctor, check, sanitize, bench, memory, demo."""
+"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, demo."""
 
 import functools
 import json
@@ -223,6 +223,38 @@ def bench(
     else:
         stdout().print(report.table(rows))
     raise typer.Exit(1 if report.wrong(rows) else 0)
+
+
+@app.command()
+def tune(
+    preset: Annotated[list[str] | None, typer.Option(help=f"all, or one of {', '.join(PRESETS)}; repeatable.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="L, in place of the preset's.")] = None,
+    rung: Annotated[list[str] | None, typer.Option(help="Only this rung of the kernels; repeatable.")] = None,
+    repetitions: Annotated[int, typer.Option(help="Of each tile; medians are shown.")] = 5,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write the table here, in the place of what it says of this class of GPU.")
+    ] = None,
+    as_json: AsJson = False,
+):
+    """Time every tile that a tensor-core kernel may be compiled for, on a GPU, and choose one for each kind of layer."""
+    from moeblaze_ref.bench import plan, stages
+    from moeblaze_ref.bench import tune as tuning
+
+    presets, rungs = (tuple(dict.fromkeys(names or ())) for names in (preset, rung))
+    with user_errors():
+        jobs = tuning.jobs(presets, tokens, rungs, repetitions)
+        device = plan.gpu()
+        if record:
+            tuning.check_place(record)
+    times = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
+    run = tuning.run_of(times, device.clocks(), stages.executor_here().capability)
+    if as_json:
+        print(json.dumps(run, indent=1))
+    else:
+        stdout().print(tuning.table(times))
+    if record:
+        with user_errors():
+            tuning.add(record, run)
 
 
 @app.command()

@@ -17,16 +17,27 @@ from moeblaze_ref import oracle
 from moeblaze_ref.cases import Case, relative_error
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.torch_layer import MoELayer
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
 
-BOUNDS = {"int32": 0.0, "float64": 1e-12, "float32": 1e-5}
+# tf32 keeps 10 bits of a float's mantissa: each factor is off by at most 2^-11, a product of two by 2^-10, and a sum of
+# products by no more unless they cancel. The layer multiplies what it has multiplied before: twice that.
+TF32_PRODUCT = 2.0**-10
+BOUNDS = {"int32": 0.0, "float64": 1e-12, "float32": 1e-5, "tf32": TF32_PRODUCT, "tf32 twice": 2 * TF32_PRODUCT}
 # For the narrow types the bound is twice the error of plain torch in the same dtype; below
 # FEW_ELEMENTS that ratio is noise, and this is the least bound.
-SMALL_TENSOR_BOUNDS = {"bfloat16": 2.0**-6, "float16": 2.0**-9}
+SMALL_TENSOR_BOUNDS = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "tf32": 2.0**-9}
 FEW_ELEMENTS = 256
+
+
+def precision(stage: str, rung: str | None, dtype: str) -> str:
+    """What a stage multiplies in on a rung, for `judge`: its arrays' dtype, or tf32, in the layer twice in a row."""
+    if rung != gemm.TF32:
+        return dtype
+    return "tf32 twice" if stage == "layer" else "tf32"
 
 
 def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) -> tuple[float, float]:
@@ -37,7 +48,7 @@ def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) 
     found, exact : dict of arrays
         The stage's results, and those of float64.
     dtype : str
-        What the stage computed in.
+        What the stage computed in: `precision`.
     peer : dict of arrays, optional
         Results of plain torch in that dtype; needed for the narrow ones.
     """
@@ -47,10 +58,8 @@ def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) 
 
 def bound_of(name: str, exact: Arrays, dtype: str, peer: Arrays | None) -> float:
     """Largest relative error that the tensor of this name may have; arguments as in `judge`."""
-    if dtype in BOUNDS:
-        return BOUNDS[dtype]
-    bound = 2.0 * relative_error(peer[name], exact[name])
-    return max(bound, SMALL_TENSOR_BOUNDS[dtype]) if exact[name].size < FEW_ELEMENTS else bound
+    bound = BOUNDS[dtype] if dtype in BOUNDS else 2.0 * relative_error(peer[name], exact[name])
+    return max(bound, SMALL_TENSOR_BOUNDS.get(dtype, 0.0)) if exact[name].size < FEW_ELEMENTS else bound
 
 
 def _badness(pair: tuple[float, float]) -> float:

@@ -46,7 +46,8 @@ class MoELayer(RoutedExperts):
     policy : str
         What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
     rung : str, optional
-        One of ``raw_cuda.layer.RUNGS``. Default: the fastest for the dtype and the widths.
+        One of ``raw_cuda.layer.RUNGS``. Default: the fastest for the dtype and the widths. Only ``3_mma_tf32``, which
+        is never the default, computes in less than the dtype: float32 operands are rounded to 10 bits of mantissa.
 
     Attributes
     ----------

@@ -1,8 +1,12 @@
 """Every raw CUDA kernel compiles for the architectures that its header names, without a GPU and without spilling."""
 
+import functools
 import io
+import itertools
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from cuda.core import Program, ProgramOptions
 
@@ -10,7 +14,7 @@ from moeblaze_ref.bench import ladder
 from moeblaze_ref.config import ACTIVATIONS
 from moeblaze_ref.notebook.hopper import RING
 from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm
+from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, tiles
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 from moeblaze_ref.simt.build import cuda_include_dirs
@@ -24,6 +28,7 @@ CONSTANTS = {
         (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu", "PACK": 8}
     ),
 }
+OF_DTYPE = {dtype: {"Scalar": name, "PACK": 16 // np.dtype(dtype).itemsize} for dtype, name in gemm.C_TYPE.items()}
 ARCHITECTURES = {
     "sm_80 and newer; SIMT executor": ("sm_80", "sm_90", "sm_100"),
     "sm_90a; SIMT executor": ("sm_90a",),
@@ -37,7 +42,9 @@ USAGE = re.compile(
 
 
 def read(file):
-    return KernelSource.read(file, CONSTANTS[file.split("/")[0]])
+    stage, name = file.split("/")
+    tile = tiles.DEFAULTS.get(name.removesuffix(".cu"))
+    return KernelSource.read(file, CONSTANTS[stage] | (tile.constants(2) if tile else {}))
 
 
 def architectures(source):
@@ -47,22 +54,27 @@ def architectures(source):
 
 def usage(source, architecture):
     """ptxas's report of a compiled file: registers, static shared memory, stack and spills of every kernel."""
+    return _usage(source.text, tuple(source.constants.items()), tuple(source.include_dirs), architecture)
+
+
+@functools.cache
+def _usage(text, constants, include_dirs, architecture):
     log = io.StringIO()
     options = ProgramOptions(
         arch=architecture,
         std="c++17",
-        include_path=[str(path) for path in (*source.include_dirs, *cuda_include_dirs())],
-        define_macro=[(name, str(value)) for name, value in source.constants.items()] or None,
+        include_path=[str(path) for path in (*include_dirs, *cuda_include_dirs())],
+        define_macro=[(name, str(value)) for name, value in constants] or None,
         ptxas_options="-v",
     )
-    assert Program(source.text, "c++", options).compile("cubin", logs=log).code
+    assert Program(text, "c++", options).compile("cubin", logs=log).code
     reports = (match.groupdict() for match in USAGE.finditer(log.getvalue()))
     return {report.pop("kernel"): {name: int(number or 0) for name, number in report.items()} for report in reports}
 
 
-def assert_fits(source):
-    """No kernel of the file spills or uses local memory, where its header says that it runs."""
-    for architecture in architectures(source):
+def assert_fits(source, on=None):
+    """No kernel of the file spills or uses local memory: ``on`` these, or where its header says that it runs."""
+    for architecture in on or architectures(source):
         found = usage(source, architecture)
         assert found.keys() == source.kernels.keys()
         for kernel, used in found.items():
@@ -101,8 +113,24 @@ def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
     ],
 )
 def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, rung, dtype):
-    constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "PACK": 4 if dtype == "float32" else 8}
-    assert_fits(KernelSource.read(f"{stage}/{rung}.cu", constants))
+    tile = tiles.DEFAULTS.get(rung)
+    of_tile = tile.constants(np.dtype(dtype).itemsize) if tile else {}
+    assert_fits(KernelSource.read(gemm.file_of(stage, rung), CONSTANTS[stage] | OF_DTYPE[dtype] | of_tile))
+
+
+SHAPES = [  # that differ in more than the band
+    (rung, tile)
+    for rung in ("3_mma", gemm.TF32)
+    for tile in dict.fromkeys(replace(t, band=8) for t in tiles.CANDIDATES[rung][1:])
+]
+
+
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+@pytest.mark.parametrize(("rung", "tile"), SHAPES)
+def test_every_tile_that_may_be_chosen_fits_into_registers(rung, tile, stage):
+    dtype = gemm.RUNGS[rung][-1]
+    constants = CONSTANTS[stage] | OF_DTYPE[dtype] | tile.constants(np.dtype(dtype).itemsize)
+    assert_fits(KernelSource.read(gemm.file_of(stage, rung), constants | {"ACTIVATION": "swiglu"}), ("sm_80",))
 
 
 @pytest.mark.parametrize("pack", [1, 2, 4, 8])
@@ -111,10 +139,13 @@ def test_every_pack_fits_into_registers(file, pack):
     assert_fits(KernelSource.read(file, CONSTANTS["combine"] | {"PACK": pack}))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_fits_into_registers(activation):
+@pytest.mark.parametrize(
+    ("activation", "architecture"), [*zip(ACTIVATIONS, itertools.cycle(("sm_80", "sm_90")), strict=False)]
+)
+def test_every_activation_fits_into_registers(activation, architecture):
     for stage in ("expert_up", "expert_down"):
-        assert_fits(KernelSource.read(f"{stage}/3_mma.cu", CONSTANTS[stage] | {"ACTIVATION": activation}))
+        constants = CONSTANTS[stage] | {"ACTIVATION": activation} | tiles.DEFAULTS["3_mma"].constants(itemsize=2)
+        assert_fits(KernelSource.read(f"{stage}/3_mma.cu", constants), (architecture,))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

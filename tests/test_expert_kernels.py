@@ -16,8 +16,10 @@ from moeblaze_ref.config import ACTIVATIONS, is_gated
 from moeblaze_ref.notebook.sources import inlined
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm
+from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm, tiles
+from moeblaze_ref.raw_cuda.runtime import simt
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 
 STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
 EVERY = [
@@ -26,6 +28,7 @@ EVERY = [
 RAGGED = make_case(137, 24, 72, 5, 3, "zipf", "no tile divides it")
 IN_PARTS_SIZES = 70, 304, 16, 3, 2
 IN_PARTS = make_case(*IN_PARTS_SIZES)
+SMALL = tiles.MmaTile(64, 128, 32, 3, 32, 64, band=3)  # of which RAGGED has several, and bands that do not fill up
 SEVERAL_TILES = make_case(333, 136, 264, 5, 2, "empty", "several tiles of the Hopper kernels, two experts without rows")
 
 
@@ -45,7 +48,7 @@ def verdicts(stage, rung, case, dtype, executor=None):
     rounded = case.astype(dtype)
     found = comparisons.RUN[stage](on(stage, rung, executor or SimtExecutor()), rounded)
     exact, peer = (comparisons.EXPECT[stage](rounded, t) for t in (torch.float64, getattr(torch, dtype)))
-    return {d: comparisons.judge(found[d], exact[d], dtype, peer[d]) for d in exact}
+    return {d: comparisons.judge(found[d], exact[d], comparisons.precision(stage, rung, dtype), peer[d]) for d in exact}
 
 
 def assert_right(*arguments, **options):
@@ -170,17 +173,23 @@ def counted(stage, rung, case):
     return launches
 
 
-def header_symbols(rung, case):
+def header_symbols(rung, case, tile=None):
     """What the formulas of a header mean for a case."""
     offsets = build_by_sort(case.topk_experts, case.E).expert_token_offsets
     lengths = np.diff(offsets)
     d, h = case.weights.w1.shape[1:]
-    rows = {"2_tiled": 64, "3_mma": 128, "4_hopper": 128}.get(rung, 1)
-    columns = 256 if rung == "4_hopper" else 64
-    return {
+    rows, columns = {"2_tiled": (64, 64), "4_hopper": (128, 256)}.get(rung, (1, 64))
+    s, G = np.dtype(case.x.dtype).itemsize, 1 + is_gated(case.activation)
+    symbols = {
         **{"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256},
-        **{"s": np.dtype(case.x.dtype).itemsize, "G": 2 if is_gated(case.activation) else 1, "P": 1, "Y": 1},
+        **{"s": s, "G": G, "P": 1, "Y": 1},
         **{"C": -(-h // columns), "D": -(-d // columns), "H": -(-h // 128), "W": -(-d // 128)},
+    }
+    if "mma" in rung:
+        tile = tile or tiles.DEFAULTS[rung]
+        rows, columns = tile.rows, tile.columns
+        symbols |= tile.symbols(s, d, h, G)
+    return symbols | {
         **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // columns)},
         **{"X": int((lengths > 0).sum()), "boxes": rows_in_boxes(offsets, rows)},
     }
@@ -202,7 +211,7 @@ def assert_as_stated(launch, header, symbols):
 @pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
 def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dtype, activation):
     case = make_case(137, 24, 72, 5, 3, "zipf", activation=activation).astype(dtype)
-    headers = stated(f"{stage}/{rung}.cu")
+    headers = stated(gemm.file_of(stage, rung))
     if stage == "expert_down":
         headers |= stated("expert_down/0_gates.cu")
     if stage == "expert_up" and rung != "1_naive":
@@ -266,6 +275,48 @@ def test_which_columns_of_the_rows_exist_together(rung, sizes, parts):
     assert gemm.parts_of_rows(rung, *sizes) == parts
 
 
+def assert_tile(stage, rung, tile, case):
+    """Right in this tile; its kernels ask for what their headers state, and banks conflict at ends alone."""
+    executor, headers = SimtExecutor(seed=2), stated(gemm.file_of(stage, rung))
+    with tiles.trying(tile), executor.recording() as launches:
+        assert_right(stage, rung, case, STAGES[stage].RUNGS[rung][-1], executor=executor)
+    symbols = header_symbols(rung, case.astype(STAGES[stage].RUNGS[rung][-1]), tile)
+    launches = [launch for launch in launches if launch.kernel in headers]
+    assert {launch.kernel for launch in launches} == headers.keys()
+    for launch in launches:
+        assert_as_stated(launch, headers[launch.kernel], symbols)
+        assert launch.block == (tile.threads, 1, 1)
+        assert launch.shared.bank_conflicts < launch.shared.wavefronts / 20
+
+
+@pytest.mark.parametrize("rung", ["3_mma", gemm.TF32])
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_several_small_tiles(stage, rung):
+    assert_tile(stage, rung, SMALL, RAGGED)
+
+
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_a_block_in_tiles_has_the_shared_memory_that_its_header_states(stage):
+    constants = {"Scalar": "__half", "ACTIVATION": "swiglu"} | SMALL.constants(itemsize=2)
+    source = KernelSource.read(f"{stage}/3_mma.cu", constants)
+    for kernel, header in stated(f"{stage}/3_mma.cu").items():
+        static = simt._static_shared_bytes(source, kernel)
+        dynamic = (
+            evaluate(header.shared, {name: v for name, v in constants.items() if isinstance(v, int)} | {"s": 2})
+            - static
+        )
+        assert dynamic == SMALL.shared_bytes, kernel
+
+
+@pytest.mark.parametrize(
+    ("rung", "tile"),
+    [(rung, tile) for rung in tiles.CANDIDATES if rung != "4_hopper" for tile in tiles.CANDIDATES[rung]],
+)
+def test_every_tile_that_may_be_chosen(rung, tile):
+    for stage in ("expert_up", "expert_down"):
+        assert_tile(stage, rung, tile, SEVERAL_TILES)
+
+
 @pytest.mark.parametrize("stores", [("a", "b"), ("y_swi",)], ids="+".join)
 @pytest.mark.parametrize(("rung", "dtype"), [(rung, able[0]) for rung, able in expert_up.RUNGS.items()])
 def test_the_up_projection_writes_what_the_policy_stores_and_nothing_else(rung, dtype, stores):
@@ -278,7 +329,7 @@ def test_the_up_projection_writes_what_the_policy_stores_and_nothing_else(rung, 
         assert (array is not None) == (name in stores)
         assert array is None or np.array_equal(array, expected)
     symbols = header_symbols(rung, case) | {"P": int("a" in stores), "Y": int("y_swi" in stores)}
-    assert_as_stated(*launches, stated(f"expert_up/{rung}.cu")["expert_up"], symbols)
+    assert_as_stated(*launches, stated(gemm.file_of("expert_up", rung))["expert_up"], symbols)
 
 
 @pytest.mark.parametrize("dtype", gemm.WIDE)
@@ -348,6 +399,81 @@ def test_gates_are_float32():
         combine.forward(y, gates, dispatch)
 
 
+# ---- tf32 ------------------------------------------------------------------------------------
+
+
+def to_tf32(array):
+    """The floats whose mantissas have 10 bits that are nearest to the array's, the larger magnitude of two."""
+    mantissa, exponent = np.frexp(array.astype(np.float64))
+    return np.ldexp(np.copysign(np.floor(np.abs(mantissa) * 2**11 + 0.5), mantissa), exponent - 11)
+
+
+ROUND = """#include "ptx.cuh"
+extern "C" __global__ void round_all(const float* x, float* out) {
+    out[threadIdx.x] = __int_as_float(to_tf32(unsigned(__float_as_int(x[threadIdx.x]))));
+}"""
+
+
+def test_floats_are_rounded_to_the_nearest_of_tf32_and_ties_away_from_zero():
+    ulp = 2.0**-10
+    halves = [1 + (n + 0.5) * ulp for n in (0, 1, 2, 1023)]
+    exact = [0.0, 1.0, 1 + ulp, 2.0**-126, 3.0e38, np.inf]
+    x = np.array([*halves, *exact, *np.random.default_rng(0).standard_normal(54)], np.float32)
+    x = np.concatenate([x, -x, np.nextafter(x[:4], 0), np.nextafter(x[:4], 2), [np.nan, 0.0]]).astype(np.float32)
+    executor = SimtExecutor()
+    out = executor.empty(x.shape, "float32")
+    executor.load("round.cu", text=ROUND).launch("round_all", grid=1, block=x.size, x=x, out=out)
+    finite = np.isfinite(x)
+    np.testing.assert_array_equal(out[finite], to_tf32(x[finite]).astype(np.float32))
+    np.testing.assert_array_equal(out[~finite], x[~finite])
+    np.testing.assert_array_equal(out[:4], np.float32([1 + ulp, 1 + 2 * ulp, 1 + 3 * ulp, 2.0]))
+
+
+def products(case, round_to):
+    """Every result of both stages that is one product, in float64, from rounded operands: {name: array}."""
+    dispatch, (_, w1, w2, w3) = build_by_sort(case.topk_experts, case.E), case.weights
+    rows = np.repeat(np.arange(case.E), np.diff(dispatch.expert_token_offsets))
+    x, d_out = (array[dispatch.expert_token_indices] for array in (case.x, case.d_out))
+    y_swi, (d_a, d_b) = comparisons.hidden(case)[2], comparisons.d_hidden(case)
+
+    def times(left, right):
+        return np.einsum("ri,rij->rj", round_to(left), round_to(right)[rows])
+
+    def summed(left, right):
+        outer = np.zeros((case.E, left.shape[1], right.shape[1]))
+        np.add.at(outer, rows, round_to(left)[:, :, None] * round_to(right)[:, None])
+        return outer
+
+    d_x = np.zeros(case.x.shape)
+    turned = [w.transpose(0, 2, 1) for w in (w1, w2)]
+    np.add.at(d_x, dispatch.expert_token_indices, times(d_a, turned[0]) + times(d_b, turned[1]))
+    up = {"a": times(x, w1), "b": times(x, w2), "d_x": d_x, "d_w1": summed(x, d_a), "d_w2": summed(x, d_b)}
+    return up | {"y": times(y_swi, w3)}
+
+
+def test_tf32_products_are_those_of_rounded_operands_to_the_last_bits():
+    case, found = RAGGED.astype("float32"), {}
+    for stage in ("expert_up", "expert_down"):
+        for results in comparisons.RUN[stage](opened(stage, gemm.TF32), case).values():
+            found |= results
+    rounded, exact = products(case, to_tf32), products(case, lambda array: array.astype(np.float64))
+    for name in rounded:
+        assert relative_error(found[name], rounded[name]) < 1e-6, name
+        assert 1e-4 < relative_error(found[name], exact[name]) < comparisons.TF32_PRODUCT, name
+
+
+@pytest.mark.parametrize("bits", [7, 8])
+def test_the_bound_of_tf32_tells_it_from_fewer_bits(bits):
+    case = RAGGED.astype("float32")
+
+    def coarser(array):
+        mantissa, exponent = np.frexp(array.astype(np.float64))
+        return np.ldexp(np.round(mantissa * 2 ** (bits + 1)), exponent - bits - 1)
+
+    found, exact = products(case, coarser), products(case, lambda array: array.astype(np.float64))
+    assert all(relative_error(found[name], exact[name]) > comparisons.TF32_PRODUCT for name in exact)
+
+
 # ---- planted faults --------------------------------------------------------------------------
 
 FAULTS = {
@@ -394,17 +520,19 @@ FAULTS = {
     "up mma: no barrier after waiting": (
         "expert_up",
         "3_mma",
-        "        __syncthreads();  // the stage has arrived",
-        "        // the stage has arrived",
+        "        __syncthreads();  // the next stage has arrived",
+        "        // the next stage has arrived",
     ),
-    "up mma: stale stage": ("expert_up", "3_mma", "*target = Chunk{{0, 0, 0, 0}};", ";"),
+    "up mma: stale stage": ("expert_up", "3_mma", "cp_async_or_zero(stage +", "if (begin) cp_async_or_zero(stage +"),
+    "up mma: past the end of the depth": ("expert_up", "3_mma", "number >= 0 && at < width", "number >= 0"),
+    "up mma: fragments of the stage before": ("expert_up", "3_mma", "(last ? step + 1 : step)", "step"),
+    "up mma: lines of the step before": ("expert_up", "3_mma", "look_up(first + TILE_DEPTH);", "look_up(first);"),
+    "up mma: first matrix twice": ("expert_up", "3_mma", "chosen.matrix = second, ", ""),
     "up mma: B not transposed": ("expert_up", "3_mma", "ldmatrix_x4_transposed(registers,", "ldmatrix_x4(registers,"),
-    "up mma: halves of B swapped": (
-        "expert_up",
-        "3_mma",
-        "{b_fragments[0], b_fragments[1]}",
-        "{b_fragments[1], b_fragments[0]}",
-    ),
+    "up mma: halves of B swapped": ("expert_up", "3_mma", "{both[0], both[1]}", "{both[1], both[0]}"),
+    "up mma: every band the first": ("expert_up", "3_mma", "{band * BAND + inside", "{inside"),
+    "up mma: lanes keep what they should send": ("expert_up", "3_mma", "upper ? low : high", "upper ? high : low"),
+    "up tf32: depths swapped": ("expert_up", "3_mma_tf32", "m / 2 : m % 2) * CHUNK;", "m % 2 : m / 2) * CHUNK;"),
     "up: activation of b": ("expert_up", "2_tiled", "GATED ? act_a * to_float(b) : act_a", "act_a"),
     "down naive: unscaled gate": ("expert_down", "1_naive", "d_y = gate * d;", "d_y = d;"),
     "down naive: gradient not gathered": (
@@ -431,7 +559,21 @@ FAULTS = {
         "    });\n    __syncthreads();\n    if (threadIdx.x < tile.rows)",
         "    });\n    if (threadIdx.x < tile.rows)",
     ),
-    "down mma: last columns": ("expert_down", "3_mma", "return i < d ? &w3", "return i < d - 8 ? &w3"),
+    "down mma: last columns": ("expert_down", "3_mma", "d, h, d - first_column}", "d, h, d - first_column - 8}"),
+    "down mma: row tail stored": ("expert_down", "3_mma", "row >= rows || column >= width", "column >= width"),
+    "down mma: gate term of every second lane": (
+        "expert_down",
+        "3_mma",
+        "terms[line] += __shfl_xor_sync(FULL_WARP, terms[line], 2);",
+        "",
+    ),
+    "down mma: gate term of one warp": ("expert_down", "3_mma", "part < TILE_COLUMNS / WARP_COLUMNS", "part < 1"),
+    "down mma: no barrier before the terms": (
+        "expert_down",
+        "3_mma",
+        "    __syncthreads();\n    for (int row = threadIdx.x",
+        "    for (int row = threadIdx.x",
+    ),
     "down gates: order of slots": (
         "expert_down",
         "0_gates",
@@ -887,8 +1029,8 @@ class Planted(SimtExecutor):
     def __init__(self, fault):
         super().__init__(seed=3)
         self.multiprocessors = 2  # so that a block of rung 4_hopper has several tiles
-        stage, file, self.right, self.wrong = FAULTS[fault]
-        self.file = f"{stage}/{file}.cu"
+        stage, rung, self.right, self.wrong = FAULTS[fault]
+        self.file = gemm.file_of(stage, rung)
         self.text = inlined(self.file)
         assert self.right in self.text, f"the kernels no longer hold {self.right!r}: update the fault"
 
@@ -915,12 +1057,13 @@ def test_a_planted_fault_is_caught(fault):
     dtype = STAGES[stage].RUNGS[rung][0]
     case = case.astype(dtype)
     try:
-        found = comparisons.RUN[stage](on(stage, rung, Planted(fault)), case)
+        with tiles.trying(SMALL) if "mma" in rung else nullcontext():
+            found = comparisons.RUN[stage](on(stage, rung, Planted(fault)), case)
     except KernelFault:
         return
     except ValueError as refused:  # the next kernel's door: what this one left is no number
         assert "is nan, but" in str(refused)
         return
     exact, peer = (comparisons.EXPECT[stage](case, t) for t in (torch.float64, getattr(torch, dtype)))
-    pairs = [comparisons.judge(found[d], exact[d], dtype, peer[d]) for d in exact]
+    pairs = [comparisons.judge(found[d], exact[d], comparisons.precision(stage, rung, dtype), peer[d]) for d in exact]
     assert any(not error <= bound for error, bound in pairs)

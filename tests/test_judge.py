@@ -23,6 +23,7 @@ from moeblaze_ref.numba_cuda import expert_down as numba_down
 from moeblaze_ref.numba_cuda import expert_up as numba_up
 from moeblaze_ref.numba_cuda.runtime import cuda
 from moeblaze_ref.paths import kernels_dir
+from moeblaze_ref.raw_cuda import tiles
 
 SMALL = standard_cases()[:6]  # with one token, an empty expert, and no tokens
 CASE = make_case(13, 8, 16, 4, 2, "zipf")
@@ -110,6 +111,9 @@ def test_a_kernel_that_knows_of_renormalised_gates_is_judged_on_them_too(tmp_pat
     assert next(result.difference.tensor for result in report.results if not result.ok) == "gates"
 
 
+TILE = tiles.DEFAULTS["3_mma"].constants(itemsize=2)
+
+
 @pytest.mark.parametrize(
     ("file", "task", "options"),
     [
@@ -117,7 +121,7 @@ def test_a_kernel_that_knows_of_renormalised_gates_is_judged_on_them_too(tmp_pat
         ("expert_up/1_naive", "expert_up", {"activation": "relu2"}),
         ("expert_up/1_naive", "expert_up.d_w", {"activation": "gelu"}),
         ("expert_up/1_naive", "expert_up", {"dtype": "float16"}),
-        ("expert_up/3_mma", "expert_up", {"dtype": "bfloat16"}),
+        ("expert_up/3_mma", "expert_up", {"dtype": "bfloat16", "constants": TILE}),
         ("expert_down/1_naive", "expert_down.d_hidden", {"dtype": "bfloat16"}),
         ("gating/2_warp", "gating", {"constants": {"PER_LANE": 5, "PACK": 1}}),
     ],

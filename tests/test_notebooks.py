@@ -61,7 +61,7 @@ from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
 from moeblaze_ref.numpy_ref import dispatch as reference
 from moeblaze_ref.numpy_ref import gating, layer
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
-from moeblaze_ref.raw_cuda import expert_down, expert_up
+from moeblaze_ref.raw_cuda import expert_down, expert_up, tiles
 from moeblaze_ref.raw_cuda import gemm as raw_gemm
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 from moeblaze_ref.torch_layer import MoELayer, keep_routing
@@ -721,7 +721,9 @@ LENGTHS = np.diff(LADDER_DISPATCH.expert_token_offsets).tolist()
 UP = (LADDER_CASE.x, LADDER_CASE.weights.w1, LADDER_CASE.weights.w2, LADDER_DISPATCH)
 
 
-@pytest.mark.parametrize("file", [f"{s}/{rung}.cu" for s in ("expert_up", "expert_down") for rung in expert_up.RUNGS])
+@pytest.mark.parametrize(
+    "file", sorted({raw_gemm.file_of(stage, rung) for stage in ("expert_up", "expert_down") for rung in raw_gemm.RUNGS})
+)
 def test_two_readers_of_a_header_agree(file):
     stated = {kernel: {"read": row.read, "written": row.written} for kernel, row in headers.stated(file).items()}
     assert sources.stated_bytes(file) == stated and len(stated) >= 3
@@ -730,7 +732,7 @@ def test_two_readers_of_a_header_agree(file):
 def test_structs_and_functions_of_array_references_are_shown():
     struct, function = code_of(show_kernel("include/mma_matmul.cuh", "Operand", "mma_matmul"))
     assert struct.startswith("// An operand's stage") and struct.endswith("\n};") and "int place(" in struct
-    assert "mma_m16n8k16<Scalar>" in function and function.endswith("\n}")
+    assert "multiply<Scalar>" in function and function.endswith("\n}")
     (function,) = code_of(show_kernel("include/tiled_matmul.cuh", "load_tile"))
     assert functions_in(function.replace("(&tile)", "tile")) == ["load_tile"]
 
@@ -741,7 +743,7 @@ def test_a_difference_holds_both_functions():
     for file, mark in zip(files, "-+", strict=True):
         side = [line[1:] for line in code.splitlines() if line[0] in (" ", mark)]
         assert "\n".join(side) == code_of(show_kernel(file, "expert_up"))[0]
-    assert 4 < sum(line[0] == "+" for line in code.splitlines()) < 12
+    assert 4 < sum(line[0] == "+" for line in code.splitlines()) < 24
     with pytest.raises(ValueError, match="unknown CUDA function 'expert_upp'. Did you mean 'expert_up'"):
         sources.show_difference("expert_upp", *files)
 
@@ -757,9 +759,9 @@ def test_an_inlined_kernel_holds_each_header_once():
 def test_what_the_expert_stages_state_is_what_is_counted(rung):
     y_swi = np.random.default_rng(0).standard_normal((LADDER.R, LADDER.h)).astype("bfloat16")
     up, down = gemm.count_up(rung, *UP), gemm.count_down(rung, y_swi, LADDER_CASE.weights.w3, LADDER_DISPATCH)
-    for stage, launch, width in (("expert_up", up, LADDER.h), ("expert_down", down, LADDER.d)):
+    for stage, launch in (("expert_up", up), ("expert_down", down)):
         for lengths, right in ((LENGTHS, True), ([10 * n for n in LENGTHS], rung == "1_naive")):
-            symbols = gemm.header_symbols(rung, LADDER, lengths, width)
+            symbols = gemm.header_symbols(rung, LADDER, lengths, stage)
             rows = sources.stated_beside_counted(f"{stage}/{rung}.cu", [launch], **symbols)
             assert [row["its value"] == row["counted"] > 0 for row in rows] == [right, True]
 
@@ -768,7 +770,7 @@ def test_products_are_counted_with_their_zeros():
     """R d h for each of two projections, or whole tiles of rows, of 64 columns and of the depth of a step."""
     widths = {"1_naive": LADDER.d * LADDER.h, "2_tiled": 32 * 128, "3_mma": 32 * 128}  # 24 and 72, rounded up
     for rung in RUNGS:
-        rows = raw_gemm.ROWS.get(rung, 1)
+        rows = {"2_tiled": raw_gemm.TILE, "3_mma": tiles.DEFAULTS["3_mma"].rows}.get(rung, 1)
         padded = sum(math.ceil(length / rows) * rows for length in LENGTHS)
         for _ in range(2):
             assert gemm.count_products(rung, *UP) == 2 * padded * widths[rung]
@@ -844,12 +846,12 @@ def test_the_roofline_puts_points_on_their_roofs():
 @pytest.mark.parametrize(("rung", "rows"), [("2_tiled", 64), ("3_mma", 128)])
 def test_the_intensity_of_a_tile_is_the_headers(rung, rows):
     config = MoEConfig(L=2**12, d=2**20, h=512, E=4, k=1, dtype="bfloat16")
-    symbols = gemm.header_symbols(rung, config, [config.R // config.E] * config.E, config.h)
+    symbols = gemm.header_symbols(rung, config, [config.R // config.E] * config.E)
     read = sources.evaluate(sources.stated_bytes(f"expert_up/{rung}.cu")["expert_up"]["read"], symbols)
     flops = 2 * config.R * config.d * config.h * 2
     assert flops / read == pytest.approx(gemm.tile_intensity(rows, 64), rel=1e-4)
     (axes,) = drawn(gemm.tile_roofline(128, 64)).axes
-    assert axes.get_title(loc="left").startswith("sums: 64 registers a thread (of 255), stages: 48 KiB")
+    assert axes.get_title(loc="left").startswith("sums: 128 registers a thread (of 255), stages: 64 KiB")
 
 
 # Save policies -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from moeblaze_ref import check
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.notebook.sources import inlined
+from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 
 
@@ -22,7 +23,7 @@ class Fault(NamedTuple):
 
     @property
     def path(self):
-        return self.file or f"{self.stage}/{self.rung}.cu"
+        return self.file or gemm.file_of(self.stage, self.rung)
 
     @property
     def text(self):
@@ -94,10 +95,12 @@ FAULTS = [
     ),
     Fault("activation without its gate", "expert_up", "2_tiled", "GATED ? act_a * to_float(b) : act_a", "act_a"),
     Fault("copies not awaited", "expert_up", "3_mma", "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
-    Fault("stale buffer", "expert_up", "3_mma", "*target = Chunk{{0, 0, 0, 0}};", ";"),
+    Fault("stale buffer", "expert_up", "3_mma", "cp_async_or_zero(stage +", "if (begin) cp_async_or_zero(stage +"),
     Fault(
         "fragments not transposed", "expert_up", "3_mma", "ldmatrix_x4_transposed(registers,", "ldmatrix_x4(registers,"
     ),
+    Fault("depths swapped", "expert_up", "3_mma_tf32", "m / 2 : m % 2) * CHUNK;", "m % 2 : m / 2) * CHUNK;"),
+    Fault("fewer bits", "expert_down", "3_mma_tf32", "+ 0x1000u) & ~0x1fffu", "+ 0x4000u) & ~0x7fffu"),
     Fault("last step dropped", "expert_up", "4_hopper", "(depth + TILE_DEPTH - 1) / TILE_DEPTH", "depth / TILE_DEPTH"),
     Fault("wrong expert's weights", "expert_up", "4_hopper", "PANEL, p, tile.expert);", "PANEL, p, 0);"),
     Fault("copies not awaited", "expert_up", "4_hopper", "cp_async_wait<PENDING>();", ";"),
@@ -119,7 +122,7 @@ FAULTS = [
         "column < TILE; ++column) term",
         "column < 1; ++column) term",
     ),
-    Fault("last columns dropped", "expert_down", "3_mma", "return i < d ? &w3", "return i < d - 8 ? &w3"),
+    Fault("last columns dropped", "expert_down", "3_mma", "d, h, d - first_column}", "d, h, d - first_column - 8}"),
     Fault(
         "gates in token order",
         "expert_down",
@@ -198,5 +201,6 @@ def test_every_stage_and_rung_has_a_fault():
     assert rungs - planted <= {
         ("layer", "1_naive"),
         ("layer", "3_mma"),
+        ("layer", "3_mma_tf32"),
         ("layer", "4_hopper"),
     }  # the kernels of the expert stages

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moeblaze_ref import check, oracle
+from moeblaze_ref import check, comparisons, oracle
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import every_choice, relative_error
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
@@ -20,6 +21,7 @@ from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.oracle import OracleMoE
 from moeblaze_ref.raw_cuda import expert_down, expert_up, gating, router
+from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
 from moeblaze_ref.torch_layer import MoELayer, keep_routing
 
@@ -73,6 +75,18 @@ def test_every_activation_and_policy_agrees_with_autograd(case):
 def test_narrow_types_agree_with_autograd(dtype, policy):
     (case,) = (case for case in every_choice() if case.name == f"swiglu, {policy}")
     assert check.passed(rows_of(case, dtype))
+
+
+def test_tf32_is_chosen_by_name_and_by_nothing_else():
+    x = make_x()
+    plain, named = make_layer(), make_layer(rung="3_mma_tf32")
+    exact, rounded = gradients(plain, x) | {"out": plain(x).out}, gradients(named, x) | {"out": named(x).out}
+    for name in ("out", "x", "w1", "w2", "w3"):
+        error = relative_error(rounded[name].detach().numpy(), exact[name].detach().numpy())
+        assert 1e-4 < error < comparisons.BOUNDS["tf32 twice"], name
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        executor = SimpleNamespace(capability=capability)
+        assert raw_layer.default_rung("float32", 16, 24, executor) == "2_tiled"
 
 
 ZEROS = {

@@ -4,20 +4,25 @@
 //              gates and w3 from that of the layer's output.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5; the gate gradient without
 //              any kept expert output: SonicMoE (arXiv 2512.14080).
-// Idea         The kernels of rung 2 on mma_matmul: tiles arrive by cp.async while others are
-//              multiplied by mma.sync; gathered rows arrive like any other.
+// Idea         The products of rung 2 on mma_matmul: tiles arrive by cp.async while others are
+//              multiplied by mma.sync, gathered rows like any other. Tiles are taken in bands that
+//              share operands in the L2 cache.
 // Runs on      sm_80 and newer; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; THREADS = 256 per block. d and h are
-//              multiples of 8.
+// Constants    Scalar of s bytes: __half, __nv_bfloat16, or float, which is multiplied as tf32;
+//              ACTIVATION; TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and
+//              BAND, see mma_matmul.cuh; THREADS, a warp for each of its parts of a tile. d and h
+//              are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel       grid                               block    shared bytes  bytes read                                            bytes written
-// expert_down  R / 128 + min(E, R), ceil(d / 64)  THREADS  36864         8 E blocks + 2 R h D + 2 d h tiles                    2 R d
-// d_hidden     R / 128 + min(E, R), ceil(h / 64)  THREADS  37888         8 E blocks + 8 R C + 2 R d C + 2 d h tiles + 2 R h G  2 R h (1 + G) + 4 R C
-// d_w3         ceil(h / 128), ceil(d / 64), E     THREADS  36864         8 THREADS blocks + 2 R h D + 2 R d H + R d H / 2      2 E h d
-// G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64), H = ceil(h / 128);
-// tiles is the sum over the experts of ceil(rows / 128); blocks is the whole grid. 2 R d h FLOPs
-// a GEMM. Bound: tensor cores.
+// kernel       grid                                               block    shared bytes                                                                                   bytes read                                                        bytes written
+// expert_down  R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)  THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)                                            8 E blocks + s R h D + s d h tiles                                s R d
+// d_hidden     R / TILE_ROWS + min(E, R), ceil(h / TILE_COLUMNS)  THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS) + 4 TILE_ROWS TILE_COLUMNS / WARP_COLUMNS  8 E blocks + 4 K R J + s R d J + s d h tiles + s R h G + R h / 2  s R h (1 + G) + 4 R J
+// d_w3         ceil(h / TILE_ROWS), ceil(d / TILE_COLUMNS), E     THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)                                                 8 THREADS blocks + s R h D + s R d H + 4 B R H D                  s E h d
+// G is 2 with a gated activation, else 1. D = ceil(d / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS),
+// H = ceil(h / TILE_ROWS). A line's number in a list is read for each 16 bytes of it: K = s TILE_DEPTH / 16 of a
+// stage, B = s TILE_COLUMNS / 16 of a tile; a gate for each eight elements of its row. tiles is the sum over the
+// experts of ceil(rows / TILE_ROWS); blocks is the whole grid. 2 R d h FLOPs a GEMM. Bound: tensor cores; on
+// Hopper, shared memory.
 #include "expert_rows.cuh"
 #include "hidden.cuh"
 #include "mma_matmul.cuh"
@@ -25,60 +30,70 @@
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(THREADS)
     expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
-    const RowTile tile = find_row_tile<ROWS>(expert_token_offsets, E, blockIdx.x);
+    const Place place = place_in_bands();
+    const RowTile& tile = find_row_tile<TILE_ROWS>(expert_token_offsets, E, place.row_tile);
     if (tile.rows == 0) return;
-    const int first_column = blockIdx.y * COLUMNS;
+    const int first_column = place.column_tile * TILE_COLUMNS;
+    const Lines<false> rows = {y_swi + (long long)tile.first * h, h, tile.rows, h};
+    const Lines<false> weights = {w3 + (long long)tile.expert * h * d + first_column, d, h, d - first_column};
     WarpResults<1> sums;
-    mma_matmul<Along::DEPTH, Along::SIDE>(
-        sums, h,
-        [&](int row, int p) { return row < tile.rows ? &y_swi[(long long)(tile.first + row) * h + p] : nullptr; },
-        [&](int, int column, int p) {
-            const int i = first_column + column;
-            return i < d ? &w3[((long long)tile.expert * h + p) * d + i] : nullptr;
-        });
-    sums.each([&](int row, int column, float sum, float) {
-        const int i = first_column + column;
-        if (row < tile.rows && i < d) y[(long long)(tile.first + row) * d + i] = from_float<Scalar>(sum);
-    });
+    mma_matmul<Along::DEPTH, Along::SIDE>(sums, h, rows, &weights);
+    store_rows(sums, y + (long long)tile.first * d, tile.rows, first_column, d);
 }
+
+// What the forward kept of eight hidden elements of a row.
+struct Hidden {
+    Eight a, b;
+    float gate;
+};
 
 // Sections 3.2 and 5: <d_out, w3> of a tile of hidden elements, then everything that hangs on it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_hidden(const Scalar* d_out, const float* gate_of_row, const Scalar* a, const Scalar* b, const Scalar* w3,
              const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a, Scalar* d_b,
              Scalar* gated_y, float* gate_terms, int d, int h, int E) {
-    const RowTile tile = find_row_tile<ROWS>(expert_token_offsets, E, blockIdx.x);
+    const Place place = place_in_bands();
+    const RowTile& tile = find_row_tile<TILE_ROWS>(expert_token_offsets, E, place.row_tile);
     if (tile.rows == 0) return;
-    __shared__ int tokens[ROWS];
-    __shared__ float gates[ROWS];
-    if (threadIdx.x < tile.rows) {
-        tokens[threadIdx.x] = expert_token_indices[tile.first + threadIdx.x];
-        gates[threadIdx.x] = gate_of_row[tile.first + threadIdx.x];
+    const int first_column = place.column_tile * TILE_COLUMNS;
+    const Lines<true> rows = {d_out, d, tile.rows, d, expert_token_indices + tile.first};
+    const Lines<false> weights = {w3 + ((long long)tile.expert * h + first_column) * d, d, h - first_column, d};
+    WarpResults<1> sums;
+    mma_matmul<Along::DEPTH, Along::DEPTH>(sums, d, rows, &weights);
+    auto inside = [&](int row, int column) { return row < tile.rows && first_column + column < h; };
+    auto place_of = [&](int row, int column) { return (long long)(tile.first + row) * h + first_column + column; };
+    auto load = [&](int row, int column) {
+        Hidden hidden;
+        if (!inside(row, column)) return hidden;
+        hidden.a = Eight(a + place_of(row, column));
+        if (GATED) hidden.b = Eight(b + place_of(row, column));
+        hidden.gate = gate_of_row[tile.first + row];
+        return hidden;
+    };
+    float terms[WarpResults<1>::LINES] = {};  // of the gates' gradients
+    sums.each(load, [&](int line, int row, int column, const float(&values)[1][8], Hidden& hidden) {
+        if (!inside(row, column)) return;
+        Eight y;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            terms[line] += store_hidden_gradients(hidden.a.values, hidden.b.values, hidden.a.values, hidden.b.values,
+                                                  y.values, i, values[0][i], hidden.gate);
+        hidden.a.store(d_a + place_of(row, column));
+        if (GATED) hidden.b.store(d_b + place_of(row, column));
+        y.store(gated_y + place_of(row, column));
+    });
+    __shared__ float parts[TILE_COLUMNS / WARP_COLUMNS][TILE_ROWS];  // of each warp's columns
+#pragma unroll
+    for (int line = 0; line < WarpResults<1>::LINES; ++line) {
+        terms[line] += __shfl_xor_sync(FULL_WARP, terms[line], 1);
+        terms[line] += __shfl_xor_sync(FULL_WARP, terms[line], 2);
+        if (lane_id() % 4 == 0) parts[warp_id() % (TILE_COLUMNS / WARP_COLUMNS)][sums.row(line)] = terms[line];
     }
     __syncthreads();
-    const int first_column = blockIdx.y * COLUMNS;
-    WarpResults<1> sums;
-    mma_matmul<Along::DEPTH, Along::DEPTH>(
-        sums, d,
-        [&](int row, int p) { return row < tile.rows ? &d_out[(long long)tokens[row] * d + p] : nullptr; },
-        [&](int, int column, int p) {
-            const long long j = first_column + column;
-            return j < h ? &w3[((long long)tile.expert * h + j) * d + p] : nullptr;
-        });
-    constexpr int LINE = COLUMNS + 1;
-    DYNAMIC_SHARED(float, terms);  // the stages' memory, ROWS lines
-    sums.each([&](int row, int column, float sum, float) {
-        const int j = first_column + column;
-        const bool inside = row < tile.rows && j < h;
-        const long long index = (long long)(tile.first + row) * h + j;
-        terms[row * LINE + column] =
-            inside ? store_hidden_gradients(a, b, d_a, d_b, gated_y, index, sum, gates[row]) : 0.0f;
-    });
-    __syncthreads();
-    if (threadIdx.x < tile.rows) {
+    for (int row = threadIdx.x; row < tile.rows; row += THREADS) {
         float term = 0.0f;
-        for (int column = 0; column < COLUMNS; ++column) term += terms[threadIdx.x * LINE + column];
-        gate_terms[(long long)(tile.first + threadIdx.x) * gridDim.y + blockIdx.y] = term;
+        for (int part = 0; part < TILE_COLUMNS / WARP_COLUMNS; ++part) term += parts[part][row];
+        gate_terms[(long long)(tile.first + row) * gridDim.y + place.column_tile] = term;
     }
 }
 
@@ -87,20 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     d_w3(const Scalar* gated_y, const Scalar* d_out, const int* expert_token_indices, const int* expert_token_offsets,
          Scalar* d_w3, int d, int h) {
     const int begin = expert_token_offsets[blockIdx.z], rows = expert_token_offsets[blockIdx.z + 1] - begin;
-    const int first_row = blockIdx.x * ROWS, first_column = blockIdx.y * COLUMNS;
+    const int first_row = blockIdx.x * TILE_ROWS, first_column = blockIdx.y * TILE_COLUMNS;
+    const Lines<false> hidden = {gated_y + (long long)begin * h + first_row, h, rows, h - first_row};
+    const Lines<true> tokens = {d_out + first_column, d, rows, d - first_column, expert_token_indices + begin};
     WarpResults<1> sums;
-    mma_matmul<Along::SIDE, Along::SIDE>(
-        sums, rows,
-        [&](int row, int p) {
-            const int j = first_row + row;
-            return j < h ? &gated_y[(long long)(begin + p) * h + j] : nullptr;
-        },
-        [&](int, int column, int p) {
-            const int i = first_column + column;
-            return i < d ? &d_out[(long long)expert_token_indices[begin + p] * d + i] : nullptr;
-        });
-    sums.each([&](int row, int column, float sum, float) {
-        const int j = first_row + row, i = first_column + column;
-        if (j < h && i < d) d_w3[((long long)blockIdx.z * h + j) * d + i] = from_float<Scalar>(sum);
-    });
+    mma_matmul<Along::SIDE, Along::SIDE>(sums, rows, hidden, &tokens);
+    store_rows(sums, d_w3 + ((long long)blockIdx.z * h + first_row) * d, h - first_row, first_column, d);
 }

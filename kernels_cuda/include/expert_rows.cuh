@@ -26,7 +26,7 @@ struct RowTile {
 // The block's tile, when every group is cut into tiles of SIZE rows and the tiles are numbered
 // expert after expert. The whole block must call it; one warp searches.
 template <int SIZE>
-__device__ RowTile find_row_tile(const int* expert_token_offsets, int E, int number) {
+__device__ const RowTile& find_row_tile(const int* expert_token_offsets, int E, int number) {
     __shared__ RowTile found;
     if (warp_id() == 0) {
         if (lane_id() == 0) found = {0, 0, 0};

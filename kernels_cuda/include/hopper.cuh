@@ -81,15 +81,6 @@ __device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Bar
         : "memory");
 }
 
-// Copies 16 bytes, or writes 16 zeros if they are not `present`.
-__device__ __forceinline__ void cp_async_or_zero(void* shared, const void* global, bool present) {
-    asm volatile(
-        "{\n.reg .pred absent;\nsetp.eq.u32 absent, %2, 0;\n"
-        "cp.async.cg.shared.global [%0], [%1], 16, absent;\n}" ::"r"(shared_address(shared)),
-        "l"(global), "r"(unsigned(present))
-        : "memory");
-}
-
 // Arrives once all that this thread has copied by cp.async so far is there.
 __device__ __forceinline__ void cp_async_arrive(Barrier* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -198,9 +189,6 @@ inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c
 }
 inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c0, int c1, int c2, SIMT_HERE) {
     simt_tma_load(shared, map, barrier, 3, {c0, c1, c2}, SIMT_AT("tma_load"));
-}
-inline void cp_async_or_zero(void* shared, const void* global, bool present) {
-    simt_async_copy(shared, present ? global : nullptr, 16);
 }
 inline void cp_async_arrive(Barrier* barrier, SIMT_HERE) { simt_async_arrive(barrier, SIMT_AT("cp_async_arrive")); }
 inline void fence_async_proxy() { simt_fence_async_proxy(); }

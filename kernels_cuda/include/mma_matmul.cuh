@@ -1,139 +1,316 @@
 // A block's matrix product on tensor cores: mma.sync, ldmatrix, cp.async. sm_80 and newer; SIMT executor.
 //
-// 256 threads multiply a tile A (128, depth) by one or two tiles B (depth, 64), 32 of the depth at
-// a time, in three stages of shared memory: while one is multiplied the next two arrive. Eight
-// warps, 4 x 2, own 32 x 32 of every result, in float32 registers.
+// A tile A (TILE_ROWS, depth) times a tile B (depth, TILE_COLUMNS), TILE_DEPTH at a time, through a ring of STAGES in shared memory:
+// while one stage is multiplied the next ones arrive. A warp owns (WARP_ROWS, WARP_COLUMNS) of the result in float32
+// registers, and reads one step's fragments from shared memory while it multiplies those of the step before. The
+// larger its part, the less it reads: 64 x 64 takes 4 KiB for 32 instructions, 32 x 32 takes 2 KiB for 8. Two
+// results that share A share the columns of the tile, too.
 #pragma once
 #include "common.cuh"
+#include "pack.cuh"
 #include "ptx.cuh"
+#include "scalar.cuh"
 
-constexpr int ROWS = 128, COLUMNS = 64;  // of a result
-constexpr int DEPTH = 32;                // of a stage
-constexpr int STAGES = 3;
-constexpr int CHUNK = 8;  // elements of 16 bytes
-constexpr int SIDE = 32;  // rows and columns of a warp's part
-constexpr int MMA_THREADS = (ROWS / SIDE) * (COLUMNS / SIDE) * WARP;
-static_assert(MMA_THREADS == THREADS, "one warp a part");
+constexpr int CHUNK = 16 / sizeof(Scalar);  // elements of 16 bytes
+constexpr bool TF32 = sizeof(Scalar) == 4;  // floats are rounded to 10 bits of mantissa before they are multiplied
+constexpr int PART = 2 * CHUNK;             // of the depth in one instruction: 32 bytes of each operand
+static_assert(THREADS == (TILE_ROWS / WARP_ROWS) * (TILE_COLUMNS / WARP_COLUMNS) * WARP, "one warp a part");
+static_assert(TILE_DEPTH % (2 * PART) == 0, "fragments are read into two sets of registers by turns");
+static_assert(STAGES >= 2, "one stage is multiplied while another arrives");
+
+// ---- tiles -----------------------------------------------------------------------------------
+
+// Which tile of the result a block computes.
+struct Place {
+    int row_tile, column_tile;
+};
+
+// Blocks start in the order of their numbers. Those that run at the same time share operands in the L2 cache if the
+// tiles are taken in bands of BAND row tiles, down each column of a band.
+__device__ __forceinline__ Place place_in_bands() {
+    const int number = blockIdx.x + gridDim.x * blockIdx.y, size = BAND * gridDim.y;
+    const int band = number / size, inside = number - band * size;
+    const int high = min(BAND, int(gridDim.x) - band * BAND), column = inside / high;
+    return {band * BAND + inside - column * high, column};
+}
+
+// ---- operands --------------------------------------------------------------------------------
+
+// The lines of an operand in global memory: of a matrix, or those of them that a list names. Beyond are zeros.
+template <bool GATHERED>
+struct Lines {
+    const Scalar* matrix;
+    int pitch;         // elements from one line of the matrix to the next
+    int count, width;  // lines, and elements of each
+    const int* list = nullptr;
+
+    // The line's number in the matrix, or -1. A list is read here, one step ahead of the line itself.
+    __device__ __forceinline__ int number(int line) const {
+        return line < count ? (GATHERED ? list[line] : line) : -1;
+    }
+    // Where a line's elements from `at` on begin, or null.
+    __device__ __forceinline__ const Scalar* chunk(int number, int at) const {
+        return number >= 0 && at < width ? matrix + (long long)number * pitch + at : nullptr;
+    }
+};
+
+// The lines of two matrices of one shape, the second behind the first along the depth, from a whole step on.
+struct TwofoldLines {
+    Lines<false> lines;  // of the first
+    const Scalar* second;
+    int first_depth;  // a multiple of TILE_DEPTH
+
+    __device__ __forceinline__ int number(int line) const { return lines.number(line); }
+    __device__ __forceinline__ const Scalar* chunk(int number, int at) const {
+        Lines<false> chosen = lines;
+        if (at >= first_depth) chosen.matrix = second, at -= first_depth;
+        return chosen.chunk(number, at);
+    }
+};
 
 enum class Along { DEPTH, SIDE };  // the axis along which an operand's elements are neighbours in memory
 
-// An operand's stage in shared memory: lines of chunks, in the order of global memory. Chunks of
-// a line are permuted by its number, so that the eight rows of a matrix lie in different banks.
+// An operand's stage in shared memory: lines of chunks, in the order of global memory. Chunks of a line are permuted
+// by its number, so that what a warp reads at once lies in different banks.
 template <int EXTENT, Along ALONG>
 struct Operand {
-    static constexpr int LINES = ALONG == Along::DEPTH ? EXTENT : DEPTH;
-    static constexpr int CHUNKS = (ALONG == Along::DEPTH ? DEPTH : EXTENT) / CHUNK;  // of a line
+    static constexpr int LINES = ALONG == Along::DEPTH ? EXTENT : TILE_DEPTH;
+    static constexpr int CHUNKS = (ALONG == Along::DEPTH ? TILE_DEPTH : EXTENT) / CHUNK;  // of a line
     static constexpr int SIZE = LINES * CHUNKS;
+    static constexpr bool TURNED = ALONG == Along::SIDE && !TF32;  // by ldmatrix, which turns elements of 16 bits
 
     static __device__ __forceinline__ int place(int line, int chunk) {
-        const int key = CHUNKS >= 8 ? line % 8 : line / (8 / CHUNKS) % CHUNKS;
+        // A pass reads one chunk of eight lines or, of elements that ldmatrix cannot turn, two chunks of four.
+        const int turn = ALONG == Along::SIDE && !TURNED ? 2 * line : line;
+        const int key = CHUNKS >= 8 ? turn % 8 : turn / (8 / CHUNKS) % CHUNKS;
         return line * CHUNKS + (chunk ^ key);
     }
 
-    // chunk_at(side, p): where eight elements begin, or null for zeros.
-    template <class ChunkAt>
-    static __device__ __forceinline__ void load(Chunk* stage, int first, int depth, ChunkAt chunk_at) {
-        for (int i = threadIdx.x; i < SIZE; i += MMA_THREADS) {
-            const int line = i / CHUNKS, chunk = i % CHUNKS;
-            const int side = ALONG == Along::DEPTH ? line : chunk * CHUNK;
-            const int p = first + (ALONG == Along::DEPTH ? chunk * CHUNK : line);
-            const Scalar* const source = p < depth ? chunk_at(side, p) : nullptr;
-            Chunk* const target = stage + place(line, chunk);
-            if (source)
-                cp_async(target, source);
-            else
-                *target = Chunk{{0, 0, 0, 0}};
-        }
-    }
-
-    // Four 8 x 8 matrices, 2 x 2 of (side, p) from (side, p) on: matrix m is (m % 2, m / 2) if
-    // SIDE_FIRST, else (m / 2, m % 2). Each is read so that a register holds neighbours along p.
+    // Four matrices, 2 x 2 of (side, p) from (side, p) on, each 8 of the side by 16 bytes of the depth: matrix m is
+    // (m % 2, m / 2) if SIDE_FIRST, else (m / 2, m % 2). A register holds 4 bytes along the depth.
     template <bool SIDE_FIRST>
     static __device__ __forceinline__ void fragments(unsigned (&registers)[4], const Chunk* stage, int side, int p) {
         const int matrix = lane_id() / 8, row = lane_id() % 8;
-        side += (SIDE_FIRST ? matrix % 2 : matrix / 2) * 8;
-        p += (SIDE_FIRST ? matrix / 2 : matrix % 2) * 8;
+        const int my_side = side + (SIDE_FIRST ? matrix % 2 : matrix / 2) * 8;
+        const int my_p = p + (SIDE_FIRST ? matrix / 2 : matrix % 2) * CHUNK;
         if (ALONG == Along::DEPTH)
-            ldmatrix_x4(registers, stage + place(side + row, p / CHUNK));
+            ldmatrix_x4(registers, stage + place(my_side + row, my_p / CHUNK));
+        else if (TURNED)
+            ldmatrix_x4_transposed(registers, stage + place(my_p + row, my_side / CHUNK));
         else
-            ldmatrix_x4_transposed(registers, stage + place(p + row, side / CHUNK));
+            read_turned<SIDE_FIRST>(registers, stage, side + lane_id() / 4, p + lane_id() % 4);
+        if (TF32) {
+#pragma unroll
+            for (int m = 0; m < 4; ++m) registers[m] = to_tf32(registers[m]);
+        }
+    }
+
+    // What ldmatrix would do with elements of 32 bits along the side.
+    template <bool SIDE_FIRST>
+    static __device__ __forceinline__ void read_turned(unsigned (&registers)[4], const Chunk* stage, int side, int p) {
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            const int at = side + (SIDE_FIRST ? m % 2 : m / 2) * 8, line = p + (SIDE_FIRST ? m / 2 : m % 2) * CHUNK;
+            registers[m] = stage[place(line, at / CHUNK)].words[at % CHUNK];
+        }
     }
 };
+
+// What one thread copies of every stage of an operand.
+template <class Operand, Along ALONG, class Source>
+struct Copies {
+    static constexpr int COUNT = Operand::SIZE / THREADS;
+    static_assert(Operand::SIZE % THREADS == 0, "every thread copies as much");
+    Source source;
+    int numbers[COUNT];  // of the lines that come next
+
+    __device__ __forceinline__ void open(const Source& lines) {
+        source = lines;
+        look_up(0);
+    }
+
+    static __device__ __forceinline__ int line(int i) { return (threadIdx.x + i * THREADS) / Operand::CHUNKS; }
+    static __device__ __forceinline__ int chunk(int i) { return (threadIdx.x + i * THREADS) % Operand::CHUNKS; }
+
+    __device__ __forceinline__ void look_up(int first) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) numbers[i] = source.number(first + line(i));
+    }
+    // The stage that begins at `first` of the depth.
+    __device__ __forceinline__ void start(Chunk* stage, int first) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int at = chunk(i) * CHUNK + (ALONG == Along::DEPTH ? first : 0);
+            const Scalar* const begin = source.chunk(numbers[i], at);
+            cp_async_or_zero(stage + Operand::place(line(i), chunk(i)), begin, begin != nullptr);
+        }
+        if (ALONG == Along::SIDE) look_up(first + TILE_DEPTH);
+    }
+};
+
+// ---- results ---------------------------------------------------------------------------------
+
+// Eight neighbours of a row, moved 16 bytes at a time.
+union Eight {
+    Pack<Scalar, CHUNK> packs[8 / CHUNK];
+    Scalar values[8];
+
+    __device__ __forceinline__ Eight() {}
+    __device__ __forceinline__ explicit Eight(const Scalar* source) {
+#pragma unroll
+        for (int i = 0; i < 8 / CHUNK; ++i) packs[i] = load_pack<CHUNK>(source + i * CHUNK);
+    }
+    __device__ __forceinline__ void store(Scalar* target) const {
+#pragma unroll
+        for (int i = 0; i < 8 / CHUNK; ++i) store_pack(target + i * CHUNK, packs[i]);
+    }
+};
+
+// Of four lanes, lane t has two neighbours of each of four groups of eight: it gets all eight of group t.
+__device__ __forceinline__ void regroup_in_quad(float (&values)[8]) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool upper = lane_id() & step;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (i & 2 * step) continue;
+            float &low = values[i], &high = values[i + 2 * step];
+            const float other = __shfl_xor_sync(FULL_WARP, upper ? low : high, step);
+            low = upper ? other : low;
+            high = upper ? high : other;
+        }
+    }
+}
 
 template <int RESULTS>
 struct WarpResults {
-    float values[RESULTS][SIDE / 16][SIDE / 8][4] = {};
+    static constexpr int WIDTH = TILE_COLUMNS / RESULTS;           // of one result's tile
+    static constexpr int WARP_WIDTH = WARP_COLUMNS / RESULTS;  // of the warp's part of it
+    static constexpr int LINES = WARP_ROWS / 8;                // rows of one thread
+    static_assert(WARP_WIDTH % 32 == 0, "four lanes own eight neighbours each");
+    float values[RESULTS][WARP_ROWS / 16][WARP_WIDTH / 8][4] = {};
 
-    static __device__ __forceinline__ int first_row() { return warp_id() / (COLUMNS / SIDE) * SIDE; }
-    static __device__ __forceinline__ int first_column() { return warp_id() % (COLUMNS / SIDE) * SIDE; }
+    static __device__ __forceinline__ int first_row() { return warp_id() / (TILE_COLUMNS / WARP_COLUMNS) * WARP_ROWS; }
+    static __device__ __forceinline__ int first_column() { return warp_id() % (TILE_COLUMNS / WARP_COLUMNS) * WARP_WIDTH; }
+    static __device__ __forceinline__ int row(int line) { return first_row() + lane_id() / 4 + 8 * line; }
+    static __device__ __forceinline__ int column(int group) { return first_column() + 32 * group + lane_id() % 4 * 8; }
 
-    // Calls visit(row, column, values of every result) for the thread's elements of the tile.
-    template <class Visit>
-    __device__ __forceinline__ void each(Visit visit) const {
-        const int row = first_row() + lane_id() / 4, column = first_column() + lane_id() % 4 * 2;
+    // Calls visit(line, row, column, eight neighbours of every result, what was loaded) for the thread's part of the
+    // tile. load(row, column) reads what else the visit needs, AHEAD visits before: the multiprocessor has no other
+    // block that could work while this one waits for memory.
+    template <class Load, class Visit>
+    __device__ __forceinline__ void each(Load load, Visit visit) const {
+        constexpr int GROUPS = WARP_WIDTH / 32, VISITS = LINES * GROUPS, AHEAD = VISITS < 4 ? VISITS : 4;
+        decltype(load(0, 0)) loaded[VISITS];
 #pragma unroll
-        for (int m = 0; m < SIDE / 16; ++m)
+        for (int next = 0; next < VISITS + AHEAD; ++next) {
+            if (next < VISITS) loaded[next] = load(row(next / GROUPS), column(next % GROUPS));
+            const int now = next - AHEAD, line = now / GROUPS, group = now % GROUPS;
+            if (now < 0) continue;
+            float eights[RESULTS][8];
 #pragma unroll
-            for (int n = 0; n < SIDE / 8; ++n)
+            for (int r = 0; r < RESULTS; ++r) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    visit(row + 16 * m + i / 2 * 8, column + 8 * n + i % 2, values[0][m][n][i],
-                          values[RESULTS - 1][m][n][i]);
+                for (int i = 0; i < 8; ++i)
+                    eights[r][i] = values[r][line / 2][4 * group + i / 2][line % 2 * 2 + i % 2];
+                regroup_in_quad(eights[r]);
+            }
+            visit(line, row(line), column(group), eights, loaded[now]);
+        }
     }
 };
 
-// results += A B for every result; a(row, p) and b(result, column, p) say where eight elements
-// along the operand's axis begin, or null. p is a multiple of 8 along DEPTH, the side along SIDE.
-// Needs STAGES * DEPTH * (ROWS + RESULTS * COLUMNS) * 2 bytes of dynamic shared memory.
-template <Along A_ALONG, Along B_ALONG, int RESULTS, class A, class B>
-__device__ void mma_matmul(WarpResults<RESULTS>& results, int depth, A a, B b) {
-    using OperandA = Operand<ROWS, A_ALONG>;
-    using OperandB = Operand<COLUMNS, B_ALONG>;
-    constexpr int STAGE = OperandA::SIZE + RESULTS * OperandB::SIZE;
-    DYNAMIC_SHARED(Chunk, shared);
-    const int steps = (depth + DEPTH - 1) / DEPTH;
+struct Nothing {};
+__device__ __forceinline__ Nothing load_nothing(int, int) { return {}; }
 
-    auto load = [&](int step) {
+// Stores a tile, rounded, from row 0 of `target` (rows, width) and `first_column` on: what lies inside.
+__device__ __forceinline__ void store_rows(const WarpResults<1>& results, Scalar* target, int rows, int first_column,
+                                           int width) {
+    results.each(load_nothing, [&](int, int row, int column, const float(&values)[1][8], Nothing) {
+        column += first_column;
+        if (row >= rows || column >= width) return;
+        Eight rounded;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) rounded.values[i] = from_float<Scalar>(values[0][i]);
+        rounded.store(target + (long long)row * width + column);
+    });
+}
+
+// ---- the product -----------------------------------------------------------------------------
+
+// sums += A B for one instruction's 16 x PART by PART x 8.
+template <class Element>
+__device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    if constexpr (sizeof(Element) == 4)
+        mma_m16n8k8_tf32(sums, a, b);
+    else
+        mma_m16n8k16<Element>(sums, a, b);
+}
+
+// results += A B for every result; a and b, one for each result, are the `Lines` of the operands along their axes.
+// Needs STAGES * TILE_DEPTH * (TILE_ROWS + TILE_COLUMNS) * sizeof(Scalar) bytes of dynamic shared memory, and leaves
+// them in use: a block calls it once.
+template <Along A_ALONG, Along B_ALONG, int RESULTS, class A, class B>
+__device__ __forceinline__ void mma_matmul(WarpResults<RESULTS>& results, int depth, const A& a, const B* b) {
+    using OperandA = Operand<TILE_ROWS, A_ALONG>;
+    using OperandB = Operand<TILE_COLUMNS / RESULTS, B_ALONG>;
+    constexpr int STAGE = OperandA::SIZE + RESULTS * OperandB::SIZE;
+    constexpr int M = WARP_ROWS / 16, N = WarpResults<RESULTS>::WARP_WIDTH / 16, PARTS = TILE_DEPTH / PART;
+    DYNAMIC_SHARED(Chunk, shared);
+    const int steps = (depth + TILE_DEPTH - 1) / TILE_DEPTH;
+    Copies<OperandA, A_ALONG, A> a_copies;
+    Copies<OperandB, B_ALONG, B> b_copies[RESULTS];
+    a_copies.open(a);
+#pragma unroll
+    for (int r = 0; r < RESULTS; ++r) b_copies[r].open(b[r]);
+
+    auto start = [&](int step) {
         Chunk* const stage = shared + step % STAGES * STAGE;
         if (step < steps) {
-            OperandA::load(stage, step * DEPTH, depth, a);
+            a_copies.start(stage, step * TILE_DEPTH);
 #pragma unroll
             for (int r = 0; r < RESULTS; ++r)
-                OperandB::load(stage + OperandA::SIZE + r * OperandB::SIZE, step * DEPTH, depth,
-                               [&](int side, int p) { return b(r, side, p); });
+                b_copies[r].start(stage + OperandA::SIZE + r * OperandB::SIZE, step * TILE_DEPTH);
         }
         cp_async_commit();  // a group for every step, so that counting them tells what has arrived
     };
-
-    for (int step = 0; step < STAGES - 1; ++step) load(step);
-    for (int step = 0; step < steps; ++step) {
+    unsigned a_fragments[2][M][4], b_fragments[2][RESULTS][N][4];
+    auto read = [&](int set, const Chunk* stage, int p) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+            OperandA::template fragments<true>(a_fragments[set][m], stage, results.first_row() + 16 * m, p);
+#pragma unroll
+        for (int r = 0; r < RESULTS; ++r)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+                OperandB::template fragments<false>(b_fragments[set][r][n], stage + OperandA::SIZE + r * OperandB::SIZE,
+                                                    results.first_column() + 16 * n, p);
+    };
+    auto arrived = [&] {
         cp_async_wait<STAGES - 2>();
-        __syncthreads();  // the stage has arrived for all, and all are done with the one before
-        load(step + STAGES - 1);
-        const Chunk* const stage = shared + step % STAGES * STAGE;
+        __syncthreads();  // the next stage has arrived for all, and all have read the one before
+    };
+
+    for (int step = 0; step < STAGES - 1; ++step) start(step);
+    arrived();
+    read(0, shared, 0);
+    for (int step = 0; step < steps; ++step) {
 #pragma unroll
-        for (int p = 0; p < DEPTH; p += 16) {
-            unsigned a_fragments[SIDE / 16][4];
-#pragma unroll
-            for (int m = 0; m < SIDE / 16; ++m)
-                OperandA::template fragments<true>(a_fragments[m], stage, results.first_row() + 16 * m, p);
+        for (int part = 0; part < PARTS; ++part) {
+            const bool last = part == PARTS - 1;
+            if (last) arrived();
+            read((part + 1) % 2, shared + (last ? step + 1 : step) % STAGES * STAGE, last ? 0 : (part + 1) * PART);
+            if (part == 0) start(step + STAGES - 1);
 #pragma unroll
             for (int r = 0; r < RESULTS; ++r)
 #pragma unroll
-                for (int n = 0; n < SIDE / 16; ++n) {
-                    unsigned b_fragments[4];
-                    OperandB::template fragments<false>(b_fragments, stage + OperandA::SIZE + r * OperandB::SIZE,
-                                                        results.first_column() + 16 * n, p);
+                for (int m = 0; m < M; ++m)
 #pragma unroll
-                    for (int m = 0; m < SIDE / 16; ++m) {
-                        mma_m16n8k16<Scalar>(results.values[r][m][2 * n], a_fragments[m],
-                                             {b_fragments[0], b_fragments[1]});
-                        mma_m16n8k16<Scalar>(results.values[r][m][2 * n + 1], a_fragments[m],
-                                             {b_fragments[2], b_fragments[3]});
+                    for (int n = 0; n < N; ++n) {
+                        const unsigned(&both)[4] = b_fragments[part % 2][r][n];
+                        multiply<Scalar>(results.values[r][m][2 * n], a_fragments[part % 2][m], {both[0], both[1]});
+                        multiply<Scalar>(results.values[r][m][2 * n + 1], a_fragments[part % 2][m], {both[2], both[3]});
                     }
-                }
         }
     }
-    cp_async_wait<0>();
-    __syncthreads();  // the stages may be written again
 }

@@ -47,6 +47,21 @@ __device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const unsign
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same for a 16 x 8 by 8 x 8 product of floats that `to_tf32` has rounded.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The bits of a float rounded to the 10 bits of tf32's mantissa: to nearest, ties away from zero.
+__device__ __forceinline__ unsigned to_tf32(unsigned bits) {
+    unsigned rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
+    return rounded;
+}
+
 // Four 8 x 8 matrices of 16-bit elements: lane i brings the address of row i % 8 of matrix i / 8
 // and gets, of each matrix, two neighbours of row i / 4.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&registers)[4], const void* row) {
@@ -62,9 +77,14 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(unsigned (&registers)[4],
                  : "r"(shared_address(row)));
 }
 
-// Copies 16 bytes from global to shared memory without passing through registers.
-__device__ __forceinline__ void cp_async(Chunk* shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+// Copies 16 bytes from global to shared memory without passing through registers, or writes 16 zeros if they are not
+// `present`.
+__device__ __forceinline__ void cp_async_or_zero(void* shared, const void* global, bool present) {
+    asm volatile(
+        "{\n.reg .pred absent;\nsetp.eq.u32 absent, %2, 0;\n"
+        "cp.async.cg.shared.global [%0], [%1], 16, absent;\n}" ::"r"(shared_address(shared)),
+        "l"(global), "r"(unsigned(present))
+        : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -109,6 +129,36 @@ inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (
     simt_warp(0xffffffffu, SimtMma<Element>::exchange, &mine, SIMT_AT("mma_m16n8k16"));
 }
 
+struct SimtMmaTf32 {
+    unsigned a[4], b[2];
+    float* d;
+
+    // Lane 4 g + t holds rows g and g + 8 of A and D, column g of B; of the depth t and t + 4.
+    static void exchange(void* const* lanes) {
+        float a[16][8], b[8][8];
+        simt_each_lane<SimtMmaTf32>(lanes, [&](unsigned lane, SimtMmaTf32& mine) {
+            const unsigned g = lane / 4, t = lane % 4;
+            for (unsigned i = 0; i < 4; ++i) a[g + 8 * (i % 2)][t + 4 * (i / 2)] = __int_as_float(mine.a[i]);
+            for (unsigned i = 0; i < 2; ++i) b[t + 4 * i][g] = __int_as_float(mine.b[i]);
+        });
+        simt_each_lane<SimtMmaTf32>(lanes, [&](unsigned lane, SimtMmaTf32& mine) {
+            const unsigned g = lane / 4, t = lane % 4;
+            for (unsigned i = 0; i < 4; ++i)
+                for (unsigned k = 0; k < 8; ++k) mine.d[i] += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2];
+        });
+    }
+};
+inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMT_HERE) {
+    SimtMmaTf32 mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, d};
+    simt_warp(0xffffffffu, SimtMmaTf32::exchange, &mine, SIMT_AT("mma_m16n8k8_tf32"));
+}
+
+// Half of the last place that is kept is added to the magnitude, and the rest cut off.
+inline unsigned to_tf32(unsigned bits) {
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return is_nan ? bits : (bits + 0x1000u) & ~0x1fffu;
+}
+
 template <bool TRANSPOSED>
 struct SimtLdmatrix {
     const unsigned short* row;
@@ -140,7 +190,9 @@ inline void ldmatrix_x4_transposed(unsigned (&registers)[4], const void* row, SI
     simt_ldmatrix<true>(registers, row, SIMT_AT("ldmatrix_x4_transposed"));
 }
 
-inline void cp_async(Chunk* shared, const void* global) { simt_async_copy(shared, global, sizeof(Chunk)); }
+inline void cp_async_or_zero(void* shared, const void* global, bool present) {
+    simt_async_copy(shared, present ? global : nullptr, 16);
+}
 inline void cp_async_commit() { simt_async_commit(); }
 template <int PENDING>
 inline void cp_async_wait() {

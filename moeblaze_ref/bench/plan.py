@@ -8,7 +8,7 @@ from typing import Any
 from moeblaze_ref import doors
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.bench import KINDS, LAYER_PRESETS, counters, floors, ladder, routing, stages
-from moeblaze_ref.bench import layer as layers
+from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.device import Gpu
 from moeblaze_ref.config import POLICIES, PRESETS, MoEConfig, preset
 from moeblaze_ref.raw_cuda import expert_up
@@ -111,7 +111,7 @@ def _said(value: str | Sequence[str]) -> str:
     return value if isinstance(value, str) else ", ".join(value)
 
 
-def _layers(request: Request, default: Sequence[tuple[str, int | None]]) -> list[tuple[str, MoEConfig]]:
+def layers(request: Request, default: Sequence[tuple[str, int | None]]) -> list[tuple[str, MoEConfig]]:
     """Names and configurations of the layers that are asked for; the default is presets, each with an L or None."""
     asked = [name for given in request.presets for name in (LAYER_PRESETS if given == "all" else (given,))]
     shapes = [(name, None) for name in asked] or default
@@ -127,16 +127,19 @@ def _layer(name: str, tokens: int | None) -> tuple[str, MoEConfig]:
 
 
 def _layer_jobs(request: Request) -> list[Job]:
-    for kind, asked, known in (("policy", request.policies, POLICIES), ("system", request.systems, layers.SYSTEMS)):
+    for kind, asked, known in (
+        ("policy", request.policies, POLICIES),
+        ("system", request.systems, whole_layer.SYSTEMS),
+    ):
         for name in asked:
             doors.check_name(kind, name, known)
     if len(request.rungs) > 1:
         raise ValueError(f"rungs {_said(request.rungs)}: a layer runs on one rung")
-    if request.systems and layers.OURS not in request.systems:
+    if request.systems and whole_layer.OURS not in request.systems:
         for option in ("policies", "rungs"):
             if asked := getattr(request, option):
                 raise ValueError(
-                    f"{option} {_said(asked)}: only {layers.OURS} has any, and it is not among the systems"
+                    f"{option} {_said(asked)}: only {whole_layer.OURS} has any, and it is not among the systems"
                 )
     given = {
         "systems": request.systems,
@@ -144,16 +147,18 @@ def _layer_jobs(request: Request) -> list[Job]:
         "rung": next(iter(request.rungs), None),
         "routing": request.routing,
     }
-    choice = layers.Choice(**{name: value for name, value in given.items() if value}, repetitions=request.repetitions)
+    choice = whole_layer.Choice(
+        **{name: value for name, value in given.items() if value}, repetitions=request.repetitions
+    )
     if choice.rung:
         doors.check_name("rung of layer", choice.rung, raw_layer.RUNGS)
     doors.check_name("routing", choice.routing, routing.ROUTINGS)
-    return [partial(layers.time_layer, name, config, choice) for name, config in _layers(request, ALL)]
+    return [partial(whole_layer.time_layer, name, config, choice) for name, config in layers(request, ALL)]
 
 
 def _stage_jobs(request: Request) -> list[Job]:
     jobs = []
-    for name, config in _layers(request, ALL):
+    for name, config in layers(request, ALL):
         for stage in request.stages or floors.stages_of(config):
             doors.check_name("stage of a step", stage, floors.stages_of(config))
             if rungs := _rungs(request, stage, config):
@@ -172,7 +177,7 @@ def _rungs(request: Request, stage: str, config: MoEConfig) -> list[str | None]:
 
 def _jobs_beside_torch(stage: str, request: Request) -> list[Job]:
     jobs = []
-    for name, config in _layers(request, SHAPES[stage]):
+    for name, config in layers(request, SHAPES[stage]):
         able = stages.rungs_of(stage, config.dtype)
         for rung in request.rungs:
             doors.check_name(f"rung of {stage}", rung, able)

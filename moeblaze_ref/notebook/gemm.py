@@ -1,6 +1,7 @@
 """The expert stages' raw kernels: what they ask of memory, how they multiply, and pictures of both."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from moeblaze_ref.config import MoEConfig, is_gated
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
 from moeblaze_ref.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.notebook.sources import inlined
-from moeblaze_ref.raw_cuda import expert_down, expert_up, gemm
+from moeblaze_ref.raw_cuda import expert_down, expert_up, gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import ceil_div, simt_executor
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
 from moeblaze_ref.structures import Dispatch
@@ -69,6 +70,13 @@ def count_up(
     return launches[0]
 
 
+def count_one(rung: str, x: np.ndarray, w: np.ndarray, dispatch: Dispatch) -> LaunchReport:
+    """The launch of one projection by itself, in tiles as wide as each of two has in `count_up`."""
+    whole = tiles.DEFAULTS["3_mma"]
+    with tiles.trying(replace(whole, columns=whole.columns // 2)):
+        return count_up(rung, x, w, None, dispatch, "silu")
+
+
 def count_down(rung: str, y_swi: np.ndarray, w3: np.ndarray, dispatch: Dispatch) -> LaunchReport:
     """The launch of a rung of ``expert_down.forward`` on the CPU, counted."""
     executor = SimtExecutor()
@@ -77,7 +85,7 @@ def count_down(rung: str, y_swi: np.ndarray, w3: np.ndarray, dispatch: Dispatch)
     return launches[0]
 
 
-def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], width: int) -> dict[str, int]:
+def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], kernel: str = "expert_up") -> dict[str, int]:
     """Values of the symbols with which the headers of both stages state the bytes of their forward kernels.
 
     Parameters
@@ -86,21 +94,24 @@ def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], width: 
     config : MoEConfig
     lengths : sequence of int
         Rows of each expert.
-    width : int
-        Columns of the result: h for expert_up, d for expert_down.
+    kernel : str
+        "expert_up" or "expert_down".
     """
-    rows = gemm.ROWS.get(rung, 1)
+    tile, projections = tiles.DEFAULTS.get(rung), 1 + is_gated(config.activation)
+    rows, columns = (1, 1) if rung == "1_naive" else gemm.extent(tile)
+    width, results = (config.h, projections) if kernel == "expert_up" else (config.d, 1)
     sizes = {"L": config.L, "d": config.d, "h": config.h, "E": config.E, "R": config.R, "s": config.itemsize}
     return sizes | {
-        "G": 2 if is_gated(config.activation) else 1,
+        "G": projections,
         "P": 1,  # STORE_PROJECTIONS and
         "Y": 1,  # STORE_Y_SWI: count_up stores everything
-        "C": ceil_div(config.h, gemm.COLUMNS),
-        "D": ceil_div(config.d, gemm.COLUMNS),
+        "C": ceil_div(config.h, columns),
+        "D": ceil_div(config.d, columns),
         "tiles": sum(ceil_div(length, rows) for length in lengths),
         # Of a dispatch the launch reads but L, R and E.
-        "blocks": prod(gemm.rows_launch(simt_executor(), rung, config, width)["grid"]),
+        "blocks": prod(gemm.rows_launch(simt_executor(), rung, config, width, tile, results)["grid"]),
         "THREADS": gemm.THREADS,
+        **(tile.symbols(config.itemsize, config.d, config.h, projections) if tile else {}),
     }
 
 
@@ -112,7 +123,7 @@ PRODUCTS = {
     },
     "2_tiled": {"corners.values[r][i][j] +=": "++products, corners.values[r][i][j] +="},
     # A warp's instruction is 16 * 8 * 16 products, and each of its 32 lanes comes by.
-    "3_mma": {"mma_m16n8k16<Scalar>(results": "products += 16 * 8 * 16 / 32, mma_m16n8k16<Scalar>(results"},
+    "3_mma": {"multiply<Scalar>(results": "products += 16 * 8 * 16 / 32, multiply<Scalar>(results"},
 }
 RUNGS = tuple(PRODUCTS)  # of the notebook; Hopper's is a story of its own
 COUNTER = "__device__ unsigned long long products;\n"
@@ -338,9 +349,9 @@ def tile_intensity(rows: int, columns: int, results: int = 2, itemsize: int = 2)
 
 def tile_roofline(rows: int, columns: int) -> Figure:
     """`roofline` of rung 3 with another tile, two results, in bf16; its title says what the tile takes of a block."""
-    registers = 2 * rows * columns // gemm.THREADS
-    shared_bytes = gemm.STAGE_BYTES * (rows + 2 * columns)
+    tile = replace(tiles.DEFAULTS["3_mma"], rows=rows, columns=2 * columns)
+    registers = 2 * rows * columns // tiles.DEFAULTS["3_mma"].threads
     figure = roofline([Point(f"tile {rows} x {columns}", tile_intensity(rows, columns), "bf16 tensor cores")])
-    taken = f"sums: {registers} registers a thread (of 255), stages: {shared_bytes >> 10} KiB of shared memory (of 227)"
+    taken = f"sums: {registers} registers a thread (of 255), stages: {tile.shared_bytes >> 10} KiB of shared memory (of 227)"
     figure.axes[0].set_title(taken, loc="left", fontsize="medium")
     return figure

@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from moeblaze_ref import doors
 from moeblaze_ref.bench import results
 from moeblaze_ref.cases import make_case
-from moeblaze_ref.config import POLICIES, MoEConfig, preset
+from moeblaze_ref.config import POLICIES, MoEConfig, is_gated, preset
 from moeblaze_ref.layer import INTERMEDIATES
 from moeblaze_ref.memory.accounting import account, uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE
@@ -31,7 +31,7 @@ from moeblaze_ref.notebook.gemm import (
 )
 from moeblaze_ref.notebook.markdown import bullets
 from moeblaze_ref.notebook.sources import evaluate, stated_bytes
-from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda import gemm, tiles
 from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.raw_cuda.runtime import ceil_div, simt_executor
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
@@ -66,6 +66,7 @@ def surviving_bytes(fn: Callable, *args) -> list[int]:
 # Work, counted and scaled -------------------------------------------------------------------------------------------
 
 RUNG = "3_mma"
+TILE = tiles.DEFAULTS[RUNG]
 FILES = {  # of the kernels between x and out, forward and backward
     "expert_up": f"expert_up/{RUNG}.cu",
     "act": "activation/1_elementwise.cu",
@@ -174,13 +175,11 @@ def _touched(launch):
 def _symbols(launch, config, lengths):
     """Values of every symbol of the headers' formulas, for a kernel that stores what it stored in this launch."""
     written = {name for name, traffic in launch.buffers.items() if traffic.written_bytes}
-    return header_symbols(RUNG, config, lengths, config.h) | {
+    return header_symbols(RUNG, config, lengths) | {
         "P": int("a" in written),
         "Y": int("y_swi" in written),
         "k": config.k,
-        "H": ceil_div(config.h, gemm.ROWS[RUNG]),
-        "W": ceil_div(config.d, gemm.ROWS[RUNG]),
-        "terms": gemm.gate_terms(RUNG, config.h),
+        "terms": gemm.gate_terms(RUNG, config.h, TILE),
         "blocks": _blocks(launch.kernel, config),
     }
 
@@ -189,9 +188,10 @@ def _blocks(kernel, config):
     """Blocks of a kernel's grid, where its formula has them."""
     weights = {"d_w": (config.d, config.h), "d_w3": (config.h, config.d)}
     if kernel in weights:
-        return prod(gemm.weights_launch(simt_executor(), RUNG, config.E, *weights[kernel])["grid"])
+        return prod(gemm.weights_launch(simt_executor(), RUNG, config.E, *weights[kernel], TILE)["grid"])
     width = config.d if kernel in ("expert_down", "d_x_rows") else config.h
-    return prod(gemm.rows_launch(simt_executor(), RUNG, config, width)["grid"])
+    results = 1 + is_gated(config.activation) if kernel == "expert_up" else 1
+    return prod(gemm.rows_launch(simt_executor(), RUNG, config, width, TILE, results)["grid"])
 
 
 def _routed_copy(config):

@@ -1,11 +1,11 @@
 """The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
 
 from moeblaze_ref import stage_doors
-from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda import gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array, Dispatch
 
-RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW, "4_hopper": gemm.NARROW}
+RUNGS = gemm.RUNGS
 DEFAULT_RUNG = "2_tiled"
 GATE_DTYPES = ("float32",)
 
@@ -23,7 +23,7 @@ def forward(
     executor : Executor, optional
         Default: by where ``y_swi`` lives.
     rung : str
-        One of ``RUNGS``.
+        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
 
     Returns
     -------
@@ -45,11 +45,12 @@ def forward(
     executor = executor or executor_for(y_swi)
     y = executor.empty((dispatch.R, d), dtype)
     if dispatch.R:
+        tile = tiles.choose(executor, rung, "expert_down", dispatch.R, dispatch.E, d, h)
         # The kernel does not depend on the activation.
-        module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(dtype, "swiglu"))
+        module = executor.load(gemm.file_of("expert_down", rung), **gemm.constants(dtype, "swiglu", tile))
         module.launch(
             "expert_down",
-            **gemm.rows_launch(executor, rung, dispatch, d),
+            **gemm.rows_launch(executor, rung, dispatch, d, tile),
             y_swi=gemm.operand(executor, rung, y_swi, gemm.ROWS_BOX),
             w3=gemm.operand(executor, rung, w3, gemm.WEIGHTS_BOX),
             expert_token_offsets=dispatch.expert_token_offsets,
@@ -94,7 +95,7 @@ def hidden_gradients(
     executor : Executor, optional
         Default: by where ``a`` lives.
     rung : str
-        One of ``RUNGS``.
+        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
 
     Returns
     -------
@@ -127,12 +128,13 @@ def hidden_gradients(
     slots = {**gemm.per_element(dispatch.R), "token_index_map": dispatch.token_index_map, "R": dispatch.R}
     gate_of_row = executor.empty((dispatch.R,), "float32")
     gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
-    terms = gemm.gate_terms(rung, h)
+    tile = tiles.choose(executor, rung, "d_hidden", dispatch.R, dispatch.E, d, h)
+    terms = gemm.gate_terms(rung, h, tile)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
-    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(dtype, activation))
+    module = executor.load(gemm.file_of("expert_down", rung), **gemm.constants(dtype, activation, tile))
     module.launch(
         "d_hidden",
-        **gemm.rows_launch(executor, rung, dispatch, h),
+        **gemm.rows_launch(executor, rung, dispatch, h, tile),
         d_out=d_out,
         gate_of_row=gate_of_row,
         a=a,
@@ -166,7 +168,7 @@ def weight_gradient(
     executor : Executor, optional
         Default: by where ``d_out`` lives.
     rung : str
-        One of ``RUNGS``.
+        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
 
     Returns
     -------
@@ -189,11 +191,12 @@ def weight_gradient(
     if dispatch.R == 0:
         return executor.full((E, h, d), dtype, 0)
     d_w3 = executor.empty((E, h, d), dtype)
+    tile = tiles.choose(executor, rung, "d_w3", dispatch.R, E, d, h)
     # The kernel does not depend on the activation.
-    module = executor.load(f"expert_down/{rung}.cu", **gemm.constants(dtype, "swiglu"))
+    module = executor.load(gemm.file_of("expert_down", rung), **gemm.constants(dtype, "swiglu", tile))
     module.launch(
         "d_w3",
-        **gemm.weights_launch(executor, rung, E, h, d),
+        **gemm.weights_launch(executor, rung, E, h, d, tile),
         **gemm.mapped_too(executor, rung, "gated_y", gated_y),
         gated_y=gated_y,
         d_out=d_out,

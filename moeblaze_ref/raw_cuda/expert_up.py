@@ -4,11 +4,11 @@ from collections.abc import Collection
 from math import gcd
 
 from moeblaze_ref import doors, stage_doors
-from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda import gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import HIDDEN, Array, Dispatch
 
-RUNGS = {"1_naive": gemm.WIDE, "2_tiled": gemm.WIDE, "3_mma": gemm.NARROW, "4_hopper": gemm.NARROW}
+RUNGS = gemm.RUNGS
 DEFAULT_RUNG = "2_tiled"
 _STORE = {"STORE_PROJECTIONS": "a", "STORE_Y_SWI": "y_swi"}
 
@@ -40,7 +40,7 @@ def forward(
     executor : Executor, optional
         Default: by where ``x`` lives.
     rung : str
-        One of ``RUNGS``.
+        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
 
     Returns
     -------
@@ -64,10 +64,11 @@ def forward(
     a, b, y_swi = [executor.empty((dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN]
     if dispatch.R:
         left_out = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
-        module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(dtype, activation), **left_out)
+        tile = tiles.choose(executor, rung, "expert_up", dispatch.R, dispatch.E, d, h)
+        module = executor.load(gemm.file_of("expert_up", rung), **gemm.constants(dtype, activation, tile), **left_out)
         module.launch(
             "expert_up",
-            **gemm.rows_launch(executor, rung, dispatch, h, results=1 if w2 is None else 2, crowded=False),
+            **gemm.rows_launch(executor, rung, dispatch, h, tile, results=1 if w2 is None else 2, crowded=False),
             x=x,
             w1=gemm.operand(executor, rung, w1, gemm.WEIGHTS_BOX),
             w2=gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_BOX),
@@ -125,14 +126,17 @@ def input_gradient(
     d_x = executor.empty((dispatch.L, d), dtype)
     if dispatch.R == 0:
         return d_x
+    tile = tiles.choose(executor, rung, "d_x_rows", dispatch.R, dispatch.E, d, h)
     # The kernels depend on whether there is a gate, not on the activation.
-    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(dtype, "silu" if w2 is None else "swiglu"))
+    module = executor.load(
+        gemm.file_of("expert_up", rung), **gemm.constants(dtype, "silu" if w2 is None else "swiglu", tile)
+    )
     if rung == "1_naive":
         _sum_on_the_fly(executor, module, (d_a, d_b, w1, w2), dispatch, d_x)
         return d_x
     gemm.check_slots(dispatch)
     for first, width in gemm.parts_of_rows(rung, dispatch.R, d, h):
-        _sum_stored_rows(executor, module, rung, (d_a, d_b, w1, w2), dispatch, d_x, first, width)
+        _sum_stored_rows(executor, module, rung, tile, (d_a, d_b, w1, w2), dispatch, d_x, first, width)
     return d_x
 
 
@@ -157,7 +161,7 @@ def _sum_on_the_fly(executor, module, operands, dispatch, d_x):
     )
 
 
-def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x, first, width):
+def _sum_stored_rows(executor, module, rung, tile, operands, dispatch, d_x, first, width):
     """``width`` columns of d_x, from ``first`` on, by a product of tiles and a sum; its rows are freed on return."""
     d_a, d_b, w1, w2 = operands
     dtype, pitch = doors.dtype_of(d_a), d_x.shape[1]
@@ -166,7 +170,7 @@ def _sum_stored_rows(executor, module, rung, operands, dispatch, d_x, first, wid
     rows = executor.empty((dispatch.R, width), dtype)
     module.launch(
         "d_x_rows",
-        **gemm.rows_launch(executor, rung, dispatch, width),
+        **gemm.rows_launch(executor, rung, dispatch, width, tile),
         d_a=gemm.operand(executor, rung, d_a, gemm.ROWS_BOX),
         d_b=gemm.second_operand(executor, rung, d_b, d_a, gemm.ROWS_BOX),
         w1=gemm.operand(executor, rung, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
@@ -224,11 +228,12 @@ def weight_gradient(
     if dispatch.R == 0:
         return executor.full((E, d, h), dtype, 0)
     d_w = executor.empty((E, d, h), dtype)
+    tile = tiles.choose(executor, rung, "d_w", dispatch.R, E, d, h)
     # The kernel does not depend on the activation.
-    module = executor.load(f"expert_up/{rung}.cu", **gemm.constants(dtype, "swiglu"))
+    module = executor.load(gemm.file_of("expert_up", rung), **gemm.constants(dtype, "swiglu", tile))
     module.launch(
         "d_w",
-        **gemm.weights_launch(executor, rung, E, d, h),
+        **gemm.weights_launch(executor, rung, E, d, h, tile),
         **gemm.mapped_too(executor, rung, "d_hidden", d_hidden),
         d_hidden=d_hidden,
         x=x,

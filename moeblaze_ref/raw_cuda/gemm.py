@@ -7,14 +7,14 @@ import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, widest_pack
+from moeblaze_ref.raw_cuda.tiles import MmaTile, Tile
 from moeblaze_ref.structures import Array, Dispatch
 
 THREADS = 256
 WARP = 32
-ROWS = {"2_tiled": 64, "3_mma": 128}  # of a block's result: tiled_matmul.cuh, mma_matmul.cuh
-COLUMNS = 64
-STAGE_BYTES = 3 * 32 * 2  # mma_matmul.cuh: three stages, 32 of the depth, for each row and column
-TENSOR_CORES = ("3_mma", "4_hopper")
+TILE = 64  # rows and columns of a block's result in tiled_matmul.cuh
+TF32 = "3_mma_tf32"  # rung 3_mma on floats, rounded to 10 bits of mantissa before they are multiplied: by name alone
+TENSOR_CORES = ("3_mma", TF32, "4_hopper")
 HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
 HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
 HOPPER_COLUMNS = 256
@@ -30,12 +30,20 @@ C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 WIDE = tuple(C_TYPE)  # dtypes of the rungs without tensor cores
 NARROW = ("float16", "bfloat16")  # of tensor cores
 BFLOAT16 = ml_dtypes.bfloat16
+RUNGS = {"1_naive": WIDE, "2_tiled": WIDE, "3_mma": NARROW, TF32: ("float32",), HOPPER: NARROW}  # of both projections
 
 
-def constants(dtype: str, activation: str | None = None) -> dict[str, Any]:
-    """Preprocessor constants of a kernel file for this dtype and activation."""
+def file_of(stage: str, rung: str) -> str:
+    """The kernel file of a rung."""
+    return f"{stage}/{'3_mma' if rung == TF32 else rung}.cu"
+
+
+def constants(dtype: str, activation: str | None = None, tile: Tile | None = None) -> dict[str, Any]:
+    """Preprocessor constants of a kernel file for this dtype, activation and tile."""
     chosen = {"Scalar": C_TYPE[dtype], "THREADS": THREADS}
-    return chosen if activation is None else chosen | {"ACTIVATION": activation}
+    if activation is not None:
+        chosen |= {"ACTIVATION": activation}
+    return chosen if tile is None else chosen | tile.constants(2 if dtype in NARROW else 4)
 
 
 def row_sums(rows: Array, dtype: str, num_tokens: int, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,7 +111,13 @@ def check_slots(dispatch: Dispatch):
 
 
 def rows_launch(
-    executor: Executor, rung: str, dispatch: Dispatch, width: int, results: int = 1, crowded: bool = True
+    executor: Executor,
+    rung: str,
+    dispatch: Dispatch,
+    width: int,
+    tile: Tile | None = None,
+    results: int = 1,
+    crowded: bool = True,
 ) -> dict[str, Any]:
     """Launch over every routed row and ``width`` columns, each expert's rows apart.
 
@@ -117,17 +131,26 @@ def rows_launch(
         return _persistent(executor.multiprocessors, dispatch.E, crowded)
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
-    tiles = dispatch.R // ROWS[rung] + min(dispatch.E, dispatch.R)
-    return _tiles(rung, (tiles, ceil_div(width, COLUMNS)), results) | {"E": dispatch.E}
+    rows, columns = extent(tile, results)
+    tiles = dispatch.R // rows + min(dispatch.E, dispatch.R)
+    return _tiles(tile, (tiles, ceil_div(width, columns))) | {"E": dispatch.E}
 
 
-def weights_launch(executor: Executor, rung: str, num_experts: int, rows: int, columns: int) -> dict[str, Any]:
+def extent(tile: MmaTile | None, results: int = 1) -> tuple[int, int]:
+    """Rows and columns of a block's tile of each result: a tile's, or those of rung 2_tiled."""
+    return (TILE, TILE) if tile is None else (tile.rows, tile.columns // results)
+
+
+def weights_launch(
+    executor: Executor, rung: str, num_experts: int, rows: int, columns: int, tile: Tile | None = None
+) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == HOPPER:
         return _persistent(executor.multiprocessors, num_experts, crowded=True)
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
-    return _tiles(rung, (ceil_div(rows, ROWS[rung]), ceil_div(columns, COLUMNS), num_experts))
+    tile_rows, tile_columns = extent(tile)
+    return _tiles(tile, (ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts))
 
 
 @functools.cache
@@ -141,9 +164,10 @@ def _persistent(multiprocessors: int, num_experts: int, crowded: bool) -> dict[s
     }
 
 
-def _tiles(rung: str, grid: tuple[int, ...], results: int = 1) -> dict[str, Any]:
-    shared_bytes = STAGE_BYTES * (ROWS[rung] + results * COLUMNS) if rung == "3_mma" else 0
-    return {"grid": grid, "block": THREADS, "shared_bytes": shared_bytes}
+def _tiles(tile: MmaTile | None, grid: tuple[int, ...]) -> dict[str, Any]:
+    if tile is None:
+        return {"grid": grid, "block": THREADS}
+    return {"grid": grid, "block": tile.threads, "shared_bytes": tile.shared_bytes}
 
 
 def per_element(elements: int) -> dict[str, Any]:
@@ -151,6 +175,6 @@ def per_element(elements: int) -> dict[str, Any]:
     return {"grid": ceil_div(elements, THREADS), "block": THREADS}
 
 
-def gate_terms(rung: str, h: int) -> int:
+def gate_terms(rung: str, h: int, tile: Tile | None = None) -> int:
     """Partial sums of a row's gate gradient that the rung leaves: one an element, or one a tile of columns."""
-    return h if rung == "1_naive" else ceil_div(h, HOPPER_COLUMNS if rung == HOPPER else COLUMNS)
+    return h if rung == "1_naive" else ceil_div(h, HOPPER_COLUMNS if rung == HOPPER else extent(tile)[1])

@@ -16,7 +16,10 @@ RUNGS = expert_up.RUNGS  # of both projections; the other stages run their defau
 
 
 def default_rung(dtype: str, d: int, h: int, executor: Executor) -> str:
-    """The fastest rung that computes in this dtype at these widths on this executor's device."""
+    """The fastest rung that computes in this dtype at these widths on this executor's device.
+
+    Never ``gemm.TF32``: whoever has float32 in mind gets it, and less only by name.
+    """
     if dtype not in gemm.NARROW or d % 8 or h % 8:
         return "2_tiled"
     return "4_hopper" if executor.capability == (9, 0) else "3_mma"

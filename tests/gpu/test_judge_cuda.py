@@ -1,7 +1,7 @@
 """The judge on a GPU: the same files, the same verdicts, and no counts."""
 
 import pytest
-from test_judge import COMBINE, LENGTHS, OWN, changed, last_row_kernel, own, right_kernel
+from test_judge import COMBINE, LENGTHS, OWN, TILE, changed, last_row_kernel, own, right_kernel
 
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
@@ -16,7 +16,8 @@ def test_the_projects_own_kernel_of_every_task_is_right(task):
 
 
 def test_tensor_cores_are_right():
-    assert judge(own("expert_up/3_mma", "expert_up"), "expert_up", backend="cuda", dtype="bfloat16").ok
+    how = {"backend": "cuda", "dtype": "bfloat16", "constants": TILE}
+    assert judge(own("expert_up/3_mma", "expert_up"), "expert_up", **how).ok
 
 
 def test_a_row_that_is_never_written():

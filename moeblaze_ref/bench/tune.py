@@ -1,0 +1,205 @@
+"""Times every candidate tile of every tensor-core kernel, and makes the table that `raw_cuda.tiles` chooses by."""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from moeblaze_ref import doors, provenance
+from moeblaze_ref.backends import refusal
+from moeblaze_ref.bench import plan, stages
+from moeblaze_ref.bench.clock import replayed, take_turns
+from moeblaze_ref.bench.device import Device
+from moeblaze_ref.bench.floors import cost_of
+from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.raw_cuda import gemm, tiles
+from moeblaze_ref.raw_cuda.runtime import Executor
+from moeblaze_ref.torch_bridge import bridge_to
+
+# Presets, some with another L: each class of layers has one at least.
+SHAPES = (("conf3", None), ("qwen3", None), ("mixtral", None), ("qwen3", 2**11), ("mixtral", 2**10))
+STAGE_OF_KERNEL = {kernel: kernel for kernel in tiles.KERNELS} | {"d_x_rows": "d_x", "d_w": "d_w1"}
+LEAST_GAIN = 1.02  # over the default: less is noise
+
+
+@dataclass(frozen=True)
+class Time:
+    """What one tile took.
+
+    Parameters
+    ----------
+    preset : str
+    rung, kernel, groups, weights
+        See `tiles.KEY`.
+    tile : MmaTile or HopperTile
+    ms : float
+        Median, on the device's own time.
+    """
+
+    preset: str
+    rung: str
+    kernel: str
+    groups: str
+    weights: str
+    tile: tiles.Tile
+    ms: float
+
+
+def jobs(presets: Sequence[str], tokens: int | None, rungs: Sequence[str], repetitions: int) -> list[Callable]:
+    """One job for each layer, rung and kernel; each takes the keyword ``device`` and returns `Time` s.
+
+    Parameters
+    ----------
+    presets : sequence of str
+        Names, or none for ``SHAPES``.
+    tokens : int, optional
+        L, in place of that of each preset.
+    rungs : sequence of str
+        Of ``tiles.CANDIDATES``; none stands for those that run here.
+    repetitions : int
+        Of each tile.
+
+    Raises
+    ------
+    ValueError
+        If a name is unknown, a number is out of range, or a rung does not run on this GPU.
+    """
+    for rung in rungs:
+        doors.check_name("rung with a choice of tiles", rung, tiles.CANDIDATES)
+    doors.check_int("repetitions", repetitions, at_least=1)
+    if tokens is not None:
+        doors.check_int("L", tokens, at_least=1)
+    layers = plan.layers(plan.Request(presets=presets, tokens=tokens), SHAPES)
+    device_rungs = _rungs(rungs, stages.executor_here())
+    return [
+        partial(time_tiles, name, _in_dtype_of(rung, config), rung, kernel, repetitions)
+        for name, config in layers
+        for rung in device_rungs
+        for kernel in tiles.KERNELS
+    ]
+
+
+def _rungs(asked: Sequence[str], executor: Executor) -> list[str]:
+    """Those that are asked for, if they run here; all that do, if none is."""
+    refusals = {rung: refusal(executor, "expert_up", rung) for rung in asked or tiles.CANDIDATES}
+    for rung in asked:
+        if refusals[rung]:
+            raise ValueError(refusals[rung])
+    return [rung for rung, why in refusals.items() if not why]
+
+
+def _in_dtype_of(rung: str, config: MoEConfig) -> MoEConfig:
+    """The layer in its own dtype, or in one that the rung computes in."""
+    able = gemm.RUNGS[rung]
+    return config if config.dtype in able else config.replace(dtype=able[0])
+
+
+def time_tiles(preset: str, config: MoEConfig, rung: str, kernel: str, repetitions: int, device: Device) -> list[Time]:
+    """One kernel in every candidate tile, in turns, by replays of CUDA graphs.
+
+    Parameters
+    ----------
+    preset, config
+        The layer, and its name.
+    rung, kernel : str
+        Of ``tiles.CANDIDATES`` and ``tiles.KERNELS``.
+    repetitions : int
+        Of each tile.
+    device : Device
+    """
+    stage, bridge = STAGE_OF_KERNEL[kernel], bridge_to(device.torch_device)
+    count = stages.input_sets(cost_of(stage, config).bytes, device.cache_bytes)
+    sets = [Inputs(config, bridge, device.torch_device) for _ in range(count)]
+    contenders = {}
+    for tile in tiles.CANDIDATES[rung]:
+        with tiles.trying(tile):
+            contenders[tile] = replayed(device.captured(partial(stages.run_ours, stage, rung, sets, bridge)))
+    samples = take_turns(contenders, repetitions, device)
+    key = rung, kernel, *tiles.shape_class(config.R, config.E, config.d, config.h)
+    return [Time(preset, *key, tile, samples[tile].shared_by(count).median) for tile in contenders]
+
+
+def entries(times: Sequence[Time]) -> list[dict[str, Any]]:
+    """The table's entries: for each kernel and class of layers the fastest tile, where that is not the default.
+
+    Parameters
+    ----------
+    times : sequence of Time
+
+    Returns
+    -------
+    list of dict
+        {rung, kernel, groups, weights, tile, gain}. The gain is the default's time over the tile's, the geometric mean
+        over the layers of the class; the tile with the largest is taken, if it is at least ``LEAST_GAIN``.
+    """
+    by_class = defaultdict(list)
+    for time in times:
+        by_class[tuple(getattr(time, name) for name in tiles.KEY)].append(time)
+    found = []
+    for key, of_class in by_class.items():
+        gains = _gains(of_class, tiles.DEFAULTS[key[0]])
+        best = max(gains, key=gains.get)
+        if gains[best] >= LEAST_GAIN:
+            head = dict(zip(tiles.KEY, key, strict=True))
+            found.append(head | {"tile": asdict(best), "gain": round(gains[best], 3)})
+    return found
+
+
+def _gains(times: Sequence[Time], default: tiles.Tile) -> dict[tiles.Tile, float]:
+    """How many times as fast as the default each tile is."""
+    base = {time.preset: time.ms for time in times if time.tile == default}
+    ratios = defaultdict(list)
+    for time in times:
+        ratios[time.tile].append(base[time.preset] / time.ms)
+    return {tile: statistics.geometric_mean(of_one) for tile, of_one in ratios.items()}
+
+
+def run_of(times: Sequence[Time], clocks: str | None, capability: tuple[int, int]) -> dict[str, Any]:
+    """One run of a table: where and when, and its entries."""
+    place = provenance.environment() | {"clocks": clocks, "capability": ".".join(map(str, capability))}
+    return place | {"entries": entries(times)}
+
+
+def check_place(path: Path):
+    """A file that exists is a table; errors as in `tiles.load`."""
+    if path.exists():
+        tiles.load(path)
+
+
+def add(path: Path, run: dict[str, Any]):
+    """Write a run into a table, in the place of an earlier one for the same class of GPU."""
+    earlier = json.loads(path.read_text())["runs"] if path.exists() else []
+    kept = [other for other in earlier if other["capability"] != run["capability"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
+
+
+def table(times: Sequence[Time]) -> Table:
+    """For the terminal: every tile's time, and its gain over the default."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("preset", "rung", "kernel", "groups", "weights", "tile"):
+        shown.add_column(heading)
+    for heading in ("ms", "gain"):
+        shown.add_column(heading, justify="right")
+    base = {(time.preset, time.rung, time.kernel): time.ms for time in times if time.tile == tiles.DEFAULTS[time.rung]}
+    for time in times:
+        gain = base[time.preset, time.rung, time.kernel] / time.ms
+        words = time.preset, time.rung, time.kernel, time.groups, time.weights, _in_short(time.tile)
+        shown.add_row(*words, f"{time.ms:.4g}", f"{gain:.2f}")
+    return shown
+
+
+def _in_short(tile: tiles.Tile) -> str:
+    if isinstance(tile, tiles.HopperTile):
+        return f"band {tile.band}"
+    return (
+        f"{tile.rows} x {tile.columns} x {tile.depth}, {tile.stages} stages, {tile.threads} threads, band {tile.band}"
+    )
