@@ -99,8 +99,8 @@ struct HiddenGradients {
     __device__ __forceinline__ void read(int row, long long begin, int present) const {
         RowAhead& to = ahead[row % ROWS_AHEAD];
         if (row < present) {
-            cp_async(&to.a[thread()], a + begin + (long long)row * h);
-            if (GATED) cp_async(&to.b[thread()], b + begin + (long long)row * h);
+            cp_async_or_zero(&to.a[thread()], a + begin + (long long)row * h, true);
+            if (GATED) cp_async_or_zero(&to.b[thread()], b + begin + (long long)row * h, true);
         }
         cp_async_commit();
     }

@@ -190,14 +190,14 @@ def _ladder_jobs(request: Request) -> list[Job]:
         doors.check_name("rung of the ladder", rung, expert_up.RUNGS)
     return [
         partial(ladder.time_ladder, name, config, ladder.steps_of(config, request.rungs), request.repetitions)
-        for name, config in _layers(request, LADDERS)
+        for name, config in layers(request, LADDERS)
     ]
 
 
 def _counter_jobs(request: Request) -> list[Job]:
     if request.rungs:
         raise ValueError(f"rungs {_said(request.rungs)}: bench counters has all of them")
-    return [partial(counters.count, name, config) for name, config in _layers(request, LADDERS)]
+    return [partial(counters.count, name, config) for name, config in layers(request, LADDERS)]
 
 
 def _stage_job(name, config, stage, rungs, request, beside_torch=False) -> Job:

@@ -107,8 +107,9 @@ def rungs_of(stage: str, dtype: str) -> list[str | None]:
     """The rungs of a stage that compute in this dtype; one without a name where there is no ladder."""
     if stage not in MODULES:
         return [None]
-    able = {dtype, "int32", "float32"}  # the stages that see no activations compute in these, whatever the layer's is
-    return [rung for rung, dtypes in MODULES[stage].RUNGS.items() if able & set(dtypes)]
+    rungs = MODULES[stage].RUNGS
+    sees_activations = any(dtype in dtypes for dtypes in rungs.values())
+    return [rung for rung, dtypes in rungs.items() if dtype in dtypes or not sees_activations]
 
 
 def executor_here() -> Executor:

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import json
 import tracemalloc
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence

@@ -33,11 +33,13 @@ BFLOAT16 = ml_dtypes.bfloat16
 RUNGS = {"1_naive": WIDE, "2_tiled": WIDE, "3_mma": NARROW, TF32: ("float32",), HOPPER: NARROW}  # of both projections
 
 
+@functools.cache
 def file_of(stage: str, rung: str) -> str:
     """The kernel file of a rung."""
     return f"{stage}/{'3_mma' if rung == TF32 else rung}.cu"
 
 
+@functools.cache
 def constants(dtype: str, activation: str | None = None, tile: Tile | None = None) -> dict[str, Any]:
     """Preprocessor constants of a kernel file for this dtype, activation and tile."""
     chosen = {"Scalar": C_TYPE[dtype], "THREADS": THREADS}
