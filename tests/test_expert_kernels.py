@@ -13,13 +13,12 @@ from moeblaze_ref import comparisons
 from moeblaze_ref.backends import OpenStage
 from moeblaze_ref.cases import make_case, relative_error
 from moeblaze_ref.config import ACTIVATIONS, is_gated
-from moeblaze_ref.notebook.sources import inlined
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import simt
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, inlined
 
 STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
 EVERY = [

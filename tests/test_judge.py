@@ -17,13 +17,13 @@ from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
 from moeblaze_ref.judge.contracts import AXES, ROUTES, set_problem
 from moeblaze_ref.judge.kernels import declaration
 from moeblaze_ref.judge.report import place_of
-from moeblaze_ref.notebook.sources import inlined
 from moeblaze_ref.numba_cuda import combine as numba_combine
 from moeblaze_ref.numba_cuda import expert_down as numba_down
 from moeblaze_ref.numba_cuda import expert_up as numba_up
 from moeblaze_ref.numba_cuda.runtime import cuda
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import tiles
+from moeblaze_ref.raw_cuda.runtime.source import inlined
 
 SMALL = standard_cases()[:6]  # with one token, an empty expert, and no tokens
 CASE = make_case(13, 8, 16, 4, 2, "zipf")

@@ -338,11 +338,11 @@ def functions_in(code):
 
 @pytest.mark.parametrize("file", [KERNELS, "include/common.cuh"])
 def test_cuda_functions_are_whole(file):
-    names = functions_in(sources.kernel_text(file))
+    names = functions_in(kernel_text(file))
     blocks = code_of(show_kernel(file, *names))
     assert len(blocks) == len(names) > 3
     for name, code in zip(names, blocks, strict=True):
-        assert code in sources.kernel_text(file) and code.count("{") == code.count("}") > 0
+        assert code in kernel_text(file) and code.count("{") == code.count("}") > 0
         assert f"{name}(" in code and code.endswith("}")
         assert functions_in(code) == [name], "one function, not its neighbours"
 
@@ -630,7 +630,7 @@ def test_the_map_grows_with_the_experts_and_the_structures_do_not(L, k):
 
 
 def test_a_planted_fault_in_a_kernels_text_is_found():
-    text, choices = sources.kernel_text(KERNELS), random_topk(200, 8, 2)
+    text, choices = kernel_text(KERNELS), random_topk(200, 8, 2)
     expected = reference.dense_map(choices, 8)
     np.testing.assert_array_equal(dispatch.dense_map_by(text, choices, 8, seed=3), expected)
     assert (dispatch.dense_map_by(text.replace("__syncwarp();", ""), choices, 8, seed=3) != expected).any()
@@ -749,7 +749,7 @@ def test_a_difference_holds_both_functions():
 
 
 def test_an_inlined_kernel_holds_each_header_once():
-    text = sources.inlined("expert_up/3_mma.cu")
+    text = inlined("expert_up/3_mma.cu")
     assert '#include "' not in text and "#pragma once" not in text
     for line in ("enum class Along", "struct GroupElement", "struct alignas(16) Chunk", "constexpr bool GATED"):
         assert text.count(line) == 1
@@ -1180,7 +1180,7 @@ class Placing(gemm.EditedExecutor):
         self.band, self.multiprocessors = band, blocks
 
     def load(self, file, text=None, **constants):
-        self.module = super().load(file, PLACES + sources.inlined(file), **constants, BAND=self.band)
+        self.module = super().load(file, PLACES + inlined(file), **constants, BAND=self.band)
         return self.module
 
     def take(self):

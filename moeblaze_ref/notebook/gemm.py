@@ -13,10 +13,10 @@ from moeblaze_ref import doors
 from moeblaze_ref.config import MoEConfig, is_gated
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
 from moeblaze_ref.notebook.dispatch import EXPERT_COLORS, PALE
-from moeblaze_ref.notebook.sources import inlined
 from moeblaze_ref.raw_cuda import expert_down, expert_up, gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import ceil_div, simt_executor
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
+from moeblaze_ref.raw_cuda.runtime.source import inlined
 from moeblaze_ref.structures import Dispatch
 
 # Counts --------------------------------------------------------------------------------------------------------------

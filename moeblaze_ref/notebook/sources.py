@@ -12,8 +12,8 @@ from IPython.display import Markdown
 
 import moeblaze_ref
 from moeblaze_ref import doors
-from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport
+from moeblaze_ref.raw_cuda.runtime.source import kernel_text
 
 PACKAGE = Path(moeblaze_ref.__file__).parent
 
@@ -34,12 +34,6 @@ def _python_block(function):
 
 def _block(language, caption, code):
     return f"`{caption}`\n```{language}\n{code.rstrip()}\n```"
-
-
-def kernel_text(file: str) -> str:
-    """The text of ``kernels_cuda/<file>``; a ValueError if there is no such file."""
-    known = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu*"))
-    return (kernels_dir() / doors.check_name("kernel file", file, known)).read_text()
 
 
 def show_kernel(file: str, *functions: str) -> Markdown:
@@ -66,17 +60,6 @@ def show_difference(function: str, before: str, after: str) -> Markdown:
     old, new = (_definition(kernel_text(file), function).splitlines() for file in (before, after))
     lines = list(difflib.unified_diff(old, new, n=len(old) + len(new), lineterm=""))[3:]  # less its own header
     return Markdown(_block("diff", f"{function}: kernels_cuda/{before} -> kernels_cuda/{after}", "\n".join(lines)))
-
-
-def inlined(file: str) -> str:
-    """``kernels_cuda/<file>`` with the project's own headers in it, so that any line of them can be replaced."""
-    text, included = kernel_text(file), set()
-    while match := re.search(r'#include "([\w.]+)"\n', text):
-        name = match.group(1)
-        body = "" if name in included else kernel_text(f"include/{name}").replace("#pragma once\n", "")
-        text = text[: match.start()] + body + text[match.end() :]
-        included.add(name)
-    return text
 
 
 def _cuda_block(file, text, code):

@@ -141,6 +141,23 @@ def edition(file: str, text: str | None = None) -> tuple[tuple[str, int, int], .
     return tuple((str(path), stat.st_mtime_ns, stat.st_size) for path in paths for stat in (path.stat(),))
 
 
+def kernel_text(file: str) -> str:
+    """The text of ``kernels_cuda/<file>``; a ValueError if there is no such file."""
+    known = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu*"))
+    return (kernels_dir() / doors.check_name("kernel file", file, known)).read_text()
+
+
+def inlined(file: str) -> str:
+    """``kernels_cuda/<file>`` with the project's own headers in it, so that any line of them can be replaced."""
+    text, included = kernel_text(file), set()
+    while match := re.search(r'#include "([\w.]+)"\n', text):
+        name = match.group(1)
+        body = "" if name in included else kernel_text(f"include/{name}").replace("#pragma once\n", "")
+        text = text[: match.start()] + body + text[match.end() :]
+        included.add(name)
+    return text
+
+
 def _path(file: str) -> Path:
     path = kernels_dir() / file
     if not path.is_file():
