@@ -64,6 +64,7 @@ from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda import expert_down, expert_up, tiles
 from moeblaze_ref.raw_cuda import gemm as raw_gemm
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+from moeblaze_ref.raw_cuda.runtime.source import inlined, kernel_text
 from moeblaze_ref.torch_layer import MoELayer, keep_routing
 from moeblaze_ref.units import GB, GIB, MIB
 
