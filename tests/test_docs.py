@@ -471,11 +471,12 @@ def check_bounds(notation):
     rows = notation.tables("Numbers")[0]
     bounds = {bare(row["dtype"]): row["bound"] for row in rows}
     stated = {dtype: float(bound) for dtype, bound in bounds.items() if re.fullmatch(r"[\d.e-]+", bound)}
-    once, twice, small_tf32 = (2.0 ** int(power) for power in re.findall(r"2\*\*(-\d+)", bounds["tf32"]))
+    once, twice, *small_tf32 = (2.0 ** int(power) for power in re.findall(r"2\*\*(-\d+)", bounds["tf32"]))
     assert stated | {"tf32": once, "tf32 twice": twice} == comparisons.BOUNDS
     assert bounds.keys() == {"int32", "tf32", *config.ITEMSIZE}
     narrow = bounds.keys() - stated.keys() - {"tf32"}
-    small = {dtype: 2.0 ** int(re.search(r"2\*\*(-\d+)", bounds[dtype])[1]) for dtype in narrow} | {"tf32": small_tf32}
+    small = {dtype: 2.0 ** int(re.search(r"2\*\*(-\d+)", bounds[dtype])[1]) for dtype in narrow}
+    small |= dict(zip(("tf32", "tf32 twice"), small_tf32, strict=True))
     assert small == comparisons.SMALL_TENSOR_BOUNDS
     assert f"below {comparisons.FEW_ELEMENTS} output elements" in bounds["bfloat16"]
 

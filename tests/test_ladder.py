@@ -42,7 +42,8 @@ def test_every_step_of_the_ladder_is_right(rows):
     assert [(row["rung"], row["idea"]) for row in rows] == [(step.rung, step.idea) for step in ladder.LADDER]
     assert all(row["error"] <= 2**-7 for row in rows) and report.wrong(rows) == []
     assert len({row["idea"] for row in rows}) == len(rows)
-    assert {*expert_up.RUNGS} == {row["rung"] for row in rows}
+    able = {rung for rung, dtypes in expert_up.RUNGS.items() if TINY.dtype in dtypes}
+    assert able == {row["rung"] for row in rows}
 
 
 def test_a_row_has_the_columns_that_it_should(rows):

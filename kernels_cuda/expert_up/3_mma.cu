@@ -27,7 +27,7 @@
 #include "mma_matmul.cuh"
 
 constexpr int RESULTS = GATED ? 2 : 1;
-constexpr int WIDTH = TILE_COLUMNS / RESULTS;  // columns of a tile of a and b
+constexpr int WIDTH = WarpResults<RESULTS>::WIDTH;  // columns of a tile of a and b
 
 // Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums.
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,9 +1,9 @@
 // A block's matrix product on tensor cores: mma.sync, ldmatrix, cp.async. sm_80 and newer; SIMT executor.
 //
-// A tile A (TILE_ROWS, depth) times a tile B (depth, TILE_COLUMNS), TILE_DEPTH at a time, through a ring of STAGES in shared memory:
-// while one stage is multiplied the next ones arrive. A warp owns (WARP_ROWS, WARP_COLUMNS) of the result in float32
-// registers, and reads one step's fragments from shared memory while it multiplies those of the step before. The
-// larger its part, the less it reads: 64 x 64 takes 4 KiB for 32 instructions, 32 x 32 takes 2 KiB for 8. Two
+// A tile A (TILE_ROWS, depth) times a tile B (depth, TILE_COLUMNS), TILE_DEPTH at a time, through a ring of STAGES in
+// shared memory: while one stage is multiplied the next ones arrive. A warp owns (WARP_ROWS, WARP_COLUMNS) of the
+// result in float32 registers, and reads one step's fragments from shared memory while it multiplies the last ones.
+// The larger its part, the less it reads: 64 x 64 takes 4 KiB for 32 instructions, 32 x 32 takes 2 KiB for 8. Two
 // results that share A share the columns of the tile, too.
 #pragma once
 #include "common.cuh"
@@ -184,20 +184,22 @@ __device__ __forceinline__ void regroup_in_quad(float (&values)[8]) {
 
 template <int RESULTS>
 struct WarpResults {
-    static constexpr int WIDTH = TILE_COLUMNS / RESULTS;           // of one result's tile
+    static constexpr int WIDTH = TILE_COLUMNS / RESULTS;       // of one result's tile
     static constexpr int WARP_WIDTH = WARP_COLUMNS / RESULTS;  // of the warp's part of it
     static constexpr int LINES = WARP_ROWS / 8;                // rows of one thread
     static_assert(WARP_WIDTH % 32 == 0, "four lanes own eight neighbours each");
     float values[RESULTS][WARP_ROWS / 16][WARP_WIDTH / 8][4] = {};
 
     static __device__ __forceinline__ int first_row() { return warp_id() / (TILE_COLUMNS / WARP_COLUMNS) * WARP_ROWS; }
-    static __device__ __forceinline__ int first_column() { return warp_id() % (TILE_COLUMNS / WARP_COLUMNS) * WARP_WIDTH; }
+    static __device__ __forceinline__ int first_column() {
+        return warp_id() % (TILE_COLUMNS / WARP_COLUMNS) * WARP_WIDTH;
+    }
     static __device__ __forceinline__ int row(int line) { return first_row() + lane_id() / 4 + 8 * line; }
     static __device__ __forceinline__ int column(int group) { return first_column() + 32 * group + lane_id() % 4 * 8; }
 
     // Calls visit(line, row, column, eight neighbours of every result, what was loaded) for the thread's part of the
-    // tile. load(row, column) reads what else the visit needs, AHEAD visits before: the multiprocessor has no other
-    // block that could work while this one waits for memory.
+    // tile. load(row, column) reads what else the visit needs, AHEAD visits before: with a large tile a multiprocessor
+    // has no other block that could work while this one waits for memory.
     template <class Load, class Visit>
     __device__ __forceinline__ void each(Load load, Visit visit) const {
         constexpr int GROUPS = WARP_WIDTH / 32, VISITS = LINES * GROUPS, AHEAD = VISITS < 4 ? VISITS : 4;
@@ -253,7 +255,7 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4
 template <Along A_ALONG, Along B_ALONG, int RESULTS, class A, class B>
 __device__ __forceinline__ void mma_matmul(WarpResults<RESULTS>& results, int depth, const A& a, const B* b) {
     using OperandA = Operand<TILE_ROWS, A_ALONG>;
-    using OperandB = Operand<TILE_COLUMNS / RESULTS, B_ALONG>;
+    using OperandB = Operand<WarpResults<RESULTS>::WIDTH, B_ALONG>;
     constexpr int STAGE = OperandA::SIZE + RESULTS * OperandB::SIZE;
     constexpr int M = WARP_ROWS / 16, N = WarpResults<RESULTS>::WARP_WIDTH / 16, PARTS = TILE_DEPTH / PART;
     DYNAMIC_SHARED(Chunk, shared);

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from moeblaze_ref.bench import floors, layer, report, stages
+from moeblaze_ref.bench import floors, layer, report, stages, tune
 from moeblaze_ref.config import POLICIES, MoEConfig
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.raw_cuda import tiles
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -35,6 +36,12 @@ def test_every_stage_is_timed_and_right(gpu, stage):
     rungs = [stages.default_rung(stage, CONFIG)]
     rows = stages.time_stage("small", CONFIG, stage, rungs, 3, gpu, beside_torch=stage in stages.PEERS)
     assert all(0 < row["pct_of_floor"] < 130 for row in rows) and report.wrong(rows) == []
+
+
+@pytest.mark.parametrize("kernel", tiles.KERNELS)
+def test_every_tile_is_timed(gpu, kernel):
+    times = tune.time_tiles("small", CONFIG, "3_mma", kernel, 2, gpu)
+    assert [time.tile for time in times] == list(tiles.CANDIDATES["3_mma"]) and all(time.ms > 0 for time in times)
 
 
 def test_the_ceilings_are_those_of_a_gpu_and_measured_once(gpu):
