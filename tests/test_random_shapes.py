@@ -32,18 +32,11 @@ def checks(draw, runs):
     """(backend, stage, rung, case): from no tokens to several tiles of a small block.
 
     Where a router decides, it has a choice: gates that are always 1 have no gradient but rounding. And narrow types
-<<<<<<< HEAD
-    get 32 tokens or none, at least 8 wide: their bound is a ratio of errors, and that of a few dot products, or of one
-    that all tokens share (an x of width 1 is 1 or -1), is noise.
+    and tf32 get 32 tokens or none, at least 8 wide: their bound is a ratio of errors, and that of a few dot products, or
+    of one that all tokens share (an x of width 1 is 1 or -1), is noise.
     """
     backend, stage, rung = draw(st.sampled_from(runs))
-    routes, narrow = stage in ("gating", "layer"), "float16" in backend.rungs(stage)[rung]
-=======
-    and tf32 get 32 tokens or none: the error of a few dot products, over their size, is noise.
-    """
-    backend, stage, rung = draw(st.sampled_from(RUNS))
     routes, narrow = stage in ("gating", "layer"), "float16" in backend.rungs(stage)[rung] or rung == gemm.TF32
->>>>>>> mma-tune
     E = draw(st.integers(2 if routes else 1, 12))
     k = draw(st.integers(1, E))
     tokens = st.one_of(st.just(0), st.integers(32, 90)) if narrow else st.integers(0, 90)
