@@ -24,6 +24,7 @@ from moeblaze_ref.bench import ladder, stages
 from moeblaze_ref.bench.device import PRODUCT, Device, Gpu
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.torch_bridge import bridge_to
 
 # Columns of a row: the metric by ncu's own name, and what its base unit is divided by.
@@ -128,7 +129,12 @@ class Launch(NamedTuple):
 def launches(config: MoEConfig) -> list[Launch]:
     """What is counted of a layer, in the order in which it is launched."""
     steps = [Launch(step.idea, step.rung, "expert_up", step.config(config).sizes) for step in ladder.steps_of(config)]
-    products = [Launch(stage, ladder.HOPPER, kernel, config.sizes) for stage, kernel in PRODUCTS.items()]
+    halves = {"d_x": len(gemm.parts_of_rows(ladder.HOPPER, config.R, config.d, config.h))}  # of its columns
+    products = [
+        Launch(stage, ladder.HOPPER, kernel, config.sizes)
+        for stage, kernel in PRODUCTS.items()
+        for _ in range(halves.get(stage, 1))
+    ]
     return [*steps, *products, Launch("dense product by cuBLAS", "", DENSE, dict.fromkeys("MNK", PRODUCT))]
 
 
