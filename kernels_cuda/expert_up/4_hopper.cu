@@ -72,15 +72,15 @@ struct Hidden {
 };
 
 // Section 5, Algorithm 1: both projections from one tile of x, the activation on the sums.
-#ifndef STAGES
-#define STAGES 3
+#ifndef RING_STAGES
+#define RING_STAGES 3
 #endif
 using UpCrew = Crew<2, 2, true, false, true>;
 extern "C" __global__ void __launch_bounds__(UpCrew::BLOCK, 1)
     expert_up(const Scalar* x, const __grid_constant__ TensorMap w1, const __grid_constant__ TensorMap w2,
               const int* expert_token_indices, const int* expert_token_offsets, Scalar* a, Scalar* b, Scalar* y_swi,
               int d, int h, int E) {
-    auto& shared = shared_memory<Shared<STAGES, 1>>();
+    auto& shared = shared_memory<Shared<RING_STAGES, 1>>();
     grouped_matmul<UpCrew>(
         shared, RowTiles(expert_token_offsets, E, h, WIDTH, d),
         [&](const RowTile& tile) {
