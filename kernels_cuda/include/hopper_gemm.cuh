@@ -11,8 +11,10 @@
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
 constexpr int CONSUMERS = 2;                        // warpgroups
 constexpr int BLOCK = (2 + CONSUMERS) * WARPGROUP;  // threads
-constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // of 4 x 128 at the start
-constexpr int CHUNK = 8;                                                                // elements of 16 bytes
+constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // of a thread
+static_assert(LOADER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS + STORER_REGISTERS <= (2 + CONSUMERS) * 128,
+              "who asks for more than the block began with waits for ever");
+constexpr int CHUNK = 8;               // elements of 16 bytes
 constexpr int PANEL = 64;              // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;  // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
