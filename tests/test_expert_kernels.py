@@ -266,6 +266,27 @@ def test_which_columns_of_the_rows_exist_together(rung, sizes, parts):
     assert gemm.parts_of_rows(rung, *sizes) == parts
 
 
+def conflicts(executor):
+    """{kernel: bank conflicts} of the Hopper kernels that leave a tile in shared memory and store it as it is."""
+    case = SEVERAL_TILES.astype("float16")
+    with executor.recording() as launches:
+        for stage in ("expert_up", "expert_down"):
+            comparisons.RUN[stage](on(stage, "4_hopper", executor), case)
+    found = {launch.kernel: launch.shared.bank_conflicts for launch in launches}
+    return {kernel: found[kernel] for kernel in ("expert_up", "d_x_rows", "expert_down")}
+
+
+def test_finished_tiles_are_handed_over_without_bank_conflicts():
+    assert not any(conflicts(SimtExecutor()).values())
+
+
+def test_finished_tiles_in_plain_rows_would_meet_bank_conflicts(monkeypatch):
+    plain = "expert_up", "4_hopper", "lines[row][chunk ^ row % 8]", "lines[row][chunk]"
+    monkeypatch.setitem(FAULTS, "plain rows", plain)
+    found = conflicts(Planted("plain rows"))
+    assert found["expert_up"] and found["d_x_rows"]
+
+
 @pytest.mark.parametrize("stores", [("a", "b"), ("y_swi",)], ids="+".join)
 @pytest.mark.parametrize(("rung", "dtype"), [(rung, able[0]) for rung, able in expert_up.RUNGS.items()])
 def test_the_up_projection_writes_what_the_policy_stores_and_nothing_else(rung, dtype, stores):
