@@ -12,6 +12,7 @@ SIMT = SimtExecutor()
 HEADER = '// Runs on      sm_90a; SIMT executor.\n#include "hopper.cuh"\n'
 PANEL_BYTES = 64 * 128
 both_dtypes = pytest.mark.parametrize("dtype", gemm.NARROW)
+both_shapes = pytest.mark.parametrize("columns", [128, 256])
 in_order_and_not = pytest.mark.parametrize("seed", [0, 1, 2])
 
 
@@ -397,7 +398,7 @@ def test_a_wrong_relay_is_caught(fault):
 
 STORED = """
     for (int i = threadIdx.x; i < 2048; i += 128) words[i] = a[i];
-    for (int i = threadIdx.x; i < 4096; i += 128) words[2048 + i] = b[i];
+    for (int i = threadIdx.x; i < 32 * COLUMNS; i += 128) words[2048 + i] = b[i];
     fence_async_proxy();
     __syncthreads();
 """
@@ -411,19 +412,20 @@ extern "C" __global__ void __launch_bounds__(128) product(const unsigned* a, con
     + STORED
     + """
     constexpr int A_STEP = ALONG_M ? 16 * 128 : 32, B_STEP = ALONG_N ? 16 * 128 : 32;
-    float d[64];
-    for (int i = 0; i < 64; ++i) d[i] = 1.0f;
+    float d[COLUMNS / 2];
+    for (int i = 0; i < COLUMNS / 2; ++i) d[i] = 1.0f;
     const unsigned long long a_operand = wgmma_operand(memory, 8192), b_operand = wgmma_operand(memory + 8192, 8192);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-        wgmma_m64n128k16<Scalar, ALONG_M, ALONG_N>(d, wgmma_advance(a_operand, k * A_STEP),
-                                                   wgmma_advance(b_operand, k * B_STEP), accumulate || k > 0);
+        WGMMA<Scalar, ALONG_M, ALONG_N>(d, wgmma_advance(a_operand, k * A_STEP), wgmma_advance(b_operand, k * B_STEP),
+                                        accumulate || k > 0);
     wgmma_commit();
     wgmma_wait<0>();
     const int t = threadIdx.x, row = t / 32 * 16 + t % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) out[(row + i / 2 % 2 * 8) * 128 + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
+    for (int i = 0; i < COLUMNS / 2; ++i)
+        out[(row + i / 2 % 2 * 8) * COLUMNS + i / 4 * 8 + t % 4 * 2 + i % 2] = d[i];
 }"""
 )
 COPIED = PRODUCT.replace(
@@ -433,7 +435,7 @@ COPIED = PRODUCT.replace(
     if (threadIdx.x == 0) barrier_init(&arrived, 128);
     __syncthreads();
     for (int i = threadIdx.x * 4; i < 2048; i += 512) cp_async_or_zero(words + i, a + i, true);
-    for (int i = threadIdx.x * 4; i < 4096; i += 512) cp_async_or_zero(words + 2048 + i, b + i, true);
+    for (int i = threadIdx.x * 4; i < 32 * COLUMNS; i += 512) cp_async_or_zero(words + 2048 + i, b + i, true);
     cp_async_arrive(&arrived);
     barrier_wait(&arrived, 0);
     fence_async_proxy();
@@ -450,39 +452,48 @@ def operand_memory(matrix, along_rows):
 
 
 def product(executor, a, b, a_along_m, b_along_n, accumulate=0, text=PRODUCT):
-    """(64, 128): a (64, 64) times b (64, 128), plus 1 if it accumulates."""
-    out = executor.empty((64, 128), "float32")
+    """(64, columns): a (64, 64) times b (64, columns), plus 1 if it accumulates."""
+    columns = b.shape[1]
+    out = executor.empty((64, columns), "float32")
     constants = {"Scalar": gemm.C_TYPE[str(a.dtype)], "ALONG_M": int(a_along_m), "ALONG_N": int(b_along_n)}
+    constants |= {"COLUMNS": columns, "WGMMA": f"wgmma_m64n{columns}k16"}
     words = {"a": operand_memory(a, a_along_m), "b": operand_memory(np.ascontiguousarray(b.T), b_along_n)}
     words = {name: executor.from_numpy(array) for name, array in words.items()}
-    shared_bytes = 1024 + 3 * PANEL_BYTES
+    shared_bytes = 1024 + (1 + columns // 64) * PANEL_BYTES
     run(executor, text, "product", 128, shared_bytes, constants, **words, out=out, accumulate=accumulate)
     return executor.to_numpy(out)
 
 
-def assert_product(executor, dtype, a_along_m, b_along_n, accumulate, text=PRODUCT):
-    a, b = random(64, 64, dtype=dtype), random(64, 128, dtype=dtype, seed=1)
+def factors(columns, dtype="bfloat16"):
+    """a (64, 64) and b (64, columns)."""
+    return random(64, 64, dtype=dtype), random(64, columns, dtype=dtype, seed=1)
+
+
+def assert_product(executor, columns, dtype, a_along_m, b_along_n, accumulate, text=PRODUCT):
+    a, b = factors(columns, dtype)
     expected = a.astype(np.float64) @ b.astype(np.float64) + accumulate
     assert relative_error(product(executor, a, b, a_along_m, b_along_n, accumulate, text), expected) < 1e-6
 
 
-def assert_product_of_copies(executor):
-    """The same of operands that every thread brings by cp.async."""
-    assert_product(executor, "bfloat16", False, True, 0, COPIED)
-
-
 @both_dtypes
+@both_shapes
 @pytest.mark.parametrize("b_along_n", [False, True])
 @pytest.mark.parametrize("a_along_m", [False, True])
-def test_a_product_of_either_layout(a_along_m, b_along_n, dtype):
-    assert_product(SIMT, dtype, a_along_m, b_along_n, 0)
-    assert_product(SimtExecutor(seed=3), dtype, a_along_m, b_along_n, 1)
+def test_a_product_of_either_layout(a_along_m, b_along_n, columns, dtype):
+    assert_product(SIMT, columns, dtype, a_along_m, b_along_n, 0)
+    assert_product(SimtExecutor(seed=3), columns, dtype, a_along_m, b_along_n, 1)
 
 
-def test_halves_that_are_subnormal_infinite_or_nan():
-    a, b = np.zeros((64, 64), np.float16), np.zeros((64, 128), np.float16)
-    a[:, 0], b[0, :5] = 1.0, [6e-8, -6e-8, 65504.0, np.inf, np.nan]
-    np.testing.assert_array_equal(product(SIMT, a, b, False, False)[7, :5], b[0, :5].astype(np.float32))
+def test_half_of_the_columns_left_out_is_seen():
+    with pytest.raises(AssertionError):
+        assert_product(SIMT, 256, "bfloat16", False, False, 0, PRODUCT.replace("WGMMA<", "wgmma_m64n128k16<"))
+
+
+@both_shapes
+def test_halves_that_are_subnormal_infinite_or_nan(columns):
+    a, b = np.zeros((64, 64), np.float16), np.zeros((64, columns), np.float16)
+    a[:, 0], b[0, -5:] = 1.0, [6e-8, -6e-8, 65504.0, np.inf, np.nan]
+    np.testing.assert_array_equal(product(SIMT, a, b, False, False)[7, -5:], b[0, -5:].astype(np.float32))
 
 
 def overwritten(ordered):
@@ -492,8 +503,9 @@ def overwritten(ordered):
     return PRODUCT.replace("    wgmma_wait<0>();", f"    {overwrite}    wgmma_wait<0>();")
 
 
-def test_a_product_is_done_when_it_is_waited_for():
-    a, b = random(64, 64), random(64, 128, seed=1)
+@both_shapes
+def test_a_product_is_done_when_it_is_waited_for(columns):
+    a, b = factors(columns)
     found, right = (product(SIMT, a, b, False, False, text=text) for text in (overwritten(ordered=True), PRODUCT))
     assert (found[0] == 0).all() and np.array_equal(found[1:], right[1:])
 
@@ -502,12 +514,13 @@ def test_to_overwrite_what_a_product_reads_is_a_fault():
     with pytest.raises(
         KernelFault, match=r"reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy has come between"
     ):
-        product(SIMT, random(64, 64), random(64, 128), False, False, text=overwritten(ordered=False))
+        product(SIMT, *factors(128), False, False, text=overwritten(ordered=False))
 
 
+@both_shapes
 @in_order_and_not
-def test_a_product_of_copies(seed):
-    assert_product_of_copies(SimtExecutor(seed=seed))
+def test_a_product_of_copies(columns, seed):
+    assert_product(SimtExecutor(seed=seed), columns, "bfloat16", False, True, 0, COPIED)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +532,7 @@ def test_copies_need_a_fence_of_who_multiplies_them(wrong):
     right = "barrier_wait(&arrived, 0);\n    fence_async_proxy();\n"
     assert right in COPIED
     with pytest.raises(KernelFault, match="wrote, and no fence_async_proxy has come between"):
-        product(SIMT, random(64, 64), random(64, 128), False, True, text=COPIED.replace(right, wrong))
+        product(SIMT, *factors(128), False, True, text=COPIED.replace(right, wrong))
 
 
 def test_a_fence_before_the_copies_have_arrived_is_none():
@@ -527,24 +540,25 @@ def test_a_fence_before_the_copies_have_arrived_is_none():
         "cp_async_arrive", "fence_async_proxy();\n    cp_async_arrive"
     )
     with pytest.raises(KernelFault, match="wrote, and no fence_async_proxy has come between"):
-        product(SIMT, random(64, 64), random(64, 128), False, True, text=early)
+        product(SIMT, *factors(128), False, True, text=early)
 
 
+@both_shapes
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        ("wgmma_operand(memory, 8192)", "wgmma_operand(memory + 16 * (threadIdx.x == 40), 8192)", r"thread \(40, 0, 0\): wgmma_m64n128k16 at test.cu:\d+ is not the same for all lanes"),
-        ("wgmma_operand(memory, 8192)", "(wgmma_operand(memory, 8192) & ~(3ull << 62))", r"wgmma_m64n128k16 at test.cu:\d+ has descriptors of another swizzle"),
+        ("wgmma_operand(memory, 8192)", "wgmma_operand(memory + 16 * (threadIdx.x == 40), 8192)", r"thread \(40, 0, 0\): WGMMA at test.cu:\d+ is not the same for all lanes"),
+        ("wgmma_operand(memory, 8192)", "(wgmma_operand(memory, 8192) & ~(3ull << 62))", r"WGMMA at test.cu:\d+ has descriptors of another swizzle"),
         ("wgmma_operand(memory + 8192, 8192)", "wgmma_operand(memory + 2 * 8192, 16384)", "reads shared memory at address .*, where there is none"),
         ("wgmma_operand(memory, 8192)", "wgmma_operand(a, 8192)", r"the address 0x\w+ is not one of shared memory"),
-        ("fence_async_proxy();", ";", r"wgmma_m64n128k16 at test.cu:\d+ reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy"),
+        ("fence_async_proxy();", ";", r"WGMMA at test.cu:\d+ reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy"),
         ("    wgmma_wait<0>();", "    if (threadIdx.x % 32 != 5) wgmma_wait<0>();", "waits at wgmma_wait at test.cu|wgmma_wait at test.cu:.* lacks lane 5"),
     ],
 )  # fmt: skip
-def test_a_wrong_product_is_named(right, wrong, message):
+def test_a_wrong_product_is_named(right, wrong, message, columns):
     assert right in PRODUCT
-    with pytest.raises(KernelFault, match=message):
-        product(SIMT, random(64, 64), random(64, 128), True, True, text=PRODUCT.replace(right, wrong))
+    with pytest.raises(KernelFault, match=message.replace("WGMMA", f"wgmma_m64n{columns}k16")):
+        product(SIMT, *factors(columns), True, True, text=PRODUCT.replace(right, wrong))
 
 
 # ---- waits that never end, and what is not there -----------------------------------------------

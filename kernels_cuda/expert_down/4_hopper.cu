@@ -106,8 +106,8 @@ struct HiddenGradients {
     }
 
     // Eight elements from `at` on; returns their term of the gate's gradient.
-    __device__ __forceinline__ float store(long long at, const Chunk& a_chunk, const Chunk& b_chunk,
-                                           const Chunk& d_chunk, float gate) const {
+    __device__ __forceinline__ float store(long long at, Chunk a_chunk, Chunk b_chunk, Chunk d_chunk,
+                                           float gate) const {
         Chunk d_a_chunk, d_b_chunk, y_chunk;
         float term = 0.0f;
 #pragma unroll

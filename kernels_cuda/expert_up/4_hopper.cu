@@ -51,7 +51,7 @@ struct Hidden {
         }
     }
 
-    __device__ __forceinline__ void store(const Chunk& a_chunk, const Chunk& b_chunk, long long at) const {
+    __device__ __forceinline__ void store(Chunk a_chunk, Chunk b_chunk, long long at) const {
         if (STORE_PROJECTIONS) {
             *reinterpret_cast<Chunk*>(a + at) = a_chunk;
             if (GATED) *reinterpret_cast<Chunk*>(b + at) = b_chunk;
