@@ -16,6 +16,7 @@ from moeblaze_ref.cases import make_case, relative_error
 from moeblaze_ref.config import ACTIVATIONS, is_gated
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import simt
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
@@ -369,6 +370,53 @@ def test_the_activation_alone(function, dtype):
     assert relative_error(found, expected) <= {"float32": 1e-6, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     symbols = {"R": a.shape[0], "h": a.shape[1], "s": a.dtype.itemsize}
     assert_as_stated(*launches, stated("activation/1_elementwise.cu")["act"], symbols)
+
+
+# ---- pairs -------------------------------------------------------------------------------------
+
+PAIRS = """
+extern "C" __global__ void pairs(const unsigned* words, float* values, unsigned* again, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float pair[2];
+    unpack<Scalar>(words[i], pair);
+    values[2 * i] = pair[0];
+    values[2 * i + 1] = pair[1];
+    again[i] = packed<Scalar>(pair[0], pair[1]);
+}"""
+
+
+def assert_pairs(dtype, right="", wrong=""):
+    """Every number of the dtype is found in its half of a word, and comes back to it."""
+    scalar = (kernels_dir() / "include/scalar.cuh").read_text()
+    assert right in scalar
+    numbers = np.random.default_rng(0).permutation(2**16).astype(np.uint16).view(dtype)
+    numbers = numbers[~np.isnan(numbers.astype(np.float32))]
+    words, executor = numbers.view(np.uint32), SimtExecutor()
+    values, again = executor.empty(numbers.shape, "float32"), executor.empty(words.shape, "uint32")
+    module = executor.load("pairs.cu", text=scalar.replace(right, wrong) + PAIRS, Scalar=gemm.C_TYPE[dtype])
+    module.launch("pairs", len(words) // 256 + 1, 256, words=words, values=values, again=again, n=len(words))
+    np.testing.assert_array_equal(values, numbers.astype(np.float32))
+    np.testing.assert_array_equal(again, words)
+
+
+@pytest.mark.parametrize("dtype", gemm.NARROW)
+def test_a_pair_is_unpacked_and_packed_again(dtype):
+    assert_pairs(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "right", "wrong"),
+    [
+        ("float16", "to_float(values[0])", "to_float(values[1])"),
+        ("bfloat16", "word << 16", "word & 0xffff0000u"),
+        ("bfloat16", "word & 0xffff0000u", "word"),  # the first's bits below the second's
+        ("float16", "from_float<T>(first), from_float<T>(second)", "from_float<T>(second), from_float<T>(first)"),
+    ],
+)
+def test_a_pair_of_wrong_halves_is_seen(dtype, right, wrong):
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        assert_pairs(dtype, right, wrong)
 
 
 # ---- the atomic lesson -------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-// A grouped matrix product on Hopper: some warps load tiles, two warpgroups multiply them, some warps store them. sm_90a.
+// A grouped matrix product on Hopper: some warps load tiles, two warpgroups multiply them, other warps store them.
+// sm_90a.
 //
 // A tile of the result is (128, 256), made from 64 of the depth at a time. The loaders fill a ring of stages in shared
 // memory and run ahead of the consumers, over the ends of tiles. Each consumer owns 64 rows, in 128 float32 registers a
@@ -9,7 +10,7 @@
 #include "scalar.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-constexpr int CHUNK = 8;                                                                // elements of 16 bytes
+constexpr int CHUNK = 8;               // elements of 16 bytes
 constexpr int PANEL = 64;              // elements of 128 bytes: a row of the swizzle
 constexpr int PANEL_BYTES = 64 * 128;  // 64 such rows
 constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
@@ -19,8 +20,8 @@ constexpr int PIECES = TILE_ROWS / WARP_ROWS;
 #define BAND 8  // row tiles that are worked on side by side: they share B in the L2 cache
 #endif
 
-// Who does what in a block: warps that load, warps that store, and two warpgroups that multiply. COPYING: all lanes of the
-// loaders copy, not one alone. A_ALONG_M, B_ALONG_N: as in wgmma.
+// Who does what in a block: warps that load, warps that store, and two warpgroups that multiply. COPYING: all lanes of
+// the loaders copy, not one alone. A_ALONG_M, B_ALONG_N: as in wgmma.
 template <int LOADERS_, int STORERS_, bool COPYING, bool A_ALONG_M_, bool B_ALONG_N_>
 struct Crew {
     static constexpr int LOADERS = LOADERS_, STORERS = STORERS_, CONSUMERS = 2 * WARPGROUP / WARP;
@@ -379,8 +380,8 @@ struct Pieces {
     }
 };
 
-// Calls store(tile, column, pieces) for every part of every tile: its first column in the tile. Each piece must be taken
-// and given back.
+// Calls store(tile, column, pieces) for every part of every tile: its first column in the tile. Each piece must be
+// taken and given back.
 template <class Crew, class Shared, class Tiles, class Store>
 __device__ __forceinline__ void store_tiles(Shared& shared, Tiles tiles, Store store) {
     unsigned parity = 0;
