@@ -6,14 +6,15 @@ import pytest
 from test_expert_kernels import SEVERAL_TILES, assert_right, assert_same_bits, on
 from test_hopper import (
     BOXES,
+    COPIED,
     assert_arrivals,
     assert_box_arrives,
     assert_copies_arrive,
     assert_product,
-    assert_product_of_copies,
     assert_relayed,
     assert_stored,
     both_dtypes,
+    both_shapes,
 )
 
 from moeblaze_ref import comparisons
@@ -50,14 +51,16 @@ def test_copies_phases_and_stores(cuda):
 
 
 @both_dtypes
+@both_shapes
 @pytest.mark.parametrize("b_along_n", [False, True])
 @pytest.mark.parametrize("a_along_m", [False, True])
-def test_a_product_of_either_layout(cuda, a_along_m, b_along_n, dtype):
-    assert_product(cuda, dtype, a_along_m, b_along_n, accumulate=1)
+def test_a_product_of_either_layout(cuda, a_along_m, b_along_n, columns, dtype):
+    assert_product(cuda, columns, dtype, a_along_m, b_along_n, accumulate=1)
 
 
-def test_a_product_of_copies(cuda):
-    assert_product_of_copies(cuda)
+@both_shapes
+def test_a_product_of_copies(cuda, columns):
+    assert_product(cuda, columns, "bfloat16", False, True, 0, COPIED)
 
 
 LARGE = make_case(3000, 520, 1096, 9, 3, "zipf", "many tiles")
