@@ -108,6 +108,14 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// After the last wait: nothing that reads the sums may be moved before it. (To the compiler a wgmma's results are there
+// as soon as it is issued.)
+template <int COUNT>
+__device__ __forceinline__ void wgmma_results(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 #define MOEBLAZE_D8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
         "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -220,6 +228,8 @@ template <int PENDING>
 inline void wgmma_wait(SIMT_HERE) {
     simt_wgmma_wait(PENDING, SIMT_AT("wgmma_wait"));
 }
+template <int COUNT>
+inline void wgmma_results(float (&)[COUNT]) {}
 template <class Element, bool A_ALONG_M, bool B_ALONG_N>
 inline void wgmma_m64n128k16(float* d, unsigned long long a, unsigned long long b, bool accumulate, SIMT_HERE) {
     const SimtWgmma step = {a, b, d, 128, IS_BFLOAT16<Element>, A_ALONG_M, B_ALONG_N, accumulate};

@@ -346,6 +346,7 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
             read = now;
         }
         wgmma_wait<0>();
+        wgmma_results(sums);
         if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);
 #pragma unroll
         for (int part = 0; part < Shared::PARTS; ++part, parity ^= 1) {
