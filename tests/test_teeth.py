@@ -6,7 +6,7 @@ import pytest
 
 from moeblaze_ref import check
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.notebook.sources import inlined
+from moeblaze_ref.raw_cuda.runtime.source import inlined
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 
