@@ -6,9 +6,9 @@ import pytest
 
 from moeblaze_ref import check
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.raw_cuda.runtime.source import inlined
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.raw_cuda.runtime.source import inlined
 
 
 class Fault(NamedTuple):
