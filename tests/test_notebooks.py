@@ -1181,7 +1181,7 @@ class Placing(gemm.EditedExecutor):
         self.band, self.multiprocessors = band, blocks
 
     def load(self, file, text=None, **constants):
-        self.module = super().load(file, PLACES + inlined(file), **constants, BAND=self.band)
+        self.module = super().load(file, PLACES + inlined(file), **constants | {"BAND": self.band})
         return self.module
 
     def take(self):
@@ -1269,7 +1269,7 @@ def test_products_are_shown_beside_cublas():
     panels = drawn(hopper.busy_picture(MEASURED)).axes
     assert [label.get_text() for label in panels[0].get_yticklabels()] == [*names, "cuBLAS, dense"]
     for axes, name in zip(panels, ladder.PRESETS, strict=True):
-        rows = [row for row in MEASURED.counters["rows"] if row["preset"] == name and hopper._is_product(row)]
+        rows = [row for row in hopper.products(MEASURED) if row["preset"] == name]
         widths = [row[column] for column in hopper.BUSY for row in rows]
         assert [bar.get_width() for bar in axes.patches] == widths
 

@@ -483,7 +483,7 @@ BUSY = {"tensor_pct": ("tensor pipe", BLUE), "l2_pct": ("L2 cache", ORANGE), "dr
 
 def busy_picture(measured: Measured) -> Figure:
     """How busy three units are in each product of a step on the last rung and in cuBLAS's, in percent of their peaks."""
-    rows = [row for row in first_of(measured.counters["rows"]) if _is_product(row)]
+    rows = products(measured)
     presets = list(dict.fromkeys(row["preset"] for row in rows))
     figure = Figure(figsize=(11, 4), layout="constrained")
     for axes, name in zip(np.atleast_1d(figure.subplots(1, len(presets), sharey=True)), presets, strict=True):
@@ -502,11 +502,14 @@ def busy_picture(measured: Measured) -> Figure:
 
 def product_table(measured: Measured) -> Markdown:
     """Counters of each product of a step on the last rung, and of cuBLAS's dense one."""
-    return table([_product_row(row) for row in first_of(measured.counters["rows"]) if _is_product(row)])
+    return table([_product_row(row) for row in products(measured)])
 
 
-def _is_product(row):
-    return row["idea"] == ladder.TOP.idea or row["kernel"] != "expert_up"
+def products(measured: Measured) -> list[dict]:
+    """Rows of the counters: each product of a step on the last rung, and cuBLAS's; of one in halves, the first."""
+    rows = first_of(measured.counters["rows"])
+    found = [row for row in rows if row["idea"] == ladder.TOP.idea or row["kernel"] != "expert_up"]
+    return list({(row["preset"], row["kernel"], row["idea"]): row for row in reversed(found)}.values())[::-1]
 
 
 def _product_row(row):
