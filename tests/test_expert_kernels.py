@@ -677,6 +677,7 @@ FAULTS = {
             "            read = now;\n"
             "        }\n"
             "        wgmma_wait<0>();\n"
+            "        wgmma_results(sums);\n"
             "        if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);\n"
         ),
         ("            if (lane_id() == 0) barrier_arrive(&shared.empty[now]);\n        }\n        wgmma_wait<0>();\n"),
