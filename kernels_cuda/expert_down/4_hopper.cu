@@ -67,7 +67,8 @@ struct HiddenGradients {
 #pragma unroll 1
         for (int i = 0; i < Pieces::COUNT; ++i) {
             const int first = pieces.row(i), count = min(WARP_ROWS, tile.rows - first);
-            const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;  // of row l
+            // Lane l has the gate of row l.
+            const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;
             const int column = tile.column + lane_id() * CHUNK;
             const int present = column < h ? count : 0;  // rows of the lane
             const long long begin = (long long)(tile.first + first) * h + column;
