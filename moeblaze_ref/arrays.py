@@ -2,6 +2,8 @@
 
 import functools
 import math
+import sys
+from types import ModuleType
 
 from moeblaze_ref.structures import Array
 
@@ -45,4 +47,9 @@ def take_columns(array: Array, columns: Array) -> Array:
     """``array[i, columns[i, j]]`` (n, k) of an array (n, m)."""
     if hasattr(array, "gather"):
         return array.gather(1, columns.long())
-    return array.__array_namespace__().take_along_axis(array, columns.astype("int64"), axis=1)
+    return library_of(array).take_along_axis(array, columns.astype("int64"), axis=1)
+
+
+def library_of(array: Array) -> ModuleType:
+    """numpy or cupy: whose array it is. CuPy's do not say it by ``__array_namespace__``."""
+    return sys.modules[type(array).__module__.partition(".")[0]]

@@ -37,7 +37,7 @@ FAULTS = [
     Fault("gates never written", "gating", "1_naive", "gates[token * k + j] = weight;", ";"),
     Fault("last token dropped", "gating", "1_naive", "if (token >= L) return;", "if (token >= L - 1) return;"),
     Fault(
-        "gradient without its mean", "gating", "1_naive", "(d_gates[token * k + j] - mean)", "d_gates[token * k + j]"
+        "gradient without its mean", "gating", "1_naive", " - shift - mean)", ")"
     ),
     Fault("peak of one lane", "gating", "2_warp", "return warp_max(peak);", "return peak;"),
     Fault(

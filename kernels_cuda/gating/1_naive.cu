@@ -114,7 +114,9 @@ __device__ __forceinline__ float share_of(Exponentials row, float logit) { retur
 
 // All that reaches the logits, in one pass. Through the softmax, d_logit = p (d_p - mean of d_p):
 //   of the gates              d_p is d_gate for who was chosen, and 0 for the others. Renormalised gates
-//                             are a softmax over the chosen: the others get nothing;
+//                             are a softmax over the chosen: the others get nothing. A shift of all d_p
+//                             changes nothing; that of the best choice is taken away, whose gate may be
+//                             near 1: d_p - mean would leave few digits;
 //   of the balancing loss     d_p is balance f_e, balance = E / L * d_load_balancing_loss;
 //   of the router z-loss      p z, z = 2 / L * d_router_z_loss * logsumexp(logits).
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -133,8 +135,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int e = 0; e < E; ++e) mean_share += shares[e] * share_of(all, row[e]);
 
     const Exponentials of_gates = RENORMALIZE ? exponentials_of_chosen(row, chosen, k) : all;
+    const float shift = RENORMALIZE ? d_gates[token * k] : 0.0f;
     float mean = 0.0f;
-    for (int j = 0; j < k; ++j) mean += d_gates[token * k + j] * share_of(of_gates, row[chosen[j]]);
+    for (int j = 0; j < k; ++j) mean += (d_gates[token * k + j] - shift) * share_of(of_gates, row[chosen[j]]);
 
     const float for_all = RENORMALIZE ? z : z - mean;
     for (int e = 0; e < E; ++e) {
@@ -144,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int j = 0; j < k; ++j) {
         const int expert = chosen[j];
         const float logit = row[expert], gate = share_of(of_gates, logit);
-        const float slope = BALANCE ? z + balance * (shares[expert] - mean_share) : z;
-        d_logits[token * E + expert] = slope * share_of(all, logit) + gate * (d_gates[token * k + j] - mean);
+        const float of_losses = share_of(all, logit) * (BALANCE ? z + balance * (shares[expert] - mean_share) : z);
+        d_logits[token * E + expert] = of_losses + gate * (d_gates[token * k + j] - shift - mean);
     }
 }

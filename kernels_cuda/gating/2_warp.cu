@@ -193,7 +193,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) router_z_terms(const float
 
 // All that reaches the logits, in one pass. Through the softmax, d_logit = p (d_p - mean of d_p):
 //   of the gates              d_p is d_gate for who was chosen, and 0 for the others. Renormalised gates
-//                             are a softmax over the chosen: the others get nothing;
+//                             are a softmax over the chosen: the others get nothing. A shift of all d_p
+//                             changes nothing; that of the best choice is taken away, whose gate may be
+//                             near 1: d_p - mean would leave few digits;
 //   of the balancing loss     d_p is balance f_e, balance = E / L * d_load_balancing_loss;
 //   of the router z-loss      p z, z = 2 / L * d_router_z_loss * logsumexp(logits).
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -226,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (RENORMALIZE) {
         const float weight = __expf(logit - warp_max(logit));
         gate = weight / warp_sum(weight);
+        d_gate -= __shfl_sync(FULL_WARP, d_gate, 0);
     }
     const float mean = warp_sum(gate * d_gate);
 

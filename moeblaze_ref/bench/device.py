@@ -114,6 +114,7 @@ class Gpu:
             with torch.cuda.graph(graph):
                 results = work()
         except RuntimeError as error:
+            _end_of_capture()
             raise NoGraph(str(error)) from error
 
         def replay(results=results):
@@ -132,3 +133,9 @@ class Gpu:
         clocks = provenance.clocks()
         torch.cuda.synchronize()
         return clocks
+
+
+def _end_of_capture():
+    """Capture next to nothing: after a capture that failed, torch's generator still believes in it until one succeeds."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")

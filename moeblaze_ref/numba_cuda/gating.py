@@ -19,6 +19,7 @@ import numpy as np
 from numba import float32, int32
 
 from moeblaze_ref import doors, stage_doors
+from moeblaze_ref.arrays import library_of
 from moeblaze_ref.numba_cuda.runtime import (
     DTYPES,
     THREADS,
@@ -229,7 +230,7 @@ def d_logits_kernel(d_gates, logits, topk_experts, shares, d_losses, scales, ren
     """Carry the gradients of gates and losses through the softmax: p (d_p - mean of d_p).
 
     Of the gates, d_p is 0 for who was not chosen; renormalised gates are a softmax over the chosen experts: the
-    others get nothing. Of the balancing loss, d_p is its share times a constant. The z-loss adds 2 p logsumexp.
+    others get nothing, and of all d_p that of the best choice is taken away, whose gate may be near 1. Of the balancing loss, d_p is its share times a constant. The z-loss adds 2 p logsumexp.
     The bytes are those without renormalisation.
 
     Source        MoEBlaze, section 2; Switch Transformer, section 2.2; ST-MoE, router z-loss
@@ -246,13 +247,14 @@ def d_logits_kernel(d_gates, logits, topk_experts, shares, d_losses, scales, ren
         for e in range(num_experts):
             mean_share += shares[e] * (math.exp(logits[token, e] - peak) / total)
 
-        gate_peak, gate_total = peak, total
+        gate_peak, gate_total, shift = peak, total, ZERO
         if renormalize:
             gate_peak, gate_total = exponentials_of_chosen(logits, topk_experts, token)
+            shift = d_gates[token, 0]
         mean = ZERO
         for j in range(topk_experts.shape[1]):
             logit = logits[token, topk_experts[token, j]]
-            mean += d_gates[token, j] * (math.exp(logit - gate_peak) / gate_total)
+            mean += (d_gates[token, j] - shift) * (math.exp(logit - gate_peak) / gate_total)
 
         for e in range(num_experts):
             slope = z + balance * (shares[e] - mean_share) - (ZERO if renormalize else mean)
@@ -260,7 +262,7 @@ def d_logits_kernel(d_gates, logits, topk_experts, shares, d_losses, scales, ren
         for j in range(topk_experts.shape[1]):
             expert = topk_experts[token, j]
             gate = math.exp(logits[token, expert] - gate_peak) / gate_total
-            d_logits[token, expert] += gate * (d_gates[token, j] - (mean if renormalize else ZERO))
+            d_logits[token, expert] += gate * (d_gates[token, j] - shift - (mean if renormalize else ZERO))
 
 
 # The stage, on the host
@@ -342,7 +344,7 @@ def backward(d_gates, logits, topk_experts, renormalize=False, d_load_balancing_
 
 def _pair_like(like, first, second):
     """Two numbers as a float32 array (2,) of the kind of ``like``; the host does not wait for arrays of the GPU."""
-    pair = like.__array_namespace__().empty(2, dtype="float32")
+    pair = library_of(like).empty(2, dtype="float32")
     pair[0], pair[1] = first, second
     return pair
 

@@ -66,4 +66,4 @@ def test_work_that_waits_for_the_device_is_no_graph(gpu):
 
     with pytest.raises(NoGraph):
         gpu.captured(lambda: torch.ones(1, device="cuda").item())
-    assert torch.ones(1, device="cuda").item() == 1
+    assert torch.rand(1, device="cuda").item() < 1  # torch works on as before
