@@ -36,9 +36,7 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault("gates never written", "gating", "1_naive", "gates[token * k + j] = weight;", ";"),
     Fault("last token dropped", "gating", "1_naive", "if (token >= L) return;", "if (token >= L - 1) return;"),
-    Fault(
-        "gradient without its mean", "gating", "1_naive", " - shift - mean)", ")"
-    ),
+    Fault("gradient without its mean", "gating", "1_naive", " - shift - mean)", ")"),
     Fault("peak of one lane", "gating", "2_warp", "return warp_max(peak);", "return peak;"),
     Fault(
         "column beyond the row written", "gating", "2_warp", "(column(i) < E) store_pack", "(column(i) <= E) store_pack"

@@ -13,7 +13,11 @@ pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="there is no CU
 @pytest.mark.parametrize("task", CONTRACTS)
 def test_the_projects_own_kernel_of_every_task_is_right(task):
     report = judge(own(*OWN[task]), task, backend="cuda")
-    assert len(report.results) >= len(standard_cases()) and report.quantities == () and "nothing is counted on cuda" in str(report)
+    assert (
+        len(report.results) >= len(standard_cases())
+        and report.quantities == ()
+        and "nothing is counted on cuda" in str(report)
+    )
 
 
 def test_tensor_cores_are_right():
