@@ -1,5 +1,6 @@
 """The GPU that is timed: its events, its two ceilings, its allocator, its graphs."""
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -92,6 +93,7 @@ class Gpu:
 
     def peak_bytes(self, work: Callable[[], Any]) -> int:
         """The most bytes that ``work`` allocates at one time, over what was allocated before it."""
+        gc.collect()  # or work might free what others left
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
