@@ -17,7 +17,7 @@ import torch
 
 from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, STAGES, Backend
-from moeblaze_ref.cases import Case, every_choice, option_cases, standard_cases
+from moeblaze_ref.cases import Case, every_choice, many_tiles_case, option_cases, standard_cases
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
 from moeblaze_ref.raw_cuda import gemm
 
@@ -118,11 +118,15 @@ def unavailable(backend: Backend, stage: str, rung: str | None = None, reason: s
 def in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
     """The cases that the backend can run in reasonable time.
 
-    The SIMT executor compiles anew for every activation, so it gets the usual one (its tests cover
+    A GPU gets one more, large enough for all its multiprocessors. The SIMT executor compiles anew for every activation, so it gets the usual one (its tests cover
     the others); Numba's simulator gets small cases, cut to size.
     """
     if backend.name == "simt":
         return [case for case in cases if case.activation == "swiglu"]
+    if backend.name == "cuda":
+        from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+
+        return [*cases, many_tiles_case(CupyExecutor().multiprocessors)]
     if backend.name != "numba":
         return list(cases)
     from moeblaze_ref.numba_cuda.runtime import EXECUTOR

@@ -17,6 +17,7 @@ from torch import Tensor
 from moeblaze_ref import doors
 from moeblaze_ref.config import POLICIES
 from moeblaze_ref.layer import MoEWeights, Saved
+from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
@@ -112,7 +113,7 @@ class MoELayer(RoutedExperts):
         weights = self.weights
         _check_tensors(x, weights)
         tokens, weights = _cast(x, weights)
-        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
+        rows = _in_place_for_kernels(tokens.reshape(-1, tokens.shape[-1]))  # (L, d)
         replayed = _next_routing(rows.shape[0], self.k)
         topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
         keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tokens, *weights))
@@ -169,7 +170,7 @@ class _Layer(torch.autograd.Function):
             raise RuntimeError("MoELayer has no second derivative: call backward or grad without create_graph=True")
         x, *tensors = ctx.saved_tensors
         kept = dict(zip(ctx.kept, tensors[4:], strict=True))
-        d_out = torch.zeros_like(x) if d_out is None else d_out.contiguous()
+        d_out = torch.zeros_like(x) if d_out is None else _in_place_for_kernels(d_out)
         bridge = bridge_to(x.device)
         with bridge.running(), doors.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
             d_out, *d_losses = bridge.arrays([d_out, d_load_balancing_loss, d_router_z_loss])
@@ -241,7 +242,13 @@ def _cast(x, weights):
     for name, weight in zip(MoEWeights._fields, weights, strict=True):
         if weight is not None and weight.dtype != dtype and not casts:
             raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
-    return x.to(dtype), tuple([None if w is None else w.to(dtype).contiguous() for w in weights])
+    return x.to(dtype), tuple([None if w is None else _in_place_for_kernels(w.to(dtype)) for w in weights])
+
+
+def _in_place_for_kernels(tensor):
+    """The tensor, or a copy if it has gaps, or begins where a kernel that moves 16 bytes at a time cannot."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % gemm.ALIGNMENT == 0 else tensor.clone()
 
 
 def _checked_routing(topk_experts, x, layer):

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import sanitize
 from moeblaze_ref.backends import Status
+from moeblaze_ref.cases import many_tiles_case
 from moeblaze_ref.cli import app
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda.runtime.declarations import Declarations
@@ -30,6 +31,14 @@ class Witness(SimtExecutor):
 
         module.launch = witnessed
         return module
+
+
+def test_blocks_of_the_last_rung_take_more_than_one_tile():
+    executor = SimtExecutor()
+    case = many_tiles_case(executor.multiprocessors)
+    rows, (_, d, h) = case.L * case.k // 128, case.weights.w1.shape
+    tiles = {"of rows": rows * -(-d // 256), "of weights": case.E * -(-d // 128) * -(-h // 256)}
+    assert min(tiles.values()) > executor.multiprocessors and min(d, h) > 4 * 64  # deeper than the stages of a ring
 
 
 def test_no_kernel_is_left_out():

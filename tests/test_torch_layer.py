@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moeblaze_ref import check, comparisons, oracle
+from moeblaze_ref.arrays import address_of
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import every_choice, relative_error
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
@@ -202,6 +203,20 @@ def test_negated_views_and_strided_weights():
     expected = layer(x).out
     layer.w1 = torch.nn.Parameter(layer.w1.detach().mT.contiguous().mT)
     assert torch.equal(layer(torch._neg_view(-x)).out, expected)
+
+
+def test_tensors_that_begin_anywhere_reach_the_kernels_where_they_can_move_16_bytes(monkeypatch):
+    layer, x = make_layer(), make_x(6, 16)
+    expected = gradients(layer, x)
+    buffer = torch.empty(x.numel() + 1)
+    buffer[1:] = x.detach().flatten()
+    shifted, begins = buffer[1:].view(x.shape).requires_grad_(), []
+    forward = raw_layer.forward
+    monkeypatch.setattr(
+        raw_layer, "forward", lambda x, *args, **opts: begins.append(address_of(x)) or forward(x, *args, **opts)
+    )
+    assert same_bits(gradients(layer, shifted), expected)
+    assert shifted.data_ptr() % 16 and not any(begin % 16 for begin in begins) and begins
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -206,3 +206,17 @@ def test_the_host_never_waits_for_the_gpu(policy):
 def test_tensors_on_two_devices_are_refused():
     with pytest.raises(ValueError, match="wg is on cuda:0, but x is on cpu"):
         make_layer()(make_x().cpu())
+
+
+def test_tensors_that_begin_anywhere_give_the_same_bits():
+    """A view of a buffer may begin between two addresses from which kernels move 16 bytes."""
+    layer, x = make_layer(), make_x()
+    expected = step(layer, x)
+    buffer = torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)
+    buffer[1:] = x.detach().flatten()
+    shifted = buffer[1:].view(x.shape).requires_grad_()
+    weight = torch.empty(layer.w1.numel() + 3, device="cuda", dtype=x.dtype)
+    weight[3:] = layer.w1.detach().flatten()
+    layer.w1 = torch.nn.Parameter(weight[3:].view(layer.w1.shape))
+    assert shifted.data_ptr() % 16 == 2 and layer.w1.data_ptr() % 16 == 6
+    assert all(torch.equal(*pair) for pair in zip(step(layer, shifted), expected, strict=True))
