@@ -50,8 +50,10 @@ compiler:
 demo: compiler $(STAMP)
 	$(BIN)/moeblaze demo
 
+# A process a core, of about a GiB each. What needs a GPU has it, and the clock, to itself.
 test: compiler $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --maxprocesses 8 --dist worksteal
 
 check: compiler $(STAMP)
 	$(BIN)/moeblaze check

@@ -4,6 +4,7 @@ Outside tests/gpu/ every skip and every xfail, at collection too, is reported as
 Inside it they are allowed only where CUDA's driver finds no device.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import pytest
 from moeblaze_ref.devices import cuda_device_count
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+# The cores are taken by as many processes: threads of each would wait for one another. Read when torch is imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def judge(report, path):
@@ -36,3 +41,11 @@ def pytest_runtest_makereport(item):
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_make_collect_report(collector):
     return judge((yield), collector.path)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A table of the planted faults, whichever processes tried them."""
+    passed = [dict(report.user_properties) for report in terminalreporter.getreports("passed")]
+    if caught := [properties["caught"] for properties in passed if "caught" in properties]:
+        terminalreporter.section(f"{len(caught)} planted faults, and what `moeblaze check` says of them")
+        terminalreporter.write_line("\n".join(sorted(caught)))

@@ -1,4 +1,4 @@
-"""The rule of conftest.py has teeth: each way of not running a test fails the run."""
+"""The rule of conftest.py has teeth: each way of not running a test fails the run, in one process or in several."""
 
 from pathlib import Path
 
@@ -22,8 +22,8 @@ DID_NOT_RUN = {
 }
 
 
-@pytest.fixture
-def run(pytester, monkeypatch):
+@pytest.fixture(params=[0, 2], ids="{} workers".format)
+def run(request, pytester, monkeypatch):
     """Runs pytest over one test file, under conftest.py, on a machine with or without a GPU."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # half the time
 
@@ -32,7 +32,7 @@ def run(pytester, monkeypatch):
         test_file = pytester.path / folder / "test_inner.py"
         test_file.parent.mkdir(exist_ok=True)
         test_file.write_text(f"import pytest\n\n{body}\n")
-        return pytester.runpytest_subprocess()
+        return pytester.runpytest_subprocess("-p", "xdist", "--numprocesses", str(request.param))
 
     return run_one
 

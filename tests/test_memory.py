@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from rich.console import Console
@@ -200,6 +200,7 @@ def test_uniform_routing_and_capacity():
     assert [tiles(rows) for rows in (0, 1, 128, 129)] == [0, 1, 1, 2]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 500), min_size=1), st.integers(0, 300))
 def test_dropped_and_padded_balance(counts, capacity):
     dropped, padded = dropped_and_padded(counts, capacity)

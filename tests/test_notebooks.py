@@ -136,9 +136,10 @@ def execute(source_notebook, folder=ROOT / "notebooks"):
     return copy
 
 
-@functools.cache
-def executed(path):
-    return execute(notebook(path))
+@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
+def executed(request):
+    """A notebook's path and its run. The tests of one run stand together, so that one process has them all."""
+    return request.param, execute(notebook(request.param))
 
 
 def slider_outputs(ran):
@@ -147,9 +148,8 @@ def slider_outputs(ran):
     return [model["state"]["outputs"] for model in state.values() if model["model_name"] == "OutputModel"]
 
 
-@every_notebook
-def test_it_runs_from_top_to_bottom(path):
-    ran = executed(path)
+def test_it_runs_from_top_to_bottom(executed):
+    _, ran = executed
     code = [cell for cell in ran.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell.outputs]
@@ -157,9 +157,9 @@ def test_it_runs_from_top_to_bottom(path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-@every_notebook
-def test_every_slider_has_drawn_its_picture(path):
-    drawn = slider_outputs(executed(path))
+def test_every_slider_has_drawn_its_picture(executed):
+    path, ran = executed
+    drawn = slider_outputs(ran)
     assert len(drawn) == sum(cell.source.count("explore(") for cell in cells(path, "code")) > 0
     for outputs in drawn:
         assert ["image/png" in output.get("data", {}) for output in outputs] == [True], outputs

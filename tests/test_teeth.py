@@ -172,24 +172,15 @@ def first_failure(fault):
     return next((row for job in jobs_of(fault) for row in job() if not row.ok), None)
 
 
-@pytest.fixture(scope="module")
-def table(request):
-    """What caught each fault; printed when all have been tried."""
-    caught = {}
-    yield caught
-    lines = [f"{fault.stage:12} {fault.rung:14} {fault.name:32} {caught.get(fault, 'not run')}" for fault in FAULTS]
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("\n".join(["", f"{len(caught)} planted faults, and what `moeblaze check` says of them:", *lines]))
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.stage}-{fault.rung}-{fault.name}")
-def test_the_check_catches_a_planted_fault(fault, table, monkeypatch):
+def test_the_check_catches_a_planted_fault(fault, record_property, monkeypatch):
     plant(fault, monkeypatch, 0)
     assert all(row.ok for row in jobs_of(fault)[0]()), "the switch itself breaks the kernel"
     plant(fault, monkeypatch, 1)
     row = first_failure(fault)
     assert row is not None, "the check passes"
-    table[fault] = f"{row.direction} {row.dtype}: error {row.error:.1e}, {row.shape[:80]}"
+    caught = f"{row.direction} {row.dtype}: error {row.error:.1e}, {row.shape[:80]}"
+    record_property("caught", f"{fault.stage:12} {fault.rung:14} {fault.name:32} {caught}")
 
 
 def test_every_stage_and_rung_has_a_fault():
