@@ -531,9 +531,9 @@ def test_what_the_counters_say_is_computed():
     lines = findings.why(found).splitlines()[2:]
     assert lines[0] == "| tiny | `d_hidden` | 50 | 50 | 100 | 2.00 | 1.00 | 10 | 20 |"
     assert [line.split(" | ")[1] for line in lines] == ["`d_hidden`", "`expert_down`", "cuBLAS, dense"]
-    furthest, clocks, waits = findings.facts(found).replace("\n  ", " ").splitlines()
-    assert "on tiny `d_hidden`, 1.00 of the 1.00 ms" in furthest
-    assert "least busy `d_hidden` (40%) at 1.50 GHz, busiest `expert_down` (80%)" in clocks
+    of_layer, waits = findings.facts(found).replace("\n  ", " ").splitlines()
+    assert "On tiny, furthest behind: `d_hidden`, 1.00 ms of the 1.00 that" in of_layer
+    assert "least busy: `d_hidden` (40% at 1.50 GHz), busiest: `expert_down` (80% at 1.50 GHz), fastest: " in of_layer
     assert "first in 1 of 2 launches; of those that gather rows, it has 40 to 40%" in waits and "0 to 0%" in waits
     assert findings.facts({"rows": rows}) == findings.why({"rows": rows}) == "", "without cuBLAS there is no measure"
 

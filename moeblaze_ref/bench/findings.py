@@ -166,37 +166,31 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def facts(found: results.Result) -> str:
-    """What the counters say of idle cycles, of clocks and of the warps' waits, a paragraph each."""
+    """What the counters say of idle cycles and clocks, an item for each layer, and of the warps' waits in all of them."""
     shown = _by_preset(found)
     if not shown:
         return ""
-    furthest = "; ".join(_furthest(preset, *of_one) for preset, of_one in shown.items())
-    clocks = "; ".join(_clocks(preset, rows) for preset, (rows, _) in shown.items())
-    items = (
-        f"- Furthest behind: {furthest}.",
-        f"- Clocks: {clocks}.",
-        f"- Waits: {_waits([row for rows, _ in shown.values() for row in rows])}.",
-    )
+    items = [f"- On {preset}, {_furthest(*of_one)}; {_clocks(of_one[0])}." for preset, of_one in shown.items()]
+    items.append(f"- On all of them, {_waits([row for rows, _ in shown.values() for row in rows])}.")
     return "\n".join(map(_lines, items))
 
 
-def _furthest(preset: str, rows: Sequence[Row], dense: Row) -> str:
+def _furthest(rows: Sequence[Row], dense: Row) -> str:
     first, *_ = rows
     behind = sum(max(0.0, _behind_ms(row, dense)) for row in rows)
     return (
-        f"on {preset} `{first['kernel']}`, {_behind_ms(first, dense):.2f} of the {behind:.2f} ms by which all these "
-        f"launches are behind"
+        f"furthest behind: `{first['kernel']}`, {_behind_ms(first, dense):.2f} ms of the {behind:.2f} that these launches "
+        f"are behind"
     )
 
 
-def _clocks(preset: str, rows: Sequence[Row]) -> str:
+def _clocks(rows: Sequence[Row]) -> str:
     busy = sorted(rows, key=lambda row: row["tensor_pct"])
     picked = {"least busy": busy[0], "busiest": busy[-1], "fastest": max(rows, key=lambda row: row["sm_clock_ghz"])}
-    said = [
-        f"{name} `{row['kernel']}` ({row['tensor_pct']:.0f}%) at {row['sm_clock_ghz']:.2f} GHz"
+    return ", ".join(
+        f"{name}: `{row['kernel']}` ({row['tensor_pct']:.0f}% at {row['sm_clock_ghz']:.2f} GHz)"
         for name, row in picked.items()
-    ]
-    return f"on {preset} {', '.join(said)}"
+    )
 
 
 def _waits(rows: Sequence[Row]) -> str:
