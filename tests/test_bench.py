@@ -8,7 +8,20 @@ import torch
 from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
 
 from moeblaze_ref import oracle, provenance
-from moeblaze_ref.bench import accuracy, document, floors, layer, peers, plan, plots, report, results, routing, stages
+from moeblaze_ref.bench import (
+    accuracy,
+    document,
+    findings,
+    floors,
+    layer,
+    peers,
+    plan,
+    plots,
+    report,
+    results,
+    routing,
+    stages,
+)
 from moeblaze_ref.bench.clock import WARM_UP, Samples, take_turns
 from moeblaze_ref.bench.device import NoGraph
 from moeblaze_ref.cases import random_topk, relative_error
@@ -481,13 +494,66 @@ def test_a_block_is_written_from_the_rows(recorded):
         document.fill("<!-- begin layers -->\n<!-- end layers -->", recorded)
 
 
-def test_the_picture_shows_every_system_of_the_first_run(recorded):
+def test_the_summary_is_the_worst_run_of_ours_and_says_where_it_loses(recorded):
+    ours = [row for row in recorded["rows"] if row["system"] == layer.OURS]
+    for row in ours:
+        row["ratio_to"] = {
+            "grouped_mm": 1.3 - 0.1 * row["run"],
+            "gather_sum": 0.9985 + 0.1 * (row["policy"] == "inputs"),
+        }
+    said = findings.summary(recorded)
+    assert "| minimal | `grouped_mm` | 1.10 |" in said and "| minimal | `gather_sum` | 0.999 |" in said
+    assert said.endswith("Ours is the slower one in at least one run: under `minimal`, than `gather_sum` on tiny.")
+    for row in ours:
+        row["ratio_to"] = {"grouped_mm": 1.2}
+    assert findings.summary(recorded).endswith("Ours is the faster one in every run.")
+    assert findings.summary(recorded | {"rows": []}) == ""
+
+
+def test_steps_stand_beside_their_graphs(recorded):
+    for row in recorded["rows"]:
+        row |= {"step_ms": 2.0, "quartiles_ms": [1.9, 2.1], "graph_ms": 1.75 if row["system"] == layer.OURS else None}
+    lines = findings.host(recorded).splitlines()[2:]
+    assert len(lines) == sum(row["system"] == layer.OURS for row in recorded["rows"])
+    assert lines[0] == "| tiny | minimal | uniform | 0 | 2.00 | 5.0 | 1.75 | 0.25 |"
+
+
+def counted(kernel, busy, clock, waits, rung="4_hopper", preset="tiny"):
+    idea = {"d_hidden": "d_hidden", "expert_down": "expert_down"}.get(kernel, "dense product by cuBLAS")
+    row = {"kind": "counters", "run": 0, "preset": preset, "rung": rung, "kernel": kernel, "idea": idea}
+    row |= {"tensor_pct": busy, "sm_clock_ghz": clock, "duration_ms": 2.0, "dram_pct": 10, "l2_pct": 20}
+    return row | {"stalls": [[waits, 40.0], ["wait", 9.0]]}
+
+
+def test_what_the_counters_say_is_computed():
+    rows = [counted("expert_down", 80, 1.5, "gmma"), counted("d_hidden", 40, 1.5, findings.WAIT)]
+    found = {"rows": [*rows, counted("nvjet", 80, 1.5, "gmma", rung="")]}
+    lines = findings.why(found).splitlines()[2:]
+    assert lines[0] == "| tiny | `d_hidden` | 50 | 50 | 100 | 2.00 | 1.00 | 10 | 20 |"
+    assert [line.split(" | ")[1] for line in lines] == ["`d_hidden`", "`expert_down`", "cuBLAS, dense"]
+    of_layer, waits = findings.facts(found).replace("\n  ", " ").splitlines()
+    assert "On tiny, furthest behind: `d_hidden`, 1.00 ms of the 1.00 that" in of_layer
+    assert "least busy: `d_hidden` (40% at 1.50 GHz), busiest: `expert_down` (80% at 1.50 GHz), fastest: " in of_layer
+    assert "first in 1 of 2 launches; of those that gather rows, it has 40 to 40%" in waits and "0 to 0%" in waits
+    assert findings.facts({"rows": rows}) == findings.why({"rows": rows}) == "", "without cuBLAS there is no measure"
+
+
+def test_every_trial_has_a_verdict():
+    found = document.trials()
+    assert {trial["verdict"] for trial in found} == set(document.VERDICTS)
+    slower = [trial for trial in found if trial["verdict"] == "adopted" and document.change_of(trial) > 0]
+    assert slower == []
+
+
+def test_the_picture_shows_every_system_in_its_worst_run(recorded):
     rows = plots.pictured(recorded["rows"])
-    assert [row["run"] for row in rows] == [0] * 4
-    times, memory = plots.time_and_memory(rows).axes
-    systems = [report.label(row) for row in rows]
-    assert [bars.get_label() for bars in times.containers] == systems
-    assert [bars[0].get_width() for bars in times.containers] == [row["pct_of_cublas"] for row in rows]
-    assert [bars[0].get_width() for bars in memory.containers] == [row["kept_bytes"] / 2**30 for row in rows]
+    assert [row["run"] for row in rows] == [0] * 4 + [1] * 4
+    first, slower = rows[:4], [row | {"pct_of_cublas": row["pct_of_cublas"] / 1.1} for row in rows[4:]]
+    times, memory = plots.time_and_memory(first + slower).axes
+    assert [bars.get_label() for bars in times.containers] == [report.label(row) for row in first]
+    assert [bars[0].get_width() for bars in times.containers] == [row["pct_of_cublas"] for row in slower]
+    lines = [lines.get_segments()[0][:, 0].tolist() for lines in times.collections]
+    assert lines == [[bad["pct_of_cublas"], good["pct_of_cublas"]] for bad, good in zip(slower, first, strict=True)]
+    assert [bars[0].get_width() for bars in memory.containers] == [row["kept_bytes"] / 2**30 for row in first]
     with pytest.raises(ValueError, match="rows is empty"):
         plots.time_and_memory([])

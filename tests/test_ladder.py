@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import provenance
 from moeblaze_ref.backends import Status
-from moeblaze_ref.bench import accuracy, aims, counters, document, ladder, plan, report, results
+from moeblaze_ref.bench import accuracy, aims, counters, document, findings, ladder, plan, report, results
 from moeblaze_ref.cases import make_case
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import MoEConfig, preset
@@ -344,6 +344,7 @@ def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
         "kind": "counters",
         "dram_pct": 10.0,
         "l2_pct": 20.0,
+        "duration_ms": 4.0,
         "stalls": [("wait", 60.0)],
     }
     rows = [
@@ -355,12 +356,13 @@ def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
         )
     ]
     dense = made | {"rung": "", "kernel": "nvjet", "idea": "dense", "tensor_pct": 90.0, "sm_clock_ghz": 2.0}
-    lines = document._why({"rows": [*rows, dense]}).splitlines()[2:]
+    lines = findings.why({"rows": [*rows, dense]}).splitlines()[2:]
     assert lines == [
-        "| conf3 | `d_w3` | 25 | 50 | 50 | 10 | 20 | wait 60% |",
-        "| conf3 | `expert_up` | 50 | 50 | 100 | 10 | 20 | wait 60% |",
+        "| conf3 | `d_w3` | 25 | 50 | 50 | 4.00 | 3.00 | 10 | 20 |",
+        "| conf3 | `expert_up` | 50 | 50 | 100 | 4.00 | 2.00 | 10 | 20 |",
+        "| conf3 | cuBLAS, dense | 100 | 100 | 100 | 4.00 | 0.00 | 10 | 20 |",
     ]
-    assert document._why({"rows": rows}) == ""
+    assert findings.why({"rows": rows}) == ""
 
 
 # Aims -----------------------------------------------------------------------------------------------------------------

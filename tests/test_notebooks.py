@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from nbclient import NotebookClient
 from torch.utils.checkpoint import checkpoint
 
-from moeblaze_ref.bench import ladder, results
+from moeblaze_ref.bench import document, ladder
 from moeblaze_ref.bench import layer as bench_layer
 from moeblaze_ref.cases import (
     GOLDEN_DISPATCH,
@@ -1115,10 +1115,17 @@ def test_a_mistake_in_the_ring_is_said(fault):
         hopper.ring_fault("no fault")
 
 
+def test_mistakes_of_the_ring_end_alike_only_where_someone_runs_ahead():
+    said = [hopper.ring_fault(name) for name in hopper.RING_FAULTS]
+    assert len(set(said[:3])) == 1 and "an arrival too many" in said[0]
+    assert len(set(said[2:])) == len(said) - 2
+    assert len({fault.why for fault in hopper.RING_FAULTS.values()}) == len(said)
+
+
 def test_a_ring_without_a_mistake_says_nothing(monkeypatch):
-    monkeypatch.setitem(hopper.RING_FAULTS, "none", ("wgmma_commit();", "wgmma_commit();"))
+    monkeypatch.setitem(hopper.RING_FAULTS, "none", hopper.RingFault("wgmma_commit();", "wgmma_commit();", ""))
     assert hopper.ring_fault("none") == "nothing is said"
-    monkeypatch.setitem(hopper.RING_FAULTS, "gone", ("no such line", ""))
+    monkeypatch.setitem(hopper.RING_FAULTS, "gone", hopper.RingFault("no such line", "", ""))
     with pytest.raises(ValueError, match="ring.cu does not hold 'no such line'"):
         hopper.ring_fault("gone")
 
@@ -1261,17 +1268,37 @@ def test_steps_are_shown_with_their_counters():
         hopper.step_table(MEASURED, "too stages")
 
 
+def test_the_step_to_another_idea_is_said_for_each_layer():
+    before, after = ("persistent blocks", "bands of tiles")
+    said = hopper.from_step_to_step(MEASURED, before, after).data.splitlines()
+    counted = {(row["preset"], row["idea"]): row for row in hopper.first_of(MEASURED.counters["rows"])}
+    assert len(said) == len({preset for preset, _ in counted})
+    for line in said:
+        first, second = (counted[line.removeprefix("- ").partition(":")[0], idea] for idea in (before, after))
+        assert f"busy {first['l2_pct']:.0f}% before and {second['l2_pct']:.0f}% after" in line
+        assert document.signed(100 * (second["dram_read_bytes"] / first["dram_read_bytes"] - 1)) in line
+
+
 def test_products_are_shown_beside_cublas():
-    shown = hopper.product_table(MEASURED).data
-    lines = shown.splitlines()[2:]
+    rows = hopper.products(MEASURED)
+    lines = hopper.product_table(MEASURED).data.splitlines()[2:]
+    assert len(lines) == len(rows)
     names = ["expert_up", "expert_down", "d_hidden", "d_w3", "d_x_rows", "d_w"]
-    assert [line.split(" | ")[1] for line in lines[:6]] == [f"`{name}`" for name in names] and len(lines) == 14
+    presets = list(dict.fromkeys(row["preset"] for row in MEASURED.counters["rows"]))
     panels = drawn(hopper.busy_picture(MEASURED)).axes
-    assert [label.get_text() for label in panels[0].get_yticklabels()] == [*names, "cuBLAS, dense"]
-    for axes, name in zip(panels, ladder.PRESETS, strict=True):
-        rows = [row for row in hopper.products(MEASURED) if row["preset"] == name]
-        widths = [row[column] for column in hopper.BUSY for row in rows]
+    for axes, preset_name in zip(panels, presets, strict=True):
+        mine = [row for row in rows if row["preset"] == preset_name]
+        assert [row["kernel"] for row in mine[:-1]] == names and not mine[-1]["rung"]
+        assert [label.get_text() for label in axes.get_yticklabels()] == [*names, "cuBLAS, dense"]
+        widths = [row[column] for column in hopper.BUSY for row in mine]
         assert [bar.get_width() for bar in axes.patches] == widths
+
+
+def test_panels_of_any_number_of_layers_are_drawn():
+    rows = [row for row in MEASURED.counters["rows"] if row["preset"] == "conf3"]
+    three = [row | {"preset": name} for name in ("a", "b", "c") for row in rows]
+    measured = MEASURED._replace(counters=MEASURED.counters | {"rows": three})
+    assert [axes.get_title(loc="left") for axes in drawn(hopper.busy_picture(measured)).axes] == ["a", "b", "c"]
 
 
 def test_of_several_runs_the_first_is_shown():
@@ -1279,10 +1306,18 @@ def test_of_several_runs_the_first_is_shown():
     assert hopper.first_of(rows) == [rows[0], rows[1], rows[3]]
 
 
-def test_every_trial_has_a_bar():
-    found = hopper.trials()
-    bars = drawn(hopper.trials_picture()).axes[0].patches
-    np.testing.assert_allclose(
-        [bar.get_width() for bar in bars], [100 * (trial["with_ms"] / trial["without_ms"] - 1) for trial in found]
-    )
-    assert len(found) > 10 and results.LADDER.exists()
+def test_every_trial_has_a_bar_in_one_picture():
+    shown = []
+    for which in hopper.TRIALS:
+        found = [trial for idea in hopper.trials_of(which) for trial in idea]
+        axes = drawn(hopper.trials_picture(which)).axes[0]
+        assert [bar.get_width() for bar in axes.patches] == [document.change_of(trial) for trial in found]
+        assert 0 < len(found) <= 16 and all(text.get_fontsize() >= 9 for text in axes.texts)
+        shown += found
+    assert sorted(map(str, shown)) == sorted(map(str, document.trials()))
+    with pytest.raises(ValueError, match="unknown kind of trials 'adapted'. Did you mean 'adopted'"):
+        hopper.trials_picture("adapted")
+
+
+def test_a_change_of_nothing_has_no_sign():
+    assert [document.signed(percent) for percent in (-0.4, 0.4, -0.6, 12.0)] == ["0%", "0%", "-1%", "+12%"]

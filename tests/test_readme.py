@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from moeblaze_ref.bench import document
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import preset
 from moeblaze_ref.memory.accounting import account
@@ -43,3 +44,7 @@ def test_every_command_that_readme_names_exists():
     commands = get_command(app).commands
     named = re.findall(r"moeblaze (\w+)", README)
     assert {"doctor", "check", "memory"} <= set(named) <= commands.keys()
+
+
+def test_what_was_measured_is_what_the_results_give():
+    assert "<!-- begin summary -->" in README and document.fill(README, document.recorded()) == README

@@ -1,6 +1,8 @@
-"""Fills the tables and the picture of docs/performance.md from the results: no figure in it is typed by hand.
+"""Fills what docs/performance.md and README.md say of measurements from the results, and draws the picture.
 
-``python -m moeblaze_ref.bench.document`` writes both again.
+Whatever was measured stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is written here. The text
+around is written by hand: its numbers are definitions, sizes of the code, and arithmetic on those and on vendors'
+figures. ``python -m moeblaze_ref.bench.document`` writes everything again.
 """
 
 import json
@@ -10,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, aims, counters, ladder, plots, report, results
-from moeblaze_ref.bench.layer import OURS
+from moeblaze_ref.bench import KINDS, aims, findings, plots, report, results
 
 DOCUMENT = results.DOCS / "performance.md"
+README = results.DOCS.parent / "README.md"
 PICTURE = results.DOCS / "images" / "bench.png"
 TRIALS = results.DOCS / "results" / "trials_h200.json"
 NOTHING = "*Not measured yet.*"
@@ -94,35 +96,51 @@ def _is_skewed(row: dict[str, Any]) -> bool:
     return row.get("routing", "uniform") != "uniform"
 
 
+# What became of a trial: its kernel works so now; it did, until something else came in its place; it does not; or it was
+# never meant to, and shows what a part of the work costs.
+VERDICTS = ("adopted", "replaced", "rejected", "measured")
+
+
 def trials() -> list[dict[str, Any]]:
-    """What was tried on the Hopper kernels, each with the times without it and with it."""
-    return json.loads(TRIALS.read_text())["trials"]
+    """What was tried on the Hopper kernels, each with the times without it and with it, in the order of `VERDICTS`."""
+    found = json.loads(TRIALS.read_text())["trials"]
+    return sorted(found, key=lambda trial: VERDICTS.index(trial["verdict"]))
+
+
+def change_of(trial: dict[str, Any]) -> float:
+    """Percent of the time without it: below zero is faster."""
+    return 100 * (trial["with_ms"] / trial["without_ms"] - 1)
+
+
+def change_text(trial: dict[str, Any]) -> str:
+    """`change_of` in whole percent, and whether both times are of one run."""
+    return signed(change_of(trial)) + ("" if trial["same_run"] else " (two runs)")
+
+
+def signed(percent: float) -> str:
+    """Whole percent with a sign, zero without one."""
+    return f"{round(percent):+d}%" if round(percent) else "0%"
 
 
 def _trials() -> str:
     """The table of `trials`: single ones, noted when they were made."""
     rows = [
-        f"| {trial['trial']} | {trial['kernel']} | {trial['preset']} | {trial['without_ms']:.2f} | {trial['with_ms']:.2f} | "
-        f"{trial['with_ms'] / trial['without_ms'] - 1:+.0%}{'' if trial['same_run'] else ' (two runs)'} | {trial['commit']} |"
+        f"| {trial['verdict']} | {trial['trial']} | {trial['kernel']} | {trial['preset']} | {trial['without_ms']:.2f} | "
+        f"{trial['with_ms']:.2f} | {change_text(trial)} | {trial['commit']} |"
         for trial in trials()
     ]
     head = [
-        "| what | kernel | preset | without, ms | with, ms | change | at commit |",
-        "| --- | --- | --- | ---: | ---: | ---: | --- |",
+        "| verdict | what | kernel | preset | without, ms | with, ms | change | at commit |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | --- |",
     ]
     return "\n".join(head + rows)
 
 
 def _spread(found: results.Result) -> str:
     """How many times as fast as each peer ours is, in every run that has both: smallest and largest."""
-    ratios = defaultdict(list)
-    for row in results.rows_of(found, "layer"):
-        if row["system"] == OURS and not _is_skewed(row):
-            for peer, ratio in row["ratio_to"].items():
-                ratios[row["preset"], row["policy"], peer].append(ratio)
     lines = [
         f"| {' | '.join(names)} | {len(of_one)} | {min(of_one):.2f} | {max(of_one):.2f} |"
-        for names, of_one in ratios.items()
+        for names, of_one in findings.beside_peers(found).items()
     ]
     head = ["| preset | policy | times as fast as | runs | least | most |", "| --- | --- | --- | ---: | ---: | ---: |"]
     return "\n".join(head + lines) if lines else ""
@@ -147,36 +165,11 @@ def _with_place(kind: str) -> Callable[[results.Result], str]:
     return tables
 
 
-def _why(found: results.Result) -> str:
-    """How far each product's tensor cores are from cuBLAS's, by idle cycles and by the clock, the furthest first."""
-    by_preset = defaultdict(list)
-    for row in results.rows_of(found, "counters"):
-        by_preset[row["run"], row["preset"]].append(row)
-    lines = [line for rows in by_preset.values() for line in _behind_cublas(rows)]
-    columns = ("preset", "kernel", *(f"{what}, % of cuBLAS's" for what in ("busy x clock", "busy", "clock")))
-    head = [
-        f"| {' | '.join(columns)} | DRAM % | L2 % | warps wait for |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
-    return "\n".join(head + lines) if lines else ""
-
-
-def _behind_cublas(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each product of one preset, beside the dense product that was counted with them."""
-    dense = next((row for row in rows if not row["rung"]), None)
-    ideas = (*counters.PRODUCTS, ladder.TOP.idea)
-    ours = [row for row in rows if dense and row["rung"] == ladder.HOPPER and row["idea"] in ideas]
-    return [
-        f"| {row['preset']} | `{row['kernel']}` | {100 * report.busy_ghz(row) / report.busy_ghz(dense):.0f} | "
-        f"{100 * row['tensor_pct'] / dense['tensor_pct']:.0f} | {100 * row['sm_clock_ghz'] / dense['sm_clock_ghz']:.0f} | "
-        f"{row['dram_pct']:.0f} | {row['l2_pct']:.0f} | {report.waits(row)} |"
-        for row in sorted(ours, key=report.busy_ghz)
-    ]
-
-
 BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "place": _place,
+    "summary": findings.summary,
     "spread": _spread,
+    "host": findings.host,
     "aims": aims.table,
     "skew": _tables("layer", skewed=True),
     **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
@@ -186,7 +179,9 @@ APART: dict[str, Callable[[], str]] = {
     "trials": _trials,
     "ladder": _of_file(results.LADDER, _with_place("ladder")),
     "counters": _of_file(results.COUNTERS, _with_place("counters")),
-    "why": _of_file(results.COUNTERS, _why),
+    "why": _of_file(results.COUNTERS, findings.why),
+    "facts": _of_file(results.COUNTERS, findings.facts),
+    "tiles": findings.chosen_tiles,
 }
 
 
@@ -196,9 +191,10 @@ def recorded() -> results.Result | None:
 
 
 def write():
-    """The document, and the picture where there are results."""
+    """Both documents, and the picture where there are results."""
     found = recorded()
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), found))
+    for document in (DOCUMENT, README):
+        document.write_text(fill(document.read_text(), found))
     if found and (rows := plots.pictured(results.rows_of(found, "layer"))):
         plots.time_and_memory(rows).savefig(PICTURE, dpi=150, bbox_inches="tight")
 

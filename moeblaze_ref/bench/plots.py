@@ -1,6 +1,8 @@
 """The picture of a benchmark: how near each system comes to the dense product's rate, and what it keeps."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -13,12 +15,9 @@ COLORS = (BLUE, SKY, VERMILLION, ORANGE, PURPLE, YELLOW, GREEN, BLACK, GREY)
 
 
 def pictured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the first run of every preset on uniform routing."""
-    chosen = [row for row in rows if row["routing"] == "uniform"]
-    first = {}
-    for row in chosen:
-        first.setdefault(row["preset"], row["run"])
-    return [row for row in chosen if row["run"] == first[row["preset"]]]
+    """The rows of all runs that time uniform routing alone: in those every system meets its peers."""
+    skewed = {row["run"] for row in rows if row["routing"] != "uniform"}
+    return [row for row in rows if row["run"] not in skewed]
 
 
 def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -27,13 +26,13 @@ def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
     Parameters
     ----------
     rows : sequence of dict
-        `layer.Row`, each system at most once for a preset; see `pictured`.
+        `layer.Row`, of any number of runs; see `pictured`.
 
     Returns
     -------
     Figure
-        Left: percent of the dense product's rate, the step's milliseconds at the bar's end. Right: GiB (2**30 bytes)
-        kept for the backward.
+        Left: percent of the dense product's rate in a system's worst run, with a line to its best one, and the worst
+        run's milliseconds. Right: the most GiB (2**30 bytes) that it keeps for the backward.
 
     Raises
     ------
@@ -43,19 +42,41 @@ def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
     if not rows:
         raise ValueError("rows is empty, but it must hold at least one")
     presets, systems = (list(dict.fromkeys(map(of, rows))) for of in (lambda row: row["preset"], label))
-    figure = Figure(figsize=(11, 1.2 + 0.9 * len(presets)), layout="constrained")
+    figure = Figure(figsize=(11, 1.2 + len(presets) * max(0.9, 0.2 * len(systems))), layout="constrained")
     times, memory = figure.subplots(1, 2, sharey=True)
     for number, (system, color) in enumerate(zip(systems, COLORS, strict=False)):
-        mine = [row for row in rows if label(row) == system]
-        places = [presets.index(row["preset"]) + 0.8 * (number + 0.5) / len(systems) - 0.4 for row in mine]
+        runs = _runs_of([row for row in rows if label(row) == system])
+        places = [presets.index(name) + 0.8 * (number + 0.5) / len(systems) - 0.4 for name in runs]
         style = {"height": 0.8 / len(systems), "color": color, "label": system}
-        bars = times.barh(places, [row["pct_of_cublas"] for row in mine], **style)
-        times.bar_label(bars, [f"{row['step_ms']:.1f} ms" for row in mine], padding=2, fontsize="x-small")
-        memory.barh(places, [row["kept_bytes"] / GIB for row in mine], **style)
-    _dress(times, presets, "percent of the dense product's rate, forward and backward")
+        worst, best = (
+            [pick(of_one, key=itemgetter("pct_of_cublas")) for of_one in runs.values()] for pick in (min, max)
+        )
+        bars = times.barh(places, [row["pct_of_cublas"] for row in worst], **style)
+        times.hlines(
+            places, *([row["pct_of_cublas"] for row in ends] for ends in (worst, best)), color=BLACK, linewidth=1.5
+        )
+        _name_times(times, bars, worst, best)
+        memory.barh(places, [max(row["kept_bytes"] for row in of_one) / GIB for of_one in runs.values()], **style)
+    _dress(times, presets, "percent of the dense product's rate: worst run, line to the best")
+    times.margins(x=0.15)
     _dress(memory, presets, "GiB kept for the backward")
     figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
+
+
+def _runs_of(rows):
+    """Rows by preset."""
+    runs = defaultdict(list)
+    for row in rows:
+        runs[row["preset"]].append(row)
+    return runs
+
+
+def _name_times(axes, bars, worst, best):
+    """The worst run's milliseconds behind the line to the best."""
+    for bar, row, other in zip(bars, worst, best, strict=True):
+        end, middle = other["pct_of_cublas"] + 0.8, bar.get_y() + bar.get_height() / 2
+        axes.text(end, middle, f"{row['step_ms']:.1f} ms", va="center", fontsize="small")
 
 
 def _dress(axes, presets, title):

@@ -1,6 +1,7 @@
 """The Hopper rung: its instructions at work on the CPU, pictures of them, and what each of its ideas was measured at."""
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -11,15 +12,16 @@ import numpy as np
 from IPython.display import Markdown
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.transforms import blended_transform_factory
 
 from moeblaze_ref import doors
 from moeblaze_ref.bench import ladder, report, results
-from moeblaze_ref.bench.document import trials
+from moeblaze_ref.bench.document import change_of, change_text, signed, trials
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory.accounting import uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
 from moeblaze_ref.notebook.dispatch import PALE
-from moeblaze_ref.notebook.markdown import table
+from moeblaze_ref.notebook.markdown import bullets, table
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime import ceil_div
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SharedTraffic, SimtExecutor
@@ -91,7 +93,7 @@ def swizzle_picture(chunk: int, rows: int = 16) -> Figure:
         Of the box.
     """
     doors.check_int("chunk", chunk, at_least=0, at_most=CHUNKS - 1)
-    figure = Figure(figsize=(10, 1.4 + 0.24 * rows), layout="constrained")
+    figure = Figure(figsize=(10, 1.4 + 0.3 * rows), layout="constrained")
     matrix, shared = figure.subplots(1, 2)
     plain = np.arange(rows * CHUNKS).reshape(rows, CHUNKS)
     for axes, numbers, title in ((matrix, plain, "the box, as the matrix has it"),
@@ -102,7 +104,7 @@ def swizzle_picture(chunk: int, rows: int = 16) -> Figure:
     matrix.set_xlabel("16 bytes: eight elements along a row")
     matrix.set_xticks(np.arange(CHUNKS) + 0.5, range(CHUNKS))
     shared.set_xlabel("banks of shared memory, 4 bytes each")
-    shared.set_xticks(np.arange(CHUNKS) + 0.5, [f"{4 * c}-{4 * c + 3}" for c in range(CHUNKS)], fontsize="small")
+    shared.set_xticks(np.arange(CHUNKS) + 0.5, [f"{4 * c}-{4 * c + 3}" for c in range(CHUNKS)])
     return figure
 
 
@@ -113,10 +115,10 @@ def _draw_chunks(axes, numbers, chosen):
         color = CHUNK_COLORS[row % CHUNKS] if mine else PALE
         axes.add_patch(Rectangle((place, line), 1, 1, facecolor=color, edgecolor="white"))
         if mine:
-            ink = {"color": "white" if color == BLUE else BLACK, "fontsize": "x-small"}
+            ink = {"color": "white" if color == BLUE else BLACK, "fontsize": 9}
             axes.text(place + 0.5, line + 0.5, f"row {row}", ha="center", va="center", **ink)
     axes.set(xlim=(0, CHUNKS), ylim=(len(numbers), 0), yticks=np.arange(len(numbers)) + 0.5)
-    axes.set_yticklabels(range(len(numbers)), fontsize="x-small")
+    axes.set_yticklabels(range(len(numbers)), fontsize=10)
     axes.tick_params(length=0)
 
 
@@ -147,15 +149,62 @@ def column_reads(chunk: int) -> dict[str, SharedTraffic]:
 RING = Path(__file__).with_name("ring.cu")
 RING_STEPS = 8
 EVENTS = ("loads", "multiplies", "releases")  # of ring.cu, in its order
-# What is wrong: what stands in ring.cu, and what stands in its place.
+
+
+class RingFault(NamedTuple):
+    """A mistake in ring.cu."""
+
+    right: str  # what stands there
+    wrong: str  # what stands in its place
+    why: str  # it ends as it does
+
+
+RELEASE = "if (lane_id() == 0) barrier_arrive(&shared.empty[stage]);"
 RING_FAULTS = {
-    "multiplies before the data are there": ("barrier_wait(&shared.full[stage], parity);", ";"),
-    "loads into a stage that is being read": ("barrier_wait(&shared.empty[stage], parity ^ 1);", ";"),
-    "takes the sums before the product is done": ("        wgmma_wait<0>();\n", ""),
-    "never gives a stage back": ("if (lane_id() == 0) barrier_arrive(&shared.empty[stage]);", ";"),
-    "expects too few bytes": ("sizeof(Stage));", "sizeof(Stage) - 16);"),
-    "every lane gives the stage back": ("if (lane_id() == 0) barrier_arrive", "barrier_arrive"),
-    "forgets that rounds alternate": ("parity = step / STAGES % 2;", "parity = 0;"),
+    "multiplies before the data are there": RingFault(
+        "barrier_wait(&shared.full[stage], parity);",
+        ";",
+        "stages are given back before their copies have landed, and the loader asks for more: a second announcement "
+        "in the same phase of `full`",
+    ),
+    "loads into a stage that is being read": RingFault(
+        "barrier_wait(&shared.empty[stage], parity ^ 1);",
+        ";",
+        "the same end from the other side: the loader comes round to a stage whose first copies nobody has taken",
+    ),
+    "forgets that rounds alternate": RingFault(
+        "parity = step / STAGES % 2;",
+        "parity = 0;",
+        "the same end once more: a wait for the first round's phase is over at once in all later rounds, so nobody waits",
+    ),
+    "takes the sums before the product is done": RingFault(
+        "        wgmma_wait<0>();\n",
+        "",
+        "barriers guard shared memory; the sums are in registers, which only this wait guards",
+    ),
+    "brings the same part of a for every step": RingFault(
+        "step * DEPTH, 0);",
+        "0, 0);",
+        "barriers count arrivals and bytes, not which bytes: this mistake only the result shows",
+    ),
+    "never gives a stage back": RingFault(
+        RELEASE, ";", "the loader waits for a phase of `empty` without one arrival; a GPU would hang without a word"
+    ),
+    "only one warp gives the stage back": RingFault(
+        RELEASE,
+        "if (threadIdx.x == WARPGROUP) barrier_arrive(&shared.empty[stage]);",
+        "a phase ends when as many have arrived as the barrier was made for: a warp that is forgotten counts",
+    ),
+    "expects too few bytes": RingFault(
+        "sizeof(Stage));",
+        "sizeof(Stage) - 16);",
+        "more bytes arrive than were announced: what is missing falls below zero, and a phase ends at zero alone",
+    ),
+    "counts one stage more than there are": RingFault(
+        "step % STAGES, parity",
+        "step % (STAGES + 1), parity",
+        "what lies behind the last barrier is no barrier, though it is shared memory all the same",
+    ),
 }
 
 
@@ -219,7 +268,7 @@ def ring_picture(stages: int) -> Figure:
 
 def _bar(axes, line, left, right, color, text):
     axes.add_patch(Rectangle((left, line - 0.4), right - left, 0.8, facecolor=color, edgecolor="white"))
-    axes.text((left + right) / 2, line, text, ha="center", va="center", fontsize="small")
+    axes.text((left + right) / 2, line, text, ha="center", va="center", fontsize=10)
 
 
 def most_ahead(log: Sequence[tuple[str, int]]) -> int:
@@ -230,7 +279,7 @@ def most_ahead(log: Sequence[tuple[str, int]]) -> int:
 
 def ring_fault(name: str, stages: int = 3) -> str:
     """What becomes of ring.cu with one of ``RING_FAULTS``: what the executor says, or how wrong the result is."""
-    right, wrong = RING_FAULTS[doors.check_name("fault", name, RING_FAULTS)]
+    right, wrong, _ = RING_FAULTS[doors.check_name("fault", name, RING_FAULTS)]
     text = RING.read_text()
     if right not in text:
         raise ValueError(f"{RING.name} does not hold {right!r}")
@@ -287,7 +336,7 @@ def holders_picture(thread: int) -> Figure:
     colors = [SKY, YELLOW, GREEN, ORANGE]
     for warp, color in enumerate(colors):
         axes.add_patch(Rectangle((0, 16 * warp), 256, 16, facecolor=color, alpha=0.45))
-        axes.text(258, 16 * warp + 8, f"warp {warp}", va="center", fontsize="small")
+        axes.text(258, 16 * warp + 8, f"warp {warp}", va="center", fontsize=10)
     for row, column in np.argwhere(held == thread):
         axes.add_patch(Rectangle((column, row), 1, 1, facecolor=BLACK))
     axes.set(xlim=(0, 256), ylim=(64, 0), xticks=range(0, 257, 32), yticks=range(0, 65, 16))
@@ -446,10 +495,28 @@ def _step_row(row, counters):
         "tensor pipe busy, %": round(counters["tensor_pct"]),
         "SM clock, GHz": counters["sm_clock_ghz"],
         "issue slots used, %": round(counters["issue_pct"]),
-        "DRAM, GB": (counters["dram_read_bytes"] + counters["dram_written_bytes"]) / GB,
+        "DRAM read, GB": counters["dram_read_bytes"] / GB,
+        "DRAM written, GB": counters["dram_written_bytes"] / GB,
+        "L2 busy, %": round(counters["l2_pct"]),
         "L2 hits, %": round(counters["l2_hit_pct"]),
         "warps wait for": report.waits(counters),
     }
+
+
+def from_step_to_step(measured: Measured, before: str, after: str) -> Markdown:
+    """What became of the memory's counters and of the product's time from one step of the ladder to another."""
+    counted = {(row["preset"], row["idea"]): row for row in first_of(measured.counters["rows"])}
+    presets = [preset for preset, idea in counted if idea == before and (preset, after) in counted]
+    return bullets([_change_of_counters(name, counted[name, before], counted[name, after]) for name in presets])
+
+
+def _change_of_counters(preset, before, after):
+    keys = ("dram_read_bytes", "dram_written_bytes", "duration_ms")
+    read, wrote, took = (signed(100 * (after[key] / before[key] - 1)) for key in keys)
+    return (
+        f"{preset}: bytes read from DRAM {read}, written {wrote}; L2 cache busy {before['l2_pct']:.0f}% before and "
+        f"{after['l2_pct']:.0f}% after; time of the product alone {took}."
+    )
 
 
 RUNG_COLORS = {"1_naive": GREY, "2_tiled": PURPLE, "3_mma": ORANGE, "4_hopper": BLUE}
@@ -466,10 +533,10 @@ def ladder_picture(measured: Measured) -> Figure:
         bars = axes.barh(
             [r["idea"] for r in mine], [r["tflops"] for r in mine], color=[RUNG_COLORS[r["rung"]] for r in mine]
         )
-        axes.bar_label(bars, [f"{row['tflops']:.3g}" for row in mine], padding=2, fontsize="small")
+        axes.bar_label(bars, [f"{row['tflops']:.3g}" for row in mine], padding=2, fontsize=9)
         cublas = mine[0]["cublas_tflops"]
         axes.axvline(cublas, color=BLACK, linestyle="--", linewidth=1)
-        axes.text(cublas, -0.75, "cuBLAS ", ha="right", va="center", fontsize="small")
+        axes.text(cublas, -0.75, "cuBLAS ", ha="right", va="center", fontsize=9)
         axes.set(xlim=(0, 1.12 * cublas), ylim=(len(mine) - 0.4, -1.1), xlabel="TFLOP/s (1e12 FLOPs a second)")
         axes.set_title(name, loc="left", fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
@@ -485,19 +552,28 @@ def busy_picture(measured: Measured) -> Figure:
     """How busy three units are in each product of a step on the last rung and in cuBLAS's, in percent of their peaks."""
     rows = products(measured)
     presets = list(dict.fromkeys(row["preset"] for row in rows))
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(presets), sharey=True)), presets, strict=True):
-        mine = [row for row in rows if row["preset"] == name]
-        for number, (column, (unit, color)) in enumerate(BUSY.items()):
-            places = np.arange(len(mine)) + 0.27 * (number - 1)
-            bars = axes.barh(places, [row[column] for row in mine], height=0.25, color=color, label=unit)
-            axes.bar_label(bars, [f"{row[column]:.0f}" for row in mine], padding=2, fontsize="x-small")
-        axes.set_yticks(range(len(mine)), [row["kernel"] if row["rung"] else "cuBLAS, dense" for row in mine])
-        axes.set(xlim=(0, 100), ylim=(len(mine) - 0.5, -0.5), xlabel="busy, percent of the unit's peak")
+    lines = ceil_div(len(presets), 2)
+    figure = Figure(figsize=(10, 0.8 + 4 * lines), layout="constrained")
+    panels = figure.subplots(lines, min(2, len(presets)), squeeze=False).flat
+    for axes, name in zip(panels, presets, strict=False):
+        _draw_busy(axes, [row for row in rows if row["preset"] == name])
         axes.set_title(name, loc="left", fontsize="medium")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    for axes in panels[len(presets) :]:
+        axes.remove()
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
+
+
+def _draw_busy(axes, rows):
+    for number, (column, (unit, color)) in enumerate(BUSY.items()):
+        places = np.arange(len(rows)) + 0.29 * (number - 1)
+        style = {"height": 0.27, "color": color, "label": unit, "edgecolor": "white"}
+        style |= {"hatch": "////"} if column == "dram_pct" else {}  # also where there is no colour
+        bars = axes.barh(places, [row[column] for row in rows], **style)
+        axes.bar_label(bars, [f"{row[column]:.0f}" for row in rows], padding=2, fontsize=9)
+    axes.set_yticks(range(len(rows)), [row["kernel"] if row["rung"] else "cuBLAS, dense" for row in rows])
+    axes.set(xlim=(0, 105), ylim=(len(rows) - 0.5, -0.5), xlabel="busy, percent of the unit's peak")
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def product_table(measured: Measured) -> Markdown:
@@ -526,18 +602,57 @@ def _product_row(row):
     }
 
 
-def trials_picture() -> Figure:
-    """What single trials changed, in percent of the time without them: left of zero is faster."""
-    found = trials()
-    changes = [100 * (trial["with_ms"] / trial["without_ms"] - 1) for trial in found]
-    labels = [f"{trial['trial']}\n{trial['kernel']}, {trial['preset']}" for trial in found]
-    figure = Figure(figsize=(11, 0.8 + 0.4 * len(found)), layout="constrained")
+# What `trials_picture` can show: which verdicts, and how many percent a change is at least and at most.
+TRIALS = {
+    "adopted": (("adopted", "replaced"), (-math.inf, math.inf)),
+    "rejected, near nothing": (("rejected",), (-math.inf, 10)),
+    "rejected, clearly slower": (("rejected",), (10, math.inf)),
+    "measured": (("measured",), (-math.inf, math.inf)),
+}
+CHANGE_COLORS = {True: BLUE, False: VERMILLION}  # by whether it was faster
+
+
+def trials_of(which: str) -> list[list[dict[str, Any]]]:
+    """The trials of one of ``TRIALS``, those of one idea together: the best ideas first, and of each the best rows."""
+    verdicts, (least, most) = TRIALS[doors.check_name("kind of trials", which, TRIALS)]
+    ideas: dict[str, list[dict[str, Any]]] = {}
+    for trial in sorted(trials(), key=change_of):
+        if trial["verdict"] in verdicts and least <= change_of(trial) < most:
+            ideas.setdefault(trial["trial"], []).append(trial)
+    return list(ideas.values())
+
+
+def trials_picture(which: str) -> Figure:
+    """What single trials changed, in percent of the time without them: left of zero is faster.
+
+    Parameters
+    ----------
+    which : str
+        Of ``TRIALS``.
+    """
+    ideas = trials_of(which)
+    lines = sum(len(idea) + 1 for idea in ideas)
+    figure = Figure(figsize=(10, 0.9 + 0.27 * lines), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh(range(len(found)), changes, color=[VERMILLION if change > 0 else BLUE for change in changes])
-    axes.bar_label(bars, [f"{round(change):+d}%" for change in changes], padding=3, fontsize="small")
+    line, labels = 0, {}
+    for idea in ideas:
+        _name_idea(axes, line, idea[0])
+        for place, trial in enumerate(idea, line + 1):
+            labels[place] = f"{trial['kernel']}, {trial['preset']}"
+            bar = axes.barh(place, change_of(trial), height=0.75, color=CHANGE_COLORS[change_of(trial) < 0])
+            axes.bar_label(bar, [change_text(trial)], padding=3, fontsize=10)
+        line += len(idea) + 1
     axes.axvline(0, color=BLACK, linewidth=1)
-    axes.set_yticks(range(len(found)), labels, fontsize="x-small")
-    axes.set(ylim=(len(found) - 0.4, -0.6), xlabel="change of the time by the trial, percent; below zero is faster")
-    axes.margins(x=0.12)
+    axes.set_yticks(list(labels), list(labels.values()), fontsize=10)
+    axes.set(ylim=(line - 0.4, -0.6), xlabel="change of the time, percent; left of zero is faster")
+    axes.margins(x=0.2)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
+
+
+def _name_idea(axes, line, trial):
+    """From the picture's left edge on, over everything: an idea takes more words than fit beside its bars."""
+    said = trial["trial"] + (" (since replaced)" if trial["verdict"] == "replaced" else "")
+    place = blended_transform_factory(axes.figure.transFigure, axes.transData)
+    style = {"va": "center", "fontsize": 10, "backgroundcolor": "white", "in_layout": False}
+    axes.text(0.01, line, said, transform=place, **style)

@@ -1,0 +1,203 @@
+"""What the results say, as sentences and short tables: the documents quote these, and so stay true of any later run."""
+
+import json
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from moeblaze_ref.bench import counters, ladder, report, results
+from moeblaze_ref.bench.layer import OURS
+from moeblaze_ref.raw_cuda import tiles
+
+LINE = 120
+POLICIES = ("minimal", "inputs")
+# Kernels of the last rung by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
+GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
+WAIT = "long_scoreboard"
+SPREAD = dict(report.LAYER_COLUMNS)["± %"]
+
+Row = dict[str, Any]
+
+
+def _lines(text: str) -> str:
+    """A paragraph or an item of a list, within the line length."""
+    return textwrap.fill(
+        text, LINE, subsequent_indent="  " * text.startswith("- "), break_on_hyphens=False, break_long_words=False
+    )
+
+
+def _markdown(names: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
+    """A table whose first columns are words, and the others numbers."""
+    rules = ["---" if number < words else "---:" for number in range(len(names))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rules, *rows))
+
+
+# The layer ------------------------------------------------------------------------------------------------------------
+
+
+def beside_peers(found: results.Result) -> dict[tuple[str, str, str], list[float]]:
+    """How many times as fast as a peer ours is, run by run, on uniform routing: of (preset, policy, peer)."""
+    ratios = defaultdict(list)
+    for row in results.rows_of(found, "layer"):
+        if row["system"] == OURS and row["routing"] == "uniform":
+            for peer, ratio in row["ratio_to"].items():
+                ratios[row["preset"], row["policy"], peer].append(ratio)
+    return dict(ratios)
+
+
+def summary(found: results.Result) -> str:
+    """Ours beside each peer in the run that is worst for ours, and where it is the slower one."""
+    worst = {key: min(ratios) for key, ratios in beside_peers(found).items() if key[1] in POLICIES}
+    if not worst:
+        return ""
+    presets, policies, peers = (list(dict.fromkeys(key[i] for key in worst)) for i in range(3))
+    lines = [
+        [policy, f"`{peer}`", *(_ratio(worst.get((preset, policy, peer))) for preset in presets)]
+        for policy in policies
+        for peer in peers
+    ]
+    return f"{_markdown(['policy', 'times as fast as', *presets], lines, 2)}\n\n{_lines(_slower(worst))}"
+
+
+def _ratio(ratio: float | None) -> str:
+    """Two decimals, three where two would hide who is faster."""
+    if ratio is None:
+        return ""
+    return f"{ratio:.3f}" if ratio < 1 and round(ratio, 2) == 1 else f"{ratio:.2f}"
+
+
+def _slower(worst: dict[tuple[str, str, str], float]) -> str:
+    lost = defaultdict(list)
+    for (preset, policy, peer), ratio in worst.items():
+        if ratio < 1:
+            lost[policy, peer].append(preset)
+    if not lost:
+        return "Ours is the faster one in every run."
+    places = [
+        f"under `{policy}`, than `{peer}` on {', '.join(lost[policy, peer])}"
+        for policy, peer in sorted(lost, key=lambda key: POLICIES.index(key[0]))
+    ]
+    return f"Ours is the slower one in at least one run: {'; '.join(places)}."
+
+
+def host(found: results.Result) -> str:
+    """The steps of small layers as they are launched, and replayed as a CUDA graph."""
+    rows = [row for row in results.rows_of(found, "layer") if row["system"] == OURS and row["graph_ms"] is not None]
+    cells = [
+        (row["preset"], row["policy"], row["routing"], f"{row['run']}", f"{row['step_ms']:.2f}",
+         SPREAD(row), f"{row['graph_ms']:.2f}", f"{row['step_ms'] - row['graph_ms']:.2f}")
+        for row in sorted(rows, key=lambda row: row["step_ms"])
+    ]  # fmt: skip
+    names = ("preset", "policy", "routing", "run", "as launched, ms", "± %", "as graph, ms", "less by, ms")
+    return _markdown(names, cells, 3) if cells else ""
+
+
+# Tiles ----------------------------------------------------------------------------------------------------------------
+
+
+def chosen_tiles() -> str:
+    """What stands in the table of tiles, rung by rung, for each GPU that was tuned."""
+    runs = json.loads(tiles.TABLE.read_text())["runs"]
+    return "\n".join(
+        _lines(f"- {run['device']}, at commit {run['commit'][:7]}: {'; '.join(_entries(run))}") for run in runs
+    )
+
+
+def _entries(run: Row) -> Iterator[str]:
+    for rung in tiles.CANDIDATES:
+        gains = [entry["gain"] for entry in run["entries"] if entry["rung"] == rung]
+        said = f"{len(gains)}, with gains of {min(gains) - 1:.0%} to {max(gains) - 1:.0%}" if gains else "none"
+        yield f"entries for `{rung}`: {said}"
+
+
+# Counters -------------------------------------------------------------------------------------------------------------
+
+
+def _by_preset(found: results.Result) -> dict[str, tuple[list[Row], Row]]:
+    """Each preset's products of a step on the last rung, the furthest behind first, and cuBLAS's dense product."""
+    by_run = defaultdict(list)
+    for row in results.rows_of(found, "counters"):
+        by_run[row["run"], row["preset"]].append(row)
+    ideas, shown = (*counters.PRODUCTS, ladder.TOP.idea), {}
+    for (_, preset), rows in by_run.items():
+        ours = [row for row in rows if row["rung"] == ladder.HOPPER and row["idea"] in ideas]
+        dense = [row for row in rows if not row["rung"]]
+        if ours and dense:
+            shown.setdefault(preset, (sorted(ours, key=report.busy_ghz), dense[0]))
+    return shown
+
+
+def _share(row: Row, dense: Row, value: Callable[[Row], float]) -> float:
+    return 100 * value(row) / value(dense)
+
+
+def _behind_ms(row: Row, dense: Row) -> float:
+    """How much shorter it would be at cuBLAS's busy cycles in a nanosecond."""
+    return row["duration_ms"] * (1 - report.busy_ghz(row) / report.busy_ghz(dense))
+
+
+def why(found: results.Result) -> str:
+    """How far each product's tensor cores are from cuBLAS's, by idle cycles and by the clock, the furthest first."""
+    names = ("preset", "kernel", *(f"{what}, % of cuBLAS's" for what in ("busy x clock", "busy", "clock")))
+    names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %")
+    cells = [
+        (preset, name, f"{_share(row, dense, report.busy_ghz):.0f}",
+         f"{_share(row, dense, lambda r: r['tensor_pct']):.0f}", f"{_share(row, dense, lambda r: r['sm_clock_ghz']):.0f}",
+         f"{row['duration_ms']:.2f}", f"{_behind_ms(row, dense):.2f}", f"{row['dram_pct']:.0f}", f"{row['l2_pct']:.0f}")
+        for preset, (rows, dense) in _by_preset(found).items()
+        for name, row in zip(_names(rows), rows, strict=True)
+    ]  # fmt: skip
+    cells += [
+        (preset, "cuBLAS, dense", "100", "100", "100", f"{dense['duration_ms']:.2f}", "0.00",
+         f"{dense['dram_pct']:.0f}", f"{dense['l2_pct']:.0f}")
+        for preset, (_, dense) in list(_by_preset(found).items())[:1]
+    ]  # fmt: skip
+    return _markdown(names, cells, 2) if cells else ""
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Kernels; one that is launched twice has numbers."""
+    kernels = [row["kernel"] for row in rows]
+    return [
+        f"`{name}`" + (f", launch {kernels[:place].count(name) + 1}" if kernels.count(name) > 1 else "")
+        for place, name in enumerate(kernels)
+    ]
+
+
+def facts(found: results.Result) -> str:
+    """What the counters say of idle cycles and clocks, an item for each layer, and of the warps' waits in all of them."""
+    shown = _by_preset(found)
+    if not shown:
+        return ""
+    items = [f"- On {preset}, {_furthest(*of_one)}; {_clocks(of_one[0])}." for preset, of_one in shown.items()]
+    items.append(f"- On all of them, {_waits([row for rows, _ in shown.values() for row in rows])}.")
+    return "\n".join(map(_lines, items))
+
+
+def _furthest(rows: Sequence[Row], dense: Row) -> str:
+    first, *_ = rows
+    behind = sum(max(0.0, _behind_ms(row, dense)) for row in rows)
+    return (
+        f"furthest behind: `{first['kernel']}`, {_behind_ms(first, dense):.2f} ms of the {behind:.2f} that these launches "
+        f"are behind"
+    )
+
+
+def _clocks(rows: Sequence[Row]) -> str:
+    busy = sorted(rows, key=lambda row: row["tensor_pct"])
+    picked = {"least busy": busy[0], "busiest": busy[-1], "fastest": max(rows, key=lambda row: row["sm_clock_ghz"])}
+    return ", ".join(
+        f"{name}: `{row['kernel']}` ({row['tensor_pct']:.0f}% at {row['sm_clock_ghz']:.2f} GHz)"
+        for name, row in picked.items()
+    )
+
+
+def _waits(rows: Sequence[Row]) -> str:
+    first = sum(row["stalls"][0][0] == WAIT for row in rows)
+    ranges = [
+        f"of those that {what}, it has {min(shares):.0f} to {max(shares):.0f}% of the warps' time"
+        for what, kernels in (("gather rows", GATHERING), ("gather nothing", BOXES_ALONE))
+        if (shares := [dict(row["stalls"]).get(WAIT, 0.0) for row in rows if row["kernel"] in kernels])
+    ]
+    return "; ".join([f"`{WAIT}` comes first in {first} of {len(rows)} launches", *ranges])
