@@ -121,7 +121,7 @@ def _spread(found: results.Result) -> str:
             for peer, ratio in row["ratio_to"].items():
                 ratios[row["preset"], row["policy"], peer].append(ratio)
     lines = [
-        f"| {' | '.join(names)} | {len(of_one)} | {min(of_one):.2f} | {max(of_one):.2f} |"
+        f"| {' | '.join(names)} | {len(of_one)} | {report.ratio(min(of_one))} | {report.ratio(max(of_one))} |"
         for names, of_one in ratios.items()
     ]
     head = ["| preset | policy | times as fast as | runs | least | most |", "| --- | --- | --- | ---: | ---: | ---: |"]
