@@ -579,7 +579,7 @@ RUN = {"kind": "gating", "clocks": None, "repetitions": 1}
         (WHOLE | {"rows": [{"kind": [], "run": 0}]}, r"unknown kind of bench.json: rows\[0\]"),
         (
             WHOLE | {"runs": [RUN], "rows": [{"kind": "gating", "run": 1}]},
-            r"run of bench.json: rows\[0\] is 1, but it must be 0..0",
+            r"bench.json: rows\[0\] is of run 1, but the file has 1 runs",
         ),
         (
             WHOLE | {"runs": [RUN], "rows": [{"kind": "gating", "run": 0}]},

@@ -94,7 +94,8 @@ def _row(name: str, row: Any, num_runs: int) -> dict[str, Any]:
     """A row as it was recorded, with None in columns that came later."""
     records.check_object(name, row, {"kind", "run"})
     kind = doors.check_name(f"kind of {name}", str(row["kind"]), KINDS)
-    doors.check_int(f"run of {name}", row["run"], at_least=0, at_most=num_runs - 1)
+    if row["run"] not in range(num_runs):
+        raise ValueError(f"{name} is of run {row['run']!r}, but the file has {num_runs} runs")
     columns = fields(ROWS.get(kind, stages.Row))
     later = {column.name: column.default for column in columns if column.default is not MISSING}
     return later | records.check_object(name, row, {column.name for column in columns} - later.keys())
