@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref import provenance, terminal
+from moeblaze_ref import provenance, records, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.config import POLICIES, PRESETS
@@ -112,6 +112,8 @@ def check(
     if kernel is not None:
         _judge(kernel, stage or [], backend or [], options, timeout, record, as_json)
     with user_errors():
+        if record:
+            records.check_writable(record)
         if options:
             raise ValueError(f"{', '.join(options)}: only a kernel has these; name it with --kernel")
         if gradients and stage:
@@ -145,6 +147,8 @@ def _judge(
             raise ValueError(f"a kernel is judged on one backend, but {len(backends)} are named")
         if "constants" in options:
             options["constants"] = dict(_definition(text) for text in options["constants"])
+        if record:
+            records.check_writable(record)
         with terminal.time_limit(
             timeout, f"{kernel} did not end within {timeout} seconds; --timeout sets another limit"
         ):
@@ -176,6 +180,8 @@ def sanitize(
 
     with user_errors():
         jobs = sanitizer.plan()
+        if record:
+            records.check_writable(record)
     findings = terminal.run_with_bar("sanitizing", jobs)
     for finding in findings:
         shown = finding.report[-1:] if finding.ok else finding.report[:40]
@@ -215,13 +221,13 @@ def bench(
             results.check_place(record)
         rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
-    if record:
-        with user_errors():
-            results.add(record, result)
     if as_json:
         print(json.dumps(result, indent=1))
     else:
         stdout().print(report.table(rows))
+    if record:
+        with user_errors():
+            results.add(record, result)
     raise typer.Exit(1 if report.wrong(rows) else 0)
 
 

@@ -1,13 +1,13 @@
 """Where a result was measured: GPU, versions and commit, recorded beside every published number."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
+from moeblaze_ref import records
 from moeblaze_ref.devices import cuda_device_count
 
 PACKAGES = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton")
@@ -62,5 +62,4 @@ def _commit() -> str:
 
 def record(path: Path, content: dict[str, Any]):
     """Write ``content`` and the environment to a JSON file, making its folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(environment() | content, indent=1) + "\n")
+    records.write(path, environment() | content)

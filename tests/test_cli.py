@@ -9,7 +9,7 @@ import pytest
 from pretended import PretendedDevice
 from typer.testing import CliRunner
 
-from moeblaze_ref import check, comparisons
+from moeblaze_ref import check, comparisons, records
 from moeblaze_ref.backends import BACKENDS, Status
 from moeblaze_ref.bench import plan, stages
 from moeblaze_ref.cases import option_cases, standard_cases
@@ -185,6 +185,39 @@ def test_times_are_shown_recorded_and_added(pretended_gpu, tmp_path):
     assert [(row["run"], row["system"]) for row in recorded["rows"]] == [
         (0, "moeblaze"), (0, "torch"), (1, "moeblaze"), (1, "torch")
     ]  # fmt: skip
+
+
+def test_where_nothing_can_be_written_nothing_is_timed(pretended_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(stages, "time_stage", lambda *arguments, **options: pytest.fail("it is timed"))
+    file = tmp_path / "file.json"
+    file.write_text("[]")
+    refused = {
+        tmp_path: "is a folder, but a file is to be written",
+        file / "below.json": "file.json",
+        file: "no object",
+    }
+    for path, message in refused.items():
+        result = moeblaze(*TIME_GATING, "--record", path)
+        assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    assert file.read_text() == "[]" and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("command", [("check", "--stage", "gating"), ("tune",), ("check", "--kernel", "a.cu:b")])
+def test_every_record_is_tried_first(pretended_gpu, monkeypatch, tmp_path, command):
+    monkeypatch.setattr("moeblaze_ref.terminal.run_with_bar", None)
+    stage = ("--stage", "combine") if "--kernel" in command else ()
+    result = moeblaze(*command, *stage, "--record", tmp_path)
+    assert result.exit_code == 2 and "is a folder, but a file is to be written" in result.stderr
+
+
+def test_what_was_timed_is_shown_even_if_it_cannot_be_written(pretended_gpu, monkeypatch, tmp_path):
+    def full(path, content):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(records, "write", full)
+    result = moeblaze(*TIME_GATING, "--record", tmp_path / "times.json")
+    assert result.exit_code == 2 and "conf1, L=37" in result.stdout and "No space left on device" in result.stderr
 
 
 def test_times_are_printed_as_json(pretended_gpu):

@@ -12,10 +12,22 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import provenance
 from moeblaze_ref.backends import Status
-from moeblaze_ref.bench import accuracy, aims, counters, document, findings, ladder, plan, report, results
+from moeblaze_ref.bench import (
+    LAYER_PRESETS,
+    accuracy,
+    aims,
+    counters,
+    document,
+    findings,
+    ladder,
+    plan,
+    report,
+    results,
+)
 from moeblaze_ref.cases import make_case
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import MoEConfig, preset
+from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import expert_up
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
@@ -372,7 +384,8 @@ def layer_row(run, name, policy, step_ms, ratio, percent, peak, routing="uniform
     return {
         "kind": "layer", "run": run, "preset": name, "system": "moeblaze", "policy": policy, "routing": routing,
         "step_ms": step_ms, "ratio_to": {aims.PEER: ratio} if ratio else {}, "pct_of_cublas": percent,
-        "peak_bytes": peak, "time_over_uniform": over,
+        "peak_bytes": peak, "kept_bytes": peak // 2, "time_over_uniform": over,
+        "shape": {"L": 2**15, "d": 2**11}, "dtype": "bfloat16",
     }  # fmt: skip
 
 
@@ -398,7 +411,10 @@ def test_an_aim_is_judged_by_the_worst_run():
         stage_row("dispatch", "conf4", "3_single_pass", 0.008, 6),
         stage_row("gating", "qwen3, L=262,144", "2_warp", 0.1, 67),
     ]
-    found = {aim.what: (aim.worst, round(aim.missing, 3)) for aim in aims.aims({"rows": rows})}
+    listed = aims.aims({"rows": rows})
+    found = {aim.what: (aim.worst, round(aim.missing, 3)) for aim in listed if aim.reached}
+    kept = {name: found.pop(f"conf3: kept by `{name}`, GiB")[0] for name in ("minimal", "inputs")}
+    assert kept == {"minimal": 4.0, "inputs": 4.5}
     assert found == {
         "conf3: times as fast as `grouped_mm_compiled`": (1.17, 0.1),
         "conf3: % of cuBLAS": (80.0, round(5 / 85, 3)),
@@ -408,9 +424,26 @@ def test_an_aim_is_judged_by_the_worst_run():
         "conf4: dispatch, microseconds": (8.0, -0.6),
         "qwen3, L=262,144: gating, % of its floor": (67, -0.117),
     }
-    lines = aims.table({"rows": rows}).splitlines()[2:]
-    assert lines[0] == "| conf3: `inputs` over `minimal` | at most 1.3 | 1.5 | 15% |"
-    assert lines[-1] == "| conf4: dispatch, microseconds | at most 20 | 8 | reached |"
+    lines, _, words = aims.table({"rows": rows}).partition("\n\n")
+    assert "| conf3: `inputs` over `minimal` | at most 1.3 | 1.5 | 15.4% |" in lines
+    assert lines.endswith("\n| conf4: dispatch, microseconds | at most 20 | 8 | reached |")
+    assert "in GiB: conf3 7.88. " in words
+
+
+def test_what_was_not_measured_is_listed_behind_what_is_missed():
+    lines = aims.table({"rows": [layer_row(0, "qwen3", "minimal", 10.0, 1.7, 70.0, int(2.38 * GIB))]}).splitlines()
+    verdicts = [line.rsplit("|", 2)[1].strip() for line in lines[2 : lines.index("")]]
+    assert verdicts == ["35.4%", "10.3%", "3.5%", *["not measured"] * (len(verdicts) - 4), "reached"]
+    assert "| mixtral: Zipf over uniform routing | at most 1.1 |  | not measured |" in lines
+    assert "| conf4: `inputs` over `minimal` | at most 1.3 |  | not measured |" in lines
+
+
+def test_the_aims_of_the_kept_bytes_are_those_of_the_account():
+    bounds = {aim.what: aim.bound for aim in aims.aims({"rows": []})}
+    for name in LAYER_PRESETS:
+        for policy in ("minimal", "inputs"):
+            kept = account(preset(name).config, "moeblaze", policy).kept_bytes
+            assert bounds[f"{name}: kept by `{policy}`, GiB"] * GIB == kept
 
 
 def test_a_file_of_another_device_takes_no_new_ladder(tmp_path, monkeypatch, rows):

@@ -1011,7 +1011,8 @@ def test_recomputing_pays_below_the_break_even_and_not_above():
 
 
 MEASURED_SHAPE = {"L": 64, "d": 16, "h": 24, "E": 4, "k": 2}
-PLACE = {"device": "a GPU", "clocks": None, "versions": {}, "commit": "abc_def", "runs": []}
+RUNS = [{"kind": "layer", "clocks": None, "repetitions": 5}] * 2
+PLACE = {"device": "a GPU", "clocks": None, "versions": {}, "commit": "abc_def", "runs": RUNS}
 
 
 def measured_row(policy, kept_bytes, step_ms, **changes):

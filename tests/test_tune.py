@@ -137,8 +137,13 @@ def test_the_committed_table_can_be_read_and_is_small():
     ("content", "message"),
     [
         ("{", "tiles.json is no JSON: Expecting property name"),
-        ([], "tiles.json has no list of runs, so it is no table of tiles"),
-        ({"runs": 3}, "tiles.json has no list of runs"),
+        ([], "tiles.json is no object, but it must have runs"),
+        ({"runs": 3}, "tiles.json: runs is no list"),
+        (
+            {"device": "a GPU", "runs": [], "rows": []},
+            "tiles.json has device, rows beside its runs, so it is no table of tiles",
+        ),
+        ({"runs": [run(entries=3)]}, r"tiles.json: runs\[0\].entries is no list"),
         (
             {"runs": [{"device": "a GPU"}]},
             r"tiles.json: runs\[0\] has no capability, clocks, commit, entries, versions",
@@ -166,6 +171,8 @@ def test_a_broken_table_says_where_it_is_broken(table, content, message):
         tiles.load(path)
     with pytest.raises(ValueError, match=message):
         tiles.choose(OnGpu(), "3_mma", "d_w", *LAYER)
+    with pytest.raises(ValueError, match=message):
+        tune.check_place(path)
 
 
 def time(tile, ms, preset="one", **changes):

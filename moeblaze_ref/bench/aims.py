@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from moeblaze_ref.bench import results
+from moeblaze_ref.bench import LAYER_PRESETS, results
+from moeblaze_ref.bench.floors import INDEX
 from moeblaze_ref.bench.layer import OURS
+from moeblaze_ref.config import ITEMSIZE, MoEConfig, preset
 from moeblaze_ref.units import GIB
 
 PEER = "grouped_mm_compiled"
 FASTER = {"conf3": 1.30, "conf4": 1.18, "conf1": 1.35, "qwen3": 1.65, "mixtral": 1.12, "fine-grained": 2.2}
 PERCENT = {"conf3": 85, "conf4": 85, "mixtral": 85, "qwen3": 78, "fine-grained": 60}
-PEAK_GIB = {"conf3": 7.0, "qwen3": 2.6, "mixtral": 4.1}
+PEAK_GIB = {"conf3": 7.0, "qwen3": 2.3, "mixtral": 4.1}
 RECOMPUTED, SKEWED = 1.30, 1.10  # times as long as without
 # Of stages beside torch, on their fastest rung: the least percent of the floor, and the most microseconds.
 STAGES = {("dispatch", "qwen3, L=1,048,576"): 100 / 3, ("gating", "qwen3, L=262,144"): 60, ("combine", "qwen3"): 80}
@@ -26,49 +28,68 @@ class Aim(NamedTuple):
     what: str
     sign: int  # 1 if the bound is the least that was wanted, -1 if it is the most
     bound: float
-    reached: list[float]
+    reached: list[float]  # empty if nothing was measured
 
     @property
-    def worst(self) -> float:
-        """Of the runs."""
+    def worst(self) -> float | None:
+        """Of the runs, if there are any."""
+        if not self.reached:
+            return None
         return min(self.reached) if self.sign > 0 else max(self.reached)
 
     @property
-    def missing(self) -> float:
+    def missing(self) -> float | None:
         """By how much of the bound it is missed; zero or less if it is not."""
-        return self.sign * (self.bound - self.worst) / self.bound
+        return None if self.worst is None else self.sign * (self.bound - self.worst) / self.bound
 
 
 def aims(found: results.Result) -> list[Aim]:
-    """Those of which a file of results has rows."""
-    layers = [row for row in results.rows_of(found, "layer") if row["system"] == OURS]
-    uniform = [row for row in layers if row["routing"] == "uniform"]
-    minimal = [row for row in uniform if row["policy"] == "minimal"]
+    """All of them, also those of which a file of results has no row."""
+    layers = _ours(found)
+    minimal, inputs = (_under(policy, layers) for policy in ("minimal", "inputs"))
     listed = [
         *_of_presets(FASTER, f"times as fast as `{PEER}`", 1, minimal, lambda row: row["ratio_to"].get(PEER)),
         *_of_presets(PERCENT, "% of cuBLAS", 1, minimal, itemgetter("pct_of_cublas")),
         *_of_presets(PEAK_GIB, "peak, GiB", -1, minimal, lambda row: row["peak_bytes"] / GIB),
-        *_recomputed(uniform),
+        *_of_presets(_kept_gib(hidden=2), "kept by `minimal`, GiB", -1, minimal, lambda row: row["kept_bytes"] / GIB),
+        *_of_presets(_kept_gib(hidden=0), "kept by `inputs`, GiB", -1, inputs, lambda row: row["kept_bytes"] / GIB),
+        *_recomputed([*minimal, *inputs]),
         *_of_presets(
-            dict.fromkeys(_names(layers), SKEWED),
+            dict.fromkeys(LAYER_PRESETS, SKEWED),
             "Zipf over uniform routing",
             -1,
             layers,
             itemgetter("time_over_uniform"),
         ),
     ]
-    for (stage, preset), percent in STAGES.items():
+    for (stage, name), percent in STAGES.items():
         listed += _of_presets(
-            {preset: percent}, f"{stage}, % of its floor", 1, _stage(found, stage), itemgetter("pct_of_floor")
+            {name: percent}, f"{stage}, % of its floor", 1, _stage(found, stage), itemgetter("pct_of_floor")
         )
-    for (stage, preset), most in MICROSECONDS.items():
+    for (stage, name), most in MICROSECONDS.items():
         rows = _stage(found, stage)
-        listed += _of_presets({preset: most}, f"{stage}, microseconds", -1, rows, lambda row: 1e3 * row["step_ms"])
-    return [aim for aim in listed if aim.reached]
+        listed += _of_presets({name: most}, f"{stage}, microseconds", -1, rows, lambda row: 1e3 * row["step_ms"])
+    return listed
 
 
-def _names(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row["preset"] for row in rows))
+def _ours(found: results.Result) -> list[Row]:
+    return [row for row in results.rows_of(found, "layer") if row["system"] == OURS]
+
+
+def _under(policy: str, rows: Iterable[Row]) -> list[Row]:
+    """The rows of a policy on uniform routing."""
+    return [row for row in rows if row["policy"] == policy and row["routing"] == "uniform"]
+
+
+def _kept_gib(hidden: int) -> dict[str, float]:
+    """Of each preset: x, so many hidden tensors, the gates and the lists; in bf16 2 L d + 4 R h bytes for two."""
+    return {name: _kept_bytes(preset(name).config, hidden) / GIB for name in LAYER_PRESETS}
+
+
+def _kept_bytes(config: MoEConfig, hidden: int) -> int:
+    tensors = config.L * config.d + hidden * config.R * config.h
+    lists = 4 * config.R + config.E + 1  # the gates, three lists of the slots, and the offsets
+    return tensors * config.itemsize + lists * INDEX
 
 
 def _of_presets(
@@ -77,19 +98,19 @@ def _of_presets(
     """An aim for each preset; rows without a value do not count."""
     values = [(row["preset"], value(row)) for row in rows]
     return [
-        Aim(f"{preset}: {what}", sign, bound, [number for name, number in values if name == preset and number])
-        for preset, bound in bounds.items()
+        Aim(f"{name}: {what}", sign, bound, [number for other, number in values if other == name and number])
+        for name, bound in bounds.items()
     ]
 
 
 def _recomputed(rows: Iterable[Row]) -> list[Aim]:
     """The time of the policy `inputs` over that of `minimal`, in each run that has both."""
     times = {(row["run"], row["preset"], row["policy"]): row["step_ms"] for row in rows}
-    ratios: dict[str, list[float]] = {}
-    for (run, preset, policy), time in times.items():
-        if policy == "inputs" and (run, preset, "minimal") in times:
-            ratios.setdefault(preset, []).append(time / times[run, preset, "minimal"])
-    return [Aim(f"{preset}: `inputs` over `minimal`", -1, RECOMPUTED, of_one) for preset, of_one in ratios.items()]
+    ratios: dict[str, list[float]] = {name: [] for name in LAYER_PRESETS}
+    for (run, name, policy), time in times.items():
+        if policy == "inputs" and name in ratios and (run, name, "minimal") in times:
+            ratios[name].append(time / times[run, name, "minimal"])
+    return [Aim(f"{name}: `inputs` over `minimal`", -1, RECOMPUTED, of_one) for name, of_one in ratios.items()]
 
 
 def _stage(found: results.Result, stage: str) -> list[Row]:
@@ -103,10 +124,48 @@ def _stage(found: results.Result, stage: str) -> list[Row]:
 
 
 def table(found: results.Result) -> str:
-    """Every aim, the worst run, and by how much it is missed; those that are missed by most first."""
+    """Every aim, the worst run, and by how much it is missed, with a word on peaks behind it.
+
+    Those that are missed by most come first; those that were not measured stand before those that are reached.
+    """
     lines = [
-        f"| {aim.what} | {'at least' if aim.sign > 0 else 'at most'} {aim.bound:.4g} | {aim.worst:.3g} | "
-        f"{f'{aim.missing:.0%}' if aim.missing > 0 else 'reached'} |"
-        for aim in sorted(aims(found), key=lambda aim: -aim.missing)
+        f"| {aim.what} | {'at least' if aim.sign > 0 else 'at most'} {aim.bound:.4g} | {_verdict(aim)} |"
+        for aim in sorted(aims(found), key=_rank)
     ]
-    return "\n".join(["| what | aim | worst run | missed by |", "| --- | --- | ---: | ---: |", *lines])
+    head = ["| what | aim | worst run | missed by |", "| --- | --- | ---: | ---: |"]
+    return "\n".join([*head, *lines]) + _on_peaks(found)
+
+
+def _rank(aim: Aim) -> tuple[int, float]:
+    if aim.missing is None:
+        return 1, 0.0
+    return (0 if aim.missing > 0 else 2), -aim.missing
+
+
+def _verdict(aim: Aim) -> str:
+    """The last two cells."""
+    if aim.worst is None:
+        return " | not measured"
+    return f"{aim.worst:.4g} | {f'{aim.missing:.1%}' if aim.missing > 0 else 'reached'}"
+
+
+def _on_peaks(found: results.Result) -> str:
+    """What a peak counts, and what is left of it without the gradient of the output, of the presets with an aim."""
+    peaks: dict[str, int] = {}
+    for row in _under("minimal", _ours(found)):
+        if row["preset"] in PEAK_GIB:
+            peak = row["peak_bytes"] - _bytes_of_output(row)
+            peaks[row["preset"]] = max(peak, peaks.get(row["preset"], 0))
+    if not peaks:
+        return ""
+    said = ", ".join(f"{name} {peak / GIB:.2f}" for name, peak in peaks.items())
+    return (
+        "\n\nA peak counts x, the output and the gradient of the output, which whoever times holds to the end of the "
+        f"step, and all gradients. Without the gradient of the output it is, in GiB: {said}. The account of a step "
+        "(`memory.accounting.step_account`) has that gradient, but lets go of the output, as large, when the backward "
+        "begins: in a model the next layer decides."
+    )
+
+
+def _bytes_of_output(row: Row) -> int:
+    return row["shape"]["L"] * row["shape"]["d"] * ITEMSIZE[row["dtype"]]

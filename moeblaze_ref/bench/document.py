@@ -139,7 +139,7 @@ def _trials() -> str:
 def _spread(found: results.Result) -> str:
     """How many times as fast as each peer ours is, in every run that has both: smallest and largest."""
     lines = [
-        f"| {' | '.join(names)} | {len(of_one)} | {min(of_one):.2f} | {max(of_one):.2f} |"
+        f"| {' | '.join(names)} | {len(of_one)} | {report.ratio(min(of_one))} | {report.ratio(max(of_one))} |"
         for names, of_one in findings.beside_peers(found).items()
     ]
     head = ["| preset | policy | times as fast as | runs | least | most |", "| --- | --- | --- | ---: | ---: | ---: |"]

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moeblaze_ref import oracle
 from moeblaze_ref.bench import floors
-from moeblaze_ref.bench.accuracy import worst
+from moeblaze_ref.bench.accuracy import Error, worst
 from moeblaze_ref.bench.clock import take_turns
 from moeblaze_ref.bench.device import Device
+from moeblaze_ref.bench.expected import expert_up as expert_up_by_torch
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.raw_cuda import activation, expert_up, gemm
@@ -146,9 +146,11 @@ class Row:
         How many times the rate of what it is compared with: {"the row above": 2.0} or {"the whole": 0.9}; a rate and
         no time, since the first step may have fewer tokens.
     error : float
-        Largest relative error of a, b and y_swi against plain torch.
+        As `accuracy.Error`, the largest of a, b and y_swi against plain torch.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
         As `floors.columns`.
+    row_error : float or None
+        As `accuracy.Error`.
     """
 
     kind: str
@@ -166,6 +168,7 @@ class Row:
     cublas_tflops: float
     copy_gb_s: float
     hot_cublas_tflops: float
+    row_error: float | None = None
 
 
 def steps_of(config: MoEConfig, rungs: Sequence[str] = ()) -> list[Step]:
@@ -214,7 +217,7 @@ def time_ladder(
                 tflops=rates[step],
                 pct_of_cublas=100 * rates[step] / seen["cublas_tflops"],
                 ratio_to=_ratio(rates, step),
-                error=errors[step],
+                **errors[step].columns,
                 **seen,
             )
         )
@@ -276,14 +279,7 @@ def trials_of(config: MoEConfig, steps: Sequence[Step], device: Device) -> list[
     return [Trial(step, inputs[step.config(config)], bridge) for step in steps]
 
 
-def _errors(trials: Sequence[Trial]) -> dict[Step, float]:
+def _errors(trials: Sequence[Trial]) -> dict[Step, Error]:
     """Each trial's largest relative error against plain torch."""
-    expected = {inputs: _expected(inputs) for inputs in dict.fromkeys(trial.inputs for trial in trials)}
+    expected = {inputs: expert_up_by_torch(inputs) for inputs in dict.fromkeys(trial.inputs for trial in trials)}
     return {trial.step: worst(trial.run(), expected[trial.inputs]) for trial in trials}
-
-
-def _expected(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The same by plain torch, expert by expert."""
-    x, w1, w2, topk_experts = map(inputs.tensor, ("x", "w1", "w2", "topk_experts"))
-    a, b = oracle.expert_up(x, oracle.expert_order(topk_experts, inputs.config.E), w1, w2)
-    return _made(a, b, oracle.activate(a, b, inputs.config.activation))

@@ -79,7 +79,7 @@ class Row:
     peak_bytes : int
         The most that is allocated at one time in a step, weights excluded; input and gradients included.
     error : float
-        As `accuracy.worst_error`.
+        As `accuracy.worst_error` has it of whole tensors.
     floor_ms, pct_of_floor
         Of `floors.layer_floor_ms`; the floor over the median, in percent.
     pct_of_cublas, pct_of_hot_cublas : float
@@ -90,6 +90,8 @@ class Row:
         The median over that of the same system on uniform routing; None on uniform routing itself.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
         As `floors.columns`.
+    row_error : float or None
+        As `accuracy.worst_error` has it of rows.
     """
 
     kind: str
@@ -117,6 +119,7 @@ class Row:
     cublas_tflops: float
     copy_gb_s: float
     hot_cublas_tflops: float
+    row_error: float | None = None
 
 
 class Scene:
@@ -216,14 +219,14 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
                 **_shares(samples[subject].median, config, ceilings, hot),
                 **_memory(scene, subject, device),
                 graph_ms=graphs.get(subject),
-                error=errors[subject],
+                **errors[subject].columns,
             )
         )
         for subject in subjects
     ]
 
 
-def _error(scene: Scene, subject: Subject) -> float:
+def _error(scene: Scene, subject: Subject) -> accuracy.Error:
     x = scene.tokens(subject).detach()
     return accuracy.worst_error(partial(scene.run, subject), scene.layer, x, scene.d_out)
 

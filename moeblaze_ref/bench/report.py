@@ -26,8 +26,13 @@ def _number(key: str, digits: str, scale: float = 1.0) -> Callable[[Row], str]:
     return lambda row: "" if row[key] is None else format(row[key] / scale, digits)
 
 
-def _ratio(peer: str) -> Callable[[Row], str]:
-    return lambda row: f"{row['ratio_to'][peer]:.2f}" if peer in row["ratio_to"] else ""
+def ratio(value: float) -> str:
+    """With two decimals; below one with three and never as one, so that what is slower does not read as equal."""
+    return f"{value:.2f}" if value >= 1 else f"{min(value, 0.999):.3f}"
+
+
+def _ratio_to(peer: str) -> Callable[[Row], str]:
+    return lambda row: ratio(row["ratio_to"][peer]) if peer in row["ratio_to"] else ""
 
 
 def _half_spread(row: Row) -> str:
@@ -48,10 +53,11 @@ LAYER_COLUMNS: tuple[Column, ...] = (
     ("% of cuBLAS", _number("pct_of_cublas", ".0f")),
     ("% of hot cuBLAS", _number("pct_of_hot_cublas", ".0f")),
     ("% of floor", _number("pct_of_floor", ".0f")),
-    ("over uniform", _number("time_over_uniform", ".2f")),
+    ("over uniform", lambda row: "" if row["time_over_uniform"] is None else ratio(row["time_over_uniform"])),
     ("kept MiB", _number("kept_bytes", ",.0f", MIB)),
     ("peak MiB", _number("peak_bytes", ",.0f", MIB)),
     ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
 )
 STAGE_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
@@ -64,6 +70,7 @@ STAGE_COLUMNS: tuple[Column, ...] = (
     ("bound", lambda row: row["bound"]),
     ("% of floor", _number("pct_of_floor", ".0f")),
     ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
 )
 LADDER_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
@@ -75,6 +82,7 @@ LADDER_COLUMNS: tuple[Column, ...] = (
     ("TFLOP/s", _number("tflops", ".3g")),
     ("% of cuBLAS", _number("pct_of_cublas", ".3g")),
     ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
 )
 COUNTER_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
@@ -113,7 +121,7 @@ def columns_of(rows: Sequence[Row]) -> list[Column]:
     """The columns of rows of one kind: one more for each peer that any is compared with, and no empty ones."""
     columns = COLUMNS.get(rows[0]["kind"], STAGE_COLUMNS)
     rivals = dict.fromkeys(peer for row in rows for peer in row.get("ratio_to", ()))
-    ratios = [(f"times as fast as {peer}", _ratio(peer)) for peer in rivals]
+    ratios = [(f"times as fast as {peer}", _ratio_to(peer)) for peer in rivals]
     return [column for column in (*columns, *ratios) if any(column[1](row) for row in rows)]
 
 
@@ -138,5 +146,10 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
     """Rows whose result was compared and is not the layer's; NaN is not."""
-    judged = [row for row in rows if row.get("error") is not None]
-    return [row for row in judged if not row["error"] <= accuracy.BOUND]
+    return [row for row in rows if any(not error <= bound for error, bound in _judged(row))]
+
+
+def _judged(row: Row) -> list[tuple[float, float]]:
+    """The errors that a row has, with their bounds."""
+    bounds = {"error": accuracy.BOUND, "row_error": accuracy.ROW_BOUND}
+    return [(row[name], bound) for name, bound in bounds.items() if row.get(name) is not None]

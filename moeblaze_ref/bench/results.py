@@ -1,12 +1,11 @@
 """The file of a benchmark's results: several runs of one commit on one device, with where and how they were taken."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import doors, provenance
+from moeblaze_ref import doors, provenance, records
 from moeblaze_ref.bench import KINDS, counters, ladder, layer, stages
 
 Result = dict[str, Any]
@@ -16,6 +15,8 @@ LADDER = RECORDED.with_name("ladder_h200.json")
 COUNTERS = RECORDED.with_name("counters_h200.json")
 ROWS = {"layer": layer.Row, "ladder": ladder.Row, "counters": counters.Row}  # of the other kinds: stages.Row
 PLACE = ("device", "versions", "commit")  # what all runs of one file share
+HEAD = {*PLACE, "clocks", "runs", "rows"}
+RUN = {"kind", "clocks", "repetitions"}
 
 
 def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repetitions: int) -> Result:
@@ -43,13 +44,14 @@ def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repeti
 
 
 def check_place(path: Path):
-    """A file that exists holds runs of this commit on this device, so that a run of now may be added.
+    """A run of now may be added here: the file can be written, and if it exists holds runs of this commit and device.
 
     Raises
     ------
-    ValueError
-        If it does not.
+    ValueError, OSError
+        If it may not.
     """
+    records.check_writable(path)
     if not path.exists():
         return
     earlier, here = load(path), provenance.environment()
@@ -66,8 +68,7 @@ def add(path: Path, new: Result):
         earlier = load(path)
         rows = [row | {"run": row["run"] + len(earlier["runs"])} for row in new["rows"]]
         new = earlier | {"runs": earlier["runs"] + new["runs"], "rows": earlier["rows"] + rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(new, indent=1) + "\n")
+    records.write(path, new)
 
 
 def load(path: Path) -> Result:
@@ -78,19 +79,26 @@ def load(path: Path) -> Result:
     FileNotFoundError
         If there is none.
     ValueError
-        If it is no file of this kind, or a row lacks a column.
+        If it is no file of this kind: the message names the file and the element.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path.name} is not among the results: nothing was timed on a GPU yet")
-    found = json.loads(path.read_text())
-    if missing := {"device", "clocks", "versions", "commit", "runs", "rows"} - found.keys():
-        raise ValueError(f"{path.name} has no {', '.join(sorted(missing))}")
-    for number, row in enumerate(found["rows"]):
-        kind = doors.check_name(f"kind of rows[{number}]", row.get("kind"), KINDS)
-        expected = {"run", *(field.name for field in fields(ROWS.get(kind, stages.Row)))}
-        if missing := expected - row.keys():
-            raise ValueError(f"{path.name}: rows[{number}] has no {', '.join(sorted(missing))}")
-    return found
+    found = records.read(path, HEAD)
+    runs, rows = (records.check_list(f"{path.name}: {name}", found[name]) for name in ("runs", "rows"))
+    for number, run in enumerate(runs):
+        records.check_object(f"{path.name}: runs[{number}]", run, RUN)
+    return found | {"rows": [_row(f"{path.name}: rows[{number}]", row, len(runs)) for number, row in enumerate(rows)]}
+
+
+def _row(name: str, row: Any, num_runs: int) -> dict[str, Any]:
+    """A row as it was recorded, with None in columns that came later."""
+    records.check_object(name, row, {"kind", "run"})
+    kind = doors.check_name(f"kind of {name}", str(row["kind"]), KINDS)
+    if row["run"] not in range(num_runs):
+        raise ValueError(f"{name} is of run {row['run']!r}, but the file has {num_runs} runs")
+    columns = fields(ROWS.get(kind, stages.Row))
+    later = {column.name: column.default for column in columns if column.default is not MISSING}
+    return later | records.check_object(name, row, {column.name for column in columns} - later.keys())
 
 
 def rows_of(found: Result, kind: str) -> list[dict[str, Any]]:

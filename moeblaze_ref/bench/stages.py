@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moeblaze_ref.bench import floors, peers
-from moeblaze_ref.bench.accuracy import worst
+from moeblaze_ref.bench import floors
+from moeblaze_ref.bench.accuracy import NOT_COMPARED, worst
 from moeblaze_ref.bench.clock import Samples, replayed, take_turns
 from moeblaze_ref.bench.device import Device
+from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, layer, router
@@ -55,7 +55,8 @@ MODULES = {
     "d_w2": expert_up,
     "gating_backward": gating,
 }
-assert RUN.keys() == {*floors.FORWARD, *floors.BACKWARD}
+assert RUN.keys() == {*floors.FORWARD, *floors.BACKWARD} == EXPECTED.keys()
+PEERS = ("gating", "dispatch", "combine")  # which plain torch has as stages of their own, so that it is timed too
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,11 @@ class Row:
     ratio_to : dict
         How many times as fast as each other system of the stage: {"torch": 2.0}.
     error : float or None
-        Against torch, where that is timed too.
+        As `accuracy.Error`, of the result against plain torch's; None for torch.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
         As `floors.columns`.
+    row_error : float or None
+        As `accuracy.Error`.
     """
 
     kind: str
@@ -101,6 +104,7 @@ class Row:
     cublas_tflops: float
     copy_gb_s: float
     hot_cublas_tflops: float
+    row_error: float | None = None
 
 
 def rungs_of(stage: str, dtype: str) -> list[str | None]:
@@ -135,7 +139,7 @@ def time_stage(
     device: Device,
     beside_torch: bool = False,
 ) -> list[dict[str, Any]]:
-    """One stage on several rungs, in turns, by replays of CUDA graphs.
+    """One stage on several rungs, in turns, by replays of CUDA graphs; each result is compared with plain torch's.
 
     Parameters
     ----------
@@ -149,7 +153,7 @@ def time_stage(
         Replays of each.
     device : Device
     beside_torch : bool
-        Time plain torch too, as ``PEERS`` has it, and compare the results.
+        Time plain torch too; of ``PEERS`` alone.
 
     Returns
     -------
@@ -165,17 +169,17 @@ def time_stage(
     bridge = bridge_to(device.torch_device)
     sets = [Inputs(config, bridge, device.torch_device) for _ in range(input_sets(cost.bytes, device.cache_bytes))]
     works = {(OURS, rung): partial(run_ours, stage, rung, sets, bridge) for rung in rungs}
-    errors = dict.fromkeys(works)
+    errors = {(OURS, rung): error for rung, error in _errors(stage, rungs, sets[0], bridge).items()}
     if beside_torch:
         works[TORCH, None] = partial(_run_torch, stage, sets)
-        errors |= _errors(stage, works, bridge)
+        errors[TORCH, None] = NOT_COMPARED
     contenders = {subject: replayed(device.captured(work)) for subject, work in works.items()}
     ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, repetitions, device)
     head = {"kind": stage if beside_torch else "stage", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
     head |= {"stage": stage, **_floor(cost, ceilings), **floors.columns(ceilings, device.rates(samples))}
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
-    return [asdict(Row(**head, **_time(subject, times, head["floor_ms"]), error=errors[subject])) for subject in works]
+    return [asdict(Row(**head, **_time(subject, times, head["floor_ms"]), **errors[subject])) for subject in works]
 
 
 def input_sets(bytes_moved: int, cache_bytes: int) -> int:
@@ -190,8 +194,21 @@ def run_ours(stage: str, rung: str | None, sets: Sequence[Inputs], bridge: Bridg
         return [RUN[stage](inputs, **options) for inputs in sets]
 
 
-def _run_torch(stage: str, sets: Sequence[Inputs]) -> list[tuple[Tensor, ...]]:
-    return [PEERS[stage](inputs) for inputs in sets]
+def _run_torch(stage: str, sets: Sequence[Inputs]) -> list[tuple[torch.Tensor, ...]]:
+    return [EXPECTED[stage](inputs) for inputs in sets]
+
+
+def _errors(
+    stage: str, rungs: Sequence[str | None], inputs: Inputs, bridge: Bridge
+) -> dict[str | None, dict[str, float]]:
+    """The columns of each rung's error."""
+    expected = EXPECTED[stage](inputs)
+
+    def error(rung):
+        (result,) = run_ours(stage, rung, [inputs], bridge)
+        return worst(results_of(stage, result, bridge), expected)
+
+    return {rung: error(rung).columns for rung in rungs}
 
 
 def _floor(cost: floors.Cost, ceilings: floors.Ceilings) -> dict[str, Any]:
@@ -217,48 +234,3 @@ def _time(subject: tuple[str, str | None], times: dict[Any, Samples], floor_ms: 
         "pct_of_floor": 100 * floor_ms / took,
         "ratio_to": ratios,
     }
-
-
-# Plain torch ----------------------------------------------------------------------------------------------------------
-
-
-def _torch_gating(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Softmax and top k: the probabilities, and the gates twice, as `_results` has them."""
-    probs = torch.softmax(inputs.tensor("logits"), dim=1)
-    gates = torch.topk(probs, inputs.config.k).values
-    return probs, gates, gates
-
-
-def _torch_dispatch(inputs: Inputs) -> tuple[Tensor, ...]:
-    """A stable sort of the ids, the inverse of its order, and the groups' ends."""
-    order = peers.sort_rows(inputs.tensor("topk_experts"), inputs.config.E)
-    return order.token, order.row, order.ends
-
-
-def _torch_combine(inputs: Inputs) -> tuple[Tensor, ...]:
-    """The rows of each slot, gathered, weighted and summed."""
-    rows = inputs.tensor("y").index_select(0, inputs.position_of_slot)
-    gates = inputs.tensor("gates")[..., None].to(rows.dtype)  # (L, k, 1)
-    return ((rows.view(*gates.shape[:2], -1) * gates).sum(dim=1),)
-
-
-PEERS = {"gating": _torch_gating, "dispatch": _torch_dispatch, "combine": _torch_combine}
-
-
-def _results(stage: str, result: Any, bridge: Bridge) -> tuple[Tensor, ...]:
-    """Our result as the peer has it."""
-    if stage == "dispatch":
-        arrays = result.expert_token_indices, result.token_index_map, result.expert_token_offsets[1:]
-        return tuple(map(bridge.tensor, arrays))
-    if stage == "combine":
-        return (bridge.tensor(result),)
-    probs, chosen, gates = map(bridge.tensor, result)
-    return probs, gates, probs.gather(1, chosen.long())  # equal logits may be chosen in either order
-
-
-def _errors(stage: str, works: dict[Any, Callable[[], list[Any]]], bridge: Bridge) -> dict[Any, float | None]:
-    """Each of our rungs' largest relative error against plain torch, on the first of the inputs."""
-    expected = works[TORCH, None]()[0]
-    ours = [subject for subject in works if subject[0] == OURS]
-    found = {subject: _results(stage, works[subject]()[0], bridge) for subject in ours}
-    return {(TORCH, None): None} | {subject: worst(tensors, expected) for subject, tensors in found.items()}

@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref import doors, provenance
+from moeblaze_ref import doors, provenance, records
 from moeblaze_ref.backends import refusal
 from moeblaze_ref.bench import plan, stages
 from moeblaze_ref.bench.clock import replayed, take_turns
@@ -169,7 +169,8 @@ def run_of(times: Sequence[Time], clocks: str | None, capability: tuple[int, int
 
 
 def check_place(path: Path):
-    """A file that exists is a table; errors as in `tiles.load`."""
+    """A run of now may be added here: the file can be written, and if it exists is a table; errors as in `tiles.load`."""
+    records.check_writable(path)
     if path.exists():
         tiles.load(path)
 
@@ -178,8 +179,7 @@ def add(path: Path, run: dict[str, Any]):
     """Write a run into a table, in the place of an earlier one for the same class of GPU."""
     earlier = json.loads(path.read_text())["runs"] if path.exists() else []
     kept = [other for other in earlier if other["capability"] != run["capability"]]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"runs": [*kept, run]}, indent=1) + "\n")
+    records.write(path, {"runs": [*kept, run]})
 
 
 def table(times: Sequence[Time]) -> Table:

@@ -7,7 +7,6 @@ tiles.json, a run for each class of GPU that was tuned:
 """
 
 import functools
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, records
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
 
 TABLE = Path(__file__).with_name("tiles.json")
@@ -195,13 +194,10 @@ def load(path: Path) -> list[dict[str, Any]]:
     ValueError
         If it is no table: the message names the file and the element.
     """
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name} is no JSON: {error}") from None
-    runs = found.get("runs") if isinstance(found, dict) else None
-    if not isinstance(runs, list):
-        raise ValueError(f"{path.name} has no list of runs, so it is no table of tiles")
+    found = records.read(path, {"runs"})
+    if others := found.keys() - {"runs"}:  # such as a file of results: one that is empty has no run that would show it
+        raise ValueError(f"{path.name} has {', '.join(sorted(others))} beside its runs, so it is no table of tiles")
+    runs = records.check_list(f"{path.name}: runs", found["runs"])
     for number, run in enumerate(runs):
         _check_run(f"{path.name}: runs[{number}]", run)
     return runs
@@ -209,24 +205,17 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 def _check_run(name: str, run: dict[str, Any]):
     """A run and its entries have what `RUN` and `ENTRY` name; tiles become objects."""
-    _check_keys(name, run, RUN)
+    records.check_object(name, run, RUN)
     major, dot, minor = str(run["capability"]).partition(".")
     if not (dot and major.isdigit() and minor.isdigit()):
         raise ValueError(f"{name} has the capability {run['capability']!r}, but it must be as '9.0'")
-    for number, entry in enumerate(run["entries"]):
+    for number, entry in enumerate(records.check_list(f"{name}.entries", run["entries"])):
         of_entry = f"{name}.entries[{number}]"
-        _check_keys(of_entry, entry, ENTRY)
+        records.check_object(of_entry, entry, ENTRY)
         allowed = zip(KEY, (CANDIDATES, KERNELS, GROUPS, WEIGHTS), strict=True)
         for key, values in allowed:
             doors.check_name(f"{key} of {of_entry}", entry[key], values)
         entry["tile"] = _candidate(of_entry, entry["rung"], entry["tile"])
-
-
-def _check_keys(name: str, found: Any, keys: set[str]):
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is no object, but it must have {', '.join(sorted(keys))}")
-    if missing := keys - found.keys():
-        raise ValueError(f"{name} has no {', '.join(sorted(missing))}")
 
 
 def _candidate(name: str, rung: str, tile: Any) -> Tile:
