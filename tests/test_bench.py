@@ -475,6 +475,7 @@ def arrays_of(result):
 @pytest.mark.parametrize("stage", floors.stages_of(TINY))
 def test_a_wrong_stage_is_found(stage, monkeypatch):
     """Each of its results in turn is wrong in its last row, or an expert's matrix."""
+    torch.manual_seed(0)  # whose last rows are not so small that nobody would miss them
     run, rung = stages.RUN[stage], stages.default_rung(stage, TINY)
     inputs = stages.Inputs(TINY, stages.bridge_to(torch.device("cpu")), torch.device("cpu"))
     (right,) = stages.run_ours(stage, rung, [inputs], stages.bridge_to(torch.device("cpu")))

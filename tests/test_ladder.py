@@ -337,7 +337,9 @@ def test_committed_results_have_every_step_of_every_preset():
     timed = results.load(results.LADDER)["rows"]
     assert [(row["preset"], row["idea"]) for row in timed if row["run"] == 0] == steps and report.wrong(timed) == []
     counted = {(row["preset"], row["idea"], row["rung"]) for row in results.load(results.COUNTERS)["rows"]}
-    expected = {(name, one.idea, one.rung) for name in ladder.PRESETS for one in counters.launches(preset(name).config)}
+    expected = {
+        (name, one.idea, one.rung) for name in counters.PRESETS for one in counters.launches(preset(name).config)
+    }
     assert counted == expected
 
 

@@ -53,7 +53,8 @@ def aims(found: results.Result) -> list[Aim]:
         *_of_presets(PEAK_GIB, "peak, GiB", -1, minimal, lambda row: row["peak_bytes"] / GIB),
         *_of_presets(_kept_gib(hidden=2), "kept by `minimal`, GiB", -1, minimal, lambda row: row["kept_bytes"] / GIB),
         *_of_presets(_kept_gib(hidden=0), "kept by `inputs`, GiB", -1, inputs, lambda row: row["kept_bytes"] / GIB),
-        *_recomputed([*minimal, *inputs]),
+        *_recomputed([*minimal, *inputs], "step_ms"),
+        *_recomputed([*minimal, *inputs], "graph_ms", ", both as CUDA graphs"),
         *_of_presets(
             dict.fromkeys(LAYER_PRESETS, SKEWED),
             "Zipf over uniform routing",
@@ -103,14 +104,18 @@ def _of_presets(
     ]
 
 
-def _recomputed(rows: Iterable[Row]) -> list[Aim]:
-    """The time of the policy `inputs` over that of `minimal`, in each run that has both."""
-    times = {(row["run"], row["preset"], row["policy"]): row["step_ms"] for row in rows}
+def _recomputed(rows: Iterable[Row], time_of: str, how: str = "") -> list[Aim]:
+    """The time of the policy `inputs` over that of `minimal`, in each run that has both; large layers have no graph."""
+    times = {(row["run"], row["preset"], row["policy"]): row[time_of] for row in rows if row.get(time_of)}
     ratios: dict[str, list[float]] = {name: [] for name in LAYER_PRESETS}
     for (run, name, policy), time in times.items():
         if policy == "inputs" and name in ratios and (run, name, "minimal") in times:
             ratios[name].append(time / times[run, name, "minimal"])
-    return [Aim(f"{name}: `inputs` over `minimal`", -1, RECOMPUTED, of_one) for name, of_one in ratios.items()]
+    return [
+        Aim(f"{name}: `inputs` over `minimal`{how}", -1, RECOMPUTED, of_one)
+        for name, of_one in ratios.items()
+        if of_one or not how
+    ]
 
 
 def _stage(found: results.Result, stage: str) -> list[Row]:

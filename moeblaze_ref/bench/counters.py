@@ -27,6 +27,7 @@ from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.torch_bridge import bridge_to
 
+PRESETS = ("conf3", "conf4", "mixtral", "qwen3", "fine-grained")  # what conf1 lacks is work, not speed
 # Columns of a row: the metric by ncu's own name, and what its base unit is divided by.
 METRICS = {
     "duration_ms": ("gpu__time_duration.sum", 1e6),  # from ns

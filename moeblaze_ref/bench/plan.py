@@ -18,6 +18,7 @@ Job = Callable[..., list[dict[str, Any]]]
 
 ALL = tuple((name, None) for name in LAYER_PRESETS)
 LADDERS = tuple((name, None) for name in ladder.PRESETS)
+COUNTED = tuple((name, None) for name in counters.PRESETS)
 # Presets, some with another L, of the stages that are timed beside torch: where index work and memory traffic show.
 SHAPES = {
     "dispatch": (("qwen3", 2**20), ("conf4", None)),
@@ -197,7 +198,7 @@ def _ladder_jobs(request: Request) -> list[Job]:
 def _counter_jobs(request: Request) -> list[Job]:
     if request.rungs:
         raise ValueError(f"rungs {_said(request.rungs)}: bench counters has all of them")
-    return [partial(counters.count, name, config) for name, config in layers(request, LADDERS)]
+    return [partial(counters.count, name, config) for name, config in layers(request, COUNTED)]
 
 
 def _stage_job(name, config, stage, rungs, request, beside_torch=False) -> Job:
