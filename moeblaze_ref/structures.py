@@ -1,7 +1,7 @@
 """What the router decides, and the four index structures made of it (MoEBlaze, sections 2 and 4.1)."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,8 +25,21 @@ class Gating(NamedTuple):
     gates: Array  # (L, k) probabilities of the chosen experts, or those over their sum
 
 
+class IndexArrays:
+    """A frozen dataclass of index arrays, and of the numbers that belong to them."""
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if not isinstance(value, int)}
+
+    def map(self, convert: Callable[[Array], Array]):
+        """The same with every array converted, such as to another backend's kind."""
+        return replace(self, **{name: convert(array) for name, array in self.arrays().items()})
+
+
 @dataclass(frozen=True, eq=False)
-class Dispatch:
+class Dispatch(IndexArrays):
     """Where every routed row comes from and where it goes; all arrays are int32.
 
     Parameters
@@ -64,13 +77,95 @@ class Dispatch:
         """Experts."""
         return self.expert_token_offsets.shape[0] - 1
 
-    def arrays(self) -> dict[str, Array]:
-        """The four arrays by their paper names."""
-        return {name: getattr(self, name) for name in STRUCTURES}
-
-    def map(self, convert: Callable[[Array], Array]) -> "Dispatch":
-        """The same structures with every array converted, such as to another backend's kind."""
-        return Dispatch(**{name: convert(array) for name, array in self.arrays().items()}, k=self.k)
-
 
 STRUCTURES = tuple(field.name for field in fields(Dispatch) if field.name != "k")  # by their paper names
+
+
+# MegaBlocks (arXiv 2211.15841), section 5 ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBins(IndexArrays):
+    """Where MegaBlocks puts the routed rows: every expert's group padded to whole blocks; all arrays are int32.
+
+    Parameters
+    ----------
+    padded_offsets : array (E + 1,)
+        Expert e owns the padded rows offsets[e] to offsets[e + 1]: multiples of ``block``.
+    slots : array (P,)
+        Slot token * k + j of every padded row, in expert order; ``EMPTY`` where it is padding.
+    rows : array (R,)
+        Padded row of every slot, row-major (L, k): the inverse of ``slots``.
+    k : int
+        Experts per token.
+    block : int
+        Rows of a block.
+    """
+
+    padded_offsets: Array
+    slots: Array
+    rows: Array
+    k: int
+    block: int
+
+    @property
+    def P(self) -> int:
+        """Padded rows."""
+        return self.slots.shape[0]
+
+    @property
+    def R(self) -> int:
+        """Routed rows."""
+        return self.rows.shape[0]
+
+    @property
+    def L(self) -> int:
+        """Tokens."""
+        return self.R // self.k
+
+    @property
+    def E(self) -> int:
+        """Experts."""
+        return self.padded_offsets.shape[0] - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Topology(IndexArrays):
+    """Which blocks of a block-sparse matrix are stored: hybrid blocked-CSR-COO with transpose indices, all int32.
+
+    The values are an array (nnz, block, block), block after block in the order of the block rows. CSR says where a
+    block row begins, COO which block row and column a block lies in, the transpose indices in which order to visit
+    the blocks column by column: the values never move.
+
+    Parameters
+    ----------
+    row_offsets : array (M / block + 1,)
+        Block row r owns the blocks offsets[r] to offsets[r + 1].
+    column_indices : array (nnz,)
+        Block column of every block, ascending inside a block row.
+    row_indices : array (nnz,)
+        Block row of every block.
+    column_offsets : array (N / block + 1,)
+        Block column c owns ``transpose_indices`` offsets[c] to offsets[c + 1].
+    transpose_indices : array (nnz,)
+        The blocks column by column, ascending block rows inside a block column.
+    block : int
+        Rows and columns of a block.
+    """
+
+    row_offsets: Array
+    column_indices: Array
+    row_indices: Array
+    column_offsets: Array
+    transpose_indices: Array
+    block: int
+
+    @property
+    def nnz(self) -> int:
+        """Stored blocks."""
+        return self.column_indices.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows M and columns N of the matrix, in elements."""
+        return tuple(self.block * (offsets.shape[0] - 1) for offsets in (self.row_offsets, self.column_offsets))

@@ -1,0 +1,209 @@
+"""What the block-sparse stage accepts, in every backend: whole blocks, indices that agree, one dtype, finite values.
+
+Inside a layer these doors stand open, `doors.trusted`: it has checked what it was given, and its stages made the rest.
+"""
+
+from moeblaze_ref import doors
+from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
+
+
+def check_block(block, h=None):
+    """A block size of at least 1 that divides ``h``, if one is given."""
+    doors.check_int("block", block, at_least=1)
+    if h is not None and h % block:
+        raise ValueError(f"h is {h}, but it must be a multiple of the block size {block}")
+
+
+# Padded bins ----------------------------------------------------------------------------------------------------------
+
+
+def check_bins(bins):
+    """PaddedBins whose groups are whole blocks, and whose slots and rows are each other's inverse."""
+    doors.check_type("bins", bins, PaddedBins)
+    doors.check_int("bins.k", bins.k, at_least=1)
+    check_block(bins.block)
+    for name, array in bins.arrays().items():
+        doors.check_array(name, array, rank=1, dtypes=("int32",))
+    doors.check_int("E, one less than the padded_offsets,", bins.E, at_least=1)
+    if bins.R % bins.k:
+        raise ValueError(f"bins has R = {bins.R} routed rows, but R must be a multiple of k = {bins.k}")
+    doors.check_rise("padded_offsets", bins.padded_offsets, bins.P, "P")
+    _check_whole_blocks(bins)
+    doors.check_index("rows", bins.rows, bins.P, "padded rows")
+    _check_inverse(bins)
+
+
+@doors.scans
+def _check_whole_blocks(bins):
+    broken = bins.padded_offsets % bins.block != 0
+    if bool(broken.any()):
+        (e,) = doors.first(broken)
+        raise ValueError(
+            f"padded_offsets[{e}] is {int(bins.padded_offsets[e])}, but it must be a multiple of the block size "
+            f"{bins.block}"
+        )
+
+
+@doors.scans
+def _check_inverse(bins):
+    """Every slot's row holds it, and every other row is padding."""
+    wrong = bins.slots[bins.rows] != doors.numbers_of(bins.rows)
+    if bool(wrong.any()):
+        (slot,) = doors.first(wrong)
+        row = int(bins.rows[slot])
+        raise ValueError(f"rows[{slot}] is {row}, but slots[{row}] is {int(bins.slots[row])}: it must be {slot}")
+    filled = int((bins.slots != EMPTY).sum())
+    if filled != bins.R:
+        raise ValueError(f"slots holds {filled} slots, but it must hold each of the {bins.R} once, else {EMPTY}")
+
+
+# Topologies -----------------------------------------------------------------------------------------------------------
+
+
+def check_topology(topology):
+    """A Topology whose five arrays describe the same blocks, each once."""
+    doors.check_type("topology", topology, Topology)
+    check_block(topology.block)
+    for name, array in topology.arrays().items():
+        doors.check_array(name, array, rank=1, dtypes=("int32",))
+    for name in ("row_offsets", "column_offsets"):
+        doors.check_int(f"the length of {name}", getattr(topology, name).shape[0], at_least=1)
+        doors.check_rise(name, getattr(topology, name), topology.nnz, "nnz")
+    for name in ("row_indices", "transpose_indices"):
+        doors.check_shape(name, getattr(topology, name), {"nnz": topology.nnz})
+    rows, columns = (extent // topology.block for extent in topology.shape)
+    doors.check_index("row_indices", topology.row_indices, rows, "block rows")
+    doors.check_index("column_indices", topology.column_indices, columns, "block columns")
+    doors.check_index("transpose_indices", topology.transpose_indices, topology.nnz, "blocks")
+    _check_rows(topology)
+    _check_sorted("column_indices", topology.column_indices, topology.row_indices, "block row")
+    _check_columns(topology)
+
+
+@doors.scans
+def _check_rows(topology):
+    """Every block lies between its block row's offsets."""
+    number = doors.numbers_of(topology.row_indices)
+    first = topology.row_offsets[topology.row_indices]
+    end = topology.row_offsets[topology.row_indices + 1]
+    outside = (number < first) | (number >= end)
+    if bool(outside.any()):
+        (block,) = doors.first(outside)
+        row = int(topology.row_indices[block])
+        raise ValueError(
+            f"row_indices[{block}] is {row}, but block row {row} owns the blocks "
+            f"{int(first[block])}..{int(end[block]) - 1} by row_offsets"
+        )
+
+
+@doors.scans
+def _check_sorted(name, indices, group, what):
+    """Indices of one ``group`` ascend, none twice."""
+    falls = (group[1:] == group[:-1]) & (indices[1:] <= indices[:-1])
+    if bool(falls.any()):
+        (at,) = doors.first(falls)
+        raise ValueError(
+            f"{name}[{at + 1}] is {int(indices[at + 1])}, but {name}[{at}] is {int(indices[at])} in the same {what}: "
+            f"they must ascend"
+        )
+
+
+@doors.scans
+def _check_columns(topology):
+    """Every transpose index is a block of the column that owns it, in the order of the block rows."""
+    order = topology.transpose_indices
+    columns, rows = topology.column_indices[order], topology.row_indices[order]
+    number = doors.numbers_of(order)
+    first, end = topology.column_offsets[columns], topology.column_offsets[columns + 1]
+    outside = (number < first) | (number >= end)
+    if bool(outside.any()):
+        (at,) = doors.first(outside)
+        raise ValueError(
+            f"transpose_indices[{at}] is {int(order[at])}, a block of block column {int(columns[at])}, which owns "
+            f"{int(first[at])}..{int(end[at]) - 1} by column_offsets"
+        )
+    _check_sorted("the block rows of transpose_indices", rows, columns, "block column")
+
+
+# Products -------------------------------------------------------------------------------------------------------------
+
+
+def check_values(name, values, topology, dtypes):
+    """``values`` (nnz, block, block) of the topology."""
+    sizes = {"nnz": topology.nnz, "block": topology.block, "block again": topology.block}
+    doors.check_tensor(name, values, sizes, dtypes)
+
+
+def check_dense(name, dense, rows, columns, dtypes):
+    """``dense`` (rows, columns), or its parts (E, rows, columns / E) side by side; None leaves an extent free."""
+    if len(dense.shape) != 3:
+        doors.check_tensor(name, dense, {"rows": rows, "columns": columns}, dtypes)
+        return
+    parts = dense.shape[0]
+    doors.check_int(f"the parts of {name}", parts, at_least=1)
+    if columns is not None and columns != parts * dense.shape[2]:
+        raise ValueError(
+            f"{name} has {parts} parts of {dense.shape[2]} columns, but {columns} columns are needed side by side"
+        )
+    doors.check_tensor(name, dense, {"parts": parts, "rows": rows, "columns of a part": None}, dtypes)
+
+
+@doors.unless_trusted
+def check_sdd(lhs, rhs, topology, transpose_rhs, dtypes):
+    """lhs (M, K) and rhs (K, N), or (N, K) if ``transpose_rhs``, belong to a topology (M, N)."""
+    check_topology(topology)
+    M, N = topology.shape
+    check_dense("lhs", lhs, M, None, dtypes)
+    rows, columns = (N, lhs.shape[1]) if transpose_rhs else (lhs.shape[1], N)
+    check_dense("rhs", rhs, rows, columns, (doors.dtype_of(lhs),))
+
+
+@doors.unless_trusted
+def check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, dtypes):
+    """values of a topology (M, N), transposed if ``transpose_lhs``, and rhs (N, K), or (K, N) if ``transpose_rhs``."""
+    check_topology(topology)
+    check_values("values", values, topology, dtypes)
+    depth = topology.shape[0 if transpose_lhs else 1]
+    rows, columns = (None, depth) if transpose_rhs else (depth, None)
+    check_dense("rhs", rhs, rows, columns, (doors.dtype_of(values),))
+
+
+@doors.unless_trusted
+def check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
+    """lhs (K, M), or (M, K) if ``transpose_lhs``, and values of a topology (M, N); N in ``parts`` of whole blocks."""
+    check_topology(topology)
+    check_values("values", values, topology, dtypes)
+    M, N = topology.shape
+    check_dense("lhs", lhs, *((M, None) if transpose_lhs else (None, M)), (doors.dtype_of(values),))
+    doors.check_int("parts", parts, at_least=1)
+    if N % (parts * topology.block):
+        raise ValueError(f"parts is {parts}, but {N // topology.block} block columns must fall into that many parts")
+
+
+@doors.unless_trusted
+def check_gather(x, bins, gates, dtypes, gate_dtypes=None):
+    """x (L, d) and gates (L, k), if there are any, belong to the bins."""
+    check_bins(bins)
+    doors.check_tensor("x", x, {"L": bins.L, "d": None}, dtypes)
+    _check_gates(gates, bins, x, gate_dtypes)
+
+
+@doors.unless_trusted
+def check_scatter(y, bins, gates, dtypes, gate_dtypes=None):
+    """y (P, d) and gates (L, k), if there are any, belong to the bins."""
+    check_bins(bins)
+    doors.check_tensor("y", y, {"P": bins.P, "d": None}, dtypes)
+    _check_gates(gates, bins, y, gate_dtypes)
+
+
+def _check_gates(gates, bins, like, gate_dtypes):
+    if gates is not None:
+        doors.check_tensor("gates", gates, {"L": bins.L, "k": bins.k}, gate_dtypes or (doors.dtype_of(like),))
+
+
+@doors.unless_trusted
+def check_gate_gradient(d_out, y, bins, dtypes):
+    """d_out (L, d) and y (P, d) belong to the bins."""
+    check_bins(bins)
+    doors.check_tensor("y", y, {"P": bins.P, "d": None}, dtypes)
+    doors.check_tensor("d_out", d_out, {"L": bins.L, "d": y.shape[1]}, (doors.dtype_of(y),))
