@@ -13,7 +13,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.structures import IndexArrays
 
-STAGES = ("gating", "dispatch", "expert_up", "expert_down", "combine", "layer")
+STAGES = ("gating", "dispatch", "expert_up", "expert_down", "combine", "layer", "block_sparse")
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("numpy", "the specification", "moeblaze_ref.numpy_ref", STAGES, ("float64", "float32"), _numpy_status),
-        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.numba_cuda", STAGES, ("float32",), _numba_status),
+        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.numba_cuda", STAGES[:-1], ("float32",), _numba_status),
         Backend("simt", "raw CUDA on the CPU", "moeblaze_ref.raw_cuda", STAGES, (), _simt_status),
         Backend("cuda", "raw CUDA on a GPU", "moeblaze_ref.raw_cuda", STAGES, (), _cuda_status),
     )

@@ -18,6 +18,7 @@ import torch
 from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, STAGES, Backend
 from moeblaze_ref.cases import Case, every_choice, option_cases, standard_cases
+from moeblaze_ref.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
 from moeblaze_ref.raw_cuda import gemm
 
@@ -64,7 +65,7 @@ class Row:
 
 
 def differing_elements(found, wanted) -> int:
-    """Elements in which two Dispatches differ, over the four index structures."""
+    """Elements in which two `IndexArrays` differ, over all their arrays."""
     total = 0
     for name, expected in wanted.arrays().items():
         array = np.asarray(getattr(found, name))
@@ -86,6 +87,16 @@ def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> I
         rounded = case.astype(dtype)
         found = comparisons.RUN[stage](backend.open(stage, rung), rounded)
         yield from _judged(backend, stage, rung, dtype, rounded, found, comparisons.EXPECT[stage])
+
+
+def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+    """The bins and the topology, bit for bit, then MegaBlocks' experts as any floating-point stage."""
+    stage, dispatch = backend.open("block_sparse", rung), reference_dispatch.build_by_sort(case.topk_experts, case.E)
+    bins, h = reference_sparse.pad(dispatch, comparisons.SPARSE_BLOCK), case.weights.w1.shape[2]
+    error = differing_elements(stage.pad(dispatch, bins.block), bins)
+    error += differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
+    yield _row(backend, "block_sparse", rung, "structures", "int32", case.shape, float(error), comparisons.BOUNDS["int32"])
+    yield from check_stage(backend, rung, case, "block_sparse")
 
 
 def check_gradients(backend: Backend, rung: str | None, case: Case, dtype: str) -> Iterator[Row]:
@@ -165,7 +176,8 @@ def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]
     """One thunk for each case, or one that says why the rung does not run here."""
     if reason := backend.refusal(stage, rung):
         return [lambda: [unavailable(backend, stage, rung, reason)]]
-    check = check_dispatch if stage == "dispatch" else functools.partial(check_stage, stage=stage)
+    special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse}
+    check = special.get(stage) or functools.partial(check_stage, stage=stage)
     return [functools.partial(_run, check, backend, stage, rung, case) for case in in_reach(backend, cases)]
 
 

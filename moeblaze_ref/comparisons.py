@@ -268,6 +268,34 @@ def expect_layer(case: Case, dtype: torch.dtype) -> Results:
     return {"forward": _arrays(**outputs), "backward": _gradients(outputs, d_outputs, inputs)}
 
 
+# ---- block_sparse ----------------------------------------------------------------------------
+
+SPARSE_BLOCK = 8  # divides every h of the cases, and groups of a few tokens fill more than one
+
+
+def run_block_sparse(stage: Any, case: Case) -> Results:
+    """The output of MegaBlocks' experts and every gradient through them."""
+    (_, w1, w2, w3), dispatch = case.weights, build_by_sort(case.topk_experts, case.E)
+    gates = hidden(case)[-1]
+    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, SPARSE_BLOCK)
+    found = stage.backward(case.d_out, saved, w1, w2, w3)
+    return {"forward": {"out": out}, "backward": _present(**found._asdict())}
+
+
+def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_block_sparse`: the same experts, whatever they are stored as."""
+    (_, w1, w2, w3), order = case.weights, _order(case)
+    given = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "gates": hidden(case)[-1]}
+    inputs = {name: _leaf(array, dtype) for name, array in given.items() if array is not None}
+    a, b = oracle.expert_up(inputs["x"], order, inputs["w1"], inputs.get("w2"))
+    y = oracle.expert_down(oracle.activate(a, b, case.activation), order, inputs["w3"])
+    outputs = {"out": oracle.combine(y, inputs["gates"], order)}
+    return {"forward": _arrays(**outputs), "backward": _gradients(outputs, {"out": case.d_out}, inputs)}
+
+
+# ---- the torch layer -------------------------------------------------------------------------
+
+
 def run_torch_layer(device: str, case: Case) -> Results:
     """What `MoELayer` returns on a device, and every gradient that autograd collects from it."""
     layer = MoELayer(
@@ -311,6 +339,7 @@ RUN: dict[str, Callable[[Any, Case], Results]] = {
     "expert_down": run_expert_down,
     "combine": run_combine,
     "layer": run_layer,
+    "block_sparse": run_block_sparse,
 }
 EXPECT: dict[str, Callable[[Case, torch.dtype], Results]] = {
     "gating": expect_gating,
@@ -318,4 +347,5 @@ EXPECT: dict[str, Callable[[Case, torch.dtype], Results]] = {
     "expert_down": expect_expert_down,
     "combine": expect_combine,
     "layer": expect_layer,
+    "block_sparse": expect_block_sparse,
 }

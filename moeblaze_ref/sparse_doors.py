@@ -4,6 +4,7 @@ Inside a layer these doors stand open, `doors.trusted`: it has checked what it w
 """
 
 from moeblaze_ref import doors
+from moeblaze_ref.config import is_gated
 from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
 
 
@@ -134,38 +135,48 @@ def check_values(name, values, topology, dtypes):
     doors.check_tensor(name, values, sizes, dtypes)
 
 
-def check_dense(name, dense, rows, columns, dtypes):
-    """``dense`` (rows, columns), or its parts (E, rows, columns / E) side by side; None leaves an extent free."""
+def check_parts(name, dense, rows, topology, dtypes):
+    """``dense`` (rows, N), or its parts (E, rows, N / E) of whole blocks side by side; rows may be None."""
+    N, block = topology.shape[1], topology.block
     if len(dense.shape) != 3:
-        doors.check_tensor(name, dense, {"rows": rows, "columns": columns}, dtypes)
+        doors.check_tensor(name, dense, {"rows": rows, "N": N}, dtypes)
         return
-    parts = dense.shape[0]
-    doors.check_int(f"the parts of {name}", parts, at_least=1)
-    if columns is not None and columns != parts * dense.shape[2]:
-        raise ValueError(
-            f"{name} has {parts} parts of {dense.shape[2]} columns, but {columns} columns are needed side by side"
-        )
-    doors.check_tensor(name, dense, {"parts": parts, "rows": rows, "columns of a part": None}, dtypes)
+    parts, _, width = dense.shape
+    if parts * width != N:
+        raise ValueError(f"{name} has {parts} parts of {width} columns, but {N} columns are needed side by side")
+    if width % block:
+        raise ValueError(f"{name} has parts of {width} columns, but they must be multiples of the block size {block}")
+    doors.check_tensor(name, dense, {"parts": parts, "rows": rows, "columns": width}, dtypes)
 
 
 @doors.unless_trusted
 def check_sdd(lhs, rhs, topology, transpose_rhs, dtypes):
-    """lhs (M, K) and rhs (K, N), or (N, K) if ``transpose_rhs``, belong to a topology (M, N)."""
+    """lhs (M, K) and rhs (K, N) or its parts, or (N, K) if ``transpose_rhs``, belong to a topology (M, N)."""
     check_topology(topology)
     M, N = topology.shape
-    check_dense("lhs", lhs, M, None, dtypes)
-    rows, columns = (N, lhs.shape[1]) if transpose_rhs else (lhs.shape[1], N)
-    check_dense("rhs", rhs, rows, columns, (doors.dtype_of(lhs),))
+    doors.check_tensor("lhs", lhs, {"M": M, "K": None}, dtypes)
+    depth, same = lhs.shape[1], (doors.dtype_of(lhs),)
+    if transpose_rhs:
+        doors.check_tensor("rhs", rhs, {"N": N, "K": depth}, same)
+    else:
+        check_parts("rhs", rhs, depth, topology, same)
 
 
 @doors.unless_trusted
 def check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, dtypes):
-    """values of a topology (M, N), transposed if ``transpose_lhs``, and rhs (N, K), or (K, N) if ``transpose_rhs``."""
+    """values of a topology (M, N), and rhs (N, K), or (K, N) or its parts if ``transpose_rhs``.
+
+    With ``transpose_lhs`` M takes the place of N, and there are no parts.
+    """
     check_topology(topology)
     check_values("values", values, topology, dtypes)
-    depth = topology.shape[0 if transpose_lhs else 1]
-    rows, columns = (None, depth) if transpose_rhs else (depth, None)
-    check_dense("rhs", rhs, rows, columns, (doors.dtype_of(values),))
+    same, depth = (doors.dtype_of(values),), topology.shape[0 if transpose_lhs else 1]
+    if transpose_rhs and not transpose_lhs:
+        check_parts("rhs", rhs, None, topology, same)
+    else:
+        doors.check_tensor(
+            "rhs", rhs, {"K": None, "depth": depth} if transpose_rhs else {"depth": depth, "K": None}, same
+        )
 
 
 @doors.unless_trusted
@@ -174,7 +185,8 @@ def check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
     check_topology(topology)
     check_values("values", values, topology, dtypes)
     M, N = topology.shape
-    check_dense("lhs", lhs, *((M, None) if transpose_lhs else (None, M)), (doors.dtype_of(values),))
+    shape = {"M": M, "K": None} if transpose_lhs else {"K": None, "M": M}
+    doors.check_tensor("lhs", lhs, shape, (doors.dtype_of(values),))
     doors.check_int("parts", parts, at_least=1)
     if N % (parts * topology.block):
         raise ValueError(f"parts is {parts}, but {N // topology.block} block columns must fall into that many parts")
@@ -207,3 +219,18 @@ def check_gate_gradient(d_out, y, bins, dtypes):
     check_bins(bins)
     doors.check_tensor("y", y, {"P": bins.P, "d": None}, dtypes)
     doors.check_tensor("d_out", d_out, {"L": bins.L, "d": y.shape[1]}, (doors.dtype_of(y),))
+
+
+# Between the projections ----------------------------------------------------------------------------------------------
+
+
+@doors.unless_trusted
+def check_activate(d_y, a, b, activation, dtypes):
+    """a, b and d_y (nnz, block, block) belong together; b is there exactly if the activation is gated, d_y may be None."""
+    doors.check_second_projection("b", b, is_gated(activation), activation)
+    doors.check_tensor("a", a, {"nnz": None, "block": None, "block again": None}, dtypes)
+    for name, array in (("b", b), ("d_y", d_y)):
+        if array is not None:
+            doors.check_tensor(
+                name, array, dict(zip(("nnz", "block", "block again"), a.shape, strict=True)), (doors.dtype_of(a),)
+            )

@@ -4,8 +4,8 @@ Source: MegaBlocks (arXiv 2211.15841), sections 4 and 5. Routed rows are copied 
 blocks, so that what lies between the two projections is a matrix (P, E h) of which each block row stores the h columns
 of one expert. In the paper's names S is a sparse operand and D a dense one, the result first: SDD, DSD, DDS.
 
-A dense matrix may be given as its parts side by side, (E, rows, n) for (rows, E n): so w1 of all experts is one matrix
-as it lies in memory, and so is w3 (E, h, d) once it is reshaped to (E h, d).
+A dense matrix with the N = E h columns of the sparse one may be given as its parts side by side, (E, rows, h) for
+(rows, E h): so w1 of all experts is one matrix as it lies in memory. w3 (E, h, d) is one once reshaped to (E h, d).
 """
 
 import sys
@@ -329,8 +329,8 @@ def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
     values : ndarray (nnz, block, block), float64 or float32
     topology : Topology
         Of a matrix (M, N).
-    rhs : ndarray (N, K), or its parts (E, N, K / E) side by side
-        (M, K) with ``transpose_lhs``; (K, N) with ``transpose_rhs``.
+    rhs : ndarray (N, K)
+        With ``transpose_rhs`` (K, N), or its parts (E, K, N / E) side by side. With ``transpose_lhs`` M for N.
     transpose_lhs : bool
         Multiply the transpose of the sparse matrix: its blocks are visited by the transpose indices.
     transpose_rhs : bool
@@ -391,7 +391,7 @@ def dds(lhs, values, topology, transpose_lhs=False, parts=1):
     MegaBlocks, sections 5.1.2 and 5.1.4: its blocks are visited by the transpose indices.
     """
     sparse_doors.check_dds(lhs, values, topology, transpose_lhs, parts, DTYPES)
-    block, lhs = topology.block, _matrix(lhs) if transpose_lhs else _matrix(lhs).T  # (M, K)
+    block, lhs = topology.block, lhs if transpose_lhs else lhs.T  # (M, K)
     result = np.zeros((topology.shape[1], lhs.shape[1]), values.dtype)  # (N, K), of whole rows
     for number, row, column in _visit(topology, by_column=True):
         _rows(result, column, block)[...] += values[number].T @ _rows(lhs, row, block)

@@ -1,0 +1,124 @@
+// block_sparse, rung 3: tensor cores.
+//
+// Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
+// Source       MegaBlocks (arXiv 2211.15841), sections 5.1.1, 5.1.2 and 5.1.4.
+// Idea         The products of rung 2 on mma_matmul. The depth of a result is that of all its blocks, one behind the
+//              other: an operand's lines say in which block a place of it lies, so that copies never pause between two
+//              blocks. A tile is as large as a usual block.
+// Runs on      sm_80 and newer; SIMT executor.
+// Constants    Scalar of s bytes: __half or __nv_bfloat16; BLOCK, a multiple of 8; TRANSPOSE_LHS and TRANSPOSE_RHS;
+//              TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see mma_matmul.cuh;
+//              THREADS, a warp for each of its parts of a tile. K is a multiple of 8.
+// Determinism  Same input, same bits: each output element has one writer, sums run in order.
+#include "mma_matmul.cuh"
+#include "sparse.cuh"
+
+constexpr int ROW_PARTS = (BLOCK + TILE_ROWS - 1) / TILE_ROWS;           // tiles along a block's side
+constexpr int COLUMN_PARTS = (BLOCK + TILE_COLUMNS - 1) / TILE_COLUMNS;
+constexpr Along RHS = TRANSPOSE_RHS ? Along::DEPTH : Along::SIDE;
+
+// Places of the depth as lines: BLOCK of the matrix for each block, its own (values) or those that it meets (OTHER).
+template <bool BY_COLUMN, bool OTHER>
+struct LinesOfBlocks {
+    const Scalar* matrix;
+    int pitch, count, width;  // elements from line to line; lines, and elements of each
+    Blocks<BY_COLUMN> blocks;
+
+    __device__ __forceinline__ int number(int line) const {
+        if (line >= count) return -1;
+        const int i = line / BLOCK;
+        return (OTHER ? blocks.other(i) : blocks.number(i)) * BLOCK + line % BLOCK;
+    }
+    __device__ __forceinline__ const Scalar* chunk(int number, int at) const {
+        return number >= 0 && at < width ? matrix + (long long)number * pitch + at : nullptr;
+    }
+};
+
+// Lines of a block row, whose blocks lie one behind the other: `values` is where the first one's first line begins.
+struct LinesOfBlockRow {
+    const Scalar* values;
+    int count, depth;
+
+    __device__ __forceinline__ int number(int line) const { return line < count ? line : -1; }
+    __device__ __forceinline__ const Scalar* chunk(int number, int at) const {
+        const bool inside = number >= 0 && at < depth;
+        return inside ? values + ((long long)(at / BLOCK) * BLOCK + number) * BLOCK + at % BLOCK : nullptr;
+    }
+};
+
+// Lines of a dense matrix from `first` on, of which the blocks meet BLOCK columns each.
+template <bool BY_COLUMN>
+struct LinesThroughBlocks {
+    Dense dense;
+    int first, count, depth;
+    Blocks<BY_COLUMN> blocks;
+
+    __device__ __forceinline__ int number(int line) const { return line < count ? first + line : -1; }
+    __device__ __forceinline__ const Scalar* chunk(int number, int at) const {
+        const bool inside = number >= 0 && at < depth;
+        return inside ? dense.data + dense.at(number, blocks.other(at / BLOCK) * BLOCK + at % BLOCK) : nullptr;
+    }
+};
+
+// Section 5.1.1.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
+        int nnz, int K, int rhs_rows, int rhs_width) {
+    const int first_line = blockIdx.y / COLUMN_PARTS * TILE_ROWS, first_column = blockIdx.y % COLUMN_PARTS * TILE_COLUMNS;
+    const long long row = row_indices[blockIdx.x] * (long long)BLOCK + first_line;
+    const int column = column_indices[blockIdx.x] * BLOCK + first_column;
+    const Lines<false> left = {lhs + row * K, K, BLOCK - first_line, K};
+    const Dense dense = {rhs, rhs_rows, rhs_width};
+    const Lines<false> right = TRANSPOSE_RHS ? Lines<false>{rhs + (long long)column * K, K, BLOCK - first_column, K}
+                                             : Lines<false>{rhs + dense.at(0, column), rhs_width, K, BLOCK - first_column};
+    WarpResults<1> sums;
+    mma_matmul<Along::DEPTH, RHS>(sums, K, left, &right);
+    Scalar* const block = values + ((long long)blockIdx.x * BLOCK + first_line) * BLOCK;
+    store_tile(sums, block + first_column, BLOCK - first_line, BLOCK - first_column, BLOCK);
+}
+
+// Section 5.1.2.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dsd(const Scalar* values, const Scalar* rhs, const int* offsets, const int* others, const int* transpose_indices,
+        Scalar* result, int rows, int K, int rhs_rows, int rhs_width) {
+    const int first_line = blockIdx.x % ROW_PARTS * TILE_ROWS, first_column = blockIdx.y * TILE_COLUMNS;
+    const auto blocks = blocks_of<TRANSPOSE_LHS>(offsets, others, transpose_indices, blockIdx.x / ROW_PARTS);
+    const int depth = blocks.count * BLOCK, lines = BLOCK - first_line, columns = K - first_column;
+    WarpResults<1> sums;
+    auto multiply_by = [&](const auto& right) {
+        if constexpr (TRANSPOSE_LHS) {
+            const LinesOfBlocks<true, false> left = {values + first_line, BLOCK, depth, lines, blocks};
+            mma_matmul<Along::SIDE, RHS>(sums, depth, left, &right);
+        } else {
+            const LinesOfBlockRow left = {values + ((long long)blocks.first * BLOCK + first_line) * BLOCK, lines, depth};
+            mma_matmul<Along::DEPTH, RHS>(sums, depth, left, &right);
+        }
+    };
+    if constexpr (TRANSPOSE_RHS)
+        multiply_by(LinesThroughBlocks<TRANSPOSE_LHS>{{rhs, rhs_rows, rhs_width}, first_column, columns, depth, blocks});
+    else
+        multiply_by(LinesOfBlocks<TRANSPOSE_LHS, true>{rhs + first_column, K, depth, columns, blocks});
+    const long long row = blockIdx.x / ROW_PARTS * (long long)BLOCK + first_line;
+    store_tile(sums, result + row * K + first_column, lines, columns, K);
+}
+
+// Section 5.1.2.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dds(const Scalar* lhs, const Scalar* values, const int* column_offsets, const int* row_indices,
+        const int* transpose_indices, Scalar* result, int M, int K, int N, int width) {
+    const int first_row = blockIdx.x * TILE_ROWS, first_column = blockIdx.y % COLUMN_PARTS * TILE_COLUMNS;
+    const auto blocks = blocks_of<true>(column_offsets, row_indices, transpose_indices, blockIdx.y / COLUMN_PARTS);
+    const int depth = blocks.count * BLOCK, columns = BLOCK - first_column, lines = K - first_row;
+    const LinesOfBlocks<true, false> right = {values + first_column, BLOCK, depth, columns, blocks};
+    WarpResults<1> sums;
+    if constexpr (TRANSPOSE_LHS) {
+        const LinesOfBlocks<true, true> left = {lhs + first_row, K, depth, lines, blocks};
+        mma_matmul<Along::SIDE, Along::SIDE>(sums, depth, left, &right);
+    } else {
+        const LinesThroughBlocks<true> left = {{lhs, K, M}, first_row, lines, depth, blocks};
+        mma_matmul<Along::DEPTH, Along::SIDE>(sums, depth, left, &right);
+    }
+    const int column = blockIdx.y / COLUMN_PARTS * BLOCK + first_column;
+    Scalar* const target = result + Dense{nullptr, K, width}.at(first_row, column);
+    store_tile(sums, target, lines, columns, width);
+}
