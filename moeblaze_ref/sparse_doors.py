@@ -4,6 +4,7 @@ Inside a layer these doors stand open, `doors.trusted`: it has checked what it w
 """
 
 from moeblaze_ref import doors
+from moeblaze_ref.config import is_gated
 from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
 
 
@@ -136,7 +137,7 @@ def check_values(name, values, topology, dtypes):
 
 def check_dense(name, dense, rows, columns, dtypes):
     """``dense`` (rows, columns), or its parts (E, rows, columns / E) side by side; None leaves an extent free."""
-    if len(dense.shape) != 3:
+    if getattr(dense, "ndim", 2) != 3:
         doors.check_tensor(name, dense, {"rows": rows, "columns": columns}, dtypes)
         return
     parts = dense.shape[0]
@@ -153,7 +154,7 @@ def check_sdd(lhs, rhs, topology, transpose_rhs, dtypes):
     """lhs (M, K) and rhs (K, N), or (N, K) if ``transpose_rhs``, belong to a topology (M, N)."""
     check_topology(topology)
     M, N = topology.shape
-    check_dense("lhs", lhs, M, None, dtypes)
+    doors.check_tensor("lhs", lhs, {"rows": M, "columns": None}, dtypes)
     rows, columns = (N, lhs.shape[1]) if transpose_rhs else (lhs.shape[1], N)
     check_dense("rhs", rhs, rows, columns, (doors.dtype_of(lhs),))
 
@@ -178,6 +179,35 @@ def check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
     doors.check_int("parts", parts, at_least=1)
     if N % (parts * topology.block):
         raise ValueError(f"parts is {parts}, but {N // topology.block} block columns must fall into that many parts")
+
+
+# Between the projections ----------------------------------------------------------------------------------------------
+
+
+@doors.unless_trusted
+def check_activate(a, b, activation, dtypes):
+    """a (nnz, block, block), and b of its shape exactly for the gated activations."""
+    gated = is_gated(activation)
+    doors.check_second_projection("b", b, gated, activation)
+    doors.check_tensor("a", a, {"nnz": None, "block": None, "block again": None}, dtypes)
+    if gated:
+        _check_like("b", b, a)
+
+
+@doors.unless_trusted
+def check_activate_backward(d_y, a, b, activation, dtypes):
+    """d_y of the shape of a, and the rest as for `check_activate`."""
+    check_activate(a, b, activation, dtypes)
+    _check_like("d_y", d_y, a)
+
+
+def _check_like(name, array, a):
+    """``array`` of the shape and dtype of ``a`` (nnz, block, block)."""
+    sizes = dict(zip(("nnz", "block", "block again"), a.shape, strict=True))
+    doors.check_tensor(name, array, sizes, (doors.dtype_of(a),))
+
+
+# Rows into bins and back ----------------------------------------------------------------------------------------------
 
 
 @doors.unless_trusted
