@@ -137,7 +137,7 @@ def check_values(name, values, topology, dtypes):
 
 def check_dense(name, dense, rows, columns, dtypes):
     """``dense`` (rows, columns), or its parts (E, rows, columns / E) side by side; None leaves an extent free."""
-    if getattr(dense, "ndim", 2) != 3:
+    if getattr(dense, "ndim", 2) != 3:  # what is no array is refused below
         doors.check_tensor(name, dense, {"rows": rows, "columns": columns}, dtypes)
         return
     parts = dense.shape[0]

@@ -434,6 +434,7 @@ def sdd_kernel(transpose_rhs):
         Grid          ceil(nnz block block / THREADS) blocks of THREADS threads, a thread for each stored element
         Shared bytes  0
         Global bytes  reads 8 nnz block block (1 + K); writes 4 nnz block block
+                      lhs is (M, K)
         """
         nnz, block, _ = values.shape
         element = cuda.grid(1)
@@ -464,7 +465,7 @@ def dsd_kernel(transpose_lhs, transpose_rhs):
         Grid          ceil(M K / THREADS) blocks of THREADS threads, a thread for each element
         Shared bytes  0
         Global bytes  reads 8 M K + 4 nnz block K (1 + T) + 8 nnz block block K; writes 4 M K
-                      M is the number of rows of the result, T is 1 if the sparse matrix is transposed, else 0
+                      the result is (M, K), T is 1 if the sparse matrix is transposed, else 0
         """
         rows, columns = result.shape
         element = cuda.grid(1)
@@ -490,6 +491,7 @@ def dds_kernel(transpose_lhs):
         Grid          ceil(N K / THREADS) blocks of THREADS threads, a thread for each element
         Shared bytes  0
         Global bytes  reads 8 N K + 8 nnz block K + 8 nnz block block K; writes 4 N K
+                      the result is (K, N)
         """
         parts, rows, columns = result.shape
         element = cuda.grid(1)
