@@ -213,7 +213,7 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("numpy", "the specification", "moeblaze_ref.numpy_ref", STAGES, ("float64", "float32"), _numpy_status),
-        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.numba_cuda", STAGES[:-1], ("float32",), _numba_status),
+        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.numba_cuda", STAGES, ("float32",), _numba_status),
         Backend("simt", "raw CUDA on the CPU", "moeblaze_ref.raw_cuda", STAGES, (), _simt_status),
         Backend("cuda", "raw CUDA on a GPU", "moeblaze_ref.raw_cuda", STAGES, (), _cuda_status),
     )

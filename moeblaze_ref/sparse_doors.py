@@ -138,7 +138,7 @@ def check_values(name, values, topology, dtypes):
 def check_parts(name, dense, rows, topology, dtypes):
     """``dense`` (rows, N), or its parts (E, rows, N / E) of whole blocks side by side; rows may be None."""
     N, block = topology.shape[1], topology.block
-    if len(dense.shape) != 3:
+    if getattr(dense, "ndim", 2) != 3:  # what is no array is refused here
         doors.check_tensor(name, dense, {"rows": rows, "N": N}, dtypes)
         return
     parts, _, width = dense.shape
@@ -192,6 +192,35 @@ def check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
         raise ValueError(f"parts is {parts}, but {N // topology.block} block columns must fall into that many parts")
 
 
+# Between the projections ----------------------------------------------------------------------------------------------
+
+
+@doors.unless_trusted
+def check_activate(a, b, activation, dtypes):
+    """a (nnz, block, block), and b of its shape exactly for the gated activations."""
+    gated = is_gated(activation)
+    doors.check_second_projection("b", b, gated, activation)
+    doors.check_tensor("a", a, {"nnz": None, "block": None, "block again": None}, dtypes)
+    if gated:
+        _check_like("b", b, a)
+
+
+@doors.unless_trusted
+def check_activate_backward(d_y, a, b, activation, dtypes):
+    """d_y of the shape of a, and the rest as for `check_activate`."""
+    check_activate(a, b, activation, dtypes)
+    _check_like("d_y", d_y, a)
+
+
+def _check_like(name, array, a):
+    """``array`` of the shape and dtype of ``a`` (nnz, block, block)."""
+    sizes = dict(zip(("nnz", "block", "block again"), a.shape, strict=True))
+    doors.check_tensor(name, array, sizes, (doors.dtype_of(a),))
+
+
+# Rows into bins and back ----------------------------------------------------------------------------------------------
+
+
 @doors.unless_trusted
 def check_gather(x, bins, gates, dtypes, gate_dtypes=None):
     """x (L, d) and gates (L, k), if there are any, belong to the bins."""
@@ -219,18 +248,3 @@ def check_gate_gradient(d_out, y, bins, dtypes):
     check_bins(bins)
     doors.check_tensor("y", y, {"P": bins.P, "d": None}, dtypes)
     doors.check_tensor("d_out", d_out, {"L": bins.L, "d": y.shape[1]}, (doors.dtype_of(y),))
-
-
-# Between the projections ----------------------------------------------------------------------------------------------
-
-
-@doors.unless_trusted
-def check_activate(d_y, a, b, activation, dtypes):
-    """a, b and d_y (nnz, block, block) belong together; b is there exactly if the activation is gated, d_y may be None."""
-    doors.check_second_projection("b", b, is_gated(activation), activation)
-    doors.check_tensor("a", a, {"nnz": None, "block": None, "block again": None}, dtypes)
-    for name, array in (("b", b), ("d_y", d_y)):
-        if array is not None:
-            doors.check_tensor(
-                name, array, dict(zip(("nnz", "block", "block again"), a.shape, strict=True)), (doors.dtype_of(a),)
-            )

@@ -505,7 +505,7 @@ def activate(
     ValueError, TypeError
         As `sparse_doors.check_activate`, or if the rung does not compute in this dtype.
     """
-    sparse_doors.check_activate(None, a, b, activation, gemm.WIDE)
+    sparse_doors.check_activate(a, b, activation, gemm.WIDE)
     dtype, executor = gemm.check_rung("block_sparse", rung, RUNGS, a), executor or executor_for(a)
     y_swi = executor.empty(a.shape, dtype)
     if size_of(a):
@@ -536,7 +536,7 @@ def activate_backward(
     ValueError, TypeError
         As `activate`.
     """
-    sparse_doors.check_activate(d_y, a, b, activation, gemm.WIDE)
+    sparse_doors.check_activate_backward(d_y, a, b, activation, gemm.WIDE)
     dtype, executor = gemm.check_rung("block_sparse", rung, RUNGS, a), executor or executor_for(a)
     d_a = executor.empty(a.shape, dtype)
     d_b = executor.empty(a.shape, dtype) if is_gated(activation) else None
