@@ -1,7 +1,7 @@
 """What the block-sparse stage accepts, in every backend: whole blocks, indices that agree, one dtype, finite values.
 
-Inside a layer they look at no element, `doors.trusted_values`: it has checked what it was given, and its stages made the
-rest.
+Inside a layer they look at no element, `doors.trusted_values`: it has checked what it was given, and its stages made
+the rest.
 """
 
 from moeblaze_ref import doors
@@ -159,8 +159,8 @@ def _check_order_in_rows(topology):
     if at is not None:
         columns = topology.column_indices
         raise ValueError(
-            f"column_indices[{at + 1}] is {int(columns[at + 1])}, but column_indices[{at}] is {int(columns[at])} in the "
-            f"same block row: they must ascend"
+            f"column_indices[{at + 1}] is {int(columns[at + 1])}, but column_indices[{at}] is {int(columns[at])} in "
+            f"the same block row: they must ascend"
         )
 
 
@@ -188,8 +188,8 @@ def _check_order_in_columns(topology):
     if at is not None:
         raise ValueError(
             f"transpose_indices[{at + 1}] is {int(order[at + 1])}, a block of block row {int(rows[at + 1])}, but "
-            f"transpose_indices[{at}] is {int(order[at])}, of block row {int(rows[at])} in the same block column: block "
-            f"rows must ascend"
+            f"transpose_indices[{at}] is {int(order[at])}, of block row {int(rows[at])} in the same block column: "
+            f"block rows must ascend"
         )
 
 

@@ -20,7 +20,7 @@ from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
 
 
 class Run(NamedTuple):
-    """A rung of a backend, what it computes in, the block sizes to try, and what every other extent is a multiple of."""
+    """A rung of a backend, what it computes in, block sizes to try, and what every other extent is a multiple of."""
 
     backend: str
     rung: str | None
@@ -634,7 +634,7 @@ def test_the_layer_agrees_with_autograd(case, block, run):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @every_case
 def test_the_layer_agrees_with_autograd_under_every_activation(case, activation, run):
-    assert_layer(run.open(), with_activation(case, activation), 8, run.dtype)
+    assert_layer(run.open(), with_activation(case, activation), case.weights.w1.shape[2], run.dtype)
 
 
 EXTREMES = [
@@ -650,3 +650,558 @@ EXTREMES = [
 @pytest.mark.parametrize("case", EXTREMES, ids=lambda case: case.name)
 def test_blocks_of_a_single_value(case, run):
     assert_layer(run.open(), case, 1, run.dtype)
+
+
+# ---- structures that contradict themselves ---------------------------------------------------
+
+BINS = GOLDEN["ragged groups, an empty expert in the middle"].expected()[0]
+# Of BINS: row             0  1  2  3  4  5  6  7
+#          slots           1  2  4  .  0  .  3  .    padded_offsets 0 4 4 6 8
+#          rows            4  0  1  6  2
+
+
+def changed(structure, changes):
+    """The structure with some elements of its arrays replaced: {array: {index: value}}."""
+    arrays = {name: getattr(structure, name).copy() for name in changes}
+    for name, array in arrays.items():
+        for index, value in changes[name].items():
+            array[index] = value
+    return replace(structure, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"padded_offsets": {0: 2}}, r"padded_offsets\[0\] is 2, but it must be 0 \(P is 8\)"),
+        ({"padded_offsets": {4: 6}}, r"padded_offsets\[4\] is 6, but it must be 8 \(P is 8\)"),
+        ({"padded_offsets": {1: 6}}, r"padded_offsets\[2\] is 4, but padded_offsets\[1\] is 6 and offsets never"),
+        ({"padded_offsets": {3: 7}}, r"padded_offsets\[3\] is 7, but it must be a multiple of the block size 2"),
+        ({"padded_offsets": {2: 8}}, r"padded_offsets\[3\] is 6, but padded_offsets\[2\] is 8"),
+        ({"rows": {0: 8}}, r"rows\[0\] is 8, but there are only 8 padded rows \(valid: 0..7\)"),
+        ({"rows": {3: -1}}, r"rows\[3\] is -1, but there are only 8 padded rows"),
+        ({"rows": {2: 0}}, r"rows\[2\] is 0, but slots\[0\] is 1: it must be 2"),
+        ({"rows": {0: 3}}, r"rows\[0\] is 3, but slots\[3\] is -1: it must be 0"),
+        ({"slots": {0: -1}}, r"rows\[1\] is 0, but slots\[0\] is -1: it must be 1"),
+        ({"slots": {3: 0}}, r"slots\[3\] is 0, but rows leads no slot there: it must be -1"),
+        ({"slots": {7: 99}}, r"slots\[7\] is 99, but rows leads no slot there: it must be -1"),
+        ({"slots": {5: -2}}, r"slots\[5\] is -2, but rows leads no slot there"),
+        ({"slots": {0: 2, 1: 1}, "rows": {1: 1, 2: 0}}, r"slots\[1\] is 1, but slots\[0\] is 2 of the same expert"),
+        ({"slots": {2: -1, 3: 4}, "rows": {4: 3}}, r"slots\[3\] is 4, but slots\[2\] is -1 .* padding \(-1\) last"),
+    ],
+)
+def test_bins_that_contradict_themselves(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sparse_doors.check_bins(changed(BINS, changes))
+
+
+@pytest.mark.parametrize(
+    ("replaced", "error", "message"),
+    [
+        ({"rows": BINS.rows[:-1]}, ValueError, r"slots\[2\] is 4, but rows leads no slot there"),
+        ({"slots": BINS.slots[:-1]}, ValueError, r"padded_offsets\[4\] is 8, but it must be 7 \(P is 7\)"),
+        ({"slots": BINS.slots[:0]}, ValueError, r"padded_offsets\[4\] is 8, but it must be 0 \(P is 0\)"),
+        ({"padded_offsets": int32([])}, ValueError, "E, one less than the padded_offsets, is -1"),
+        ({"padded_offsets": int32([0])}, ValueError, "E, one less than the padded_offsets, is 0"),
+        ({"rows": BINS.rows.astype(np.int64)}, TypeError, "rows has dtype int64, but it must be int32"),
+        ({"slots": BINS.slots.tolist()}, TypeError, "slots is a list, but it must be an array of int32"),
+        ({"slots": BINS.slots[:, None]}, ValueError, r"slots has shape \(8, 1\), but it must have 1 dimensions"),
+        ({"rows": BINS.rows[::-1]}, ValueError, "rows is not C-contiguous"),
+        ({"k": 2}, ValueError, "R = 5 routed rows, but R must be a multiple of k = 2"),
+        ({"k": 0}, ValueError, "bins.k is 0, but it must be >= 1"),
+        ({"block": 0}, ValueError, "block is 0, but it must be >= 1"),
+        ({"block": 2.0}, TypeError, r"block is 2.0 \(float\), but it must be an integer"),
+        ({"block": 4}, ValueError, r"padded_offsets\[3\] is 6, but it must be a multiple of the block size 4"),
+    ],
+)
+def test_bins_of_a_wrong_kind(replaced, error, message):
+    with pytest.raises(error, match=message):
+        sparse_doors.check_bins(replace(BINS, **replaced))
+
+
+# Of GOLDEN_TOPOLOGY: block               0  1  2  3  4
+#                     column_indices      1  3  0  1  3    column_offsets 0 1 3 3 5
+#                     row_indices         0  0  2  2  2    row_offsets    0 2 2 5
+#                     transpose_indices   2  0  3  1  4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_offsets": {0: 1}}, r"row_offsets\[0\] is 1, but it must be 0 \(nnz is 5\)"),
+        ({"row_offsets": {3: 4}}, r"row_offsets\[3\] is 4, but it must be 5 \(nnz is 5\)"),
+        ({"row_offsets": {1: 3}}, r"row_offsets\[2\] is 2, but row_offsets\[1\] is 3 and offsets never decrease"),
+        ({"row_offsets": {1: 1}}, r"row_indices\[1\] is 0, but by row_offsets the blocks of block row 0 are 0..0"),
+        ({"row_offsets": {1: 0}}, r"row_indices\[0\] is 0, but by row_offsets the blocks of block row 0 are none"),
+        ({"row_indices": {4: 3}}, r"row_indices\[4\] is 3, but there are only 3 block rows \(valid: 0..2\)"),
+        ({"row_indices": {0: -1}}, r"row_indices\[0\] is -1, but there are only 3 block rows"),
+        ({"row_indices": {1: 1}}, r"row_indices\[1\] is 1, but by row_offsets the blocks of block row 1 are none"),
+        ({"column_indices": {4: 4}}, r"column_indices\[4\] is 4, but there are only 4 block columns \(valid: 0..3\)"),
+        ({"column_indices": {0: -1}}, r"column_indices\[0\] is -1, but there are only 4 block columns"),
+        ({"column_indices": {2: 1, 3: 0}}, r"column_indices\[3\] is 0, but column_indices\[2\] is 1 in the same block"),
+        ({"column_indices": {3: 3}}, r"column_indices\[4\] is 3, but column_indices\[3\] is 3 in the same block row"),
+        (
+            {"column_indices": {3: 2}},
+            r"transpose_indices\[2\] is 3, a block of block column 2, .* that column are none",
+        ),
+        ({"column_offsets": {0: 1}}, r"column_offsets\[0\] is 1, but it must be 0 \(nnz is 5\)"),
+        ({"column_offsets": {4: 6}}, r"column_offsets\[4\] is 6, but it must be 5 \(nnz is 5\)"),
+        ({"column_offsets": {1: 4}}, r"column_offsets\[2\] is 3, but column_offsets\[1\] is 4"),
+        ({"column_offsets": {1: 0}}, r"transpose_indices\[0\] is 2, .* column 0, but .* that column are none"),
+        ({"column_offsets": {3: 4}}, r"transpose_indices\[3\] is 1, .* column 3, but .* that column are 4..4"),
+        ({"transpose_indices": {1: 5}}, r"transpose_indices\[1\] is 5, but there are only 5 blocks \(valid: 0..4\)"),
+        ({"transpose_indices": {1: -1}}, r"transpose_indices\[1\] is -1, but there are only 5 blocks"),
+        ({"transpose_indices": {0: 0}}, r"transpose_indices\[0\] is 0, a block of block column 1, .* are 1..2"),
+        ({"transpose_indices": {2: 1, 3: 3}}, r"transpose_indices\[2\] is 1, a block of block column 3, .* are 3..4"),
+        (
+            {"transpose_indices": {1: 3, 2: 0}},
+            r"transpose_indices\[2\] is 0, a block of block row 0, but transpose_indices\[1\] is 3, of block row 2",
+        ),
+        (
+            {"transpose_indices": {2: 0}},
+            r"transpose_indices\[2\] is 0, .* but transpose_indices\[1\] is 0, of block row 0",
+        ),
+    ],
+)
+def test_a_topology_that_contradicts_itself(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sparse_doors.check_topology(changed(GOLDEN_TOPOLOGY, changes))
+
+
+@pytest.mark.parametrize(
+    ("replaced", "error", "message"),
+    [
+        ({"row_indices": int32([0, 0, 2, 2])}, ValueError, r"row_indices has shape \(4,\), but it must be \(nnz=5\)"),
+        ({"transpose_indices": int32([0])}, ValueError, r"transpose_indices has shape \(1,\), .* \(nnz=5\)"),
+        ({"column_indices": int32([1, 3, 0, 1])}, ValueError, r"row_offsets\[3\] is 5, but it must be 4 \(nnz is 4\)"),
+        ({"row_offsets": int32([])}, ValueError, "the length of row_offsets is 0, but it must be >= 1"),
+        ({"column_offsets": int32([])}, ValueError, "the length of column_offsets is 0, but it must be >= 1"),
+        ({"row_offsets": int32([0])}, ValueError, r"row_offsets\[0\] is 0, but it must be 5 \(nnz is 5\)"),
+        ({"row_offsets": np.array([0.0, 2, 2, 5])}, TypeError, "row_offsets has dtype float64, but it must be int32"),
+        ({"column_indices": [1, 3, 0, 1, 3]}, TypeError, "column_indices is a list, but it must be an array of int32"),
+        ({"column_indices": None}, TypeError, "column_indices is a NoneType, but it must be an array of int32"),
+        ({"row_indices": int32([[0, 0, 2, 2, 2]])}, ValueError, r"row_indices has shape \(1, 5\), .* 1 dimensions"),
+        ({"block": 0}, ValueError, "block is 0, but it must be >= 1"),
+        ({"block": -2}, ValueError, "block is -2, but it must be >= 1"),
+        ({"block": "2"}, TypeError, r"block is '2' \(str\), but it must be an integer"),
+    ],
+)
+def test_a_topology_of_a_wrong_kind(replaced, error, message):
+    with pytest.raises(error, match=message):
+        sparse_doors.check_topology(replace(GOLDEN_TOPOLOGY, **replaced))
+
+
+@st.composite
+def corruptions(draw, structure):
+    """A structure with up to three entries replaced, some far out of range."""
+    names = st.sampled_from([name for name, array in structure.arrays().items() if array.size])
+    corrupted = {}
+    for name in draw(st.lists(names, min_size=1, max_size=3)):
+        index = draw(st.integers(0, getattr(structure, name).size - 1))
+        value = draw(st.one_of(st.integers(-2, 9), st.sampled_from([-(2**31), 2**31 - 1])))
+        corrupted.setdefault(name, {})[index] = value
+    return changed(structure, corrupted)
+
+
+def refused(check, structure):
+    """Whether a door names what is wrong; no other exception is an answer."""
+    try:
+        check(structure)
+    except ValueError as error:
+        assert "is" in str(error) and "[" in str(error)
+        return True
+    return False
+
+
+@settings(deadline=None, max_examples=300)
+@given(corruptions(GOLDEN_TOPOLOGY))
+def test_a_topology_that_passes_is_that_of_its_own_mask(topology):
+    if not refused(sparse_doors.check_topology, topology):
+        assert_same(topology, block_sparse.topology_of(mask_of(topology), topology.block))
+
+
+@settings(deadline=None, max_examples=300)
+@given(corruptions(BINS))
+def test_bins_that_pass_hold_every_slot_once(bins):
+    """An offset moved to another block is no contradiction: the bins of another routing are like that."""
+    if not refused(sparse_doors.check_bins, bins):
+        assert_same(replace(bins, padded_offsets=BINS.padded_offsets), BINS)
+        assert (np.diff(bins.padded_offsets) >= 0).all() and (bins.padded_offsets % bins.block == 0).all()
+
+
+# ---- bad input of every function -------------------------------------------------------------
+
+LAYER = make_case(5, 3, 4, 4, 1, "zipf")
+
+
+def arguments(run, function):
+    """What a function of the stage takes, by name and in order."""
+    case, dtype, topology = LAYER.astype(run.dtype), run.dtype, GOLDEN_TOPOLOGY  # (6, 8), of 5 blocks
+    _, w1, w2, w3 = case.weights
+    gates = positive(0, (BINS.L, BINS.k), np.promote_types(dtype, np.float32))
+    values, a, b, d_y = positive(0, (4, 5, 2, 2), dtype)
+    dispatch = GOLDEN["ragged groups, an empty expert in the middle"].dispatch
+    layer = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "dispatch": dispatch, "gates": gates}
+    taken = {
+        "pad": {"dispatch": dispatch, "block": 2},
+        "build_topology": {"bins": BINS, "h": 4},
+        "topology_of": {"mask": GOLDEN_MASK, "block": 2},
+        "to_dense": {"values": values, "topology": topology},
+        "from_dense": {"dense": positive(0, (6, 8), dtype), "topology": topology},
+        "padded_gather": {"x": positive(0, (5, 3), dtype), "bins": BINS, "gates": gates},
+        "padded_scatter": {"y": positive(0, (8, 3), dtype), "bins": BINS, "gates": gates},
+        "gate_gradient": {"d_out": positive(0, (5, 3), dtype), "y": positive(0, (8, 3), dtype), "bins": BINS},
+        "sdd": {"lhs": positive(0, (6, 3), dtype), "rhs": positive(0, (3, 8), dtype), "topology": topology}
+        | {"transpose_rhs": False},
+        "dsd": {"values": values, "topology": topology, "rhs": positive(0, (8, 3), dtype)}
+        | {"transpose_lhs": False, "transpose_rhs": False},
+        "dds": {"lhs": positive(0, (3, 6), dtype), "values": values, "topology": topology}
+        | {"transpose_lhs": False, "parts": 2},
+        "activate": {"a": a, "b": b, "activation": "swiglu"},
+        "activate_backward": {"d_y": d_y, "a": a, "b": b, "activation": "swiglu"},
+        "forward": layer | {"activation": "swiglu", "block": 2},
+    }
+    if function == "backward":
+        _, saved = run.open().forward(*layer.values(), "swiglu", 2)
+        return {"d_out": case.d_out, "saved": saved, "w1": w1, "w2": w2, "w3": w3}
+    return taken[function]
+
+
+def with_nan(array):
+    """The array with NaN in its last element."""
+    broken = array.copy()
+    broken[(-1,) * array.ndim] = np.nan
+    return broken
+
+
+FALLING = changed(GOLDEN_TOPOLOGY, {"row_offsets": {1: 3}})
+STRAY = changed(BINS, {"slots": {3: 0}})
+
+
+@every_stage
+@pytest.mark.parametrize(
+    ("function", "change", "error", "message"),
+    [
+        ("pad", {"block": 0}, ValueError, "block is 0, but it must be >= 1"),
+        ("pad", {"block": 2.0}, TypeError, r"block is 2.0 \(float\), but it must be an integer"),
+        ("pad", {"block": None}, TypeError, "block is None"),
+        ("pad", {"block": 2**29 + 1}, ValueError, r"block is 536870913, but R \+ E \(block - 1\) = 2147483653 padded"),
+        ("pad", {"block": 2**31}, ValueError, r"block is 2147483648, but R \+ E"),
+        ("pad", {"dispatch": BINS}, TypeError, "dispatch is a PaddedBins, but it must be a Dispatch"),
+        ("build_topology", {"h": 5}, ValueError, "h is 5, but it must be a multiple of the block size 2"),
+        ("build_topology", {"h": 1}, ValueError, "h is 1, but it must be a multiple of the block size 2"),
+        ("build_topology", {"h": 0}, ValueError, "h is 0, but it must be >= 1"),
+        ("build_topology", {"h": 4.0}, TypeError, r"h is 4.0 \(float\), but it must be an integer"),
+        ("build_topology", {"h": 2**30}, ValueError, r"h is 1073741824, but P h / block\*\*2 = 2147483648 blocks"),
+        ("build_topology", {"bins": STRAY}, ValueError, r"slots\[3\] is 0"),
+        ("build_topology", {"bins": GOLDEN_TOPOLOGY}, TypeError, "bins is a Topology, but it must be a PaddedBins"),
+        ("topology_of", {"block": 0}, ValueError, "block is 0"),
+        ("topology_of", {"mask": GOLDEN_MASK.astype(int)}, TypeError, "mask has dtype int64, but it must be bool"),
+        ("topology_of", {"mask": GOLDEN_MASK[0]}, ValueError, "mask has shape .* 2 dimensions"),
+        ("to_dense", {"values": np.ones((4, 2, 2))}, ValueError, r"values has shape \(4, 2, 2\), .* \(nnz=5, block=2"),
+        ("to_dense", {"values": np.ones((5, 2, 3))}, ValueError, r"values has shape \(5, 2, 3\), .* \(nnz=5, block=2"),
+        ("to_dense", {"values": with_nan}, ValueError, r"values\[4, 1, 1\] is nan, but values must be finite"),
+        ("to_dense", {"topology": FALLING}, ValueError, r"row_offsets\[2\] is 2, but row_offsets\[1\] is 3"),
+        ("from_dense", {"dense": np.ones((6, 6))}, ValueError, r"dense has shape \(6, 6\), but .* \(M=6, N=8\)"),
+        ("from_dense", {"dense": np.ones((6, 8), int)}, TypeError, "dense has dtype int64"),
+        ("from_dense", {"topology": BINS}, TypeError, "topology is a PaddedBins, but it must be a Topology"),
+        ("padded_gather", {"x": np.ones((4, 3))}, ValueError, r"x has shape \(4, 3\), but it must be \(L=5, d\)"),
+        ("padded_gather", {"x": with_nan}, ValueError, r"x\[4, 2\] is nan, but x must be finite"),
+        ("padded_gather", {"x": [1.0]}, TypeError, "x is a list"),
+        ("padded_gather", {"gates": np.ones((5, 2))}, ValueError, r"gates has shape \(5, 2\), but .* \(L=5, k=1\)"),
+        ("padded_gather", {"gates": np.ones((5, 1), int)}, TypeError, "gates has dtype int64"),
+        ("padded_gather", {"bins": STRAY}, ValueError, r"slots\[3\] is 0"),
+        ("padded_scatter", {"y": np.ones((7, 3))}, ValueError, r"y has shape \(7, 3\), but it must be \(P=8, d\)"),
+        ("padded_scatter", {"y": with_nan}, ValueError, r"y\[7, 2\] is nan"),
+        ("padded_scatter", {"gates": with_nan}, ValueError, r"gates\[4, 0\] is nan, but gates must be finite"),
+        ("padded_scatter", {"bins": STRAY}, ValueError, r"slots\[3\] is 0"),
+        ("gate_gradient", {"d_out": np.ones((5, 4))}, ValueError, r"d_out has shape \(5, 4\), but .* \(L=5, d=3\)"),
+        ("gate_gradient", {"y": np.ones((5, 3))}, ValueError, r"y has shape \(5, 3\), but it must be \(P=8, d\)"),
+        ("gate_gradient", {"bins": STRAY}, ValueError, r"slots\[3\] is 0"),
+        ("sdd", {"lhs": np.ones((5, 3))}, ValueError, r"lhs has shape \(5, 3\), but it must be \(M=6, K\)"),
+        ("sdd", {"lhs": np.ones((2, 6, 3))}, ValueError, r"lhs has shape \(2, 6, 3\), but it must have 2 dimensions"),
+        ("sdd", {"lhs": [[1.0]]}, TypeError, "lhs is a list"),
+        ("sdd", {"rhs": [[1.0]]}, TypeError, "rhs is a list"),
+        ("sdd", {"rhs": None}, TypeError, "rhs is a NoneType"),
+        ("sdd", {"rhs": np.ones((4, 8))}, ValueError, r"rhs has shape \(4, 8\), but .* \(rows=3, columns=8\)"),
+        ("sdd", {"rhs": np.ones((3, 7))}, ValueError, r"rhs has shape \(3, 7\), but .* \(rows=3, columns=8\)"),
+        ("sdd", {"rhs": np.ones((3, 3, 3))}, ValueError, "rhs has 3 parts of 3 columns, but 8 columns are needed"),
+        ("sdd", {"rhs": np.ones((0, 3, 8))}, ValueError, "the parts of rhs is 0, but it must be >= 1"),
+        ("sdd", {"rhs": np.ones((2, 5, 4))}, ValueError, r"rhs has shape \(2, 5, 4\), but .* \(parts=2, rows=3"),
+        ("sdd", {"rhs": np.ones((3, 8), int)}, TypeError, "rhs has dtype int64, but it must be float"),
+        ("sdd", {"rhs": with_nan}, ValueError, r"rhs\[2, 7\] is nan"),
+        ("sdd", {"transpose_rhs": True}, ValueError, r"rhs has shape \(3, 8\), but .* \(rows=8, columns=3\)"),
+        ("sdd", {"topology": FALLING}, ValueError, r"row_offsets\[2\] is 2"),
+        ("dsd", {"rhs": np.ones((6, 3))}, ValueError, r"rhs has shape \(6, 3\), but it must be \(rows=8, columns\)"),
+        ("dsd", {"transpose_lhs": True}, ValueError, r"rhs has shape \(8, 3\), but it must be \(rows=6, columns\)"),
+        ("dsd", {"transpose_rhs": True}, ValueError, r"rhs has shape \(8, 3\), but it must be \(rows, columns=8\)"),
+        ("dsd", {"rhs": None}, TypeError, "rhs is a NoneType"),
+        ("dsd", {"values": np.ones((6, 2, 2))}, ValueError, r"values has shape \(6, 2, 2\), but .* \(nnz=5"),
+        ("dsd", {"values": with_nan}, ValueError, r"values\[4, 1, 1\] is nan"),
+        ("dsd", {"topology": FALLING}, ValueError, r"row_offsets\[2\] is 2"),
+        ("dds", {"lhs": np.ones((3, 8))}, ValueError, r"lhs has shape \(3, 8\), but it must be \(K, M=6\)"),
+        ("dds", {"lhs": np.ones((1, 3, 6))}, ValueError, r"lhs has shape \(1, 3, 6\), but it must have 2 dimensions"),
+        ("dds", {"transpose_lhs": True}, ValueError, r"lhs has shape \(3, 6\), but it must be \(M=6, K\)"),
+        ("dds", {"parts": 3}, ValueError, "parts is 3, but 4 block columns do not fall into 3 equal parts"),
+        ("dds", {"parts": 8}, ValueError, "parts is 8, but 4 block columns do not fall into 8 equal parts"),
+        ("dds", {"parts": 0}, ValueError, "parts is 0, but it must be >= 1"),
+        ("dds", {"parts": 2.0}, TypeError, "parts is 2.0"),
+        ("dds", {"lhs": with_nan}, ValueError, r"lhs\[2, 5\] is nan"),
+        ("dds", {"topology": FALLING}, ValueError, r"row_offsets\[2\] is 2"),
+        ("activate", {"a": np.ones((2, 4))}, ValueError, r"a has shape \(2, 4\), but it must have 3 dimensions"),
+        ("activate", {"a": np.ones((5, 2, 3))}, ValueError, r"a has shape \(5, 2, 3\), but it must be \(nnz, block=3"),
+        ("activate", {"a": [1.0]}, TypeError, "a is a list"),
+        ("activate", {"a": with_nan}, ValueError, r"a\[4, 1, 1\] is nan"),
+        (
+            "activate",
+            {"b": np.ones((10, 1, 2))},
+            ValueError,
+            r"b has shape \(10, 1, 2\), but it must be \(nnz=5, block=2",
+        ),
+        ("activate", {"b": None}, ValueError, "b is None, but swiglu is gated: pass b"),
+        ("activate", {"activation": "relu"}, ValueError, "relu is not gated: b must be None"),
+        ("activate", {"activation": "SwiGlu"}, ValueError, "unknown activation 'SwiGlu'. Did you mean 'swiglu'"),
+        ("activate_backward", {"d_y": np.ones((4, 2, 2))}, ValueError, r"d_y has shape \(4, 2, 2\), but .* \(nnz=5"),
+        ("activate_backward", {"d_y": None}, TypeError, "d_y is a NoneType"),
+        ("activate_backward", {"b": None}, ValueError, "b is None, but swiglu is gated"),
+        ("forward", {"block": 0}, ValueError, "block is 0, but it must be >= 1"),
+        ("forward", {"block": 2.5}, TypeError, "block is 2.5"),
+        ("forward", {"block": 3}, ValueError, "h is 4, but it must be a multiple of the block size 3"),
+        ("forward", {"block": 8}, ValueError, "h is 4, but it must be a multiple of the block size 8"),
+        ("forward", {"x": with_nan}, ValueError, r"x\[4, 2\] is nan"),
+        ("forward", {"x": np.ones((6, 3))}, ValueError, r"x has shape \(6, 3\), but it must be \(L=5, d\)"),
+        (
+            "forward",
+            {"w1": np.ones((3, 3, 4))},
+            ValueError,
+            r"w1 has shape \(3, 3, 4\), but it must be \(E=4, d=3, h\)",
+        ),
+        ("forward", {"w2": None}, ValueError, "w2 is None, but swiglu is gated"),
+        ("forward", {"w3": np.ones((4, 3, 4))}, ValueError, r"w3 has shape \(4, 3, 4\), .* \(E=4, h=4, d=3\)"),
+        ("forward", {"w3": with_nan}, ValueError, r"w3\[3, 3, 2\] is nan"),
+        ("forward", {"gates": np.ones((5, 2))}, ValueError, r"gates has shape \(5, 2\), but it must be \(L=5, k=1\)"),
+        ("forward", {"activation": "silu"}, ValueError, "silu is not gated: w2 must be None"),
+        ("forward", {"dispatch": BINS}, TypeError, "dispatch is a PaddedBins, but it must be a Dispatch"),
+        ("backward", {"d_out": with_nan}, ValueError, r"d_out\[4, 2\] is nan"),
+        ("backward", {"d_out": np.ones((5, 4))}, ValueError, r"d_out has shape \(5, 4\), but it must be \(L=5, d=3\)"),
+        ("backward", {"saved": BINS}, TypeError, "saved is a PaddedBins, but it must be a Saved"),
+        ("backward", {"w1": None}, TypeError, "w1 is a NoneType"),
+        ("backward", {"w1": np.ones((4, 3, 6))}, ValueError, r"w1 has shape \(4, 3, 6\), .* \(E=4, d=3, h=4\)"),
+        ("backward", {"w2": None}, ValueError, "w2 is None, but swiglu is gated"),
+        ("backward", {"w2": np.ones((4, 4, 3))}, ValueError, r"w2 has shape \(4, 4, 3\), .* \(E=4, d=3, h=4\)"),
+        ("backward", {"w3": np.ones((4, 3, 4))}, ValueError, r"w3 has shape \(4, 3, 4\), .* \(E=4, h=4, d=3\)"),
+        ("backward", {"w3": with_nan}, ValueError, r"w3\[3, 3, 2\] is nan"),
+    ],
+)
+def test_bad_input(run, function, change, error, message):
+    taken = arguments(run, function)
+    for name, value in change.items():
+        if callable(value):
+            value = value(taken[name])
+        elif isinstance(value, np.ndarray) and value.dtype == np.float64:
+            value = value.astype(run.dtype)
+        taken[name] = value
+    with pytest.raises(error, match=message):
+        getattr(run.open(), function)(*taken.values())
+
+
+@every_stage
+@pytest.mark.parametrize(
+    "function",
+    [
+        "pad",
+        "build_topology",
+        "topology_of",
+        "to_dense",
+        "from_dense",
+        "padded_gather",
+        "padded_scatter",
+        "gate_gradient",
+    ]
+    + ["sdd", "dsd", "dds", "activate", "activate_backward", "forward", "backward"],
+)
+def test_what_bad_input_differs_from_is_accepted(function, run):
+    getattr(run.open(), function)(*arguments(run, function).values())
+
+
+# ---- teeth -----------------------------------------------------------------------------------
+
+
+def all_zeros(function):
+    """``function`` that returns zeros of the right shapes."""
+
+    def faulty(*args, **options):
+        values = function(*args, **options)
+        return tuple(map(np.zeros_like, values)) if isinstance(values, tuple) else np.zeros_like(values)
+
+    return faulty
+
+
+def without_the_last(function):
+    """``function`` that never computes the last block, row or token of its result."""
+
+    def faulty(*args, **options):
+        values = function(*args, **options)
+        (values[0] if isinstance(values, tuple) else values)[-1] = 0.0
+        return values
+
+    return faulty
+
+
+def with_the_first_rhs(sdd):
+    """Every product of the same shapes is that by the first operand."""
+    firsts = {}
+
+    def faulty(lhs, rhs, topology, **options):
+        return sdd(lhs, firsts.setdefault((lhs.shape, rhs.shape), rhs), topology, **options)
+
+    return faulty
+
+
+def with_stored_order(_):
+    """Values in the order in which they lie, at the coordinates of the transposed order."""
+
+    def visit(topology, by_column):
+        order = topology.transpose_indices if by_column else range(topology.nnz)
+        for place, number in enumerate(order):
+            yield place, topology.row_indices[number], topology.column_indices[number]
+
+    return visit
+
+
+def with_next_column_block(sdd):
+    return lambda lhs, rhs, topology, **options: sdd(lhs, np.roll(rhs, topology.block, axis=-1), topology, **options)
+
+
+def with_blocks_not_transposed(dsd):
+    def faulty(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
+        return dsd(values.transpose(0, 2, 1) if transpose_lhs else values, topology, rhs, transpose_lhs, transpose_rhs)
+
+    return faulty
+
+
+def with_parts_below_each_other(dds):
+    def faulty(lhs, values, topology, transpose_lhs=False, parts=1):
+        return dds(lhs, values, topology, transpose_lhs).reshape(parts, -1, topology.shape[1] // parts)
+
+    return faulty
+
+
+def with_unpadded_rows(pad):
+    return lambda dispatch, block: replace(pad(dispatch, block), rows=dispatch.token_index_map)
+
+
+def with_padding_of_ones(padded_gather):
+    def faulty(x, bins, gates=None):
+        rows = padded_gather(x, bins, gates)
+        rows[bins.slots == EMPTY] = 1.0
+        return rows
+
+    return faulty
+
+
+def with_transpose_indices_as_they_lie(build):
+    def faulty(*args):
+        topology = build(*args)
+        return replace(topology, transpose_indices=np.sort(topology.transpose_indices))
+
+    return faulty
+
+
+def with_row_for_column(build):
+    def faulty(*args):
+        topology = build(*args)
+        return replace(topology, row_indices=topology.column_indices, column_indices=topology.row_indices)
+
+    return faulty
+
+
+SAMPLE = sparse_of(np.tile(GOLDEN_MASK, 2), 3, 5, "float64")
+TEETH_CASE = make_case(37, 12, 20, 5, 3, "zipf")
+CHECKS = {
+    "golden": lambda stage: [assert_golden(stage, golden) for golden in GOLDEN.values()],
+    "mask": lambda stage: assert_same(stage.topology_of(GOLDEN_MASK, 2), GOLDEN_TOPOLOGY),
+    **{name: lambda stage, check=check: check(stage, SAMPLE) for name, check in PRODUCTS.items()},
+    **{f"{name} in parts": lambda stage, check=check: check(stage, SAMPLE, 2) for name, check in IN_PARTS.items()},
+    "rows": lambda stage: assert_rows(stage, build_by_sort(TEETH_CASE.topk_experts, 5), 4, 3, "float64"),
+    "activation": lambda stage: assert_activation(stage, "swiglu", 7, 4, "float64"),
+    "layer": lambda stage: assert_layer(stage, TEETH_CASE, 4, "float64"),
+}
+
+
+def checks_that_fail(stage):
+    """Names of the checks that a stage does not pass; a door that refuses what it made sees it, too."""
+    failed = set()
+    for name, check in CHECKS.items():
+        try:
+            check(stage)
+        except (AssertionError, ValueError):
+            failed.add(name)
+    return failed
+
+
+FAULTS = {  # what goes wrong: (function, what takes its place, checks that must see it)
+    "zeros: sdd": ("sdd", all_zeros, {"sdd", "sdd in parts", "layer"}),
+    "zeros: dsd": ("dsd", all_zeros, {"dsd", "dsd in parts", "layer"}),
+    "zeros: dds": ("dds", all_zeros, {"dds", "dds in parts", "layer"}),
+    "zeros: gather": ("padded_gather", all_zeros, {"rows", "layer"}),
+    "zeros: scatter": ("padded_scatter", all_zeros, {"rows", "layer"}),
+    "zeros: gate gradient": ("gate_gradient", all_zeros, {"rows", "layer"}),
+    "zeros: activation": ("activate", all_zeros, {"activation", "layer"}),
+    "zeros: activation backward": ("activate_backward", all_zeros, {"activation", "layer"}),
+    "zeros: to_dense": ("to_dense", all_zeros, {"round trip"}),
+    "zeros: from_dense": ("from_dense", all_zeros, {"round trip"}),
+    "last block never computed": ("sdd", without_the_last, {"sdd", "sdd in parts", "layer"}),
+    "last row never computed": ("dsd", without_the_last, {"dsd", "dsd in parts", "layer"}),
+    "last part never computed": ("dds", without_the_last, {"dds", "dds in parts", "layer"}),
+    "last token never summed": ("padded_scatter", without_the_last, {"rows", "layer"}),
+    "last token without gate gradient": ("gate_gradient", without_the_last, {"rows", "layer"}),
+    "last block never activated": ("activate", without_the_last, {"activation", "layer"}),
+    "last block without gradient": ("activate_backward", without_the_last, {"activation", "layer"}),
+    "last block not stored": ("from_dense", without_the_last, {"round trip"}),
+    "w2's product is w1's": ("sdd", with_the_first_rhs, {"layer"}),
+    "transposed order ignored": ("_visit", with_stored_order, {"dsd", "dds", "dsd in parts", "dds in parts", "layer"}),
+    "blocks not transposed": ("dsd", with_blocks_not_transposed, {"dsd", "dsd in parts", "layer"}),
+    "wrong column block": ("sdd", with_next_column_block, {"sdd", "sdd in parts", "layer"}),
+    "parts below each other": ("dds", with_parts_below_each_other, {"dds in parts", "layer"}),
+    "unpadded offset": ("pad", with_unpadded_rows, {"golden", "layer"}),
+    "padding not cleared": ("padded_gather", with_padding_of_ones, {"rows", "layer"}),
+    "gate forgotten": (
+        "padded_scatter",
+        lambda scatter: lambda y, bins, gates=None: scatter(y, bins),
+        {"rows", "layer"},
+    ),
+    "gate forgotten, backward": (
+        "padded_gather",
+        lambda gather: lambda x, bins, gates=None: gather(x, bins),
+        {"rows", "layer"},
+    ),
+    "gates of another slot": (
+        "padded_scatter",
+        lambda scatter: lambda y, bins, gates=None: scatter(y, bins, None if gates is None else gates[:, ::-1]),
+        {"rows", "layer"},
+    ),
+    "another token's row": (
+        "padded_gather",
+        lambda gather: lambda x, bins, gates=None: gather(np.roll(x, 1, axis=0), bins, gates),
+        {"rows", "layer"},
+    ),
+    "gradients of a and b exchanged": (
+        "activate_backward",
+        lambda backward: lambda *args: backward(*args)[::-1],
+        {"activation", "layer"},
+    ),
+    "transpose indices as they lie": ("build_topology", with_transpose_indices_as_they_lie, {"golden"}),
+    "transpose indices of a mask as they lie": ("topology_of", with_transpose_indices_as_they_lie, {"mask"}),
+    "row for column": ("build_topology", with_row_for_column, {"golden", "layer"}),
+}
+
+
+def test_the_specification_passes_every_check():
+    assert not checks_that_fail(SPECIFICATION.open())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_checks_have_teeth(fault, monkeypatch):
+    name, plant, seen_by = FAULTS[fault]
+    monkeypatch.setattr(block_sparse, name, plant(getattr(block_sparse, name)))
+    assert seen_by <= checks_that_fail(SPECIFICATION.open())

@@ -17,7 +17,7 @@ from moeblaze_ref.numpy_ref import DTYPES
 from moeblaze_ref.numpy_ref import activation as activation_stage
 from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
 
-# The structures --------------------------------------------------------------------------------------------------------
+# The structures -------------------------------------------------------------------------------------------------------
 
 
 def pad(dispatch, block=128):
@@ -190,7 +190,7 @@ def from_dense(dense, topology):
     return blocks[topology.row_indices, topology.column_indices]
 
 
-# Rows into bins and back ------------------------------------------------------------------------------------------------
+# Rows into bins and back ----------------------------------------------------------------------------------------------
 
 
 def padded_gather(x, bins, gates=None):
@@ -281,7 +281,7 @@ def gate_gradient(d_out, y, bins):
     return d_gates
 
 
-# The three products -----------------------------------------------------------------------------------------------------
+# The three products ---------------------------------------------------------------------------------------------------
 
 
 def sdd(lhs, rhs, topology, transpose_rhs=False):
@@ -416,7 +416,7 @@ def _matrix(dense):
     return dense.transpose(1, 0, 2).reshape(rows, E * columns)
 
 
-# Between the projections --------------------------------------------------------------------------------------------------
+# Between the projections ----------------------------------------------------------------------------------------------
 
 
 def activate(a, b, activation):
@@ -473,7 +473,7 @@ def _as_rows(values):
     return None if values is None else values.reshape(-1, values.shape[-1])
 
 
-# The layer ----------------------------------------------------------------------------------------------------------------
+# The layer ------------------------------------------------------------------------------------------------------------
 
 
 def forward(x, w1, w2, w3, dispatch, gates, activation, block=128):
