@@ -393,8 +393,8 @@ def _check_positions(dispatch):
     if bool(outside.any()):
         (slot,) = first(outside)
         expert = int(experts[slot])
-        first, end = int(offsets[expert]), int(offsets[expert + 1])
-        owned = f"has the positions {first}..{end - 1}" if first < end else "has none"
+        begin, end = int(offsets[expert]), int(offsets[expert + 1])
+        owned = f"has the positions {begin}..{end - 1}" if begin < end else "has none"
         raise ValueError(
             f"token_index_map[{slot}] is {int(positions[slot])}, but the slot goes to expert {expert}, which {owned}"
         )
