@@ -652,6 +652,21 @@ def test_blocks_of_a_single_value(case, run):
     assert_layer(run.open(), case, 1, run.dtype)
 
 
+@every_run
+def test_a_second_backward_gives_the_same_bits_from_what_the_first_left_as_it_was(run):
+    stage, case = run.open(), make_case(37, 8, 16, 5, 3, "zipf").astype(run.dtype)
+    _, w1, w2, w3 = case.weights
+    dispatch, gates = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case)[-1]
+    _, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, "swiglu", 8)
+    kept = {name: np.array(tensor) for name, tensor in saved.tensors().items()}
+    assert {"gates", "x_rows", "a", "b", "y_swi", "y", "slots", "transpose_indices"} <= kept.keys()
+    first, second = (stage.backward(case.d_out, saved, w1, w2, w3) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for name, tensor in saved.tensors().items():
+        np.testing.assert_array_equal(np.array(tensor), kept[name], err_msg=name)
+
+
 # ---- structures that contradict themselves ---------------------------------------------------
 
 BINS = GOLDEN["ragged groups, an empty expert in the middle"].expected()[0]
