@@ -2,13 +2,14 @@
 
 Source: MegaBlocks (arXiv 2211.15841), sections 4 and 5: no token is dropped, and no expert is padded beyond its last
 block. The stage does the work; this file says what follows what, and what survives from forward to backward:
-the routed rows, once for the first projection and once for the gates' gradient, and everything between the two.
+the routed rows, the experts' outputs for the gradient of the gates, and everything between the two.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moeblaze_ref import doors, sparse_doors, stage_doors
+from moeblaze_ref.config import is_gated
 from moeblaze_ref.structures import Array, Dispatch, PaddedBins, Topology
 
 
@@ -150,15 +151,14 @@ def backward(
     Raises
     ------
     ValueError, TypeError
-        If d_out is not finite, or does not fit what was saved.
+        If d_out or a weight is not finite, or does not fit what was saved.
 
     Notes
     -----
     MegaBlocks, section 5.1: the backward needs SDD with a transposed dense operand, DSD of either transpose, and DDS.
     """
-    doors.check_type("saved", saved, Saved)
+    _check_backward(dtypes, d_out, saved, w1, w2, w3)
     bins, topology, d = saved.bins, saved.topology, w1.shape[1]
-    doors.check_tensor("d_out", d_out, {"L": bins.L, "d": d}, (doors.dtype_of(w1),))
     with doors.trusted_values():
         d_gates = stage.gate_gradient(d_out, saved.y, bins)
         d_y = stage.padded_gather(d_out, bins, saved.gates)  # (P, d)
@@ -185,3 +185,17 @@ def _check(dtypes, x, w1, w2, w3, dispatch, gates, activation):
     doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, (doors.dtype_of(x),))
     wide = (doors.dtype_of(x),) if doors.dtype_of(x) == "float64" else ("float32",)
     doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, wide)
+
+
+@doors.unless_trusted
+def _check_backward(dtypes, d_out, saved, w1, w2, w3):
+    doors.check_type("saved", saved, Saved)
+    doors.check_array("saved.x_rows", saved.x_rows, 2, dtypes)
+    same, d = (doors.dtype_of(saved.x_rows),), saved.x_rows.shape[1]
+    E, h = saved.bins.E, saved.topology.shape[1] // saved.bins.E
+    doors.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)
+    doors.check_tensor("w1", w1, {"E": E, "d": d, "h": h}, same)
+    doors.check_second_projection("w2", w2, is_gated(saved.activation), saved.activation)
+    if w2 is not None:
+        doors.check_tensor("w2", w2, {"E": E, "d": d, "h": h}, same)
+    doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, same)

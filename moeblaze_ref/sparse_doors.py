@@ -1,11 +1,14 @@
 """What the block-sparse stage accepts, in every backend: whole blocks, indices that agree, one dtype, finite values.
 
-Inside a layer these doors stand open, `doors.trusted`: it has checked what it was given, and its stages made the rest.
+Inside a layer they look at no element, `doors.trusted_values`: it has checked what it was given, and its stages made
+the rest.
 """
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import is_gated
 from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
+
+MAX_INT32 = 2**31 - 1  # rows that indices can name, and blocks
 
 
 def check_block(block, h=None):
@@ -15,11 +18,43 @@ def check_block(block, h=None):
         raise ValueError(f"h is {h}, but it must be a multiple of the block size {block}")
 
 
+def _owned(first, end):
+    """The numbers first to end, without end, in words."""
+    return f"{int(first)}..{int(end) - 1}" if first < end else "none"
+
+
 # Padded bins ----------------------------------------------------------------------------------------------------------
 
 
+@doors.unless_trusted
+def check_pad(dispatch, block):
+    """A Dispatch, and a block size with which the padded rows, at most R + E (block - 1), fit int32."""
+    doors.check_dispatch(dispatch)
+    check_block(block)
+    most = dispatch.R + dispatch.E * (int(block) - 1)
+    if most > MAX_INT32:
+        raise ValueError(
+            f"block is {block}, but R + E (block - 1) = {most} padded rows may come of it, and int32 indices allow at "
+            f"most 2**31 - 1 = {MAX_INT32}"
+        )
+
+
+@doors.unless_trusted
+def check_build_topology(bins, h):
+    """PaddedBins, and a width h that their blocks divide into no more blocks than int32 can number."""
+    check_bins(bins)
+    doors.check_int("h", h, at_least=1)
+    check_block(bins.block, h)
+    blocks = bins.P // bins.block * (int(h) // bins.block)
+    if blocks > MAX_INT32:
+        raise ValueError(
+            f"h is {h}, but P h / block**2 = {blocks} blocks come of it, and int32 indices allow at most "
+            f"2**31 - 1 = {MAX_INT32}"
+        )
+
+
 def check_bins(bins):
-    """PaddedBins whose groups are whole blocks, and whose slots and rows are each other's inverse."""
+    """PaddedBins whose groups are whole blocks, ascending slots before padding, and whose rows are their inverse."""
     doors.check_type("bins", bins, PaddedBins)
     doors.check_int("bins.k", bins.k, at_least=1)
     check_block(bins.block)
@@ -32,6 +67,7 @@ def check_bins(bins):
     _check_whole_blocks(bins)
     doors.check_index("rows", bins.rows, bins.P, "padded rows")
     _check_inverse(bins)
+    _check_padding_last(bins)
 
 
 @doors.scans
@@ -53,9 +89,27 @@ def _check_inverse(bins):
         (slot,) = doors.first(wrong)
         row = int(bins.rows[slot])
         raise ValueError(f"rows[{slot}] is {row}, but slots[{row}] is {int(bins.slots[row])}: it must be {slot}")
-    filled = int((bins.slots != EMPTY).sum())
-    if filled != bins.R:
-        raise ValueError(f"slots holds {filled} slots, but it must hold each of the {bins.R} once, else {EMPTY}")
+    stray = bins.slots != EMPTY
+    stray[bins.rows] = False
+    if bool(stray.any()):
+        (row,) = doors.first(stray)
+        raise ValueError(f"slots[{row}] is {int(bins.slots[row])}, but rows leads no slot there: it must be {EMPTY}")
+
+
+@doors.scans
+def _check_padding_last(bins):
+    """Slots ascend inside a group, and padding follows them."""
+    order = bins.slots.copy()
+    order[order == EMPTY] = bins.R  # after every slot
+    falls = order[1:] < order[:-1]
+    begins = bins.padded_offsets[(bins.padded_offsets > 0) & (bins.padded_offsets < bins.P)]
+    falls[begins - 1] = False  # another expert's group
+    if bool(falls.any()):
+        (row,) = doors.first(falls)
+        raise ValueError(
+            f"slots[{row + 1}] is {int(bins.slots[row + 1])}, but slots[{row}] is {int(bins.slots[row])} of the same "
+            f"expert: they must ascend, with padding ({EMPTY}) last"
+        )
 
 
 # Topologies -----------------------------------------------------------------------------------------------------------
@@ -77,8 +131,9 @@ def check_topology(topology):
     doors.check_index("column_indices", topology.column_indices, columns, "block columns")
     doors.check_index("transpose_indices", topology.transpose_indices, topology.nnz, "blocks")
     _check_rows(topology)
-    _check_sorted("column_indices", topology.column_indices, topology.row_indices, "block row")
+    _check_order_in_rows(topology)
     _check_columns(topology)
+    _check_order_in_columns(topology)
 
 
 @doors.scans
@@ -92,38 +147,56 @@ def _check_rows(topology):
         (block,) = doors.first(outside)
         row = int(topology.row_indices[block])
         raise ValueError(
-            f"row_indices[{block}] is {row}, but block row {row} owns the blocks "
-            f"{int(first[block])}..{int(end[block]) - 1} by row_offsets"
+            f"row_indices[{block}] is {row}, but by row_offsets the blocks of block row {row} are "
+            f"{_owned(first[block], end[block])}"
         )
 
 
 @doors.scans
-def _check_sorted(name, indices, group, what):
-    """Indices of one ``group`` ascend, none twice."""
-    falls = (group[1:] == group[:-1]) & (indices[1:] <= indices[:-1])
-    if bool(falls.any()):
-        (at,) = doors.first(falls)
+def _check_order_in_rows(topology):
+    """Block columns ascend inside a block row, none twice."""
+    at = _first_fall(topology.column_indices, topology.row_indices)
+    if at is not None:
+        columns = topology.column_indices
         raise ValueError(
-            f"{name}[{at + 1}] is {int(indices[at + 1])}, but {name}[{at}] is {int(indices[at])} in the same {what}: "
-            f"they must ascend"
+            f"column_indices[{at + 1}] is {int(columns[at + 1])}, but column_indices[{at}] is {int(columns[at])} in "
+            f"the same block row: they must ascend"
         )
 
 
 @doors.scans
 def _check_columns(topology):
-    """Every transpose index is a block of the column that owns it, in the order of the block rows."""
+    """Every transpose index is a block of the block column that owns its place."""
     order = topology.transpose_indices
-    columns, rows = topology.column_indices[order], topology.row_indices[order]
-    number = doors.numbers_of(order)
+    columns, number = topology.column_indices[order], doors.numbers_of(order)
     first, end = topology.column_offsets[columns], topology.column_offsets[columns + 1]
     outside = (number < first) | (number >= end)
     if bool(outside.any()):
         (at,) = doors.first(outside)
         raise ValueError(
-            f"transpose_indices[{at}] is {int(order[at])}, a block of block column {int(columns[at])}, which owns "
-            f"{int(first[at])}..{int(end[at]) - 1} by column_offsets"
+            f"transpose_indices[{at}] is {int(order[at])}, a block of block column {int(columns[at])}, but by "
+            f"column_offsets the places of that column are {_owned(first[at], end[at])}"
         )
-    _check_sorted("the block rows of transpose_indices", rows, columns, "block column")
+
+
+@doors.scans
+def _check_order_in_columns(topology):
+    """Transpose indices visit ascending block rows inside a block column, no block twice."""
+    order = topology.transpose_indices
+    rows = topology.row_indices[order]
+    at = _first_fall(rows, topology.column_indices[order])
+    if at is not None:
+        raise ValueError(
+            f"transpose_indices[{at + 1}] is {int(order[at + 1])}, a block of block row {int(rows[at + 1])}, but "
+            f"transpose_indices[{at}] is {int(order[at])}, of block row {int(rows[at])} in the same block column: "
+            f"block rows must ascend"
+        )
+
+
+def _first_fall(indices, group):
+    """The first place after which ``indices`` do not ascend although their ``group`` stays; None if there is none."""
+    falls = (group[1:] == group[:-1]) & (indices[1:] <= indices[:-1])
+    return doors.first(falls)[0] if bool(falls.any()) else None
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -131,8 +204,11 @@ def _check_columns(topology):
 
 def check_values(name, values, topology, dtypes):
     """``values`` (nnz, block, block) of the topology."""
-    sizes = {"nnz": topology.nnz, "block": topology.block, "block again": topology.block}
-    doors.check_tensor(name, values, sizes, dtypes)
+    _check_blocks(name, values, topology.nnz, topology.block, dtypes)
+
+
+def _check_blocks(name, values, nnz, block, dtypes):
+    doors.check_tensor(name, values, {"nnz": nnz, "block": block, "block again": block}, dtypes)
 
 
 def check_parts(name, dense, rows, topology, dtypes):
@@ -189,7 +265,9 @@ def check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
     doors.check_tensor("lhs", lhs, shape, (doors.dtype_of(values),))
     doors.check_int("parts", parts, at_least=1)
     if N % (parts * topology.block):
-        raise ValueError(f"parts is {parts}, but {N // topology.block} block columns must fall into that many parts")
+        raise ValueError(
+            f"parts is {parts}, but {N // topology.block} block columns do not fall into {parts} equal parts"
+        )
 
 
 # Between the projections ----------------------------------------------------------------------------------------------
@@ -197,25 +275,19 @@ def check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
 
 @doors.unless_trusted
 def check_activate(a, b, activation, dtypes):
-    """a (nnz, block, block), and b of its shape exactly for the gated activations."""
-    gated = is_gated(activation)
-    doors.check_second_projection("b", b, gated, activation)
-    doors.check_tensor("a", a, {"nnz": None, "block": None, "block again": None}, dtypes)
-    if gated:
-        _check_like("b", b, a)
+    """a and b (nnz, block, block) belong together; b is there exactly if the activation is gated."""
+    doors.check_second_projection("b", b, is_gated(activation), activation)
+    doors.check_array("a", a, 3, dtypes, contiguous=False)
+    _check_blocks("a", a, None, a.shape[2], dtypes)
+    if b is not None:
+        _check_blocks("b", b, a.shape[0], a.shape[2], (doors.dtype_of(a),))
 
 
 @doors.unless_trusted
 def check_activate_backward(d_y, a, b, activation, dtypes):
-    """d_y of the shape of a, and the rest as for `check_activate`."""
+    """As `check_activate`, and d_y (nnz, block, block) belongs to them."""
     check_activate(a, b, activation, dtypes)
-    _check_like("d_y", d_y, a)
-
-
-def _check_like(name, array, a):
-    """``array`` of the shape and dtype of ``a`` (nnz, block, block)."""
-    sizes = dict(zip(("nnz", "block", "block again"), a.shape, strict=True))
-    doors.check_tensor(name, array, sizes, (doors.dtype_of(a),))
+    _check_blocks("d_y", d_y, a.shape[0], a.shape[2], (doors.dtype_of(a),))
 
 
 # Rows into bins and back ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
@@ -31,7 +32,7 @@ class IndexArrays:
     def arrays(self) -> dict[str, Array]:
         """The arrays by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in named.items() if not isinstance(value, int)}
+        return {name: value for name, value in named.items() if not isinstance(value, Integral)}
 
     def map(self, convert: Callable[[Array], Array]):
         """The same with every array converted, such as to another backend's kind."""

@@ -118,8 +118,7 @@ def pad(dispatch, block=128):
     -----
     MegaBlocks, section 5.2: groups are padded to a multiple of the block size.
     """
-    doors.check_dispatch(dispatch)
-    sparse_doors.check_block(block)
+    sparse_doors.check_pad(dispatch, block)
     experts, positions, offsets = all_to_device(
         dispatch.token_expert_indices, dispatch.token_index_map, dispatch.expert_token_offsets
     )
@@ -212,9 +211,7 @@ def build_topology(bins, h):
     -----
     MegaBlocks, sections 5.1.3 (hybrid blocked-CSR-COO) and 5.1.4 (transpose indices).
     """
-    sparse_doors.check_bins(bins)
-    doors.check_int("h", h, at_least=1)
-    sparse_doors.check_block(bins.block, h)
+    sparse_doors.check_build_topology(bins, h)
     high, wide = bins.P // bins.block, h // bins.block  # block rows of all experts, block columns of one
     offsets = int32_output(high + 1), int32_output(bins.E * wide + 1)
     blocks = tuple(int32_output(high * wide) for _ in range(3))

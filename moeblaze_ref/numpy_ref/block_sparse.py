@@ -17,7 +17,7 @@ from moeblaze_ref.numpy_ref import DTYPES
 from moeblaze_ref.numpy_ref import activation as activation_stage
 from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
 
-# The structures --------------------------------------------------------------------------------------------------------
+# The structures -------------------------------------------------------------------------------------------------------
 
 
 def pad(dispatch, block=128):
@@ -37,14 +37,13 @@ def pad(dispatch, block=128):
     Raises
     ------
     ValueError, TypeError
-        If block is no integer of at least 1, or as `doors.check_dispatch`.
+        As `sparse_doors.check_pad`.
 
     Notes
     -----
     MegaBlocks, section 5.2: groups are padded to a multiple of the block size.
     """
-    doors.check_dispatch(dispatch)
-    sparse_doors.check_block(block)
+    sparse_doors.check_pad(dispatch, block)
     lengths = np.diff(dispatch.expert_token_offsets)  # (E,)
     padded_offsets = np.zeros(dispatch.E + 1, np.int32)
     padded_offsets[1:] = np.cumsum(-(-lengths // block) * block)
@@ -73,15 +72,13 @@ def build_topology(bins, h):
     Raises
     ------
     ValueError, TypeError
-        If the block size does not divide h, or as `sparse_doors.check_bins`.
+        If the block size does not divide h, or as `sparse_doors.check_build_topology`.
 
     Notes
     -----
     MegaBlocks, sections 5.1.3 (hybrid blocked-CSR-COO) and 5.1.4 (transpose indices).
     """
-    sparse_doors.check_bins(bins)
-    doors.check_int("h", h, at_least=1)
-    sparse_doors.check_block(bins.block, h)
+    sparse_doors.check_build_topology(bins, h)
     wide = h // bins.block  # block columns of an expert
     high = np.diff(bins.padded_offsets) // bins.block  # (E,) block rows of each expert
     column_indices, row_indices, transpose_indices = [], [], []
@@ -193,7 +190,7 @@ def from_dense(dense, topology):
     return blocks[topology.row_indices, topology.column_indices]
 
 
-# Rows into bins and back ------------------------------------------------------------------------------------------------
+# Rows into bins and back ----------------------------------------------------------------------------------------------
 
 
 def padded_gather(x, bins, gates=None):
@@ -284,7 +281,7 @@ def gate_gradient(d_out, y, bins):
     return d_gates
 
 
-# The three products -----------------------------------------------------------------------------------------------------
+# The three products ---------------------------------------------------------------------------------------------------
 
 
 def sdd(lhs, rhs, topology, transpose_rhs=False):
@@ -311,7 +308,7 @@ def sdd(lhs, rhs, topology, transpose_rhs=False):
 
     Notes
     -----
-    MegaBlocks, section 5.1.1.
+    MegaBlocks, sections 5.1 and 5.1.3.
     """
     sparse_doors.check_sdd(lhs, rhs, topology, transpose_rhs, DTYPES)
     block, rhs = topology.block, _matrix(rhs).T if transpose_rhs else _matrix(rhs)
@@ -348,7 +345,7 @@ def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
 
     Notes
     -----
-    MegaBlocks, sections 5.1.2 and 5.1.4.
+    MegaBlocks, sections 5.1 and 5.1.4.
     """
     sparse_doors.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, DTYPES)
     block, rhs = topology.block, _matrix(rhs).T if transpose_rhs else _matrix(rhs)
@@ -374,7 +371,7 @@ def dds(lhs, values, topology, transpose_lhs=False, parts=1):
     transpose_lhs : bool
         Multiply the transpose of lhs.
     parts : int
-        How many parts the result comes in.
+        How many parts the result comes in, of whole blocks each.
 
     Returns
     -------
@@ -388,14 +385,15 @@ def dds(lhs, values, topology, transpose_lhs=False, parts=1):
 
     Notes
     -----
-    MegaBlocks, sections 5.1.2 and 5.1.4: its blocks are visited by the transpose indices.
+    MegaBlocks, sections 5.1 and 5.1.4: the blocks are visited by the transpose indices.
     """
     sparse_doors.check_dds(lhs, values, topology, transpose_lhs, parts, DTYPES)
     block, lhs = topology.block, lhs if transpose_lhs else lhs.T  # (M, K)
     result = np.zeros((topology.shape[1], lhs.shape[1]), values.dtype)  # (N, K), of whole rows
     for number, row, column in _visit(topology, by_column=True):
         _rows(result, column, block)[...] += values[number].T @ _rows(lhs, row, block)
-    return np.ascontiguousarray(result.reshape(parts, -1, result.shape[1]).transpose(0, 2, 1))
+    n = topology.shape[1] // parts
+    return np.ascontiguousarray(result.reshape(parts, n, lhs.shape[1]).transpose(0, 2, 1))
 
 
 def _visit(topology, by_column):
@@ -412,10 +410,13 @@ def _rows(matrix, index, block):
 
 def _matrix(dense):
     """Parts side by side as one matrix."""
-    return dense if dense.ndim == 2 else dense.transpose(1, 0, 2).reshape(dense.shape[1], -1)
+    if dense.ndim == 2:
+        return dense
+    E, rows, columns = dense.shape
+    return dense.transpose(1, 0, 2).reshape(rows, E * columns)
 
 
-# Between the projections --------------------------------------------------------------------------------------------------
+# Between the projections ----------------------------------------------------------------------------------------------
 
 
 def activate(a, b, activation):
@@ -436,8 +437,9 @@ def activate(a, b, activation):
     Raises
     ------
     ValueError, TypeError
-        As ``activation.forward``.
+        As `sparse_doors.check_activate`.
     """
+    sparse_doors.check_activate(a, b, activation, DTYPES)
     return activation_stage.forward(*map(_as_rows, (a, b)), activation).reshape(a.shape)
 
 
@@ -459,8 +461,9 @@ def activate_backward(d_y, a, b, activation):
     Raises
     ------
     ValueError, TypeError
-        As ``activation.backward``.
+        As `sparse_doors.check_activate_backward`.
     """
+    sparse_doors.check_activate_backward(d_y, a, b, activation, DTYPES)
     found = activation_stage.backward(*map(_as_rows, (d_y, a, b)), activation)
     return tuple(None if gradient is None else gradient.reshape(a.shape) for gradient in found)
 
@@ -470,7 +473,7 @@ def _as_rows(values):
     return None if values is None else values.reshape(-1, values.shape[-1])
 
 
-# The layer ----------------------------------------------------------------------------------------------------------------
+# The layer ------------------------------------------------------------------------------------------------------------
 
 
 def forward(x, w1, w2, w3, dispatch, gates, activation, block=128):

@@ -49,8 +49,7 @@ def pad(
     -----
     MegaBlocks, section 5.2.
     """
-    doors.check_dispatch(dispatch)
-    sparse_doors.check_block(block)
+    sparse_doors.check_pad(dispatch, block)
     doors.check_name("rung of block_sparse", rung, RUNGS)
     executor = executor or executor_for(dispatch.expert_token_offsets)
     module = _structures(executor, block)
@@ -98,9 +97,7 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     -----
     MegaBlocks, sections 5.1.3 and 5.1.4.
     """
-    sparse_doors.check_bins(bins)
-    doors.check_int("h", h, at_least=1)
-    sparse_doors.check_block(bins.block, h)
+    sparse_doors.check_build_topology(bins, h)
     doors.check_name("rung of block_sparse", rung, RUNGS)
     executor = executor or executor_for(bins.padded_offsets)
     block_rows, wide = bins.P // bins.block, h // bins.block
