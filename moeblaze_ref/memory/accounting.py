@@ -15,11 +15,11 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import reduce
 from typing import NamedTuple
 
 from moeblaze_ref import doors
+from moeblaze_ref.capacity import DEFAULT_FACTOR, expert_capacity
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
 from moeblaze_ref.raw_cuda import gemm
@@ -129,7 +129,7 @@ class Assumptions:
     """
 
     counts: Sequence[int] | None = None
-    capacity_factor: float = 1.25
+    capacity_factor: float = DEFAULT_FACTOR
     renormalize: bool = False
 
     def __post_init__(self):
@@ -350,12 +350,6 @@ def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
     """Rows of each expert when L * k rows spread as evenly as integers allow; the first experts get the rest."""
     share, rest = divmod(config.R, config.E)
     return tuple(share + (e < rest) for e in range(config.E))
-
-
-def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> int:
-    """C = ceil(capacity_factor * L * k / E), rows reserved for each expert (GShard, Switch; MegaBlocks section 2)."""
-    # The decimal number that was typed: 1.1 as a binary fraction is a little more, and 1.1 * 10 would round up to 12.
-    return math.ceil(Fraction(str(capacity_factor)) * num_rows / num_experts)
 
 
 def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:
