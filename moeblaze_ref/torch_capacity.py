@@ -116,7 +116,8 @@ def fill(routing: oracle.Routing, num_experts: int, rows_of_expert: int, drop_po
     first, end = bounds[:-1], bounds[1:]
 
     at = first[:, None] + torch.arange(rows_of_expert, device=experts.device)  # (E, C) into the queues
-    slots = torch.where(at < end[:, None], queues[at.clamp(max=queues.numel() - 1)], EMPTY)
+    at = torch.where(at < end[:, None], at, experts.numel())  # beyond its expert's queue: beyond them all
+    slots = F.pad(queues, (0, 1), value=EMPTY)[at]
     place = queues.argsort() - first[experts]  # (R,) of each slot in the queue of its expert
     rows = torch.where(place < rows_of_expert, experts * rows_of_expert + place, EMPTY)
     return Bins(slots, rows.view_as(routing.topk_experts), end - first)

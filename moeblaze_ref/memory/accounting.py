@@ -22,6 +22,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.capacity import DEFAULT_FACTOR, expert_capacity
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.memory.waste import capacity_rows
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.units import GB
 
@@ -354,7 +355,8 @@ def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
 
 def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:
     """Rows over an expert's capacity, which are lost, and empty rows below it, which are computed for nothing."""
-    return sum(max(n - capacity, 0) for n in counts), sum(max(capacity - n, 0) for n in counts)
+    rows = capacity_rows(counts, capacity)
+    return sum(rows.dropped), sum(rows.padding)
 
 
 def tiles(rows: int) -> int:
