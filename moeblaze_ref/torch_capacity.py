@@ -76,7 +76,8 @@ class CapacityMoE(MoEModule):
         capacity.check_capacity(rows_of_expert, E)
         routing = oracle.route(x, weights.wg, self.k, self.renormalize, topk_experts)
         bins = fill(routing, E, rows_of_expert, self.drop_policy)
-        y = padded_experts(_take(x, bins.slots // self.k), weights, self.activation)  # (E, C, d)
+        x_rows = _take(x, bins.slots // self.k)  # (E, C, d); EMPTY is its own quotient
+        y = padded_experts(x_rows, weights, self.activation)  # (E, C, d)
         out = combine(y, bins, routing.gates)  # (L, d)
         lost = bins.rows == EMPTY  # (L, k)
         self.dropped_slots, self.lost_tokens = lost.sum(), lost.all(dim=1).sum()
