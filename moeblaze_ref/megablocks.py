@@ -107,7 +107,7 @@ def forward(
     -----
     MegaBlocks, section 4.2 and figure 6.
     """
-    _check(dtypes, x, w1, w2, w3, dispatch, gates, activation)
+    stage_doors.check_experts(x, w1, w2, w3, dispatch, gates, activation, dtypes)
     _, d, h = w1.shape
     sparse_doors.check_block(block, h)
     with doors.trusted_values():
@@ -177,14 +177,6 @@ def backward(
             for d in (d_a, d_b)
         )
     return Gradients(d_x, d_w1, d_w2, d_w3, d_gates)
-
-
-def _check(dtypes, x, w1, w2, w3, dispatch, gates, activation):
-    stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, ("y_swi",), dtypes)
-    E, d, h = w1.shape
-    doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, (doors.dtype_of(x),))
-    wide = (doors.dtype_of(x),) if doors.dtype_of(x) == "float64" else ("float32",)
-    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, wide)
 
 
 @doors.unless_trusted

@@ -170,3 +170,46 @@ class Topology(IndexArrays):
     def shape(self) -> tuple[int, int]:
         """Rows M and columns N of the matrix, in elements."""
         return tuple(self.block * (offsets.shape[0] - 1) for offsets in (self.row_offsets, self.column_offsets))
+
+
+# GShard (arXiv 2006.16668), section 2.2 -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CapacityBins(IndexArrays):
+    """Where a system of fixed capacity puts the routed rows: C rows for every expert; both arrays are int32.
+
+    Parameters
+    ----------
+    slots : array (E, C)
+        Slot token * k + j of every row that is reserved, those with the best claim first; ``EMPTY`` where it is
+        padding.
+    rows : array (R,)
+        Row expert * C + place of every slot, row-major (L, k); ``EMPTY`` where the slot is dropped.
+    k : int
+        Experts per token.
+    """
+
+    slots: Array
+    rows: Array
+    k: int
+
+    @property
+    def E(self) -> int:
+        """Experts."""
+        return self.slots.shape[0]
+
+    @property
+    def C(self) -> int:
+        """Rows of an expert."""
+        return self.slots.shape[1]
+
+    @property
+    def R(self) -> int:
+        """Routed rows."""
+        return self.rows.shape[0]
+
+    @property
+    def L(self) -> int:
+        """Tokens."""
+        return self.R // self.k

@@ -36,7 +36,76 @@ class MoEOutput(NamedTuple):
     topk_experts: Tensor  # (L, k) int32
 
 
-class MoELayer(RoutedExperts):
+class MoEModule(RoutedExperts):
+    """What every system's torch layer has in common: its door, autocast, replayed routing and its output.
+
+    A system says in ``dtypes`` what it computes in, and in ``_run`` how.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype
+        As in `RoutedExperts`; the dtype is one of ``dtypes``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `RoutedExperts`, or if the dtype is not allowed.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        renormalize: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        if dtype is not None and dtype not in self.dtypes:
+            raise TypeError(f"dtype is {dtype}, but it must be {_either(self.dtypes)}")
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+
+    @torch.compiler.disable  # torch.compile leaves the layer as it is, and compiles what is around it
+    def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
+        """The layer's output for the tokens x.
+
+        Parameters
+        ----------
+        x : Tensor (..., d)
+            Of the dtype and on the device of the weights.
+        topk_experts : Tensor (L, k), int32, optional
+            A routing to replay in place of the router's own choice.
+
+        Raises
+        ------
+        ValueError
+            If a shape, a device or a replayed expert is not allowed.
+        TypeError
+            If x is no tensor, or a dtype is not allowed or differs from that of the weights.
+        RuntimeError
+            If nothing can run the kernels here.
+        """
+        doors.check_type("x", x, Tensor)
+        weights = self.weights
+        _check_tensors(x, weights, self)
+        tokens, weights = _cast(x, weights)
+        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
+        replayed = _next_routing(rows.shape[0], self.k)
+        topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
+        result = self._run(rows, MoEWeights(*weights), topk_experts)
+        _remember_routing(result.topk_experts)
+        return result._replace(out=result.out.reshape(x.shape))
+
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        """The output for checked tokens x (L, d), contiguous like the weights and of their dtype."""
+        raise NotImplementedError
+
+
+class MoELayer(MoEModule):
     """A mixture of experts that keeps no routed buffer: MoEBlaze as an ``nn.Module``.
 
     Parameters
@@ -80,47 +149,18 @@ class MoELayer(RoutedExperts):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        if dtype is not None and dtype not in DTYPES:
-            raise TypeError(f"dtype is {dtype}, but it must be {' or '.join(map(str, DTYPES))}")
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
         doors.check_kernel_limits(E, k)
         self.policy = doors.check_name("policy", policy, POLICIES)
         self.rung = rung if rung is None else doors.check_name("rung of layer", rung, raw_layer.RUNGS)
         self.executor: str | None = None
 
-    @torch.compiler.disable  # torch.compile leaves the layer as it is, and compiles what is around it
-    def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
-        """The layer's output for the tokens x.
-
-        Parameters
-        ----------
-        x : Tensor (..., d)
-            Of the dtype and on the device of the weights.
-        topk_experts : Tensor (L, k), int32, optional
-            A routing to replay in place of the router's own choice.
-
-        Raises
-        ------
-        ValueError
-            If a shape, a device or a replayed expert is not allowed.
-        TypeError
-            If x is no tensor, or a dtype is not allowed or differs from that of the weights.
-        RuntimeError
-            If nothing can run the kernels here.
-        """
-        doors.check_type("x", x, Tensor)
-        weights = self.weights
-        _check_tensors(x, weights)
-        tokens, weights = _cast(x, weights)
-        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
-        replayed = _next_routing(rows.shape[0], self.k)
-        topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
-        keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tokens, *weights))
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
         options = _Options(self.k, self.activation, self.policy if keeps else "inputs", self.renormalize, self.rung)
-        result = MoEOutput(*_Layer.apply(options, rows, *weights, topk_experts))
-        _remember_routing(result.topk_experts)
+        result = MoEOutput(*_Layer.apply(options, x, *weights, topk_experts))
         self._record(bridge_to(x.device).executor.name)
-        return result._replace(out=result.out.reshape(x.shape))
+        return result
 
     def _record(self, executor: str):
         if executor != self.executor:
@@ -218,14 +258,18 @@ def _saved(options: _Options, x: Array, arrays: dict[str, Array]) -> Saved:
 # ---- the door ------------------------------------------------------------------------------
 
 
-def _check_tensors(x, weights):
-    """Everything lies on one device and has a dtype that kernels exist for; the shape of x fits."""
+def _either(dtypes):
+    return " or ".join(map(str, dtypes))
+
+
+def _check_tensors(x, weights, layer):
+    """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
     if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"x is on {x.device}, but MoELayer runs on cuda, or through the SIMT executor on cpu")
+        raise ValueError(f"x is on {x.device}, but {type(layer).__name__} runs on cuda or cpu")
     named = {name: weight for name, weight in zip(MoEWeights._fields, weights, strict=True) if weight is not None}
     for name, tensor in {"x": x, **named}.items():
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {' or '.join(map(str, DTYPES))}")
+        if tensor.dtype not in layer.dtypes:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {_either(layer.dtypes)}")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
     width = weights[0].shape[0]
@@ -236,7 +280,7 @@ def _check_tensors(x, weights):
 def _cast(x, weights):
     """x and the weights, contiguous, in autocast's dtype where that is on; autograd casts their gradients back."""
     device = x.device.type
-    casts = torch.is_autocast_enabled(device)
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
     dtype = torch.get_autocast_dtype(device) if casts else x.dtype
     for name, weight in zip(MoEWeights._fields, weights, strict=True):
         if weight is not None and weight.dtype != dtype and not casts:
@@ -269,7 +313,7 @@ def keep_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
     -------
     forward_context, recompute_context
         As the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` returns them.
-        Each call of a `MoELayer` in the region costs the 4 L k bytes of its choice. A recomputation that calls more
+        Each call of an `MoEModule` in the region costs the 4 L k bytes of its choice. A recomputation that calls more
         layers than the forward did, or on another number of tokens, raises RuntimeError.
     """
     tape: list[Tensor] = []
@@ -301,7 +345,7 @@ def _next_routing(num_tokens: int, k: int) -> Tensor | None:
         return None
     routing = next(replay, None)
     if routing is None:
-        raise RuntimeError("the recomputation calls more MoELayers than the forward did: it must repeat the forward")
+        raise RuntimeError("the recomputation calls more MoE layers than the forward did: it must repeat the forward")
     if routing.shape != (num_tokens, k):
         raise RuntimeError(
             f"the recomputation routes {num_tokens} tokens to {k} experts each, but the forward's choice has shape "

@@ -25,7 +25,7 @@ import torch
 import typer
 from helpers import Shape
 
-from moeblaze_ref import cases, check, cli, comparisons, config, oracle, units
+from moeblaze_ref import capacity, cases, check, cli, comparisons, config, oracle, units
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
@@ -334,6 +334,7 @@ def check_vocabulary(notation):
     for heading, name, known in (
         ("Activations", "name", config.ACTIVATIONS),
         ("Save policies", "policy", config.POLICIES),
+        ("Drop policies", "policy", capacity.DROP_POLICIES),
         ("Systems", "system", accounting.SYSTEMS),
         ("Presets", "preset", config.PRESETS),
         ("Routings", "routing", cases.ROUTINGS),

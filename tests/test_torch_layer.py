@@ -365,7 +365,7 @@ def test_a_recomputation_that_is_another_says_so():
         return layer(x[len(calls) :]).out.sum()
 
     for region, message in (
-        (grows, "calls more MoELayers than the forward"),
+        (grows, "calls more MoE layers than the forward"),
         (shrinks, "routes 35 tokens to 3 experts"),
     ):
         calls.clear()

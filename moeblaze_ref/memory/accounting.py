@@ -15,13 +15,14 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import reduce
 from typing import NamedTuple
 
 from moeblaze_ref import doors
+from moeblaze_ref.capacity import DEFAULT_FACTOR, expert_capacity
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.memory.waste import capacity_rows
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.units import GB
 
@@ -129,7 +130,7 @@ class Assumptions:
     """
 
     counts: Sequence[int] | None = None
-    capacity_factor: float = 1.25
+    capacity_factor: float = DEFAULT_FACTOR
     renormalize: bool = False
 
     def __post_init__(self):
@@ -352,15 +353,10 @@ def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
     return tuple(share + (e < rest) for e in range(config.E))
 
 
-def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> int:
-    """C = ceil(capacity_factor * L * k / E), rows reserved for each expert (GShard, Switch; MegaBlocks section 2)."""
-    # The decimal number that was typed: 1.1 as a binary fraction is a little more, and 1.1 * 10 would round up to 12.
-    return math.ceil(Fraction(str(capacity_factor)) * num_rows / num_experts)
-
-
 def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:
     """Rows over an expert's capacity, which are lost, and empty rows below it, which are computed for nothing."""
-    return sum(max(n - capacity, 0) for n in counts), sum(max(capacity - n, 0) for n in counts)
+    rows = capacity_rows(counts, capacity)
+    return sum(rows.dropped), sum(rows.padding)
 
 
 def tiles(rows: int) -> int:

@@ -20,7 +20,7 @@ side by side is read where it lies. Each output element has one writer and each 
 import functools
 import sys
 
-from moeblaze_ref import doors, megablocks, sparse_doors
+from moeblaze_ref import megablocks, sparse_doors
 from moeblaze_ref.config import is_gated
 from moeblaze_ref.numba_cuda import dispatch as dispatch_stage
 from moeblaze_ref.numba_cuda.activation import NONLINEARITY
