@@ -452,11 +452,11 @@ def assert_sdd(stage, one, parts=1):
 def assert_dsd(stage, one, parts=1):
     for transpose_lhs in (False, True):
         lhs = as_given(one.dense, transpose_lhs)
-        rhs = matrix(2, lhs.shape[1], one.K * parts, one.dtype)
+        rhs = matrix(2, lhs.shape[1], one.K, one.dtype)
         for transpose_rhs in (False, True):
             given = as_given(rhs, transpose_rhs)
-            columns_fall_apart = given.shape[1] % parts == 0
-            for form in [given, in_parts(given, parts)] if columns_fall_apart else [given]:
+            has_the_columns = transpose_rhs and not transpose_lhs
+            for form in [given, in_parts(given, parts)] if has_the_columns else [given]:
                 found = stage.dsd(one.values, one.topology, form, transpose_lhs, transpose_rhs)
                 assert_agrees(one.dtype, found, torch.matmul, lhs, rhs)
 
@@ -937,18 +937,18 @@ STRAY = changed(BINS, {"slots": {3: 0}})
         ("sdd", {"lhs": [[1.0]]}, TypeError, "lhs is a list"),
         ("sdd", {"rhs": [[1.0]]}, TypeError, "rhs is a list"),
         ("sdd", {"rhs": None}, TypeError, "rhs is a NoneType"),
-        ("sdd", {"rhs": np.ones((4, 8))}, ValueError, r"rhs has shape \(4, 8\), but .* \(rows=3, columns=8\)"),
-        ("sdd", {"rhs": np.ones((3, 7))}, ValueError, r"rhs has shape \(3, 7\), but .* \(rows=3, columns=8\)"),
+        ("sdd", {"rhs": np.ones((4, 8))}, ValueError, r"rhs has shape \(4, 8\), but .* \(rows=3, N=8\)"),
+        ("sdd", {"rhs": np.ones((3, 7))}, ValueError, r"rhs has shape \(3, 7\), but .* \(rows=3, N=8\)"),
         ("sdd", {"rhs": np.ones((3, 3, 3))}, ValueError, "rhs has 3 parts of 3 columns, but 8 columns are needed"),
-        ("sdd", {"rhs": np.ones((0, 3, 8))}, ValueError, "the parts of rhs is 0, but it must be >= 1"),
+        ("sdd", {"rhs": np.ones((0, 3, 8))}, ValueError, "rhs has 0 parts of 8 columns, but 8 columns are needed"),
         ("sdd", {"rhs": np.ones((2, 5, 4))}, ValueError, r"rhs has shape \(2, 5, 4\), but .* \(parts=2, rows=3"),
         ("sdd", {"rhs": np.ones((3, 8), int)}, TypeError, "rhs has dtype int64, but it must be float"),
         ("sdd", {"rhs": with_nan}, ValueError, r"rhs\[2, 7\] is nan"),
-        ("sdd", {"transpose_rhs": True}, ValueError, r"rhs has shape \(3, 8\), but .* \(rows=8, columns=3\)"),
+        ("sdd", {"transpose_rhs": True}, ValueError, r"rhs has shape \(3, 8\), but .* \(N=8, K=3\)"),
         ("sdd", {"topology": FALLING}, ValueError, r"row_offsets\[2\] is 2"),
-        ("dsd", {"rhs": np.ones((6, 3))}, ValueError, r"rhs has shape \(6, 3\), but it must be \(rows=8, columns\)"),
-        ("dsd", {"transpose_lhs": True}, ValueError, r"rhs has shape \(8, 3\), but it must be \(rows=6, columns\)"),
-        ("dsd", {"transpose_rhs": True}, ValueError, r"rhs has shape \(8, 3\), but it must be \(rows, columns=8\)"),
+        ("dsd", {"rhs": np.ones((6, 3))}, ValueError, r"rhs has shape \(6, 3\), but it must be \(depth=8, K\)"),
+        ("dsd", {"transpose_lhs": True}, ValueError, r"rhs has shape \(8, 3\), but it must be \(depth=6, K\)"),
+        ("dsd", {"transpose_rhs": True}, ValueError, r"rhs has shape \(8, 3\), but it must be \(rows, N=8\)"),
         ("dsd", {"rhs": None}, TypeError, "rhs is a NoneType"),
         ("dsd", {"values": np.ones((6, 2, 2))}, ValueError, r"values has shape \(6, 2, 2\), but .* \(nnz=5"),
         ("dsd", {"values": with_nan}, ValueError, r"values\[4, 1, 1\] is nan"),
