@@ -5,20 +5,21 @@
 // Source       MegaBlocks (arXiv 2211.15841), section 5.2.
 // Idea         The routed rows are copied: this is the buffer (P, d) that MoEBlaze does without.
 // Runs on      sm_80 and newer; SIMT executor.
-// Constants    Scalar storage type of s bytes; WEIGHTED, whether rows are multiplied by gates; PACK neighbours that a
-//              thread moves, which divides d; THREADS per block, whole warps.
+// Constants    Scalar storage type of s bytes; PACK neighbours that a thread moves, which divides d; THREADS per block,
+//              whole warps.
 // Determinism  Same input, same bits: each element has one writer, sums run in a fixed order.
 //
-// kernel         grid                         block    shared bytes  bytes read                                   bytes written
-// padded_gather  ceil(P d / PACK / THREADS)   THREADS  0             4 P d / PACK + s R d + 4 W R d / PACK        s P d
-// gate_gradient  ceil(32 R / THREADS)         THREADS  0             128 R + 2 s R d                              4 R
-// W is WEIGHTED. Bound: memory.
+// kernel         grid                        block    shared bytes  bytes read                              bytes written
+// padded_gather  ceil(P d / PACK / THREADS)  THREADS  0             4 P d / PACK + s R d + 4 W R d / PACK   s P d
+// gate_gradient  ceil(32 R / THREADS)        THREADS  0             128 R + 2 s R d                         4 R
+// W is 1 if the rows are weighted by gates, else 0. Bound: memory.
 #include "common.cuh"
 #include "pack.cuh"
 #include "scalar.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    padded_gather(const Scalar* x, const float* gates, const int* slots, Scalar* rows, int P, int d, int k) {
+    padded_gather(const Scalar* x, const float* gates, const int* slots, Scalar* rows, int P, int d, int k,
+                  int weighted) {
     const long long at = ((long long)blockIdx.x * THREADS + threadIdx.x) * PACK;
     if (at >= (long long)P * d) return;
     const int slot = slots[at / d];
@@ -28,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < PACK; ++i) pack.elements[i] = from_float<Scalar>(0.0f);
     } else {
         pack = load_pack<PACK>(x + (long long)(slot / k) * d + at % d);
-        if (WEIGHTED) {
+        if (weighted) {
             const float gate = gates[slot];
 #pragma unroll
             for (int i = 0; i < PACK; ++i) pack.elements[i] = from_float<Scalar>(gate * to_float(pack.elements[i]));

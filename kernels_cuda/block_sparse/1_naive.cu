@@ -9,12 +9,13 @@
 // Constants    Scalar storage type of s bytes; BLOCK; TRANSPOSE_LHS and TRANSPOSE_RHS; THREADS per block of threads.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel  grid                     block    shared bytes  bytes read                                 bytes written
-// sdd     ceil(V / THREADS)        THREADS  0             8 V + 2 s V K                              s V
-// dsd     ceil(rows K / THREADS)   THREADS  0             8 rows K + 4 I K V / BLOCK + 2 s K V       s rows K
-// dds     ceil(N K / THREADS)      THREADS  0             8 N K + 8 K V / BLOCK + 2 s K V            s N K
-// V = n BLOCK**2 values in n blocks of a matrix (M, N). SDD has a depth K, the others a dense width K. Of dsd, rows are
-// M and I is 1, or N and 2 with TRANSPOSE_LHS. 2 V K FLOPs each. Bound: memory.
+// kernel  grid                    block    shared bytes  bytes read                       bytes written
+// sdd     ceil(V / THREADS)       THREADS  0             8 V + 2 s V K                    s V
+// dsd     ceil(rows K / THREADS)  THREADS  0             8 rows K + 4 I H K + 2 s V K     s rows K
+// dds     ceil(N K / THREADS)     THREADS  0             8 N K + 8 H K + 2 s V K          s N K
+// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others a
+// dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. 2 V K FLOPs
+// each. Bound: memory.
 #include "sparse.cuh"
 
 // Section 5.1.1: lhs (M, K), rhs (K, N) or, transposed, (N, K).

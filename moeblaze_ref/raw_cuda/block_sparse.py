@@ -163,10 +163,18 @@ def padded_gather(
     rows = executor.empty((bins.P, d), dtype)
     if elements := size_of(rows):
         weights = executor.empty((0,), "float32") if gates is None else gates  # a pointer that no kernel follows
-        module, pack = _rows(executor, dtype, widest_pack(x, d), gates is not None)
-        launch = gemm.per_element(elements // pack)
-        module.launch(
-            "padded_gather", **launch, x=x, gates=weights, slots=bins.slots, rows=rows, P=bins.P, d=d, k=bins.k
+        pack = widest_pack(x, d)
+        _rows(executor, dtype, pack).launch(
+            "padded_gather",
+            **gemm.per_element(elements // pack),
+            x=x,
+            gates=weights,
+            slots=bins.slots,
+            rows=rows,
+            P=bins.P,
+            d=d,
+            k=bins.k,
+            weighted=int(gates is not None),
         )
     return rows
 
@@ -247,17 +255,15 @@ def gate_gradient(
     d_gates = executor.empty((bins.L, bins.k), "float32")
     if bins.R:
         pack = min(widest_pack(array, d) for array in (d_out, y))
-        module, _ = _rows(executor, dtype, pack, False)
         warps = gemm.per_element(gemm.WARP * bins.R)
-        module.launch(
+        _rows(executor, dtype, pack).launch(
             "gate_gradient", **warps, d_out=d_out, y=y, rows=bins.rows, d_gates=d_gates, R=bins.R, d=d, k=bins.k
         )
     return d_gates
 
 
-def _rows(executor: Executor, dtype: str, pack: int, weighted: bool) -> tuple[Module, int]:
-    constants = gemm.constants(dtype) | {"PACK": pack, "WEIGHTED": int(weighted)}
-    return executor.load("block_sparse/0_rows.cu", **constants), pack
+def _rows(executor: Executor, dtype: str, pack: int) -> Module:
+    return executor.load("block_sparse/0_rows.cu", **gemm.constants(dtype), PACK=pack)
 
 
 # The three products ---------------------------------------------------------------------------------------------------
