@@ -13,7 +13,7 @@ from moeblaze_ref.kernel_headers import evaluate, table
 from moeblaze_ref.numpy_ref import block_sparse as reference
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import block_sparse, gemm, tiles
+from moeblaze_ref.raw_cuda import block_sparse, gemm
 from moeblaze_ref.raw_cuda.runtime import simt
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
@@ -58,7 +58,7 @@ def product_symbols(one, rung, transpose_lhs=False, transpose_rhs=False):
     if rung == "2_tiled":
         symbols |= {"T": -(-block // 64), "C": -(-K // 64)}
     if rung == "3_mma":
-        tile = tiles.DEFAULTS[rung]
+        tile = block_sparse.tile_of(rung, block)
         A, B = s * tile.rows // 16, s * tile.columns // 16
         Y, X = -(-block // tile.rows), -(-block // tile.columns)
         R, C = -(-K // tile.rows), -(-K // tile.columns)
@@ -100,6 +100,7 @@ def met(kernel, symbols, transpose_lhs, transpose_rhs):
         ("2_tiled", "float32", 3, 70),
         ("2_tiled", "bfloat16", 72, 9),
         ("3_mma", "float16", 8, 136),
+        ("3_mma", "bfloat16", 40, 72),
         ("3_mma", "bfloat16", 136, 24),
     ],
 )
@@ -116,7 +117,7 @@ def test_the_products_ask_for_the_bytes_that_their_headers_state(rung, dtype, bl
 
 @pytest.mark.parametrize("rung", ["2_tiled", "3_mma"])
 def test_a_block_of_threads_has_the_shared_memory_that_the_header_states(rung):
-    tile = tiles.DEFAULTS.get(rung)
+    tile = block_sparse.tile_of(rung, 8)
     constants = gemm.constants("float16", tile=tile) | {"BLOCK": 8, "TRANSPOSE_LHS": 1, "TRANSPOSE_RHS": 0}
     file = gemm.file_of("block_sparse", rung)
     source, dynamic = KernelSource.read(file, constants), 0 if tile is None else tile.shared_bytes

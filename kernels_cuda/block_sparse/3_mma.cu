@@ -4,7 +4,7 @@
 // Source       MegaBlocks (arXiv 2211.15841), sections 5.1.1, 5.1.2 and 5.1.4.
 // Idea         The products of rung 2 on mma_matmul. The depth of a result is that of all its blocks, one behind the
 //              other: an operand's lines say in which block a place of it lies, so that copies never pause between two
-//              blocks. A tile is as large as a usual block.
+//              blocks. A tile is as large as a block, of the usual ones.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar of s bytes: __half or __nv_bfloat16; BLOCK, a multiple of 8; TRANSPOSE_LHS and TRANSPOSE_RHS;
 //              TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see mma_matmul.cuh;

@@ -16,6 +16,12 @@ RUNGS = {rung: gemm.RUNGS[rung] for rung in ("1_naive", "2_tiled", "3_mma")}
 DEFAULT_RUNG = "2_tiled"
 BLOCK = 128  # of MegaBlocks: a tile of its products
 GATE_DTYPES = ("float32",)
+# Of rung 3_mma, by the block: what a tile has beyond its block is computed for nothing.
+TILES = (
+    tiles.MmaTile(32, 32, warp_rows=32, warp_columns=32),
+    tiles.MmaTile(64, 64, warp_rows=32, warp_columns=32),
+    tiles.DEFAULTS["3_mma"],
+)
 
 # The structures -------------------------------------------------------------------------------------------------------
 
@@ -460,6 +466,13 @@ def _parts(name: str, dense: Array) -> dict[str, int]:
     return {f"{name}_rows": dense.shape[-2], f"{name}_width": dense.shape[-1]}
 
 
+def tile_of(rung: str, block: int) -> tiles.MmaTile | None:
+    """The tile of a rung's products: the smallest that covers a block, or the largest; None if the rung has but one."""
+    if rung != "3_mma":
+        return None
+    return next((tile for tile in TILES if block <= tile.rows), TILES[-1])
+
+
 class _Product:
     """How a rung computes a product of blocks: its module, and how it cuts a result into tiles."""
 
@@ -467,7 +480,7 @@ class _Product:
         self.dtype = gemm.check_rung("block_sparse", rung, RUNGS, operand, K=K, block=block)
         self.executor = executor or executor_for(operand)
         self.naive = rung == "1_naive"
-        self._tile = tiles.DEFAULTS.get(rung)
+        self._tile = tile_of(rung, block)
         self.rows, self.columns = gemm.extent(self._tile)
         self.high, self.wide = ceil_div(block, self.rows), ceil_div(block, self.columns)  # tiles along a block's sides
         turned = {name: int(transposes.get(name, False)) for name in ("TRANSPOSE_LHS", "TRANSPOSE_RHS")}
