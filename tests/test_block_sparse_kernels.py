@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from test_block_sparse import sparse_of
+from test_block_sparse import assert_activation, assert_rows, assert_same, matrix, run_layer, sparse_of
 
 from moeblaze_ref.backends import OpenStage
-from moeblaze_ref.cases import random_topk
+from moeblaze_ref.cases import make_case, random_topk, relative_error
 from moeblaze_ref.config import is_gated
 from moeblaze_ref.kernel_headers import evaluate, table
 from moeblaze_ref.numpy_ref import block_sparse as reference
@@ -15,11 +15,9 @@ from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import block_sparse, gemm
 from moeblaze_ref.raw_cuda.runtime import simt
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource
+from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, inlined
 
-EVERY = [(rung, dtype) for rung, able in block_sparse.RUNGS.items() for dtype in able]
-every_rung = pytest.mark.parametrize(("rung", "dtype"), [(rung, able[-1]) for rung, able in block_sparse.RUNGS.items()])
 MASK = np.array([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], bool)  # an empty block row, an empty block column
 
 
@@ -185,3 +183,243 @@ def test_the_activation_asks_for_the_bytes_that_its_header_states(dtype, block, 
     symbols = {"V": a.size, "s": a.itemsize, "G": 1 + is_gated(activation), "THREADS": gemm.THREADS}
     for launch in launches:
         assert_as_stated(launch, "block_sparse/0_hidden.cu", symbols | {"PACK": 1 if block == 3 else 16 // a.itemsize})
+
+
+# ---- bits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rung", "dtype"), [(rung, able[-1]) for rung, able in block_sparse.RUNGS.items()])
+def test_every_order_of_threads_gives_the_same_bits(rung, dtype):
+    case = make_case(21, 8, 16, 5, 3, "zipf").astype(dtype)
+    first, second = (run_layer(on(SimtExecutor(seed=seed), rung), case, 8) for seed in (0, 7))
+    for name, array in first.items():
+        np.testing.assert_array_equal(second[name], array, err_msg=name)
+
+
+# ---- doors -----------------------------------------------------------------------------------
+
+DENSE = sparse_of(MASK, 8, 8, "float32")
+
+
+def test_a_rung_says_which_dtypes_it_takes():
+    x = numbers(0, (DENSE.extents[0], 8), "float32")
+    with pytest.raises(TypeError, match="rung 3_mma of block_sparse computes in float16 or bfloat16, but x is float32"):
+        block_sparse.sdd(x, numbers(1, (8, DENSE.extents[1]), "float32"), DENSE.topology, rung="3_mma")
+    with pytest.raises(TypeError, match="rungs for it: 1_naive, 2_tiled"):
+        block_sparse.activate(DENSE.values, None, "relu", rung="3_mma")
+    with pytest.raises(TypeError, match="lhs has dtype float64, but it must be float32 or float16 or bfloat16"):
+        block_sparse.sdd(x.astype(float), numbers(1, (8, DENSE.extents[1]), "float64"), DENSE.topology)
+
+
+@pytest.mark.parametrize(("block", "K", "message"), [(8, 12, "K is 12"), (12, 8, "block is 12")])
+def test_tensor_cores_take_whole_eights(block, K, message):
+    one = sparse_of(MASK, block, K, "float16")
+    message += ", but rung 3_mma needs a multiple of 8; use rung 2_tiled"
+    M, N, _ = one.extents
+    with pytest.raises(ValueError, match=message):
+        block_sparse.sdd(numbers(0, (M, K), "float16"), numbers(1, (K, N), "float16"), one.topology, rung="3_mma")
+    with pytest.raises(ValueError, match=message):
+        block_sparse.dsd(one.values, one.topology, numbers(0, (N, K), "float16"), rung="3_mma")
+    with pytest.raises(ValueError, match=message):
+        block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, rung="3_mma")
+
+
+def test_a_layer_takes_the_rung_that_it_can():
+    assert block_sparse.default_rung("bfloat16", 64, 128) == "3_mma"
+    for dtype, d, block in (("float32", 64, 128), ("bfloat16", 60, 128), ("bfloat16", 64, 12)):
+        assert block_sparse.default_rung(dtype, d, block) == "2_tiled"
+
+
+def test_an_unknown_rung_is_refused():
+    dispatch = build_by_sort(random_topk(5, 3, 2, "uniform"), 3)
+    bins, message = reference.pad(dispatch, 8), "unknown rung of block_sparse '2_tile'. Did you mean '2_tiled'"
+    for call in (
+        lambda: block_sparse.pad(dispatch, 8, rung="2_tile"),
+        lambda: block_sparse.build_topology(bins, 8, rung="2_tile"),
+        lambda: block_sparse.padded_gather(numbers(0, (5, 8), "float32"), bins, rung="2_tile"),
+        lambda: block_sparse.dds(numbers(0, (8, 24), "float32"), DENSE.values, DENSE.topology, rung="2_tile"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_gates_are_float32_and_a_token_has_no_more_slots_than_lanes():
+    bins = reference.pad(build_by_sort(random_topk(3, 40, 33, "uniform"), 40), 8)
+    x, y, gates = numbers(0, (3, 8), "float32"), numbers(1, (bins.P, 8), "float32"), numbers(2, (3, 33), "float64")
+    with pytest.raises(TypeError, match="gates has dtype float64, but it must be float32"):
+        block_sparse.padded_gather(x, bins, gates)
+    with pytest.raises(ValueError, match=r"bins.k is 33, but it must be 1..32"):
+        block_sparse.padded_scatter(y, bins)
+    np.testing.assert_array_equal(block_sparse.padded_gather(x, bins), reference.padded_gather(x, bins))
+
+
+# ---- planted faults --------------------------------------------------------------------------
+
+FEW = make_case(29, 8, 16, 5, 3, "empty")
+BINS_OF_FEW = reference.pad(build_by_sort(FEW.topk_experts, FEW.E), 8)
+
+
+def structures(stage):
+    dispatch = build_by_sort(FEW.topk_experts, FEW.E)
+    bins = stage.pad(dispatch, 8)
+    assert_same(bins, BINS_OF_FEW)
+    assert_same(stage.build_topology(bins, 16), reference.build_topology(BINS_OF_FEW, 16))
+
+
+def rows(stage):
+    assert_rows(stage, build_by_sort(FEW.topk_experts, FEW.E), 8, 8, "float32")
+
+
+def hidden(stage):
+    assert_activation(stage, "swiglu", 7, 8, "float32")
+
+
+def product(kernel, dtype, block, K, **options):
+    """A check of one product alone: with one transpose of its operands a fault is compiled once."""
+
+    def check(stage):
+        one = sparse_of(MASK, block, K, dtype)
+        M, N, _ = one.extents
+        right = (K, N) if kernel == "sdd" else (M if "transpose_lhs" in options else N, K)
+        left = (M, K) if kernel == "sdd" else (K, M)
+        operands = {
+            "sdd": (matrix(1, *left, dtype), matrix(2, *right, dtype), one.topology),
+            "dsd": (one.values, one.topology, matrix(2, *right, dtype)),
+            "dds": (matrix(1, *left, dtype), one.values, one.topology),
+        }[kernel]
+        exact = (each if each is one.topology else each.astype(np.float64) for each in operands)
+        found, expected = getattr(stage, kernel)(*operands, **options), getattr(reference, kernel)(*exact, **options)
+        assert relative_error(found, expected) <= {"float32": 1e-6, "float16": 2.0**-11}[dtype]
+
+    return check
+
+
+NAIVE, TILED, MMA = (f"block_sparse/{rung}.cu" for rung in block_sparse.RUNGS)
+STRUCTURES, ROWS, HIDDEN = (f"block_sparse/0_{name}.cu" for name in ("structures", "rows", "hidden"))
+SUMS, COMBINE = "expert_up/0_sum_rows.cu", "combine/2_vector.cu"
+TURNED = {"transpose_lhs": True}
+SMALL = ("float16", 8, 16)  # blocks smaller than a tile
+TALL = ("float16", 40, 72)  # several tiles along K
+FAULTS = {  # what goes wrong: (file, text that stands there, text in its place, what must see it)
+    "bins: not padded": (STRUCTURES, "(rows + BLOCK - 1) / BLOCK * BLOCK", "rows", structures),
+    "bins: last one left out": (STRUCTURES, "padded_offsets[E] = before;", "padded_offsets[E] = before - BLOCK;", structures),
+    "bins: unpadded offset": (STRUCTURES, "+ padded_offsets[expert];", "+ expert_token_offsets[expert];", structures),
+    "bins: last slot left out": (STRUCTURES, "if (slot >= R) return;", "if (slot >= R - 1) return;", structures),
+    "topology: an empty expert's bin": (STRUCTURES, "[middle] <= row)", "[middle] < row)", structures),
+    "topology: last block left out": (STRUCTURES, "(number >= nnz) return;", "(number >= nnz - 1) return;", structures),
+    "topology: transpose indices as they lie": (
+        STRUCTURES, "column * high + row - first] =", "(row - first) * wide + column] =", structures,
+    ),
+    "topology: column within its expert": (STRUCTURES, "= expert * wide + column;", "= column;", structures),
+    "topology: last column offset": (STRUCTURES, "if (index > E * wide)", "if (index >= E * wide)", structures),
+    "topology: last row offset": (STRUCTURES, "if (index <= block_rows)", "if (index < block_rows)", structures),
+    "rows: padding not cleared": (ROWS, "if (slot < 0) {", "if (P < 0) {", rows),
+    "rows: padding not zero": (ROWS, "from_float<Scalar>(0.0f);", "from_float<Scalar>(1.0f);", rows),
+    "rows: of the slot, not of its token": (ROWS, "(long long)(slot / k) * d", "(long long)(slot % k) * d", rows),
+    "rows: unscaled gate": (ROWS, "(gate * to_float(", "(to_float(", rows),
+    "rows: gate of the token's first slot": (ROWS, "gate = gates[slot];", "gate = gates[slot / k * k];", rows),
+    "rows: last pack left out": (ROWS, "if (at >= (long long)P * d)", "if (at >= (long long)P * d - PACK)", rows),
+    "gate gradient: of the next row": (ROWS, "(long long)rows[slot] * d;", "(long long)(rows[slot] ^ 1) * d;", rows),
+    "gate gradient: of another token": (ROWS, "d_out + slot / k * d;", "d_out + slot % k * d;", rows),
+    "gate gradient: of one lane": (ROWS, "sum = warp_sum(sum);", ";", rows),
+    "gate gradient: last slot left out": (ROWS, "if (slot >= R) return;\n    const Scalar", "if (slot >= R - 1) return;\n    const Scalar", rows),
+    "scatter: unscaled gate": (COMBINE, "return gates[slot];", "return 1.0f;", rows),
+    "scatter: zeros": (SUMS, "return 1.0f;", "return 0.0f;", rows),
+    "activation: without b": (HIDDEN, "hidden_activation(to_float(a_pack.elements[i]), to_float(b_pack.elements[i]))",
+                              "hidden_activation(to_float(a_pack.elements[i]), 1.0f)", hidden),
+    "activation: gradient of b not stored": (HIDDEN, "if (GATED) store_pack(d_b + at, d_b_pack);", "", hidden),
+    "activation: last pack left out": (HIDDEN, "if (at >= values) return;", "if (at >= values - PACK) return;", hidden),
+    "naive: last block left out": (NAIVE, "i < blocks.count;", "i < blocks.count - 1;", product("dsd", "float32", 3, 5)),
+    "naive: transpose indices ignored": (
+        NAIVE, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dsd", "float32", 3, 5, **TURNED),
+    ),
+    "naive: block not transposed": (
+        NAIVE, "TRANSPOSE_LHS ? p * BLOCK + line : line * BLOCK + p", "line * BLOCK + p", product("dsd", "float32", 3, 5, **TURNED),
+    ),
+    "naive: last of the depth left out": (NAIVE, "p < K; ++p", "p < K - 1; ++p", product("sdd", "float32", 3, 5)),
+    "naive: last block never computed": (
+        NAIVE, "(long long)nnz * BLOCK", "(long long)(nnz - 1) * BLOCK", product("sdd", "float32", 3, 5),
+    ),
+    "naive: parts below each other": (
+        NAIVE, "result[Dense{nullptr, K, width}.at(row, column)]", "result[index]", product("dds", "float32", 3, 5, parts=2),
+    ),
+    "tiled: no barrier before the product": (
+        TILED, "return b(r, side, p); });\n        __syncthreads();", "return b(r, side, p); });", product("sdd", "float32", 8, 20),
+    ),
+    "tiled: no barrier after the product": (
+        TILED, "        __syncthreads();  // all have read", "        // all have read", product("dsd", "float32", 8, 20),
+    ),
+    "tiled: transpose indices ignored": (
+        TILED, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dds", "float32", 8, 20),
+    ),
+    "tiled: columns beyond the block stored": (
+        TILED, "if (i < BLOCK && j < BLOCK) block", "if (i < BLOCK) block", product("sdd", "float32", 8, 20),
+    ),
+    "tiled: lines beyond the block stored": (
+        TILED, "if (i < BLOCK && j < K) result", "if (j < K) result", product("dsd", "float32", 8, 20),
+    ),
+    "tiled: second part of a block is the first": (
+        TILED, "blockIdx.y % PARTS * TILE;\n    const long long row", "0;\n    const long long row", product("sdd", "float32", 72, 5),
+    ),
+    "tiled: last block left out": (TILED, "n < blocks.count;", "n < blocks.count - 1;", product("dsd", "float32", 8, 20)),
+    "mma: columns beyond the block stored": (
+        MMA, "BLOCK - first_line, BLOCK - first_column, BLOCK);", "BLOCK - first_line, TILE_COLUMNS, BLOCK);", product("sdd", *SMALL),
+    ),
+    "mma: lines beyond the block stored": (
+        MMA, "+ first_column, lines, columns, K);", "+ first_column, TILE_ROWS, columns, K);", product("dsd", *SMALL),
+    ),
+    "mma: columns beyond the block of dds stored": (
+        MMA, "store_tile(sums, target, lines, columns, width);", "store_tile(sums, target, lines, TILE_COLUMNS, width);", product("dds", *SMALL),
+    ),
+    "mma: last block left out": (
+        MMA, "depth = blocks.count * BLOCK, lines", "depth = (blocks.count - 1) * BLOCK, lines", product("dsd", *SMALL),
+    ),
+    "mma: transpose indices ignored": (
+        MMA, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dsd", *SMALL, **TURNED),
+    ),
+    "mma: first block for all": (
+        MMA, "(OTHER ? blocks.other(i) : blocks.number(i))", "(OTHER ? blocks.other(0) : blocks.number(i))", product("dsd", *SMALL),
+    ),
+    "mma: place in the block forgotten": (MMA, "* BLOCK + at % BLOCK) : nullptr;", "* BLOCK) : nullptr;", product("dds", *TALL)),
+    "mma: next line of a block row": (MMA, "* BLOCK + number) * BLOCK + at", "* BLOCK + number / 2) * BLOCK + at", product("dsd", *SMALL)),
+    "mma: copies not awaited": (MMA, "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();", product("sdd", *TALL)),
+    "mma: missing barrier": (
+        MMA, "        __syncthreads();  // the next stage has arrived", "        // the next stage has arrived", product("sdd", *TALL),
+    ),
+    "mma: second tile of K is the first": (
+        MMA, "first_column = blockIdx.y * TILE_COLUMNS;", "first_column = 0;", product("dsd", *TALL),
+    ),
+}  # fmt: skip
+
+
+class Planted(SimtExecutor):
+    """An executor with one fault in one file."""
+
+    def __init__(self, file, right, wrong):
+        super().__init__(seed=3)
+        self.file, text = file, inlined(file)
+        assert right in text, f"{file} no longer holds {right!r}: update the fault"
+        self.text = text.replace(right, wrong)
+
+    def load(self, file, text=None, **constants):
+        return super().load(file, text=self.text if file == self.file else text, **constants)
+
+
+def rung_of(file):
+    """The rung that runs a file; what all share runs under the default."""
+    name = file.removeprefix("block_sparse/").removesuffix(".cu")
+    return name if name in block_sparse.RUNGS else "2_tiled"
+
+
+def test_the_checks_of_the_faults_pass_without_them():
+    for file, check in {(file, check) for file, _, _, check in FAULTS.values()}:
+        check(on(SimtExecutor(seed=3), rung_of(file)))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault):
+    """A kernel stops, a door refuses what it left, or the result is wrong."""
+    file, right, wrong, check = FAULTS[fault]
+    stage = on(Planted(file, right, wrong), rung_of(file))
+    with pytest.raises((AssertionError, KernelFault, ValueError)):
+        check(stage)
