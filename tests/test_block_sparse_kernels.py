@@ -372,7 +372,7 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
         MMA, "store_tile(sums, target, lines, columns, width);", "store_tile(sums, target, lines, TILE_COLUMNS, width);", product("dds", *SMALL),
     ),
     "mma: last block left out": (
-        MMA, "depth = blocks.count * BLOCK, lines", "depth = (blocks.count - 1) * BLOCK, lines", product("dsd", *SMALL),
+        MMA, "sums, blocks.count * BLOCK,", "sums, (blocks.count - 1) * BLOCK,", product("dsd", *SMALL),
     ),
     "mma: transpose indices ignored": (
         MMA, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dsd", *SMALL, **TURNED),

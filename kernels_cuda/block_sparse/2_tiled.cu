@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     });
 }
 
-// Section 5.1.2.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Section 5.1.2. Without the second bound ptxas spills a register to fit one more block.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     dsd(const Scalar* values, const Scalar* rhs, const int* offsets, const int* others, const int* transpose_indices,
         Scalar* result, int rows, int K, int rhs_rows, int rhs_width) {
     const int first_line = blockIdx.x % PARTS * TILE, first_column = blockIdx.y * TILE;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             [&](int, int j, int p) {
                 const int column = first_column + j;
                 if (column >= K) return 0.0f;
-                return TRANSPOSE_RHS ? right(column, first + p) : right(first + p, column);
+                return TRANSPOSE_RHS ? right(column, first + p) : to_float(rhs[(long long)(first + p) * K + column]);
             });
     }
     const long long row = blockIdx.x / PARTS * (long long)BLOCK;

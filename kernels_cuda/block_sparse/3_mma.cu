@@ -72,6 +72,27 @@ struct LinesThroughBlocks {
     }
 };
 
+// The operand S, from a line or a column of its blocks on: a block row as it lies, or a block column.
+template <bool BY_COLUMN>
+__device__ __forceinline__ auto sparse_lines(const Scalar* values, int first, const Blocks<BY_COLUMN>& blocks) {
+    const int depth = blocks.count * BLOCK, count = BLOCK - first;
+    if constexpr (BY_COLUMN)
+        return LinesOfBlocks<true, false>{values + first, BLOCK, depth, count, blocks};
+    else
+        return LinesOfBlockRow{values + ((long long)blocks.first * BLOCK + first) * BLOCK, count, depth};
+}
+
+// The operand D, from a line or a column on, of which there are `count` more: the blocks meet columns of its lines, or
+// whole lines.
+template <bool COLUMNS, bool BY_COLUMN>
+__device__ __forceinline__ auto dense_lines(const Dense& dense, int first, int count, const Blocks<BY_COLUMN>& blocks) {
+    const int depth = blocks.count * BLOCK;
+    if constexpr (COLUMNS)
+        return LinesThroughBlocks<BY_COLUMN>{dense, first, count, depth, blocks};
+    else
+        return LinesOfBlocks<BY_COLUMN, true>{dense.data + first, dense.width, depth, count, blocks};
+}
+
 // Section 5.1.1.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
@@ -95,21 +116,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         Scalar* result, int rows, int K, int rhs_rows, int rhs_width) {
     const int first_line = blockIdx.x % ROW_PARTS * TILE_ROWS, first_column = blockIdx.y * TILE_COLUMNS;
     const auto blocks = blocks_of<TRANSPOSE_LHS>(offsets, others, transpose_indices, blockIdx.x / ROW_PARTS);
-    const int depth = blocks.count * BLOCK, lines = BLOCK - first_line, columns = K - first_column;
+    const int lines = BLOCK - first_line, columns = K - first_column;
+    const auto left = sparse_lines(values, first_line, blocks);
+    const auto right = dense_lines<TRANSPOSE_RHS>(Dense{rhs, rhs_rows, rhs_width}, first_column, columns, blocks);
     WarpResults<1> sums;
-    auto multiply_by = [&](const auto& right) {
-        if constexpr (TRANSPOSE_LHS) {
-            const LinesOfBlocks<true, false> left = {values + first_line, BLOCK, depth, lines, blocks};
-            mma_matmul<Along::SIDE, RHS>(sums, depth, left, &right);
-        } else {
-            const LinesOfBlockRow left = {values + ((long long)blocks.first * BLOCK + first_line) * BLOCK, lines, depth};
-            mma_matmul<Along::DEPTH, RHS>(sums, depth, left, &right);
-        }
-    };
-    if constexpr (TRANSPOSE_RHS)
-        multiply_by(LinesThroughBlocks<TRANSPOSE_LHS>{{rhs, rhs_rows, rhs_width}, first_column, columns, depth, blocks});
-    else
-        multiply_by(LinesOfBlocks<TRANSPOSE_LHS, true>{rhs + first_column, K, depth, columns, blocks});
+    mma_matmul<TRANSPOSE_LHS ? Along::SIDE : Along::DEPTH, RHS>(sums, blocks.count * BLOCK, left, &right);
     const long long row = blockIdx.x / ROW_PARTS * (long long)BLOCK + first_line;
     store_tile(sums, result + row * K + first_column, lines, columns, K);
 }
@@ -120,16 +131,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int* transpose_indices, Scalar* result, int M, int K, int N, int width) {
     const int first_row = blockIdx.x * TILE_ROWS, first_column = blockIdx.y % COLUMN_PARTS * TILE_COLUMNS;
     const auto blocks = blocks_of<true>(column_offsets, row_indices, transpose_indices, blockIdx.y / COLUMN_PARTS);
-    const int depth = blocks.count * BLOCK, columns = BLOCK - first_column, lines = K - first_row;
-    const LinesOfBlocks<true, false> right = {values + first_column, BLOCK, depth, columns, blocks};
+    const int lines = K - first_row, columns = BLOCK - first_column;
+    const Dense dense = {lhs, TRANSPOSE_LHS ? M : K, TRANSPOSE_LHS ? K : M};
+    const auto left = dense_lines<!TRANSPOSE_LHS>(dense, first_row, lines, blocks);
+    const auto right = sparse_lines(values, first_column, blocks);
     WarpResults<1> sums;
-    if constexpr (TRANSPOSE_LHS) {
-        const LinesOfBlocks<true, true> left = {lhs + first_row, K, depth, lines, blocks};
-        mma_matmul<Along::SIDE, Along::SIDE>(sums, depth, left, &right);
-    } else {
-        const LinesThroughBlocks<true> left = {{lhs, K, M}, first_row, lines, depth, blocks};
-        mma_matmul<Along::DEPTH, Along::SIDE>(sums, depth, left, &right);
-    }
+    mma_matmul<TRANSPOSE_LHS ? Along::SIDE : Along::DEPTH, Along::SIDE>(sums, blocks.count * BLOCK, left, &right);
     const int column = blockIdx.y / COLUMN_PARTS * BLOCK + first_column;
     Scalar* const target = result + Dense{nullptr, K, width}.at(first_row, column);
     store_tile(sums, target, lines, columns, width);
