@@ -363,7 +363,7 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
     ),
     "tiled: last block left out": (TILED, "n < blocks.count;", "n < blocks.count - 1;", product("dsd", "float32", 8, 20)),
     "mma: columns beyond the block stored": (
-        MMA, "BLOCK - first_line, BLOCK - first_column, BLOCK);", "BLOCK - first_line, TILE_COLUMNS, BLOCK);", product("sdd", *SMALL),
+        MMA, "lines, columns, BLOCK);", "lines, TILE_COLUMNS, BLOCK);", product("sdd", *SMALL),
     ),
     "mma: lines beyond the block stored": (
         MMA, "+ first_column, lines, columns, K);", "+ first_column, TILE_ROWS, columns, K);", product("dsd", *SMALL),
@@ -372,7 +372,7 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
         MMA, "store_tile(sums, target, lines, columns, width);", "store_tile(sums, target, lines, TILE_COLUMNS, width);", product("dds", *SMALL),
     ),
     "mma: last block left out": (
-        MMA, "sums, blocks.count * BLOCK,", "sums, (blocks.count - 1) * BLOCK,", product("dsd", *SMALL),
+        MMA, "depth = blocks.count * BLOCK, count", "depth = (blocks.count - 1) * BLOCK, count", product("dsd", *SMALL),
     ),
     "mma: transpose indices ignored": (
         MMA, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dsd", *SMALL, **TURNED),

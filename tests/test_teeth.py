@@ -159,8 +159,8 @@ FAULTS = [
         "column part beyond its block",
         "block_sparse",
         "3_mma",
-        "BLOCK - first_line, BLOCK - first_column, BLOCK);",
-        "BLOCK - first_line, TILE_COLUMNS, BLOCK);",
+        "lines, columns, BLOCK);",
+        "lines, TILE_COLUMNS, BLOCK);",
     ),
     Fault(
         "y_swi never written",

@@ -98,16 +98,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
         int nnz, int K, int rhs_rows, int rhs_width) {
     const int first_line = blockIdx.y / COLUMN_PARTS * TILE_ROWS, first_column = blockIdx.y % COLUMN_PARTS * TILE_COLUMNS;
-    const long long row = row_indices[blockIdx.x] * (long long)BLOCK + first_line;
+    const int lines = BLOCK - first_line, columns = BLOCK - first_column;
+    const int row = row_indices[blockIdx.x] * BLOCK + first_line;
     const int column = column_indices[blockIdx.x] * BLOCK + first_column;
-    const Lines<false> left = {lhs + row * K, K, BLOCK - first_line, K};
-    const Dense dense = {rhs, rhs_rows, rhs_width};
-    const Lines<false> right = TRANSPOSE_RHS ? Lines<false>{rhs + (long long)column * K, K, BLOCK - first_column, K}
-                                             : Lines<false>{rhs + dense.at(0, column), rhs_width, K, BLOCK - first_column};
+    const Lines<false> left = {lhs + (long long)row * K, K, lines, K};
+    const long long begin = TRANSPOSE_RHS ? (long long)column * K : Dense{rhs, rhs_rows, rhs_width}.at(0, column);
+    const Lines<false> right = {rhs + begin, TRANSPOSE_RHS ? K : rhs_width, TRANSPOSE_RHS ? columns : K,
+                                TRANSPOSE_RHS ? K : columns};
     WarpResults<1> sums;
     mma_matmul<Along::DEPTH, RHS>(sums, K, left, &right);
     Scalar* const block = values + ((long long)blockIdx.x * BLOCK + first_line) * BLOCK;
-    store_tile(sums, block + first_column, BLOCK - first_line, BLOCK - first_column, BLOCK);
+    store_tile(sums, block + first_column, lines, columns, BLOCK);
 }
 
 // Section 5.1.2.
