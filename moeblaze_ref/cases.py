@@ -218,3 +218,10 @@ def every_choice() -> list[Case]:
         for activation in ACTIVATIONS
         for number, policy in enumerate(POLICIES)
     ]
+
+
+def every_activation() -> list[Case]:
+    """One of `every_choice` for each activation, every other one renormalised: for what has no policies."""
+    chosen = zip(ACTIVATIONS, itertools.cycle(tuple(POLICIES)[:2]), strict=False)
+    names = {f"{activation}, {policy}" for activation, policy in chosen}
+    return [case for case in every_choice() if case.name in names]

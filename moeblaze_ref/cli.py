@@ -68,7 +68,7 @@ def check(
     stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(BACKENDS)}; repeatable.")] = None,
     gradients: Annotated[
-        bool, typer.Option("--gradients", help="Check the torch layer against autograd instead.")
+        bool, typer.Option("--gradients", help="Check the torch layers against autograd instead.")
     ] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
     record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
@@ -108,7 +108,7 @@ def check(
     options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
     if kernel is not None and gradients:
         with user_errors():
-            raise ValueError("--gradients checks the torch layer, --kernel one kernel: leave one of them out")
+            raise ValueError("--gradients checks the torch layers, --kernel one kernel: leave one of them out")
     if kernel is not None:
         _judge(kernel, stage or [], backend or [], options, timeout, record, as_json)
     with user_errors():

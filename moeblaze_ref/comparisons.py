@@ -18,7 +18,7 @@ from moeblaze_ref.cases import Case, relative_error
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import gemm
-from moeblaze_ref.torch_layer import MoELayer
+from moeblaze_ref.systems import system
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
@@ -296,11 +296,26 @@ def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
 # ---- the torch layer -------------------------------------------------------------------------
 
 
-def run_torch_layer(device: str, case: Case) -> Results:
-    """What `MoELayer` returns on a device, and every gradient that autograd collects from it."""
-    layer = MoELayer(
-        *case.weights.w1.shape[1:], case.E, case.k, case.activation, case.policy, case.renormalize, device=device
-    )
+def _moeblaze(case: Case) -> dict[str, Any]:
+    return {"policy": case.policy}
+
+
+def _megablocks(case: Case) -> dict[str, Any]:
+    return {"block": SPARSE_BLOCK}
+
+
+# By the name of the check: the system, and the options of its own that a case gives it.
+TORCH_LAYERS: dict[str, tuple[str, Callable[[Case], dict[str, Any]]]] = {
+    "torch_layer": ("moeblaze", _moeblaze),
+    "torch_block_sparse": ("megablocks", _megablocks),
+}
+
+
+def run_torch_layer(device: str, case: Case, name: str = "torch_layer") -> Results:
+    """What one of ``TORCH_LAYERS`` returns on a device, and every gradient that autograd collects from it."""
+    of_system, options = TORCH_LAYERS[name]
+    sizes = (*case.weights.w1.shape[1:], case.E, case.k, case.activation)
+    layer = system(of_system, renormalize=case.renormalize, device=device, **options(case))(*sizes)
     inputs = _present(x=case.x, **case.weights._asdict())
     leaves = {name: _exact_tensor(array, device).requires_grad_() for name, array in inputs.items()}
     for name in case.weights._fields:

@@ -1,6 +1,6 @@
 """What the router decides, and the four index structures made of it (MoEBlaze, sections 2 and 4.1)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral
@@ -33,6 +33,12 @@ class IndexArrays:
         """The arrays by name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in named.items() if not isinstance(value, Integral)}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array], **numbers: int):
+        """Its arrays, found by name among others, and its numbers: the inverse of `arrays`."""
+        names = (field.name for field in fields(cls) if field.name not in numbers)
+        return cls(**{name: arrays[name] for name in names}, **numbers)
 
     def map(self, convert: Callable[[Array], Array]):
         """The same with every array converted, such as to another backend's kind."""
