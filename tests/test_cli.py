@@ -102,7 +102,9 @@ def test_memory_of_the_papers_example():
     report = json.loads(moeblaze("memory", "--preset", "paper-deepseek", "--json").stdout)
     assert report.keys() == {"preset", "tokens", "notes", "systems"} and report["tokens"] == 2_000_000
     conventional = report["systems"][0]
-    assert conventional.keys() == {"system", "policy", "kept_bytes", "transient_bytes", "tensors"}
+    assert conventional.keys() == {
+        "system", "policy", "kept_bytes", "measured_bytes", "transient_bytes", "tensors"
+    }  # fmt: skip
     (routed,) = (tensor for tensor in conventional["tensors"] if tensor["name"] == "routed_x")
     assert routed == {
         "name": "routed_x", "shape": [8_000_000, 6144], "dtype": "bfloat16", "formula": "L*k*d*2",
@@ -118,6 +120,7 @@ def test_memory_lists_every_system_and_policy():
     assert found == [
         ("conventional", None),
         ("capacity", None),
+        ("megablocks_published", None),
         ("megablocks", None),
         *(("moeblaze", policy) for policy in POLICIES),
     ]
