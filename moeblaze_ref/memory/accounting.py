@@ -91,11 +91,6 @@ class Tensor:
         return tuple(_as_size(dim).value for dim in self.dims)
 
     @property
-    def elements(self) -> int:
-        """Of the whole tensor."""
-        return math.prod(self.shape)
-
-    @property
     def _product(self) -> Size:
         return reduce(operator.mul, (*self.dims, _ITEMSIZE[self.dtype]))
 

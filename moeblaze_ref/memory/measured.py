@@ -1,5 +1,6 @@
 """What the layers that run here really keep, beside what their accounts say."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,9 +76,9 @@ def _obstacle(one: Account, device: str) -> str:
 
 def forward_flops(one: Account) -> int:
     """FLOPs of the experts' products in a forward, 2*d*h a row and projection, the padding's too."""
-    (a,) = (tensor for tensor in one.tensors if tensor.name == "a")
+    (y,) = (tensor for tensor in one.tensors if tensor.name == "y")  # d columns in every row
     projections = 3 if one.config.gated else 2
-    return 2 * projections * one.config.d * a.elements
+    return 2 * projections * one.config.h * math.prod(y.shape)
 
 
 def _layer_of(one: Account, device: str, dtype: torch.dtype) -> nn.Module:
