@@ -95,7 +95,9 @@ def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterat
     bins, h = reference_sparse.pad(dispatch, comparisons.SPARSE_BLOCK), case.weights.w1.shape[2]
     error = differing_elements(stage.pad(dispatch, bins.block), bins)
     error += differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
-    yield _row(backend, "block_sparse", rung, "structures", "int32", case.shape, float(error), comparisons.BOUNDS["int32"])
+    yield _row(
+        backend, "block_sparse", rung, "structures", "int32", case.shape, float(error), comparisons.BOUNDS["int32"]
+    )
     yield from check_stage(backend, rung, case, "block_sparse")
 
 

@@ -296,30 +296,22 @@ def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
 # ---- the torch layer -------------------------------------------------------------------------
 
 
-def _moeblaze(case: Case) -> dict[str, Any]:
-    return {"policy": case.policy}
-
-
-def _megablocks(case: Case) -> dict[str, Any]:
-    return {"block": SPARSE_BLOCK}
-
-
-# By the name of the check: the system, and the options of its own that a case gives it.
+# By the name of the check: the system, and the options of its own in a case.
 TORCH_LAYERS: dict[str, tuple[str, Callable[[Case], dict[str, Any]]]] = {
-    "torch_layer": ("moeblaze", _moeblaze),
-    "torch_block_sparse": ("megablocks", _megablocks),
+    "torch_layer": ("moeblaze", lambda case: {"policy": case.policy}),
+    "torch_block_sparse": ("megablocks", lambda case: {"block": SPARSE_BLOCK}),
 }
 
 
-def run_torch_layer(device: str, case: Case, name: str = "torch_layer") -> Results:
+def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Results:
     """What one of ``TORCH_LAYERS`` returns on a device, and every gradient that autograd collects from it."""
-    of_system, options = TORCH_LAYERS[name]
-    sizes = (*case.weights.w1.shape[1:], case.E, case.k, case.activation)
-    layer = system(of_system, renormalize=case.renormalize, device=device, **options(case))(*sizes)
+    name, options = TORCH_LAYERS[which]
+    make = system(name, renormalize=case.renormalize, device=device, **options(case))
+    layer = make(*case.weights.w1.shape[1:], case.E, case.k, case.activation)
     inputs = _present(x=case.x, **case.weights._asdict())
     leaves = {name: _exact_tensor(array, device).requires_grad_() for name, array in inputs.items()}
-    for name in case.weights._fields:
-        setattr(layer, name, nn.Parameter(leaves[name]) if name in leaves else None)
+    for weight in case.weights._fields:
+        setattr(layer, weight, nn.Parameter(leaves[weight]) if weight in leaves else None)
     leaves |= dict(layer.named_parameters())
     result = layer(leaves["x"])
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}

@@ -134,6 +134,24 @@ def test_memory_takes_tokens_and_systems():
     assert (x["name"], x["bytes"]) == ("x", 1000 * preset("conf1").config.d * 2)
 
 
+def test_memory_measures_what_runs_here():
+    which = ("--system", "moeblaze", "--system", "megablocks_published", "--system", "capacity")
+    result = moeblaze("memory", "--preset", "conf1", "--tokens", 8, *which, "--measure", "--json")
+    for system in json.loads(result.stdout)["systems"]:
+        published = system["system"] == "megablocks_published"
+        assert system["measured_bytes"] == (None if published else system["kept_bytes"])
+
+
+def test_memory_takes_a_block_size():
+    sizes = [
+        json.loads(moeblaze("memory", "--system", "megablocks", *more, "--json").stdout)
+        for more in ((), ("--block", 64))
+    ]
+    (wide,), (narrow,) = (report["systems"] for report in sizes)
+    assert wide["kept_bytes"] != narrow["kept_bytes"] and wide["measured_bytes"] is None
+    assert moeblaze("memory", "--block", 3).exit_code == 2
+
+
 def test_memory_writes_its_plots(tmp_path):
     assert moeblaze("memory", "--preset", "conf1", "--plots", tmp_path / "plots").exit_code == 0
     written = sorted(path.name for path in (tmp_path / "plots").iterdir())

@@ -295,7 +295,9 @@ def test_what_the_paper_map_leaves_out_is_found(name, tmp_path):
 # Notation: tables against the code ----------------------------------------------------------------------------------
 
 SMALL = Shape(11, 3, 5, 6, 2)  # no two of L, d, h, E, k, R, E + 1 alike
-ACCOUNT_CONFIG = MoEConfig(L=701, d=5, h=300, E=7, k=2)  # as unlike: R is 1,402, C is 251, T is 14 or 21, W is 3, S is 100
+ACCOUNT_CONFIG = MoEConfig(
+    L=701, d=5, h=300, E=7, k=2
+)  # as unlike: R is 1,402, C is 251, T is 14 or 21, W is 3, S is 100
 ACCOUNTS = [
     account
     for changes in ({}, {"activation": "relu2"}, {"dtype": "float32"}, {"dtype": "float64"})

@@ -31,6 +31,7 @@ from moeblaze_ref.memory.accounting import (
     tiles,
     uniform_counts,
 )
+from moeblaze_ref.memory.measured import Measured, measured
 from moeblaze_ref.numpy_ref import layer
 from moeblaze_ref.oracle import OracleMoE
 from moeblaze_ref.structures import STRUCTURES
@@ -396,6 +397,48 @@ def test_moeblaze_is_what_the_specification_keeps(activation, dtype, policy):
     found = {name: (array.shape, str(array.dtype), array.nbytes) for name, array in saved.tensors().items()}
     kept = (tensor for tensor in account(config, "moeblaze", policy).tensors if tensor.kept)
     assert {tensor.name: (tensor.shape, tensor.dtype, tensor.bytes) for tensor in kept} == found
+
+
+def test_what_runs_here_is_measured_beside_its_account():
+    config = MoEConfig(37, 16, 24, 5, 2, dtype="float32")
+    found = [measured(one) for one in accounts(config, assumptions=Assumptions((37, 20, 10, 4, 3), block=8))]
+    assert [one.account.label for one in found if one.kept_bytes is None] == ["megablocks_published"]
+    assert len(found) == len(VARIANTS)
+    assert all(one.kept_bytes in (None, one.account.kept_bytes) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "system", "remark"),
+    [
+        (SMALL, "megablocks_published", "no layer here computes it so"),
+        (SMALL.replace(dtype="float64"), "megablocks", "the layer does not compute in float64"),
+        (SMALL.replace(dtype="float64"), "capacity", ""),
+        (preset("conf4").config, "conventional", "too much work for a CPU"),
+    ],
+)
+def test_what_cannot_be_measured_says_why(config, system, remark):
+    one = measured(account(config, system, assumptions=BLOCKS))
+    assert one.remark == remark and (one.kept_bytes is None) == bool(remark)
+
+
+@pytest.mark.parametrize("counts", ROUTED, ids=str)
+def test_a_routing_has_the_counts_that_it_is_made_of(counts):
+    routing = measure.routing_of(counts, 2)
+    assert torch.bincount(routing.flatten(), minlength=5).tolist() == list(counts)
+    assert (routing[:, 0] != routing[:, 1]).all() and routing.dtype == torch.int32
+
+
+def test_measurements_are_shown_beside_the_formulas():
+    found = accounts(SMALL, ["megablocks_published", "capacity"], BLOCKS)
+    measurements = [Measured(found[0], 1_502, ""), Measured(found[1], None, "not run")]
+    data = report.as_json("small", SMALL, found, [], measurements)
+    assert [one["measured_bytes"] for one in data["systems"]] == [1_502, None]
+    console = Console(width=100, file=io.StringIO())
+    console.print(report.tables(SMALL, found, [], measurements))
+    words = [line.split() for line in console.file.getvalue().splitlines()]
+    formulas = [one.kept_bytes for one in found]
+    assert [found[0].label, f"{formulas[0]:,}", "1,502", f"{1_502 - formulas[0]:+,}"] in words
+    assert [found[1].label, f"{formulas[1]:,}", "not", "run", "-"] in words
 
 
 # The measurement itself -----------------------------------------------------------------------------------------------

@@ -2,19 +2,23 @@
 
 import itertools
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moeblaze_ref import check, megablocks, systems
+from moeblaze_ref import check, megablocks, systems, torch_block_sparse, torch_layer
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import every_activation, relative_error
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import train
 from moeblaze_ref.memory import measure
 from moeblaze_ref.raw_cuda import block_sparse, gating
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.torch_bridge import to_numpy
+from moeblaze_ref.torch_executor import TensorBridge, TorchExecutor
 from moeblaze_ref.torch_layer import MoELayer, keep_routing
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
@@ -103,6 +107,48 @@ def test_it_is_the_same_layer_as_moeblaze(options):
     for name in expected:
         assert relative_error(found[name], expected[name]) < 1e-6, name
     assert torch.equal(ours(x).topk_experts, other(x).topk_experts)
+
+
+class SimtOverTensors(TorchExecutor):
+    """What a GPU has, torch's own tensors and products, with the kernels on the SIMT executor."""
+
+    name, capability = "simt", None
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self._simt = SimtExecutor(instrumented=False)
+
+    def load(self, file, **constants):
+        module = self._simt.load(file, **constants)
+
+        def launch(kernel, **arguments):
+            tensors = {name: to_numpy(value) for name, value in arguments.items() if torch.is_tensor(value)}
+            module.launch(kernel, **arguments | tensors)
+
+        return SimpleNamespace(launch=launch)
+
+    def matmul(self, left, right, dtype):
+        return self.cast(left.float() @ right.float(), dtype)
+
+
+class BridgeOverTensors(TensorBridge):
+    executor = SimtOverTensors()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_torchs_own_tensors_give_what_numpys_arrays_give(activation, dtype, monkeypatch):
+    layer, x = make_layer(activation=activation, dtype=dtype), make_x(dtype=dtype)
+    expected = gradients(layer, x) | {"out": layer(x).out}
+    for module in (torch_block_sparse, torch_layer):
+        monkeypatch.setattr(module, "bridge_to", lambda device: BridgeOverTensors())
+    found = gradients(layer, x) | {"out": layer(x).out}
+    kept = measure.kept_storages(layer, x)
+    monkeypatch.undo()
+    for name in expected:  # the router's products are by another library
+        error = relative_error(found[name].detach().double(), expected[name].detach().double())
+        assert error < (1e-6 if dtype == torch.float32 else 2**-9), name
+    assert kept == measure.kept_storages(layer, x)
 
 
 # Torch's machinery

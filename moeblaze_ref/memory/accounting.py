@@ -425,7 +425,8 @@ def _intermediates(s: _Case, dims, a_until="out"):
     """What plain autograd keeps between the GEMMs, each of shape ``dims``.
 
     silu and gelu save their input a; relu saves its result instead, so that a is only held by the forward's own
-    variable, until the birth of ``a_until``. A gated product saves both factors, relu2's square saves relu(a), and the next GEMM saves y_swi.
+    variable, until the birth of ``a_until``. A gated product saves both factors, relu2's square saves relu(a), and the
+    next GEMM saves y_swi.
     """
     saves_result = s.activation in ("relu", "relu2", "reglu")
     yield Tensor("a", dims, s.dtype, until=a_until if saves_result else None)
@@ -522,8 +523,9 @@ def _megablocks_published(s: _Case) -> _Draft:
 
 
 def _megablocks(s: _Case) -> _Draft:
-    """Padded bins, blocks of S rows and columns; what `BlockSparseMoE` keeps, to the byte: `megablocks.Saved`, x and the choice.
+    """Padded bins, blocks of S rows and columns; what `BlockSparseMoE` keeps, to the byte.
 
+    That is `megablocks.Saved`, where ``routed_x`` is called x_rows, beside x and the choice of experts.
     Less than `_megablocks_published` by two kinds of tensors that its backward computes again: act(a), which autograd
     keeps of a gated activation and of relu2, and the router's probabilities.
     """

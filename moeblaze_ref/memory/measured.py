@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moeblaze_ref.memory import measure
-from moeblaze_ref.memory.accounting import Account, Assumptions, uniform_counts
+from moeblaze_ref.memory.accounting import Account, uniform_counts
 from moeblaze_ref.systems import SYSTEMS, system
 
 CPU_FLOPS = 2 * 10**10  # of one forward: seconds of the SIMT executor, which runs some millions of FLOPs a millisecond

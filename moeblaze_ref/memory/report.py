@@ -158,7 +158,9 @@ def measured_table(measurements: Sequence[Measured]) -> Table:
         table.add_column(name, justify="right", overflow="fold")
     for one in measurements:
         formula = one.account.kept_bytes
-        found = (one.remark, "-") if one.kept_bytes is None else (f"{one.kept_bytes:,}", f"{one.kept_bytes - formula:+,}")
+        found = (
+            (one.remark, "-") if one.kept_bytes is None else (f"{one.kept_bytes:,}", f"{one.kept_bytes - formula:+,}")
+        )
         table.add_row(one.account.label, f"{formula:,}", *found)
     return table
 
