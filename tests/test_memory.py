@@ -113,7 +113,7 @@ def test_small_capacity_drops_and_pads():
         **dict.fromkeys(("a", "act_a", "b", "y_swi"), 3 * 4 * 8 * 2),
         "row_of_slot": 6 * 2 * 4,
         "is_dropped": 6 * 2,
-        "routed_y": 6 * 2 * 4 * 2,
+        "y": 6 * 2 * 4 * 2,
         "gates_narrow": 6 * 2 * 2,
         "shares": 3 * 4,
         "logsumexp": 6 * 4,

@@ -457,7 +457,7 @@ def _capacity(s: _Case) -> _Draft:
 
     From the papers: C and the padded dispatch buffer (GShard, Switch; MegaBlocks section 2), a row number per slot (as
     in Tutel) rather than GShard's one-hot (L, E, C) masks, which would cost more. Of torch: the intermediates that
-    autograd keeps, masks of what is padding and what was dropped, and the outputs by slot, `routed_y`, in place of y.
+    autograd keeps, masks of what is padding and what was dropped, and the outputs by slot, y, in place of `y_rows`.
     """
     factor = s.assumptions.capacity_factor
     C = Size("C", expert_capacity(s.R.value, s.E.value, factor))
@@ -471,10 +471,10 @@ def _capacity(s: _Case) -> _Draft:
         Tensor("token_of_row", (s.E, C), "int32"),
         Tensor("routed_x", (s.E, C, s.d), s.dtype),
         Tensor("is_padding", (s.E, C), "bool"),
-        *_intermediates(s, (s.E, C, s.h), a_until="y"),
-        Tensor("y", (s.E, C, s.d), s.dtype, until="out"),
+        *_intermediates(s, (s.E, C, s.h), a_until="y_rows"),
+        Tensor("y_rows", (s.E, C, s.d), s.dtype, until="out"),
         Tensor("row_of_slot", (s.L, s.k), "int32"),
-        Tensor("routed_y", (s.L, s.k, s.d), s.dtype),
+        Tensor("y", (s.L, s.k, s.d), s.dtype),
         Tensor("is_dropped", (s.L, s.k), "bool"),
         *([Tensor("gates_narrow", (s.L, s.k), s.dtype)] if s.mixed else []),
         _out(s),
