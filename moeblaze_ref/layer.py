@@ -156,8 +156,10 @@ def forward(
     MoEBlaze, sections 2, 3.1 and 5 (Algorithm 1).
     """
     doors.check_name("policy", policy, POLICIES)
-    dispatch, gates, *losses = route(stages, dtypes, x, weights, k, activation, renormalize, topk_experts)
+    logits = _logits(stages, dtypes, x, weights, k, activation, topk_experts)  # (L, E)
     with doors.trusted():
+        dispatch, gates, *losses = _decide(stages, logits, k, renormalize, topk_experts)
+        del logits
         out, kept = _run_experts(stages, x, weights, dispatch, gates, activation, INTERMEDIATES[policy])
     return LayerOutput(out, *losses, Saved(x, dispatch, gates, kept, activation, policy, renormalize))
 
@@ -189,17 +191,9 @@ def route(
     ValueError, TypeError
         As `forward`.
     """
-    _check(dtypes, x, weights, k, activation)
-    if topk_experts is not None:
-        doors.check_topk_experts(topk_experts, weights.wg.shape[1])
-        doors.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
+    logits = _logits(stages, dtypes, x, weights, k, activation, topk_experts)  # (L, E)
     with doors.trusted():
-        logits = stages.router.forward(x, weights.wg)  # (L, E)
-    doors.check_finite("logits", logits)
-    with doors.trusted():
-        chosen, gates, losses = _decide(stages, logits, k, renormalize, topk_experts)
-        del logits
-        return Routed(stages.dispatch.build(chosen, weights.wg.shape[1]), gates, *losses)
+        return _decide(stages, logits, k, renormalize, topk_experts)
 
 
 def _check(dtypes, x, weights, k, activation):
@@ -207,12 +201,26 @@ def _check(dtypes, x, weights, k, activation):
     stage_doors.check_layer(x, weights, k, activation, dtypes)
 
 
+def _logits(stages, dtypes, x, weights, k, activation, topk_experts):
+    """The router's logits (L, E), finite, once all that it is given is known to be right."""
+    _check(dtypes, x, weights, k, activation)
+    if topk_experts is not None:
+        doors.check_topk_experts(topk_experts, weights.wg.shape[1])
+        doors.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
+    with doors.trusted():
+        logits = stages.router.forward(x, weights.wg)
+    doors.check_finite("logits", logits)
+    return logits
+
+
 def _decide(stages, logits, k, renormalize, topk_experts):
-    """Chosen experts and gates (L, k), and both losses; the probabilities (L, E) are dropped here."""
+    """The router's decision, and who goes where by it; the probabilities (L, E) are dropped here."""
     probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
     if topk_experts is not None:
         chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
-    return chosen, gates, (stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits))
+    losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
+    del probs
+    return Routed(stages.dispatch.build(chosen, logits.shape[1]), gates, *losses)
 
 
 def _gates_of(probs, topk_experts, renormalize):

@@ -105,13 +105,12 @@ class _BlockSparse(torch.autograd.Function):
         k, activation, renormalize, block, rung = options
         with bridge.running():
             array, *weights, replayed = bridge.arrays([x, wg, w1, w2, w3, topk_experts])
-            chosen = {"topk_experts": replayed, "executor": bridge.executor}
-            routed = raw_layer.route(array, MoEWeights(*weights), k, activation, renormalize, **chosen)
-            dispatch, gates, *losses = routed
-            with doors.trusted():  # the router has checked what it was given, the experts' weights too
-                out, saved = block_sparse.forward(
-                    array, *weights[1:], dispatch, gates, activation, block, bridge.executor, rung
-                )
+            dispatch, gates, *losses = raw_layer.route(
+                array, MoEWeights(*weights), k, activation, renormalize, replayed, bridge.executor
+            )
+            out, saved = block_sparse.forward(
+                array, *weights[1:], dispatch, gates, activation, block, bridge.executor, rung
+            )
             arrays = {"token_expert_indices": dispatch.token_expert_indices, **saved.tensors()}
             kept = dict(zip(arrays, bridge.tensors(arrays.values()), strict=True))
             out, *losses = bridge.tensors([out, *losses])
@@ -134,9 +133,11 @@ class _BlockSparse(torch.autograd.Function):
             x, *arrays = bridge.arrays([x, *tensors])
             weights = MoEWeights(*arrays[:4])
             kept = dict(zip(ctx.kept, arrays[4:], strict=True))
-            through_experts = wanted - {"d_wg"} | ({"d_gates"} if wanted & {"d_x", "d_wg"} else set())
+            of_experts = wanted - {"d_wg"}
+            if wanted & {"d_x", "d_wg"}:
+                of_experts.add("d_gates")  # through which the router hears of the output
             experts = block_sparse.backward(
-                d_out, Saved.of(kept, k, block, activation), *weights[1:], through_experts, bridge.executor, rung
+                d_out, Saved.of(kept, k, block, activation), *weights[1:], of_experts, bridge.executor, rung
             )
             d_x, d_wg = raw_layer.router_gradients(
                 experts.d_gates,
@@ -150,6 +151,5 @@ class _BlockSparse(torch.autograd.Function):
             )
             if d_x is not None:
                 d_x += experts.d_x
-            gradients = (d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3)
-            d_x, d_wg, d_w1, d_w2, d_w3 = bridge.tensors(gradients)
-        return None, d_x, d_wg, d_w1, d_w2, d_w3, None
+            gradients = bridge.tensors([d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3])
+        return None, *gradients, None

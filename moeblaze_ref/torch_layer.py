@@ -276,10 +276,12 @@ def refuse_second_derivative(layer: type[KernelMoE]):
         )
 
 
+_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that a node is given
+
+
 def wanted_by(ctx: Any) -> list[str]:
     """The gradients that autograd wants of a node that was given options, x and the weights: d_x, d_wg, ..."""
-    names = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))
-    return [name for name, needed in zip(names, ctx.needs_input_grad[1:6], strict=True) if needed]
+    return [name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed]
 
 
 def _is_the_last_backward() -> bool:
