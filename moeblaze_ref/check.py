@@ -17,7 +17,7 @@ import torch
 
 from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, STAGES, Backend
-from moeblaze_ref.cases import Case, every_choice, option_cases, standard_cases
+from moeblaze_ref.cases import Case, every_activation, every_choice, option_cases, standard_cases
 from moeblaze_ref.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
 from moeblaze_ref.raw_cuda import gemm
@@ -95,15 +95,19 @@ def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterat
     bins, h = reference_sparse.pad(dispatch, comparisons.SPARSE_BLOCK), case.weights.w1.shape[2]
     error = differing_elements(stage.pad(dispatch, bins.block), bins)
     error += differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
-    yield _row(backend, "block_sparse", rung, "structures", "int32", case.shape, float(error), comparisons.BOUNDS["int32"])
+    yield _row(
+        backend, "block_sparse", rung, "structures", "int32", case.shape, float(error), comparisons.BOUNDS["int32"]
+    )
     yield from check_stage(backend, rung, case, "block_sparse")
 
 
-def check_gradients(backend: Backend, rung: str | None, case: Case, dtype: str) -> Iterator[Row]:
-    """Forward and backward rows of the torch layer on the backend's device, against the oracle."""
+def check_gradients(
+    backend: Backend, rung: str | None, case: Case, dtype: str, layer: str = "torch_layer"
+) -> Iterator[Row]:
+    """Forward and backward rows of a torch layer on the backend's device, against the oracle."""
     rounded = case.astype(dtype)
-    found = comparisons.run_torch_layer(TORCH_DEVICES[backend.name], rounded)
-    yield from _judged(backend, "torch_layer", rung, dtype, rounded, found, comparisons.expect_torch_layer)
+    found = comparisons.run_torch_layer(TORCH_DEVICES[backend.name], rounded, layer)
+    yield from _judged(backend, layer, rung, dtype, rounded, found, comparisons.expect_torch_layer)
 
 
 def _judged(backend, stage, rung, dtype, case, found, expect) -> Iterator[Row]:
@@ -182,7 +186,9 @@ def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]
 
 
 def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], list[Row]]]:
-    """The checks of the torch layer: every activation under every policy, in every dtype, on every device there is.
+    """The checks of the torch layers: every activation under every policy, in every dtype, on every device there is.
+
+    MegaBlocks has no policies: of each activation it gets one case.
 
     Raises
     ------
@@ -192,12 +198,13 @@ def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Calla
     chosen = [BACKENDS[doors.check_name("backend of the torch layer", name, TORCH_DEVICES)] for name in backends]
     jobs: list[Callable[[], list[Row]]] = []
     for backend in chosen:
-        if not backend.status().available:
-            jobs.append(lambda backend=backend: [unavailable(backend, "torch_layer")])
-            continue
-        for dtype, case in itertools.product(gemm.WIDE, every_choice()):
-            check = functools.partial(check_gradients, dtype=dtype)
-            jobs.append(functools.partial(_run, check, backend, "torch_layer", None, case))
+        for layer, cases in {"torch_layer": every_choice(), "torch_block_sparse": every_activation()}.items():
+            if not backend.status().available:
+                jobs.append(lambda backend=backend, layer=layer: [unavailable(backend, layer)])
+                continue
+            for dtype, case in itertools.product(gemm.WIDE, cases):
+                check = functools.partial(check_gradients, dtype=dtype, layer=layer)
+                jobs.append(functools.partial(_run, check, backend, layer, None, case))
     return jobs
 
 

@@ -18,7 +18,7 @@ from moeblaze_ref.cases import Case, relative_error
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import gemm
-from moeblaze_ref.torch_layer import MoELayer
+from moeblaze_ref.systems import system
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
@@ -296,15 +296,22 @@ def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
 # ---- the torch layer -------------------------------------------------------------------------
 
 
-def run_torch_layer(device: str, case: Case) -> Results:
-    """What `MoELayer` returns on a device, and every gradient that autograd collects from it."""
-    layer = MoELayer(
-        *case.weights.w1.shape[1:], case.E, case.k, case.activation, case.policy, case.renormalize, device=device
-    )
+# By the name of the check: the system, and the options of its own in a case.
+TORCH_LAYERS: dict[str, tuple[str, Callable[[Case], dict[str, Any]]]] = {
+    "torch_layer": ("moeblaze", lambda case: {"policy": case.policy}),
+    "torch_block_sparse": ("megablocks", lambda case: {"block": SPARSE_BLOCK}),
+}
+
+
+def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Results:
+    """What one of ``TORCH_LAYERS`` returns on a device, and every gradient that autograd collects from it."""
+    name, options = TORCH_LAYERS[which]
+    make = system(name, renormalize=case.renormalize, device=device, **options(case))
+    layer = make(*case.weights.w1.shape[1:], case.E, case.k, case.activation)
     inputs = _present(x=case.x, **case.weights._asdict())
     leaves = {name: _exact_tensor(array, device).requires_grad_() for name, array in inputs.items()}
-    for name in case.weights._fields:
-        setattr(layer, name, nn.Parameter(leaves[name]) if name in leaves else None)
+    for weight in case.weights._fields:
+        setattr(layer, weight, nn.Parameter(leaves[weight]) if weight in leaves else None)
     leaves |= dict(layer.named_parameters())
     result = layer(leaves["x"])
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}

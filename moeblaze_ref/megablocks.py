@@ -5,12 +5,15 @@ block. The stage does the work; this file says what follows what, and what survi
 the routed rows, the experts' outputs for the gradient of the gates, and everything between the two.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moeblaze_ref import doors, sparse_doors, stage_doors
 from moeblaze_ref.config import is_gated
 from moeblaze_ref.structures import Array, Dispatch, PaddedBins, Topology
+
+FLOATS = ("gates", "x_rows", "a", "b", "y_swi", "y")  # what is kept besides indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,19 +46,26 @@ class Saved:
 
     def tensors(self) -> dict[str, Array]:
         """Every array that is kept, by name."""
-        floats = {name: getattr(self, name) for name in ("gates", "x_rows", "a", "b", "y_swi", "y")}
+        floats = {name: getattr(self, name) for name in FLOATS}
         present = {name: array for name, array in floats.items() if array is not None}
         return self.bins.arrays() | self.topology.arrays() | present
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Array], k: int, block: int, activation: str) -> "Saved":
+        """What `tensors` took apart, put together again."""
+        floats = {name: tensors.get(name) for name in FLOATS}
+        bins = PaddedBins.of(tensors, k=k, block=block)
+        return cls(bins, Topology.of(tensors, block=block), **floats, activation=activation)
+
 
 class Gradients(NamedTuple):
-    """What the backward returns."""
+    """What the backward returns; None for what was not wanted."""
 
-    d_x: Array  # (L, d), through the experts alone
-    d_w1: Array  # (E, d, h)
-    d_w2: Array | None  # (E, d, h); None for the ungated activations
-    d_w3: Array  # (E, h, d)
-    d_gates: Array  # (L, k)
+    d_x: Array | None  # (L, d), through the experts alone
+    d_w1: Array | None  # (E, d, h)
+    d_w2: Array | None  # (E, d, h); None for the ungated activations too
+    d_w3: Array | None  # (E, h, d)
+    d_gates: Array | None  # (L, k)
 
 
 def forward(
@@ -130,6 +140,7 @@ def backward(
     w1: Array,
     w2: Array | None,
     w3: Array,
+    wanted: Collection[str] = Gradients._fields,
 ) -> Gradients:
     """Every gradient, from that of the output.
 
@@ -143,6 +154,8 @@ def backward(
         From `forward`; it is not changed.
     w1, w2, w3
         As they went into `forward`.
+    wanted : collection of str
+        Names in `Gradients`; the product that nobody wants is not computed.
 
     Returns
     -------
@@ -151,37 +164,49 @@ def backward(
     Raises
     ------
     ValueError, TypeError
-        If d_out or a weight is not finite, or does not fit what was saved.
+        If d_out or a weight is not finite, or does not fit what was saved, or a wanted gradient is unknown.
 
     Notes
     -----
     MegaBlocks, section 5.1: the backward needs SDD with a transposed dense operand, DSD of either transpose, and DDS.
     """
-    _check_backward(dtypes, d_out, saved, w1, w2, w3)
-    bins, topology, d = saved.bins, saved.topology, w1.shape[1]
+    _check_backward(dtypes, d_out, saved, w1, w2, w3, wanted)
+    bins, topology = saved.bins, saved.topology
+
+    def if_wanted(name, gradient, *operands, **options):
+        return gradient(*operands, **options) if name in wanted else None
+
+    def weight_gradient(d_values):
+        return stage.dds(saved.x_rows, d_values, topology, transpose_lhs=True, parts=bins.E)
+
     with doors.trusted_values():
-        d_gates = stage.gate_gradient(d_out, saved.y, bins)
+        d_gates = if_wanted("d_gates", stage.gate_gradient, d_out, saved.y, bins)
         d_y = stage.padded_gather(d_out, bins, saved.gates)  # (P, d)
-        d_w3 = stage.dsd(saved.y_swi, topology, d_y, transpose_lhs=True).reshape(w3.shape)
-        d_y_swi = stage.sdd(d_y, w3.reshape(-1, d), topology, transpose_rhs=True)  # (nnz, block, block)
+        d_w3 = if_wanted("d_w3", stage.dsd, saved.y_swi, topology, d_y, transpose_lhs=True)  # (E h, d)
+        d_y_swi = stage.sdd(d_y, w3.reshape(-1, w3.shape[2]), topology, transpose_rhs=True)  # (nnz, block, block)
         del d_y
         d_a, d_b = stage.activate_backward(d_y_swi, saved.a, saved.b, saved.activation)
         del d_y_swi
-        d_rows = stage.dsd(d_a, topology, w1, transpose_rhs=True)  # (P, d)
-        if d_b is not None:
-            d_rows += stage.dsd(d_b, topology, w2, transpose_rhs=True)
-        d_x = stage.padded_scatter(d_rows, bins)
-        del d_rows
-        d_w1, d_w2 = (
-            None if d is None else stage.dds(saved.x_rows, d, topology, transpose_lhs=True, parts=bins.E)
-            for d in (d_a, d_b)
-        )
-    return Gradients(d_x, d_w1, d_w2, d_w3, d_gates)
+        d_x = if_wanted("d_x", _input_gradient, stage, d_a, d_b, w1, w2, saved)
+        d_w1 = if_wanted("d_w1", weight_gradient, d_a)
+        del d_a
+        d_w2 = None if d_b is None else if_wanted("d_w2", weight_gradient, d_b)
+    return Gradients(d_x, d_w1, d_w2, None if d_w3 is None else d_w3.reshape(w3.shape), d_gates)
+
+
+def _input_gradient(stage, d_a, d_b, w1, w2, saved):
+    """d_x (L, d): the rows of both projections, summed."""
+    d_rows = stage.dsd(d_a, saved.topology, w1, transpose_rhs=True)  # (P, d)
+    if d_b is not None:
+        d_rows += stage.dsd(d_b, saved.topology, w2, transpose_rhs=True)
+    return stage.padded_scatter(d_rows, saved.bins)
 
 
 @doors.unless_trusted
-def _check_backward(dtypes, d_out, saved, w1, w2, w3):
+def _check_backward(dtypes, d_out, saved, w1, w2, w3, wanted):
     doors.check_type("saved", saved, Saved)
+    for name in wanted:
+        doors.check_name("gradient", name, Gradients._fields)
     doors.check_array("saved.x_rows", saved.x_rows, 2, dtypes)
     same, d = (doors.dtype_of(saved.x_rows),), saved.x_rows.shape[1]
     E, h = saved.bins.E, saved.topology.shape[1] // saved.bins.E

@@ -1,9 +1,8 @@
 """What the router decides, and the four index structures made of it (MoEBlaze, sections 2 and 4.1)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from numbers import Integral
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
@@ -31,12 +30,22 @@ class IndexArrays:
 
     def arrays(self) -> dict[str, Array]:
         """The arrays by name."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in named.items() if not isinstance(value, Integral)}
+        return {name: getattr(self, name) for name in _array_names(type(self))}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array], **numbers: int):
+        """Its arrays, found by name among others, and its numbers: the inverse of `arrays`."""
+        return cls(**{name: arrays[name] for name in _array_names(cls)}, **numbers)
 
     def map(self, convert: Callable[[Array], Array]):
         """The same with every array converted, such as to another backend's kind."""
         return replace(self, **{name: convert(array) for name, array in self.arrays().items()})
+
+
+@cache
+def _array_names(structure: type[IndexArrays]) -> tuple[str, ...]:
+    """The fields that are arrays: a step asks for them again and again."""
+    return tuple(field.name for field in fields(structure) if field.type is not int)
 
 
 @dataclass(frozen=True, eq=False)

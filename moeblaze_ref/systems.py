@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moeblaze_ref import doors, oracle
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.torch_capacity import CapacityMoE
 from moeblaze_ref.torch_layer import MoELayer, MoEModule
 
@@ -19,6 +20,7 @@ MoEFactory = Callable[[int, int, int, int, str], nn.Module]
 SYSTEMS: dict[str, MoEFactory] = {
     "oracle": oracle.OracleMoE,  # plain torch, nothing dropped
     "capacity": CapacityMoE,  # C rows an expert: dropped beyond, padded below
+    "megablocks": BlockSparseMoE,  # whole blocks an expert, nothing dropped
     "moeblaze": MoELayer,  # no routed buffer
 }
 

@@ -94,8 +94,8 @@ class CapacityMoE(MoEModule):
 class Bins(NamedTuple):
     """`structures.CapacityBins` as torch indexes with it, and how long the experts' queues were."""
 
-    slots: Tensor  # (E, C) int64, EMPTY where a row is padding
-    rows: Tensor  # (L, k) int64, EMPTY where a slot is dropped
+    slots: Tensor  # (E, C) int32, EMPTY where a row is padding
+    rows: Tensor  # (L, k) int32, EMPTY where a slot is dropped
     lengths: Tensor  # (E,) int64, routed rows, those that were dropped too
 
 
@@ -121,7 +121,8 @@ def fill(routing: oracle.Routing, num_experts: int, rows_of_expert: int, drop_po
     slots = F.pad(queues, (0, 1), value=EMPTY)[at]
     place = queues.argsort() - first[experts]  # (R,) of each slot in the queue of its expert
     rows = torch.where(place < rows_of_expert, experts * rows_of_expert + place, EMPTY)
-    return Bins(slots, rows.view_as(routing.topk_experts), end - first)
+    # Autograd keeps what the embeddings are indexed with: int32, half of what torch's sorts return.
+    return Bins(slots.int(), rows.view_as(routing.topk_experts).int(), end - first)
 
 
 # Rows into bins and back ------------------------------------------------------------------------------------------------

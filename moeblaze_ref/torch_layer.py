@@ -105,7 +105,51 @@ class MoEModule(RoutedExperts):
         raise NotImplementedError
 
 
-class MoELayer(MoEModule):
+class KernelMoE(MoEModule):
+    """A system over the raw CUDA stages, as one node of autograd's graph.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+
+    Attributes
+    ----------
+    executor : str or None
+        What ran the last forward: "cuda", "simt", or None before the first.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `MoEModule`, or if E or k is more than the kernels take.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        renormalize: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        doors.check_kernel_limits(E, k)
+        self.executor: str | None = None
+
+    def _apply_node(self, node: type[torch.autograd.Function], options: NamedTuple, x: Tensor, *rest) -> MoEOutput:
+        """What the node makes of x, the weights and a routing to replay, and on what it ran."""
+        result = MoEOutput(*node.apply(options, x, *rest))
+        executor = bridge_to(x.device).executor.name
+        if executor != self.executor:
+            log.info("%s(%s) runs on %s", type(self).__name__, self.extra_repr(), executor)
+            self.executor = executor
+        return result
+
+
+class MoELayer(KernelMoE):
     """A mixture of experts that keeps no routed buffer: MoEBlaze as an ``nn.Module``.
 
     Parameters
@@ -150,22 +194,13 @@ class MoELayer(MoEModule):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
-        doors.check_kernel_limits(E, k)
         self.policy = doors.check_name("policy", policy, POLICIES)
         self.rung = rung if rung is None else doors.check_name("rung of layer", rung, raw_layer.RUNGS)
-        self.executor: str | None = None
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
         options = _Options(self.k, self.activation, self.policy if keeps else "inputs", self.renormalize, self.rung)
-        result = MoEOutput(*_Layer.apply(options, x, *weights, topk_experts))
-        self._record(bridge_to(x.device).executor.name)
-        return result
-
-    def _record(self, executor: str):
-        if executor != self.executor:
-            log.info("MoELayer(%s) runs on %s", self.extra_repr(), executor)
-            self.executor = executor
+        return self._apply_node(_Layer, options, x, *weights, topk_experts)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
@@ -205,8 +240,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        if torch.is_grad_enabled():
-            raise RuntimeError("MoELayer has no second derivative: call backward or grad without create_graph=True")
+        refuse_second_derivative(MoELayer)
         x, *tensors = ctx.saved_tensors
         kept = dict(zip(ctx.kept, tensors[4:], strict=True))
         d_out = torch.zeros_like(x) if d_out is None else d_out.contiguous()
@@ -226,7 +260,7 @@ class _Layer(torch.autograd.Function):
                 weights,
                 *[0.0 if d_loss is None else d_loss for d_loss in d_losses],
                 overwrite=overwrite,
-                wanted=[name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed],
+                wanted=wanted_by(ctx),
                 executor=bridge.executor,
                 rung=ctx.options.rung,
             )
@@ -234,7 +268,20 @@ class _Layer(torch.autograd.Function):
         return None, d_x, d_wg, d_w1, d_w2, d_w3, None
 
 
-_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that the node is given
+def refuse_second_derivative(layer: type[KernelMoE]):
+    """For a node's backward: gradients of gradients would be wrong, so they raise RuntimeError."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{layer.__name__} has no second derivative: call backward or grad without create_graph=True"
+        )
+
+
+_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that a node is given
+
+
+def wanted_by(ctx: Any) -> list[str]:
+    """The gradients that autograd wants of a node that was given options, x and the weights: d_x, d_wg, ..."""
+    return [name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed]
 
 
 def _is_the_last_backward() -> bool:

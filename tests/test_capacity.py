@@ -608,12 +608,10 @@ def test_one_argument_swaps_the_system_in_a_model():
 
 def test_every_system_has_one_interface():
     x = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
-    outputs = []
+    outputs, options = [], {"capacity": {"capacity_factor": 2.0}, "megablocks": {"block": 8}}
     for name in SYSTEMS:
         torch.manual_seed(0)
-        out, routing = systems.run(
-            system(name, **({"capacity_factor": 2.0} if name == "capacity" else {}))(8, 16, 4, 2), x
-        )
+        out, routing = systems.run(system(name, **options.get(name, {}))(8, 16, 4, 2), x)
         assert routing.logits.requires_grad and routing.topk_experts.dtype == torch.int64
         outputs.append(out.detach().numpy())
     for out in outputs[1:]:

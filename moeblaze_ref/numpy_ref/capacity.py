@@ -15,7 +15,7 @@ from moeblaze_ref import capacity as shared
 from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.megablocks import Gradients
 from moeblaze_ref.numpy_ref import DTYPES
-from moeblaze_ref.numpy_ref.block_sparse import activate, activate_backward
+from moeblaze_ref.numpy_ref import activation as activation_stage
 from moeblaze_ref.structures import EMPTY, CapacityBins
 
 # Who has which row -----------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def forward(
         x_rows = gather(x, bins)  # (E, C, d)
         a = x_rows @ w1  # (E, C, h)
         b = None if w2 is None else x_rows @ w2  # (E, C, h)
-        y_swi = activate(a, b, activation)  # (E, C, h); zero where x_rows is: no activation moves zero
+        y_swi = activation_stage.forward(*map(_as_rows, (a, b)), activation).reshape(a.shape)  # zero where x_rows is
         y = y_swi @ w3  # (E, C, d)
         out = scatter(y, bins, gates)
     return out, Saved(bins, gates, x_rows, a, b, y_swi, y, activation)
@@ -328,10 +328,16 @@ def backward(d_out, saved, w1, w2, w3) -> Gradients:
         d_gates = gate_gradient(d_out, saved.y, bins)
         d_y = gather(d_out, bins, saved.gates)  # (E, C, d)
         d_w3 = saved.y_swi.mT @ d_y  # (E, h, d)
-        d_a, d_b = activate_backward(d_y @ w3.mT, saved.a, saved.b, saved.activation)  # (E, C, h) each
+        d_hidden = activation_stage.backward(*map(_as_rows, (d_y @ w3.mT, saved.a, saved.b)), saved.activation)
+        d_a, d_b = (None if d is None else d.reshape(saved.a.shape) for d in d_hidden)  # (E, C, h) each
         d_w1, d_w2 = (None if d is None else saved.x_rows.mT @ d for d in (d_a, d_b))  # (E, d, h) each
         d_rows = d_a @ w1.mT  # (E, C, d)
         if d_b is not None:
             d_rows += d_b @ w2.mT
         d_x = scatter(d_rows, bins)
     return Gradients(d_x, d_w1, d_w2, d_w3, d_gates)
+
+
+def _as_rows(values):
+    """(E, C, h) as (E C, h): the activation does not ask whose rows these are."""
+    return None if values is None else values.reshape(-1, values.shape[-1])

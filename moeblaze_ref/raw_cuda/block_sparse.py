@@ -1,6 +1,7 @@
 """MegaBlocks in raw CUDA: launches kernels_cuda/block_sparse/."""
 
 import functools
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -602,12 +603,14 @@ def backward(
     w1: Array,
     w2: Array | None,
     w3: Array,
+    wanted: Collection[str] = megablocks.Gradients._fields,
     executor: Executor | None = None,
     rung: str | None = None,
 ) -> megablocks.Gradients:
     """Every gradient, as `megablocks.backward`; executor and rung as in `forward`."""
     doors.check_type("saved", saved, megablocks.Saved)
-    return megablocks.backward(_stage(d_out, executor, rung, saved.bins.block), gemm.WIDE, d_out, saved, w1, w2, w3)
+    stage = _stage(d_out, executor, rung, saved.bins.block)
+    return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted)
 
 
 def _stage(like: Array, executor: Executor | None, rung: str | None, block: int) -> SimpleNamespace:
