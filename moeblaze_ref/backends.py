@@ -11,9 +11,9 @@ import numpy as np
 
 from moeblaze_ref import doors
 from moeblaze_ref.devices import cuda_device_count
-from moeblaze_ref.structures import Dispatch
+from moeblaze_ref.structures import IndexArrays
 
-STAGES = ("gating", "dispatch", "expert_up", "expert_down", "combine", "layer")
+STAGES = ("gating", "dispatch", "expert_up", "expert_down", "combine", "layer", "block_sparse")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def refusal(executor: Any, stage: str, rung: str) -> str:
 class OpenStage:
     """A stage whose functions take and return numpy arrays, wherever they run.
 
-    Arrays are moved to the backend and back, inside tuples and Dispatches too; anything else
+    Arrays are moved to the backend and back, inside tuples and structures too; anything else
     (names, numbers, what a forward saved for its backward) passes as it is.
     """
 
@@ -119,8 +119,8 @@ class OpenStage:
 
 
 def _each_array(value: Any, move: Callable) -> Any:
-    """``value`` with every array moved, inside tuples and Dispatches too."""
-    if isinstance(value, Dispatch):
+    """``value`` with every array moved, inside tuples and structures too."""
+    if isinstance(value, IndexArrays):
         return value.map(move)
     if isinstance(value, tuple):
         parts = (_each_array(part, move) for part in value)

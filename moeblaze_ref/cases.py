@@ -217,14 +217,18 @@ def option_cases() -> list[Case]:
     ]
 
 
-def every_choice() -> list[Case]:
-    """Every activation under every save policy, with and without renormalisation, on one shape that no tile divides."""
+def every_activation() -> list[Case]:
+    """Every activation, every other one with renormalisation, on one shape that no tile divides."""
     return [
-        replace(
-            make_case(37, 16, 24, 5, 3, "zipf", f"{activation}, {policy}", activation),
-            policy=policy,
-            renormalize=number % 2 == 1,
-        )
-        for activation in ACTIVATIONS
+        replace(make_case(37, 16, 24, 5, 3, "zipf", activation, activation), renormalize=number % 2 == 1)
+        for number, activation in enumerate(ACTIVATIONS)
+    ]
+
+
+def every_choice() -> list[Case]:
+    """Every activation under every save policy, with and without renormalisation, on that shape."""
+    return [
+        replace(case, name=f"{case.name}, {policy}", policy=policy, renormalize=number % 2 == 1)
+        for case in every_activation()
         for number, policy in enumerate(POLICIES)
     ]

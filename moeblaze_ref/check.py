@@ -17,7 +17,8 @@ import torch
 
 from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, STAGES, Backend
-from moeblaze_ref.cases import Case, every_choice, many_tiles_case, option_cases, standard_cases
+from moeblaze_ref.cases import Case, every_activation, every_choice, many_tiles_case, option_cases, standard_cases
+from moeblaze_ref.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
 from moeblaze_ref.raw_cuda import gemm
 
@@ -64,7 +65,7 @@ class Row:
 
 
 def differing_elements(found, wanted) -> int:
-    """Elements in which two Dispatches differ, over the four index structures."""
+    """Elements in which two `IndexArrays` differ, over all their arrays."""
     total = 0
     for name, expected in wanted.arrays().items():
         array = np.asarray(getattr(found, name))
@@ -88,11 +89,25 @@ def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> I
         yield from _judged(backend, stage, rung, dtype, rounded, found, comparisons.EXPECT[stage])
 
 
-def check_gradients(backend: Backend, rung: str | None, case: Case, dtype: str) -> Iterator[Row]:
-    """Forward and backward rows of the torch layer on the backend's device, against the oracle."""
+def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+    """The bins and the topology, bit for bit, then MegaBlocks' experts as any floating-point stage."""
+    stage, dispatch = backend.open("block_sparse", rung), reference_dispatch.build_by_sort(case.topk_experts, case.E)
+    bins, h = reference_sparse.pad(dispatch, comparisons.SPARSE_BLOCK), case.weights.w1.shape[2]
+    error = differing_elements(stage.pad(dispatch, bins.block), bins)
+    error += differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
+    yield _row(
+        backend, "block_sparse", rung, "structures", "int32", case.shape, float(error), comparisons.BOUNDS["int32"]
+    )
+    yield from check_stage(backend, rung, case, "block_sparse")
+
+
+def check_gradients(
+    backend: Backend, rung: str | None, case: Case, dtype: str, layer: str = "torch_layer"
+) -> Iterator[Row]:
+    """Forward and backward rows of a torch layer on the backend's device, against the oracle."""
     rounded = case.astype(dtype)
-    found = comparisons.run_torch_layer(TORCH_DEVICES[backend.name], rounded)
-    yield from _judged(backend, "torch_layer", rung, dtype, rounded, found, comparisons.expect_torch_layer)
+    found = comparisons.run_torch_layer(TORCH_DEVICES[backend.name], rounded, layer)
+    yield from _judged(backend, layer, rung, dtype, rounded, found, comparisons.expect_torch_layer)
 
 
 def _judged(backend, stage, rung, dtype, case, found, expect) -> Iterator[Row]:
@@ -169,12 +184,15 @@ def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]
     """One thunk for each case, or one that says why the rung does not run here."""
     if reason := backend.refusal(stage, rung):
         return [lambda: [unavailable(backend, stage, rung, reason)]]
-    check = check_dispatch if stage == "dispatch" else functools.partial(check_stage, stage=stage)
+    special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse}
+    check = special.get(stage) or functools.partial(check_stage, stage=stage)
     return [functools.partial(_run, check, backend, stage, rung, case) for case in in_reach(backend, cases)]
 
 
 def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], list[Row]]]:
-    """The checks of the torch layer: every activation under every policy, in every dtype, on every device there is.
+    """The checks of the torch layers: every activation under every policy, in every dtype, on every device there is.
+
+    MegaBlocks has no policies: of each activation it gets one case.
 
     Raises
     ------
@@ -184,12 +202,13 @@ def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Calla
     chosen = [BACKENDS[doors.check_name("backend of the torch layer", name, TORCH_DEVICES)] for name in backends]
     jobs: list[Callable[[], list[Row]]] = []
     for backend in chosen:
-        if not backend.status().available:
-            jobs.append(lambda backend=backend: [unavailable(backend, "torch_layer")])
-            continue
-        for dtype, case in itertools.product(gemm.WIDE, every_choice()):
-            check = functools.partial(check_gradients, dtype=dtype)
-            jobs.append(functools.partial(_run, check, backend, "torch_layer", None, case))
+        for layer, cases in {"torch_layer": every_choice(), "torch_block_sparse": every_activation()}.items():
+            if not backend.status().available:
+                jobs.append(lambda backend=backend, layer=layer: [unavailable(backend, layer)])
+                continue
+            for dtype, case in itertools.product(gemm.WIDE, cases):
+                check = functools.partial(check_gradients, dtype=dtype, layer=layer)
+                jobs.append(functools.partial(_run, check, backend, layer, None, case))
     return jobs
 
 

@@ -68,7 +68,7 @@ def check(
     stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(BACKENDS)}; repeatable.")] = None,
     gradients: Annotated[
-        bool, typer.Option("--gradients", help="Check the torch layer against autograd instead.")
+        bool, typer.Option("--gradients", help="Check the torch layers against autograd instead.")
     ] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
     record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
@@ -108,7 +108,7 @@ def check(
     options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
     if kernel is not None and gradients:
         with user_errors():
-            raise ValueError("--gradients checks the torch layer, --kernel one kernel: leave one of them out")
+            raise ValueError("--gradients checks the torch layers, --kernel one kernel: leave one of them out")
     if kernel is not None:
         _judge(kernel, stage or [], backend or [], options, timeout, record, as_json)
     with user_errors():
@@ -270,6 +270,10 @@ def memory(
     system: Annotated[list[str] | None, typer.Option(help="Only this system; repeatable.")] = None,
     activation: Annotated[str | None, typer.Option(help="In place of the preset's.")] = None,
     capacity_factor: Annotated[float, typer.Option(help="Of the padded system.")] = 1.25,
+    block: Annotated[int, typer.Option(help="Of megablocks: rows and columns of a block.")] = 128,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also run the layers, on a GPU if there is one, and see what is kept.")
+    ] = False,
     plots: Annotated[Path | None, typer.Option(help="Write the two plots into this folder.")] = None,
     as_json: AsJson = False,
 ):
@@ -277,18 +281,20 @@ def memory(
     from moeblaze_ref.config import preset as find_preset
     from moeblaze_ref.memory import report
     from moeblaze_ref.memory.accounting import SYSTEMS, Assumptions, accounts
+    from moeblaze_ref.memory.measured import measure_here
 
     with user_errors():
         config = find_preset(preset).config
         changes = {"L": tokens, "activation": activation}
         config = config.replace(**{name: value for name, value in changes.items() if value is not None})
-        assumptions = Assumptions(capacity_factor=capacity_factor)
+        assumptions = Assumptions(capacity_factor=capacity_factor, block=block)
         found = accounts(config, system or tuple(SYSTEMS), assumptions)
         notes = report.preset_notes(preset)
+    measurements = measure_here(found) if measure else ()
     if as_json:
-        print(json.dumps(report.as_json(preset, config, found, notes), indent=2))
+        print(json.dumps(report.as_json(preset, config, found, notes, measurements), indent=2))
     else:
-        stdout().print(report.tables(config, found, notes))
+        stdout().print(report.tables(config, found, notes, measurements))
     if plots:
         with user_errors():
             written = terminal.write_memory_plots(config, found, assumptions, plots)

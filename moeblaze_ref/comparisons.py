@@ -18,7 +18,7 @@ from moeblaze_ref.cases import Case, relative_error
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import gemm
-from moeblaze_ref.torch_layer import MoELayer
+from moeblaze_ref.systems import system
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
@@ -268,15 +268,50 @@ def expect_layer(case: Case, dtype: torch.dtype) -> Results:
     return {"forward": _arrays(**outputs), "backward": _gradients(outputs, d_outputs, inputs)}
 
 
-def run_torch_layer(device: str, case: Case) -> Results:
-    """What `MoELayer` returns on a device, and every gradient that autograd collects from it."""
-    layer = MoELayer(
-        *case.weights.w1.shape[1:], case.E, case.k, case.activation, case.policy, case.renormalize, device=device
-    )
+# ---- block_sparse ----------------------------------------------------------------------------
+
+SPARSE_BLOCK = 8  # divides every h of the cases, and groups of a few tokens fill more than one
+
+
+def run_block_sparse(stage: Any, case: Case) -> Results:
+    """The output of MegaBlocks' experts and every gradient through them."""
+    (_, w1, w2, w3), dispatch = case.weights, build_by_sort(case.topk_experts, case.E)
+    gates = hidden(case)[-1]
+    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, SPARSE_BLOCK)
+    found = stage.backward(case.d_out, saved, w1, w2, w3)
+    return {"forward": {"out": out}, "backward": _present(**found._asdict())}
+
+
+def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_block_sparse`: the same experts, whatever they are stored as."""
+    (_, w1, w2, w3), order = case.weights, _order(case)
+    given = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "gates": hidden(case)[-1]}
+    inputs = {name: _leaf(array, dtype) for name, array in given.items() if array is not None}
+    a, b = oracle.expert_up(inputs["x"], order, inputs["w1"], inputs.get("w2"))
+    y = oracle.expert_down(oracle.activate(a, b, case.activation), order, inputs["w3"])
+    outputs = {"out": oracle.combine(y, inputs["gates"], order)}
+    return {"forward": _arrays(**outputs), "backward": _gradients(outputs, {"out": case.d_out}, inputs)}
+
+
+# ---- the torch layer -------------------------------------------------------------------------
+
+
+# By the name of the check: the system, and the options of its own in a case.
+TORCH_LAYERS: dict[str, tuple[str, Callable[[Case], dict[str, Any]]]] = {
+    "torch_layer": ("moeblaze", lambda case: {"policy": case.policy}),
+    "torch_block_sparse": ("megablocks", lambda case: {"block": SPARSE_BLOCK}),
+}
+
+
+def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Results:
+    """What one of ``TORCH_LAYERS`` returns on a device, and every gradient that autograd collects from it."""
+    name, options = TORCH_LAYERS[which]
+    make = system(name, renormalize=case.renormalize, device=device, **options(case))
+    layer = make(*case.weights.w1.shape[1:], case.E, case.k, case.activation)
     inputs = _present(x=case.x, **case.weights._asdict())
     leaves = {name: _exact_tensor(array, device).requires_grad_() for name, array in inputs.items()}
-    for name in case.weights._fields:
-        setattr(layer, name, nn.Parameter(leaves[name]) if name in leaves else None)
+    for weight in case.weights._fields:
+        setattr(layer, weight, nn.Parameter(leaves[weight]) if weight in leaves else None)
     leaves |= dict(layer.named_parameters())
     result = layer(leaves["x"])
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
@@ -311,6 +346,7 @@ RUN: dict[str, Callable[[Any, Case], Results]] = {
     "expert_down": run_expert_down,
     "combine": run_combine,
     "layer": run_layer,
+    "block_sparse": run_block_sparse,
 }
 EXPECT: dict[str, Callable[[Case, torch.dtype], Results]] = {
     "gating": expect_gating,
@@ -318,4 +354,5 @@ EXPECT: dict[str, Callable[[Case, torch.dtype], Results]] = {
     "expert_down": expect_expert_down,
     "combine": expect_combine,
     "layer": expect_layer,
+    "block_sparse": expect_block_sparse,
 }

@@ -67,7 +67,7 @@ def unless_trusted(check):
     return door
 
 
-def _scans(check):
+def scans(check):
     """A check that looks at elements: it does nothing inside `trusted_values`."""
 
     @functools.wraps(check)
@@ -156,7 +156,7 @@ def check_routed_rows(num_tokens, k):
         )
 
 
-def _first(mask) -> tuple[int, ...]:
+def first(mask) -> tuple[int, ...]:
     """Index of the first True of a mask, in row-major order."""
     return tuple(int(axis[0]) for axis in mask.nonzero())
 
@@ -191,7 +191,7 @@ def check_topk_experts(topk_experts, num_experts):
         _check_choices(topk_experts, num_experts)
 
 
-@_scans
+@scans
 def _check_choices(topk_experts, num_experts):
     """Ids in range, and no expert twice in a row."""
     check_index("topk_experts", topk_experts, num_experts, "experts")
@@ -210,7 +210,7 @@ def _first_repeated(topk_experts):
     repeated = ordered[:, 1:] == ordered[:, :-1]
     if not bool(repeated.any()):
         return None, None
-    token, j = _first(repeated)
+    token, j = first(repeated)
     return token, int(ordered[token, j])
 
 
@@ -259,21 +259,21 @@ def check_shape(name, array, shape):
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must be ({expected})")
 
 
-@_scans
+@scans
 def check_equal(name, array, expected):
     """``array`` holds the very values of ``expected``, which has its shape."""
     differs = array != expected
     if bool(differs.any()):
-        index = _first(differs)
+        index = first(differs)
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be {expected[index]}")
 
 
-@_scans
+@scans
 def check_finite(name, array):
     """``array`` holds no NaN and no infinity."""
     bad = ~(abs(array) < float("inf"))
     if array.size and bool(bad.any()):
-        index = _first(bad)
+        index = first(bad)
         raise ValueError(f"{_at(name, index)} is {float(array[index])}, but {name} must be finite")
 
 
@@ -297,38 +297,38 @@ def check_offsets(offsets, num_experts, num_routed):
     name = "expert_token_offsets"
     check_array(name, offsets, rank=1, dtypes=("int32",))
     check_shape(name, offsets, {"E + 1": num_experts + 1})
-    _check_rise(name, offsets, num_experts, num_routed)
+    check_rise(name, offsets, num_routed, "R")
 
 
-@_scans
-def _check_rise(name, offsets, num_experts, num_routed):
-    """From 0 to R, without a step down."""
-    for index, valid in ((0, 0), (num_experts, num_routed)):
+@scans
+def check_rise(name, offsets, last, what):
+    """From 0 to ``last``, the number of ``what``, without a step down."""
+    for index, valid in ((0, 0), (offsets.shape[0] - 1, last)):
         if int(offsets[index]) != valid:
-            raise ValueError(f"{name}[{index}] is {int(offsets[index])}, but it must be {valid} (R is {num_routed})")
+            raise ValueError(f"{name}[{index}] is {int(offsets[index])}, but it must be {valid} ({what} is {last})")
     falls = offsets[1:] < offsets[:-1]
     if bool(falls.any()):
-        e = _first(falls)[0]
+        (i,) = first(falls)
         raise ValueError(
-            f"{name}[{e + 1}] is {int(offsets[e + 1])}, but {name}[{e}] is {int(offsets[e])} and offsets never decrease"
+            f"{name}[{i + 1}] is {int(offsets[i + 1])}, but {name}[{i}] is {int(offsets[i])} and offsets never decrease"
         )
 
 
-@_scans
+@scans
 def check_not_negative(name, array):
     """Every element of ``array`` is 0 or more."""
     negative = array < 0
     if bool(negative.any()):
-        index = _first(negative)
+        index = first(negative)
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be >= 0")
 
 
-@_scans
+@scans
 def check_index(name, indices, limit, what):
     """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
     outside = (indices < 0) | (indices >= limit)
     if bool(outside.any()):
-        index = _first(outside)
+        index = first(outside)
         valid = f"valid: 0..{limit - 1}" if limit else "none is valid"
         raise ValueError(f"{_at(name, index)} is {int(indices[index])}, but there are only {limit} {what} ({valid})")
 
@@ -365,7 +365,7 @@ def _check_form(dispatch):
     check_offsets(dispatch.expert_token_offsets, dispatch.E, dispatch.R)
 
 
-@_scans
+@scans
 def _check_slots(dispatch):
     """The map leads each slot into its expert's rows and to its token.
 
@@ -391,10 +391,10 @@ def _check_positions(dispatch):
     offsets, experts, positions = dispatch.expert_token_offsets, dispatch.token_expert_indices, dispatch.token_index_map
     outside = (positions < offsets[experts]) | (positions >= offsets[experts + 1])
     if bool(outside.any()):
-        (slot,) = _first(outside)
+        (slot,) = first(outside)
         expert = int(experts[slot])
-        first, end = int(offsets[expert]), int(offsets[expert + 1])
-        owned = f"has the positions {first}..{end - 1}" if first < end else "has none"
+        begin, end = int(offsets[expert]), int(offsets[expert + 1])
+        owned = f"has the positions {begin}..{end - 1}" if begin < end else "has none"
         raise ValueError(
             f"token_index_map[{slot}] is {int(positions[slot])}, but the slot goes to expert {expert}, which {owned}"
         )
@@ -404,7 +404,7 @@ def _check_tokens(dispatch):
     found = dispatch.expert_token_indices[dispatch.token_index_map]  # (R,)
     wrong = found != numbers_of(dispatch.token_index_map) // dispatch.k
     if bool(wrong.any()):
-        (slot,) = _first(wrong)
+        (slot,) = first(wrong)
         raise ValueError(
             f"token_index_map[{slot}] is {int(dispatch.token_index_map[slot])}, where expert_token_indices holds "
             f"token {int(found[slot])}, but the slot is of token {slot // dispatch.k}"

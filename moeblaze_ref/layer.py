@@ -77,6 +77,15 @@ class Saved:
         return {"x": self.x, **self.dispatch.arrays(), "gates": self.gates, **self.intermediates}
 
 
+class Routed(NamedTuple):
+    """What the router decided, as the experts take it."""
+
+    dispatch: Dispatch
+    gates: Array  # (L, k)
+    load_balancing_loss: Array  # ()
+    router_z_loss: Array  # ()
+
+
 class LayerOutput(NamedTuple):
     """What the forward returns."""
 
@@ -147,19 +156,44 @@ def forward(
     MoEBlaze, sections 2, 3.1 and 5 (Algorithm 1).
     """
     doors.check_name("policy", policy, POLICIES)
-    _check(dtypes, x, weights, k, activation)
-    if topk_experts is not None:
-        doors.check_topk_experts(topk_experts, weights.wg.shape[1])
-        doors.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
+    logits = _logits(stages, dtypes, x, weights, k, activation, topk_experts)  # (L, E)
     with doors.trusted():
-        logits = stages.router.forward(x, weights.wg)  # (L, E)
-    doors.check_finite("logits", logits)
-    with doors.trusted():
-        chosen, gates, losses = _decide(stages, logits, k, renormalize, topk_experts)
+        dispatch, gates, *losses = _decide(stages, logits, k, renormalize, topk_experts)
         del logits
-        dispatch = stages.dispatch.build(chosen, weights.wg.shape[1])
         out, kept = _run_experts(stages, x, weights, dispatch, gates, activation, INTERMEDIATES[policy])
     return LayerOutput(out, *losses, Saved(x, dispatch, gates, kept, activation, policy, renormalize))
+
+
+def route(
+    stages: Stages,
+    dtypes: tuple[str, ...],
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str = "swiglu",
+    renormalize: bool = False,
+    topk_experts: Array | None = None,
+) -> Routed:
+    """The half of the forward that every system shares: who goes where, by which gates.
+
+    Parameters
+    ----------
+    stages, dtypes, x, weights, k, activation, renormalize, topk_experts
+        As in `forward`; all are checked here, those that only the experts use too.
+
+    Returns
+    -------
+    Routed
+        The probabilities (L, E) are not in it: `router_gradients` computes them again.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    logits = _logits(stages, dtypes, x, weights, k, activation, topk_experts)  # (L, E)
+    with doors.trusted():
+        return _decide(stages, logits, k, renormalize, topk_experts)
 
 
 def _check(dtypes, x, weights, k, activation):
@@ -167,12 +201,26 @@ def _check(dtypes, x, weights, k, activation):
     stage_doors.check_layer(x, weights, k, activation, dtypes)
 
 
+def _logits(stages, dtypes, x, weights, k, activation, topk_experts):
+    """The router's logits (L, E), finite, once all that it is given is known to be right."""
+    _check(dtypes, x, weights, k, activation)
+    if topk_experts is not None:
+        doors.check_topk_experts(topk_experts, weights.wg.shape[1])
+        doors.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
+    with doors.trusted():
+        logits = stages.router.forward(x, weights.wg)
+    doors.check_finite("logits", logits)
+    return logits
+
+
 def _decide(stages, logits, k, renormalize, topk_experts):
-    """Chosen experts and gates (L, k), and both losses; the probabilities (L, E) are dropped here."""
+    """The router's decision, and who goes where by it; the probabilities (L, E) are dropped here."""
     probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
     if topk_experts is not None:
         chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
-    return chosen, gates, (stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits))
+    losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
+    del probs
+    return Routed(stages.dispatch.build(chosen, logits.shape[1]), gates, *losses)
 
 
 def _gates_of(probs, topk_experts, renormalize):
@@ -259,7 +307,7 @@ def backward(
     def if_wanted(name, gradient, *operands):
         return gradient(*operands) if name in wanted else None
 
-    up, down, router, dispatch = stages.expert_up, stages.expert_down, stages.router, saved.dispatch
+    up, down, dispatch = stages.expert_up, stages.expert_down, saved.dispatch
     private = overwrite or not INTERMEDIATES[saved.policy]
     with doors.trusted_values():
         a, b, y_swi = _rebuild(stages, saved, weights)
@@ -276,12 +324,12 @@ def backward(
         del d_a
         d_w2 = None if d_b is None else if_wanted("d_w2", up.weight_gradient, d_b, saved.x, dispatch)
         del d_b
-        d_wg = None
-        if "d_x" in wanted or "d_wg" in wanted:
-            d_logits = _router_gradient(stages, d_gates, saved, weights.wg, *d_losses.values())  # (L, E)
-            d_wg = if_wanted("d_wg", router.weight_gradient, d_logits, saved.x)
-            if "d_x" in wanted:
-                d_x += router.input_gradient(d_logits, weights.wg)
+        chosen = dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
+        d_x_router, d_wg = router_gradients(
+            stages, d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses.values(), wanted
+        )
+        if d_x is not None:
+            d_x += d_x_router
     return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
 
 
@@ -309,8 +357,46 @@ def _rebuild(stages, saved, weights):
     )
 
 
-def _router_gradient(stages, d_gates, saved, wg, d_load_balancing_loss, d_router_z_loss):
-    """d_logits (L, E) from the gates and both losses; the logits are computed again, the choice is not."""
-    logits = stages.router.forward(saved.x, wg)  # (L, E)
-    chosen = saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
-    return stages.gating.backward(d_gates, logits, chosen, saved.renormalize, d_load_balancing_loss, d_router_z_loss)
+def router_gradients(
+    stages: Stages,
+    d_gates: Array,
+    x: Array,
+    wg: Array,
+    topk_experts: Array,
+    renormalize: bool = False,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+    wanted: Collection[str] = Gradients._fields,
+) -> tuple[Array | None, Array | None]:
+    """What the backward of every system ends with: d_x through the router alone, and d_wg.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's.
+    d_gates : array (L, k)
+        Gradient of the gates that `route` returned.
+    x : array (L, d)
+    wg : array (d, E)
+    topk_experts : array (L, k), int32
+        The choice that was made; the logits are computed again, the choice is not.
+    renormalize : bool
+        As in `route`.
+    d_load_balancing_loss, d_router_z_loss : float or array ()
+        Gradients of the two losses.
+    wanted : collection of str
+        Of both, what is in it is computed.
+
+    Returns
+    -------
+    d_x : array (L, d) or None
+    d_wg : array (d, E) or None
+    """
+    if "d_x" not in wanted and "d_wg" not in wanted:
+        return None, None
+    logits = stages.router.forward(x, wg)  # (L, E)
+    d_losses = d_load_balancing_loss, d_router_z_loss
+    d_logits = stages.gating.backward(d_gates, logits, topk_experts, renormalize, *d_losses)  # (L, E)
+    del logits
+    d_wg = stages.router.weight_gradient(d_logits, x) if "d_wg" in wanted else None
+    return stages.router.input_gradient(d_logits, wg) if "d_x" in wanted else None, d_wg

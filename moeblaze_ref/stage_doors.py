@@ -211,3 +211,16 @@ def check_layer(x, weights, k, activation, dtypes):
     doors.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
     # The configuration's own door checks the sizes, k and R.
     MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=doors.dtype_of(x))
+
+
+@doors.unless_trusted
+def check_experts(x, w1, w2, w3, dispatch, gates, activation, dtypes):
+    """x (L, d), the experts' weights, the Dispatch, the gates (L, k) and the activation belong together.
+
+    Gates are float32, or float64 beside float64.
+    """
+    check_expert_up_forward(x, w1, w2, dispatch, activation, ("y_swi",), dtypes)
+    E, d, h = w1.shape
+    doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, (doors.dtype_of(x),))
+    wide = "float64" if doors.dtype_of(x) == "float64" else "float32"
+    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, (wide,))

@@ -1,8 +1,8 @@
 """What the router decides, and the four index structures made of it (MoEBlaze, sections 2 and 4.1)."""
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
@@ -25,8 +25,31 @@ class Gating(NamedTuple):
     gates: Array  # (L, k) probabilities of the chosen experts, or those over their sum
 
 
+class IndexArrays:
+    """A frozen dataclass of index arrays, and of the numbers that belong to them."""
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name."""
+        return {name: getattr(self, name) for name in _array_names(type(self))}
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array], **numbers: int):
+        """Its arrays, found by name among others, and its numbers: the inverse of `arrays`."""
+        return cls(**{name: arrays[name] for name in _array_names(cls)}, **numbers)
+
+    def map(self, convert: Callable[[Array], Array]):
+        """The same with every array converted, such as to another backend's kind."""
+        return replace(self, **{name: convert(array) for name, array in self.arrays().items()})
+
+
+@cache
+def _array_names(structure: type[IndexArrays]) -> tuple[str, ...]:
+    """The fields that are arrays: a step asks for them again and again."""
+    return tuple(field.name for field in fields(structure) if field.type is not int)
+
+
 @dataclass(frozen=True, eq=False)
-class Dispatch:
+class Dispatch(IndexArrays):
     """Where every routed row comes from and where it goes; all arrays are int32.
 
     Parameters
@@ -64,13 +87,138 @@ class Dispatch:
         """Experts."""
         return self.expert_token_offsets.shape[0] - 1
 
-    def arrays(self) -> dict[str, Array]:
-        """The four arrays by their paper names."""
-        return {name: getattr(self, name) for name in STRUCTURES}
-
-    def map(self, convert: Callable[[Array], Array]) -> "Dispatch":
-        """The same structures with every array converted, such as to another backend's kind."""
-        return Dispatch(**{name: convert(array) for name, array in self.arrays().items()}, k=self.k)
-
 
 STRUCTURES = tuple(field.name for field in fields(Dispatch) if field.name != "k")  # by their paper names
+
+
+# MegaBlocks (arXiv 2211.15841), section 5 ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedBins(IndexArrays):
+    """Where MegaBlocks puts the routed rows: every expert's group padded to whole blocks; all arrays are int32.
+
+    Parameters
+    ----------
+    padded_offsets : array (E + 1,)
+        Expert e owns the padded rows offsets[e] to offsets[e + 1]: multiples of ``block``.
+    slots : array (P,)
+        Slot token * k + j of every padded row, in expert order; ``EMPTY`` where it is padding.
+    rows : array (R,)
+        Padded row of every slot, row-major (L, k): the inverse of ``slots``.
+    k : int
+        Experts per token.
+    block : int
+        Rows of a block.
+    """
+
+    padded_offsets: Array
+    slots: Array
+    rows: Array
+    k: int
+    block: int
+
+    @property
+    def P(self) -> int:
+        """Padded rows."""
+        return self.slots.shape[0]
+
+    @property
+    def R(self) -> int:
+        """Routed rows."""
+        return self.rows.shape[0]
+
+    @property
+    def L(self) -> int:
+        """Tokens."""
+        return self.R // self.k
+
+    @property
+    def E(self) -> int:
+        """Experts."""
+        return self.padded_offsets.shape[0] - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Topology(IndexArrays):
+    """Which blocks of a block-sparse matrix are stored: hybrid blocked-CSR-COO with transpose indices, all int32.
+
+    The values are an array (nnz, block, block), block after block in the order of the block rows. CSR says where a
+    block row begins, COO which block row and column a block lies in, the transpose indices in which order to visit
+    the blocks column by column: the values never move.
+
+    Parameters
+    ----------
+    row_offsets : array (M / block + 1,)
+        Block row r owns the blocks offsets[r] to offsets[r + 1].
+    column_indices : array (nnz,)
+        Block column of every block, ascending inside a block row.
+    row_indices : array (nnz,)
+        Block row of every block.
+    column_offsets : array (N / block + 1,)
+        Block column c owns ``transpose_indices`` offsets[c] to offsets[c + 1].
+    transpose_indices : array (nnz,)
+        The blocks column by column, ascending block rows inside a block column.
+    block : int
+        Rows and columns of a block.
+    """
+
+    row_offsets: Array
+    column_indices: Array
+    row_indices: Array
+    column_offsets: Array
+    transpose_indices: Array
+    block: int
+
+    @property
+    def nnz(self) -> int:
+        """Stored blocks."""
+        return self.column_indices.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows M and columns N of the matrix, in elements."""
+        return tuple(self.block * (offsets.shape[0] - 1) for offsets in (self.row_offsets, self.column_offsets))
+
+
+# GShard (arXiv 2006.16668), section 2.2 -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CapacityBins(IndexArrays):
+    """Where a system of fixed capacity puts the routed rows: C rows for every expert; both arrays are int32.
+
+    Parameters
+    ----------
+    slots : array (E, C)
+        Slot token * k + j of every row that is reserved, those with the best claim first; ``EMPTY`` where it is
+        padding.
+    rows : array (R,)
+        Row expert * C + place of every slot, row-major (L, k); ``EMPTY`` where the slot is dropped.
+    k : int
+        Experts per token.
+    """
+
+    slots: Array
+    rows: Array
+    k: int
+
+    @property
+    def E(self) -> int:
+        """Experts."""
+        return self.slots.shape[0]
+
+    @property
+    def C(self) -> int:
+        """Rows of an expert."""
+        return self.slots.shape[1]
+
+    @property
+    def R(self) -> int:
+        """Routed rows."""
+        return self.rows.shape[0]
+
+    @property
+    def L(self) -> int:
+        """Tokens."""
+        return self.R // self.k

@@ -17,8 +17,8 @@ from torch import Tensor
 from moeblaze_ref import doors
 from moeblaze_ref.config import POLICIES
 from moeblaze_ref.layer import MoEWeights, Saved
-from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda import layer as raw_layer
+from moeblaze_ref.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
 from moeblaze_ref.torch_bridge import bridge_to
@@ -37,7 +37,122 @@ class MoEOutput(NamedTuple):
     topk_experts: Tensor  # (L, k) int32
 
 
-class MoELayer(RoutedExperts):
+class MoEModule(RoutedExperts):
+    """What every system's torch layer has in common: its door, autocast, replayed routing and its output.
+
+    A system says in ``dtypes`` what it computes in, and in ``_run`` how.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype
+        As in `RoutedExperts`; the dtype is one of ``dtypes``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `RoutedExperts`, or if the dtype is not allowed.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        renormalize: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        if dtype is not None and dtype not in self.dtypes:
+            raise TypeError(f"dtype is {dtype}, but it must be {_either(self.dtypes)}")
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+
+    @torch.compiler.disable  # torch.compile leaves the layer as it is, and compiles what is around it
+    def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
+        """The layer's output for the tokens x.
+
+        Parameters
+        ----------
+        x : Tensor (..., d)
+            Of the dtype and on the device of the weights.
+        topk_experts : Tensor (L, k), int32, optional
+            A routing to replay in place of the router's own choice.
+
+        Raises
+        ------
+        ValueError
+            If a shape, a device or a replayed expert is not allowed.
+        TypeError
+            If x is no tensor, or a dtype is not allowed or differs from that of the weights.
+        RuntimeError
+            If nothing can run the kernels here.
+        """
+        doors.check_type("x", x, Tensor)
+        weights = self.weights
+        _check_tensors(x, weights, self)
+        tokens, weights = _cast(x, weights)
+        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
+        if [tensor for tensor in (rows, *weights) if tensor is not None and tensor.data_ptr() % ALIGNMENT]:
+            rows, *weights = map(aligned, (rows, *weights))
+        replayed = _next_routing(rows.shape[0], self.k)
+        topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
+        result = self._run(rows, MoEWeights(*weights), topk_experts)
+        _remember_routing(result.topk_experts)
+        return result._replace(out=result.out.reshape(x.shape))
+
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        """The output for checked tokens x (L, d), contiguous like the weights and of their dtype."""
+        raise NotImplementedError
+
+
+class KernelMoE(MoEModule):
+    """A system over the raw CUDA stages, as one node of autograd's graph.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+
+    Attributes
+    ----------
+    executor : str or None
+        What ran the last forward: "cuda", "simt", or None before the first.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `MoEModule`, or if E or k is more than the kernels take.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        renormalize: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        doors.check_kernel_limits(E, k)
+        self.executor: str | None = None
+
+    def _apply_node(self, node: type[torch.autograd.Function], options: NamedTuple, x: Tensor, *rest) -> MoEOutput:
+        """What the node makes of x, the weights and a routing to replay, and on what it ran."""
+        result = MoEOutput(*node.apply(options, x, *rest))
+        executor = bridge_to(x.device).executor.name
+        if executor != self.executor:
+            log.info("%s(%s) runs on %s", type(self).__name__, self.extra_repr(), executor)
+            self.executor = executor
+        return result
+
+
+class MoELayer(KernelMoE):
     """A mixture of experts that keeps no routed buffer: MoEBlaze as an ``nn.Module``.
 
     Parameters
@@ -81,52 +196,14 @@ class MoELayer(RoutedExperts):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
-        if dtype is not None and dtype not in DTYPES:
-            raise TypeError(f"dtype is {dtype}, but it must be {' or '.join(map(str, DTYPES))}")
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
-        doors.check_kernel_limits(E, k)
         self.policy = doors.check_name("policy", policy, POLICIES)
         self.rung = rung if rung is None else doors.check_name("rung of layer", rung, raw_layer.RUNGS)
-        self.executor: str | None = None
 
-    @torch.compiler.disable  # torch.compile leaves the layer as it is, and compiles what is around it
-    def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
-        """The layer's output for the tokens x.
-
-        Parameters
-        ----------
-        x : Tensor (..., d)
-            Of the dtype and on the device of the weights.
-        topk_experts : Tensor (L, k), int32, optional
-            A routing to replay in place of the router's own choice.
-
-        Raises
-        ------
-        ValueError
-            If a shape, a device or a replayed expert is not allowed.
-        TypeError
-            If x is no tensor, or a dtype is not allowed or differs from that of the weights.
-        RuntimeError
-            If nothing can run the kernels here.
-        """
-        doors.check_type("x", x, Tensor)
-        weights = self.weights
-        _check_tensors(x, weights)
-        tokens, weights = _cast(x, weights)
-        rows = _in_place_for_kernels(tokens.reshape(-1, tokens.shape[-1]))  # (L, d)
-        replayed = _next_routing(rows.shape[0], self.k)
-        topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
-        keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (tokens, *weights))
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
         options = _Options(self.k, self.activation, self.policy if keeps else "inputs", self.renormalize, self.rung)
-        result = MoEOutput(*_Layer.apply(options, rows, *weights, topk_experts))
-        _remember_routing(result.topk_experts)
-        self._record(bridge_to(x.device).executor.name)
-        return result._replace(out=result.out.reshape(x.shape))
-
-    def _record(self, executor: str):
-        if executor != self.executor:
-            log.info("MoELayer(%s) runs on %s", self.extra_repr(), executor)
-            self.executor = executor
+        return self._apply_node(_Layer, options, x, *weights, topk_experts)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
@@ -166,11 +243,10 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        if torch.is_grad_enabled():
-            raise RuntimeError("MoELayer has no second derivative: call backward or grad without create_graph=True")
+        refuse_second_derivative(MoELayer)
         x, *tensors = ctx.saved_tensors
         kept = dict(zip(ctx.kept, tensors[4:], strict=True))
-        d_out = torch.zeros_like(x) if d_out is None else _in_place_for_kernels(d_out)
+        d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
         bridge = bridge_to(x.device)
         with bridge.running(), doors.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
             d_out, *d_losses = bridge.arrays([d_out, d_load_balancing_loss, d_router_z_loss])
@@ -187,7 +263,7 @@ class _Layer(torch.autograd.Function):
                 weights,
                 *[0.0 if d_loss is None else d_loss for d_loss in d_losses],
                 overwrite=overwrite,
-                wanted=[name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed],
+                wanted=wanted_by(ctx),
                 executor=bridge.executor,
                 rung=ctx.options.rung,
             )
@@ -195,7 +271,20 @@ class _Layer(torch.autograd.Function):
         return None, d_x, d_wg, d_w1, d_w2, d_w3, None
 
 
-_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that the node is given
+def refuse_second_derivative(layer: type[KernelMoE]):
+    """For a node's backward: gradients of gradients would be wrong, so they raise RuntimeError."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{layer.__name__} has no second derivative: call backward or grad without create_graph=True"
+        )
+
+
+_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that a node is given
+
+
+def wanted_by(ctx: Any) -> list[str]:
+    """The gradients that autograd wants of a node that was given options, x and the weights: d_x, d_wg, ..."""
+    return [name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed]
 
 
 def _is_the_last_backward() -> bool:
@@ -219,14 +308,18 @@ def _saved(options: _Options, x: Array, arrays: dict[str, Array]) -> Saved:
 # ---- the door ------------------------------------------------------------------------------
 
 
-def _check_tensors(x, weights):
-    """Everything lies on one device and has a dtype that kernels exist for; the shape of x fits."""
+def _either(dtypes):
+    return " or ".join(map(str, dtypes))
+
+
+def _check_tensors(x, weights, layer):
+    """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
     if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"x is on {x.device}, but MoELayer runs on cuda, or through the SIMT executor on cpu")
+        raise ValueError(f"x is on {x.device}, but {type(layer).__name__} runs on cuda or cpu")
     named = {name: weight for name, weight in zip(MoEWeights._fields, weights, strict=True) if weight is not None}
     for name, tensor in {"x": x, **named}.items():
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {' or '.join(map(str, DTYPES))}")
+        if tensor.dtype not in layer.dtypes:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {_either(layer.dtypes)}")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
     width = weights[0].shape[0]
@@ -237,18 +330,17 @@ def _check_tensors(x, weights):
 def _cast(x, weights):
     """x and the weights, contiguous, in autocast's dtype where that is on; autograd casts their gradients back."""
     device = x.device.type
-    casts = torch.is_autocast_enabled(device)
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
     dtype = torch.get_autocast_dtype(device) if casts else x.dtype
     for name, weight in zip(MoEWeights._fields, weights, strict=True):
         if weight is not None and weight.dtype != dtype and not casts:
             raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
-    return x.to(dtype), tuple([None if w is None else _in_place_for_kernels(w.to(dtype)) for w in weights])
+    return x.to(dtype), tuple([None if w is None else w.to(dtype).contiguous() for w in weights])
 
 
-def _in_place_for_kernels(tensor):
-    """The tensor, or a copy if it has gaps, or begins where a kernel that moves 16 bytes at a time cannot."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % gemm.ALIGNMENT == 0 else tensor.clone()
+def aligned(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy if it begins where a kernel that moves 16 bytes at a time cannot."""
+    return tensor if tensor is None or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def _checked_routing(topk_experts, x, layer):
@@ -276,7 +368,7 @@ def keep_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
     -------
     forward_context, recompute_context
         As the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` returns them.
-        Each call of a `MoELayer` in the region costs the 4 L k bytes of its choice. A recomputation that calls more
+        Each call of an `MoEModule` in the region costs the 4 L k bytes of its choice. A recomputation that calls more
         layers than the forward did, or on another number of tokens, raises RuntimeError.
     """
     tape: list[Tensor] = []
@@ -308,7 +400,7 @@ def _next_routing(num_tokens: int, k: int) -> Tensor | None:
         return None
     routing = next(replay, None)
     if routing is None:
-        raise RuntimeError("the recomputation calls more MoELayers than the forward did: it must repeat the forward")
+        raise RuntimeError("the recomputation calls more MoE layers than the forward did: it must repeat the forward")
     if routing.shape != (num_tokens, k):
         raise RuntimeError(
             f"the recomputation routes {num_tokens} tokens to {k} experts each, but the forward's choice has shape "

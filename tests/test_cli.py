@@ -102,7 +102,9 @@ def test_memory_of_the_papers_example():
     report = json.loads(moeblaze("memory", "--preset", "paper-deepseek", "--json").stdout)
     assert report.keys() == {"preset", "tokens", "notes", "systems"} and report["tokens"] == 2_000_000
     conventional = report["systems"][0]
-    assert conventional.keys() == {"system", "policy", "kept_bytes", "transient_bytes", "tensors"}
+    assert conventional.keys() == {
+        "system", "policy", "kept_bytes", "measured_bytes", "transient_bytes", "tensors"
+    }  # fmt: skip
     (routed,) = (tensor for tensor in conventional["tensors"] if tensor["name"] == "routed_x")
     assert routed == {
         "name": "routed_x", "shape": [8_000_000, 6144], "dtype": "bfloat16", "formula": "L*k*d*2",
@@ -118,6 +120,7 @@ def test_memory_lists_every_system_and_policy():
     assert found == [
         ("conventional", None),
         ("capacity", None),
+        ("megablocks_published", None),
         ("megablocks", None),
         *(("moeblaze", policy) for policy in POLICIES),
     ]
@@ -129,6 +132,24 @@ def test_memory_takes_tokens_and_systems():
     assert report["tokens"] == 1000 and {system["system"] for system in report["systems"]} == {"moeblaze"}
     x = report["systems"][0]["tensors"][0]
     assert (x["name"], x["bytes"]) == ("x", 1000 * preset("conf1").config.d * 2)
+
+
+def test_memory_measures_what_runs_here():
+    which = ("--system", "moeblaze", "--system", "megablocks_published", "--system", "capacity")
+    result = moeblaze("memory", "--preset", "conf1", "--tokens", 8, *which, "--measure", "--json")
+    for system in json.loads(result.stdout)["systems"]:
+        published = system["system"] == "megablocks_published"
+        assert system["measured_bytes"] == (None if published else system["kept_bytes"])
+
+
+def test_memory_takes_a_block_size():
+    sizes = [
+        json.loads(moeblaze("memory", "--system", "megablocks", *more, "--json").stdout)
+        for more in ((), ("--block", 64))
+    ]
+    (wide,), (narrow,) = (report["systems"] for report in sizes)
+    assert wide["kept_bytes"] != narrow["kept_bytes"] and wide["measured_bytes"] is None
+    assert moeblaze("memory", "--block", 3).exit_code == 2
 
 
 def test_memory_writes_its_plots(tmp_path):

@@ -62,7 +62,7 @@ def test_both_sides_name_the_same_tensors():
     from moeblaze_ref.backends import BACKENDS
 
     for activation in ("swiglu", "silu"):
-        case = make_case(11, 8, 12, 4, 2, activation=activation)
+        case = make_case(11, 8, 24, 4, 2, activation=activation)
         for stage, run in RUN.items():
             found, exact = run(BACKENDS["numpy"].open(stage), case), EXPECT[stage](case, torch.float64)
             assert {d: r.keys() for d, r in found.items()} == {d: r.keys() for d, r in exact.items()}

@@ -25,7 +25,7 @@ import torch
 import typer
 from helpers import Shape
 
-from moeblaze_ref import cases, check, cli, comparisons, config, oracle, units
+from moeblaze_ref import capacity, cases, check, cli, comparisons, config, oracle, units
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
@@ -295,13 +295,15 @@ def test_what_the_paper_map_leaves_out_is_found(name, tmp_path):
 # Notation: tables against the code ----------------------------------------------------------------------------------
 
 SMALL = Shape(11, 3, 5, 6, 2)  # no two of L, d, h, E, k, R, E + 1 alike
-ACCOUNT_CONFIG = MoEConfig(L=701, d=5, h=300, E=7, k=2)  # as unlike: R is 1,402, C is 251, T is 14, W is 3
+ACCOUNT_CONFIG = MoEConfig(
+    L=701, d=5, h=300, E=7, k=2
+)  # as unlike: R is 1,402, C is 251, T is 14 or 21, W is 3, S is 100
 ACCOUNTS = [
     account
     for changes in ({}, {"activation": "relu2"}, {"dtype": "float32"}, {"dtype": "float64"})
     for renormalize in (False, True)
     for account in accounting.accounts(
-        ACCOUNT_CONFIG.replace(**changes), assumptions=accounting.Assumptions(renormalize=renormalize)
+        ACCOUNT_CONFIG.replace(**changes), assumptions=accounting.Assumptions(renormalize=renormalize, block=100)
     )
 ]
 
@@ -334,6 +336,7 @@ def check_vocabulary(notation):
     for heading, name, known in (
         ("Activations", "name", config.ACTIVATIONS),
         ("Save policies", "policy", config.POLICIES),
+        ("Drop policies", "policy", capacity.DROP_POLICIES),
         ("Systems", "system", accounting.SYSTEMS),
         ("Presets", "preset", config.PRESETS),
         ("Routings", "routing", cases.ROUTINGS),
@@ -651,8 +654,8 @@ MISTAKES = [  # (the check that must find it, what stands in notation.md, what t
     (check_tensors_of_the_specification, "| `token_index_map` | (R,)", "| `token_index_map` | (L,)"),
     (check_tensors_of_the_accounts, "| (E * W + 1,) | int32", "| (T * W + 1,) | int32"),
     (check_tensors_of_the_accounts, "| `gate_rows` | (R, 1) | dtype", "| `gate_rows` | (R, 1) | wide"),
-    (check_tensors_of_the_accounts, "| capacity | `locations` |", "| capacity | `places` |"),
-    (check_tensors_of_the_accounts, "| conventional | `zeros` |", "| megablocks | `zeros` |"),
+    (check_tensors_of_the_accounts, "| capacity | `row_of_slot` |", "| capacity | `place_of_slot` |"),
+    (check_tensors_of_the_accounts, "| conventional | `zeros` |", "| capacity | `zeros` |"),
     (check_bounds, "| `float32` | 1e-5 |", "| `float32` | 1e-4 |"),
     (check_bounds, "| `float16` | the same with", "| `float8` | the same with"),
     (check_units, "`10**6`", "`2**20`"),

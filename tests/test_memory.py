@@ -31,12 +31,16 @@ from moeblaze_ref.memory.accounting import (
     tiles,
     uniform_counts,
 )
+from moeblaze_ref.memory.measured import Measured, measured
 from moeblaze_ref.numpy_ref import layer
 from moeblaze_ref.oracle import OracleMoE
 from moeblaze_ref.structures import STRUCTURES
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.torch_capacity import CapacityMoE
 from moeblaze_ref.units import GB, GIB, KIB, MIB, UNITS, unit_for
 
 SMALL = MoEConfig(L=6, d=4, h=8, E=3, k=2)  # swiglu, bfloat16: worked out by hand below
+BLOCKS = Assumptions(block=8)  # that divide every h of the small layers
 COUNTS = (6, 4, 2)
 
 # No token, one token, k = 1, k = E, one expert, more experts than rows, sizes that nothing divides.
@@ -100,13 +104,19 @@ def test_small_capacity_drops_and_pads():
     assert one.symbols["C"] == 4
     assert kept_sizes(one) == {
         "x": 48,
+        "logits": 72,
         "probs": 72,
-        "gates": 6 * 2 * 4,
-        "topk_experts": 6 * 2 * 4,
-        "locations": 6 * 2 * 4,
+        "topk_experts": 6 * 2 * 8,
+        "token_of_row": 3 * 4 * 4,
+        "is_padding": 3 * 4,
         "routed_x": 3 * 4 * 4 * 2,
         **dict.fromkeys(("a", "act_a", "b", "y_swi"), 3 * 4 * 8 * 2),
-        "y": 3 * 4 * 4 * 2,
+        "row_of_slot": 6 * 2 * 4,
+        "is_dropped": 6 * 2,
+        "y": 6 * 2 * 4 * 2,
+        "gates_narrow": 6 * 2 * 2,
+        "shares": 3 * 4,
+        "logsumexp": 6 * 4,
     }
     (note,) = one.notes
     assert "C = ceil(1*L*k/E) = 4 rows per expert" in note and "the given counts" in note
@@ -114,7 +124,7 @@ def test_small_capacity_drops_and_pads():
 
 
 def test_small_megablocks_pads_to_tiles():
-    one = account(SMALL, "megablocks", assumptions=Assumptions(COUNTS))
+    one = account(SMALL, "megablocks_published", assumptions=Assumptions(COUNTS))
     assert (one.symbols["T"], one.symbols["W"]) == (3, 1)
     assert kept_sizes(one) == {
         "x": 48,
@@ -124,14 +134,53 @@ def test_small_megablocks_pads_to_tiles():
         "row_experts": 48,
         "bins": 12,
         "padded_bins": 12,
-        "offsets": 16,
+        "row_offsets": 16,
         **dict.fromkeys(("column_indices", "row_indices", "transpose_indices"), 12),
-        "transpose_offsets": 16,
+        "column_offsets": 16,
         "routed_x": 3 * 128 * 4 * 2,
         **dict.fromkeys(("a", "act_a", "b", "y_swi"), 3 * 128 * 128 * 2),
         "y": 3 * 128 * 4 * 2,
     }
     assert "no row is dropped, and 372 rows are padding" in one.notes[0]
+
+
+def test_small_megablocks_keeps_no_activation():
+    """Groups of 6, 4 and 2 rows in blocks of 4: 2 + 1 + 1 of them, each 2 blocks wide."""
+    one = account(SMALL, "megablocks", assumptions=Assumptions(COUNTS, block=4))
+    assert (one.symbols["T"], one.symbols["W"], one.symbols["S"]) == (4, 2, 4)
+    assert kept_sizes(one) == {
+        "x": 48,
+        "gates": 48,
+        "token_expert_indices": 12 * 4,
+        "padded_offsets": 4 * 4,
+        "slots": 16 * 4,
+        "rows": 12 * 4,
+        "row_offsets": 5 * 4,
+        **dict.fromkeys(("column_indices", "row_indices", "transpose_indices"), 8 * 4),
+        "column_offsets": 7 * 4,
+        "routed_x": 16 * 4 * 2,
+        **dict.fromkeys(("a", "b", "y_swi"), 8 * 4 * 4 * 2),
+        "y": 16 * 4 * 2,
+    }
+    assert one.peak_bytes == one.kept_bytes + 12 * 4 + 4 * 4 + 12 * 4 + 48  # the rest of the dispatch, and out
+    assert "no row is dropped, and 4 rows are padding" in one.notes[0]
+
+
+def test_padding_costs_whole_blocks():
+    """One row more in another expert's group: a block row, and all that is laid out by blocks."""
+    even, odd = (account(SMALL, "megablocks", assumptions=Assumptions(c, block=4)) for c in ((4, 4, 4), (5, 4, 3)))
+    assert (even.symbols["T"], odd.symbols["T"]) == (3, 4)
+    block_row = 4 * 4 + 4 + 3 * 2 * 4 + 2 * (4 * 4 * 2) + 3 * (2 * 4 * 4 * 2)
+    assert odd.kept_bytes - even.kept_bytes == block_row
+
+
+def test_the_published_megablocks_keeps_more_than_ours():
+    """act(a) and the probabilities; the indices of both are small."""
+    config = preset("conf4").config
+    ours, theirs = (kept_sizes(account(config, system)) for system in ("megablocks", "megablocks_published"))
+    large = {"x", "routed_x", "a", "b", "y_swi", "y"}
+    assert {name: theirs[name] for name in large} == {name: ours[name] for name in large}
+    assert theirs["act_a"] == ours["a"] and "act_a" not in ours and "probs" not in ours
 
 
 @pytest.mark.parametrize(("name", "goal"), [("conf3", 7.0), ("qwen3", 2.3), ("mixtral", 4.1)])
@@ -189,7 +238,7 @@ def test_small_moeblaze_conventional_keeps_what_the_others_avoid():
 
 def test_ungated_layers_have_no_b():
     for system, policy in VARIANTS:
-        assert "b" not in by_name(account(SMALL.replace(activation="gelu"), system, policy))
+        assert "b" not in by_name(account(SMALL.replace(activation="gelu"), system, policy, BLOCKS))
 
 
 def test_uniform_routing_and_capacity():
@@ -210,7 +259,7 @@ def test_dropped_and_padded_balance(counts, capacity):
 
 # Formula and number ---------------------------------------------------------------------------------------------------
 
-BYTES = ITEMSIZE | {"int32": 4, "int64": 8}
+BYTES = ITEMSIZE | {"int32": 4, "int64": 8, "bool": 1}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -224,7 +273,7 @@ def test_every_formula_evaluates_to_its_bytes(name):
 
 
 def test_totals_are_the_sums_of_the_rows():
-    for one in accounts(SMALL):
+    for one in accounts(SMALL, assumptions=BLOCKS):
         assert one.kept_bytes == sum(kept_sizes(one).values())
         assert one.kept_bytes + one.transient_bytes == sum(tensor.bytes for tensor in one.tensors)
         assert one.kept_bytes < one.peak_bytes <= one.kept_bytes + one.transient_bytes
@@ -234,7 +283,7 @@ def test_totals_are_the_sums_of_the_rows():
 @pytest.mark.parametrize(("system", "policy"), VARIANTS)
 def test_more_tokens_never_cost_less(system, policy):
     config = MoEConfig(L=0, d=8, h=16, E=5, k=3)
-    sizes = [account(config.replace(L=tokens), system, policy) for tokens in range(300)]
+    sizes = [account(config.replace(L=tokens), system, policy, BLOCKS) for tokens in range(300)]
     for fewer, more in zip(sizes, sizes[1:], strict=False):
         assert fewer.kept_bytes <= more.kept_bytes and fewer.peak_bytes <= more.peak_bytes
     assert sizes[0].kept_bytes < sizes[-1].kept_bytes
@@ -244,9 +293,9 @@ def test_more_tokens_never_cost_less(system, policy):
 def test_largest_tokens_is_exact(system, policy):
     config = MoEConfig(L=1, d=8, h=16, E=5, k=3)
     for capacity in (10**6, 10**6 + 1, 80 * GB):
-        limit = largest_tokens(config, system, policy, capacity)
-        assert account(config.replace(L=limit), system, policy).peak_bytes <= capacity
-        assert account(config.replace(L=limit + 1), system, policy).peak_bytes > capacity
+        limit = largest_tokens(config, system, policy, capacity, BLOCKS)
+        assert account(config.replace(L=limit), system, policy, BLOCKS).peak_bytes <= capacity
+        assert account(config.replace(L=limit + 1), system, policy, BLOCKS).peak_bytes > capacity
 
 
 def test_largest_tokens_stops_at_the_int32_indices():
@@ -296,6 +345,45 @@ def test_conventional_is_what_autograd_keeps_of_odd_shapes(shape, activation):
     check_against_autograd(MoEConfig(*shape, activation, "bfloat16"), renormalize=False)
 
 
+def expected_storages(one):
+    """Dtype and bytes of what an account says is kept, in the order of `found_storages`."""
+    return sorted((tensor.dtype, tensor.bytes) for tensor in one.tensors if tensor.kept and tensor.bytes)
+
+
+def found_storages(module, *arguments):
+    return sorted((kept.dtype, kept.bytes) for kept in measure.kept_storages(module, *arguments) if kept.bytes)
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.25])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_capacity_is_what_autograd_keeps(activation, dtype, renormalize, factor):
+    for shape in ((0, *ODD[1:]), (1, *ODD[1:]), ODD):
+        config = MoEConfig(*shape, activation, dtype)
+        one = account(config, "capacity", assumptions=Assumptions(capacity_factor=factor, renormalize=renormalize))
+        sizes = (config.d, config.h, config.E, config.k, activation, renormalize)
+        layer = CapacityMoE(*sizes, capacity_factor=factor, dtype=getattr(torch, dtype))
+        x = torch.randn(config.L, config.d, dtype=getattr(torch, dtype), requires_grad=True)
+        assert found_storages(layer, x) == expected_storages(one)
+
+
+# Routed rows of each expert: zipf, one that has all, whole blocks of 8, a row more than that and less, none.
+ROUTED = [(37, 20, 10, 4, 3), (37, 37, 0, 0, 0), (16, 16, 16, 16, 10), (17, 15, 1, 37, 4), (0, 0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("counts", ROUTED, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_megablocks_is_what_autograd_keeps(activation, dtype, counts):
+    E, k = len(counts), 2
+    config = MoEConfig(sum(counts) // k, 16, 24, E, k, activation, dtype)
+    layer = BlockSparseMoE(config.d, config.h, E, k, activation, block=8, dtype=getattr(torch, dtype))
+    x = torch.randn(config.L, config.d, dtype=getattr(torch, dtype), requires_grad=True)
+    one = account(config, "megablocks", assumptions=Assumptions(counts, block=8))
+    assert found_storages(layer, x, measure.routing_of(counts, k)) == expected_storages(one)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -310,6 +398,48 @@ def test_moeblaze_is_what_the_specification_keeps(activation, dtype, policy):
     found = {name: (array.shape, str(array.dtype), array.nbytes) for name, array in saved.tensors().items()}
     kept = (tensor for tensor in account(config, "moeblaze", policy).tensors if tensor.kept)
     assert {tensor.name: (tensor.shape, tensor.dtype, tensor.bytes) for tensor in kept} == found
+
+
+def test_what_runs_here_is_measured_beside_its_account():
+    config = MoEConfig(37, 16, 24, 5, 2, dtype="float32")
+    found = [measured(one) for one in accounts(config, assumptions=Assumptions((37, 20, 10, 4, 3), block=8))]
+    assert [one.account.label for one in found if one.kept_bytes is None] == ["megablocks_published"]
+    assert len(found) == len(VARIANTS)
+    assert all(one.kept_bytes in (None, one.account.kept_bytes) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "system", "remark"),
+    [
+        (SMALL, "megablocks_published", "no layer here computes it so"),
+        (SMALL.replace(dtype="float64"), "megablocks", "the layer does not compute in float64"),
+        (SMALL.replace(dtype="float64"), "capacity", ""),
+        (preset("conf4").config, "conventional", "too much work for a CPU"),
+    ],
+)
+def test_what_cannot_be_measured_says_why(config, system, remark):
+    one = measured(account(config, system, assumptions=BLOCKS))
+    assert one.remark == remark and (one.kept_bytes is None) == bool(remark)
+
+
+@pytest.mark.parametrize("counts", ROUTED, ids=str)
+def test_a_routing_has_the_counts_that_it_is_made_of(counts):
+    routing = measure.routing_of(counts, 2)
+    assert torch.bincount(routing.flatten(), minlength=5).tolist() == list(counts)
+    assert (routing[:, 0] != routing[:, 1]).all() and routing.dtype == torch.int32
+
+
+def test_measurements_are_shown_beside_the_formulas():
+    found = accounts(SMALL, ["megablocks_published", "capacity"], BLOCKS)
+    measurements = [Measured(found[0], 1_502, ""), Measured(found[1], None, "not run")]
+    data = report.as_json("small", SMALL, found, [], measurements)
+    assert [one["measured_bytes"] for one in data["systems"]] == [1_502, None]
+    console = Console(width=100, file=io.StringIO())
+    console.print(report.tables(SMALL, found, [], measurements))
+    words = [line.split() for line in console.file.getvalue().splitlines()]
+    formulas = [one.kept_bytes for one in found]
+    assert [found[0].label, f"{formulas[0]:,}", "1,502", f"{1_502 - formulas[0]:+,}"] in words
+    assert [found[1].label, f"{formulas[1]:,}", "not", "run", "-"] in words
 
 
 # The measurement itself -----------------------------------------------------------------------------------------------
@@ -389,6 +519,8 @@ def test_peak_bytes_sees_what_is_freed():
         (lambda: accounts(SMALL, ["moeblaze", "capacty"]), "Did you mean 'capacity'?"),
         (lambda: Assumptions(capacity_factor=0), "capacity_factor is 0.0, but it must be above 0"),
         (lambda: Assumptions(capacity_factor=-1.0), "capacity_factor is -1.0"),
+        (lambda: Assumptions(block=0), "block is 0, but it must be >= 1"),
+        (lambda: account(SMALL, "megablocks"), "h is 8, but it must be a multiple of the block size 128"),
         (lambda: Assumptions(capacity_factor=math.nan), "capacity_factor is nan"),
         (lambda: account(SMALL, "capacity", None, Assumptions((6, 6))), "counts has 2 entries, but there are 3"),
         (lambda: account(SMALL, "capacity", None, Assumptions((7, 4, 1))), r"counts[0] is 7, but it must be 0..6"),
@@ -410,6 +542,7 @@ def test_bad_values(call, message):
     ("call", "message"),
     [
         (lambda: Assumptions(capacity_factor="big"), "capacity_factor is 'big' (str)"),
+        (lambda: Assumptions(block=8.0), "block is 8.0 (float)"),
         (lambda: account(SMALL, "capacity", None, Assumptions((6, 4.0, 2))), "counts[1] is 4.0 (float)"),
         (lambda: largest_tokens(SMALL, "moeblaze", "paper", 8e10), "capacity_bytes is 80000000000.0 (float)"),
     ],
@@ -422,8 +555,8 @@ def test_bad_types(call, message):
 
 def test_counts_may_be_arrays():
     for counts in (np.array(COUNTS, dtype=np.int32), torch.tensor(COUNTS)):
-        one = account(SMALL, "megablocks", assumptions=Assumptions(counts))
-        assert one.tensors == account(SMALL, "megablocks", assumptions=Assumptions(COUNTS)).tensors
+        one = account(SMALL, "megablocks", assumptions=Assumptions(counts, block=4))
+        assert one.tensors == account(SMALL, "megablocks", assumptions=Assumptions(COUNTS, block=4)).tensors
         json.dumps(report.as_json("small", SMALL, [one], []))
 
 
@@ -431,7 +564,7 @@ def test_counts_may_be_arrays():
 
 
 def test_json_has_the_promised_shape():
-    found = accounts(SMALL)
+    found = accounts(SMALL, assumptions=BLOCKS)
     data = json.loads(json.dumps(report.as_json("small", SMALL, found, ["a note"])))
     assert data.keys() == {"preset", "tokens", "notes", "systems"}
     assert (data["preset"], data["tokens"], data["notes"][0]) == ("small", 6, "a note")
@@ -439,7 +572,9 @@ def test_json_has_the_promised_shape():
     assert sorted(data["notes"][1:]) == sorted(set(notes)) and len(set(notes)) == len(SYSTEMS)
     assert [(one["system"], one["policy"]) for one in data["systems"]] == list(VARIANTS)
     for one, system in zip(found, data["systems"], strict=True):
-        assert system.keys() == {"system", "policy", "kept_bytes", "transient_bytes", "tensors"}
+        assert system.keys() == {
+            "system", "policy", "kept_bytes", "measured_bytes", "transient_bytes", "tensors"
+        }  # fmt: skip
         assert (system["kept_bytes"], system["transient_bytes"]) == (one.kept_bytes, one.transient_bytes)
         for tensor, row in zip(one.tensors, system["tensors"], strict=True):
             assert row == {
@@ -464,9 +599,9 @@ def test_notes_say_what_the_paper_prints():
     assert report.preset_notes("mixtral") == [PRESETS["mixtral"].note]
 
 
-def printed(config, notes=()):
+def printed(config, notes=(), assumptions=Assumptions()):
     console = Console(width=100, file=io.StringIO())
-    console.print(report.tables(config, accounts(config), notes))
+    console.print(report.tables(config, accounts(config, assumptions=assumptions), notes))
     return console.file.getvalue()
 
 
@@ -491,7 +626,7 @@ def test_tables_fit_100_columns_and_hold_every_row(name):
 
 
 def test_tables_of_no_tokens():
-    assert "conventional 0.000" in " ".join(printed(SMALL.replace(L=0)).split())
+    assert "conventional 0.000" in " ".join(printed(SMALL.replace(L=0), assumptions=BLOCKS).split())
 
 
 def test_a_unit_keeps_three_digits():

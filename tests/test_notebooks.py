@@ -479,7 +479,7 @@ def test_memory_bars_are_as_long_as_the_bytes(shape):
         row = round(bar.get_y() + bar.get_height() / 2)
         ends[row] = max(ends[row], bar.get_x() + bar.get_width())
     config = MoEConfig(*sizes, activation)
-    kept = [account(config, system).kept_bytes for system in ("conventional", "capacity", "megablocks")]
+    kept = [account(config, system).kept_bytes for system in ("conventional", "capacity", "megablocks_published")]
     kept.append(account(config, "moeblaze", policy).kept_bytes)
     np.testing.assert_allclose(ends / ends[0], np.array(kept) / kept[0])
     right = axes.get_xlim()[1]

@@ -15,7 +15,7 @@ from moeblaze_ref.units import GIB
 README = (Path(__file__).parents[1] / "README.md").read_text()
 COLUMNS = [
     ("conventional", None),
-    ("megablocks", None),
+    ("megablocks_published", None),
     ("moeblaze", "paper"),
     ("moeblaze", "minimal"),
     ("moeblaze", "inputs"),

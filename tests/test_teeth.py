@@ -136,6 +136,33 @@ FAULTS = [
     Fault("some rows alone", "combine", "2_vector", "first + i < k &&", "first + i < k - 1 &&"),
     Fault("rows in token order", "combine", "1_gather", "to_float(y[token_index_map[slot] *", "to_float(y[slot *"),
     Fault(
+        "transposed order ignored",
+        "block_sparse",
+        "1_naive",
+        "column * high + row - first] =",
+        "(row - first) * wide + column] =",
+        "block_sparse/0_structures.cu",
+    ),
+    Fault(
+        "empty bin's expert",
+        "block_sparse",
+        "1_naive",
+        "padded_offsets[middle] <= row)",
+        "padded_offsets[middle] < row)",
+        "block_sparse/0_structures.cu",
+    ),
+    Fault(
+        "padding not cleared", "block_sparse", "2_tiled", "if (slot < 0) {", "if (P < 0) {", "block_sparse/0_rows.cu"
+    ),
+    Fault("unscaled gate", "block_sparse", "2_tiled", "(gate * to_float(", "(to_float(", "block_sparse/0_rows.cu"),
+    Fault(
+        "column part beyond its block",
+        "block_sparse",
+        "3_mma",
+        "lines, columns, BLOCK);",
+        "lines, TILE_COLUMNS, BLOCK);",
+    ),
+    Fault(
         "y_swi never written",
         "layer",
         "2_tiled",

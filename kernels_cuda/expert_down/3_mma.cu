@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Lines<false> weights = {w3 + (long long)tile.expert * h * d + first_column, d, h, d - first_column};
     WarpResults<1> sums;
     mma_matmul<Along::DEPTH, Along::SIDE>(sums, h, rows, &weights);
-    store_rows(sums, y + (long long)tile.first * d, tile.rows, first_column, d);
+    store_tile(sums, y + (long long)tile.first * d + first_column, tile.rows, d - first_column, d);
 }
 
 // What the forward kept of eight hidden elements of a row.
@@ -107,5 +107,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Lines<true> tokens = {d_out + first_column, d, rows, d - first_column, expert_token_indices + begin};
     WarpResults<1> sums;
     mma_matmul<Along::SIDE, Along::SIDE>(sums, rows, hidden, &tokens);
-    store_rows(sums, d_w3 + ((long long)blockIdx.z * h + first_row) * d, h - first_row, first_column, d);
+    Scalar* const target = d_w3 + ((long long)blockIdx.z * h + first_row) * d + first_column;
+    store_tile(sums, target, h - first_row, d - first_column, d);
 }

@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const TwofoldLines weights = {{w1 + column, h, d - first_column, h}, w2 + column, depth};
     WarpResults<1> sums;
     mma_matmul<Along::DEPTH, Along::DEPTH>(sums, RESULTS * depth, gradients, &weights);
-    store_rows(sums, rows + (long long)tile.first * d, tile.rows, first_column, d);
+    store_tile(sums, rows + (long long)tile.first * d + first_column, tile.rows, d - first_column, d);
 }
 
 // Section 5: d_w1 = X^T d_a, or d_w2 = X^T d_b, over the expert's rows, x gathered again.
@@ -85,5 +85,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Lines<false> gradients = {d_hidden + (long long)begin * h + first_column, h, rows, h - first_column};
     WarpResults<1> sums;
     mma_matmul<Along::SIDE, Along::SIDE>(sums, rows, tokens, &gradients);
-    store_rows(sums, d_w + ((long long)blockIdx.z * d + first_row) * h, d - first_row, first_column, h);
+    Scalar* const target = d_w + ((long long)blockIdx.z * d + first_row) * h + first_column;
+    store_tile(sums, target, d - first_row, h - first_column, h);
 }

@@ -225,16 +225,15 @@ struct WarpResults {
 struct Nothing {};
 __device__ __forceinline__ Nothing load_nothing(int, int) { return {}; }
 
-// Stores a tile, rounded, from row 0 of `target` (rows, width) and `first_column` on: what lies inside.
-__device__ __forceinline__ void store_rows(const WarpResults<1>& results, Scalar* target, int rows, int first_column,
-                                           int width) {
+// Stores a tile, rounded, from where `target` points on: its rows and columns that lie inside; rows are `pitch` apart.
+__device__ __forceinline__ void store_tile(const WarpResults<1>& results, Scalar* target, int rows, int columns,
+                                           int pitch) {
     results.each(load_nothing, [&](int, int row, int column, const float(&values)[1][8], Nothing) {
-        column += first_column;
-        if (row >= rows || column >= width) return;
+        if (row >= rows || column >= columns) return;
         Eight rounded;
 #pragma unroll
         for (int i = 0; i < 8; ++i) rounded.values[i] = from_float<Scalar>(values[0][i]);
-        rounded.store(target + (long long)row * width + column);
+        rounded.store(target + (long long)row * pitch + column);
     });
 }
 

@@ -1,6 +1,5 @@
 """A decoder-only transformer over bytes, whose feed-forward layers are Mixtures of Experts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,10 +9,8 @@ from torch import Tensor, nn
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.oracle import OracleMoE, Routing
-
-# (d, h, E, k, activation) -> a module that maps x (L, d) to (out (L, d), Routing)
-MoEFactory = Callable[[int, int, int, int, str], nn.Module]
+from moeblaze_ref.oracle import Routing
+from moeblaze_ref.systems import MoEFactory, run, system
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class Block(nn.Module):
         """The residual stream (batch, length, d) after this block, and what its MoE layer saw."""
         stream = stream + self.attention(self.attention_norm(stream))
         x = self.moe_norm(stream).flatten(0, 1)  # (L, d)
-        out, routing = self.moe(x)  # (L, d)
+        out, routing = run(self.moe, x)  # (L, d)
         return stream + out.view_as(stream), MoETrace(x, routing)
 
 
@@ -136,14 +133,20 @@ class MoETransformer(nn.Module):
     Parameters
     ----------
     config : LMConfig
-    moe : callable
-        Makes the MoE layer of a block, called as ``moe(d, h, E, k, activation)``; the layer
-        maps x (L, d) to its output (L, d) and the Routing behind it.
+    moe : str or callable
+        The system of the MoE layers: a name in ``systems.SYSTEMS``, or what `systems.system` returns, which is called
+        as ``moe(d, h, E, k, activation)`` for each block.
+
+    Raises
+    ------
+    ValueError
+        If there is no such system; the message proposes the nearest name.
     """
 
-    def __init__(self, config: LMConfig, moe: MoEFactory = OracleMoE):
+    def __init__(self, config: LMConfig, moe: str | MoEFactory = "oracle"):
         super().__init__()
         self.config = config
+        moe = system(moe) if isinstance(moe, str) else moe
         self.embedding = nn.Embedding(config.vocab, config.d)
         self.blocks = nn.ModuleList(Block(config, moe) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.d)

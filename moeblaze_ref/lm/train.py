@@ -10,8 +10,9 @@ from torch import Tensor
 
 from moeblaze_ref import doors
 from moeblaze_ref.lm import data
-from moeblaze_ref.lm.model import LMConfig, LMOutput, MoEFactory, MoETransformer
-from moeblaze_ref.oracle import OracleMoE, load_balancing_loss, router_z_loss
+from moeblaze_ref.lm.model import LMConfig, LMOutput, MoETransformer
+from moeblaze_ref.oracle import load_balancing_loss, router_z_loss
+from moeblaze_ref.systems import MoEFactory
 
 BALANCE_WEIGHT = 1e-2  # Switch Transformers (arXiv 2101.03961), section 2.2
 Z_WEIGHT = 1e-3  # ST-MoE (arXiv 2202.08906), the weight of its router z-loss
@@ -57,7 +58,7 @@ def train(
     *,
     batch: int = 16,
     learning_rate: float = 3e-3,
-    moe: MoEFactory = OracleMoE,
+    moe: str | MoEFactory = "oracle",
 ) -> TrainResult:
     """Train a fresh model on Python's help text.
 
@@ -76,14 +77,14 @@ def train(
         Windows of a step.
     learning_rate : float
         AdamW's.
-    moe : callable
-        Makes the MoE layers (`model.MoETransformer`).
+    moe : str or callable
+        The system of the MoE layers, as in `model.MoETransformer`.
 
     Raises
     ------
     ValueError, TypeError
         If config is no LMConfig or its vocabulary lacks a byte, steps or batch is no integer or
-        below 1, or the text is shorter than a window.
+        below 1, the text is shorter than a window, or there is no such system.
     """
     doors.check_type("config", config, LMConfig)
     doors.check_int("config.vocab", config.vocab, at_least=256)  # every byte
@@ -102,7 +103,7 @@ def train(
     return TrainResult(model, losses, evaluate(model, corpus.validation, batch))
 
 
-def _fresh_model(config: LMConfig, moe: MoEFactory, seed: int) -> MoETransformer:
+def _fresh_model(config: LMConfig, moe: str | MoEFactory, seed: int) -> MoETransformer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return MoETransformer(config, moe)

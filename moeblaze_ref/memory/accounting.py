@@ -15,31 +15,33 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import reduce
 from typing import NamedTuple
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, sparse_doors
+from moeblaze_ref.capacity import DEFAULT_FACTOR, expert_capacity
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.memory.waste import capacity_rows
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.units import GB
 
 GPU_CAPACITIES = {"80 GB": 80 * GB, "141 GB": 141 * GB}  # H100 and H200, as their makers print them
 
-BLOCK = 128  # MegaBlocks pads every expert's rows to a multiple of this
+BLOCK = 128  # MegaBlocks' paper pads every expert's rows to a multiple of this
 
 SYSTEMS = {
     "conventional": "plain torch (oracle.py): a routed-token buffer and all that autograd keeps",
     "capacity": "fixed capacity (GShard, Switch, Tutel): rows over it are dropped, gaps padded",
-    "megablocks": "padded bins, block-sparse products: nothing dropped, groups padded to 128 rows",
+    "megablocks_published": "MegaBlocks as its paper has it, the activation left to autograd; not run here",
+    "megablocks": "padded bins, block-sparse products: nothing dropped, groups padded to whole blocks",
     "moeblaze": "index structures in place of the routed-token buffer; the rest is kept by policy",
 }
 
 # Every system with every policy that it has.
 VARIANTS = tuple((system, policy) for system in SYSTEMS for policy in (POLICIES if system == "moeblaze" else (None,)))
 
-_ITEMSIZE = ITEMSIZE | {"int32": 4, "int64": 8}
+_ITEMSIZE = ITEMSIZE | {"int32": 4, "int64": 8, "bool": 1}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Tensor:
     dims : tuple of Size or int
         Its shape; the first entry is a Size.
     dtype : str
-        "float64", "float32", "bfloat16", "float16", "int32" or "int64".
+        "float64", "float32", "bfloat16", "float16", "int32", "int64" or "bool".
     until : str, optional
         The tensor (it may be this one) whose birth is the last use, after which it is freed. None: it lives until
         the backward.
@@ -120,20 +122,25 @@ class Assumptions:
     capacity_factor : float
         Rows that `capacity` reserves for an expert, as a multiple of L * k / E. Default: Switch Transformer's 1.25.
     renormalize : bool
-        Whether `conventional` divides the chosen gates by their sum, which autograd pays for with two tensors.
+        Whether the chosen gates are divided by their sum, which costs `conventional` and `capacity`, where autograd
+        keeps what it divides, two tensors.
+    block : int
+        Rows and columns of a block of `megablocks`.
 
     Raises
     ------
     TypeError, ValueError
-        If capacity_factor is not a finite number above zero.
+        If capacity_factor is not a finite number above zero, or block is no integer of at least 1.
     """
 
     counts: Sequence[int] | None = None
-    capacity_factor: float = 1.25
+    capacity_factor: float = DEFAULT_FACTOR
     renormalize: bool = False
+    block: int = BLOCK
 
     def __post_init__(self):
         doors.check_positive("capacity_factor", self.capacity_factor)
+        sparse_doors.check_block(self.block)
 
 
 @dataclass(frozen=True)
@@ -231,7 +238,7 @@ def account(
     policy : str, optional
         What ``moeblaze`` keeps, one of ``config.POLICIES``; the other systems have none.
     assumptions : Assumptions
-        Routing and capacity factor.
+        Routing, capacity factor, block size.
 
     Returns
     -------
@@ -241,16 +248,15 @@ def account(
     Raises
     ------
     ValueError
-        If a name is unknown (the message proposes the nearest), if a policy is missing or has no place, or if
-        the counts do not fit the configuration.
+        If a name is unknown (the message proposes the nearest), if a policy is missing or has no place, if the
+        counts do not fit the configuration, or if h is no multiple of the block size of `megablocks`.
     TypeError
         If a count is not an integer.
     """
     doors.check_name("system", system, SYSTEMS)
     _check_policy(system, policy)
     case = _Case(config, policy, assumptions)
-    build = {"conventional": _conventional, "capacity": _capacity, "megablocks": _megablocks, "moeblaze": _moeblaze}
-    draft = build[system](case)
+    draft = _BUILD[system](case)
     symbols = {size.text: size.value for size in (*case.symbols, *draft.symbols)}
     return Account(config, system, policy, assumptions, symbols, tuple(draft.tensors), draft.notes)
 
@@ -352,20 +358,15 @@ def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
     return tuple(share + (e < rest) for e in range(config.E))
 
 
-def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> int:
-    """C = ceil(capacity_factor * L * k / E), rows reserved for each expert (GShard, Switch; MegaBlocks section 2)."""
-    # The decimal number that was typed: 1.1 as a binary fraction is a little more, and 1.1 * 10 would round up to 12.
-    return math.ceil(Fraction(str(capacity_factor)) * num_rows / num_experts)
-
-
 def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:
     """Rows over an expert's capacity, which are lost, and empty rows below it, which are computed for nothing."""
-    return sum(max(n - capacity, 0) for n in counts), sum(max(capacity - n, 0) for n in counts)
+    rows = capacity_rows(counts, capacity)
+    return sum(rows.dropped), sum(rows.padding)
 
 
-def tiles(rows: int) -> int:
-    """Tiles of 128 that cover so many rows or columns (MegaBlocks section 5)."""
-    return -(-rows // BLOCK)
+def tiles(rows: int, block: int = BLOCK) -> int:
+    """Tiles of a block that cover so many rows or columns (MegaBlocks section 5)."""
+    return -(-rows // block)
 
 
 # The systems: rows in order of birth ---------------------------------------------------------------------------------
@@ -420,14 +421,15 @@ def _in_pieces(tensors):
         yield tensor
 
 
-def _intermediates(s: _Case, dims):
+def _intermediates(s: _Case, dims, a_until="out"):
     """What plain autograd keeps between the GEMMs, each of shape ``dims``.
 
     silu and gelu save their input a; relu saves its result instead, so that a is only held by the forward's own
-    variable. A gated product saves both factors, relu2's square saves relu(a), and the next GEMM saves y_swi.
+    variable, until the birth of ``a_until``. A gated product saves both factors, relu2's square saves relu(a), and the
+    next GEMM saves y_swi.
     """
     saves_result = s.activation in ("relu", "relu2", "reglu")
-    yield Tensor("a", dims, s.dtype, until="out" if saves_result else None)
+    yield Tensor("a", dims, s.dtype, until=a_until if saves_result else None)
     if s.gated:
         yield Tensor("b", dims, s.dtype)
     if s.gated or s.activation == "relu2":
@@ -451,23 +453,33 @@ def _routed_input(s, probs_until=None):
 
 
 def _capacity(s: _Case) -> _Draft:
-    """Fixed expert capacity: padded buffers (E, C, ...), tokens over C dropped.
+    """Fixed expert capacity: padded buffers (E, C, ...), rows over C dropped; what `CapacityMoE` keeps, to the byte.
 
-    From the papers: C and the padded dispatch buffer (GShard, Switch; MegaBlocks section 2). Our reading: sparse
-    routing tables (an expert and a location per slot, as in Tutel) rather than GShard's one-hot (L, E, C) masks,
-    which would cost more, and the intermediates that plain autograd keeps.
+    From the papers: C and the padded dispatch buffer (GShard, Switch; MegaBlocks section 2), a row number per slot (as
+    in Tutel) rather than GShard's one-hot (L, E, C) masks, which would cost more. Of torch: the intermediates that
+    autograd keeps, masks of what is padding and what was dropped, and the outputs by slot, y, in place of `y_rows`.
     """
     factor = s.assumptions.capacity_factor
     C = Size("C", expert_capacity(s.R.value, s.E.value, factor))
     dropped, padded = dropped_and_padded(s.counts, C.value)
     tensors = [
-        *_routed_input(s),
-        Tensor("topk_experts", (s.L, s.k), "int32"),
-        Tensor("locations", (s.L, s.k), "int32"),
+        Tensor("x", (s.L, s.d), s.dtype),
+        *_lives(_oracle_router(s), ("logits",) if s.mixed else ("logits", "gates"), until=None),
+        Tensor("slots", (s.E, C), "int32", until="out"),
+        Tensor("rows", (s.L, s.k), "int32", until="out"),
+        Tensor("lengths", (s.E,), "int64", until="shares"),
+        Tensor("token_of_row", (s.E, C), "int32"),
         Tensor("routed_x", (s.E, C, s.d), s.dtype),
-        *_intermediates(s, (s.E, C, s.h)),
-        Tensor("y", (s.E, C, s.d), s.dtype),
+        Tensor("is_padding", (s.E, C), "bool"),
+        *_intermediates(s, (s.E, C, s.h), a_until="y_rows"),
+        Tensor("y_rows", (s.E, C, s.d), s.dtype, until="out"),
+        Tensor("row_of_slot", (s.L, s.k), "int32"),
+        Tensor("y", (s.L, s.k, s.d), s.dtype),
+        Tensor("is_dropped", (s.L, s.k), "bool"),
+        *([Tensor("gates_narrow", (s.L, s.k), s.dtype)] if s.mixed else []),
         _out(s),
+        Tensor("shares", (s.E,), s.wide),
+        Tensor("logsumexp", (s.L,), s.wide),
     ]
     note = (
         f"capacity: C = ceil({factor}*L*k/E) = {C.value:,} rows per expert; with {s.routing} {dropped:,} of "
@@ -476,13 +488,18 @@ def _capacity(s: _Case) -> _Draft:
     return _Draft(tensors, (C,), (note,))
 
 
-def _megablocks(s: _Case) -> _Draft:
-    """Padded bins: T tiles of 128 rows, W tiles of 128 columns per expert, T*W nonzero blocks.
+def _lives(tensors, names, until):
+    """The tensors, of which those with these names live otherwise than in the system that they are taken from."""
+    return [replace(tensor, until=until) if tensor.name in names else tensor for tensor in tensors]
+
+
+def _megablocks_published(s: _Case) -> _Draft:
+    """Padded bins: T tiles of 128 rows, W tiles of 128 columns per expert, T*W nonzero blocks; nothing here runs it.
 
     From the paper: padded gather and scatter, 128 x 128 blocks, hybrid blocked-CSR-COO (offsets, column and row
     indices) and transpose indices (MegaBlocks section 5). Our reading: everything int32, four tables of routing
     metadata, an expert width that 128 does not divide is padded too, and the intermediates that plain autograd
-    keeps, each as block values.
+    keeps, each as block values. It is what MoEBlaze is compared with.
     """
     T, W = Size("T", sum(map(tiles, s.counts))), Size("W", tiles(s.h.value))
     tensors = [
@@ -499,19 +516,51 @@ def _megablocks(s: _Case) -> _Draft:
         _out(s),
     ]
     note = (
-        f"megablocks: T = {T.value:,} tiles of 128 rows, W = ceil(h/128) = {W.value:,} tiles of 128 columns; with "
-        f"{s.routing} no row is dropped, and {T.value * BLOCK - s.R.value:,} rows are padding"
+        f"megablocks_published: T = {T.value:,} tiles of 128 rows, W = ceil(h/128) = {W.value:,} tiles of 128 columns; "
+        f"with {s.routing} no row is dropped, and {T.value * BLOCK - s.R.value:,} rows are padding"
     )
     return _Draft(tensors, (T, W), (note,))
+
+
+def _megablocks(s: _Case) -> _Draft:
+    """Padded bins, blocks of S rows and columns; what `BlockSparseMoE` keeps, to the byte.
+
+    That is `megablocks.Saved`, where ``routed_x`` is called x_rows, beside x and the choice of experts.
+    Less than `_megablocks_published` by two kinds of tensors that its backward computes again: act(a), which autograd
+    keeps of a gated activation and of relu2, and the router's probabilities.
+    """
+    block, h = s.assumptions.block, s.h.value
+    sparse_doors.check_block(block, h)
+    T, W, S = Size("T", sum(tiles(rows, block) for rows in s.counts)), Size("W", h // block), Size("S", block)
+    hidden = (T * W, S, S)
+    tensors = [
+        *_routed_input(s, probs_until="gates"),
+        *_lives(_dispatch(s), ("expert_token_offsets", "expert_token_indices", "token_index_map"), until="out"),
+        Tensor("padded_offsets", (s.E + 1,), "int32"),
+        Tensor("slots", (T * S,), "int32"),
+        Tensor("rows", (s.R,), "int32"),
+        *_topology(s.E, T, W),
+        Tensor("routed_x", (T * S, s.d), s.dtype),
+        Tensor("a", hidden, s.dtype),
+        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
+        Tensor("y_swi", hidden, s.dtype),
+        Tensor("y", (T * S, s.d), s.dtype),
+        _out(s),
+    ]
+    note = (
+        f"megablocks: T = {T.value:,} blocks of {block} rows, W = h/{block} = {W.value:,} blocks of columns; "
+        f"with {s.routing} no row is dropped, and {(T * S).value - s.R.value:,} rows are padding"
+    )
+    return _Draft(tensors, (T, W, S), (note,))
 
 
 def _topology(E, T, W):
     """Where the T*W nonzero blocks lie, in both orders (MegaBlocks section 5)."""
     return [
-        Tensor("offsets", (T + 1,), "int32"),
+        Tensor("row_offsets", (T + 1,), "int32"),
         Tensor("column_indices", (T * W,), "int32"),
         Tensor("row_indices", (T * W,), "int32"),
-        Tensor("transpose_offsets", (E * W + 1,), "int32"),
+        Tensor("column_offsets", (E * W + 1,), "int32"),
         Tensor("transpose_indices", (T * W,), "int32"),
     ]
 
@@ -553,6 +602,16 @@ def _by_policy(s):
         stored = name in kept or name in freed
         if stored and (s.gated or name not in ("b", "act_a")):
             yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in kept else freed[name])
+
+
+_BUILD = {
+    "conventional": _conventional,
+    "capacity": _capacity,
+    "megablocks_published": _megablocks_published,
+    "megablocks": _megablocks,
+    "moeblaze": _moeblaze,
+}
+assert _BUILD.keys() == SYSTEMS.keys()
 
 
 # The backward: `moeblaze_ref.layer.backward` over the raw CUDA stages ------------------------------------------------

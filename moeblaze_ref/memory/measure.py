@@ -4,7 +4,7 @@ The judge of memory/accounting.py. Counted are whole storages: a view of a tenso
 it alive, and two views of one storage cost it once.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -106,6 +106,24 @@ def kept_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> 
         Bytes of whole storages, each counted once.
     """
     return sum(kept.bytes for kept in kept_storages(fn, *args, exclude=exclude))
+
+
+def routing_of(counts: Sequence[int], k: int) -> Tensor:
+    """A choice of k distinct experts for each token that sends every expert this many rows, to be replayed.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Routed rows of each expert: L * k together, at most L each.
+    k : int
+        Experts per token.
+
+    Returns
+    -------
+    topk_experts : Tensor (L, k), int32
+    """
+    experts = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))  # (R,)
+    return experts.view(k, -1).T.contiguous()  # L rows apart are different experts: none has more than L
 
 
 def peak_bytes(fn: Callable, *args, exclude: Iterable[Tensor] | None = None) -> int:

@@ -42,7 +42,13 @@ TENSOR_COLORS = {
     REST: GREY,
 }
 
-SYSTEM_COLORS = {"conventional": VERMILLION, "capacity": ORANGE, "megablocks": PURPLE, "moeblaze": BLUE}
+SYSTEM_COLORS = {
+    "conventional": VERMILLION,
+    "capacity": ORANGE,
+    "megablocks_published": SKY,
+    "megablocks": PURPLE,
+    "moeblaze": BLUE,
+}
 POLICY_LINES = {None: "-", "conventional": ":", "paper": "-", "minimal": "--", "inputs": "-."}
 
 DARK = {BLACK, VERMILLION, BLUE, GREEN}  # colours that need white letters

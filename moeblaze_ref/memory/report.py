@@ -18,6 +18,7 @@ from moeblaze_ref.memory.accounting import (
     largest_tokens,
     ratio,
 )
+from moeblaze_ref.memory.measured import Measured
 from moeblaze_ref.units import GB, GIB, unit_for
 
 COUNTED = (
@@ -27,7 +28,13 @@ COUNTED = (
 )
 
 
-def as_json(preset_name: str, config: MoEConfig, accounts: Sequence[Account], notes: Sequence[str]) -> dict:
+def as_json(
+    preset_name: str,
+    config: MoEConfig,
+    accounts: Sequence[Account],
+    notes: Sequence[str],
+    measurements: Sequence[Measured] = (),
+) -> dict:
     """The accounts as plain data: what ``moeblaze memory --json`` prints.
 
     Parameters
@@ -40,27 +47,32 @@ def as_json(preset_name: str, config: MoEConfig, accounts: Sequence[Account], no
         See `accounting.accounts`.
     notes : sequence of str
         See `preset_notes`; the accounts' own notes, which define their symbols, follow them.
+    measurements : sequence of Measured
+        Of the accounts, in their order, or none.
 
     Returns
     -------
     dict
-        {preset, tokens, notes, systems: [{system, policy, kept_bytes, transient_bytes,
-        tensors: [{name, shape, dtype, formula, bytes, kept}]}]}. Bytes are ints; policy is None except for moeblaze.
+        {preset, tokens, notes, systems: [{system, policy, kept_bytes, measured_bytes, transient_bytes,
+        tensors: [{name, shape, dtype, formula, bytes, kept}]}]}. Bytes are ints; policy is None except for moeblaze,
+        measured_bytes is None for what was not measured.
     """
+    found = [one.kept_bytes for one in measurements] or [None] * len(accounts)
     return {
         "preset": preset_name,
         "tokens": config.L,
         "notes": all_notes(accounts, notes),
-        "systems": [_account_as_json(one) for one in accounts],
+        "systems": [_account_as_json(*pair) for pair in zip(accounts, found, strict=True)],
     }
 
 
-def _account_as_json(one):
+def _account_as_json(one, measured_bytes):
     fields = ("name", "shape", "dtype", "formula", "bytes", "kept")
     return {
         "system": one.system,
         "policy": one.policy,
         "kept_bytes": one.kept_bytes,
+        "measured_bytes": measured_bytes,
         "transient_bytes": one.transient_bytes,
         "tensors": [{field: getattr(tensor, field) for field in fields} for tensor in one.tensors],
     }
@@ -71,14 +83,16 @@ def all_notes(accounts: Sequence[Account], notes: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*notes, *(note for one in accounts for note in one.notes)]))
 
 
-def tables(config: MoEConfig, accounts: Sequence[Account], notes: Sequence[str]) -> RenderableType:
-    """One table an account, one row a tensor; then the summary and the notes. Made for 100 columns.
+def tables(
+    config: MoEConfig, accounts: Sequence[Account], notes: Sequence[str], measurements: Sequence[Measured] = ()
+) -> RenderableType:
+    """One table an account, one row a tensor; then the summary, what was measured, the notes. Made for 100 columns.
 
     Parameters
     ----------
     config : MoEConfig
         The configuration of all accounts; `conventional` is computed for the ratios even if it is not among them.
-    accounts, notes
+    accounts, notes, measurements
         As in `as_json`.
 
     Returns
@@ -90,6 +104,7 @@ def tables(config: MoEConfig, accounts: Sequence[Account], notes: Sequence[str])
     return Group(
         *(account_table(one) for one in accounts),
         summary_table(config, accounts),
+        *([measured_table(measurements)] if measurements else []),
         *(Padding(Text(remark), (0, 0, 1, 1)) for remark in remarks),
     )
 
@@ -132,6 +147,21 @@ def summary_table(config: MoEConfig, accounts: Sequence[Account]) -> Table:
         )
         totals = map(unit.text, _totals(one).values())
         table.add_row(one.label, *totals, "-" if math.isnan(share) else f"{share:.3f}", *largest)
+    return table
+
+
+def measured_table(measurements: Sequence[Measured]) -> Table:
+    """One row an account: the bytes that it says are kept, and those that autograd kept of the layer that ran."""
+    table = _table("Bytes kept until the backward: by the formulas, and by autograd's saved tensors")
+    table.add_column("system/policy", no_wrap=True)
+    for name in ("formula", "measured", "difference"):
+        table.add_column(name, justify="right", overflow="fold")
+    for one in measurements:
+        formula = one.account.kept_bytes
+        found = (
+            (one.remark, "-") if one.kept_bytes is None else (f"{one.kept_bytes:,}", f"{one.kept_bytes - formula:+,}")
+        )
+        table.add_row(one.account.label, f"{formula:,}", *found)
     return table
 
 
@@ -184,23 +214,23 @@ def _printed_deepseek():
 
 def _printed_conf3():
     config = PRESETS["conf3"].config
-    ours, theirs = account(config, "moeblaze", "paper"), account(config, "megablocks")
+    ours, theirs = account(config, "moeblaze", "paper"), account(config, "megablocks_published")
     where = f"MoEBlaze evaluation, conf3 (SwiGLU, L = {config.L:,})"
     saved = sum(_row(ours, name).bytes for name in ("a", "b", "y_swi"))
     return [
         f"{where}: A, B and Y_swi are {_both_units(saved)}, and all that moeblaze/paper keeps is "
         f"{_both_units(ours.kept_bytes)}; the paper prints about 10,000 MB",
-        f"{where}: megablocks keeps {_both_units(theirs.kept_bytes)}; the paper prints more than 40,000 MB",
+        f"{where}: megablocks_published keeps {_both_units(theirs.kept_bytes)}; the paper prints more than 40,000 MB",
     ]
 
 
 def _printed_conf4():
     silu = PRESETS["conf4"].config.replace(activation="silu")
-    ours, theirs = account(silu, "moeblaze", "paper"), account(silu, "megablocks")
+    ours, theirs = account(silu, "moeblaze", "paper"), account(silu, "megablocks_published")
     where = f"MoEBlaze evaluation, conf4 (with SiLU, L = {silu.L:,})"
     return [
         f"{where}: moeblaze/paper keeps {_both_units(ours.kept_bytes)}; the paper prints 6,100 MB",
-        f"{where}: megablocks keeps {_both_units(theirs.kept_bytes)}; the paper prints 22,000 MB",
+        f"{where}: megablocks_published keeps {_both_units(theirs.kept_bytes)}; the paper prints 22,000 MB",
     ]
 
 

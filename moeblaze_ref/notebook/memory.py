@@ -15,13 +15,13 @@ GAP = 0.25  # between neighbours, as a share of d
 
 
 def memory_bars(L: int, d: int, h: int, E: int, k: int, activation: str, policy: str) -> Figure:
-    """`plots.stacked_bars` of the four systems, moeblaze under one policy, in bfloat16.
+    """`plots.stacked_bars` of four systems, MegaBlocks as published, moeblaze under one policy, in bfloat16.
 
     The axis ends at a power of four, so that lengths can be compared from one position of a slider to the next.
     GPU capacities are lines where the axis reaches them.
     """
     config = MoEConfig(L, d, h, E, k, activation)
-    rows = [account(config, system) for system in ("conventional", "capacity", "megablocks")]
+    rows = [account(config, system) for system in ("conventional", "capacity", "megablocks_published")]
     rows.append(account(config, "moeblaze", policy))
     figure = plots.stacked_bars(rows)
     (axes,) = figure.axes

@@ -162,7 +162,7 @@ def poisoned_outputs():
 
 
 def int32_output(shape):
-    """A device array (``shape``, int32) for a kernel to fill; its size must not be 0."""
+    """A device array (``shape``, int32) for a kernel to fill."""
     if _poisoning.get():
         return cuda.to_device(np.full(shape, POISON, dtype=np.int32))
     return cuda.device_array(shape, dtype=np.int32)

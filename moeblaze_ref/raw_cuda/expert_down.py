@@ -43,7 +43,6 @@ def forward(
     _, h, d = w3.shape
     dtype = gemm.check_rung("expert_down", rung, RUNGS, y_swi, d=d, h=h)
     executor = executor or executor_for(y_swi)
-    gemm.check_aligned(executor, rung, y_swi=y_swi, w3=w3)
     y = executor.empty((dispatch.R, d), dtype)
     if dispatch.R:
         tile = tiles.choose(executor, rung, "expert_down", dispatch.R, dispatch.E, d, h)
@@ -121,7 +120,6 @@ def hidden_gradients(
     _, h, d = w3.shape
     dtype = gemm.check_rung("expert_down", rung, RUNGS, a, d=d, h=h)
     executor = executor or executor_for(a)
-    gemm.check_aligned(executor, rung, d_out=d_out, a=a, b=b, w3=w3)
     d_a, d_b = (a, b) if overwrite else [like if like is None else executor.empty(like.shape, dtype) for like in (a, b)]
     gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
@@ -190,7 +188,6 @@ def weight_gradient(
     E, h, d = dispatch.E, gated_y.shape[1], d_out.shape[1]
     dtype = gemm.check_rung("expert_down", rung, RUNGS, d_out, d=d, h=h)
     executor = executor or executor_for(d_out)
-    gemm.check_aligned(executor, rung, gated_y=gated_y, d_out=d_out)
     if dispatch.R == 0:
         return executor.full((E, h, d), dtype, 0)
     d_w3 = executor.empty((E, h, d), dtype)

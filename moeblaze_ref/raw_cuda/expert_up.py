@@ -60,7 +60,6 @@ def forward(
     _, d, h = w1.shape
     dtype = gemm.check_rung("expert_up", rung, RUNGS, x, d=d, h=h)
     executor = executor or executor_for(x)
-    gemm.check_aligned(executor, rung, x=x, w1=w1, w2=w2)
     stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
     a, b, y_swi = [executor.empty((dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN]
     if dispatch.R:
@@ -124,7 +123,6 @@ def input_gradient(
     _, d, h = w1.shape
     dtype = gemm.check_rung("expert_up", rung, RUNGS, d_a, d=d, h=h)
     executor = executor or executor_for(d_a)
-    gemm.check_aligned(executor, rung, d_a=d_a, d_b=d_b, w1=w1, w2=w2)
     d_x = executor.empty((dispatch.L, d), dtype)
     if dispatch.R == 0:
         return d_x
@@ -227,7 +225,6 @@ def weight_gradient(
     E, d, h = dispatch.E, x.shape[1], d_hidden.shape[1]
     dtype = gemm.check_rung("expert_up", rung, RUNGS, x, d=d, h=h)
     executor = executor or executor_for(x)
-    gemm.check_aligned(executor, rung, d_hidden=d_hidden, x=x)
     if dispatch.R == 0:
         return executor.full((E, d, h), dtype, 0)
     d_w = executor.empty((E, d, h), dtype)

@@ -6,7 +6,6 @@ from typing import Any
 import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref import doors
-from moeblaze_ref.arrays import address_of
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, widest_pack
 from moeblaze_ref.raw_cuda.tiles import MmaTile, Tile
 from moeblaze_ref.structures import Array, Dispatch
@@ -107,19 +106,6 @@ def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: 
         if rung in TENSOR_CORES and width % 8:  # they move 16 bytes at a time
             raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
     return dtype
-
-
-@doors.unless_trusted
-def check_aligned(executor: Executor, rung: str, **arrays: Array | None):
-    """Arrays of a rung that moves 16 bytes at a time begin at a multiple of them; on a CPU they are copied there."""
-    if rung not in TENSOR_CORES or executor.name != "cuda":
-        return
-    for name, array in arrays.items():
-        if array is not None and address_of(array) % ALIGNMENT:
-            raise ValueError(
-                f"{name} begins {address_of(array) % ALIGNMENT} bytes behind a multiple of {ALIGNMENT}, but rung {rung} "
-                f"moves {ALIGNMENT} bytes at a time: pass a copy"
-            )
 
 
 def check_slots(dispatch: Dispatch):

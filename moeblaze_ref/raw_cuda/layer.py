@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from moeblaze_ref import doors, layer
-from moeblaze_ref.layer import Gradients, LayerOutput, MoEWeights, Saved
+from moeblaze_ref.layer import Gradients, LayerOutput, MoEWeights, Routed, Saved
 from moeblaze_ref.raw_cuda import activation as activation_stage
 from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, router
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
@@ -79,6 +79,36 @@ def backward(
     stages = _stages(saved.x, weights, executor, rung)
     d_losses = d_load_balancing_loss, d_router_z_loss
     return layer.backward(stages, gemm.WIDE, d_out, saved, weights, *d_losses, overwrite, wanted)
+
+
+def route(
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str = "swiglu",
+    renormalize: bool = False,
+    topk_experts: Array | None = None,
+    executor: Executor | None = None,
+) -> Routed:
+    """Who goes where, by which gates, as `moeblaze_ref.layer.route` describes; executor as in `forward`."""
+    stages = _stages(x, weights, executor, None)
+    return layer.route(stages, gemm.WIDE, x, weights, k, activation, renormalize, topk_experts)
+
+
+def router_gradients(
+    d_gates: Array,
+    x: Array,
+    weights: MoEWeights,
+    topk_experts: Array,
+    renormalize: bool = False,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+    wanted: Collection[str] = Gradients._fields,
+    executor: Executor | None = None,
+) -> tuple[Array | None, Array | None]:
+    """d_x through the router alone, and d_wg, as `moeblaze_ref.layer.router_gradients`; executor as in `forward`."""
+    stages, d_losses = _stages(x, weights, executor, None), (d_load_balancing_loss, d_router_z_loss)
+    return layer.router_gradients(stages, d_gates, x, weights.wg, topk_experts, renormalize, *d_losses, wanted)
 
 
 def _stages(x, weights, executor, rung) -> layer.Stages:

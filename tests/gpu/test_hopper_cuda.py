@@ -22,8 +22,6 @@ from moeblaze_ref.bench import counters, ladder, report
 from moeblaze_ref.cases import make_case
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.devices import cuda_device_count
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import expert_up
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -102,14 +100,3 @@ def test_ncu_knows_every_metric(cuda):
     assert len(rows) == len(counters.launches(config))
     assert all(0 <= row["tensor_pct"] <= 100 and row["sm_clock_ghz"] > 0 for row in rows)
     assert all(len(row["stalls"]) == counters.SHOWN_STALLS for row in rows)
-
-
-@pytest.mark.parametrize("rung", ["3_mma", "4_hopper"])
-def test_an_array_that_begins_between_16_bytes_is_refused(cuda, rung):
-    case = make_case(40, 16, 24, 4, 2).astype("float16")
-    dispatch = build_by_sort(case.topk_experts, case.E).map(cuda.from_numpy)
-    w1, w2 = map(cuda.from_numpy, case.weights[1:3])
-    x = cuda.empty((case.x.size + 1,), "float16")[1:].reshape(case.x.shape)
-    x[:] = cuda.from_numpy(case.x)
-    with pytest.raises(ValueError, match=f"x begins 2 bytes behind a multiple of 16, but rung {rung} moves 16 bytes"):
-        expert_up.forward(x, w1, w2, dispatch, case.activation, executor=cuda, rung=rung)

@@ -1,0 +1,99 @@
+"""MegaBlocks' stage in raw CUDA on a device: every rung and dtype, real blocks and widths, arrays that stay there."""
+
+import numpy as np
+import pytest
+from test_block_sparse import (
+    GOLDEN,
+    PRODUCTS,
+    Run,
+    assert_activation,
+    assert_golden,
+    assert_layer,
+    assert_rows,
+    run_layer,
+    sparse_of,
+    with_activation,
+)
+
+from moeblaze_ref import comparisons
+from moeblaze_ref.cases import make_case
+from moeblaze_ref.config import ACTIVATIONS
+from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.raw_cuda import block_sparse
+
+pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
+
+BLOCK = block_sparse.BLOCK
+RUNS = [Run("cuda", rung, dtype, (BLOCK,), step=8) for rung, able in block_sparse.RUNGS.items() for dtype in able]
+every_run = pytest.mark.parametrize("run", RUNS, ids=str)
+CASES = [
+    make_case(2048, 256, 512, 8, 2, "zipf", "skewed"),
+    make_case(1000, 264, 384, 16, 4, "empty", "empty experts, ragged groups"),
+    make_case(700, 128, 256, 5, 1, "hot", "one expert gets all"),
+    make_case(0, 64, 128, 4, 2, name="no tokens"),
+]
+
+
+@every_run
+@pytest.mark.parametrize("name", GOLDEN)
+def test_structures_of_routings_by_hand(name, run):
+    assert_golden(run.open(), GOLDEN[name])
+
+
+@every_run
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("block", [8, 40, BLOCK, 136])
+def test_every_product_is_the_dense_one(product, block, run):
+    stored = np.random.default_rng(0).random((7, 6)) < 0.5
+    PRODUCTS[product](run.open(), sparse_of(stored, block, 264, run.dtype), parts=3)
+
+
+@every_run
+def test_rows_into_bins_and_back(run):
+    case = CASES[1]
+    assert_rows(run.open(), build_by_sort(case.topk_experts, case.E), BLOCK, 264, run.dtype)
+
+
+@every_run
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_activation_of_every_stored_value(activation, run):
+    assert_activation(run.open(), activation, 9, BLOCK, run.dtype)
+
+
+@every_run
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_layer_agrees_with_autograd(case, run):
+    assert_layer(run.open(), case, BLOCK, run.dtype)
+
+
+@every_run
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_layer_agrees_with_autograd_under_every_activation(activation, run):
+    assert_layer(run.open(), with_activation(CASES[0], activation), BLOCK, run.dtype)
+
+
+@every_run
+def test_twenty_runs_give_the_same_bits(run):
+    stage, case = run.open(), CASES[0].astype(run.dtype)
+    first = run_layer(stage, case, BLOCK)
+    for _ in range(20):
+        for name, array in run_layer(stage, case, BLOCK).items():
+            np.testing.assert_array_equal(array, first[name], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_cupy_arrays_stay_on_the_device(dtype):
+    import cupy
+
+    case = CASES[0].astype(dtype)
+    _, w1, w2, w3 = map(cupy.asarray, case.weights)
+    dispatch = build_by_sort(case.topk_experts, case.E).map(cupy.asarray)
+    gates = cupy.asarray(comparisons.hidden(case)[-1])
+    out, saved = block_sparse.forward(cupy.asarray(case.x), w1, w2, w3, dispatch, gates, case.activation)
+    found = block_sparse.backward(cupy.asarray(case.d_out), saved, w1, w2, w3)
+    assert all(isinstance(array, cupy.ndarray) for array in (out, *found, *saved.tensors().values()))
+    rung = block_sparse.default_rung(dtype, case.x.shape[1], BLOCK)
+    expected = run_layer(Run("cuda", rung, dtype, (BLOCK,)).open(), case, BLOCK)
+    for name, array in {"out": out, **found._asdict()}.items():
+        np.testing.assert_array_equal(cupy.asnumpy(array), expected[name], err_msg=name)

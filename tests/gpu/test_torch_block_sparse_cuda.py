@@ -1,0 +1,53 @@
+"""MegaBlocks' torch layer on a CUDA device: gradients, memory to the byte, determinism."""
+
+import pytest
+import torch
+
+from moeblaze_ref import check
+from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.cases import every_activation
+from moeblaze_ref.config import ACTIVATIONS, MoEConfig
+from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.memory.accounting import Assumptions, account
+from moeblaze_ref.memory.measured import measured
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
+
+pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
+
+CONFIG = MoEConfig(L=4_096, d=512, h=1_024, E=16, k=4)
+COUNTS = (4_096, 2_049, 2_048, 2_047, 1_000, 1_000, 1_000, 1_000, 500, 500, 500, 500, 144, 0, 0, 0)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", every_activation(), ids=lambda case: case.name)
+def test_every_activation_agrees_with_autograd(case, dtype):
+    assert check.passed(list(check.check_gradients(BACKENDS["cuda"], None, case, dtype, "torch_block_sparse")))
+
+
+@pytest.mark.parametrize("system", ["megablocks", "capacity"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_autograd_keeps_what_the_accounting_says(activation, dtype, system):
+    config = CONFIG.replace(activation=activation, dtype=dtype)
+    for counts in (None, COUNTS):
+        one = account(config, system, assumptions=Assumptions(counts))
+        assert measured(one, "cuda").kept_bytes == one.kept_bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ten_runs_give_the_same_bits(dtype):
+    torch.manual_seed(0)
+    dtype = getattr(torch, dtype)
+    layer = BlockSparseMoE(CONFIG.d, CONFIG.h, CONFIG.E, CONFIG.k, device="cuda", dtype=dtype)
+    x = torch.randn(CONFIG.L, CONFIG.d, device="cuda", dtype=dtype, requires_grad=True)
+
+    def step():
+        result = layer(x)
+        loss = (result.out.float() * x.detach().float()).sum() + result.load_balancing_loss + result.router_z_loss
+        return (*result, *torch.autograd.grad(loss, [x, *layer.parameters()]))
+
+    first = step()
+    for _ in range(10):
+        assert all(torch.equal(*pair) for pair in zip(step(), first, strict=True))
+    assert layer.executor == "cuda"

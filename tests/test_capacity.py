@@ -1,0 +1,759 @@
+"""Fixed capacity: who is dropped, padded batches and their gradients, the torch layer, and what the waste comes to."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers import SHAPES, Shape, routings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from moeblaze_ref import oracle, systems, torch_capacity
+from moeblaze_ref.capacity import DROP_POLICIES, check_bins, expert_capacity
+from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, make_case, relative_error
+from moeblaze_ref.config import ACTIVATIONS, MoEConfig
+from moeblaze_ref.lm.model import LMConfig, MoETransformer
+from moeblaze_ref.lm.train import capture, language_loss, router_loss, train
+from moeblaze_ref.memory import waste
+from moeblaze_ref.numpy_ref import block_sparse, capacity, dispatch, gating, router
+from moeblaze_ref.structures import EMPTY, CapacityBins
+from moeblaze_ref.systems import SYSTEMS, system
+from moeblaze_ref.torch_capacity import CapacityMoE
+from moeblaze_ref.torch_layer import MoEOutput, keep_routing
+
+BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+
+
+# Who is dropped
+
+
+class Filled(NamedTuple):
+    """The bins of either room, as numpy."""
+
+    slots: np.ndarray  # (E, C)
+    rows: np.ndarray  # (R,)
+
+
+def fill_by_numpy(topk_experts, num_experts, gates, rows, policy):
+    bins = capacity.fill(dispatch.build(topk_experts, num_experts), gates, rows, policy)
+    check_bins(bins)
+    assert (bins.E, bins.C, bins.R, bins.L) == (num_experts, rows, topk_experts.size, len(topk_experts))
+    assert bins.slots.dtype == bins.rows.dtype == np.int32
+    return Filled(bins.slots, bins.rows)
+
+
+def fill_by_torch(topk_experts, num_experts, gates, rows, policy):
+    routing = oracle.Routing(None, None, torch.from_numpy(topk_experts).long(), torch.from_numpy(gates))
+    bins = torch_capacity.fill(routing, num_experts, rows, policy)
+    assert bins.lengths.tolist() == np.bincount(topk_experts.ravel(), minlength=num_experts).tolist()
+    return Filled(bins.slots.numpy(), bins.rows.numpy().ravel())
+
+
+ROOMS = {"numpy": fill_by_numpy, "torch": fill_by_torch}
+
+# Five tokens, by hand. Slot 2 i + j of token i:  0->2 1->3   2->0 3->1   4->0 5->3   6->1 7->2   8->0 9->3
+GATES = np.array([[0.6, 0.4], [0.5, 0.5], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]])
+EQUAL = np.full((5, 2), 0.5)
+GOLDEN = [
+    # Expert 0 is chosen by tokens 1, 2 and 4 with gates .5, .9 and .8; expert 3 by 0, 2 and 4 with .4, .1 and .2.
+    ("by_gate", GATES, [[4, 8], [6, 3], [0, 7], [1, 9]]),  # slots 2 and 5 are dropped
+    ("by_gate", GATES, [[4], [6], [0], [1]]),
+    ("by_gate", GATES, [[4, 8, 2], [6, 3, -1], [0, 7, -1], [1, 9, 5]]),
+    ("by_gate", EQUAL, [[2, 4], [3, 6], [0, 7], [1, 5]]),  # the lower token id
+    ("by_gate", EQUAL, [[2], [3], [0], [1]]),
+    # Expert 1 is token 3's first choice and token 1's second: token 3 arrives first.
+    ("by_arrival", GATES, [[2, 4], [6, 3], [0, 7], [1, 5]]),  # slots 8 and 9 are dropped
+    ("by_arrival", GATES, [[2], [6], [0], [1]]),
+    ("by_arrival", EQUAL, [[2, 4, 8], [6, 3, -1], [0, 7, -1], [1, 5, 9]]),
+]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(("policy", "gates", "slots"), GOLDEN)
+def test_who_is_dropped_by_hand(room, policy, gates, slots):
+    bins = ROOMS[room](GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS, gates, len(slots[0]), policy)
+    assert bins.slots.tolist() == slots
+    rows = [slot for expert in slots for slot in expert]
+    assert bins.rows.tolist() == [rows.index(slot) if slot in rows else EMPTY for slot in range(10)]
+
+
+def test_rows_by_hand():
+    bins = fill_by_numpy(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS, GATES, 2, "by_gate")
+    assert bins.rows.tolist() == [4, 6, -1, 3, 0, -1, 2, 5, 1, 7]
+
+
+def test_what_is_lost_by_hand():
+    built = dispatch.build(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
+    lost = capacity.dropped(capacity.fill(built, GATES, 1, "by_gate"), built)  # slots 0, 1, 4 and 6 stay
+    assert (lost.slots, lost.tokens, lost.of_experts.tolist()) == (6, 2, [2, 1, 1, 2])  # tokens 1 and 4
+    lost = capacity.dropped(capacity.fill(built, GATES, 3, "by_gate"), built)
+    assert (lost.slots, lost.tokens, lost.of_experts.tolist()) == (0, 0, [0, 0, 0, 0])
+
+
+def best_claims(topk_experts, num_experts, gates, rows, policy):
+    """The slots that each expert keeps, by the definition: sort its slots, take the first C."""
+    k = topk_experts.shape[1]
+    key = {
+        "by_gate": lambda slot: (-gates[slot // k, slot % k], slot // k),
+        "by_arrival": lambda slot: (slot % k, slot // k),
+    }[policy]
+    chosen = topk_experts.ravel()
+    return [sorted((s for s in range(chosen.size) if chosen[s] == e), key=key)[:rows] for e in range(num_experts)]
+
+
+def assert_filled(bins, topk_experts, num_experts, gates, rows, policy):
+    best = best_claims(topk_experts, num_experts, gates, rows, policy)
+    assert bins.slots.shape == (num_experts, rows)
+    for expert, kept in enumerate(best):
+        assert len(kept) <= rows
+        assert bins.slots[expert].tolist() == kept + [EMPTY] * (rows - len(kept))
+    filled = bins.slots.ravel()
+    every = [*filled[filled != EMPTY].tolist(), *(bins.rows == EMPTY).nonzero()[0].tolist()]
+    assert sorted(every) == list(range(topk_experts.size))  # kept or dropped, once
+    kept = (bins.rows != EMPTY).nonzero()[0]
+    assert filled[bins.rows[kept]].tolist() == kept.tolist()
+    if rows >= np.bincount(topk_experts.ravel(), minlength=num_experts).max(initial=0):
+        assert kept.size == topk_experts.size
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    routings(max_tokens=40, max_experts=8),
+    st.integers(0, 30),
+    st.sampled_from(list(DROP_POLICIES)),
+    st.integers(1, 6),
+    st.integers(0, 99),
+)
+def test_the_best_claims_are_kept(routed, rows, policy, values, seed):
+    topk_experts, num_experts = routed
+    gates = np.random.default_rng(seed).integers(0, values, topk_experts.shape) / values  # many ties
+    for fill in ROOMS.values():
+        bins = fill(topk_experts, num_experts, gates, rows, policy)
+        assert_filled(bins, topk_experts, num_experts, gates, rows, policy)
+
+
+# The experts, against a dense definition
+
+
+def dense_definition(x, w1, w2, w3, topk_experts, gates, activation, kept):
+    """Every expert on every token, weighted by the gates of the slots that are kept and by zero elsewhere."""
+    k = topk_experts.shape[1]
+    weights = torch.zeros(len(x), w1.shape[0], dtype=x.dtype)  # (L, E)
+    for slots in kept:
+        for slot in slots:
+            token, j = divmod(slot, k)
+            weights[token, topk_experts[token, j]] = gates[token, j]
+    b = None if w2 is None else torch.einsum("ld,edh->elh", x, w2)
+    y = torch.einsum("elh,ehd->eld", oracle.activate(torch.einsum("ld,edh->elh", x, w1), b, activation), w3)
+    return torch.einsum("le,eld->ld", weights, y)
+
+
+def leaf(array):
+    return None if array is None else torch.tensor(array, dtype=torch.float64, requires_grad=True)
+
+
+def errors_of_experts(case, factor, policy, dtype="float64"):
+    """The relative error of out and of every gradient of the specification, by name."""
+    case = case.astype(dtype)
+    _, w1, w2, w3 = case.weights
+    routed = gating.forward(case.logits, case.k)
+    built = dispatch.build(routed.topk_experts, case.E)
+    out, saved = capacity.forward(case.x, w1, w2, w3, built, routed.gates, case.activation, factor, policy)
+    gradients = capacity.backward(case.d_out, saved, w1, w2, w3)
+    rows = expert_capacity(routed.topk_experts.size, case.E, factor)
+    kept = best_claims(routed.topk_experts, case.E, routed.gates, rows, policy)
+    leaves = [leaf(array) for array in (case.x, w1, w2, w3, routed.gates)]
+    x, *weights, gates = leaves
+    expected = dense_definition(x, *weights, routed.topk_experts, gates, case.activation, kept)
+    present = [one for one in leaves if one is not None]
+    judged = iter(torch.autograd.grad(expected, present, torch.tensor(case.d_out, dtype=torch.float64)))
+    assert out.dtype == dtype
+    errors = {"out": relative_error(out, expected.detach().numpy())}
+    for name, one, found in zip(gradients._fields, leaves, gradients, strict=True):
+        assert (one is None) == (found is None)
+        if one is not None:
+            assert found.dtype == dtype
+            errors[name] = relative_error(found, next(judged).numpy())
+    return errors
+
+
+@pytest.mark.parametrize("policy", DROP_POLICIES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_out_and_gradients_are_the_dense_definitions(activation, policy):
+    case = Shape(37, 12, 20, 5, 3, "zipf").case(activation)
+    errors = errors_of_experts(case, 0.7, policy)
+    assert all(error < 1e-12 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("factor", [0.3, 1.0, 1.25])
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+def test_every_shape_agrees_with_the_dense_definition(shape, factor):
+    for policy in DROP_POLICIES:
+        for dtype, bound in BOUNDS.items():
+            errors = errors_of_experts(shape.case(), factor, policy, dtype)
+            assert all(error < bound for error in errors.values()), (policy, dtype, errors)
+
+
+def test_a_dropped_slot_adds_nothing_and_its_gate_has_no_gradient():
+    case = make_case(40, 8, 16, 5, 2, "hot")
+    routed = gating.forward(case.logits, case.k)
+    built = dispatch.build(routed.topk_experts, case.E)
+    out, saved = capacity.forward(case.x, *case.weights[1:], built, routed.gates, "swiglu", 0.5)
+    lost = (saved.bins.rows == EMPTY).reshape(40, 2)
+    assert lost.all(axis=1).any() and lost.any(axis=1).sum() > lost.all(axis=1).sum()
+    assert ((out == 0).all(axis=1) == lost.all(axis=1)).all()
+    d_gates = capacity.backward(case.d_out, saved, *case.weights[1:]).d_gates
+    assert ((d_gates == 0) == lost).all()
+
+
+def test_no_tokens_give_empty_results():
+    case = make_case(0, 8, 16, 4, 2)
+    routed = gating.forward(case.logits, case.k)
+    built = dispatch.build(routed.topk_experts, case.E)
+    out, saved = capacity.forward(case.x, *case.weights[1:], built, routed.gates, "swiglu")
+    assert out.shape == (0, 8) and saved.bins.slots.shape == (4, 0)
+    gradients = capacity.backward(case.d_out, saved, *case.weights[1:])
+    assert gradients.d_x.shape == (0, 8) and gradients.d_gates.shape == (0, 2)
+    for d_weight, weight in zip(gradients[1:4], case.weights[1:], strict=True):
+        assert d_weight.shape == weight.shape and not d_weight.any()
+    assert capacity.dropped(saved.bins, built)[:2] == (0, 0)
+
+
+# The torch layer
+
+
+def layer_of(case, factor=1.0, policy="by_gate", dtype="float64", **options):
+    """A CapacityMoE with the weights of a case."""
+    _, d, h = case.weights.w1.shape
+    dtype = getattr(torch, dtype)
+    layer = CapacityMoE(d, h, case.E, case.k, case.activation, case.renormalize, factor, policy, dtype=dtype, **options)
+    state = {name: torch.tensor(w).to(dtype) for name, w in case.weights._asdict().items() if w is not None}
+    layer.load_state_dict(state)
+    return layer
+
+
+D_LOSSES = (0.7, 0.3)
+
+
+def results_of_layer(layer, case):
+    """out, both losses and every gradient of the torch layer, by name, as numpy in float64."""
+    x = torch.tensor(case.x).to(layer.w1.dtype).requires_grad_()
+    result = layer(x)
+    leaves = {"d_x": x, **{f"d_{name}": parameter for name, parameter in layer.named_parameters()}}
+    outputs = (result.out, result.load_balancing_loss, result.router_z_loss)
+    d_outputs = [torch.tensor(d, dtype=one.dtype) for d, one in zip((case.d_out, *D_LOSSES), outputs, strict=True)]
+    found = dict(zip(leaves, torch.autograd.grad(outputs, leaves.values(), d_outputs), strict=True))
+    found |= dict(zip(MoEOutput._fields[:3], outputs, strict=True))
+    return {name: tensor.detach().double().numpy() for name, tensor in found.items()}
+
+
+def results_of_specification(case, factor, policy):
+    """The same of the numpy stages, in float64."""
+    _, w1, w2, w3 = case.weights
+    logits = router.forward(case.x, case.weights.wg)
+    routed = gating.forward(logits, case.k, case.renormalize)
+    built = dispatch.build(routed.topk_experts, case.E)
+    out, saved = capacity.forward(case.x, w1, w2, w3, built, routed.gates, case.activation, factor, policy)
+    gradients = capacity.backward(case.d_out, saved, w1, w2, w3)
+    d_logits = gating.backward(gradients.d_gates, logits, routed.topk_experts, case.renormalize, *D_LOSSES)
+    found = gradients._asdict()
+    del found["d_gates"]
+    found["d_x"] = found["d_x"] + router.input_gradient(d_logits, case.weights.wg)
+    found["d_wg"] = router.weight_gradient(d_logits, case.x)
+    found["out"] = out
+    found["load_balancing_loss"] = gating.load_balancing_loss(routed.probs, routed.topk_experts)
+    found["router_z_loss"] = gating.router_z_loss(logits)
+    return {name: array for name, array in found.items() if array is not None}, capacity.dropped(saved.bins, built)
+
+
+def assert_same(found, expected, bound):
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert found.keys() == expected.keys() and all(error < bound for error in errors.values()), errors
+
+
+def with_options(case, **changes):
+    return type(case)(**{field: changes.get(field, getattr(case, field)) for field in case.__dataclass_fields__})
+
+
+@pytest.mark.parametrize("policy", DROP_POLICIES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_torch_layer_is_the_specification(activation, policy):
+    case = with_options(Shape(37, 12, 20, 5, 3, "zipf").case(activation), renormalize=policy == "by_gate")
+    for dtype, bound in BOUNDS.items():
+        rounded = case.astype(dtype).astype("float64")
+        layer = layer_of(rounded, 0.7, policy, dtype)
+        expected, lost = results_of_specification(rounded, 0.7, policy)
+        assert_same(results_of_layer(layer, rounded), expected, bound)
+        assert lost.slots > 0
+        assert (layer.dropped_slots.item(), layer.lost_tokens.item()) == (lost.slots, lost.tokens)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_of_the_torch_layer(shape):
+    case = shape.case()
+    for policy, factor in zip(DROP_POLICIES, (0.4, 1.25), strict=True):
+        expected, _ = results_of_specification(case, factor, policy)
+        assert_same(results_of_layer(layer_of(case, factor, policy), case), expected, 1e-12)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_without_drops_it_is_the_oracle(activation):
+    case = Shape(41, 8, 16, 8, 2, "zipf").case(activation)
+    layer = layer_of(case, case.E / case.k)
+    judge = oracle.OracleMoE(8, 16, 8, 2, activation, dtype=torch.float64)
+    judge.load_state_dict(layer.state_dict())
+
+    class Judge(torch.nn.Module):
+        w1 = judge.w1
+        named_parameters = judge.named_parameters
+
+        def forward(self, x):
+            out, routing = judge(x)
+            losses = oracle.load_balancing_loss(routing), oracle.router_z_loss(routing)
+            return MoEOutput(out, *losses, routing.topk_experts.int())
+
+    assert_same(results_of_layer(layer, case), results_of_layer(Judge(), case), 1e-12)
+    assert layer.dropped_slots.item() == layer.lost_tokens.item() == 0
+    case = with_options(case, x=np.ones_like(case.x))  # one token, many times: the longest queues that there are
+    layer(torch.tensor(case.x))
+    assert layer.dropped_slots.item() == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_types_lose_at_most_twice_what_the_oracle_loses(dtype):
+    case = Shape(131, 16, 24, 8, 2, "zipf").case()
+    case = case.astype(np.float32)
+    layer = layer_of(case, 4.0, dtype=dtype)
+    judge = oracle.OracleMoE(16, 24, 8, 2, dtype=getattr(torch, dtype))
+    judge.load_state_dict(layer.state_dict())
+    x = torch.tensor(case.x).to(getattr(torch, dtype))
+    exact = oracle.OracleMoE(16, 24, 8, 2, dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    routing = judge(x)[1]
+    replayed = oracle.route(x.double(), exact.wg, 2, topk_experts=routing.topk_experts)
+    truth = oracle.experts(x.double(), replayed, exact.w1, exact.w2, exact.w3).detach().numpy()
+    ours, theirs = (relative_error(out.detach().double().numpy(), truth) for out in (layer(x).out, judge(x)[0]))
+    assert layer.dropped_slots.item() == 0
+    assert ours <= 2 * theirs
+
+
+def test_the_same_input_gives_the_same_bits():
+    case = Shape(131, 16, 8, 16, 4, "zipf").case()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, again = (results_of_layer(layer_of(case, 0.8), case) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+
+
+def test_the_host_waits_for_nothing():
+    """Fake tensors have no values: whatever would read one, and so wait for a GPU, raises."""
+    with FakeTensorMode():
+        for policy in DROP_POLICIES:
+            layer = CapacityMoE(16, 24, 5, 3, drop_policy=policy)
+            x = torch.randn(37, 16, requires_grad=True)
+            result = layer(x)
+            (result.out.sum() + result.load_balancing_loss + result.router_z_loss).backward()
+            assert layer.dropped_slots.shape == layer.lost_tokens.shape == ()
+        with pytest.raises(DynamicOutputShapeException):
+            oracle.expert_order(layer(x).topk_experts.long(), 5)
+
+
+def test_no_tokens_give_no_losses():
+    layer = CapacityMoE(8, 16, 4, 2)
+    result = layer(torch.zeros(3, 0, 8))
+    assert result.out.shape == (3, 0, 8) and result.topk_experts.shape == (0, 2)
+    assert result.load_balancing_loss.item() == result.router_z_loss.item() == 0.0
+    (result.out.sum() + result.load_balancing_loss + result.router_z_loss).backward()
+    assert all(not parameter.grad.any() for parameter in layer.parameters())
+    assert layer.dropped_slots.item() == layer.lost_tokens.item() == 0
+
+
+def test_a_lost_token_does_not_hear_of_a_broken_one():
+    layer = CapacityMoE(4, 8, 2, 1, capacity_factor=0.1, drop_policy="by_arrival")  # one row an expert
+    torch.nn.init.zeros_(layer.wg)  # all go to expert 0, where token 0 arrives first
+    x = torch.ones(6, 4)
+    x[0] = float("nan")
+    out = layer(x, torch.zeros(6, 1, dtype=torch.int32)).out
+    assert out[0].isnan().all() and not out[1:].any()
+
+
+def test_a_replayed_choice_and_checkpointing():
+    case = Shape(37, 12, 20, 5, 3).case()
+    layer = layer_of(case, 0.6)
+    x = torch.tensor(case.x, requires_grad=True)
+    result = layer(x)
+    dropped = layer.dropped_slots
+    again = layer(x.flip(0), result.topk_experts.flip(0))
+    assert relative_error(again.out.flip(0).detach().numpy(), result.out.detach().numpy()) < 1e-12
+    assert torch.equal(layer.dropped_slots, dropped)
+    expected = torch.autograd.grad(result.out.square().sum(), [x, *layer.parameters()])
+    out = checkpoint(layer, x, use_reentrant=False, context_fn=keep_routing).out
+    found = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_autocast_computes_in_its_dtype():
+    layer, x = CapacityMoE(16, 24, 5, 3), torch.randn(37, 16, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        result = layer(x)
+    exact = layer(x, result.topk_experts)
+    assert result.out.dtype == torch.bfloat16 and result.router_z_loss.dtype == torch.float32
+    assert 1e-4 < relative_error(result.out.detach().float().numpy(), exact.out.detach().numpy()) < 0.05
+    wide = CapacityMoE(16, 24, 5, 3, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert wide(x.double()).out.dtype == torch.float64  # which autocast leaves alone
+
+
+# Teeth
+
+
+def no_row(function, row):
+    """`_take` that loses one row of what it takes."""
+
+    def faulty(matrix, index):
+        taken = function(matrix, index)
+        lost = taken.clone() if isinstance(taken, torch.Tensor) else taken.copy()
+        lost[row] = 0
+        return lost
+
+    return faulty
+
+
+def take_last_for_empty(matrix, index):
+    return matrix[index]
+
+
+def higher_id_first_by_numpy(gates):
+    return (gates.size - 1) - np.argsort(-gates.ravel()[::-1], kind="stable")
+
+
+def higher_id_first_by_torch(routing, policy):
+    flat = routing.gates.detach().flatten()
+    return flat.numel() - 1 - flat.flip(0).argsort(descending=True, stable=True)
+
+
+def token_after_token_by_torch(routing, policy):
+    return torch.arange(routing.gates.numel())
+
+
+def one_row_fewer(function, at):
+    def faulty(*arguments):
+        arguments = list(arguments)
+        arguments[at] -= 1
+        return function(*arguments)
+
+    return faulty
+
+
+def without_gates(function):
+    return lambda rows, bins, gates=None: function(rows, bins)
+
+
+def zeros_of(function):
+    return lambda *arguments: function(*arguments) * 0
+
+
+def gates_alike(function):
+    return lambda y, bins, gates: function(y, bins, gates.mean() + 0 * gates)
+
+
+FAULTS = {
+    "numpy: the last row is lost": (capacity, "_take", no_row(capacity._take, -1)),
+    "numpy: padding and drops read a row": (capacity, "_take", take_last_for_empty),
+    "numpy: ties to the higher id": ("claims", "by_gate", higher_id_first_by_numpy),
+    "numpy: the lowest gates stay": ("claims", "by_gate", lambda gates: np.argsort(gates, axis=None, kind="stable")),
+    "numpy: token after token": ("claims", "by_arrival", lambda gates: np.arange(gates.size)),
+    "numpy: a row too few": (capacity, "fill", one_row_fewer(capacity.fill, 2)),
+    "numpy: the output gradient is not weighted": (capacity, "gather", without_gates(capacity.gather)),
+    "numpy: the output is not weighted": (capacity, "scatter", without_gates(capacity.scatter)),
+    "numpy: gates get no gradient": (capacity, "gate_gradient", zeros_of(capacity.gate_gradient)),
+    "torch: the last row is lost": (torch_capacity, "_take", no_row(torch_capacity._take, -1)),
+    "torch: padding and drops read a row": (torch_capacity, "_take", take_last_for_empty),
+    "torch: ties to the higher id": (torch_capacity, "_claims", higher_id_first_by_torch),
+    "torch: token after token": (torch_capacity, "_claims", token_after_token_by_torch),
+    "torch: a row too few": (torch_capacity, "fill", one_row_fewer(torch_capacity.fill, 2)),
+    "torch: zeros": (torch_capacity, "padded_experts", zeros_of(torch_capacity.padded_experts)),
+    "torch: all gates alike": (torch_capacity, "combine", gates_alike(torch_capacity.combine)),
+}
+
+
+def examine(room):
+    """The hand-made routings, then one random layer, of one room alone."""
+    for policy, gates, slots in GOLDEN:
+        test_who_is_dropped_by_hand(room, policy, gates, slots)
+    case = Shape(37, 12, 20, 5, 3, "zipf").case()
+    for policy in DROP_POLICIES:
+        if room == "numpy":
+            errors = errors_of_experts(case, 0.7, policy)
+            assert all(error < 1e-12 for error in errors.values()), errors
+        else:
+            expected, _ = results_of_specification(case, 0.7, policy)
+            assert_same(results_of_layer(layer_of(case, 0.7, policy), case), expected, 1e-12)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_examination_passes_what_is_right(room):
+    examine(room)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    owner, name, faulty = FAULTS[fault]
+    if owner == "claims":
+        monkeypatch.setitem(capacity._CLAIMS, name, faulty)
+    else:
+        monkeypatch.setattr(owner, name, faulty)
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        examine(fault.partition(":")[0])
+
+
+# What the waste comes to
+
+
+def test_rows_of_the_three_systems_by_hand():
+    counts = (300, 0, 20, 128)
+    dropped = waste.capacity_rows(counts, 112)
+    assert (dropped.kept, dropped.dropped, dropped.padding) == ((112, 0, 20, 112), (188, 0, 0, 16), (0, 112, 92, 0))
+    blocks = waste.megablocks_rows(counts)
+    assert (blocks.stored, blocks.dropped, blocks.padding) == ((384, 0, 128, 128), (0, 0, 0, 0), (84, 0, 108, 0))
+    ours = waste.moeblaze_rows(counts)
+    assert (ours.kept, ours.dropped, ours.padding) == (counts, (0, 0, 0, 0), (0, 0, 0, 0))
+
+
+def test_a_report_by_hand():
+    config = MoEConfig(L=10, d=3, h=5, E=4, k=2, dtype="float32")
+    found = waste.compare(config, (9, 0, 4, 7), capacity_factor=1.0, block=4)  # C = 5
+    assert list(found) == ["capacity", "megablocks", "moeblaze"]
+    assert [one.dropped_rows for one in found.values()] == [6, 0, 0]
+    assert [one.padding_rows for one in found.values()] == [6, 4, 0]
+    assert found["capacity"].expert_flops == (0, 5 * 270, 270, 0)  # 18 * 3 * 5 = 270 FLOPs a row
+    assert found["capacity"].expert_bytes == (0, 5 * 84, 84, 0)  # (2 * 3 + 3 * 5) * 4 = 84 bytes a row
+    assert (found["megablocks"].flops, found["megablocks"].bytes) == (4 * 270, 4 * 84)
+    assert [one.share for one in found.values()] == [6 / 14, 4 / 20, 0.0]
+    assert waste.step_flops_per_row(config.replace(activation="relu")) == 12 * 3 * 5
+    assert waste.kept_bytes_per_row(config.replace(activation="relu", dtype="bfloat16")) == (2 * 3 + 2 * 5) * 2
+    nothing = waste.compare(config.replace(L=0), (0, 0, 0, 0))
+    assert [(one.share, one.flops, one.bytes) for one in nothing.values()] == [(0.0, 0, 0)] * 3
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("factor", [0.5, 1.25])
+def test_the_report_is_what_is_counted(activation, factor):
+    case = make_case(53, 8, 16, 6, 2, "zipf", activation=activation)
+    topk_experts, block = case.topk_experts, 8
+    config = MoEConfig(53, 8, 16, 6, 2, activation, "float64")
+    counts = np.bincount(topk_experts.ravel(), minlength=6).tolist()
+    found = waste.compare(config, counts, factor, block)
+    built, gates = dispatch.build(topk_experts, 6), gating.forward(case.logits, 2).gates
+
+    operands = case.x, *case.weights[1:], built, gates, activation
+    saved = {
+        "capacity": capacity.forward(*operands, factor)[1],
+        "megablocks": block_sparse.forward(*operands, block)[1],
+    }
+    lost = capacity.dropped(saved["capacity"].bins, built)
+    assert found["capacity"].rows.dropped == tuple(lost.of_experts) and found["capacity"].dropped_rows == lost.slots
+    for name, one in saved.items():
+        slots = one.bins.slots.ravel()
+        assert found[name].padding_rows == (slots == EMPTY).sum()
+        assert sum(found[name].rows.stored) == slots.size
+        buffers = [getattr(one, tensor) for tensor in ("x_rows", "a", "b", "y_swi", "y")]
+        stored = sum(buffer.nbytes for buffer in buffers if buffer is not None)
+        assert found[name].bytes * slots.size == stored * found[name].padding_rows
+
+    layer = layer_of(case, factor)
+    x_rows = torch.tensor(saved["capacity"].x_rows, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        weights = torch_capacity.MoEWeights(*layer.weights)
+        torch_capacity.padded_experts(x_rows, weights, activation).sum().backward()
+    assert counter.get_total_flops() == sum(found["capacity"].rows.stored) * waste.step_flops_per_row(config)
+
+
+def test_the_table_has_a_row_a_system():
+    table = waste.waste_table(waste.compare(MoEConfig(10, 3, 5, 4, 2), (9, 0, 4, 7), 1.0, 4))
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == ["capacity", "megablocks", "moeblaze"]
+    assert cells[1:4] == [["6", "0", "0"], ["6", "4", "0"], ["42.9%", "20.0%", "0.0%"]]
+
+
+# Systems by name
+
+
+def test_one_argument_swaps_the_system_in_a_model():
+    config = LMConfig(d=16, h=16, E=4, k=2, layers=2, heads=2, sequence=8)
+    tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
+    factories = {"oracle": "oracle", "all rows": system("capacity", capacity_factor=2.0), "capacity": "capacity"}
+    torch.manual_seed(0)
+    state = MoETransformer(config).state_dict()
+    seen = {}
+    for name, factory in factories.items():
+        model = MoETransformer(config, factory).double()
+        model.load_state_dict(state)  # one state fits all
+        output = model(tokens[:, :-1])
+        (language_loss(output, tokens[:, 1:]) + router_loss(output)).backward()
+        layers = capture(model, tokens)
+        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        seen[name] = [output.logits.detach().numpy(), gradients.numpy(), layers[1].gates, layers[1].topk_experts]
+    for found, expected in zip(seen["all rows"], seen["oracle"], strict=True):
+        assert relative_error(found, expected) < 1e-12
+    assert relative_error(seen["capacity"][0], seen["oracle"][0]) > 1e-6  # some are dropped
+
+
+def test_every_system_has_one_interface():
+    x = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
+    outputs, options = [], {"capacity": {"capacity_factor": 2.0}, "megablocks": {"block": 8}}
+    for name in SYSTEMS:
+        torch.manual_seed(0)
+        out, routing = systems.run(system(name, **options.get(name, {}))(8, 16, 4, 2), x)
+        assert routing.logits.requires_grad and routing.topk_experts.dtype == torch.int64
+        outputs.append(out.detach().numpy())
+    for out in outputs[1:]:
+        assert relative_error(out, outputs[0]) < 1e-5
+
+
+def test_training_takes_a_system_by_name():
+    tiny = LMConfig(d=16, h=16, E=4, k=2, layers=1, heads=2, sequence=8)
+    named, given = (train(tiny, 2, batch=2, moe=moe).losses for moe in ("capacity", CapacityMoE))
+    assert named == given
+    assert named != train(tiny, 2, batch=2).losses
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: system("capacty"),
+        lambda: MoETransformer(LMConfig(), "capacty"),
+        lambda: train(LMConfig(), 1, moe="capacty"),
+    ],
+)
+def test_an_unknown_system_is_met_with_the_nearest(make):
+    with pytest.raises(ValueError, match="unknown system 'capacty'. Did you mean 'capacity'"):
+        make()
+
+
+# Bad input
+
+CASE = make_case(5, 4, 6, 4, 2)
+BUILT = dispatch.build(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
+BINS = capacity.fill(BUILT, GATES, 2, "by_gate")
+
+
+def forward_with(x=CASE.x, factor=1.0, policy="by_gate", gates=GATES):
+    return capacity.forward(x, *CASE.weights[1:], BUILT, gates, "swiglu", factor, policy)
+
+
+def changed(array, index, value):
+    array = array.copy()
+    array[index] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: forward_with(factor=0), ValueError, "capacity_factor is 0.0, but it must be above 0"),
+        (lambda: forward_with(factor=-1.5), ValueError, "capacity_factor is -1.5, but it must be above 0"),
+        (lambda: forward_with(factor=float("nan")), ValueError, "capacity_factor is nan, but it must be finite"),
+        (lambda: forward_with(factor=float("inf")), ValueError, "capacity_factor is inf, but it must be finite"),
+        (lambda: forward_with(factor="much"), TypeError, "capacity_factor is 'much'"),
+        (lambda: forward_with(factor=1e12), ValueError, r"E \* C = 4 \* 2500000000000 = .* lower the capacity factor"),
+        (lambda: forward_with(policy="by_gates"), ValueError, "unknown drop policy 'by_gates'. Did you mean 'by_gate'"),
+        (lambda: forward_with(changed(CASE.x, (3, 1), np.nan)), ValueError, r"x\[3, 1\] is nan, but x must be finite"),
+        (lambda: forward_with(changed(CASE.x, (0, 2), np.inf)), ValueError, r"x\[0, 2\] is inf, but x must be finite"),
+        (lambda: forward_with(CASE.x[:4]), ValueError, r"x has shape \(4, 4\), but it must be \(L=5, d\)"),
+        (
+            lambda: forward_with(gates=GATES[:, :1]),
+            ValueError,
+            r"gates has shape \(5, 1\), but it must be \(L=5, k=2\)",
+        ),
+        (lambda: forward_with(gates=changed(GATES, (2, 0), np.nan)), ValueError, r"gates\[2, 0\] is nan"),
+        (lambda: capacity.fill(BUILT, GATES, -1), ValueError, "capacity is -1, but it must be >= 0"),
+        (lambda: capacity.fill(BUILT, GATES, 1.5), TypeError, "capacity is 1.5"),
+        (lambda: capacity.fill(BUILT, GATES, 2, "arrival"), ValueError, "Did you mean 'by_arrival'"),
+        (
+            lambda: capacity.backward(CASE.d_out[:3], forward_with()[1], *CASE.weights[1:]),
+            ValueError,
+            "d_out has shape",
+        ),
+        (lambda: capacity.backward(CASE.d_out, None, *CASE.weights[1:]), TypeError, "saved is a NoneType"),
+        (lambda: capacity.gather(CASE.x, BUILT), TypeError, "bins is a Dispatch, but it must be a CapacityBins"),
+        (lambda: capacity.gather(CASE.x[:3], BINS), ValueError, "x has shape"),
+        (
+            lambda: capacity.scatter(np.zeros((4, 3, 4)), BINS),
+            ValueError,
+            r"y has shape \(4, 3, 4\), .*\(E=4, C=2, d\)",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, 8), 2)),
+            ValueError,
+            r"rows\[3\] is 8, but it must be one of the 8 reserved rows, or -1",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, -2), 2)),
+            ValueError,
+            r"rows\[3\] is -2, but it must be",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, 2), 2)),
+            ValueError,
+            r"rows\[3\] is 2, but slots\[1, 0\] is 6: it must be 3",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, EMPTY), 2)),
+            ValueError,
+            "slots holds 8 slots, but rows keeps 7: every other row must be -1",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots.astype(np.int64), BINS.rows, 2)),
+            TypeError,
+            "slots has dtype int64",
+        ),
+        (
+            lambda: capacity.dropped(BINS, dispatch.build(GOLDEN_TOPK_EXPERTS[:4], 4)),
+            ValueError,
+            "bins has L = 5, but the dispatch has L = 4",
+        ),
+        (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0, 0), float("nan")), ValueError, "capacity_factor is"),
+        (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0)), ValueError, "counts has 3 entries"),
+        (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0, 0), block=0), ValueError, "block is 0"),
+    ],
+)
+def test_bad_input_says_what_is_allowed(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "error", "message"),
+    [
+        ({"capacity_factor": 0}, (), ValueError, "capacity_factor is 0.0, but it must be above 0"),
+        ({"capacity_factor": float("nan")}, (), ValueError, "capacity_factor is nan"),
+        ({"capacity_factor": float("inf")}, (), ValueError, "capacity_factor is inf"),
+        ({"capacity_factor": 1e12}, (torch.zeros(5, 8),), ValueError, "lower the capacity factor"),
+        ({"drop_policy": "by_gat"}, (), ValueError, "unknown drop policy 'by_gat'. Did you mean 'by_gate'"),
+        ({"k": 5}, (), ValueError, "k is 5, but there are only 4 experts"),
+        ({"dtype": torch.int32}, (), TypeError, "dtype is torch.int32, but it must be torch.float64 or"),
+        ({}, ([1.0],), TypeError, "x is a list, but it must be a Tensor"),
+        ({}, (torch.zeros(5, 8).double(),), TypeError, "wg is torch.float32, but x is torch.float64"),
+        ({}, (torch.zeros(5, 7),), ValueError, r"x has shape \(5, 7\), but it must be \(..., d=8\)"),
+        ({}, (torch.zeros(5, 8, device="meta"),), ValueError, "x is on meta, but CapacityMoE runs on cuda or cpu"),
+        ({}, (torch.zeros(5, 8), torch.zeros(5, 2, dtype=torch.int32)), ValueError, "names expert 0 twice"),
+    ],
+)
+def test_bad_input_of_the_torch_layer(options, arguments, error, message):
+    with pytest.raises(error, match=message):
+        CapacityMoE(**({"d": 8, "h": 16, "E": 4, "k": 2} | options))(*arguments)
+
+
+def test_the_torch_layer_says_what_it_is():
+    assert repr(CapacityMoE(8, 16, 4, 2, drop_policy="by_arrival")) == (
+        "CapacityMoE(d=8, h=16, E=4, k=2, activation=swiglu, renormalize=False, capacity_factor=1.25, "
+        "drop_policy=by_arrival)"
+    )

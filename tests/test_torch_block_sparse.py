@@ -1,0 +1,371 @@
+"""MegaBlocks' torch layer: gradients against the oracle, and the company of torch's own machinery."""
+
+import itertools
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moeblaze_ref import check, megablocks, systems, torch_block_sparse, torch_layer
+from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.cases import every_activation, relative_error
+from moeblaze_ref.lm.model import LMConfig, MoETransformer
+from moeblaze_ref.lm.train import train
+from moeblaze_ref.memory import measure
+from moeblaze_ref.raw_cuda import block_sparse, gating
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.torch_bridge import to_numpy
+from moeblaze_ref.torch_executor import TensorBridge, TorchExecutor
+from moeblaze_ref.torch_layer import MoELayer, keep_routing
+
+SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
+L = 37  # no block divides the groups of its rows
+
+
+def make_layer(seed=0, **options):
+    torch.manual_seed(seed)
+    return BlockSparseMoE(**(SIZES | {"block": 8} | options))
+
+
+def make_x(*shape, seed=1, dtype=None):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*(shape or (L, SIZES["d"])), generator=generator).to(dtype).requires_grad_()
+
+
+def loss_of(result):
+    """A scalar to which every output of a layer contributes."""
+    weights = torch.linspace(-1.0, 1.0, result.out.numel()).reshape(result.out.shape)
+    losses = 0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss
+    return (result.out.float() * weights).sum() + losses
+
+
+def gradients(layer, x, function=None):
+    """Gradients of `loss_of` by x and the parameters, by name."""
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    return dict(zip(leaves, torch.autograd.grad(loss_of((function or layer)(x)), leaves.values()), strict=True))
+
+
+def same_bits(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# Against the oracle
+
+
+def rows_of(case, dtype):
+    return list(check.check_gradients(BACKENDS["simt"], None, case, dtype, "torch_block_sparse"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", every_activation(), ids=lambda case: case.name)
+def test_every_activation_and_dtype_agrees_with_autograd(case, dtype):
+    rows = rows_of(case, dtype)
+    assert [(row.stage, row.direction) for row in rows] == [
+        ("torch_block_sparse", "forward"),
+        ("torch_block_sparse", "backward"),
+    ]
+    assert check.passed(rows), rows
+
+
+def last_row_zero(array):
+    array.reshape(-1, array.shape[-1])[-1] = 0
+
+
+def all_zero(array):
+    array.fill(0)
+
+
+FAULTS = [
+    *itertools.product(("d_x", "d_w1", "d_w2", "d_w3", "d_gates"), (all_zero, last_row_zero)),
+    ("d_logits", all_zero),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), FAULTS, ids=lambda part: getattr(part, "__name__", part))
+def test_a_gradient_that_is_damaged_is_caught(name, damage, monkeypatch):
+    module = gating if name == "d_logits" else block_sparse
+    backward = module.backward
+
+    def faulty(*arguments, **options):
+        found = backward(*arguments, **options)
+        damage(found if name == "d_logits" else getattr(found, name))
+        return found
+
+    monkeypatch.setattr(module, "backward", faulty)
+    assert not check.passed(rows_of(every_activation()[0], "float32"))
+
+
+@pytest.mark.parametrize("options", [{}, {"renormalize": True}, {"activation": "gelu"}], ids=str)
+def test_it_is_the_same_layer_as_moeblaze(options):
+    ours, x = make_layer(**options), make_x()
+    other = MoELayer(**SIZES, **options)
+    other.load_state_dict(ours.state_dict())
+    found, expected = gradients(ours, x), gradients(other, x)
+    for name in expected:
+        assert relative_error(found[name], expected[name]) < 1e-6, name
+    assert torch.equal(ours(x).topk_experts, other(x).topk_experts)
+
+
+class SimtOverTensors(TorchExecutor):
+    """What a GPU has, torch's own tensors and products, with the kernels on the SIMT executor."""
+
+    name, capability = "simt", None
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self._simt = SimtExecutor(instrumented=False)
+
+    def load(self, file, **constants):
+        module = self._simt.load(file, **constants)
+
+        def launch(kernel, **arguments):
+            tensors = {name: to_numpy(value) for name, value in arguments.items() if torch.is_tensor(value)}
+            module.launch(kernel, **arguments | tensors)
+
+        return SimpleNamespace(launch=launch)
+
+    def matmul(self, left, right, dtype):
+        return self.cast(left.float() @ right.float(), dtype)
+
+
+class BridgeOverTensors(TensorBridge):
+    executor = SimtOverTensors()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_torchs_own_tensors_give_what_numpys_arrays_give(activation, dtype, monkeypatch):
+    layer, x = make_layer(activation=activation, dtype=dtype), make_x(dtype=dtype)
+    expected = gradients(layer, x) | {"out": layer(x).out}
+    for module in (torch_block_sparse, torch_layer):
+        monkeypatch.setattr(module, "bridge_to", lambda device: BridgeOverTensors())
+    found = gradients(layer, x) | {"out": layer(x).out}
+    kept = measure.kept_storages(layer, x)
+    monkeypatch.undo()
+    for name in expected:  # the router's products are by another library
+        error = relative_error(found[name].detach().double(), expected[name].detach().double())
+        assert error < (1e-6 if dtype == torch.float32 else 2**-9), name
+    assert kept == measure.kept_storages(layer, x)
+
+
+# Torch's machinery
+
+
+def test_leading_dimensions_and_strides():
+    layer, x = make_layer(), make_x(3, 4, 16)
+    result = layer(x)
+    assert result.out.shape == x.shape and result.topk_experts.shape == (12, 3)
+    assert torch.equal(result.out.reshape(-1, 16), layer(x.reshape(-1, 16)).out)
+    strided = x.detach().transpose(0, 1).requires_grad_()
+    (found,) = torch.autograd.grad(layer(strided).out.sum(), strided)  # sum's gradient is an expanded scalar
+    (expected,) = torch.autograd.grad(layer(x).out.sum(), x)
+    assert torch.equal(found.transpose(0, 1), expected)
+
+
+def test_no_tokens():
+    layer = make_layer()
+    result = layer(make_x(0, 16))
+    loss_of(result).backward()
+    assert result.out.shape == (0, 16)
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_a_routing_that_is_given_is_replayed():
+    layer, x = make_layer(renormalize=True), make_x()
+    given = torch.tensor([[4, 2, 0], [3, 4, 1]] * L, dtype=torch.int32)[:L]
+    other = MoELayer(**SIZES, renormalize=True)
+    other.load_state_dict(layer.state_dict())
+    found, expected = (gradients(one, x, lambda x, one=one: one(x, given)) for one in (layer, other))
+    assert torch.equal(layer(x, given).topk_experts, given)
+    for name in expected:
+        assert relative_error(found[name], expected[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("context", [{}, {"context_fn": keep_routing}], ids=["routing again", "routing kept"])
+def test_activation_checkpointing_changes_no_bit(context):
+    layer, x = make_layer(), make_x()
+    expected = gradients(layer, x)
+    found = gradients(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False, **context))
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_its_dtype_and_returns_gradients_in_that_of_the_weights(dtype):
+    layer, x = make_layer(), make_x()
+    with torch.autocast("cpu", dtype=dtype):
+        found = gradients(layer, x)
+        assert layer(x).out.dtype == dtype
+    narrow = make_layer(dtype=dtype)
+    narrow.load_state_dict(layer.state_dict())
+    expected = gradients(narrow, x.detach().to(dtype).requires_grad_())
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+    assert same_bits(found, {name: gradient.float() for name, gradient in expected.items()})
+
+
+def test_a_second_backward_gives_the_same_bits_or_raises():
+    layer, x = make_layer(), make_x()
+    loss, leaves = loss_of(layer(x)), [x, *layer.parameters()]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_a_second_derivative_raises():
+    layer, x = make_layer(), make_x()
+    with pytest.raises(RuntimeError, match="BlockSparseMoE has no second derivative"):
+        torch.autograd.grad(loss_of(layer(x)), x, create_graph=True)
+
+
+@pytest.mark.parametrize("overwritten", ["x", "w1", "topk_experts"])
+def test_an_overwritten_tensor_raises_instead_of_giving_garbage(overwritten):
+    layer, x = make_layer(), make_x()
+    leaf = x.clone()
+    result = layer(leaf)
+    with torch.no_grad():
+        {"x": leaf, "w1": layer.w1, "topk_experts": result.topk_experts}[overwritten].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(result).backward()
+
+
+# What the backward need not launch, by what needs no gradient.
+NOT_WITHOUT = {
+    "x": {"d_x"},
+    "w1": {"d_w1"},
+    "w2": {"d_w2"},
+    "w3": {"d_w3"},
+    "wg": set(),
+    "x and wg": {"d_x", "d_gates"},
+}
+
+
+@pytest.mark.parametrize("frozen", NOT_WITHOUT)
+def test_what_is_frozen_is_not_computed_and_changes_no_other_bit(frozen, monkeypatch):
+    layer, x, seen = make_layer(), make_x(), []
+    expected = gradients(layer, x)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    names = frozen.split(" and ")
+    for name in names:
+        leaves[name].requires_grad_(False)
+    backward = megablocks.backward
+
+    def watched(*arguments):
+        seen.append(backward(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(megablocks, "backward", watched)
+    loss_of(layer(x)).backward()
+    (found,) = seen
+    assert {name for name, gradient in found._asdict().items() if gradient is None} == NOT_WITHOUT[frozen]
+    for name, leaf in leaves.items():
+        assert leaf.grad is None if name in names else torch.equal(leaf.grad, expected[name]), name
+
+
+def test_without_gradients_nothing_is_kept_and_the_output_is_the_same():
+    layer, x = make_layer(), make_x()
+    with torch.no_grad():
+        quiet = layer(x)
+    assert not quiet.out.requires_grad and torch.equal(quiet.out, layer(x).out)
+    assert measure.kept_bytes(make_layer().requires_grad_(False), x.detach()) == 0
+
+
+def test_what_autograd_keeps_is_what_hooks_give_back():
+    """A hook that moves what is kept, as one that offloads it does, is asked for every tensor again."""
+    layer, x = make_layer(), make_x()
+    expected = gradients(layer, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor.clone()):
+        found = gradients(layer, x)
+    assert same_bits(found, expected)
+
+
+def test_not_a_number_travels_as_in_torch():
+    layer, x = make_layer(), make_x()
+    with torch.no_grad():
+        x[3] = float("nan")
+    out = layer(x).out
+    others = [i for i in range(L) if i != 3]
+    assert out[3].isnan().all() and not out[others].isnan().any()
+
+
+def test_compiled_models_run_the_layer_as_it_is(caplog):
+    layer, x = make_layer(), make_x()
+    assert layer.executor is None
+    model = torch.compile(lambda x: 2 * layer(3 * x).out, backend="eager")
+    with caplog.at_level(logging.INFO, logger="moeblaze_ref"):
+        assert torch.equal(model(x), 2 * layer(3 * x).out)
+    assert layer.executor == "simt"
+    assert f"{layer!r} runs on simt" in caplog.text
+
+
+# In a model
+
+
+def test_a_model_takes_it_by_name():
+    tiny = LMConfig(d=16, h=128, E=4, k=2, layers=1, heads=2, sequence=8)
+    assert train(tiny, 1, batch=1, moe="megablocks").losses == pytest.approx(train(tiny, 1, batch=1).losses, rel=1e-5)
+
+
+def test_a_model_learns_with_it_as_with_plain_torch():
+    tiny = LMConfig(d=16, h=16, E=4, k=2, layers=1, heads=2, sequence=8)
+    blocks = systems.system("megablocks", block=8)
+    assert isinstance(MoETransformer(tiny, blocks).blocks[0].moe, BlockSparseMoE)
+    found, expected = (train(tiny, 2, batch=2, moe=moe).losses for moe in (blocks, "oracle"))
+    assert found == pytest.approx(expected, rel=1e-5) and found[0] != found[1]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"block": 16}, ValueError, "h is 24, but it must be a multiple of the block size 16"),
+        ({"block": 128}, ValueError, "h is 24, but it must be a multiple of the block size 128"),
+        ({"block": 0}, ValueError, "block is 0, but it must be >= 1"),
+        ({"block": 8.0}, TypeError, "block is 8.0"),
+        ({"rung": "4_hopper"}, ValueError, "unknown rung of block_sparse '4_hopper'"),
+        ({"k": 6}, ValueError, "k is 6, but there are only 5 experts"),
+        ({"E": 1025}, ValueError, r"num_experts is 1025, but it must be 1..1024"),
+        ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
+        ({"dtype": torch.float64}, TypeError, "dtype is torch.float64, but it must be torch.float32 or torch.bfloat16"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        make_layer(**options)
+
+
+X = torch.zeros(4, 16)
+CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "error", "message"),
+    [
+        ({}, ([[1.0]],), TypeError, "x is a list, but it must be a Tensor"),
+        ({}, (X.to("meta"),), ValueError, "x is on meta, but BlockSparseMoE runs on cuda"),
+        ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
+        ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
+        ({"rung": "3_mma"}, (X,), TypeError, "rung 3_mma of block_sparse computes in float16 or bfloat16"),
+    ],
+)
+def test_bad_input(options, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make_layer(**options)(*arguments)
+
+
+def test_weights_that_disagree_are_named():
+    layer = make_layer()
+    layer.w3 = torch.nn.Parameter(torch.zeros(5, 23, 16))
+    with pytest.raises(ValueError, match=r"w3 has shape \(5, 23, 16\), but it must be \(E=5, h=24, d=16\)"):
+        layer(X)
+
+
+def test_it_says_what_it_is():
+    assert repr(make_layer()) == (
+        "BlockSparseMoE(d=16, h=24, E=5, k=3, activation=swiglu, renormalize=False, block=8, rung=default)"
+    )
