@@ -92,7 +92,8 @@ def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> I
 def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
     """The bins and the topology, bit for bit, then MegaBlocks' experts as any floating-point stage."""
     stage, dispatch = backend.open("block_sparse", rung), reference_dispatch.build_by_sort(case.topk_experts, case.E)
-    bins, h = reference_sparse.pad(dispatch, comparisons.SPARSE_BLOCK), case.weights.w1.shape[2]
+    h = case.weights.w1.shape[2]
+    bins = reference_sparse.pad(dispatch, comparisons.sparse_block(h))
     error = differing_elements(stage.pad(dispatch, bins.block), bins)
     error += differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
     yield _row(

@@ -5,6 +5,7 @@ a given dtype; both return {direction: {tensor: array}}. The oracle starts from 
 numbers that the stage was given, already rounded, so only the stage's own rounding counts.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -270,14 +271,17 @@ def expect_layer(case: Case, dtype: torch.dtype) -> Results:
 
 # ---- block_sparse ----------------------------------------------------------------------------
 
-SPARSE_BLOCK = 8  # divides every h of the cases, and groups of a few tokens fill more than one
+
+def sparse_block(h: int) -> int:
+    """A block size that divides h, so small that groups of a few tokens fill more than one."""
+    return math.gcd(h, 8)
 
 
 def run_block_sparse(stage: Any, case: Case) -> Results:
     """The output of MegaBlocks' experts and every gradient through them."""
     (_, w1, w2, w3), dispatch = case.weights, build_by_sort(case.topk_experts, case.E)
     gates = hidden(case)[-1]
-    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, SPARSE_BLOCK)
+    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, sparse_block(w1.shape[2]))
     found = stage.backward(case.d_out, saved, w1, w2, w3)
     return {"forward": {"out": out}, "backward": _present(**found._asdict())}
 
@@ -299,7 +303,7 @@ def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
 # By the name of the check: the system, and the options of its own in a case.
 TORCH_LAYERS: dict[str, tuple[str, Callable[[Case], dict[str, Any]]]] = {
     "torch_layer": ("moeblaze", lambda case: {"policy": case.policy}),
-    "torch_block_sparse": ("megablocks", lambda case: {"block": SPARSE_BLOCK}),
+    "torch_block_sparse": ("megablocks", lambda case: {"block": sparse_block(case.weights.w1.shape[2])}),
 }
 
 

@@ -629,7 +629,7 @@ FAULTS = {
         "    });\n    if (threadIdx.x < tile.rows)",
     ),
     "down mma: last columns": ("expert_down", "3_mma", "d, h, d - first_column}", "d, h, d - first_column - 8}"),
-    "down mma: row tail stored": ("expert_down", "3_mma", "row >= rows || column >= width", "column >= width"),
+    "down mma: row tail stored": ("expert_down", "3_mma", "row >= rows || column >= columns", "column >= columns"),
     "down mma: gate term of every second lane": (
         "expert_down",
         "3_mma",

@@ -548,7 +548,7 @@ BINS, TOPOLOGY, NAN = INPUTS["bins"], INPUTS["topology"], np.full_like(INPUTS["a
             "dsd, lhs transposed",
             {"topology": changed(TOPOLOGY, "transpose_indices", 1, 0)},
             ValueError,
-            "the block rows of transpose_indices",
+            r"transpose_indices\[1\] is 0, a block of block row 0",
         ),
         ("dsd", {"w3": INPUTS["w3"][1:]}, ValueError, r"rhs has shape \(11, 3\), but it must be \(depth=12"),
         (
@@ -557,7 +557,7 @@ BINS, TOPOLOGY, NAN = INPUTS["bins"], INPUTS["topology"], np.full_like(INPUTS["a
             ValueError,
             r"lhs has shape \(3, 19\), but it must be \(K, M=20\)",
         ),
-        ("dds, lhs transposed, into parts", {"E": 4}, ValueError, "parts is 4, but 6 block columns must fall"),
+        ("dds, lhs transposed, into parts", {"E": 4}, ValueError, "parts is 4, but 6 block columns do not fall into 4"),
         ("activate", {"b": None}, ValueError, "b is None, but swiglu is gated: pass b"),
         ("activate", {"activation": "relu"}, ValueError, "relu is not gated: b must be None"),
         ("activate", {"activation": "seglu"}, ValueError, "unknown activation 'seglu'. Did you mean"),

@@ -445,14 +445,10 @@ def test_the_slope_of_another_activation_is_caught(activation, monkeypatch):
 
 
 LAYER_FAULTS = {
-    "d_x without the router's share": ("layer", "d_x += router", "router"),
+    "d_x without the router's share": ("layer", "d_x += d_x_router", "d_x_router"),
     "gates not renormalised in the backward": ("layer", "chosen, saved.renormalize,", "chosen, False,"),
-    "no balancing loss": ("layer", "renormalize, d_load_balancing_loss,", "renormalize, 1.0,"),
-    "no z-loss": (
-        "layer",
-        "renormalize, d_load_balancing_loss, d_router_z_loss",
-        "renormalize, d_load_balancing_loss, 1.0",
-    ),
+    "no balancing loss": ("layer", "renormalize, *d_losses)", "renormalize, 1.0, d_router_z_loss)"),
+    "no z-loss": ("layer", "renormalize, *d_losses)", "renormalize, d_load_balancing_loss, 1.0)"),
     "d_wg of other tokens": ("router", "_matmul(x.T, d_logits)", "_matmul(x.T, d_logits[::-1])"),
     "matmul: last row dropped": ("router", "if row < rows:", "if row < rows - 1:"),
     "matmul: last term dropped": ("router", "range(left.shape[1])", "range(left.shape[1] - 1)"),
