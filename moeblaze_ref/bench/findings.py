@@ -140,17 +140,18 @@ def _behind_ms(row: Row, dense: Row) -> float:
 def why(found: results.Result) -> str:
     """How far each product's tensor cores are from cuBLAS's, by idle cycles and by the clock, the furthest first."""
     names = ("preset", "kernel", *(f"{what}, % of cuBLAS's" for what in ("busy x clock", "busy", "clock")))
-    names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %")
+    names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %", "L2 link %")
     cells = [
         (preset, name, f"{_share(row, dense, report.busy_ghz):.0f}",
          f"{_share(row, dense, lambda r: r['tensor_pct']):.0f}", f"{_share(row, dense, lambda r: r['sm_clock_ghz']):.0f}",
-         f"{row['duration_ms']:.2f}", f"{_behind_ms(row, dense):.2f}", f"{row['dram_pct']:.0f}", f"{row['l2_pct']:.0f}")
+         f"{row['duration_ms']:.2f}", f"{_behind_ms(row, dense):.2f}", f"{row['dram_pct']:.0f}", f"{row['l2_pct']:.0f}",
+         f"{row['l2_link_pct']:.0f}")
         for preset, (rows, dense) in _by_preset(found).items()
         for name, row in zip(_names(rows), rows, strict=True)
     ]  # fmt: skip
     cells += [
         (preset, "cuBLAS, dense", "100", "100", "100", f"{dense['duration_ms']:.2f}", "0.00",
-         f"{dense['dram_pct']:.0f}", f"{dense['l2_pct']:.0f}")
+         f"{dense['dram_pct']:.0f}", f"{dense['l2_pct']:.0f}", f"{dense['l2_link_pct']:.0f}")
         for preset, (_, dense) in list(_by_preset(found).items())[:1]
     ]  # fmt: skip
     return _markdown(names, cells, 2) if cells else ""

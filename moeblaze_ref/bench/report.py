@@ -98,6 +98,7 @@ COUNTER_COLUMNS: tuple[Column, ...] = (
     ("DRAM GB", lambda row: f"{(row['dram_read_bytes'] + row['dram_written_bytes']) / GB:.1f}"),
     ("L2 %", _number("l2_pct", ".0f")),
     ("L2 hits %", _number("l2_hit_pct", ".0f")),
+    ("L2 link %", _number("l2_link_pct", ".0f")),
     ("sectors a load", _number("sectors_per_load", ".1f")),
     ("sectors a store", _number("sectors_per_store", ".1f")),
     ("registers", _number("registers", ".0f")),
