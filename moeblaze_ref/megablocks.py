@@ -115,7 +115,7 @@ def forward(
 
     Notes
     -----
-    MegaBlocks, section 4.2 and figure 6.
+    MegaBlocks, section 4.1, and its pseudo-code of a dropless MoE.
     """
     stage_doors.check_experts(x, w1, w2, w3, dispatch, gates, activation, dtypes)
     _, d, h = w1.shape
