@@ -604,13 +604,14 @@ def backward(
     w2: Array | None,
     w3: Array,
     wanted: Collection[str] = megablocks.Gradients._fields,
+    give_up: bool = False,
     executor: Executor | None = None,
     rung: str | None = None,
 ) -> megablocks.Gradients:
     """Every gradient, as `megablocks.backward`; executor and rung as in `forward`."""
     doors.check_type("saved", saved, megablocks.Saved)
     stage = _stage(d_out, executor, rung, saved.bins.block)
-    return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted)
+    return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted, give_up)
 
 
 def _stage(like: Array, executor: Executor | None, rung: str | None, block: int) -> SimpleNamespace:
