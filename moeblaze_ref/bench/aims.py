@@ -5,8 +5,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from moeblaze_ref.bench import LAYER_PRESETS, results
-from moeblaze_ref.bench.floors import INDEX
 from moeblaze_ref.bench.contestants import OURS
+from moeblaze_ref.bench.floors import INDEX
 from moeblaze_ref.config import ITEMSIZE, MoEConfig, preset
 from moeblaze_ref.units import GIB
 
