@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from moeblaze_ref import check, megablocks, systems, torch_block_sparse, torch_layer
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import every_activation, relative_error
+from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import train
 from moeblaze_ref.memory import measure
+from moeblaze_ref.memory.accounting import Assumptions, megablocks_step_account
 from moeblaze_ref.raw_cuda import block_sparse, gating
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.torch_block_sparse import BlockSparseMoE
@@ -149,6 +151,33 @@ def test_torchs_own_tensors_give_what_numpys_arrays_give(activation, dtype, monk
         error = relative_error(found[name].detach().double(), expected[name].detach().double())
         assert error < (1e-6 if dtype == torch.float32 else 2**-9), name
     assert kept == measure.kept_storages(layer, x)
+
+
+# By what is largest where the peak is: what lies between the projections, padded rows, the weights.
+PEAKS = {"hidden": {}, "rows": {"d": 64, "h": 8}, "weights": {"E": 40, "k": 1}}
+
+
+@pytest.mark.parametrize("largest", PEAKS)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_peak_of_a_step_is_the_accountings(activation, largest, monkeypatch):
+    """To the 16 bytes that sums take: of the output, and of the two losses, which nobody uses."""
+    sizes = SIZES | PEAKS[largest]
+    layer, x = make_layer(activation=activation, **PEAKS[largest]), make_x(L, sizes["d"])
+    for module in (torch_block_sparse, torch_layer):
+        monkeypatch.setattr(module, "bridge_to", lambda device: BridgeOverTensors())
+    counts = layer(x).topk_experts.flatten().bincount(minlength=sizes["E"]).tolist()
+    one = megablocks_step_account(
+        MoEConfig(L, **sizes, activation=activation, dtype="float32"), Assumptions(counts, block=8)
+    )
+
+    def step(**options):
+        return torch.autograd.grad(layer(x).out.sum(), [x, *layer.parameters()], **options)
+
+    peak, of_all = (
+        measure.peak_bytes(work, exclude=layer.parameters()) for work in (step, lambda: step(retain_graph=True))
+    )
+    assert one.peak_bytes <= peak <= one.peak_bytes + 16
+    assert of_all > peak + layer(x).out.nbytes  # what is kept to the end would be seen
 
 
 # Torch's machinery

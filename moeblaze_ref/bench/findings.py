@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from moeblaze_ref.bench import counters, ladder, report, results
-from moeblaze_ref.bench.layer import OURS
+from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.raw_cuda import tiles
 
 LINE = 120

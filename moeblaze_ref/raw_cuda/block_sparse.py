@@ -15,7 +15,7 @@ from moeblaze_ref.structures import EMPTY, Array, Dispatch, PaddedBins, Topology
 
 RUNGS = {rung: gemm.RUNGS[rung] for rung in ("1_naive", "2_tiled", "3_mma")}
 DEFAULT_RUNG = "2_tiled"
-BLOCK = 128  # of MegaBlocks: a tile of its products
+BLOCK = 128  # of MegaBlocks, section 5.1.2: a tile of its products
 GATE_DTYPES = ("float32",)
 # Of rung 3_mma, by the block: what a tile has beyond its block is computed for nothing.
 TILES = (
@@ -310,7 +310,7 @@ def sdd(
 
     Notes
     -----
-    MegaBlocks, section 5.1.1.
+    MegaBlocks, sections 5.1 and 5.1.3.
     """
     sparse_doors.check_sdd(lhs, rhs, topology, transpose_rhs, gemm.WIDE)
     K, block, nnz = lhs.shape[1], topology.block, topology.nnz
@@ -370,7 +370,7 @@ def dsd(
 
     Notes
     -----
-    MegaBlocks, sections 5.1.2 and 5.1.4.
+    MegaBlocks, sections 5.1 and 5.1.4.
     """
     sparse_doors.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, gemm.WIDE)
     rows, K = topology.shape[1 if transpose_lhs else 0], rhs.shape[-2 if transpose_rhs else 1]
@@ -437,7 +437,7 @@ def dds(
 
     Notes
     -----
-    MegaBlocks, sections 5.1.2 and 5.1.4.
+    MegaBlocks, sections 5.1 and 5.1.4.
     """
     sparse_doors.check_dds(lhs, values, topology, transpose_lhs, parts, gemm.WIDE)
     (M, N), K = topology.shape, lhs.shape[1 if transpose_lhs else 0]
@@ -604,13 +604,14 @@ def backward(
     w2: Array | None,
     w3: Array,
     wanted: Collection[str] = megablocks.Gradients._fields,
+    give_up: bool = False,
     executor: Executor | None = None,
     rung: str | None = None,
 ) -> megablocks.Gradients:
     """Every gradient, as `megablocks.backward`; executor and rung as in `forward`."""
     doors.check_type("saved", saved, megablocks.Saved)
     stage = _stage(d_out, executor, rung, saved.bins.block)
-    return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted)
+    return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted, give_up)
 
 
 def _stage(like: Array, executor: Executor | None, rung: str | None, block: int) -> SimpleNamespace:
