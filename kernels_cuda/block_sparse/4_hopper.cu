@@ -11,10 +11,16 @@
 //              multiple of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel  grid             block  shared bytes  bytes read                                      bytes written
-// sdd     multiprocessors  512    230592        3080 (Y blocks + Q) + (8 + 768 K) tiles         2 V
-// dsd     multiprocessors  512    230592        3080 Y C + 2 V C + 2 H K Y + 4 I n P C          2 Y T K
-// dds     multiprocessors  512    230592        3080 X C + 2 V C + 2 H K P + 8 n P C            2 N K
+// kernel  grid             block  shared bytes  bytes read                                       bytes written
+// sdd     multiprocessors  512    230592        3080 (M / 128 blocks + Q) + (8 + 768 K) tiles    2 V
+// dsd     multiprocessors  512    230592        2056 rows / 128 C + 2 V C + 2 H K P + 4 I n P C  2 rows K
+// dds     multiprocessors  512    230592        2056 N / 128 C + 2 V C + 2 H K P + 8 n P C       2 N K
+// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others a
+// dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. There are
+// P = BLOCK / 128 tiles down a block and C = ceil(K / 256) along K. tiles are those of sdd, P ceil(BLOCK m / 256) in a
+// block row of m blocks, and Q the places of tiles in bands of BAND rows of them, each as wide as its widest row; blocks
+// is the whole grid. Threads that follow the tiles read both ends of a block row or column, storers of sdd alone. 2 V K
+// FLOPs each. Bound: tensor cores.
 constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
 #undef BLOCK
 #include "hopper_gemm.cuh"

@@ -320,7 +320,11 @@ def sdd(
         return product.zeros((nnz, block, block))
     values = product.executor.empty((nnz, block, block), product.dtype)
     if product.hopper:
-        places = {"row_offsets": topology.row_offsets, "M": lhs.shape[0], "part": rhs.shape[-2 if transpose_rhs else -1]}
+        places = {
+            "row_offsets": topology.row_offsets,
+            "M": lhs.shape[0],
+            "part": rhs.shape[-2 if transpose_rhs else -1],
+        }
     else:
         places = {"row_indices": topology.row_indices, "nnz": nnz, **_parts("rhs", rhs)}
     product.launch(
