@@ -207,9 +207,9 @@ def many_tiles_case(blocks: int) -> Case:
 def whole_block_cases() -> list[Case]:
     """Layers whose h blocks of MegaBlocks' own size divide: an odd number of them, and an even one."""
     return [
-        make_case(0, 8, 128, 4, 2, name="whole blocks, no tokens"),
         make_case(150, 24, 384, 3, 2, "zipf", "whole blocks"),
         make_case(140, 264, 256, 4, 1, "empty", "whole blocks, empty experts"),
+        make_case(0, 8, 128, 4, 2, name="whole blocks, no tokens"),
     ]
 
 

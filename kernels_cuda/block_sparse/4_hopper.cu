@@ -7,8 +7,8 @@
 //              next. A tile of 128 rows is part of one block row; DDS is computed as D S = (S^T D^T)^T, so that its
 //              tiles, too, meet the blocks of one block column only, and is turned round as it is stored.
 // Runs on      sm_90a; SIMT executor.
-// Constants    Scalar, __half or __nv_bfloat16; BLOCK, a multiple of 128; TRANSPOSE_LHS and TRANSPOSE_RHS. K is a
-//              multiple of 8.
+// Constants    Scalar, __half or __nv_bfloat16; BLOCK, a multiple of 128; TRANSPOSE_LHS and TRANSPOSE_RHS;
+//              BAND, see hopper_gemm.cuh. K is a multiple of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
 // kernel  grid             block  shared bytes  bytes read                                       bytes written
@@ -18,8 +18,8 @@
 // S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others a
 // dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. There are
 // P = BLOCK / 128 tiles down a block and C = ceil(K / 256) along K. tiles are those of sdd, P ceil(BLOCK m / 256) in a
-// block row of m blocks, and Q the places of tiles in bands of BAND rows of them, each as wide as its widest row; blocks
-// is the whole grid. Threads that follow the tiles read both ends of a block row or column, storers of sdd alone. 2 V K
+// block row of m blocks, and Q their places in bands of BAND rows, each as wide as its widest row; blocks is the whole
+// grid. Threads that follow the tiles read both ends of a block row or column; of the storers only those of sdd. 2 V K
 // FLOPs each. Bound: tensor cores.
 constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
 #undef BLOCK

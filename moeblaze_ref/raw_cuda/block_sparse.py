@@ -307,7 +307,7 @@ def sdd(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_sdd`, or if the rung does not compute in this dtype or these widths.
+        As `sparse_doors.check_sdd`, or if the rung does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
@@ -374,7 +374,7 @@ def dsd(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dsd`, or if the rung does not compute in this dtype or these widths.
+        As `sparse_doors.check_dsd`, or if the rung does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
@@ -440,7 +440,7 @@ def dds(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dds`, or if the rung does not compute in this dtype or these widths.
+        As `sparse_doors.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
