@@ -37,7 +37,7 @@ class BlockSparseMoE(KernelMoE):
     block : int
         Rows and columns of a block; it divides h.
     rung : str, optional
-        One of ``raw_cuda.block_sparse.RUNGS``. Default: the fastest for the dtype, d and the block size.
+        One of ``raw_cuda.block_sparse.RUNGS``. Default: the fastest for the dtype, d, the block size and the device.
 
     Attributes
     ----------

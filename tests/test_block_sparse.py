@@ -59,6 +59,8 @@ RUNS = [  # what needs no GPU; the executor compiles anew for every block size
     Run("simt", "2_tiled", "float32", (1, 3, 8)),
     Run("simt", "3_mma", "bfloat16", (8,), step=8),
     Run("simt", "3_mma", "float16", (8,), step=8),
+    Run("simt", "4_hopper", "bfloat16", (128,), step=8),
+    Run("simt", "4_hopper", "float16", (128,), step=8),
 ]
 SPECIFICATION, TILED = RUNS[0], RUNS[3]
 ROOMS = [SPECIFICATION, TILED]  # for what all rungs share: the structures and the doors
@@ -535,6 +537,7 @@ def test_parts_side_by_side_are_one_matrix(product, run):
         Run("simt", "1_naive", "bfloat16", (20,)),
         Run("simt", "2_tiled", "float16", (72,)),
         Run("simt", "3_mma", "bfloat16", (136,), step=8),
+        Run("simt", "4_hopper", "bfloat16", (256,), step=8),
     ],
     ids=str,
 )
@@ -683,11 +686,21 @@ def test_the_layer_agrees_with_autograd(case, block, run):
     assert_layer(run.open(), case, case.weights.w1.shape[2] if block == "h" else block, run.dtype)
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run.backend == "simt"], ids=str)
-@pytest.mark.parametrize("case", [case for case in standard_cases() if case.L < 20], ids=lambda case: case.name)
+SMALL = [case for case in standard_cases() if case.L < 20]
+
+
+@pytest.mark.parametrize(
+    ("case", "run"),
+    [
+        pytest.param(case, run, id=f"{case.name}-{run}")
+        for run in RUNS
+        if run.backend == "simt"
+        for case in comparisons.fitting("block_sparse", run.rung, SMALL)
+    ],
+)
 def test_the_raw_layer_agrees_with_autograd(case, run):
     """On small cases: the cross-check runs all of them."""
-    assert_layer(run.open(), case, 8, run.dtype)
+    assert_layer(run.open(), case, comparisons.sparse_block(case.weights.w1.shape[2]), run.dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -718,10 +731,11 @@ def test_blocks_of_a_single_value(case, run):
 
 @every_run
 def test_a_second_backward_gives_the_same_bits_from_what_the_first_left_as_it_was(run):
-    stage, case = run.open(), make_case(37, 8, 16, 5, 3, "zipf").astype(run.dtype)
+    stage, block = run.open(), run.blocks[-1]
+    case = make_case(37, 8, 2 * block, 5, 3, "zipf").astype(run.dtype)
     _, w1, w2, w3 = case.weights
     dispatch, gates = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case)[-1]
-    _, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, "swiglu", 8)
+    _, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, "swiglu", block)
     kept = {name: np.array(tensor) for name, tensor in saved.tensors().items()}
     assert {"gates", "x_rows", "a", "b", "y_swi", "y", "slots", "transpose_indices"} <= kept.keys()
     first, second = (stage.backward(case.d_out, saved, w1, w2, w3) for _ in range(2))

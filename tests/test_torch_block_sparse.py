@@ -356,7 +356,7 @@ def test_a_model_learns_with_it_as_with_plain_torch():
         ({"block": 128}, ValueError, "h is 24, but it must be a multiple of the block size 128"),
         ({"block": 0}, ValueError, "block is 0, but it must be >= 1"),
         ({"block": 8.0}, TypeError, "block is 8.0"),
-        ({"rung": "4_hopper"}, ValueError, "unknown rung of block_sparse '4_hopper'"),
+        ({"rung": "3_mma_tf32"}, ValueError, "unknown rung of block_sparse '3_mma_tf32'"),
         ({"k": 6}, ValueError, "k is 6, but there are only 5 experts"),
         ({"E": 1025}, ValueError, r"num_experts is 1025, but it must be 1..1024"),
         ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
@@ -379,6 +379,12 @@ CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
         ({}, (X.to("meta"),), ValueError, "x is on meta, but BlockSparseMoE runs on cuda"),
         ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
         ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
+        (
+            {"rung": "4_hopper", "dtype": torch.float16},
+            (X.half(),),
+            ValueError,
+            "needs a multiple of 128; use rung 3_mma",
+        ),
         ({"rung": "3_mma"}, (X,), TypeError, "rung 3_mma of block_sparse computes in float16 or bfloat16"),
     ],
 )
