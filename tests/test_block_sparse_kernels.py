@@ -464,10 +464,8 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
         HOPPER, "if (tile.column < blocks.count * SIDE) return true;", "return tile.column < blocks.count * SIDE;", product("sdd", *WHOLE),
     ),
     "hopper: last step of the depth left out": (HOPPER, "(K + TILE_DEPTH - 1) / TILE_DEPTH, {{row", "K / TILE_DEPTH, {{row", product("sdd", *WHOLE)),
-    "hopper: pairs swapped": (
-        HOPPER, "make_uint2(pairs[chunk * 2], pairs[chunk * 2 + 1])", "make_uint2(pairs[chunk * 2 + 1], pairs[chunk * 2])", product("dds", *WHOLE),
-    ),
-    "hopper: turned beyond K": (HOPPER, "if (column < columns)", "if (column < columns + CHUNK)", product("dds", *WHOLE)),
+    "hopper: not turned": (HOPPER, "stmatrix_x4_transposed(&finished", "stmatrix_x4(&finished", product("dds", *WHOLE)),
+    "hopper: turned beyond K": (HOPPER, "place, width, K - column, TILE_ROWS);", "place, width, HALF, TILE_ROWS);", product("dds", *WHOLE)),
     "hopper: upper half of a block twice": (
         HOPPER, "row % TILES_DOWN * TILE_ROWS, column * TILE_COLUMNS,\n", "0, column * TILE_COLUMNS,\n", product("dsd", *HALVED),
     ),

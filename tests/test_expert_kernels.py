@@ -1056,10 +1056,10 @@ FAULTS = {
     "hopper: transposed, tail of the columns stored": (
         "expert_down",
         "4_hopper",
-        "count = min(TILE_COLUMNS / Pieces::PARTS, rows - row);",
-        "count = TILE_COLUMNS / Pieces::PARTS;",
+        "width, rows - column, width - tile.row);",
+        "width, TILE_COLUMNS, width - tile.row);",
     ),
-    "hopper: transposed, tail of the rows stored": ("expert_down", "4_hopper", "if (at < width)\n", "if (true)\n"),
+    "hopper: transposed, tail of the rows stored": ("expert_down", "4_hopper", "if (row < rows)\n", "if (true)\n"),
     "hopper: column tail stored": ("expert_up", "4_hopper", "tile.rows, width - column);", "tile.rows, TILE_COLUMNS);"),
     "hopper: row tail of weights stored": (
         "expert_up",

@@ -1,7 +1,7 @@
 // block_sparse, rung 4: Hopper.
 //
 // Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
-// Source       MegaBlocks (arXiv 2211.15841), sections 5.1.1, 5.1.2 and 5.1.4.
+// Source       MegaBlocks (arXiv 2211.15841), sections 5.1, 5.1.3 and 5.1.4.
 // Idea         The products of rung 3 on grouped_matmul. A block's values lie together: to the copy engine they are a
 //              matrix of its own, so that every operand comes by TMA, 64 by 64 elements at a time, whichever block is
 //              next. A tile of 128 rows is part of one block row; DDS is computed as D S = (S^T D^T)^T, so that its
@@ -31,7 +31,8 @@ constexpr int TILES_DOWN = SIDE / TILE_ROWS;       // a block
 constexpr int STEPS_OF_BLOCK = SIDE / TILE_DEPTH;  // if it is the depth
 constexpr int HALVES = 2, HALF = TILE_COLUMNS / HALVES;  // of a tile's columns: what storers take over at once
 
-using SparseShared = Shared<4, HALVES>;
+template <template <int> class Finished>
+using SparseShared = Shared<4, HALVES, Finished>;
 template <bool A_ALONG_M, bool B_ALONG_N>
 using SparseCrew = Crew<4, 4, false, A_ALONG_M, B_ALONG_N>;
 
@@ -228,66 +229,42 @@ struct StoreTurned {
     __device__ __forceinline__ void operator()(const DenseTile<true>& tile, int column, const Pieces& pieces) const {
         column += tile.column;
         Scalar* const place = result + Dense{nullptr, K, width}.at(column, tile.row);
-#pragma unroll 1
-        for (int i = 0; i < Pieces::COUNT; ++i) {
-            auto& finished = pieces.take(i);
-#pragma unroll 2
-            for (int first = 0; first < min(HALF, K - column); first += 2 * CHUNK)
-                store(finished, place + pieces.row(i), first, K - column);
-            pieces.give_back(i);
-        }
-    }
-
-    // 16 of the columns. Of each of two chunks a lane gets four neighbours down a column, from two matrices, whose rows
-    // take turns in pairs.
-    template <class Finished>
-    __device__ __forceinline__ void store(Finished& finished, Scalar* place, int first, int columns) const {
-        const int matrix = lane_id() / 8, pair = lane_id() % 8 / 2;
-        unsigned pairs[4];
-        ldmatrix_x4_transposed(
-            pairs, &finished.at(pair * 4 + matrix % 2 * 2 + lane_id() % 2, first / CHUNK + matrix / 2));
-#pragma unroll
-        for (int chunk = 0; chunk < 2; ++chunk) {
-            const int column = first + chunk * CHUNK + lane_id() / 4;
-            if (column < columns)
-                *reinterpret_cast<uint2*>(place + (long long)column * width + lane_id() % 4 * 4) =
-                    make_uint2(pairs[chunk * 2], pairs[chunk * 2 + 1]);
-        }
+        store_transposed(pieces, place, width, K - column, TILE_ROWS);
     }
 };
 
 // ---- the products ----
 
-// Section 5.1.1. Parts of rhs, and its transpose, have `part` columns of the result.
+// Section 5.1. Parts of rhs, and its transpose, have `part` columns of the result.
 using StoredCrew = SparseCrew<false, !TRANSPOSE_RHS>;
 extern "C" __global__ void __launch_bounds__(StoredCrew::BLOCK, 1)
     sdd(const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs, const int* row_offsets,
         const int* column_indices, Scalar* values, int M, int K, int part) {
     grouped_matmul<StoredCrew>(
-        shared_memory<SparseShared>(),
+        shared_memory<SparseShared<FinishedRows>>(),
         StoredTiles{row_offsets, column_indices, (K + TILE_DEPTH - 1) / TILE_DEPTH, {{row_offsets}, M / TILE_ROWS}},
         [&](const StoredTile& tile) { return DenseSteps<StoredCrew>(tile, lhs, rhs, part); }, StoreBlocks{values});
 }
 
-// Section 5.1.2. Parts of rhs have `part` of the depth.
+// Section 5.1. Parts of rhs have `part` of the depth.
 using DenseCrew = SparseCrew<TRANSPOSE_LHS, !TRANSPOSE_RHS>;
 extern "C" __global__ void __launch_bounds__(DenseCrew::BLOCK, 1)
     dsd(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap rhs, const int* offsets,
         const int* others, const int* transpose_indices, Scalar* result, int rows, int K, int part) {
     grouped_matmul<DenseCrew>(
-        shared_memory<SparseShared>(),
+        shared_memory<SparseShared<FinishedRows>>(),
         DenseTiles<TRANSPOSE_LHS>{offsets, others, transpose_indices, {{K}, rows / TILE_ROWS}},
         [&](const DenseTile<TRANSPOSE_LHS>& tile) { return SparseSteps<DenseCrew>(tile, values, rhs, part); },
         StoreDense<TRANSPOSE_LHS>{result, K});
 }
 
-// Section 5.1.2, as S^T D^T.
+// Section 5.1, as S^T D^T.
 using TurnedCrew = SparseCrew<true, TRANSPOSE_LHS>;
 extern "C" __global__ void __launch_bounds__(TurnedCrew::BLOCK, 1)
     dds(const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap values, const int* column_offsets,
         const int* row_indices, const int* transpose_indices, Scalar* result, int M, int K, int N, int width) {
     grouped_matmul<TurnedCrew>(
-        shared_memory<SparseShared>(),
+        shared_memory<SparseShared<FinishedColumns>>(),
         DenseTiles<true>{column_offsets, row_indices, transpose_indices, {{K}, N / TILE_ROWS}},
         [&](const DenseTile<true>& tile) { return SparseSteps<TurnedCrew>(tile, values, lhs, M); },
         StoreTurned{result, K, width});

@@ -390,7 +390,7 @@ __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
 // What one of the storers takes over of a part of a tile: every STORERS-th piece.
 template <class Crew, class Shared>
 struct Pieces {
-    static constexpr int COUNT = PIECES / Crew::STORERS, PARTS = Shared::PARTS;
+    static constexpr int COUNT = PIECES / Crew::STORERS;
     Shared& shared;
     unsigned parity;
 
@@ -455,6 +455,23 @@ __device__ __forceinline__ void store_plain(const Pieces& pieces, Scalar* place,
         pieces.give_back(i);
     }
 }
+// Stores pieces that are FinishedColumns, the tile's columns as rows: column 0 begins at `place`; so many columns are
+// there, and so many of their rows.
+template <class Pieces>
+__device__ __forceinline__ void store_transposed(const Pieces& pieces, Scalar* place, int width, int columns,
+                                                 int rows) {
+#pragma unroll 1
+    for (int i = 0; i < Pieces::COUNT; ++i) {
+        auto& finished = pieces.take(i);
+        constexpr int COLUMNS = sizeof finished.lines / sizeof finished.lines[0], CHUNKS = WARP_ROWS / CHUNK;
+        const int chunk = lane_id() % CHUNKS, row = pieces.row(i) + chunk * CHUNK;
+        if (row < rows)
+#pragma unroll 4
+            for (int column = lane_id() / CHUNKS; column < min(COLUMNS, columns); column += WARP / CHUNKS)
+                *reinterpret_cast<Chunk*>(place + (long long)column * width + row) = finished.at(column, chunk);
+        pieces.give_back(i);
+    }
+}
 struct StoreRows {
     Scalar* rows;
     int width;
@@ -474,26 +491,14 @@ struct StoreWeights {
         store_plain(pieces, place, width, rows - tile.row, width - column);
     }
 };
-// The result's columns are the weights' rows: pieces are FinishedColumns.
 struct StoreTransposedWeights {
     Scalar* weights;
     int rows, width;
     template <class Pieces>
     __device__ __forceinline__ void operator()(const WeightTile& tile, int column, const Pieces& pieces) const {
-        constexpr int CHUNKS = WARP_ROWS / CHUNK;
-        const int chunk = lane_id() % CHUNKS, row = tile.column + column;
-        const int count = min(TILE_COLUMNS / Pieces::PARTS, rows - row);
-#pragma unroll 1
-        for (int i = 0; i < Pieces::COUNT; ++i) {
-            auto& finished = pieces.take(i);
-            const int at = tile.row + pieces.row(i) + chunk * CHUNK;
-            Scalar* const place = weights + ((long long)tile.expert * rows + row) * width + at;
-            if (at < width)
-#pragma unroll 4
-                for (int j = lane_id() / CHUNKS; j < count; j += WARP / CHUNKS)
-                    *reinterpret_cast<Chunk*>(place + (long long)j * width) = finished.at(j, chunk);
-            pieces.give_back(i);
-        }
+        column += tile.column;
+        Scalar* const place = weights + ((long long)tile.expert * rows + column) * width + tile.row;
+        store_transposed(pieces, place, width, rows - column, width - tile.row);
     }
 };
 

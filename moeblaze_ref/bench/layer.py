@@ -283,7 +283,8 @@ def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> d
     executor = bridge_to(device.torch_device).executor
     rungs = {OURS: choice.rung or default_rung(config.dtype, config.d, config.h, executor)}
     if "megablocks" in scene.modules:
-        rungs["megablocks"] = block_sparse.default_rung(config.dtype, config.d, scene.modules["megablocks"].block)
+        block = scene.modules["megablocks"].block
+        rungs["megablocks"] = block_sparse.default_rung(config.dtype, config.d, block, executor)
     return rungs
 
 
