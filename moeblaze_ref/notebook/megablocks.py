@@ -294,6 +294,13 @@ def bins_picture(capacity_factor: float, block: int) -> Figure:
     axes = figure.subplots()
     axes.set(xlim=(-0.2, max(width, 24)), ylim=(9, -1), aspect="equal")
     axes.set_axis_off()
+    said = (
+        f"capacity: E*C = {routed.E} * {rows} rows; {dropped.size} dropped, {np.sum(places.slots == EMPTY)} padding",
+        f"MegaBlocks: P = {bins.P} rows in blocks of {block}; {bins.P - routed.R} padding",
+        f"MoEBlaze: no buffer; R = {routed.R} indices into x",
+    )
+    for top, text in zip((0, 3.3, 6.6), said, strict=True):
+        axes.text(0, top - 0.35, text, ha="left", va="center", weight="bold", size=10)
     _strip(axes, 0, places.slots.ravel() // routed.k, np.repeat(np.arange(routed.E), rows))
     left = places.slots.size + 1
     _strip(axes, 0, dropped // routed.k, routed.token_expert_indices[dropped], left, crossed=True)
@@ -302,13 +309,6 @@ def bins_picture(capacity_factor: float, block: int) -> Figure:
     _strip(axes, 3.3, bins.slots // routed.k, owners)
     offsets = np.repeat(np.arange(routed.E), np.diff(routed.expert_token_offsets))  # (R,)
     _strip(axes, 6.6, routed.expert_token_indices, offsets, pale=True)
-    said = (
-        f"capacity: E*C = {routed.E} * {rows} rows; {dropped.size} dropped, {np.sum(places.slots == EMPTY)} padding",
-        f"MegaBlocks: P = {bins.P} rows in blocks of {block}; {bins.P - routed.R} padding",
-        f"MoEBlaze: no buffer; R = {routed.R} indices into x",
-    )
-    for top, text in zip((0, 3.3, 6.6), said, strict=True):
-        axes.text(0, top - 0.35, text, ha="left", va="center", weight="bold", size=10)
     return figure
 
 
