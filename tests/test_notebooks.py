@@ -1054,6 +1054,8 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
     assert first.get_title(loc="left") == "L = 64, d = 16, h = 24, E = 4, k = 2, bfloat16\n0% is 3 ms (measured)"
     assert second.get_title(loc="left").startswith("L = 128, ")
     assert len(marks(first)) == 2
+    names = [text.get_text() for text in first.figure.legends[0].get_texts()]
+    assert names == ["paper", "minimal", "inputs", "measured", "Pareto front"], "and no policy that was not measured"
     np.testing.assert_allclose([place[2:] for place in marks(first)], [(0, 4), (20, 1)], atol=1e-9)
 
 
