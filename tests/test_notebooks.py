@@ -26,6 +26,7 @@ import torch
 from jupyter_client import AsyncKernelClient, AsyncKernelManager
 from jupyter_client.channels import AsyncZMQSocketChannel
 from jupyter_client.kernelspec import KernelSpec
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from nbclient import NotebookClient
@@ -470,7 +471,7 @@ def texts(figure):
 def drawn(figure):
     """The figure, after it was really drawn."""
     assert isinstance(figure, Figure)
-    figure.canvas.draw()
+    FigureCanvasAgg(figure).draw()  # a figure's own canvas draws nothing
     return figure
 
 
