@@ -12,11 +12,11 @@ def alt_text(figure: Figure) -> str:
 
 
 def _of_axes(axes):
-    shown = axes.axison
     parts = [axes.get_title(loc) for loc in ("left", "center", "right")]
     parts += [f"{name}: {label}" for name, label in (("x", axes.get_xlabel()), ("y", axes.get_ylabel())) if label]
     parts += [_of_legend(axes.get_legend())] if axes.get_legend() else []
-    parts += [] if shown else [text.get_text() for text in axes.texts if len(text.get_text()) > 3]  # no single numbers
+    if not axes.axison:  # a drawing: its words, without the numbers in its cells
+        parts += [text.get_text() for text in axes.texts if len(text.get_text()) > 3]
     return ", ".join(dict.fromkeys(" ".join(part.split()) for part in parts if part))  # each once
 
 
