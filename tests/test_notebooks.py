@@ -1469,6 +1469,11 @@ def test_blocks_meet_as_the_topology_says(seed):
         assert megablocks.product_steps(product, topology) == expected
 
 
+def test_labels_of_too_many_blocks_are_refused():
+    with pytest.raises(ValueError, match="the largest of nnz, block rows and block columns is 54"):
+        megablocks.product_steps("DSD", block_sparse.topology_of(np.ones((6, 9), bool), 1))
+
+
 def test_who_meets_whom_is_found_and_not_assumed(monkeypatch):
     right = megablocks.product_steps("DSD", TINY)
     other = block_sparse.topology_of(np.roll(block_sparse.to_dense(np.ones((15, 4, 4)), TINY)[::4, ::4] > 0, 1, 1), 4)

@@ -28,6 +28,10 @@ from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
 from moeblaze_ref.structures import EMPTY, Topology
 
+HEADING = {"loc": "left", "fontsize": "medium"}
+DIM = "#666666"  # letters of what takes no part
+FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)  # of a capacity
+
 # Real routing --------------------------------------------------------------------------------------------------------
 
 
@@ -117,11 +121,11 @@ def fates_picture(counts: Sequence[int], capacity_factor: float, block: int) -> 
         Rows of a block.
     """
     counts = sorted(map(int, counts), reverse=True)
-    capacity_ = expert_capacity(sum(counts), len(counts), capacity_factor)
+    places = expert_capacity(sum(counts), len(counts), capacity_factor)
     figure = Figure(figsize=(10, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, sharey=True)
-    _fates(upper, capacity_rows(counts, capacity_), f"fixed capacity, C = {capacity_:,}")
-    upper.axhline(capacity_, color=BLACK, linewidth=0.8)
+    _fates(upper, capacity_rows(counts, places), f"fixed capacity, C = {places:,}")
+    upper.axhline(places, color=BLACK, linewidth=0.8)
     _fates(lower, megablocks_rows(counts, block), f"whole blocks of {block}")
     lower.set_xlabel("expert, from the busiest to the idlest")
     upper.legend(*lower.get_legend_handles_labels(), frameon=False, ncols=3, loc="upper right")
@@ -148,11 +152,6 @@ def dropped_share(rows: Rows) -> float:
 def padding_share(rows: Rows) -> float:
     """Padding over all rows that are computed, which is its share of their FLOPs and bytes; 0 if there are none."""
     return sum(rows.padding) / max(sum(rows.stored), 1)
-
-
-FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
-DIM = "#666666"  # letters of what takes no part
-HEADING = {"loc": "left", "fontsize": "medium"}
 
 
 def factor_picture(recording: Recording, L: int, block: int = 128) -> Figure:
@@ -462,9 +461,16 @@ def product_steps(product: str, topology: Topology) -> list[Step]:
     product : str
         One of ``PRODUCTS``.
     topology : Topology
-        Of at most 50 blocks: labels of a sum are powers of two.
+        Of at most 50 stored blocks, block rows and block columns: labels of a sum are powers of two.
+
+    Raises
+    ------
+    ValueError
+        If there is no such product, or the topology is larger.
     """
     doors.check_name("product", product, PRODUCTS)
+    largest = max(topology.nnz, *_grid(topology))
+    doors.check_int("the largest of nnz, block rows and block columns", largest, at_least=0, at_most=50)
     if product == "SDD":
         return _sdd_steps(topology)
     return _dsd_steps(topology, transposed=product != "DSD")
