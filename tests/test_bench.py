@@ -76,6 +76,35 @@ def test_every_round_begins_with_another_contender():
     assert seen[::2] == [(turn + 1, name) for turn, name in seen[1::2]]  # each one's run-up, on other inputs
 
 
+class Queue:
+    """A device that works behind the host."""
+
+    def __init__(self):
+        self.host = self.device = 0.0
+
+    def launch(self, host, device):
+        self.host += host
+        self.device = max(self.device, self.host) + device
+
+    def settle(self):
+        self.host = max(self.host, self.device)
+
+    def mark(self):
+        return max(self.host, self.device)
+
+    def milliseconds(self, start, end):
+        return end - start
+
+
+@pytest.mark.parametrize("order", [("long", "short"), ("short", "long")])
+def test_nobody_inherits_a_lead_of_the_host(order):
+    queue = Queue()
+    costs = {"long": (1.0, 100.0), "short": (4.0, 0.5)}  # of the host and of the device
+    contenders = {name: lambda turn, lap, name=name: queue.launch(*costs[name]) for name in order}
+    taken = take_turns(contenders, 3, queue)
+    assert taken["long"].median == 100.0 and taken["short"].median == 4.0
+
+
 # Floors ---------------------------------------------------------------------------------------------------------------
 
 
