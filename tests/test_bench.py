@@ -969,13 +969,26 @@ def test_the_summary_is_the_worst_run_of_ours_and_says_where_it_loses(recorded):
             "grouped_mm": 1.3 - 0.1 * row["run"],
             "gather_sum": 0.9985 + 0.1 * (row["policy"] == "inputs"),
         }
+        row["graph_ms"] = None
     said = findings.summary(recorded)
     assert "| minimal | `grouped_mm` | 1.10 |" in said and "| minimal | `gather_sum` | 0.999 |" in said
-    assert said.endswith("Ours is the slower one in at least one run: under `minimal`, than `gather_sum` on tiny.")
+    assert said.endswith("Ours is the slower one in at least one run: under minimal, than `gather_sum` on tiny.")
     for row in ours:
         row["ratio_to"] = {"grouped_mm": 1.2}
     assert findings.summary(recorded).endswith("Ours is the faster one in every run.")
     assert findings.summary(recorded | {"rows": []}) == ""
+
+
+def test_the_summary_has_graphs_beside_graphs(recorded):
+    for row in recorded["rows"]:
+        row["graph_ms"] = 2.0 + 0.1 * row["run"] if row["system"] == layer.OURS else 1.9
+        row["ratio_to"] = {"grouped_mm": 1.2} if row["system"] == layer.OURS else {}
+    peers = {row["system"] for row in recorded["rows"]} - {layer.OURS}
+    last = max(row["run"] for row in recorded["rows"])
+    said = findings.summary(recorded)
+    for peer in peers:
+        assert f"| minimal, as CUDA graphs | `{peer}` | {1.9 / (2.0 + 0.1 * last):.2f} |" in said
+    assert f"under minimal, as CUDA graphs, than `{min(peers)}` on tiny" in " ".join(said.split())
 
 
 def test_steps_stand_beside_their_graphs(recorded):
@@ -989,7 +1002,14 @@ def test_steps_stand_beside_their_graphs(recorded):
 def counted(kernel, busy, clock, waits, rung="4_hopper", preset="tiny"):
     idea = {"d_hidden": "d_hidden", "expert_down": "expert_down"}.get(kernel, "dense product by cuBLAS")
     row = {"kind": "counters", "run": 0, "preset": preset, "rung": rung, "kernel": kernel, "idea": idea}
-    row |= {"tensor_pct": busy, "sm_clock_ghz": clock, "duration_ms": 2.0, "dram_pct": 10, "l2_pct": 20, "l2_link_pct": 30}
+    row |= {
+        "tensor_pct": busy,
+        "sm_clock_ghz": clock,
+        "duration_ms": 2.0,
+        "dram_pct": 10,
+        "l2_pct": 20,
+        "l2_link_pct": 30,
+    }
     return row | {"stalls": [[waits, 40.0], ["wait", 9.0]]}
 
 

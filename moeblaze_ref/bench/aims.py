@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from moeblaze_ref.bench import LAYER_PRESETS, results
+from moeblaze_ref.bench import LAYER_PRESETS, findings, results
 from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.bench.floors import INDEX
 from moeblaze_ref.config import ITEMSIZE, MoEConfig, preset
@@ -59,6 +59,7 @@ def aims(found: results.Result, others: results.Result | None = None) -> list[Ai
     minimal, inputs = (_under(policy, layers) for policy in ("minimal", "inputs"))
     listed = [
         *_of_presets(FASTER, f"times as fast as `{PEER}`", 1, minimal, lambda row: row["ratio_to"].get(PEER)),
+        *_faster_as_graphs(found),
         *_of_presets(PERCENT, "% of cuBLAS", 1, minimal, itemgetter("pct_of_cublas")),
         *_of_presets(PEAK_GIB, "peak, GiB", -1, minimal, lambda row: row["peak_bytes"] / GIB),
         *_of_presets(_kept_gib(hidden=2), "kept by `minimal`, GiB", -1, minimal, lambda row: row["kept_bytes"] / GIB),
@@ -136,6 +137,16 @@ def _recomputed(rows: Iterable[Row], time_of: str, how: str = "") -> list[Aim]:
         Aim(f"{name}: `inputs` over `minimal`{how}", -1, RECOMPUTED, of_one)
         for name, of_one in ratios.items()
         if of_one or not how
+    ]
+
+
+def _faster_as_graphs(found: results.Result) -> list[Aim]:
+    """The aims of `FASTER`, of the layers whose steps were replayed as CUDA graphs too."""
+    ratios = findings.beside_peers_as_graphs(found)
+    return [
+        Aim(f"{name}: times as fast as `{PEER}`, both as CUDA graphs", 1, bound, ratios[name, "minimal", PEER])
+        for name, bound in FASTER.items()
+        if (name, "minimal", PEER) in ratios
     ]
 
 

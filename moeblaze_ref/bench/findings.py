@@ -12,6 +12,7 @@ from moeblaze_ref.raw_cuda import tiles
 
 LINE = 120
 POLICIES = ("minimal", "inputs")
+AS_GRAPHS = ", as CUDA graphs"
 # Kernels of the last rung by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
@@ -46,9 +47,29 @@ def beside_peers(found: results.Result) -> dict[tuple[str, str, str], list[float
     return dict(ratios)
 
 
+def beside_peers_as_graphs(found: results.Result) -> dict[tuple[str, str, str], list[float]]:
+    """The same of steps that are replayed as CUDA graphs, ours and the peer's: of the small layers."""
+    rows = [row for row in results.rows_of(found, "layer") if row["routing"] == "uniform" and row.get("graph_ms")]
+    peers = [row for row in rows if row["system"] != OURS]
+    ratios = defaultdict(list)
+    for row in rows:
+        if row["system"] == OURS:
+            for peer in peers:
+                if (peer["run"], peer["preset"]) == (row["run"], row["preset"]):
+                    key = row["preset"], row["policy"], peer["system"]
+                    ratios[key].append(peer["graph_ms"] / row["graph_ms"])
+    return dict(ratios)
+
+
 def summary(found: results.Result) -> str:
-    """Ours beside each peer in the run that is worst for ours, and where it is the slower one."""
-    worst = {key: min(ratios) for key, ratios in beside_peers(found).items() if key[1] in POLICIES}
+    """Ours beside each peer in the run that is worst for ours, as launched and as graphs, and where it is the slower."""
+    tables = [(beside_peers(found), ""), (beside_peers_as_graphs(found), AS_GRAPHS)]
+    worst = {
+        (preset, policy + how, peer): min(ratios)
+        for ratios_of, how in tables
+        for (preset, policy, peer), ratios in ratios_of.items()
+        if policy in POLICIES
+    }
     if not worst:
         return ""
     presets, policies, peers = (list(dict.fromkeys(key[i] for key in worst)) for i in range(3))
@@ -75,10 +96,15 @@ def _slower(worst: dict[tuple[str, str, str], float]) -> str:
     if not lost:
         return "Ours is the faster one in every run."
     places = [
-        f"under `{policy}`, than `{peer}` on {', '.join(lost[policy, peer])}"
-        for policy, peer in sorted(lost, key=lambda key: POLICIES.index(key[0]))
+        f"under {policy}, than `{peer}` on {', '.join(lost[policy, peer])}" for policy, peer in sorted(lost, key=_order)
     ]
     return f"Ours is the slower one in at least one run: {'; '.join(places)}."
+
+
+def _order(key: tuple[str, str]) -> tuple[bool, int]:
+    """As launched before as graphs, policy by policy."""
+    policy = key[0].removesuffix(AS_GRAPHS)
+    return key[0] != policy, POLICIES.index(policy)
 
 
 def host(found: results.Result) -> str:
