@@ -64,6 +64,7 @@ sanitize: $(STAMP)
 
 # On a GPU, with Nsight Compute: every table of docs/performance.md, the layer twice, so that the spread shows.
 BENCH := $(BIN)/moeblaze bench
+SYSTEMS := moeblaze,megablocks,capacity,torch_grouped
 POLICIES := --policy minimal --policy inputs --policy paper --policy conventional
 bench: $(STAMP)
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
@@ -73,6 +74,8 @@ bench: $(STAMP)
 	$(BENCH) dispatch --record build/bench.json
 	$(BENCH) gating --record build/bench.json
 	$(BENCH) combine --record build/bench.json
+	$(BENCH) layer --preset all --system $(SYSTEMS) --record build/systems.json
+	$(BENCH) paper --record build/systems.json
 	$(BENCH) ladder --record build/ladder.json
 	$(BENCH) counters --record build/counters.json
 

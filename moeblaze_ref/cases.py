@@ -204,6 +204,15 @@ def many_tiles_case(blocks: int) -> Case:
     return make_case(128 * blocks // k + 1, 328, 328, E, k, "zipf", "more tiles than blocks")
 
 
+def whole_block_cases() -> list[Case]:
+    """Layers whose h blocks of MegaBlocks' own size divide: an odd number of them, and an even one."""
+    return [
+        make_case(150, 24, 384, 3, 2, "zipf", "whole blocks"),
+        make_case(140, 264, 256, 4, 1, "empty", "whole blocks, empty experts"),
+        make_case(0, 8, 128, 4, 2, name="whole blocks, no tokens"),
+    ]
+
+
 def option_cases() -> list[Case]:
     """Every activation, save policy and renormalisation, in small cases."""
     policies = itertools.cycle(POLICIES)

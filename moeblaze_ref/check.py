@@ -187,7 +187,8 @@ def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]
         return [lambda: [unavailable(backend, stage, rung, reason)]]
     special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse}
     check = special.get(stage) or functools.partial(check_stage, stage=stage)
-    return [functools.partial(_run, check, backend, stage, rung, case) for case in in_reach(backend, cases)]
+    chosen = comparisons.fitting(stage, rung, in_reach(backend, cases))
+    return [functools.partial(_run, check, backend, stage, rung, case) for case in chosen]
 
 
 def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], list[Row]]]:

@@ -198,8 +198,11 @@ def bench(
     preset: Annotated[list[str] | None, typer.Option(help=f"all, or one of {', '.join(PRESETS)}; repeatable.")] = None,
     tokens: Annotated[int | None, typer.Option(help="L, in place of the preset's.")] = None,
     policy: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(POLICIES)}; repeatable.")] = None,
-    system: Annotated[list[str] | None, typer.Option(help="Only this system; repeatable.")] = None,
+    system: Annotated[
+        list[str] | None, typer.Option(help="Only these systems, such as moeblaze,megablocks; repeatable.")
+    ] = None,
     routing: Annotated[str | None, typer.Option(help="uniform, or zipf beside uniform.")] = None,
+    capacity_factor: Annotated[float | None, typer.Option(help="Of the system capacity; 1.25 by default.")] = None,
     stage: Annotated[list[str] | None, typer.Option(help="Only this stage of a step; repeatable.")] = None,
     rung: Annotated[list[str] | None, typer.Option(help="Only this rung of the kernels; repeatable.")] = None,
     repetitions: Annotated[int, typer.Option(help="Of each row; medians are shown.")] = 15,
@@ -208,12 +211,16 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ):
-    """Time the layer or its stages on a GPU, in turns with plain torch; exit with status 1 if a result is wrong."""
+    """Time the layer or its stages on a GPU, in turns with plain torch; exit with status 1 if a result is wrong.
+
+    Whatever is repeatable may also be one list with commas.
+    """
     from moeblaze_ref.bench import plan, report, results
 
     named = {"presets": preset, "policies": policy, "systems": system, "stages": stage, "rungs": rung}
-    given = {name: tuple(dict.fromkeys(names or ())) for name, names in named.items()}
-    request = plan.Request(**given, tokens=tokens, routing=routing, repetitions=repetitions)
+    given = {name: tuple(dict.fromkeys(",".join(names).split(","))) if names else () for name, names in named.items()}
+    numbers = {"tokens": tokens, "capacity_factor": capacity_factor, "repetitions": repetitions}
+    request = plan.Request(**given, **numbers, routing=routing)
     with user_errors():
         jobs = plan.jobs(kind, request)
         device = plan.gpu()

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref import oracle
-from moeblaze_ref.cases import Case, relative_error
+from moeblaze_ref.cases import Case, relative_error, whole_block_cases
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import gemm
+from moeblaze_ref.raw_cuda import block_sparse, gemm
 from moeblaze_ref.systems import system
 
 Arrays = dict[str, np.ndarray]
@@ -273,8 +273,13 @@ def expect_layer(case: Case, dtype: torch.dtype) -> Results:
 
 
 def sparse_block(h: int) -> int:
-    """A block size that divides h, so small that groups of a few tokens fill more than one."""
-    return math.gcd(h, 8)
+    """A block size that divides h: MegaBlocks' own, or one so small that groups of a few tokens fill more than one."""
+    return math.gcd(h, 8) if h % block_sparse.BLOCK else block_sparse.BLOCK
+
+
+def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
+    """The cases for a rung: these, but that 4_hopper of block_sparse gets its own, for it takes no smaller blocks."""
+    return whole_block_cases() if (stage, rung) == ("block_sparse", gemm.HOPPER) else cases
 
 
 def run_block_sparse(stage: Any, case: Case) -> Results:

@@ -16,7 +16,7 @@ from moeblaze_ref.structures import Array, Dispatch, PaddedBins, Topology
 FLOATS = ("gates", "x_rows", "a", "b", "y_swi", "y")  # what is kept besides indices
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Saved:
     """What the forward keeps for the backward: no weights.
 
@@ -46,9 +46,17 @@ class Saved:
 
     def tensors(self) -> dict[str, Array]:
         """Every array that is kept, by name."""
-        floats = {name: getattr(self, name) for name in FLOATS}
-        present = {name: array for name, array in floats.items() if array is not None}
+        present = {name: array for name, array in self.floats().items() if array is not None}
         return self.bins.arrays() | self.topology.arrays() | present
+
+    def floats(self) -> dict[str, Array | None]:
+        """Those of ``FLOATS``, by name; b is None for the ungated activations."""
+        return {name: getattr(self, name) for name in FLOATS}
+
+    def give_up(self):
+        """Let go of all `floats`: whoever has taken them frees them."""
+        for name in FLOATS:
+            setattr(self, name, None)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Array], k: int, block: int, activation: str) -> "Saved":
@@ -115,7 +123,7 @@ def forward(
 
     Notes
     -----
-    MegaBlocks, section 4.2 and figure 6.
+    MegaBlocks, section 4.1, and its pseudo-code of a dropless MoE.
     """
     stage_doors.check_experts(x, w1, w2, w3, dispatch, gates, activation, dtypes)
     _, d, h = w1.shape
@@ -141,6 +149,7 @@ def backward(
     w2: Array | None,
     w3: Array,
     wanted: Collection[str] = Gradients._fields,
+    give_up: bool = False,
 ) -> Gradients:
     """Every gradient, from that of the output.
 
@@ -151,11 +160,13 @@ def backward(
     d_out : array (L, d)
         Finite.
     saved : Saved
-        From `forward`; it is not changed.
+        From `forward`; it is not changed, so a second backward gives the same again, unless ``give_up``.
     w1, w2, w3
         As they went into `forward`.
     wanted : collection of str
         Names in `Gradients`; the product that nobody wants is not computed.
+    give_up : bool
+        What ``saved`` holds besides indices is freed piece by piece: a second backward with it raises.
 
     Returns
     -------
@@ -165,27 +176,39 @@ def backward(
     ------
     ValueError, TypeError
         If d_out or a weight is not finite, or does not fit what was saved, or a wanted gradient is unknown.
+    RuntimeError
+        If an earlier backward has given up what ``saved`` held.
 
     Notes
     -----
+    What dies where, if it is given up; a weight gradient is born at each ``->``:
+
+    1. y gives d_gates, and dies; the gates weight d_y, and die.
+    2. y_swi, d_y -> d_w3; y_swi dies. d_y gives d_y_swi, and dies.
+    3. a and b give d_a and d_b, and die with d_y_swi.
+    4. d_a, d_b -> d_x: (P, d) rows of each projection, which die within.
+    5. x_rows, d_a -> d_w1; d_a dies. x_rows, d_b -> d_w2; both die.
+
     MegaBlocks, section 5.1: the backward needs SDD with a transposed dense operand, DSD of either transpose, and DDS.
     """
     _check_backward(dtypes, d_out, saved, w1, w2, w3, wanted)
-    bins, topology = saved.bins, saved.topology
+    bins, topology, kept = saved.bins, saved.topology, saved.floats()
+    if give_up:
+        saved.give_up()
 
     def if_wanted(name, gradient, *operands, **options):
         return gradient(*operands, **options) if name in wanted else None
 
     def weight_gradient(d_values):
-        return stage.dds(saved.x_rows, d_values, topology, transpose_lhs=True, parts=bins.E)
+        return stage.dds(kept["x_rows"], d_values, topology, transpose_lhs=True, parts=bins.E)
 
     with doors.trusted_values():
-        d_gates = if_wanted("d_gates", stage.gate_gradient, d_out, saved.y, bins)
-        d_y = stage.padded_gather(d_out, bins, saved.gates)  # (P, d)
-        d_w3 = if_wanted("d_w3", stage.dsd, saved.y_swi, topology, d_y, transpose_lhs=True)  # (E h, d)
+        d_gates = if_wanted("d_gates", stage.gate_gradient, d_out, kept.pop("y"), bins)
+        d_y = stage.padded_gather(d_out, bins, kept.pop("gates"))  # (P, d)
+        d_w3 = if_wanted("d_w3", stage.dsd, kept.pop("y_swi"), topology, d_y, transpose_lhs=True)  # (E h, d)
         d_y_swi = stage.sdd(d_y, w3.reshape(-1, w3.shape[2]), topology, transpose_rhs=True)  # (nnz, block, block)
         del d_y
-        d_a, d_b = stage.activate_backward(d_y_swi, saved.a, saved.b, saved.activation)
+        d_a, d_b = stage.activate_backward(d_y_swi, kept.pop("a"), kept.pop("b"), saved.activation)
         del d_y_swi
         d_x = if_wanted("d_x", _input_gradient, stage, d_a, d_b, w1, w2, saved)
         d_w1 = if_wanted("d_w1", weight_gradient, d_a)
@@ -205,6 +228,8 @@ def _input_gradient(stage, d_a, d_b, w1, w2, saved):
 @doors.unless_trusted
 def _check_backward(dtypes, d_out, saved, w1, w2, w3, wanted):
     doors.check_type("saved", saved, Saved)
+    if saved.x_rows is None:
+        raise RuntimeError("an earlier backward has given up what the forward kept: run the forward again")
     for name in wanted:
         doors.check_name("gradient", name, Gradients._fields)
     doors.check_array("saved.x_rows", saved.x_rows, 2, dtypes)

@@ -12,11 +12,19 @@ from torch import Tensor
 
 from moeblaze_ref import doors, sparse_doors
 from moeblaze_ref.layer import MoEWeights
-from moeblaze_ref.megablocks import Saved
+from moeblaze_ref.megablocks import FLOATS, Saved
 from moeblaze_ref.raw_cuda import block_sparse
 from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.torch_bridge import bridge_to
-from moeblaze_ref.torch_layer import KernelMoE, MoEOutput, aligned, refuse_second_derivative, wanted_by
+from moeblaze_ref.torch_layer import (
+    KernelMoE,
+    MoEOutput,
+    aligned,
+    give_up,
+    is_the_last_backward,
+    refuse_second_derivative,
+    wanted_by,
+)
 
 
 class BlockSparseMoE(KernelMoE):
@@ -29,7 +37,7 @@ class BlockSparseMoE(KernelMoE):
     block : int
         Rows and columns of a block; it divides h.
     rung : str, optional
-        One of ``raw_cuda.block_sparse.RUNGS``. Default: the fastest for the dtype, d and the block size.
+        One of ``raw_cuda.block_sparse.RUNGS``. Default: the fastest for the dtype, d, the block size and the device.
 
     Attributes
     ----------
@@ -49,8 +57,9 @@ class BlockSparseMoE(KernelMoE):
     published system waits there too; ``torch.cuda.graph`` cannot capture the layer.
 
     As `MoELayer`, it works under ``torch.autocast``, ``torch.no_grad`` and ``torch.utils.checkpoint``, for which
-    `keep_routing` keeps the choice of experts, and a second derivative raises. The backward changes nothing that the
-    forward kept: with ``retain_graph`` another gives the same bits, without it autograd raises.
+    `keep_routing` keeps the choice of experts, and a second derivative raises. The backward frees what the forward kept
+    piece by piece (`megablocks.backward` says where), unless ``retain_graph`` asks for another, which gives the same
+    bits.
 
     Kept are x, the choice, the gates, the bins, the topology, and the padded rows x_rows, a, b, y_swi and y
     (``memory.accounting`` states the bytes). act(a), which the published system leaves to autograd to keep, is computed
@@ -126,6 +135,7 @@ class _BlockSparse(torch.autograd.Function):
         refuse_second_derivative(BlockSparseMoE)
         x, *tensors = ctx.saved_tensors
         k, activation, renormalize, block, rung = ctx.options
+        floats = [tensor for name, tensor in zip(ctx.kept, tensors[4:], strict=True) if name in FLOATS]
         d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
         wanted, bridge = set(wanted_by(ctx)), bridge_to(x.device)
         with bridge.running(), doors.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
@@ -133,17 +143,19 @@ class _BlockSparse(torch.autograd.Function):
             x, *arrays = bridge.arrays([x, *tensors])
             weights = MoEWeights(*arrays[:4])
             kept = dict(zip(ctx.kept, arrays[4:], strict=True))
+            saved, chosen = Saved.of(kept, k, block, activation), kept["token_expert_indices"].reshape(x.shape[0], k)
+            if last := is_the_last_backward():
+                give_up(floats)
+            del tensors, arrays, kept, floats
             of_experts = wanted - {"d_wg"}
             if wanted & {"d_x", "d_wg"}:
                 of_experts.add("d_gates")  # through which the router hears of the output
-            experts = block_sparse.backward(
-                d_out, Saved.of(kept, k, block, activation), *weights[1:], of_experts, bridge.executor, rung
-            )
+            experts = block_sparse.backward(d_out, saved, *weights[1:], of_experts, last, bridge.executor, rung)
             d_x, d_wg = raw_layer.router_gradients(
                 experts.d_gates,
                 x,
                 weights,
-                kept["token_expert_indices"].reshape(x.shape[0], k),
+                chosen,
                 renormalize,
                 *[0.0 if d_loss is None else d_loss for d_loss in d_losses],
                 wanted=wanted,

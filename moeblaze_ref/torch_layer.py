@@ -253,9 +253,9 @@ class _Layer(torch.autograd.Function):
             x, *arrays = bridge.arrays([x, *tensors])
             weights = MoEWeights(*arrays[:4])
             saved = _saved(ctx.options, x, dict(zip(ctx.kept, arrays[4:], strict=True)))
-            overwrite = _is_the_last_backward()
+            overwrite = is_the_last_backward()
             if overwrite:
-                _give_up([kept[name] for name in saved.intermediates])
+                give_up([kept[name] for name in saved.intermediates])
             del tensors, arrays, kept
             gradients = raw_layer.backward(
                 d_out,
@@ -287,12 +287,12 @@ def wanted_by(ctx: Any) -> list[str]:
     return [name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed]
 
 
-def _is_the_last_backward() -> bool:
+def is_the_last_backward() -> bool:
     """Whether autograd frees the graph after this backward; with ``retain_graph=True`` another may follow."""
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def _give_up(tensors: Iterable[Tensor]):
+def give_up(tensors: Iterable[Tensor]):
     """Take their memory from tensors that autograd holds until the end of the backward: who has it now frees it."""
     for tensor in tensors:
         tensor.data = tensor.new_empty(0)

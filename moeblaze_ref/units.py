@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-GB = 10**9
+MB, GB = 10**6, 10**9
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 

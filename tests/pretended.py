@@ -17,6 +17,9 @@ class PretendedDevice:
     def __init__(self, cache_bytes=1):
         self.now, self.seen, self.tick, self.cache_bytes = 0.0, 0.0, 1.0, cache_bytes
 
+    def settle(self):
+        pass
+
     def mark(self):
         if self.now == self.seen:
             self.now += self.tick

@@ -1,7 +1,9 @@
 """The benchmark without a GPU: its clock, floors, routings, peers and rows, on a device whose time the test makes up."""
 
 import json
+import math
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, Preten
 from moeblaze_ref import oracle, provenance
 from moeblaze_ref.bench import (
     accuracy,
+    aims,
+    contestants,
     document,
     findings,
     floors,
     layer,
+    paper,
     peers,
     plan,
     plots,
@@ -26,7 +31,8 @@ from moeblaze_ref.bench.clock import WARM_UP, Samples, take_turns
 from moeblaze_ref.bench.device import NoGraph
 from moeblaze_ref.cases import random_topk, relative_error
 from moeblaze_ref.config import MoEConfig, preset
-from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.memory.accounting import Assumptions, account
+from moeblaze_ref.raw_cuda import block_sparse
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import Dispatch
 
@@ -68,6 +74,35 @@ def test_every_round_begins_with_another_contender():
     assert "".join(name for _, name in seen[1::2]) == "abcbcacababc"
     assert [turn for turn, _ in seen[1::2]] == [turn for turn in range(WARM_UP + 2) for _ in "abc"]
     assert seen[::2] == [(turn + 1, name) for turn, name in seen[1::2]]  # each one's run-up, on other inputs
+
+
+class Queue:
+    """A device that works behind the host."""
+
+    def __init__(self):
+        self.host = self.device = 0.0
+
+    def launch(self, host, device):
+        self.host += host
+        self.device = max(self.device, self.host) + device
+
+    def settle(self):
+        self.host = max(self.host, self.device)
+
+    def mark(self):
+        return max(self.host, self.device)
+
+    def milliseconds(self, start, end):
+        return end - start
+
+
+@pytest.mark.parametrize("order", [("long", "short"), ("short", "long")])
+def test_nobody_inherits_a_lead_of_the_host(order):
+    queue = Queue()
+    costs = {"long": (1.0, 100.0), "short": (4.0, 0.5)}  # of the host and of the device
+    contenders = {name: lambda turn, lap, name=name: queue.launch(*costs[name]) for name in order}
+    taken = take_turns(contenders, 3, queue)
+    assert taken["long"].median == 100.0 and taken["short"].median == 4.0
 
 
 # Floors ---------------------------------------------------------------------------------------------------------------
@@ -423,6 +458,252 @@ def test_a_layer_that_no_graph_holds_has_no_time_as_one(monkeypatch):
     assert layer._graph_times(None, [None], large, layer.Choice(), device) == {}
 
 
+# Other systems --------------------------------------------------------------------------------------------------------
+
+WIDE = TINY.replace(h=128)  # which MegaBlocks' blocks divide
+FACTOR = 0.4
+
+
+def capacity_of(factor, policy="by_gate", dtype=torch.float32):
+    """A fixed capacity over the weights of `make_parameters`, which it is returned with."""
+    parameters = make_parameters(TINY, dtype)
+    module = contestants.module_of("capacity", parameters, capacity_factor=factor, drop_policy=policy)
+    return module, parameters
+
+
+@pytest.mark.parametrize("config", [WIDE, WIDE.replace(activation="gelu"), WIDE.replace(L=1, k=1)], ids=str)
+@pytest.mark.parametrize("system", ["megablocks", "oracle", "moeblaze"])
+def test_the_systems_that_drop_nothing_are_the_oracle(system, config):
+    parameters = make_parameters(config)
+    module = contestants.module_of(system, parameters)
+    assert all(mine is of_all for mine, of_all in zip(module.parameters(), parameters.parameters(), strict=True))
+    assert max(accuracy.worst_error(contestants.layer_of(module), parameters, *make_tokens(config))) < 1e-5
+
+
+@pytest.mark.parametrize("policy", ["by_gate", "by_arrival"])
+@pytest.mark.parametrize("factor", [FACTOR, 0.9, TINY.E / TINY.k])
+def test_a_fixed_capacity_is_the_oracle_over_what_it_keeps(factor, policy):
+    (module, parameters), (x, d_out) = capacity_of(factor, policy), make_tokens(TINY)
+    keeps = partial(contestants.kept_choices, module, x)
+    layer_of_module = contestants.layer_of(module)
+    assert max(accuracy.worst_error(layer_of_module, parameters, x, d_out, keeps)) < 1e-5
+    kept = keeps(layer_of_module(x)[1])
+    assert int((~kept).sum()) == int(module.dropped_slots) and bool(kept.all()) == (factor * TINY.k >= TINY.E)
+    if not kept.all():
+        assert not accepted(accuracy.worst_error(layer_of_module, parameters, x, d_out))
+
+
+def one_more(kept):
+    """The last choice that is dropped is expected after all."""
+    kept[tuple((~kept).nonzero()[-1])] = True
+
+
+def one_less(kept):
+    kept[tuple(kept.nonzero()[-1])] = False
+
+
+@pytest.mark.parametrize("change", [one_more, one_less])
+def test_a_capacity_that_drops_one_choice_too_many_or_too_few_is_found(change):
+    (module, parameters), (x, d_out) = capacity_of(FACTOR), make_tokens(TINY)
+
+    def keeps(chosen):
+        kept = contestants.kept_choices(module, x, chosen)
+        change(kept)
+        return kept
+
+    assert not accepted(accuracy.worst_error(contestants.layer_of(module), parameters, x, d_out, keeps))
+
+
+def test_a_capacity_that_drops_others_is_found():
+    (module, parameters), (x, d_out) = capacity_of(FACTOR, "by_arrival"), make_tokens(TINY)
+    keeps = partial(contestants.kept_choices, capacity_of(FACTOR, "by_gate")[0], x)
+    assert not accepted(accuracy.worst_error(contestants.layer_of(module), parameters, x, d_out, keeps))
+
+
+OTHERS = ("moeblaze", "megablocks", "capacity", "oracle", "grouped_mm")
+
+
+@pytest.fixture(scope="module")
+def rows_of_systems():
+    choice = layer.Choice(OTHERS, capacity_factor=FACTOR, repetitions=1)
+    return layer.time_layer("wide", WIDE, choice, PretendedDevice())
+
+
+@pytest.fixture(scope="module")
+def counts():
+    """Rows of each expert in what `rows_of_systems` compares."""
+    scene = layer.Scene(WIDE, layer.Choice(OTHERS), torch.device("cpu"))
+    subject = scene.subjects()[0]
+    return scene.run(subject, scene.tokens(subject))[1].flatten().bincount(minlength=WIDE.E).tolist()
+
+
+def test_every_system_has_a_row_and_is_right(rows_of_systems):
+    assert [row["system"] for row in rows_of_systems] == list(OTHERS) and report.wrong(rows_of_systems) == []
+    assert all(0 < row["error"] <= row["row_error"] for row in rows_of_systems)
+    cpu = stages.bridge_to(torch.device("cpu"))
+    assert {row["system"]: row["rung"] for row in rows_of_systems} == {
+        "moeblaze": "3_mma",
+        "megablocks": block_sparse.default_rung("bfloat16", WIDE.d, block_sparse.BLOCK, cpu.executor),
+        **dict.fromkeys(("capacity", "oracle", "grouped_mm")),
+    }
+    ours, *others = rows_of_systems
+    for row in others:
+        assert ours["ratio_to"][row["system"]] == row["step_ms"] / ours["step_ms"]
+        assert row["ratio_to"].keys() == set(OTHERS) - {"moeblaze", row["system"]}
+
+
+def test_what_is_dropped_and_padded_is_counted(rows_of_systems, counts):
+    C = math.ceil(FACTOR * WIDE.R / WIDE.E)
+    dropped = sum(max(count - C, 0) for count in counts)
+    by_system = {row["system"]: row for row in rows_of_systems}
+    losses = {name: tuple(row[field] for field in contestants.Losses._fields) for name, row in by_system.items()}
+    lost_tokens = losses["capacity"][1]
+    assert losses == {
+        "capacity": (dropped, lost_tokens, WIDE.E * C - (WIDE.R - dropped)),
+        "megablocks": (0, 0, sum(-count % 128 for count in counts)),
+        **dict.fromkeys(("moeblaze", "oracle", "grouped_mm"), (None, None, None)),
+    }
+    assert 0 < lost_tokens <= dropped // WIDE.k
+    for row in rows_of_systems:
+        kept = WIDE.R - (row["dropped_rows"] or 0)
+        flops = 18 * kept * WIDE.d * WIDE.h
+        assert row["pct_of_cublas"] == pytest.approx(100 * flops / FLOPS_PER_MS / row["step_ms"])
+        assert row["capacity_factor"] == (FACTOR if row["system"] == "capacity" else None)
+
+
+def test_every_system_keeps_what_its_account_says(rows_of_systems, counts):
+    found = {row["system"]: row["kept_bytes"] for row in rows_of_systems}
+    for system in ("megablocks", "capacity"):
+        one = account(WIDE, system, assumptions=Assumptions(counts, capacity_factor=FACTOR))
+        assert found[system] == one.kept_bytes
+    assert found["moeblaze"] == account(WIDE, "moeblaze", "minimal").kept_bytes
+    assert found["oracle"] == account(WIDE, "conventional").kept_bytes
+
+
+def test_a_table_says_what_is_lost_only_where_something_may_be(rows_of_systems, layer_rows):
+    shown = report.markdown(rows_of_systems)
+    assert "| dropped rows | lost tokens | padding % |" in shown and "| capacity, factor 0.4 |" in shown
+    assert "dropped" not in report.markdown(layer_rows) and "padding" not in report.markdown(layer_rows)
+    row = {"shape": {"L": 10, "k": 2}, "dropped_rows": 4, "padding_rows": 2}
+    assert report._padding(row) == "12.5" and report._padding(row | {"dropped_rows": 20}) == "all"
+
+
+def test_a_system_is_named_once():
+    (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("torch_grouped", "megablocks", "grouped_mm")))
+    assert job.args[2].systems == ("grouped_mm", "megablocks")
+    assert contestants.SYSTEMS[:4] == ("moeblaze", "megablocks", "capacity", "oracle")
+    assert set(contestants.SYSTEMS) >= {*peers.SYSTEMS, *layer.Choice.systems}
+    (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("capacity",), capacity_factor=2.0))
+    assert job.args[2].capacity_factor == 2.0
+
+
+# The paper's comparison -----------------------------------------------------------------------------------------------
+
+
+LITTLE = MoEConfig(L=5, d=8, h=128, E=2, k=1)
+
+
+@pytest.fixture(scope="module")
+def paper_rows():
+    """Of both activations; the same layer in the place of each of the three."""
+    timed = [paper.time_both("", LITTLE.replace(activation=each), 1, PretendedDevice()) for each in paper.ACTIVATIONS]
+    return [row | {"preset": name} for name in paper.PRESETS for rows in timed for row in rows]
+
+
+@pytest.fixture
+def systems_file(tmp_path, monkeypatch, rows_of_systems, paper_rows):
+    """A file of the other systems, of two runs of the paper's comparison, the second slower and of more bytes."""
+    file = tmp_path / "systems.json"
+    results.add(file, results.result("layer", rows_of_systems, None, 1))
+    results.add(file, results.result("paper", paper_rows, None, 1))
+    slower = [
+        row | {"kept_bytes": row["kept_bytes"] + 10**6}
+        | {"ratio_to": {name: r / 2 for name, r in row["ratio_to"].items()}}
+        for row in paper_rows
+    ]  # fmt: skip
+    results.add(file, results.result("paper", slower, None, 1))
+    monkeypatch.setattr(results, "SYSTEMS", file)
+    return results.load(file)
+
+
+def test_the_papers_comparison_is_timed_on_three_layers_with_two_activations():
+    jobs = plan.jobs("paper", plan.Request(repetitions=3))
+    asked = [(name, config.activation, repetitions) for name, config, repetitions in (job.args for job in jobs)]
+    assert asked == [(name, each, 3) for name in ("conf1", "conf3", "conf4") for each in ("silu", "swiglu")]
+    assert all(job.args[1].sizes == preset(job.args[0]).config.sizes for job in jobs)
+    (job, _) = plan.jobs("paper", plan.Request(presets=("conf4",), tokens=64))
+    assert job.args[:2] == ("conf4, L=64", preset("conf4").config.replace(L=64, activation="silu"))
+
+
+def test_a_row_of_the_papers_comparison_is_one_of_a_layer(paper_rows):
+    assert report.wrong(paper_rows) == [] and {row["kind"] for row in paper_rows} == {"paper"}
+    names = {field.name for field in fields(layer.Row)}
+    assert all(row.keys() == names for row in paper_rows)
+    subjects = [(row["preset"], row["activation"], report.label(row)) for row in paper_rows]
+    both = ("moeblaze, paper", "moeblaze, minimal", "megablocks")
+    assert subjects == [(name, each, of) for name in paper.PRESETS for each in paper.ACTIVATIONS for of in both]
+    kept = {policy: account(LITTLE, "moeblaze", policy).kept_bytes for policy in paper.POLICIES}
+    assert [row["kept_bytes"] for row in paper_rows[3:5]] == list(kept.values())
+    shown = report.markdown(paper_rows)
+    assert "| conf3 | silu | moeblaze, paper | 3_mma |" in shown and "times as fast as megablocks" in shown
+
+
+def test_both_sides_of_the_comparison_stand_in_one_table(systems_file, paper_rows):
+    found = paper.beside(systems_file).splitlines()
+    device, versions = systems_file["device"], systems_file["versions"]
+    assert found[:2] == [f"- there: {paper.PLACE}", f"- here: {device}, torch {versions['torch']}"]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[5:]]
+    assert [line[:2] for line in lines] == [[each, name] for each in paper.ACTIVATIONS for name in paper.PRESETS]
+    of_conf3 = [row for row in paper_rows if (row["preset"], row["activation"]) == ("conf3", "swiglu")]
+    ratios = [report.ratio(row["ratio_to"]["megablocks"] / 2) for row in of_conf3[:2]]  # of the slower run
+    kept = [f"{row['kept_bytes'] / 1e6 + 1:,.0f}" for row in of_conf3]
+    published = account(preset("conf3").config, "megablocks_published").kept_bytes / 1e6
+    printed = ["about 10,000", "more than 40,000"]
+    assert lines[4] == ["swiglu", "conf3", "2 to 6.2", *ratios, *printed, *kept, f"{published:,.0f}"]
+    assert lines[2][5:7] == ["6,100", "22,000"] and lines[0][5:7] == lines[5][5:7] == ["", ""]
+
+
+def test_without_results_the_paper_stands_alone():
+    for found in (None, {"rows": []}):
+        text = paper.beside(found)
+        assert text.count(paper.UNKNOWN) == 1 + 6 * 5 and "| silu | conf4 | 1.4 to 3.7 | not measured yet |" in text
+        assert "6,100" in text
+
+
+@pytest.mark.parametrize(("name", "activation", "ours", "theirs"), [
+    ("conf4", "silu", 6_100, 22_000), ("conf3", "swiglu", 10_000, 40_000)
+])  # fmt: skip
+def test_the_paper_prints_more_bytes_than_what_it_names(name, activation, ours, theirs):
+    """As docs/performance.md says, in either meaning of MB."""
+    config = preset(name).config.replace(activation=activation)
+    assert account(config, "moeblaze", "paper").kept_bytes < ours * 10**6
+    assert account(config, "megablocks_published").kept_bytes < theirs * 10**6
+
+
+def test_the_other_systems_have_blocks_of_their_own(systems_file, recorded, monkeypatch):
+    names = ("systems", "paper", "printed", "aims")
+    monkeypatch.setitem(document.APART, "systems", document._of_file(results.SYSTEMS, document._with_place("layer")))
+    monkeypatch.setitem(document.APART, "paper", document._of_file(results.SYSTEMS, document._tables("paper")))
+    blocks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in names)
+    of_systems, of_paper, printed, _ = document.fill(blocks, recorded).split("<!-- begin ")[1:]
+    assert "Run 0, wide:" in of_systems and "| wide | megablocks | 3_mma |" in of_systems and "old" not in of_systems
+    assert "run 1, paper, once" in of_systems and "Run 1:" in of_paper and "Run 2:" in of_paper
+    assert printed.count(paper.UNKNOWN) == 0 and printed.endswith("<!-- end printed -->\n")
+
+
+def test_megablocks_over_the_grouped_product_is_an_aim(systems_file, recorded):
+    def aim(*files):
+        (found,) = (one for one in aims.aims(*files) if "over `grouped_mm`" in one.what)
+        return found
+
+    assert (aim(recorded).what, aim(recorded).worst) == ("conf4: `megablocks` over `grouped_mm`", None)
+    of_conf4 = {"rows": [row | {"preset": "conf4"} for row in systems_file["rows"] if row["kind"] == "layer"]}
+    steps = {row["system"]: row["step_ms"] for row in of_conf4["rows"]}
+    for files in ((of_conf4,), (recorded, of_conf4)):
+        assert aim(*files).reached == [pytest.approx(steps["megablocks"] / steps["grouped_mm"])]
+        assert (aim(*files).bound, aim(*files).sign) == (1.25, -1)
+
+
 # Rows of stages -------------------------------------------------------------------------------------------------------
 
 
@@ -529,7 +810,30 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         ("layers", {}, "unknown kind of benchmark 'layers'. Did you mean 'layer'?"),
         ("layer", {"presets": ("conf5",)}, "unknown preset 'conf5'"),
         ("layer", {"policies": ("minimum",)}, "unknown policy 'minimum'. Did you mean 'minimal'?"),
-        ("layer", {"systems": ("groupedmm",)}, "unknown system 'groupedmm'. Did you mean 'grouped_mm'?"),
+        (
+            "layer",
+            {"systems": ("groupedmm",)},
+            "unknown system 'groupedmm'. Did you mean 'grouped_mm'? Valid: moeblaze, ",
+        ),
+        (
+            "layer",
+            {"systems": ("megablocks", "")},
+            "unknown system ''. Valid: moeblaze, megablocks, capacity, oracle, ",
+        ),
+        ("layer", {"systems": ("capacity",), "capacity_factor": 0.0}, "capacity_factor is 0.0, but it must be"),
+        (
+            "layer",
+            {"capacity_factor": 2.0},
+            "capacity_factor 2.0: only capacity has any, and it is not among the systems",
+        ),
+        ("stage", {"capacity_factor": 2.0}, "capacity_factor 2.0: only bench layer has any"),
+        ("paper", {"systems": ("oracle",)}, "systems oracle: only bench layer has any"),
+        ("paper", {"rungs": ("3_mma",)}, "rungs 3_mma: bench paper has those that each layer runs by default"),
+        (
+            "layer",
+            {"systems": ("megablocks",), "rungs": ("3_mma",)},
+            "rungs 3_mma: only moeblaze has any, and it is not among the systems",
+        ),
         ("layer", {"routing": "zip"}, "unknown routing 'zip'"),
         ("layer", {"rungs": ("5_more",)}, "unknown rung of layer '5_more'"),
         ("layer", {"rungs": ("2_tiled", "3_mma")}, "rungs 2_tiled, 3_mma: a layer runs on one rung"),
@@ -610,12 +914,16 @@ def test_a_file_of_another_kind_is_refused(content, message, tmp_path):
         results.check_place(file)
 
 
+LATER = ("row_error", "activation", "capacity_factor", *contestants.Losses._fields)
+
+
 def test_a_row_from_before_a_column_has_none_there(tmp_path, layer_rows):
     file = tmp_path / "bench.json"
-    older = [{name: value for name, value in row.items() if name != "row_error"} for row in layer_rows]
+    older = [{name: value for name, value in row.items() if name not in LATER} for row in layer_rows]
     results.add(file, results.result("layer", older, None, 2))
     rows = results.load(file)["rows"]
     assert {row["row_error"] for row in rows} == {None} and report.wrong(rows) == []
+    assert {row["activation"] for row in rows} == {"swiglu"} and {row["dropped_rows"] for row in rows} == {None}
     assert "row error" not in report.markdown(rows) and "row error" in report.markdown(layer_rows)
 
 
@@ -661,13 +969,26 @@ def test_the_summary_is_the_worst_run_of_ours_and_says_where_it_loses(recorded):
             "grouped_mm": 1.3 - 0.1 * row["run"],
             "gather_sum": 0.9985 + 0.1 * (row["policy"] == "inputs"),
         }
+        row["graph_ms"] = None
     said = findings.summary(recorded)
     assert "| minimal | `grouped_mm` | 1.10 |" in said and "| minimal | `gather_sum` | 0.999 |" in said
-    assert said.endswith("Ours is the slower one in at least one run: under `minimal`, than `gather_sum` on tiny.")
+    assert said.endswith("Ours is the slower one in at least one run: under minimal, than `gather_sum` on tiny.")
     for row in ours:
         row["ratio_to"] = {"grouped_mm": 1.2}
     assert findings.summary(recorded).endswith("Ours is the faster one in every run.")
     assert findings.summary(recorded | {"rows": []}) == ""
+
+
+def test_the_summary_has_graphs_beside_graphs(recorded):
+    for row in recorded["rows"]:
+        row["graph_ms"] = 2.0 + 0.1 * row["run"] if row["system"] == layer.OURS else 1.9
+        row["ratio_to"] = {"grouped_mm": 1.2} if row["system"] == layer.OURS else {}
+    peers = {row["system"] for row in recorded["rows"]} - {layer.OURS}
+    last = max(row["run"] for row in recorded["rows"])
+    said = findings.summary(recorded)
+    for peer in peers:
+        assert f"| minimal, as CUDA graphs | `{peer}` | {1.9 / (2.0 + 0.1 * last):.2f} |" in said
+    assert f"under minimal, as CUDA graphs, than `{min(peers)}` on tiny" in " ".join(said.split())
 
 
 def test_steps_stand_beside_their_graphs(recorded):
@@ -681,7 +1002,14 @@ def test_steps_stand_beside_their_graphs(recorded):
 def counted(kernel, busy, clock, waits, rung="4_hopper", preset="tiny"):
     idea = {"d_hidden": "d_hidden", "expert_down": "expert_down"}.get(kernel, "dense product by cuBLAS")
     row = {"kind": "counters", "run": 0, "preset": preset, "rung": rung, "kernel": kernel, "idea": idea}
-    row |= {"tensor_pct": busy, "sm_clock_ghz": clock, "duration_ms": 2.0, "dram_pct": 10, "l2_pct": 20}
+    row |= {
+        "tensor_pct": busy,
+        "sm_clock_ghz": clock,
+        "duration_ms": 2.0,
+        "dram_pct": 10,
+        "l2_pct": 20,
+        "l2_link_pct": 30,
+    }
     return row | {"stalls": [[waits, 40.0], ["wait", 9.0]]}
 
 
@@ -689,7 +1017,7 @@ def test_what_the_counters_say_is_computed():
     rows = [counted("expert_down", 80, 1.5, "gmma"), counted("d_hidden", 40, 1.5, findings.WAIT)]
     found = {"rows": [*rows, counted("nvjet", 80, 1.5, "gmma", rung="")]}
     lines = findings.why(found).splitlines()[2:]
-    assert lines[0] == "| tiny | `d_hidden` | 50 | 50 | 100 | 2.00 | 1.00 | 10 | 20 |"
+    assert lines[0] == "| tiny | `d_hidden` | 50 | 50 | 100 | 2.00 | 1.00 | 10 | 20 | 30 |"
     assert [line.split(" | ")[1] for line in lines] == ["`d_hidden`", "`expert_down`", "cuBLAS, dense"]
     of_layer, waits = findings.facts(found).replace("\n  ", " ").splitlines()
     assert "On tiny, furthest behind: `d_hidden`, 1.00 ms of the 1.00 that" in of_layer

@@ -1,6 +1,8 @@
 """MegaBlocks' stage in every backend: structures written out by hand, products against dense ones, the layer, doors."""
 
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +12,7 @@ from helpers import routings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_ref import comparisons, oracle, sparse_doors
+from moeblaze_ref import comparisons, megablocks, oracle, sparse_doors
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import make_case, standard_cases
 from moeblaze_ref.config import ACTIVATIONS, is_gated
@@ -57,6 +59,8 @@ RUNS = [  # what needs no GPU; the executor compiles anew for every block size
     Run("simt", "2_tiled", "float32", (1, 3, 8)),
     Run("simt", "3_mma", "bfloat16", (8,), step=8),
     Run("simt", "3_mma", "float16", (8,), step=8),
+    Run("simt", "4_hopper", "bfloat16", (128,), step=8),
+    Run("simt", "4_hopper", "float16", (128,), step=8),
 ]
 SPECIFICATION, TILED = RUNS[0], RUNS[3]
 ROOMS = [SPECIFICATION, TILED]  # for what all rungs share: the structures and the doors
@@ -533,6 +537,7 @@ def test_parts_side_by_side_are_one_matrix(product, run):
         Run("simt", "1_naive", "bfloat16", (20,)),
         Run("simt", "2_tiled", "float16", (72,)),
         Run("simt", "3_mma", "bfloat16", (136,), step=8),
+        Run("simt", "4_hopper", "bfloat16", (256,), step=8),
     ],
     ids=str,
 )
@@ -681,11 +686,21 @@ def test_the_layer_agrees_with_autograd(case, block, run):
     assert_layer(run.open(), case, case.weights.w1.shape[2] if block == "h" else block, run.dtype)
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if run.backend == "simt"], ids=str)
-@pytest.mark.parametrize("case", [case for case in standard_cases() if case.L < 20], ids=lambda case: case.name)
+SMALL = [case for case in standard_cases() if case.L < 20]
+
+
+@pytest.mark.parametrize(
+    ("case", "run"),
+    [
+        pytest.param(case, run, id=f"{case.name}-{run}")
+        for run in RUNS
+        if run.backend == "simt"
+        for case in comparisons.fitting("block_sparse", run.rung, SMALL)
+    ],
+)
 def test_the_raw_layer_agrees_with_autograd(case, run):
     """On small cases: the cross-check runs all of them."""
-    assert_layer(run.open(), case, 8, run.dtype)
+    assert_layer(run.open(), case, comparisons.sparse_block(case.weights.w1.shape[2]), run.dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -716,10 +731,11 @@ def test_blocks_of_a_single_value(case, run):
 
 @every_run
 def test_a_second_backward_gives_the_same_bits_from_what_the_first_left_as_it_was(run):
-    stage, case = run.open(), make_case(37, 8, 16, 5, 3, "zipf").astype(run.dtype)
+    stage, block = run.open(), run.blocks[-1]
+    case = make_case(37, 8, 2 * block, 5, 3, "zipf").astype(run.dtype)
     _, w1, w2, w3 = case.weights
     dispatch, gates = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case)[-1]
-    _, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, "swiglu", 8)
+    _, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, "swiglu", block)
     kept = {name: np.array(tensor) for name, tensor in saved.tensors().items()}
     assert {"gates", "x_rows", "a", "b", "y_swi", "y", "slots", "transpose_indices"} <= kept.keys()
     first, second = (stage.backward(case.d_out, saved, w1, w2, w3) for _ in range(2))
@@ -727,6 +743,66 @@ def test_a_second_backward_gives_the_same_bits_from_what_the_first_left_as_it_wa
         np.testing.assert_array_equal(one, other)
     for name, tensor in saved.tensors().items():
         np.testing.assert_array_equal(np.array(tensor), kept[name], err_msg=name)
+
+
+def forward_of(case):
+    """What the specification keeps of a case, and the arguments of its backward behind the gradient and that."""
+    _, w1, w2, w3 = case.weights
+    dispatch, gates = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case)[-1]
+    _, saved = block_sparse.forward(case.x, w1, w2, w3, dispatch, gates, "swiglu", 8)
+    return saved, (w1, w2, w3)
+
+
+def give_up(case, saved, weights, stage=block_sparse):
+    return megablocks.backward(stage, block_sparse.DTYPES, case.d_out, saved, *weights, give_up=True)
+
+
+def test_giving_up_changes_no_bit_and_a_second_backward_raises():
+    case = make_case(37, 8, 16, 5, 3, "zipf")
+    saved, weights = forward_of(case)
+    expected, found = block_sparse.backward(case.d_out, saved, *weights), give_up(case, saved, weights)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(RuntimeError, match="an earlier backward has given up what the forward kept"):
+        block_sparse.backward(case.d_out, saved, *weights)
+    assert saved.tensors().keys() == saved.bins.arrays().keys() | saved.topology.arrays().keys()
+
+
+# What is alive as each step of a backward begins; x_rows is read to the end.
+ALIVE = {
+    "gate_gradient": ("gates", "x_rows", "a", "b", "y_swi", "y"),
+    "padded_gather": ("gates", "x_rows", "a", "b", "y_swi"),
+    "dsd of d_w3": ("x_rows", "a", "b", "y_swi", "d_y"),
+    "sdd": ("x_rows", "a", "b", "d_y"),
+    "activate_backward": ("x_rows", "a", "b", "d_y_swi"),
+    "dsd of d_x through d_a": ("x_rows", "d_a", "d_b"),
+    "dsd of d_x through d_b": ("x_rows", "d_a", "d_b"),
+    "padded_scatter": ("x_rows", "d_a", "d_b"),
+    "dds of d_w1": ("x_rows", "d_a", "d_b"),
+    "dds of d_w2": ("x_rows", "d_b"),
+}
+BORN = {"padded_gather": ("d_y",), "sdd": ("d_y_swi",), "activate_backward": ("d_a", "d_b")}
+
+
+def test_every_buffer_dies_after_its_last_use():
+    case, seen = make_case(37, 8, 16, 5, 3, "zipf"), []
+    saved, weights = forward_of(case)
+    born = {name: weakref.ref(array) for name, array in saved.floats().items()}
+
+    def watched(name):
+        def step(*arguments, **options):
+            seen.append((name, {each for each, array in born.items() if array() is not None}))
+            result = getattr(block_sparse, name)(*arguments, **options)
+            results = result if isinstance(result, tuple) else (result,)
+            born.update(zip(BORN.get(name, ()), map(weakref.ref, results), strict=False))
+            return result
+
+        return step
+
+    names = dict.fromkeys(name.split()[0] for name in ALIVE)
+    gradients = give_up(case, saved, weights, SimpleNamespace(**{name: watched(name) for name in names}))
+    assert seen == [(name.split()[0], set(alive)) for name, alive in ALIVE.items()]
+    assert all(array() is None for array in born.values()) and len(gradients) == 5
 
 
 # ---- structures that contradict themselves ---------------------------------------------------

@@ -1,10 +1,11 @@
 """The block-sparse stage in raw CUDA: what its kernels ask of memory, what its doors refuse, and teeth."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_block_sparse import assert_activation, assert_rows, assert_same, matrix, run_layer, sparse_of
+from test_block_sparse import PRODUCTS, assert_activation, assert_rows, assert_same, matrix, run_layer, sparse_of
 
 from moeblaze_ref.backends import OpenStage
 from moeblaze_ref.cases import make_case, random_topk, relative_error
@@ -19,6 +20,7 @@ from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, inlined
 
 MASK = np.array([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], bool)  # an empty block row, an empty block column
+TALL_MASK = np.vstack([MASK, MASK[:, ::-1], MASK, ~MASK])  # more rows than a band of tiles has, and none is the widest
 
 
 def on(executor, rung):
@@ -61,26 +63,33 @@ def product_symbols(one, rung, transpose_lhs=False, transpose_rhs=False):
         Y, X = -(-block // tile.rows), -(-block // tile.columns)
         R, C = -(-K // tile.rows), -(-K // tile.columns)
         symbols |= tile.constants(s) | {"A": A, "B": B, "Y": Y, "X": X, "R": R, "C": C}
+    if rung == gemm.HOPPER:
+        symbols |= stored_tiles(one.topology) | {"P": block // 128, "C": -(-K // 256)}
+        symbols |= {"multiprocessors": SimtExecutor.multiprocessors}
     return symbols
 
 
+def stored_tiles(topology):
+    """Tiles of rung 4_hopper that hold stored blocks, and their places: bands of 8 rows, as wide as the widest."""
+    wide = np.repeat(-(-np.diff(topology.row_offsets) * topology.block // 256), topology.block // 128)
+    bands = [wide[top : top + 8] for top in range(0, len(wide), 8)]
+    return {"tiles": int(wide.sum()), "Q": sum(len(band) * int(band.max()) for band in bands)}
+
+
 def multiply_every_way(stage, one):
-    """Every product with every transpose: yields (kernel, transpose_lhs, transpose_rhs) after each."""
+    """Every product with every transpose: yields (kernel, transpose_lhs, transpose_rhs, result) after each."""
     (M, N, K), dtype = one.extents, one.dtype
     for transposed in (False, True):
-        stage.sdd(
-            numbers(1, (M, K), dtype), numbers(2, (N, K) if transposed else (K, N), dtype), one.topology, transposed
-        )
-        yield "sdd", False, transposed
+        lhs, rhs = numbers(1, (M, K), dtype), numbers(2, (N, K) if transposed else (K, N), dtype)
+        yield "sdd", False, transposed, stage.sdd(lhs, rhs, one.topology, transposed)
     for transpose_lhs in (False, True):
         depth = M if transpose_lhs else N
         for transposed in (False, True):
             rhs = numbers(2, (K, depth) if transposed else (depth, K), dtype)
-            stage.dsd(one.values, one.topology, rhs, transpose_lhs, transposed)
-            yield "dsd", transpose_lhs, transposed
+            yield "dsd", transpose_lhs, transposed, stage.dsd(one.values, one.topology, rhs, transpose_lhs, transposed)
     for transposed in (False, True):
-        stage.dds(numbers(1, (M, K) if transposed else (K, M), dtype), one.values, one.topology, transposed, 2)
-        yield "dds", transposed, False
+        lhs = numbers(1, (M, K) if transposed else (K, M), dtype)
+        yield "dds", transposed, False, stage.dds(lhs, one.values, one.topology, transposed, 2)
 
 
 def met(kernel, symbols, transpose_lhs, transpose_rhs):
@@ -100,12 +109,14 @@ def met(kernel, symbols, transpose_lhs, transpose_rhs):
         ("3_mma", "float16", 8, 136),
         ("3_mma", "bfloat16", 40, 72),
         ("3_mma", "bfloat16", 136, 24),
+        ("4_hopper", "float16", 128, 264),
+        ("4_hopper", "bfloat16", 256, 72),
     ],
 )
 def test_the_products_ask_for_the_bytes_that_their_headers_state(rung, dtype, block, K):
-    one, executor = sparse_of(MASK, block, K, dtype), SimtExecutor()
+    one, executor = sparse_of(TALL_MASK if rung == gemm.HOPPER else MASK, block, K, dtype), SimtExecutor()
     with executor.recording() as launches:
-        for kernel, *transposes in multiply_every_way(on(executor, rung), one):
+        for kernel, *transposes, _ in multiply_every_way(on(executor, rung), one):
             symbols = product_symbols(one, rung, *transposes)
             if rung == "3_mma":
                 symbols["G"] = met(kernel, symbols, *transposes)
@@ -122,6 +133,13 @@ def test_a_block_of_threads_has_the_shared_memory_that_the_header_states(rung):
     sizes = {name: value for name, value in constants.items() if isinstance(value, int)} | {"s": 2}
     for kernel, header in stated(file).items():
         assert evaluate(header["shared bytes"], sizes) == simt._static_shared_bytes(source, kernel) + dynamic, kernel
+
+
+def test_blocks_that_stay_have_the_shared_memory_that_their_header_states():
+    launch = gemm.persistent(SimtExecutor.multiprocessors, crowded=True)
+    for header in stated(f"block_sparse/{gemm.HOPPER}.cu").values():
+        assert evaluate(header["shared bytes"], {}) == launch["shared_bytes"]
+        assert evaluate(header["block"], {}) == launch["block"]
 
 
 def steps_of_search(padded_offsets, row):
@@ -190,10 +208,21 @@ def test_the_activation_asks_for_the_bytes_that_its_header_states(dtype, block, 
 
 @pytest.mark.parametrize(("rung", "dtype"), [(rung, able[-1]) for rung, able in block_sparse.RUNGS.items()])
 def test_every_order_of_threads_gives_the_same_bits(rung, dtype):
-    case = make_case(21, 8, 16, 5, 3, "zipf").astype(dtype)
-    first, second = (run_layer(on(SimtExecutor(seed=seed), rung), case, 8) for seed in (0, 7))
+    block = block_sparse.BLOCK if rung == gemm.HOPPER else 8
+    case = make_case(21, 8, 2 * block, 5, 3, "zipf").astype(dtype)
+    first, second = (run_layer(on(SimtExecutor(seed=seed), rung), case, block) for seed in (0, 7))
     for name, array in first.items():
         np.testing.assert_array_equal(second[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 50])
+def test_any_number_of_blocks_that_stay_gives_the_same_bits(blocks):
+    one, other = SimtExecutor(), SimtExecutor(seed=blocks)
+    other.multiprocessors = blocks
+    sparse = sparse_of(TALL_MASK, 128, 264, "bfloat16")
+    first, second = ([*multiply_every_way(on(executor, gemm.HOPPER), sparse)] for executor in (one, other))
+    for (*way, found), (*_, expected) in zip(second, first, strict=True):
+        np.testing.assert_array_equal(found, expected, err_msg=str(way))
 
 
 # ---- doors -----------------------------------------------------------------------------------
@@ -224,10 +253,26 @@ def test_tensor_cores_take_whole_eights(block, K, message):
         block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, rung="3_mma")
 
 
+@pytest.mark.parametrize("block", [8, 64, 136])
+def test_hopper_takes_blocks_as_high_as_its_tiles(block):
+    one = sparse_of(MASK, block, 8, "float16")
+    M, N, K = one.extents
+    message = f"block is {block}, but rung 4_hopper needs a multiple of 128; use rung 3_mma"
+    with pytest.raises(ValueError, match=message):
+        block_sparse.sdd(numbers(0, (M, K), "float16"), numbers(1, (K, N), "float16"), one.topology, rung="4_hopper")
+    with pytest.raises(ValueError, match=message):
+        block_sparse.dsd(one.values, one.topology, numbers(0, (N, K), "float16"), rung="4_hopper")
+    with pytest.raises(ValueError, match=message):
+        block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, rung="4_hopper")
+
+
 def test_a_layer_takes_the_rung_that_it_can():
-    assert block_sparse.default_rung("bfloat16", 64, 128) == "3_mma"
+    ampere, hopper, blackwell = (SimpleNamespace(capability=(major, 0)) for major in (8, 9, 10))
+    assert block_sparse.default_rung("bfloat16", 64, 128, hopper) == "4_hopper"
+    for block, executor in ((128, ampere), (128, blackwell), (64, hopper)):
+        assert block_sparse.default_rung("float16", 64, block, executor) == "3_mma"
     for dtype, d, block in (("float32", 64, 128), ("bfloat16", 60, 128), ("bfloat16", 64, 12)):
-        assert block_sparse.default_rung(dtype, d, block) == "2_tiled"
+        assert block_sparse.default_rung(dtype, d, block, hopper) == "2_tiled"
 
 
 def test_an_unknown_rung_is_refused():
@@ -274,11 +319,11 @@ def hidden(stage):
     assert_activation(stage, "swiglu", 7, 8, "float32")
 
 
-def product(kernel, dtype, block, K, **options):
+def product(kernel, dtype, block, K, mask=MASK, **options):
     """A check of one product alone: with one transpose of its operands a fault is compiled once."""
 
     def check(stage):
-        one = sparse_of(MASK, block, K, dtype)
+        one = sparse_of(mask, block, K, dtype)
         M, N, _ = one.extents
         right = (K, N) if kernel == "sdd" else (M if "transpose_lhs" in options else N, K)
         left = (M, K) if kernel == "sdd" else (K, M)
@@ -294,12 +339,21 @@ def product(kernel, dtype, block, K, **options):
     return check
 
 
-NAIVE, TILED, MMA = (f"block_sparse/{rung}.cu" for rung in block_sparse.RUNGS)
+NAIVE, TILED, MMA, HOPPER = (f"block_sparse/{rung}.cu" for rung in block_sparse.RUNGS)
 STRUCTURES, ROWS, HIDDEN = (f"block_sparse/0_{name}.cu" for name in ("structures", "rows", "hidden"))
 SUMS, COMBINE = "expert_up/0_sum_rows.cu", "combine/2_vector.cu"
 TURNED = {"transpose_lhs": True}
 SMALL = ("float16", 8, 16)  # blocks smaller than a tile
 TALL = ("float16", 40, 72)  # several tiles along K
+WHOLE = ("float16", 128, 264, TALL_MASK)  # several tiles each way
+HALVED = ("float16", 256, 72)  # two tiles down a block
+
+
+def parts(kernel):
+    """A check of a product whose dense operand, or result, comes in parts."""
+    return lambda stage: PRODUCTS[kernel](stage, sparse_of(np.tile(MASK, 2), 128, 72, "float16"), parts=2)
+
+
 FAULTS = {  # what goes wrong: (file, text that stands there, text in its place, what must see it)
     "bins: not padded": (STRUCTURES, "(rows + BLOCK - 1) / BLOCK * BLOCK", "rows", structures),
     "bins: last one left out": (STRUCTURES, "padded_offsets[E] = before;", "padded_offsets[E] = before - BLOCK;", structures),
@@ -388,6 +442,40 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
     ),
     "mma: second tile of K is the first": (
         MMA, "first_column = blockIdx.y * TILE_COLUMNS;", "first_column = 0;", product("dsd", *TALL),
+    ),
+    "hopper: last block left out": (HOPPER, "blocks.count * STEPS_OF_BLOCK}", "(blocks.count - 1) * STEPS_OF_BLOCK}", product("dsd", *WHOLE)),
+    "hopper: a block again in place of the next": (HOPPER, "if (p == 0) read(i + 1);", "if (p == 0) read(i);", product("dsd", *WHOLE)),
+    "hopper: next block too early": (HOPPER, "if (p == 0) number =", "number =", product("dsd", *WHOLE)),
+    "hopper: transpose indices ignored": (
+        HOPPER, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dsd", *WHOLE, **TURNED),
+    ),
+    "hopper: what a block meets by its number": (HOPPER, "tile.blocks.others[next_number];", "next_number;", product("dds", *WHOLE)),
+    "hopper: block not transposed": (
+        HOPPER, "tma_load(panels + at / PANEL * PANEL_BYTES, &map, full, ALONG_SIDE ? side + at : depth,\n                 ALONG_SIDE ? depth : side + at, matrix);",
+        "tma_load(panels + at / PANEL * PANEL_BYTES, &map, full, depth, side + at, matrix);", product("dsd", *WHOLE, **TURNED),
+    ),
+    "hopper: expects A alone": (HOPPER, "A_BYTES + B_BYTES);", "A_BYTES);", product("sdd", *WHOLE)),
+    "hopper: second half as the first": (HOPPER, "= tile.column + half * HALF;", "= tile.column;", product("sdd", *WHOLE)),
+    "hopper: a block beyond the row stored": (HOPPER, "i < tile.blocks.count ? HALF : 0", "HALF", product("sdd", *WHOLE)),
+    "hopper: columns beyond K stored": (HOPPER, "width, TILE_ROWS, width - column);", "width, TILE_ROWS, HALF);", product("dsd", *WHOLE)),
+    "hopper: every band begins anew": (HOPPER, "number -= high * wide;", ";", product("dsd", *WHOLE)),
+    "hopper: band as wide as its first row": (HOPPER, "wide = max(wide, width(top + i));", "wide = width(top);", product("sdd", *WHOLE)),
+    "hopper: a short row ends the walk": (
+        HOPPER, "if (tile.column < blocks.count * SIDE) return true;", "return tile.column < blocks.count * SIDE;", product("sdd", *WHOLE),
+    ),
+    "hopper: last step of the depth left out": (HOPPER, "(K + TILE_DEPTH - 1) / TILE_DEPTH, {{row", "K / TILE_DEPTH, {{row", product("sdd", *WHOLE)),
+    "hopper: not turned": (HOPPER, "stmatrix_x4_transposed(&finished", "stmatrix_x4(&finished", product("dds", *WHOLE)),
+    "hopper: turned beyond K": (HOPPER, "place, width, K - column, TILE_ROWS);", "place, width, HALF, TILE_ROWS);", product("dds", *WHOLE)),
+    "hopper: upper half of a block twice": (
+        HOPPER, "row % TILES_DOWN * TILE_ROWS, column * TILE_COLUMNS,\n", "0, column * TILE_COLUMNS,\n", product("dsd", *HALVED),
+    ),
+    "hopper: upper half of a stored block twice": (
+        HOPPER, "first + i) * SIDE + tile.line) * SIDE", "first + i) * SIDE) * SIDE", product("sdd", *HALVED),
+    ),
+    "hopper: first part of rhs for all": (HOPPER, "parts[half] = column / part;", "parts[half] = 0;", parts("sdd")),
+    "hopper: first part of the depth for all": (HOPPER, "depth % part, depth / part);", "depth % part, 0);", parts("dsd")),
+    "hopper: parts of the result below each other": (
+        HOPPER, "result + Dense{nullptr, K, width}.at(column, tile.row)", "result + (long long)column * width + tile.row", parts("dds"),
     ),
 }  # fmt: skip
 

@@ -208,6 +208,17 @@ def test_times_are_shown_recorded_and_added(pretended_gpu, tmp_path):
     ]  # fmt: skip
 
 
+def test_systems_are_listed_with_commas_or_one_by_one(pretended_gpu):
+    of_layer = ("bench", "layer", "--preset", "conf1", "--tokens", 3, "--repetitions", 1, "--json")
+    for listed in (("--system", "oracle,torch_grouped"), ("--system", "oracle", "--system", "torch_grouped")):
+        result = moeblaze(*of_layer, *listed)
+        assert result.exit_code == 0, result.output
+        assert [row["system"] for row in json.loads(result.stdout)["rows"]] == ["oracle", "grouped_mm"]
+    result = moeblaze(*of_layer, "--system", "oracle,megablock")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "unknown system 'megablock'. Did you mean 'megablocks'? Valid: moeblaze, megablocks," in result.stderr
+
+
 def test_where_nothing_can_be_written_nothing_is_timed(pretended_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(stages, "time_stage", lambda *arguments, **options: pytest.fail("it is timed"))
     file = tmp_path / "file.json"

@@ -184,7 +184,7 @@ def header_symbols(rung, case, tile=None):
     symbols = {
         **{"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256},
         **{"s": s, "G": G, "P": 1, "Y": 1},
-        **{"C": -(-h // columns), "D": -(-d // columns), "H": -(-h // 128), "W": -(-d // 128)},
+        **{"C": -(-h // columns), "D": -(-d // columns), "W": -(-d // 128)},
     }
     if "mma" in rung:
         tile = tile or tiles.DEFAULTS[rung]
@@ -756,8 +756,8 @@ FAULTS = {
     "hopper: expects boxes that do not come": (
         "expert_up",
         "4_hopper",
-        "whole ? PLAIN * TILE_DEPTH * 2 : 0",
-        "PLAIN * TILE_DEPTH * 2",
+        "whole ? B_BYTES : 0",
+        "B_BYTES",
     ),
     "hopper: no barrier after the ring is made": (
         "expert_down",
@@ -1041,6 +1041,25 @@ FAULTS = {
         "width, tile.rows, width - column);",
         "width, TILE_ROWS, width - column);",
     ),
+    "hopper: transposed piece not transposed": (
+        "expert_down",
+        "4_hopper",
+        "stmatrix_x4_transposed(&finished",
+        "stmatrix_x4(&finished",
+    ),
+    "hopper: halves of a transposed piece alike": (
+        "expert_down",
+        "4_hopper",
+        "at(first * CHUNK + lane_id(), half)",
+        "at(first * CHUNK + lane_id(), 0)",
+    ),
+    "hopper: transposed, tail of the columns stored": (
+        "expert_down",
+        "4_hopper",
+        "width, rows - column, width - tile.row);",
+        "width, TILE_COLUMNS, width - tile.row);",
+    ),
+    "hopper: transposed, tail of the rows stored": ("expert_down", "4_hopper", "if (row < rows)\n", "if (true)\n"),
     "hopper: column tail stored": ("expert_up", "4_hopper", "tile.rows, width - column);", "tile.rows, TILE_COLUMNS);"),
     "hopper: row tail of weights stored": (
         "expert_up",
@@ -1049,7 +1068,7 @@ FAULTS = {
         "width, TILE_ROWS, width - column);",
     ),
     "hopper: column tail of weights stored": (
-        "expert_down",
+        "expert_up",
         "4_hopper",
         "rows - tile.row, width - column);",
         "rows - tile.row, TILE_COLUMNS);",

@@ -302,28 +302,38 @@ STORE_MATRICES = """
 extern "C" __global__ void store(const unsigned* pairs, unsigned* out) {
     __shared__ Chunk rows[32];
     const int lane = threadIdx.x;
-    stmatrix_x4(&rows[ROW], pairs[lane], pairs[lane + 32], pairs[lane + 64], pairs[lane + 96]);
+    STORE(&rows[ROW], pairs[lane], pairs[lane + 32], pairs[lane + 64], pairs[lane + 96]);
     __syncwarp();
     for (int i = 0; i < 4; ++i) out[lane * 4 + i] = rows[lane].words[i];
 }"""
+STORES = [("stmatrix_x4", (0, 1, 2)), ("stmatrix_x4_transposed", (0, 2, 1))]
 
 
-def assert_stored(executor, row="lane"):
-    """The row that a lane names gets that of matrix lane / 8, the other lanes' pairs side by side."""
-    pairs, out = np.arange(1, 129, dtype=np.uint32), executor.empty((128,), "uint32")
-    run(executor, STORE_MATRICES, "store", block=32, constants={"ROW": row}, pairs=executor.from_numpy(pairs), out=out)
-    np.testing.assert_array_equal(executor.to_numpy(out), pairs)
+def assert_stored(executor, row="lane", store="stmatrix_x4", axes=(0, 1, 2)):
+    """The line that a lane names gets that of matrix lane / 8: the lanes' pairs side by side, or what was a column."""
+    elements = np.arange(1, 257, dtype=np.uint16).reshape(4, 8, 8)
+    pairs, out = elements.reshape(-1).view(np.uint32), executor.empty((128,), "uint32")
+    constants = {"ROW": row, "STORE": store}
+    run(executor, STORE_MATRICES, "store", block=32, constants=constants, pairs=executor.from_numpy(pairs), out=out)
+    np.testing.assert_array_equal(executor.to_numpy(out).view(np.uint16).reshape(4, 8, 8), elements.transpose(axes))
 
 
 @in_order_and_not
-def test_matrices_are_stored_row_by_row(seed):
-    assert_stored(SimtExecutor(seed=seed))
+@pytest.mark.parametrize(("store", "axes"), STORES)
+def test_matrices_are_stored_row_by_row_or_column_by_column(store, axes, seed):
+    assert_stored(SimtExecutor(seed=seed), store=store, axes=axes)
 
 
+@pytest.mark.parametrize(("store", "axes"), STORES)
 @pytest.mark.parametrize("row", ["lane / 8 * 8", "31 - lane"])
-def test_rows_in_the_wrong_place_are_seen(row):
+def test_rows_in_the_wrong_place_are_seen(row, store, axes):
     with pytest.raises(AssertionError):
-        assert_stored(SIMT, row)
+        assert_stored(SIMT, row, store, axes)
+
+
+def test_the_two_stores_of_matrices_differ():
+    with pytest.raises(AssertionError):
+        assert_stored(SIMT, store="stmatrix_x4_transposed")
 
 
 # ---- barriers ----------------------------------------------------------------------------------

@@ -358,6 +358,7 @@ def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
         "kind": "counters",
         "dram_pct": 10.0,
         "l2_pct": 20.0,
+        "l2_link_pct": 30.0,
         "duration_ms": 4.0,
         "stalls": [("wait", 60.0)],
     }
@@ -372,9 +373,9 @@ def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
     dense = made | {"rung": "", "kernel": "nvjet", "idea": "dense", "tensor_pct": 90.0, "sm_clock_ghz": 2.0}
     lines = findings.why({"rows": [*rows, dense]}).splitlines()[2:]
     assert lines == [
-        "| conf3 | `d_w3` | 25 | 50 | 50 | 4.00 | 3.00 | 10 | 20 |",
-        "| conf3 | `expert_up` | 50 | 50 | 100 | 4.00 | 2.00 | 10 | 20 |",
-        "| conf3 | cuBLAS, dense | 100 | 100 | 100 | 4.00 | 0.00 | 10 | 20 |",
+        "| conf3 | `d_w3` | 25 | 50 | 50 | 4.00 | 3.00 | 10 | 20 | 30 |",
+        "| conf3 | `expert_up` | 50 | 50 | 100 | 4.00 | 2.00 | 10 | 20 | 30 |",
+        "| conf3 | cuBLAS, dense | 100 | 100 | 100 | 4.00 | 0.00 | 10 | 20 | 30 |",
     ]
     assert findings.why({"rows": rows}) == ""
 

@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
 
 from moeblaze_ref import oracle
 from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.lm import data
+from moeblaze_ref.lm import data, plots
 from moeblaze_ref.lm import train as training
 from moeblaze_ref.lm.model import Attention, LMConfig, LMOutput, MoETrace, MoETransformer, rotary_angles, rotate
 from moeblaze_ref.lm.train import capture, evaluate, language_loss, router_loss, train
@@ -332,3 +333,14 @@ def test_captured_routing_can_be_replayed_from_captured_inputs():
         routing = oracle.route(torch.from_numpy(layer.x), block.moe.wg, TINY.k)
         assert np.array_equal(routing.topk_experts.numpy(), layer.topk_experts)
         assert relative_error(torch.from_numpy(layer.gates), routing.gates.detach()) < 1e-6
+
+
+def test_the_line_of_the_balanced_share_has_its_name():
+    figure = plots.expert_load([np.array([[0, 1], [0, 2]]), np.array([[3, 1], [3, 2]])], 4)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    first, last = figure.axes
+    assert [[bar.get_height() for bar in axes.patches] for axes in (first, last)] == [[2, 1, 1, 0], [0, 1, 1, 2]]
+    (name,) = last.texts
+    extent = name.get_tightbbox(canvas.get_renderer())  # null for what is not drawn
+    assert name.get_text() == "balanced" and extent.width > 0 and extent.x0 > last.get_window_extent().x1

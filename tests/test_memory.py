@@ -26,6 +26,7 @@ from moeblaze_ref.memory.accounting import (
     dropped_and_padded,
     expert_capacity,
     largest_tokens,
+    megablocks_step_account,
     ratio,
     step_account,
     tiles,
@@ -46,6 +47,7 @@ COUNTS = (6, 4, 2)
 # No token, one token, k = 1, k = E, one expert, more experts than rows, sizes that nothing divides.
 SHAPES = [(0, 8, 4, 3, 2), (1, 8, 8, 4, 2), (7, 8, 4, 3, 1), (7, 8, 4, 3, 3), (5, 4, 4, 1, 1), (9, 8, 4, 64, 2)]
 ODD = (37, 16, 24, 5, 2)
+TOPOLOGY = ("row_offsets", "column_indices", "row_indices", "column_offsets", "transpose_indices")
 
 
 def by_name(one):
@@ -164,6 +166,27 @@ def test_small_megablocks_keeps_no_activation():
     }
     assert one.peak_bytes == one.kept_bytes + 12 * 4 + 4 * 4 + 12 * 4 + 48  # the rest of the dispatch, and out
     assert "no row is dropped, and 4 rows are padding" in one.notes[0]
+
+
+def test_small_megablocks_step():
+    """The peak is where d_b is born: beside indices and d_w3 live routed_x, a, b and the gradients of the hidden blocks."""
+    one = megablocks_step_account(SMALL, Assumptions(COUNTS, block=4))
+    indices = 12 * 4 + 4 * 4 + 16 * 4 + 12 * 4 + 5 * 4 + 3 * 8 * 4 + 7 * 4
+    x, d_out, d_gates, d_w3, routed_x, hidden = 48, 48, 48, 192, 128, 256
+    assert one.peak_bytes == x + indices + d_out + d_gates + d_w3 + routed_x + 5 * hidden
+    left = {"x", "token_expert_indices", "padded_offsets", "slots", "rows", *TOPOLOGY}
+    assert kept_sizes(one).keys() == left | {"d_out", "d_x", "d_wg", "d_w1", "d_w2", "d_w3"}
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+def test_a_step_of_megablocks_begins_with_its_forward(activation):
+    config = MoEConfig(*ODD, activation)
+    forward, step = account(config, "megablocks", assumptions=BLOCKS), megablocks_step_account(config, BLOCKS)
+    assert step.peak_bytes > forward.peak_bytes
+    assert [tensor.formula for tensor in step.tensors[: len(forward.tensors)]] == [t.formula for t in forward.tensors]
+    assert ("d_w2" in by_name(step)) == is_gated(activation)
+    assert all(eval(tensor.formula, {}, step.symbols) == tensor.bytes for tensor in step.tensors)
+    assert all(tensor.until is None or tensor.until in by_name(step) for tensor in step.tensors)
 
 
 def test_padding_costs_whole_blocks():

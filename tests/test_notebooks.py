@@ -26,6 +26,8 @@ import torch
 from jupyter_client import AsyncKernelClient, AsyncKernelManager
 from jupyter_client.channels import AsyncZMQSocketChannel
 from jupyter_client.kernelspec import KernelSpec
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from nbclient import NotebookClient
 from torch.utils.checkpoint import checkpoint
@@ -42,6 +44,7 @@ from moeblaze_ref.cases import (
 )
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity, largest_tokens
+from moeblaze_ref.memory.waste import megablocks_rows
 from moeblaze_ref.notebook import (
     backward,
     bullets,
@@ -49,7 +52,9 @@ from moeblaze_ref.notebook import (
     doubling,
     gemm,
     hopper,
+    megablocks,
     memory,
+    pictures,
     policies,
     routing,
     show_kernel,
@@ -58,8 +63,8 @@ from moeblaze_ref.notebook import (
     table,
 )
 from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
+from moeblaze_ref.numpy_ref import block_sparse, gating, layer
 from moeblaze_ref.numpy_ref import dispatch as reference
-from moeblaze_ref.numpy_ref import gating, layer
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda import expert_down, expert_up, tiles
 from moeblaze_ref.raw_cuda import gemm as raw_gemm
@@ -163,6 +168,14 @@ def test_every_slider_has_drawn_its_picture(executed):
     assert len(drawn) == sum(cell.source.count("explore(") for cell in cells(path, "code")) > 0
     for outputs in drawn:
         assert ["image/png" in output.get("data", {}) for output in outputs] == [True], outputs
+
+
+def test_every_picture_is_said_in_words(executed):
+    _, ran = executed
+    outputs = [output for cell in ran.cells if cell.cell_type == "code" for output in cell.outputs]
+    for output in [*outputs, *sum(slider_outputs(ran), [])]:
+        if "image/png" in output.get("data", {}):
+            assert len(output["metadata"]["image/png"]["alt"]) > 20, output["metadata"]
 
 
 def test_the_kernel_is_this_very_python():
@@ -458,7 +471,7 @@ def texts(figure):
 def drawn(figure):
     """The figure, after it was really drawn."""
     assert isinstance(figure, Figure)
-    figure.canvas.draw()
+    FigureCanvasAgg(figure).draw()  # a figure's own canvas draws nothing
     return figure
 
 
@@ -1042,6 +1055,8 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
     assert first.get_title(loc="left") == "L = 64, d = 16, h = 24, E = 4, k = 2, bfloat16\n0% is 3 ms (measured)"
     assert second.get_title(loc="left").startswith("L = 128, ")
     assert len(marks(first)) == 2
+    names = [text.get_text() for text in first.figure.legends[0].get_texts()]
+    assert names == ["paper", "minimal", "inputs", "measured", "Pareto front"], "and no policy that was not measured"
     np.testing.assert_allclose([place[2:] for place in marks(first)], [(0, 4), (20, 1)], atol=1e-9)
 
 
@@ -1322,3 +1337,207 @@ def test_every_trial_has_a_bar_in_one_picture():
 
 def test_a_change_of_nothing_has_no_sign():
     assert [document.signed(percent) for percent in (-0.4, 0.4, -0.6, 12.0)] == ["0%", "0%", "-1%", "+12%"]
+
+
+# Drop, pad or block-sparse -------------------------------------------------------------------------------------------
+
+
+def test_recordings_add_up_and_name_their_source():
+    for recording in megablocks.recordings().values():
+        assert recording.counts.shape == (24, 32)
+        assert set(recording.counts.sum(axis=1)) == {recording.tokens * recording.k}
+        assert recording.counts.max() <= recording.tokens
+    assert "Apache-2.0" in megablocks.recorded_source() and "gpt-oss-20b" in megablocks.recorded_source()
+
+
+def test_skew_one_is_the_recording_and_zero_is_even():
+    recording = megablocks.recordings()["79 answers"]
+    for counts in recording.counts:
+        np.testing.assert_array_equal(megablocks.steeper(counts, 1.0, recording.tokens, recording.k), counts)
+    assert set(megablocks.steeper(recording.counts[3], 0.0, 800, 4)) == {100}
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.5, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("L", [0, 7, 1000])
+def test_a_steeper_routing_is_still_one(skew, L):
+    for counts in megablocks.recordings()["one answer"].counts[::6]:
+        rows = megablocks.steeper(counts, skew, L, 4)
+        assert rows.sum() == 4 * L and 0 <= rows.min() and rows.max() <= L
+        assert L < 1000 or rows.max() >= megablocks.steeper(counts, skew / 2, L, 4).max()
+
+
+def test_a_skew_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="skew is -1, but it must be at least 0"):
+        megablocks.steeper(np.ones(4), -1, 8, 2)
+    with pytest.raises(ValueError, match="k is 3, but there are only 2 experts"):
+        megablocks.steeper(np.array([5, 0, 5, 0]), 1.0, 8, 3)
+
+
+@pytest.mark.parametrize(("factor", "block"), [(0.5, 16), (1.25, 128), (6.0, 1)])
+def test_fates_of_rows_add_up(factor, block):
+    counts = megablocks.recordings()["one answer"].counts[4]
+    upper, lower = drawn(megablocks.fates_picture(counts, factor, block)).axes
+    capacity = expert_capacity(int(counts.sum()), 32, factor)
+    computed, dropped, padded = np.array([bar.get_height() for bar in upper.patches]).reshape(3, 32)
+    np.testing.assert_array_equal(computed + dropped, np.sort(counts)[::-1])
+    np.testing.assert_array_equal(computed + padded, capacity)
+    assert f"{dropped.sum() / counts.sum():.1%} of the rows dropped" in upper.get_title(loc="left")
+    computed, dropped, padded = np.array([bar.get_height() for bar in lower.patches]).reshape(3, 32)
+    np.testing.assert_array_equal(computed, np.sort(counts)[::-1])
+    assert not dropped.any() and not ((computed + padded) % block).any() and padded.max() < block
+    assert f"{padded.sum() / (computed + padded).sum():.1%} of the work is padding" in lower.get_title(loc="left")
+
+
+def test_shares_of_no_rows_are_zero():
+    none = megablocks_rows([0, 0], 16)
+    assert megablocks.dropped_share(none) == megablocks.padding_share(none) == 0
+
+
+def test_the_factor_picture_has_a_line_for_each_layer():
+    recording = megablocks.recordings()["79 answers"]
+    dropped, padded = drawn(megablocks.factor_picture(recording, recording.tokens)).axes
+    assert len(dropped.lines) == len(padded.lines) == 25
+    rows, factor = recording.tokens * recording.k, megablocks.FACTORS.index(1.25)
+    for counts, lost, empty in zip(recording.counts, dropped.lines, padded.lines, strict=False):
+        capacity = expert_capacity(rows, 32, 1.25)
+        fates = dropped_and_padded(counts.tolist(), capacity)
+        found = lost.get_ydata()[factor] / 100 * rows, empty.get_ydata()[factor] / 100 * 32 * capacity
+        np.testing.assert_allclose(found, fates)
+    assert set(dropped.lines[-1].get_ydata()) == {0} and 0 < padded.lines[-1].get_ydata()[0] < 10
+
+
+def test_larger_blocks_and_smaller_steps_pad_more():
+    axes = drawn(megablocks.tokens_picture(megablocks.recordings()["79 answers"], 10)).axes[0]
+    heights = np.array([line.get_ydata() for line in axes.lines])
+    assert heights.shape == (4, 11) and (np.diff(heights, axis=0) > 0).all() and (np.diff(heights, axis=1) < 0).all()
+
+
+@pytest.mark.parametrize("policy", ["by_gate", "by_arrival"])
+def test_letters_stand_on_what_they_lost(policy):
+    case = make_case(24, 8, 8, 4, 2, "zipf")
+    chosen = gating.forward(case.logits, 2)
+    loss = megablocks.drop(chosen.topk_experts, chosen.gates, 4, 0.5, policy)
+    assert loss.slots == loss.lost.sum() > loss.tokens == loss.lost.all(axis=1).sum() > 0
+    axes = drawn(megablocks.lost_picture(["abcdefgh", "ijkl\nnop", "qrstuvwx"], loss, shown=8)).axes[0]
+    assert "".join(texts(axes.figure)) == "abcdefghijkl¶nopqrstuvwx"
+    colors = [patch.get_facecolor() for patch in axes.patches if patch.get_x() >= 0]
+    names = {(0, 0, 0, 0): 0, to_rgba(memory.plots.ORANGE): 1, to_rgba(memory.plots.VERMILLION): 2}
+    assert [names[color] for color in colors] == loss.lost.sum(axis=1).tolist()
+
+
+@pytest.mark.parametrize(("factor", "block"), [(0.5, 1), (1.0, 4), (2.0, 8)])
+def test_the_tiny_rows_are_all_there(factor, block):
+    shown = texts(drawn(megablocks.bins_picture(factor, block)))
+    assert len([text for text in shown if text.isdigit()]) == 3 * megablocks.TINY_CHOICES.size
+    rows = expert_capacity(16, 4, factor)
+    dropped, padding = dropped_and_padded([7, 0, 4, 5], rows)
+    assert f"capacity: E*C = 4 * {rows} rows; {dropped} dropped, {padding} padding" in shown
+    assert ("dropped" in shown) == (dropped > 0)
+    stored = sum(megablocks_rows([7, 0, 4, 5], block).stored)
+    assert f"MegaBlocks: P = {stored} rows in blocks of {block}; {stored - 16} padding" in shown
+
+
+TINY = megablocks.tiny_topology()
+
+
+def test_the_topology_picture_shows_the_five_arrays():
+    shown = texts(drawn(megablocks.topology_picture(TINY, megablocks.TINY_EXPERTS)))
+    for name, array in TINY.arrays().items():
+        at = shown.index(name) + 1
+        assert shown[at : at + array.size] == [str(number) for number in array]
+
+
+def test_lines_lead_from_a_block_to_its_place_in_the_transpose():
+    axes = drawn(megablocks.transpose_picture(TINY, megablocks.TINY_EXPERTS)).axes[0]
+    lines = {int(line.get_xdata()[1]): int(line.get_xdata()[0]) for line in axes.lines}
+    assert [lines[place] for place in range(TINY.nnz)] == TINY.transpose_indices.tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_meet_as_the_topology_says(seed):
+    mask = np.random.default_rng(seed).random((5, 7)) < 0.4
+    topology = block_sparse.topology_of(mask, 2)
+    numbers, (rows, columns) = np.zeros(mask.shape, int), mask.nonzero()
+    numbers[rows, columns] = np.arange(rows.size)
+    places = list(zip(rows.tolist(), columns.tolist(), strict=True))
+    steps = megablocks.product_steps("SDD", topology)
+    assert [(step.result, step.numbers, step.dense) for step in steps] == [
+        (place, (number,), place) for number, place in enumerate(places)
+    ]
+    for product, stored, named in (("DSD", mask, numbers), ("DSD of the transpose", mask.T, numbers.T)):
+        expected = [(row, tuple(named[row][line]), tuple(line.nonzero()[0])) for row, line in enumerate(stored)]
+        assert megablocks.product_steps(product, topology) == expected
+
+
+def test_labels_of_too_many_blocks_are_refused():
+    with pytest.raises(ValueError, match="the largest of nnz, block rows and block columns is 54"):
+        megablocks.product_steps("DSD", block_sparse.topology_of(np.ones((6, 9), bool), 1))
+
+
+def test_who_meets_whom_is_found_and_not_assumed(monkeypatch):
+    right = megablocks.product_steps("DSD", TINY)
+    other = block_sparse.topology_of(np.roll(block_sparse.to_dense(np.ones((15, 4, 4)), TINY)[::4, ::4] > 0, 1, 1), 4)
+    dsd = block_sparse.dsd
+    monkeypatch.setattr(block_sparse, "dsd", lambda values, _, *args, **options: dsd(values, other, *args, **options))
+    assert megablocks.product_steps("DSD", TINY) != right
+
+
+@pytest.mark.parametrize(("product", "last"), [("SDD", 14), ("DSD", 4), ("DSD of the transpose", 11)])
+def test_a_step_frames_the_blocks_that_meet(product, last):
+    for step, found in enumerate(megablocks.product_steps(product, TINY)):
+        axes = drawn(megablocks.product_picture(product, step)).axes[0]
+        frames = [patch for patch in axes.patches if patch.get_linewidth() == 2]
+        assert len(frames) == (3 if product == "SDD" else 1 + 2 * len(found.numbers))
+        bright = [patch for patch in axes.patches if patch.get_width() == 1 and patch.get_alpha() == 1]
+        assert len(bright) == len(frames)
+        assert all(f"S{number}" in axes.get_title("left") for number in found.numbers if product != "SDD")
+    with pytest.raises(ValueError, match=f"step is {last + 1}, but it must be 0..{last}"):
+        megablocks.product_picture(product, last + 1)
+    with pytest.raises(ValueError, match="unknown product 'DSS'"):
+        megablocks.product_picture("DSS", 0)
+
+
+def test_both_layers_run_and_all_their_work_is_told():
+    case = make_case(40, 16, 128, 2, 1, "zipf").astype("bfloat16")
+    exact = case.astype("float64")
+    made = layer.forward(exact.x, exact.weights, exact.k)
+    gradients = layer.backward(exact.d_out, made.saved, exact.weights)
+    expected = {"out": made.out, "d_w1": gradients.d_w1, "d_w2": gradients.d_w2, "d_w3": gradients.d_w3}
+    for run in (megablocks.run_megablocks(case), megablocks.run_moeblaze(case)):
+        for name, right in expected.items():
+            assert relative_error(run.results[name].astype(float), right) < 2**-6, name
+        work = megablocks.work_by_part(run)
+        assert sum(number for number, _ in work.values()) == len(run.launches)
+        total = sum(launch.read_bytes + launch.written_bytes for launch in run.launches)
+        assert sum(size for _, size in work.values()) == total > 0
+        assert work["products"][0] >= 7
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+def test_the_bars_of_the_systems_are_their_kept_bytes(activation):
+    axes = drawn(megablocks.systems_bars("conf1", activation)).axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["conventional", "capacity", "megablocks", "moeblaze/paper", "moeblaze/minimal"]
+    ends = [
+        max(bar.get_x() + bar.get_width() for bar in axes.patches if round(bar.get_y() + 0.4) == i) for i in range(5)
+    ]
+    config = preset("conf1").config.replace(activation=activation)
+    kept = [account(config, *variant).kept_bytes / GIB for variant in megablocks.COMPARED]
+    np.testing.assert_allclose(ends, kept)
+
+
+# Pictures in words ---------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_is_said_by_its_titles_axes_and_legends():
+    fates = pictures.alt_text(megablocks.fates_picture([300, 100], 1.0, 128))
+    assert "fixed capacity, C = 200: 25.0% of the rows dropped" in fates and "y: rows" in fates
+    assert "legend: computed, dropped, padding" in fates
+    assert "MegaBlocks: P = 20 rows in blocks of 4; 4 padding" in pictures.alt_text(megablocks.bins_picture(1.0, 4))
+    assert pictures.alt_text(Figure()) == "a drawing"
+
+
+def test_every_picture_that_a_run_shows_is_said():
+    source = "%matplotlib inline\nfrom moeblaze_ref.notebook import megablocks\nmegablocks.bins_picture(1.0, 4)"
+    (output,) = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])).cells[0].outputs
+    assert output["metadata"]["image/png"]["alt"].startswith("capacity: E*C = 4 * 4 rows")

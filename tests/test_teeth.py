@@ -162,6 +162,14 @@ FAULTS = [
         "lines, columns, BLOCK);",
         "lines, TILE_COLUMNS, BLOCK);",
     ),
+    Fault("half a tile twice", "block_sparse", "4_hopper", "= tile.column + half * HALF;", "= tile.column;"),
+    Fault(
+        "last block left out",
+        "block_sparse",
+        "4_hopper",
+        "blocks.count * STEPS_OF_BLOCK}",
+        "(blocks.count - 1) * STEPS_OF_BLOCK}",
+    ),
     Fault(
         "y_swi never written",
         "layer",

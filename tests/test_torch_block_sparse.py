@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from moeblaze_ref import check, megablocks, systems, torch_block_sparse, torch_layer
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import every_activation, relative_error
+from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import train
 from moeblaze_ref.memory import measure
+from moeblaze_ref.memory.accounting import Assumptions, megablocks_step_account
 from moeblaze_ref.raw_cuda import block_sparse, gating
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.torch_block_sparse import BlockSparseMoE
@@ -149,6 +151,33 @@ def test_torchs_own_tensors_give_what_numpys_arrays_give(activation, dtype, monk
         error = relative_error(found[name].detach().double(), expected[name].detach().double())
         assert error < (1e-6 if dtype == torch.float32 else 2**-9), name
     assert kept == measure.kept_storages(layer, x)
+
+
+# By what is largest where the peak is: what lies between the projections, padded rows, the weights.
+PEAKS = {"hidden": {}, "rows": {"d": 64, "h": 8}, "weights": {"E": 40, "k": 1}}
+
+
+@pytest.mark.parametrize("largest", PEAKS)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_peak_of_a_step_is_the_accountings(activation, largest, monkeypatch):
+    """To the 16 bytes that sums take: of the output, and of the two losses, which nobody uses."""
+    sizes = SIZES | PEAKS[largest]
+    layer, x = make_layer(activation=activation, **PEAKS[largest]), make_x(L, sizes["d"])
+    for module in (torch_block_sparse, torch_layer):
+        monkeypatch.setattr(module, "bridge_to", lambda device: BridgeOverTensors())
+    counts = layer(x).topk_experts.flatten().bincount(minlength=sizes["E"]).tolist()
+    one = megablocks_step_account(
+        MoEConfig(L, **sizes, activation=activation, dtype="float32"), Assumptions(counts, block=8)
+    )
+
+    def step(**options):
+        return torch.autograd.grad(layer(x).out.sum(), [x, *layer.parameters()], **options)
+
+    peak, of_all = (
+        measure.peak_bytes(work, exclude=layer.parameters()) for work in (step, lambda: step(retain_graph=True))
+    )
+    assert one.peak_bytes <= peak <= one.peak_bytes + 16
+    assert of_all > peak + layer(x).out.nbytes  # what is kept to the end would be seen
 
 
 # Torch's machinery
@@ -327,7 +356,7 @@ def test_a_model_learns_with_it_as_with_plain_torch():
         ({"block": 128}, ValueError, "h is 24, but it must be a multiple of the block size 128"),
         ({"block": 0}, ValueError, "block is 0, but it must be >= 1"),
         ({"block": 8.0}, TypeError, "block is 8.0"),
-        ({"rung": "4_hopper"}, ValueError, "unknown rung of block_sparse '4_hopper'"),
+        ({"rung": "3_mma_tf32"}, ValueError, "unknown rung of block_sparse '3_mma_tf32'"),
         ({"k": 6}, ValueError, "k is 6, but there are only 5 experts"),
         ({"E": 1025}, ValueError, r"num_experts is 1025, but it must be 1..1024"),
         ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
@@ -350,6 +379,12 @@ CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
         ({}, (X.to("meta"),), ValueError, "x is on meta, but BlockSparseMoE runs on cuda"),
         ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
         ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
+        (
+            {"rung": "4_hopper", "dtype": torch.float16},
+            (X.half(),),
+            ValueError,
+            "needs a multiple of 128; use rung 3_mma",
+        ),
         ({"rung": "3_mma"}, (X,), TypeError, "rung 3_mma of block_sparse computes in float16 or bfloat16"),
     ],
 )

@@ -1,7 +1,7 @@
 // block_sparse, shared by all rungs: what happens between the two products, element by element.
 //
 // Purpose      y_swi = act(a) * b, or act(a) without a gate; and the gradients of a and b.
-// Source       MegaBlocks (arXiv 2211.15841), section 4.2; MoEBlaze (arXiv 2601.05296), section 5, for the derivative.
+// Source       MegaBlocks (arXiv 2211.15841), section 5.1; MoEBlaze (arXiv 2601.05296), section 5, for the derivative.
 // Idea         None: the system's products know nothing of the activation, so a and b go to memory and come back.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar storage type of s bytes, ACTIVATION, THREADS per block; PACK neighbours that a thread moves,

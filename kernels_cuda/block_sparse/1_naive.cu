@@ -1,7 +1,7 @@
 // block_sparse, rung 1: one thread an element, straight from global memory.
 //
 // Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
-// Source       MegaBlocks (arXiv 2211.15841), sections 5.1.1, 5.1.2 and 5.1.4.
+// Source       MegaBlocks (arXiv 2211.15841), sections 5.1, 5.1.3 and 5.1.4.
 // Idea         A result of SDD knows its block row and column by the explicit indices (COO); one of DSD walks its block
 //              row by the offsets (CSR); one of DDS, or of DSD with S transposed, walks its block column by the
 //              transpose indices, and no value moves.
@@ -18,7 +18,7 @@
 // each. Bound: memory.
 #include "sparse.cuh"
 
-// Section 5.1.1: lhs (M, K), rhs (K, N) or, transposed, (N, K).
+// Sections 5.1 and 5.1.3: lhs (M, K), rhs (K, N) or, transposed, (N, K).
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
         int nnz, int K, int rhs_rows, int rhs_width) {
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     values[index] = from_float<Scalar>(sum);
 }
 
-// Section 5.1.2: result (rows, K) of S (rows, ...), or of S transposed.
+// Sections 5.1 and 5.1.4: result (rows, K) of S (rows, ...), or of S transposed.
 extern "C" __global__ void __launch_bounds__(THREADS)
     dsd(const Scalar* values, const Scalar* rhs, const int* offsets, const int* others, const int* transpose_indices,
         Scalar* result, int rows, int K, int rhs_rows, int rhs_width) {
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     result[index] = from_float<Scalar>(sum);
 }
 
-// Section 5.1.2: result (K, N) in parts of `width` columns; lhs (K, M) or, transposed, (M, K).
+// Sections 5.1 and 5.1.4: result (K, N) in parts of `width` columns; lhs (K, M) or, transposed, (M, K).
 extern "C" __global__ void __launch_bounds__(THREADS)
     dds(const Scalar* lhs, const Scalar* values, const int* column_offsets, const int* row_indices,
         const int* transpose_indices, Scalar* result, int M, int K, int N, int width) {

@@ -1,7 +1,7 @@
 // block_sparse, rung 2: tiles in shared memory.
 //
 // Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
-// Source       MegaBlocks (arXiv 2211.15841), sections 5.1.1, 5.1.2 and 5.1.4.
+// Source       MegaBlocks (arXiv 2211.15841), sections 5.1, 5.1.3 and 5.1.4.
 // Idea         A block of threads computes 64 x 64 results inside one block row or column of S, so that all of them
 //              walk the same blocks: one of the matrix after another goes through shared memory.
 // Runs on      sm_80 and newer; SIMT executor.
@@ -22,7 +22,7 @@
 constexpr int PARTS = (BLOCK + TILE - 1) / TILE;  // tiles along a block's side
 constexpr Along RHS = TRANSPOSE_RHS ? Along::DEPTH : Along::SIDE;
 
-// Section 5.1.1.
+// Sections 5.1 and 5.1.3.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
         int nnz, int K, int rhs_rows, int rhs_width) {
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     });
 }
 
-// Section 5.1.2. Without the second bound ptxas spills a register to fit one more block.
+// Sections 5.1 and 5.1.4. Without the second bound ptxas spills a register to fit one more block.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     dsd(const Scalar* values, const Scalar* rhs, const int* offsets, const int* others, const int* transpose_indices,
         Scalar* result, int rows, int K, int rhs_rows, int rhs_width) {
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     });
 }
 
-// Section 5.1.2.
+// Sections 5.1 and 5.1.4.
 extern "C" __global__ void __launch_bounds__(THREADS)
     dds(const Scalar* lhs, const Scalar* values, const int* column_offsets, const int* row_indices,
         const int* transpose_indices, Scalar* result, int M, int K, int N, int width) {

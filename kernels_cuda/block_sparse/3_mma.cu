@@ -1,7 +1,7 @@
 // block_sparse, rung 3: tensor cores.
 //
 // Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
-// Source       MegaBlocks (arXiv 2211.15841), sections 5.1.1, 5.1.2 and 5.1.4.
+// Source       MegaBlocks (arXiv 2211.15841), sections 5.1, 5.1.3 and 5.1.4.
 // Idea         The products of rung 2 on mma_matmul. The depth of a result is that of all its blocks, one behind the
 //              other: an operand's lines say in which block a place of it lies, so that copies never pause between two
 //              blocks. A tile is as large as a block, of the usual ones.
@@ -93,7 +93,7 @@ __device__ __forceinline__ auto dense_lines(const Dense& dense, int first, int c
         return LinesOfBlocks<BY_COLUMN, true>{dense.data + first, dense.width, depth, count, blocks};
 }
 
-// Section 5.1.1.
+// Sections 5.1 and 5.1.3.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
         int nnz, int K, int rhs_rows, int rhs_width) {
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     store_tile(sums, block + first_column, lines, columns, BLOCK);
 }
 
-// Section 5.1.2.
+// Sections 5.1 and 5.1.4.
 extern "C" __global__ void __launch_bounds__(THREADS)
     dsd(const Scalar* values, const Scalar* rhs, const int* offsets, const int* others, const int* transpose_indices,
         Scalar* result, int rows, int K, int rhs_rows, int rhs_width) {
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     store_tile(sums, result + row * K + first_column, lines, columns, K);
 }
 
-// Section 5.1.2.
+// Sections 5.1 and 5.1.4.
 extern "C" __global__ void __launch_bounds__(THREADS)
     dds(const Scalar* lhs, const Scalar* values, const int* column_offsets, const int* row_indices,
         const int* transpose_indices, Scalar* result, int M, int K, int N, int width) {

@@ -14,8 +14,8 @@
 // kernel       grid             block  shared bytes  bytes read                                                              bytes written
 // expert_down  multiprocessors  512    230592        (1540 E + 508) blocks + 2 h boxes D + 2 d h tiles                       2 R d
 // d_hidden     multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G  2 R h (1 + G) + 4 R C
-// d_w3         multiprocessors  512    230592        (1536 E + 512) blocks + 512 (tiles + X) H D + 2 R d H + 2 R h D         2 E h d
-// G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), H = ceil(h / 128).
+// d_w3         multiprocessors  512    230592        (1536 E + 512) blocks + 512 (tiles + X) W C + 2 R d C + 2 R h W         2 E h d
+// G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
 // whole matrix. Threads that follow the tiles read all ends of the experts' rows; idle loaders, and the
@@ -163,17 +163,17 @@ extern "C" __global__ void __launch_bounds__(HiddenCrew::BLOCK, 1)
         HiddenGradients{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, shared.ahead});
 }
 
-// Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered.
+// Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered. Made transposed: the gathered operand
+// is the smaller one, since a copy by cp.async costs more than one by TMA.
 using WeightCrew = Crew<4, 4, true, true, true>;
 extern "C" __global__ void __launch_bounds__(WeightCrew::BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
          const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
-    auto& shared = shared_memory<Shared<4, 2>>();
+    auto& shared = shared_memory<Shared<4, 2, FinishedColumns>>();
     grouped_matmul<WeightCrew>(
-        shared, WeightTiles(expert_token_offsets, E, h, d),
+        shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
-            return GatheredAndPlain<TILE_COLUMNS, TILE_ROWS, false>(tile, d_out, d, tile.column, gated_y_map, gated_y,
-                                                                    h, tile.row, expert_token_indices);
+            return GatheredAndPlain(tile, d_out, d, gated_y_map, gated_y, h, expert_token_indices);
         },
-        StoreWeights{d_w3, h, d});
+        StoreTransposedWeights{d_w3, h, d});
 }

@@ -133,8 +133,7 @@ extern "C" __global__ void __launch_bounds__(WeightCrew::BLOCK, 1)
     grouped_matmul<WeightCrew>(
         shared, WeightTiles(expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
-            return GatheredAndPlain<TILE_ROWS, TILE_COLUMNS, true>(tile, x, d, tile.row, d_hidden_map, d_hidden, h,
-                                                                   tile.column, expert_token_indices);
+            return GatheredAndPlain(tile, x, d, d_hidden_map, d_hidden, h, expert_token_indices);
         },
         StoreWeights{d_w, d, h});
 }

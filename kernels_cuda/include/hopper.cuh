@@ -96,6 +96,13 @@ __device__ __forceinline__ void stmatrix_x4(void* row, unsigned r0, unsigned r1,
                  "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
+// The same, each matrix transposed: lane i brings the address of what was column i % 8.
+__device__ __forceinline__ void stmatrix_x4_transposed(void* column, unsigned r0, unsigned r1, unsigned r2,
+                                                       unsigned r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(column)),
+                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
 
 // ---- wgmma ----
 
@@ -202,24 +209,31 @@ inline void cp_async_arrive(Barrier* barrier, SIMT_HERE) { simt_async_arrive(bar
 inline void fence_async_proxy() { simt_fence_async_proxy(); }
 
 struct SimtStmatrix {
-    unsigned short* row;
+    unsigned short* line;
     unsigned registers[4];
+    bool transposed;
 
     static void exchange(void* const* lanes) {
         simt_each_lane<SimtStmatrix>(lanes, [lanes](unsigned lane, SimtStmatrix& mine) {
             const unsigned g = lane / 4, t = lane % 4;
-            for (unsigned matrix = 0; matrix < 4; ++matrix) {
-                unsigned short* const row = static_cast<SimtStmatrix*>(lanes[8 * matrix + g])->row;
-                row[2 * t] = mine.registers[matrix];
-                row[2 * t + 1] = mine.registers[matrix] >> 16;
-            }
+            for (unsigned matrix = 0; matrix < 4; ++matrix)
+                for (unsigned i = 0; i < 2; ++i) {
+                    const unsigned row = g, column = 2 * t + i, line = mine.transposed ? column : row;
+                    static_cast<SimtStmatrix*>(lanes[8 * matrix + line])->line[row + column - line] =
+                        mine.registers[matrix] >> 16 * i;
+                }
         });
     }
 };
+inline void simt_stmatrix(SimtStmatrix mine, SimtSite site) {
+    simt_access(mine.line, 16, SIMT_WRITE);
+    simt_warp(0xffffffffu, SimtStmatrix::exchange, &mine, site);
+}
 inline void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
-    simt_access(row, 16, SIMT_WRITE);
-    SimtStmatrix mine{static_cast<unsigned short*>(row), {r0, r1, r2, r3}};
-    simt_warp(0xffffffffu, SimtStmatrix::exchange, &mine, SIMT_AT("stmatrix_x4"));
+    simt_stmatrix({static_cast<unsigned short*>(row), {r0, r1, r2, r3}, false}, SIMT_AT("stmatrix_x4"));
+}
+inline void stmatrix_x4_transposed(void* column, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
+    simt_stmatrix({static_cast<unsigned short*>(column), {r0, r1, r2, r3}, true}, SIMT_AT("stmatrix_x4_transposed"));
 }
 
 inline void wgmma_fence() {}

@@ -49,14 +49,21 @@ struct FinishedRows {
 
     __device__ __forceinline__ Chunk& at(int row, int chunk) { return lines[row][chunk ^ row % 8]; }
 };
+// The same piece transposed: of each column the 16 rows side by side, in two chunks.
+template <int COLUMNS>
+struct FinishedColumns {
+    Chunk lines[COLUMNS][WARP_ROWS / CHUNK];
+
+    __device__ __forceinline__ Chunk& at(int column, int half) { return lines[column][half ^ column / 4 % 2]; }
+};
 
 // A block's shared memory. A finished tile is handed over in PARTS of its columns, one after another: whole if the
 // storers are to work beside the product, in parts if that leaves room for a stage more.
-template <int STAGES_, int PARTS_>
+template <int STAGES_, int PARTS_, template <int> class Finished = FinishedRows>
 struct Shared {
     static constexpr int STAGES = STAGES_, PARTS = PARTS_;
     Stage stages[STAGES];  // on a boundary of 1024 bytes, from which the swizzle counts
-    FinishedRows<TILE_COLUMNS / PARTS> finished[PIECES];
+    Finished<TILE_COLUMNS / PARTS> finished[PIECES];
     Barrier full[STAGES], empty[STAGES];
     Barrier done[PIECES], stored[PIECES];
 };
@@ -282,22 +289,42 @@ struct DepthRows {
 // One for the whole warp, as the compiler sees by the shuffle: what follows from it needs no register a lane.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(FULL_WARP, value, 0); }
 
+constexpr int TOGETHER = 4;  // matrices of 8 x 8 that stmatrix writes
+
+// Of half the rows of a piece, the upper or the lower one, TOGETHER chunks from `first` on, rounded.
+struct RoundedPairs {
+    unsigned pairs[TOGETHER];
+
+    __device__ __forceinline__ RoundedPairs(const float* sums, int first, int half) {
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j) {
+            const int i = (first + j) * 4 + half * 2;
+            pairs[j] = packed<Scalar>(sums[i], sums[i + 1]);
+        }
+    }
+};
+
 // Leaves a warp's sums of some columns, rounded, in shared memory.
 template <int COLUMNS>
 __device__ __forceinline__ void hand_over(FinishedRows<COLUMNS>& finished, const float* sums) {
-    constexpr int TOGETHER = 4;  // chunks that stmatrix writes
 #pragma unroll
     for (int first = 0; first < COLUMNS / CHUNK; first += TOGETHER)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            unsigned pairs[TOGETHER];
-#pragma unroll
-            for (int j = 0; j < TOGETHER; ++j) {
-                const int i = (first + j) * 4 + half * 2;
-                pairs[j] = packed<Scalar>(sums[i], sums[i + 1]);
-            }
+            const auto [pairs] = RoundedPairs(sums, first, half);
             stmatrix_x4(&finished.at(half * 8 + lane_id() % 8, first + lane_id() / 8),  //
                         pairs[0], pairs[1], pairs[2], pairs[3]);
+        }
+}
+template <int COLUMNS>
+__device__ __forceinline__ void hand_over(FinishedColumns<COLUMNS>& finished, const float* sums) {
+#pragma unroll
+    for (int first = 0; first < COLUMNS / CHUNK; first += TOGETHER)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto [pairs] = RoundedPairs(sums, first, half);
+            stmatrix_x4_transposed(&finished.at(first * CHUNK + lane_id(), half),  //
+                                   pairs[0], pairs[1], pairs[2], pairs[3]);
         }
 }
 
@@ -428,6 +455,23 @@ __device__ __forceinline__ void store_plain(const Pieces& pieces, Scalar* place,
         pieces.give_back(i);
     }
 }
+// Stores pieces that are FinishedColumns, the tile's columns as rows: column 0 begins at `place`; so many columns are
+// there, and so many of their rows.
+template <class Pieces>
+__device__ __forceinline__ void store_transposed(const Pieces& pieces, Scalar* place, int width, int columns,
+                                                 int rows) {
+#pragma unroll 1
+    for (int i = 0; i < Pieces::COUNT; ++i) {
+        auto& finished = pieces.take(i);
+        constexpr int COLUMNS = sizeof finished.lines / sizeof finished.lines[0], CHUNKS = WARP_ROWS / CHUNK;
+        const int chunk = lane_id() % CHUNKS, row = pieces.row(i) + chunk * CHUNK;
+        if (row < rows)
+#pragma unroll 4
+            for (int column = lane_id() / CHUNKS; column < min(COLUMNS, columns); column += WARP / CHUNKS)
+                *reinterpret_cast<Chunk*>(place + (long long)column * width + row) = finished.at(column, chunk);
+        pieces.give_back(i);
+    }
+}
 struct StoreRows {
     Scalar* rows;
     int width;
@@ -447,60 +491,68 @@ struct StoreWeights {
         store_plain(pieces, place, width, rows - tile.row, width - column);
     }
 };
+struct StoreTransposedWeights {
+    Scalar* weights;
+    int rows, width;
+    template <class Pieces>
+    __device__ __forceinline__ void operator()(const WeightTile& tile, int column, const Pieces& pieces) const {
+        column += tile.column;
+        Scalar* const place = weights + ((long long)tile.expert * rows + column) * width + tile.row;
+        store_transposed(pieces, place, width, rows - column, width - tile.row);
+    }
+};
 
-// A step of a weight gradient: rows of one operand are gathered, those of the other lie in expert order and come by
-// TMA, but for the last step, which must end where the expert does.
-template <int GATHERED, int PLAIN, bool GATHERED_IS_A>
+// A step of a weight gradient: rows of A are gathered, those of B lie in expert order and come by TMA, but for the last
+// step, which must end where the expert does.
 struct GatheredAndPlain {
-    static constexpr int CHUNKS = DepthRows<GATHERED>::CHUNKS, TOGETHER = WARP / CHUNKS;  // rows at once in a warp
+    using Gathered = DepthRows<TILE_ROWS>;
+    using Plain = DepthRows<TILE_COLUMNS>;
+    static constexpr int TOGETHER = WARP / Gathered::CHUNKS;  // rows at once in a warp
 
     const WeightTile tile;
-    DepthRows<GATHERED> gathered;
-    DepthRows<PLAIN> plain;
+    Gathered gathered;
+    Plain plain;
     const TensorMap& plain_map;
-    int plain_column;
     const int* tokens;  // of the expert
     int now, later;     // a token a lane: of this step (and the next, if it is even), and of the two after them
 
     __device__ __forceinline__ GatheredAndPlain(const WeightTile& tile, const Scalar* gathered, int gathered_width,
-                                                int gathered_column, const TensorMap& plain_map, const Scalar* plain,
-                                                int plain_width, int plain_column, const int* expert_token_indices)
-        : tile(tile), gathered(gathered, gathered_width, gathered_column), plain(plain, plain_width, plain_column),
-          plain_map(plain_map), plain_column(plain_column), tokens(expert_token_indices + tile.begin), now(0),
+                                                const TensorMap& plain_map, const Scalar* plain, int plain_width,
+                                                const int* expert_token_indices)
+        : tile(tile), gathered(gathered, gathered_width, tile.row), plain(plain, plain_width, tile.column),
+          plain_map(plain_map), tokens(expert_token_indices + tile.begin), now(0),
           later(tile.steps > 0 ? read(0) : 0) {}
 
     // Of the 16 rows that this warp brings in a step: lane l reads the token of row l % 16 in step + l / 16.
     __device__ __forceinline__ int read(int step) const {
         const int i = lane_id() % 16;
         const int row = (step + lane_id() / 16) * TILE_DEPTH + warp_id() * TOGETHER + i % TOGETHER +
-                        i / TOGETHER * DepthRows<GATHERED>::AT_ONCE;
+                        i / TOGETHER * Gathered::AT_ONCE;
         return tokens[min(row, tile.end - tile.begin - 1)];
     }
 
     __device__ __forceinline__ void operator()(int step, Stage& stage, Barrier* full) {
         const int left = tile.end - tile.begin - step * TILE_DEPTH;
         const bool whole = left >= TILE_DEPTH;
-        unsigned char* const gathered_stage = GATHERED_IS_A ? stage.a : stage.b;
-        unsigned char* const plain_stage = GATHERED_IS_A ? stage.b : stage.a;
         if (step % 2 == 0) {
             now = later;
             later = read(step + 2);
         } else
             now = __shfl_down_sync(FULL_WARP, now, 16);
-        auto token = [&](int i) { return __shfl_sync(FULL_WARP, now, i * TOGETHER + lane_id() / CHUNKS); };
+        auto token = [&](int i) { return __shfl_sync(FULL_WARP, now, i * TOGETHER + lane_id() / Gathered::CHUNKS); };
         if (whole)
-            gathered.load(gathered_stage, token);
+            gathered.load(stage.a, token);
         else {
-            gathered.load(gathered_stage, left, token);
-            plain.load(plain_stage, left,
+            gathered.load(stage.a, left, token);
+            plain.load(stage.b, left,
                        [&](int i) { return min(tile.begin + step * TILE_DEPTH + plain.row(i), tile.end - 1); });
         }
         if (threadIdx.x == 0) {
-            barrier_arrive_expecting(full, whole ? PLAIN * TILE_DEPTH * 2 : 0);
+            barrier_arrive_expecting(full, whole ? B_BYTES : 0);
             if (whole)
 #pragma unroll
-                for (int panel = 0; panel < PLAIN / PANEL; ++panel)
-                    tma_load(plain_stage + panel * PANEL_BYTES, &plain_map, full, plain_column + panel * PANEL,
+                for (int panel = 0; panel < TILE_COLUMNS / PANEL; ++panel)
+                    tma_load(stage.b + panel * PANEL_BYTES, &plain_map, full, tile.column + panel * PANEL,
                              tile.begin + step * TILE_DEPTH);
         }
     }

@@ -23,6 +23,7 @@ ROWS = 4096  # of an expert, that the oracle computes at a time
 ELEMENTS = 2**26  # that are compared at a time
 
 Layer = Callable[[Tensor], tuple[Tensor, Tensor]]  # x (L, d) -> out (L, d), topk_experts (L, k)
+Keeps = Callable[[Tensor], Tensor]  # topk_experts (L, k) -> which of them are computed, (L, k) bool
 
 
 class Error(NamedTuple):
@@ -50,7 +51,7 @@ class Error(NamedTuple):
 NOT_COMPARED = {"error": None, "row_error": None}  # columns of what others are compared with
 
 
-def worst_error(layer: Layer, parameters: RoutedExperts, x: Tensor, d_out: Tensor) -> Error:
+def worst_error(layer: Layer, parameters: RoutedExperts, x: Tensor, d_out: Tensor, keeps: Keeps | None = None) -> Error:
     """Largest errors of a layer's output and gradients, and of its choice of experts.
 
     Parameters
@@ -61,6 +62,9 @@ def worst_error(layer: Layer, parameters: RoutedExperts, x: Tensor, d_out: Tenso
         Whose gradients are compared.
     x, d_out : Tensor (L, d)
         Input and gradient of the output.
+    keeps : callable, optional
+        Which choices a layer should compute that drops some: nothing is expected of the others, neither of the output
+        nor of a gradient, and gates are not divided anew. Default: all.
 
     Returns
     -------
@@ -69,7 +73,8 @@ def worst_error(layer: Layer, parameters: RoutedExperts, x: Tensor, d_out: Tenso
         layer's own choice of experts, of which the logits are compared with the k largest.
     """
     found, chosen = _step(layer, parameters, x, d_out)
-    reference = _Reference(parameters, x, d_out, chosen)
+    kept = torch.ones_like(chosen, dtype=torch.bool) if keeps is None else keeps(chosen)
+    reference = _Reference(parameters, x, d_out, chosen, kept)
     norms = {f"d_{name}": _Norms() for name in _matrices(parameters)}
     for expert, expected in enumerate(reference.weight_gradients()):
         for (name, of_one), gradient in zip(norms.items(), expected, strict=True):
@@ -102,6 +107,8 @@ class _Reference:
     parameters : RoutedExperts
     x, d_out : Tensor (L, d)
     chosen : Tensor (L, k)
+    kept : Tensor (L, k), bool
+        Which choices count.
 
     Attributes
     ----------
@@ -109,8 +116,8 @@ class _Reference:
         Whole, as everything else, once `weight_gradients` has come to its end.
     """
 
-    def __init__(self, parameters: RoutedExperts, x: Tensor, d_out: Tensor, chosen: Tensor):
-        self._parameters, self._x, self._d_out = parameters, x.detach(), d_out
+    def __init__(self, parameters: RoutedExperts, x: Tensor, d_out: Tensor, chosen: Tensor, kept: Tensor):
+        self._parameters, self._x, self._d_out, self._kept = parameters, x.detach(), d_out, kept.flatten()
         self._leaves = [tensor.detach().float().requires_grad_() for tensor in (x, parameters.wg)]
         self._routing = oracle.route(*self._leaves, parameters.k, parameters.renormalize, chosen)
         self._gates = self._routing.gates.detach().flatten()  # (R,)
@@ -130,7 +137,7 @@ class _Reference:
         for expert, slots in enumerate(order.slot.split(order.lengths)):
             weights = {name: all_[expert].detach().float().requires_grad_() for name, all_ in matrices.items()}
             sums = [torch.zeros_like(weight, requires_grad=False) for weight in weights.values()]
-            for few in slots.split(ROWS):
+            for few in slots[self._kept[slots]].split(ROWS):
                 for total, gradient in zip(sums, self._rows(few, weights), strict=True):
                     total += gradient
             yield sums

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from moeblaze_ref.bench import LAYER_PRESETS, results
+from moeblaze_ref.bench import LAYER_PRESETS, findings, results
+from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.bench.floors import INDEX
-from moeblaze_ref.bench.layer import OURS
 from moeblaze_ref.config import ITEMSIZE, MoEConfig, preset
 from moeblaze_ref.units import GIB
 
@@ -15,6 +15,8 @@ FASTER = {"conf3": 1.30, "conf4": 1.18, "conf1": 1.35, "qwen3": 1.65, "mixtral":
 PERCENT = {"conf3": 85, "conf4": 85, "mixtral": 85, "qwen3": 78, "fine-grained": 60}
 PEAK_GIB = {"conf3": 7.0, "qwen3": 2.3, "mixtral": 4.1}
 RECOMPUTED, SKEWED = 1.30, 1.10  # times as long as without
+SPARSE, DENSE = "megablocks", "grouped_mm"
+AS_LONG = {"conf4": 1.25}  # times as long as the peer a step of MegaBlocks takes, at most
 # Of stages beside torch, on their fastest rung: the least percent of the floor, and the most microseconds.
 STAGES = {("dispatch", "qwen3, L=1,048,576"): 100 / 3, ("gating", "qwen3, L=262,144"): 60, ("combine", "qwen3"): 80}
 MICROSECONDS = {("dispatch", "conf4"): 20}
@@ -43,12 +45,21 @@ class Aim(NamedTuple):
         return None if self.worst is None else self.sign * (self.bound - self.worst) / self.bound
 
 
-def aims(found: results.Result) -> list[Aim]:
-    """All of them, also those of which a file of results has no row."""
+def aims(found: results.Result, others: results.Result | None = None) -> list[Aim]:
+    """All of them, also those of which no file of results has a row.
+
+    Parameters
+    ----------
+    found : dict
+        The benchmark's file.
+    others : dict, optional
+        That of the other systems, if there is one.
+    """
     layers = _ours(found)
     minimal, inputs = (_under(policy, layers) for policy in ("minimal", "inputs"))
     listed = [
         *_of_presets(FASTER, f"times as fast as `{PEER}`", 1, minimal, lambda row: row["ratio_to"].get(PEER)),
+        *_faster_as_graphs(found),
         *_of_presets(PERCENT, "% of cuBLAS", 1, minimal, itemgetter("pct_of_cublas")),
         *_of_presets(PEAK_GIB, "peak, GiB", -1, minimal, lambda row: row["peak_bytes"] / GIB),
         *_of_presets(_kept_gib(hidden=2), "kept by `minimal`, GiB", -1, minimal, lambda row: row["kept_bytes"] / GIB),
@@ -62,6 +73,7 @@ def aims(found: results.Result) -> list[Aim]:
             layers,
             itemgetter("time_over_uniform"),
         ),
+        *_of_presets(AS_LONG, f"`{SPARSE}` over `{DENSE}`", -1, _sparse(found, others), _over_dense),
     ]
     for (stage, name), percent in STAGES.items():
         listed += _of_presets(
@@ -75,6 +87,16 @@ def aims(found: results.Result) -> list[Aim]:
 
 def _ours(found: results.Result) -> list[Row]:
     return [row for row in results.rows_of(found, "layer") if row["system"] == OURS]
+
+
+def _sparse(found: results.Result, others: results.Result | None) -> list[Row]:
+    """The rows of MegaBlocks on uniform routing."""
+    rows = [row for file in (found, others) if file for row in results.rows_of(file, "layer")]
+    return [row for row in rows if row["system"] == SPARSE and row["routing"] == "uniform"]
+
+
+def _over_dense(row: Row) -> float | None:
+    return 1 / row["ratio_to"][DENSE] if DENSE in row["ratio_to"] else None
 
 
 def _under(policy: str, rows: Iterable[Row]) -> list[Row]:
@@ -118,6 +140,16 @@ def _recomputed(rows: Iterable[Row], time_of: str, how: str = "") -> list[Aim]:
     ]
 
 
+def _faster_as_graphs(found: results.Result) -> list[Aim]:
+    """The aims of `FASTER`, of the layers whose steps were replayed as CUDA graphs too."""
+    ratios = findings.beside_peers_as_graphs(found)
+    return [
+        Aim(f"{name}: times as fast as `{PEER}`, both as CUDA graphs", 1, bound, ratios[name, "minimal", PEER])
+        for name, bound in FASTER.items()
+        if (name, "minimal", PEER) in ratios
+    ]
+
+
 def _stage(found: results.Result, stage: str) -> list[Row]:
     """Of our rungs of a stage, the fastest in each run."""
     best: dict[tuple[int, str], Row] = {}
@@ -128,14 +160,14 @@ def _stage(found: results.Result, stage: str) -> list[Row]:
     return list(best.values())
 
 
-def table(found: results.Result) -> str:
+def table(found: results.Result, others: results.Result | None = None) -> str:
     """Every aim, the worst run, and by how much it is missed, with a word on peaks behind it.
 
     Those that are missed by most come first; those that were not measured stand before those that are reached.
     """
     lines = [
         f"| {aim.what} | {'at least' if aim.sign > 0 else 'at most'} {aim.bound:.4g} | {_verdict(aim)} |"
-        for aim in sorted(aims(found), key=_rank)
+        for aim in sorted(aims(found, others), key=_rank)
     ]
     head = ["| what | aim | worst run | missed by |", "| --- | --- | ---: | ---: |"]
     return "\n".join([*head, *lines]) + _on_peaks(found)

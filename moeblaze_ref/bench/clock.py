@@ -15,6 +15,9 @@ Contender = Callable[[int, Lap], None]  # does its work on the inputs of this tu
 class Clock(Protocol):
     """What tells the time of the device."""
 
+    def settle(self):
+        """Waits until the device has done all that is in its queue."""
+
     def mark(self) -> Any:
         """A moment: when the device comes to this point of its queue."""
 
@@ -70,8 +73,9 @@ def replayed(replay: Callable[[], None]) -> Contender:
 def take_turns(contenders: Mapping[Any, Contender], repetitions: int, clock: Clock) -> dict[Any, Samples]:
     """Every contender in each round, beginning with another one; the first ``WARM_UP`` rounds do not count.
 
-    In its turn a contender works twice and the second time counts: then the host is ahead of the device, as in
-    training, and the clocks are those to which this very work heats the device, not those that its predecessor left.
+    In its turn a contender works twice and the second time counts: then the clocks are those to which this very work
+    heats the device, not those that its predecessor left, and the host is as far ahead of the device as this very work
+    lets it be, as in training: the device settles before each turn, so that nobody inherits a lead from a longer work.
 
     Parameters
     ----------
@@ -97,6 +101,7 @@ def take_turns(contenders: Mapping[Any, Contender], repetitions: int, clock: Clo
 
 def _moments(contender: Contender, turn: int, clock: Clock) -> list[Any]:
     """The beginning, the laps and the end of one contender's work, after a run-up on other inputs."""
+    clock.settle()
     contender(turn + 1, lambda: None)
     moments = [clock.mark()]
     contender(turn, lambda: moments.append(clock.mark()))

@@ -39,6 +39,7 @@ METRICS = {
     "dram_written_bytes": ("dram__bytes_write.sum", 1),
     "l2_pct": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", 1),
     "l2_hit_pct": ("lts__t_sector_hit_rate.pct", 1),
+    "l2_link_pct": ("lts__ltcfabric2ltc_cycles_active.avg.pct_of_peak_sustained_elapsed", 1),
     "sectors_per_load": ("l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio", 1),
     "sectors_per_store": ("l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_st.ratio", 1),
     "registers": ("launch__registers_per_thread", 1),
@@ -82,8 +83,9 @@ class Row:
         Cycles of a multiprocessor in a nanosecond.
     tensor_pct, issue_pct : float
         How much of the time the tensor cores' pipe is busy, and of a scheduler's active cycles how many issue.
-    dram_pct, dram_read_bytes, dram_written_bytes, l2_pct, l2_hit_pct
-        DRAM and L2 cache: percent of the peak rate, bytes, sectors that are found in the cache.
+    dram_pct, dram_read_bytes, dram_written_bytes, l2_pct, l2_hit_pct, l2_link_pct
+        DRAM and L2 cache: percent of the peak rate, bytes, sectors that are found in the cache, percent of the time in
+        which the link between the cache's two halves is busy.
     sectors_per_load, sectors_per_store : float
         Sectors of 32 bytes for each request of a warp; copies by TMA and cp.async are no such requests.
     registers, shared_bytes : int
@@ -110,6 +112,7 @@ class Row:
     dram_written_bytes: int
     l2_pct: float
     l2_hit_pct: float
+    l2_link_pct: float
     sectors_per_load: float
     sectors_per_store: float
     registers: int

@@ -57,6 +57,10 @@ class Gpu:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.cache_bytes = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
 
+    def settle(self):
+        """Waits until the device has done all that is in its queue."""
+        torch.cuda.synchronize()
+
     def mark(self) -> torch.cuda.Event:
         """An event in the current stream."""
         event = torch.cuda.Event(enable_timing=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, aims, findings, plots, report, results
+from moeblaze_ref.bench import KINDS, aims, findings, paper, plots, report, results
 
 DOCUMENT = results.DOCS / "performance.md"
 README = results.DOCS.parent / "README.md"
@@ -151,6 +151,11 @@ def _of_file(path: Path, maker: Callable[[results.Result], str]) -> Callable[[],
     return lambda: maker(results.load(path)) if path.exists() else ""
 
 
+def _other_systems() -> results.Result | None:
+    """The results of the other systems, if there are any."""
+    return results.load(results.SYSTEMS) if results.SYSTEMS.exists() else None
+
+
 def _with_place(kind: str) -> Callable[[results.Result], str]:
     """Where the numbers of a file were taken, and its tables, a preset each."""
 
@@ -170,13 +175,16 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "summary": findings.summary,
     "spread": _spread,
     "host": findings.host,
-    "aims": aims.table,
+    "aims": lambda found: aims.table(found, _other_systems()),
     "skew": _tables("layer", skewed=True),
-    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
+    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters", "paper")},
 }
 # Blocks of other files than that of the benchmark.
 APART: dict[str, Callable[[], str]] = {
     "trials": _trials,
+    "systems": _of_file(results.SYSTEMS, _with_place("layer")),
+    "paper": _of_file(results.SYSTEMS, _tables("paper")),
+    "printed": lambda: paper.beside(_other_systems()),
     "ladder": _of_file(results.LADDER, _with_place("ladder")),
     "counters": _of_file(results.COUNTERS, _with_place("counters")),
     "why": _of_file(results.COUNTERS, findings.why),

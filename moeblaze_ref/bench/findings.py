@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from moeblaze_ref.bench import counters, ladder, report, results
-from moeblaze_ref.bench.layer import OURS
+from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.raw_cuda import tiles
 
 LINE = 120
 POLICIES = ("minimal", "inputs")
+AS_GRAPHS = ", as CUDA graphs"
 # Kernels of the last rung by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
@@ -46,9 +47,29 @@ def beside_peers(found: results.Result) -> dict[tuple[str, str, str], list[float
     return dict(ratios)
 
 
+def beside_peers_as_graphs(found: results.Result) -> dict[tuple[str, str, str], list[float]]:
+    """The same of steps that are replayed as CUDA graphs, ours and the peer's: of the small layers."""
+    rows = [row for row in results.rows_of(found, "layer") if row["routing"] == "uniform" and row.get("graph_ms")]
+    peers = [row for row in rows if row["system"] != OURS]
+    ratios = defaultdict(list)
+    for row in rows:
+        if row["system"] == OURS:
+            for peer in peers:
+                if (peer["run"], peer["preset"]) == (row["run"], row["preset"]):
+                    key = row["preset"], row["policy"], peer["system"]
+                    ratios[key].append(peer["graph_ms"] / row["graph_ms"])
+    return dict(ratios)
+
+
 def summary(found: results.Result) -> str:
-    """Ours beside each peer in the run that is worst for ours, and where it is the slower one."""
-    worst = {key: min(ratios) for key, ratios in beside_peers(found).items() if key[1] in POLICIES}
+    """Ours beside each peer in the run that is worst for ours, as launched and as graphs, and where it is the slower."""
+    tables = [(beside_peers(found), ""), (beside_peers_as_graphs(found), AS_GRAPHS)]
+    worst = {
+        (preset, policy + how, peer): min(ratios)
+        for ratios_of, how in tables
+        for (preset, policy, peer), ratios in ratios_of.items()
+        if policy in POLICIES
+    }
     if not worst:
         return ""
     presets, policies, peers = (list(dict.fromkeys(key[i] for key in worst)) for i in range(3))
@@ -75,10 +96,15 @@ def _slower(worst: dict[tuple[str, str, str], float]) -> str:
     if not lost:
         return "Ours is the faster one in every run."
     places = [
-        f"under `{policy}`, than `{peer}` on {', '.join(lost[policy, peer])}"
-        for policy, peer in sorted(lost, key=lambda key: POLICIES.index(key[0]))
+        f"under {policy}, than `{peer}` on {', '.join(lost[policy, peer])}" for policy, peer in sorted(lost, key=_order)
     ]
     return f"Ours is the slower one in at least one run: {'; '.join(places)}."
+
+
+def _order(key: tuple[str, str]) -> tuple[bool, int]:
+    """As launched before as graphs, policy by policy."""
+    policy = key[0].removesuffix(AS_GRAPHS)
+    return key[0] != policy, POLICIES.index(policy)
 
 
 def host(found: results.Result) -> str:
@@ -140,17 +166,18 @@ def _behind_ms(row: Row, dense: Row) -> float:
 def why(found: results.Result) -> str:
     """How far each product's tensor cores are from cuBLAS's, by idle cycles and by the clock, the furthest first."""
     names = ("preset", "kernel", *(f"{what}, % of cuBLAS's" for what in ("busy x clock", "busy", "clock")))
-    names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %")
+    names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %", "L2 link %")
     cells = [
         (preset, name, f"{_share(row, dense, report.busy_ghz):.0f}",
          f"{_share(row, dense, lambda r: r['tensor_pct']):.0f}", f"{_share(row, dense, lambda r: r['sm_clock_ghz']):.0f}",
-         f"{row['duration_ms']:.2f}", f"{_behind_ms(row, dense):.2f}", f"{row['dram_pct']:.0f}", f"{row['l2_pct']:.0f}")
+         f"{row['duration_ms']:.2f}", f"{_behind_ms(row, dense):.2f}", f"{row['dram_pct']:.0f}", f"{row['l2_pct']:.0f}",
+         f"{row['l2_link_pct']:.0f}")
         for preset, (rows, dense) in _by_preset(found).items()
         for name, row in zip(_names(rows), rows, strict=True)
     ]  # fmt: skip
     cells += [
         (preset, "cuBLAS, dense", "100", "100", "100", f"{dense['duration_ms']:.2f}", "0.00",
-         f"{dense['dram_pct']:.0f}", f"{dense['l2_pct']:.0f}")
+         f"{dense['dram_pct']:.0f}", f"{dense['l2_pct']:.0f}", f"{dense['l2_link_pct']:.0f}")
         for preset, (_, dense) in list(_by_preset(found).items())[:1]
     ]  # fmt: skip
     return _markdown(names, cells, 2) if cells else ""

@@ -1,4 +1,4 @@
-"""The whole layer, a forward and a backward, under the save policies and beside its peers."""
+"""The whole layer, a forward and a backward: ours under the save policies, beside the other systems and the peers."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,19 +6,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moeblaze_ref.bench import accuracy, floors, peers, routing
+from moeblaze_ref.bench import accuracy, contestants, floors, peers, routing
 from moeblaze_ref.bench.clock import Contender, Lap, Samples, replayed, take_turns
+from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.bench.device import Device, NoGraph
+from moeblaze_ref.capacity import DEFAULT_FACTOR
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory import measure
+from moeblaze_ref.raw_cuda import block_sparse
 from moeblaze_ref.raw_cuda.layer import default_rung
 from moeblaze_ref.torch_bridge import bridge_to
 from moeblaze_ref.torch_layer import MoELayer
 
-OURS = "moeblaze"
-SYSTEMS = (OURS, *peers.SYSTEMS)
 INPUTS = 3  # used in turn, so that none is in the L2 cache when its turn comes
 GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing, and a graph's memory is too much
 
@@ -30,13 +31,15 @@ class Choice:
     Parameters
     ----------
     systems : sequence of str
-        Of ``SYSTEMS``.
+        Of ``contestants.SYSTEMS``.
     policies : sequence of str
         Of ``config.POLICIES``: one row of `OURS` for each.
     rung : str, optional
         Of `OURS`. Default: the layer's own.
     routing : str
         One of ``routing.ROUTINGS``; any but "uniform" is timed beside that, in turns.
+    capacity_factor : float
+        Of the system of that name.
     repetitions : int
         Of each row.
     """
@@ -45,6 +48,7 @@ class Choice:
     policies: Sequence[str] = ("minimal",)
     rung: str | None = None
     routing: str = "uniform"
+    capacity_factor: float = DEFAULT_FACTOR
     repetitions: int = 15
 
 
@@ -63,11 +67,11 @@ class Row:
     Parameters
     ----------
     kind : str
-        "layer".
+        "layer", or "paper" of those that are timed for the paper's comparison.
     preset, shape, dtype
         The layer: a name, {L, d, h, E, k}, and the dtype of its activations and weights.
     system, policy, rung, routing
-        What ran, and where the router sent the tokens; a peer has neither policy nor rung.
+        What ran, and where the router sent the tokens; who has no policies has none, nor a rung who has no rungs.
     step_ms, quartiles_ms
         A forward and a backward: median, and first and third quartile.
     fwd_ms, bwd_ms
@@ -79,19 +83,26 @@ class Row:
     peak_bytes : int
         The most that is allocated at one time in a step, weights excluded; input and gradients included.
     error : float
-        As `accuracy.worst_error` has it of whole tensors.
+        As `accuracy.worst_error` has it of whole tensors; of ``capacity`` over the choices that it should compute.
     floor_ms, pct_of_floor
         Of `floors.layer_floor_ms`; the floor over the median, in percent.
     pct_of_cublas, pct_of_hot_cublas : float
-        FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and in turns.
+        FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and in turns. Of
+        rows that are dropped there are none, and those of padding do not count.
     ratio_to : dict
-        How many times as fast as each peer on the same routing: {"grouped_mm": 1.3}.
+        How many times as fast as each other system but `OURS` on the same routing: {"grouped_mm": 1.3}.
     time_over_uniform : float or None
         The median over that of the same system on uniform routing; None on uniform routing itself.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
         As `floors.columns`.
     row_error : float or None
         As `accuracy.worst_error` has it of rows.
+    activation : str
+        One of ``config.ACTIVATIONS``.
+    capacity_factor : float or None
+        Of ``capacity``.
+    dropped_rows, lost_tokens, padding_rows : int or None
+        As `contestants.losses` has it of the input that is compared.
     """
 
     kind: str
@@ -120,6 +131,11 @@ class Row:
     copy_gb_s: float
     hot_cublas_tflops: float
     row_error: float | None = None
+    activation: str = "swiglu"  # of every row from before this column
+    capacity_factor: float | None = None
+    dropped_rows: int | None = None
+    lost_tokens: int | None = None
+    padding_rows: int | None = None
 
 
 class Scene:
@@ -131,6 +147,13 @@ class Scene:
         dtype float32, bfloat16 or float16, as the systems take it.
     choice : Choice
     device : torch.device
+
+    Attributes
+    ----------
+    layer : MoELayer
+        `OURS`, whose weights all have.
+    modules : dict of str to nn.Module
+        Of the other systems of ``moeblaze_ref.systems`` that were chosen.
     """
 
     def __init__(self, config: MoEConfig, choice: Choice, device: torch.device):
@@ -140,8 +163,18 @@ class Scene:
         self.d_out = torch.randn(c.L, c.d, device=device, dtype=dtype)  # (L, d)
         self._routings = tuple(dict.fromkeys(("uniform", choice.routing)))
         self._tokens = {name: [self._routed(c, name) for _ in range(INPUTS)] for name in self._routings}
-        self._peers = {system: peers.peer(system, self.layer) for system in choice.systems if system != OURS}
+        others = [system for system in choice.systems if system != OURS]
+        self.modules = {name: self._module(name, choice) for name in others if name not in peers.SYSTEMS}
+        self._others = {name: self._function(name) for name in others}
         self._policies = choice.policies if OURS in choice.systems else ()
+
+    def _module(self, system: str, choice: Choice) -> nn.Module:
+        options = {"capacity_factor": choice.capacity_factor} if system == "capacity" else {}
+        return contestants.module_of(system, self.layer, **options)
+
+    def _function(self, system: str) -> contestants.Layer:
+        module = self.modules.get(system)
+        return peers.peer(system, self.layer) if module is None else contestants.layer_of(module)
 
     def _routed(self, config: MoEConfig, name: str) -> Tensor:
         """Tokens (L, d) that the router sends where this routing wants them."""
@@ -151,13 +184,13 @@ class Scene:
 
     def subjects(self) -> list[Subject]:
         """Of every row, ours first."""
-        systems = [(OURS, policy) for policy in self._policies] + [(system, None) for system in self._peers]
+        systems = [(OURS, policy) for policy in self._policies] + [(system, None) for system in self._others]
         return [Subject(*system, name) for name in self._routings for system in systems]
 
     def run(self, subject: Subject, x: Tensor) -> tuple[Tensor, Tensor]:
         """Output (L, d) and choice of experts (L, k) of one system's forward."""
         if subject.system != OURS:
-            return self._peers[subject.system](x)
+            return self._others[subject.system](x)
         self.layer.policy = subject.policy
         result = self.layer(x)
         return result.out, result.topk_experts
@@ -207,19 +240,24 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     samples = take_turns(device.ceilings() | contenders, choice.repetitions, device)
     hot = device.rates(samples)
     graphs = _graph_times(scene, subjects, config, choice, device)
-    head = {"kind": "layer", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
+    head = {"kind": "layer", "preset": preset, "shape": config.sizes}
+    head |= {"dtype": config.dtype, "activation": config.activation}
     head |= {"floor_ms": floors.layer_floor_ms(config, ceilings), **floors.columns(ceilings, hot)}
-    rung = choice.rung or default_rung(config.dtype, config.d, config.h, bridge_to(device.torch_device).executor)
+    lost = {subject: _losses(scene, subject, config) for subject in subjects}
+    rungs = _rungs(scene, config, choice, device)
     return [
         asdict(
             Row(
                 **head,
-                **_subject(subject, rung),
+                **subject._asdict(),
+                rung=rungs.get(subject.system),
+                capacity_factor=choice.capacity_factor if subject.system == "capacity" else None,
                 **_times(subject, samples),
-                **_shares(samples[subject].median, config, ceilings, hot),
+                **_shares(samples[subject].median, config, lost[subject], ceilings, hot),
                 **_memory(scene, subject, device),
                 graph_ms=graphs.get(subject),
                 **errors[subject].columns,
+                **lost[subject]._asdict(),
             )
         )
         for subject in subjects
@@ -228,16 +266,34 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
 
 def _error(scene: Scene, subject: Subject) -> accuracy.Error:
     x = scene.tokens(subject).detach()
-    return accuracy.worst_error(partial(scene.run, subject), scene.layer, x, scene.d_out)
+    keeps = partial(contestants.kept_choices, scene.modules["capacity"], x) if subject.system == "capacity" else None
+    return accuracy.worst_error(partial(scene.run, subject), scene.layer, x, scene.d_out, keeps)
 
 
-def _subject(subject: Subject, rung: str) -> dict[str, Any]:
-    return {**subject._asdict(), "rung": rung if subject.system == OURS else None}
+def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> contestants.Losses:
+    if subject.system not in scene.modules:
+        return contestants.Losses()
+    with torch.no_grad():
+        _, chosen = scene.run(subject, scene.tokens(subject))
+    return contestants.losses(subject.system, scene.modules[subject.system], config, chosen)
 
 
-def _shares(step_ms: float, config: MoEConfig, ceilings: floors.Ceilings, hot: floors.Ceilings) -> dict[str, float]:
+def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> dict[str, str]:
+    """Of the systems that have rungs."""
+    executor = bridge_to(device.torch_device).executor
+    rungs = {OURS: choice.rung or default_rung(config.dtype, config.d, config.h, executor)}
+    if "megablocks" in scene.modules:
+        block = scene.modules["megablocks"].block
+        rungs["megablocks"] = block_sparse.default_rung(config.dtype, config.d, block, executor)
+    return rungs
+
+
+def _shares(
+    step_ms: float, config: MoEConfig, lost: contestants.Losses, ceilings: floors.Ceilings, hot: floors.Ceilings
+) -> dict[str, float]:
     """The columns in percent."""
-    flops_per_ms = floors.layer_flops(config) / step_ms
+    kept = 1 - (lost.dropped_rows or 0) / config.R
+    flops_per_ms = kept * floors.layer_flops(config) / step_ms
     return {
         "pct_of_floor": 100 * floors.layer_floor_ms(config, ceilings) / step_ms,
         "pct_of_cublas": 100 * flops_per_ms / ceilings.flops_per_ms,
@@ -249,7 +305,7 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
     """The columns that come from the clock."""
     mine = samples[subject]
     beside = {other: taken.median / mine.median for other, taken in samples.items() if isinstance(other, Subject)}
-    rivals = {other.system: ratio for other, ratio in beside.items() if _is_peer(other, subject)}
+    rivals = {other.system: ratio for other, ratio in beside.items() if _is_rival(other, subject)}
     uniform = subject._replace(routing="uniform")
     return {
         "step_ms": mine.median,
@@ -261,8 +317,8 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
     }
 
 
-def _is_peer(other: Subject, subject: Subject) -> bool:
-    """Whether the other is a peer that this one is compared with."""
+def _is_rival(other: Subject, subject: Subject) -> bool:
+    """Whether the other is one that this one is compared with."""
     return other.system not in (OURS, subject.system) and other.routing == subject.routing
 
 

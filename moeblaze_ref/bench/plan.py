@@ -7,8 +7,9 @@ from typing import Any
 
 from moeblaze_ref import doors
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.bench import KINDS, LAYER_PRESETS, counters, floors, ladder, routing, stages
+from moeblaze_ref.bench import KINDS, LAYER_PRESETS, contestants, counters, floors, ladder, paper, routing, stages
 from moeblaze_ref.bench import layer as whole_layer
+from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.bench.device import Gpu
 from moeblaze_ref.config import POLICIES, PRESETS, MoEConfig, preset
 from moeblaze_ref.raw_cuda import expert_up
@@ -26,7 +27,9 @@ SHAPES = {
     "combine": (("qwen3", None), ("conf3", None)),
 }
 # Which kinds take which of the options that not all of them take.
-TAKEN_BY = {"policies": ("layer",), "systems": ("layer",), "routing": ("layer",), "stages": ("stage",)}
+TAKEN_BY = {option: ("layer",) for option in ("policies", "systems", "routing", "capacity_factor")} | {
+    "stages": ("stage",)
+}
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class Request:
         Names, or "all" for ``LAYER_PRESETS``.
     tokens : int, optional
         L, in place of that of each preset.
-    policies, systems, routing
-        Of a layer: see `layer.Choice`.
+    policies, systems, routing, capacity_factor
+        Of a layer: see `layer.Choice`; systems may be named as `contestants.named` knows them.
     stages : sequence of str
         Of a step: see `floors.stages_of`.
     rungs : sequence of str
@@ -54,6 +57,7 @@ class Request:
     policies: Sequence[str] = ()
     systems: Sequence[str] = ()
     routing: str | None = None
+    capacity_factor: float | None = None
     stages: Sequence[str] = ()
     rungs: Sequence[str] = ()
     repetitions: int = 15
@@ -80,12 +84,18 @@ def jobs(kind: str, request: Request) -> list[Job]:
     """
     doors.check_name("kind of benchmark", kind, KINDS)
     for option, kinds in TAKEN_BY.items():
-        if getattr(request, option) and kind not in kinds:
+        if getattr(request, option) not in (None, ()) and kind not in kinds:
             raise ValueError(f"{option} {_said(getattr(request, option))}: only bench {' or '.join(kinds)} has any")
     doors.check_int("repetitions", request.repetitions, at_least=1)
     if request.tokens is not None:
         doors.check_int("L", request.tokens, at_least=1)
-    makers = {"layer": _layer_jobs, "stage": _stage_jobs, "ladder": _ladder_jobs, "counters": _counter_jobs}
+    makers = {
+        "layer": _layer_jobs,
+        "paper": _paper_jobs,
+        "stage": _stage_jobs,
+        "ladder": _ladder_jobs,
+        "counters": _counter_jobs,
+    }
     return makers.get(kind, partial(_jobs_beside_torch, kind))(request)
 
 
@@ -108,8 +118,8 @@ def gpu() -> Gpu:
     return Gpu()
 
 
-def _said(value: str | Sequence[str]) -> str:
-    return value if isinstance(value, str) else ", ".join(value)
+def _said(value: str | float | Sequence[str]) -> str:
+    return ", ".join(value) if isinstance(value, tuple | list) else str(value)
 
 
 def layers(request: Request, default: Sequence[tuple[str, int | None]]) -> list[tuple[str, MoEConfig]]:
@@ -128,25 +138,18 @@ def _layer(name: str, tokens: int | None) -> tuple[str, MoEConfig]:
 
 
 def _layer_jobs(request: Request) -> list[Job]:
-    for kind, asked, known in (
-        ("policy", request.policies, POLICIES),
-        ("system", request.systems, whole_layer.SYSTEMS),
-    ):
-        for name in asked:
-            doors.check_name(kind, name, known)
+    for name in request.policies:
+        doors.check_name("policy", name, POLICIES)
+    systems = tuple(dict.fromkeys(map(contestants.named, request.systems)))
     if len(request.rungs) > 1:
         raise ValueError(f"rungs {_said(request.rungs)}: a layer runs on one rung")
-    if request.systems and whole_layer.OURS not in request.systems:
-        for option in ("policies", "rungs"):
-            if asked := getattr(request, option):
-                raise ValueError(
-                    f"{option} {_said(asked)}: only {whole_layer.OURS} has any, and it is not among the systems"
-                )
+    _check_owners(request, systems or whole_layer.Choice.systems)
     given = {
-        "systems": request.systems,
+        "systems": systems,
         "policies": request.policies,
         "rung": next(iter(request.rungs), None),
         "routing": request.routing,
+        "capacity_factor": request.capacity_factor,
     }
     choice = whole_layer.Choice(
         **{name: value for name, value in given.items() if value}, repetitions=request.repetitions
@@ -155,6 +158,26 @@ def _layer_jobs(request: Request) -> list[Job]:
         doors.check_name("rung of layer", choice.rung, raw_layer.RUNGS)
     doors.check_name("routing", choice.routing, routing.ROUTINGS)
     return [partial(whole_layer.time_layer, name, config, choice) for name, config in layers(request, ALL)]
+
+
+def _check_owners(request: Request, systems: Sequence[str]):
+    """The options that only one system has are given where that system is."""
+    for option, owner in (("policies", OURS), ("rungs", OURS), ("capacity_factor", "capacity")):
+        asked = getattr(request, option)
+        if asked not in (None, ()) and owner not in systems:
+            raise ValueError(f"{option} {_said(asked)}: only {owner} has any, and it is not among the systems")
+    if request.capacity_factor is not None:
+        doors.check_positive("capacity_factor", request.capacity_factor)
+
+
+def _paper_jobs(request: Request) -> list[Job]:
+    if request.rungs:
+        raise ValueError(f"rungs {_said(request.rungs)}: bench paper has those that each layer runs by default")
+    return [
+        partial(paper.time_both, name, config.replace(activation=activation), request.repetitions)
+        for name, config in layers(request, tuple((name, None) for name in paper.PRESETS))
+        for activation in paper.ACTIVATIONS
+    ]
 
 
 def _stage_jobs(request: Request) -> list[Job]:

@@ -7,17 +7,19 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref.bench import accuracy
-from moeblaze_ref.units import GB, KIB, MIB
+from moeblaze_ref.units import GB, KIB, MB, MIB
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
 # Columns that are no numbers.
-WORDS = ("preset", "system", "stage", "rung", "routing", "bound", "idea", "kernel", "warps wait for")
+WORDS = ("preset", "activation", "system", "stage", "rung", "routing", "bound", "idea", "kernel", "warps wait for")
 
 
 def label(row: Row) -> str:
-    """The system, with its policy if it has one."""
+    """The system, with its policy or its capacity factor if it has one."""
+    if row.get("capacity_factor") is not None:
+        return f"{row['system']}, factor {row['capacity_factor']:g}"
     return row["system"] if row.get("policy") is None else f"{row['system']}, {row['policy']}"
 
 
@@ -41,6 +43,14 @@ def _half_spread(row: Row) -> str:
     return f"{50 * (third - first) / row['step_ms']:.1f}"
 
 
+def _padding(row: Row) -> str:
+    """Rows of padding, in percent of the rows that are computed for a token."""
+    if row["padding_rows"] is None:
+        return ""
+    kept = row["shape"]["L"] * row["shape"]["k"] - row["dropped_rows"]
+    return f"{100 * row['padding_rows'] / kept:.1f}" if kept else "all"
+
+
 LAYER_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
     ("system", label),
@@ -54,8 +64,26 @@ LAYER_COLUMNS: tuple[Column, ...] = (
     ("% of hot cuBLAS", _number("pct_of_hot_cublas", ".0f")),
     ("% of floor", _number("pct_of_floor", ".0f")),
     ("over uniform", lambda row: "" if row["time_over_uniform"] is None else ratio(row["time_over_uniform"])),
+    ("dropped rows", _number("dropped_rows", ",")),
+    ("lost tokens", _number("lost_tokens", ",")),
+    ("padding %", _padding),
     ("kept MiB", _number("kept_bytes", ",.0f", MIB)),
     ("peak MiB", _number("peak_bytes", ",.0f", MIB)),
+    ("error", _number("error", ".1e")),
+    ("row error", _number("row_error", ".1e")),
+)
+PAPER_COLUMNS: tuple[Column, ...] = (
+    ("preset", lambda row: row["preset"]),
+    ("activation", lambda row: row["activation"]),
+    ("system", label),
+    ("rung", lambda row: row["rung"] or ""),
+    ("step ms", _number("step_ms", ".2f")),
+    ("± %", _half_spread),
+    ("forward ms", _number("fwd_ms", ".2f")),
+    ("backward ms", _number("bwd_ms", ".2f")),
+    ("% of cuBLAS", _number("pct_of_cublas", ".0f")),
+    ("kept MB", _number("kept_bytes", ",.0f", MB)),
+    ("peak MB", _number("peak_bytes", ",.0f", MB)),
     ("error", _number("error", ".1e")),
     ("row error", _number("row_error", ".1e")),
 )
@@ -98,13 +126,14 @@ COUNTER_COLUMNS: tuple[Column, ...] = (
     ("DRAM GB", lambda row: f"{(row['dram_read_bytes'] + row['dram_written_bytes']) / GB:.1f}"),
     ("L2 %", _number("l2_pct", ".0f")),
     ("L2 hits %", _number("l2_hit_pct", ".0f")),
+    ("L2 link %", _number("l2_link_pct", ".0f")),
     ("sectors a load", _number("sectors_per_load", ".1f")),
     ("sectors a store", _number("sectors_per_store", ".1f")),
     ("registers", _number("registers", ".0f")),
     ("shared KiB", _number("shared_bytes", ".0f", KIB)),
     ("warps wait for", lambda row: waits(row)),
 )
-COLUMNS = {"layer": LAYER_COLUMNS, "ladder": LADDER_COLUMNS, "counters": COUNTER_COLUMNS}
+COLUMNS = {"layer": LAYER_COLUMNS, "paper": PAPER_COLUMNS, "ladder": LADDER_COLUMNS, "counters": COUNTER_COLUMNS}
 
 
 def busy_ghz(row: Row) -> float:

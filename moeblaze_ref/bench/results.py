@@ -13,7 +13,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 RECORDED = DOCS / "results" / "bench_h200.json"  # what the documents and the notebooks show
 LADDER = RECORDED.with_name("ladder_h200.json")
 COUNTERS = RECORDED.with_name("counters_h200.json")
-ROWS = {"layer": layer.Row, "ladder": ladder.Row, "counters": counters.Row}  # of the other kinds: stages.Row
+SYSTEMS = RECORDED.with_name("systems_h200.json")  # beside MegaBlocks and a fixed capacity
+ROWS = {
+    "layer": layer.Row,
+    "paper": layer.Row,
+    "ladder": ladder.Row,
+    "counters": counters.Row,
+}  # of the other kinds: stages.Row
 PLACE = ("device", "versions", "commit")  # what all runs of one file share
 HEAD = {*PLACE, "clocks", "runs", "rows"}
 RUN = {"kind", "clocks", "repetitions"}

@@ -63,6 +63,12 @@ def expert_load(topk_experts: Sequence[np.ndarray], num_experts: int) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("routed rows")
     panels[-1].annotate(
-        "balanced", (num_experts, share), xytext=(6, 0), textcoords="offset points", color=VERMILLION, va="center"
+        "balanced",
+        (1, share),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        color=VERMILLION,
+        va="center",
     )
     return figure

@@ -6,7 +6,7 @@ A row is *kept* when it lives until the backward, and *transient* when the forwa
 
 What is counted: the activations of one layer in one forward, its input x included. What is
 not: weights, gradients, optimizer states, the backward's own buffers, what an allocator adds.
-`step_account` alone goes on through the backward, with its buffers and all gradients.
+`step_account` and `megablocks_step_account` go on through the backward, with its buffers and all gradients.
 Symbols as in the MoEBlaze paper: L, d, h, E, k. GiB is 2**30 bytes, GB is 1e9.
 """
 
@@ -312,6 +312,43 @@ def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Acc
     return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
 
 
+def megablocks_step_account(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Account:
+    """The bytes of a whole step of `megablocks`: what `step_account` is for ``moeblaze``.
+
+    A kept tensor is freed where `megablocks.backward` frees it.
+
+    Parameters
+    ----------
+    config : MoEConfig
+        The layer and the step.
+    assumptions : Assumptions
+        Routing and block size.
+
+    Returns
+    -------
+    Account
+        As of `step_account`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `account`.
+    """
+    one, case = account(config, "megablocks", assumptions=assumptions), _Case(config, None, assumptions)
+    T, W, S = (Size(name, one.symbols[name]) for name in "TWS")
+    last = "d_b" if case.gated else "d_a"  # to be born of a, b and d_y_swi
+    dies_at = {
+        "y": "d_gates",
+        "gates": "d_y",
+        "y_swi": "d_w3",
+        **dict.fromkeys(("a", "b"), last),
+        "routed_x": "d_w2" if case.gated else "d_w1",
+    }
+    forward = (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in one.tensors)
+    backward = _megablocks_backward(case, (T * S, case.d), (T * W, S, S), last)
+    return replace(one, tensors=(*forward, *backward), notes=())
+
+
 def ratio(one: Account, conventional: Account) -> float:
     """Kept bytes of ``one`` over those of ``conventional``; NaN when nothing is kept at all (L = 0)."""
     return one.kept_bytes / conventional.kept_bytes if conventional.kept_bytes else math.nan
@@ -614,7 +651,7 @@ _BUILD = {
 assert _BUILD.keys() == SYSTEMS.keys()
 
 
-# The backward: `moeblaze_ref.layer.backward` over the raw CUDA stages ------------------------------------------------
+# The backward: `layer.backward` and `megablocks.backward` over the raw CUDA stages ----------------------------------
 
 _DIES_AT = {  # a and b become d_a and d_b where they are; the last three are kept by a policy and read by nobody
     "a": "d_w1",
@@ -642,6 +679,32 @@ def _backward(s, C, W):
     yield Tensor("d_w1", weights, s.dtype)
     if s.gated:
         yield Tensor("d_w2", weights, s.dtype)
+    yield from _router_backward(s)
+
+
+def _megablocks_backward(s, rows, hidden, last):
+    """The same of `megablocks.backward`; rows and hidden are the shapes of what is as large as y and as y_swi."""
+    weights = (s.E, s.d, s.h)
+    yield Tensor("d_out", (s.L, s.d), s.dtype)
+    yield Tensor("d_gates", (s.L, s.k), s.wide, until="d_logits")
+    yield Tensor("d_y", rows, s.dtype, until="d_y_swi")
+    yield Tensor("d_w3", (s.E, s.h, s.d), s.dtype)
+    yield Tensor("d_y_swi", hidden, s.dtype, until=last)
+    yield Tensor("d_a", hidden, s.dtype, until="d_w1")
+    if s.gated:
+        yield Tensor("d_b", hidden, s.dtype, until="d_w2")
+    yield Tensor("d_x_rows", rows, s.dtype, until="d_x")
+    if s.gated:
+        yield Tensor("d_x_rows_b", rows, s.dtype, until="d_x_rows_b")
+    yield Tensor("d_x", (s.L, s.d), s.dtype)
+    yield Tensor("d_w1", weights, s.dtype)
+    if s.gated:
+        yield Tensor("d_w2", weights, s.dtype)
+    yield from _router_backward(s)
+
+
+def _router_backward(s):
+    """What every system's backward ends with."""
     yield Tensor("logits'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("probs'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("d_logits", (s.L, s.E), s.wide, until="d_wg")

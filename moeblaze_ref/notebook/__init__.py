@@ -5,6 +5,9 @@ Imported by notebooks alone: it needs IPython and ipywidgets, which the rest of 
 
 from moeblaze_ref.notebook.controls import doubling, explore, progress, track
 from moeblaze_ref.notebook.markdown import bullets, table
+from moeblaze_ref.notebook.pictures import describe_pictures
 from moeblaze_ref.notebook.sources import show_kernel, show_source
 
 __all__ = ["bullets", "doubling", "explore", "progress", "show_kernel", "show_source", "table", "track"]
+
+describe_pictures()

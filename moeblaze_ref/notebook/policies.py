@@ -278,7 +278,7 @@ def pareto_picture(panels: Mapping[str, Mapping[str, Sequence[Cost]]]) -> Figure
         axes.set(ylim=(0, None), xlabel="time beyond the fastest, %", ylabel="kept, GiB")
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12)
-    _pareto_legend(figure, next(iter(panels.values())))
+    _pareto_legend(figure, panels)
     return figure
 
 
@@ -293,10 +293,13 @@ def _draw_series(axes, costs, base, filled):
         axes.plot(*place(cost), "o", markersize=9, markeredgecolor=color, markerfacecolor=face, clip_on=False, zorder=3)
 
 
-def _pareto_legend(figure, series):
-    (axes, *_) = figure.axes
+def _pareto_legend(figure, panels):
+    """The policies that some panel shows, and the series, of which every panel has the same."""
+    (axes, *_), (series, *_) = figure.axes, panels.values()
+    shown = {cost.policy for one in panels.values() for costs in one.values() for cost in costs}
     look = {"linestyle": "", "marker": "o", "markersize": 9}
-    marks = [axes.plot([], [], color=color, label=policy, **look)[0] for policy, color in POLICY_COLORS.items()]
+    colors = {policy: color for policy, color in POLICY_COLORS.items() if policy in shown}
+    marks = [axes.plot([], [], color=color, label=policy, **look)[0] for policy, color in colors.items()]
     for label, filled in zip(series, FILLED, strict=False):
         face = BLACK if filled else "none"
         marks += axes.plot([], [], markeredgecolor=BLACK, markerfacecolor=face, label=label, **look)

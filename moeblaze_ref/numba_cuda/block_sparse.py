@@ -427,7 +427,7 @@ def sdd_kernel(transpose_rhs):
 
         COO says at once where a block lies: no search through the offsets.
 
-        Source        MegaBlocks, sections 5.1.1 and 5.1.3
+        Source        MegaBlocks, sections 5.1 and 5.1.3
         Grid          ceil(nnz block block / THREADS) blocks of THREADS threads, a thread for each stored element
         Shared bytes  0
         Global bytes  reads 8 nnz block block (1 + K); writes 4 nnz block block
@@ -458,7 +458,7 @@ def dsd_kernel(transpose_lhs, transpose_rhs):
         ``offsets`` and ``indices`` are of the block rows and their columns, or if the sparse matrix is transposed of the
         block columns and their rows.
 
-        Source        MegaBlocks, sections 5.1.2 and 5.1.4
+        Source        MegaBlocks, sections 5.1 and 5.1.4
         Grid          ceil(M K / THREADS) blocks of THREADS threads, a thread for each element
         Shared bytes  0
         Global bytes  reads 8 M K + 4 nnz block K (1 + T) + 8 nnz block block K; writes 4 M K
@@ -484,7 +484,7 @@ def dds_kernel(transpose_lhs):
 
         ``offsets`` and ``indices`` are of the block columns and their rows.
 
-        Source        MegaBlocks, sections 5.1.2 and 5.1.4
+        Source        MegaBlocks, sections 5.1 and 5.1.4
         Grid          ceil(N K / THREADS) blocks of THREADS threads, a thread for each element
         Shared bytes  0
         Global bytes  reads 8 N K + 8 nnz block K + 8 nnz block block K; writes 4 N K
@@ -526,7 +526,7 @@ def sdd(lhs, rhs, topology, transpose_rhs=False):
 
     Notes
     -----
-    MegaBlocks, section 5.1.1.
+    MegaBlocks, sections 5.1 and 5.1.3.
     """
     sparse_doors.check_sdd(lhs, rhs, topology, transpose_rhs, DTYPES)
     values = float32_output((topology.nnz, topology.block, topology.block))
@@ -564,7 +564,7 @@ def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
 
     Notes
     -----
-    MegaBlocks, sections 5.1.2 and 5.1.4.
+    MegaBlocks, sections 5.1 and 5.1.4.
     """
     sparse_doors.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, DTYPES)
     rhs = _parts(rhs)
@@ -603,7 +603,7 @@ def dds(lhs, values, topology, transpose_lhs=False, parts=1):
 
     Notes
     -----
-    MegaBlocks, sections 5.1.2 and 5.1.4: its blocks are visited by the transpose indices.
+    MegaBlocks, sections 5.1 and 5.1.4: its blocks are visited by the transpose indices.
     """
     sparse_doors.check_dds(lhs, values, topology, transpose_lhs, parts, DTYPES)
     like, lhs = lhs, _parts(lhs)
@@ -647,7 +647,7 @@ def activate_kernel(activation):
     def kernel(a, b, y_swi):
         """Activate every stored element, padding included.
 
-        Source        MegaBlocks, section 4.2; MoEBlaze, section 5: Y_swi = SiLU(A) * B
+        Source        MegaBlocks, section 5.1; MoEBlaze, section 5: Y_swi = SiLU(A) * B
         Grid          ceil(nnz block block / THREADS) blocks of THREADS threads, a thread for each stored element
         Shared bytes  0
         Global bytes  reads 4 G nnz block block; writes 4 nnz block block
@@ -675,7 +675,7 @@ def activate_backward_kernel(activation):
     def kernel(d_y, a, b, d_a, d_b):
         """Take the gradient of every stored element back through the activation.
 
-        Source        MegaBlocks, section 4.2; MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A)
+        Source        MegaBlocks, section 5.1; MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A)
         Grid          ceil(nnz block block / THREADS) blocks of THREADS threads, a thread for each stored element
         Shared bytes  0
         Global bytes  reads 4 nnz block block (1 + G); writes 4 G nnz block block

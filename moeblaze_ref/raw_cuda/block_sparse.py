@@ -13,10 +13,11 @@ from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for, wide
 from moeblaze_ref.raw_cuda.runtime.source import Module
 from moeblaze_ref.structures import EMPTY, Array, Dispatch, PaddedBins, Topology
 
-RUNGS = {rung: gemm.RUNGS[rung] for rung in ("1_naive", "2_tiled", "3_mma")}
+RUNGS = {rung: gemm.RUNGS[rung] for rung in ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)}
 DEFAULT_RUNG = "2_tiled"
-BLOCK = 128  # of MegaBlocks: a tile of its products
+BLOCK = 128  # of MegaBlocks, section 5.1.2: a tile of its products
 GATE_DTYPES = ("float32",)
+HOPPER_BLOCK = gemm.ROWS_BOX[1]  # rung 4_hopper takes multiples of it: the rows of a tile are those of one block
 # Of rung 3_mma, by the block: what a tile has beyond its block is computed for nothing.
 TILES = (
     tiles.MmaTile(32, 32, warp_rows=32, warp_columns=32),
@@ -306,30 +307,37 @@ def sdd(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_sdd`, or if the rung does not compute in this dtype or these widths.
+        As `sparse_doors.check_sdd`, or if the rung does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
-    MegaBlocks, section 5.1.1.
+    MegaBlocks, sections 5.1 and 5.1.3.
     """
     sparse_doors.check_sdd(lhs, rhs, topology, transpose_rhs, gemm.WIDE)
     K, block, nnz = lhs.shape[1], topology.block, topology.nnz
     product = _Product(lhs, K, block, executor, rung, TRANSPOSE_RHS=transpose_rhs)
+    if not (nnz and K):
+        return product.zeros((nnz, block, block))
     values = product.executor.empty((nnz, block, block), product.dtype)
-    if size_of(values):
-        grid = ceil_div(size_of(values), gemm.THREADS) if product.naive else (nnz, product.high * product.wide)
-        product.launch(
-            "sdd",
-            grid,
-            lhs=lhs,
-            rhs=rhs,
-            row_indices=topology.row_indices,
-            column_indices=topology.column_indices,
-            values=values,
-            nnz=nnz,
-            K=K,
-            **_parts("rhs", rhs),
-        )
+    if product.hopper:
+        places = {
+            "row_offsets": topology.row_offsets,
+            "M": lhs.shape[0],
+            "part": rhs.shape[-2 if transpose_rhs else -1],
+        }
+    else:
+        places = {"row_indices": topology.row_indices, "nnz": nnz, **_parts("rhs", rhs)}
+    product.launch(
+        "sdd",
+        elements=size_of(values),
+        tiles=(nnz, product.high * product.wide),
+        lhs=product.operand(lhs),
+        rhs=product.operand(rhs),
+        column_indices=topology.column_indices,
+        values=values,
+        K=K,
+        **places,
+    )
     return values
 
 
@@ -366,37 +374,36 @@ def dsd(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dsd`, or if the rung does not compute in this dtype or these widths.
+        As `sparse_doors.check_dsd`, or if the rung does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
-    MegaBlocks, sections 5.1.2 and 5.1.4.
+    MegaBlocks, sections 5.1 and 5.1.4.
     """
     sparse_doors.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, gemm.WIDE)
     rows, K = topology.shape[1 if transpose_lhs else 0], rhs.shape[-2 if transpose_rhs else 1]
     transposes = {"TRANSPOSE_LHS": transpose_lhs, "TRANSPOSE_RHS": transpose_rhs}
     product = _Product(values, K, topology.block, executor, rung, **transposes)
+    if not (topology.nnz and K):
+        return product.zeros((rows, K))
     result = product.executor.empty((rows, K), product.dtype)
-    if rows * K:
-        by_row, by_column = (
-            (topology.row_offsets, topology.column_indices),
-            (topology.column_offsets, topology.row_indices),
-        )
-        offsets, others = by_column if transpose_lhs else by_row
-        tiles_of_rows = rows // topology.block * product.high, ceil_div(K, product.columns)
-        product.launch(
-            "dsd",
-            ceil_div(rows * K, gemm.THREADS) if product.naive else tiles_of_rows,
-            values=values,
-            rhs=rhs,
-            offsets=offsets,
-            others=others,
-            transpose_indices=topology.transpose_indices,
-            result=result,
-            rows=rows,
-            K=K,
-            **_parts("rhs", rhs),
-        )
+    by_row = topology.row_offsets, topology.column_indices
+    by_column = topology.column_offsets, topology.row_indices
+    offsets, others = by_column if transpose_lhs else by_row
+    product.launch(
+        "dsd",
+        elements=rows * K,
+        tiles=(rows // topology.block * product.high, ceil_div(K, product.columns)),
+        values=product.operand(values),
+        rhs=product.operand(rhs),
+        offsets=offsets,
+        others=others,
+        transpose_indices=topology.transpose_indices,
+        result=result,
+        rows=rows,
+        K=K,
+        **({"part": rhs.shape[-1 if transpose_rhs else -2]} if product.hopper else _parts("rhs", rhs)),
+    )
     return result
 
 
@@ -433,32 +440,33 @@ def dds(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dds`, or if the rung does not compute in this dtype or these widths.
+        As `sparse_doors.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
-    MegaBlocks, sections 5.1.2 and 5.1.4.
+    MegaBlocks, sections 5.1 and 5.1.4.
     """
     sparse_doors.check_dds(lhs, values, topology, transpose_lhs, parts, gemm.WIDE)
     (M, N), K = topology.shape, lhs.shape[1 if transpose_lhs else 0]
     product = _Product(values, K, topology.block, executor, rung, TRANSPOSE_LHS=transpose_lhs)
+    if not (topology.nnz and K):
+        return product.zeros((parts, K, N // parts))
     result = product.executor.empty((parts, K, N // parts), product.dtype)
-    if N * K:
-        tiles_of_columns = ceil_div(K, product.rows), N // topology.block * product.wide
-        product.launch(
-            "dds",
-            ceil_div(N * K, gemm.THREADS) if product.naive else tiles_of_columns,
-            lhs=lhs,
-            values=values,
-            column_offsets=topology.column_offsets,
-            row_indices=topology.row_indices,
-            transpose_indices=topology.transpose_indices,
-            result=result,
-            M=M,
-            K=K,
-            N=N,
-            width=N // parts,
-        )
+    product.launch(
+        "dds",
+        elements=N * K,
+        tiles=(ceil_div(K, product.rows), N // topology.block * product.wide),
+        lhs=product.operand(lhs),
+        values=product.operand(values),
+        column_offsets=topology.column_offsets,
+        row_indices=topology.row_indices,
+        transpose_indices=topology.transpose_indices,
+        result=result,
+        M=M,
+        K=K,
+        N=N,
+        width=N // parts,
+    )
     return result
 
 
@@ -480,7 +488,9 @@ class _Product:
     def __init__(self, operand: Array, K: int, block: int, executor: Executor | None, rung: str, **transposes: bool):
         self.dtype = gemm.check_rung("block_sparse", rung, RUNGS, operand, K=K, block=block)
         self.executor = executor or executor_for(operand)
-        self.naive = rung == "1_naive"
+        self.naive, self.hopper = rung == "1_naive", rung == gemm.HOPPER
+        if self.hopper and block % HOPPER_BLOCK:
+            raise ValueError(f"block is {block}, but rung {rung} needs a multiple of {HOPPER_BLOCK}; use rung 3_mma")
         self._tile = tile_of(rung, block)
         self.rows, self.columns = gemm.extent(self._tile)
         self.high, self.wide = ceil_div(block, self.rows), ceil_div(block, self.columns)  # tiles along a block's sides
@@ -488,11 +498,25 @@ class _Product:
         constants = gemm.constants(self.dtype, tile=self._tile) | turned | {"BLOCK": block}
         self._module = self.executor.load(gemm.file_of("block_sparse", rung), **constants)
 
-    def launch(self, kernel: str, grid: int | tuple[int, ...], **arguments: Any):
-        """Run a kernel over this grid."""
-        tile = {} if self._tile is None else {"shared_bytes": self._tile.shared_bytes}
-        threads = gemm.THREADS if self._tile is None else self._tile.threads
-        self._module.launch(kernel, grid=grid, block=threads, **tile, **arguments)
+    def zeros(self, shape: tuple[int, ...]) -> Array:
+        """The sum of nothing."""
+        return self.executor.full(shape, self.dtype, 0)
+
+    def operand(self, array: Array) -> Any:
+        """An operand as the rung's kernels take it: where it begins, or boxes of its blocks or parts."""
+        if not self.hopper:
+            return array
+        return self.executor.tensor_map(array.reshape(-1, *array.shape[-2:]), gemm.WEIGHTS_BOX)
+
+    def launch(self, kernel: str, elements: int, tiles: tuple[int, ...], **arguments: Any):
+        """Run a kernel with a thread for each element of the result, a block for each tile, or blocks that stay."""
+        if self.hopper:
+            launch = gemm.persistent(self.executor.multiprocessors, crowded=True)
+        elif self.naive:
+            launch = gemm.per_element(elements)
+        else:
+            launch = gemm.per_tile(self._tile, tiles)
+        self._module.launch(kernel, **launch, **arguments)
 
 
 # Between the projections ------------------------------------------------------------------------------------------------
@@ -575,9 +599,11 @@ def _between(executor: Executor, dtype: str, activation: str, kernel: str, shape
 # The layer ------------------------------------------------------------------------------------------------------------
 
 
-def default_rung(dtype: str, d: int, block: int) -> str:
-    """The fastest rung that computes in this dtype at these widths."""
-    return "2_tiled" if dtype not in gemm.NARROW or d % 8 or block % 8 else "3_mma"
+def default_rung(dtype: str, d: int, block: int, executor: Executor) -> str:
+    """The fastest rung that computes in this dtype at these widths on this executor's device."""
+    if dtype not in gemm.NARROW or d % 8 or block % 8:
+        return "2_tiled"
+    return gemm.HOPPER if executor.capability == (9, 0) and block % HOPPER_BLOCK == 0 else "3_mma"
 
 
 def forward(
@@ -604,21 +630,21 @@ def backward(
     w2: Array | None,
     w3: Array,
     wanted: Collection[str] = megablocks.Gradients._fields,
+    give_up: bool = False,
     executor: Executor | None = None,
     rung: str | None = None,
 ) -> megablocks.Gradients:
     """Every gradient, as `megablocks.backward`; executor and rung as in `forward`."""
     doors.check_type("saved", saved, megablocks.Saved)
     stage = _stage(d_out, executor, rung, saved.bins.block)
-    return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted)
+    return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted, give_up)
 
 
 def _stage(like: Array, executor: Executor | None, rung: str | None, block: int) -> SimpleNamespace:
     """This module's functions with the executor and the rung already chosen."""
-    options = {
-        "executor": executor or executor_for(like),
-        "rung": rung or default_rung(doors.dtype_of(like), like.shape[1], block),
-    }
+    executor = executor or executor_for(like)
+    rung = rung or default_rung(doors.dtype_of(like), like.shape[1], block, executor)
+    options = {"executor": executor, "rung": rung}
     functions = (
         pad,
         build_topology,

@@ -131,12 +131,12 @@ def rows_launch(
     ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, else four.
     """
     if rung == HOPPER:
-        return _persistent(executor.multiprocessors, dispatch.E, crowded)
+        return persistent(executor.multiprocessors, crowded) | {"E": dispatch.E}
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
     rows, columns = extent(tile, results)
     tiles = dispatch.R // rows + min(dispatch.E, dispatch.R)
-    return _tiles(tile, (tiles, ceil_div(width, columns))) | {"E": dispatch.E}
+    return per_tile(tile, (tiles, ceil_div(width, columns))) | {"E": dispatch.E}
 
 
 def extent(tile: MmaTile | None, results: int = 1) -> tuple[int, int]:
@@ -149,25 +149,21 @@ def weights_launch(
 ) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == HOPPER:
-        return _persistent(executor.multiprocessors, num_experts, crowded=True)
+        return persistent(executor.multiprocessors, crowded=True) | {"E": num_experts}
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     tile_rows, tile_columns = extent(tile)
-    return _tiles(tile, (ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts))
+    return per_tile(tile, (ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts))
 
 
 @functools.cache
-def _persistent(multiprocessors: int, num_experts: int, crowded: bool) -> dict[str, Any]:
-    """A block for each multiprocessor."""
-    return {
-        "grid": multiprocessors,
-        "block": HOPPER_THREADS[crowded],
-        "shared_bytes": HOPPER_SHARED_BYTES,
-        "E": num_experts,
-    }
+def persistent(multiprocessors: int, crowded: bool) -> dict[str, Any]:
+    """Launch of Hopper's kernels: a block for each multiprocessor."""
+    return {"grid": multiprocessors, "block": HOPPER_THREADS[crowded], "shared_bytes": HOPPER_SHARED_BYTES}
 
 
-def _tiles(tile: MmaTile | None, grid: tuple[int, ...]) -> dict[str, Any]:
+def per_tile(tile: MmaTile | None, grid: tuple[int, ...]) -> dict[str, Any]:
+    """Launch with a block for each tile: a tile's threads, or those of rung 2_tiled."""
     if tile is None:
         return {"grid": grid, "block": THREADS}
     return {"grid": grid, "block": tile.threads, "shared_bytes": tile.shared_bytes}

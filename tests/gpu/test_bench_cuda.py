@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moeblaze_ref.bench import floors, layer, report, stages, tune
+from moeblaze_ref.bench import floors, layer, paper, report, stages, tune
 from moeblaze_ref.config import POLICIES, MoEConfig
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.memory.accounting import account
@@ -29,6 +29,22 @@ def test_every_policy_and_peer_is_timed_and_right(gpu):
     assert all(row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and row["graph_ms"] > 0 for row in rows)
     assert all(row["peak_bytes"] > row["kept_bytes"] for row in rows) and report.wrong(rows) == []
     assert all(0 < row["pct_of_cublas"] < 105 for row in rows)
+
+
+def test_every_system_is_timed_and_right(gpu):
+    systems = ("moeblaze", "megablocks", "capacity", "oracle", "grouped_mm")
+    rows = layer.time_layer("small", CONFIG, layer.Choice(systems, routing="zipf", repetitions=3), gpu)
+    assert [row["system"] for row in rows] == 2 * list(systems) and report.wrong(rows) == []
+    assert all(row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and row["peak_bytes"] > row["kept_bytes"] for row in rows)
+    megablocks, capacity = (next(row for row in rows[5:] if row["system"] == system) for system in systems[1:3])
+    assert megablocks["graph_ms"] is None and megablocks["dropped_rows"] == 0 < megablocks["padding_rows"]
+    assert capacity["dropped_rows"] > 0 and capacity["padding_rows"] > 0
+
+
+@pytest.mark.parametrize("activation", paper.ACTIVATIONS)
+def test_the_papers_comparison_is_timed_and_right(gpu, activation):
+    rows = paper.time_both("small", CONFIG.replace(activation=activation), 3, gpu)
+    assert report.wrong(rows) == [] and [row["policy"] for row in rows] == [*paper.POLICIES, None]
 
 
 @pytest.mark.parametrize("stage", floors.stages_of(CONFIG))

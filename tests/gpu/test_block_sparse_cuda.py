@@ -16,22 +16,30 @@ from test_block_sparse import (
 )
 
 from moeblaze_ref import comparisons
+from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import make_case
 from moeblaze_ref.config import ACTIVATIONS
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import block_sparse
+from moeblaze_ref.raw_cuda import block_sparse, gemm
+from moeblaze_ref.raw_cuda.runtime import cupy_executor
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
 BLOCK = block_sparse.BLOCK
-RUNS = [Run("cuda", rung, dtype, (BLOCK,), step=8) for rung, able in block_sparse.RUNGS.items() for dtype in able]
+RUNS = [
+    Run("cuda", rung, dtype, (BLOCK,), step=8)
+    for rung, able in block_sparse.RUNGS.items()
+    if cuda_device_count() and not BACKENDS["cuda"].refusal("block_sparse", rung)
+    for dtype in able
+]
 every_run = pytest.mark.parametrize("run", RUNS, ids=str)
 CASES = [
     make_case(2048, 256, 512, 8, 2, "zipf", "skewed"),
     make_case(1000, 264, 384, 16, 4, "empty", "empty experts, ragged groups"),
     make_case(700, 128, 256, 5, 1, "hot", "one expert gets all"),
     make_case(0, 64, 128, 4, 2, name="no tokens"),
+    make_case(1400, 520, 1280, 16, 4, name="more tiles than multiprocessors"),
 ]
 
 
@@ -41,9 +49,15 @@ def test_structures_of_routings_by_hand(name, run):
     assert_golden(run.open(), GOLDEN[name])
 
 
-@every_run
+@pytest.mark.parametrize(
+    ("block", "run"),
+    [
+        pytest.param(block, run, id=f"{block}-{run}")
+        for run in RUNS
+        for block in ((BLOCK, 2 * BLOCK) if run.rung == gemm.HOPPER else (8, 40, BLOCK, 136))
+    ],
+)
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("block", [8, 40, BLOCK, 136])
 def test_every_product_is_the_dense_one(product, block, run):
     stored = np.random.default_rng(0).random((7, 6)) < 0.5
     PRODUCTS[product](run.open(), sparse_of(stored, block, 264, run.dtype), parts=3)
@@ -93,7 +107,7 @@ def test_cupy_arrays_stay_on_the_device(dtype):
     out, saved = block_sparse.forward(cupy.asarray(case.x), w1, w2, w3, dispatch, gates, case.activation)
     found = block_sparse.backward(cupy.asarray(case.d_out), saved, w1, w2, w3)
     assert all(isinstance(array, cupy.ndarray) for array in (out, *found, *saved.tensors().values()))
-    rung = block_sparse.default_rung(dtype, case.x.shape[1], BLOCK)
+    rung = block_sparse.default_rung(dtype, case.x.shape[1], BLOCK, cupy_executor())
     expected = run_layer(Run("cuda", rung, dtype, (BLOCK,)).open(), case, BLOCK)
     for name, array in {"out": out, **found._asdict()}.items():
         np.testing.assert_array_equal(cupy.asnumpy(array), expected[name], err_msg=name)

@@ -1,5 +1,7 @@
 """MegaBlocks' torch layer on a CUDA device: gradients, memory to the byte, determinism."""
 
+import gc
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import every_activation
 from moeblaze_ref.config import ACTIVATIONS, MoEConfig
 from moeblaze_ref.devices import cuda_device_count
-from moeblaze_ref.memory.accounting import Assumptions, account
+from moeblaze_ref.memory.accounting import Assumptions, account, megablocks_step_account
 from moeblaze_ref.memory.measured import measured
 from moeblaze_ref.torch_block_sparse import BlockSparseMoE
 
@@ -33,6 +35,28 @@ def test_autograd_keeps_what_the_accounting_says(activation, dtype, system):
     for counts in (None, COUNTS):
         one = account(config, system, assumptions=Assumptions(counts))
         assert measured(one, "cuda").kept_bytes == one.kept_bytes
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(activation):
+    torch.manual_seed(0)
+    config = CONFIG.replace(activation=activation)
+    layer = BlockSparseMoE(
+        config.d, config.h, config.E, config.k, activation=activation, device="cuda", dtype=torch.bfloat16
+    )
+    x = torch.randn(config.L, config.d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    counts = layer(x).topk_experts.flatten().bincount(minlength=config.E).tolist()
+    torch.autograd.grad(layer(x).out.sum(), leaves)  # compiles, and lets cuBLAS take its workspace
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients = torch.autograd.grad(layer(x).out.sum(), leaves)  # sum keeps no output, and its gradient is expanded
+    torch.cuda.synchronize()
+    expected = megablocks_step_account(config, Assumptions(counts)).peak_bytes - x.nbytes  # which was there
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.02)
+    assert len(gradients) == len(leaves)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

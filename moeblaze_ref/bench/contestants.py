@@ -1,0 +1,99 @@
+"""Every system that is timed as a layer, by name, on the weights of one: ours, of `moeblaze_ref.systems`, and the peers.
+
+A fixed capacity drops what has no room, so it computes another function than the others: `kept_choices` says, by the
+specification, which choices it computes, and it is compared with the oracle over those alone.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moeblaze_ref import capacity, doors, oracle, systems
+from moeblaze_ref.bench import peers
+from moeblaze_ref.bench.accuracy import Layer
+from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.memory import waste
+from moeblaze_ref.numpy_ref import capacity as specification
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.routed_experts import RoutedExperts
+from moeblaze_ref.structures import EMPTY
+from moeblaze_ref.torch_layer import MoEModule
+
+OURS = "moeblaze"
+SYSTEMS = (*reversed(systems.SYSTEMS), *peers.SYSTEMS)
+ALSO_CALLED = {"torch_grouped": "grouped_mm"}  # rows have the second name
+
+
+def named(name: str) -> str:
+    """The system of a name that a user gives.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message says which there are.
+    """
+    return ALSO_CALLED.get(name, doors.check_name("system", name, (*SYSTEMS, *ALSO_CALLED)))
+
+
+def module_of(system: str, parameters: RoutedExperts, **options) -> nn.Module:
+    """The layer of one of ``systems.SYSTEMS`` over the very weights of ``parameters``, with options of its own."""
+    E, d, h = parameters.w1.shape
+    make = systems.system(system, device="meta", dtype=parameters.w1.dtype, **options)
+    module = make(d, h, E, parameters.k, parameters.activation)
+    for name, parameter in parameters.named_parameters():
+        setattr(module, name, parameter)
+    return module
+
+
+def layer_of(module: nn.Module) -> Layer:
+    """A module of ``systems.SYSTEMS`` as the peers are: output and choice of experts."""
+
+    def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(module, MoEModule):
+            result = module(x)
+            return result.out, result.topk_experts
+        out, routing = module(x)
+        return out, routing.topk_experts
+
+    return layer
+
+
+def kept_choices(module: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
+    """Which choices a `CapacityMoE` computes, by ``numpy_ref.capacity.fill``.
+
+    Parameters
+    ----------
+    module : CapacityMoE
+    x : Tensor (L, d)
+    chosen : Tensor (L, k)
+
+    Returns
+    -------
+    Tensor (L, k), bool
+    """
+    num_experts, dispatch = module.wg.shape[1], build_by_sort(chosen.int().cpu().numpy(), module.wg.shape[1])
+    gates = oracle.route(x, module.wg, module.k, module.renormalize, chosen).gates.detach()
+    rows_of_expert = capacity.expert_capacity(chosen.numel(), num_experts, module.capacity_factor)
+    bins = specification.fill(dispatch, gates.cpu().numpy(), rows_of_expert, module.drop_policy)
+    return torch.from_numpy(bins.rows != EMPTY).view(chosen.shape).to(chosen.device)
+
+
+class Losses(NamedTuple):
+    """What a system loses and pads, as `layer.Row` has it; None of a system that can do neither."""
+
+    dropped_rows: int | None = None
+    lost_tokens: int | None = None
+    padding_rows: int | None = None
+
+
+def losses(system: str, module: nn.Module, config: MoEConfig, chosen: Tensor) -> Losses:
+    """Of the last forward of a module, which chose so; the rows by `memory.waste`, from the experts' counts."""
+    counts = chosen.flatten().bincount(minlength=config.E).tolist()
+    if system == "capacity":
+        lost = waste.compare(config, counts, capacity_factor=module.capacity_factor)[system]
+        return Losses(lost.dropped_rows, int(module.lost_tokens), lost.padding_rows)
+    if system == "megablocks":
+        padded = waste.compare(config, counts, block=module.block)[system]
+        return Losses(padded.dropped_rows, 0, padded.padding_rows)
+    return Losses()
