@@ -638,6 +638,19 @@ def test_an_unknown_system_is_met_with_the_nearest(make):
         make()
 
 
+@pytest.mark.parametrize(("rows", "factor", "expected"), [(10, 1.1, 11), (30, 0.1, 3), (7, 1.0, 7), (9, 1 / 3, 3)])
+def test_a_factor_is_the_decimal_number_that_was_typed(rows, factor, expected):
+    assert expert_capacity(rows, 1, factor) == expected
+
+
+def test_a_token_without_a_gate_puts_out_nobody():
+    layer = CapacityMoE(2, 2, 1, 1, capacity_factor=0.25, drop_policy="by_gate")
+    gates = torch.tensor([[0.1], [0.4], [torch.nan], [0.2]])
+    routing = oracle.Routing(gates, gates, torch.zeros(4, 1, dtype=torch.int64), gates)
+    bins = torch_capacity.fill(routing, 1, 2, layer.drop_policy)
+    assert bins.slots.tolist() == [[1, 3]]
+
+
 # Bad input
 
 CASE = make_case(5, 4, 6, 4, 2)
@@ -647,6 +660,11 @@ BINS = capacity.fill(BUILT, GATES, 2, "by_gate")
 
 def forward_with(x=CASE.x, factor=1.0, policy="by_gate", gates=GATES):
     return capacity.forward(x, *CASE.weights[1:], BUILT, gates, "swiglu", factor, policy)
+
+
+def backward_with(**weights):
+    given = dict(zip(("w1", "w2", "w3"), CASE.weights[1:], strict=True)) | weights
+    return capacity.backward(CASE.d_out, forward_with()[1], **given)
 
 
 def changed(array, index, value):
@@ -663,7 +681,18 @@ def changed(array, index, value):
         (lambda: forward_with(factor=float("nan")), ValueError, "capacity_factor is nan, but it must be finite"),
         (lambda: forward_with(factor=float("inf")), ValueError, "capacity_factor is inf, but it must be finite"),
         (lambda: forward_with(factor="much"), TypeError, "capacity_factor is 'much'"),
-        (lambda: forward_with(factor=1e12), ValueError, r"E \* C = 4 \* 2500000000000 = .* lower the capacity factor"),
+        (
+            lambda: forward_with(factor=1e12),
+            ValueError,
+            r"for E = 4 experts C = 2500000000000, but int32 .* lower the capacity",
+        ),
+        (lambda: forward_with(factor=1e300), ValueError, r"C = 2\.[45]\de\+300, but int32 indices allow at most"),
+        (lambda: forward_with(factor=True), TypeError, "capacity_factor is True, but it must be a number"),
+        (lambda: forward_with(factor="1.25"), TypeError, "capacity_factor is '1.25' .str., but it must be a number"),
+        (lambda: expert_capacity(8, 4, 0), ValueError, "capacity_factor is 0.0, but it must be above 0"),
+        (lambda: expert_capacity(8, 4, torch.tensor(1.25)), TypeError, "capacity_factor is tensor"),
+        (lambda: expert_capacity(-1, 4, 1.0), ValueError, "R is -1, but it must be >= 0"),
+        (lambda: expert_capacity(8, 0, 1.0), ValueError, "E is 0, but it must be >= 1"),
         (lambda: forward_with(policy="by_gates"), ValueError, "unknown drop policy 'by_gates'. Did you mean 'by_gate'"),
         (lambda: forward_with(changed(CASE.x, (3, 1), np.nan)), ValueError, r"x\[3, 1\] is nan, but x must be finite"),
         (lambda: forward_with(changed(CASE.x, (0, 2), np.inf)), ValueError, r"x\[0, 2\] is inf, but x must be finite"),
@@ -708,7 +737,31 @@ def changed(array, index, value):
         (
             lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, EMPTY), 2)),
             ValueError,
-            "slots holds 8 slots, but rows keeps 7: every other row must be -1",
+            r"slots\[1, 1\] is 3, but rows\[3\] is -1: it must be 3, or slots\[1, 1\] must be -1",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, CapacityBins(changed(BINS.slots, (1, 0), 99), BINS.rows, 2)),
+            ValueError,
+            r"slots\[1, 0\] is 99, but it must be one of the 10 routed slots, or -1",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, BINS, GATES[:3]),
+            ValueError,
+            r"gates has shape \(3, 2\), but it must be \(L=5, k=2\)",
+        ),
+        (
+            lambda: capacity.scatter(np.zeros((4, 2, 4)), BINS, GATES.astype(np.float32)),
+            TypeError,
+            "gates has dtype float32, but it must be float64",
+        ),
+        (lambda: backward_with(w1=CASE.weights[1][:1]), ValueError, r"w1 has shape \(1, 4, 6\), but it must be \(E=4"),
+        (lambda: backward_with(w2=None), ValueError, "w2 is None, but swiglu is gated: pass w2"),
+        (lambda: backward_with(w2=CASE.weights[2][..., :3]), ValueError, r"w2 has shape \(4, 4, 3\)"),
+        (lambda: backward_with(w3=CASE.weights[3].astype(np.float32)), TypeError, "w3 has dtype float32"),
+        (
+            lambda: backward_with(w1=changed(CASE.weights[1], (2, 1, 0), np.nan)),
+            ValueError,
+            r"w1\[2, 1, 0\] is nan, but w1 must be finite",
         ),
         (
             lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots.astype(np.int64), BINS.rows, 2)),
