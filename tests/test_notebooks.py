@@ -44,7 +44,7 @@ from moeblaze_ref.cases import (
 )
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity, largest_tokens
-from moeblaze_ref.memory.waste import megablocks_rows
+from moeblaze_ref.memory.rows import megablocks_rows
 from moeblaze_ref.notebook import (
     backward,
     bullets,

@@ -20,7 +20,7 @@ from moeblaze_ref.cases import Case
 from moeblaze_ref.config import preset
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, stacked_bars
-from moeblaze_ref.memory.waste import Rows, capacity_rows, megablocks_rows
+from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows
 from moeblaze_ref.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.numpy_ref import block_sparse, capacity, dispatch, gating
 from moeblaze_ref.raw_cuda import block_sparse as raw_sparse
