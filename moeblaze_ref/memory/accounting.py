@@ -22,7 +22,7 @@ from moeblaze_ref import doors, sparse_doors
 from moeblaze_ref.capacity import DEFAULT_FACTOR, check_factor, expert_capacity
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
-from moeblaze_ref.memory.waste import capacity_rows
+from moeblaze_ref.memory.rows import capacity_rows
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.units import GB
 
