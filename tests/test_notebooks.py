@@ -1328,7 +1328,7 @@ def test_every_trial_has_a_bar_in_one_picture():
         found = [trial for idea in hopper.trials_of(which) for trial in idea]
         axes = drawn(hopper.trials_picture(which)).axes[0]
         assert [bar.get_width() for bar in axes.patches] == [document.change_of(trial) for trial in found]
-        assert 0 < len(found) <= 16 and all(text.get_fontsize() >= 9 for text in axes.texts)
+        assert 0 < len(found) <= 20 and all(text.get_fontsize() >= 9 for text in axes.texts)
         shown += found
     assert sorted(map(str, shown)) == sorted(map(str, document.trials()))
     with pytest.raises(ValueError, match="unknown kind of trials 'adapted'. Did you mean 'adopted'"):
