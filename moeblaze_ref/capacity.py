@@ -8,6 +8,7 @@ import math
 from fractions import Fraction
 
 from moeblaze_ref import doors
+from moeblaze_ref.config import is_gated
 from moeblaze_ref.structures import EMPTY, CapacityBins
 
 # Whom an expert keeps when more rows are routed to it than it has.
@@ -20,14 +21,40 @@ DEFAULT_FACTOR = 1.25  # Switch Transformer's
 
 
 def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> int:
-    """C = ceil(capacity_factor * L * k / E), rows reserved for each expert (GShard, Switch; MegaBlocks section 2)."""
+    """C = ceil(capacity_factor * L * k / E), rows reserved for each expert (GShard, Switch; MegaBlocks section 2).
+
+    Parameters
+    ----------
+    num_rows : int
+        L * k, not negative.
+    num_experts : int
+        E, at least 1.
+    capacity_factor : float
+        Finite, above 0.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a number is out of range or no number.
+    """
+    doors.check_int("R", num_rows, at_least=0)
+    doors.check_int("E", num_experts, at_least=1)
+    check_factor(capacity_factor)
     # The decimal number that was typed: 1.1 as a binary fraction is a little more, and 1.1 * 10 would round up to 12.
     return math.ceil(Fraction(str(capacity_factor)) * num_rows / num_experts)
 
 
+def check_factor(capacity_factor):
+    """A finite number above 0."""
+    if isinstance(capacity_factor, bool):
+        raise TypeError(f"capacity_factor is {capacity_factor}, but it must be a number")
+    doors.check_float("capacity_factor", capacity_factor)
+    doors.check_positive("capacity_factor", capacity_factor)
+
+
 def check_options(capacity_factor, drop_policy):
     """A finite factor above 0, and a known drop policy."""
-    doors.check_positive("capacity_factor", capacity_factor)
+    check_factor(capacity_factor)
     doors.check_name("drop policy", drop_policy, DROP_POLICIES)
 
 
@@ -36,9 +63,15 @@ def check_capacity(capacity, num_experts):
     doors.check_int("capacity", capacity, at_least=0)
     if num_experts * capacity > doors.MAX_ROUTED_ROWS:
         raise ValueError(
-            f"E * C = {num_experts} * {capacity} = {num_experts * capacity} rows are reserved, but int32 indices "
-            f"allow at most 2**31 - 1 = {doors.MAX_ROUTED_ROWS}: lower the capacity factor"
+            f"E * C rows are reserved, for E = {num_experts} experts C = {_in_short(capacity)}, but int32 indices allow at "
+            f"most 2**31 - 1 = {doors.MAX_ROUTED_ROWS}: lower the capacity factor"
         )
+
+
+def _in_short(number: int) -> str:
+    """A number that may have hundreds of digits."""
+    digits = str(number)
+    return digits if len(digits) <= 20 else f"{digits[0]}.{digits[1:3]}e+{len(digits) - 1}"
 
 
 @doors.unless_trusted
@@ -65,13 +98,8 @@ def check_bins(bins):
 @doors.scans
 def _check_inverse(bins):
     """Every slot that is kept lies in its row, and every other row is padding."""
-    reserved = bins.E * bins.C
-    outside = (bins.rows < EMPTY) | (bins.rows >= reserved)
-    if bool(outside.any()):
-        (slot,) = doors.first(outside)
-        raise ValueError(
-            f"rows[{slot}] is {int(bins.rows[slot])}, but it must be one of the {reserved} reserved rows, or {EMPTY}"
-        )
+    _check_range("rows", bins.rows, bins.E * bins.C, "reserved rows")
+    _check_range("slots", bins.slots, bins.R, "routed slots")
     kept = bins.rows != EMPTY
     wrong = kept.copy()
     wrong[kept] = bins.slots.reshape(-1)[bins.rows[kept]] != kept.nonzero()[0]
@@ -82,9 +110,25 @@ def _check_inverse(bins):
         raise ValueError(
             f"rows[{slot}] is {row}, but slots[{expert}, {place}] is {int(bins.slots[expert, place])}: it must be {slot}"
         )
-    filled, count = int((bins.slots != EMPTY).sum()), int(kept.sum())
-    if filled != count:
-        raise ValueError(f"slots holds {filled} slots, but rows keeps {count}: every other row must be {EMPTY}")
+    slots = bins.slots.reshape(-1)
+    stray = slots != EMPTY
+    stray[stray] = bins.rows[slots[stray]] != stray.nonzero()[0]
+    if bool(stray.any()):
+        (row,) = doors.first(stray)
+        slot, (expert, place) = int(slots[row]), divmod(int(row), bins.C)
+        raise ValueError(
+            f"slots[{expert}, {place}] is {slot}, but rows[{slot}] is {int(bins.rows[slot])}: it must be {int(row)}, or "
+            f"slots[{expert}, {place}] must be {EMPTY}"
+        )
+
+
+def _check_range(name, array, size, what):
+    """Every element is one of so many, or ``EMPTY``."""
+    outside = (array < EMPTY) | (array >= size)
+    if bool(outside.any()):
+        at = doors.first(outside)
+        place = ", ".join(map(str, at))
+        raise ValueError(f"{name}[{place}] is {int(array[at])}, but it must be one of the {size} {what}, or {EMPTY}")
 
 
 def check_same_sizes(bins, dispatch):
@@ -122,3 +166,16 @@ def check_gate_gradient(d_out, y, bins, dtypes):
     """d_out (L, d) and y (E, C, d) belong to the bins."""
     check_scatter(y, bins, None, dtypes)
     doors.check_tensor("d_out", d_out, {"L": bins.L, "d": y.shape[2]}, (doors.dtype_of(y),))
+
+
+@doors.unless_trusted
+def check_backward(d_out, saved, w1, w2, w3):
+    """d_out (L, d) and the experts' weights are of the sizes and the dtype of what was saved."""
+    E, _, d = saved.x_rows.shape
+    h, same = saved.a.shape[2], (doors.dtype_of(saved.x_rows),)
+    doors.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)
+    doors.check_tensor("w1", w1, {"E": E, "d": d, "h": h}, same)
+    doors.check_second_projection("w2", w2, is_gated(saved.activation), saved.activation)
+    if w2 is not None:
+        doors.check_tensor("w2", w2, {"E": E, "d": d, "h": h}, same)
+    doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, same)

@@ -101,8 +101,8 @@ class Bins(NamedTuple):
 
 def _claims(routing: oracle.Routing, drop_policy: str) -> Tensor:
     """All slots (R,), those with the better claim first."""
-    if drop_policy == "by_gate":
-        return routing.gates.detach().flatten().argsort(descending=True, stable=True)
+    if drop_policy == "by_gate":  # a gate that is no number claims last, or one bad token would put out another's
+        return routing.gates.detach().nan_to_num(nan=-torch.inf).flatten().argsort(descending=True, stable=True)
     choices = routing.topk_experts
     return torch.arange(choices.numel(), device=choices.device).view_as(choices).T.flatten()
 

@@ -18,7 +18,9 @@ from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, make_cas
 from moeblaze_ref.config import ACTIVATIONS, MoEConfig
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import capture, language_loss, router_loss, train
-from moeblaze_ref.memory import waste
+from moeblaze_ref.memory import rows, waste
+from moeblaze_ref.memory.accounting import Assumptions, account
+from moeblaze_ref.memory.measured import measured
 from moeblaze_ref.numpy_ref import block_sparse, capacity, dispatch, gating, router
 from moeblaze_ref.structures import EMPTY, CapacityBins
 from moeblaze_ref.systems import SYSTEMS, system
@@ -519,33 +521,47 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
 
 def test_rows_of_the_three_systems_by_hand():
     counts = (300, 0, 20, 128)
-    dropped = waste.capacity_rows(counts, 112)
+    dropped = rows.capacity_rows(counts, 112)
     assert (dropped.kept, dropped.dropped, dropped.padding) == ((112, 0, 20, 112), (188, 0, 0, 16), (0, 112, 92, 0))
-    blocks = waste.megablocks_rows(counts)
+    blocks = rows.megablocks_rows(counts)
     assert (blocks.stored, blocks.dropped, blocks.padding) == ((384, 0, 128, 128), (0, 0, 0, 0), (84, 0, 108, 0))
-    ours = waste.moeblaze_rows(counts)
+    ours = rows.moeblaze_rows(counts)
     assert (ours.kept, ours.dropped, ours.padding) == (counts, (0, 0, 0, 0), (0, 0, 0, 0))
 
 
 def test_a_report_by_hand():
-    config = MoEConfig(L=10, d=3, h=5, E=4, k=2, dtype="float32")
+    config = MoEConfig(L=10, d=3, h=8, E=4, k=2, dtype="float32")
     found = waste.compare(config, (9, 0, 4, 7), capacity_factor=1.0, block=4)  # C = 5
     assert list(found) == ["capacity", "megablocks", "moeblaze"]
     assert [one.dropped_rows for one in found.values()] == [6, 0, 0]
     assert [one.padding_rows for one in found.values()] == [6, 4, 0]
-    assert found["capacity"].expert_flops == (0, 5 * 270, 270, 0)  # 18 * 3 * 5 = 270 FLOPs a row
-    assert found["capacity"].expert_bytes == (0, 5 * 84, 84, 0)  # (2 * 3 + 3 * 5) * 4 = 84 bytes a row
-    assert (found["megablocks"].flops, found["megablocks"].bytes) == (4 * 270, 4 * 84)
+    assert found["capacity"].expert_flops == (0, 5 * 432, 432, 0)  # 18 * 3 * 8 = 432 FLOPs a row
+    # x, a, b, act(a) and y_swi, a token's number and a mask of one byte: (3 + 4 * 8) * 4 + 4 + 1 = 145 bytes a row
+    assert found["capacity"].expert_bytes == (0, 5 * 145, 145, 0)
+    # x, a, b, y_swi and y, and a slot's number: (2 * 3 + 3 * 8) * 4 + 4 = 124 bytes a row
+    assert (found["megablocks"].flops, found["megablocks"].bytes) == (4 * 432, 4 * 124)
+    assert (found["moeblaze"].flops, found["moeblaze"].bytes) == (0, 0)
     assert [one.share for one in found.values()] == [6 / 14, 4 / 20, 0.0]
-    assert waste.step_flops_per_row(config.replace(activation="relu")) == 12 * 3 * 5
-    assert waste.kept_bytes_per_row(config.replace(activation="relu", dtype="bfloat16")) == (2 * 3 + 2 * 5) * 2
-    nothing = waste.compare(config.replace(L=0), (0, 0, 0, 0))
+    assert waste.step_flops_per_row(config.replace(activation="relu")) == 12 * 3 * 8
+    nothing = waste.compare(config.replace(L=0), (0, 0, 0, 0), block=4)
     assert [(one.share, one.flops, one.bytes) for one in nothing.values()] == [(0.0, 0, 0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("activation", "capacity_bytes", "megablocks_bytes"),
+    [("swiglu", (3 + 4 * 8) * 2 + 5, (2 * 3 + 3 * 8) * 2 + 4), ("silu", (3 + 2 * 8) * 2 + 5, (2 * 3 + 2 * 8) * 2 + 4)]
+    + [("relu", (3 + 8) * 2 + 5, (2 * 3 + 2 * 8) * 2 + 4), ("relu2", (3 + 2 * 8) * 2 + 5, (2 * 3 + 2 * 8) * 2 + 4)]
+    + [("reglu", (3 + 3 * 8) * 2 + 5, (2 * 3 + 3 * 8) * 2 + 4)],
+)
+def test_bytes_of_a_row_by_hand(activation, capacity_bytes, megablocks_bytes):
+    config = MoEConfig(L=10, d=3, h=8, E=4, k=2, activation=activation)
+    assert waste.kept_bytes_per_row(config, "capacity") == capacity_bytes
+    assert waste.kept_bytes_per_row(config, "megablocks", block=4) == megablocks_bytes
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("factor", [0.5, 1.25])
-def test_the_report_is_what_is_counted(activation, factor):
+def test_the_rows_and_flops_of_the_report_are_what_is_counted(activation, factor):
     case = make_case(53, 8, 16, 6, 2, "zipf", activation=activation)
     topk_experts, block = case.topk_experts, 8
     config = MoEConfig(53, 8, 16, 6, 2, activation, "float64")
@@ -564,9 +580,6 @@ def test_the_report_is_what_is_counted(activation, factor):
         slots = one.bins.slots.ravel()
         assert found[name].padding_rows == (slots == EMPTY).sum()
         assert sum(found[name].rows.stored) == slots.size
-        buffers = [getattr(one, tensor) for tensor in ("x_rows", "a", "b", "y_swi", "y")]
-        stored = sum(buffer.nbytes for buffer in buffers if buffer is not None)
-        assert found[name].bytes * slots.size == stored * found[name].padding_rows
 
     layer = layer_of(case, factor)
     x_rows = torch.tensor(saved["capacity"].x_rows, requires_grad=True)
@@ -576,8 +589,37 @@ def test_the_report_is_what_is_counted(activation, factor):
     assert counter.get_total_flops() == sum(found["capacity"].rows.stored) * waste.step_flops_per_row(config)
 
 
+def kept_by_hooks(config, system, **assumptions):
+    """What the torch layer of a system keeps, as autograd's hooks see it."""
+    return measured(account(config, system, assumptions=Assumptions(**assumptions))).kept_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_capacity_layer_keeps_the_bytes_that_the_report_says(activation, dtype):
+    config, even = MoEConfig(48, 8, 24, 6, 2, activation, dtype), (16,) * 6
+    base = kept_by_hooks(config, "capacity", counts=even, capacity_factor=1.0)
+    for factor, padding in ((1.25, 6 * 4), (2.0, 6 * 16)):
+        found = waste.compare(config, even, factor, block=8)["capacity"]
+        assert found.padding_rows == padding and found.bytes > 0
+        kept = kept_by_hooks(config, "capacity", counts=even, capacity_factor=factor)
+        assert kept - base == found.bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_the_block_sparse_layer_keeps_the_bytes_that_the_report_says(activation, dtype):
+    config, block = MoEConfig(16, 8, 24, 3, 2, activation, dtype), 8
+    whole, uneven = (16, 8, 8), (15, 9, 8)  # 4 blocks without padding, and 5 with 1 + 7 rows of it
+    found = waste.compare(config, uneven, block=block)["megablocks"]
+    assert found.padding_rows == 8 and waste.compare(config, whole, block=block)["megablocks"].bytes == 0
+    one_block_more = 4 * (1 + 3 * 3)  # of the topology: an offset, and three indices of each of its h / 8 = 3 blocks
+    base, kept = (kept_by_hooks(config, "megablocks", counts=counts, block=block) for counts in (whole, uneven))
+    assert kept - base == found.bytes + one_block_more
+
+
 def test_the_table_has_a_row_a_system():
-    table = waste.waste_table(waste.compare(MoEConfig(10, 3, 5, 4, 2), (9, 0, 4, 7), 1.0, 4))
+    table = waste.waste_table(waste.compare(MoEConfig(10, 3, 8, 4, 2), (9, 0, 4, 7), 1.0, 4))
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == ["capacity", "megablocks", "moeblaze"]
     assert cells[1:4] == [["6", "0", "0"], ["6", "4", "0"], ["42.9%", "20.0%", "0.0%"]]
@@ -638,6 +680,19 @@ def test_an_unknown_system_is_met_with_the_nearest(make):
         make()
 
 
+@pytest.mark.parametrize(("rows", "factor", "expected"), [(10, 1.1, 11), (30, 0.1, 3), (7, 1.0, 7), (9, 1 / 3, 3)])
+def test_a_factor_is_the_decimal_number_that_was_typed(rows, factor, expected):
+    assert expert_capacity(rows, 1, factor) == expected
+
+
+def test_a_token_without_a_gate_puts_out_nobody():
+    layer = CapacityMoE(2, 2, 1, 1, capacity_factor=0.25, drop_policy="by_gate")
+    gates = torch.tensor([[0.1], [0.4], [torch.nan], [0.2]])
+    routing = oracle.Routing(gates, gates, torch.zeros(4, 1, dtype=torch.int64), gates)
+    bins = torch_capacity.fill(routing, 1, 2, layer.drop_policy)
+    assert bins.slots.tolist() == [[1, 3]]
+
+
 # Bad input
 
 CASE = make_case(5, 4, 6, 4, 2)
@@ -647,6 +702,11 @@ BINS = capacity.fill(BUILT, GATES, 2, "by_gate")
 
 def forward_with(x=CASE.x, factor=1.0, policy="by_gate", gates=GATES):
     return capacity.forward(x, *CASE.weights[1:], BUILT, gates, "swiglu", factor, policy)
+
+
+def backward_with(**weights):
+    given = dict(zip(("w1", "w2", "w3"), CASE.weights[1:], strict=True)) | weights
+    return capacity.backward(CASE.d_out, forward_with()[1], **given)
 
 
 def changed(array, index, value):
@@ -663,7 +723,18 @@ def changed(array, index, value):
         (lambda: forward_with(factor=float("nan")), ValueError, "capacity_factor is nan, but it must be finite"),
         (lambda: forward_with(factor=float("inf")), ValueError, "capacity_factor is inf, but it must be finite"),
         (lambda: forward_with(factor="much"), TypeError, "capacity_factor is 'much'"),
-        (lambda: forward_with(factor=1e12), ValueError, r"E \* C = 4 \* 2500000000000 = .* lower the capacity factor"),
+        (
+            lambda: forward_with(factor=1e12),
+            ValueError,
+            r"for E = 4 experts C = 2500000000000, but int32 .* lower the capacity",
+        ),
+        (lambda: forward_with(factor=1e300), ValueError, r"C = 2\.[45]\de\+300, but int32 indices allow at most"),
+        (lambda: forward_with(factor=True), TypeError, "capacity_factor is True, but it must be a number"),
+        (lambda: forward_with(factor="1.25"), TypeError, "capacity_factor is '1.25' .str., but it must be a number"),
+        (lambda: expert_capacity(8, 4, 0), ValueError, "capacity_factor is 0.0, but it must be above 0"),
+        (lambda: expert_capacity(8, 4, torch.tensor(1.25)), TypeError, "capacity_factor is tensor"),
+        (lambda: expert_capacity(-1, 4, 1.0), ValueError, "R is -1, but it must be >= 0"),
+        (lambda: expert_capacity(8, 0, 1.0), ValueError, "E is 0, but it must be >= 1"),
         (lambda: forward_with(policy="by_gates"), ValueError, "unknown drop policy 'by_gates'. Did you mean 'by_gate'"),
         (lambda: forward_with(changed(CASE.x, (3, 1), np.nan)), ValueError, r"x\[3, 1\] is nan, but x must be finite"),
         (lambda: forward_with(changed(CASE.x, (0, 2), np.inf)), ValueError, r"x\[0, 2\] is inf, but x must be finite"),
@@ -708,7 +779,31 @@ def changed(array, index, value):
         (
             lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots, changed(BINS.rows, 3, EMPTY), 2)),
             ValueError,
-            "slots holds 8 slots, but rows keeps 7: every other row must be -1",
+            r"slots\[1, 1\] is 3, but rows\[3\] is -1: it must be 3, or slots\[1, 1\] must be -1",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, CapacityBins(changed(BINS.slots, (1, 0), 99), BINS.rows, 2)),
+            ValueError,
+            r"slots\[1, 0\] is 99, but it must be one of the 10 routed slots, or -1",
+        ),
+        (
+            lambda: capacity.gather(CASE.x, BINS, GATES[:3]),
+            ValueError,
+            r"gates has shape \(3, 2\), but it must be \(L=5, k=2\)",
+        ),
+        (
+            lambda: capacity.scatter(np.zeros((4, 2, 4)), BINS, GATES.astype(np.float32)),
+            TypeError,
+            "gates has dtype float32, but it must be float64",
+        ),
+        (lambda: backward_with(w1=CASE.weights[1][:1]), ValueError, r"w1 has shape \(1, 4, 6\), but it must be \(E=4"),
+        (lambda: backward_with(w2=None), ValueError, "w2 is None, but swiglu is gated: pass w2"),
+        (lambda: backward_with(w2=CASE.weights[2][..., :3]), ValueError, r"w2 has shape \(4, 4, 3\)"),
+        (lambda: backward_with(w3=CASE.weights[3].astype(np.float32)), TypeError, "w3 has dtype float32"),
+        (
+            lambda: backward_with(w1=changed(CASE.weights[1], (2, 1, 0), np.nan)),
+            ValueError,
+            r"w1\[2, 1, 0\] is nan, but w1 must be finite",
         ),
         (
             lambda: capacity.gather(CASE.x, CapacityBins(BINS.slots.astype(np.int64), BINS.rows, 2)),
@@ -723,6 +818,21 @@ def changed(array, index, value):
         (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0, 0), float("nan")), ValueError, "capacity_factor is"),
         (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0)), ValueError, "counts has 3 entries"),
         (lambda: waste.compare(MoEConfig(5, 4, 6, 4, 2), (5, 5, 0, 0), block=0), ValueError, "block is 0"),
+        (
+            lambda: waste.compare(MoEConfig(5, 4, 8, 4, 2), (5, 5, 0, 0), block=3),
+            ValueError,
+            "h is 8, but it must be a multiple of the block size 3",
+        ),
+        (
+            lambda: waste.kept_bytes_per_row(MoEConfig(5, 4, 8, 4, 2), "megablock"),
+            ValueError,
+            "unknown padding system 'megablock'. Did you mean 'megablocks'",
+        ),
+        (lambda: rows.megablocks_rows([3, 4], 0), ValueError, "block is 0, but it must be >= 1"),
+        (lambda: rows.megablocks_rows([3, -4]), ValueError, r"counts\[1\] is -4, but it must be >= 0"),
+        (lambda: rows.capacity_rows([3, 4], -1), ValueError, "capacity is -1, but it must be >= 0"),
+        (lambda: rows.capacity_rows([3, 4], 1.5), TypeError, "capacity is 1.5"),
+        (lambda: rows.moeblaze_rows([3.0, 4]), TypeError, r"counts\[0\] is 3.0"),
     ],
 )
 def test_bad_input_says_what_is_allowed(call, error, message):

@@ -44,7 +44,7 @@ from moeblaze_ref.cases import (
 )
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity, largest_tokens
-from moeblaze_ref.memory.waste import megablocks_rows
+from moeblaze_ref.memory.rows import megablocks_rows
 from moeblaze_ref.notebook import (
     backward,
     bullets,
@@ -1328,7 +1328,7 @@ def test_every_trial_has_a_bar_in_one_picture():
         found = [trial for idea in hopper.trials_of(which) for trial in idea]
         axes = drawn(hopper.trials_picture(which)).axes[0]
         assert [bar.get_width() for bar in axes.patches] == [document.change_of(trial) for trial in found]
-        assert 0 < len(found) <= 16 and all(text.get_fontsize() >= 9 for text in axes.texts)
+        assert 0 < len(found) <= 20 and all(text.get_fontsize() >= 9 for text in axes.texts)
         shown += found
     assert sorted(map(str, shown)) == sorted(map(str, document.trials()))
     with pytest.raises(ValueError, match="unknown kind of trials 'adapted'. Did you mean 'adopted'"):
@@ -1418,11 +1418,15 @@ def test_letters_stand_on_what_they_lost(policy):
     chosen = gating.forward(case.logits, 2)
     loss = megablocks.drop(chosen.topk_experts, chosen.gates, 4, 0.5, policy)
     assert loss.slots == loss.lost.sum() > loss.tokens == loss.lost.all(axis=1).sum() > 0
-    axes = drawn(megablocks.lost_picture(["abcdefgh", "ijkl\nnop", "qrstuvwx"], loss, shown=8)).axes[0]
-    assert "".join(texts(axes.figure)) == "abcdefghijkl¶nopqrstuvwx"
+    axes = drawn(megablocks.lost_picture([b"abcdefgh", b"ijkl\nnop", "qr→uvx".encode()], loss, shown=8)).axes[0]
+    assert "".join(texts(axes.figure)) == "abcdefghijkl¶nopqr···uvx"
     colors = [patch.get_facecolor() for patch in axes.patches if patch.get_x() >= 0]
     names = {(0, 0, 0, 0): 0, to_rgba(memory.plots.ORANGE): 1, to_rgba(memory.plots.VERMILLION): 2}
     assert [names[color] for color in colors] == loss.lost.sum(axis=1).tolist()
+    part = drawn(megablocks.lost_picture([b"abcdefgh"] * 3, loss, shown=5)).axes[0]
+    assert "".join(texts(part.figure)) == "abcde" * 3
+    every = f"{loss.slots / 48:.1%} of the slots dropped, {loss.tokens / 24:.1%} of the tokens lost"
+    assert part.get_title("left") == f"{every} (drawn: 5 of 8 bytes a window)"
 
 
 @pytest.mark.parametrize(("factor", "block"), [(0.5, 1), (1.0, 4), (2.0, 8)])

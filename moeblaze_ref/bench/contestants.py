@@ -91,9 +91,9 @@ def losses(system: str, module: nn.Module, config: MoEConfig, chosen: Tensor) ->
     """Of the last forward of a module, which chose so; the rows by `memory.waste`, from the experts' counts."""
     counts = chosen.flatten().bincount(minlength=config.E).tolist()
     if system == "capacity":
-        lost = waste.compare(config, counts, capacity_factor=module.capacity_factor)[system]
+        lost = waste.capacity_waste(config, counts, module.capacity_factor)
         return Losses(lost.dropped_rows, int(module.lost_tokens), lost.padding_rows)
     if system == "megablocks":
-        padded = waste.compare(config, counts, block=module.block)[system]
+        padded = waste.megablocks_waste(config, counts, module.block)
         return Losses(padded.dropped_rows, 0, padded.padding_rows)
     return Losses()

@@ -11,6 +11,7 @@ from moeblaze_ref.bench import KINDS, LAYER_PRESETS, contestants, counters, floo
 from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.bench.device import Gpu
+from moeblaze_ref.capacity import check_factor
 from moeblaze_ref.config import POLICIES, PRESETS, MoEConfig, preset
 from moeblaze_ref.raw_cuda import expert_up
 from moeblaze_ref.raw_cuda import layer as raw_layer
@@ -167,7 +168,7 @@ def _check_owners(request: Request, systems: Sequence[str]):
         if asked not in (None, ()) and owner not in systems:
             raise ValueError(f"{option} {_said(asked)}: only {owner} has any, and it is not among the systems")
     if request.capacity_factor is not None:
-        doors.check_positive("capacity_factor", request.capacity_factor)
+        check_factor(request.capacity_factor)
 
 
 def _paper_jobs(request: Request) -> list[Job]:

@@ -19,10 +19,10 @@ from functools import reduce
 from typing import NamedTuple
 
 from moeblaze_ref import doors, sparse_doors
-from moeblaze_ref.capacity import DEFAULT_FACTOR, expert_capacity
+from moeblaze_ref.capacity import DEFAULT_FACTOR, check_factor, expert_capacity
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
-from moeblaze_ref.memory.waste import capacity_rows
+from moeblaze_ref.memory.rows import capacity_rows
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.units import GB
 
@@ -139,7 +139,7 @@ class Assumptions:
     block: int = BLOCK
 
     def __post_init__(self):
-        doors.check_positive("capacity_factor", self.capacity_factor)
+        check_factor(self.capacity_factor)
         sparse_doors.check_block(self.block)
 
 
@@ -563,8 +563,9 @@ def _megablocks(s: _Case) -> _Draft:
     """Padded bins, blocks of S rows and columns; what `BlockSparseMoE` keeps, to the byte.
 
     That is `megablocks.Saved`, where ``routed_x`` is called x_rows, beside x and the choice of experts.
-    Less than `_megablocks_published` by two kinds of tensors that its backward computes again: act(a), which autograd
-    keeps of a gated activation and of relu2, and the router's probabilities.
+    Its backward computes two kinds of tensors again that `_megablocks_published` keeps: act(a), which autograd keeps of
+    a gated activation and of relu2, and the router's probabilities. It keeps ``a`` under every activation, where
+    autograd does without that of relu: of relu ours keeps more.
     """
     block, h = s.assumptions.block, s.h.value
     sparse_doors.check_block(block, h)

@@ -1,8 +1,10 @@
-"""What drop, pad and block-sparse cost: rows lost and rows computed for nothing, in FLOPs and in bytes, by counts alone.
+"""What drop, pad and block-sparse cost: rows lost and rows stored for nothing, in FLOPs and in bytes, by counts alone.
 
 Three systems side by side: a fixed capacity drops rows and pads to C (GShard, arXiv 2006.16668), MegaBlocks pads each
-expert to whole blocks (arXiv 2211.15841, section 5.2), MoEBlaze does neither (arXiv 2601.05296, section 3). Waste is
-counted against the routed rows that stay.
+expert to whole blocks (arXiv 2211.15841, section 5.2), MoEBlaze stores neither (arXiv 2601.05296, section 3). Waste is
+counted against the routed rows that stay. Its FLOPs are those of rows that are stored: what a tile of a product computes
+beyond the rows that it is given is counted for no system. Its bytes are those of the torch layers, `CapacityMoE` and
+`BlockSparseMoE`, from their accounts.
 """
 
 import math
@@ -12,58 +14,15 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, sparse_doors
 from moeblaze_ref.capacity import DEFAULT_FACTOR, expert_capacity
 from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.memory.accounting import BLOCK, Assumptions, account
+from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows, moeblaze_rows
 from moeblaze_ref.units import unit_for
 
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one system, an entry an expert.
-
-    Parameters
-    ----------
-    routed : tuple of int
-        What the router sends to each expert.
-    kept : tuple of int
-        What the expert computes of it.
-    stored : tuple of int
-        What the expert's products run over, padding included.
-    """
-
-    routed: tuple[int, ...]
-    kept: tuple[int, ...]
-    stored: tuple[int, ...]
-
-    @property
-    def dropped(self) -> tuple[int, ...]:
-        """Routed rows that are lost."""
-        return _differences(self.routed, self.kept)
-
-    @property
-    def padding(self) -> tuple[int, ...]:
-        """Rows that are computed for nothing."""
-        return _differences(self.stored, self.kept)
-
-
-def _differences(more, less):
-    return tuple(a - b for a, b in zip(more, less, strict=True))
-
-
-def capacity_rows(counts: Sequence[int], capacity: int) -> Rows:
-    """At most C rows stay of an expert's n, and C are stored: max(n - C, 0) dropped, max(C - n, 0) padding."""
-    return Rows(tuple(counts), tuple(min(n, capacity) for n in counts), (capacity,) * len(counts))
-
-
-def megablocks_rows(counts: Sequence[int], block: int = 128) -> Rows:
-    """All n rows stay, ceil(n / block) blocks are stored: -n mod block rows are padding (MegaBlocks, section 5.2)."""
-    return Rows(tuple(counts), tuple(counts), tuple(-(-n // block) * block for n in counts))
-
-
-def moeblaze_rows(counts: Sequence[int]) -> Rows:
-    """All rows stay and no other is stored (MoEBlaze, section 3)."""
-    return Rows(tuple(counts), tuple(counts), tuple(counts))
+# Factors of the number of stored rows in the formulas of an account.
+_STORED = {"capacity": {"E", "C"}, "megablocks": {"T", "S"}}
 
 
 def step_flops_per_row(config: MoEConfig) -> int:
@@ -76,12 +35,34 @@ def step_flops_per_row(config: MoEConfig) -> int:
     return projections * 3 * 2 * config.d * config.h
 
 
-def kept_bytes_per_row(config: MoEConfig) -> int:
-    """Bytes that one row in a padded buffer keeps from forward to backward: (2*d + 3*h)*itemsize, or 2*d + 2*h ungated.
+def kept_bytes_per_row(config: MoEConfig, system: str, block: int = BLOCK) -> int:
+    """Bytes that a row of padding keeps from forward to backward in a torch layer, by the layer's account.
 
-    Its x and y of width d; its a, y_swi and, if gated, b of width h: what the specifications' ``Saved`` holds of it.
+    They depend on the activation: in bfloat16, `CapacityMoE` keeps (d + 4*h)*2 + 5 bytes of a row with swiglu,
+    (d + 2*h)*2 + 5 with silu and (d + h)*2 + 5 with relu, whose input autograd need not keep. `BlockSparseMoE` keeps the
+    outputs y of padding too, and act(a) never. An entry of the topology belongs to a block, of which a row at least is
+    real, and is not counted.
+
+    Parameters
+    ----------
+    config : MoEConfig
+        Only d, h, the activation and the dtype matter.
+    system : str
+        ``capacity`` or ``megablocks``.
+    block : int
+        Rows of a block of ``megablocks``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If no such system pads, or block does not divide h.
     """
-    return (2 * config.d + (3 if config.gated else 2) * config.h) * config.itemsize
+    doors.check_name("padding system", system, _STORED)
+    least = Assumptions(capacity_factor=1, block=block)  # one routed row: E = C = T = 1
+    one = account(config.replace(L=1, E=1, k=1), system, assumptions=least)
+    stored = math.prod(one.symbols[name] for name in _STORED[system])
+    of_rows = (tensor for tensor in one.tensors if tensor.kept and _STORED[system] <= set(tensor.formula.split("*")))
+    return sum(tensor.bytes for tensor in of_rows) // stored
 
 
 @dataclass(frozen=True)
@@ -94,7 +75,7 @@ class Waste:
     flops_per_row : int
         Of a step, `step_flops_per_row`.
     bytes_per_row : int
-        `kept_bytes_per_row`.
+        `kept_bytes_per_row`; 0 of a system that stores no padding.
     """
 
     rows: Rows
@@ -108,7 +89,7 @@ class Waste:
 
     @property
     def padding_rows(self) -> int:
-        """Rows that are computed for nothing, of all experts."""
+        """Rows that are stored for nothing, of all experts."""
         return sum(self.rows.padding)
 
     @property
@@ -118,7 +99,7 @@ class Waste:
 
     @property
     def bytes(self) -> int:
-        """Bytes that padding keeps until the backward: padding rows * `kept_bytes_per_row`."""
+        """Bytes that padding keeps until the backward in the torch layer: padding rows * `kept_bytes_per_row`."""
         return sum(self.expert_bytes)
 
     @property
@@ -133,7 +114,7 @@ class Waste:
 
     @property
     def share(self) -> float:
-        """Padding against the rows that stay, of FLOPs as of bytes; 0 if nothing is stored, infinite if only padding."""
+        """Padding against the rows that stay; 0 if nothing is stored, infinite if only padding."""
         kept = sum(self.rows.kept)
         if kept == 0:
             return math.inf if self.padding_rows else 0.0
@@ -141,7 +122,7 @@ class Waste:
 
 
 def compare(
-    config: MoEConfig, counts: Sequence[int], capacity_factor: float = DEFAULT_FACTOR, block: int = 128
+    config: MoEConfig, counts: Sequence[int], capacity_factor: float = DEFAULT_FACTOR, block: int = BLOCK
 ) -> dict[str, Waste]:
     """The waste of the three systems under one routing.
 
@@ -153,30 +134,43 @@ def compare(
     capacity_factor : float
         Of the capacity C = ceil(capacity_factor * L * k / E).
     block : int
-        Rows of a block of MegaBlocks.
+        Rows and columns of a block of MegaBlocks.
 
     Returns
     -------
     dict of str to Waste
-        ``capacity``, ``megablocks`` and ``moeblaze``.
+        ``capacity``, ``megablocks`` and ``moeblaze``. The last has no padding, of FLOPs either, since waste is counted
+        by rows that are stored; see `moeblaze_rows`.
 
     Raises
     ------
     ValueError
-        If the counts do not fit the configuration, the factor is not a finite number above 0, or block is below 1.
+        If the counts do not fit the configuration, the factor is not a finite number above 0, or block is below 1 or
+        does not divide h.
     TypeError
         If a count or block is no integer.
     """
+    return {
+        "capacity": capacity_waste(config, counts, capacity_factor),
+        "megablocks": megablocks_waste(config, counts, block),
+        "moeblaze": Waste(moeblaze_rows(counts), step_flops_per_row(config), bytes_per_row=0),
+    }
+
+
+def capacity_waste(config: MoEConfig, counts: Sequence[int], capacity_factor: float = DEFAULT_FACTOR) -> Waste:
+    """The waste of a fixed capacity, as in `compare`."""
     counts = doors.check_counts(counts, config.L, config.E, config.k)
     doors.check_positive("capacity_factor", capacity_factor)
-    doors.check_int("block", block, at_least=1)
-    rows = {
-        "capacity": capacity_rows(counts, expert_capacity(config.R, config.E, capacity_factor)),
-        "megablocks": megablocks_rows(counts, block),
-        "moeblaze": moeblaze_rows(counts),
-    }
-    costs = step_flops_per_row(config), kept_bytes_per_row(config)
-    return {system: Waste(one, *costs) for system, one in rows.items()}
+    rows = capacity_rows(counts, expert_capacity(config.R, config.E, capacity_factor))
+    return Waste(rows, step_flops_per_row(config), kept_bytes_per_row(config, "capacity"))
+
+
+def megablocks_waste(config: MoEConfig, counts: Sequence[int], block: int = BLOCK) -> Waste:
+    """The waste of bins of whole blocks, as in `compare`."""
+    counts = doors.check_counts(counts, config.L, config.E, config.k)
+    sparse_doors.check_block(block, config.h)
+    rows = megablocks_rows(counts, block)
+    return Waste(rows, step_flops_per_row(config), kept_bytes_per_row(config, "megablocks", block))
 
 
 def waste_table(wastes: dict[str, Waste]) -> Table:

@@ -20,7 +20,7 @@ from moeblaze_ref.cases import Case
 from moeblaze_ref.config import preset
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, stacked_bars
-from moeblaze_ref.memory.waste import Rows, capacity_rows, megablocks_rows
+from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows
 from moeblaze_ref.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.numpy_ref import block_sparse, capacity, dispatch, gating
 from moeblaze_ref.raw_cuda import block_sparse as raw_sparse
@@ -230,16 +230,16 @@ def drop(topk_experts: np.ndarray, gates: np.ndarray, num_experts: int, capacity
     return Loss((bins.rows == EMPTY).reshape(topk_experts.shape), found.slots, found.tokens)
 
 
-def lost_picture(text: Sequence[str], loss: Loss, shown: int = 64) -> Figure:
-    """Characters of several windows, a line each, on the colour of what they lost.
+def lost_picture(text: Sequence[bytes], loss: Loss, shown: int = 64) -> Figure:
+    """The first bytes of several windows, a line each, on the colour of what they lost; the title counts all bytes.
 
     Parameters
     ----------
-    text : sequence of str
-        The windows, all of one length; their characters are the tokens in order.
+    text : sequence of bytes
+        The windows, all of one length; their bytes are the tokens in order.
     loss : Loss
     shown : int
-        Characters of each window that are drawn.
+        Bytes of each window that are drawn.
     """
     lost = loss.lost.sum(axis=1).reshape(len(text), -1)  # (windows, length)
     k = loss.lost.shape[1]
@@ -248,8 +248,7 @@ def lost_picture(text: Sequence[str], loss: Loss, shown: int = 64) -> Figure:
     for (line, place), count in np.ndenumerate(lost[:, :shown]):
         color = VERMILLION if count == k else ORANGE if count else "none"
         axes.add_patch(Rectangle((place, line), 1, 1, facecolor=color, edgecolor="none"))
-        letter = text[line][place]
-        axes.text(place + 0.5, line + 0.5, letter if letter.isprintable() else "¶", ha="center", va="center", size=9)
+        axes.text(place + 0.5, line + 0.5, _letter(text[line][place]), ha="center", va="center", size=9)
     for color, name in ((ORANGE, "lost some of its experts"), (VERMILLION, "lost all of them")):
         axes.add_patch(Rectangle((-9, 0), 1, 1, facecolor=color, label=name))  # for the legend, outside of the picture
     axes.set(xlim=(0, shown), ylim=(len(text), 0), yticks=np.arange(len(text)) + 0.5, xticks=[])
@@ -258,10 +257,18 @@ def lost_picture(text: Sequence[str], loss: Loss, shown: int = 64) -> Figure:
     axes.spines[:].set_visible(False)
     title = (
         f"{loss.slots / loss.lost.size:.1%} of the slots dropped, {loss.tokens / len(loss.lost):.1%} of the tokens lost"
+        f" (drawn: {lost[:, :shown].shape[1]} of {lost.shape[1]} bytes a window)"
     )
     axes.set_title(title, **HEADING)
     figure.legend(loc="outside upper right", ncols=2, frameon=False)
     return figure
+
+
+def _letter(byte):
+    """What stands for a byte of UTF-8: a part of a longer character is none by itself."""
+    if byte >= 0x80:
+        return "·"
+    return chr(byte) if chr(byte).isprintable() else "¶"
 
 
 # A tiny example ------------------------------------------------------------------------------------------------------

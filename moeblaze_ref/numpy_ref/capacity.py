@@ -49,7 +49,8 @@ def fill(dispatch, gates, capacity, drop_policy="by_gate"):
     Raises
     ------
     ValueError
-        If shapes disagree, a gate is not finite, E * C exceeds 2**31 - 1, or the policy is unknown.
+        If shapes disagree, a gate is not finite, capacity is negative, E * C exceeds 2**31 - 1, or the policy is
+        unknown.
     TypeError
         If a dtype is not allowed, dispatch is no Dispatch, or capacity is no integer.
 
@@ -319,11 +320,11 @@ def backward(d_out, saved, w1, w2, w3) -> Gradients:
     Raises
     ------
     ValueError, TypeError
-        If d_out is not finite, or does not fit what was saved.
+        If d_out or a weight is not finite, or does not fit what was saved.
     """
     doors.check_type("saved", saved, Saved)
     bins = saved.bins
-    doors.check_tensor("d_out", d_out, {"L": bins.L, "d": w1.shape[1]}, (doors.dtype_of(w1),))
+    shared.check_backward(d_out, saved, w1, w2, w3)
     with doors.trusted_values():
         d_gates = gate_gradient(d_out, saved.y, bins)
         d_y = gather(d_out, bins, saved.gates)  # (E, C, d)

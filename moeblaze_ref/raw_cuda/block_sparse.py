@@ -51,7 +51,8 @@ def pad(
     Raises
     ------
     ValueError, TypeError
-        If block is no integer of at least 1, or as `doors.check_dispatch`.
+        If block is no integer of at least 1, the padded rows could exceed what int32 counts, or as
+        `doors.check_dispatch`.
 
     Notes
     -----
@@ -99,7 +100,8 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     Raises
     ------
     ValueError, TypeError
-        If the block size does not divide h, or as `sparse_doors.check_bins`.
+        If the block size does not divide h, rows, columns or blocks exceed what int32 counts, or as
+        `sparse_doors.check_bins`.
 
     Notes
     -----
