@@ -21,10 +21,8 @@ RUNS = [
     for rung in backend.rungs(stage)
 ]
 # Rung 4 multiplies whole tiles of (128, 256) however small the shape: seconds each on a CPU, so it gets fewer.
-SHARES = {
-    "a_thousand": (1_000, [run for run in RUNS if run[2] != gemm.HOPPER]),
-    "of_hopper": (30, [run for run in RUNS if run[2] == gemm.HOPPER]),
-}
+SHARES = {"a_thousand": (1_000, [run for run in RUNS if run[2] != gemm.HOPPER])}
+SHARES |= {f"hopper, {run[1]}": (8, [run]) for run in RUNS if run[2] == gemm.HOPPER}
 
 
 @st.composite
