@@ -7,8 +7,7 @@ MegaBlocks (arXiv 2211.15841), section 2, which sets out to remove it.
 import math
 from fractions import Fraction
 
-from moeblaze_ref import doors
-from moeblaze_ref.config import is_gated
+from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.structures import EMPTY, CapacityBins
 
 # Whom an expert keeps when more rows are routed to it than it has.
@@ -171,11 +170,4 @@ def check_gate_gradient(d_out, y, bins, dtypes):
 @doors.unless_trusted
 def check_backward(d_out, saved, w1, w2, w3):
     """d_out (L, d) and the experts' weights are of the sizes and the dtype of what was saved."""
-    E, _, d = saved.x_rows.shape
-    h, same = saved.a.shape[2], (doors.dtype_of(saved.x_rows),)
-    doors.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)
-    doors.check_tensor("w1", w1, {"E": E, "d": d, "h": h}, same)
-    doors.check_second_projection("w2", w2, is_gated(saved.activation), saved.activation)
-    if w2 is not None:
-        doors.check_tensor("w2", w2, {"E": E, "d": d, "h": h}, same)
-    doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, same)
+    stage_doors.check_experts_backward(d_out, w1, w2, w3, saved, saved.a.shape[2])

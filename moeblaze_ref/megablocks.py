@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from moeblaze_ref import doors, sparse_doors, stage_doors
-from moeblaze_ref.config import is_gated
 from moeblaze_ref.structures import Array, Dispatch, PaddedBins, Topology
 
 FLOATS = ("gates", "x_rows", "a", "b", "y_swi", "y")  # what is kept besides indices
@@ -233,11 +232,4 @@ def _check_backward(dtypes, d_out, saved, w1, w2, w3, wanted):
     for name in wanted:
         doors.check_name("gradient", name, Gradients._fields)
     doors.check_array("saved.x_rows", saved.x_rows, 2, dtypes)
-    same, d = (doors.dtype_of(saved.x_rows),), saved.x_rows.shape[1]
-    E, h = saved.bins.E, saved.topology.shape[1] // saved.bins.E
-    doors.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)
-    doors.check_tensor("w1", w1, {"E": E, "d": d, "h": h}, same)
-    doors.check_second_projection("w2", w2, is_gated(saved.activation), saved.activation)
-    if w2 is not None:
-        doors.check_tensor("w2", w2, {"E": E, "d": d, "h": h}, same)
-    doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, same)
+    stage_doors.check_experts_backward(d_out, w1, w2, w3, saved, saved.topology.shape[1] // saved.bins.E)

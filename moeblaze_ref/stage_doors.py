@@ -224,3 +224,14 @@ def check_experts(x, w1, w2, w3, dispatch, gates, activation, dtypes):
     doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, (doors.dtype_of(x),))
     wide = "float64" if doors.dtype_of(x) == "float64" else "float32"
     doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, (wide,))
+
+
+def check_experts_backward(d_out, w1, w2, w3, saved, h):
+    """d_out (L, d) and the experts' weights are of the sizes and the dtype of what a forward into bins has saved."""
+    E, d, same = saved.bins.E, saved.x_rows.shape[-1], (doors.dtype_of(saved.x_rows),)
+    doors.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)
+    doors.check_tensor("w1", w1, {"E": E, "d": d, "h": h}, same)
+    doors.check_second_projection("w2", w2, is_gated(saved.activation), saved.activation)
+    if w2 is not None:
+        doors.check_tensor("w2", w2, {"E": E, "d": d, "h": h}, same)
+    doors.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, same)
