@@ -181,12 +181,17 @@ def plan(
     return jobs
 
 
+def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]:
+    """What compares a stage with its reference: index structures bit for bit, everything else by relative error."""
+    special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse}
+    return special.get(stage) or functools.partial(check_stage, stage=stage)
+
+
 def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Callable[[], list[Row]]]:
     """One thunk for each case, or one that says why the rung does not run here."""
     if reason := backend.refusal(stage, rung):
         return [lambda: [unavailable(backend, stage, rung, reason)]]
-    special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse}
-    check = special.get(stage) or functools.partial(check_stage, stage=stage)
+    check = check_of(stage)
     chosen = comparisons.fitting(stage, rung, in_reach(backend, cases))
     return [functools.partial(_run, check, backend, stage, rung, case) for case in chosen]
 

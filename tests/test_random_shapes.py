@@ -20,8 +20,9 @@ RUNS = [
     for stage in backend.stages
     for rung in backend.rungs(stage)
 ]
-# Rung 4 multiplies whole tiles of (128, 256) however small the shape: seconds each on a CPU, so it gets fewer.
-SHARES = {"a_thousand": (1_000, [run for run in RUNS if run[2] != gemm.HOPPER])}
+# A share a stage, so that they run side by side. Rung 4 multiplies whole tiles of (128, 256) however small the shape:
+# seconds each on a CPU, so it gets fewer.
+SHARES = {stage: (150, [r for r in RUNS if r[1] == stage and r[2] != gemm.HOPPER]) for _, stage, _ in RUNS}
 SHARES |= {f"hopper, {run[1]}": (8, [run]) for run in RUNS if run[2] == gemm.HOPPER}
 
 
@@ -32,7 +33,8 @@ def checks(draw, runs):
     Where a router decides, it has a choice: gates that are always 1 have no gradient but rounding. And narrow types
     and tf32 get 32 tokens or none, at least 8 wide: their bound is a ratio of errors, and that of a few dot products, or
     of one that all tokens share (an x of width 1 is 1 or -1), is noise.
-    In block_sparse rung 4 takes blocks of whole 128s, so that h is of such, and few experts, each with its padding.
+    In block_sparse a block divides h: of 8 at least, or a matrix is tens of thousands of blocks, each a group of threads
+    to simulate; rung 4 takes blocks of whole 128s, so that h is of such, and few experts, each with its padding.
     """
     backend, stage, rung = draw(st.sampled_from(runs))
     routes, narrow = stage in ("gating", "layer"), "float16" in backend.rungs(stage)[rung] or rung == gemm.TF32
@@ -40,11 +42,13 @@ def checks(draw, runs):
     E = draw(st.integers(2 if routes else 1, 3 if whole_blocks else 12))
     k = draw(st.integers(1, E))
     tokens = st.one_of(st.just(0), st.integers(32, 90)) if narrow else st.integers(0, 90)
-    widths = st.sampled_from([8, 16, 40, 72]) if rung in gemm.TENSOR_CORES else st.integers(8 if narrow else 1, 70)
+    eights = st.sampled_from([8, 16, 40, 72])
+    widths = eights if rung in gemm.TENSOR_CORES else st.integers(8 if narrow else 1, 70)
+    blocked = st.sampled_from([128, 384]) if whole_blocks else eights
     case = make_case(
         L=draw(tokens),
         d=draw(widths),
-        h=draw(st.sampled_from([128, 384]) if whole_blocks else widths),
+        h=draw(blocked if stage == "block_sparse" else widths),
         E=E,
         k=k,
         routing=draw(st.sampled_from(ROUTINGS)),
@@ -55,10 +59,13 @@ def checks(draw, runs):
     return backend, stage, rung, replace(case, policy=draw(st.sampled_from(list(POLICIES))), renormalize=renormalize)
 
 
+def test_the_shares_are_a_thousand():
+    assert sum(examples for examples, _ in SHARES.values()) >= 1_000
+    assert {run for _, runs in SHARES.values() for run in runs} == set(RUNS)
+
+
 def rows_of(backend, stage, rung, case):
-    if stage == "dispatch":
-        return list(check.check_dispatch(backend, rung, case))
-    return list(check.check_stage(backend, rung, case, stage))
+    return list(check.check_of(stage)(backend, rung, case))
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -69,7 +76,7 @@ def test_random_shapes_in_every_stage(share):
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
     @given(checks(runs))
     def every_row_passes(drawn):
-        backend, stage, rung, case = drawn
+        backend, stage, rung, _ = drawn
         seen[backend, stage, rung] += 1
         rows = rows_of(*drawn)
         assert check.passed(rows), rows
