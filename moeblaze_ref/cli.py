@@ -1,4 +1,4 @@
-"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, demo."""
+"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, train, demo."""
 
 import functools
 import json
@@ -20,6 +20,8 @@ from moeblaze_ref import provenance, records, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.config import POLICIES, PRESETS
+from moeblaze_ref.lm import LAYERS
+from moeblaze_ref.lm import PRESETS as TRAINED
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -306,6 +308,36 @@ def memory(
         with user_errors():
             written = terminal.write_memory_plots(config, found, assumptions, plots)
         Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Folder of the run: its checkpoint and its log.")],
+    preset: Annotated[str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in TRAINED.items()))] = "tiny",
+    layer: Annotated[str, typer.Option(help=f"What runs the MoE layers, one of {', '.join(LAYERS)}.")] = "moeblaze",
+    policy: Annotated[str | None, typer.Option(help=f"Of moeblaze, one of {', '.join(POLICIES)}.")] = None,
+    capacity_factor: Annotated[float | None, typer.Option(help="Of capacity.")] = None,
+    steps: Annotated[int | None, typer.Option(help="In place of the preset's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32 or bfloat16, in place of the preset's.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of text files, in place of Python's own.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if it has one.")] = False,
+):
+    """Train a MoE language model on bytes; exit with status 1 if a loss is not finite. After a kill, --resume."""
+    from moeblaze_ref.lm import command
+    from moeblaze_ref.lm.train import NonFinite
+
+    options = {"policy": policy, "capacity_factor": capacity_factor}
+    changes = {"steps": steps, "precision": precision, "seed": seed}
+    with user_errors():
+        settings = command.settings(preset, layer, options, changes)
+        try:
+            lines = command.train(settings, out, data, device, resume)
+        except NonFinite as error:
+            Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+    stdout().print(command.summary(lines, out), highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()

@@ -131,6 +131,15 @@ def check_positive(name, value) -> float:
     return number
 
 
+def check_within(name, value, at_least, at_most=math.inf) -> float:
+    """``value`` as a finite float within [at_least, at_most]."""
+    number = check_number(name, value)
+    if not at_least <= number <= at_most:
+        allowed = f">= {at_least}" if at_most == math.inf else f"{at_least} to {at_most}"
+        raise ValueError(f"{name} is {number}, but it must be {allowed}")
+    return number
+
+
 def check_name(kind, name, allowed) -> str:
     """``name`` if it is one of ``allowed``; otherwise an error with the nearest valid name."""
     if name in allowed:

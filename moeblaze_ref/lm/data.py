@@ -1,9 +1,12 @@
-"""English text as bytes, from the help pages that every Python carries, and windows of it."""
+"""Text as bytes: what every Python carries, or a folder of one's own; its two parts, and windows of it."""
 
 import functools
+import hashlib
 import re
-from collections.abc import Iterable
+import sysconfig
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -11,13 +14,19 @@ from torch import Tensor
 
 from moeblaze_ref import doors
 
-VALIDATION_EVERY = 10  # of the topics in alphabetical order, the first of every ten
+VALIDATION_EVERY = 10  # of the topics in alphabetical order, the first of every ten; of files, a tenth
+# In the standard library's folder, but not in every installation's, or no text to learn from: installed packages,
+# what distributions package apart, tables of characters, and the help topics, which are read as such.
+LEFT_OUT = {
+    *("site-packages", "dist-packages", "test", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils"),
+    *("ensurepip", "encodings", "pydoc_data"),
+}
 BREAK = re.compile(r"\n\n+")  # between paragraphs
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Two texts, uint8 bytes of UTF-8, that share no paragraph.
+    """Two texts, uint8 bytes of UTF-8: one to learn from, one that is held out.
 
     Parameters
     ----------
@@ -27,12 +36,18 @@ class Corpus:
     training: Tensor
     validation: Tensor
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The same for the same two texts, on any machine: 16 hexadecimal digits of SHA-256."""
+        parts = (hashlib.sha256(part.numpy()).digest() for part in (self.training, self.validation))
+        return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
 
 @functools.cache
 def python_help() -> Corpus:
     """Python's help topics (those that ``help("LOOPING")`` and its like print), split by topic.
 
-    Topics quote each other: a paragraph is kept once, and not for training if a validation
+    The two parts share no paragraph. Topics quote each other: a paragraph is kept once, and not for training if a validation
     topic has it. The text, about 370 kB, differs a little from one Python version to another.
     """
     names = sorted(topics)
@@ -50,6 +65,74 @@ def _paragraphs(texts: Iterable[str]) -> list[str]:
 
 def _as_bytes(paragraphs: Iterable[str]) -> Tensor:
     return torch.frombuffer(bytearray("\n\n".join(paragraphs), "utf-8"), dtype=torch.uint8)
+
+
+@functools.cache
+def standard_library() -> Corpus:
+    """Python's help topics and the source files of its standard library, split by topic and by file.
+
+    About 8 MB; it differs from one Python version to another, as `Corpus.fingerprint` shows.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = _split_by_file({path.relative_to(root).as_posix(): path.read_bytes() for path in _sources(root)})
+    return Corpus(
+        torch.cat([python_help().training, sources.training]),
+        torch.cat([python_help().validation, sources.validation]),
+    )
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    """The .py files of a folder, without what is `LEFT_OUT` and without the record of how Python was built."""
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in LEFT_OUT:
+            yield from _sources(path)
+        elif path.suffix == ".py" and not path.name.startswith("_sysconfigdata"):
+            yield path
+
+
+def folder(path: Path) -> Corpus:
+    """The text files of a folder and of those in it, split by file; what begins with a dot is left alone.
+
+    Raises
+    ------
+    ValueError
+        If it is no folder, a file is no UTF-8 text, or fewer than two files hold text: one is held out.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder, but the data must be one, of text files")
+    names = sorted(found.relative_to(path) for found in path.rglob("*") if found.is_file())
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    texts = {name.as_posix(): _read_text(path / name) for name in visible}
+    distinct = len({text for text in texts.values() if text})
+    if distinct < 2:
+        held = "no text" if distinct == 0 else "one text file only"
+        raise ValueError(f"{path} holds {held}, but at least two different ones are needed: one is for validation")
+    return _split_by_file(texts)
+
+
+def _read_text(path: Path) -> bytes:
+    """The bytes of a file that are text."""
+    content = path.read_bytes()
+    try:
+        content.decode()
+        at = content.find(b"\0")
+    except UnicodeDecodeError as error:
+        at = error.start
+    if at >= 0:
+        raise ValueError(f"{path} is no text: byte {at} is {content[at]:#04x}, but the data must be UTF-8 without zeros")
+    return content
+
+
+def _split_by_file(texts: dict[str, bytes]) -> Corpus:
+    """A tenth of the files, those whose names have the lowest hashes, for validation.
+
+    No file is in both parts, and neither is a copy of it: of files with the same content the first one stays.
+    """
+    names = {content: name for name, content in sorted(texts.items(), reverse=True) if content}
+    shuffled = sorted(names, key=lambda content: hashlib.sha256(names[content].encode()).digest())
+    held_out = max(1, len(shuffled) // VALIDATION_EVERY)
+    training, validation = (b"\n\n".join(part) for part in (shuffled[held_out:], shuffled[:held_out]))
+    return Corpus(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (training, validation)))
 
 
 def sample_windows(text: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

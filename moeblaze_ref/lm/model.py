@@ -31,6 +31,8 @@ class LMConfig:
         Token ids; 256 for bytes.
     activation : str
         Of the experts, one of ``config.ACTIVATIONS``.
+    shared : int
+        Width of the expert that every token passes beside its own k; 0 for none.
 
     Raises
     ------
@@ -48,8 +50,10 @@ class LMConfig:
     sequence: int = 128
     vocab: int = 256
     activation: str = "swiglu"
+    shared: int = 0
 
     def __post_init__(self):
+        doors.check_int("shared", self.shared, at_least=0)
         for name in ("layers", "heads", "sequence", "vocab"):
             doors.check_int(name, getattr(self, name), at_least=1)
         self.moe_layer(L=0)  # checks d, h, E, k and the activation
@@ -109,8 +113,25 @@ class Attention(nn.Module):
         return self.project(y.transpose(1, 2).flatten(2))
 
 
+class SharedExpert(nn.Module):
+    """A SwiGLU expert that every token passes, unrouted: DeepSeekMoE (arXiv 2401.06066), section 3.2."""
+
+    def __init__(self, d: int, h: int):
+        super().__init__()
+        self.up = nn.Linear(d, 2 * h, bias=False)
+        self.down = nn.Linear(h, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(L, d) to (L, d)."""
+        a, b = self.up(x).chunk(2, dim=-1)  # each (L, h)
+        return self.down(F.silu(a) * b)
+
+
 class Block(nn.Module):
-    """Attention, then a Mixture of Experts; each normalised before and added to the residual stream."""
+    """Attention, then a Mixture of Experts; each normalised before and added to the residual stream.
+
+    A shared expert, where the configuration has one, reads what the Mixture reads and is added to it.
+    """
 
     def __init__(self, config: LMConfig, moe: MoEFactory):
         super().__init__()
@@ -118,12 +139,15 @@ class Block(nn.Module):
         self.attention = Attention(config.d, config.heads)
         self.moe_norm = nn.RMSNorm(config.d)
         self.moe = moe(config.d, config.h, config.E, config.k, config.activation)
+        self.shared = SharedExpert(config.d, config.shared) if config.shared else None
 
     def forward(self, stream: Tensor) -> tuple[Tensor, MoETrace]:
         """The residual stream (batch, length, d) after this block, and what its MoE layer saw."""
         stream = stream + self.attention(self.attention_norm(stream))
         x = self.moe_norm(stream).flatten(0, 1)  # (L, d)
         out, routing = run(self.moe, x)  # (L, d)
+        if self.shared is not None:
+            out = out + self.shared(x)
         return stream + out.view_as(stream), MoETrace(x, routing)
 
 

@@ -1,7 +1,10 @@
 """Training of the language model, and the capture of what its MoE layers see."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,14 +12,248 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeblaze_ref import doors
-from moeblaze_ref.lm import data
+from moeblaze_ref.lm import data, finite
 from moeblaze_ref.lm.model import LMConfig, LMOutput, MoETransformer
 from moeblaze_ref.oracle import load_balancing_loss, router_z_loss
-from moeblaze_ref.systems import MoEFactory
+from moeblaze_ref.systems import SYSTEMS, MoEFactory, system
 
 BALANCE_WEIGHT = 1e-2  # Switch Transformers (arXiv 2101.03961), section 2.2
 Z_WEIGHT = 1e-3  # ST-MoE (arXiv 2202.08906), the weight of its router z-loss
 GRADIENT_NORM = 1.0  # longer gradients are cut to it
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # the second by autocast
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """All that decides a run's losses, but the text and the device.
+
+    Parameters
+    ----------
+    config : LMConfig
+        The model.
+    steps : int
+        Optimizer steps; 0 trains nothing.
+    layer : str
+        The system of the MoE layers, one of ``systems.SYSTEMS``.
+    layer_options : mapping
+        Of that system's constructor, such as ``policy``.
+    batch : int
+        Windows of a step.
+    learning_rate : float
+        AdamW's, at its peak.
+    warmup : int
+        Steps in which it rises to the peak, linearly.
+    final_fraction : float
+        What is left of it at the last step, after half a cosine; 1 keeps it.
+    weight_decay : float
+        AdamW's.
+    gradient_norm : float
+        Longer gradients are cut to it.
+    balance_weight, z_weight : float
+        Of the two router losses.
+    precision : str
+        One of ``PRECISIONS``; the weights are float32 in either.
+    seed : int
+        Of the weights and of the training windows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a setting is not allowed, or the vocabulary lacks a byte.
+    """
+
+    config: LMConfig
+    steps: int
+    layer: str = "oracle"
+    layer_options: Mapping[str, Any] = field(default_factory=dict)
+    batch: int = 16
+    learning_rate: float = 3e-3
+    warmup: int = 0
+    final_fraction: float = 1.0
+    weight_decay: float = 1e-2
+    gradient_norm: float = GRADIENT_NORM
+    balance_weight: float = BALANCE_WEIGHT
+    z_weight: float = Z_WEIGHT
+    precision: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self):
+        doors.check_type("config", self.config, LMConfig)
+        doors.check_int("config.vocab", self.config.vocab, at_least=256)  # every byte
+        for name, least in (("steps", 0), ("batch", 1), ("warmup", 0), ("seed", 0)):
+            doors.check_int(name, getattr(self, name), at_least=least)
+        for name in ("learning_rate", "weight_decay", "balance_weight", "z_weight"):
+            doors.check_within(name, getattr(self, name), at_least=0)
+        doors.check_within("final_fraction", self.final_fraction, at_least=0, at_most=1)
+        doors.check_positive("gradient_norm", self.gradient_norm)
+        doors.check_name("precision", self.precision, PRECISIONS)
+        doors.check_name("system", self.layer, SYSTEMS)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Of a step, counted from 1: linear warm-up, then half a cosine (SGDR, arXiv 1608.03983, equation 5)."""
+        risen = min(1.0, step / max(1, self.warmup))
+        progress = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
+        fallen = (1 + math.cos(math.pi * progress)) / 2  # 1 to 0
+        return self.learning_rate * risen * (self.final_fraction + (1 - self.final_fraction) * fallen)
+
+
+class NonFinite(FloatingPointError):
+    """A loss or a gradient that is NaN or infinite: the message says at which step, and where it began."""
+
+
+class Step(NamedTuple):
+    """What one optimizer step saw before it moved the weights."""
+
+    step: int  # from 1
+    loss: float  # cross entropy, nats per token
+    learning_rate: float
+    gradient_norm: float  # before it is cut
+
+
+class Trainer:
+    """A training run between two steps.
+
+    All that it is beside its settings and its text lies in `tensors`: a run that is restored from them goes on
+    bit for bit, where torch itself gives the same bits twice: on a CPU with as many threads, for every system.
+
+    Parameters
+    ----------
+    settings : TrainSettings
+    corpus : data.Corpus
+    device : str or torch.device
+    moe : callable, optional
+        What makes the MoE layers, in place of the system that the settings name; as in `model.MoETransformer`.
+
+    Attributes
+    ----------
+    model : MoETransformer
+    losses : list of float
+        Of the steps done.
+
+    Raises
+    ------
+    ValueError
+        If a part of the text is shorter than a window and its next byte.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        corpus: data.Corpus,
+        device: str | torch.device = "cpu",
+        moe: str | MoEFactory | None = None,
+    ):
+        self.settings, self.corpus, self.device = settings, corpus, torch.device(device)
+        _check_length("training", corpus.training, settings.config.sequence)
+        _check_length("validation", corpus.validation, settings.config.sequence)
+        moe = system(settings.layer, **settings.layer_options) if moe is None else moe
+        self.model = _fresh_model(settings.config, moe, settings.seed).to(self.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+        )
+        self.windows = torch.Generator().manual_seed(settings.seed)
+        self.losses: list[float] = []
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return len(self.losses)
+
+    def advance(self) -> Step:
+        """One optimizer step.
+
+        Raises
+        ------
+        NonFinite
+            If the loss or the gradient is; the weights are then those before the step.
+        """
+        settings, step = self.settings, self.step + 1
+        inputs, targets = data.sample_windows(
+            self.corpus.training, settings.batch, settings.config.sequence, self.windows
+        )
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        with self._autocast():
+            output = self.model(inputs)
+            loss = language_loss(output, targets)
+            total = loss + router_loss(output, settings.balance_weight, settings.z_weight)
+        self.optimizer.zero_grad()
+        total.backward()
+        norm = torch.nn.utils.get_total_norm(p.grad for p in self.model.parameters() if p.grad is not None)
+        seen = torch.stack([loss.detach(), total.detach(), norm]).tolist()  # one wait for the device
+        if not all(map(math.isfinite, seen)):
+            raise NonFinite(self._blame(step, seen, inputs))
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.gradient_norm, norm)
+        rate = settings.learning_rate_at(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.losses.append(seen[0])
+        return Step(step, seen[0], rate, seen[2])
+
+    def _blame(self, step: int, seen: list[float], inputs: Tensor) -> str:
+        loss, total, norm = seen
+        with self._autocast():
+            where = finite.first_module(self.model, inputs)
+        if where is not None:
+            cause = f"the activations of {where} are the first that are not finite"
+        elif math.isfinite(total):
+            cause = f"the loss is finite, but the gradient of {finite.last_gradient(self.model)} is not"
+        else:
+            cause = "every activation is finite, but a loss is not"
+        return f"step {step}: loss {loss}, with the router's {total}, gradient norm {norm}; {cause}"
+
+    def validate(self, batches: int = 1) -> float:
+        """Cross entropy on held-out text, the same windows every time, in nats per token.
+
+        Raises
+        ------
+        NonFinite
+            If it is.
+        """
+        with self._autocast():
+            loss = evaluate(self.model, self.corpus.validation, self.settings.batch, batches=batches)
+        if not math.isfinite(loss):
+            raise NonFinite(f"step {self.step}: the validation loss after it is {loss}")
+        return loss
+
+    def _autocast(self) -> AbstractContextManager:
+        dtype = PRECISIONS[self.settings.precision]
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=dtype != torch.float32)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state by name: weights, AdamW's moments, the generator of the windows, the losses."""
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        moments = {
+            f"optimizer.{name}.{key}": tensor
+            for name, parameter in self.model.named_parameters()
+            for key, tensor in self.optimizer.state[parameter].items()
+        }
+        losses = torch.tensor(self.losses, dtype=torch.float64)
+        return weights | moments | {"windows": self.windows.get_state(), "losses": losses}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]):
+        """Become the run whose `tensors` these are; it had the same settings and the same text."""
+        names = [name for name, _ in self.model.named_parameters()]
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+        moments = {number: _below(f"optimizer.{name}.", tensors) for number, name in enumerate(names)}
+        state = {number: moment for number, moment in moments.items() if moment}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self.windows.set_state(tensors["windows"])
+        self.losses = tensors["losses"].tolist()
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by what follows."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _check_length(part: str, text: Tensor, sequence: int):
+    if len(text) <= sequence:
+        raise ValueError(
+            f"the {part} text has {len(text)} bytes, but a window of {sequence} and its next byte need {sequence + 1}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +276,14 @@ class TrainResult:
 
 def language_loss(output: LMOutput, targets: Tensor) -> Tensor:
     """Mean cross entropy of the predictions, in nats per token, for targets (batch, length)."""
-    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+    logits = output.logits.flatten(0, 1)  # (L, vocab)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten())
 
 
-def router_loss(output: LMOutput) -> Tensor:
+def router_loss(output: LMOutput, balance_weight: float = BALANCE_WEIGHT, z_weight: float = Z_WEIGHT) -> Tensor:
     """Both router losses with their weights, summed over the layers."""
     return sum(
-        BALANCE_WEIGHT * load_balancing_loss(trace.routing) + Z_WEIGHT * router_z_loss(trace.routing)
+        balance_weight * load_balancing_loss(trace.routing) + z_weight * router_z_loss(trace.routing)
         for trace in output.traces
     )
 
@@ -86,21 +324,14 @@ def train(
         If config is no LMConfig or its vocabulary lacks a byte, steps or batch is no integer or
         below 1, the text is shorter than a window, or there is no such system.
     """
-    doors.check_type("config", config, LMConfig)
-    doors.check_int("config.vocab", config.vocab, at_least=256)  # every byte
     doors.check_int("steps", steps, at_least=1)
-    doors.check_int("batch", batch, at_least=1)
-    corpus = data.python_help()
-    windows = torch.Generator().manual_seed(seed)
-    model = _fresh_model(config, moe, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    losses = []
-    for step in range(1, steps + 1):
-        inputs, targets = data.sample_windows(corpus.training, batch, config.sequence, windows)
-        losses.append(_step(model, optimizer, inputs, targets))
+    settings = TrainSettings(config, steps, batch=batch, learning_rate=learning_rate, seed=seed)
+    trainer = Trainer(settings, data.python_help(), moe=moe)
+    while trainer.step < steps:
+        done = trainer.advance()
         if on_step is not None:
-            on_step(step, losses[-1])
-    return TrainResult(model, losses, evaluate(model, corpus.validation, batch))
+            on_step(done.step, done.loss)
+    return TrainResult(trainer.model, trainer.losses, trainer.validate())
 
 
 def _fresh_model(config: LMConfig, moe: str | MoEFactory, seed: int) -> MoETransformer:
@@ -109,23 +340,16 @@ def _fresh_model(config: LMConfig, moe: str | MoEFactory, seed: int) -> MoETrans
         return MoETransformer(config, moe)
 
 
-def _step(model: MoETransformer, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> float:
-    """One optimizer step; the cross entropy before it."""
-    output = model(inputs)
-    loss = language_loss(output, targets)
-    optimizer.zero_grad()
-    (loss + router_loss(output)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
-    optimizer.step()
-    return loss.item()
-
-
 @torch.no_grad()
-def evaluate(model: MoETransformer, text: Tensor, batch: int = 16, seed: int = 0) -> float:
+def evaluate(model: MoETransformer, text: Tensor, batch: int = 16, seed: int = 0, batches: int = 1) -> float:
     """Cross entropy of the model on random windows of a text (bytes,) uint8, in nats per token."""
     windows = torch.Generator().manual_seed(seed)
-    inputs, targets = data.sample_windows(text, batch, model.config.sequence, windows)
-    return language_loss(model(inputs), targets).item()
+    device = model.head.weight.device
+    total = 0.0
+    for _ in range(batches):
+        inputs, targets = data.sample_windows(text, batch, model.config.sequence, windows)
+        total += language_loss(model(inputs.to(device)), targets.to(device)).item()
+    return total / batches
 
 
 @dataclass(frozen=True, eq=False)

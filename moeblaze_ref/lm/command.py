@@ -1,0 +1,99 @@
+"""``moeblaze train``: from names and paths to a training run, under a progress bar."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import TextColumn
+
+from moeblaze_ref import doors, terminal
+from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.lm import data
+from moeblaze_ref.lm.presets import preset
+from moeblaze_ref.lm.run import run
+from moeblaze_ref.lm.train import Trainer, TrainSettings
+from moeblaze_ref.systems import SYSTEMS
+from moeblaze_ref.torch_layer import KernelMoE
+from moeblaze_ref.units import MIB
+
+OWNER = {"policy": "moeblaze", "capacity_factor": "capacity"}  # which layer an option is of
+
+
+def settings(name: str, layer: str, options: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainSettings:
+    """A preset's settings with a layer of its own; options and changes that are None are left out.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is no such preset or layer, an option is not the layer's, or a value is not allowed.
+    """
+    doors.check_name("layer", layer, SYSTEMS)
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
+        if OWNER[option] != layer:
+            raise ValueError(f"{option} is an option of the layer {OWNER[option]}, but the layer is {layer}")
+    changed = {field: value for field, value in changes.items() if value is not None}
+    return replace(preset(name), layer=layer, layer_options=given, **changed)
+
+
+def train(
+    chosen: TrainSettings, out: Path, folder: Path | None = None, device: str | None = None, resume: bool = False
+) -> list[dict[str, Any]]:
+    """Train as `run.run` does, on Python's own text or a folder's, and show the progress on standard error.
+
+    Returns
+    -------
+    list of dict
+        The lines of the log.
+
+    Raises
+    ------
+    ValueError
+        If there is no such device, nothing there can run the layer, or as `run.run` and `data.folder`.
+    """
+    device = _device(device)
+    _check_runs(chosen.layer, device)
+    if device == "cpu":
+        torch.set_num_threads(1)  # products this small lose more by waiting for other cores than they gain
+    trainer = Trainer(chosen, data.standard_library() if folder is None else data.folder(folder), device)
+    columns = TextColumn("loss {task.fields[loss]:.2f}"), TextColumn("{task.fields[speed]}")
+    with terminal.progress_bar(*columns) as progress:
+        task = progress.add_task("training", total=chosen.steps, loss=float("nan"), speed="")
+
+        def show(line):
+            if "loss" in line:
+                progress.update(task, completed=line["step"], loss=line["loss"], speed=_speed(line))
+
+        return run(trainer, out, resume, on_line=show)
+
+
+def _speed(line: Mapping[str, Any]) -> str:
+    peak = f", {line['peak_bytes'] / MIB:,.0f} MiB at most" if "peak_bytes" in line else ""
+    return f"{line['tokens_per_second']:,.0f} tokens/s{peak}"
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    doors.check_name("device", name, ("cpu", "cuda"))
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no GPU here (valid: cpu)")
+    return name
+
+
+def _check_runs(layer: str, device: str):
+    """Kernels need an executor: CuPy on a GPU, the SIMT executor and its compiler on a CPU."""
+    status = BACKENDS["cuda" if device == "cuda" else "simt"].status()
+    if issubclass(SYSTEMS[layer], KernelMoE) and not status.available:
+        raise ValueError(f"the layer {layer} cannot run on {device}: {status.detail}; {status.remedy}")
+
+
+def summary(lines: list[dict[str, Any]], out: Path) -> str:
+    """One sentence on a finished run."""
+    held_out = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    return (
+        f"{lines[-1]['step']} steps: validation loss {held_out[0]:.3f} -> {held_out[-1]:.3f} nats per byte; "
+        f"log and checkpoint in {out}"
+    )

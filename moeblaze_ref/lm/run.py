@@ -1,0 +1,105 @@
+"""A training run in a folder: steps, a log of them, checkpoints, and going on where a run was cut off."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeblaze_ref import doors
+from moeblaze_ref.lm import checkpoint
+from moeblaze_ref.lm.log import Log
+from moeblaze_ref.lm.train import NonFinite, Trainer
+
+CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"  # of a run's folder
+
+
+def run(
+    trainer: Trainer,
+    folder: Path,
+    resume: bool = False,
+    every: int = 50,
+    validation_batches: int = 8,
+    on_line: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Train to the last step.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        A fresh one.
+    folder : Path
+        Where the run keeps ``LOG`` and ``CHECKPOINT``; made if need be.
+    resume : bool
+        Go on from the folder's checkpoint; without one, a run that was cut off early begins again.
+    every : int
+        Steps from one validation and checkpoint to the next; the last step has both.
+    validation_batches : int
+        Of each validation.
+    on_line : callable, optional
+        Called with every new line of the log.
+
+    Returns
+    -------
+    list of dict
+        The log: a line for each step (step, loss, learning_rate, gradient_norm, tokens_per_second and, on a GPU,
+        peak_bytes), and lines of step and validation_loss, before the first step too.
+
+    Raises
+    ------
+    ValueError
+        If the folder holds a run, and it is not to be resumed.
+    CheckpointError
+        If its checkpoint is truncated or of another run; nothing is overwritten.
+    NonFinite
+        If a loss or a gradient is; the last checkpoint stays.
+    """
+    doors.check_int("every", every, at_least=1)
+    doors.check_int("validation_batches", validation_batches, at_least=1)
+    log = _open(trainer, folder, resume)
+    try:
+        _train(trainer, log, folder / CHECKPOINT, every, validation_batches, on_line or (lambda line: None))
+    except NonFinite as error:
+        raise NonFinite(f"{error}. {_what_is_kept(folder / CHECKPOINT)}") from None
+    return log.lines
+
+
+def _open(trainer: Trainer, folder: Path, resume: bool) -> Log:
+    """The log of a run that begins, or of one that goes on with its trainer restored."""
+    held = [name for name in (CHECKPOINT, LOG) if (folder / name).exists()]
+    if held and not resume:
+        raise ValueError(f"{folder} holds a run already ({', '.join(held)}): resume it, or name another folder")
+    if CHECKPOINT in held:
+        checkpoint.load(folder / CHECKPOINT, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    return Log(folder / LOG, through=trainer.step or -1)
+
+
+def _train(trainer: Trainer, log: Log, path: Path, every: int, batches: int, on_line: Callable):
+    def note(line: dict[str, Any]):
+        log.add(line)
+        on_line(line)
+
+    if trainer.step == 0:
+        note({"step": 0, "validation_loss": trainer.validate(batches)})
+    while trainer.step < trainer.settings.steps:
+        note(_timed_step(trainer))
+        if trainer.step % every == 0 or trainer.step == trainer.settings.steps:
+            note({"step": trainer.step, "validation_loss": trainer.validate(batches)})
+            checkpoint.save(path, trainer)  # last: what it says is done is in the log
+
+
+def _timed_step(trainer: Trainer) -> dict[str, Any]:
+    began = time.perf_counter()
+    done = trainer.advance()
+    seconds = time.perf_counter() - began
+    tokens = trainer.settings.batch * trainer.settings.config.sequence
+    line = done._asdict() | {"tokens_per_second": round(tokens / seconds, 1)}
+    if trainer.device.type == "cuda":
+        line["peak_bytes"] = torch.cuda.max_memory_allocated(trainer.device)
+    return line
+
+
+def _what_is_kept(path: Path) -> str:
+    return f"{path} keeps step {checkpoint.step_of(path)}" if path.exists() else "No checkpoint was written yet"
