@@ -322,7 +322,9 @@ def train(
     data: Annotated[Path | None, typer.Option(help="Folder of text files, in place of Python's own.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if it has one.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if it has one.")
+    ] = False,
 ):
     """Train a MoE language model on bytes; exit with status 1 if a loss is not finite. After a kill, --resume."""
     from moeblaze_ref.lm import command

@@ -119,7 +119,9 @@ def _read_text(path: Path) -> bytes:
     except UnicodeDecodeError as error:
         at = error.start
     if at >= 0:
-        raise ValueError(f"{path} is no text: byte {at} is {content[at]:#04x}, but the data must be UTF-8 without zeros")
+        raise ValueError(
+            f"{path} is no text: byte {at} is {content[at]:#04x}, but the data must be UTF-8 without zeros"
+        )
     return content
 
 
