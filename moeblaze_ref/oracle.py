@@ -128,7 +128,7 @@ def experts(
 class OracleMoE(RoutedExperts):
     """The oracle as a module, for models that train on plain torch."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """Output (L, d) for x (L, d), and the routing that produced it."""
-        routing = route(x, self.wg, self.k, self.renormalize)
+    def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> tuple[Tensor, Routing]:
+        """Output (L, d) for x (L, d), and the routing that produced it; topk_experts (L, k) replays a choice."""
+        routing = route(x, self.wg, self.k, self.renormalize, topk_experts)
         return experts(x, routing, self.w1, self.w2, self.w3, self.activation), routing

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moeblaze_ref import doors, oracle
 from moeblaze_ref.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.torch_capacity import CapacityMoE
-from moeblaze_ref.torch_layer import MoELayer, MoEModule
+from moeblaze_ref.torch_layer import MoELayer, MoEModule, MoEOutput
 
 # (d, h, E, k, activation) -> the layer
 MoEFactory = Callable[[int, int, int, int, str], nn.Module]
@@ -48,13 +48,11 @@ def system(name: str, **options: Any) -> MoEFactory:
     return partial(SYSTEMS[doors.check_name("system", name, SYSTEMS)], **options)
 
 
-def run(layer: nn.Module, x: Tensor) -> tuple[Tensor, oracle.Routing]:
-    """The output of any system's layer for x (L, d), and the routing behind it.
-
-    `MoEModule` returns the choice, without the (L, E) tensors that it need not keep: they are decided again in plain
-    torch, where autograd follows them, for the choice that was made.
-    """
-    if not isinstance(layer, MoEModule):
-        return layer(x)
-    result = layer(x)
-    return result.out, oracle.route(x, layer.wg, layer.k, layer.renormalize, result.topk_experts)
+def run(layer: nn.Module, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
+    """What any system's layer makes of x (L, d), under its router's choice or a replayed one (L, k) int32."""
+    result = layer(x, topk_experts)
+    if isinstance(layer, MoEModule):
+        return result
+    out, routing = result
+    losses = oracle.load_balancing_loss(routing), oracle.router_z_loss(routing)
+    return MoEOutput(out, *losses, routing.topk_experts.int())

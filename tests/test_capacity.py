@@ -653,11 +653,17 @@ def test_every_system_has_one_interface():
     outputs, options = [], {"capacity": {"capacity_factor": 2.0}, "megablocks": {"block": 8}}
     for name in SYSTEMS:
         torch.manual_seed(0)
-        out, routing = systems.run(system(name, **options.get(name, {}))(8, 16, 4, 2), x)
-        assert routing.logits.requires_grad and routing.topk_experts.dtype == torch.int64
-        outputs.append(out.detach().numpy())
-    for out in outputs[1:]:
-        assert relative_error(out, outputs[0]) < 1e-5
+        layer = system(name, **options.get(name, {}))(8, 16, 4, 2)
+        result = systems.run(layer, x)
+        replayed = systems.run(layer, x, result.topk_experts.flip(0))
+        assert result.topk_experts.dtype == torch.int32
+        assert torch.equal(replayed.topk_experts, result.topk_experts.flip(0))
+        losses = result.load_balancing_loss + result.router_z_loss
+        (gradient,) = torch.autograd.grad(losses, layer.wg)
+        outputs.append([tensor.detach().numpy() for tensor in (result.out, replayed.out, losses, gradient)])
+    for found in outputs[1:]:
+        for mine, expected in zip(found, outputs[0], strict=True):
+            assert relative_error(mine, expected) < 1e-5
 
 
 def test_training_takes_a_system_by_name():

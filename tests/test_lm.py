@@ -224,7 +224,8 @@ def test_the_losses_are_weighted_and_summed_over_the_layers():
         topk_experts=torch.arange(E)[:, None],
         gates=torch.full((E, 1), 1 / E),
     )
-    traces = tuple(MoETrace(torch.zeros(E, 8), balanced) for _ in range(layers))
+    losses = oracle.load_balancing_loss(balanced), oracle.router_z_loss(balanced)
+    traces = tuple(MoETrace(torch.zeros(E, 8), balanced.topk_experts.int(), *losses) for _ in range(layers))
     output = LMOutput(torch.zeros(2, 2, 256), traces)
     assert float(router_loss(output)) == pytest.approx(layers * (0.01 + 0.001 * math.log(E) ** 2), rel=1e-6)
     assert float(language_loss(output, torch.zeros(2, 2, dtype=torch.int64))) == pytest.approx(math.log(256), rel=1e-6)
@@ -302,8 +303,8 @@ def test_bad_training_says_what_is_allowed(config, steps, batch, error, message)
 class Witness(oracle.OracleMoE):
     """The oracle, remembering its last call."""
 
-    def forward(self, x):
-        out, routing = super().forward(x)
+    def forward(self, x, topk_experts=None):
+        out, routing = super().forward(x, topk_experts)
         self.seen = x, routing
         return out, routing
 
@@ -333,6 +334,18 @@ def test_captured_routing_can_be_replayed_from_captured_inputs():
         routing = oracle.route(torch.from_numpy(layer.x), block.moe.wg, TINY.k)
         assert np.array_equal(routing.topk_experts.numpy(), layer.topk_experts)
         assert relative_error(torch.from_numpy(layer.gates), routing.gates.detach()) < 1e-6
+
+
+@torch.no_grad()
+def test_a_models_choices_can_be_replayed_in_another():
+    tokens, model, other = random_tokens(3, 11), tiny_model(), tiny_model(seed=1)
+    chosen = [trace.topk_experts for trace in model(tokens).traces]
+    replayed = other(tokens, chosen)
+    assert all(torch.equal(trace.topk_experts, own) for trace, own in zip(replayed.traces, chosen, strict=True))
+    assert relative_error(replayed.logits, other(tokens).logits) > 1e-3
+    assert torch.equal(model(tokens, chosen).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match="replayed has 1 choices, but the model has 2 blocks"):
+        other(tokens, chosen[:1])
 
 
 def test_the_line_of_the_balanced_share_has_its_name():

@@ -1,5 +1,6 @@
 """A decoder-only transformer over bytes, whose feed-forward layers are Mixtures of Experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 
 from moeblaze_ref import doors
 from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.oracle import Routing
 from moeblaze_ref.systems import MoEFactory, run, system
 
 
@@ -69,10 +69,12 @@ class LMConfig:
 
 
 class MoETrace(NamedTuple):
-    """What one MoE layer saw and decided."""
+    """What one MoE layer saw, decided and was charged for it: nothing that training would not keep anyway."""
 
     x: Tensor  # (L, d), L = batch * length
-    routing: Routing
+    topk_experts: Tensor  # (L, k) int32
+    load_balancing_loss: Tensor  # ()
+    router_z_loss: Tensor  # ()
 
 
 class LMOutput(NamedTuple):
@@ -141,14 +143,14 @@ class Block(nn.Module):
         self.moe = moe(config.d, config.h, config.E, config.k, config.activation)
         self.shared = SharedExpert(config.d, config.shared) if config.shared else None
 
-    def forward(self, stream: Tensor) -> tuple[Tensor, MoETrace]:
-        """The residual stream (batch, length, d) after this block, and what its MoE layer saw."""
+    def forward(self, stream: Tensor, topk_experts: Tensor | None = None) -> tuple[Tensor, MoETrace]:
+        """The residual stream (batch, length, d) after this block, and what its MoE layer saw or replayed."""
         stream = stream + self.attention(self.attention_norm(stream))
         x = self.moe_norm(stream).flatten(0, 1)  # (L, d)
-        out, routing = run(self.moe, x)  # (L, d)
+        out, balance, z, chosen = run(self.moe, x, topk_experts)  # (L, d), (), (), (L, k)
         if self.shared is not None:
             out = out + self.shared(x)
-        return stream + out.view_as(stream), MoETrace(x, routing)
+        return stream + out.view_as(stream), MoETrace(x, chosen, balance, z)
 
 
 class MoETransformer(nn.Module):
@@ -176,18 +178,27 @@ class MoETransformer(nn.Module):
         self.norm = nn.RMSNorm(config.d)
         self.head = nn.Linear(config.d, config.vocab, bias=False)
 
-    def forward(self, tokens: Tensor) -> LMOutput:
+    def forward(self, tokens: Tensor, replayed: Sequence[Tensor] | None = None) -> LMOutput:
         """Predictions and traces for tokens (batch, length) int64, at any length.
+
+        Parameters
+        ----------
+        tokens : Tensor (batch, length) int64
+        replayed : sequence of Tensor (L, k) int32, optional
+            The experts of every token in each block, in place of its router's choice.
 
         Raises
         ------
         TypeError, ValueError
-            If dtype or rank is wrong.
+            If dtype or rank is wrong, or the replayed choices are not one a block.
         """
         doors.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
+        choices = [None] * len(self.blocks) if replayed is None else replayed
+        if len(choices) != len(self.blocks):
+            raise ValueError(f"replayed has {len(choices)} choices, but the model has {len(self.blocks)} blocks")
         stream = self.embedding(tokens)  # (batch, length, d)
         traces = []
-        for block in self.blocks:
-            stream, trace = block(stream)
+        for block, chosen in zip(self.blocks, choices, strict=True):
+            stream, trace = block(stream, chosen)
             traces.append(trace)
         return LMOutput(self.head(self.norm(stream)), tuple(traces))

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from moeblaze_ref import doors
 from moeblaze_ref.lm import data, finite
-from moeblaze_ref.lm.model import LMConfig, LMOutput, MoETransformer
-from moeblaze_ref.oracle import load_balancing_loss, router_z_loss
+from moeblaze_ref.lm.model import LMConfig, LMOutput, MoETrace, MoETransformer
+from moeblaze_ref.oracle import route
+from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.systems import SYSTEMS, MoEFactory, system
 
 BALANCE_WEIGHT = 1e-2  # Switch Transformers (arXiv 2101.03961), section 2.2
@@ -282,10 +283,7 @@ def language_loss(output: LMOutput, targets: Tensor) -> Tensor:
 
 def router_loss(output: LMOutput, balance_weight: float = BALANCE_WEIGHT, z_weight: float = Z_WEIGHT) -> Tensor:
     """Both router losses with their weights, summed over the layers."""
-    return sum(
-        balance_weight * load_balancing_loss(trace.routing) + z_weight * router_z_loss(trace.routing)
-        for trace in output.traces
-    )
+    return sum(balance_weight * trace.load_balancing_loss + z_weight * trace.router_z_loss for trace in output.traces)
 
 
 def train(
@@ -391,15 +389,18 @@ def capture(model: MoETransformer, tokens: Tensor) -> list[CapturedLayer]:
     """
     doors.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
     doors.check_index("tokens", tokens.numpy(force=True), model.config.vocab, "token ids")
-    return [
-        CapturedLayer(
-            _numpy(trace.x, np.float32),
-            _numpy(trace.routing.logits, np.float32),
-            _numpy(trace.routing.topk_experts, np.int32),
-            _numpy(trace.routing.gates, np.float32),
-        )
-        for trace in model(tokens).traces
-    ]
+    return [_captured(trace, block.moe) for trace, block in zip(model(tokens).traces, model.blocks, strict=True)]
+
+
+def _captured(trace: MoETrace, moe: RoutedExperts) -> CapturedLayer:
+    """A layer's choice with the logits and gates behind it, which a step need not keep: decided again."""
+    routing = route(trace.x, moe.wg, moe.k, moe.renormalize, trace.topk_experts)
+    return CapturedLayer(
+        _numpy(trace.x, np.float32),
+        _numpy(routing.logits, np.float32),
+        _numpy(trace.topk_experts, np.int32),
+        _numpy(routing.gates, np.float32),
+    )
 
 
 def _numpy(tensor: Tensor, dtype) -> np.ndarray:
