@@ -1,4 +1,4 @@
-"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, train, demo."""
+"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, train, trace, demo."""
 
 import functools
 import json
@@ -340,6 +340,25 @@ def train(
             Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
     stdout().print(command.summary(lines, out), highlight=False, soft_wrap=True, markup=False)
+
+
+@app.command()
+def trace(
+    checkpoint: Annotated[Path, typer.Option(help="Of a training run: checkpoint.safetensors in its folder.")],
+    out: Annotated[Path, typer.Option(help="The npz file to write.")],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of text files, in place of Python's prose, code and tables; repeatable."),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="At most so many of each kind of text; 40,960 by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+):
+    """Write which experts a trained model chose, token by token, on text that it has not learned from."""
+    from moeblaze_ref.lm import command
+
+    with user_errors():
+        text = command.trace(checkpoint, out, data or [], tokens, device)
+    stdout().print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()

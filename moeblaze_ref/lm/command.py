@@ -1,5 +1,6 @@
-"""``moeblaze train``: from names and paths to a training run, under a progress bar."""
+"""``moeblaze train`` and ``moeblaze trace``: from names and paths to a training run, and to what its routers decide."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any
 import torch
 from rich.progress import TextColumn
 
-from moeblaze_ref import doors, terminal
+from moeblaze_ref import doors, records, terminal, traces
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.lm import data
+from moeblaze_ref.lm import data, tracing
+from moeblaze_ref.lm.checkpoint import load_model
 from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.run import run
 from moeblaze_ref.lm.train import Trainer, TrainSettings
@@ -67,6 +69,32 @@ def train(
                 progress.update(task, completed=line["step"], loss=line["loss"], speed=_speed(line))
 
         return run(trainer, out, resume, on_line=show)
+
+
+def trace(checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, device: str | None) -> str:
+    """Write the routing of a checkpoint's model to a file, and say in one sentence what it holds.
+
+    A folder is a kind of text by its name; of its text that part is read that a training on it would hold out.
+
+    Raises
+    ------
+    OSError
+        If there is no checkpoint, or the file cannot be written.
+    ValueError
+        If there is no such device, nothing there can run the layer, or as `tracing.trace` and `data.folder`.
+    """
+    records.check_writable(out)
+    device = _device(device)
+    model, settings = load_model(checkpoint, device)
+    _check_runs(settings.layer, device)
+    texts = {path.resolve().name: data.folder(path).validation for path in folders} or data.held_out_kinds()
+    info = tracing.origin(checkpoint, settings, texts)
+    found = tracing.trace(model, settings, texts, info, tracing.TOKENS if tokens is None else tokens)
+    traces.save(out, found)
+    windows = Counter(found.seq_kind.tolist())
+    kinds = ", ".join(f"{count * settings.config.sequence:,} of {kind}" for kind, count in windows.items())
+    layers, k = found.topk.shape[1:]
+    return f"{out}: {len(found.topk):,} tokens ({kinds}), {layers} layers, {k} of {found.E} experts each"
 
 
 def _speed(line: Mapping[str, Any]) -> str:

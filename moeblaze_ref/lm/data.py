@@ -73,12 +73,18 @@ def standard_library() -> Corpus:
 
     About 8 MB; it differs from one Python version to another, as `Corpus.fingerprint` shows.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    sources = _split_by_file({path.relative_to(root).as_posix(): path.read_bytes() for path in _sources(root)})
-    return Corpus(
-        torch.cat([python_help().training, sources.training]),
-        torch.cat([python_help().validation, sources.validation]),
-    )
+    prose, code = python_help(), _library_sources()
+    return Corpus(torch.cat([prose.training, code.training]), torch.cat([prose.validation, code.validation]))
+
+
+@functools.cache
+def _library_sources() -> Corpus:
+    root = _library_folder()
+    return _split_by_file({path.relative_to(root).as_posix(): path.read_bytes() for path in _sources(root)})
+
+
+def _library_folder() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
 
 
 def _sources(folder: Path) -> Iterator[Path]:
@@ -88,6 +94,20 @@ def _sources(folder: Path) -> Iterator[Path]:
             yield from _sources(path)
         elif path.suffix == ".py" and not path.name.startswith("_sysconfigdata"):
             yield path
+
+
+def held_out_kinds() -> dict[str, Tensor]:
+    """Three kinds of text of which `standard_library` has nothing in its training part, each (bytes,) uint8.
+
+    Prose is the help topics of the validation part, code its source files, tables the character maps of ``encodings``.
+    """
+    files = [path.read_bytes() for path in sorted((_library_folder() / "encodings").glob("*.py"))]
+    tables = b"\n".join(content for content in files if b"decoding_table" in content)
+    return {
+        "prose": python_help().validation,
+        "code": _library_sources().validation,
+        "tables": torch.frombuffer(bytearray(tables), dtype=torch.uint8),
+    }
 
 
 def folder(path: Path) -> Corpus:

@@ -98,6 +98,11 @@ class TrainSettings:
         return self.learning_rate * risen * (self.final_fraction + (1 - self.final_fraction) * fallen)
 
 
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """Where a model of a precision computes: products in bfloat16 or, in float32, everything as it is."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=PRECISIONS[precision] != torch.float32)
+
+
 class NonFinite(FloatingPointError):
     """A loss or a gradient that is NaN or infinite: the message says at which step, and where it began."""
 
@@ -173,7 +178,7 @@ class Trainer:
             self.corpus.training, settings.batch, settings.config.sequence, self.windows
         )
         inputs, targets = inputs.to(self.device), targets.to(self.device)
-        with self._autocast():
+        with autocast(self.settings.precision, self.device):
             output = self.model(inputs)
             loss = language_loss(output, targets)
             total = loss + router_loss(output, settings.balance_weight, settings.z_weight)
@@ -193,7 +198,7 @@ class Trainer:
 
     def _blame(self, step: int, seen: list[float], inputs: Tensor) -> str:
         loss, total, norm = seen
-        with self._autocast():
+        with autocast(self.settings.precision, self.device):
             where = finite.first_module(self.model, inputs)
         if where is not None:
             cause = f"the activations of {where} are the first that are not finite"
@@ -211,15 +216,11 @@ class Trainer:
         NonFinite
             If it is.
         """
-        with self._autocast():
+        with autocast(self.settings.precision, self.device):
             loss = evaluate(self.model, self.corpus.validation, self.settings.batch, batches=batches)
         if not math.isfinite(loss):
             raise NonFinite(f"step {self.step}: the validation loss after it is {loss}")
         return loss
-
-    def _autocast(self) -> AbstractContextManager:
-        dtype = PRECISIONS[self.settings.precision]
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=dtype != torch.float32)
 
     def tensors(self) -> dict[str, Tensor]:
         """The whole state by name: weights, AdamW's moments, the generator of the windows, the losses."""

@@ -1,0 +1,100 @@
+"""What a trained model's routers decide on text that it has not learned from."""
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeblaze_ref import doors
+from moeblaze_ref.lm import data
+from moeblaze_ref.lm.checkpoint import step_of
+from moeblaze_ref.lm.model import MoETransformer
+from moeblaze_ref.lm.train import TrainSettings, autocast
+from moeblaze_ref.traces import RoutingTrace
+
+TOKENS = 40_960  # of each kind of text
+
+
+def origin(checkpoint: Path, settings: TrainSettings, texts: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Where a trace comes from: model, checkpoint and text, for its ``info``."""
+    with checkpoint.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "experts": settings.config.E,
+        "model": asdict(settings.config),
+        "layer": settings.layer,
+        "precision": settings.precision,
+        "steps": step_of(checkpoint),
+        "checkpoint": digest[:16],
+        "text": {kind: hashlib.sha256(text.numpy()).hexdigest()[:16] for kind, text in texts.items()},
+        "python": platform.python_version(),
+    }
+
+
+def trace(
+    model: MoETransformer,
+    settings: TrainSettings,
+    texts: Mapping[str, Tensor],
+    info: Mapping[str, Any],
+    tokens: int = TOKENS,
+) -> RoutingTrace:
+    """The routing of a model on windows of each text, evenly spaced over it.
+
+    Parameters
+    ----------
+    model : MoETransformer
+    settings : TrainSettings
+        What it was trained with: the length of a window, and the precision.
+    texts : mapping of str to Tensor (bytes,) uint8
+        Kinds of text.
+    info : mapping
+        Of the trace; `origin` makes it of a checkpoint.
+    tokens : int
+        At most so many of each kind, in whole windows.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If tokens is no integer, or if it or a text is less than a window.
+    """
+    length = settings.config.sequence
+    doors.check_int("tokens", tokens, at_least=length)
+    windows = {kind: _windows(kind, text, length, tokens // length) for kind, text in texts.items()}
+    read = torch.cat(list(windows.values()))  # (sequences, length) int64
+    kinds = [kind for kind, found in windows.items() for _ in found]
+    return RoutingTrace(
+        topk=_choices(model, settings, read),
+        seq=np.repeat(np.arange(len(read), dtype=np.int32), length),
+        pos=np.tile(np.arange(length, dtype=np.int32), len(read)),
+        token=read.flatten().numpy().astype(np.uint8),
+        seq_kind=np.array(kinds),
+        info=info,
+    )
+
+
+def _windows(kind: str, text: Tensor, length: int, at_most: int) -> Tensor:
+    """Whole windows of a text that do not overlap, evenly spaced over it: (windows, length) int64."""
+    whole = len(text) // length
+    if whole == 0:
+        raise ValueError(f"the text {kind} has {len(text)} bytes, but a window of the model has {length}")
+    count = min(at_most, whole)
+    chosen = torch.arange(count) * whole // count
+    return text[: whole * length].view(whole, length)[chosen].long()
+
+
+@torch.no_grad()
+def _choices(model: MoETransformer, settings: TrainSettings, read: Tensor) -> np.ndarray:
+    """The experts of every token in every block: (tokens, layers, k) int16."""
+    device = model.head.weight.device
+    found = []
+    for batch in read.split(settings.batch):
+        with autocast(settings.precision, device):
+            traces = model(batch.to(device)).traces
+        found.append(torch.stack([trace.topk_experts for trace in traces], dim=1).cpu())
+    return torch.cat(found).numpy().astype(np.int16)
