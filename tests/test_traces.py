@@ -128,7 +128,11 @@ def replaced(name, change):
     [
         (corrupted("topk", (9, 1, 0), 5), ValueError, "topk[9, 1, 0] is 5, but there are only 5 experts"),
         (corrupted("topk", (0, 2, 1), -1), ValueError, "topk[0, 2, 1] is -1"),
-        (corrupted("topk", (63, 2), [3, 3]), ValueError, "topk[63, 2] is [3, 3], but the experts of a token must differ"),
+        (
+            corrupted("topk", (63, 2), [3, 3]),
+            ValueError,
+            "topk[63, 2] is [3, 3], but the experts of a token must differ",
+        ),
         (corrupted("seq", 17, 0), ValueError, "seq[17] is 0 after 2, but sequences stand together"),
         (corrupted("seq", 0, 1), ValueError, "seq[0] is 1, but sequences stand together"),
         (corrupted("pos", 12, 3), ValueError, "pos[12] is 3 after 3, but positions rise in a sequence"),

@@ -1,0 +1,169 @@
+"""The memory wall in training: how many tokens a step of a whole model takes until the device has no room for more.
+
+A step reads L tokens as windows of at most ``WINDOW``: attention keeps as much for each token however long its window
+is, but its time would grow with it and hide that of the experts.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moeblaze_ref import doors
+from moeblaze_ref.config import POLICIES
+from moeblaze_ref.lm import data
+from moeblaze_ref.lm.train import Trainer, TrainSettings, autocast
+from moeblaze_ref.memory.measure import kept_bytes
+
+WINDOW = 4_096
+TIMED_STEPS = 2  # after one that compiles kernels and makes AdamW's moments
+REFINEMENTS = 3  # halvings of the gap between the last L that fits and twice that
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # torch's, and the allocator's of CuPy
+
+# What trains the same model: its MoE layer and that layer's options.
+CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "oracle": ("oracle", {}),
+    "capacity 1.25": ("capacity", {"capacity_factor": 1.25}),
+    "megablocks": ("megablocks", {}),
+    **{f"moeblaze, {policy}": ("moeblaze", {"policy": policy}) for policy in POLICIES},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A step of a model at one size.
+
+    Parameters
+    ----------
+    contender : str
+        One of ``CONTENDERS``.
+    L : int
+        Tokens of the step.
+    window : int
+        Tokens that attention sees at once.
+    kept_bytes : int or None
+        What autograd keeps of the forward, weights excluded; None where the step did not fit.
+    peak_bytes : int or None
+        The most that was allocated at a time in a whole step, weights and AdamW's moments included; None without a
+        GPU, or where the step did not fit.
+    step_ms : float or None
+        Of forward, backward and optimizer; None where the step did not fit.
+    """
+
+    contender: str
+    L: int
+    window: int
+    kept_bytes: int | None = None
+    peak_bytes: int | None = None
+    step_ms: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step could be made."""
+        return self.step_ms is not None
+
+
+def settings_of(settings: TrainSettings, contender: str, L: int) -> TrainSettings:
+    """The settings of a run, with a contender's layer and steps of L tokens.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is no such contender, or L is no multiple of the window that it is cut into.
+    """
+    layer, options = CONTENDERS[doors.check_name("contender", contender, CONTENDERS)]
+    doors.check_int("L", L, at_least=1)
+    window = min(L, WINDOW)
+    if L % window:
+        raise ValueError(f"L is {L}, but beyond {WINDOW} it must be a multiple of it: windows are whole")
+    config = replace(settings.config, sequence=window)
+    return replace(settings, config=config, batch=L // window, layer=layer, layer_options=options)
+
+
+def measure(settings: TrainSettings, contender: str, L: int, corpus: data.Corpus, device: str) -> Row:
+    """Train a fresh model for a few steps of L tokens; if they do not fit, the row says so.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `settings_of`, or if the text is shorter than a window.
+    """
+    chosen = settings_of(settings, contender, L)
+    row = Row(contender, L, chosen.config.sequence)
+    try:
+        return _measured(row, Trainer(chosen, corpus, device))
+    except OUT_OF_MEMORY:
+        return row
+    finally:
+        _free(device)
+
+
+def _measured(row: Row, trainer: Trainer) -> Row:
+    gpu = trainer.device if trainer.device.type == "cuda" else None
+    kept = _kept(trainer)
+    trainer.advance()
+    if gpu:
+        torch.cuda.synchronize(gpu)
+        torch.cuda.reset_peak_memory_stats(gpu)
+    began = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        trainer.advance()
+    if gpu:
+        torch.cuda.synchronize(gpu)
+    step_ms = (time.perf_counter() - began) / TIMED_STEPS * 1e3
+    return replace(row, kept_bytes=kept, peak_bytes=gpu and torch.cuda.max_memory_allocated(gpu), step_ms=step_ms)
+
+
+def _kept(trainer: Trainer) -> int:
+    """Bytes that autograd keeps of one forward."""
+    config = trainer.settings.config
+    windows = torch.Generator().manual_seed(0)
+    tokens, _ = data.sample_windows(trainer.corpus.training, trainer.settings.batch, config.sequence, windows)
+    with autocast(trainer.settings.precision, trainer.device):
+        return kept_bytes(trainer.model, tokens.to(trainer.device))
+
+
+def _free(device: str):
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def climb(row_of: Callable[[int], Row], first: int, most: int) -> Iterator[Row]:
+    """Rows at growing L: doubled until one does not fit, then between the last that fits and that one.
+
+    Parameters
+    ----------
+    row_of : callable
+        Measures one L.
+    first : int
+        The first L, a multiple of ``WINDOW``.
+    most : int
+        L is doubled no further than this.
+    """
+    doors.check_int("first", first, at_least=WINDOW)
+    fits, fails = 0, None
+    L = first
+    while fails is None and L <= most:
+        row = row_of(L)
+        yield row
+        fits, fails = (L, None) if row.fits else (fits, L)
+        L *= 2
+    for _ in range(REFINEMENTS if fits and fails else 0):
+        L = (fits + fails) // 2 // WINDOW * WINDOW
+        if L in (fits, fails):
+            return
+        row = row_of(L)
+        yield row
+        fits, fails = (L, fails) if row.fits else (fits, L)
+
+
+def largest(rows: list[Row]) -> Mapping[str, int]:
+    """The largest L that fits, for each contender; 0 if none did."""
+    found: dict[str, int] = {}
+    for row in rows:
+        found[row.contender] = max(found.get(row.contender, 0), row.L if row.fits else 0)
+    return found
