@@ -1,7 +1,7 @@
 """Training of the language model, and the capture of what its MoE layers see."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -56,6 +56,8 @@ class TrainSettings:
         One of ``PRECISIONS``; the weights are float32 in either.
     seed : int
         Of the weights and of the training windows.
+    order_seed : int, optional
+        Of the training windows, in place of seed: the same weights on another order of the text.
 
     Raises
     ------
@@ -77,12 +79,15 @@ class TrainSettings:
     z_weight: float = Z_WEIGHT
     precision: str = "float32"
     seed: int = 0
+    order_seed: int | None = None
 
     def __post_init__(self):
         doors.check_type("config", self.config, LMConfig)
         doors.check_int("config.vocab", self.config.vocab, at_least=256)  # every byte
         for name, least in (("steps", 0), ("batch", 1), ("warmup", 0), ("seed", 0)):
             doors.check_int(name, getattr(self, name), at_least=least)
+        if self.order_seed is not None:
+            doors.check_int("order_seed", self.order_seed, at_least=0)
         for name in ("learning_rate", "weight_decay", "balance_weight", "z_weight"):
             doors.check_within(name, getattr(self, name), at_least=0)
         doors.check_within("final_fraction", self.final_fraction, at_least=0, at_most=1)
@@ -135,6 +140,8 @@ class Trainer:
     model : MoETransformer
     losses : list of float
         Of the steps done.
+    chosen : tuple of Tensor (L, k) int32
+        The experts of every token in each block, in the last step; empty before the first.
 
     Raises
     ------
@@ -157,16 +164,23 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
-        self.windows = torch.Generator().manual_seed(settings.seed)
+        order_seed = settings.seed if settings.order_seed is None else settings.order_seed
+        self.windows = torch.Generator().manual_seed(order_seed)
         self.losses: list[float] = []
+        self.chosen: tuple[Tensor, ...] = ()
 
     @property
     def step(self) -> int:
         """Steps done."""
         return len(self.losses)
 
-    def advance(self) -> Step:
+    def advance(self, replayed: Sequence[Tensor] | None = None) -> Step:
         """One optimizer step.
+
+        Parameters
+        ----------
+        replayed : sequence of Tensor (L, k) int32, optional
+            The experts of every token in each block, such as another run's `chosen`, in place of the routers' choice.
 
         Raises
         ------
@@ -179,7 +193,7 @@ class Trainer:
         )
         inputs, targets = inputs.to(self.device), targets.to(self.device)
         with autocast(self.settings.precision, self.device):
-            output = self.model(inputs)
+            output = self.model(inputs, replayed)
             loss = language_loss(output, targets)
             total = loss + router_loss(output, settings.balance_weight, settings.z_weight)
         self.optimizer.zero_grad()
@@ -194,6 +208,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.losses.append(seen[0])
+        self.chosen = tuple(trace.topk_experts for trace in output.traces)
         return Step(step, seen[0], rate, seen[2])
 
     def _blame(self, step: int, seen: list[float], inputs: Tensor) -> str:
