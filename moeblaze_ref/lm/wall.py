@@ -6,7 +6,7 @@ is, but its time would grow with it and hide that of the experts.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,3 +167,17 @@ def largest(rows: list[Row]) -> Mapping[str, int]:
     for row in rows:
         found[row.contender] = max(found.get(row.contender, 0), row.L if row.fits else 0)
     return found
+
+
+def rows(
+    settings: TrainSettings, corpus: data.Corpus, device: str, contenders: Sequence[str], first: int, most: int
+) -> Iterator[Row]:
+    """Climb with each contender; see `climb`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `measure`.
+    """
+    for contender in contenders:
+        yield from climb(lambda L, name=contender: measure(settings, name, L, corpus, device), first, most)
