@@ -1,4 +1,4 @@
-"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, train, trace, demo."""
+"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, train, evidence, trace, demo."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ from moeblaze_ref import provenance, records, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.config import POLICIES, PRESETS
-from moeblaze_ref.lm import LAYERS
+from moeblaze_ref.lm import EVIDENCE, LAYERS
 from moeblaze_ref.lm import PRESETS as TRAINED
 
 app = typer.Typer(
@@ -328,18 +328,57 @@ def train(
 ):
     """Train a MoE language model on bytes; exit with status 1 if a loss is not finite. After a kill, --resume."""
     from moeblaze_ref.lm import command
-    from moeblaze_ref.lm.train import NonFinite
 
     options = {"policy": policy, "capacity_factor": capacity_factor}
     changes = {"steps": steps, "precision": precision, "seed": seed}
-    with user_errors():
+    with user_errors(), finite_numbers():
         settings = command.settings(preset, layer, options, changes)
-        try:
-            lines = command.train(settings, out, data, device, resume)
-        except NonFinite as error:
-            Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
-            raise typer.Exit(1) from None
+        lines = command.train(settings, out, data, device, resume)
     stdout().print(command.summary(lines, out), highlight=False, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def finite_numbers() -> Iterator[None]:
+    """Training that meets NaN or infinity has failed: print where, and exit with status 1."""
+    try:
+        yield
+    except FloatingPointError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def evidence(
+    kind: Annotated[str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in EVIDENCE.items()))],
+    preset: Annotated[str, typer.Option(help=f"One of {', '.join(TRAINED)}.")] = "tiny",
+    steps: Annotated[
+        int | None, typer.Option(help="To compare, 200 by default; of curves, in place of the preset's.")
+    ] = None,
+    run: Annotated[
+        list[str] | None, typer.Option(help="Of curves: train this run first, or go on with it; repeatable.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Of curves: the folder of the runs' folders.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of text files, in place of Python's own.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Also write it here, with GPU, versions, commit.")] = None,
+    as_json: AsJson = False,
+):
+    """Hold training with our layer against training with plain torch; exit with status 1 if they differ."""
+    from moeblaze_ref.lm import evidence as gathering
+    from moeblaze_ref.lm import report
+
+    request = gathering.Request(preset, steps, device, data, out, tuple(run or ()))
+    with user_errors(), finite_numbers():
+        if record:
+            records.check_writable(record)
+        found = gathering.gather(kind, request)
+        if record:
+            provenance.record(record, found)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        stdout().print(report.summary(found), highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(1 if found["passed"] is False else 0)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
 
-from moeblaze_ref import oracle, provenance
+from moeblaze_ref import documents, oracle, provenance
 from moeblaze_ref.bench import (
     accuracy,
     aims,
@@ -956,7 +956,7 @@ def test_a_block_is_written_from_the_rows(recorded):
     ratio = recorded["rows"][0]["ratio_to"]["grouped_mm"]
     assert f"| tiny | minimal | grouped_mm | 3 | {report.ratio(ratio / 1.1)} | {report.ratio(ratio)} |" in spread
     assert uniform.count("Run ") == 2 and "Run 2" not in uniform and "zipf" not in uniform
-    assert "Run 2" in skew and "over uniform" in skew and document.NOTHING in gating
+    assert "Run 2" in skew and "over uniform" in skew and documents.NOTHING in gating
     step = recorded["rows"][0]["step_ms"]
     assert f"| tiny | moeblaze, minimal | 3_mma | uniform | {step:.2f} |" in uniform and "old" not in uniform
     with pytest.raises(ValueError, match="unknown block 'layers'"):

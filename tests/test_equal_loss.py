@@ -1,6 +1,5 @@
 """Equal loss: a model with our layers trains as one with the oracle's, and the verdict can tell when it does not."""
 
-
 import pytest
 import torch
 

@@ -5,22 +5,20 @@ around is written by hand: its numbers are definitions, sizes of the code, and a
 figures. ``python -m moeblaze_ref.bench.document`` writes everything again.
 """
 
+import functools
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moeblaze_ref import documents
 from moeblaze_ref.bench import KINDS, aims, findings, paper, plots, report, results
 
 DOCUMENT = results.DOCS / "performance.md"
 README = results.DOCS.parent / "README.md"
 PICTURE = results.DOCS / "images" / "bench.png"
 TRIALS = results.DOCS / "results" / "trials_h200.json"
-NOTHING = "*Not measured yet.*"
-
-_BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
 def fill(text: str, found: results.Result | None) -> str:
@@ -38,20 +36,18 @@ def fill(text: str, found: results.Result | None) -> str:
     ValueError
         If there is no block of that name.
     """
+    of_found = {name: functools.partial(_made, maker, found) for name, maker in BLOCKS.items()}
+    return documents.fill(text, of_found | APART)
 
-    def written(block: re.Match) -> str:
-        start, name, end = block.groups()
-        if name not in BLOCKS | APART:
-            raise ValueError(f"unknown block {name!r}. Valid: {', '.join(BLOCKS | APART)}")
-        text = APART[name]() if name in APART else BLOCKS[name](found) if found else ""
-        return f"{start}{text or NOTHING}\n{end}"
 
-    return _BLOCK.sub(written, text)
+def _made(maker: Callable[[results.Result], str], found: results.Result | None) -> str:
+    """What ``maker`` makes of results, nothing while there are none."""
+    return maker(found) if found else ""
 
 
 def _place(found: results.Result) -> str:
     """Where and when the numbers were taken."""
-    lines = [f"- device: {found['device']}", f"- versions: {_list(found['versions'])}", f"- commit: {found['commit']}"]
+    lines = documents.place(found)
     for number, run in enumerate(found["runs"]):
         ceilings = _ceilings([row for row in found["rows"] if row["run"] == number])
         times = "once" if run["repetitions"] == 1 else f"{run['repetitions']} repetitions"
@@ -60,10 +56,6 @@ def _place(found: results.Result) -> str:
             f"{'; ' + ceilings if ceilings else ''}"
         )
     return "\n".join(lines)
-
-
-def _list(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _ceilings(rows: Sequence[dict[str, Any]]) -> str:
@@ -148,7 +140,7 @@ def _spread(found: results.Result) -> str:
 
 def _of_file(path: Path, maker: Callable[[results.Result], str]) -> Callable[[], str]:
     """What ``maker`` makes of a file of results, nothing while there is none."""
-    return lambda: maker(results.load(path)) if path.exists() else ""
+    return lambda: _made(maker, results.load(path) if path.exists() else None)
 
 
 def _other_systems() -> results.Result | None:

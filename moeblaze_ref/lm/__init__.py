@@ -3,6 +3,9 @@
 ``data`` is text that every Python carries, or a folder's, ``model`` the transformer, ``train`` its training and the
 capture of what its MoE layers saw, ``run`` a training run in a folder: with ``log`` and ``checkpoint``, and ``finite``
 for where it went wrong. ``command`` is ``moeblaze train``, on the settings of ``presets``.
+
+``equal_loss`` and ``curves`` hold training with our layer against training with plain torch. ``evidence`` is
+``moeblaze evidence``, ``report``, ``evidence_plots`` and ``document`` show what it found.
 """
 
 PRESETS = {
@@ -10,3 +13,8 @@ PRESETS = {
     "lm-small": "for one GPU",
 }
 LAYERS = ("oracle", "capacity", "megablocks", "moeblaze")  # the names in systems.SYSTEMS, without importing torch
+EVIDENCE = {  # the names in evidence.KINDS
+    "replayed": "the oracle's choice of experts in another layer: the same loss at each step, in float32",
+    "free": "every router by itself: the same loss until a token changes expert, in float32",
+    "curves": "whole runs, in the preset's precision, beside MegaBlocks and a fixed capacity",
+}

@@ -6,7 +6,8 @@ whole one.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def save(path: Path, trainer: Trainer):
     OSError
         If it cannot be written; what was there before stays.
     """
-    metadata = {HEADER: json.dumps(_header(trainer))}
+    metadata = {HEADER: json.dumps(_header_of(trainer))}
     replace(path, lambda part: save_file(trainer.tensors(), part, metadata))
 
 
@@ -69,9 +70,23 @@ def load(path: Path, trainer: Trainer):
         that differs, and both values. The run is then as it was.
     """
     header, tensors = _read(path)
-    _check_same_run(path, _flat(header), _flat(_header(trainer)))
+    _check_same_run(path, _flat(header), _flat(_header_of(trainer)))
     _check_shapes(path, tensors, trainer.model)
     trainer.restore(tensors)
+
+
+def check(path: Path, settings: TrainSettings, text: str):
+    """A run with these settings wrote this checkpoint, on the text with this fingerprint.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file.
+    CheckpointError
+        If it is no whole checkpoint, or that of another run; as `load`.
+    """
+    with _opened(path) as file:
+        _check_same_run(path, _flat(_read_header(path, file)), _flat(_header(settings, text)))
 
 
 def step_of(path: Path) -> int:
@@ -107,26 +122,40 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[MoETrans
     return model.to(device), settings
 
 
-def _header(trainer: Trainer) -> dict[str, Any]:
-    return {"format": FORMAT, "settings": asdict(trainer.settings), "text": trainer.corpus.fingerprint}
+def _header_of(trainer: Trainer) -> dict[str, Any]:
+    return _header(trainer.settings, trainer.corpus.fingerprint)
+
+
+def _header(settings: TrainSettings, text: str) -> dict[str, Any]:
+    return {"format": FORMAT, "settings": asdict(settings), "text": text}
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a checkpoint."""
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        return _read_header(path, file), tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is truncated, or no checkpoint: {error}") from None
+
+
+def _read_header(path: Path, file: Any) -> dict[str, Any]:
+    metadata = file.metadata() or {}
     if HEADER not in metadata:
         raise CheckpointError(f"{path} holds tensors, but no training run of this project wrote it")
     header = json.loads(metadata[HEADER])
     if header["format"] != FORMAT:
         raise CheckpointError(f"{path} is of format {header['format']}, but this version reads format {FORMAT}")
-    return header, tensors
+    return header
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -55,11 +55,8 @@ def train(
     ValueError
         If there is no such device, nothing there can run the layer, or as `run.run` and `data.folder`.
     """
-    device = _device(device)
-    _check_runs(chosen.layer, device)
-    if device == "cpu":
-        torch.set_num_threads(1)  # products this small lose more by waiting for other cores than they gain
-    trainer = Trainer(chosen, data.standard_library() if folder is None else data.folder(folder), device)
+    device, corpus = prepare(chosen.layer, folder, device)
+    trainer = Trainer(chosen, corpus, device)
     columns = TextColumn("loss {task.fields[loss]:.2f}"), TextColumn("{task.fields[speed]}")
     with terminal.progress_bar(*columns) as progress:
         task = progress.add_task("training", total=chosen.steps, loss=float("nan"), speed="")
@@ -95,6 +92,26 @@ def trace(checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, 
     kinds = ", ".join(f"{count * settings.config.sequence:,} of {kind}" for kind, count in windows.items())
     layers, k = found.topk.shape[1:]
     return f"{out}: {len(found.topk):,} tokens ({kinds}), {layers} layers, {k} of {found.E} experts each"
+
+
+def prepare(layer: str, folder: Path | None, device: str | None) -> tuple[str, data.Corpus]:
+    """Where to train with a layer, and on what text; None is a GPU if there is one, and Python's own text.
+
+    Raises
+    ------
+    ValueError
+        If there is no such device, nothing there can run the layer, or as `data.folder`.
+    """
+    device = _device(device)
+    _check_runs(layer, device)
+    if device == "cpu":
+        torch.set_num_threads(1)  # products this small lose more by waiting for other cores than they gain
+    return device, text(folder)
+
+
+def text(folder: Path | None) -> data.Corpus:
+    """A folder's text, or Python's own."""
+    return data.standard_library() if folder is None else data.folder(folder)
 
 
 def _speed(line: Mapping[str, Any]) -> str:

@@ -5,8 +5,8 @@ With the oracle's choice of experts replayed nothing else can part them. With fr
 another expert at some step, and from there on the two are different runs: as different as two oracles that only sum in
 another order, which is what they are held against.
 
-While nothing but rounding parts two runs, the gradient's norm must be the same too: early in training a layer whose
-output is off by a ten-thousandth hardly shows in the loss.
+The loss alone is blunt: early in training a layer whose output is a ten-thousandth too large hardly moves it. So the
+first step's gradients, of each weight and at the same weights, must be the same too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeblaze_ref import doors, oracle
 from moeblaze_ref.lm.data import Corpus
-from moeblaze_ref.lm.train import Step, Trainer, TrainSettings
+from moeblaze_ref.lm.train import Trainer, TrainSettings
 from moeblaze_ref.systems import MoEFactory
 
-BOUND = 1e-5  # of the relative gap of two losses or gradient norms, while nothing but rounding parts them
+BOUND = 1e-5  # of what is relative to the oracle's, while nothing but rounding parts two runs
 ORDERS = ("d", "h", "dh")  # axes that an oracle may sum backwards
 ORACLES = ("oracle", *(f"oracle, {axes} backwards" for axes in ORDERS))  # runs that differ in summation order alone
 
@@ -78,9 +78,40 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def gaps(values: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """|value - reference| / reference at each step."""
-    return [abs(value - other) / other for value, other in zip(values, reference, strict=True)]
+def gaps(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """|loss - reference| / reference at each step."""
+    return [abs(loss - other) / other for loss, other in zip(losses, reference, strict=True)]
+
+
+def judge_loss(found: Sequence[float]) -> dict[str, Any]:
+    """Whether each of the gaps is within ``BOUND``.
+
+    Parameters
+    ----------
+    found : sequence of float
+        See `gaps`; no step passes.
+
+    Returns
+    -------
+    dict
+        {worst, at, bound, passed}: the worst gap, and its step, from 1 (0.0 and None of no steps).
+    """
+    worst, at = max(((gap, step) for step, gap in enumerate(found, start=1)), default=(0.0, None))
+    return {"worst": worst, "at": at, "bound": BOUND, "passed": all(gap <= BOUND for gap in found)}
+
+
+def judge_gradients(model: nn.Module, reference: nn.Module) -> dict[str, Any]:
+    """Whether each weight has the same gradient in two models.
+
+    Returns
+    -------
+    dict
+        {worst, at, bound, passed}: the largest ||d_w - reference|| / ||reference||, and the weight's name.
+    """
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    found = {name: ((mine.grad - other.grad).norm() / other.grad.norm()).item() for (name, mine), other in pairs}
+    at = max(found, key=found.__getitem__)
+    return {"worst": found[at], "at": at, "bound": BOUND, "passed": all(gap <= BOUND for gap in found.values())}
 
 
 # With the oracle's choices ----------------------------------------------------------------------------------------------
@@ -112,8 +143,8 @@ def replayed(
     Returns
     -------
     dict
-        ``loss`` and ``gradient_norm`` of both runs at each step, ``verdict`` of each, as `judge_steps` has it, and
-        whether both ``passed``.
+        ``loss`` of both runs at each step; ``verdict`` on the losses, `judge_loss`, and on the first step's gradients,
+        `judge_gradients`; and whether both ``passed``.
 
     Raises
     ------
@@ -123,33 +154,17 @@ def replayed(
         If a loss or a gradient is.
     """
     _check(settings, steps)
-    done: dict[str, list[Step]] = {"oracle": [], "moeblaze": []}
     with exact_products():
         reference, tried = (Trainer(settings, corpus, device, layers) for layers in ("oracle", moe))
-        for _ in range(steps):
-            done["oracle"].append(reference.advance())
-            done["moeblaze"].append(tried.advance(reference.chosen))
-            _tell(on_step, done)
-    seen = _series(done)
-    verdict = {name: judge_steps(gaps(runs["moeblaze"], runs["oracle"])) for name, runs in seen.items()}
-    return seen | {"verdict": verdict, "passed": all(one["passed"] for one in verdict.values())}
-
-
-def judge_steps(found: Sequence[float]) -> dict[str, Any]:
-    """Whether each of the gaps is within ``BOUND``.
-
-    Parameters
-    ----------
-    found : sequence of float
-        Relative gaps, one a step; none passes.
-
-    Returns
-    -------
-    dict
-        {worst, step, bound, passed}: the worst gap and its step, from 1 (0.0 and None of no steps).
-    """
-    worst, step = max(((gap, step) for step, gap in enumerate(found, start=1)), default=(0.0, None))
-    return {"worst": worst, "step": step, "bound": BOUND, "passed": all(gap <= BOUND for gap in found)}
+        for step in range(1, steps + 1):
+            reference.advance()
+            tried.advance(reference.chosen)
+            if step == 1:
+                gradients = judge_gradients(tried.model, reference.model)
+            _tell(on_step, step, reference)
+    verdict = {"loss": judge_loss(gaps(tried.losses, reference.losses)), "first_gradients": gradients}
+    losses = {"oracle": reference.losses, "moeblaze": tried.losses}
+    return {"loss": losses, "verdict": verdict, "passed": all(one["passed"] for one in verdict.values())}
 
 
 # With free routing ------------------------------------------------------------------------------------------------------
@@ -173,10 +188,9 @@ def free(
     Returns
     -------
     dict
-        ``loss`` and ``gradient_norm`` of each run at each step; ``changed``, for each run but the oracle, how many
-        tokens, over all layers, had other experts than in the oracle at each step; ``first_change``, for the same runs,
-        {step, tokens}: the first step with such a token and how many in each layer (None if there was none); and what
-        `judge_free` says.
+        ``loss`` of each run at each step; ``changed``, for each run but the oracle, how many tokens, over all layers,
+        had other experts than in the oracle at each step; ``first_change``, for the same runs, {step, tokens}: the first
+        step with such a token and how many in each layer (None if there was none); and what `judge_free` says.
 
     Raises
     ------
@@ -186,20 +200,23 @@ def free(
     _check(settings, steps)
     layers = {"oracle": "oracle", "moeblaze": moe}
     layers |= {name: partial(ReorderedOracle, axes=axes) for name, axes in zip(ORACLES[1:], ORDERS, strict=True)}
-    done: dict[str, list[Step]] = {name: [] for name in layers}
     by_layer: dict[str, list[list[int]]] = {name: [] for name in layers if name != "oracle"}
     with exact_products():
         runs = {name: Trainer(settings, corpus, device, made) for name, made in layers.items()}
-        for _ in range(steps):
-            for name, run in runs.items():
-                done[name].append(run.advance())
+        reference = runs["oracle"]
+        for step in range(1, steps + 1):
+            for run in runs.values():
+                run.advance()
             for name, found in by_layer.items():
-                found.append(changed_tokens(runs[name].chosen, runs["oracle"].chosen))
-            _tell(on_step, done)
+                found.append(changed_tokens(runs[name].chosen, reference.chosen))
+            if step == 1:
+                gradients = judge_gradients(runs["moeblaze"].model, reference.model)
+            _tell(on_step, step, reference)
+    losses = {name: run.losses for name, run in runs.items()}
     changed = {name: [sum(counts) for counts in found] for name, found in by_layer.items()}
     first = {name: _first_change(found) for name, found in by_layer.items()}
-    seen = _series(done)
-    return seen | {"changed": changed, "first_change": first} | judge_free(**seen, changed=changed["moeblaze"])
+    judged = judge_free(losses, changed["moeblaze"], gradients)
+    return {"loss": losses, "changed": changed, "first_change": first, **judged}
 
 
 def changed_tokens(chosen: Sequence[Tensor], reference: Sequence[Tensor]) -> list[int]:
@@ -224,42 +241,49 @@ def _first_change(by_layer: Sequence[list[int]]) -> dict[str, Any] | None:
 
 
 def judge_free(
-    loss: Mapping[str, Sequence[float]], gradient_norm: Mapping[str, Sequence[float]], changed: Sequence[int]
+    losses: Mapping[str, Sequence[float]], changed: Sequence[int], gradients: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Whether a run stays as near to the oracle as rounding lets it.
 
-    Until its first token has other experts, each of its losses and gradient norms must be within ``BOUND`` of the
-    oracle's. From that step on the mean and the worst gap of its loss to the oracle's must each be at most the largest
-    that two of ``ORACLES``, which differ in summation order alone, have to each other over the same steps.
+    Until its first token has other experts, each of its losses must be within ``BOUND`` of the oracle's, and so must
+    the first step's gradients. From that step on the mean and the worst gap of its loss to the oracle's must each be at
+    most the largest that two of ``ORACLES``, which differ in summation order alone, have to each other over these steps.
 
     Parameters
     ----------
-    loss, gradient_norm : mapping
+    losses : mapping
         Of ``moeblaze`` and of each of ``ORACLES``, a number a step.
     changed : sequence of int
         Of ``moeblaze``, tokens with other experts than in the oracle at each step.
+    gradients : mapping
+        `judge_gradients` of the first step; left out if a token had other experts there.
 
     Returns
     -------
     dict
-        {verdict, after, after_oracles, passed}: ``verdict`` of loss and of gradient_norm before the first change, as
-        `judge_steps` has it; {mean, worst} gap of the loss from that step on, of ``moeblaze`` and of each pair of
-        oracles (None without a change).
+        {verdict, after, after_oracles, passed}. ``verdict`` is that on what comes before the first change, as
+        `replayed` has it. ``after`` is {mean, worst} of the loss's gap from that step on, and ``after_oracles`` the
+        same for each pair of oracles (None without a change).
     """
     same = next((step for step, tokens in enumerate(changed) if tokens), len(changed))
-    verdict = {
-        name: judge_steps(gaps(runs["moeblaze"][:same], runs["oracle"][:same]))
-        for name, runs in (("loss", loss), ("gradient_norm", gradient_norm))
+    verdict = {"loss": judge_loss(gaps(losses["moeblaze"][:same], losses["oracle"][:same]))}
+    if same:
+        verdict["first_gradients"] = dict(gradients)
+    after = _size(losses["moeblaze"][same:], losses["oracle"][same:])
+    pairs = {
+        f"{one} | {other}": _size(losses[other][same:], losses[one][same:]) for one, other in combinations(ORACLES, 2)
     }
-    after = _size(loss["moeblaze"][same:], loss["oracle"][same:])
-    pairs = {f"{one} | {other}": _size(loss[other][same:], loss[one][same:]) for one, other in combinations(ORACLES, 2)}
-    within = after is None or all(after[size] <= max(pair[size] for pair in pairs.values()) for size in after)
     return {
         "verdict": verdict,
         "after": after,
         "after_oracles": None if after is None else pairs,
-        "passed": within and all(one["passed"] for one in verdict.values()),
+        "passed": all(one["passed"] for one in verdict.values()) and (after is None or within(after, pairs)),
     }
+
+
+def within(gap: Mapping[str, float], pairs: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether {mean, worst} of a gap are each at most the largest of some pairs'."""
+    return all(gap[size] <= max(pair[size] for pair in pairs.values()) for size in gap)
 
 
 def _size(values: Sequence[float], reference: Sequence[float]) -> dict[str, float] | None:
@@ -274,15 +298,6 @@ def _check(settings: TrainSettings, steps: int):
         raise ValueError(f"precision is {settings.precision}, but losses are compared step by step in float32 alone")
 
 
-def _series(done: Mapping[str, Sequence[Step]]) -> dict[str, dict[str, list[float]]]:
-    """Loss and gradient norm of each run, a number a step."""
-    return {
-        name: {run: [getattr(step, name) for step in steps] for run, steps in done.items()}
-        for name in ("loss", "gradient_norm")
-    }
-
-
-def _tell(on_step: OnStep | None, done: Mapping[str, Sequence[Step]]):
+def _tell(on_step: OnStep | None, step: int, reference: Trainer):
     if on_step is not None:
-        last = done["oracle"][-1]
-        on_step(last.step, last.loss)
+        on_step(step, reference.losses[-1])

@@ -11,6 +11,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.lm import checkpoint
 from moeblaze_ref.lm.log import Log
 from moeblaze_ref.lm.train import NonFinite, Trainer
+from moeblaze_ref.torch_capacity import CapacityMoE
 
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"  # of a run's folder
 
@@ -43,8 +44,9 @@ def run(
     Returns
     -------
     list of dict
-        The log: a line for each step (step, loss, learning_rate, gradient_norm, tokens_per_second and, on a GPU,
-        peak_bytes), and lines of step and validation_loss, before the first step too.
+        The log: a line for each step (step, loss, learning_rate, gradient_norm, tokens_per_second; on a GPU peak_bytes;
+        of the layer ``capacity`` dropped_share, of the routed rows), and lines of step and validation_loss, before the
+        first step too.
 
     Raises
     ------
@@ -98,7 +100,16 @@ def _timed_step(trainer: Trainer) -> dict[str, Any]:
     line = done._asdict() | {"tokens_per_second": round(tokens / seconds, 1)}
     if trainer.device.type == "cuda":
         line["peak_bytes"] = torch.cuda.max_memory_allocated(trainer.device)
-    return line
+    return line | _dropped(trainer)
+
+
+def _dropped(trainer: Trainer) -> dict[str, float]:
+    """The share of the last step's routed rows, over all layers, that were dropped; nothing where none can be."""
+    layers = [block.moe for block in trainer.model.blocks if isinstance(block.moe, CapacityMoE)]
+    if not layers:
+        return {}
+    dropped = torch.stack([layer.dropped_slots for layer in layers]).sum().item()
+    return {"dropped_share": dropped / sum(chosen.numel() for chosen in trainer.chosen)}
 
 
 def _what_is_kept(path: Path) -> str:

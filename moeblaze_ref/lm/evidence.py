@@ -1,0 +1,130 @@
+"""``moeblaze evidence``: what training shows, from names and paths to a record."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.progress import TextColumn
+
+from moeblaze_ref import doors, records, terminal
+from moeblaze_ref.lm import command, curves, equal_loss
+from moeblaze_ref.lm.presets import preset
+from moeblaze_ref.lm.train import TrainSettings
+
+STEPS = 200  # that are compared one by one
+HEAD = {"kind", "preset", "settings", "text", "steps", "passed"}  # of every record, beside the environment's
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Parameters
+    ----------
+    preset : str
+        One of ``presets.SETTINGS``.
+    steps : int, optional
+        To compare, `STEPS` by default; of ``curves``, in place of the preset's.
+    device : str, optional
+        cpu or cuda; by default a GPU if there is one.
+    data : Path, optional
+        Folder of text files, in place of Python's own text.
+    out : Path, optional
+        Of ``curves`` alone: the folder of the runs' folders.
+    runs : tuple of str
+        Of ``curves`` alone: the runs to train first, or to go on with, of ``curves.RUNS``.
+    """
+
+    preset: str = "tiny"
+    steps: int | None = None
+    device: str | None = None
+    data: Path | None = None
+    out: Path | None = None
+    runs: tuple[str, ...] = ()
+
+
+def gather(kind: str, request: Request) -> dict[str, Any]:
+    """What a kind of evidence shows.
+
+    Parameters
+    ----------
+    kind : str
+        One of ``KINDS``.
+    request : Request
+
+    Returns
+    -------
+    dict
+        {kind, preset, settings, text, steps, passed} and what the kind adds; passed is None while that is open.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a name, a number, the device, the text or a folder is not allowed; the message says what is.
+    NonFinite
+        If a loss or a gradient is.
+    """
+    return {"kind": doors.check_name("kind of evidence", kind, KINDS)} | KINDS[kind](request)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A record of `gather`.
+
+    Raises
+    ------
+    OSError
+        If there is no such file.
+    ValueError
+        If it is no such record.
+    """
+    found = records.read(path, HEAD | {"device", "versions", "commit"})
+    doors.check_name(f"kind of {path.name}", found["kind"], KINDS)
+    return found
+
+
+def _head(request: Request, settings: TrainSettings, text: str, steps: int) -> dict[str, Any]:
+    return {"preset": request.preset, "settings": asdict(settings), "text": text, "steps": steps}
+
+
+def _step_by_step(compare: Callable[..., dict[str, Any]]) -> Callable[[Request], dict[str, Any]]:
+    """A kind that compares single steps: `equal_loss.replayed` or `equal_loss.free`."""
+
+    def found(request: Request) -> dict[str, Any]:
+        if request.out or request.runs:
+            raise ValueError("out and run are of the kind curves: leave them out")
+        steps = doors.check_int("steps", STEPS if request.steps is None else request.steps, at_least=1)
+        base = preset(request.preset)
+        settings = replace(base, precision="float32", steps=max(steps, base.steps))
+        device, corpus = command.prepare("moeblaze", request.data, request.device)
+        with terminal.progress_bar(TextColumn("loss {task.fields[loss]:.2f}")) as progress:
+            task = progress.add_task("training side by side", total=steps, loss=float("nan"))
+
+            def show(step, loss):
+                progress.update(task, completed=step, loss=loss)
+
+            return _head(request, settings, corpus.fingerprint, steps) | compare(
+                settings, corpus, steps, device, on_step=show
+            )
+
+    return found
+
+
+def _curves(request: Request) -> dict[str, Any]:
+    """Train the runs that are named, or go on with them; then collect all that are there."""
+    if request.out is None:
+        raise ValueError("curves keeps its runs in a folder: name it with --out")
+    base = preset(request.preset)
+    steps = doors.check_int("steps", base.steps if request.steps is None else request.steps, at_least=1)
+    base = replace(base, steps=steps)
+    for name, settings in {name: curves.settings_of(name, base) for name in request.runs}.items():
+        command.train(settings, request.out / name, request.data, request.device, resume=True)
+    text = command.text(request.data).fingerprint
+    return _head(request, base, text, steps) | curves.collect(base, text, request.out)
+
+
+KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {
+    "replayed": _step_by_step(equal_loss.replayed),
+    "free": _step_by_step(equal_loss.free),
+    "curves": _curves,
+}

@@ -1,0 +1,158 @@
+"""Pictures of what training shows: a function of a record of `evidence.gather` for each kind."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from moeblaze_ref import terminal
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+
+Found = Mapping[str, Any]
+# The same run, the same colour in every picture; ours is drawn last, over the others.
+COLORS = {
+    "oracle": BLACK,
+    "oracle-other-order": GREY,
+    "oracle, d backwards": GREY,
+    "oracle, h backwards": SKY,
+    "oracle, dh backwards": GREEN,
+    "megablocks": PURPLE,
+    "capacity-1.0": VERMILLION,
+    "capacity-1.25": ORANGE,
+    "moeblaze": BLUE,
+}
+SMALLEST = 1e-8  # of a gap that is drawn: a float32 has 24 bits, and a gap of 0 has no logarithm
+
+
+def picture(found: Found) -> Figure:
+    """The picture of a record of any kind."""
+    return PICTURES[found["kind"]](found)
+
+
+def write(found: Found, path: Path) -> Path:
+    """Write the picture of a record as PNG, making the folder if need be.
+
+    Parameters
+    ----------
+    found : dict
+    path : Path
+        Ends in .png.
+    """
+    return terminal.save(picture(found), path.parent, path.stem)
+
+
+def replayed(found: Found) -> Figure:
+    """Loss of both runs, one on top of the other, and below it their gap at each step, beside the bound."""
+    figure, (losses, below) = _two_panels()
+    _lines(losses, found["loss"])
+    _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the other run")
+    _gap(below, found["loss"]["moeblaze"], found["loss"]["oracle"], BLUE, "moeblaze")
+    _bound(below, found["verdict"]["loss"]["bound"])
+    _dress(below, "relative gap of the loss\nto the oracle's", "")
+    below.set_xlabel("step")
+    _legend(losses)
+    return figure
+
+
+def free(found: Found) -> Figure:
+    """Gap of the loss to the oracle's, and tokens that have other experts, of ours and of reordered oracles."""
+    figure, (gap, tokens) = _two_panels()
+    for run in _ours_last(found["changed"]):
+        _gap(gap, found["loss"][run], found["loss"]["oracle"], COLORS[run], run)
+        tokens.plot(_steps(found["changed"][run]), found["changed"][run], color=COLORS[run], label=run)
+    _bound(gap, found["verdict"]["loss"]["bound"])
+    _dress(gap, "relative gap of the loss\nto the oracle's", "float32, every router by itself")
+    _mark_first(gap, found["first_change"]["moeblaze"])
+    tokens.set_yscale("symlog", linthresh=1)
+    tokens.set_ylim(bottom=0)
+    _dress(tokens, "tokens with other experts\nthan in the oracle, all layers", "")
+    tokens.set_xlabel("step")
+    _legend(gap)
+    return figure
+
+
+def curves(found: Found) -> Figure:
+    """Training and validation loss of every run, and below each its distance to the oracle's."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True)
+    runs = {name: found["runs"][name] for name in _ours_last(found["runs"])}
+    for (upper, lower), loss in zip(panels.T, ("training", "validation"), strict=True):
+        for name, run in runs.items():
+            upper.plot(run[loss]["step"], run[loss]["loss"], color=COLORS[name], label=name)
+            if "oracle" in runs and name != "oracle":
+                lower.plot(*_above(run[loss], runs["oracle"][loss]), color=COLORS[name], label=name)
+        lower.axhline(0, color=BLACK, linewidth=0.8)
+        _dress(upper, "cross entropy, nats per byte", f"{loss} loss, {found['settings']['precision']}")
+        _dress(lower, "above the oracle, nats per byte", "")
+        lower.set_xlabel("step")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    return figure
+
+
+def _above(curve: Found, reference: Found) -> tuple[list[int], list[float]]:
+    """Steps that both have, and how far above the reference the curve is there."""
+    points = list(zip(curve["step"], curve["loss"], reference["loss"], strict=False))
+    return [step for step, _, _ in points], [loss - other for _, loss, other in points]
+
+
+def _two_panels():
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    return figure, figure.subplots(2, 1, sharex=True)
+
+
+def _ours_last(runs) -> list[str]:
+    return sorted(runs, key=list(COLORS).index)
+
+
+def _steps(values: Sequence[float]) -> range:
+    return range(1, len(values) + 1)
+
+
+def _lines(axes, runs: Mapping[str, Sequence[float]]):
+    """Ours dashed over the others: where they are equal, both show."""
+    for run in _ours_last(runs):
+        axes.plot(_steps(runs[run]), runs[run], "--" if run == "moeblaze" else "-", color=COLORS[run], label=run)
+
+
+def _gap(axes, values: Sequence[float], reference: Sequence[float], color: str, label: str):
+    drawn = [max(abs(value - other) / other, SMALLEST) for value, other in zip(values, reference, strict=True)]
+    axes.semilogy(_steps(values), drawn, color=color, label=label)
+
+
+def _bound(axes, bound: float):
+    axes.axhline(bound, color=BLACK, linewidth=0.8)
+    axes.annotate(
+        f"bound, {bound:.0e}", (1, bound), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize="small"
+    )
+    axes.set_ylim(bottom=SMALLEST)
+
+
+def _mark_first(axes, first: Found | None):
+    """A vertical line where the first token of ours changed experts."""
+    if first is not None:
+        axes.axvline(first["step"], color=BLUE, linewidth=0.8, linestyle=":")
+        axes.annotate(
+            "the first token of moeblaze\nhas other experts",
+            (first["step"], 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-4, -4),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            fontsize="small",
+            color=BLUE,
+        )
+
+
+def _dress(axes, ylabel: str, title: str):
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(axes):
+    axes.legend(frameon=False, fontsize="small")
+
+
+PICTURES = {"replayed": replayed, "free": free, "curves": curves}

@@ -1,0 +1,108 @@
+"""What a record of evidence says, in Markdown: for the terminal and for docs/training.md."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeblaze_ref.lm.equal_loss import within
+from moeblaze_ref.units import MIB
+
+Found = Mapping[str, Any]
+NAMES = {"loss": "loss", "first_gradients": "gradients of the first step, weight by weight"}
+
+
+def summary(found: Found) -> str:
+    """A record of `evidence.gather` in words and tables."""
+    return REPORTS[found["kind"]](found)
+
+
+def replayed(found: Found) -> str:
+    """The worst gaps of the loss and of the first gradients."""
+    return f"{_run(found)} Of {found['steps']:,} steps:\n\n{_worst_gaps(found)}"
+
+
+def _run(found: Found) -> str:
+    settings = found["settings"]
+    config = settings["config"]
+    return (
+        f"Preset {found['preset']}: {config['layers']} layers, d = {config['d']:,}, h = {config['h']:,}, "
+        f"E = {config['E']}, k = {config['k']}; {settings['batch']} windows of {config['sequence']:,} bytes a step; "
+        f"{settings['precision']}."
+    )
+
+
+def _worst_gaps(found: Found) -> str:
+    lines = ["| of | worst relative gap | at | bound | result |", "| --- | ---: | ---: | ---: | --- |"]
+    for name, one in found["verdict"].items():
+        at = {str: f"`{one['at']}`", int: f"step {one['at']}"}.get(type(one["at"]), "no step")
+        lines.append(f"| {NAMES[name]} | {one['worst']:.1e} | {at} | {one['bound']:.0e} | {_result(one)} |")
+    return "\n".join(lines)
+
+
+def _result(one: Found) -> str:
+    return "pass" if one["passed"] else "FAIL"
+
+
+def free(found: Found) -> str:
+    """When a token first chose other experts, the gaps before, and the gaps since beside those of oracles."""
+    parts = [_run(found), _first_changes(found)]
+    first = found["first_change"]["moeblaze"]
+    until = f"Of {found['steps']:,} steps" if first is None else f"Of the {first['step'] - 1:,} steps before"
+    parts.append(f"{until}, moeblaze beside the oracle:\n\n{_worst_gaps(found)}")
+    if found["after"] is not None:
+        parts.append(f"From step {first['step']:,} on, relative gaps of the loss:\n\n{_gaps_since(found)}")
+    return "\n\n".join(parts)
+
+
+def _first_changes(found: Found) -> str:
+    lines = ["| run | first step with other experts | tokens, layer by layer |", "| --- | ---: | --- |"]
+    for run, first in found["first_change"].items():
+        step, tokens = ("none", "") if first is None else (first["step"], ", ".join(map(str, first["tokens"])))
+        lines.append(f"| {run} | {step} | {tokens} |")
+    return "\n".join(lines)
+
+
+def _gaps_since(found: Found) -> str:
+    pairs = {pair.replace(" | ", " and "): size for pair, size in found["after_oracles"].items()}
+    lines = ["| runs | mean | worst |", "| --- | ---: | ---: |"]
+    for pair, size in {"oracle and moeblaze": found["after"], **pairs}.items():
+        lines.append(f"| {pair} | {size['mean']:.1e} | {size['worst']:.1e} |")
+    verdict = "pass" if within(found["after"], pairs) else "FAIL"
+    return "\n".join(lines) + f"\n\nmoeblaze within the largest of two oracles, in the mean and at worst: {verdict}."
+
+
+def curves(found: Found) -> str:
+    """A line for each run, and the verdict on ours."""
+    parts = [_run(found), _runs(found)]
+    if found["unfinished"]:
+        parts.append(f"Not finished, or not begun: {', '.join(found['unfinished'])}.")
+    if found["verdict"] is not None:
+        parts.append(f"Gaps to the oracle's run, nats per byte:\n\n{_gaps_to_oracle(found)}")
+    return "\n\n".join(parts)
+
+
+def _runs(found: Found) -> str:
+    lines = [
+        "| run | steps | validation loss, nats per byte | above oracle | rows dropped | tokens/s | peak, MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, run in found["runs"].items():
+        above = f"{found['above_oracle'][name]:+.4f}" if name in found["above_oracle"] else ""
+        dropped = "" if run["dropped_share"] is None else f"{run['dropped_share']:.1%}"
+        peak = "" if run["peak_bytes"] is None else f"{run['peak_bytes'] / MIB:,.0f}"
+        lines.append(
+            f"| {name} | {run['steps']:,} | {run['validation']['loss'][-1]:.4f} | {above} | {dropped} | "
+            f"{run['tokens_per_second']:,.0f} | {peak} |"
+        )
+    return "\n".join(lines)
+
+
+def _gaps_to_oracle(found: Found) -> str:
+    lines = ["| loss | run | mean | worst | result |", "| --- | --- | ---: | ---: | --- |"]
+    for loss, one in found["verdict"].items():
+        for run in ("moeblaze", "oracle-other-order"):
+            result = _result(one) if run == "moeblaze" else ""
+            lines.append(f"| {loss} | {run} | {one[run]['mean']:.4f} | {one[run]['worst']:.4f} | {result} |")
+    return "\n".join(lines)
+
+
+REPORTS = {"replayed": replayed, "free": free, "curves": curves}
