@@ -77,7 +77,22 @@ def row_of(room, L):
 def test_the_search_doubles_and_then_halves_the_gap(room, tried, best):
     rows = list(wall.climb(partial(row_of, room), WINDOW, 32 * WINDOW))
     assert [row.L // WINDOW for row in rows] == tried
-    assert wall.largest(rows) == {"oracle": best * WINDOW}
+    assert wall.summarise(rows)["largest"] == {"oracle": best * WINDOW}
+
+
+@pytest.mark.parametrize(("ours", "passed"), [(4, True), (3, True), (2, False)])
+def test_ours_must_reach_as_far_as_the_others(ours, passed):
+    found = [
+        Row("oracle", 2, 2, 1, 1, 1.0),
+        Row("megablocks", 3, 3, 1, 1, 1.0),
+        Row("moeblaze, inputs", 9, 9, 1, 1, 1.0),
+    ]
+    found += [Row(wall.OURS, ours, ours, 1, 1, 1.0), Row(wall.OURS, 8, 8)]
+    result = wall.summarise(found)
+    assert result["passed"] is passed and result["largest"][wall.OURS] == ours
+    assert result["rows"][-1] == {
+        "contender": wall.OURS, "L": 8, "window": 8, "kept_bytes": None, "peak_bytes": None, "step_ms": None
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@
 capture of what its MoE layers saw, ``run`` a training run in a folder: with ``log`` and ``checkpoint``, and ``finite``
 for where it went wrong. ``command`` is ``moeblaze train``, on the settings of ``presets``.
 
-``equal_loss`` and ``curves`` hold training with our layer against training with plain torch. ``evidence`` is
-``moeblaze evidence``, ``report``, ``evidence_plots`` and ``document`` show what it found.
+``equal_loss`` and ``curves`` hold training with our layer against training with plain torch, ``wall`` their memory.
+``evidence`` is ``moeblaze evidence``, ``report``, ``evidence_plots`` and ``document`` show what it found.
 """
 
 PRESETS = {
@@ -17,4 +17,5 @@ EVIDENCE = {  # the names in evidence.KINDS
     "replayed": "the oracle's choice of experts in another layer: the same loss at each step, in float32",
     "free": "every router by itself: the same loss until a token changes expert, in float32",
     "curves": "whole runs, in the preset's precision, beside MegaBlocks and a fixed capacity",
+    "memory": "the largest step that a GPU has room for, with each layer and policy",
 }

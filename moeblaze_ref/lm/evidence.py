@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import TextColumn
 
 from moeblaze_ref import doors, records, terminal
-from moeblaze_ref.lm import command, curves, equal_loss
+from moeblaze_ref.lm import command, curves, equal_loss, wall
 from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.train import TrainSettings
 
@@ -123,8 +123,26 @@ def _curves(request: Request) -> dict[str, Any]:
     return _head(request, base, text, steps) | curves.collect(base, text, request.out)
 
 
+def _memory(request: Request) -> dict[str, Any]:
+    """The largest step of every contender; a device that never runs out has no wall."""
+    if request.out or request.runs or request.steps:
+        raise ValueError("out, run and steps are of other kinds than memory: leave them out")
+    base = preset(request.preset)
+    device, corpus = command.prepare("moeblaze", request.data, request.device)
+    if device == "cpu":
+        raise ValueError("memory looks for the step that a GPU has no room for, but the device is cpu")
+    with terminal.progress_bar(TextColumn("{task.fields[step]}")) as progress:
+        task = progress.add_task("climbing", total=None, step="")
+        rows = []
+        for row in wall.rows(base, corpus, device, list(wall.CONTENDERS)):
+            rows.append(row)
+            progress.update(task, step=f"{row.contender}: L = {row.L:,} {'fits' if row.fits else 'does not fit'}")
+    return _head(request, base, corpus.fingerprint, wall.TIMED_STEPS) | wall.summarise(rows)
+
+
 KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {
     "replayed": _step_by_step(equal_loss.replayed),
     "free": _step_by_step(equal_loss.free),
     "curves": _curves,
+    "memory": _memory,
 }

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from moeblaze_ref import terminal
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from moeblaze_ref.units import GIB
 
 Found = Mapping[str, Any]
 # The same run, the same colour in every picture; ours is drawn last, over the others.
@@ -21,6 +23,16 @@ COLORS = {
     "capacity-1.0": VERMILLION,
     "capacity-1.25": ORANGE,
     "moeblaze": BLUE,
+}
+# Of the memory wall, where every policy of ours has a line of its own.
+WALL_LINES = {
+    "oracle": (BLACK, "-"),
+    "capacity 1.25": (ORANGE, "-"),
+    "megablocks": (PURPLE, "-"),
+    "moeblaze, conventional": (SKY, ":"),
+    "moeblaze, paper": (SKY, "--"),
+    "moeblaze, minimal": (BLUE, "-"),
+    "moeblaze, inputs": (GREEN, "-"),
 }
 SMALLEST = 1e-8  # of a gap that is drawn: a float32 has 24 bits, and a gap of 0 has no logarithm
 
@@ -90,6 +102,37 @@ def curves(found: Found) -> Figure:
     return figure
 
 
+def memory(found: Found) -> Figure:
+    """Peak bytes of a step at growing L, and the largest L that each layer trains, in words too."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    peaks, walls = figure.subplots(1, 2, width_ratios=(3, 2))
+    largest = found["largest"]
+    for name in largest:
+        color, line = WALL_LINES[name]
+        rows = sorted(
+            (row for row in found["rows"] if row["contender"] == name and row["peak_bytes"]), key=lambda row: row["L"]
+        )
+        GiB = [row["peak_bytes"] / GIB for row in rows]
+        peaks.plot([row["L"] for row in rows], GiB, linestyle=line, color=color, marker=".", label=name)
+    peaks.set_xscale("log", base=2)
+    peaks.set_yscale("log", base=2)
+    peaks.xaxis.set_major_formatter(FuncFormatter(lambda L, _: f"{L:,.0f}"))
+    peaks.yaxis.set_major_formatter(FuncFormatter(lambda gib, _: f"{gib:,.0f}"))
+    peaks.set_xlabel("tokens of a step, L")
+    _dress(peaks, "GiB at most in a step, weights and optimizer included", "a whole step of training")
+    peaks.legend(frameon=False, fontsize="small")
+    bars = walls.barh(range(len(largest)), list(largest.values()), color=[WALL_LINES[name][0] for name in largest])
+    walls.bar_label(bars, [f"{L:,}" for L in largest.values()], padding=3)
+    walls.set_yticks(range(len(largest)), list(largest))
+    walls.invert_yaxis()
+    walls.margins(x=0.3)
+    walls.set_xticks([])
+    walls.spines["bottom"].set_visible(False)
+    walls.set_xlabel("tokens of a step, L")
+    _dress(walls, "", "the largest step that fits")
+    return figure
+
+
 def _above(curve: Found, reference: Found) -> tuple[list[int], list[float]]:
     """Steps that both have, and how far above the reference the curve is there."""
     points = list(zip(curve["step"], curve["loss"], reference["loss"], strict=False))
@@ -155,4 +198,4 @@ def _legend(axes):
     axes.legend(frameon=False, fontsize="small")
 
 
-PICTURES = {"replayed": replayed, "free": free, "curves": curves}
+PICTURES = {"replayed": replayed, "free": free, "curves": curves, "memory": memory}

@@ -105,4 +105,31 @@ def _gaps_to_oracle(found: Found) -> str:
     return "\n".join(lines)
 
 
-REPORTS = {"replayed": replayed, "free": free, "curves": curves}
+def memory(found: Found) -> str:
+    """The largest step of each layer, and what the largest step that all can make costs it."""
+    shared = max((row["L"] for row in found["rows"] if _all_make(found, row["L"])), default=None)
+    lines = [
+        "| layer | largest L | times the oracle's | kept, MiB | peak, MiB | step, ms |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, L in found["largest"].items():
+        times = f"{L / found['largest']['oracle']:.2f}" if found["largest"].get("oracle") else ""
+        lines.append(f"| {' | '.join([name, f'{L:,}', times, *_costs(found, name, shared)])} |")
+    where = "" if shared is None else f" Kept, peak and time are those at L = {shared:,}, which every layer can make."
+    return f"{_run(found)} Here a step has L tokens instead.{where}\n\n" + "\n".join(lines)
+
+
+def _all_make(found: Found, L: int) -> bool:
+    makers = {row["contender"] for row in found["rows"] if row["L"] == L and row["step_ms"] is not None}
+    return makers == set(found["largest"])
+
+
+def _costs(found: Found, name: str, L: int | None) -> list[str]:
+    """What autograd keeps, the peak and the time of a step of L tokens."""
+    for row in found["rows"]:
+        if (row["contender"], row["L"]) == (name, L):
+            return [f"{row['kept_bytes'] / MIB:,.0f}", f"{row['peak_bytes'] / MIB:,.0f}", f"{row['step_ms']:,.0f}"]
+    return ["", "", ""]
+
+
+REPORTS = {"replayed": replayed, "free": free, "curves": curves, "memory": memory}

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref import doors
-from moeblaze_ref.lm import data
 from moeblaze_ref.lm.checkpoint import step_of
 from moeblaze_ref.lm.model import MoETransformer
 from moeblaze_ref.lm.train import TrainSettings, autocast

@@ -6,8 +6,8 @@ is, but its time would grow with it and hide that of the experts.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from moeblaze_ref.memory.measure import kept_bytes
 
 WINDOW = 4_096
 TIMED_STEPS = 2  # after one that compiles kernels and makes AdamW's moments
+FIRST, MOST = 8 * WINDOW, 1024 * WINDOW  # tokens of the smallest step that is tried, and the end of the search
 REFINEMENTS = 3  # halvings of the gap between the last L that fits and twice that
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)  # torch's, and the allocator's of CuPy
 
@@ -30,6 +31,8 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "megablocks": ("megablocks", {}),
     **{f"moeblaze, {policy}": ("moeblaze", {"policy": policy}) for policy in POLICIES},
 }
+
+OURS = "moeblaze, minimal"
 
 
 @dataclass(frozen=True)
@@ -161,16 +164,8 @@ def climb(row_of: Callable[[int], Row], first: int, most: int) -> Iterator[Row]:
         fits, fails = (L, fails) if row.fits else (fits, L)
 
 
-def largest(rows: list[Row]) -> Mapping[str, int]:
-    """The largest L that fits, for each contender; 0 if none did."""
-    found: dict[str, int] = {}
-    for row in rows:
-        found[row.contender] = max(found.get(row.contender, 0), row.L if row.fits else 0)
-    return found
-
-
 def rows(
-    settings: TrainSettings, corpus: data.Corpus, device: str, contenders: Sequence[str], first: int, most: int
+    settings: TrainSettings, corpus: data.Corpus, device: str, contenders: Sequence[str], most: int = MOST
 ) -> Iterator[Row]:
     """Climb with each contender; see `climb`.
 
@@ -180,4 +175,21 @@ def rows(
         As `measure`.
     """
     for contender in contenders:
-        yield from climb(lambda L, name=contender: measure(settings, name, L, corpus, device), first, most)
+        yield from climb(lambda L, name=contender: measure(settings, name, L, corpus, device), FIRST, most)
+
+
+def summarise(found: Sequence[Row]) -> dict[str, Any]:
+    """The rows of all contenders as JSON takes them, and whether ours reaches as far as every other.
+
+    Returns
+    -------
+    dict
+        {rows, largest, passed}: ``largest`` is the largest L that fits, for each contender, 0 if none did. Ours is
+        ``OURS``.
+    """
+    largest: dict[str, int] = {}
+    for row in found:
+        largest[row.contender] = max(largest.get(row.contender, 0), row.L if row.fits else 0)
+    others = [L for name, L in largest.items() if CONTENDERS[name][0] != "moeblaze"]
+    passed = largest.get(OURS, 0) >= max(others, default=0)
+    return {"rows": [asdict(row) for row in found], "largest": largest, "passed": passed}
