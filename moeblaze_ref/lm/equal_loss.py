@@ -125,12 +125,15 @@ def replayed(
     moe: Layers = "moeblaze",
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Train a model with the oracle's layers, and one with others that replay the oracle's choice of experts.
+    """Train a model with the oracle's layers, and others that replay its choice of experts at every step.
+
+    The others are one with the layers in question, and the oracle in three other orders of summation, which shows how
+    far rounding alone leads.
 
     Parameters
     ----------
     settings : TrainSettings
-        Of both runs, in float32; ``moe`` takes the place of its layer.
+        Of all runs, in float32; their layer is not looked at.
     corpus : data.Corpus
     steps : int
         How far to go into the run that the settings describe.
@@ -143,8 +146,9 @@ def replayed(
     Returns
     -------
     dict
-        ``loss`` of both runs at each step; ``verdict`` on the losses, `judge_loss`, and on the first step's gradients,
-        `judge_gradients`; and whether both ``passed``.
+        ``loss`` of each run at each step; ``verdict`` on the losses of ``moeblaze``, `judge_loss`, and on its gradients
+        of the first step, `judge_gradients`; whether both ``passed``; and ``oracles``, the worst gap of each of the
+        reordered oracles.
 
     Raises
     ------
@@ -155,16 +159,20 @@ def replayed(
     """
     _check(settings, steps)
     with exact_products():
-        reference, tried = (Trainer(settings, corpus, device, layers) for layers in ("oracle", moe))
+        runs = _runs(settings, corpus, device, moe)
+        reference, *others = runs.values()
         for step in range(1, steps + 1):
             reference.advance()
-            tried.advance(reference.chosen)
+            for run in others:
+                run.advance(reference.chosen)
             if step == 1:
-                gradients = judge_gradients(tried.model, reference.model)
+                gradients = judge_gradients(runs["moeblaze"].model, reference.model)
             _tell(on_step, step, reference)
-    verdict = {"loss": judge_loss(gaps(tried.losses, reference.losses)), "first_gradients": gradients}
-    losses = {"oracle": reference.losses, "moeblaze": tried.losses}
-    return {"loss": losses, "verdict": verdict, "passed": all(one["passed"] for one in verdict.values())}
+    losses = {name: run.losses for name, run in runs.items()}
+    verdict = {"loss": judge_loss(gaps(losses["moeblaze"], losses["oracle"])), "first_gradients": gradients}
+    worst = {name: max(gaps(losses[name], losses["oracle"])) for name in ORACLES[1:]}
+    passed = all(one["passed"] for one in verdict.values())
+    return {"loss": losses, "verdict": verdict, "oracles": worst, "passed": passed}
 
 
 # With free routing ------------------------------------------------------------------------------------------------------
@@ -178,7 +186,7 @@ def free(
     moe: Layers = "moeblaze",
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Train a model with the oracle's layers, one with others, and the oracle's in three other orders of summation.
+    """Train the same models as `replayed`, each with its own routers' choice.
 
     Parameters
     ----------
@@ -198,12 +206,10 @@ def free(
         As `replayed`.
     """
     _check(settings, steps)
-    layers = {"oracle": "oracle", "moeblaze": moe}
-    layers |= {name: partial(ReorderedOracle, axes=axes) for name, axes in zip(ORACLES[1:], ORDERS, strict=True)}
-    by_layer: dict[str, list[list[int]]] = {name: [] for name in layers if name != "oracle"}
     with exact_products():
-        runs = {name: Trainer(settings, corpus, device, made) for name, made in layers.items()}
+        runs = _runs(settings, corpus, device, moe)
         reference = runs["oracle"]
+        by_layer: dict[str, list[list[int]]] = {name: [] for name in runs if name != "oracle"}
         for step in range(1, steps + 1):
             for run in runs.values():
                 run.advance()
@@ -296,6 +302,13 @@ def _check(settings: TrainSettings, steps: int):
     doors.check_int("steps", steps, at_least=1, at_most=settings.steps)
     if settings.precision != "float32":
         raise ValueError(f"precision is {settings.precision}, but losses are compared step by step in float32 alone")
+
+
+def _runs(settings: TrainSettings, corpus: Corpus, device: str | torch.device, moe: Layers) -> dict[str, Trainer]:
+    """The oracle first, then ``moe`` under the name of ours, then the reordered oracles."""
+    layers: dict[str, Layers] = {"oracle": "oracle", "moeblaze": moe}
+    layers |= {name: partial(ReorderedOracle, axes=axes) for name, axes in zip(ORACLES[1:], ORDERS, strict=True)}
+    return {name: Trainer(settings, corpus, device, made) for name, made in layers.items()}
 
 
 def _tell(on_step: OnStep | None, step: int, reference: Trainer):

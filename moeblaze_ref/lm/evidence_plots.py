@@ -43,15 +43,18 @@ def write(found: Found, path: Path) -> Path:
 
 
 def replayed(found: Found) -> Figure:
-    """Loss of both runs, one on top of the other, and below it their gap at each step, beside the bound."""
+    """Loss of the oracle and of ours, one on top of the other; below, the gaps of ours and of reordered oracles."""
     figure, (losses, below) = _two_panels()
-    _lines(losses, found["loss"])
-    _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the other run")
-    _gap(below, found["loss"]["moeblaze"], found["loss"]["oracle"], BLUE, "moeblaze")
+    for run, style in (("oracle", "-"), ("moeblaze", "--")):  # where they are equal, both show
+        losses.plot(_steps(found["loss"][run]), found["loss"][run], style, color=COLORS[run], label=run)
+    _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the others")
+    for run in _ours_last(found["loss"].keys() - {"oracle"}):
+        _gap(below, found["loss"][run], found["loss"]["oracle"], COLORS[run], run)
     _bound(below, found["verdict"]["loss"]["bound"])
     _dress(below, "relative gap of the loss\nto the oracle's", "")
     below.set_xlabel("step")
     _legend(losses)
+    _legend(below)
     return figure
 
 
@@ -107,12 +110,6 @@ def _ours_last(runs) -> list[str]:
 
 def _steps(values: Sequence[float]) -> range:
     return range(1, len(values) + 1)
-
-
-def _lines(axes, runs: Mapping[str, Sequence[float]]):
-    """Ours dashed over the others: where they are equal, both show."""
-    for run in _ours_last(runs):
-        axes.plot(_steps(runs[run]), runs[run], "--" if run == "moeblaze" else "-", color=COLORS[run], label=run)
 
 
 def _gap(axes, values: Sequence[float], reference: Sequence[float], color: str, label: str):

@@ -16,8 +16,12 @@ def summary(found: Found) -> str:
 
 
 def replayed(found: Found) -> str:
-    """The worst gaps of the loss and of the first gradients."""
-    return f"{_run(found)} Of {found['steps']:,} steps:\n\n{_worst_gaps(found)}"
+    """The worst gaps of the loss and of the first gradients, and of oracles that sum in another order."""
+    oracles = "; ".join(f"{name}: {worst:.1e}" for name, worst in found["oracles"].items())
+    return (
+        f"{_run(found)} Of {found['steps']:,} steps, moeblaze beside the oracle:\n\n{_worst_gaps(found)}\n\n"
+        f"Worst gap of the loss of oracles that sum in another order: {oracles}."
+    )
 
 
 def _run(found: Found) -> str:
