@@ -252,8 +252,10 @@ def judge_free(
     """Whether a run stays as near to the oracle as rounding lets it.
 
     Until its first token has other experts, each of its losses must be within ``BOUND`` of the oracle's, and so must
-    the first step's gradients. From that step on the mean and the worst gap of its loss to the oracle's must each be at
-    most the largest that two of ``ORACLES``, which differ in summation order alone, have to each other over these steps.
+    the first step's gradients. From that step on it must be a run like ``ORACLES``, which differ in summation order
+    alone: nearer to one of them than two of them are to each other. That is, to at least one of them, both its mean gap
+    over these steps and its worst one are at most the largest of any two of them. Which one does not matter: each of
+    them might have been the first.
 
     Parameters
     ----------
@@ -268,34 +270,33 @@ def judge_free(
     -------
     dict
         {verdict, after, after_oracles, passed}. ``verdict`` is that on what comes before the first change, as
-        `replayed` has it. ``after`` is {mean, worst} of the loss's gap from that step on, and ``after_oracles`` the
-        same for each pair of oracles (None without a change).
+        `replayed` has it. ``after`` is {mean, worst} of the loss's gap to each oracle from that step on, and
+        ``after_oracles`` the same for each pair of oracles (both None without a change).
     """
     same = next((step for step, tokens in enumerate(changed) if tokens), len(changed))
     verdict = {"loss": judge_loss(gaps(losses["moeblaze"][:same], losses["oracle"][:same]))}
     if same:
         verdict["first_gradients"] = dict(gradients)
-    after = _size(losses["moeblaze"][same:], losses["oracle"][same:])
-    pairs = {
-        f"{one} | {other}": _size(losses[other][same:], losses[one][same:]) for one, other in combinations(ORACLES, 2)
-    }
+    later = {name: run[same:] for name, run in losses.items()}
+    after = {name: _size(later["moeblaze"], later[name]) for name in ORACLES} if later["oracle"] else None
+    pairs = {f"{a} | {b}": _size(later[b], later[a]) for a, b in combinations(ORACLES, 2)} if after else None
     return {
         "verdict": verdict,
         "after": after,
-        "after_oracles": None if after is None else pairs,
-        "passed": all(one["passed"] for one in verdict.values()) and (after is None or within(after, pairs)),
+        "after_oracles": pairs,
+        "passed": all(one["passed"] for one in verdict.values()) and (after is None or is_among(after, pairs)),
     }
 
 
-def within(gap: Mapping[str, float], pairs: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether {mean, worst} of a gap are each at most the largest of some pairs'."""
-    return all(gap[size] <= max(pair[size] for pair in pairs.values()) for size in gap)
+def is_among(after: Mapping[str, Mapping[str, float]], pairs: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether one of the gaps, {mean, worst} each, is at most the largest of some pairs' in both."""
+    largest = {size: max(pair[size] for pair in pairs.values()) for size in ("mean", "worst")}
+    return any(all(gap[size] <= largest[size] for size in largest) for gap in after.values())
 
 
-def _size(values: Sequence[float], reference: Sequence[float]) -> dict[str, float] | None:
-    """Mean and worst gap, None of no steps."""
-    found = gaps(values, reference)
-    return {"mean": fmean(found), "worst": max(found)} if found else None
+def _size(losses: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    found = gaps(losses, reference)
+    return {"mean": fmean(found), "worst": max(found)}
 
 
 def _check(settings: TrainSettings, steps: int):
