@@ -119,7 +119,8 @@ def _curves(request: Request) -> dict[str, Any]:
     steps = doors.check_int("steps", base.steps if request.steps is None else request.steps, at_least=1)
     base = replace(base, steps=steps)
     for name, settings in {name: curves.settings_of(name, base) for name in request.runs}.items():
-        command.train(settings, request.out / name, request.data, request.device, resume=True)
+        out = request.out / name
+        command.train(settings, out, request.data, request.device, True, curves.CHECKPOINT_EVERY)
     text = command.text(request.data).fingerprint
     return _head(request, base, text, steps) | curves.collect(base, text, request.out)
 

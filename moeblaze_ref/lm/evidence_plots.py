@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moeblaze_ref import terminal
+from moeblaze_ref.lm.equal_loss import gaps
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 
 Found = Mapping[str, Any]
@@ -22,7 +23,7 @@ COLORS = {
     "capacity-1.25": ORANGE,
     "moeblaze": BLUE,
 }
-SMALLEST = 1e-8  # of a gap that is drawn: a float32 has 24 bits, and a gap of 0 has no logarithm
+SMALLEST = 1e-8  # of the gaps that are drawn: less than a float32 can tell apart, and 0 has no logarithm
 
 
 def picture(found: Found) -> Figure:
@@ -49,7 +50,7 @@ def replayed(found: Found) -> Figure:
         losses.plot(_steps(found["loss"][run]), found["loss"][run], style, color=COLORS[run], label=run)
     _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the others")
     for run in _ours_last(found["loss"].keys() - {"oracle"}):
-        _gap(below, found["loss"][run], found["loss"]["oracle"], COLORS[run], run)
+        _gap(below, found["loss"], run, linestyle="", marker=".")
     _bound(below, found["verdict"]["loss"]["bound"])
     _dress(below, "relative gap of the loss\nto the oracle's", "")
     below.set_xlabel("step")
@@ -61,9 +62,10 @@ def replayed(found: Found) -> Figure:
 def free(found: Found) -> Figure:
     """Gap of the loss to the oracle's, and tokens that have other experts, of ours and of reordered oracles."""
     figure, (gap, tokens) = _two_panels()
-    for run in _ours_last(found["changed"]):
-        _gap(gap, found["loss"][run], found["loss"]["oracle"], COLORS[run], run)
-        tokens.plot(_steps(found["changed"][run]), found["changed"][run], color=COLORS[run], label=run)
+    for number, run in enumerate(_ours_last(found["changed"])):
+        width = 4 - number  # where lines are equal, all of them show
+        _gap(gap, found["loss"], run, linewidth=width)
+        tokens.plot(_steps(found["changed"][run]), found["changed"][run], color=COLORS[run], label=run, linewidth=width)
     _bound(gap, found["verdict"]["loss"]["bound"])
     _dress(gap, "relative gap of the loss\nto the oracle's", "float32, every router by itself")
     _mark_first(gap, found["first_change"]["moeblaze"])
@@ -112,9 +114,9 @@ def _steps(values: Sequence[float]) -> range:
     return range(1, len(values) + 1)
 
 
-def _gap(axes, values: Sequence[float], reference: Sequence[float], color: str, label: str):
-    drawn = [max(abs(value - other) / other, SMALLEST) for value, other in zip(values, reference, strict=True)]
-    axes.semilogy(_steps(values), drawn, color=color, label=label)
+def _gap(axes, losses: Mapping[str, Sequence[float]], run: str, **style):
+    drawn = [max(gap, SMALLEST) for gap in gaps(losses[run], losses["oracle"])]
+    axes.semilogy(_steps(drawn), drawn, color=COLORS[run], label=run, **style)
 
 
 def _bound(axes, bound: float):
