@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -318,7 +318,7 @@ def test_runs_are_trained_by_name_and_collected(small, texts, tmp_path):
     losses = {name: run["validation"]["loss"][-1] for name, run in done["runs"].items()}
     assert done["above_oracle"] == {name: loss - losses["oracle"] for name, loss in losses.items() if name != "oracle"}
     assert len(set(losses.values())) > 4
-    assert document.report.summary(done).count("\n| moeblaze |") == 1
+    assert report.summary(done).count("\n| moeblaze |") == 1
 
 
 def test_a_folder_of_another_run_is_refused(small, texts, tmp_path):
@@ -454,7 +454,7 @@ def test_the_command_says_what_is_allowed_and_writes_nothing(arguments, message,
 
 def record_of(kind, **fields):
     """A record of ``kind`` as the command writes it."""
-    head = {"kind": kind, "preset": "tiny", "settings": evidence.asdict(SETTINGS), "text": "0" * 16, "steps": 4}
+    head = {"kind": kind, "preset": "tiny", "settings": asdict(SETTINGS), "text": "0" * 16, "steps": 4}
     return provenance.environment() | head | fields
 
 

@@ -87,7 +87,7 @@ def curves(found: Found) -> Figure:
             upper.plot(run[loss]["step"], run[loss]["loss"], color=COLORS[name], label=name)
             if "oracle" in runs and name != "oracle":
                 lower.plot(*_above(run[loss], runs["oracle"][loss]), color=COLORS[name], label=name)
-        lower.axhline(0, color=BLACK, linewidth=0.8)
+        lower.axhline(0, color=BLACK, linewidth=0.8, zorder=1)
         _dress(upper, "cross entropy, nats per byte", f"{loss} loss, {found['settings']['precision']}")
         _dress(lower, "above the oracle, nats per byte", "")
         lower.set_xlabel("step")
