@@ -79,9 +79,10 @@ bench: $(STAMP)
 	$(BENCH) ladder --record build/ladder.json
 	$(BENCH) counters --record build/counters.json
 
-# The tables and the picture of docs/performance.md, from docs/results.
+# The tables and the pictures of docs/performance.md and docs/training.md, from docs/results.
 docs: $(STAMP)
 	$(BIN)/python -m moeblaze_ref.bench.document
+	$(BIN)/python -m moeblaze_ref.lm.document
 
 lab: $(STAMP)
 	$(BIN)/jupyter-lab notebooks

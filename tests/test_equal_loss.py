@@ -1,15 +1,25 @@
 """Equal loss: a model with our layers trains as one with the oracle's, and the verdict can tell when it does not."""
 
+import json
+import math
+from dataclasses import asdict, replace
+
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from torch import nn
+from typer.testing import CliRunner
 
-from moeblaze_ref import oracle
-from moeblaze_ref.lm import data, equal_loss
-from moeblaze_ref.lm.equal_loss import BOUND
+from moeblaze_ref import documents, lm, oracle, provenance
+from moeblaze_ref.cli import app
+from moeblaze_ref.lm import checkpoint, curves, data, document, equal_loss, evidence, evidence_plots, presets, report
+from moeblaze_ref.lm.equal_loss import BOUND, ORACLES, ORDERS, ReorderedOracle
+from moeblaze_ref.lm.evidence import Request
 from moeblaze_ref.lm.model import LMConfig
-from moeblaze_ref.lm.train import TrainSettings
+from moeblaze_ref.lm.run import CHECKPOINT
+from moeblaze_ref.lm.train import NonFinite, Trainer, TrainSettings
 
-CONFIG = LMConfig(d=16, h=16, E=4, k=2, layers=2, heads=2, sequence=16)
+CONFIG = LMConfig(d=16, h=128, E=4, k=2, layers=2, heads=2, sequence=16)  # h as wide as a block of megablocks
 SETTINGS = TrainSettings(CONFIG, 12, batch=2)
 STEPS = 5
 
@@ -23,8 +33,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def compare(kind, **options):
-    return getattr(equal_loss, kind)(SETTINGS, data.python_help(), STEPS, **options)
+def compare(kind, moe="moeblaze", **options):
+    return getattr(equal_loss, kind)(SETTINGS, data.python_help(), STEPS, moe=moe, **options)
 
 
 # The layers ---------------------------------------------------------------------------------------------------------
@@ -102,12 +112,428 @@ class Zeros(Scaled):
 @pytest.mark.parametrize("fault", [Scaled, WrongExpert, DroppedRow, NoRouterGradient, Zeros])
 def test_a_layer_that_is_a_little_wrong_is_caught(kind, fault):
     found = compare(kind, moe=fault)
-    print(found["verdict"], found.get("after"))
     assert not found["passed"]
 
 
 def test_a_router_that_chooses_other_experts_is_caught():
     found = compare("free", moe=OtherChoice)
     assert found["first_change"]["moeblaze"]["step"] == 1 and not found["passed"]
-    assert found["after"]["worst"] > BOUND
+    assert found["after"]["oracle"]["worst"] > BOUND
     assert compare("replayed", moe=OtherChoice)["passed"]  # its choice is not asked for there
+
+
+# The oracle in another order ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("axes", ORDERS)
+def test_a_reordered_oracle_is_the_same_function_in_other_roundings(axes, activation):
+    torch.manual_seed(0)
+    layer, other = oracle.OracleMoE(48, 40, 4, 2, activation), ReorderedOracle(48, 40, 4, 2, activation, axes=axes)
+    other.load_state_dict(layer.state_dict())
+    x, d_out = torch.randn(2, 33, 48)
+    results = []
+    for one in (layer, other):
+        given = x.clone().requires_grad_()
+        out, _ = one(given)
+        out.backward(d_out)
+        results.append([out.detach(), given.grad, *(parameter.grad for parameter in one.parameters())])
+    gaps = [float((mine - ref).norm() / ref.norm()) for ref, mine in zip(*results, strict=True)]
+    assert max(gaps) < 1e-5 and max(gaps) > 0
+    assert torch.equal(other(x)[1].topk_experts, layer(x)[1].topk_experts)
+
+
+def test_an_order_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="unknown axes 'k'"):
+        ReorderedOracle(8, 8, 2, 1, axes="k")
+
+
+# What is judged -------------------------------------------------------------------------------------------------------
+
+GOOD = {"worst": 0.0, "at": "head.weight", "bound": BOUND, "passed": True}
+LOSSES = {
+    "oracle": [5.0, 4.0, 3.0, 2.0],
+    "oracle, d backwards": [5.0, 4.0, 3.0, 2.002],
+    "oracle, h backwards": [5.0, 4.0, 3.003, 2.0],
+    "oracle, dh backwards": [5.0, 4.0, 3.0, 2.0],
+}
+
+
+def judged(ours, changed=(0, 0, 1, 7), gradients=GOOD):
+    return equal_loss.judge_free(LOSSES | {"moeblaze": ours}, changed, gradients)
+
+
+def test_after_the_first_change_all_gaps_are_known():
+    found = judged([5.0, 4.0, 3.003, 2.001])
+    assert found["passed"] and found["verdict"]["loss"]["worst"] == 0
+    assert found["after"]["oracle"] == {"mean": pytest.approx(0.00075), "worst": pytest.approx(0.001)}
+    assert found["after"]["oracle, h backwards"] == {"mean": pytest.approx(0.00025), "worst": pytest.approx(0.0005)}
+    assert found["after"].keys() == set(ORACLES) and len(found["after_oracles"]) == 6
+    apart = found["after_oracles"]["oracle, d backwards | oracle, h backwards"]
+    assert apart == pytest.approx({"mean": 0.001, "worst": 0.001}, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "changed", "passed"),
+    [
+        ([5.0, 4.0, 3.0, 2.0], (0, 0, 0, 0), True),
+        ([5.0, 4.0, 3.0, 2.0001], (0, 0, 0, 0), False),  # nothing but rounding parts them
+        ([5.0, 4.0001, 3.0, 2.0], (0, 0, 1, 7), False),  # before the change
+        ([5.0, 4.0, 2.9999, 2.0039], (0, 0, 1, 7), True),  # near one oracle alone
+        ([5.0, 4.0, 3.0, 2.005], (0, 0, 1, 7), False),  # at worst further from each than any two of them
+        ([5.0, 4.0, 3.006, 2.0039], (0, 0, 1, 7), False),  # not at worst, but in the mean
+        ([5.0, 4.0, math.nan, 2.0], (0, 0, 1, 7), False),
+        ([5.0, math.nan, 3.0, 2.0], (0, 0, 1, 7), False),
+    ],
+)
+def test_the_verdict_on_free_routing(ours, changed, passed):
+    assert judged(ours, changed)["passed"] == passed
+
+
+def test_a_run_must_be_near_one_oracle_in_the_mean_and_at_worst():
+    pairs = {"a | b": {"mean": 0.1, "worst": 0.5}, "a | c": {"mean": 0.2, "worst": 0.4}}
+    near, far = {"mean": 0.2, "worst": 0.5}, {"mean": 9.0, "worst": 9.0}
+    assert equal_loss.is_among({"a": far, "b": near}, pairs)
+    assert not equal_loss.is_among({"a": near | {"mean": 0.21}, "b": near | {"worst": 0.51}}, pairs)
+
+
+def test_gradients_of_the_first_step_are_judged_while_every_token_has_the_oracles_experts():
+    bad = GOOD | {"worst": 1e-4, "passed": False}
+    assert not judged([5.0, 4.0, 3.0, 2.0], gradients=bad)["passed"]
+    found = judged([5.0, 4.0, 3.0, 2.0], changed=(1, 0, 0, 0), gradients=bad)
+    assert found["passed"] and found["verdict"].keys() == {"loss"}
+
+
+@pytest.mark.parametrize("wrong", [1 + 2e-5, 0.0, math.nan])
+def test_one_wrong_gradient_is_found_by_name(wrong):
+    model, other = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    for one in (model, other):
+        one(torch.ones(5, 3)).square().sum().backward()
+    assert equal_loss.judge_gradients(model, other)["passed"]
+    model[1].weight.grad *= wrong
+    found = equal_loss.judge_gradients(model, other)
+    assert not found["passed"] and (found["at"] == "1.weight" or math.isnan(wrong))
+
+
+def test_the_worst_step_is_named():
+    assert equal_loss.judge_loss([0.0, 3e-6, 1e-6]) == {"worst": 3e-6, "at": 2, "bound": BOUND, "passed": True}
+    assert not equal_loss.judge_loss([0.0, 1.1e-5])["passed"] and not equal_loss.judge_loss([math.nan, 0.0])["passed"]
+
+
+def test_a_token_has_changed_if_its_set_of_experts_has():
+    reference = [torch.tensor([[0, 1], [2, 3], [1, 2]], dtype=torch.int32)] * 2
+    chosen = [torch.tensor(ids) for ids in ([[1, 0], [2, 3], [2, 1]], [[0, 1], [3, 1], [0, 2]])]
+    assert equal_loss.changed_tokens(chosen, reference) == [0, 2]
+
+
+@pytest.mark.parametrize("kind", ["replayed", "free"])
+@pytest.mark.parametrize(
+    ("settings", "steps", "message"),
+    [
+        (SETTINGS, 0, "steps is 0, but it must be 1..12"),
+        (SETTINGS, 13, "steps is 13, but it must be 1..12"),
+        (replace(SETTINGS, precision="bfloat16"), 2, "precision is bfloat16, but"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(kind, settings, steps, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(equal_loss, kind)(settings, data.python_help(), steps)
+
+
+def test_products_are_exact_and_the_precision_is_put_back():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    with equal_loss.exact_products():
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision(before)
+
+
+# A trainer's choice ---------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_hands_out_its_choice_and_takes_anothers():
+    first, same, other = (Trainer(replace(SETTINGS, seed=seed), data.python_help()) for seed in (0, 0, 1))
+    first.advance(), other.advance()
+    assert [tuple(chosen.shape) for chosen in first.chosen] == [(32, 2)] * 2 and first.chosen[0].dtype == torch.int32
+    assert equal_loss.changed_tokens(first.chosen, other.chosen) != [0, 0]
+    same.advance(other.chosen)
+    assert all(map(torch.equal, same.chosen, other.chosen)) and same.losses != first.losses
+
+
+def test_the_order_of_the_text_has_a_seed_of_its_own():
+    first, same, other = (
+        Trainer(replace(SETTINGS, seed=3, order_seed=seed), data.python_help()) for seed in (None, 3, 4)
+    )
+    for one in (same, other):
+        assert all(map(torch.equal, one.model.parameters(), first.model.parameters()))
+    assert first.advance() == same.advance() != other.advance()
+    with pytest.raises(ValueError, match="order_seed is -1"):
+        replace(SETTINGS, order_seed=-1)
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A preset that trains in no time, and training losses averaged over few steps."""
+    monkeypatch.setitem(presets.SETTINGS, "tiny", replace(SETTINGS, precision="bfloat16", learning_rate=1e-3))
+    monkeypatch.setattr(curves, "WINDOW", 3)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    for number in range(40):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"file {number}, " * 400)
+    return tmp_path / "texts"
+
+
+def test_the_runs_differ_in_what_their_names_say(small):
+    base = presets.preset("tiny")
+    settings = {name: curves.settings_of(name, base) for name in curves.RUNS}
+    assert settings["oracle"] == base and settings["moeblaze"] == replace(base, layer="moeblaze")
+    assert settings["oracle-other-order"] == replace(base, order_seed=1) and base.seed != 1
+    assert [settings[f"capacity-{factor}"].layer_options["capacity_factor"] for factor in (1.0, 1.25)] == [1.0, 1.25]
+    with pytest.raises(ValueError, match="unknown run 'orcale'. Did you mean 'oracle'"):
+        curves.settings_of("orcale", base)
+
+
+def test_runs_are_trained_by_name_and_collected(small, texts, tmp_path):
+    request = Request(device="cpu", data=texts, out=tmp_path / "runs", runs=("oracle", "capacity-1.0"), steps=6)
+    begun = evidence.gather("curves", request)
+    assert begun["passed"] is begun["verdict"] is None and begun["runs"].keys() == {"oracle", "capacity-1.0"}
+    done = evidence.gather("curves", replace(request, runs=tuple(curves.RUNS)))
+    assert done["runs"].keys() == curves.RUNS.keys() and done["unfinished"] == []
+    assert {name: done["runs"][name] for name in begun["runs"]} == begun["runs"]  # they had come to their end
+    assert evidence.gather("curves", replace(request, runs=())) == done
+    for name, run in done["runs"].items():
+        assert run["steps"] == 6 and run["training"]["step"] == [3, 6] and run["validation"]["step"] == [0, 6]
+        assert run["validation"]["loss"][1] < run["validation"]["loss"][0] < 7
+        assert (run["dropped_share"] is not None) == name.startswith("capacity")
+    dropped = [done["runs"][f"capacity-{factor}"]["dropped_share"] for factor in (1.0, 1.25)]
+    assert 0 < dropped[1] < dropped[0] < 0.5
+    losses = {name: run["validation"]["loss"][-1] for name, run in done["runs"].items()}
+    assert done["above_oracle"] == {name: loss - losses["oracle"] for name, loss in losses.items() if name != "oracle"}
+    assert len(set(losses.values())) > 4
+    assert report.summary(done).count("\n| moeblaze |") == 1
+
+
+def test_a_folder_of_another_run_is_refused(small, texts, tmp_path):
+    request = Request(device="cpu", data=texts, out=tmp_path, runs=("oracle",), steps=2)
+    evidence.gather("curves", request)
+    kept = (tmp_path / "oracle" / CHECKPOINT).read_bytes()
+    (tmp_path / "oracle").rename(tmp_path / "moeblaze")
+    message = "moeblaze/checkpoint.safetensors is of another run: its settings.layer is 'oracle', but here it is 'moeb"
+    for runs in ((), ("moeblaze",)):
+        with pytest.raises(checkpoint.CheckpointError, match=message):
+            evidence.gather("curves", replace(request, runs=runs))
+    assert (tmp_path / "moeblaze" / CHECKPOINT).read_bytes() == kept
+    (tmp_path / "moeblaze").rename(tmp_path / "oracle")
+    with pytest.raises(checkpoint.CheckpointError, match="its settings.steps is 2, but here it is 3"):
+        evidence.gather("curves", replace(request, runs=(), steps=3))
+    (texts / "0.txt").write_text("another text")
+    with pytest.raises(
+        checkpoint.CheckpointError, match="oracle/checkpoint.safetensors is of another run: its text is"
+    ):
+        evidence.gather("curves", replace(request, runs=()))
+
+
+def curve(*losses):
+    return {"step": list(range(0, 10 * len(losses), 10)), "loss": list(losses)}
+
+
+def run_of(*losses, steps=20):
+    return {"steps": steps, "training": curve(*losses), "validation": curve(*losses)}
+
+
+RUNS = {"oracle": run_of(5.0, 3.0, 2.0), "oracle-other-order": run_of(5.0, 3.2, 1.9), "moeblaze": run_of(5.0, 2.9, 2.1)}
+
+
+def test_the_verdict_on_whole_runs():
+    found = curves.judge(RUNS, 20)
+    assert found["passed"] and found["unfinished"] == ["megablocks", "capacity-1.0", "capacity-1.25"]
+    assert found["verdict"]["validation"]["moeblaze"] == pytest.approx({"mean": 0.1, "worst": 0.1})
+    assert found["verdict"]["training"]["oracle-other-order"] == pytest.approx({"mean": 0.15, "worst": 0.2})
+    assert found["above_oracle"] == pytest.approx({"oracle-other-order": -0.1, "moeblaze": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("losses", "wrong"),
+    [((5.0, 2.75, 2.0), "worst"), ((5.0, 3.19, 2.19), "mean"), ((5.0, math.nan, 2.0), "mean")],
+)
+@pytest.mark.parametrize("loss", ["training", "validation"])
+def test_a_run_further_from_the_oracle_than_another_order_of_text_is_caught(loss, losses, wrong):
+    ours = RUNS["moeblaze"] | {loss: curve(*losses)}
+    found = curves.judge(RUNS | {"moeblaze": ours}, 20)
+    assert found["passed"] is False and not found["verdict"][loss]["passed"]
+    of_loss = found["verdict"][loss]
+    assert not of_loss["moeblaze"][wrong] <= of_loss["oracle-other-order"][wrong]
+
+
+@pytest.mark.parametrize("missing", curves.COMPARED)
+def test_the_verdict_waits_for_the_runs_that_it_needs(missing):
+    halfway = RUNS | {missing: run_of(5.0, 3.0, steps=10)}
+    for runs in (halfway, {name: run for name, run in RUNS.items() if name != missing}):
+        found = curves.judge(runs, 20)
+        assert found["passed"] is found["verdict"] is None and missing in found["unfinished"]
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def moeblaze(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["evidence", *map(str, arguments)])
+
+
+def test_the_names_that_the_command_lists_are_all_there_are():
+    names = set(lm.EVIDENCE)
+    for known in (evidence.KINDS, report.REPORTS, evidence_plots.PICTURES, document.PICTURED, document.RECORDS):
+        assert set(known) == names
+    assert set(evidence_plots.COLORS) == {*curves.RUNS, *ORACLES}
+
+
+def test_the_command_records_what_it_finds(small, texts, tmp_path):
+    record = tmp_path / "new" / "record.json"
+    known = ("--steps", 3, "--device", "cpu", "--data", texts)
+    done = moeblaze("free", *known, "--record", record, "--json")
+    assert done.exit_code == 0, done.output
+    found = evidence.load(record, "free")
+    assert found["settings"]["precision"] == "float32" and found["settings"]["steps"] == 12 and found["steps"] == 3
+    assert {name: found[name] for name in json.loads(done.stdout)} == json.loads(done.stdout)
+    assert found["commit"] and len(found["text"]) == 16 and len(found["loss"]["moeblaze"]) == 3
+    shown = moeblaze("replayed", *known)
+    assert shown.exit_code == 0 and "| loss | " in shown.stdout and " pass |" in shown.stdout
+
+
+def test_the_command_fails_where_the_losses_differ(small, texts, monkeypatch):
+    real = equal_loss.replayed
+    monkeypatch.setitem(evidence.KINDS, "replayed", evidence._step_by_step(lambda *a, **o: real(*a, **o, moe=Zeros)))
+    done = moeblaze("replayed", "--steps", 2, "--device", "cpu", "--data", texts)
+    assert done.exit_code == 1 and "FAIL" in done.stdout
+
+
+def test_the_command_stops_at_a_loss_that_is_not_finite(small, texts, monkeypatch):
+    def stop(*arguments, **options):
+        raise NonFinite("step 1: loss nan")
+
+    monkeypatch.setitem(evidence.KINDS, "free", evidence._step_by_step(stop))
+    done = moeblaze("free", "--device", "cpu", "--data", texts)
+    assert done.exit_code == 1 and "error: step 1: loss nan" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fre",), "unknown kind of evidence 'fre'. Did you mean 'free'"),
+        (("free", "--preset", "lm-smal"), "Did you mean 'lm-small'"),
+        (("replayed", "--steps", 0), "steps is 0, but it must be >= 1"),
+        (("curves", "--out", "OUT", "--steps", 0), "steps is 0, but it must be >= 1"),
+        (("free", "--device", "gpu"), "unknown device 'gpu'"),
+        (("free", "--data", "/nowhere"), "/nowhere is no folder"),
+        (("free", "--run", "oracle"), "out and run are of the kind curves"),
+        (("curves",), "curves keeps its runs in a folder: name it with --out"),
+        (("curves", "--out", "OUT", "--run", "orcale"), "unknown run 'orcale'. Did you mean 'oracle'"),
+        (("curves", "--out", "OUT"), "OUT holds no run yet, but it must have at least one of oracle, "),
+        (("free", "--record", "/dev/null/file.json"), "/dev/null"),
+    ],
+)
+def test_the_command_says_what_is_allowed_and_writes_nothing(arguments, message, small, texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"--device": "cpu", "--data": texts, "--record": "record.json"}
+    given = [part for name, value in options.items() if name not in arguments for part in (name, value)]
+    done = moeblaze(*arguments, *given)
+    assert done.exit_code == 2 and message in done.output, done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"texts"}
+
+
+# What is shown --------------------------------------------------------------------------------------------------------
+
+
+def record_of(kind, **fields):
+    """A record of ``kind`` as the command writes it."""
+    head = {"kind": kind, "preset": "tiny", "settings": asdict(SETTINGS), "text": "0" * 16, "steps": 4}
+    return provenance.environment() | head | fields
+
+
+def records():
+    losses = LOSSES | {"moeblaze": [5.0, 4.0, 3.0029, 2.0]}
+    verdict = {"loss": equal_loss.judge_loss([1e-7] * 4), "first_gradients": GOOD}
+    changed = {name: [0, 0, 1, 7] for name in losses if name != "oracle"}
+    first = {name: {"step": 3, "tokens": [0, 1]} for name in changed}
+    runs = {
+        name: run | {"tokens_per_second": 9.0, "peak_bytes": None, "dropped_share": None} for name, run in RUNS.items()
+    }
+    return {
+        "replayed": record_of(
+            "replayed", loss=losses, verdict=verdict, oracles=dict.fromkeys(ORACLES[1:], 2e-7), passed=True
+        ),
+        "free": record_of("free", loss=losses, changed=changed, first_change=first, **judged(losses["moeblaze"])),
+        "curves": record_of("curves", runs=runs, **curves.judge(RUNS, 20)),
+    }
+
+
+@pytest.mark.parametrize("kind", lm.EVIDENCE)
+def test_a_record_becomes_a_block_and_a_picture(kind, tmp_path):
+    path = tmp_path / "results" / f"train_{kind}.json"
+    blank = f"<!-- begin {kind} -->\n<!-- end {kind} -->"
+    assert documents.NOTHING in document.fill(blank, {kind: path})
+    path.parent.mkdir()
+    path.write_text(json.dumps(records()[kind]))
+    text = document.fill(blank, {kind: path})
+    assert f"](images/train_{kind}.png)" in text and "- device: " in text and " pass" in text and "FAIL" not in text
+    written = evidence_plots.write(evidence.load(path, kind), document.picture_of(path))
+    assert written == tmp_path / "images" / f"train_{kind}.png" and written.stat().st_size > 10_000
+
+
+def test_a_verdict_that_fails_is_said_to():
+    failed = {"replayed": GOOD | {"passed": False, "worst": 1.0}}
+    found = records()["replayed"] | {"verdict": {"loss": failed["replayed"], "first_gradients": GOOD}}
+    assert report.summary(found).count("FAIL") == 1
+    found = records()["free"] | {"after": {"oracle": {"mean": 1.0, "worst": 1.0}}}
+    assert report.summary(found).endswith("to each other: FAIL.")
+    found = records()["curves"] | curves.judge(RUNS | {"moeblaze": run_of(5.0, 9.0, 2.0)}, 20)
+    assert report.summary(found).count("FAIL") == 2
+
+
+def test_a_record_of_another_kind_is_refused(tmp_path):
+    path = tmp_path / "train_free.json"
+    path.write_text(json.dumps(records()["replayed"]))
+    with pytest.raises(ValueError, match="train_free.json is a record of 'replayed', but it must be one of 'free'"):
+        document.fill("<!-- begin free -->\n<!-- end free -->", {"free": path})
+
+
+@pytest.mark.parametrize("kind", lm.EVIDENCE)
+def test_every_run_has_a_line_with_its_name_and_the_axes_have_units(kind):
+    found = records()[kind]
+    figure = evidence_plots.picture(found)
+    FigureCanvasAgg(figure).draw()
+    legends = [text.get_text() for axes in (*figure.axes, figure) for legend in _legends(axes) for text in legend.texts]
+    shown = found["runs"] if kind == "curves" else found["loss"].keys() - ({"oracle"} if kind == "free" else set())
+    assert set(legends) == set(shown)
+    assert all(axes.get_ylabel() for axes in figure.axes)
+    assert figure.axes[-1].get_xlabel() == "step"
+
+
+def _legends(owner):
+    return owner.legends if hasattr(owner, "legends") else [legend for legend in [owner.get_legend()] if legend]
+
+
+def test_the_lines_are_the_records():
+    found = records()
+    gap, _ = evidence_plots.free(found["free"]).axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in gap.lines}
+    assert drawn["moeblaze"] == pytest.approx([1e-8, 1e-8, 0.0029 / 3, 1e-8])
+    training, _, above, _ = evidence_plots.curves(found["curves"]).axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in training.lines}
+    assert drawn["oracle-other-order"] == [5.0, 3.2, 1.9]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in above.lines}
+    assert drawn["moeblaze"] == pytest.approx([0.0, -0.1, 0.1])
+
+
+def test_the_document_is_what_the_records_give():
+    text = document.DOCUMENT.read_text()
+    assert document.fill(text) == text
+    assert all(text.count(f"<!-- begin {kind} -->") == 1 for kind in lm.EVIDENCE)

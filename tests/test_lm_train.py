@@ -218,6 +218,13 @@ def test_a_kill_at_any_moment_changes_no_loss(moment, tmp_path, uninterrupted):
     assert without_clock(log.read(folder / LOG)) == uninterrupted
 
 
+def test_checkpoints_may_be_rarer_than_validations(tmp_path, monkeypatch, uninterrupted):
+    saved = []
+    monkeypatch.setattr(checkpoint, "save", lambda path, trainer: saved.append(trainer.step))
+    lines = train_in(tmp_path / "run", checkpoint_every=5)
+    assert saved == [5, 7] and without_clock(lines) == uninterrupted
+
+
 def test_the_log_has_every_step_once_and_validation_lines(uninterrupted):
     steps = [line["step"] for line in uninterrupted if "loss" in line]
     held_out = [line["step"] for line in uninterrupted if "validation_loss" in line]

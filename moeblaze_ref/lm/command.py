@@ -41,7 +41,12 @@ def settings(name: str, layer: str, options: Mapping[str, Any], changes: Mapping
 
 
 def train(
-    chosen: TrainSettings, out: Path, folder: Path | None = None, device: str | None = None, resume: bool = False
+    chosen: TrainSettings,
+    out: Path,
+    folder: Path | None = None,
+    device: str | None = None,
+    resume: bool = False,
+    checkpoint_every: int | None = None,
 ) -> list[dict[str, Any]]:
     """Train as `run.run` does, on Python's own text or a folder's, and show the progress on standard error.
 
@@ -65,7 +70,7 @@ def train(
             if "loss" in line:
                 progress.update(task, completed=line["step"], loss=line["loss"], speed=_speed(line))
 
-        return run(trainer, out, resume, on_line=show)
+        return run(trainer, out, resume, on_line=show, checkpoint_every=checkpoint_every)
 
 
 def trace(checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, device: str | None) -> str:

@@ -25,6 +25,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "capacity-1.25": {"layer": "capacity", "layer_options": {"capacity_factor": 1.25}},
 }
 COMPARED = ("oracle", "oracle-other-order", "moeblaze")  # that the verdict needs
+CHECKPOINT_EVERY = 250  # steps: six runs that write gigabytes at once would train little
 WINDOW = 20  # steps whose training losses are averaged: a single one is mostly the luck of its text
 
 Run = dict[str, Any]

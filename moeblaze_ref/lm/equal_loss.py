@@ -125,12 +125,15 @@ def replayed(
     moe: Layers = "moeblaze",
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Train a model with the oracle's layers, and one with others that replay the oracle's choice of experts.
+    """Train a model with the oracle's layers, and others that replay its choice of experts at every step.
+
+    The others are one with the layers in question, and the oracle in three other orders of summation, which shows how
+    far rounding alone leads.
 
     Parameters
     ----------
     settings : TrainSettings
-        Of both runs, in float32; ``moe`` takes the place of its layer.
+        Of all runs, in float32; their layer is not looked at.
     corpus : data.Corpus
     steps : int
         How far to go into the run that the settings describe.
@@ -143,8 +146,9 @@ def replayed(
     Returns
     -------
     dict
-        ``loss`` of both runs at each step; ``verdict`` on the losses, `judge_loss`, and on the first step's gradients,
-        `judge_gradients`; and whether both ``passed``.
+        ``loss`` of each run at each step; ``verdict`` on the losses of ``moeblaze``, `judge_loss`, and on its gradients
+        of the first step, `judge_gradients`; whether both ``passed``; and ``oracles``, the worst gap of each of the
+        reordered oracles.
 
     Raises
     ------
@@ -155,16 +159,20 @@ def replayed(
     """
     _check(settings, steps)
     with exact_products():
-        reference, tried = (Trainer(settings, corpus, device, layers) for layers in ("oracle", moe))
+        runs = _runs(settings, corpus, device, moe)
+        reference, *others = runs.values()
         for step in range(1, steps + 1):
             reference.advance()
-            tried.advance(reference.chosen)
+            for run in others:
+                run.advance(reference.chosen)
             if step == 1:
-                gradients = judge_gradients(tried.model, reference.model)
+                gradients = judge_gradients(runs["moeblaze"].model, reference.model)
             _tell(on_step, step, reference)
-    verdict = {"loss": judge_loss(gaps(tried.losses, reference.losses)), "first_gradients": gradients}
-    losses = {"oracle": reference.losses, "moeblaze": tried.losses}
-    return {"loss": losses, "verdict": verdict, "passed": all(one["passed"] for one in verdict.values())}
+    losses = {name: run.losses for name, run in runs.items()}
+    verdict = {"loss": judge_loss(gaps(losses["moeblaze"], losses["oracle"])), "first_gradients": gradients}
+    worst = {name: max(gaps(losses[name], losses["oracle"])) for name in ORACLES[1:]}
+    passed = all(one["passed"] for one in verdict.values())
+    return {"loss": losses, "verdict": verdict, "oracles": worst, "passed": passed}
 
 
 # With free routing ------------------------------------------------------------------------------------------------------
@@ -178,7 +186,7 @@ def free(
     moe: Layers = "moeblaze",
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Train a model with the oracle's layers, one with others, and the oracle's in three other orders of summation.
+    """Train the same models as `replayed`, each with its own routers' choice.
 
     Parameters
     ----------
@@ -198,12 +206,10 @@ def free(
         As `replayed`.
     """
     _check(settings, steps)
-    layers = {"oracle": "oracle", "moeblaze": moe}
-    layers |= {name: partial(ReorderedOracle, axes=axes) for name, axes in zip(ORACLES[1:], ORDERS, strict=True)}
-    by_layer: dict[str, list[list[int]]] = {name: [] for name in layers if name != "oracle"}
     with exact_products():
-        runs = {name: Trainer(settings, corpus, device, made) for name, made in layers.items()}
+        runs = _runs(settings, corpus, device, moe)
         reference = runs["oracle"]
+        by_layer: dict[str, list[list[int]]] = {name: [] for name in runs if name != "oracle"}
         for step in range(1, steps + 1):
             for run in runs.values():
                 run.advance()
@@ -246,8 +252,10 @@ def judge_free(
     """Whether a run stays as near to the oracle as rounding lets it.
 
     Until its first token has other experts, each of its losses must be within ``BOUND`` of the oracle's, and so must
-    the first step's gradients. From that step on the mean and the worst gap of its loss to the oracle's must each be at
-    most the largest that two of ``ORACLES``, which differ in summation order alone, have to each other over these steps.
+    the first step's gradients. From that step on it must be a run like ``ORACLES``, which differ in summation order
+    alone: nearer to one of them than two of them are to each other. That is, to at least one of them, both its mean gap
+    over these steps and its worst one are at most the largest of any two of them. Which one does not matter: each of
+    them might have been the first.
 
     Parameters
     ----------
@@ -262,40 +270,46 @@ def judge_free(
     -------
     dict
         {verdict, after, after_oracles, passed}. ``verdict`` is that on what comes before the first change, as
-        `replayed` has it. ``after`` is {mean, worst} of the loss's gap from that step on, and ``after_oracles`` the
-        same for each pair of oracles (None without a change).
+        `replayed` has it. ``after`` is {mean, worst} of the loss's gap to each oracle from that step on, and
+        ``after_oracles`` the same for each pair of oracles (both None without a change).
     """
     same = next((step for step, tokens in enumerate(changed) if tokens), len(changed))
     verdict = {"loss": judge_loss(gaps(losses["moeblaze"][:same], losses["oracle"][:same]))}
     if same:
         verdict["first_gradients"] = dict(gradients)
-    after = _size(losses["moeblaze"][same:], losses["oracle"][same:])
-    pairs = {
-        f"{one} | {other}": _size(losses[other][same:], losses[one][same:]) for one, other in combinations(ORACLES, 2)
-    }
+    later = {name: run[same:] for name, run in losses.items()}
+    after = {name: _size(later["moeblaze"], later[name]) for name in ORACLES} if later["oracle"] else None
+    pairs = {f"{a} | {b}": _size(later[b], later[a]) for a, b in combinations(ORACLES, 2)} if after else None
     return {
         "verdict": verdict,
         "after": after,
-        "after_oracles": None if after is None else pairs,
-        "passed": all(one["passed"] for one in verdict.values()) and (after is None or within(after, pairs)),
+        "after_oracles": pairs,
+        "passed": all(one["passed"] for one in verdict.values()) and (after is None or is_among(after, pairs)),
     }
 
 
-def within(gap: Mapping[str, float], pairs: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether {mean, worst} of a gap are each at most the largest of some pairs'."""
-    return all(gap[size] <= max(pair[size] for pair in pairs.values()) for size in gap)
+def is_among(after: Mapping[str, Mapping[str, float]], pairs: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether one of the gaps, {mean, worst} each, is at most the largest of some pairs' in both."""
+    largest = {size: max(pair[size] for pair in pairs.values()) for size in ("mean", "worst")}
+    return any(all(gap[size] <= largest[size] for size in largest) for gap in after.values())
 
 
-def _size(values: Sequence[float], reference: Sequence[float]) -> dict[str, float] | None:
-    """Mean and worst gap, None of no steps."""
-    found = gaps(values, reference)
-    return {"mean": fmean(found), "worst": max(found)} if found else None
+def _size(losses: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    found = gaps(losses, reference)
+    return {"mean": fmean(found), "worst": max(found)}
 
 
 def _check(settings: TrainSettings, steps: int):
     doors.check_int("steps", steps, at_least=1, at_most=settings.steps)
     if settings.precision != "float32":
         raise ValueError(f"precision is {settings.precision}, but losses are compared step by step in float32 alone")
+
+
+def _runs(settings: TrainSettings, corpus: Corpus, device: str | torch.device, moe: Layers) -> dict[str, Trainer]:
+    """The oracle first, then ``moe`` under the name of ours, then the reordered oracles."""
+    layers: dict[str, Layers] = {"oracle": "oracle", "moeblaze": moe}
+    layers |= {name: partial(ReorderedOracle, axes=axes) for name, axes in zip(ORACLES[1:], ORDERS, strict=True)}
+    return {name: Trainer(settings, corpus, device, made) for name, made in layers.items()}
 
 
 def _tell(on_step: OnStep | None, step: int, reference: Trainer):

@@ -13,7 +13,7 @@ from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.train import TrainSettings
 
 STEPS = 200  # that are compared one by one
-HEAD = {"kind", "preset", "settings", "text", "steps", "passed"}  # of every record, beside the environment's
+HEAD = {"device", "versions", "commit", "kind", "preset", "settings", "text", "steps", "passed"}  # of every record
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def gather(kind: str, request: Request) -> dict[str, Any]:
     return {"kind": doors.check_name("kind of evidence", kind, KINDS)} | KINDS[kind](request)
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Path, kind: str) -> dict[str, Any]:
     """A record of `gather`.
 
     Raises
@@ -76,10 +76,11 @@ def load(path: Path) -> dict[str, Any]:
     OSError
         If there is no such file.
     ValueError
-        If it is no such record.
+        If it is no record, or one of another kind.
     """
-    found = records.read(path, HEAD | {"device", "versions", "commit"})
-    doors.check_name(f"kind of {path.name}", found["kind"], KINDS)
+    found = records.read(path, HEAD)
+    if found["kind"] != kind:
+        raise ValueError(f"{path.name} is a record of {found['kind']!r}, but it must be one of {kind!r}")
     return found
 
 
@@ -118,7 +119,8 @@ def _curves(request: Request) -> dict[str, Any]:
     steps = doors.check_int("steps", base.steps if request.steps is None else request.steps, at_least=1)
     base = replace(base, steps=steps)
     for name, settings in {name: curves.settings_of(name, base) for name in request.runs}.items():
-        command.train(settings, request.out / name, request.data, request.device, resume=True)
+        out = request.out / name
+        command.train(settings, out, request.data, request.device, True, curves.CHECKPOINT_EVERY)
     text = command.text(request.data).fingerprint
     return _head(request, base, text, steps) | curves.collect(base, text, request.out)
 

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from moeblaze_ref import terminal
+from moeblaze_ref.lm.equal_loss import gaps
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from moeblaze_ref.units import GIB
 
@@ -34,7 +35,7 @@ WALL_LINES = {
     "moeblaze, minimal": (BLUE, "-"),
     "moeblaze, inputs": (GREEN, "-"),
 }
-SMALLEST = 1e-8  # of a gap that is drawn: a float32 has 24 bits, and a gap of 0 has no logarithm
+SMALLEST = 1e-8  # of the gaps that are drawn: less than a float32 can tell apart, and 0 has no logarithm
 
 
 def picture(found: Found) -> Figure:
@@ -55,24 +56,28 @@ def write(found: Found, path: Path) -> Path:
 
 
 def replayed(found: Found) -> Figure:
-    """Loss of both runs, one on top of the other, and below it their gap at each step, beside the bound."""
+    """Loss of the oracle and of ours, one on top of the other; below, the gaps of ours and of reordered oracles."""
     figure, (losses, below) = _two_panels()
-    _lines(losses, found["loss"])
-    _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the other run")
-    _gap(below, found["loss"]["moeblaze"], found["loss"]["oracle"], BLUE, "moeblaze")
+    for run, style in (("oracle", "-"), ("moeblaze", "--")):  # where they are equal, both show
+        losses.plot(_steps(found["loss"][run]), found["loss"][run], style, color=COLORS[run], label=run)
+    _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the others")
+    for run in _ours_last(found["loss"].keys() - {"oracle"}):
+        _gap(below, found["loss"], run, linestyle="", marker=".")
     _bound(below, found["verdict"]["loss"]["bound"])
     _dress(below, "relative gap of the loss\nto the oracle's", "")
     below.set_xlabel("step")
     _legend(losses)
+    _legend(below)
     return figure
 
 
 def free(found: Found) -> Figure:
     """Gap of the loss to the oracle's, and tokens that have other experts, of ours and of reordered oracles."""
     figure, (gap, tokens) = _two_panels()
-    for run in _ours_last(found["changed"]):
-        _gap(gap, found["loss"][run], found["loss"]["oracle"], COLORS[run], run)
-        tokens.plot(_steps(found["changed"][run]), found["changed"][run], color=COLORS[run], label=run)
+    for number, run in enumerate(_ours_last(found["changed"])):
+        width = 4 - number  # where lines are equal, all of them show
+        _gap(gap, found["loss"], run, linewidth=width)
+        tokens.plot(_steps(found["changed"][run]), found["changed"][run], color=COLORS[run], label=run, linewidth=width)
     _bound(gap, found["verdict"]["loss"]["bound"])
     _dress(gap, "relative gap of the loss\nto the oracle's", "float32, every router by itself")
     _mark_first(gap, found["first_change"]["moeblaze"])
@@ -94,7 +99,7 @@ def curves(found: Found) -> Figure:
             upper.plot(run[loss]["step"], run[loss]["loss"], color=COLORS[name], label=name)
             if "oracle" in runs and name != "oracle":
                 lower.plot(*_above(run[loss], runs["oracle"][loss]), color=COLORS[name], label=name)
-        lower.axhline(0, color=BLACK, linewidth=0.8)
+        lower.axhline(0, color=BLACK, linewidth=0.8, zorder=1)
         _dress(upper, "cross entropy, nats per byte", f"{loss} loss, {found['settings']['precision']}")
         _dress(lower, "above the oracle, nats per byte", "")
         lower.set_xlabel("step")
@@ -152,15 +157,9 @@ def _steps(values: Sequence[float]) -> range:
     return range(1, len(values) + 1)
 
 
-def _lines(axes, runs: Mapping[str, Sequence[float]]):
-    """Ours dashed over the others: where they are equal, both show."""
-    for run in _ours_last(runs):
-        axes.plot(_steps(runs[run]), runs[run], "--" if run == "moeblaze" else "-", color=COLORS[run], label=run)
-
-
-def _gap(axes, values: Sequence[float], reference: Sequence[float], color: str, label: str):
-    drawn = [max(abs(value - other) / other, SMALLEST) for value, other in zip(values, reference, strict=True)]
-    axes.semilogy(_steps(values), drawn, color=color, label=label)
+def _gap(axes, losses: Mapping[str, Sequence[float]], run: str, **style):
+    drawn = [max(gap, SMALLEST) for gap in gaps(losses[run], losses["oracle"])]
+    axes.semilogy(_steps(drawn), drawn, color=COLORS[run], label=run, **style)
 
 
 def _bound(axes, bound: float):

@@ -23,6 +23,7 @@ def run(
     every: int = 50,
     validation_batches: int = 8,
     on_line: Callable[[dict[str, Any]], None] | None = None,
+    checkpoint_every: int | None = None,
 ) -> list[dict[str, Any]]:
     """Train to the last step.
 
@@ -35,11 +36,13 @@ def run(
     resume : bool
         Go on from the folder's checkpoint; without one, a run that was cut off early begins again.
     every : int
-        Steps from one validation and checkpoint to the next; the last step has both.
+        Steps from one validation to the next; the last step has one.
     validation_batches : int
         Of each validation.
     on_line : callable, optional
         Called with every new line of the log.
+    checkpoint_every : int, optional
+        Steps from one checkpoint to the next, in place of ``every``; the last step has one.
 
     Returns
     -------
@@ -58,10 +61,18 @@ def run(
         If a loss or a gradient is; the last checkpoint stays.
     """
     doors.check_int("every", every, at_least=1)
+    checkpoint_every = every if checkpoint_every is None else checkpoint_every
+    doors.check_int("checkpoint_every", checkpoint_every, at_least=1)
     doors.check_int("validation_batches", validation_batches, at_least=1)
     log = _open(trainer, folder, resume)
+
+    def note(line: dict[str, Any]):
+        log.add(line)
+        if on_line is not None:
+            on_line(line)
+
     try:
-        _train(trainer, log, folder / CHECKPOINT, every, validation_batches, on_line or (lambda line: None))
+        _train(trainer, note, folder / CHECKPOINT, every, checkpoint_every, validation_batches)
     except NonFinite as error:
         raise NonFinite(f"{error}. {_what_is_kept(folder / CHECKPOINT)}") from None
     return log.lines
@@ -78,17 +89,17 @@ def _open(trainer: Trainer, folder: Path, resume: bool) -> Log:
     return Log(folder / LOG, through=trainer.step or -1)
 
 
-def _train(trainer: Trainer, log: Log, path: Path, every: int, batches: int, on_line: Callable):
-    def note(line: dict[str, Any]):
-        log.add(line)
-        on_line(line)
+def _train(trainer: Trainer, note: Callable, path: Path, every: int, checkpoint_every: int, batches: int):
+    def due(period: int) -> bool:
+        return trainer.step % period == 0 or trainer.step == trainer.settings.steps
 
     if trainer.step == 0:
         note({"step": 0, "validation_loss": trainer.validate(batches)})
     while trainer.step < trainer.settings.steps:
         note(_timed_step(trainer))
-        if trainer.step % every == 0 or trainer.step == trainer.settings.steps:
+        if due(every):
             note({"step": trainer.step, "validation_loss": trainer.validate(batches)})
+        if due(checkpoint_every):
             checkpoint.save(path, trainer)  # last: what it says is done is in the log
 
 

@@ -1,0 +1,65 @@
+"""Fills what docs/training.md says of measurements from the records of ``moeblaze evidence``, and draws their pictures.
+
+``python -m moeblaze_ref.lm.document`` writes everything again.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from moeblaze_ref import documents
+from moeblaze_ref.lm import EVIDENCE, evidence, evidence_plots, report
+
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCS / "training.md"
+RECORDS = {kind: DOCS / "results" / f"train_{kind}_h200.json" for kind in EVIDENCE}
+# What a reader who does not see the pictures is told.
+PICTURED = {
+    "replayed": "Loss of moeblaze and of the oracle at each step, and their gap, with the oracle's choices replayed",
+    "free": "Gap of the loss to the oracle's and tokens with other experts at each step, every router by itself",
+    "curves": "Training and validation loss of every run, and how far above the oracle's each is",
+    "memory": "Peak bytes of a step at growing numbers of tokens, and the largest step that each layer trains",
+}
+
+
+def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
+    """The document with a block for each kind of evidence written anew.
+
+    Parameters
+    ----------
+    text : str
+    paths : mapping
+        Of each kind's record, which need not be there yet.
+
+    Raises
+    ------
+    ValueError
+        If there is no block of that name, or a file is no record of the kind.
+    """
+    return documents.fill(text, {kind: partial(_block, kind, path) for kind, path in paths.items()})
+
+
+def picture_of(path: Path) -> Path:
+    """Where the picture of a record lies: beside the others of the documents."""
+    return path.parents[1] / "images" / f"{path.stem}.png"
+
+
+def _block(kind: str, path: Path) -> str:
+    """What a record says, its picture, and where it was measured; nothing while there is none."""
+    if not path.exists():
+        return ""
+    found = evidence.load(path, kind)
+    picture = f"![{PICTURED[kind]}](images/{picture_of(path).name})"
+    return "\n\n".join([report.summary(found), picture, "\n".join(documents.place(found))])
+
+
+def write():
+    """The document, and a picture of every record."""
+    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
+    for kind, path in RECORDS.items():
+        if path.exists():
+            evidence_plots.write(evidence.load(path, kind), picture_of(path))
+
+
+if __name__ == "__main__":
+    write()
