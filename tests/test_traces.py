@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from moeblaze_ref import traces
 from moeblaze_ref.cli import app
 from moeblaze_ref.lm import checkpoint, data, tracing
 from moeblaze_ref.lm.model import LMConfig
+from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.train import Trainer, TrainSettings, capture
 
 SETTINGS = TrainSettings(LMConfig(d=16, h=16, E=5, k=2, layers=3, heads=2, sequence=8), steps=2, batch=2)
@@ -212,3 +213,21 @@ def test_bad_input_to_the_command_is_named(trainer, tmp_path, monkeypatch, argum
     ran = CliRunner().invoke(app, ["trace", *(word for pair in given.items() for word in pair)])
     assert ran.exit_code == 2 and message in " ".join(ran.output.split()), ran.output
     assert not Path("trace.npz").exists()
+
+
+# The trace that the project publishes
+
+
+def test_the_published_trace_is_of_three_kinds_of_text_and_of_the_published_run():
+    path = Path(__file__).parents[1] / "docs" / "results" / "trace_lm_small_h200.npz"
+    assert path.stat().st_size < 3 * 2**20
+    found = traces.load(path)
+    config = preset("lm-small").config
+    assert found.info["model"] == asdict(config) and found.info["steps"] == preset("lm-small").steps
+    assert found.topk.shape == (found.sequences * config.sequence, config.layers, config.k)
+    assert len(found.topk) >= 100_000
+    assert list(dict.fromkeys(found.seq_kind.tolist())) == ["prose", "code", "tables"]
+    text = found.token.tobytes()
+    assert b"def " in text and b"decoding_table" in text
+    used = [len(np.unique(found.topk[:, layer])) for layer in range(config.layers)]
+    assert used == [config.E] * config.layers
