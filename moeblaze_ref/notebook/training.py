@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from IPython.display import Markdown
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from moeblaze_ref import doors
+from moeblaze_ref.lm import document, evidence, evidence_plots, report
 from moeblaze_ref.lm.data import Corpus
 from moeblaze_ref.lm.train import Trainer, TrainSettings
 from moeblaze_ref.systems import MoEFactory
@@ -109,6 +112,27 @@ def reads_picture(spread: np.ndarray, layer: int) -> Figure:
     title = f"layer {layer}: of all choices for a kind of byte, the share of each expert"
     axes.set_title(title, loc="left", fontsize="medium")
     return figure
+
+
+# What a GPU measured --------------------------------------------------------------------------------------------------
+
+
+def measured(kind: str) -> tuple[Markdown, Figure]:
+    """The record of a kind of evidence that the repository holds: its words and its picture.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it holds none; the message says which command makes it.
+    """
+    path = document.RECORDS[doors.check_name("kind of evidence", kind, document.RECORDS)]
+    if not path.exists():
+        raise FileNotFoundError(
+            f"Not measured yet: `moeblaze evidence {kind} --preset lm-small --record docs/results/{path.name}` on a GPU"
+        )
+    found = evidence.load(path, kind)
+    place = f"Measured on {found['device']}, commit `{found['commit'][:7]}`."
+    return Markdown(f"{report.summary(found)}\n\n{place}"), evidence_plots.picture(found)
 
 
 # Layers that are wrong ------------------------------------------------------------------------------------------------
