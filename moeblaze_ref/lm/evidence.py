@@ -25,7 +25,7 @@ class Request:
     preset : str
         One of ``presets.SETTINGS``.
     steps : int, optional
-        To compare, `STEPS` by default; of ``curves``, in place of the preset's.
+        To compare, `STEPS` by default; of ``curves``, in place of the preset's, and at least ``curves.WINDOW``.
     device : str, optional
         cpu or cuda; by default a GPU if there is one.
     data : Path, optional
@@ -116,7 +116,8 @@ def _curves(request: Request) -> dict[str, Any]:
     if request.out is None:
         raise ValueError("curves keeps its runs in a folder: name it with --out")
     base = preset(request.preset)
-    steps = doors.check_int("steps", base.steps if request.steps is None else request.steps, at_least=1)
+    steps = base.steps if request.steps is None else request.steps
+    doors.check_int("steps", steps, at_least=curves.WINDOW)
     base = replace(base, steps=steps)
     for name, settings in {name: curves.settings_of(name, base) for name in request.runs}.items():
         out = request.out / name

@@ -67,7 +67,8 @@ def replayed(found: Found) -> Figure:
     _dress(below, "relative gap of the loss\nto the oracle's", "")
     below.set_xlabel("step")
     _legend(losses)
-    _legend(below)
+    below.set_ylim(top=10 * max(found["verdict"]["loss"]["bound"], below.get_ylim()[1]))  # room for the names
+    _legend(below, loc="upper left", ncols=4)
     return figure
 
 
@@ -193,8 +194,8 @@ def _dress(axes, ylabel: str, title: str):
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(axes):
-    axes.legend(frameon=False, fontsize="small")
+def _legend(axes, **where):
+    axes.legend(frameon=False, fontsize="small", **where)
 
 
 PICTURES = {"replayed": replayed, "free": free, "curves": curves, "memory": memory}
