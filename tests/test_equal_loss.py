@@ -12,7 +12,18 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import documents, lm, oracle, provenance
 from moeblaze_ref.cli import app
-from moeblaze_ref.lm import checkpoint, curves, data, document, equal_loss, evidence, evidence_plots, presets, report
+from moeblaze_ref.lm import (
+    checkpoint,
+    curves,
+    data,
+    document,
+    equal_loss,
+    evidence,
+    evidence_plots,
+    presets,
+    report,
+    wall,
+)
 from moeblaze_ref.lm.equal_loss import BOUND, ORACLES, ORDERS, ReorderedOracle
 from moeblaze_ref.lm.evidence import Request
 from moeblaze_ref.lm.model import LMConfig
@@ -459,6 +470,10 @@ def record_of(kind, **fields):
     return provenance.environment() | head | fields
 
 
+ROWS = [wall.Row(name, L, 8, 90 * L, 100 * L, 1.0 * L) for name in wall.CONTENDERS for L in (8, 16)]
+ROWS += [wall.Row(wall.OURS, 24, 8, 2160, 2400, 24.0), wall.Row("oracle", 24, 8)]
+
+
 def records():
     losses = LOSSES | {"moeblaze": [5.0, 4.0, 3.0029, 2.0]}
     verdict = {"loss": equal_loss.judge_loss([1e-7] * 4), "first_gradients": GOOD}
@@ -473,6 +488,7 @@ def records():
         ),
         "free": record_of("free", loss=losses, changed=changed, first_change=first, **judged(losses["moeblaze"])),
         "curves": record_of("curves", runs=runs, **curves.judge(RUNS, 20)),
+        "memory": record_of("memory", **wall.summarise(ROWS)),
     }
 
 
@@ -497,6 +513,23 @@ def test_a_verdict_that_fails_is_said_to():
     assert report.summary(found).endswith("to each other: FAIL.")
     found = records()["curves"] | curves.judge(RUNS | {"moeblaze": run_of(5.0, 9.0, 2.0)}, 20)
     assert report.summary(found).count("FAIL") == 2
+    found = records()["memory"] | wall.summarise([*ROWS, wall.Row("megablocks", 32, 8, 1, 1, 1.0)])
+    assert report.summary(found).count("FAIL") == 1
+
+
+def test_every_layer_has_its_largest_step_beside_its_costs_at_one_size():
+    found = records()["memory"]
+    cells = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in report.summary(found).splitlines() if "|" in line
+    ]
+    assert ["oracle", "16", "1.00", "0", "0", "16"] in cells
+    assert [wall.OURS, "24", "1.50", "0", "0", "16"] in cells
+    peaks, walls = evidence_plots.memory(found).axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in peaks.lines}
+    assert lines.keys() == wall.CONTENDERS.keys()
+    assert lines[wall.OURS] == ([8, 16, 24], pytest.approx([n / 2**30 for n in (800, 1600, 2400)]))
+    assert [bar.get_width() for bar in walls.patches] == list(found["largest"].values())
+    assert [text.get_text() for text in walls.get_yticklabels()] == list(wall.CONTENDERS)
 
 
 def test_a_record_of_another_kind_is_refused(tmp_path):
@@ -506,7 +539,7 @@ def test_a_record_of_another_kind_is_refused(tmp_path):
         document.fill("<!-- begin free -->\n<!-- end free -->", {"free": path})
 
 
-@pytest.mark.parametrize("kind", lm.EVIDENCE)
+@pytest.mark.parametrize("kind", ["replayed", "free", "curves"])
 def test_every_run_has_a_line_with_its_name_and_the_axes_have_units(kind):
     found = records()[kind]
     figure = evidence_plots.picture(found)

@@ -120,7 +120,8 @@ def memory(found: Found) -> str:
         times = f"{L / found['largest']['oracle']:.2f}" if found["largest"].get("oracle") else ""
         lines.append(f"| {' | '.join([name, f'{L:,}', times, *_costs(found, name, shared)])} |")
     where = "" if shared is None else f" Kept, peak and time are those at L = {shared:,}, which every layer can make."
-    return f"{_run(found)} Here a step has L tokens instead.{where}\n\n" + "\n".join(lines)
+    verdict = f"moeblaze, minimal makes as large a step as any other system: {_result(found)}."
+    return "\n\n".join([f"{_run(found)} Here a step has L tokens instead.{where}", "\n".join(lines), verdict])
 
 
 def _all_make(found: Found, L: int) -> bool:
