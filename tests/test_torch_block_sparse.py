@@ -72,6 +72,28 @@ def test_every_activation_and_dtype_agrees_with_autograd(case, dtype):
     assert check.passed(rows), rows
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradients_of_rung_4_are_checked_on_hopper(dtype, monkeypatch):
+    load, loaded = SimtExecutor.load, []
+
+    def witnessed(self, file, *arguments, **constants):
+        loaded.append(file)
+        return load(self, file, *arguments, **constants)
+
+    monkeypatch.setattr(SimtExecutor, "capability", (9, 0))
+    monkeypatch.setattr(SimtExecutor, "load", witnessed)
+    (job,) = [job for job in check.plan_gradients(["simt"]) if in_whole_blocks(job, dtype)]
+    assert check.passed(job())
+    assert "block_sparse/4_hopper.cu" in loaded
+
+
+def in_whole_blocks(job, dtype):
+    """Whether a job of the plan is MegaBlocks' layer in this dtype on a case that rung 4 takes."""
+    checks, _, layer, _, case = job.args
+    whole = case.weights.w1.shape[2] % block_sparse.BLOCK == 0
+    return layer == "torch_block_sparse" and checks.keywords["dtype"] == dtype and whole
+
+
 def last_row_zero(array):
     array.reshape(-1, array.shape[-1])[-1] = 0
 
