@@ -166,6 +166,20 @@ def test_the_structures_ask_for_the_bytes_that_their_header_states(L, E, k, wide
         assert_as_stated(launch, "block_sparse/0_structures.cu", symbols)
 
 
+@pytest.mark.parametrize(
+    ("L", "E", "wide", "routing"),
+    [(40, 64, 16, "uniform"), (600, 4, 2, "hot")],
+    ids=["many block columns", "many block rows"],
+)
+def test_a_side_of_the_matrix_may_have_many_more_blocks_than_the_other(L, E, wide, routing):
+    dispatch, stage, block = build_by_sort(random_topk(L, E, 1, routing), E), on(SimtExecutor(), "2_tiled"), 2
+    bins, expected = stage.pad(dispatch, block), reference.pad(dispatch, block)
+    assert_same(bins, expected)
+    sides = bins.P // block + 1, E * wide + 1  # ends
+    assert -(-min(sides) // gemm.THREADS) < -(-max(sides) // gemm.THREADS)
+    assert_same(stage.build_topology(bins, wide * block), reference.build_topology(expected, wide * block))
+
+
 @pytest.mark.parametrize("d", [5, 24])
 @pytest.mark.parametrize("dtype", gemm.WIDE)
 def test_the_rows_ask_for_the_bytes_that_their_header_states(dtype, d):
