@@ -324,9 +324,11 @@ def test_the_doors_let_right_structures_pass(name):
 
 
 @every_room
-def test_a_block_size_may_be_an_integer_of_numpy(run):
+@pytest.mark.parametrize("integer", [np.int64, np.int8, np.uint8])
+def test_a_block_size_may_be_an_integer_of_numpy(integer, run):
     stage, golden = run.open(), GOLDEN["k = E"]
-    bins = stage.pad(golden.dispatch, np.int64(2))
+    bins = stage.pad(golden.dispatch, integer(2))
+    assert type(bins.block) is int
     assert_same(stage.build_topology(bins, np.int32(4)), golden.expected()[1])
 
 
@@ -1143,6 +1145,9 @@ BAD_INPUT = [
     ("activate_backward", {"b": None}, ValueError, "b is None, but swiglu is gated"),
     ("forward", {"block": 0}, ValueError, "block is 0, but it must be >= 1"),
     ("forward", {"block": 2.5}, TypeError, "block is 2.5"),
+    ("forward", {"block": True}, TypeError, r"block is True \(bool\), but it must be an integer"),
+    ("pad", {"block": True}, TypeError, r"block is True \(bool\), but it must be an integer"),
+    ("topology_of", {"block": True}, TypeError, r"block is True \(bool\), but it must be an integer"),
     ("forward", {"block": 3}, ValueError, "h is 4, but it must be a multiple of the block size 3"),
     ("forward", {"block": 8}, ValueError, "h is 4, but it must be a multiple of the block size 8"),
     ("forward", {"x": with_nan}, ValueError, r"x\[4, 2\] is nan"),

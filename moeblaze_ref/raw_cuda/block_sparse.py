@@ -59,6 +59,7 @@ def pad(
     MegaBlocks, section 5.2.
     """
     sparse_doors.check_pad(dispatch, block)
+    block = int(block)  # a narrow integer of numpy would overflow
     doors.check_name("rung of block_sparse", rung, RUNGS)
     executor = executor or executor_for(dispatch.expert_token_offsets)
     module = _structures(executor, block)
