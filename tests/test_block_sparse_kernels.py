@@ -289,6 +289,20 @@ def test_a_layer_takes_the_rung_that_it_can():
         assert block_sparse.default_rung(dtype, d, block, hopper) == "2_tiled"
 
 
+@pytest.mark.parametrize("rung", ["2_tiled", "3_mma"])
+def test_block_columns_beyond_a_grid_are_refused_before_a_forward_needs_them(rung):
+    bins = reference.pad(build_by_sort(random_topk(3, 256, 1, "uniform"), 256), 8)
+    message = f"65536 block columns have 65536 tiles, but rung {rung} of block_sparse takes at most 65535; use a larger"
+    with pytest.raises(ValueError, match=message):
+        block_sparse.build_topology(bins, 2048, rung=rung)
+    topology = reference.build_topology(bins, 2048)
+    values, lhs = numbers(0, (topology.nnz, 8, 8), "float16"), numbers(1, (8, bins.P), "float16")
+    with pytest.raises(ValueError, match=message):
+        block_sparse.dds(lhs, values, topology, rung=rung)
+    assert_same(block_sparse.build_topology(bins, 2048, rung="1_naive"), topology)
+    assert_same(block_sparse.build_topology(bins, 2040, rung=rung), reference.build_topology(bins, 2040))
+
+
 def test_an_unknown_rung_is_refused():
     dispatch = build_by_sort(random_topk(5, 3, 2, "uniform"), 3)
     bins, message = reference.pad(dispatch, 8), "unknown rung of block_sparse '2_tile'. Did you mean '2_tiled'"
