@@ -204,9 +204,24 @@ def many_tiles_case(blocks: int) -> Case:
     return make_case(128 * blocks // k + 1, 328, 328, E, k, "zipf", "more tiles than blocks")
 
 
+def many_blocks_case(blocks: int) -> Case:
+    """The same of the products of block_sparse, in whole blocks of MegaBlocks' own size: an odd number in h.
+
+    Rows in bins, an expert's columns and d each have two tiles of columns or more, of which the last is not full.
+    """
+    E, k = max(4, blocks // 6 + 1), 3
+    return make_case(64 * blocks // k + 1, 264, 384, E, k, "zipf", "more tiles than blocks, whole ones")
+
+
+def whole_block_case() -> Case:
+    """A layer whose h blocks of MegaBlocks' own size divide, so small that a simulator computes it on every rung."""
+    return make_case(20, 8, 256, 3, 2, "empty", "whole blocks, few tokens")
+
+
 def whole_block_cases() -> list[Case]:
-    """Layers whose h blocks of MegaBlocks' own size divide: an odd number of them, and an even one."""
+    """Such layers for tiles that take no other blocks: an odd number of them in h, and an even one."""
     return [
+        whole_block_case(),
         make_case(150, 24, 384, 3, 2, "zipf", "whole blocks"),
         make_case(140, 264, 256, 4, 1, "empty", "whole blocks, empty experts"),
         make_case(0, 8, 128, 4, 2, name="whole blocks, no tokens"),

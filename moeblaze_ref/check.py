@@ -17,7 +17,7 @@ import torch
 
 from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, STAGES, Backend
-from moeblaze_ref.cases import Case, every_activation, every_choice, many_tiles_case, option_cases, standard_cases
+from moeblaze_ref.cases import Case, every_activation, every_choice, option_cases, standard_cases, whole_block_case
 from moeblaze_ref.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
 from moeblaze_ref.raw_cuda import gemm
@@ -134,15 +134,11 @@ def unavailable(backend: Backend, stage: str, rung: str | None = None, reason: s
 def in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
     """The cases that the backend can run in reasonable time.
 
-    A GPU gets one more, large enough for all its multiprocessors. The SIMT executor compiles anew for every activation, so it gets the usual one (its tests cover
-    the others); Numba's simulator gets small cases, cut to size.
+    The SIMT executor compiles anew for every activation, so it gets the usual one (its tests cover the others); Numba's
+    simulator gets small cases, cut to size.
     """
     if backend.name == "simt":
         return [case for case in cases if case.activation == "swiglu"]
-    if backend.name == "cuda":
-        from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
-
-        return [*cases, many_tiles_case(CupyExecutor().multiprocessors)]
     if backend.name != "numba":
         return list(cases)
     from moeblaze_ref.numba_cuda.runtime import EXECUTOR
@@ -164,10 +160,10 @@ def plan(
         If a stage or backend is unknown (the message proposes the nearest name), or no backend has any of the stages.
     """
     stages = [doors.check_name("stage", stage, STAGES) for stage in stages]
-    chosen = [BACKENDS[doors.check_name("backend", name, BACKENDS)] for name in backends]
+    asked = [BACKENDS[doors.check_name("backend", name, BACKENDS)] for name in backends]
     cases = standard_cases() + option_cases() if cases is None else cases
     jobs: list[Callable[[], list[Row]]] = []
-    for backend in chosen:
+    for backend in asked:
         available = backend.status().available
         for stage in (stage for stage in stages if stage in backend.stages):
             if not available:
@@ -176,7 +172,7 @@ def plan(
             for rung in backend.rungs(stage):
                 jobs += _plan_rung(backend, stage, rung, cases)
     if not jobs:
-        has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in chosen)
+        has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in asked)
         raise ValueError(f"nothing to check: no stage of {', '.join(stages)} in these backends ({has})")
     return jobs
 
@@ -192,24 +188,38 @@ def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]
     if reason := backend.refusal(stage, rung):
         return [lambda: [unavailable(backend, stage, rung, reason)]]
     check = check_of(stage)
-    chosen = comparisons.fitting(stage, rung, in_reach(backend, cases))
-    return [functools.partial(_run, check, backend, stage, rung, case) for case in chosen]
+    return [functools.partial(_run, check, backend, stage, rung, case) for case in chosen(backend, stage, rung, cases)]
+
+
+def chosen(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
+    """The cases of a rung on a backend: those that fit it and are in reach, and on a GPU more tiles than it has blocks."""
+    if backend.name == "cuda":
+        cases = [*cases, *comparisons.overflowing(stage, multiprocessors())]
+    return in_reach(backend, comparisons.fitting(stage, rung, cases))
+
+
+def multiprocessors() -> int:
+    """How many the current GPU has."""
+    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+
+    return CupyExecutor().multiprocessors
 
 
 def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], list[Row]]]:
     """The checks of the torch layers: every activation under every policy, in every dtype, on every device there is.
 
-    MegaBlocks has no policies: of each activation it gets one case.
+    MegaBlocks has no policies: of each activation it gets one case, and one of whole blocks, which Hopper's tiles need.
 
     Raises
     ------
     ValueError
         If a backend is unknown or the torch layer does not run on it.
     """
-    chosen = [BACKENDS[doors.check_name("backend of the torch layer", name, TORCH_DEVICES)] for name in backends]
+    asked = [BACKENDS[doors.check_name("backend of the torch layer", name, TORCH_DEVICES)] for name in backends]
     jobs: list[Callable[[], list[Row]]] = []
-    for backend in chosen:
-        for layer, cases in {"torch_layer": every_choice(), "torch_block_sparse": every_activation()}.items():
+    layers = {"torch_layer": every_choice(), "torch_block_sparse": [*every_activation(), whole_block_case()]}
+    for backend in asked:
+        for layer, cases in layers.items():
             if not backend.status().available:
                 jobs.append(lambda backend=backend, layer=layer: [unavailable(backend, layer)])
                 continue

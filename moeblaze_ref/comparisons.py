@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref import oracle
-from moeblaze_ref.cases import Case, relative_error, whole_block_cases
+from moeblaze_ref.cases import (
+    Case,
+    many_blocks_case,
+    many_tiles_case,
+    relative_error,
+    whole_block_case,
+    whole_block_cases,
+)
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import block_sparse, gemm
@@ -278,8 +285,22 @@ def sparse_block(h: int) -> int:
 
 
 def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
-    """The cases for a rung: these, but that 4_hopper of block_sparse gets its own, for it takes no smaller blocks."""
-    return whole_block_cases() if (stage, rung) == ("block_sparse", gemm.HOPPER) else cases
+    """The cases for a rung: block_sparse gets whole blocks of MegaBlocks' own size, too, and 4_hopper only those."""
+    if stage != "block_sparse":
+        return cases
+    if rung == gemm.HOPPER:
+        return [*filter(_in_whole_blocks, cases), *whole_block_cases()]
+    return [*cases, whole_block_case()]
+
+
+def _in_whole_blocks(case: Case) -> bool:
+    return sparse_block(case.weights.w1.shape[2]) == block_sparse.BLOCK
+
+
+def overflowing(stage: str, multiprocessors: int) -> list[Case]:
+    """Cases of more tiles than a GPU has multiprocessors, of whole blocks, too, for block_sparse."""
+    cases = [many_tiles_case(multiprocessors)]
+    return [*cases, many_blocks_case(multiprocessors)] if stage == "block_sparse" else cases
 
 
 def run_block_sparse(stage: Any, case: Case) -> Results:

@@ -85,8 +85,10 @@ def check_type(name, value, expected):
 
 
 def check_int(name, value, at_least, at_most=None) -> int:
-    """``value`` as an int within [at_least, at_most]."""
+    """``value`` as an int within [at_least, at_most]; True and False are none."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be an integer") from None
@@ -102,6 +104,8 @@ def check_number(name, value) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number") from None
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf if value > 0 else -math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} is {number}, but it must be finite")
     return number
@@ -111,7 +115,10 @@ def check_float(name, value) -> float:
     """``value`` as a float: a number, infinite or NaN too, but no array and no None."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond all floats
+        return math.inf if value > 0 else -math.inf
 
 
 def check_scalar(name, value):
@@ -142,7 +149,7 @@ def check_within(name, value, at_least, at_most=math.inf) -> float:
 
 def check_name(kind, name, allowed) -> str:
     """``name`` if it is one of ``allowed``; otherwise an error with the nearest valid name."""
-    if name in allowed:
+    if isinstance(name, str) and name in allowed:  # what is no string may have no hash
         return name
     lowered = {valid.lower(): valid for valid in allowed}
     near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)

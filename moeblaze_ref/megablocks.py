@@ -126,7 +126,7 @@ def forward(
     """
     stage_doors.check_experts(x, w1, w2, w3, dispatch, gates, activation, dtypes)
     _, d, h = w1.shape
-    sparse_doors.check_block(block, h)
+    block = sparse_doors.check_block(block, h)
     with doors.trusted_values():
         bins = stage.pad(dispatch, block)
         topology = stage.build_topology(bins, h)

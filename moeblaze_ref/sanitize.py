@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, OpenStage, refusal
-from moeblaze_ref.cases import Case, make_case, many_tiles_case, random_topk
+from moeblaze_ref.cases import Case, make_case, random_topk
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import combine, gemm
 from moeblaze_ref.raw_cuda.runtime import Executor
@@ -67,9 +67,9 @@ def run_every_kernel(executor: Executor):
             opened("dispatch", rung).build(random_topk(2_100, 7, 3), 7)
             opened("dispatch", rung).build(random_topk(300, 300, 32), 300)
         if not refusal(executor, "expert_up", gemm.HOPPER):
-            many = many_tiles_case(executor.multiprocessors).astype("bfloat16")
-            for stage in ("expert_up", "expert_down"):  # blocks that take more than one tile
-                comparisons.RUN[stage](opened(stage, gemm.HOPPER), many)
+            for stage in ("expert_up", "expert_down", "block_sparse"):  # blocks that take more than one tile
+                case = comparisons.overflowing(stage, executor.multiprocessors)[-1]
+                comparisons.RUN[stage](opened(stage, gemm.HOPPER), case.astype("bfloat16"))
         _run_lesson(executor)
 
 

@@ -11,11 +11,12 @@ from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
 MAX_INT32 = 2**31 - 1  # rows that indices can name, and blocks
 
 
-def check_block(block, h=None):
-    """A block size of at least 1 that divides ``h``, if one is given."""
-    doors.check_int("block", block, at_least=1)
+def check_block(block, h=None) -> int:
+    """``block`` as an int of at least 1 that divides ``h``, if one is given."""
+    block = doors.check_int("block", block, at_least=1)
     if h is not None and h % block:
         raise ValueError(f"h is {h}, but it must be a multiple of the block size {block}")
+    return block
 
 
 def _owned(first, end):

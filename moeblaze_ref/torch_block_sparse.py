@@ -82,8 +82,7 @@ class BlockSparseMoE(KernelMoE):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
-        sparse_doors.check_block(block, h)
-        self.block = block
+        self.block = sparse_doors.check_block(block, h)
         self.rung = rung if rung is None else doors.check_name("rung of block_sparse", rung, block_sparse.RUNGS)
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:

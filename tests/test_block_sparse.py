@@ -21,6 +21,17 @@ from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
 
 
+class Pace(NamedTuple):
+    """How many random inputs a backend is given, and how large they are."""
+
+    examples: int
+    most: int  # block rows and columns
+    steps: int  # of the extent that no block divides
+
+
+PACES = {"numpy": Pace(40, 6, 20), "simt": Pace(8, 3, 5), "cuda": Pace(20, 6, 40), "numba": Pace(20, 6, 40)}
+
+
 class Run(NamedTuple):
     """A rung of a backend, what it computes in, block sizes to try, and what every other extent is a multiple of."""
 
@@ -38,18 +49,18 @@ class Run(NamedTuple):
         return BACKENDS[self.backend].open("block_sparse", self.rung)
 
     @property
-    def examples(self):
-        """How many random inputs are tried: the executor takes its time."""
-        return settings(deadline=None, max_examples=40 if self.backend == "numpy" else 8)
+    def pace(self):
+        """That of the backend."""
+        return PACES[self.backend]
 
     @property
-    def most(self):
-        """Block rows and columns of a random matrix, for the same reason."""
-        return 6 if self.backend == "numpy" else 3
+    def examples(self):
+        """Hypothesis settings: how many random inputs are tried."""
+        return settings(deadline=None, max_examples=self.pace.examples)
 
     def extents(self):
         """Hypothesis strategy: an extent that no block divides."""
-        return st.integers(1, 20 if self.backend == "numpy" else 5).map(lambda n: n * self.step)
+        return st.integers(1, self.pace.steps).map(lambda n: n * self.step)
 
 
 RUNS = [  # what needs no GPU; the executor compiles anew for every block size
@@ -313,9 +324,11 @@ def test_the_doors_let_right_structures_pass(name):
 
 
 @every_room
-def test_a_block_size_may_be_an_integer_of_numpy(run):
+@pytest.mark.parametrize("integer", [np.int64, np.int8, np.uint8])
+def test_a_block_size_may_be_an_integer_of_numpy(integer, run):
     stage, golden = run.open(), GOLDEN["k = E"]
-    bins = stage.pad(golden.dispatch, np.int64(2))
+    bins = stage.pad(golden.dispatch, integer(2))
+    assert type(bins.block) is int
     assert_same(stage.build_topology(bins, np.int32(4)), golden.expected()[1])
 
 
@@ -447,7 +460,7 @@ def sparse_of(mask, block, K, dtype):
 @st.composite
 def sparse_matrices(draw, run):
     """Any mask, in every block size of a run."""
-    return sparse_of(draw(masks(run.most)), draw(st.sampled_from(run.blocks)), draw(run.extents()), run.dtype)
+    return sparse_of(draw(masks(run.pace.most)), draw(st.sampled_from(run.blocks)), draw(run.extents()), run.dtype)
 
 
 def masked_product(lhs, rhs, stored):
@@ -508,9 +521,9 @@ def test_a_matrix_comes_back_from_its_dense_form(run, data):
     assert_round_trip(run.open(), data.draw(sparse_matrices(run)))
 
 
-@every_run
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_every_product_is_the_dense_one(product, run):
+def assert_any_mask(product, run):
+    """A product agrees with the dense one whatever is stored: of SDD, where it is."""
+
     @run.examples
     @given(sparse_matrices(run))
     def check(one):
@@ -519,15 +532,27 @@ def test_every_product_is_the_dense_one(product, run):
     check()
 
 
-@every_run
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_parts_side_by_side_are_one_matrix(product, run):
+def assert_any_parts(product, run):
+    """So it does with an operand or a result in parts."""
+
     @run.examples
-    @given(masks(run.most), st.sampled_from(run.blocks), st.integers(1, 4), run.extents())
+    @given(masks(run.pace.most), st.sampled_from(run.blocks), st.integers(1, 4), run.extents())
     def check(mask, block, parts, K):
         PRODUCTS[product](run.open(), sparse_of(np.tile(mask, parts), block, K, run.dtype), parts)
 
     check()
+
+
+@every_run
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_product_is_the_dense_one(product, run):
+    assert_any_mask(product, run)
+
+
+@every_run
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_parts_side_by_side_are_one_matrix(product, run):
+    assert_any_parts(product, run)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -1120,6 +1145,9 @@ BAD_INPUT = [
     ("activate_backward", {"b": None}, ValueError, "b is None, but swiglu is gated"),
     ("forward", {"block": 0}, ValueError, "block is 0, but it must be >= 1"),
     ("forward", {"block": 2.5}, TypeError, "block is 2.5"),
+    ("forward", {"block": True}, TypeError, r"block is True \(bool\), but it must be an integer"),
+    ("pad", {"block": True}, TypeError, r"block is True \(bool\), but it must be an integer"),
+    ("topology_of", {"block": True}, TypeError, r"block is True \(bool\), but it must be an integer"),
     ("forward", {"block": 3}, ValueError, "h is 4, but it must be a multiple of the block size 3"),
     ("forward", {"block": 8}, ValueError, "h is 4, but it must be a multiple of the block size 8"),
     ("forward", {"x": with_nan}, ValueError, r"x\[4, 2\] is nan"),

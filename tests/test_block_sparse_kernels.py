@@ -166,6 +166,20 @@ def test_the_structures_ask_for_the_bytes_that_their_header_states(L, E, k, wide
         assert_as_stated(launch, "block_sparse/0_structures.cu", symbols)
 
 
+@pytest.mark.parametrize(
+    ("L", "E", "wide", "routing"),
+    [(40, 64, 16, "uniform"), (600, 4, 2, "hot")],
+    ids=["many block columns", "many block rows"],
+)
+def test_a_side_of_the_matrix_may_have_many_more_blocks_than_the_other(L, E, wide, routing):
+    dispatch, stage, block = build_by_sort(random_topk(L, E, 1, routing), E), on(SimtExecutor(), "2_tiled"), 2
+    bins, expected = stage.pad(dispatch, block), reference.pad(dispatch, block)
+    assert_same(bins, expected)
+    sides = bins.P // block + 1, E * wide + 1  # ends
+    assert -(-min(sides) // gemm.THREADS) < -(-max(sides) // gemm.THREADS)
+    assert_same(stage.build_topology(bins, wide * block), reference.build_topology(expected, wide * block))
+
+
 @pytest.mark.parametrize("d", [5, 24])
 @pytest.mark.parametrize("dtype", gemm.WIDE)
 def test_the_rows_ask_for_the_bytes_that_their_header_states(dtype, d):
@@ -273,6 +287,20 @@ def test_a_layer_takes_the_rung_that_it_can():
         assert block_sparse.default_rung("float16", 64, block, executor) == "3_mma"
     for dtype, d, block in (("float32", 64, 128), ("bfloat16", 60, 128), ("bfloat16", 64, 12)):
         assert block_sparse.default_rung(dtype, d, block, hopper) == "2_tiled"
+
+
+@pytest.mark.parametrize("rung", ["2_tiled", "3_mma"])
+def test_block_columns_beyond_a_grid_are_refused_before_a_forward_needs_them(rung):
+    bins = reference.pad(build_by_sort(random_topk(3, 256, 1, "uniform"), 256), 8)
+    message = f"65536 block columns have 65536 tiles, but rung {rung} of block_sparse takes at most 65535; use a larger"
+    with pytest.raises(ValueError, match=message):
+        block_sparse.build_topology(bins, 2048, rung=rung)
+    topology = reference.build_topology(bins, 2048)
+    values, lhs = numbers(0, (topology.nnz, 8, 8), "float16"), numbers(1, (8, bins.P), "float16")
+    with pytest.raises(ValueError, match=message):
+        block_sparse.dds(lhs, values, topology, rung=rung)
+    assert_same(block_sparse.build_topology(bins, 2048, rung="1_naive"), topology)
+    assert_same(block_sparse.build_topology(bins, 2040, rung=rung), reference.build_topology(bins, 2040))
 
 
 def test_an_unknown_rung_is_refused():

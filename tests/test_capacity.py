@@ -625,6 +625,18 @@ def test_the_table_has_a_row_a_system():
     assert cells[1:4] == [["6", "0", "0"], ["6", "4", "0"], ["42.9%", "20.0%", "0.0%"]]
 
 
+def test_the_table_states_flops_in_billions_and_bytes_in_a_unit_of_their_own():
+    config = MoEConfig(8192, 64, 128, 4, 2)  # 18 d h = 147,456 FLOPs a row
+    wastes = waste.compare(config, (8192, 1024, 4096, 3072), 1.0, 128)
+    capacity, megablocks, _ = wastes.values()
+    assert (capacity.padding_rows, megablocks.padding_rows) == (4096, 0)
+    table = waste.waste_table(wastes)
+    assert [column.header for column in table.columns][4:] == ["wasted GFLOP a step", "wasted MiB kept"]
+    flops, kept = (list(column.cells) for column in table.columns[4:])
+    assert flops == ["0.604", "0.000", "0.000"]  # 4,096 * 147,456 = 0.604e9, and 0.5625 * 2**30
+    assert kept == ["4.520", "0.000", "0.000"]  # 4,096 rows that keep (64 + 4 * 128) * 2 + 5 bytes each
+
+
 # Systems by name
 
 

@@ -7,12 +7,16 @@ import types
 import numpy as np
 import pytest
 
-from moeblaze_ref import check
+from moeblaze_ref import check, comparisons
 from moeblaze_ref.backends import BACKENDS, STAGES, Status
 from moeblaze_ref.cases import make_case, option_cases, standard_cases
 from moeblaze_ref.check import Row
+from moeblaze_ref.numpy_ref import block_sparse
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
+from moeblaze_ref.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource, inlined
 from moeblaze_ref.terminal import verdict
 
 CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
@@ -184,6 +188,51 @@ def test_the_simulator_gets_small_cases_only(monkeypatch):
     assert 5 < len(in_reach) and all(case.L * case.k <= check.SIMULATOR_ROWS for case in in_reach)
     monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "cuda")
     assert len(check.in_reach(BACKENDS["numba"], standard_cases())) == len(standard_cases())
+
+
+def cases_on_a_gpu(monkeypatch, rung, multiprocessors):
+    """What block_sparse is checked with on a GPU of this size."""
+    monkeypatch.setattr(check, "multiprocessors", lambda: multiprocessors)
+    return check.chosen(BACKENDS["cuda"], "block_sparse", rung, standard_cases() + option_cases())
+
+
+def test_every_rung_is_checked_in_blocks_of_megablocks_own_size(monkeypatch):
+    monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "cuda")
+    monkeypatch.setattr(check, "multiprocessors", lambda: 132)
+    for backend in BACKENDS.values():
+        for rung in backend.rungs("block_sparse"):
+            cases = check.chosen(backend, "block_sparse", rung, standard_cases())
+            blocks = {comparisons.sparse_block(case.weights.w1.shape[2]) for case in cases if case.L}
+            assert blocks == {BLOCK} if rung == HOPPER else {8, BLOCK} <= blocks, (backend.name, rung)
+
+
+@pytest.mark.parametrize("multiprocessors", [16, 108, 132, 148])
+def test_blocks_that_stay_are_given_a_second_tile_of_every_product(multiprocessors, monkeypatch):
+    largest = max(cases_on_a_gpu(monkeypatch, HOPPER, multiprocessors), key=lambda case: case.L * case.k)
+    (_, d, h), E = largest.weights.w1.shape, largest.E
+    bins = block_sparse.pad(build_by_sort(largest.topk_experts, E), BLOCK)
+    tiles = {"sdd": bins.P // HOPPER_BLOCK * -(-h // HOPPER_COLUMNS)}
+    tiles["dsd"] = bins.P // HOPPER_BLOCK * -(-d // HOPPER_COLUMNS)
+    tiles["dds, and dsd of the transpose"] = E * h // HOPPER_BLOCK * -(-d // HOPPER_COLUMNS)
+    assert min(tiles.values()) > multiprocessors, tiles
+    assert min(d, h) > 4 * 64, "deeper than the stages of a ring"
+
+
+def test_a_kernel_whose_blocks_leave_after_a_tile_fails_on_a_gpu_of_any_size(monkeypatch):
+    file, load, right = file_of("block_sparse", HOPPER), SimtExecutor.load, "number += gridDim.x;"
+    assert right in inlined(file)
+    leaving = inlined(file).replace(right, "number = 1 << 30;")
+
+    def load_leaving(self, name, text=None, **constants):
+        return load(self, name, leaving if name == file else text, **constants)
+
+    monkeypatch.setattr(SimtExecutor, "multiprocessors", 8)
+    largest = max(cases_on_a_gpu(monkeypatch, HOPPER, 8), key=lambda case: case.L * case.k)
+    monkeypatch.setattr(SimtExecutor, "load", load_leaving)
+    structures, *rows = check.check_block_sparse(BACKENDS["simt"], HOPPER, largest)
+    assert structures.ok and {(row.dtype, row.direction, row.ok) for row in rows} == {
+        (dtype, direction, False) for dtype in ("float16", "bfloat16") for direction in ("forward", "backward")
+    }
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,25 @@ def test_a_name_like_no_other_has_no_nearest():
         doors.check_name("activation", "XXXX", ["silu", "swiglu"])
 
 
+def test_what_is_no_string_is_an_unknown_name():
+    with pytest.raises(ValueError, match=r"unknown drop policy \['by_gate'\]. Did you mean 'by_gate'"):
+        doors.check_name("drop policy", ["by_gate"], {"by_gate": 1, "by_arrival": 2})
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_])
+def test_a_truth_value_is_no_integer(value):
+    with pytest.raises(TypeError, match=r"k is .*(True|False).* \(bool_?\), but it must be an integer"):
+        doors.check_int("k", value, at_least=0)
+
+
+@pytest.mark.parametrize("check", [doors.check_number, doors.check_positive])
+@pytest.mark.parametrize(("value", "shown"), [(10**400, "inf"), (-(10**400), "-inf")])
+def test_an_integer_beyond_all_floats_is_not_finite(check, value, shown):
+    with pytest.raises(ValueError, match=f"factor is {shown}, but it must be finite"):
+        check("factor", value)
+    assert doors.check_float("factor", value) == float(shown)
+
+
 # Of GOLDEN_DISPATCH:  position              0  1  2  3  4  5  6  7  8  9
 #                      expert_token_indices  1  2  4  1  3  0  3  0  2  4   offsets 0 3 5 7 10
 # and of its slots:    token_expert_indices  2  3  0  1  0  3  1  2  0  3

@@ -1,15 +1,18 @@
 """What compute-sanitizer is given to watch: every kernel that there is."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from moeblaze_ref import sanitize
+from moeblaze_ref import comparisons, sanitize
 from moeblaze_ref.backends import Status
-from moeblaze_ref.cases import many_tiles_case
+from moeblaze_ref.cases import many_blocks_case, many_tiles_case, whole_block_case
 from moeblaze_ref.cli import app
 from moeblaze_ref.paths import kernels_dir
+from moeblaze_ref.raw_cuda import block_sparse
+from moeblaze_ref.raw_cuda.gemm import HOPPER
 from moeblaze_ref.raw_cuda.runtime.declarations import Declarations
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 
@@ -39,6 +42,23 @@ def test_blocks_of_the_last_rung_take_more_than_one_tile():
     rows, (_, d, h) = case.L * case.k // 128, case.weights.w1.shape
     tiles = {"of rows": rows * -(-d // 256), "of weights": case.E * -(-d // 128) * -(-h // 256)}
     assert min(tiles.values()) > executor.multiprocessors and min(d, h) > 4 * 64  # deeper than the stages of a ring
+
+
+def test_the_last_rung_of_every_stage_of_products_takes_more_tiles_than_blocks(monkeypatch):
+    given = []
+
+    def note(stage, opened, case):
+        given.append((stage, opened._options["rung"], case.shape))
+
+    monkeypatch.setattr(comparisons, "RUN", {stage: functools.partial(note, stage) for stage in comparisons.RUN})
+    executor = SimtExecutor()
+    sanitize.run_every_kernel(executor)
+    many = many_tiles_case(executor.multiprocessors).shape
+    whole = many_blocks_case(executor.multiprocessors).shape
+    assert {("expert_up", HOPPER, many), ("expert_down", HOPPER, many), ("block_sparse", HOPPER, whole)} <= set(given)
+    assert {
+        rung for stage, rung, shape in given if (stage, shape) == ("block_sparse", whole_block_case().shape)
+    } == set(block_sparse.RUNGS)
 
 
 def test_no_kernel_is_left_out():

@@ -4,6 +4,7 @@ import itertools
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import train
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import Assumptions, megablocks_step_account
+from moeblaze_ref.memory.waste import compare
 from moeblaze_ref.raw_cuda import block_sparse, gating
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.torch_block_sparse import BlockSparseMoE
@@ -70,6 +72,50 @@ def test_every_activation_and_dtype_agrees_with_autograd(case, dtype):
         ("torch_block_sparse", "backward"),
     ]
     assert check.passed(rows), rows
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradients_of_rung_4_are_checked_on_hopper(dtype, monkeypatch):
+    load, loaded = SimtExecutor.load, []
+
+    def witnessed(self, file, *arguments, **constants):
+        loaded.append(file)
+        return load(self, file, *arguments, **constants)
+
+    monkeypatch.setattr(SimtExecutor, "capability", (9, 0))
+    monkeypatch.setattr(SimtExecutor, "load", witnessed)
+    (job,) = [job for job in check.plan_gradients(["simt"]) if in_whole_blocks(job, dtype)]
+    assert check.passed(job())
+    assert "block_sparse/4_hopper.cu" in loaded
+
+
+@pytest.mark.parametrize("integer", [np.int8, np.uint8])
+def test_a_block_size_of_few_bits_is_an_integer(integer):
+    layer = make_layer(h=256, block=integer(64))
+    assert type(layer.block) is int and layer.block == 64
+    config = MoEConfig(L, **(SIZES | {"h": 256}))
+    assert compare(config, (23, 22, 22, 22, 22), block=integer(64)) == compare(config, (23, 22, 22, 22, 22), block=64)
+    assert Assumptions(block=integer(64)) == Assumptions(block=64)
+
+
+def test_a_truth_value_is_no_size():
+    config = MoEConfig(L, **SIZES)
+    for name, call in {
+        "block": lambda: make_layer(block=True),
+        "k": lambda: make_layer(k=True),
+        "block ": lambda: Assumptions(block=True),
+        "block is": lambda: compare(config, (23, 22, 22, 22, 22), block=True),
+        "capacity_factor": lambda: compare(config, (23, 22, 22, 22, 22), True, 8),
+    }.items():
+        with pytest.raises(TypeError, match=name):
+            call()
+
+
+def in_whole_blocks(job, dtype):
+    """Whether a job of the plan is MegaBlocks' layer in this dtype on a case that rung 4 takes."""
+    checks, _, layer, _, case = job.args
+    whole = case.weights.w1.shape[2] % block_sparse.BLOCK == 0
+    return layer == "torch_block_sparse" and checks.keywords["dtype"] == dtype and whole
 
 
 def last_row_zero(array):

@@ -140,7 +140,7 @@ class Assumptions:
 
     def __post_init__(self):
         check_factor(self.capacity_factor)
-        sparse_doors.check_block(self.block)
+        object.__setattr__(self, "block", sparse_doors.check_block(self.block))  # frozen
 
 
 @dataclass(frozen=True)

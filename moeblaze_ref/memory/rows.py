@@ -64,7 +64,7 @@ def megablocks_rows(counts: Sequence[int], block: int = 128) -> Rows:
         If a count is no integer of at least 0, or block none of at least 1.
     """
     counts = _checked(counts)
-    sparse_doors.check_block(block)
+    block = sparse_doors.check_block(block)
     return Rows(counts, counts, tuple(-(-n // block) * block for n in counts))
 
 

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref import doors, sparse_doors
-from moeblaze_ref.capacity import DEFAULT_FACTOR, expert_capacity
+from moeblaze_ref.capacity import DEFAULT_FACTOR, check_factor, expert_capacity
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory.accounting import BLOCK, Assumptions, account
 from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows, moeblaze_rows
@@ -160,7 +160,7 @@ def compare(
 def capacity_waste(config: MoEConfig, counts: Sequence[int], capacity_factor: float = DEFAULT_FACTOR) -> Waste:
     """The waste of a fixed capacity, as in `compare`."""
     counts = doors.check_counts(counts, config.L, config.E, config.k)
-    doors.check_positive("capacity_factor", capacity_factor)
+    check_factor(capacity_factor)
     rows = capacity_rows(counts, expert_capacity(config.R, config.E, capacity_factor))
     return Waste(rows, step_flops_per_row(config), kept_bytes_per_row(config, "capacity"))
 
@@ -168,7 +168,7 @@ def capacity_waste(config: MoEConfig, counts: Sequence[int], capacity_factor: fl
 def megablocks_waste(config: MoEConfig, counts: Sequence[int], block: int = BLOCK) -> Waste:
     """The waste of bins of whole blocks, as in `compare`."""
     counts = doors.check_counts(counts, config.L, config.E, config.k)
-    sparse_doors.check_block(block, config.h)
+    block = sparse_doors.check_block(block, config.h)
     rows = megablocks_rows(counts, block)
     return Waste(rows, step_flops_per_row(config), kept_bytes_per_row(config, "megablocks", block))
 

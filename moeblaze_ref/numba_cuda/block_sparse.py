@@ -119,6 +119,7 @@ def pad(dispatch, block=128):
     MegaBlocks, section 5.2: groups are padded to a multiple of the block size.
     """
     sparse_doors.check_pad(dispatch, block)
+    block = int(block)  # a narrow integer of numpy would overflow
     experts, positions, offsets = all_to_device(
         dispatch.token_expert_indices, dispatch.token_index_map, dispatch.expert_token_offsets
     )

@@ -44,6 +44,7 @@ def pad(dispatch, block=128):
     MegaBlocks, section 5.2: groups are padded to a multiple of the block size.
     """
     sparse_doors.check_pad(dispatch, block)
+    block = int(block)  # a narrow integer of numpy would overflow
     lengths = np.diff(dispatch.expert_token_offsets)  # (E,)
     padded_offsets = np.zeros(dispatch.E + 1, np.int32)
     padded_offsets[1:] = np.cumsum(-(-lengths // block) * block)
@@ -118,7 +119,7 @@ def topology_of(mask, block):
         If the mask is not a matrix of bools or block is no integer of at least 1.
     """
     doors.check_array("mask", mask, rank=2, dtypes=("bool",), contiguous=False)
-    sparse_doors.check_block(block)
+    block = sparse_doors.check_block(block)
     rows, columns = mask.nonzero()  # row by row
     columns_of_transpose, rows_of_transpose = mask.T.nonzero()  # column by column
     number = np.zeros(mask.shape, np.int32)

@@ -18,6 +18,7 @@ DEFAULT_RUNG = "2_tiled"
 BLOCK = 128  # of MegaBlocks, section 5.1.2: a tile of its products
 GATE_DTYPES = ("float32",)
 HOPPER_BLOCK = gemm.ROWS_BOX[1]  # rung 4_hopper takes multiples of it: the rows of a tile are those of one block
+MAX_COLUMN_TILES = 65_535  # a launch's extent along y, where rungs 2_tiled and 3_mma number the column tiles of dds
 # Of rung 3_mma, by the block: what a tile has beyond its block is computed for nothing.
 TILES = (
     tiles.MmaTile(32, 32, warp_rows=32, warp_columns=32),
@@ -59,6 +60,7 @@ def pad(
     MegaBlocks, section 5.2.
     """
     sparse_doors.check_pad(dispatch, block)
+    block = int(block)  # a narrow integer of numpy would overflow
     doors.check_name("rung of block_sparse", rung, RUNGS)
     executor = executor or executor_for(dispatch.expert_token_offsets)
     module = _structures(executor, block)
@@ -101,7 +103,8 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     ------
     ValueError, TypeError
         If the block size does not divide h, rows, columns or blocks exceed what int32 counts, or as
-        `sparse_doors.check_bins`.
+        `sparse_doors.check_bins`. Also if there are more block columns than the rung's `dds` takes: at most
+        ``MAX_COLUMN_TILES`` tiles of 2_tiled or 3_mma. A layer would find out in its backward.
 
     Notes
     -----
@@ -109,6 +112,7 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     """
     sparse_doors.check_build_topology(bins, h)
     doors.check_name("rung of block_sparse", rung, RUNGS)
+    _check_columns(bins.E * (h // bins.block), bins.block, rung)
     executor = executor or executor_for(bins.padded_offsets)
     block_rows, wide = bins.P // bins.block, h // bins.block
     nnz = block_rows * wide
@@ -128,6 +132,18 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     if nnz:
         module.launch("blocks", **gemm.per_element(nnz), **sizes, **written, nnz=nnz)
     return topology
+
+
+def _check_columns(columns: int, block: int, rung: str):
+    """The rung has a tile of `dds` for each of these block columns."""
+    if rung in ("1_naive", gemm.HOPPER):
+        return
+    tiles_of_columns = columns * ceil_div(block, gemm.extent(tile_of(rung, block))[1])
+    if tiles_of_columns > MAX_COLUMN_TILES:
+        raise ValueError(
+            f"{columns} block columns have {tiles_of_columns} tiles, but rung {rung} of block_sparse takes at most "
+            f"{MAX_COLUMN_TILES}; use a larger block or rung 1_naive"
+        )
 
 
 def _structures(executor: Executor, block: int) -> Module:
@@ -442,7 +458,8 @@ def dds(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks.
+        As `sparse_doors.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks, or as
+        `build_topology` if there are too many block columns.
 
     Notes
     -----
@@ -450,6 +467,7 @@ def dds(
     """
     sparse_doors.check_dds(lhs, values, topology, transpose_lhs, parts, gemm.WIDE)
     (M, N), K = topology.shape, lhs.shape[1 if transpose_lhs else 0]
+    _check_columns(N // topology.block, topology.block, rung)
     product = _Product(values, K, topology.block, executor, rung, TRANSPOSE_LHS=transpose_lhs)
     if not (topology.nnz and K):
         return product.zeros((parts, K, N // parts))

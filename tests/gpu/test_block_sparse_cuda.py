@@ -7,6 +7,8 @@ from test_block_sparse import (
     PRODUCTS,
     Run,
     assert_activation,
+    assert_any_mask,
+    assert_any_parts,
     assert_golden,
     assert_layer,
     assert_rows,
@@ -61,6 +63,23 @@ def test_structures_of_routings_by_hand(name, run):
 def test_every_product_is_the_dense_one(product, block, run):
     stored = np.random.default_rng(0).random((7, 6)) < 0.5
     PRODUCTS[product](run.open(), sparse_of(stored, block, 264, run.dtype), parts=3)
+
+
+def with_other_blocks(run):
+    """The run in blocks of a second size, too: smaller than a tile, or two of Hopper's."""
+    return run._replace(blocks=(BLOCK, 2 * BLOCK) if run.rung == gemm.HOPPER else (8, BLOCK))
+
+
+@every_run
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_product_is_the_dense_one_whatever_is_stored(product, run):
+    assert_any_mask(product, with_other_blocks(run))
+
+
+@every_run
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_parts_side_by_side_are_one_matrix_whatever_is_stored(product, run):
+    assert_any_parts(product, run)
 
 
 @every_run

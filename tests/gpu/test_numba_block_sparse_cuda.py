@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import Shape
+from test_block_sparse import PRODUCTS, Run, assert_any_mask, assert_any_parts
 from test_numba_block_sparse import check_layer, make_inputs, run_layer
 
 from moeblaze_ref.devices import cuda_device_count
@@ -18,6 +19,12 @@ LARGE, BLOCK = Shape(2048, 256, 512, 8, 2, "zipf"), 128
 @pytest.mark.parametrize("routing", ["zipf", "hot"])
 def test_real_sizes(routing):
     check_layer(LARGE._replace(routing=routing), BLOCK)
+
+
+@pytest.mark.parametrize("check", [assert_any_mask, assert_any_parts])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_every_product_is_the_dense_one_whatever_is_stored(product, check):
+    check(product, Run("numba", None, "float32", (1, 8, BLOCK)))
 
 
 def test_cupy_arrays_stay_on_the_device():
