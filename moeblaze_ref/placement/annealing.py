@@ -13,7 +13,7 @@ from moeblaze_ref.placement.trace import Profile
 
 STEPS = 20_000_000
 HOT, COLD = 0.1, 0.005  # temperatures at both ends, in tokens of the profile
-FINE = 0.8  # of the steps: after them the best placement is watched for, and kept
+FINE = 0.8  # of the steps: after them the best placement so far is kept
 
 
 def anneal(
@@ -153,4 +153,4 @@ def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
         if value < least and s >= FINE * steps:
             best[:] = a
             least = value
-    return best
+    return a if value < least else best

@@ -211,7 +211,7 @@ def _balance(p, clusters, G, bounds, least_deviation, solver, deadline):
     if found is None:
         return clusters, least_deviation
     better = layer.clusters(found.values)
-    bound = max(least_deviation, round(found.bound))
+    bound = max(least_deviation, found.bound)
     return (better if _deviation(p, better, G) < _deviation(p, clusters, G) else clusters), bound
 
 
@@ -225,5 +225,5 @@ def _break_tie(p, clusters, G, bounds, deviation, least_most, solver, deadline):
     if found is None:
         return clusters, least_most
     better = layer.clusters(found.values)
-    bound = max(least_most, round(found.bound / G))
+    bound = max(least_most, -(-found.bound // G))
     return (better if _sums(p, better, G).max() < _sums(p, clusters, G).max() else clusters), bound

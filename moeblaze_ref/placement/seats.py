@@ -105,7 +105,7 @@ def _seat(C, cost, scale, sizes, hosted, start, least, solver, deadline):
     gpus = model.gpus(found.values)
     if start is not None and slowest(C, start, cost).sum() <= slowest(C, gpus, cost).sum():
         gpus = start
-    return gpus, max(int(least.sum()), round(found.bound))
+    return gpus, max(int(least.sum()), found.bound)
 
 
 class _Seating:

@@ -46,7 +46,7 @@ class Cluster:
     token_s: float
 
     def __post_init__(self):
-        doors.check_array("bandwidth", self.bandwidth, 2, ("float64",))
+        doors.check_array("bandwidth", self.bandwidth, 2, ("float64",), contiguous=False)
         rows, columns = self.bandwidth.shape
         if rows != columns or rows == 0:
             raise ValueError(f"bandwidth has shape {(rows, columns)}, but it must be square: (G, G)")

@@ -1,7 +1,6 @@
 """One integer program, several solvers: OR-Tools MathOpt with the settings that each of them needs."""
 
 import datetime
-import math
 from dataclasses import dataclass
 
 from ortools.math_opt.python import mathopt
@@ -30,16 +29,16 @@ class Found:
     Parameters
     ----------
     values : dict of variable to float
-    bound : float
-        No solution is below it: proven.
+    bound : int
+        No solution is below it: proven. Objectives are sums of what cannot be negative, so at least 0.
     """
 
     values: dict
-    bound: float
+    bound: int
 
 
-def minimise(model, solver: str, time_limit: float, start: dict | None = None, tolerance: float = 0.0) -> Found | None:
-    """Solve a MathOpt model of integer variables and integer costs.
+def minimise(model, solver: str, time_limit: float, start: dict | None = None) -> Found | None:
+    """Solve a MathOpt model of integer variables and costs, none below 0.
 
     Parameters
     ----------
@@ -51,8 +50,6 @@ def minimise(model, solver: str, time_limit: float, start: dict | None = None, t
         Seconds; the best solution so far counts when they are over.
     start : dict of variable to float, optional
         A solution to begin with.
-    tolerance : float
-        A solution within so much of the bound, in units of the objective, is good enough.
 
     Returns
     -------
@@ -66,7 +63,9 @@ def minimise(model, solver: str, time_limit: float, start: dict | None = None, t
     """
     doors.check_name("solver", solver, SOLVERS)
     parameters = mathopt.SolveParameters(
-        time_limit=datetime.timedelta(seconds=max(time_limit, 0.01)), absolute_gap_tolerance=tolerance
+        time_limit=datetime.timedelta(seconds=max(time_limit, 0.01)),
+        relative_gap_tolerance=0.0,  # HiGHS would stop at 1e-4
+        absolute_gap_tolerance=0.5,  # objectives are whole numbers
     )
     if solver == "cp_sat":
         parameters.threads = WORKERS
@@ -79,8 +78,9 @@ def minimise(model, solver: str, time_limit: float, start: dict | None = None, t
         raise Infeasible("no solution meets every constraint")
     if result.termination.reason not in _ENDED:
         return None
-    bound = result.termination.objective_bounds.dual_bound
-    return Found(result.variable_values(), bound if math.isfinite(bound) else -math.inf)
+    optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
+    bounds = result.termination.objective_bounds
+    return Found(result.variable_values(), round(bounds.primal_bound if optimal else max(bounds.dual_bound, 0)))
 
 
 class Infeasible(ValueError):
