@@ -71,7 +71,9 @@ def search(
         raise ValueError(f"limit is {limit}, but no load can be more even than 1")
     doors.check_int("restarts", restarts, 1)
     packed = peers.greedy(profile, on.num_gpus, bounds)
-    found = [annealing.anneal(profile, packed, on.cost, limit, TAIL, steps, seed + n) for n in range(restarts)]
+    found = [
+        annealing.anneal(profile, packed, on.cost, limit, TAIL, steps=steps, seed=seed + n) for n in range(restarts)
+    ]
     return fastest(profile, on, found)
 
 
