@@ -1,9 +1,9 @@
 """Balance and crossings in one search, beyond the paper: MoETuner's first program fixes clusters before it sees affinity.
 
 Many clusterings balance a layer almost equally well. Among the placements whose fullest GPU stays under a limit, this
-looks for few crossings and a fast slowest pair: by simulated annealing over whole placements (`annealing.anneal`), then
-by large neighbourhoods, a layer at a time re-placed by an integer program while all others stay (`improve`). It starts
-from longest-first packing, and gives a peer's placement back where the model says that it is the faster one all the same.
+looks for few crossings and a fast slowest pair, by simulated annealing over whole placements (`annealing.anneal`). It
+starts from longest-first packing, the most even of the peers, and gives a peer's placement back where the model says that
+it is the faster one all the same.
 """
 
 from moeblaze_ref import doors
@@ -13,10 +13,10 @@ from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.trace import Profile
 
-LIMIT = 1.03  # of a layer's fullest GPU over the mean
+LIMIT = 1.028  # of a layer's fullest GPU over the mean
 TAIL = 0.1  # the slowest pair's part of what a transition costs: see annealing.anneal
-RESTARTS = 3
-LIMITS = (1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.09, 1.13, 1.2)  # of the curve
+RESTARTS = 2
+LIMITS = (1.005, 1.01, 1.02, 1.028, 1.045, 1.06, 1.09, 1.13, 1.2)  # of the curve
 
 
 def joint(
