@@ -334,7 +334,7 @@ def place(
     ] = None,
     solver: Annotated[str, typer.Option(help="Of moetuner: cp_sat, highs, scip, gurobi.")] = "cp_sat",
     time_limit: Annotated[float, typer.Option(help="Seconds of each of moetuner's two programs.")] = 60.0,
-    limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.028,
+    limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.03,
     out: Annotated[Path | None, typer.Option(help="Write the map of the fastest method, fitted to split 0.")] = None,
     plots: Annotated[
         Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")

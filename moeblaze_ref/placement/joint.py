@@ -13,10 +13,10 @@ from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.trace import Profile
 
-LIMIT = 1.028  # of a layer's fullest GPU over the mean
-TAIL = 0.1  # the slowest pair's part of what a transition costs: see annealing.anneal
-RESTARTS = 2
-LIMITS = (1.005, 1.01, 1.02, 1.028, 1.045, 1.06, 1.09, 1.13, 1.2)  # of the curve
+LIMIT = 1.03  # of a layer's fullest GPU over the mean
+TAIL = 0.15  # the slowest pair's part of what a transition costs: see annealing.anneal
+RESTARTS = 3
+LIMITS = (1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.09, 1.13, 1.2)  # of the curve
 
 
 def joint(
