@@ -1,4 +1,4 @@
-"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, train, evidence, trace, demo."""
+"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, train, evidence, trace, place, demo."""
 
 import functools
 import json
@@ -398,6 +398,75 @@ def trace(
     with user_errors():
         text = command.trace(checkpoint, out, data or [], tokens, device)
     stdout().print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+@app.command()
+def place(
+    trace: Annotated[
+        Path, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
+    ],
+    gpus: Annotated[int, typer.Option(help="G.")],
+    splits: Annotated[
+        int, typer.Option(help="Random halves of the sequences to fit to and judge on; 0: the whole trace for both.")
+    ] = 1,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="all, or some of contiguous, greedy, eplb, exflow, moetuner, joint, ...; repeatable."),
+    ] = None,
+    topology: Annotated[
+        str, typer.Option(help="nvlink, two-nodes, or a .json with bandwidth (G, G) bytes/s and, measured, token_s.")
+    ] = "nvlink",
+    d: Annotated[int, typer.Option("--d", help="Model width: what a token's transfer and computation cost.")] = 2880,
+    h: Annotated[int, typer.Option("--h", help="Expert width.")] = 2880,
+    tokens: Annotated[int, typer.Option(help="Of the modelled step.")] = 16_384,
+    num_experts: Annotated[int | None, typer.Option("--experts", help="E, where the trace does not say it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name in the map, in place of the trace's.")] = None,
+    experts_per_gpu: Annotated[
+        str | None, typer.Option(help="MIN:MAX in a layer; as equal as can be by default, 1:E as MoETuner prints it.")
+    ] = None,
+    solver: Annotated[str, typer.Option(help="Of moetuner: cp_sat, highs, scip, gurobi.")] = "cp_sat",
+    time_limit: Annotated[float, typer.Option(help="Seconds of each of moetuner's two programs.")] = 60.0,
+    limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.03,
+    out: Annotated[Path | None, typer.Option(help="Write the map of the fastest method, fitted to split 0.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="Also write every split here, with versions and commit.")] = None,
+    as_json: AsJson = False,
+):
+    """Place experts on GPUs by MoETuner and its peers, fitted to one half of a trace and judged on the other.
+
+    Whatever is repeatable may also be one list with commas.
+    """
+    from moeblaze_ref.placement import bounds, maps, methods, report, simulate
+    from moeblaze_ref.placement import trace as traces
+
+    with user_errors():
+        chosen = methods.named(method or ["all"])
+        routed = traces.load(trace, num_experts, model)
+        on = simulate.cluster(topology, gpus, d, h)
+        options = methods.Options(bounds.parse(experts_per_gpu), solver, time_limit, limit)
+        jobs = methods.jobs(routed, on, chosen, splits, options, tokens)
+        curve = methods.curve(routed, on, options, tokens=tokens) if plots and splits and "joint" in chosen else []
+        for path in filter(None, (out, record)):
+            records.check_writable(path)
+        if plots:
+            plots.mkdir(parents=True, exist_ok=True)
+        trials = terminal.run_with_bar("placing", jobs)
+        rows = methods.medians(trials)
+        if as_json:
+            print(json.dumps([row.as_dict() for row in rows], indent=1))
+        else:
+            stdout().print(report.table(rows, report.judged_on(splits, gpus, tokens)))
+        if out:
+            maps.save(out, methods.fastest_map(trials))
+        if plots:
+            along = terminal.run_with_bar("the curve", curve)
+            written = terminal.write_placement_plots(trials, rows, along, plots)
+            Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
+        if record:
+            asked = {"trace": trace.name, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
+            provenance.record(record, asked | report.content(rows, trials, tokens))
 
 
 @app.command()

@@ -10,7 +10,7 @@ from typing import Any
 from moeblaze_ref import records
 from moeblaze_ref.devices import cuda_device_count
 
-PACKAGES = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton")
+PACKAGES = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton", "ortools")
 
 
 def environment() -> dict[str, Any]:

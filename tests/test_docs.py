@@ -31,6 +31,7 @@ from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.layer import INTERMEDIATES
 from moeblaze_ref.memory import accounting, report
 from moeblaze_ref.numpy_ref import gating, layer
+from moeblaze_ref.placement import methods
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -497,10 +498,11 @@ def check_units(notation):
 
 
 def check_output(notation):
-    """The keys of both commands' JSON."""
+    """The keys of the commands' JSON."""
     (rows,) = notation.tables("Machine-readable output")
-    checks, memory, system, tensor = (row["keys"].split(", ") for row in rows)
+    checks, placed, memory, system, tensor = (row["keys"].split(", ") for row in rows)
     assert checks == [field.name for field in fields(check.Row)]
+    assert placed == [field.name for field in fields(methods.Row)]
     printed = json.loads(json.dumps(report.as_json("conf1", ACCOUNT_CONFIG, ACCOUNTS, [])))
     assert (memory, system) == (list(printed), list(printed["systems"][0]))
     assert tensor == list(printed["systems"][0]["tensors"][0])
@@ -662,6 +664,7 @@ MISTAKES = [  # (the check that must find it, what stands in notation.md, what t
     (check_units, "`141 * 10**9`", "`141 * 2**30`"),
     (check_units, "bfloat16 2, float16 2", "bfloat16 2, float16 4"),
     (check_output, "rung, dtype, shape,", "rung, shape, dtype,"),
+    (check_output, "cross_share, step_ms,", "step_ms, cross_share,"),
     (check_output, "formula, bytes, kept |", "formula, bytes |"),
     (check_kernel_headers, "| `Idea` |", "| `Thought` |"),
 ]

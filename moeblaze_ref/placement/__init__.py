@@ -1,0 +1,5 @@
+"""MoETuner (arXiv 2502.06643): which GPU holds which expert, by integer programming, beside its peers.
+
+Profile a trace (`trace`), group experts into clusters and give clusters to GPUs (`ilp`), or do as others do (`peers`)
+or both at once (`joint`), and model what a step takes then (`simulate`). numpy and OR-Tools alone: no GPU is asked for.
+"""

@@ -1,0 +1,156 @@
+"""Search over whole placements: experts of a layer swap GPUs, under a limit on the load, by simulated annealing.
+
+The number of experts on a GPU never changes, since experts only swap. Compiled by Numba for the CPU: millions of swaps
+are tried in a second.
+"""
+
+import numba
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.trace import Profile
+
+STEPS = 20_000_000
+HOT, COLD = 0.1, 0.005  # temperatures at both ends, in tokens of the profile
+FINE = 0.8  # of the steps: after them the best placement so far is kept
+
+
+def anneal(
+    profile: Profile,
+    start: Placement,
+    cost: np.ndarray,
+    limit: float,
+    tail: float = 0.5,
+    steps: int = STEPS,
+    seed: int = 0,
+) -> Placement:
+    """The placement of least crossings that swaps lead to.
+
+    Parameters
+    ----------
+    profile : Profile
+        With R.
+    start : Placement
+        Where to begin.
+    cost : array (G, G) float64
+        Of one transition from GPU to GPU; 0 on the diagonal. 1 elsewhere counts crossings.
+    limit : float
+        No layer's fullest GPU exceeds this times the mean, nor what it has in ``start``, if that is more.
+    tail : float
+        From 0 to 1, what counts of a transition: 0 all pairs' tokens alike, 1 the slowest pair alone.
+    steps : int
+        Swaps tried.
+    seed : int
+        The same seed finds the same placement.
+
+    Returns
+    -------
+    Placement
+        Never of more cost than ``start``.
+
+    Raises
+    ------
+    ValueError
+        If the profile has no R, or the sizes do not fit.
+    """
+    start.check_fits(profile.layers, profile.E, profile.model)
+    doors.check_shape("cost", cost, {"G": start.num_gpus, "G ": start.num_gpus})
+    doors.check_int("steps", steps, 0)
+    R = profile.transitions()
+    T = np.stack([np.bincount(a, p, start.num_gpus) for a, p in zip(start.assignment, profile.P, strict=True)])
+    most = np.maximum(limit * T.mean(axis=1), T.max(axis=1))  # (layers,)
+    rng = np.random.default_rng(seed)
+    found = _anneal(
+        start.assignment.copy(),
+        profile.P.astype(np.float64),
+        R.astype(np.float64),
+        np.asarray(cost, np.float64),
+        tail,
+        most,
+        T,
+        steps,
+        max(profile.tokens, 1),
+        int(rng.integers(2**31)),
+    )
+    return Placement(found, start.num_gpus, start.model)
+
+
+@numba.njit(cache=True)
+def _flows(a, R, G):
+    """(to, came, C): what expert e of layer l sends to GPU g, what it gets from GPU g, and what GPUs send to GPUs."""
+    layers, E = a.shape
+    to, came = np.zeros((layers, E, G)), np.zeros((layers, E, G))
+    C = np.zeros((layers + 1, G, G))  # C[l + 1] leaves layer l; the first and the last stay empty
+    for l in range(layers - 1):
+        for e in range(E):
+            for f in range(E):
+                to[l, e, a[l + 1, f]] += R[l, e, f]
+                came[l + 1, f, a[l, e]] += R[l, e, f]
+                C[l + 1, a[l, e], a[l + 1, f]] += R[l, e, f]
+    return to, came, C
+
+
+@numba.njit(cache=True)
+def _time(C, cost, tail):
+    """Of one transition: all pairs' times, and the slowest pair's as often as there are pairs, ``tail`` of the latter."""
+    G = len(C)
+    every, slowest = 0.0, 0.0
+    for g in range(G):
+        for h in range(G):
+            time = C[g, h] * cost[g, h]
+            every += time
+            slowest = max(slowest, time)
+    return (1 - tail) * every + tail * G * (G - 1) * slowest
+
+
+@numba.njit(cache=True)
+def _shift(C_in, C_out, came, to, e, f, g, h):
+    """What the transitions (G, G) before and after carry once e has gone from g to h, and f from h to g; in place."""
+    for gpu in range(len(C_in)):
+        arriving, leaving = came[e, gpu] - came[f, gpu], to[e, gpu] - to[f, gpu]
+        C_in[gpu, g] -= arriving
+        C_in[gpu, h] += arriving
+        C_out[g, gpu] -= leaving
+        C_out[h, gpu] += leaving
+
+
+@numba.njit(cache=True)
+def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
+    """Swap experts e and f of a random layer: always if that is faster, else by Boltzmann's chance."""
+    np.random.seed(seed)
+    layers, E = a.shape
+    to, came, C = _flows(a, R, len(cost))
+    times = np.array([_time(flow, cost, tail) for flow in C])
+    best, value, least = a.copy(), 0.0, 0.0
+    for s in range(steps):
+        l, e, f = np.random.randint(layers), np.random.randint(E), np.random.randint(E)
+        g, h = a[l, e], a[l, f]
+        if g == h:
+            continue
+        moved = P[l, e] - P[l, f]  # tokens from g to h
+        if T[l, g] - moved > most[l] or T[l, h] + moved > most[l]:
+            continue
+        _shift(C[l], C[l + 1], came[l], to[l], e, f, g, h)
+        before, after = _time(C[l], cost, tail), _time(C[l + 1], cost, tail)
+        change = before + after - times[l] - times[l + 1]
+        heat = tokens * HOT * (COLD / HOT) ** (s / steps)
+        if change > 0 and np.random.random() >= np.exp(-change / heat):
+            _shift(C[l], C[l + 1], came[l], to[l], f, e, g, h)  # back again
+            continue
+        a[l, e], a[l, f] = h, g
+        T[l, g] -= moved
+        T[l, h] += moved
+        times[l], times[l + 1] = before, after
+        value += change
+        for q in range(E):
+            if l > 0:
+                to[l - 1, q, g] += R[l - 1, q, f] - R[l - 1, q, e]
+                to[l - 1, q, h] += R[l - 1, q, e] - R[l - 1, q, f]
+            if l < layers - 1:
+                came[l + 1, q, g] += R[l, f, q] - R[l, e, q]
+                came[l + 1, q, h] += R[l, e, q] - R[l, f, q]
+        if value < least and s >= FINE * steps:
+            best[:] = a
+            least = value
+    return a if value < least else best

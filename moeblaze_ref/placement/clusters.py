@@ -1,0 +1,229 @@
+"""MoETuner's first integer program (arXiv 2502.06643, ILP 1): the experts of a layer into clusters of equal load.
+
+x[c, e] = 1 if expert e is in cluster c; minimise sum_c |T_c - mean T|, T_c = sum_e x[c, e] P[e], with bounds on the
+experts of a cluster, which the printed form lacks. Each layer starts from a packing, and from a bound that needs no
+solver: where the two meet, the solver has nothing to do.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.placement.bounds import Bounds, equal
+from moeblaze_ref.placement.maps import check_gpus
+from moeblaze_ref.placement.peers import pack
+from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT, minimise, new_model, total
+
+Track = Callable[[Iterable], Iterable]  # shows progress over what it passes on
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """What ILP 1 found.
+
+    Parameters
+    ----------
+    of_expert : array (layers, E) int32
+        Cluster of each expert.
+    objective : array (layers,)
+        sum_c |T_c - mean T|, tokens.
+    bound : array (layers,)
+        Proven: no clusters do better.
+    most : array (layers,)
+        max_c T_c, tokens.
+    least_most : array (layers,)
+        Proven: no clusters that deviate as little have a smaller maximum.
+    seconds : float
+    """
+
+    of_expert: np.ndarray
+    objective: np.ndarray
+    bound: np.ndarray
+    most: np.ndarray
+    least_most: np.ndarray
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """Of the fullest cluster's load: how far the worst layer may be from the best possible, as a share of it."""
+        return float(np.max(self.most / np.maximum(self.least_most, 1) - 1, initial=0.0))
+
+    @property
+    def proven(self) -> bool:
+        """Every layer's deviation is proven to be the least."""
+        return bool((self.objective <= self.bound + 1e-6).all())
+
+
+def cluster_experts(
+    P: np.ndarray,
+    num_clusters: int,
+    bounds: Bounds | None = None,
+    solver: str = DEFAULT_SOLVER,
+    time_limit: float = TIME_LIMIT,
+    track: Track = iter,
+) -> Clusters:
+    """ILP 1: the clusters of every layer whose loads differ least, of those the ones with the smallest maximum.
+
+    Parameters
+    ----------
+    P : array (layers, E) int64
+        Tokens of each expert.
+    num_clusters : int
+        G.
+    bounds : Bounds, optional
+        Experts of a cluster; by default `bounds.equal`. The paper's form is `bounds.printed`.
+    solver : str
+        One of ``solver.SOLVERS``.
+    time_limit : float
+        Seconds for all layers: each gets its share of those that are left.
+    track : callable
+        Wraps the loop over layers, to show progress.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there are more clusters than experts, the bounds are infeasible, or there is no such solver.
+    """
+    doors.check_array("P", P, 2, ("int64",))
+    layers, E = P.shape
+    check_gpus(num_clusters, E)
+    doors.check_positive("time_limit", time_limit)
+    bounds = bounds or equal(E, num_clusters)
+    bounds.check_feasible(E, num_clusters)
+    began = time.perf_counter()
+    found = []
+    for done, load in enumerate(track(P)):
+        now = time.perf_counter()
+        deadline = now + (began + time_limit - now) / (layers - done)
+        found.append(_cluster_layer(load, num_clusters, bounds, solver, deadline))
+    columns = [np.stack(column) for column in zip(*found, strict=True)]
+    return Clusters(*columns, seconds=time.perf_counter() - began)
+
+
+def _cluster_layer(load, G, bounds, solver, deadline):
+    """(cluster of each expert, sum_c |T_c - mean|, its bound, max_c T_c, its bound) of one layer."""
+    order = np.argsort(-load, kind="stable")
+    p = load[order]  # (E,) heaviest first
+    least_deviation, least_most = deviation_bound(p, G, bounds), most_bound(p, G, bounds)
+    clusters = _exchange(p, pack(p, G, bounds), G)
+    bound = least_deviation
+    if _deviation(p, clusters, G) > bound:
+        clusters, bound = _balance(p, clusters, G, bounds, bound, solver, deadline)
+    if _deviation(p, clusters, G) <= bound and _sums(p, clusters, G).max() > least_most:
+        clusters, least_most = _break_tie(p, clusters, G, bounds, bound, least_most, solver, deadline)
+    of_expert = np.empty(len(p), np.int32)
+    of_expert[order] = clusters
+    return of_expert, _deviation(p, clusters, G) / G, bound / G, _sums(p, clusters, G).max(), least_most
+
+
+def _sums(p, clusters, G):
+    return np.bincount(clusters, p, minlength=G).astype(np.int64)  # (G,)
+
+
+def _deviation(p, clusters, G):
+    """G * sum_c |T_c - mean T|: an integer."""
+    return int(np.abs(G * _sums(p, clusters, G) - p.sum()).sum())
+
+
+def deviation_bound(p: np.ndarray, G: int, bounds: Bounds) -> int:
+    """G * sum_c |T_c - mean T| is at least this, by arithmetic alone, for loads ``p`` (E,), heaviest first.
+
+    Two facts: sums are integers, so that all equal the mean only if G divides their total; and an expert with more
+    than the mean (and its bounds' least company) puts its cluster over the mean, however the others are placed.
+    """
+    remainder = int(p.sum()) % G
+    over = np.maximum(G * p - p.sum(), 0).sum()
+    return int(max(2 * remainder * (G - remainder), 2 * over, 2 * (G * _heaviest_cluster(p, bounds) - p.sum())))
+
+
+def most_bound(p: np.ndarray, G: int, bounds: Bounds) -> int:
+    """max_c T_c is at least this: the mean rounded up, or the heaviest expert with its least company."""
+    return max(-(-int(p.sum()) // G), _heaviest_cluster(p, bounds))
+
+
+def _heaviest_cluster(p, bounds):
+    company = max(bounds.least - 1, 0)
+    return int(p[0] + p[len(p) - company :].sum())
+
+
+def _exchange(p, clusters, G):
+    """Swap two experts of different clusters while that brings the sums closer to their mean."""
+    clusters, E = clusters.copy(), len(p)
+    differ = p[:, None] - p[None]  # (E, E): what e's cluster loses to f's
+    for _ in range(E * E):
+        off = (G * _sums(p, clusters, G) - p.sum())[clusters]  # (E,)
+        now = np.abs(off)[:, None] + np.abs(off)[None]
+        then = np.abs(off[:, None] - G * differ) + np.abs(off[None] + G * differ)
+        gain = np.where(clusters[:, None] != clusters[None], now - then, 0)
+        e, f = divmod(int(gain.argmax()), E)
+        if gain[e, f] <= 0:
+            break
+        clusters[e], clusters[f] = clusters[f], clusters[e]
+    return clusters
+
+
+class _Layer:
+    """The model of ILP 1: loads heaviest first, all sums times G, so that the mean is an integer."""
+
+    def __init__(self, p, G, bounds, least_deviation):
+        self.model, self.G, self.E = new_model(), G, len(p)
+        add, tokens = self.model.add_linear_constraint, int(p.sum())
+        self.x = [[self.model.add_binary_variable() for _ in range(self.E)] for _ in range(G)]
+        off = [self.model.add_integer_variable(lb=0, ub=G * tokens) for _ in range(G)]
+        self.most = self.model.add_integer_variable(lb=0, ub=G * tokens)
+        for e in range(self.E):
+            add(total(self.x[c][e] for c in range(G)) == 1)
+            for c in range(e + 1, G):  # clusters are alike: the first expert names cluster 0, and so on
+                add(self.x[c][e] == 0)
+        for c in range(G):
+            sum_c = total(int(G * p[e]) * self.x[c][e] for e in range(self.E))
+            add(lb=bounds.least, ub=bounds.most, expr=total(self.x[c]))
+            add(off[c] >= sum_c - tokens)
+            add(off[c] >= tokens - sum_c)
+            add(self.most >= sum_c)
+        self.deviation = total(off)
+        add(self.deviation >= least_deviation)
+
+    def start(self, clusters):
+        """Values of x for known clusters, numbered by their first expert."""
+        named = _by_first_expert(clusters)
+        return {self.x[c][e]: float(named[e] == c) for c in range(self.G) for e in range(self.E)}
+
+    def clusters(self, values):
+        """(E,) int32."""
+        x = np.array([[values[self.x[c][e]] for e in range(self.E)] for c in range(self.G)])
+        return x.argmax(axis=0).astype(np.int32)
+
+
+def _by_first_expert(clusters):
+    _, first, inverse = np.unique(clusters, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse]
+
+
+def _balance(p, clusters, G, bounds, least_deviation, solver, deadline):
+    """(clusters, proven bound): ILP 1 as the paper has it."""
+    layer = _Layer(p, G, bounds, least_deviation)
+    layer.model.minimize(layer.deviation)
+    found = minimise(layer.model, solver, deadline - time.perf_counter(), layer.start(clusters))
+    if found is None:
+        return clusters, least_deviation
+    better = layer.clusters(found.values)
+    bound = max(least_deviation, found.bound)
+    return (better if _deviation(p, better, G) < _deviation(p, clusters, G) else clusters), bound
+
+
+def _break_tie(p, clusters, G, bounds, deviation, least_most, solver, deadline):
+    """(clusters, proven bound of max_c T_c): among the clusters of this deviation, the smallest maximum."""
+    layer = _Layer(p, G, bounds, deviation)
+    layer.model.add_linear_constraint(layer.deviation <= deviation)
+    layer.model.add_linear_constraint(layer.most >= G * least_most)
+    layer.model.minimize(layer.most)
+    found = minimise(layer.model, solver, deadline - time.perf_counter(), layer.start(clusters))
+    if found is None:
+        return clusters, least_most
+    better = layer.clusters(found.values)
+    bound = max(least_most, -(-found.bound // G))
+    return (better if _sums(p, better, G).max() < _sums(p, clusters, G).max() else clusters), bound

@@ -1,0 +1,71 @@
+"""MoETuner (arXiv 2502.06643): two integer programs, one after the other.
+
+ILP 1 (`clusters`) makes clusters of experts whose loads are alike, layer by layer; ILP 2 (`seats`) gives every cluster a
+GPU, over all layers. Both are written once, for every solver of `solver`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.clusters import Clusters, Track, cluster_experts
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.seats import Seats, seat_clusters
+from moeblaze_ref.placement.simulate import Cluster
+from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT
+from moeblaze_ref.placement.trace import Profile
+
+
+@dataclass(frozen=True, eq=False)
+class MoETuner:
+    """What both programs found: a map, and how good it is proven to be."""
+
+    placement: Placement
+    clusters: Clusters
+    seats: Seats
+
+    @property
+    def seconds(self) -> float:
+        """Of both programs."""
+        return self.clusters.seconds + self.seats.seconds
+
+    @property
+    def gap(self) -> float:
+        """The larger of both programs' gaps."""
+        return max(self.clusters.gap, self.seats.gap)
+
+
+def moetuner(
+    profile: Profile,
+    on: Cluster,
+    bounds: Bounds | None = None,
+    solver: str = DEFAULT_SOLVER,
+    time_limit: float = TIME_LIMIT,
+    track: Track = iter,
+) -> MoETuner:
+    """MoETuner's two stages: ILP 1, then ILP 2 on its clusters.
+
+    Parameters
+    ----------
+    profile : Profile
+        With R.
+    on : Cluster
+        Its bandwidths count, not what a token costs an expert.
+    bounds, solver, track
+        As in `cluster_experts`.
+    time_limit : float
+        Seconds of each program.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As in `cluster_experts` and `seat_clusters`, or if the profile has no R.
+    """
+    R, G = profile.transitions(), on.num_gpus
+    clusters = cluster_experts(profile.P, G, bounds, solver, time_limit, track)
+    member = np.eye(G, dtype=np.int64)[clusters.of_expert]  # (layers, E, G)
+    C = member[:-1].swapaxes(1, 2) @ R @ member[1:]  # (layers - 1, G, G)
+    seats = seat_clusters(C, on.cost, member.sum(axis=1), solver, time_limit)
+    assignment = np.take_along_axis(seats.gpus, clusters.of_expert, axis=1)
+    return MoETuner(Placement(assignment, G, profile.model), clusters, seats)

@@ -1,0 +1,88 @@
+"""Balance and crossings in one search, beyond the paper: MoETuner's first program fixes clusters before it sees affinity.
+
+Many clusterings balance a layer almost equally well. Among the placements whose fullest GPU stays under a limit, this
+looks for few crossings and a fast slowest pair, by simulated annealing over whole placements (`annealing.anneal`). It
+starts from longest-first packing, the most even of the peers, and gives a peer's placement back where the model says that
+it is the faster one all the same.
+"""
+
+from moeblaze_ref import doors
+from moeblaze_ref.placement import annealing, peers
+from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.simulate import Cluster, step
+from moeblaze_ref.placement.trace import Profile
+
+LIMIT = 1.03  # of a layer's fullest GPU over the mean
+TAIL = 0.15  # the slowest pair's part of what a transition costs: see annealing.anneal
+RESTARTS = 3
+LIMITS = (1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.09, 1.13, 1.2)  # of the curve
+
+
+def joint(
+    profile: Profile,
+    on: Cluster,
+    limit: float = LIMIT,
+    bounds: Bounds | None = None,
+    steps: int = annealing.STEPS,
+    restarts: int = RESTARTS,
+    seed: int = 0,
+) -> Placement:
+    """A placement under a limit on the load, of few crossings, and never slower than a peer's by the model.
+
+    Parameters
+    ----------
+    profile : Profile
+        With R.
+    on : Cluster
+        Whose step is modelled.
+    limit : float
+        No layer's fullest GPU exceeds this times the mean, nor the packing's where that is no more even; 1 or more.
+    bounds : Bounds, optional
+        Of the packing to start with, whose numbers of experts stay; by default `bounds.equal`.
+    steps, restarts, seed : int
+        Of the annealing: the fastest of so many is taken, their seeds counted up.
+
+    Returns
+    -------
+    Placement
+        The limit is exceeded only by a peer's that is faster by the model than anything found under it.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there are more GPUs than experts, the profile has no R, or a number is out of range.
+    """
+    found = search(profile, on, limit, bounds, steps, restarts, seed)
+    return fastest(profile, on, [found, *rivals(profile, on.num_gpus, bounds)])
+
+
+def search(
+    profile: Profile,
+    on: Cluster,
+    limit: float = LIMIT,
+    bounds: Bounds | None = None,
+    steps: int = annealing.STEPS,
+    restarts: int = RESTARTS,
+    seed: int = 0,
+) -> Placement:
+    """As `joint`, without the comparison with peers: always under the limit, if packing is."""
+    if doors.check_number("limit", limit) < 1:
+        raise ValueError(f"limit is {limit}, but no load can be more even than 1")
+    doors.check_int("restarts", restarts, 1)
+    packed = peers.greedy(profile, on.num_gpus, bounds)
+    found = [
+        annealing.anneal(profile, packed, on.cost, limit, TAIL, steps=steps, seed=seed + n) for n in range(restarts)
+    ]
+    return fastest(profile, on, found)
+
+
+def rivals(profile: Profile, num_gpus: int, bounds: Bounds | None = None) -> list[Placement]:
+    """The peers that place every expert exactly once."""
+    balanced = [place(profile, num_gpus) for place in (peers.contiguous, peers.round_robin, peers.exflow)]
+    return [peers.greedy(profile, num_gpus, bounds), *balanced]
+
+
+def fastest(profile: Profile, on: Cluster, placements: list[Placement]) -> Placement:
+    """The one whose modelled step is the shortest; the first of equals."""
+    return min(placements, key=lambda placement: step(profile, placement.shares(), on).ms)

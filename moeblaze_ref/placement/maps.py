@@ -1,0 +1,133 @@
+"""A placement map: the GPU of every expert in every layer, with the model that it is for."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.placement.trace import INTEGERS, load_npz
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where every expert sits: exactly one GPU each, layer by layer.
+
+    Parameters
+    ----------
+    assignment : array (layers, E) int32
+        GPU of expert e in layer l, 0 to num_gpus - 1.
+    num_gpus : int
+        G, at most E.
+    model : str
+        Which model it is for; empty if unknown.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there are more GPUs than experts, or an expert is on no GPU or on one that does not exist.
+    """
+
+    assignment: np.ndarray
+    num_gpus: int
+    model: str = ""
+
+    def __post_init__(self):
+        doors.check_array("assignment", self.assignment, 2, ("int32",))
+        doors.check_int("layers", self.layers, 1)
+        check_gpus(self.num_gpus, self.E)
+        nowhere = self.assignment == NOWHERE
+        if nowhere.any():
+            layer, expert = doors.first(nowhere)
+            raise ValueError(f"layer {layer}: expert {expert} is on no GPU, but every expert needs one")
+        doors.check_index("assignment", self.assignment, self.num_gpus, "GPUs")
+
+    @property
+    def layers(self) -> int:
+        """MoE layers."""
+        return self.assignment.shape[0]
+
+    @property
+    def E(self) -> int:
+        """Experts of a layer."""
+        return self.assignment.shape[1]
+
+    def shares(self) -> np.ndarray:
+        """The share of each expert's tokens that each GPU serves, (layers, E, G) float64: here one GPU all of them."""
+        return np.eye(self.num_gpus)[self.assignment]
+
+    def sizes(self) -> np.ndarray:
+        """Experts of each GPU in each layer, (layers, G) int64."""
+        return np.stack([np.bincount(layer, minlength=self.num_gpus) for layer in self.assignment])
+
+    def hosts(self, layer: int) -> list[list[int]]:
+        """The experts of each GPU in one layer, ascending."""
+        return [np.flatnonzero(self.assignment[layer] == gpu).tolist() for gpu in range(self.num_gpus)]
+
+    def check_fits(self, layers: int, num_experts: int, model: str = ""):
+        """The map is for a model of this shape, and of this name where both are known."""
+        if (self.layers, self.E) != (layers, num_experts):
+            raise ValueError(
+                f"the map is for {self.layers} layers of {self.E} experts, but the model has {layers} layers of "
+                f"{num_experts}"
+            )
+        if self.model and model and self.model != model:
+            raise ValueError(f"the map is for {self.model}, but the model is {model}")
+
+
+def check_gpus(num_gpus: int, num_experts: int):
+    """Every GPU can hold an expert of every layer."""
+    if doors.check_int("num_gpus", num_gpus, 1) > num_experts:
+        raise ValueError(f"num_gpus is {num_gpus}, but there are only {num_experts} experts: a GPU would have none")
+
+
+def from_hosts(hosts: Sequence[Sequence[Sequence[int]]], num_experts: int, model: str = "") -> Placement:
+    """A placement from lists of experts, hosts[layer][gpu].
+
+    Raises
+    ------
+    ValueError
+        If a list names an expert that does not exist, or an expert is named twice or never: the error says which.
+    """
+    assignment = np.full((len(hosts), num_experts), NOWHERE, np.int32)
+    for layer, gpus in enumerate(hosts):
+        if len(gpus) != len(hosts[0]):
+            raise ValueError(f"layer {layer} has {len(gpus)} GPUs, but layer 0 has {len(hosts[0])}")
+        named = Counter(expert for experts in gpus for expert in experts)
+        twice = [expert for expert, times in named.items() if times > 1]
+        if twice:
+            on = [gpu for gpu, experts in enumerate(gpus) for expert in experts if expert == twice[0]]
+            raise ValueError(f"layer {layer}: expert {twice[0]} is on GPUs {on}, but every expert needs exactly one")
+        for gpu, experts in enumerate(gpus):
+            for expert in experts:
+                assignment[layer, doors.check_int(f"an expert of layer {layer}", expert, 0, num_experts - 1)] = gpu
+    return Placement(assignment, len(hosts[0]) if hosts else 0, model)
+
+
+def save(path: Path, placement: Placement):
+    """Write a map as npz: `assignment` (layers, E) int32, `num_gpus`, `model`."""
+    arrays = {"assignment": placement.assignment, "num_gpus": placement.num_gpus, "model": placement.model}
+    with open(path, "wb") as file:  # np.savez would add a suffix to the name
+        np.savez_compressed(file, **arrays)
+
+
+def load(path: Path) -> Placement:
+    """A map from a file of `save`.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read.
+    ValueError, TypeError
+        If it is no npz, lacks an array, or `Placement` refuses what it holds.
+    """
+    arrays = load_npz(path, "assignment")
+    doors.check_array("assignment", arrays["assignment"], 2, INTEGERS)
+    if "num_gpus" not in arrays:
+        raise ValueError(f"{Path(path).name} has no num_gpus")
+    assignment = np.ascontiguousarray(arrays["assignment"], np.int32)
+    return Placement(assignment, int(arrays["num_gpus"]), str(arrays.get("model", "")))

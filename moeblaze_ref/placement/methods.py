@@ -1,0 +1,305 @@
+"""Every method on the same trace: fitted to a sample of its sequences, judged on those that were held out."""
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.placement import peers
+from moeblaze_ref.placement.bounds import Bounds
+from moeblaze_ref.placement.ilp import moetuner
+from moeblaze_ref.placement.joint import LIMIT, LIMITS, joint, search
+from moeblaze_ref.placement.maps import Placement, check_gpus
+from moeblaze_ref.placement.simulate import STEP_TOKENS, Cluster, balance, cross_share, loads, step, transitions
+from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT
+from moeblaze_ref.placement.trace import Profile, Trace, profile, split
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the methods that solve something are told.
+
+    Parameters
+    ----------
+    bounds : Bounds or None
+        Experts of a layer on a GPU; None is as equal as can be.
+    solver : str
+        One of ``solver.SOLVERS``.
+    time_limit : float
+        Seconds of each of MoETuner's programs.
+    limit : float
+        Of `joint`: a layer's fullest GPU over the mean.
+    spare : int
+        Copies of experts on each GPU beyond E / G, of EPLB with replicas.
+    """
+
+    bounds: Bounds | None = None
+    solver: str = DEFAULT_SOLVER
+    time_limit: float = TIME_LIMIT
+    limit: float = LIMIT
+    spare: int = 1
+
+    def __post_init__(self):
+        doors.check_name("solver", self.solver, SOLVERS)
+        doors.check_positive("time_limit", self.time_limit)
+        doors.check_int("spare", self.spare, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What a method made of a profile.
+
+    Parameters
+    ----------
+    shares : array (layers, E, G)
+        The share of each expert's tokens that each GPU serves.
+    placement : Placement or None
+        None where experts are replicated.
+    gap : float or None
+        How far it may be from the optimum of its own program; None where nothing is proven.
+    """
+
+    shares: np.ndarray
+    placement: Placement | None
+    gap: float | None = None
+
+
+def _placed(placement: Placement, gap: float | None = None) -> Fitted:
+    return Fitted(placement.shares(), placement, gap)
+
+
+def _eplb(sample: Profile, on: Cluster, spare: int) -> np.ndarray:
+    per_gpu = -(-sample.E // on.num_gpus) + spare
+    return peers.eplb(sample, on.num_gpus, per_gpu * on.num_gpus, on.num_nodes)
+
+
+def _packed_by_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
+    shares = _eplb(sample, on, spare=0)
+    if sample.E % on.num_gpus:  # the last GPUs' places are filled with replicas
+        return Fitted(shares, None)
+    return _placed(Placement(shares.argmax(axis=2).astype(np.int32), on.num_gpus, sample.model))
+
+
+def _moetuner(sample: Profile, on: Cluster, options: Options) -> Fitted:
+    found = moetuner(sample, on, options.bounds, options.solver, options.time_limit)
+    return _placed(found.placement, found.gap)
+
+
+METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
+    "contiguous": lambda sample, on, options: _placed(peers.contiguous(sample, on.num_gpus)),
+    "round-robin": lambda sample, on, options: _placed(peers.round_robin(sample, on.num_gpus)),
+    "greedy": lambda sample, on, options: _placed(peers.greedy(sample, on.num_gpus, options.bounds)),
+    "eplb": _packed_by_eplb,
+    "eplb-replicas": lambda sample, on, options: Fitted(_eplb(sample, on, options.spare), None),
+    "exflow": lambda sample, on, options: _placed(peers.exflow(sample, on.num_gpus)),
+    "moetuner": _moetuner,
+    "joint": lambda sample, on, options: _placed(joint(sample, on, options.limit, options.bounds)),
+}
+
+
+def named(texts: Sequence[str]) -> tuple[str, ...]:
+    """The methods that texts name, each a name or several with commas; "all" is all of them.
+
+    Raises
+    ------
+    ValueError
+        If there is no such method; the message proposes the nearest name.
+    """
+    names = [name.strip() for text in texts for name in text.split(",")]
+    if "all" in names:
+        return tuple(METHODS)
+    return tuple(dict.fromkeys(doors.check_name("method", name, METHODS) for name in names))
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One method on one split.
+
+    Parameters
+    ----------
+    method : str
+    seed : int or None
+        Of the split; None if it was judged on what it was fitted to.
+    balance_mean, balance_worst : float
+        The fullest GPU's load over the mean, over layers.
+    cross_share : float
+        Of transitions between layers, those that change GPU.
+    step_ms, token_tail_ms, transfer_tail_ms : float
+        Of the modelled step: slowest GPUs and slowest pairs, and their sum.
+    solve_s : float
+        Of the method.
+    gap : float or None
+        As in `Fitted`.
+    fitted : Fitted
+    load : array (layers, G)
+        Tokens that each GPU got of those that were judged.
+    """
+
+    method: str
+    seed: int | None
+    balance_mean: float
+    balance_worst: float
+    cross_share: float
+    step_ms: float
+    token_tail_ms: float
+    transfer_tail_ms: float
+    solve_s: float
+    gap: float | None
+    fitted: Fitted
+    load: np.ndarray
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a record keeps: numbers, no arrays."""
+        return {name: value for name, value in vars(self).items() if name not in ("fitted", "load")}
+
+    def row(self) -> "Row":
+        """This one split as a row."""
+        return medians([self])[0]
+
+
+def try_method(
+    method: str, seed: int | None, sample: Profile, held_out: Profile, on: Cluster, options: Options, tokens: int
+) -> Trial:
+    """Fit a method to a sample and judge it on what was held out."""
+    return _judge(method, seed, lambda: METHODS[method](sample, on, options), held_out, on, tokens)
+
+
+def _judge(method, seed, fit, held_out, on, tokens):
+    began = time.perf_counter()
+    fitted = fit()
+    seconds = time.perf_counter() - began
+    load = loads(held_out, fitted.shares)
+    each, model = balance(load), step(held_out, fitted.shares, on, tokens)
+    return Trial(
+        method,
+        seed,
+        balance_mean=float(each.mean()),
+        balance_worst=float(each.max()),
+        cross_share=cross_share(transitions(held_out, fitted.shares)),
+        step_ms=model.ms,
+        token_tail_ms=1e3 * float(model.compute_s.sum()),
+        transfer_tail_ms=1e3 * float(model.transfer_s.sum()),
+        solve_s=seconds,
+        gap=fitted.gap,
+        fitted=fitted,
+        load=load,
+    )
+
+
+def jobs(
+    trace: Trace,
+    on: Cluster,
+    methods: Collection[str] = tuple(METHODS),
+    splits: int = 1,
+    options: Options = Options(),
+    tokens: int = STEP_TOKENS,
+) -> list[Callable[[], list[Trial]]]:
+    """A job for every method on every split: random halves of the sequences, seeds 0, 1, and so on.
+
+    Parameters
+    ----------
+    trace : Trace
+    on : Cluster
+        G GPUs, at most as many as experts.
+    methods : collection of str
+        Of ``METHODS``.
+    splits : int
+        0: fit to the whole trace, and judge on it too.
+    options : Options
+    tokens : int
+        Of the modelled step.
+
+    Returns
+    -------
+    list of callables
+        Each returns a list of one Trial.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a name is unknown, there are more GPUs than experts, the bounds are infeasible, or the trace has no tokens
+        or too few sequences to split.
+    """
+    methods = named(methods)
+    doors.check_int("splits", splits, 0)
+    doors.check_int("tokens", tokens, 1)
+    check_gpus(on.num_gpus, trace.num_experts)
+    if options.bounds is not None:
+        options.bounds.check_feasible(trace.num_experts, on.num_gpus)
+    if not trace.tokens:
+        raise ValueError("the trace has no tokens: there is nothing to place by")
+    seeds = list(range(splits)) or [None]
+    halves = [(trace, trace) if seed is None else split(trace, seed) for seed in seeds]
+    pairs = [tuple(map(profile, pair)) for pair in halves]
+    return [
+        partial(_alone, method, seed, *pair, on, options, tokens)
+        for seed, pair in zip(seeds, pairs, strict=True)
+        for method in methods
+    ]
+
+
+def _alone(*arguments) -> list[Trial]:
+    return [try_method(*arguments)]
+
+
+def curve(
+    trace: Trace, on: Cluster, options: Options = Options(), limits: Sequence[float] = LIMITS, tokens: int = STEP_TOKENS
+) -> list[Callable[[], list[Trial]]]:
+    """Jobs for the Pareto curve of load against crossings: the search of `joint` under each limit, no peer in its place.
+
+    The trace's first split decides: fitted to one half of the sequences, judged on the other.
+    """
+    sample, held_out = map(profile, split(trace, 0))
+    return [partial(_on_curve, limit, sample, held_out, on, options, tokens) for limit in limits]
+
+
+def _on_curve(limit, sample, held_out, on, options, tokens):
+    return [_judge("joint", 0, lambda: _placed(search(sample, on, limit, options.bounds)), held_out, on, tokens)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method's medians over the splits, as in `Trial`."""
+
+    method: str
+    balance_mean: float
+    balance_worst: float
+    cross_share: float
+    step_ms: float
+    solve_s: float
+    gap: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """By name, for JSON."""
+        return asdict(self)
+
+
+def medians(trials: list[Trial]) -> list[Row]:
+    """A row a method, in the order of their first trials; gap is null where a method proves nothing."""
+    rows = []
+    for method in dict.fromkeys(trial.method for trial in trials):
+        of_method = [trial for trial in trials if trial.method == method]
+        gaps = [trial.gap for trial in of_method if trial.gap is not None]
+        names = ("balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s")
+        values = [statistics.median(getattr(trial, name) for trial in of_method) for name in names]
+        rows.append(Row(method, *values, statistics.median(gaps) if gaps else None))
+    return rows
+
+
+def fastest_map(trials: list[Trial]) -> Placement:
+    """The placement whose step is modelled to be the shortest, of the first split's.
+
+    Raises
+    ------
+    ValueError
+        If none of the methods places every expert exactly once.
+    """
+    placed = [trial for trial in trials if trial.seed == trials[0].seed and trial.fitted.placement is not None]
+    if not placed:
+        raise ValueError("no map to write: the methods chosen replicate experts, but a map has each exactly once")
+    return min(placed, key=lambda trial: trial.step_ms).fitted.placement

@@ -1,0 +1,71 @@
+"""Two pictures of placements: the load of every GPU in every layer, and load against crossings.
+
+Figures of their own, without pyplot, in the palette of `memory.plots`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.colors import TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
+from moeblaze_ref.placement.methods import Row, Trial
+
+WIDEST = 4  # heat maps in a row
+
+
+def heat_map(trials: Sequence[Trial]) -> Figure:
+    """Load over the layer's mean, a panel a trial: GPUs across, layers down; white is the mean.
+
+    Raises
+    ------
+    ValueError
+        If there is no trial.
+    """
+    if not trials:
+        raise ValueError("trials is empty, but a picture needs at least one")
+    columns = min(len(trials), WIDEST)
+    rows = -(-len(trials) // columns)
+    layers = len(trials[0].load)
+    figure = Figure(figsize=(1 + 2.2 * columns, 1 + rows * (1 + 0.14 * layers)), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    over_mean = [trial.load / np.maximum(trial.load.mean(axis=1, keepdims=True), 1) for trial in trials]
+    most = max(1.001, *(float(load.max()) for load in over_mean))
+    norm = TwoSlopeNorm(1, min(0.999, *(float(load.min()) for load in over_mean)), most)
+    for axes, trial, load in zip(panels.flat, trials, over_mean, strict=False):
+        image = axes.imshow(load, norm=norm, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+        axes.set_title(f"{trial.method}: {trial.balance_mean:.3f}", fontsize="medium", loc="left")
+        axes.set_xticks(range(load.shape[1]))
+        axes.set_xlabel("GPU")
+        axes.set_ylabel("layer")
+    for axes in list(panels.flat)[len(trials) :]:
+        axes.set_visible(False)
+    figure.colorbar(image, ax=panels, label="load over the layer's mean")
+    return figure
+
+
+def load_against_crossings(rows: Sequence[Row], curve: Sequence[Row] = ()) -> Figure:
+    """Every method as a point, and the curve of `joint` under growing limits: down and left is better.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        Methods.
+    curve : sequence of Row
+        Of `joint`, in the order of its limits.
+    """
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    axes = figure.subplots()
+    if curve:
+        crossings, load = [100 * row.cross_share for row in curve], [row.balance_mean for row in curve]
+        axes.plot(crossings, load, "o-", color=BLUE, markersize=4, label="joint, by its limit on the load")
+        axes.legend(frameon=False)
+    for row in rows:
+        axes.plot(100 * row.cross_share, row.balance_mean, "s", color=VERMILLION, markersize=5)
+        axes.annotate(row.method, (100 * row.cross_share, row.balance_mean), xytext=(5, 4), textcoords="offset points")
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    axes.set_xlabel("transitions that change GPU, %")
+    axes.set_ylabel("fullest GPU over the mean, mean of layers")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

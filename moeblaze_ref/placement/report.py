@@ -1,0 +1,51 @@
+"""The table of `moeblaze place`."""
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from moeblaze_ref.placement.methods import Row, Trial
+
+COLUMNS = ("method", "load: mean", "worst layer", "cross-GPU", "step ms", "solved in s", "gap")
+
+
+def table(rows: list[Row], judged: str) -> Table:
+    """A line a method: the fullest GPU over the mean, crossings, the modelled step, and what finding it took.
+
+    Parameters
+    ----------
+    rows : list of Row
+    judged : str
+        What the numbers were taken on, for the caption.
+    """
+    found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=judged, caption_justify="left")
+    for name in COLUMNS:
+        found.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for row in rows:
+        found.add_row(
+            row.method,
+            f"{row.balance_mean:.3f}",
+            f"{row.balance_worst:.3f}",
+            f"{row.cross_share:.1%}",
+            f"{row.step_ms:.3f}",
+            f"{row.solve_s:.2f}",
+            "-" if row.gap is None else f"{row.gap:.2%}",
+        )
+    return found
+
+
+def judged_on(splits: int, num_gpus: int, tokens: int) -> str:
+    """The caption of `table`."""
+    where = "the whole trace, on which they were fitted too"
+    if splits:
+        where = "the held-out half of the sequences" + (f", medians over {splits} splits" if splits > 1 else "")
+    return (
+        f"{num_gpus} GPUs, judged on {where}. Load: the fullest GPU over the mean. Step: modelled, {tokens:,} tokens."
+    )
+
+
+def content(rows: list[Row], trials: list[Trial], tokens: int) -> dict[str, Any]:
+    """What a record keeps beside the environment: the medians, and every split of every method."""
+    every = [trial.as_dict() for trial in trials]
+    return {"tokens": tokens, "rows": [row.as_dict() for row in rows], "splits": every}

@@ -1,0 +1,157 @@
+"""MoETuner's second integer program (arXiv 2502.06643, ILP 2): clusters onto GPUs, over all layers at once.
+
+y[l, c, g] = 1 if cluster c of layer l is on GPU g; minimise the sum over transitions of the slowest pair's time, max over
+g1 != g2 of C[l, c1, c2] / bandwidth[g1, g2], every GPU hosting as many experts as the others over all layers. It starts
+from a chain of matchings, and from a bound that needs no solver (`links`).
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.placement.links import chain, experts_hosted, misplaced, pair_bounds, slowest
+from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT, Infeasible, minimise, new_model, total
+
+MAX_ROWS = 400_000  # constraints: above, the start and its bound are all that there is time for
+
+
+@dataclass(frozen=True, eq=False)
+class Seats:
+    """What ILP 2 found.
+
+    Parameters
+    ----------
+    gpus : array (layers, G) int32
+        GPU of each cluster.
+    objective : float
+        Sum over transitions of the slowest pair's tokens, each link's in those of the fastest link.
+    bound : float
+        Proven: nothing does better.
+    seconds : float
+    """
+
+    gpus: np.ndarray
+    objective: float
+    bound: float
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far the objective may be from the best possible, as a share of it."""
+        return max(self.objective - self.bound, 0) / self.objective if self.objective else 0.0
+
+
+def seat_clusters(
+    C: np.ndarray,
+    cost: np.ndarray,
+    sizes: np.ndarray,
+    solver: str = DEFAULT_SOLVER,
+    time_limit: float = TIME_LIMIT,
+) -> Seats:
+    """ILP 2: the GPU of every cluster in every layer, so that the slowest pairs are as fast as can be.
+
+    Parameters
+    ----------
+    C : array (layers - 1, G, G) int64
+        Tokens that go from cluster to cluster.
+    cost : array (G, G) float64
+        A token's time on each link over that on the fastest, 0 on the diagonal: `simulate.Cluster.cost`.
+    sizes : array (layers, G) int64
+        Experts of each cluster: every GPU hosts E * layers / G of them in all, rounded down or up.
+    solver : str
+        One of ``solver.SOLVERS``.
+    time_limit : float
+        Seconds.
+
+    Raises
+    ------
+    ValueError
+        If no seats give every GPU as many experts, or there is no such solver.
+    """
+    layers, G = sizes.shape
+    doors.check_shape("C", C, {"layers - 1": layers - 1, "G": G, "G ": G})
+    doors.check_shape("cost", cost, {"G": G, "G ": G})
+    began = time.perf_counter()
+    hosted = int(sizes.sum() // G), int(-(-sizes.sum() // G))
+    scale = 1 if (cost == np.round(cost)).all() else 1000  # costs in whole numbers, rounded down: bounds stay bounds
+    least = np.floor(scale * pair_bounds(C, cost)).astype(np.int64)  # (layers - 1,)
+    gpus = chain(C, cost, sizes, hosted)
+    fits = misplaced(experts_hosted(gpus, sizes), hosted) == 0
+    bound = int(least.sum())
+    if not fits or scale * slowest(C, gpus, cost).sum() >= bound + 1:
+        gpus, bound = _seat(C, cost, scale, sizes, hosted, gpus if fits else None, least, solver, began + time_limit)
+    return Seats(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, time.perf_counter() - began)
+
+
+def _seat(C, cost, scale, sizes, hosted, start, least, solver, deadline):
+    """(GPU of each cluster, bound) by the solver; what it began with, if the time does not suffice for more."""
+    model = _Seating(C, np.floor(scale * cost[None, None, None] * C[..., None, None]), sizes, hosted, least)
+    if model.rows > MAX_ROWS and start is not None:
+        return start, int(least.sum())
+    try:
+        model.build()
+        found = minimise(model.model, solver, deadline - time.perf_counter(), model.start(start))
+    except Infeasible:
+        raise ValueError(
+            f"infeasible: no seats of these clusters give every GPU {hosted[0]} to {hosted[1]} experts over all layers "
+            f"(ILP 2's constraint on memory); bring the bounds on experts per GPU closer together"
+        ) from None
+    if found is None and start is None:
+        raise ValueError("ILP 2 found no seats within the time limit; raise it, or use equal bounds on experts per GPU")
+    if found is None:
+        return start, int(least.sum())
+    gpus = model.gpus(found.values)
+    if start is not None and slowest(C, start, cost).sum() <= slowest(C, gpus, cost).sum():
+        gpus = start
+    return gpus, max(int(least.sum()), found.bound)
+
+
+class _Seating:
+    """The model of ILP 2, with the product of two binaries y y' written as y + y' - 1.
+
+    ``time`` (layers - 1, G, G, G, G) holds C[l, c1, c2] times the cost of (g1, g2) in whole numbers; z[l] is at least
+    ``least``[l], so that a constraint matters only where the time is more.
+    """
+
+    def __init__(self, C, time, sizes, hosted, least):
+        self.C, self.time, self.sizes, self.hosted, self.least = C, time, sizes, hosted, least
+        self.matters = time > least[:, None, None, None, None]
+        self.rows = int(self.matters.sum())
+        self.model = new_model()
+
+    def build(self):
+        """Variables, constraints and objective."""
+        (layers, G), model = self.sizes.shape, self.model
+        add, every = model.add_linear_constraint, range(G)
+        self.y = [[[model.add_binary_variable() for _ in every] for _ in every] for _ in range(layers)]
+        for y in self.y:
+            for i in every:
+                add(total(y[i]) == 1)
+                add(total(y[c][i] for c in every) == 1)
+        for g in every:
+            held = total(int(self.sizes[l, c]) * self.y[l][c][g] for l in range(layers) for c in every)
+            add(lb=self.hosted[0], ub=self.hosted[1], expr=held)
+        most = self.time.max(axis=(1, 2, 3, 4), initial=0)
+        z = [model.add_integer_variable(lb=int(low), ub=int(high)) for low, high in zip(self.least, most, strict=True)]
+        for l, c1, c2, g1, g2 in zip(*self.matters.nonzero(), strict=True):
+            more = int(self.time[l, c1, c2, g1, g2] - self.least[l])
+            add(z[l] >= int(self.least[l]) + more * (self.y[l][c1][g1] + self.y[l + 1][c2][g2] - 1))
+        model.minimize(total(z))
+
+    def start(self, gpus):
+        """Values of y for known seats."""
+        if gpus is None:
+            return None
+        layers, G = gpus.shape
+        every = range(G)
+        return {
+            self.y[layer][c][g]: float(gpus[layer, c] == g) for layer in range(layers) for c in every for g in every
+        }
+
+    def gpus(self, values):
+        """(layers, G) int32."""
+        return (
+            np.array([[[values[y] for y in row] for row in layer] for layer in self.y]).argmax(axis=2).astype(np.int32)
+        )

@@ -1,0 +1,211 @@
+"""What a step takes under a placement, by a model of the cluster: the slowest GPU and the slowest link of each layer.
+
+MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU with the most of them is, its tail; between two layers
+the tokens that change GPU travel, and the slowest pair of GPUs ends last, the second tail. As in the paper's R, a token
+with k experts counts once for each of its k * k pairs between neighbouring layers.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.placement.trace import Profile
+from moeblaze_ref.records import check_object
+
+# FLOP/s of the experts' forward on one H200, by our kernels: docs/results/bench_h200.json, preset mixtral, 6*d*h*R FLOPs.
+H200_EXPERT_FLOPS = 6.7e14
+NVLINK = 450e9  # bytes/s of one GPU in one direction, all its links together: as its maker prints
+INFINIBAND = 50e9  # bytes/s of one 400 Gb/s adapter, one a GPU: as its maker prints
+STEP_TOKENS = 16_384
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """GPUs, their links, and what a routed row costs them.
+
+    Parameters
+    ----------
+    bandwidth : array (G, G) float64
+        Bytes/s from GPU g1 to GPU g2 while all pairs talk at once; the diagonal is not looked at.
+    row_bytes : int
+        Bytes of a token that travels: d elements.
+    token_s : float
+        Seconds that an expert takes for one of its tokens.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the matrix is not square, holds what is no positive number, or a cost is not above zero.
+    """
+
+    bandwidth: np.ndarray
+    row_bytes: int
+    token_s: float
+
+    def __post_init__(self):
+        doors.check_array("bandwidth", self.bandwidth, 2, ("float64",), contiguous=False)
+        rows, columns = self.bandwidth.shape
+        if rows != columns or rows == 0:
+            raise ValueError(f"bandwidth has shape {(rows, columns)}, but it must be square: (G, G)")
+        wrong = ~(self.bandwidth > 0) & ~np.eye(rows, dtype=bool)
+        if wrong.any():
+            sender, receiver = doors.first(wrong)
+            value = self.bandwidth[sender, receiver]
+            raise ValueError(f"bandwidth[{sender}, {receiver}] is {value}, but it must be above 0")
+        doors.check_int("row_bytes", self.row_bytes, 1)
+        doors.check_positive("token_s", self.token_s)
+
+    @property
+    def num_gpus(self) -> int:
+        """G."""
+        return len(self.bandwidth)
+
+    @property
+    def cost(self) -> np.ndarray:
+        """Time of a token on each link over that on the fastest, (G, G): 1 or more, and 0 on the diagonal."""
+        others = ~np.eye(self.num_gpus, dtype=bool)
+        fastest = self.bandwidth.max(where=others, initial=0)
+        return np.divide(fastest, self.bandwidth, out=np.zeros_like(self.bandwidth), where=others)
+
+    @property
+    def num_nodes(self) -> int:
+        """Groups of GPUs whose links are all at least half as fast as the fastest; 1 for one node."""
+        return len(np.unique(self.cost < 2, axis=0))
+
+    def check_size(self, num_gpus: int):
+        """The matrix is of so many GPUs."""
+        if self.num_gpus != num_gpus:
+            raise ValueError(
+                f"bandwidth is of {self.num_gpus} GPUs, but {num_gpus} are placed on: it must be ({num_gpus}, {num_gpus})"
+            )
+
+
+def one_node(num_gpus: int) -> np.ndarray:
+    """GPUs behind one NVLink switch: a GPU's bandwidth is shared evenly by its G - 1 peers; (G, G) bytes/s."""
+    return np.full((num_gpus, num_gpus), NVLINK / max(num_gpus - 1, 1))
+
+
+def two_nodes(num_gpus: int) -> np.ndarray:
+    """Two nodes of G / 2 GPUs: NVLink inside, an InfiniBand adapter a GPU between them; (G, G) bytes/s."""
+    doors.check_int("num_gpus", num_gpus, 2)
+    if num_gpus % 2:
+        raise ValueError(f"num_gpus is {num_gpus}, but two nodes need an even number")
+    half = num_gpus // 2
+    node = np.arange(num_gpus) // half  # (G,)
+    return np.where(node[:, None] == node, NVLINK / max(half - 1, 1), INFINIBAND / half)
+
+
+TOPOLOGIES = {"nvlink": one_node, "two-nodes": two_nodes}
+
+
+def cluster(topology: str, num_gpus: int, d: int, h: int, itemsize: int = 2) -> Cluster:
+    """A cluster of H200s, by the name of its links or from a file of what was measured.
+
+    Parameters
+    ----------
+    topology : str
+        One of ``TOPOLOGIES``, or the path of a JSON file with `bandwidth` (G, G) in bytes/s, and if it was measured
+        `token_s` in seconds.
+    num_gpus : int
+        G.
+    d, h : int
+        Model width and expert width: a token's d elements travel and cost 6*d*h FLOPs in a gated expert.
+    itemsize : int
+        Bytes of an element.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        If there is no such topology or file, or the matrix is not (G, G), positive.
+    """
+    for name, size in (("num_gpus", num_gpus), ("d", d), ("h", h), ("itemsize", itemsize)):
+        doors.check_int(name, size, 1)
+    token_s = 6 * d * h / H200_EXPERT_FLOPS
+    if topology.endswith(".json"):
+        measured = check_object(topology, json.loads(Path(topology).read_text()), ("bandwidth",))
+        token_s = measured.get("token_s", token_s)
+        bandwidth = _matrix(measured["bandwidth"])
+    else:
+        bandwidth = TOPOLOGIES[doors.check_name("topology", topology, TOPOLOGIES)](num_gpus)
+    found = Cluster(bandwidth, d * itemsize, token_s)
+    found.check_size(num_gpus)
+    return found
+
+
+def _matrix(rows) -> np.ndarray:
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (ValueError, TypeError):
+        raise ValueError("bandwidth must be a matrix: G lists of G numbers") from None
+
+
+# What a placement does to a profile. ``shares`` (layers, E, G) says who serves an expert's tokens: Placement.shares().
+
+
+def loads(profile: Profile, shares: np.ndarray) -> np.ndarray:
+    """Tokens of each GPU in each layer, (layers, G): T of the paper."""
+    doors.check_shape("shares", shares, {"layers": profile.layers, "E": profile.E, "G": None})
+    return (profile.P[:, None, :] @ shares)[:, 0]
+
+
+def transitions(profile: Profile, shares: np.ndarray) -> np.ndarray:
+    """C[l, g1, g2], tokens that go from GPU g1 in layer l to g2 in layer l + 1, (layers - 1, G, G)."""
+    doors.check_shape("shares", shares, {"layers": profile.layers, "E": profile.E, "G": None})
+    return shares[:-1].swapaxes(1, 2) @ profile.transitions() @ shares[1:]
+
+
+def balance(T: np.ndarray) -> np.ndarray:
+    """The fullest GPU's load over the mean, of each layer, (layers,): 1 is perfect, and so is a layer without tokens."""
+    mean = T.mean(axis=1)  # (layers,)
+    return np.divide(T.max(axis=1), mean, out=np.ones_like(mean), where=mean > 0)
+
+
+def cross_share(C: np.ndarray) -> float:
+    """The share of transitions that leave their GPU; 0 if there are none."""
+    total = C.sum()
+    return float(1 - np.trace(C, axis1=1, axis2=2).sum() / total) if total else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The modelled time of a step.
+
+    Parameters
+    ----------
+    compute_s : array (layers,)
+        The slowest GPU's seconds in each layer: the tail of token processing.
+    transfer_s : array (layers - 1,)
+        The slowest pair's seconds between layers: the tail of communication.
+    """
+
+    compute_s: np.ndarray
+    transfer_s: np.ndarray
+
+    @property
+    def ms(self) -> float:
+        """Both tails over all layers, milliseconds."""
+        return 1e3 * float(self.compute_s.sum() + self.transfer_s.sum())
+
+
+def step(profile: Profile, shares: np.ndarray, on: Cluster, tokens: int = STEP_TOKENS) -> Step:
+    """What a step of ``tokens`` tokens takes that are routed as the profile's are.
+
+    Raises
+    ------
+    ValueError
+        If the shares are not of the profile's layers and experts and the cluster's GPUs.
+    """
+    on.check_size(shares.shape[-1])
+    scale = tokens / max(profile.tokens, 1)
+    compute = loads(profile, shares).max(axis=1) * on.token_s  # (layers,)
+    transfer = (transitions(profile, shares) * slowness(on)).max(axis=(1, 2), initial=0)  # (layers - 1,)
+    return Step(scale * compute, scale * transfer)
+
+
+def slowness(on: Cluster) -> np.ndarray:
+    """Seconds of one token on each link, (G, G); 0 on the diagonal."""
+    others = ~np.eye(on.num_gpus, dtype=bool)
+    return np.divide(on.row_bytes, on.bandwidth, out=np.zeros_like(on.bandwidth), where=others)

@@ -1,0 +1,97 @@
+"""One integer program, several solvers: OR-Tools MathOpt with the settings that each of them needs."""
+
+import datetime
+from dataclasses import dataclass
+
+from ortools.math_opt.python import mathopt
+from ortools.sat import sat_parameters_pb2
+
+from moeblaze_ref import doors
+
+# Gurobi needs a licence of its own; the others come with OR-Tools.
+SOLVERS = {
+    "cp_sat": mathopt.SolverType.CP_SAT,
+    "highs": mathopt.SolverType.HIGHS,
+    "scip": mathopt.SolverType.GSCIP,
+    "gurobi": mathopt.SolverType.GUROBI,
+}
+DEFAULT_SOLVER = "cp_sat"
+TIME_LIMIT = 60.0  # seconds of each program
+WORKERS = 8  # of CP-SAT: strategies that help each other, on fewer cores too
+
+_ENDED = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best solution so far.
+
+    Parameters
+    ----------
+    values : dict of variable to float
+    bound : int
+        No solution is below it: proven. Objectives are sums of what cannot be negative, so at least 0.
+    """
+
+    values: dict
+    bound: int
+
+
+def minimise(model, solver: str, time_limit: float, start: dict | None = None) -> Found | None:
+    """Solve a MathOpt model of integer variables and costs, none below 0.
+
+    Parameters
+    ----------
+    model : mathopt.Model
+        With its objective, to be minimised.
+    solver : str
+        One of ``SOLVERS``.
+    time_limit : float
+        Seconds; the best solution so far counts when they are over.
+    start : dict of variable to float, optional
+        A solution to begin with.
+
+    Returns
+    -------
+    Found or None
+        None if the time was over before there was any solution.
+
+    Raises
+    ------
+    ValueError
+        If there is no such solver, or the program is infeasible.
+    """
+    doors.check_name("solver", solver, SOLVERS)
+    parameters = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=max(time_limit, 0.01)),
+        relative_gap_tolerance=0.0,  # HiGHS would stop at 1e-4
+        absolute_gap_tolerance=0.5,  # objectives are whole numbers
+    )
+    if solver == "cp_sat":
+        parameters.threads = WORKERS
+        # Beyond its default of 1e7, CP-SAT would cut the domains of counts, and call feasible programs infeasible.
+        parameters.cp_sat = sat_parameters_pb2.SatParameters(mip_max_bound=1e15)
+    hints = [mathopt.SolutionHint(variable_values=start)] if start else []
+    settings = mathopt.ModelSolveParameters(solution_hints=hints)
+    result = mathopt.solve(model, SOLVERS[solver], params=parameters, model_params=settings)
+    if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
+        raise Infeasible("no solution meets every constraint")
+    if result.termination.reason not in _ENDED:
+        return None
+    optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
+    bounds = result.termination.objective_bounds
+    return Found(result.variable_values(), round(bounds.primal_bound if optimal else max(bounds.dual_bound, 0)))
+
+
+class Infeasible(ValueError):
+    """No solution meets every constraint."""
+
+
+def total(terms):
+    """The sum of many terms of a model."""
+    return mathopt.fast_sum(terms)
+
+
+def new_model() -> mathopt.Model:
+    """An empty model."""
+    return mathopt.Model()

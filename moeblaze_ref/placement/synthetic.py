@@ -1,0 +1,61 @@
+"""Traces whose skew and whose dependency between layers are known, because they were made so."""
+
+import numpy as np
+
+from moeblaze_ref import doors
+from moeblaze_ref.placement.trace import Trace
+
+FOLLOWS = 1e6  # added to a score, it outweighs every other
+
+
+def synthetic_trace(
+    tokens: int,
+    layers: int,
+    num_experts: int,
+    k: int,
+    skew: float = 1.0,
+    dependency: float = 0.5,
+    sequences: int = 16,
+    seed: int = 0,
+) -> Trace:
+    """Zipf load and Markov transitions.
+
+    In every layer a random order ranks the experts, and the one of rank i is chosen in proportion to 1 / (i + 1)**skew.
+    Each of a token's choices leads, with probability ``dependency``, to the expert of the same rank in the next layer;
+    what is left to choose is drawn afresh. Following ranks keeps the load as skewed as it was.
+
+    Parameters
+    ----------
+    tokens, layers, num_experts, k : int
+        Sizes; k <= num_experts.
+    skew : float
+        0 is uniform, 1 is Zipf's law.
+    dependency : float
+        0: layers are independent; 1: a token's first choices decide all that follow.
+    sequences : int
+        Neighbouring tokens share one of so many.
+    seed : int
+        Of the ranks and of every draw.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a size or a probability is out of range.
+    """
+    for name, size, least in (("tokens", tokens, 0), ("layers", layers, 1), ("k", k, 1), ("sequences", sequences, 1)):
+        doors.check_int(name, size, least)
+    doors.check_k(k, num_experts)
+    if not 0 <= doors.check_number("dependency", dependency) <= 1:
+        raise ValueError(f"dependency is {dependency}, but it must be between 0 and 1")
+    rng = np.random.default_rng(seed)
+    popularity = -skew * np.log(np.arange(1, num_experts + 1))  # (E,) by rank, as a logarithm
+    topk = np.empty((tokens, layers, k), np.int16)  # (tokens, layers, k)
+    ranks = np.empty((tokens, 0), np.int64)
+    for layer in range(layers):
+        score = popularity + rng.gumbel(size=(tokens, num_experts))
+        followed = rng.random(ranks.shape) < dependency
+        np.put_along_axis(score, ranks, np.take_along_axis(score, ranks, axis=1) + FOLLOWS * followed, axis=1)
+        ranks = np.argsort(-score, axis=1, kind="stable")[:, :k]
+        topk[:, layer] = rng.permutation(num_experts)[ranks]
+    seq = np.arange(tokens) * sequences // max(tokens, 1)
+    return Trace(topk, num_experts, seq, model=f"synthetic-{layers}x{num_experts}")

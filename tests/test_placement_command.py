@@ -1,0 +1,133 @@
+"""`moeblaze place`: every method on every split, as a table, as JSON, as a map, as pictures, as a record."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from moeblaze_ref.cli import app
+from moeblaze_ref.placement import annealing, maps, methods, peers, plots, simulate, trace
+from moeblaze_ref.placement.synthetic import synthetic_trace
+
+KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A trace of 4 layers and 8 experts in 6 sequences."""
+    path = tmp_path_factory.mktemp("traces") / "trace.npz"
+    trace.save(path, synthetic_trace(1200, 4, 8, 2, skew=0.8, dependency=0.6, sequences=6))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch):
+    """Few steps of annealing: what is tested here is the way around it."""
+    anneal = annealing.anneal
+    short = {"steps": 20_000}
+    monkeypatch.setattr(annealing, "anneal", lambda *arguments, **options: anneal(*arguments, **options | short))
+
+
+def place(*arguments):
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, ["place", *map(str, arguments)])
+
+
+def test_every_method_is_a_row_of_json(file):
+    result = place("--trace", file, "--gpus", 4, "--method", "all", "--splits", 3, "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["method"] for row in rows] == list(methods.METHODS)
+    assert all(list(row) == KEYS for row in rows)
+    by_name = {row["method"]: row for row in rows}
+    assert by_name["moetuner"]["gap"] < 0.02 and by_name["greedy"]["gap"] is None
+    assert 1 <= by_name["greedy"]["balance_mean"] < by_name["contiguous"]["balance_mean"]
+    assert by_name["moetuner"]["cross_share"] < 1 and by_name["joint"]["step_ms"] > 0
+
+
+def test_rows_are_medians_of_halves_that_were_held_out(file):
+    routed = trace.load(file)
+    on = simulate.cluster("nvlink", 2, 64, 64)
+    trials = [trial for job in methods.jobs(routed, on, ("greedy",), splits=3) for trial in job()]
+    assert [trial.seed for trial in trials] == [0, 1, 2]
+    for trial in trials:
+        fit, rest = map(trace.profile, trace.split(routed, trial.seed))
+        placed = peers.greedy(fit, 2)
+        np.testing.assert_array_equal(trial.fitted.placement.assignment, placed.assignment)
+        np.testing.assert_array_equal(trial.load, simulate.loads(rest, placed.shares()))
+        assert trial.step_ms == simulate.step(rest, placed.shares(), on).ms
+        assert trial.step_ms == pytest.approx(trial.token_tail_ms + trial.transfer_tail_ms)
+    (row,) = methods.medians(trials)
+    assert row.balance_mean == sorted(trial.balance_mean for trial in trials)[1]
+
+
+def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
+    out, record, folder = tmp_path / "new" / "map.npz", tmp_path / "record.json", tmp_path / "plots"
+    chosen = ("--method", "contiguous,greedy", "--method", "joint", "--splits", 2)
+    result = place("--trace", file, "--gpus", 2, *chosen, "--out", out, "--record", record, "--plots", folder)
+    assert result.exit_code == 0, result.output
+    assert "greedy" in result.stdout and "medians over 2 splits" in " ".join(result.stdout.split())
+    found, routed = maps.load(out), trace.load(file)
+    found.check_fits(4, 8, routed.model)
+    written = json.loads(record.read_text())
+    assert [split["seed"] for split in written["splits"] if split["method"] == "joint"] == [0, 1]
+    assert written["model"] == routed.model and "versions" in written
+    assert {path.name for path in folder.iterdir()} == {"load_by_gpu.png", "load_against_crossings.png"}
+
+
+def test_a_whole_trace_is_fitted_and_judged(file):
+    result = place("--trace", file, "--gpus", 2, "--method", "greedy", "--splits", 0)
+    assert result.exit_code == 0 and "the whole trace, on which they were fitted too" in " ".join(result.stdout.split())
+
+
+def test_experts_that_no_gpu_count_divides(tmp_path):
+    path = tmp_path / "odd.npz"
+    trace.save(path, synthetic_trace(600, 3, 7, 2, sequences=4))
+    result = place("--trace", path, "--gpus", 3, "--topology", "nvlink", "--json")
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)) == len(methods.METHODS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpus", 9), "num_gpus is 9, but there are only 8 experts"),
+        (("--gpus", 4, "--method", "greddy"), "unknown method 'greddy'. Did you mean 'greedy'?"),
+        (("--gpus", 4, "--experts-per-gpu", "3:8"), "infeasible: at least 3 experts on each of 4 GPUs"),
+        (("--gpus", 4, "--experts-per-gpu", "3"), "'3' must be MIN:MAX"),
+        (("--gpus", 4, "--experts", 6), "but there are only 6 experts (valid: 0..5)"),
+        (("--gpus", 4, "--topology", "ring"), "unknown topology 'ring'"),
+        (("--gpus", 3, "--topology", "two-nodes"), "two nodes need an even number"),
+        (("--gpus", 4, "--solver", "cplex"), "unknown solver 'cplex'"),
+        (("--gpus", 4, "--limit", 0.5, "--method", "joint"), "limit is 0.5, but no load can be more even than 1"),
+        (("--gpus", 4, "--splits", -1), "splits is -1, but it must be >= 0"),
+        (("--gpus", 4, "--method", "eplb-replicas", "--out", "map.npz"), "no map to write"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(file, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = place("--trace", file, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_missing_trace_and_an_empty_one(tmp_path):
+    result = place("--trace", tmp_path / "none.npz", "--gpus", 2)
+    assert result.exit_code == 2 and "none.npz" in result.stderr
+    np.savez(tmp_path / "empty.npz", topk=np.zeros((0, 2, 1), np.int16), num_experts=4)
+    result = place("--trace", tmp_path / "empty.npz", "--gpus", 2)
+    assert result.exit_code == 2 and "no tokens" in result.stderr
+
+
+def test_the_heat_map_shows_load_over_the_mean(file):
+    trials = [
+        trial
+        for job in methods.jobs(trace.load(file), simulate.cluster("nvlink", 4, 64, 64), ("greedy", "contiguous"))
+        for trial in job()
+    ]
+    panels = [axes for axes in plots.heat_map(trials).axes if axes.images]
+    for axes, trial in zip(panels, trials, strict=True):
+        np.testing.assert_allclose(axes.images[0].get_array(), trial.load / trial.load.mean(axis=1, keepdims=True))
+        assert axes.get_title(loc="left").startswith(trial.method)
+    with pytest.raises(ValueError, match="at least one"):
+        plots.heat_map([])
