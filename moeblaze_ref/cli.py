@@ -438,8 +438,8 @@ def place(
 
     Whatever is repeatable may also be one list with commas.
     """
+    from moeblaze_ref import traces
     from moeblaze_ref.placement import bounds, maps, methods, report, simulate
-    from moeblaze_ref.placement import trace as traces
 
     with user_errors():
         chosen = methods.named(method or ["all"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from moeblaze_ref import traces
 from moeblaze_ref.placement import clusters, exact, ilp, joint, maps, peers, seats, simulate, trace
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed
@@ -69,8 +70,8 @@ def test_a_split_cuts_no_sequence_and_loses_no_token(routed):
 
 
 def test_a_file_gives_its_trace_back(routed, tmp_path):
-    trace.save(tmp_path / "t.npz", routed)
-    found = trace.load(tmp_path / "t.npz")
+    traces.save(tmp_path / "t.npz", routed)
+    found = traces.load(tmp_path / "t.npz")
     np.testing.assert_array_equal(found.topk, routed.topk)
     np.testing.assert_array_equal(found.seq, routed.seq)
     assert (found.num_experts, found.model, found.pos) == (16, routed.model, None)
@@ -78,9 +79,9 @@ def test_a_file_gives_its_trace_back(routed, tmp_path):
 
 def test_a_file_may_say_what_it_is_in_one_json(routed, tmp_path):
     np.savez(tmp_path / "t.npz", topk=routed.topk, info='{"experts": 20, "model": "a/model"}')
-    found = trace.load(tmp_path / "t.npz")
+    found = traces.load(tmp_path / "t.npz")
     assert (found.num_experts, found.model) == (20, "a/model")
-    assert trace.load(tmp_path / "t.npz", num_experts=16, model="b").model == "b"
+    assert traces.load(tmp_path / "t.npz", num_experts=16, model="b").model == "b"
 
 
 @pytest.mark.parametrize(
@@ -97,30 +98,30 @@ def test_a_wrong_trace_is_refused(routed, change, message, tmp_path):
     change(topk)
     np.savez(tmp_path / "t.npz", topk=topk, num_experts=16)
     with pytest.raises(ValueError, match=message):
-        trace.load(tmp_path / "t.npz")
+        traces.load(tmp_path / "t.npz")
 
 
 def test_files_that_are_no_traces_are_refused(tmp_path):
     (tmp_path / "t.npz").write_bytes(b"nothing of the kind")
-    with pytest.raises(ValueError, match=r"t\.npz is no npz"):
-        trace.load(tmp_path / "t.npz")
+    with pytest.raises(ValueError, match=r"t\.npz is truncated, or no npz"):
+        traces.load(tmp_path / "t.npz")
     np.savez(tmp_path / "u.npz", ids=np.zeros(3))
     with pytest.raises(ValueError, match="has no topk, but only ids"):
-        trace.load(tmp_path / "u.npz")
+        traces.load(tmp_path / "u.npz")
     np.savez(tmp_path / "v.npz", topk=np.full((2, 3, 1), 70_000))
     with pytest.raises(ValueError, match="num_experts is 70001, but it must be 1..32768"):
-        trace.load(tmp_path / "v.npz")
+        traces.load(tmp_path / "v.npz")
 
 
 def test_a_trace_without_sequences_is_not_split(routed):
     with pytest.raises(ValueError, match="split by sequence, never by token"):
-        trace.split(trace.Trace(routed.topk, 16), 0)
+        trace.split(traces.RoutingTrace(routed.topk, 16), 0)
     with pytest.raises(ValueError, match="has 1 sequences"):
-        trace.split(trace.Trace(routed.topk, 16, np.zeros(routed.tokens, int)), 0)
+        trace.split(traces.RoutingTrace(routed.topk, 16, np.zeros(routed.tokens, int)), 0)
 
 
 def test_no_tokens_are_counted_and_placed():
-    empty = trace.profile(trace.Trace(np.zeros((0, 3, 2), np.int16), 4))
+    empty = trace.profile(traces.RoutingTrace(np.zeros((0, 3, 2), np.int16), 4))
     assert not empty.P.any() and not empty.R.any()
     placed = peers.greedy(empty, 2)
     assert simulate.balance(simulate.loads(empty, placed.shares())).tolist() == [1, 1, 1]

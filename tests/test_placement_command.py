@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from moeblaze_ref import traces
 from moeblaze_ref.cli import app
 from moeblaze_ref.placement import annealing, maps, methods, peers, plots, simulate, trace
 from moeblaze_ref.placement.synthetic import synthetic_trace
@@ -17,7 +18,7 @@ KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "so
 def file(tmp_path_factory):
     """A trace of 4 layers and 8 experts in 6 sequences."""
     path = tmp_path_factory.mktemp("traces") / "trace.npz"
-    trace.save(path, synthetic_trace(1200, 4, 8, 2, skew=0.8, dependency=0.6, sequences=6))
+    traces.save(path, synthetic_trace(1200, 4, 8, 2, skew=0.8, dependency=0.6, sequences=6))
     return path
 
 
@@ -46,7 +47,7 @@ def test_every_method_is_a_row_of_json(file):
 
 
 def test_rows_are_medians_of_halves_that_were_held_out(file):
-    routed = trace.load(file)
+    routed = traces.load(file)
     on = simulate.cluster("nvlink", 2, 64, 64)
     trials = [trial for job in methods.jobs(routed, on, ("greedy",), splits=3) for trial in job()]
     assert [trial.seed for trial in trials] == [0, 1, 2]
@@ -67,7 +68,7 @@ def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
     result = place("--trace", file, "--gpus", 2, *chosen, "--out", out, "--record", record, "--plots", folder)
     assert result.exit_code == 0, result.output
     assert "greedy" in result.stdout and "medians over 2 splits" in " ".join(result.stdout.split())
-    found, routed = maps.load(out), trace.load(file)
+    found, routed = maps.load(out), traces.load(file)
     found.check_fits(4, 8, routed.model)
     written = json.loads(record.read_text())
     assert [split["seed"] for split in written["splits"] if split["method"] == "joint"] == [0, 1]
@@ -82,7 +83,7 @@ def test_a_whole_trace_is_fitted_and_judged(file):
 
 def test_experts_that_no_gpu_count_divides(tmp_path):
     path = tmp_path / "odd.npz"
-    trace.save(path, synthetic_trace(600, 3, 7, 2, sequences=4))
+    traces.save(path, synthetic_trace(600, 3, 7, 2, sequences=4))
     result = place("--trace", path, "--gpus", 3, "--topology", "nvlink", "--json")
     assert result.exit_code == 0, result.output
     assert len(json.loads(result.stdout)) == len(methods.METHODS)
@@ -122,7 +123,7 @@ def test_a_missing_trace_and_an_empty_one(tmp_path):
 def test_the_heat_map_shows_load_over_the_mean(file):
     trials = [
         trial
-        for job in methods.jobs(trace.load(file), simulate.cluster("nvlink", 4, 64, 64), ("greedy", "contiguous"))
+        for job in methods.jobs(traces.load(file), simulate.cluster("nvlink", 4, 64, 64), ("greedy", "contiguous"))
         for trial in job()
     ]
     panels = [axes for axes in plots.heat_map(trials).axes if axes.images]

@@ -96,7 +96,7 @@ def trace(checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, 
     windows = Counter(found.seq_kind.tolist())
     kinds = ", ".join(f"{count * settings.config.sequence:,} of {kind}" for kind, count in windows.items())
     layers, k = found.topk.shape[1:]
-    return f"{out}: {len(found.topk):,} tokens ({kinds}), {layers} layers, {k} of {found.E} experts each"
+    return f"{out}: {len(found.topk):,} tokens ({kinds}), {layers} layers, {k} of {found.num_experts} experts each"
 
 
 def prepare(layer: str, folder: Path | None, device: str | None) -> tuple[str, data.Corpus]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, provenance
 from moeblaze_ref.lm.checkpoint import step_of
 from moeblaze_ref.lm.model import MoETransformer
 from moeblaze_ref.lm.train import TrainSettings, autocast
@@ -21,18 +21,18 @@ TOKENS = 40_960  # of each kind of text
 
 
 def origin(checkpoint: Path, settings: TrainSettings, texts: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Where a trace comes from: model, checkpoint and text, for its ``info``."""
+    """Where a trace comes from, for its ``info``: its model is named by its checkpoint's digest."""
     with checkpoint.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
-        "experts": settings.config.E,
-        "model": asdict(settings.config),
+        "model": f"byte-lm-{digest[:16]}",
+        "config": asdict(settings.config),
         "layer": settings.layer,
         "precision": settings.precision,
         "steps": step_of(checkpoint),
-        "checkpoint": digest[:16],
         "text": {kind: hashlib.sha256(text.numpy()).hexdigest()[:16] for kind, text in texts.items()},
         "python": platform.python_version(),
+        "commit": provenance.environment()["commit"],
     }
 
 
@@ -73,6 +73,8 @@ def trace(
         pos=np.tile(np.arange(length, dtype=np.int32), len(read)),
         token=read.flatten().numpy().astype(np.uint8),
         seq_kind=np.array(kinds),
+        num_experts=settings.config.E,
+        model=info.get("model", ""),
         info=info,
     )
 

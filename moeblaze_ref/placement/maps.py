@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from moeblaze_ref import doors
-from moeblaze_ref.placement.trace import INTEGERS, load_npz
+from moeblaze_ref.traces import INTEGERS, load_npz
 
 NOWHERE = -1
 

@@ -17,7 +17,8 @@ from moeblaze_ref.placement.joint import LIMIT, LIMITS, joint, search
 from moeblaze_ref.placement.maps import Placement, check_gpus
 from moeblaze_ref.placement.simulate import STEP_TOKENS, Cluster, balance, cross_share, loads, step, transitions
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT
-from moeblaze_ref.placement.trace import Profile, Trace, profile, split
+from moeblaze_ref.placement.trace import Profile, profile, split
+from moeblaze_ref.traces import RoutingTrace
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _judge(method, seed, fit, held_out, on, tokens):
 
 
 def jobs(
-    trace: Trace,
+    trace: RoutingTrace,
     on: Cluster,
     methods: Collection[str] = tuple(METHODS),
     splits: int = 1,
@@ -203,7 +204,7 @@ def jobs(
 
     Parameters
     ----------
-    trace : Trace
+    trace : RoutingTrace
     on : Cluster
         G GPUs, at most as many as experts.
     methods : collection of str
@@ -248,7 +249,11 @@ def _alone(*arguments) -> list[Trial]:
 
 
 def curve(
-    trace: Trace, on: Cluster, options: Options = Options(), limits: Sequence[float] = LIMITS, tokens: int = STEP_TOKENS
+    trace: RoutingTrace,
+    on: Cluster,
+    options: Options = Options(),
+    limits: Sequence[float] = LIMITS,
+    tokens: int = STEP_TOKENS,
 ) -> list[Callable[[], list[Trial]]]:
     """Jobs for the Pareto curve of load against crossings: the search of `joint` under each limit, no peer in its place.
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from moeblaze_ref import doors
-from moeblaze_ref.placement.trace import Trace
+from moeblaze_ref.traces import RoutingTrace
 
 FOLLOWS = 1e6  # added to a score, it outweighs every other
 
@@ -17,7 +17,7 @@ def synthetic_trace(
     dependency: float = 0.5,
     sequences: int = 16,
     seed: int = 0,
-) -> Trace:
+) -> RoutingTrace:
     """Zipf load and Markov transitions.
 
     In every layer a random order ranks the experts, and the one of rank i is chosen in proportion to 1 / (i + 1)**skew.
@@ -58,4 +58,4 @@ def synthetic_trace(
         ranks = np.argsort(-score, axis=1, kind="stable")[:, :k]
         topk[:, layer] = rng.permutation(num_experts)[ranks]
     seq = np.arange(tokens) * sequences // max(tokens, 1)
-    return Trace(topk, num_experts, seq, model=f"synthetic-{layers}x{num_experts}")
+    return RoutingTrace(topk, num_experts, seq, model=f"synthetic-{layers}x{num_experts}")
