@@ -90,7 +90,8 @@ class Parameter:
 
     def _bind_scalar(self, kernel, value):
         convert, low, high = _scalar(self.dtype)
-        if type(value) is int and low is not None and low <= value <= high:
+        plain = bool if self.dtype == "bool" else int  # of Python's, what needs no look at the doors
+        if type(value) is plain and low is not None and low <= value <= high:
             return convert(value)
         name = f"argument {self.name} of kernel {kernel}"
         return convert(doors.check_float(name, value) if low is None else doors.check_int(name, value, low, high))
