@@ -28,6 +28,8 @@ from helpers import Shape
 from moeblaze_ref import capacity, cases, check, cli, comparisons, config, oracle, units
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.judge import CONTRACTS
+from moeblaze_ref.judge.contracts import ROUTES
 from moeblaze_ref.layer import INTERMEDIATES
 from moeblaze_ref.memory import accounting, report
 from moeblaze_ref.numpy_ref import gating, layer
@@ -537,6 +539,19 @@ NOTATION = ROOT / "docs" / "notation.md"
 @pytest.mark.parametrize("compare", CHECKS, ids=lambda compare: compare.__name__)
 def test_notation_is_the_codes(compare):
     compare(Document(NOTATION))
+
+
+def test_the_judges_page_lists_its_tasks():
+    document = Document(ROOT / "docs" / "judge_your_kernel.md")
+    ((*rows,),) = document.tables("The tasks")
+    assert [bare(row["task"]) for row in rows] == list(CONTRACTS)
+    for row, contract in zip(rows, CONTRACTS.values(), strict=True):
+        inputs = ", ".join(name for name in contract.inputs if contract.stage == "dispatch" or name not in ROUTES)
+        routes = "; routes" if ROUTES == contract.inputs[-4:] else ""
+        extras = f" ({', '.join(contract.extras)})" if contract.extras else ""
+        assert row["what it does"] == contract.purpose and row["inputs"] == inputs + routes
+        assert row["outputs"] == ", ".join(contract.outputs) + extras
+        assert bare(row["grid, unless stated"]) == contract.grid
 
 
 # Teeth --------------------------------------------------------------------------------------------------------------

@@ -3,18 +3,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from numba import float32
 from test_cli import moeblaze
-from test_docs import Document, bare
 
 from moeblaze_ref import kernel_headers
 from moeblaze_ref.cases import make_case, standard_cases
 from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
-from moeblaze_ref.judge.contracts import AXES, ROUTES, set_problem
+from moeblaze_ref.judge.contracts import AXES, set_problem
 from moeblaze_ref.judge.kernels import declaration
 from moeblaze_ref.judge.report import place_of
 from moeblaze_ref.numba_cuda import combine as numba_combine
@@ -593,19 +591,6 @@ def test_a_kernel_that_never_ends_is_ended(mine):
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "did not end within 5 seconds" in done.stderr
-
-
-def test_the_document_lists_the_tasks():
-    document = Document(Path(__file__).parents[1] / "docs" / "judge_your_kernel.md")
-    ((*rows,),) = document.tables("The tasks")
-    assert [bare(row["task"]) for row in rows] == list(CONTRACTS)
-    for row, contract in zip(rows, CONTRACTS.values(), strict=True):
-        inputs = ", ".join(name for name in contract.inputs if contract.stage == "dispatch" or name not in ROUTES)
-        routes = "; routes" if ROUTES == contract.inputs[-4:] else ""
-        extras = f" ({', '.join(contract.extras)})" if contract.extras else ""
-        assert row["what it does"] == contract.purpose and row["inputs"] == inputs + routes
-        assert row["outputs"] == ", ".join(contract.outputs) + extras
-        assert bare(row["grid, unless stated"]) == contract.grid
 
 
 # ---- formulas -------------------------------------------------------------------------------------
