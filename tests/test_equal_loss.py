@@ -402,8 +402,9 @@ def moeblaze(*arguments):
 
 def test_the_names_that_the_command_lists_are_all_there_are():
     names = set(lm.EVIDENCE)
-    for known in (evidence.KINDS, report.REPORTS, evidence_plots.PICTURES, document.PICTURED, document.RECORDS):
+    for known in (evidence.KINDS, report.REPORTS, evidence_plots.PICTURES, document.PICTURED):
         assert set(known) == names
+    assert {document.kind_of(block) for block in document.RECORDS} == names
     assert set(evidence_plots.COLORS) == {*curves.RUNS, *ORACLES}
 
 
@@ -517,6 +518,27 @@ def test_a_verdict_that_fails_is_said_to():
     assert report.summary(found).count("FAIL") == 1
 
 
+def test_the_first_change_and_the_first_gap_beyond_the_bound_are_named():
+    found = records()["free"]
+    assert "| moeblaze | 3 | 0, 1 | step 3 |" in report.summary(found)
+    assert "Of the 2 steps before, moeblaze beside the oracle" in report.summary(found)
+    at_once = {name: {"step": 1, "tokens": [0, 1]} for name in found["changed"]}
+    summary = report.summary(found | {"first_change": at_once})
+    assert "there is no step before it to judge" in summary and "worst relative gap" not in summary
+
+
+def test_the_first_change_is_named_inside_the_picture():
+    for step in (1, 4):
+        found = records()["free"]
+        found["first_change"]["moeblaze"]["step"] = step
+        figure = evidence_plots.free(found)
+        FigureCanvasAgg(figure).draw()
+        gap = figure.axes[0]
+        (words,) = [text for text in gap.texts if "first token" in text.get_text()]
+        left, right = words.get_window_extent().intervalx
+        assert gap.bbox.x0 <= left and right <= gap.bbox.x1
+
+
 def test_every_layer_has_its_largest_step_beside_its_costs_at_one_size():
     found = records()["memory"]
     cells = [
@@ -570,4 +592,4 @@ def test_the_lines_are_the_records():
 def test_the_document_is_what_the_records_give():
     text = document.DOCUMENT.read_text()
     assert document.fill(text) == text
-    assert all(text.count(f"<!-- begin {kind} -->") == 1 for kind in lm.EVIDENCE)
+    assert all(text.count(f"<!-- begin {block} -->") == 1 for block in document.RECORDS)

@@ -12,7 +12,9 @@ from moeblaze_ref.lm import EVIDENCE, evidence, evidence_plots, report
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "training.md"
+# Of each block, whose name is the kind of evidence or begins with it.
 RECORDS = {kind: DOCS / "results" / f"train_{kind}_h200.json" for kind in EVIDENCE}
+RECORDS["free_tiny"] = DOCS / "results" / "train_free_tiny_cpu.json"
 # What a reader who does not see the pictures is told.
 PICTURED = {
     "replayed": "Loss of moeblaze and of the oracle at each step, and their gap, with the oracle's choices replayed",
@@ -23,20 +25,25 @@ PICTURED = {
 
 
 def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
-    """The document with a block for each kind of evidence written anew.
+    """The document with every block written anew.
 
     Parameters
     ----------
     text : str
     paths : mapping
-        Of each kind's record, which need not be there yet.
+        Of each block's record, which need not be there yet.
 
     Raises
     ------
     ValueError
         If there is no block of that name, or a file is no record of the kind.
     """
-    return documents.fill(text, {kind: partial(_block, kind, path) for kind, path in paths.items()})
+    return documents.fill(text, {name: partial(_block, kind_of(name), path) for name, path in paths.items()})
+
+
+def kind_of(block: str) -> str:
+    """The kind of evidence that a block is filled from: free of ``free_tiny``."""
+    return block.partition("_")[0]
 
 
 def picture_of(path: Path) -> Path:
@@ -56,9 +63,9 @@ def _block(kind: str, path: Path) -> str:
 def write():
     """The document, and a picture of every record."""
     DOCUMENT.write_text(fill(DOCUMENT.read_text()))
-    for kind, path in RECORDS.items():
+    for name, path in RECORDS.items():
         if path.exists():
-            evidence_plots.write(evidence.load(path, kind), picture_of(path))
+            evidence_plots.write(evidence.load(path, kind_of(name)), picture_of(path))
 
 
 if __name__ == "__main__":

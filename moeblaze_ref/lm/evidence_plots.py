@@ -172,20 +172,23 @@ def _bound(axes, bound: float):
 
 
 def _mark_first(axes, first: Found | None):
-    """A vertical line where the first token of ours changed experts."""
-    if first is not None:
-        axes.axvline(first["step"], color=BLUE, linewidth=0.8, linestyle=":")
-        axes.annotate(
-            "the first token of moeblaze\nhas other experts",
-            (first["step"], 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(-4, -4),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            fontsize="small",
-            color=BLUE,
-        )
+    """A vertical line where the first token of ours changed experts, and words on the side where there is room."""
+    if first is None:
+        return
+    step = first["step"]
+    side, shift = ("left", 4) if step < sum(axes.get_xlim()) / 2 else ("right", -4)
+    axes.axvline(step, color=BLUE, linewidth=0.8, linestyle=":")
+    axes.annotate(
+        "the first token of moeblaze\nhas other experts",
+        (step, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(shift, -4),
+        textcoords="offset points",
+        ha=side,
+        va="top",
+        fontsize="small",
+        color=BLUE,
+    )
 
 
 def _dress(axes, ylabel: str, title: str):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moeblaze_ref.lm.equal_loss import is_among
+from moeblaze_ref.lm.equal_loss import BOUND, gaps, is_among
 from moeblaze_ref.units import MIB
 
 Found = Mapping[str, Any]
@@ -37,7 +37,7 @@ def _run(found: Found) -> str:
 def _worst_gaps(found: Found) -> str:
     lines = ["| of | worst relative gap | at | bound | result |", "| --- | ---: | ---: | ---: | --- |"]
     for name, one in found["verdict"].items():
-        at = {str: f"`{one['at']}`", int: f"step {one['at']}"}.get(type(one["at"]), "no step")
+        at = f"step {one['at']}" if isinstance(one["at"], int) else f"`{one['at']}`"
         lines.append(f"| {NAMES[name]} | {one['worst']:.1e} | {at} | {one['bound']:.0e} | {_result(one)} |")
     return "\n".join(lines)
 
@@ -48,21 +48,36 @@ def _result(one: Found) -> str:
 
 def free(found: Found) -> str:
     """When a token first chose other experts, the gaps before, and the gaps since beside those of oracles."""
-    parts = [_run(found), _first_changes(found)]
-    first = found["first_change"]["moeblaze"]
-    until = f"Of {found['steps']:,} steps" if first is None else f"Of the {first['step'] - 1:,} steps before"
-    parts.append(f"{until}, moeblaze beside the oracle:\n\n{_worst_gaps(found)}")
+    parts = [_run(found), _first_changes(found), _until_the_first_change(found)]
     if found["after"] is not None:
-        parts.append(f"From step {first['step']:,} on, relative gaps of the loss:\n\n{_gaps_since(found)}")
+        since = found["first_change"]["moeblaze"]["step"]
+        parts.append(f"From step {since:,} on, relative gaps of the loss:\n\n{_gaps_since(found)}")
     return "\n\n".join(parts)
 
 
 def _first_changes(found: Found) -> str:
-    lines = ["| run | first step with other experts | tokens, layer by layer |", "| --- | ---: | --- |"]
+    lines = [
+        f"| run | first step with other experts | tokens, layer by layer | first gap of the loss above {BOUND:.0e} |",
+        "| --- | ---: | --- | ---: |",
+    ]
     for run, first in found["first_change"].items():
         step, tokens = ("none", "") if first is None else (first["step"], ", ".join(map(str, first["tokens"])))
-        lines.append(f"| {run} | {step} | {tokens} |")
+        lines.append(f"| {run} | {step} | {tokens} | {_first_beyond(found, run)} |")
     return "\n".join(lines)
+
+
+def _first_beyond(found: Found, run: str) -> str:
+    """The first step at which the loss is further from the oracle's than the bound."""
+    beyond = (n for n, gap in enumerate(gaps(found["loss"][run], found["loss"]["oracle"]), start=1) if gap > BOUND)
+    return next((f"step {n}" for n in beyond), "none")
+
+
+def _until_the_first_change(found: Found) -> str:
+    first = found["first_change"]["moeblaze"]
+    if first is not None and first["step"] == 1:
+        return "The first step already has a token with other experts: there is no step before it to judge."
+    until = f"{found['steps']:,} steps" if first is None else f"the {first['step'] - 1:,} steps before"
+    return f"Of {until}, moeblaze beside the oracle:\n\n{_worst_gaps(found)}"
 
 
 def _gaps_since(found: Found) -> str:
