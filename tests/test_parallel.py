@@ -1,0 +1,151 @@
+"""Expert parallelism: the single-device layer's output, losses and gradients, on ranks that share its experts."""
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+
+from moeblaze_ref.config import POLICIES
+from moeblaze_ref.parallel.layer import ExpertParallelMoE
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.torch_layer import MoELayer
+
+BOUND = 1e-5  # of the error's norm over the norm
+NARROW_BOUND = 2**-6  # bfloat16: partial sums are rounded before they travel
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, its map, and how many tokens each rank has."""
+
+    name: str
+    map: tuple[int, ...]  # the rank of each expert
+    tokens: tuple[int, ...]  # of each rank
+    k: int = 2
+    d: int = 16
+    h: int = 24
+    options: dict = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    only: int | None = None  # all tokens choose experts from this one on
+
+    @property
+    def E(self) -> int:
+        return len(self.map)
+
+    @property
+    def sizes(self) -> dict:
+        return {"d": self.d, "h": self.h, "E": self.E, "k": self.k, "dtype": self.dtype, **self.options}
+
+    def placement(self) -> Placement:
+        """With another layer before this one."""
+        rows = np.stack([np.arange(self.E) % len(self.tokens), np.array(self.map)]).astype(np.int32)
+        return Placement(rows, len(self.tokens))
+
+    def whole(self) -> MoELayer:
+        """The layer with all experts: alike on every rank."""
+        torch.manual_seed(3)
+        layer = MoELayer(**self.sizes)
+        with torch.no_grad():
+            layer.wg *= 3
+        return layer
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x (L, d), the weight of each output, and a routing to replay, of all ranks' tokens."""
+        generator = torch.Generator().manual_seed(5)
+        shape = (sum(self.tokens), self.d)
+        x, weight = (torch.randn(*shape, generator=generator).to(self.dtype) for _ in range(2))
+        routing = None
+        if self.only is not None:
+            order = torch.rand(shape[0], self.E - self.only, generator=generator).argsort(dim=1)
+            routing = (self.only + order[:, : self.k]).int()
+        return x, weight, routing
+
+
+SKEWED = (0, 1, 1, 1, 0, 1, 1)
+CASES = {
+    2: [
+        *(Case(policy, SKEWED, (37, 21), 3, options={"policy": policy}) for policy in POLICIES),
+        Case("ungated", SKEWED, (37, 21), options={"activation": "gelu"}),
+        Case("renormalized", SKEWED, (37, 21), options={"renormalize": True}),
+        Case("one expert a token", SKEWED, (37, 21), k=1),
+        Case("every expert", SKEWED, (37, 21), k=7),
+        Case("bfloat16", SKEWED, (37, 21), 3, dtype=torch.bfloat16),
+        Case("a rank without tokens", SKEWED, (0, 33), 3),
+        Case("no token at all", SKEWED, (0, 0)),
+        Case("a rank without experts", (1, 1, 1, 1), (20, 9)),
+        Case("no token for a rank", (0, 0, 0, 1, 1, 1), (20, 9), only=3),
+    ],
+    4: [
+        Case("four ranks", (3, 1, 0, 0, 2, 3, 3, 1, 0), (19, 0, 40, 7), 4),
+        Case("an expert each", (2, 0, 3, 1), (5, 6, 7, 8)),
+        Case("one rank has all", (2, 2, 2, 2, 2), (11, 3, 0, 8), 3),
+    ],
+}
+
+
+def outcome(layer, x, weight, routing):
+    """The output, the losses and every gradient, by name."""
+    x = x.clone().requires_grad_()
+    result = layer(x, routing)
+    loss = (result.out.float() * weight.float()).sum() + 0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    gradients = torch.autograd.grad(loss, leaves.values())
+    return {
+        "out": result.out.detach(),
+        "load_balancing_loss": result.load_balancing_loss.detach(),
+        "router_z_loss": result.router_z_loss.detach(),
+        "topk_experts": result.topk_experts,
+        **{f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)},
+    }
+
+
+def on_a_rank(cases):
+    """The outcome of every case on this rank's tokens."""
+    return {case.name: one_case(case) for case in cases}
+
+
+def one_case(case):
+    rank = dist.get_rank()
+    torch.manual_seed(100 + rank)  # the router is rank 0's all the same
+    layer = ExpertParallelMoE(placement=case.placement(), layer=1, **case.sizes)
+    layer.take(case.whole())
+    mine = [None if tensor is None else tensor.split(case.tokens)[rank] for tensor in case.inputs()]
+    return outcome(layer, *mine) | {"experts": layer.experts}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda size: f"{size} ranks")
+def outcomes(request):
+    """Of each case, by name: the case and every rank's outcome."""
+    found = run(on_a_rank, request.param, CASES[request.param])
+    return {case.name: (case, [each[case.name] for each in found]) for case in CASES[request.param]}
+
+
+def gathered(case, found):
+    """What all ranks have together, as the single-device layer gives it."""
+    whole = {name: torch.cat([each[name] for each in found]) for name in ("out", "d_x", "topk_experts")}
+    for name in found[0].keys() & {"d_w1", "d_w2", "d_w3"}:
+        whole[name] = torch.cat([each[name] for each in found])[np.argsort(sum((e["experts"] for e in found), []))]
+    return whole
+
+
+def error(found, expected):
+    """The norm of the difference over the norm; of what is zero or empty, the norm alone."""
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / (expected.norm() or 1))
+
+
+def test_all_is_as_on_one_device(outcomes):
+    for name, (case, found) in outcomes.items():
+        expected = outcome(case.whole(), *case.inputs())
+        bound = BOUND if case.dtype == torch.float32 else NARROW_BOUND
+        together = gathered(case, found)
+        assert torch.equal(together.pop("topk_experts"), expected.pop("topk_experts")), name
+        for what in expected:
+            for each in [together[what]] if what in together else [rank[what] for rank in found]:
+                assert each.shape == expected[what].shape and each.dtype == expected[what].dtype
+                assert error(each, expected[what]) < bound, (name, what)
