@@ -1,17 +1,21 @@
 """Expert parallelism: the single-device layer's output, losses and gradients, on ranks that share its experts."""
 
-import re
+import itertools
+import os
+import signal
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
+from ranks import run, run_to_the_end
 
 from moeblaze_ref.config import POLICIES
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.watch import Seen, Watch, verdict
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.torch_layer import MoELayer
 
@@ -46,15 +50,15 @@ class Case:
         rows = np.stack([np.arange(self.E) % len(self.tokens), np.array(self.map)]).astype(np.int32)
         return Placement(rows, len(self.tokens))
 
-    def whole(self) -> MoELayer:
+    def whole(self, device="cpu") -> MoELayer:
         """The layer with all experts: alike on every rank."""
         torch.manual_seed(3)
         layer = MoELayer(**self.sizes)
         with torch.no_grad():
             layer.wg *= 3
-        return layer
+        return layer.to(device)
 
-    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def inputs(self, device="cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """x (L, d), the weight of each output, and a routing to replay, of all ranks' tokens."""
         generator = torch.Generator().manual_seed(5)
         shape = (sum(self.tokens), self.d)
@@ -63,7 +67,7 @@ class Case:
         if self.only is not None:
             order = torch.rand(shape[0], self.E - self.only, generator=generator).argsort(dim=1)
             routing = (self.only + order[:, : self.k]).int()
-        return x, weight, routing
+        return tuple(None if tensor is None else tensor.to(device) for tensor in (x, weight, routing))
 
 
 SKEWED = (0, 1, 1, 1, 0, 1, 1)
@@ -104,18 +108,18 @@ def outcome(layer, x, weight, routing):
     }
 
 
-def on_a_rank(cases):
+def on_a_rank(cases, device="cpu"):
     """The outcome of every case on this rank's tokens."""
-    return {case.name: one_case(case) for case in cases}
+    return {case.name: one_case(case, device) for case in cases}
 
 
-def one_case(case):
+def one_case(case, device):
     rank = dist.get_rank()
     torch.manual_seed(100 + rank)  # the router is rank 0's all the same
-    layer = ExpertParallelMoE(placement=case.placement(), layer=1, **case.sizes)
-    layer.take(case.whole())
-    mine = [None if tensor is None else tensor.split(case.tokens)[rank] for tensor in case.inputs()]
-    return outcome(layer, *mine) | {"experts": layer.experts}
+    layer = ExpertParallelMoE(placement=case.placement(), layer=1, device=device, **case.sizes)
+    layer.take(case.whole(device))
+    mine = [None if tensor is None else tensor.split(case.tokens)[rank] for tensor in case.inputs(device)]
+    return {name: tensor.cpu() for name, tensor in outcome(layer, *mine).items()} | {"experts": layer.experts}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda size: f"{size} ranks")
@@ -125,7 +129,7 @@ def outcomes(request):
     return {case.name: (case, [each[case.name] for each in found]) for case in CASES[request.param]}
 
 
-def gathered(case, found):
+def gathered(found):
     """What all ranks have together, as the single-device layer gives it."""
     whole = {name: torch.cat([each[name] for each in found]) for name in ("out", "d_x", "topk_experts")}
     for name in found[0].keys() & {"d_w1", "d_w2", "d_w3"}:
@@ -139,13 +143,111 @@ def error(found, expected):
     return float((found - expected).norm() / (expected.norm() or 1))
 
 
+def assert_as_on_one_device(case, found, device="cpu"):
+    """Every rank's part of a case is that of the single-device layer on all tokens."""
+    expected = {name: tensor.cpu() for name, tensor in outcome(case.whole(device), *case.inputs(device)).items()}
+    bound = BOUND if case.dtype == torch.float32 else NARROW_BOUND
+    together = gathered(found)
+    assert torch.equal(together.pop("topk_experts"), expected.pop("topk_experts")), case.name
+    for what in expected:
+        for each in [together[what]] if what in together else [rank[what] for rank in found]:
+            assert each.shape == expected[what].shape and each.dtype == expected[what].dtype
+            assert error(each, expected[what]) < bound, (case.name, what)
+
+
 def test_all_is_as_on_one_device(outcomes):
-    for name, (case, found) in outcomes.items():
-        expected = outcome(case.whole(), *case.inputs())
-        bound = BOUND if case.dtype == torch.float32 else NARROW_BOUND
-        together = gathered(case, found)
-        assert torch.equal(together.pop("topk_experts"), expected.pop("topk_experts")), name
-        for what in expected:
-            for each in [together[what]] if what in together else [rank[what] for rank in found]:
-                assert each.shape == expected[what].shape and each.dtype == expected[what].dtype
-                assert error(each, expected[what]) < bound, (name, what)
+    for case, found in outcomes.values():
+        assert_as_on_one_device(case, found)
+
+
+# A rank that is lost
+
+WATCHED = 4.0  # seconds of the time-out
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hung():
+    time.sleep(3600)
+
+
+def failed():
+    raise MemoryError("no room for x")
+
+
+def step_until(rank, exchanges, end):
+    """A training step under watch, in which one rank ends as ``end`` does, in the midst of it."""
+    case = CASES[2][1]
+    ranks = Ranks()
+    layer = ExpertParallelMoE(placement=Placement(np.zeros((1, 7), np.int32), 3), ranks=ranks, **case.sizes)
+    with Watch(WATCHED):
+        if dist.get_rank() == rank:
+            ranks.exchange = ending(ranks.exchange, exchanges, end)
+        outcome(layer, *case.inputs())
+
+
+def ending(exchange, after, end):
+    """The exchange, and in its place the end once so many have been."""
+    calls = itertools.count()
+    return lambda *arguments: end() if next(calls) == after else exchange(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("lost", "after", "end", "says"),
+    [
+        (1, 2, killed, "rank 1 has died: no sign of it for 4 s"),
+        (1, 5, killed, "rank 1 has died: no sign of it for 4 s"),
+        (0, 2, killed, "rank 0 has died"),  # and with it the store
+        (2, 5, hung, "rank 2 hangs: for 4 s it has not come to collective"),
+        (1, 2, failed, "rank 1 has failed: MemoryError: no room for x"),
+    ],
+    ids=["killed in the forward", "killed in the backward", "killed with the store", "hung", "failed"],
+)
+def test_a_lost_rank_ends_all_by_name(lost, after, end, says):
+    ends = run_to_the_end(step_until, 3, lost, after, end)
+    assert all(status != 0 for status, _ in ends)
+    for rank, (_, output) in enumerate(ends):
+        if rank != lost:
+            assert says in output, (rank, output)
+
+
+def test_the_watch_lets_all_go_that_are_done():
+    assert run(watched_twice, 2) == [[0, 1], [1, 0]]
+
+
+def watched_twice():
+    """What came from the other rank, under two watches."""
+    ranks, came = Ranks(), []
+    for turn in range(2):
+        with Watch(60.0):
+            mine = torch.tensor([(ranks.rank + turn) % 2] * 2)
+            came.append(int(ranks.exchange(mine, [1, 1], [1, 1])[ranks.rank]))
+    return came
+
+
+def seen(*signs):
+    return [Seen(progress=progress, state=state, beat_at=beat, progress_at=moved) for progress, state, beat, moved in signs]
+
+
+@pytest.mark.parametrize(
+    ("signs", "expected"),
+    [
+        ([(5, "working", 99, 0), (5, "working", 99, 0)], None),  # both work for long
+        ([(5, "working", 99, 0), (4, "working", 99, 95)], None),  # behind, but not for long
+        ([(5, "working", 99, 0), (4, "working", 99, 80)], "rank 1 hangs: for 10 s it has not come to collective 5"),
+        ([(5, "working", 80, 80), (5, "working", 99, 0)], "rank 0 has died"),
+        ([(5, "done", 80, 80), (5, "working", 99, 0)], None),  # who is done gives no more signs
+        ([(4, "working", 80, 80), (5, "ValueError: x", 99, 99)], "rank 1 has failed: ValueError: x"),
+    ],
+)
+def test_the_verdict(signs, expected):
+    found = verdict(seen(*signs), 100.0, 10.0)
+    assert found is None if expected is None else found.startswith(expected)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_wrong_time_out_is_refused(timeout):
+    with pytest.raises(ValueError, match="timeout is .*, but it must be"):
+        Watch(timeout)

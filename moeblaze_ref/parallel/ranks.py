@@ -19,6 +19,12 @@ def progress() -> int:
     return _progress
 
 
+def check_initialised():
+    """``torch.distributed`` is ready."""
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: start by torchrun, and call init_process_group")
+
+
 class Ranks:
     """The ranks of a group, as one of them sees them. All must make the same calls in the same order.
 
@@ -39,8 +45,7 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
-        if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised: start by torchrun, and call init_process_group")
+        check_initialised()
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
