@@ -53,6 +53,11 @@ class MarkedRanks(Ranks):
     Parameters
     ----------
     clock : Gpu or Host
+
+    Attributes
+    ----------
+    lines_up : bool
+        Whether all ranks begin an exchange together.
     """
 
     def __init__(self, clock: Gpu | Host):
@@ -60,19 +65,22 @@ class MarkedRanks(Ranks):
         self.clock, self.marks, self.lines_up = clock, [], False
         self._nothing = torch.zeros(1, device=clock.torch_device)
 
+    def line_up(self):
+        """Whoever comes first waits for the last; the host need not."""
+        self.total(self._nothing)
+
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """As `Ranks.exchange`; if ``lines_up``, all ranks begin together."""
         if self.lines_up:
-            self.total(self._nothing)
+            self.line_up()
         begin = self.clock.mark()
         arrived = super().exchange(rows, sent, received)
         self.marks.append((begin, self.clock.mark()))
         return arrived
 
     def parts(self) -> np.ndarray:
-        """Milliseconds of ``PARTS`` in every layer that has run since the last call, (layers, 3)."""
+        """Milliseconds of ``PARTS`` in every layer that has been marked, (layers, 3)."""
         layers = [self.marks[first : first + EXCHANGES] for first in range(0, len(self.marks), EXCHANGES)]
-        self.marks = []
         between = self.clock.milliseconds
         return np.array(
             [
@@ -110,20 +118,24 @@ class Model:
 
     def times(self, x: Tensor, steps: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Milliseconds of every rank's steps (ranks, steps), and of the parts (ranks, steps, layers, 3)."""
-        clock, whole, parts = self.ranks.clock, [], []
         for topk in steps[:WARM_UP]:
             self.step(x, topk)
-        for self.ranks.lines_up in (False, True):
-            for topk in steps:
-                self.ranks.parts()
-                self.ranks.total(self.ranks._nothing)
-                begin = clock.mark()
-                self.step(x, topk)
-                end = clock.mark()
-                clock.settle()
-                whole.append(clock.milliseconds(begin, end))
-                parts.append(self.ranks.parts())
-        return every_rank(np.array(whole[: len(steps)])), every_rank(np.array(parts[len(steps) :]))
+        self.ranks.lines_up = False
+        whole = [self._timed(x, topk)[0] for topk in steps]
+        self.ranks.lines_up = True
+        parts = [self._timed(x, topk)[1] for topk in steps]
+        return every_rank(np.array(whole)), every_rank(np.array(parts))
+
+    def _timed(self, x, topk):
+        """Milliseconds of a step, and of its parts (layers, 3)."""
+        clock = self.ranks.clock
+        self.ranks.line_up()
+        self.ranks.marks = []
+        begin = clock.mark()
+        self.step(x, topk)
+        end = clock.mark()
+        clock.settle()
+        return clock.milliseconds(begin, end), self.ranks.parts()
 
 
 def every_rank(mine: np.ndarray) -> np.ndarray:
