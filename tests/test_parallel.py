@@ -13,8 +13,11 @@ import torch.distributed as dist
 from ranks import run, run_to_the_end
 
 from moeblaze_ref.config import POLICIES
+from moeblaze_ref.parallel import trip
+from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.trip import Trip
 from moeblaze_ref.parallel.watch import Seen, Watch, verdict
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.torch_layer import MoELayer
@@ -158,6 +161,101 @@ def assert_as_on_one_device(case, found, device="cpu"):
 def test_all_is_as_on_one_device(outcomes):
     for case, found in outcomes.values():
         assert_as_on_one_device(case, found)
+
+
+# What must be caught
+
+
+def instead(of, name, fault):
+    """A fault: ``fault(right, *arguments)`` in the place of a function."""
+    return of, name, lambda right: lambda *arguments: fault(right, *arguments)
+
+
+FAULTS = {
+    "rows of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, rows.roll(1, 0))),
+    "nothing comes back": instead(Trip, "back", lambda right, self, rows: right(self, rows).zero_()),
+    "a rank gets a token's row twice": instead(trip, "_earlier", lambda right, homes: right(homes).zero_()),
+    "experts of the neighbours": instead(ExpertParallelMoE, "take", lambda right, self, whole: right(self, rolled(whole))),
+    "nothing is summed": instead(Ranks, "total", lambda right, self, tensor: tensor),
+    "the router's gradient is a mean": instead(
+        Ranks, "total", lambda right, self, tensor: right(self, tensor) / (2 if tensor.ndim == 2 else 1)
+    ),
+    "shares of own tokens": instead(BatchGating, "_count", lambda right, self, *chosen: count_own(right, self, *chosen)),
+    "gradients of losses over own tokens": instead(BatchGating, "_count", lambda right, *it: count_too_much(right, *it)),
+}
+
+
+@torch.no_grad()
+def rolled(whole):
+    """The layer, its experts one further."""
+    for weight in whole.weights[1:]:
+        weight.copy_(weight.roll(1, 0))
+    return whole
+
+
+def count_own(right, batch, topk_experts, num_experts):
+    right(batch, topk_experts, num_experts)
+    batch.shares = torch.from_numpy(np.bincount(topk_experts.ravel(), minlength=num_experts) / topk_experts.size).float()
+
+
+def count_too_much(right, batch, *chosen):
+    right(batch, *chosen)
+    batch.part = torch.ones(())
+
+
+def with_every_fault(case):
+    """The case's outcome on this rank under each fault, and under none."""
+    found = {"none": one_case(case, "cpu")}
+    for fault, (of, name, planted) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(of, name, planted(getattr(of, name)))
+            found[fault] = one_case(case, "cpu")
+    return found
+
+
+def test_every_fault_is_caught():
+    case = Case("faults", SKEWED, (37, 21), 3)
+    found = run(with_every_fault, 2, case)
+    assert_as_on_one_device(case, [each.pop("none") for each in found])
+    for fault in FAULTS:
+        try:
+            assert_as_on_one_device(case, [each[fault] for each in found])
+        except AssertionError:
+            continue
+        pytest.fail(f"{fault}: nobody noticed")
+
+
+# At the door
+
+
+def refusals():
+    """What is said of wrong maps and layers, on a group of one."""
+    one, two = Placement(np.zeros((2, 4), np.int32), 1, "m"), Placement(np.arange(4, dtype=np.int32)[None] % 2, 2)
+    sizes = {"d": 8, "h": 8, "E": 4, "k": 2}
+    return [
+        str(pytest.raises((ValueError, TypeError), ExpertParallelMoE, **(sizes | wrong)).value)
+        for wrong in (
+            {"placement": two},
+            {"placement": one, "E": 6},
+            {"placement": one, "layer": 2},
+            {"placement": [[0, 1, 2, 3]]},
+            {"placement": one, "policy": "papre"},
+        )
+    ]
+
+
+def test_wrong_maps_and_layers_are_refused():
+    ranks, experts, layer, kind, policy = run(refusals, 1)[0]
+    assert ranks == "the map is for 2 GPUs, but the group has 1 ranks"
+    assert experts == "the map is for 2 layers of 4 experts, but the model has 2 layers of 6"
+    assert layer == "layer is 2, but it must be 0..1"
+    assert kind == "placement is a list, but it must be a Placement"
+    assert policy.startswith("unknown policy 'papre'. Did you mean 'paper'?")
+
+
+def test_without_a_group_the_remedy_is_said():
+    with pytest.raises(RuntimeError, match="start by torchrun, and call init_process_group"):
+        Ranks()
 
 
 # A rank that is lost

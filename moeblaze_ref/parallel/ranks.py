@@ -1,12 +1,10 @@
 """What the ranks of a process group send each other; nothing here knows of experts."""
 
-import itertools
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
-_begun = itertools.count(1)
 _progress = 0
 
 
@@ -87,7 +85,7 @@ class Ranks:
 def _together(collective, *arguments, **options):
     """Begin what all ranks take part in."""
     global _progress
-    _progress = next(_begun)
+    _progress += 1
     try:
         collective(*arguments, **options)
     except RuntimeError as error:
