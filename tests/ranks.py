@@ -1,5 +1,6 @@
 """Processes that talk to each other, what they did, and how they ended."""
 
+import faulthandler
 import os
 import socket
 import sys
@@ -45,10 +46,10 @@ def run_to_the_end(work, size: int, *arguments, backend: str = "gloo") -> list[t
     with tempfile.TemporaryDirectory() as folder:
         arguments = (size, free_port(), Path(folder), backend, work, arguments)
         started = mp.spawn(_begin_alone, arguments, nprocs=size, join=False).processes
-        for process in started:
-            process.join(TIMEOUT.total_seconds())
-            assert process.exitcode is not None, "a rank still runs"
         written = [Path(folder) / f"{rank}.err" for rank in range(size)]
+        for process, path in zip(started, written, strict=True):
+            process.join(TIMEOUT.total_seconds())
+            assert process.exitcode is not None, f"a rank still runs:\n{path.read_text()}"
         return [(process.exitcode, path.read_text()) for process, path in zip(started, written, strict=True)]
 
 
@@ -56,6 +57,7 @@ def _begin_alone(rank, size, port, folder, *rest):
     """`_begin`, with stderr in a file and no farewell."""
     with (folder / f"{rank}.err").open("w") as file:
         os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(0.9 * TIMEOUT.total_seconds())  # where it hangs, if it does
     try:
         _begin(rank, size, port, folder, *rest)
     except BaseException:
