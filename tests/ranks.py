@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT = timedelta(seconds=120)  # of the tests' own: nobody is to wait for ever
+TIMEOUT = timedelta(seconds=400)  # of the tests' own: nobody is to wait for ever
 
 
 def free_port() -> int:
