@@ -42,7 +42,7 @@ def _begin(rank, size, port, folder, backend, work, arguments):
 
 
 def run_to_the_end(work, size: int, *arguments, backend: str = "gloo") -> list[tuple[int, str]]:
-    """The status and the stderr of each of ``size`` ranks that do ``work(*arguments)``, whatever becomes of the others."""
+    """The status and the stderr of each of ``size`` ranks that do ``work(*arguments)``, whatever the others do."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (size, free_port(), Path(folder), backend, work, arguments)
         started = mp.spawn(_begin_alone, arguments, nprocs=size, join=False).processes

@@ -175,13 +175,13 @@ FAULTS = {
     "rows of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, rows.roll(1, 0))),
     "nothing comes back": instead(Trip, "back", lambda right, self, rows: right(self, rows).zero_()),
     "a rank gets a token's row twice": instead(trip, "_earlier", lambda right, homes: right(homes).zero_()),
-    "experts of the neighbours": instead(ExpertParallelMoE, "take", lambda right, self, whole: right(self, rolled(whole))),
+    "experts of the neighbours": instead(ExpertParallelMoE, "take", lambda right, it, whole: right(it, rolled(whole))),
     "nothing is summed": instead(Ranks, "total", lambda right, self, tensor: tensor),
     "the router's gradient is a mean": instead(
         Ranks, "total", lambda right, self, tensor: right(self, tensor) / (2 if tensor.ndim == 2 else 1)
     ),
-    "shares of own tokens": instead(BatchGating, "_count", lambda right, self, *chosen: count_own(right, self, *chosen)),
-    "gradients of losses over own tokens": instead(BatchGating, "_count", lambda right, *it: count_too_much(right, *it)),
+    "shares of own tokens": instead(BatchGating, "_count", lambda right, *it: count_own(right, *it)),
+    "losses of own tokens": instead(BatchGating, "_count", lambda right, *it: count_too_much(right, *it)),
 }
 
 
@@ -195,7 +195,8 @@ def rolled(whole):
 
 def count_own(right, batch, topk_experts, num_experts):
     right(batch, topk_experts, num_experts)
-    batch.shares = torch.from_numpy(np.bincount(topk_experts.ravel(), minlength=num_experts) / topk_experts.size).float()
+    counts = np.bincount(topk_experts.ravel(), minlength=num_experts)
+    batch.shares = torch.from_numpy(counts / topk_experts.size).float()
 
 
 def count_too_much(right, batch, *chosen):
@@ -326,7 +327,8 @@ def watched_twice():
 
 
 def seen(*signs):
-    return [Seen(progress=progress, state=state, beat_at=beat, progress_at=moved) for progress, state, beat, moved in signs]
+    names = "progress", "state", "beat_at", "progress_at"
+    return [Seen(**dict(zip(names, sign, strict=True))) for sign in signs]
 
 
 @pytest.mark.parametrize(
@@ -335,6 +337,7 @@ def seen(*signs):
         ([(5, "working", 99, 0), (5, "working", 99, 0)], None),  # both work for long
         ([(5, "working", 99, 0), (4, "working", 99, 95)], None),  # behind, but not for long
         ([(5, "working", 99, 0), (4, "working", 99, 80)], "rank 1 hangs: for 10 s it has not come to collective 5"),
+        ([(5, "working", 99, 0), (4, "working", 95, 80)], None),  # it may have died, but a sign may come yet
         ([(5, "working", 80, 80), (5, "working", 99, 0)], "rank 0 has died"),
         ([(5, "done", 80, 80), (5, "working", 99, 0)], None),  # who is done gives no more signs
         ([(4, "working", 80, 80), (5, "ValueError: x", 99, 99)], "rank 1 has failed: ValueError: x"),

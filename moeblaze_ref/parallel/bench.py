@@ -4,9 +4,9 @@
 
 Every rank of torchrun is a GPU, or a process on CPUs where there is none. The layers have random weights; tokens of the
 trace are replayed, those of the held-out half if it says which sequences they belong to (`moeblaze place --out` fits
-maps to the other half). What is modelled, as in MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU with
-the most of them is, and an exchange when the slowest pair of GPUs is. The costs of a token and of a link are measured
-first, on even loads, never on what they are to foretell.
+maps to the other half). What is modelled, as in MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU
+with the most of them is, and an exchange when the slowest pair of GPUs is. The costs of a token and of a link are
+measured first, on even loads, never on what they are to foretell.
 """
 
 import os
@@ -64,7 +64,7 @@ class Found:
     modelled_exchange_ms: list[float]
 
 
-# What is replayed ------------------------------------------------------------------------------------------------------
+# What is replayed -----------------------------------------------------------------------------------------------------
 
 
 def batches(trace: RoutingTrace, tokens: int, steps: int) -> list[np.ndarray]:
@@ -82,7 +82,7 @@ def batches(trace: RoutingTrace, tokens: int, steps: int) -> list[np.ndarray]:
 
 
 def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Cluster) -> Placement:
-    """A map from a file, or by the name of a method, fitted to the sample; it is for this trace's model and this cluster.
+    """A map from a file, or by a method's name, fitted to the sample: for this trace's model and this cluster.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
     return found
 
 
-# Measured and modelled -------------------------------------------------------------------------------------------------
+# Measured and modelled ------------------------------------------------------------------------------------------------
 
 
 def replay(name: str, placement: Placement, windows: list[np.ndarray], d: int, h: int, ranks, dtype, on) -> Found:
@@ -149,7 +149,7 @@ def modelled(placement: Placement, windows: list[np.ndarray], on: Cluster) -> St
 
 
 def exchange_seconds(placement: Placement, windows: list[np.ndarray], on: Cluster) -> np.ndarray:
-    """There and back in each layer (layers,), the mean over the windows: twice the slowest pair of a rank and an owner."""
+    """There and back in each layer (layers,), the mean over the windows: twice the slowest pair of ranks."""
     return 2 * np.mean([(rows_sent(placement, window) * slowness(on)).max(axis=(1, 2)) for window in windows], axis=0)
 
 
@@ -160,7 +160,7 @@ def rows_sent(placement: Placement, window: np.ndarray) -> np.ndarray:
     return np.stack([part.sum(axis=0) for part in np.split(visits, placement.num_gpus)], axis=1)
 
 
-# Shown ---------------------------------------------------------------------------------------------------------------
+# Shown ----------------------------------------------------------------------------------------------------------------
 
 
 def beside(measured: float, foretold: float) -> str:
@@ -187,13 +187,13 @@ def table(rows: list[Found], caption: str) -> Table:
     return shown
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 def main(
     trace: Annotated[Path, typer.Option(help="npz of moeblaze trace.")],
     placement: Annotated[
-        list[str], typer.Option("--map", help="npz of moeblaze place --out, or a method's name, such as greedy; repeatable.")
+        list[str], typer.Option("--map", help="npz of moeblaze place --out, or a method's name; repeatable.")
     ],
     preset: Annotated[str, typer.Option(help=f"Of widths: {', '.join(WIDTHS)}.")] = "gpt-oss",
     tokens: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 1024,
@@ -238,9 +238,9 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
 def _caption(trace, asked, size, on):
     return (
         f"{size} GPUs, {asked['tokens']:,} tokens each, {trace.topk.shape[1]} layers of {trace.num_experts} experts of "
-        f"d={asked['d']}, h={asked['h']}, routed as {trace.model or asked['trace']}. Milliseconds of a step; experts and "
-        f"exchange: the slowest rank of each layer, summed. Modelled with {1e9 * on.token_s:.0f} ns a routed row and "
-        f"{on.bandwidth[0, -1] / 1e9:.3g} GB/s a pair, both measured on even loads; in brackets, how far off."
+        f"d={asked['d']}, h={asked['h']}, routed as {trace.model or asked['trace']}. Milliseconds of a step; experts "
+        f"and exchange: the slowest rank of each layer, summed. Modelled with {1e9 * on.token_s:.0f} ns a routed row "
+        f"and {on.bandwidth[0, -1] / 1e9:.3g} GB/s a pair, both measured on even loads; in brackets, how far off."
     )
 
 

@@ -1,7 +1,7 @@
 """Times of a model's MoE layers over ranks, and of the two costs that the model of `placement.simulate` is made of.
 
-A step is a forward through all layers under the routing of a trace. Its time is taken as it is. The parts of a layer are
-taken in steps of their own, where the ranks line up before each exchange, so that waiting for the slowest rank's
+A step is a forward through all layers under the routing of a trace. Its time is taken as it is. The parts of a layer
+are taken in steps of their own, where the ranks line up before each exchange, so that waiting for the slowest rank's
 experts does not count as transfer.
 """
 
@@ -114,7 +114,7 @@ class Model:
     def step(self, x: Tensor, topk: Tensor):
         """A forward of this rank's tokens x (tokens, d) by the choices topk (layers, tokens, k)."""
         for layer, chosen in zip(self.layers, topk, strict=True):
-            layer._run(x, MoEWeights(*layer.weights), chosen)  # the door would wait for the device, to look at the choice
+            layer._run(x, MoEWeights(*layer.weights), chosen)  # its door would wait for the device, to look at them
 
     def times(self, x: Tensor, steps: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Milliseconds of every rank's steps (ranks, steps), and of the parts (ranks, steps, layers, 3)."""
@@ -168,7 +168,7 @@ def token_seconds(d: int, h: int, k: int, E: int, tokens: int, repetitions: int,
 
 
 def bandwidths(rows: int, row_bytes: int, repetitions: int, ranks: MarkedRanks) -> np.ndarray:
-    """Bytes/s from rank to rank (G, G) while all pairs talk at once: ``rows`` of ``row_bytes`` bytes each, the median."""
+    """Bytes/s from rank to rank (G, G) while each sends ``rows`` of ``row_bytes`` bytes to every other: the median."""
     block = torch.zeros(ranks.size * rows, row_bytes, dtype=torch.uint8, device=ranks.clock.torch_device)
     taken = []
     ranks.lines_up = True

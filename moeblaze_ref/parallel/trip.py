@@ -76,7 +76,7 @@ class Trip:
         return {_kept(name): tensor for name, tensor in self._copies.arrays().items()}
 
     def there(self, rows: Tensor) -> Tensor:
-        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, in the order of the ranks."""
+        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank."""
         sent, received, _ = self.counts
         return self._ranks.exchange(rows[self._copies.expert_token_indices], sent, received)
 

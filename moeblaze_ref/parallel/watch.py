@@ -67,10 +67,11 @@ def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
             return f"rank {number} has died: no sign of it for {timeout:g} s"
     furthest = max(rank.progress for rank in seen)
     for number, rank in enumerate(seen):
-        if rank.progress < furthest and now - rank.progress_at > timeout:
+        silent = rank.state == WORKING and now - rank.beat_at > 2 * timeout / SIGNS  # it may have died
+        if rank.progress < furthest and now - rank.progress_at > timeout and not silent:
             return (
-                f"rank {number} hangs: for {timeout:g} s it has not come to collective {rank.progress + 1}, where others "
-                f"wait for it"
+                f"rank {number} hangs: for {timeout:g} s it has not come to collective {rank.progress + 1}, where "
+                f"others wait for it"
             )
     return None
 
