@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ranks import run, run_to_the_end
 
 from moeblaze_ref.config import POLICIES
-from moeblaze_ref.parallel import trip
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
@@ -172,9 +171,9 @@ def instead(of, name, fault):
 
 
 FAULTS = {
-    "rows of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, rows.roll(1, 0))),
+    "rows of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, neighbours(rows))),
+    "gates of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, neighbours_gates(rows))),
     "nothing comes back": instead(Trip, "back", lambda right, self, rows: right(self, rows).zero_()),
-    "a rank gets a token's row twice": instead(trip, "_earlier", lambda right, homes: right(homes).zero_()),
     "experts of the neighbours": instead(ExpertParallelMoE, "take", lambda right, it, whole: right(it, rolled(whole))),
     "nothing is summed": instead(Ranks, "total", lambda right, self, tensor: tensor),
     "the router's gradient is a mean": instead(
@@ -183,6 +182,19 @@ FAULTS = {
     "shares of own tokens": instead(BatchGating, "_count", lambda right, *it: count_own(right, *it)),
     "losses of own tokens": instead(BatchGating, "_count", lambda right, *it: count_too_much(right, *it)),
 }
+
+
+def neighbours(rows):
+    """Each token's row by that of the one before; expert ids and gates as they are."""
+    return rows.roll(1, 0) if rows.is_floating_point() else rows
+
+
+def neighbours_gates(rows):
+    """Each token's gates by those of the one before; expert ids, and rows of x, as they are."""
+    if rows.is_floating_point():
+        return rows
+    ids, gates = rows.chunk(2, dim=1)
+    return torch.cat([ids, gates.roll(1, 0)], dim=1)
 
 
 @torch.no_grad()
