@@ -1,6 +1,7 @@
 """What is measured of placements on ranks, and what the model says of the same rows."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -33,10 +34,11 @@ def folder(tmp_path_factory):
 
 def torchrun(folder, *arguments):
     """What the command wrote, on all ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     options = ["--trace", "trace.npz", "--preset", "toy", "--tokens", str(TOKENS), "--steps", str(STEPS)]
     command += ["-m", "moeblaze_ref.parallel.bench", *options, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"COLUMNS": "120"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_placements_are_measured_beside_their_model(folder):
