@@ -54,7 +54,6 @@ def test_placements_are_measured_beside_their_model(folder):
         found["rows"], (maps.load(folder / "greedy.npz"), peers.contiguous(profile(TRACE), RANKS)), strict=True
     ):
         assert min(row["experts_ms"] + row["exchange_ms"]) > 0
-        assert sum(row["experts_ms"]) < row["step_p99_ms"] * 10
         assert row["step_ms"] <= row["step_p99_ms"]
         replayed = profile(traces.RoutingTrace(np.concatenate(windows), TRACE.num_experts))
         tails = loads(replayed, placement.shares()).max(axis=1) / STEPS
