@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from weakref import WeakSet
 
 from moeblaze_ref.arrays import dtype_of, is_contiguous, is_writable, strides_of
-from moeblaze_ref.structures import Dispatch
+from moeblaze_ref.structures import EMPTY, Dispatch
 
 MAX_ROUTED_ROWS = 2**31 - 1
 MAX_EXPERTS = 1024
@@ -207,10 +207,38 @@ def check_topk_experts(topk_experts, num_experts):
         _check_choices(topk_experts, num_experts)
 
 
+@unless_trusted
+def check_part(topk_experts, num_experts, num_routed):
+    """``topk_experts`` as in `check_topk_experts`, but ``EMPTY`` for all but ``num_routed`` of its ids."""
+    check_array("topk_experts", topk_experts, rank=2, dtypes=("int32",))
+    num_tokens, k = topk_experts.shape
+    check_int("num_experts", num_experts, at_least=0, at_most=MAX_EXPERTS)
+    check_int("k", k, at_least=1, at_most=MAX_TOP_K)
+    check_routed_rows(num_tokens, k)
+    check_int("num_routed", num_routed, at_least=0, at_most=num_tokens * k)
+    _check_part(topk_experts, num_experts, num_routed)
+
+
+@scans
+def _check_part(topk_experts, num_experts, num_routed):
+    """Each id is ``EMPTY`` or in range and once in its row; ``num_routed`` are not ``EMPTY``."""
+    there = topk_experts != EMPTY
+    _refuse("topk_experts", topk_experts, there & _outside(topk_experts, num_experts), num_experts, "experts")
+    found = int(there.sum())
+    if found != num_routed:
+        raise ValueError(f"num_routed is {num_routed}, but topk_experts names {found} experts")
+    _check_rows(topk_experts)
+
+
 @scans
 def _check_choices(topk_experts, num_experts):
     """Ids in range, and no expert twice in a row."""
     check_index("topk_experts", topk_experts, num_experts, "experts")
+    _check_rows(topk_experts)
+
+
+def _check_rows(topk_experts):
+    """No expert twice in a row."""
     token, expert = _first_repeated(topk_experts)
     if token is not None:
         raise ValueError(
@@ -220,10 +248,10 @@ def _check_choices(topk_experts, num_experts):
 
 
 def _first_repeated(topk_experts):
-    """(token, expert) of the first row that names an expert twice; (None, None) if there is none."""
+    """(token, expert) of the first row that names an expert twice; (None, None) if there is none. ``EMPTY`` is none."""
     ordered = topk_experts.copy()
     ordered.sort(axis=1)
-    repeated = ordered[:, 1:] == ordered[:, :-1]
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != EMPTY)
     if not bool(repeated.any()):
         return None, None
     token, j = first(repeated)
@@ -342,7 +370,15 @@ def check_not_negative(name, array):
 @scans
 def check_index(name, indices, limit, what):
     """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
-    outside = (indices < 0) | (indices >= limit)
+    _refuse(name, indices, _outside(indices, limit), limit, what)
+
+
+def _outside(indices, limit):
+    return (indices < 0) | (indices >= limit)
+
+
+def _refuse(name, indices, outside, limit, what):
+    """Say which of the indices is ``outside``, if one is."""
     if bool(outside.any()):
         index = first(outside)
         valid = f"valid: 0..{limit - 1}" if limit else "none is valid"

@@ -77,6 +77,15 @@ class Saved:
         return {"x": self.x, **self.dispatch.arrays(), "gates": self.gates, **self.intermediates}
 
 
+class Choice(NamedTuple):
+    """What the router decided."""
+
+    topk_experts: Array  # (L, k) int32
+    gates: Array  # (L, k)
+    load_balancing_loss: Array  # ()
+    router_z_loss: Array  # ()
+
+
 class Routed(NamedTuple):
     """What the router decided, as the experts take it."""
 
@@ -156,11 +165,9 @@ def forward(
     MoEBlaze, sections 2, 3.1 and 5 (Algorithm 1).
     """
     doors.check_name("policy", policy, POLICIES)
-    logits = _logits(stages, dtypes, x, weights, k, activation, topk_experts)  # (L, E)
+    dispatch, gates, *losses = route(stages, dtypes, x, weights, k, activation, renormalize, topk_experts)
     with doors.trusted():
-        dispatch, gates, *losses = _decide(stages, logits, k, renormalize, topk_experts)
-        del logits
-        out, kept = _run_experts(stages, x, weights, dispatch, gates, activation, INTERMEDIATES[policy])
+        out, kept = run_experts(stages, x, weights, dispatch, gates, activation, policy)
     return LayerOutput(out, *losses, Saved(x, dispatch, gates, kept, activation, policy, renormalize))
 
 
@@ -191,9 +198,14 @@ def route(
     ValueError, TypeError
         As `forward`.
     """
-    logits = _logits(stages, dtypes, x, weights, k, activation, topk_experts)  # (L, E)
+    _check(dtypes, x, weights, k, activation)
+    num_experts = weights.wg.shape[1]
+    if topk_experts is not None:
+        doors.check_topk_experts(topk_experts, num_experts)
+        doors.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
+    chosen, *others = choose(stages, x, weights.wg, k, renormalize, topk_experts)
     with doors.trusted():
-        return _decide(stages, logits, k, renormalize, topk_experts)
+        return Routed(stages.dispatch.build(chosen, num_experts), *others)
 
 
 def _check(dtypes, x, weights, k, activation):
@@ -201,26 +213,39 @@ def _check(dtypes, x, weights, k, activation):
     stage_doors.check_layer(x, weights, k, activation, dtypes)
 
 
-def _logits(stages, dtypes, x, weights, k, activation, topk_experts):
-    """The router's logits (L, E), finite, once all that it is given is known to be right."""
-    _check(dtypes, x, weights, k, activation)
-    if topk_experts is not None:
-        doors.check_topk_experts(topk_experts, weights.wg.shape[1])
-        doors.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
+def choose(
+    stages: Stages, x: Array, wg: Array, k: int, renormalize: bool = False, topk_experts: Array | None = None
+) -> Choice:
+    """The router alone: which experts, by which gates. What it is given is not checked, but for logits that are finite.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's.
+    x : array (L, d)
+    wg : array (d, E)
+    k, renormalize, topk_experts
+        As in `forward`.
+
+    Returns
+    -------
+    Choice
+        The logits and the probabilities (L, E) are dropped here.
+
+    Raises
+    ------
+    ValueError
+        If a logit is not finite.
+    """
     with doors.trusted():
-        logits = stages.router.forward(x, weights.wg)
+        logits = stages.router.forward(x, wg)
     doors.check_finite("logits", logits)
-    return logits
-
-
-def _decide(stages, logits, k, renormalize, topk_experts):
-    """The router's decision, and who goes where by it; the probabilities (L, E) are dropped here."""
-    probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
-    if topk_experts is not None:
-        chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
-    losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
-    del probs
-    return Routed(stages.dispatch.build(chosen, logits.shape[1]), gates, *losses)
+    with doors.trusted():
+        probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
+        if topk_experts is not None:
+            chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
+        losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
+    return Choice(chosen, gates, *losses)
 
 
 def _gates_of(probs, topk_experts, renormalize):
@@ -229,8 +254,31 @@ def _gates_of(probs, topk_experts, renormalize):
     return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
 
 
-def _run_experts(stages, x, weights, dispatch, gates, activation, kept):
-    """out (L, d), and the intermediates that are named in ``kept``; each other one is dropped after its last use."""
+def run_experts(
+    stages: Stages, x: Array, weights: MoEWeights, dispatch: Dispatch, gates: Array, activation: str, policy: str
+) -> tuple[Array, dict[str, Array]]:
+    """The half of the forward after the router: every token through its experts. Nothing is checked.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's.
+    x : array (L, d)
+    weights : MoEWeights
+        Of the Dispatch's experts; wg is not looked at.
+    dispatch : Dispatch
+        A partial one gives the sums of the rows that are here.
+    gates : array (L, k)
+    activation, policy : str
+        As in `forward`.
+
+    Returns
+    -------
+    out : array (L, d)
+    kept : dict of str to array
+        The intermediates that the policy keeps; each other one is dropped after its last use.
+    """
+    kept = INTERMEDIATES[policy]
     tensors = {"routed_x": x[dispatch.expert_token_indices]} if "routed_x" in kept else {}  # the first memory wall
     stores = {*kept, "y_swi"} & {*HIDDEN}
     projections = stages.expert_up.forward(x, weights.w1, weights.w2, dispatch, activation, stores=stores)
@@ -303,34 +351,66 @@ def backward(
     """
     d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
     _check_backward(dtypes, d_out, saved, weights, d_losses, wanted)
+    with doors.trusted_values():
+        experts = expert_gradients(stages, d_out, saved, weights, overwrite, wanted)
+        d_x, chosen = experts.d_x, saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, d), (L, k)
+        d_x_router, d_wg = router_gradients(
+            stages, experts.d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses.values(), wanted
+        )
+        if d_x is not None:
+            d_x += d_x_router
+    return experts._replace(d_wg=d_wg)
+
+
+def expert_gradients(
+    stages: Stages,
+    d_out: Array,
+    saved: Saved,
+    weights: MoEWeights,
+    overwrite: bool = False,
+    wanted: Collection[str] = Gradients._fields,
+) -> Gradients:
+    """The half of the backward before the router; what it is given is not checked, but by the stages.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's.
+    d_out, saved, overwrite, wanted
+        As in `backward`; a partial Dispatch gives the sums of the rows that are here.
+    weights : MoEWeights
+        Of the Dispatch's experts; wg is not looked at.
+
+    Returns
+    -------
+    Gradients
+        d_wg is None, and d_x that through the experts alone.
+
+    Raises
+    ------
+    RuntimeError
+        As `backward`.
+    """
 
     def if_wanted(name, gradient, *operands):
         return gradient(*operands) if name in wanted else None
 
     up, down, dispatch = stages.expert_up, stages.expert_down, saved.dispatch
     private = overwrite or not INTERMEDIATES[saved.policy]
-    with doors.trusted_values():
-        a, b, y_swi = _rebuild(stages, saved, weights)
-        if overwrite:
-            saved.intermediates.clear()
-        d_a, d_b, gated_y, d_gates = down.hidden_gradients(
-            d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, private
-        )
-        del a, b, y_swi
-        d_w3 = if_wanted("d_w3", down.weight_gradient, gated_y, d_out, dispatch)
-        del gated_y
-        d_x = if_wanted("d_x", up.input_gradient, d_a, d_b, weights.w1, weights.w2, dispatch)
-        d_w1 = if_wanted("d_w1", up.weight_gradient, d_a, saved.x, dispatch)
-        del d_a
-        d_w2 = None if d_b is None else if_wanted("d_w2", up.weight_gradient, d_b, saved.x, dispatch)
-        del d_b
-        chosen = dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
-        d_x_router, d_wg = router_gradients(
-            stages, d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses.values(), wanted
-        )
-        if d_x is not None:
-            d_x += d_x_router
-    return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
+    a, b, y_swi = _rebuild(stages, saved, weights)
+    if overwrite:
+        saved.intermediates.clear()
+    d_a, d_b, gated_y, d_gates = down.hidden_gradients(
+        d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, private
+    )
+    del a, b, y_swi
+    d_w3 = if_wanted("d_w3", down.weight_gradient, gated_y, d_out, dispatch)
+    del gated_y
+    d_x = if_wanted("d_x", up.input_gradient, d_a, d_b, weights.w1, weights.w2, dispatch)
+    d_w1 = if_wanted("d_w1", up.weight_gradient, d_a, saved.x, dispatch)
+    del d_a
+    d_w2 = None if d_b is None else if_wanted("d_w2", up.weight_gradient, d_b, saved.x, dispatch)
+    return Gradients(d_x, None, d_w1, d_w2, d_w3, d_gates)
 
 
 @doors.unless_trusted

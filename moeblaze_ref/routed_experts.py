@@ -20,6 +20,8 @@ class RoutedExperts(nn.Module):
         Divide the chosen gates by their sum.
     device, dtype : optional
         Of the parameters wg (d, E), w1 and w2 (E, d, h), w3 (E, h, d); w2 is None for the ungated activations.
+    hosted : int, optional
+        Experts whose w1, w2 and w3 are here, where others are on other devices. Default: all E.
 
     Raises
     ------
@@ -29,7 +31,7 @@ class RoutedExperts(nn.Module):
         If a size is not an integer.
     """
 
-    def __init__(self, d, h, E, k, activation="swiglu", renormalize=False, device=None, dtype=None):
+    def __init__(self, d, h, E, k, activation="swiglu", renormalize=False, device=None, dtype=None, hosted=None):
         super().__init__()
         for name, size in (("d", d), ("h", h), ("E", E), ("k", k)):
             doors.check_int(name, size, at_least=1)
@@ -41,9 +43,10 @@ class RoutedExperts(nn.Module):
             return nn.Parameter(torch.randn(*shape, device=device, dtype=dtype) * fan_in**-0.5)
 
         self.wg = parameter(d, E, fan_in=d)
-        self.w1 = parameter(E, d, h, fan_in=d)
-        self.w2 = parameter(E, d, h, fan_in=d) if is_gated(activation) else None
-        self.w3 = parameter(E, h, d, fan_in=h)
+        here = E if hosted is None else hosted
+        self.w1 = parameter(here, d, h, fan_in=d)
+        self.w2 = parameter(here, d, h, fan_in=d) if is_gated(activation) else None
+        self.w3 = parameter(here, h, d, fan_in=h)
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -52,5 +55,5 @@ class RoutedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
-        E, d, h = self.w1.shape
+        (d, E), h = self.wg.shape, self.w1.shape[2]
         return f"d={d}, h={h}, E={E}, k={self.k}, activation={self.activation}, renormalize={self.renormalize}"

@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
-EMPTY = -1  # in the dense map: this token does not go to this expert
+EMPTY = -1  # in place of an index: there is none, such as of a token in the dense map that does not go to this expert
 
 
 HIDDEN = ("a", "b", "y_swi")  # what the up-projection computes for every routed row
@@ -52,6 +52,8 @@ def _array_names(structure: type[IndexArrays]) -> tuple[str, ...]:
 class Dispatch(IndexArrays):
     """Where every routed row comes from and where it goes; all arrays are int32.
 
+    In a partial one, of `build_part`, some slots have no row: R is less than L * k.
+
     Parameters
     ----------
     expert_token_indices : array (R,)
@@ -59,9 +61,9 @@ class Dispatch(IndexArrays):
     expert_token_offsets : array (E + 1,)
         Expert e owns positions offsets[e] to offsets[e + 1] of the expert order.
     token_expert_indices : array (R,)
-        Expert ids of token 0, then of token 1, ...: row-major (L, k).
+        Expert ids of token 0, then of token 1, ...: row-major (L, k); ``EMPTY`` for a slot without a row.
     token_index_map : array (R,)
-        Position of slot (token, j) in the expert order, row-major (L, k).
+        Position of slot (token, j) in the expert order, row-major (L, k); ``EMPTY`` for a slot without a row.
     k : int
         Experts per token.
     """
@@ -78,9 +80,14 @@ class Dispatch(IndexArrays):
         return self.expert_token_indices.shape[0]
 
     @cached_property
+    def slots(self) -> int:
+        """L * k."""
+        return self.token_index_map.shape[0]
+
+    @cached_property
     def L(self) -> int:
         """Tokens."""
-        return self.R // self.k
+        return self.slots // self.k
 
     @cached_property
     def E(self) -> int:

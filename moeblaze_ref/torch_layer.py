@@ -44,7 +44,7 @@ class MoEModule(RoutedExperts):
 
     Parameters
     ----------
-    d, h, E, k, activation, renormalize, device, dtype
+    d, h, E, k, activation, renormalize, device, dtype, hosted
         As in `RoutedExperts`; the dtype is one of ``dtypes``.
 
     Raises
@@ -65,10 +65,11 @@ class MoEModule(RoutedExperts):
         renormalize: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        hosted: int | None = None,
     ):
         if dtype is not None and dtype not in self.dtypes:
             raise TypeError(f"dtype is {dtype}, but it must be {_either(self.dtypes)}")
-        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted)
 
     @torch.compiler.disable  # torch.compile leaves the layer as it is, and compiles what is around it
     def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
@@ -113,7 +114,7 @@ class KernelMoE(MoEModule):
 
     Parameters
     ----------
-    d, h, E, k, activation, renormalize, device, dtype
+    d, h, E, k, activation, renormalize, device, dtype, hosted
         As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
 
     Attributes
@@ -137,8 +138,9 @@ class KernelMoE(MoEModule):
         renormalize: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        hosted: int | None = None,
     ):
-        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted)
         doors.check_kernel_limits(E, k)
         self.executor: str | None = None
 
@@ -252,7 +254,7 @@ class _Layer(torch.autograd.Function):
             d_out, *d_losses = bridge.arrays([d_out, d_load_balancing_loss, d_router_z_loss])
             x, *arrays = bridge.arrays([x, *tensors])
             weights = MoEWeights(*arrays[:4])
-            saved = _saved(ctx.options, x, dict(zip(ctx.kept, arrays[4:], strict=True)))
+            saved = restored(ctx.options, x, dict(zip(ctx.kept, arrays[4:], strict=True)))
             overwrite = is_the_last_backward()
             if overwrite:
                 give_up([kept[name] for name in saved.intermediates])
@@ -298,8 +300,8 @@ def give_up(tensors: Iterable[Tensor]):
         tensor.data = tensor.new_empty(0)
 
 
-def _saved(options: _Options, x: Array, arrays: dict[str, Array]) -> Saved:
-    """What the forward kept, put together again."""
+def restored(options: Any, x: Array, arrays: dict[str, Array]) -> Saved:
+    """What a node's forward kept, by name, put together again; the options say k, activation, policy, renormalize."""
     dispatch = Dispatch(**{name: arrays.pop(name) for name in STRUCTURES}, k=options.k)
     gates = arrays.pop("gates")
     return Saved(x, dispatch, gates, arrays, options.activation, options.policy, options.renormalize)

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 from headers import evaluate, stated
-from helpers import assert_invariants, routings
+from helpers import assert_invariants, assert_same_dispatch, routings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -13,13 +13,14 @@ from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.check import differing_elements
 from moeblaze_ref.doors import MAX_EXPERTS
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort, build_part
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda.dispatch import RUNGS, THREADS
 from moeblaze_ref.raw_cuda.runtime import ceil_div
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import MAX_SHARED_BYTES
+from moeblaze_ref.structures import EMPTY
 
 HERE = [("numpy", None), ("numba", None), *(("simt", rung) for rung in RUNGS)]  # what needs no GPU
 
@@ -245,11 +246,11 @@ FAULTS = {
     "3_single_pass": {
         **IN_BLOCK_SCANS,
         "writes zeros": ("= first_token + here.token;", "= 0;"),
-        "writes nothing": ("token_index_map[tile.first + slot_in_tile(step)] = row + shift[expert];", ""),
+        "writes nothing": ("token_index_map[tile.first + slot_in_tile(step)] = place;", ""),
         "writes past its buffer": ("row + shift[", "row + 1 + shift["),
-        "drops the last slot": ("slot < tile.rows ?", "slot < tile.rows - 1 ?"),
-        "drops a tile's last row": ("row < tile.rows;", "row < tile.rows - 1;"),
-        "copies one slot less": ("if (slots.expert(step) != NONE) token", "if (slots.expert(step) < E - 1) token"),
+        "drops the last slot": ("slot_in_tile(step) < tile.slots;", "slot_in_tile(step) < tile.slots - 1;"),
+        "drops a tile's last row": ("row < rows;", "row < rows - 1;"),
+        "copies one slot less": ("== NONE ? EMPTY : expert", "== E - 1 ? EMPTY : expert"),
         "next tile's base": ("offset + bases[blockIdx.x]", "offset + bases[blockIdx.x + 1]"),
         "no tile's base": ("offset + bases[blockIdx.x]", "offset"),
         "forgets earlier tiles": ("        base += scan.total;\n", ""),
@@ -409,3 +410,53 @@ def test_too_many_rows_are_refused_before_anything_is_allocated():
     wide = np.lib.stride_tricks.as_strided(np.zeros(1, np.int32), (2**31, 1), (0, 4))
     with pytest.raises(ValueError, match="not C-contiguous|2147483648, but int32 indices allow at most"):
         raw_dispatch.build(wide, 4)
+
+
+# Partial structures, where some experts are elsewhere
+
+
+@st.composite
+def partial_routings(draw):
+    """(topk_experts, num_experts): routings over twice as many experts, of which only the first half is here."""
+    topk_experts, twice = draw(routings(700, 40))
+    num_experts = twice // 2
+    here = topk_experts[:, :32] < num_experts
+    return np.where(here, topk_experts[:, :32], EMPTY).astype(np.int32), num_experts
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(partial_routings())
+def test_a_part_of_the_structures(routing):
+    topk_experts, num_experts = routing
+    here = topk_experts != EMPTY
+    executor = SimtExecutor()
+    found = raw_dispatch.build_part(topk_experts, num_experts, int(here.sum()), executor)
+    assert_same_dispatch(found, build_part(topk_experts, num_experts, int(here.sum())))
+    tokens, slots = here.nonzero()
+    positions = found.token_index_map.reshape(topk_experts.shape)
+    assert (positions[~here] == EMPTY).all()
+    assert sorted(positions[here]) == list(range(found.R))
+    np.testing.assert_array_equal(found.expert_token_indices[positions[here]], tokens)
+    lengths = np.bincount(topk_experts[tokens, slots], minlength=num_experts)
+    np.testing.assert_array_equal(np.diff(found.expert_token_offsets), lengths)
+
+
+def test_a_part_that_is_all_is_the_whole():
+    topk_experts = random_topk(300, 9, 4, "zipf", 1)
+    assert_same_dispatch(raw_dispatch.build_part(topk_experts, 9, topk_experts.size), build_by_sort(topk_experts, 9))
+
+
+@pytest.mark.parametrize("stage", [build_part, raw_dispatch.build_part], ids=["numpy", "simt"])
+@pytest.mark.parametrize(
+    ("topk_experts", "num_routed", "message"),
+    [
+        ([[0, EMPTY], [EMPTY, 3]], 2, r"topk_experts[1, 1] is 3, but there are only 3 experts (valid: 0..2)"),
+        ([[0, -2], [EMPTY, 1]], 3, "topk_experts[0, 1] is -2, but there are only 3 experts (valid: 0..2)"),
+        ([[0, EMPTY], [2, 2]], 3, "topk_experts[1] names expert 2 twice"),
+        ([[0, EMPTY], [EMPTY, 2]], 3, "num_routed is 3, but topk_experts names 2 experts"),
+        ([[0, EMPTY], [EMPTY, 2]], 5, "num_routed is 5, but it must be 0..4"),
+    ],
+)
+def test_wrong_parts_are_refused(stage, topk_experts, num_routed, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stage(np.array(topk_experts, np.int32), 3, num_routed)

@@ -646,13 +646,13 @@ FAULTS = {
     "down gates: order of slots": (
         "expert_down",
         "0_gates",
-        "gate_of_row[token_index_map[slot]] = gates[slot];",
+        "gate_of_row[row] = gates[slot];",
         "gate_of_row[slot] = gates[slot];",
     ),
     "down gates: gradient of a neighbour": (
         "expert_down",
         "0_gates",
-        "(long long)token_index_map[slot] * terms",
+        "(long long)row * terms",
         "slot * terms",
     ),
     "hopper: no wait for the operands": ("expert_up", "4_hopper", "barrier_wait(&shared.full[now], turn.parity);", ";"),
@@ -1180,8 +1180,8 @@ FAULTS = {
     "combine vector: rows in the order of slots": (
         "combine",
         "2_vector",
-        "has_slot ? token_index_map[slot] : 0",
-        "has_slot ? int(slot) : 0",
+        "has_slot ? token_index_map[slot] :",
+        "has_slot ? int(slot) :",
     ),
     "combine vector: one weight for several rows": (
         "combine",

@@ -11,7 +11,7 @@ from moeblaze_ref.placement import clusters, exact, ilp, joint, maps, peers, sea
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed
 from moeblaze_ref.placement.solver import SOLVERS
-from moeblaze_ref.placement.synthetic import synthetic_trace
+from moeblaze_ref.placement.synthetic import counted_trace, synthetic_trace
 
 INCLUDED = [name for name in SOLVERS if name != "gurobi"]  # the one that needs a licence
 
@@ -138,6 +138,21 @@ def test_synthetic_traces_have_the_skew_and_the_dependency_asked_for():
     assert (np.sort(led.R, axis=2)[:, :, :-1] == 0).all()  # one successor each
     with pytest.raises(ValueError, match="dependency is 1.5"):
         synthetic_trace(10, 2, 4, 1, dependency=1.5)
+
+
+def test_traces_are_drawn_as_often_as_was_counted():
+    counts = np.array([[[0, 6, 3, 1], [5, 5, 0, 0]], [[1, 1, 1, 1], [0, 8, 1, 1]]])  # (sequences, layers, E)
+    drawn = counted_trace(counts, 1, 4000)
+    for sequence in range(2):
+        for layer in range(2):
+            chosen = np.bincount(drawn.topk[drawn.seq == sequence, layer, 0], minlength=4) / 4000
+            np.testing.assert_allclose(chosen, counts[sequence, layer] / counts[sequence, layer].sum(), atol=0.03)
+    pairs = np.sort(counted_trace(counts, 2, 50).topk[:50, 1], axis=1)
+    assert (pairs == [0, 1]).all()  # of two experts above 0, both
+    with pytest.raises(ValueError, match=r"counts\[0, 1\] has fewer than k = 3 experts above 0"):
+        counted_trace(counts, 3, 5)
+    with pytest.raises(ValueError, match="is -1, but it must be >= 0"):
+        counted_trace(counts - 1, 1, 5)
 
 
 def test_sglangs_records_are_counts_without_transitions(tmp_path):

@@ -62,7 +62,7 @@ FAULTS = [
         "wrong expert's words", "dispatch", "2_bitmap", "[word / WARPS * stride +", "[(word / WARPS + 1) % E * stride +"
     ),
     Fault("words not cleared", "dispatch", "2_bitmap", "words[word] = 0;", ";"),
-    Fault("last slot dropped", "dispatch", "3_single_pass", "slot < tile.rows ?", "slot < tile.rows - 1 ?"),
+    Fault("last slot dropped", "dispatch", "3_single_pass", "< tile.slots;", "< tile.slots - 1;"),
     Fault("off-by-one offset", "dispatch", "3_single_pass", "= offset_below;", "= offset_below + 1;"),
     Fault(
         "earlier tiles forgotten", "dispatch", "3_single_pass", "offset + bases[blockIdx.x] - first", "offset - first"
@@ -125,7 +125,7 @@ FAULTS = [
         "gates in token order",
         "expert_down",
         "2_tiled",
-        "[token_index_map[slot]] = gates[slot]",
+        "[row] = gates[slot]",
         "[slot] = gates[slot]",
         "expert_down/0_gates.cu",
     ),
@@ -133,7 +133,7 @@ FAULTS = [
     Fault("unscaled gate", "combine", "1_gather", "sum += gates[slot] * to_float(", "sum += to_float("),
     Fault("one slot alone", "combine", "1_gather", "for (int j = 0; j < k; ++j)", "for (int j = 0; j < 1; ++j)"),
     Fault("unscaled gate", "combine", "2_vector", "return gates[slot];", "return 1.0f;"),
-    Fault("some rows alone", "combine", "2_vector", "first + i < k &&", "first + i < k - 1 &&"),
+    Fault("some rows alone", "combine", "2_vector", "lane_id() < k;", "lane_id() < k - 1;"),
     Fault("rows in token order", "combine", "1_gather", "to_float(y[token_index_map[slot] *", "to_float(y[slot *"),
     Fault(
         "transposed order ignored",

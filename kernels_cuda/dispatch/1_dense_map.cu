@@ -18,8 +18,6 @@
 // entry costs a 32-byte sector: that is what the next rungs remove.
 #include "dispatch.cuh"
 
-constexpr int EMPTY = -1;
-
 // Step 1. A warp fills the map's rows of its tile of 32 tokens with EMPTY, then enters each
 // token under its experts. token_expert_indices is written on the way.
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -6,10 +6,13 @@
 // Idea         In place of a map, one count for each expert and tile. Their scan tells every tile where
 //              its rows of each expert go; the order inside the tile nobody else need know. And since a
 //              token's experts are distinct, K lanes count a token at once without meeting in a count.
+//              A slot may be EMPTY: its expert is elsewhere. It is no row, and its place is EMPTY too.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    K, the k; THREADS per block (whole warps); STEPS tokens of a team; SCAN_THREADS per
 //              block of scan_tiles.
 // Determinism  Same input, same bits: each output element and each count has one writer.
+//
+// R counts the slots.
 //
 // kernel       grid   block         shared bytes                                        bytes read       bytes written
 // count_tiles  TILES  THREADS       2 E TEAMS                                           4 R              4 R + 4 E TILES
@@ -28,14 +31,15 @@
 constexpr int TEAMS_OF_WARP = WARP / K;
 constexpr int TEAMS = THREADS / WARP * TEAMS_OF_WARP;
 constexpr int TILE = TEAMS * STEPS * K;  // slots
-constexpr int NONE = 0xffff;             // the expert of a slot past the end, and of an idle lane
+constexpr int NONE = 0xffff;  // the expert of a slot past the end, of an idle lane, and of a slot that is EMPTY
+static_assert((EMPTY & 0xffff) == NONE, "16 bits of a slot say that it is EMPTY");
 
 using Count = unsigned short;
 static_assert(TILE < 1 << 16, "a count, and a place in the tile, is 16 bits");
 
 struct Tile {
     long long first;  // its first slot
-    int rows;         // its slots: fewer than TILE in the last tile
+    int slots;        // fewer than TILE in the last tile
 };
 
 __device__ __forceinline__ Tile tile_of_block(int R) {
@@ -47,6 +51,7 @@ __device__ __forceinline__ bool in_team() { return lane_id() < TEAMS_OF_WARP * K
 __device__ __forceinline__ int team() { return warp_id() * TEAMS_OF_WARP + lane_id() / K; }
 __device__ __forceinline__ int token_in_tile(int step) { return team() * STEPS + step; }
 __device__ __forceinline__ int slot_in_tile(int step) { return token_in_tile(step) * K + lane_id() % K; }
+__device__ __forceinline__ bool has_slot(Tile tile, int step) { return in_team() && slot_in_tile(step) < tile.slots; }
 
 // The thread's slots, one a step, each in one register: a tile's slots are many, and their experts few.
 struct Slots {
@@ -62,8 +67,7 @@ __device__ __forceinline__ Slots count_runs(const int* topk_experts, Tile tile, 
     Slots slots;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-        const int slot = slot_in_tile(step);
-        slots.packed[step] = in_team() && slot < tile.rows ? topk_experts[tile.first + slot] : NONE;
+        slots.packed[step] = has_slot(tile, step) ? topk_experts[tile.first + slot_in_tile(step)] : NONE;
     }
     for (int i = threadIdx.x; i < TEAMS * E; i += THREADS) counts[i] = 0;
     __syncthreads();  // the counts are zeros
@@ -98,7 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Slots slots = count_runs(topk_experts, tile, E, counts);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
-        if (slots.expert(step) != NONE) token_expert_indices[tile.first + slot_in_tile(step)] = slots.expert(step);
+        if (has_slot(tile, step)) {
+            const int expert = slots.expert(step);
+            token_expert_indices[tile.first + slot_in_tile(step)] = expert == NONE ? EMPTY : expert;
+        }
     for (int e = threadIdx.x; e < E; e += THREADS)
         tile_bases[e * (gridDim.x + 1LL) + blockIdx.x] = rows_of_expert(counts + e, E);
 }
@@ -131,8 +138,9 @@ __device__ __forceinline__ void place_teams(Count* counts_of_expert, int E, int 
 
 // Gives every expert its place, twice: in the tile's own order, which is all of the tile's rows, expert
 // by expert, and `shift` positions further in the order of all. Block 0 keeps the experts' offsets.
-__device__ __forceinline__ void place_experts(const int* tile_bases, int E, Count* counts, int* shift,
-                                              int* expert_token_offsets) {
+// Returns how many rows the tile has.
+__device__ __forceinline__ int place_experts(const int* tile_bases, int E, Count* counts, int* shift,
+                                             int* expert_token_offsets) {
     int rows_below = 0, offset_below = 0;  // of the experts in earlier turns
     for (int turn = 0; turn < E; turn += THREADS) {
         const int e = turn + threadIdx.x;
@@ -149,6 +157,7 @@ __device__ __forceinline__ void place_experts(const int* tile_bases, int E, Coun
         offset_below += length.total;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) expert_token_offsets[E] = offset_below;
+    return rows_below;
 }
 
 struct __align__(4) Row {
@@ -166,21 +175,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Count* const counts = reinterpret_cast<Count*>(shift + E);   // (TEAMS, E)
     const Tile tile = tile_of_block(R);
     const Slots slots = count_runs(topk_experts, tile, E, counts);
-    place_experts(tile_bases, E, counts, shift, expert_token_offsets);
+    const int rows = place_experts(tile_bases, E, counts, shift, expert_token_offsets);
     __syncthreads();  // every expert and team has its place
 
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
+        if (!has_slot(tile, step)) continue;
         const int expert = slots.expert(step);
-        if (expert == NONE) continue;
-        const int row = counts[team() * E + expert] + slots.rank(step);
-        ordered[row] = {(unsigned short)token_in_tile(step), (unsigned short)expert};
-        token_index_map[tile.first + slot_in_tile(step)] = row + shift[expert];
+        int place = EMPTY;
+        if (expert != NONE) {
+            const int row = counts[team() * E + expert] + slots.rank(step);
+            ordered[row] = {(unsigned short)token_in_tile(step), (unsigned short)expert};
+            place = row + shift[expert];
+        }
+        token_index_map[tile.first + slot_in_tile(step)] = place;
     }
     __syncthreads();  // the rows lie in order
 
     const int first_token = tile.first / K;
-    for (int row = threadIdx.x; row < tile.rows; row += THREADS) {
+    for (int row = threadIdx.x; row < rows; row += THREADS) {
         const Row here = ordered[row];
         expert_token_indices[row + shift[here.expert]] = first_token + here.token;
     }

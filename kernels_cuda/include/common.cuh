@@ -9,6 +9,7 @@
 
 constexpr int WARP = 32;
 constexpr unsigned FULL_WARP = 0xffffffffu;
+constexpr int EMPTY = -1;  // in place of an index: there is none
 
 // NVRTC has no INFINITY.
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }

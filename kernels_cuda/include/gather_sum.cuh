@@ -1,5 +1,7 @@
 // The sum of a token's k rows: the combine, and with weights of 1 the gradient of x. Runs everywhere.
 //
+// A slot whose row is EMPTY adds nothing.
+//
 // Constants    Scalar storage type; PACK neighbouring columns that a lane moves at once, which divides d.
 #pragma once
 #include "common.cuh"
@@ -12,17 +14,19 @@ constexpr int IN_FLIGHT = 4;
 // sums += the rows first, first + 1, ... of the token's, IN_FLIGHT of them or as many as there are, each
 // times its weight. Lane j knows where row j lies, and its weight.
 __device__ __forceinline__ void add_rows(const Scalar* rows, int row_of_lane, float weight_of_lane, int first,
-                                         int k, int column, int d, float (&sums)[PACK]) {
+                                         int column, int d, float (&sums)[PACK]) {
     Pack<Scalar, PACK> packs[IN_FLIGHT];
+    bool present[IN_FLIGHT];
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) {
         const long long row = __shfl_sync(FULL_WARP, row_of_lane, first + i);
-        if (first + i < k && column < d) packs[i] = load_pack<PACK>(rows + row * d + column);
+        present[i] = row != EMPTY && column < d;
+        if (present[i]) packs[i] = load_pack<PACK>(rows + row * d + column);
     }
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) {
         const float weight = __shfl_sync(FULL_WARP, weight_of_lane, first + i);
-        if (first + i < k && column < d)
+        if (present[i])
 #pragma unroll
             for (int p = 0; p < PACK; ++p) sums[p] += weight * to_float(packs[i].elements[p]);
     }
@@ -35,13 +39,13 @@ __device__ __forceinline__ void sum_rows_of_token(const Scalar* rows, const int*
                                                   long long token, int d, int k, WeightOf weight_of) {
     const bool has_slot = lane_id() < k;
     const long long slot = token * k + lane_id();
-    const int row_of_lane = has_slot ? token_index_map[slot] : 0;
+    const int row_of_lane = has_slot ? token_index_map[slot] : EMPTY;
     const float weight_of_lane = has_slot ? weight_of(slot) : 0.0f;
     for (int first_column = 0; first_column < d; first_column += WARP * PACK) {
         const int column = first_column + lane_id() * PACK;
         float sums[PACK] = {};
         for (int first = 0; first < k; first += IN_FLIGHT)
-            add_rows(rows, row_of_lane, weight_of_lane, first, k, column, d, sums);
+            add_rows(rows, row_of_lane, weight_of_lane, first, column, d, sums);
         if (column < d) {
             Pack<Scalar, PACK> pack;
 #pragma unroll

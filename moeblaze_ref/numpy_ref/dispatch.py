@@ -220,6 +220,38 @@ def build_by_sort(topk_experts, num_experts) -> Dispatch:
     return Dispatch((order // k).astype(np.int32), offsets.astype(np.int32), chosen, rank, k)
 
 
+def build_part(topk_experts, num_experts, num_routed) -> Dispatch:
+    """The same structures where some experts of a token are elsewhere: of the rows that are here, by a stable sort.
+
+    Parameters
+    ----------
+    topk_experts : ndarray (L, k), int32, C-contiguous
+        Expert ids of each token, distinct within a row, or ``EMPTY`` in the place of one that is elsewhere.
+    num_experts : int
+        E; 0 if every expert is elsewhere.
+    num_routed : int
+        R, the ids that are not ``EMPTY``.
+
+    Returns
+    -------
+    Dispatch
+        A partial one.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `doors.check_part`.
+    """
+    doors.check_part(topk_experts, num_experts, num_routed)
+    chosen = topk_experts.flatten()  # (L * k,)
+    order = np.argsort(chosen, kind="stable")[chosen.size - num_routed :]  # (R,) slots in expert order: EMPTY is first
+    positions = np.full(chosen.size, EMPTY, np.int32)  # (L * k,)
+    positions[order] = np.arange(num_routed, dtype=np.int32)
+    offsets = np.searchsorted(chosen[order], np.arange(num_experts + 1)).astype(np.int32)  # (E + 1,)
+    k = topk_experts.shape[1]
+    return Dispatch((order // k).astype(np.int32), offsets, chosen, positions, k)
+
+
 def expert_groups(dispatch) -> Iterator[tuple[int, slice, np.ndarray]]:
     """The experts in turn, each with its place in the expert order and its token ids.
 

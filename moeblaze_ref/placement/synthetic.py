@@ -59,3 +59,43 @@ def synthetic_trace(
         topk[:, layer] = rng.permutation(num_experts)[ranks]
     seq = np.arange(tokens) * sequences // max(tokens, 1)
     return RoutingTrace(topk, num_experts, seq, model=f"synthetic-{layers}x{num_experts}")
+
+
+def counted_trace(counts: np.ndarray, k: int, tokens: int, seed: int = 0, model: str = "") -> RoutingTrace:
+    """Tokens drawn as often as each expert was counted, where the choices themselves were not recorded.
+
+    A token's k experts are drawn one after the other in proportion to the counts of its sequence and layer, without
+    putting back. So layers depend on each other by the sequence alone, less than a model's do.
+
+    Parameters
+    ----------
+    counts : array (sequences, layers, E)
+        Of each expert, such as by subject; none negative, and at least k of every layer above 0.
+    k : int
+        Experts of a token.
+    tokens : int
+        Of each sequence.
+    seed : int
+    model : str
+        Whose counts they are.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If a size or a count is not allowed.
+    """
+    doors.check_shape("counts", counts, {"sequences": None, "layers": None, "E": None})
+    doors.check_not_negative("counts", counts)
+    sequences, layers, E = counts.shape
+    for name, size in (("k", k), ("tokens", tokens)):
+        doors.check_int(name, size, 1)
+    short = (counts > 0).sum(axis=2) < k
+    if short.any():
+        sequence, layer = doors.first(short)
+        raise ValueError(f"counts[{sequence}, {layer}] has fewer than k = {k} experts above 0")
+    rng = np.random.default_rng(seed)
+    with np.errstate(divide="ignore"):
+        popularity = np.log(counts)  # (sequences, layers, E)
+    score = popularity[:, None] + rng.gumbel(size=(sequences, tokens, layers, E))
+    topk = np.argsort(-score, axis=3, kind="stable")[..., :k].reshape(-1, layers, k)
+    return RoutingTrace(topk.astype(np.int16), E, np.repeat(np.arange(sequences), tokens), model=model)

@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moeblaze_ref import doors
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.raw_cuda.runtime.source import Module
-from moeblaze_ref.structures import Array, Dispatch
+from moeblaze_ref.structures import EMPTY, Array, Dispatch
 
 RUNGS = {"1_dense_map": ("int32",), "2_bitmap": ("int32",), "3_single_pass": ("int32",)}
 DEFAULT_RUNG = "3_single_pass"
@@ -112,19 +113,51 @@ def build(
     E = num_experts
     doors.check_kernel_limits(E, k)
     doors.check_name("rung of dispatch", rung, RUNGS)
-    executor = executor or executor_for(topk_experts)
+    return _build(executor or executor_for(topk_experts), rung, topk_experts, E, L * k)
 
+
+def build_part(topk_experts: Array, num_experts: int, num_routed: int, executor: Executor | None = None) -> Dispatch:
+    """`build`, where some experts of a token are elsewhere: the structures of the rows that are here.
+
+    Parameters
+    ----------
+    topk_experts : array (L, k), int32, C-contiguous
+        Expert ids of each token, distinct inside a row, or ``EMPTY`` in the place of one that is elsewhere.
+    num_experts : int
+        E; 0 if every expert is elsewhere.
+    num_routed : int
+        R, the ids that are not ``EMPTY``: the host must know it, to allocate the rows.
+    executor : Executor, optional
+        As in `build`.
+
+    Returns
+    -------
+    Dispatch
+        A partial one.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `doors.check_part`, or if E or k is more than the kernels take.
+    """
+    doors.check_part(topk_experts, num_experts, num_routed)
+    return _build(executor or executor_for(topk_experts), DEFAULT_RUNG, topk_experts, num_experts, num_routed)
+
+
+def _build(executor: Executor, rung: str, topk_experts: Array, E: int, R: int) -> Dispatch:
+    """The structures of R rows of checked ids."""
+    L, k = topk_experts.shape
+    ids = executor.empty if R else partial(executor.full, value=EMPTY)
     dispatch = Dispatch(
-        expert_token_indices=executor.empty((L * k,), "int32"),
-        expert_token_offsets=executor.empty((E + 1,), "int32") if L else executor.full((E + 1,), "int32", 0),
-        token_expert_indices=executor.empty((L * k,), "int32"),
-        token_index_map=executor.empty((L * k,), "int32"),
+        expert_token_indices=executor.empty((R,), "int32"),
+        expert_token_offsets=executor.empty((E + 1,), "int32") if R else executor.full((E + 1,), "int32", 0),
+        token_expert_indices=ids((L * k,), "int32"),
+        token_index_map=ids((L * k,), "int32"),
         k=k,
     )
-    if L == 0:
-        return dispatch
-    module = executor.load(f"dispatch/{rung}.cu", **constants(rung, E, k))
-    _FILL[rung](executor, module, topk_experts, dispatch)
+    if R:
+        module = executor.load(f"dispatch/{rung}.cu", **constants(rung, E, k))
+        _FILL[rung](executor, module, topk_experts, dispatch)
     return dispatch
 
 
@@ -183,7 +216,7 @@ def _by_map(
 
 def _by_tiles(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
     """Count every tile, scan the counts of each expert, route every tile."""
-    R, E, k = dispatch.R, dispatch.E, dispatch.k
+    R, E, k = dispatch.slots, dispatch.E, dispatch.k  # the kernels count slots
     tiling = Tiling.of(E, k)
     tiles = ceil_div(dispatch.L, tiling.tokens)
     tile_bases = executor.empty((E, tiles + 1), "int32")  # counts, then the rows of earlier tiles; the length last

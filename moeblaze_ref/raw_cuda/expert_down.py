@@ -125,7 +125,7 @@ def hidden_gradients(
     if dispatch.R == 0:
         return d_a, d_b, gated_y, d_gates
     gate_module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
-    slots = {**gemm.per_element(dispatch.R), "token_index_map": dispatch.token_index_map, "R": dispatch.R}
+    slots = {**gemm.per_element(dispatch.slots), "token_index_map": dispatch.token_index_map, "R": dispatch.slots}
     gate_of_row = executor.empty((dispatch.R,), "float32")
     gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
     tile = tiles.choose(executor, rung, "d_hidden", dispatch.R, dispatch.E, d, h)

@@ -77,8 +77,23 @@ def _over_tokens(
         module.launch(kernel, **launch, L=L, E=E, **arguments)
 
 
-def _shares(executor: Executor, topk_experts: Array, num_experts: int) -> Array:
-    """The part (E,) of the R routed rows that each expert gets; unwritten if there is no token."""
+def expert_shares(topk_experts: Array, num_experts: int, executor: Executor | None = None) -> Array:
+    """The part of the R routed rows that each expert gets.
+
+    Parameters
+    ----------
+    topk_experts : array (L, k), int32
+    num_experts : int
+        E.
+    executor : Executor, optional
+        Default: by where ``topk_experts`` lives.
+
+    Returns
+    -------
+    shares : array (E,), float32
+        Unwritten if there is no token.
+    """
+    executor = executor or executor_for(topk_experts)
     L, k = topk_experts.shape
     shares = executor.empty((num_experts,), "float32")
     if L == 0:
@@ -178,6 +193,7 @@ def backward(
     renormalize: bool = False,
     d_load_balancing_loss: float | Array = 0.0,
     d_router_z_loss: float | Array = 0.0,
+    shares: Array | None = None,
     executor: Executor | None = None,
     rung: str = DEFAULT_RUNG,
 ) -> Array:
@@ -194,6 +210,8 @@ def backward(
         As in `forward`.
     d_load_balancing_loss, d_router_z_loss : float or array (), float32 or float64
         Gradients of the losses. An array on the GPU is read there: the host does not wait for its value.
+    shares : array (E,), float32, optional
+        As in `load_balancing_loss`.
     executor, rung
         As in `forward`.
 
@@ -222,6 +240,10 @@ def backward(
         return d_logits
     balance = not (isinstance(d_load_balancing_loss, _NUMBERS) and d_load_balancing_loss == 0)
     nothing = executor.empty((0,), "float32")
+    if not balance:
+        shares = nothing
+    elif shares is None:
+        shares = expert_shares(topk_experts, E, executor)
     _over_tokens(
         executor,
         rung,
@@ -232,7 +254,7 @@ def backward(
         d_gates=d_gates,
         logits=logits,
         topk_experts=topk_experts,
-        shares=_shares(executor, topk_experts, E) if balance else nothing,
+        shares=shares,
         d_load_balancing_loss=_on_device(executor, d_load_balancing_loss) if balance else nothing,
         d_router_z_loss=_on_device(executor, d_router_z_loss),
         d_logits=d_logits,
@@ -249,7 +271,11 @@ def _on_device(executor: Executor, value: float | Array) -> Array:
 
 
 def load_balancing_loss(
-    probs: Array, topk_experts: Array, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    probs: Array,
+    topk_experts: Array,
+    shares: Array | None = None,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
 ) -> Array:
     """Switch loss E * sum_e f_e P_e: f_e the share of routed rows, P_e the mean probability.
 
@@ -257,6 +283,8 @@ def load_balancing_loss(
     ----------
     probs : array (L, E), float32
     topk_experts : array (L, k), int32
+    shares : array (E,), float32, optional
+        f_e of a larger batch, of which these tokens are a part. Default: `expert_shares`.
     executor, rung
         As in `forward`.
 
@@ -277,7 +305,8 @@ def load_balancing_loss(
     stage_doors.check_routing(probs, topk_experts, DTYPES)
     executor = _prepare(executor, rung, probs, topk_experts.shape[1])
     L, E = probs.shape
-    shares = _shares(executor, topk_experts, E)
+    if shares is None:
+        shares = expert_shares(topk_experts, E, executor)
     terms = _empty_terms(executor, rung, L)
     _over_tokens(executor, rung, "load_balancing_terms", probs, probs=probs, shares=shares, terms=terms)
     return _sum_terms(executor, terms, scale=E / max(L, 1))

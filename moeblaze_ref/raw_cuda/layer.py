@@ -59,7 +59,7 @@ def forward(
     ValueError, TypeError
         As `moeblaze_ref.layer.forward`, or if the rung is unknown or does not compute in this dtype.
     """
-    stages = _stages(x, weights, executor, rung)
+    stages = stages_for(x, weights, executor, rung)
     return layer.forward(stages, gemm.WIDE, x, weights, k, activation, policy, renormalize, topk_experts)
 
 
@@ -76,7 +76,7 @@ def backward(
 ) -> Gradients:
     """Every gradient, as `moeblaze_ref.layer.backward` describes; executor and rung as in `forward`."""
     doors.check_type("saved", saved, Saved)
-    stages = _stages(saved.x, weights, executor, rung)
+    stages = stages_for(saved.x, weights, executor, rung)
     d_losses = d_load_balancing_loss, d_router_z_loss
     return layer.backward(stages, gemm.WIDE, d_out, saved, weights, *d_losses, overwrite, wanted)
 
@@ -91,7 +91,7 @@ def route(
     executor: Executor | None = None,
 ) -> Routed:
     """Who goes where, by which gates, as `moeblaze_ref.layer.route` describes; executor as in `forward`."""
-    stages = _stages(x, weights, executor, None)
+    stages = stages_for(x, weights, executor, None)
     return layer.route(stages, gemm.WIDE, x, weights, k, activation, renormalize, topk_experts)
 
 
@@ -107,11 +107,11 @@ def router_gradients(
     executor: Executor | None = None,
 ) -> tuple[Array | None, Array | None]:
     """d_x through the router alone, and d_wg, as `moeblaze_ref.layer.router_gradients`; executor as in `forward`."""
-    stages, d_losses = _stages(x, weights, executor, None), (d_load_balancing_loss, d_router_z_loss)
+    stages, d_losses = stages_for(x, weights, executor, None), (d_load_balancing_loss, d_router_z_loss)
     return layer.router_gradients(stages, d_gates, x, weights.wg, topk_experts, renormalize, *d_losses, wanted)
 
 
-def _stages(x, weights, executor, rung) -> layer.Stages:
+def stages_for(x: Array, weights: MoEWeights, executor: Executor | None, rung: str | None) -> layer.Stages:
     """The stages with the executor and the rung already chosen."""
     doors.check_type("weights", weights, MoEWeights)
     executor = executor or executor_for(x)

@@ -1,0 +1,55 @@
+"""The batch that the ranks' tokens are together: what the router's losses are of."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.structures import Array
+from moeblaze_ref.torch_bridge import Bridge
+
+
+class BatchGating:
+    """The gating stage of a rank's tokens, whose load-balancing loss knows the experts' shares in the whole batch.
+
+    Each rank's value of a loss is a mean over its own tokens: times ``part``, they add up to the batch's.
+
+    Parameters
+    ----------
+    gating : module
+        The stage.
+    bridge : Bridge
+        To its arrays.
+    ranks : Ranks
+    shares : Tensor (E,) float32, optional
+        Each expert's part of the routed rows of all ranks. Default: they are counted when experts have been chosen.
+
+    Attributes
+    ----------
+    shares : Tensor (E,) float32
+    part : Tensor () float32
+        This rank's part of the tokens of all; it is there once they have been counted.
+    """
+
+    def __init__(self, gating: Any, bridge: Bridge, ranks: Ranks, shares: Tensor | None = None):
+        self._gating, self._bridge, self._ranks = gating, bridge, ranks
+        self.shares = shares
+        self.forward, self.router_z_loss = gating.forward, gating.router_z_loss
+
+    def load_balancing_loss(self, probs: Array, topk_experts: Array) -> Array:
+        """This rank's E * sum_e f_e P_e: f_e of all ranks' rows, P_e of its own tokens."""
+        self._count(topk_experts, probs.shape[1])
+        return self._gating.load_balancing_loss(probs, topk_experts, self._bridge.array(self.shares))
+
+    def backward(self, *operands: Array | float | bool) -> Array:
+        """As the stage's, with the batch's shares."""
+        return self._gating.backward(*operands, shares=self._bridge.array(self.shares))
+
+    def _count(self, topk_experts, num_experts):
+        tokens = len(topk_experts)
+        shares = self._bridge.tensor(self._gating.expert_shares(topk_experts, num_experts))
+        rows = shares.double() * tokens if tokens else torch.zeros_like(shares, dtype=torch.float64)
+        rows, all_tokens = self._ranks.total(torch.cat([rows, rows.new_full((1,), tokens)])).split([num_experts, 1])
+        all_tokens = all_tokens.clamp(min=1).squeeze()
+        self.shares, self.part = (rows / all_tokens).float(), (tokens / all_tokens).float()

@@ -1,0 +1,248 @@
+"""Measure placements on this machine's GPUs, and hold the model of `placement.simulate` against it.
+
+    torchrun --nproc-per-node 4 -m moeblaze_ref.parallel.bench --trace FILE --map greedy.npz --map moetuner.npz
+
+Every rank of torchrun is a GPU, or a process on CPUs where there is none. The layers have random weights; tokens of the
+trace are replayed, those of the held-out half if it says which sequences they belong to (`moeblaze place --out` fits
+maps to the other half). What is modelled, as in MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU
+with the most of them is, and an exchange when the slowest pair of GPUs is. The costs of a token and of a link are
+measured first, on even loads, never on what they are to foretell.
+"""
+
+import os
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from rich import box
+from rich.table import Table
+
+from moeblaze_ref import doors, provenance, records, traces
+from moeblaze_ref.cli import stdout, user_errors
+from moeblaze_ref.parallel import measure
+from moeblaze_ref.parallel.measure import MarkedRanks, Model
+from moeblaze_ref.parallel.watch import TIMEOUT, Watch
+from moeblaze_ref.placement import maps
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.simulate import Cluster, Step, slowness, step
+from moeblaze_ref.placement.trace import profile, split
+from moeblaze_ref.traces import RoutingTrace
+
+WIDTHS = {"mixtral": (4096, 14336), "gpt-oss": (2880, 2880), "toy": (16, 24)}  # d and h
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a placement took, and what the model says of it: milliseconds of a step.
+
+    Parameters
+    ----------
+    name : str
+        Of the map.
+    step_ms, step_p99_ms : float
+        Of the slowest rank, over the steps.
+    modelled_step_ms : float
+        `simulate.step`: tokens go from expert to expert, and nothing else takes time.
+    experts_ms, exchange_ms : list of float
+        Of each layer, medians over the steps: the slowest rank's experts, and the slowest rank's way there and back.
+    modelled_experts_ms, modelled_exchange_ms : list of float
+        The same by the model, of the rows that travel here: from a token's rank to its experts' ranks, and back.
+    """
+
+    name: str
+    step_ms: float
+    step_p99_ms: float
+    modelled_step_ms: float
+    experts_ms: list[float]
+    modelled_experts_ms: list[float]
+    exchange_ms: list[float]
+    modelled_exchange_ms: list[float]
+
+
+# What is replayed -----------------------------------------------------------------------------------------------------
+
+
+def batches(trace: RoutingTrace, tokens: int, steps: int) -> list[np.ndarray]:
+    """Windows (tokens, layers, k) of the trace, one a step, from the beginning again when it is over.
+
+    Raises
+    ------
+    ValueError
+        If the trace has fewer tokens than a step.
+    """
+    whole = trace.tokens // tokens
+    if whole == 0:
+        raise ValueError(f"a step has {tokens} tokens, but the trace only {trace.tokens}: ask for fewer tokens a rank")
+    return [trace.topk[first * tokens : (first + 1) * tokens] for first in np.arange(steps) % whole]
+
+
+def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Cluster) -> Placement:
+    """A map from a file, or by a method's name, fitted to the sample: for this trace's model and this cluster.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        If there is no such file or method, or it is for another model or another number of GPUs.
+    """
+    if name.endswith(".npz"):
+        found = maps.load(Path(name))
+    else:
+        from moeblaze_ref.placement import methods  # it needs OR-Tools, which a file does not
+
+        doors.check_name("method of placement", name, methods.METHODS)
+        found = methods.METHODS[name](profile(sample), on, methods.Options()).placement
+        if found is None:
+            raise ValueError(f"{name} replicates experts, but here every expert has one GPU")
+    found.check_fits(trace.topk.shape[1], trace.num_experts, trace.model)
+    if found.num_gpus != on.num_gpus:
+        raise ValueError(f"{name} is for {found.num_gpus} GPUs, but there are {on.num_gpus} ranks")
+    return found
+
+
+# Measured and modelled ------------------------------------------------------------------------------------------------
+
+
+def replay(name: str, placement: Placement, windows: list[np.ndarray], d: int, h: int, ranks, dtype, on) -> Found:
+    """Run the windows under the placement, and model them.
+
+    Parameters
+    ----------
+    name : str
+    placement : Placement
+    windows : list of array (ranks * tokens, layers, k)
+        One a step; each rank has its part of every window.
+    d, h : int
+    ranks : MarkedRanks
+    dtype : torch.dtype
+    on : Cluster
+        With the measured costs.
+    """
+    device = ranks.clock.torch_device
+    mine = [torch.from_numpy(np.split(window, ranks.size)[ranks.rank].astype(np.int32)) for window in windows]
+    steps = [topk.transpose(0, 1).contiguous().to(device) for topk in mine]  # (layers, tokens, k)
+    model = Model(placement, d, h, steps[0].shape[2], ranks, dtype)
+    x = torch.randn(steps[0].shape[1], d, device=device, dtype=dtype)
+    whole, parts = model.times(x, steps)
+    whole, slowest = whole.max(axis=0), np.median(parts.max(axis=0), axis=0)  # (steps,), (layers, 3)
+    foretold = modelled(placement, windows, on)
+    return Found(
+        name,
+        float(np.median(whole)),
+        float(np.percentile(whole, 99)),
+        foretold.ms,
+        slowest[:, 1].tolist(),
+        (1e3 * foretold.compute_s).tolist(),
+        (slowest[:, 0] + slowest[:, 2]).tolist(),
+        (1e3 * exchange_seconds(placement, windows, on)).tolist(),
+    )
+
+
+def modelled(placement: Placement, windows: list[np.ndarray], on: Cluster) -> Step:
+    """What `simulate` says of a step of the windows."""
+    topk = np.concatenate(windows)
+    return step(profile(RoutingTrace(topk, placement.E)), placement.shares(), on, len(windows[0]))
+
+
+def exchange_seconds(placement: Placement, windows: list[np.ndarray], on: Cluster) -> np.ndarray:
+    """There and back in each layer (layers,), the mean over the windows: twice the slowest pair of ranks."""
+    return 2 * np.mean([(rows_sent(placement, window) * slowness(on)).max(axis=(1, 2)) for window in windows], axis=0)
+
+
+def rows_sent(placement: Placement, window: np.ndarray) -> np.ndarray:
+    """Rows from each rank to each in every layer, (layers, G, G): one for each token with an expert there."""
+    owners = placement.assignment[np.arange(placement.layers)[None, :, None], window]  # (tokens, layers, k)
+    visits = (owners[..., None] == np.arange(placement.num_gpus)).any(axis=2)  # (tokens, layers, G)
+    return np.stack([part.sum(axis=0) for part in np.split(visits, placement.num_gpus)], axis=1)
+
+
+# Shown ----------------------------------------------------------------------------------------------------------------
+
+
+def beside(measured: float, foretold: float) -> str:
+    """What the model says, and how far that is from what was measured, of the latter."""
+    return f"{foretold:.2f} ({foretold / measured - 1:+.0%})"
+
+
+def table(rows: list[Found], caption: str) -> Table:
+    """A line a map: sums over the layers."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    for heading in ("map", "step ms", "p99", "modelled", "experts", "modelled", "exchange", "modelled"):
+        shown.add_column(heading, justify="left" if heading == "map" else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(
+            row.name,
+            f"{row.step_ms:.2f}",
+            f"{row.step_p99_ms:.2f}",
+            beside(row.step_ms, row.modelled_step_ms),
+            f"{sum(row.experts_ms):.2f}",
+            beside(sum(row.experts_ms), sum(row.modelled_experts_ms)),
+            f"{sum(row.exchange_ms):.2f}",
+            beside(sum(row.exchange_ms), sum(row.modelled_exchange_ms)),
+        )
+    return shown
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def main(
+    trace: Annotated[Path, typer.Option(help="npz of moeblaze trace.")],
+    placement: Annotated[
+        list[str], typer.Option("--map", help="npz of moeblaze place --out, or a method's name; repeatable.")
+    ],
+    preset: Annotated[str, typer.Option(help=f"Of widths: {', '.join(WIDTHS)}.")] = "gpt-oss",
+    tokens: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 1024,
+    steps: Annotated[int, typer.Option(help="Measured, of each map.", min=1)] = 50,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a rank that is missing ends all.")] = TIMEOUT,
+    record: Annotated[Path | None, typer.Option(help="Also write every layer's times here.")] = None,
+):
+    """Measure placements, beside what the model says of them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=2 * timeout))
+    with user_errors(), Watch(timeout):
+        d, h = WIDTHS[doors.check_name("preset", preset, WIDTHS)]
+        asked = {"trace": trace.name, "preset": preset, "d": d, "h": h, "tokens": tokens, "steps": steps}
+        _run(traces.load(trace), placement, asked, MarkedRanks(measure.clock_of(device)), record)
+    dist.destroy_process_group()
+
+
+def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: MarkedRanks, record: Path | None):
+    d, h, tokens, steps = (asked[name] for name in ("d", "h", "tokens", "steps"))
+    sample, held_out = (trace, trace) if trace.seq is None else split(trace, seed=0)
+    windows = batches(held_out, ranks.size * tokens, steps)
+    if record and ranks.rank == 0:
+        records.check_writable(record)
+    k, dtype = trace.topk.shape[2], torch.bfloat16 if ranks.clock.torch_device.type == "cuda" else torch.float32
+    token_s = measure.token_seconds(d, h, k, trace.num_experts, tokens, steps, ranks, dtype)
+    row_bytes = d * dtype.itemsize
+    on = Cluster(measure.bandwidths(tokens, row_bytes, steps, ranks), row_bytes, token_s)
+    found = []
+    for name in names:
+        placement = placement_of(name, trace, sample, on)
+        found.append(replay(Path(name).stem, placement, windows, d, h, ranks, dtype, on))
+    if ranks.rank == 0:
+        stdout().print(table(found, _caption(trace, asked, ranks.size, on)))
+        if record:
+            costs = {"gpus": ranks.size, "token_s": token_s, "bandwidth": on.bandwidth.tolist()}
+            model = {"model": trace.model, "layers": trace.topk.shape[1], "experts": trace.num_experts, "k": k}
+            provenance.record(record, asked | model | costs | {"rows": [asdict(row) for row in found]})
+
+
+def _caption(trace, asked, size, on):
+    return (
+        f"{size} GPUs, {asked['tokens']:,} tokens each, {trace.topk.shape[1]} layers of {trace.num_experts} experts of "
+        f"d={asked['d']}, h={asked['h']}, routed as {trace.model or asked['trace']}. Milliseconds of a step; experts "
+        f"and exchange: the slowest rank of each layer, summed. Modelled with {1e9 * on.token_s:.0f} ns a routed row "
+        f"and {on.bandwidth[0, -1] / 1e9:.3g} GB/s a pair, both measured on even loads; in brackets, how far off."
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

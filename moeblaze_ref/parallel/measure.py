@@ -1,0 +1,181 @@
+"""Times of a model's MoE layers over ranks, and of the two costs that the model of `placement.simulate` is made of.
+
+A step is a forward through all layers under the routing of a trace. Its time is taken as it is. The parts of a layer
+are taken in steps of their own, where the ranks line up before each exchange, so that waiting for the slowest rank's
+experts does not count as transfer.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moeblaze_ref.bench.device import Gpu
+from moeblaze_ref.layer import MoEWeights
+from moeblaze_ref.parallel.layer import ExpertParallelMoE
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.placement.maps import Placement
+
+WARM_UP = 3  # steps that do not count
+PARTS = ("there", "experts", "back")  # of a layer
+EXCHANGES = 4  # of a forward: counts, rows, slots, and the way back
+
+
+class Host:
+    """The clock of a process on CPUs, where nothing is left to wait for."""
+
+    torch_device = torch.device("cpu")
+
+    def settle(self):
+        """There is no queue."""
+
+    def mark(self) -> float:
+        """Now, seconds."""
+        return time.perf_counter()
+
+    def milliseconds(self, start: float, end: float) -> float:
+        """Between two moments."""
+        return 1e3 * (end - start)
+
+
+def clock_of(device: str) -> Gpu | Host:
+    """The clock of "cuda", its current device, or of "cpu"."""
+    return Gpu() if device == "cuda" else Host()
+
+
+class MarkedRanks(Ranks):
+    """Ranks that mark when each exchange begins and ends.
+
+    Parameters
+    ----------
+    clock : Gpu or Host
+
+    Attributes
+    ----------
+    lines_up : bool
+        Whether all ranks begin an exchange together.
+    """
+
+    def __init__(self, clock: Gpu | Host):
+        super().__init__()
+        self.clock, self.marks, self.lines_up = clock, [], False
+        self._nothing = torch.zeros(1, device=clock.torch_device)
+
+    def line_up(self):
+        """Whoever comes first waits for the last; the host need not."""
+        self.total(self._nothing)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """As `Ranks.exchange`; if ``lines_up``, all ranks begin together."""
+        if self.lines_up:
+            self.line_up()
+        begin = self.clock.mark()
+        arrived = super().exchange(rows, sent, received)
+        self.marks.append((begin, self.clock.mark()))
+        return arrived
+
+    def parts(self) -> np.ndarray:
+        """Milliseconds of ``PARTS`` in every layer that has been marked, (layers, 3)."""
+        layers = [self.marks[first : first + EXCHANGES] for first in range(0, len(self.marks), EXCHANGES)]
+        between = self.clock.milliseconds
+        return np.array(
+            [
+                (between(*rows) + between(*slots), between(slots[1], back[0]), between(*back))
+                for _, rows, slots, back in layers
+            ]
+        )
+
+
+class Model:
+    """The MoE layers of a model with random weights, under a placement; the same tokens go into each.
+
+    Parameters
+    ----------
+    placement : Placement
+    d, h, k : int
+        Widths of every layer, and experts of a token.
+    ranks : MarkedRanks
+    dtype : torch.dtype
+    """
+
+    def __init__(self, placement: Placement, d: int, h: int, k: int, ranks: MarkedRanks, dtype: torch.dtype):
+        sizes = {"d": d, "h": h, "E": placement.E, "k": k, "device": ranks.clock.torch_device, "dtype": dtype}
+        self.ranks = ranks
+        self.layers = [
+            ExpertParallelMoE(placement=placement, layer=layer, ranks=ranks, **sizes)
+            for layer in range(placement.layers)
+        ]
+
+    @torch.no_grad()
+    def step(self, x: Tensor, topk: Tensor):
+        """A forward of this rank's tokens x (tokens, d) by the choices topk (layers, tokens, k)."""
+        for layer, chosen in zip(self.layers, topk, strict=True):
+            layer._run(x, MoEWeights(*layer.weights), chosen)  # its door would wait for the device, to look at them
+
+    def times(self, x: Tensor, steps: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """Milliseconds of every rank's steps (ranks, steps), and of the parts (ranks, steps, layers, 3)."""
+        for topk in steps[:WARM_UP]:
+            self.step(x, topk)
+        self.ranks.lines_up = False
+        whole = [self._timed(x, topk)[0] for topk in steps]
+        self.ranks.lines_up = True
+        parts = [self._timed(x, topk)[1] for topk in steps]
+        return every_rank(np.array(whole)), every_rank(np.array(parts))
+
+    def _timed(self, x, topk):
+        """Milliseconds of a step, and of its parts (layers, 3)."""
+        clock = self.ranks.clock
+        self.ranks.line_up()
+        self.ranks.marks = []
+        begin = clock.mark()
+        self.step(x, topk)
+        end = clock.mark()
+        clock.settle()
+        return clock.milliseconds(begin, end), self.ranks.parts()
+
+
+def every_rank(mine: np.ndarray) -> np.ndarray:
+    """The arrays of all ranks, stacked."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return np.stack(found)
+
+
+def token_seconds(d: int, h: int, k: int, E: int, tokens: int, repetitions: int, ranks: MarkedRanks, dtype) -> float:
+    """What an expert takes for one of its tokens when all experts have equally many: the median, seconds.
+
+    Parameters
+    ----------
+    d, h, k, E : int
+        Of a layer; E is at least the number of ranks.
+    tokens : int
+        Of each rank.
+    repetitions : int
+    ranks : MarkedRanks
+    dtype : torch.dtype
+    """
+    even = np.arange(E, dtype=np.int32)[None] * ranks.size // E
+    model = Model(Placement(even, ranks.size), d, h, k, ranks, dtype)
+    device = ranks.clock.torch_device
+    slots = torch.arange(tokens * k, dtype=torch.int32, device=device).reshape(1, tokens, k)
+    _, parts = model.times(torch.randn(tokens, d, device=device, dtype=dtype), [slots % E] * repetitions)
+    rows = np.bincount(even[0], minlength=ranks.size) * ranks.size * tokens * k / E  # (ranks,)
+    return float(np.median(parts[..., 0, 1] / rows[:, None])) / 1e3
+
+
+def bandwidths(rows: int, row_bytes: int, repetitions: int, ranks: MarkedRanks) -> np.ndarray:
+    """Bytes/s from rank to rank (G, G) while each sends ``rows`` of ``row_bytes`` bytes to every other: the median."""
+    block = torch.zeros(ranks.size * rows, row_bytes, dtype=torch.uint8, device=ranks.clock.torch_device)
+    taken = []
+    ranks.lines_up = True
+    for _ in range(WARM_UP + repetitions):
+        ranks.marks = []
+        ranks.exchange(block, [rows] * ranks.size, [rows] * ranks.size)
+        ranks.clock.settle()
+        taken.append(ranks.clock.milliseconds(*ranks.marks.pop()))
+    seconds = np.median(every_rank(np.array(taken[WARM_UP:])).max(axis=0)) / 1e3
+    return np.full((ranks.size, ranks.size), rows * row_bytes / seconds)

@@ -1,0 +1,92 @@
+"""What the ranks of a process group send each other; nothing here knows of experts."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+_progress = 0
+
+
+class LostRank(ConnectionError):
+    """Another rank did not take part."""
+
+
+def progress() -> int:
+    """How many times this process has begun to talk to the others."""
+    return _progress
+
+
+def check_initialised():
+    """``torch.distributed`` is ready."""
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: start by torchrun, and call init_process_group")
+
+
+class Ranks:
+    """The ranks of a group, as one of them sees them. All must make the same calls in the same order.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        Of NCCL for tensors on GPUs, of gloo for tensors on CPUs. Default: all ranks.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank's number in the group, and how many there are.
+
+    Raises
+    ------
+    RuntimeError
+        If ``torch.distributed`` is not initialised.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        check_initialised()
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows of every rank, from those that this one sends to every rank.
+
+        Parameters
+        ----------
+        rows : Tensor (sum of ``sent``, ...)
+            Contiguous; those for rank 0 first, then those for rank 1, and so on.
+        sent, received : sequence of int
+            How many rows go to, and come from, each rank; any may be 0.
+
+        Returns
+        -------
+        Tensor (sum of ``received``, ...)
+            Those of rank 0 first.
+
+        Raises
+        ------
+        LostRank
+            If another rank has gone.
+        """
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        _together(dist.all_to_all_single, arrived, rows, list(received), list(sent), group=self.group)
+        return arrived
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum of every rank's tensor, written over this one's; `LostRank` as in `exchange`."""
+        _together(dist.all_reduce, tensor, group=self.group)
+        return tensor
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, written over this one's; `LostRank` as in `exchange`."""
+        _together(dist.broadcast, tensor, group=self.group, group_src=0)
+        return tensor
+
+
+def _together(collective, *arguments, **options):
+    """Begin what all ranks take part in."""
+    global _progress
+    _progress += 1
+    try:
+        collective(*arguments, **options)
+    except RuntimeError as error:
+        raise LostRank(str(error)) from error

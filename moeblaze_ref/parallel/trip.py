@@ -1,0 +1,107 @@
+"""A batch of tokens that visits the ranks of its experts and comes back: a dispatch whose experts are the ranks."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref import doors
+from moeblaze_ref.layer import Stages
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.structures import EMPTY, STRUCTURES, Dispatch
+from moeblaze_ref.torch_bridge import Bridge
+
+
+class Counts(NamedTuple):
+    """What the host knows of a trip."""
+
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
+    choices: int  # of the received rows, those of their slots whose experts are here
+
+
+class Trip:
+    """Which rows go where, and how they come back.
+
+    Parameters
+    ----------
+    ranks : Ranks
+    stages : Stages
+        Of this rank's device, and ``bridge``, the way to it.
+    copies : Dispatch
+        A partial one of L tokens over the ranks, of tensors: slot (token, j) has a row if its expert is on a rank that
+        no earlier slot of the token is for.
+    counts : Counts
+    """
+
+    def __init__(self, ranks: Ranks, stages: Stages, bridge: Bridge, copies: Dispatch, counts: Counts):
+        self._ranks, self._combine, self._bridge = ranks, stages.combine, bridge
+        self._copies, self.counts = copies, counts
+
+    @classmethod
+    def planned(cls, ranks: Ranks, stages: Stages, bridge: Bridge, topk_experts: Tensor, owners: Tensor) -> "Trip":
+        """The trip of tokens to their experts; the host learns how many rows come.
+
+        Parameters
+        ----------
+        ranks, stages, bridge
+            As in `Trip`.
+        topk_experts : Tensor (L, k) int32
+        owners : Tensor (E,) int32
+            Every expert's rank.
+
+        Raises
+        ------
+        ValueError
+            If more rows come than the index structures take.
+        """
+        homes = owners[topk_experts.long()]  # (L, k)
+        copies = homes.masked_fill(_earlier(homes), EMPTY)
+        counts = _counts(ranks, copies, homes)
+        doors.check_routed_rows(sum(counts.received), topk_experts.shape[1])
+        dispatch = stages.dispatch.build_part(bridge.array(copies), ranks.size, sum(counts.sent))
+        return cls(ranks, stages, bridge, dispatch.map(bridge.tensor), counts)
+
+    @classmethod
+    def again(
+        cls, ranks: Ranks, stages: Stages, bridge: Bridge, tensors: Mapping[str, Tensor], k: int, counts: Counts
+    ) -> "Trip":
+        """The same trip, from what `tensors` and `counts` gave."""
+        copies = {name: tensors[_kept(name)] for name in STRUCTURES}
+        return cls(ranks, stages, bridge, Dispatch.of(copies, k=k), counts)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What to keep of it, by name."""
+        return {_kept(name): tensor for name, tensor in self._copies.arrays().items()}
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Rows (L, n) of this rank's tokens to the ranks of their experts: what came here, rank by rank."""
+        sent, received, _ = self.counts
+        return self._ranks.exchange(rows[self._copies.expert_token_indices], sent, received)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Rows, one for each that came, to their tokens' rank: the sum (L, n) of what came back of each token."""
+        sent, received, _ = self.counts
+        returned = self._ranks.exchange(rows, received, sent)
+        weights = torch.ones(self._copies.L, self._copies.k, device=rows.device)
+        arrays = self._bridge.arrays([returned, weights])
+        return self._bridge.tensor(self._combine.forward(*arrays, self._copies.map(self._bridge.array)))
+
+
+def _kept(name: str) -> str:
+    return f"trip {name}"
+
+
+def _earlier(homes: Tensor) -> Tensor:
+    """Which slots (L, k) of a token are for a rank that an earlier one is for."""
+    return (homes[:, :, None] == homes[:, None, :]).tril(-1).any(dim=-1)
+
+
+def _counts(ranks: Ranks, copies: Tensor, homes: Tensor) -> Counts:
+    """How many rows, and how many choices with them, go to each rank and come from each: the host waits for it."""
+    each = torch.arange(ranks.size, device=homes.device)
+    sent = torch.stack([(slots[:, :, None] == each).sum(dim=(0, 1)) for slots in (copies, homes)], dim=1)  # (G, 2)
+    received = ranks.exchange(sent, [1] * ranks.size, [1] * ranks.size)
+    sent, received = torch.stack([sent, received]).tolist()
+    return Counts([rows for rows, _ in sent], [rows for rows, _ in received], sum(choices for _, choices in received))

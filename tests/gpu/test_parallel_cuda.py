@@ -1,0 +1,55 @@
+"""Expert parallelism over NCCL, on as many GPUs as there are; on one, a group of one."""
+
+import pytest
+import torch
+from ranks import run, run_to_the_end
+from test_parallel import Case, assert_as_on_one_device, ending, killed, on_a_rank, outcome
+
+from moeblaze_ref.config import POLICIES
+from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.parallel.layer import ExpertParallelMoE
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.watch import Watch
+
+pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
+
+GPUS = min(cuda_device_count(), 4)
+EXPERTS = 9
+SKEWED = tuple(min(expert * expert // 8, GPUS - 1) for expert in range(EXPERTS))  # later GPUs have more
+TOKENS = (301, 0, 77, 130)[:GPUS]
+WIDE = {"d": 128, "h": 192}
+CASES = [
+    *(Case(policy, SKEWED, TOKENS, 3, options={"policy": policy}, **WIDE) for policy in POLICIES),
+    Case("bfloat16", SKEWED, TOKENS, 3, dtype=torch.bfloat16, **WIDE),  # by rung 4_hopper on an H200
+    Case("ungated", SKEWED, TOKENS, 2, options={"activation": "relu2", "renormalize": True}, **WIDE),
+    Case("one rank has all", (GPUS - 1,) * EXPERTS, TOKENS, 4, **WIDE),
+    Case("no token at all", SKEWED, (0,) * GPUS, 2, **WIDE),
+]
+WATCHED = 10.0  # seconds
+
+
+def test_all_is_as_on_one_gpu():
+    found = run(on_a_rank, GPUS, CASES, "cuda", backend="nccl")
+    for case in CASES:
+        assert_as_on_one_device(case, [each[case.name] for each in found], "cuda")
+
+
+def step_until_killed():
+    """Steps under watch, in the second of which the last rank dies between its exchanges."""
+    case, ranks = CASES[0], Ranks()
+    layer = ExpertParallelMoE(placement=case.placement(), layer=1, ranks=ranks, device="cuda", **case.sizes)
+    inputs = case.inputs("cuda")
+    with Watch(WATCHED):
+        outcome(layer, *inputs)  # compiles
+        if ranks.rank == GPUS - 1:
+            ranks.exchange = ending(ranks.exchange, 2, killed)
+        outcome(layer, *inputs)
+        torch.cuda.synchronize()
+
+
+def test_a_killed_rank_ends_all_by_name():
+    """On one GPU the killed rank is alone, and there is nobody to say so."""
+    *others, (status, _) = run_to_the_end(step_until_killed, GPUS, backend="nccl")
+    assert status != 0
+    for status, output in others:
+        assert status != 0 and f"rank {GPUS - 1} has died" in output

@@ -1,0 +1,366 @@
+"""Expert parallelism: the single-device layer's output, losses and gradients, on ranks that share its experts."""
+
+import itertools
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run, run_to_the_end
+
+from moeblaze_ref.config import POLICIES
+from moeblaze_ref.parallel.batch import BatchGating
+from moeblaze_ref.parallel.layer import ExpertParallelMoE
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.trip import Trip
+from moeblaze_ref.parallel.watch import Seen, Watch, verdict
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.torch_layer import MoELayer
+
+BOUND = 1e-5  # of the error's norm over the norm
+NARROW_BOUND = 2**-6  # bfloat16: partial sums are rounded before they travel
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, its map, and how many tokens each rank has."""
+
+    name: str
+    map: tuple[int, ...]  # the rank of each expert
+    tokens: tuple[int, ...]  # of each rank
+    k: int = 2
+    d: int = 16
+    h: int = 24
+    options: dict = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    only: int | None = None  # all tokens choose experts from this one on
+
+    @property
+    def E(self) -> int:
+        return len(self.map)
+
+    @property
+    def sizes(self) -> dict:
+        return {"d": self.d, "h": self.h, "E": self.E, "k": self.k, "dtype": self.dtype, **self.options}
+
+    def placement(self) -> Placement:
+        """With another layer before this one."""
+        rows = np.stack([np.arange(self.E) % len(self.tokens), np.array(self.map)]).astype(np.int32)
+        return Placement(rows, len(self.tokens))
+
+    def whole(self, device="cpu") -> MoELayer:
+        """The layer with all experts: alike on every rank."""
+        torch.manual_seed(3)
+        layer = MoELayer(**self.sizes)
+        with torch.no_grad():
+            layer.wg *= 3
+        return layer.to(device)
+
+    def inputs(self, device="cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """x (L, d), the weight of each output, and a routing to replay, of all ranks' tokens."""
+        generator = torch.Generator().manual_seed(5)
+        shape = (sum(self.tokens), self.d)
+        x, weight = (torch.randn(*shape, generator=generator).to(self.dtype) for _ in range(2))
+        routing = None
+        if self.only is not None:
+            order = torch.rand(shape[0], self.E - self.only, generator=generator).argsort(dim=1)
+            routing = (self.only + order[:, : self.k]).int()
+        return tuple(None if tensor is None else tensor.to(device) for tensor in (x, weight, routing))
+
+
+SKEWED = (0, 1, 1, 1, 0, 1, 1)
+CASES = {
+    2: [
+        *(Case(policy, SKEWED, (37, 21), 3, options={"policy": policy}) for policy in POLICIES),
+        Case("ungated", SKEWED, (37, 21), options={"activation": "gelu"}),
+        Case("renormalized", SKEWED, (37, 21), options={"renormalize": True}),
+        Case("one expert a token", SKEWED, (37, 21), k=1),
+        Case("every expert", SKEWED, (37, 21), k=7),
+        Case("bfloat16", SKEWED, (37, 21), 3, dtype=torch.bfloat16),
+        Case("a rank without tokens", SKEWED, (0, 33), 3),
+        Case("no token at all", SKEWED, (0, 0)),
+        Case("a rank without experts", (1, 1, 1, 1), (20, 9)),
+        Case("no token for a rank", (0, 0, 0, 1, 1, 1), (20, 9), only=3),
+    ],
+    4: [
+        Case("four ranks", (3, 1, 0, 0, 2, 3, 3, 1, 0), (19, 0, 40, 7), 4),
+        Case("an expert each", (2, 0, 3, 1), (5, 6, 7, 8)),
+        Case("one rank has all", (2, 2, 2, 2, 2), (11, 3, 0, 8), 3),
+    ],
+}
+
+
+def outcome(layer, x, weight, routing):
+    """The output, the losses and every gradient, by name."""
+    x = x.clone().requires_grad_()
+    result = layer(x, routing)
+    loss = (result.out.float() * weight.float()).sum() + 0.7 * result.load_balancing_loss + 0.3 * result.router_z_loss
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    gradients = torch.autograd.grad(loss, leaves.values())
+    return {
+        "out": result.out.detach(),
+        "load_balancing_loss": result.load_balancing_loss.detach(),
+        "router_z_loss": result.router_z_loss.detach(),
+        "topk_experts": result.topk_experts,
+        **{f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)},
+    }
+
+
+def on_a_rank(cases, device="cpu"):
+    """The outcome of every case on this rank's tokens."""
+    return {case.name: one_case(case, device) for case in cases}
+
+
+def one_case(case, device):
+    rank = dist.get_rank()
+    torch.manual_seed(100 + rank)  # the router is rank 0's all the same
+    layer = ExpertParallelMoE(placement=case.placement(), layer=1, device=device, **case.sizes)
+    layer.take(case.whole(device))
+    mine = [None if tensor is None else tensor.split(case.tokens)[rank] for tensor in case.inputs(device)]
+    return {name: tensor.cpu() for name, tensor in outcome(layer, *mine).items()} | {"experts": layer.experts}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda size: f"{size} ranks")
+def outcomes(request):
+    """Of each case, by name: the case and every rank's outcome."""
+    found = run(on_a_rank, request.param, CASES[request.param])
+    return {case.name: (case, [each[case.name] for each in found]) for case in CASES[request.param]}
+
+
+def gathered(found):
+    """What all ranks have together, as the single-device layer gives it."""
+    whole = {name: torch.cat([each[name] for each in found]) for name in ("out", "d_x", "topk_experts")}
+    for name in found[0].keys() & {"d_w1", "d_w2", "d_w3"}:
+        whole[name] = torch.cat([each[name] for each in found])[np.argsort(sum((e["experts"] for e in found), []))]
+    return whole
+
+
+def error(found, expected):
+    """The norm of the difference over the norm; of what is zero or empty, the norm alone."""
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / (expected.norm() or 1))
+
+
+def assert_as_on_one_device(case, found, device="cpu"):
+    """Every rank's part of a case is that of the single-device layer on all tokens."""
+    expected = {name: tensor.cpu() for name, tensor in outcome(case.whole(device), *case.inputs(device)).items()}
+    bound = BOUND if case.dtype == torch.float32 else NARROW_BOUND
+    together = gathered(found)
+    assert torch.equal(together.pop("topk_experts"), expected.pop("topk_experts")), case.name
+    for what in expected:
+        for each in [together[what]] if what in together else [rank[what] for rank in found]:
+            assert each.shape == expected[what].shape and each.dtype == expected[what].dtype
+            assert error(each, expected[what]) < bound, (case.name, what)
+
+
+def test_all_is_as_on_one_device(outcomes):
+    for case, found in outcomes.values():
+        assert_as_on_one_device(case, found)
+
+
+# What must be caught
+
+
+def instead(of, name, fault):
+    """A fault: ``fault(right, *arguments)`` in the place of a function."""
+    return of, name, lambda right: lambda *arguments: fault(right, *arguments)
+
+
+FAULTS = {
+    "rows of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, neighbours(rows))),
+    "gates of the neighbours": instead(Trip, "there", lambda right, self, rows: right(self, neighbours_gates(rows))),
+    "nothing comes back": instead(Trip, "back", lambda right, self, rows: right(self, rows).zero_()),
+    "experts of the neighbours": instead(ExpertParallelMoE, "take", lambda right, it, whole: right(it, rolled(whole))),
+    "nothing is summed": instead(Ranks, "total", lambda right, self, tensor: tensor),
+    "the router's gradient is a mean": instead(
+        Ranks, "total", lambda right, self, tensor: right(self, tensor) / (2 if tensor.ndim == 2 else 1)
+    ),
+    "shares of own tokens": instead(BatchGating, "_count", lambda right, *it: count_own(right, *it)),
+    "losses of own tokens": instead(BatchGating, "_count", lambda right, *it: count_too_much(right, *it)),
+}
+
+
+def neighbours(rows):
+    """Each token's row by that of the one before; expert ids and gates as they are."""
+    return rows.roll(1, 0) if rows.is_floating_point() else rows
+
+
+def neighbours_gates(rows):
+    """Each token's gates by those of the one before; expert ids, and rows of x, as they are."""
+    if rows.is_floating_point():
+        return rows
+    ids, gates = rows.chunk(2, dim=1)
+    return torch.cat([ids, gates.roll(1, 0)], dim=1)
+
+
+@torch.no_grad()
+def rolled(whole):
+    """The layer, its experts one further."""
+    for weight in whole.weights[1:]:
+        weight.copy_(weight.roll(1, 0))
+    return whole
+
+
+def count_own(right, batch, topk_experts, num_experts):
+    right(batch, topk_experts, num_experts)
+    counts = np.bincount(topk_experts.ravel(), minlength=num_experts)
+    batch.shares = torch.from_numpy(counts / topk_experts.size).float()
+
+
+def count_too_much(right, batch, *chosen):
+    right(batch, *chosen)
+    batch.part = torch.ones(())
+
+
+def with_every_fault(case):
+    """The case's outcome on this rank under each fault, and under none."""
+    found = {"none": one_case(case, "cpu")}
+    for fault, (of, name, planted) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(of, name, planted(getattr(of, name)))
+            found[fault] = one_case(case, "cpu")
+    return found
+
+
+def test_every_fault_is_caught():
+    case = Case("faults", SKEWED, (37, 21), 3)
+    found = run(with_every_fault, 2, case)
+    assert_as_on_one_device(case, [each.pop("none") for each in found])
+    for fault in FAULTS:
+        try:
+            assert_as_on_one_device(case, [each[fault] for each in found])
+        except AssertionError:
+            continue
+        pytest.fail(f"{fault}: nobody noticed")
+
+
+# At the door
+
+
+def refusals():
+    """What is said of wrong maps and layers, on a group of one."""
+    one, two = Placement(np.zeros((2, 4), np.int32), 1, "m"), Placement(np.arange(4, dtype=np.int32)[None] % 2, 2)
+    sizes = {"d": 8, "h": 8, "E": 4, "k": 2}
+    return [
+        str(pytest.raises((ValueError, TypeError), ExpertParallelMoE, **(sizes | wrong)).value)
+        for wrong in (
+            {"placement": two},
+            {"placement": one, "E": 6},
+            {"placement": one, "layer": 2},
+            {"placement": [[0, 1, 2, 3]]},
+            {"placement": one, "policy": "papre"},
+        )
+    ]
+
+
+def test_wrong_maps_and_layers_are_refused():
+    ranks, experts, layer, kind, policy = run(refusals, 1)[0]
+    assert ranks == "the map is for 2 GPUs, but the group has 1 ranks"
+    assert experts == "the map is for 2 layers of 4 experts, but the model has 2 layers of 6"
+    assert layer == "layer is 2, but it must be 0..1"
+    assert kind == "placement is a list, but it must be a Placement"
+    assert policy.startswith("unknown policy 'papre'. Did you mean 'paper'?")
+
+
+def test_without_a_group_the_remedy_is_said():
+    with pytest.raises(RuntimeError, match="start by torchrun, and call init_process_group"):
+        Ranks()
+
+
+# A rank that is lost
+
+WATCHED = 6.0  # seconds of the time-out
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hung():
+    time.sleep(3600)
+
+
+def failed():
+    raise MemoryError("no room for x")
+
+
+def step_until(rank, exchanges, end):
+    """A training step under watch, in which one rank ends as ``end`` does, in the midst of it."""
+    case = CASES[2][1]
+    ranks = Ranks()
+    layer = ExpertParallelMoE(placement=Placement(np.zeros((1, 7), np.int32), ranks.size), ranks=ranks, **case.sizes)
+    with Watch(WATCHED):
+        if dist.get_rank() == rank:
+            ranks.exchange = ending(ranks.exchange, exchanges, end)
+        outcome(layer, *case.inputs())
+
+
+def ending(exchange, after, end):
+    """The exchange, and in its place the end once so many have been."""
+    calls = itertools.count()
+    return lambda *arguments: end() if next(calls) == after else exchange(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("size", "lost", "after", "end", "says"),
+    [
+        (3, 1, 2, killed, "rank 1 has died: no sign of it for 6 s"),
+        (2, 1, 5, killed, "rank 1 has died: no sign of it for 6 s"),
+        (2, 0, 2, killed, "rank 0 has died"),  # and with it the store
+        (2, 1, 5, hung, "rank 1 hangs: for 6 s it has not come to collective"),
+        (2, 1, 2, failed, "rank 1 has failed: MemoryError: no room for x"),
+    ],
+    ids=["killed in the forward", "killed in the backward", "killed with the store", "hung", "failed"],
+)
+def test_a_lost_rank_ends_all_by_name(size, lost, after, end, says):
+    ends = run_to_the_end(step_until, size, lost, after, end)
+    assert all(status != 0 for status, _ in ends)
+    for rank, (_, output) in enumerate(ends):
+        if rank != lost:
+            assert says in output, (rank, output)
+
+
+def test_the_watch_lets_all_go_that_are_done():
+    assert run(watched_twice, 2) == [[0, 1], [1, 0]]
+
+
+def watched_twice():
+    """What came from the other rank, under two watches."""
+    ranks, came = Ranks(), []
+    for turn in range(2):
+        with Watch(60.0):
+            mine = torch.tensor([(ranks.rank + turn) % 2] * 2)
+            came.append(int(ranks.exchange(mine, [1, 1], [1, 1])[ranks.rank]))
+    return came
+
+
+def seen(*signs):
+    names = "progress", "state", "beat_at", "progress_at"
+    return [Seen(**dict(zip(names, sign, strict=True))) for sign in signs]
+
+
+@pytest.mark.parametrize(
+    ("signs", "expected"),
+    [
+        ([(5, "working", 99, 0), (5, "working", 99, 0)], None),  # both work for long
+        ([(5, "working", 99, 0), (4, "working", 99, 95)], None),  # behind, but not for long
+        ([(5, "working", 99, 0), (4, "working", 99, 80)], "rank 1 hangs: for 10 s it has not come to collective 5"),
+        ([(5, "working", 99, 0), (4, "working", 95, 80)], None),  # it may have died, but a sign may come yet
+        ([(5, "working", 80, 80), (5, "working", 99, 0)], "rank 0 has died"),
+        ([(5, "done", 80, 80), (5, "working", 99, 0)], None),  # who is done gives no more signs
+        ([(4, "working", 80, 80), (5, "ValueError: x", 99, 99)], "rank 1 has failed: ValueError: x"),
+    ],
+)
+def test_the_verdict(signs, expected):
+    found = verdict(seen(*signs), 100.0, 10.0)
+    assert found is None if expected is None else found.startswith(expected)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_wrong_time_out_is_refused(timeout):
+    with pytest.raises(ValueError, match="timeout is .*, but it must be"):
+        Watch(timeout)

@@ -1,0 +1,104 @@
+"""What is measured of placements on ranks, and what the model says of the same rows."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from moeblaze_ref import traces
+from moeblaze_ref.parallel import bench
+from moeblaze_ref.placement import maps, peers
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.simulate import Cluster, loads
+from moeblaze_ref.placement.synthetic import synthetic_trace
+from moeblaze_ref.placement.trace import profile, split
+
+RANKS, TOKENS, STEPS = 2, 8, 2
+TRACE = synthetic_trace(200, 2, 6, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A trace, a map for it, and a map for another model."""
+    folder = tmp_path_factory.mktemp("bench")
+    traces.save(folder / "trace.npz", TRACE)
+    fitted = peers.greedy(profile(split(TRACE, 0)[0]), RANKS)
+    maps.save(folder / "greedy.npz", fitted)
+    maps.save(folder / "other.npz", Placement(fitted.assignment, RANKS, "another"))
+    return folder
+
+
+def torchrun(folder, *arguments):
+    """What the command wrote, on all ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    options = ["--trace", "trace.npz", "--preset", "toy", "--tokens", str(TOKENS), "--steps", str(STEPS)]
+    command += ["-m", "moeblaze_ref.parallel.bench", *options, *arguments]
+    environment = os.environ | {"COLUMNS": "120"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_placements_are_measured_beside_their_model(folder):
+    ended = torchrun(folder, "--map", "greedy.npz", "--map", "contiguous", "--record", "found.json")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"greedy .*%\)", ended.stdout) and re.search(r"contiguous .*%\)", ended.stdout)
+    found = json.loads((folder / "found.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["greedy", "contiguous"]
+    assert {"device", "versions", "commit"} <= found.keys()
+    on = Cluster(np.array(found["bandwidth"]), 4 * found["d"], found["token_s"])
+    windows = bench.batches(split(TRACE, 0)[1], RANKS * TOKENS, STEPS)
+    for row, placement in zip(
+        found["rows"], (maps.load(folder / "greedy.npz"), peers.contiguous(profile(TRACE), RANKS)), strict=True
+    ):
+        assert min(row["experts_ms"] + row["exchange_ms"]) > 0
+        assert row["step_ms"] <= row["step_p99_ms"]
+        replayed = profile(traces.RoutingTrace(np.concatenate(windows), TRACE.num_experts))
+        tails = loads(replayed, placement.shares()).max(axis=1) / STEPS
+        np.testing.assert_allclose(row["modelled_experts_ms"], 1e3 * tails * found["token_s"])
+        np.testing.assert_allclose(row["modelled_exchange_ms"], 1e3 * bench.exchange_seconds(placement, windows, on))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("other.npz", "the map is for another, but the model is synthetic-2x6"),
+        ("eplb-replicas", "replicates experts"),
+        ("gready", "Did you mean 'greedy'"),
+    ],
+)
+def test_wrong_maps_are_refused(folder, name, message, monkeypatch):
+    monkeypatch.chdir(folder)
+    on = Cluster(np.ones((RANKS, RANKS)), 8, 1.0)
+    with pytest.raises(ValueError, match=message):
+        bench.placement_of(name, TRACE, TRACE, on)
+
+
+def test_a_map_for_more_gpus_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match="greedy.npz is for 2 GPUs, but there are 3 ranks"):
+        bench.placement_of("greedy.npz", TRACE, TRACE, Cluster(np.ones((3, 3)), 8, 1.0))
+
+
+def test_rows_that_travel_are_counted_once_a_token_and_rank():
+    placement = Placement(np.array([[0, 1, 1, 2, 0], [2, 2, 1, 0, 0]], np.int32), 3)
+    window = synthetic_trace(12, 2, 5, 3, seed=4).topk
+    expected = np.zeros((2, 3, 3))
+    for token in range(12):
+        for layer in range(2):
+            for owner in {placement.assignment[layer, expert] for expert in window[token, layer]}:
+                expected[layer, token // 4, owner] += 1
+    np.testing.assert_array_equal(bench.rows_sent(placement, window), expected)
+    on = Cluster(np.array([[1.0, 2.0, 4.0], [8.0, 1.0, 2.0], [4.0, 2.0, 1.0]]), 8, 1.0)
+    seconds = np.where(np.eye(3), 0, expected * 8 / on.bandwidth)  # (layers, G, G)
+    np.testing.assert_allclose(bench.exchange_seconds(placement, [window], on), 2 * seconds.max(axis=(1, 2)))
+
+
+def test_windows_begin_again_and_are_never_short():
+    windows = bench.batches(TRACE, 64, 5)
+    assert [window.shape for window in windows] == [(64, 2, 2)] * 5
+    np.testing.assert_array_equal(windows[3], windows[0])
+    with pytest.raises(ValueError, match="a step has 201 tokens, but the trace only 200"):
+        bench.batches(TRACE, 201, 1)
