@@ -23,6 +23,7 @@ from moeblaze_ref.parallel.ranks import LostRank, check_initialised, progress
 
 TIMEOUT = 300.0  # seconds
 SIGNS = 8  # of life, in a time-out
+SOON = 0.05  # seconds between signs once the work has ended: only the others are waited for
 PATIENCE = 3  # time-outs that a failed collective waits for a verdict
 WORKING, DONE = "working", "done"
 LOST = "lost"  # the verdict's key in the store; a rank's sign has its number
@@ -141,11 +142,18 @@ class Watch(AbstractContextManager):
             except RuntimeError as error:  # whoever is done may find the others, and their store, gone
                 self._lost = None if state == DONE else _without_store(error)
                 self._over.set()
-            self._over.wait(self._pause)
+            self._rest()
         if state != DONE or self._lost:
             time.sleep(2 * self._pause)  # the others are to hear of it before this rank, and maybe the store, is gone
         if self._lost:
             self._leave_or_end()
+
+    def _rest(self):
+        """Until the next sign, which is due as soon as the work has ended."""
+        if self._main_has_left.is_set():
+            self._over.wait(min(SOON, self._pause))
+        elif not self._over.is_set():
+            self._main_has_left.wait(self._pause)
 
     def _told(self):
         """What another rank has found first, so that all say the same."""
