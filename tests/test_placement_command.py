@@ -11,7 +11,7 @@ from moeblaze_ref.cli import app
 from moeblaze_ref.placement import annealing, maps, methods, peers, plots, simulate, trace
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
-KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap"]
+KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap", "load_gap"]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -62,16 +62,19 @@ class Fitted:
     placement : Placement or None
         None where experts are replicated.
     gap : float or None
-        How far it may be from the optimum of its own program; None where nothing is proven.
+        How far it may be from the optimum of its own programs; None where nothing is proven.
+    load_gap : float or None
+        The same of the fullest GPU's load alone.
     """
 
     shares: np.ndarray
     placement: Placement | None
     gap: float | None = None
+    load_gap: float | None = None
 
 
-def _placed(placement: Placement, gap: float | None = None) -> Fitted:
-    return Fitted(placement.shares(), placement, gap)
+def _placed(placement: Placement, gap: float | None = None, load_gap: float | None = None) -> Fitted:
+    return Fitted(placement.shares(), placement, gap, load_gap)
 
 
 def _eplb(sample: Profile, on: Cluster, spare: int) -> np.ndarray:
@@ -88,7 +91,7 @@ def _packed_by_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
 
 def _moetuner(sample: Profile, on: Cluster, options: Options) -> Fitted:
     found = moetuner(sample, on, options.bounds, options.solver, options.time_limit)
-    return _placed(found.placement, found.gap)
+    return _placed(found.placement, found.gap, found.clusters.gap)
 
 
 METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
@@ -134,7 +137,7 @@ class Trial:
         Of the modelled step: slowest GPUs and slowest pairs, and their sum.
     solve_s : float
         Of the method.
-    gap : float or None
+    gap, load_gap : float or None
         As in `Fitted`.
     fitted : Fitted
     load : array (layers, G)
@@ -151,16 +154,13 @@ class Trial:
     transfer_tail_ms: float
     solve_s: float
     gap: float | None
+    load_gap: float | None
     fitted: Fitted
     load: np.ndarray
 
     def as_dict(self) -> dict[str, Any]:
         """What a record keeps: numbers, no arrays."""
         return {name: value for name, value in vars(self).items() if name not in ("fitted", "load")}
-
-    def row(self) -> "Row":
-        """This one split as a row."""
-        return medians([self])[0]
 
 
 def try_method(
@@ -187,6 +187,7 @@ def _judge(method, seed, fit, held_out, on, tokens):
         transfer_tail_ms=1e3 * float(model.transfer_s.sum()),
         solve_s=seconds,
         gap=fitted.gap,
+        load_gap=fitted.load_gap,
         fitted=fitted,
         load=load,
     )
@@ -278,6 +279,7 @@ class Row:
     step_ms: float
     solve_s: float
     gap: float | None
+    load_gap: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """By name, for JSON."""
@@ -285,15 +287,18 @@ class Row:
 
 
 def medians(trials: list[Trial]) -> list[Row]:
-    """A row a method, in the order of their first trials; gap is null where a method proves nothing."""
+    """A row a method, in the order of their first trials; gaps are null where a method proves nothing."""
     rows = []
     for method in dict.fromkeys(trial.method for trial in trials):
         of_method = [trial for trial in trials if trial.method == method]
-        gaps = [trial.gap for trial in of_method if trial.gap is not None]
-        names = ("balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s")
-        values = [statistics.median(getattr(trial, name) for trial in of_method) for name in names]
-        rows.append(Row(method, *values, statistics.median(gaps) if gaps else None))
+        names = (field.name for field in fields(Row) if field.name != "method")
+        rows.append(Row(method, **{name: _median([getattr(trial, name) for trial in of_method]) for name in names}))
     return rows
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def fastest_map(trials: list[Trial]) -> Placement:

@@ -12,6 +12,8 @@ from matplotlib.figure import Figure
 from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
 from moeblaze_ref.placement.methods import Row, Trial
 
+Point = Trial | Row
+
 WIDEST = 4  # heat maps in a row
 
 
@@ -45,25 +47,26 @@ def heat_map(trials: Sequence[Trial]) -> Figure:
     return figure
 
 
-def load_against_crossings(rows: Sequence[Row], curve: Sequence[Row] = ()) -> Figure:
+def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ()) -> Figure:
     """Every method as a point, and the curve of `joint` under growing limits: down and left is better.
 
     Parameters
     ----------
-    rows : sequence of Row
-        Methods.
-    curve : sequence of Row
-        Of `joint`, in the order of its limits.
+    points : sequence of Trial or Row
+        Methods, on the same split.
+    curve : sequence of Trial or Row
+        Of `joint` on that split, in the order of its limits.
     """
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
     if curve:
-        crossings, load = [100 * row.cross_share for row in curve], [row.balance_mean for row in curve]
+        crossings, load = [100 * point.cross_share for point in curve], [point.balance_mean for point in curve]
         axes.plot(crossings, load, "o-", color=BLUE, markersize=4, label="joint, by its limit on the load")
         axes.legend(frameon=False)
-    for row in rows:
-        axes.plot(100 * row.cross_share, row.balance_mean, "s", color=VERMILLION, markersize=5)
-        axes.annotate(row.method, (100 * row.cross_share, row.balance_mean), xytext=(5, 4), textcoords="offset points")
+    for point in points:
+        at = 100 * point.cross_share, point.balance_mean
+        axes.plot(*at, "s", color=VERMILLION, markersize=5)
+        axes.annotate(point.method, at, xytext=(5, 4), textcoords="offset points")
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set_xlabel("transitions that change GPU, %")
     axes.set_ylabel("fullest GPU over the mean, mean of layers")
