@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moeblaze_ref import traces
-from moeblaze_ref.placement import clusters, exact, ilp, joint, maps, peers, seats, simulate, trace
+from moeblaze_ref.placement import annealing, clusters, exact, ilp, joint, maps, peers, seats, simulate, trace
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed
 from moeblaze_ref.placement.solver import SOLVERS
@@ -424,6 +424,25 @@ def test_annealing_is_seeded_keeps_the_numbers_of_experts_and_never_worsens(coun
         for a in (start.assignment, found[0])
     ]
     assert crossing[1] < crossing[0]
+
+
+def test_a_relabelling_keeps_the_books_and_the_loads(counted):
+    """What is carried along equals what is counted afresh, on links of different speeds."""
+    start, cost, tail = peers.greedy(counted, 4), cluster(4, LOPSIDED).cost, 0.3
+    a, T = start.assignment.copy(), simulate.loads(counted, start.shares())
+    to, came, C = annealing._flows(a, counted.R.astype(float), 4)
+    times = np.array([annealing._time(flow, cost, tail) for flow in C])
+    before, change = times.sum(), 0.0
+    for _ in range(50):
+        change += annealing._relabel(a, T, to, came, C, times, cost, tail, heat=np.inf)
+    moved = maps.Placement(a, 4)
+    assert (a[1:] != start.assignment[1:]).any() and (a[0] == start.assignment[0]).all()
+    np.testing.assert_array_equal(T, simulate.loads(counted, moved.shares()))
+    np.testing.assert_array_equal(np.sort(T), np.sort(simulate.loads(counted, start.shares())))
+    for carried, counted_afresh in zip((to, came, C), annealing._flows(a, counted.R.astype(float), 4), strict=True):
+        np.testing.assert_array_equal(carried, counted_afresh)
+    np.testing.assert_allclose(times, [annealing._time(flow, cost, tail) for flow in C])
+    assert before + change == pytest.approx(times.sum()) and change != 0
 
 
 # The step's model -----------------------------------------------------------------------------------------------------

@@ -4,15 +4,14 @@ Figures of their own, without pyplot, in the palette of `memory.plots`.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
-from moeblaze_ref.placement.methods import Row, Trial
-
-Point = Trial | Row
+from moeblaze_ref.placement.methods import Trial
 
 WIDEST = 4  # heat maps in a row
 
@@ -47,14 +46,22 @@ def heat_map(trials: Sequence[Trial]) -> Figure:
     return figure
 
 
+class Point(Protocol):
+    """A method on one split: a `Trial`, or what a record holds of one."""
+
+    method: str
+    balance_mean: float
+    cross_share: float
+
+
 def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ()) -> Figure:
     """Every method as a point, and the curve of `joint` under growing limits: down and left is better.
 
     Parameters
     ----------
-    points : sequence of Trial or Row
+    points : sequence of Point
         Methods, on the same split.
-    curve : sequence of Trial or Row
+    curve : sequence of Point
         Of `joint` on that split, in the order of its limits.
     """
     figure = Figure(figsize=(7.5, 5), layout="constrained")
