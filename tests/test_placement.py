@@ -1,7 +1,5 @@
 """Placement: traces and their counts, both integer programs against trying everything, peers, joint, the step's model."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -385,11 +383,10 @@ def test_exflow_finds_the_experts_that_follow_each_other():
 
 
 @pytest.mark.parametrize("topology", [None, TWO_NODES * 1e10], ids=["one node", "two nodes"])
-def test_joint_is_under_its_limit_and_no_slower_than_any_peer(alike, topology, monkeypatch):
-    monkeypatch.setattr(joint.peers, "exflow", functools.partial(peers.exflow, steps=100_000))
+def test_joint_is_under_its_limit_and_no_slower_than_any_peer(alike, topology):
     on = cluster(4, topology)
     found = joint.joint(alike, on, limit=1.1, steps=200_000)
-    times = [simulate.step(alike, rival.shares(), on).ms for rival in joint.rivals(alike, 4)]
+    times = [simulate.step(alike, rival.shares(), on).ms for rival in joint.rivals(alike, 4, steps=200_000).values()]
     assert simulate.step(alike, found.shares(), on).ms <= min(times)
     even = simulate.balance(simulate.loads(alike, found.shares()))
     packed = simulate.balance(simulate.loads(alike, peers.greedy(alike, 4).shares()))
@@ -400,11 +397,10 @@ def test_joint_is_under_its_limit_and_no_slower_than_any_peer(alike, topology, m
 
 def test_joint_gives_a_faster_peers_placement(counted, monkeypatch):
     slow = cluster(4, np.full((4, 4), 1e6))  # transfers are all that matters, and exflow has the fewest
-    monkeypatch.setattr(joint.peers, "exflow", functools.partial(peers.exflow, steps=100_000))
     monkeypatch.setattr(joint, "search", lambda profile, on, *rest: peers.round_robin(profile, 4))
-    found = joint.joint(counted, slow)
-    rivals = joint.rivals(counted, 4)
-    best = min(simulate.step(counted, rival.shares(), slow).ms for rival in rivals)
+    found = joint.joint(counted, slow, steps=100_000)
+    rivals = joint.rivals(counted, 4, steps=100_000)
+    best = min(simulate.step(counted, rival.shares(), slow).ms for rival in rivals.values())
     assert simulate.step(counted, found.shares(), slow).ms == best
 
 

@@ -1,5 +1,6 @@
 """`moeblaze place`: every method on every split, as a table, as JSON, as a map, as pictures, as a record."""
 
+import functools
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import traces
 from moeblaze_ref.cli import app
-from moeblaze_ref.placement import annealing, joint, maps, methods, peers, plots, simulate, synthetic, trace
+from moeblaze_ref.placement import joint, maps, methods, peers, plots, simulate, synthetic, trace
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
 KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap", "load_gap"]
@@ -25,9 +26,7 @@ def file(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch):
     """Few steps of annealing: what is tested here is the way around it."""
-    anneal = annealing.anneal
-    short = {"steps": 20_000}
-    monkeypatch.setattr(annealing, "anneal", lambda *arguments, **options: anneal(*arguments, **options | short))
+    monkeypatch.setattr(methods, "Options", functools.partial(methods.Options, steps=20_000))
 
 
 def place(*arguments):

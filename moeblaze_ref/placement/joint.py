@@ -33,7 +33,7 @@ def joint(
     may exceed the limit.
     """
     found = search(profile, on, limit, bounds, steps, seed)
-    return fastest(profile, on, [found, *rivals(profile, on.num_gpus, bounds)])
+    return fastest(profile, on, [found, *rivals(profile, on.num_gpus, bounds, steps).values()])
 
 
 def search(
@@ -70,10 +70,16 @@ def search(
     return annealing.anneal(profile, packed, on.cost, limit, TAIL, steps=steps, seed=seed)
 
 
-def rivals(profile: Profile, num_gpus: int, bounds: Bounds | None = None) -> list[Placement]:
-    """The peers that place every expert exactly once."""
-    balanced = [place(profile, num_gpus) for place in (peers.contiguous, peers.round_robin, peers.exflow)]
-    return [peers.greedy(profile, num_gpus, bounds), *balanced]
+def rivals(
+    profile: Profile, num_gpus: int, bounds: Bounds | None = None, steps: int = annealing.STEPS
+) -> dict[str, Placement]:
+    """The peers that place every expert exactly once, by name; ``steps`` of the annealing in `peers.exflow`."""
+    return {
+        "greedy": peers.greedy(profile, num_gpus, bounds),
+        "contiguous": peers.contiguous(profile, num_gpus),
+        "round-robin": peers.round_robin(profile, num_gpus),
+        "exflow": peers.exflow(profile, num_gpus, steps),
+    }
 
 
 def fastest(profile: Profile, on: Cluster, placements: list[Placement]) -> Placement:

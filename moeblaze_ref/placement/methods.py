@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref import doors
-from moeblaze_ref.placement import peers
+from moeblaze_ref.placement import annealing, peers
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.joint import LIMIT, LIMITS, joint, search
@@ -35,6 +35,8 @@ class Options:
         Seconds of each of MoETuner's programs.
     limit : float
         Of `joint`: a layer's fullest GPU over the mean.
+    steps : int
+        Of the annealing, in `joint` and `exflow`.
     spare : int
         Copies of experts on each GPU beyond E / G, of EPLB with replicas.
     """
@@ -43,11 +45,13 @@ class Options:
     solver: str = DEFAULT_SOLVER
     time_limit: float = TIME_LIMIT
     limit: float = LIMIT
+    steps: int = annealing.STEPS
     spare: int = 1
 
     def __post_init__(self):
         doors.check_name("solver", self.solver, SOLVERS)
         doors.check_positive("time_limit", self.time_limit)
+        doors.check_int("steps", self.steps, 0)
         doors.check_int("spare", self.spare, 1)
 
 
@@ -100,9 +104,9 @@ METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
     "greedy": lambda sample, on, options: _placed(peers.greedy(sample, on.num_gpus, options.bounds)),
     "eplb": _packed_by_eplb,
     "eplb-replicas": lambda sample, on, options: Fitted(_eplb(sample, on, options.spare), None),
-    "exflow": lambda sample, on, options: _placed(peers.exflow(sample, on.num_gpus)),
+    "exflow": lambda sample, on, options: _placed(peers.exflow(sample, on.num_gpus, options.steps)),
     "moetuner": _moetuner,
-    "joint": lambda sample, on, options: _placed(joint(sample, on, options.limit, options.bounds)),
+    "joint": lambda sample, on, options: _placed(joint(sample, on, options.limit, options.bounds, options.steps)),
 }
 
 
@@ -265,7 +269,11 @@ def curve(
 
 
 def _on_curve(limit, sample, held_out, on, options, tokens):
-    return [_judge("joint", 0, lambda: _placed(search(sample, on, limit, options.bounds)), held_out, on, tokens)]
+    return [
+        _judge(
+            "joint", 0, lambda: _placed(search(sample, on, limit, options.bounds, options.steps)), held_out, on, tokens
+        )
+    ]
 
 
 @dataclass(frozen=True)
