@@ -266,7 +266,7 @@ def test_every_citation_leads_to_code(path):
     found = citations(path)
     assert len(found) >= 5
     for section, name in found:
-        assert re.match(r"Section \d|Evaluation, conf\d|The router z-loss of ST-MoE", section), section
+        assert re.match(r"Section \d|Evaluation, conf\d|The router z-loss of ST-MoE|MoETuner, ", section), section
         if "/" in name:
             assert (ROOT / name).is_file(), name
         else:
@@ -290,7 +290,7 @@ def test_every_link_and_path_exists(path):
     for named in re.findall(r"\b(?:moeblaze_ref|kernels_cuda|notebooks|docs|tests)/[\w./-]*\w", text):
         assert (ROOT / named).exists(), named
     for command in re.findall(r"`moeblaze (\w+)", text):
-        assert command in ("doctor", "check", "memory", "demo", "bench", "train", "evidence", "trace")
+        assert command in ("doctor", "check", "memory", "demo", "bench", "train", "evidence", "trace", "place")
 
 
 @every_notebook

@@ -23,7 +23,7 @@ HEADING = {"loc": "left", "fontsize": "medium"}
 GPU_COLORS = (SKY, ORANGE)
 
 # Sixteen tokens, two layers of four experts, one expert a token: {(expert before, expert after): tokens}.
-PATHS = {(0, 0): 3, (0, 2): 2, (1, 1): 3, (2, 2): 3, (2, 0): 1, (3, 3): 4}
+PATHS = {(0, 0): 3, (0, 1): 2, (1, 2): 3, (2, 1): 3, (2, 0): 1, (3, 3): 4}
 
 
 def toy() -> Profile:
