@@ -54,7 +54,7 @@ def test_a_record_becomes_a_block_and_a_picture(tmp_path):
     path.write_text(json.dumps(record()))
     text = document.fill(blank, {"x": path})
     assert "](images/place_x.png)" in text and "- commit: abc" in text
-    assert "| `joint` | 1.0600 | +0.0200 | 1.160 | 57.0% | 10.00 | 1.0 |" in text
+    assert "| `joint` | 1.0600 | +0.0200 | 1.160 | 57.0% | 10.000 | 1.0 |" in text
     assert "| `moetuner` | 50.0% | 50.0% | 50.0% |" in text
     assert text.count("| met |") == 4 and "MISSED" not in text
     axes = document.picture(document.load(path)).axes[0]

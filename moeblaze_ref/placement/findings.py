@@ -33,7 +33,7 @@ def methods(found: Found) -> str:
             f"{row['balance_mean'] - packing:+.4f}",
             f"{row['balance_worst']:.3f}",
             f"{row['cross_share']:.1%}",
-            f"{row['step_ms']:.2f}",
+            f"{row['step_ms']:.3f}",
             f"{row['solve_s']:.1f}",
         ]
         for row in found["rows"]

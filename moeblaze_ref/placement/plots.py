@@ -70,12 +70,22 @@ def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ())
         crossings, load = [100 * point.cross_share for point in curve], [point.balance_mean for point in curve]
         axes.plot(crossings, load, "o-", color=BLUE, markersize=4, label="joint, by its limit on the load")
         axes.legend(frameon=False)
+    names = {}
     for point in points:
-        at = 100 * point.cross_share, point.balance_mean
+        names.setdefault((100 * point.cross_share, point.balance_mean), []).append(point.method)
+    for at, methods in names.items():
         axes.plot(*at, "s", color=VERMILLION, markersize=5)
-        axes.annotate(point.method, at, xytext=(5, 4), textcoords="offset points")
+        axes.annotate(", ".join(methods), at, textcoords="offset points", **_aside(at, names))
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set_xlabel("transitions that change GPU, %")
     axes.set_ylabel("fullest GPU over the mean, mean of layers")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _aside(at, points):
+    """Where a name meets no other: left of a point with a near one to its right, below one with a near one above."""
+    near = [(x - at[0], y - at[1]) for x, y in points if (x, y) != at and abs(x - at[0]) < 3 and abs(y - at[1]) < 0.05]
+    if any(x > 0 and y >= 0 for x, y in near):
+        return {"xytext": (-5, 4), "ha": "right"}
+    return {"xytext": (5, -12 if any(y > 0 for _, y in near) else 4)}
