@@ -83,6 +83,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m moeblaze_ref.bench.document
 	$(BIN)/python -m moeblaze_ref.lm.document
+	$(BIN)/python -m moeblaze_ref.placement.document
 
 lab: $(STAMP)
 	$(BIN)/jupyter-lab notebooks

@@ -402,10 +402,13 @@ def trace(
 
 @app.command()
 def place(
-    trace: Annotated[
-        Path, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
-    ],
     gpus: Annotated[int, typer.Option(help="G.")],
+    trace: Annotated[
+        Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
+    ] = None,
+    synthetic: Annotated[
+        str | None, typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8, of Zipf's load.")
+    ] = None,
     splits: Annotated[
         int, typer.Option(help="Random halves of the sequences to fit to and judge on; 0: the whole trace for both.")
     ] = 1,
@@ -426,7 +429,7 @@ def place(
     ] = None,
     solver: Annotated[str, typer.Option(help="Of moetuner: cp_sat, highs, scip, gurobi.")] = "cp_sat",
     time_limit: Annotated[float, typer.Option(help="Seconds of each of moetuner's two programs.")] = 60.0,
-    limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.03,
+    limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.02,
     out: Annotated[Path | None, typer.Option(help="Write the map of the fastest method, fitted to split 0.")] = None,
     plots: Annotated[
         Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")
@@ -438,16 +441,17 @@ def place(
 
     Whatever is repeatable may also be one list with commas.
     """
-    from moeblaze_ref import traces
-    from moeblaze_ref.placement import bounds, maps, methods, report, simulate
+    from moeblaze_ref.placement import bounds, joint, maps, methods, report, simulate
+    from moeblaze_ref.placement.synthetic import trace_or_synthetic
 
     with user_errors():
         chosen = methods.named(method or ["all"])
-        routed = traces.load(trace, num_experts, model)
+        routed = trace_or_synthetic(trace, synthetic, num_experts, model)
         on = simulate.cluster(topology, gpus, d, h)
         options = methods.Options(bounds.parse(experts_per_gpu), solver, time_limit, limit)
         jobs = methods.jobs(routed, on, chosen, splits, options, tokens)
-        curve = methods.curve(routed, on, options, tokens=tokens) if plots and splits and "joint" in chosen else []
+        shown = (plots or record) and splits and "joint" in chosen
+        curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
         for path in filter(None, (out, record)):
             records.check_writable(path)
         if plots:
@@ -460,13 +464,14 @@ def place(
             stdout().print(report.table(rows, report.judged_on(splits, gpus, tokens)))
         if out:
             maps.save(out, methods.fastest_map(trials))
+        along = dict(zip(joint.LIMITS, terminal.run_with_bar("the curve", curve), strict=False))
         if plots:
-            along = terminal.run_with_bar("the curve", curve)
-            written = terminal.write_placement_plots(trials, rows, along, plots)
+            written = terminal.write_placement_plots(trials, list(along.values()), plots)
             Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
         if record:
-            asked = {"trace": trace.name, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
-            provenance.record(record, asked | report.content(rows, trials, tokens))
+            named = trace.name if trace else f"synthetic {synthetic}"
+            asked = {"trace": named, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
+            provenance.record(record, asked | report.content(rows, trials, along, tokens))
 
 
 @app.command()

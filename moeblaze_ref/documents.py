@@ -1,7 +1,7 @@
 """Documents with blocks that are written from results: all between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 NOTHING = "*Not measured yet.*"
@@ -37,3 +37,9 @@ def place(found: Mapping[str, Any]) -> list[str]:
     """Where a result was measured, a line of a list each: of what `provenance.environment` says."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [f"- device: {found['device']}", f"- versions: {versions}", f"- commit: {found['commit']}"]
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A table in Markdown whose first columns are words, and the others numbers."""
+    rules = ["---" if number < words else "---:" for number in range(len(names))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rules, *rows))

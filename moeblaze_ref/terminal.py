@@ -136,13 +136,12 @@ def write_memory_plots(config, accounts, assumptions, folder: Path) -> list[Path
     ]
 
 
-def write_placement_plots(trials, rows, curve, folder: Path) -> list[Path]:
-    """The load of every GPU on the first split, and load against crossings, of `moeblaze place`."""
+def write_placement_plots(trials, curve, folder: Path) -> list[Path]:
+    """The load of every GPU and load against crossings, both of the first split, of `moeblaze place`."""
     from moeblaze_ref.placement import plots
 
     first = [trial for trial in trials if trial.seed == trials[0].seed]
-    along = [trial.row() for trial in curve]
     return [
         save(plots.heat_map(first), folder, "load_by_gpu"),
-        save(plots.load_against_crossings(rows, along), folder, "load_against_crossings"),
+        save(plots.load_against_crossings(first, curve), folder, "load_against_crossings"),
     ]

@@ -44,6 +44,7 @@ from moeblaze_ref.cases import (
 )
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity, largest_tokens
+from moeblaze_ref.memory.plots import VERMILLION
 from moeblaze_ref.memory.rows import megablocks_rows
 from moeblaze_ref.notebook import (
     backward,
@@ -55,6 +56,7 @@ from moeblaze_ref.notebook import (
     megablocks,
     memory,
     pictures,
+    placement,
     policies,
     routing,
     show_kernel,
@@ -65,6 +67,9 @@ from moeblaze_ref.notebook import (
 from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
 from moeblaze_ref.numpy_ref import block_sparse, gating, layer
 from moeblaze_ref.numpy_ref import dispatch as reference
+from moeblaze_ref.placement import simulate
+from moeblaze_ref.placement.ilp import moetuner
+from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda import expert_down, expert_up, tiles
 from moeblaze_ref.raw_cuda import gemm as raw_gemm
@@ -266,7 +271,7 @@ def test_every_citation_leads_to_code(path):
     found = citations(path)
     assert len(found) >= 5
     for section, name in found:
-        assert re.match(r"Section \d|Evaluation, conf\d|The router z-loss of ST-MoE", section), section
+        assert re.match(r"Section \d|Evaluation, conf\d|The router z-loss of ST-MoE|MoETuner, ", section), section
         if "/" in name:
             assert (ROOT / name).is_file(), name
         else:
@@ -290,7 +295,7 @@ def test_every_link_and_path_exists(path):
     for named in re.findall(r"\b(?:moeblaze_ref|kernels_cuda|notebooks|docs|tests)/[\w./-]*\w", text):
         assert (ROOT / named).exists(), named
     for command in re.findall(r"`moeblaze (\w+)", text):
-        assert command in ("doctor", "check", "memory", "demo", "bench", "train", "evidence", "trace")
+        assert command in ("doctor", "check", "memory", "demo", "bench", "train", "evidence", "trace", "place")
 
 
 @every_notebook
@@ -1545,3 +1550,31 @@ def test_every_picture_that_a_run_shows_is_said():
     source = "%matplotlib inline\nfrom moeblaze_ref.notebook import megablocks\nmegablocks.bins_picture(1.0, 4)"
     (output,) = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])).cells[0].outputs
     assert output["metadata"]["image/png"]["alt"].startswith("capacity: E*C = 4 * 4 rows")
+
+
+# Placement -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_toy_is_what_the_notebook_says_of_it():
+    """Both programs balance it; one token less even, half of the crossings are gone."""
+    small = placement.toy()
+    both = moetuner(small, simulate.cluster("nvlink", 2, d=2048, h=1024)).placement
+    paired = Placement(np.array([[0, 0, 1, 1], [0, 1, 0, 1]], np.int32), 2)
+    figure = placement.flows_picture(small, {"both": both, "paired": paired})
+    said = [axes.get_title(loc="left").splitlines()[1] for axes in figure.axes]
+    assert said == ["fullest GPU: 8, then 8; crossing: 6", "fullest GPU: 8, then 9; crossing: 3"]
+    for axes, crossing in zip(figure.axes, (3 + 3, 2 + 1), strict=True):
+        red = [band for band in axes.collections if tuple(band.get_facecolor()[0][:3]) == to_rgba(VERMILLION)[:3]]
+        heights = [band.get_paths()[0].vertices[:, 1] for band in red]
+        assert sum(tall[1] - tall[0] for tall in map(edge, heights)) == pytest.approx(crossing)
+
+
+def edge(heights):
+    """The ends of a band's left edge."""
+    return sorted({heights[1], heights[-2]})
+
+
+def test_every_clustering_of_four_experts_is_tried_once():
+    found = {tuple(clustering) for clustering in placement.clusterings(4)}
+    assert len(found) == len(placement.clusterings(4)) == 7
+    assert all(clustering[0] == 0 and 1 in clustering for clustering in found)

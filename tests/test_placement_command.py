@@ -1,5 +1,6 @@
 """`moeblaze place`: every method on every split, as a table, as JSON, as a map, as pictures, as a record."""
 
+import functools
 import json
 
 import numpy as np
@@ -8,10 +9,10 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import traces
 from moeblaze_ref.cli import app
-from moeblaze_ref.placement import annealing, maps, methods, peers, plots, simulate, trace
+from moeblaze_ref.placement import joint, maps, methods, peers, plots, simulate, synthetic, trace
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
-KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap"]
+KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap", "load_gap"]
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,7 @@ def file(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch):
     """Few steps of annealing: what is tested here is the way around it."""
-    anneal = annealing.anneal
-    short = {"steps": 20_000}
-    monkeypatch.setattr(annealing, "anneal", lambda *arguments, **options: anneal(*arguments, **options | short))
+    monkeypatch.setattr(methods, "Options", functools.partial(methods.Options, steps=20_000))
 
 
 def place(*arguments):
@@ -73,6 +72,8 @@ def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
     written = json.loads(record.read_text())
     assert [split["seed"] for split in written["splits"] if split["method"] == "joint"] == [0, 1]
     assert written["model"] == routed.model and "versions" in written
+    assert [point["limit"] for point in written["curve"]] == list(joint.LIMITS)
+    assert {point["seed"] for point in written["curve"]} == {0}
     assert {path.name for path in folder.iterdir()} == {"load_by_gpu.png", "load_against_crossings.png"}
 
 
@@ -101,6 +102,7 @@ def test_experts_that_no_gpu_count_divides(tmp_path):
         (("--gpus", 3, "--topology", "two-nodes"), "two nodes need an even number"),
         (("--gpus", 4, "--solver", "cplex"), "unknown solver 'cplex'"),
         (("--gpus", 4, "--limit", 0.5, "--method", "joint"), "limit is 0.5, but no load can be more even than 1"),
+        (("--gpus", 4, "--synthetic", "4x8x2"), "name either a trace or the size of a synthetic one"),
         (("--gpus", 4, "--splits", -1), "splits is -1, but it must be >= 0"),
         (("--gpus", 4, "--method", "eplb-replicas", "--out", "map.npz"), "no map to write"),
     ],
@@ -110,6 +112,20 @@ def test_bad_input_is_one_sentence_and_status_2(file, arguments, message, tmp_pa
     result = place("--trace", file, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_a_synthetic_trace_is_named_by_its_size(monkeypatch, tmp_path):
+    monkeypatch.setattr(synthetic, "TOKENS", 400)
+    record = tmp_path / "record.json"
+    asked = ("--synthetic", "3x8x2", "--gpus", 2, "--method", "moetuner", "--splits", 0, "--record", record)
+    result = place(*asked)
+    assert result.exit_code == 0, result.output
+    written = json.loads(record.read_text())
+    assert written["trace"] == "synthetic 3x8x2" and written["curve"] == []
+    assert written["rows"][0]["load_gap"] <= written["rows"][0]["gap"] < 0.01
+    for size in ("3x8", "3x8x2x1", "axbxc"):
+        result = place("--synthetic", size, "--gpus", 2)
+        assert result.exit_code == 2 and f"'{size}' must be LAYERSxExK" in " ".join(result.stderr.split())
 
 
 def test_a_missing_trace_and_an_empty_one(tmp_path):

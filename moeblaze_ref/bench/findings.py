@@ -3,9 +3,10 @@
 import json
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from moeblaze_ref import documents
 from moeblaze_ref.bench import counters, ladder, report, results
 from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.raw_cuda import tiles
@@ -26,12 +27,6 @@ def _lines(text: str) -> str:
     return textwrap.fill(
         text, LINE, subsequent_indent="  " * text.startswith("- "), break_on_hyphens=False, break_long_words=False
     )
-
-
-def _markdown(names: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """A table whose first columns are words, and the others numbers."""
-    rules = ["---" if number < words else "---:" for number in range(len(names))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, rules, *rows))
 
 
 # The layer ------------------------------------------------------------------------------------------------------------
@@ -78,7 +73,7 @@ def summary(found: results.Result) -> str:
         for policy in policies
         for peer in peers
     ]
-    return f"{_markdown(['policy', 'times as fast as', *presets], lines, 2)}\n\n{_lines(_slower(worst))}"
+    return f"{documents.table(['policy', 'times as fast as', *presets], lines, 2)}\n\n{_lines(_slower(worst))}"
 
 
 def _ratio(ratio: float | None) -> str:
@@ -116,7 +111,7 @@ def host(found: results.Result) -> str:
         for row in sorted(rows, key=lambda row: row["step_ms"])
     ]  # fmt: skip
     names = ("preset", "policy", "routing", "run", "as launched, ms", "± %", "as graph, ms", "less by, ms")
-    return _markdown(names, cells, 3) if cells else ""
+    return documents.table(names, cells, 3) if cells else ""
 
 
 # Tiles ----------------------------------------------------------------------------------------------------------------
@@ -180,7 +175,7 @@ def why(found: results.Result) -> str:
          f"{dense['dram_pct']:.0f}", f"{dense['l2_pct']:.0f}", f"{dense['l2_link_pct']:.0f}")
         for preset, (_, dense) in list(_by_preset(found).items())[:1]
     ]  # fmt: skip
-    return _markdown(names, cells, 2) if cells else ""
+    return documents.table(names, cells, 2) if cells else ""
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -1,7 +1,9 @@
 """Search over whole placements: experts of a layer swap GPUs, under a limit on the load, by simulated annealing.
 
-The number of experts on a GPU never changes, since experts only swap. Compiled by Numba for the CPU: millions of swaps
-are tried in a second.
+Clusters that follow each other over many layers may sit on other GPUs before a layer than after it. No swap of two experts
+mends that, so now and then two GPUs exchange all they have, from a random layer to the last: the loads stay, and one
+transition changes. The number of experts on a GPU stays too, if all have as many. Compiled by Numba for the CPU: millions
+of swaps are tried in a second.
 """
 
 import numba
@@ -12,7 +14,8 @@ from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.trace import Profile
 
 STEPS = 20_000_000
-HOT, COLD = 0.1, 0.005  # temperatures at both ends, in tokens of the profile
+HOT, COLD = 0.2, 0.005  # temperatures at both ends, in tokens of the profile
+RELABEL = 100  # swaps between two relabellings
 FINE = 0.8  # of the steps: after them the best placement so far is kept
 
 
@@ -116,6 +119,37 @@ def _shift(C_in, C_out, came, to, e, f, g, h):
 
 
 @numba.njit(cache=True)
+def _exchange(x, g, h):
+    """Swap two columns of every matrix (n, rows, G); in place."""
+    for matrix in x:
+        for row in matrix:
+            row[g], row[h] = row[h], row[g]
+
+
+@numba.njit(cache=True)
+def _relabel(a, T, to, came, C, times, cost, tail, heat):
+    """From a random layer on, GPUs g and h exchange all their experts, by Boltzmann's chance; the change of cost."""
+    layers, G = len(a), len(cost)
+    l, g, h = np.random.randint(1, layers), np.random.randint(G), np.random.randint(G)
+    flows = C[l:].copy()
+    _exchange(flows, g, h)
+    _exchange(flows[1:].transpose(0, 2, 1), g, h)
+    after = np.array([_time(flow, cost, tail) for flow in flows])
+    change = (after - times[l:]).sum()
+    if change > 0 and np.random.random() >= np.exp(-change / heat):
+        return 0.0
+    C[l:] = flows
+    times[l:] = after
+    _exchange(T[None, l:], g, h)
+    _exchange(to[l - 1 :], g, h)
+    _exchange(came[l + 1 :], g, h)
+    for row in a[l:]:
+        for e in range(len(row)):
+            row[e] = h if row[e] == g else g if row[e] == h else row[e]
+    return change
+
+
+@numba.njit(cache=True)
 def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
     """Swap experts e and f of a random layer: always if that is faster, else by Boltzmann's chance."""
     np.random.seed(seed)
@@ -124,6 +158,9 @@ def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
     times = np.array([_time(flow, cost, tail) for flow in C])
     best, value, least = a.copy(), 0.0, 0.0
     for s in range(steps):
+        heat = tokens * HOT * (COLD / HOT) ** (s / steps)
+        if s % RELABEL == 0 and layers > 1:
+            value += _relabel(a, T, to, came, C, times, cost, tail, heat)
         l, e, f = np.random.randint(layers), np.random.randint(E), np.random.randint(E)
         g, h = a[l, e], a[l, f]
         if g == h:
@@ -134,7 +171,6 @@ def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
         _shift(C[l], C[l + 1], came[l], to[l], e, f, g, h)
         before, after = _time(C[l], cost, tail), _time(C[l + 1], cost, tail)
         change = before + after - times[l] - times[l + 1]
-        heat = tokens * HOT * (COLD / HOT) ** (s / steps)
         if change > 0 and np.random.random() >= np.exp(-change / heat):
             _shift(C[l], C[l + 1], came[l], to[l], f, e, g, h)  # back again
             continue

@@ -3,14 +3,14 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from moeblaze_ref import doors
-from moeblaze_ref.placement import peers
+from moeblaze_ref.placement import annealing, peers
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.joint import LIMIT, LIMITS, joint, search
@@ -35,6 +35,8 @@ class Options:
         Seconds of each of MoETuner's programs.
     limit : float
         Of `joint`: a layer's fullest GPU over the mean.
+    steps : int
+        Of the annealing, in `joint` and `exflow`.
     spare : int
         Copies of experts on each GPU beyond E / G, of EPLB with replicas.
     """
@@ -43,11 +45,13 @@ class Options:
     solver: str = DEFAULT_SOLVER
     time_limit: float = TIME_LIMIT
     limit: float = LIMIT
+    steps: int = annealing.STEPS
     spare: int = 1
 
     def __post_init__(self):
         doors.check_name("solver", self.solver, SOLVERS)
         doors.check_positive("time_limit", self.time_limit)
+        doors.check_int("steps", self.steps, 0)
         doors.check_int("spare", self.spare, 1)
 
 
@@ -62,16 +66,19 @@ class Fitted:
     placement : Placement or None
         None where experts are replicated.
     gap : float or None
-        How far it may be from the optimum of its own program; None where nothing is proven.
+        How far it may be from the optimum of its own programs; None where nothing is proven.
+    load_gap : float or None
+        The same of the fullest GPU's load alone.
     """
 
     shares: np.ndarray
     placement: Placement | None
     gap: float | None = None
+    load_gap: float | None = None
 
 
-def _placed(placement: Placement, gap: float | None = None) -> Fitted:
-    return Fitted(placement.shares(), placement, gap)
+def _placed(placement: Placement, gap: float | None = None, load_gap: float | None = None) -> Fitted:
+    return Fitted(placement.shares(), placement, gap, load_gap)
 
 
 def _eplb(sample: Profile, on: Cluster, spare: int) -> np.ndarray:
@@ -88,7 +95,7 @@ def _packed_by_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
 
 def _moetuner(sample: Profile, on: Cluster, options: Options) -> Fitted:
     found = moetuner(sample, on, options.bounds, options.solver, options.time_limit)
-    return _placed(found.placement, found.gap)
+    return _placed(found.placement, found.gap, found.clusters.gap)
 
 
 METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
@@ -97,9 +104,9 @@ METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
     "greedy": lambda sample, on, options: _placed(peers.greedy(sample, on.num_gpus, options.bounds)),
     "eplb": _packed_by_eplb,
     "eplb-replicas": lambda sample, on, options: Fitted(_eplb(sample, on, options.spare), None),
-    "exflow": lambda sample, on, options: _placed(peers.exflow(sample, on.num_gpus)),
+    "exflow": lambda sample, on, options: _placed(peers.exflow(sample, on.num_gpus, options.steps)),
     "moetuner": _moetuner,
-    "joint": lambda sample, on, options: _placed(joint(sample, on, options.limit, options.bounds)),
+    "joint": lambda sample, on, options: _placed(joint(sample, on, options.limit, options.bounds, options.steps)),
 }
 
 
@@ -134,7 +141,7 @@ class Trial:
         Of the modelled step: slowest GPUs and slowest pairs, and their sum.
     solve_s : float
         Of the method.
-    gap : float or None
+    gap, load_gap : float or None
         As in `Fitted`.
     fitted : Fitted
     load : array (layers, G)
@@ -151,16 +158,13 @@ class Trial:
     transfer_tail_ms: float
     solve_s: float
     gap: float | None
+    load_gap: float | None
     fitted: Fitted
     load: np.ndarray
 
     def as_dict(self) -> dict[str, Any]:
         """What a record keeps: numbers, no arrays."""
         return {name: value for name, value in vars(self).items() if name not in ("fitted", "load")}
-
-    def row(self) -> "Row":
-        """This one split as a row."""
-        return medians([self])[0]
 
 
 def try_method(
@@ -187,6 +191,7 @@ def _judge(method, seed, fit, held_out, on, tokens):
         transfer_tail_ms=1e3 * float(model.transfer_s.sum()),
         solve_s=seconds,
         gap=fitted.gap,
+        load_gap=fitted.load_gap,
         fitted=fitted,
         load=load,
     )
@@ -264,7 +269,11 @@ def curve(
 
 
 def _on_curve(limit, sample, held_out, on, options, tokens):
-    return [_judge("joint", 0, lambda: _placed(search(sample, on, limit, options.bounds)), held_out, on, tokens)]
+    return [
+        _judge(
+            "joint", 0, lambda: _placed(search(sample, on, limit, options.bounds, options.steps)), held_out, on, tokens
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -278,6 +287,7 @@ class Row:
     step_ms: float
     solve_s: float
     gap: float | None
+    load_gap: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """By name, for JSON."""
@@ -285,15 +295,18 @@ class Row:
 
 
 def medians(trials: list[Trial]) -> list[Row]:
-    """A row a method, in the order of their first trials; gap is null where a method proves nothing."""
+    """A row a method, in the order of their first trials; gaps are null where a method proves nothing."""
     rows = []
     for method in dict.fromkeys(trial.method for trial in trials):
         of_method = [trial for trial in trials if trial.method == method]
-        gaps = [trial.gap for trial in of_method if trial.gap is not None]
-        names = ("balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s")
-        values = [statistics.median(getattr(trial, name) for trial in of_method) for name in names]
-        rows.append(Row(method, *values, statistics.median(gaps) if gaps else None))
+        names = (field.name for field in fields(Row) if field.name != "method")
+        rows.append(Row(method, **{name: _median([getattr(trial, name) for trial in of_method]) for name in names}))
     return rows
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def fastest_map(trials: list[Trial]) -> Placement:

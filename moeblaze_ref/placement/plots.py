@@ -4,13 +4,14 @@ Figures of their own, without pyplot, in the palette of `memory.plots`.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
-from moeblaze_ref.placement.methods import Row, Trial
+from moeblaze_ref.placement.methods import Trial
 
 WIDEST = 4  # heat maps in a row
 
@@ -45,27 +46,46 @@ def heat_map(trials: Sequence[Trial]) -> Figure:
     return figure
 
 
-def load_against_crossings(rows: Sequence[Row], curve: Sequence[Row] = ()) -> Figure:
+class Point(Protocol):
+    """A method on one split: a `Trial`, or what a record holds of one."""
+
+    method: str
+    balance_mean: float
+    cross_share: float
+
+
+def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ()) -> Figure:
     """Every method as a point, and the curve of `joint` under growing limits: down and left is better.
 
     Parameters
     ----------
-    rows : sequence of Row
-        Methods.
-    curve : sequence of Row
-        Of `joint`, in the order of its limits.
+    points : sequence of Point
+        Methods, on the same split.
+    curve : sequence of Point
+        Of `joint` on that split, in the order of its limits.
     """
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
     if curve:
-        crossings, load = [100 * row.cross_share for row in curve], [row.balance_mean for row in curve]
+        crossings, load = [100 * point.cross_share for point in curve], [point.balance_mean for point in curve]
         axes.plot(crossings, load, "o-", color=BLUE, markersize=4, label="joint, by its limit on the load")
         axes.legend(frameon=False)
-    for row in rows:
-        axes.plot(100 * row.cross_share, row.balance_mean, "s", color=VERMILLION, markersize=5)
-        axes.annotate(row.method, (100 * row.cross_share, row.balance_mean), xytext=(5, 4), textcoords="offset points")
+    names = {}
+    for point in points:
+        names.setdefault((100 * point.cross_share, point.balance_mean), []).append(point.method)
+    for at, methods in names.items():
+        axes.plot(*at, "s", color=VERMILLION, markersize=5)
+        axes.annotate(", ".join(methods), at, textcoords="offset points", **_aside(at, names))
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set_xlabel("transitions that change GPU, %")
     axes.set_ylabel("fullest GPU over the mean, mean of layers")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _aside(at, points):
+    """Where a name meets no other: left of a point with a near one to its right, below one with a near one above."""
+    near = [(x - at[0], y - at[1]) for x, y in points if (x, y) != at and abs(x - at[0]) < 3 and abs(y - at[1]) < 0.05]
+    if any(x > 0 and y >= 0 for x, y in near):
+        return {"xytext": (-5, 4), "ha": "right"}
+    return {"xytext": (5, -12 if any(y > 0 for _, y in near) else 4)}

@@ -1,5 +1,6 @@
 """The table of `moeblaze place`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -45,7 +46,8 @@ def judged_on(splits: int, num_gpus: int, tokens: int) -> str:
     )
 
 
-def content(rows: list[Row], trials: list[Trial], tokens: int) -> dict[str, Any]:
-    """What a record keeps beside the environment: the medians, and every split of every method."""
+def content(rows: list[Row], trials: list[Trial], along: Mapping[float, Trial], tokens: int) -> dict[str, Any]:
+    """What a record keeps beside the environment: medians, every split of every method, and the curve by its limits."""
     every = [trial.as_dict() for trial in trials]
-    return {"tokens": tokens, "rows": [row.as_dict() for row in rows], "splits": every}
+    curve = [{"limit": limit} | trial.as_dict() for limit, trial in along.items()]
+    return {"tokens": tokens, "rows": [row.as_dict() for row in rows], "splits": every, "curve": curve}

@@ -1,9 +1,14 @@
 """Traces whose skew and whose dependency between layers are known, because they were made so."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, traces
 from moeblaze_ref.traces import RoutingTrace
+
+TOKENS, SKEW = 16_384, 0.5  # of a trace that is asked for by its size: the busiest expert is no GPU of its own
 
 FOLLOWS = 1e6  # added to a score, it outweighs every other
 
@@ -99,3 +104,30 @@ def counted_trace(counts: np.ndarray, k: int, tokens: int, seed: int = 0, model:
     score = popularity[:, None] + rng.gumbel(size=(sequences, tokens, layers, E))
     topk = np.argsort(-score, axis=3, kind="stable")[..., :k].reshape(-1, layers, k)
     return RoutingTrace(topk.astype(np.int16), E, np.repeat(np.arange(sequences), tokens), model=model)
+
+
+def trace_or_synthetic(
+    path: Path | None, size: str | None, num_experts: int | None = None, model: str | None = None
+) -> RoutingTrace:
+    """A trace from a file, or one of ``TOKENS`` tokens and ``SKEW`` made from "LAYERSxExK": whichever of the two is given.
+
+    Parameters
+    ----------
+    path : Path or None
+    size : str or None
+        Such as "58x256x8".
+    num_experts, model
+        Of a file: as in `traces.load`.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        If none or both are given, the size is not so, or as in `traces.load` and `synthetic_trace`.
+    """
+    if (path is None) == (size is None):
+        raise ValueError("name either a trace or the size of a synthetic one, LAYERSxExK")
+    if path is not None:
+        return traces.load(path, num_experts, model)
+    if not re.fullmatch(r"\d+x\d+x\d+", size):
+        raise ValueError(f"{size!r} must be LAYERSxExK, three whole numbers, such as 58x256x8")
+    return synthetic_trace(TOKENS, *map(int, size.split("x")), skew=SKEW)

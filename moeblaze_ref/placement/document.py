@@ -1,0 +1,84 @@
+"""Fills what docs/placement.md says of measurements from the records of ``moeblaze place``, and draws their pictures.
+
+``python -m moeblaze_ref.placement.document`` writes everything again.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+from matplotlib.figure import Figure
+
+from moeblaze_ref import documents, records, terminal
+from moeblaze_ref.placement import findings, plots
+
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCS / "placement.md"
+KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
+RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "scale")}
+# What a reader who does not see the pictures is told.
+PICTURED = "Load against transitions that change GPU: every method as a point, joint as a curve over its limits"
+
+
+def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
+    """The document with a block for each record written anew.
+
+    Parameters
+    ----------
+    text : str
+    paths : mapping
+        Of the records by the names of their blocks; they need not be there yet.
+
+    Raises
+    ------
+    ValueError
+        If there is no block of that name, or a file is no record of `moeblaze place`.
+    """
+    return documents.fill(text, {kind: partial(_block, path) for kind, path in paths.items()})
+
+
+def load(path: Path) -> findings.Found:
+    """A record of `moeblaze place`.
+
+    Raises
+    ------
+    ValueError, OSError
+        As in `records.read`.
+    """
+    return records.read(path, KEYS)
+
+
+def picture(found: findings.Found) -> Figure:
+    """Load against crossings on the first split, whose curve the record holds."""
+    first = [trial for trial in found["splits"] if trial["seed"] == found["splits"][0]["seed"]]
+    points, curve = ([SimpleNamespace(**trial) for trial in trials] for trials in (first, found["curve"]))
+    return plots.load_against_crossings(points, curve)
+
+
+def picture_of(path: Path) -> Path:
+    """Where the picture of a record lies: beside the others of the documents."""
+    return path.parents[1] / "images" / f"{path.stem}.png"
+
+
+def _block(path: Path) -> str:
+    """What a record says, its picture if it has a curve, and where it was made; nothing while there is none."""
+    if not path.exists():
+        return ""
+    found = load(path)
+    where = "\n".join(documents.place(found))
+    if not found["curve"]:
+        return "\n\n".join([findings.scale(found), where])
+    return "\n\n".join([findings.summary(found), f"![{PICTURED}](images/{picture_of(path).name})", where])
+
+
+def write():
+    """The document, and the picture of every record that has a curve."""
+    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
+    for path in RECORDS.values():
+        if path.exists() and (found := load(path))["curve"]:
+            terminal.save(picture(found), picture_of(path).parent, path.stem)
+
+
+if __name__ == "__main__":
+    write()

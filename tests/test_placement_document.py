@@ -1,0 +1,93 @@
+"""docs/placement.md says what its records hold, and the records hold what was asked for."""
+
+import json
+import statistics
+
+import pytest
+
+from moeblaze_ref import documents
+from moeblaze_ref.placement import document, findings, joint, methods
+
+ON_SPLITS = ("gptoss20b", "lm_small")
+PLACE = {"device": "a processor", "versions": {"numpy": "2"}, "commit": "abc"}
+
+
+def trial(method, seed, load, crossings, step=10.0):
+    """What a record holds of one method on one split."""
+    return {
+        "method": method,
+        "seed": seed,
+        "balance_mean": load,
+        "balance_worst": load + 0.1,
+        "cross_share": crossings,
+        "step_ms": step,
+        "token_tail_ms": step * 0.6,
+        "transfer_tail_ms": step * 0.4,
+        "solve_s": 1.0,
+        "gap": None,
+        "load_gap": None,
+    }
+
+
+def record(joint_load=1.06, joint_crossings=0.57):
+    """A small record: one split, so that rows are its trials."""
+    splits = [
+        trial("contiguous", 0, 1.2, 0.75, step=20.0),
+        trial("greedy", 0, 1.04, 0.75),
+        trial("moetuner", 0, 1.045, 0.72),
+        trial("joint", 0, joint_load, joint_crossings),
+    ]
+    return PLACE | {"rows": splits, "splits": splits, "curve": [trial("joint", 0, 1.05, 0.6) | {"limit": 1.01}]}
+
+
+def test_the_page_is_what_the_records_give():
+    text = document.DOCUMENT.read_text()
+    assert document.fill(text) == text
+    assert all(text.count(f"<!-- begin {kind} -->") == 1 for kind in document.RECORDS)
+
+
+def test_a_record_becomes_a_block_and_a_picture(tmp_path):
+    path = tmp_path / "results" / "place_x.json"
+    blank = "<!-- begin x -->\n<!-- end x -->"
+    assert documents.NOTHING in document.fill(blank, {"x": path})
+    path.parent.mkdir()
+    path.write_text(json.dumps(record()))
+    text = document.fill(blank, {"x": path})
+    assert "](images/place_x.png)" in text and "- commit: abc" in text
+    assert "| `joint` | 1.0600 | +0.0200 | 1.160 | 57.0% | 10.000 | 1.0 |" in text
+    assert "| `moetuner` | 50.0% | 50.0% | 50.0% |" in text
+    assert text.count("| met |") == 4 and "MISSED" not in text
+    axes = document.picture(document.load(path)).axes[0]
+    assert {note.get_text() for note in axes.texts} == {"contiguous", "greedy", "moetuner", "joint"}
+    assert list(axes.lines[0].get_xdata()) == [60]
+
+
+@pytest.mark.parametrize("missed", [{"joint_load": 1.071}, {"joint_crossings": 0.581}])
+def test_an_aim_that_is_missed_is_said_to_be(missed):
+    assert findings.aims(record(**missed)).count("MISSED") == 1
+
+
+def test_a_record_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "place_x.json"
+    path.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r"place_x\.json has no commit, curve, device, splits, versions"):
+        document.load(path)
+
+
+@pytest.mark.parametrize("kind", ON_SPLITS)
+def test_a_record_holds_every_split_and_its_rows_are_their_medians(kind):
+    found = document.load(document.RECORDS[kind])
+    assert [row["method"] for row in found["rows"]] == list(methods.METHODS)
+    for row in found["rows"]:
+        of_method = [one for one in found["splits"] if one["method"] == row["method"]]
+        assert [one["seed"] for one in of_method] == list(range(20))
+        for name in ("balance_mean", "balance_worst", "cross_share", "step_ms"):
+            assert row[name] == statistics.median(one[name] for one in of_method)
+    assert [point["limit"] for point in found["curve"]] == list(joint.LIMITS)
+
+
+def test_the_large_model_was_solved_within_its_time_and_its_gap():
+    found = document.load(document.RECORDS["scale"])
+    (row,) = (row for row in found["rows"] if row["method"] == "moetuner")
+    assert (found["trace"], found["gpus"]) == ("synthetic 58x256x8", 16)
+    assert row["solve_s"] < 300 and row["load_gap"] <= 0.02
