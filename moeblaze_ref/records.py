@@ -5,7 +5,8 @@ errors that name the element.
 import json
 import os
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,22 @@ def replace(path: Path, write: Callable[[Path], Any]):
     path = path.resolve()  # a link stays one
     part = path.with_name(f"{path.name}.part")  # a killed process leaves it, and the next one writes over it
     try:
-        write(part)
-        to_disk(part)
-        os.replace(part, path)
-        to_disk(path.parent)
-    except OSError as error:
-        raise OSError(f"{path} cannot be written: {error}") from None
+        with naming(path):
+            write(part)
+            to_disk(part)
+            os.replace(part, path)
+            to_disk(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What keeps a file from being written, as an OSError that says which: a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def to_disk(path: Path):

@@ -267,6 +267,13 @@ def test_lines_are_appended_and_never_written_again(tmp_path):
     assert [line["step"] for line in log.read(tmp_path / LOG)] == [0, 1, 1, 2, 3]
 
 
+def test_a_log_that_a_full_disk_cuts_is_named(tmp_path):
+    lines = log.Log(tmp_path / LOG, [{"step": 0}])
+    with files_of_at_most(40), pytest.raises(OSError, match="log.jsonl cannot be written: .*too large"):
+        lines.add({"step": 1, "loss": 2.0, "learning_rate": 0.001})
+    assert log.read(tmp_path / LOG) == [{"step": 0}]
+
+
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
@@ -564,6 +571,15 @@ def test_a_model_of_damaged_weights_is_refused(message, change, tmp_path):
 def test_a_folder_is_no_checkpoint(tmp_path):
     with pytest.raises(IsADirectoryError, match=tmp_path.name):
         checkpoint.step_of(tmp_path)
+
+
+def test_a_checkpoint_that_may_not_be_read_says_so(folder, monkeypatch):
+    def guarded(path, *_):
+        raise PermissionError(f"[Errno 13] Permission denied: '{path}'")
+
+    monkeypatch.setattr(Path, "open", guarded)
+    with pytest.raises(PermissionError, match=CHECKPOINT):
+        checkpoint.step_of(folder / CHECKPOINT)
 
 
 def test_a_full_disk_leaves_the_checkpoint_of_before(folder):

@@ -28,8 +28,14 @@ class Log:
         records.replace(path, lambda part: part.write_text(_text(lines)))
 
     def add(self, *lines: dict[str, Any]):
-        """Append lines: who reads the file meanwhile sees all of them or none."""
-        with self.path.open("a") as file:
+        """Append lines: who reads the file meanwhile sees all of them or none.
+
+        Raises
+        ------
+        OSError
+            If they cannot be written.
+        """
+        with records.naming(self.path), self.path.open("a") as file:
             file.write(_text(lines))
         self.lines += lines
 

@@ -216,12 +216,9 @@ class Trainer:
     def _blame(self, step: int, seen: list[float], forward: Callable[[], Any]) -> str:
         loss, total, norm = seen
         where = self._first_module(forward)
-        if where is not None:
-            cause = f"the activations of {where} are the first that are not finite"
-        elif math.isfinite(total):
+        cause = _cause(where)
+        if where is None and math.isfinite(total):
             cause = f"the loss is finite, but the gradient of {finite.last_gradient(self.model)} is not"
-        else:
-            cause = "every activation is finite, but a loss is not"
         return f"step {step}: loss {loss}, with the router's {total}, gradient norm {norm}; {cause}"
 
     def _first_module(self, forward: Callable[[], Any]) -> str | None:
@@ -243,11 +240,8 @@ class Trainer:
         with autocast(self.settings.precision, self.device):
             loss = held_out()
         if not math.isfinite(loss):
-            where = self._first_module(held_out) or "no module, but of the loss,"
-            raise NonFinite(
-                f"step {self.step}: the validation loss after it is {loss}; "
-                f"the activations of {where} are the first that are not finite"
-            )
+            cause = _cause(self._first_module(held_out))
+            raise NonFinite(f"step {self.step}: the validation loss after it is {loss}; {cause}")
         return loss
 
     def tensors(self) -> dict[str, Tensor]:
@@ -283,6 +277,13 @@ class Trainer:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         self.windows.set_state(tensors["windows"])
         self.losses = tensors["losses"].tolist()
+
+
+def _cause(module: str | None) -> str:
+    """Of a loss that is not finite, by the first module whose output is not."""
+    if module is None:
+        return "every activation is finite, but a loss is not"
+    return f"the activations of {module} are the first that are not finite"
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
