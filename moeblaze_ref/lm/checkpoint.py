@@ -162,7 +162,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is truncated, or no checkpoint: {error}") from None
 
 
