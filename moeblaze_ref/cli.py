@@ -331,7 +331,7 @@ def train(
 
     options = {"policy": policy, "capacity_factor": capacity_factor}
     changes = {"steps": steps, "precision": precision, "seed": seed}
-    with user_errors(), finite_numbers():
+    with user_errors(), finite_numbers(), stopped_by_hand():
         settings = command.settings(preset, layer, options, changes)
         lines = command.train(settings, out, data, device, resume)
     stdout().print(command.summary(lines, out), highlight=False, soft_wrap=True, markup=False)
@@ -345,6 +345,16 @@ def finite_numbers() -> Iterator[None]:
     except FloatingPointError as error:
         Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def stopped_by_hand() -> Iterator[None]:
+    """Ctrl-C loses only what came after the last checkpoint: say so, and exit with its usual status."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped: --resume goes on from the last checkpoint", highlight=False)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -392,7 +402,7 @@ def trace(
     tokens: Annotated[int | None, typer.Option(help="At most so many of each kind of text; 40,960 by default.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
 ):
-    """Write which experts a trained model chose, token by token, on text that it has not learned from."""
+    """Write which experts a trained model chose, token by token, on the part of a text that training holds out."""
     from moeblaze_ref.lm import command
 
     with user_errors():

@@ -99,8 +99,10 @@ def check_int(name, value, at_least, at_most=None) -> int:
 
 
 def check_number(name, value) -> float:
-    """``value`` as a finite float."""
+    """``value`` as a finite float; text is none."""
     try:
+        if isinstance(value, str):
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number") from None

@@ -1,8 +1,12 @@
-"""JSON files of what was measured: proven writable before the work, and read with errors that name the element."""
+"""Files of what was measured or trained: proven writable before the work, there whole or not at all, and read with
+errors that name the element.
+"""
 
 import json
+import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +31,55 @@ def check_writable(path: Path):
 
 
 def write(path: Path, content: dict[str, Any]):
-    """Write ``content``, making the folder if need be."""
+    """Write ``content``, making the folder if need be.
+
+    Raises
+    ------
+    OSError
+        As `replace`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    replace(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+def replace(path: Path, write: Callable[[Path], Any]):
+    """Let ``write`` fill a file beside ``path``, see it onto the disk, and give it that name.
+
+    A kill at any moment leaves at ``path`` what was there before, or all of what is new.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; what was there before stays.
+    """
+    path = path.resolve()  # a link stays one
+    part = path.with_name(f"{path.name}.part")  # a killed process leaves it, and the next one writes over it
+    try:
+        with naming(path):
+            write(part)
+            to_disk(part)
+            os.replace(part, path)
+            to_disk(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """What keeps a file from being written, as an OSError that says which: a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
+
+
+def to_disk(path: Path):
+    """Wait until a file, or the names in a folder, would outlive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path, keys: Collection[str]) -> dict[str, Any]:

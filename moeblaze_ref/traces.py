@@ -7,7 +7,6 @@ JSON object: `experts` is E, `model` names the model; all else in it says where 
 """
 
 import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, records
 
 MAX_IDS = 2**15  # ids are int16
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
@@ -136,11 +135,21 @@ def _check_kinds(seq_kind, seq):
 
 
 def save(path: Path, trace: RoutingTrace):
-    """Write a trace as `load` reads it."""
+    """Write a trace as `load` reads it.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; what was there before stays.
+    """
     arrays = {name: array for name in ARRAYS if (array := getattr(trace, name)) is not None}
     info = json.dumps({**trace.info, "experts": trace.num_experts, "model": trace.model})
-    with path.open("wb") as file:  # numpy would add .npz to a name that lacks it
-        np.savez_compressed(file, info=info, **arrays)
+
+    def write(part: Path):
+        with part.open("wb") as file:  # numpy would add .npz to a name that lacks it
+            np.savez_compressed(file, info=info, **arrays)
+
+    records.replace(path, write)
 
 
 def load(path: Path, num_experts: int | None = None, model: str | None = None) -> RoutingTrace:
@@ -193,12 +202,21 @@ def _info(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 
 def load_npz(path: Path, needed: str) -> dict[str, np.ndarray]:
-    """The arrays of an npz, which must hold one called ``needed``; nothing in it is ever unpickled."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
-    except (ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{Path(path).name} is truncated, or no npz of plain arrays: {error}") from None
+    """The arrays of an npz, which must hold one called ``needed``; nothing in it is ever unpickled.
+
+    Raises
+    ------
+    OSError
+        If there is no such file, or it may not be read.
+    ValueError
+        If it is no npz of plain arrays, is damaged, or lacks that array: the message begins with its name.
+    """
+    with Path(path).open("rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                found = {name: arrays[name] for name in arrays.files}
+        except Exception as error:  # what zipfile, zlib and numpy raise of a damaged file has no other type in common
+            raise ValueError(f"{Path(path).name} is truncated, or no npz of plain arrays: {error}") from None
     if needed not in found:
         raise ValueError(f"{Path(path).name} has no {needed}, but only {', '.join(found) or 'nothing'}")
     return found

@@ -1,18 +1,22 @@
 """Routing traces: what a trained model's routers chose, the file of it, and what its reader refuses."""
 
+import hashlib
 import json
 import re
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import torch
+from test_records import files_of_at_most
 from typer.testing import CliRunner
 
 from moeblaze_ref import traces
 from moeblaze_ref.cli import app
-from moeblaze_ref.lm import checkpoint, data, tracing
+from moeblaze_ref.lm import checkpoint, command, data, tracing
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.train import Trainer, TrainSettings, capture
@@ -62,6 +66,23 @@ def test_windows_of_each_kind_are_whole_and_spread_over_its_text(trainer):
     assert traced(trainer, tokens=15).tokens == 16
 
 
+def test_the_model_computes_in_the_precision_that_it_was_trained_in(trainer):
+    dtypes = []
+    hook = trainer.model.head.register_forward_hook(lambda module, inputs, output: dtypes.append(output.dtype))
+    traced(trainer), traced(trainer, precision="bfloat16")
+    hook.remove()
+    assert set(dtypes[: len(dtypes) // 2]) == {torch.float32} and set(dtypes[len(dtypes) // 2 :]) == {torch.bfloat16}
+
+
+def test_the_tokens_that_a_mask_chooses_keep_all_that_is_theirs(trainer):
+    found = traced(trainer)
+    kept = found.of(found.seq >= 5)
+    assert kept.tokens == 24 and set(kept.seq.tolist()) == {5, 6, 7}
+    for name in ("topk", "pos", "token"):
+        assert np.array_equal(getattr(kept, name), getattr(found, name)[40:])
+    assert kept.seq_kind is found.seq_kind and kept.model == "small"
+
+
 def test_batches_do_not_show(trainer):
     few, many = (traced(trainer, batch=batch) for batch in (1, 64))
     assert np.array_equal(few.topk, many.topk)
@@ -100,6 +121,13 @@ def test_a_trace_comes_back_from_its_file_as_it_was(trainer, tmp_path):
     assert (again.num_experts, again.model) == (5, "small")
 
 
+def test_the_number_of_experts_is_the_traces_whatever_its_info_says(trainer, tmp_path):
+    found = replace(traced(trainer), info={"experts": 99, "model": "another", "note": 1})
+    traces.save(tmp_path / "trace.npz", found)
+    again = traces.load(tmp_path / "trace.npz")
+    assert again.info == {"experts": 5, "model": "small", "note": 1} and again.num_experts == 5
+
+
 def test_bytes_and_kinds_may_be_missing_and_unknown_arrays_are_left_out(trainer, tmp_path):
     found = replace(traced(trainer), token=None, seq_kind=None)
     path = tmp_path / "trace.npz"
@@ -135,6 +163,13 @@ def replaced(name, change):
         (corrupted("seq", 17, 0), ValueError, "seq[17] is 0 again, but the tokens of a sequence must stand together"),
         (corrupted("seq", slice(8, 16), 8), ValueError, "seq[8] is 8, but there are only 8 sequences in seq_kind"),
         (corrupted("pos", 12, 3), ValueError, "pos[12] is 3 after 3, but positions must rise in a sequence"),
+        (replaced("topk", lambda a: a.astype(np.int32) + 2**16), ValueError, "but there are only 5 experts"),
+        (
+            replaced("topk", lambda a: np.broadcast_to(np.int16([2, 0, 2]), (64, 3, 3))),
+            ValueError,
+            "names expert 2 twice",
+        ),
+        (replaced("token", lambda a: a.astype(object)), ValueError, "no npz of plain arrays"),
         (replaced("topk", lambda a: a.astype(float)), TypeError, "topk has dtype float64, but it must be int8"),
         (replaced("topk", lambda a: a[:, 0]), ValueError, "topk has shape (64, 2), but it must have 3 dimensions"),
         (replaced("seq", lambda a: a[:-1]), ValueError, "seq has shape (63,), but it must be (tokens=64)"),
@@ -168,6 +203,43 @@ def test_a_truncated_file_is_named(trainer, tmp_path, kept):
         traces.load(path)
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_file_with_a_flipped_bit_is_named_or_says_the_same(trainer, tmp_path, save):
+    """What a bit of a date or of a comment says changes nothing."""
+    path, found = tmp_path / "trace.npz", traced(trainer)
+    save(path, info='{"experts": 5}', **{name: getattr(found, name) for name in traces.ARRAYS})
+    whole, random, refused = path.read_bytes(), Random(0), 0
+    for _ in range(300):
+        flipped = bytearray(whole)
+        flipped[random.randrange(len(whole))] ^= 1 << random.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            again = traces.load(path)
+        except (ValueError, TypeError) as error:
+            assert str(error).startswith("trace.npz")
+            refused += 1
+        else:
+            assert all(np.array_equal(getattr(again, name), getattr(found, name)) for name in traces.ARRAYS)
+    assert refused > 150
+
+
+def test_an_array_too_large_for_any_memory_is_refused(tmp_path):
+    header = np.lib.format.header_data_from_array_1_0(np.zeros((1, 1, 1), np.int16)) | {"shape": (2**40, 2**10, 2)}
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive, archive.open("topk.npy", "w") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(ValueError, match="huge.npz is truncated, or no npz"):
+        traces.load(tmp_path / "huge.npz")
+
+
+def test_a_failed_write_leaves_the_trace_of_before(trainer, tmp_path):
+    found = traced(trainer)
+    traces.save(tmp_path / "trace.npz", found)
+    before = (tmp_path / "trace.npz").read_bytes()
+    with files_of_at_most(500), pytest.raises(OSError, match="trace.npz cannot be written"):
+        traces.save(tmp_path / "trace.npz", found)
+    assert (tmp_path / "trace.npz").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_single_array_is_no_trace(tmp_path):
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(ValueError, match="one.npy is truncated, or no npz of plain arrays"):
@@ -189,9 +261,51 @@ def test_the_command_writes_the_trace_of_a_checkpoint(trainer, tmp_path):
     found = traces.load(out)
     assert found.info["steps"] == 2 and found.info["config"]["sequence"] == 8
     assert set(found.info) >= {"experts", "model", "layer", "precision", "text", "python", "commit"}
+    held_out = data.folder(folder).validation
+    assert found.info["text"] == {"notes": hashlib.sha256(bytes(held_out.tolist())).hexdigest()[:16]}
+    assert found.info["trained_on"] == trainer.corpus.fingerprint and found.info["held_out"] == []
+    assert "the model was trained on another text, and may have read notes" in " ".join(ran.output.split())
     assert re.fullmatch("byte-lm-[0-9a-f]{16}", found.model)
-    expected = tracing.trace(trainer.model, SETTINGS, {"notes": data.folder(folder).validation}, found.info)
+    expected = tracing.trace(trainer.model, SETTINGS, {"notes": held_out}, found.info)
     assert np.array_equal(found.topk, expected.topk)
+
+
+def test_what_the_training_held_out_is_told_from_other_text(tmp_path):
+    for name, words in (("own", "some words"), ("other", "more words")):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            (tmp_path / name / f"{number}.txt").write_text(f"{words} of file {number}, and more")
+    saved = tmp_path / "checkpoint.safetensors"
+    checkpoint.save(saved, Trainer(SETTINGS, data.folder(tmp_path / "own")))
+    told = command.trace(saved, tmp_path / "trace.npz", [tmp_path / "own", tmp_path / "other"], 8, "cpu")
+    assert told.endswith("the model was trained on another text, and may have read other")
+    assert traces.load(tmp_path / "trace.npz").info["held_out"] == ["own"]
+    assert "may have read" not in command.trace(saved, tmp_path / "trace.npz", [tmp_path / "own"], 8, "cpu")
+
+
+def test_two_folders_of_one_name_are_refused(trainer, tmp_path):
+    checkpoint.save(tmp_path / "checkpoint.safetensors", trainer)
+    folders = [tmp_path / "x" / "text", tmp_path / "y" / "text"]
+    with pytest.raises(ValueError, match="2 folders are called text, but each kind of text needs a name of its own"):
+        command.trace(tmp_path / "checkpoint.safetensors", tmp_path / "trace.npz", folders, None, "cpu")
+
+
+def test_a_trace_does_not_replace_its_checkpoint(trainer, tmp_path):
+    saved, link = tmp_path / "checkpoint.safetensors", tmp_path / "link"
+    checkpoint.save(saved, trainer)
+    link.symlink_to(saved)
+    before = saved.read_bytes()
+    for out in (saved, link):
+        with pytest.raises(ValueError, match="is the checkpoint itself"):
+            command.trace(saved, out, [], 8, "cpu")
+    assert saved.read_bytes() == before
+
+
+def test_a_bad_checkpoint_makes_no_folder(tmp_path):
+    (tmp_path / "bad").write_bytes(b"no checkpoint")
+    with pytest.raises(checkpoint.CheckpointError):
+        command.trace(tmp_path / "bad", tmp_path / "deep" / "trace.npz", [], None, "cpu")
+    assert not (tmp_path / "deep").exists()
 
 
 @pytest.mark.parametrize(

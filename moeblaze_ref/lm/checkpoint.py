@@ -1,32 +1,43 @@
 """Checkpoints of a training run: one safetensors file, tensors beside a JSON header, there whole or not at all.
 
-A checkpoint is written under another name and renamed once it is on the disk: a kill at any moment leaves the last
-whole one.
+The header says whose run it is, how far it is, and the digest of it all: what a disk or a hand has changed is refused.
 """
 
+import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from moeblaze_ref import records
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import Trainer, TrainSettings
 from moeblaze_ref.systems import system
 
 HEADER = "moeblaze_ref"  # the key of safetensors' metadata that holds the JSON header
-FORMAT = 1
+FORMAT = 2
+KEYS = {"format", "settings", "text", "steps", "digest"}  # of the header
 
 
 class CheckpointError(ValueError):
     """A file that is no whole checkpoint, or that of another run: the message says which, and what differs."""
+
+
+class Trained(NamedTuple):
+    """The model of a checkpoint, and where it comes from."""
+
+    model: MoETransformer
+    settings: TrainSettings  # that it was trained with
+    text: str  # `data.Corpus.fingerprint` of what it was trained on
+    steps: int  # that it was trained for
+    digest: str  # SHA-256 of the checkpoint, in hexadecimal
 
 
 def save(path: Path, trainer: Trainer):
@@ -37,25 +48,11 @@ def save(path: Path, trainer: Trainer):
     OSError
         If it cannot be written; what was there before stays.
     """
-    metadata = {HEADER: json.dumps(_header_of(trainer))}
-    replace(path, lambda part: save_file(trainer.tensors(), part, metadata))
-
-
-def replace(path: Path, write: Callable[[Path], Any]):
-    """Let ``write`` fill a file beside ``path``, see it onto the disk, and give it that name."""
-    part = path.with_name(f"{path.name}.part")  # of a run that was killed too: the next one writes over it
-    write(part)
-    _to_disk(part)
-    os.replace(part, path)
-    _to_disk(path.parent)
-
-
-def _to_disk(path: Path):
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    tensors = {name: tensor.cpu() for name, tensor in trainer.tensors().items()}
+    header = {"format": FORMAT, **_run_of(trainer.settings, trainer.corpus.fingerprint), "steps": trainer.step}
+    metadata = {HEADER: json.dumps(header | {"digest": _digest(header, tensors)})}
+    # Not by save_file: it would write under a name of its own, which outlives a kill, for the owner's eyes alone.
+    records.replace(path, lambda part: part.write_bytes(safetensors.torch.save(tensors, metadata)))
 
 
 def load(path: Path, trainer: Trainer):
@@ -63,15 +60,15 @@ def load(path: Path, trainer: Trainer):
 
     Raises
     ------
-    FileNotFoundError
-        If there is no such file.
+    OSError
+        If there is no such file, or it may not be read.
     CheckpointError
         If it is no whole checkpoint, or that of other settings or of another text: the message names the first field
-        that differs, and both values. The run is then as it was.
+        or tensor that differs, and both values. The run is then as it was.
     """
+    check(path, trainer.settings, trainer.corpus.fingerprint)
     header, tensors = _read(path)
-    _check_same_run(path, _flat(header), _flat(_header_of(trainer)))
-    _check_shapes(path, tensors, trainer.model)
+    _check_tensors(path, tensors, trainer.form(header["steps"]))
     trainer.restore(tensors)
 
 
@@ -80,13 +77,17 @@ def check(path: Path, settings: TrainSettings, text: str):
 
     Raises
     ------
-    FileNotFoundError
-        If there is no such file.
+    OSError
+        If there is no such file, or it may not be read.
     CheckpointError
-        If it is no whole checkpoint, or that of another run; as `load`.
+        If it is no checkpoint, or that of another run: the message names the first field that differs.
     """
-    with _opened(path) as file:
-        _check_same_run(path, _flat(_read_header(path, file)), _flat(_header(settings, text)))
+    header = _read_header(path)
+    theirs, ours = _flat({name: header[name] for name in ("settings", "text")}), _flat(_run_of(settings, text))
+    for name in [*ours, *(theirs.keys() - ours.keys())]:
+        its, wanted = theirs.get(name, "absent"), ours.get(name, "absent")
+        if its != wanted:
+            raise CheckpointError(f"{path} is of another run: its {name} is {its!r}, but here it is {wanted!r}")
 
 
 def step_of(path: Path) -> int:
@@ -94,68 +95,89 @@ def step_of(path: Path) -> int:
 
     Raises
     ------
-    FileNotFoundError
-        If there is no such file.
+    OSError
+        If there is no such file, or it may not be read.
     CheckpointError
-        If it is no whole checkpoint.
+        If it is no checkpoint.
     """
-    _, tensors = _read(path)
-    return len(tensors["losses"])
+    return _read_header(path)["steps"]
 
 
-def load_model(path: Path, device: str | torch.device = "cpu") -> tuple[MoETransformer, TrainSettings]:
-    """The model of a checkpoint, and the settings that it was trained with.
+def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
+    """The model of a checkpoint.
 
     Raises
     ------
-    FileNotFoundError
-        If there is no such file.
+    OSError
+        If there is no such file, or it may not be read.
     CheckpointError
         If it is no whole checkpoint.
     """
     header, tensors = _read(path)
-    fields = header["settings"]
-    settings = TrainSettings(**{**fields, "config": LMConfig(**fields["config"])})
-    model = MoETransformer(settings.config, system(settings.layer, **settings.layer_options))
-    _check_shapes(path, tensors, model)
-    model.load_state_dict({name: tensors[f"model.{name}"] for name, _ in model.named_parameters()})
-    return model.to(device), settings
+    try:
+        fields = header["settings"]
+        settings = TrainSettings(**{**fields, "config": LMConfig(**fields["config"])})
+        model = MoETransformer(settings.config, system(settings.layer, **settings.layer_options))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} has settings that this version does not know: {error}") from None
+    weights = {name: tensors[name] for name in tensors if name.startswith("model.")}
+    _check_tensors(path, weights, {f"model.{name}": parameter for name, parameter in model.named_parameters()})
+    model.load_state_dict({name.removeprefix("model."): weight for name, weight in weights.items()})
+    return Trained(model.to(device), settings, header["text"], header["steps"], header["digest"])
 
 
-def _header_of(trainer: Trainer) -> dict[str, Any]:
-    return _header(trainer.settings, trainer.corpus.fingerprint)
+def name_of_run(trainer: Trainer) -> str:
+    """The same for the same settings and text: 16 hexadecimal digits of SHA-256."""
+    return _digest(_run_of(trainer.settings, trainer.corpus.fingerprint), {})[:16]
 
 
-def _header(settings: TrainSettings, text: str) -> dict[str, Any]:
-    return {"format": FORMAT, "settings": asdict(settings), "text": text}
+def _run_of(settings: TrainSettings, text: str) -> dict[str, Any]:
+    return {"settings": asdict(settings), "text": text}
+
+
+def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of a header and of every tensor's name, dtype, shape and bytes."""
+    found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {_form(tensor)}".encode())
+        found.update(tensor.flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a checkpoint."""
+    """The header and the tensors of a checkpoint, as they were written."""
+    header = _read_header(path)
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-        return _read_header(path, file), tensors
+    if _digest({name: header[name] for name in header if name != "digest"}, tensors) != header["digest"]:
+        raise CheckpointError(f"{path} is damaged: what it holds does not have the digest that it was written with")
+    return header, tensors
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
+    path.open("rb").close()  # a folder, or what may not be read, is named by the system
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is truncated, or no checkpoint: {error}") from None
 
 
-def _read_header(path: Path, file: Any) -> dict[str, Any]:
-    metadata = file.metadata() or {}
+def _read_header(path: Path) -> dict[str, Any]:
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
     if HEADER not in metadata:
         raise CheckpointError(f"{path} holds tensors, but no training run of this project wrote it")
-    header = json.loads(metadata[HEADER])
-    if header["format"] != FORMAT:
-        raise CheckpointError(f"{path} is of format {header['format']}, but this version reads format {FORMAT}")
-    return header
+    try:
+        header = records.check_object("its header", json.loads(metadata[HEADER]), {"format"})
+        if header["format"] == FORMAT:
+            return records.check_object("its header", header, KEYS)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    raise CheckpointError(f"{path} is of format {header['format']}, but this version reads format {FORMAT}")
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -166,17 +188,15 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_same_run(path: Path, theirs: dict[str, Any], ours: dict[str, Any]):
-    for name in [*ours, *(theirs.keys() - ours.keys())]:
-        its, wanted = theirs.get(name, "absent"), ours.get(name, "absent")
+def _check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]):
+    """The names of the expected tensors and no others, of their dtypes and shapes, and every number finite."""
+    for name in [*expected, *(found.keys() - expected.keys())]:
+        its, wanted = _form(found.get(name)), _form(expected.get(name))
         if its != wanted:
-            raise CheckpointError(f"{path} is of another run: its {name} is {its!r}, but here it is {wanted!r}")
+            raise CheckpointError(f"{path}: {name} is {its}, but it must be {wanted}")
+        if not torch.isfinite(found[name]).all():
+            raise CheckpointError(f"{path}: {name} holds NaN or infinity, but every number must be finite")
 
 
-def _check_shapes(path: Path, tensors: dict[str, Tensor], model: MoETransformer):
-    """Every weight is there, with its shape; the rest was written together with them."""
-    for name, parameter in model.named_parameters():
-        tensor = tensors.get(f"model.{name}")
-        if tensor is None or tensor.shape != parameter.shape:
-            found = "absent" if tensor is None else f"of shape {tuple(tensor.shape)}"
-            raise CheckpointError(f"{path}: model.{name} is {found}, but it must be {tuple(parameter.shape)}")
+def _form(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -1,13 +1,15 @@
 """``moeblaze train`` and ``moeblaze trace``: from names and paths to a training run, and to what its routers decide."""
 
+import inspect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import TextColumn
+from torch import Tensor
 
 from moeblaze_ref import doors, records, terminal, traces
 from moeblaze_ref.backends import BACKENDS
@@ -24,7 +26,7 @@ OWNER = {"policy": "moeblaze", "capacity_factor": "capacity"}  # which layer an 
 
 
 def settings(name: str, layer: str, options: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainSettings:
-    """A preset's settings with a layer of its own; options and changes that are None are left out.
+    """A preset's settings with a layer of its own; what is None is left out, and an option that is the layer's default.
 
     Raises
     ------
@@ -36,6 +38,8 @@ def settings(name: str, layer: str, options: Mapping[str, Any], changes: Mapping
     for option in given:
         if OWNER[option] != layer:
             raise ValueError(f"{option} is an option of the layer {OWNER[option]}, but the layer is {layer}")
+    defaults = inspect.signature(SYSTEMS[layer]).parameters
+    given = {option: value for option, value in given.items() if value != defaults[option].default}
     changed = {field: value for field, value in changes.items() if value is not None}
     return replace(preset(name), layer=layer, layer_options=given, **changed)
 
@@ -81,22 +85,45 @@ def trace(checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, 
     Raises
     ------
     OSError
-        If there is no checkpoint, or the file cannot be written.
+        If there is no checkpoint, or the file cannot be written; what was there before stays.
     ValueError
-        If there is no such device, nothing there can run the layer, or as `tracing.trace` and `data.folder`.
+        If there is no such device, nothing there can run the layer, the file is the checkpoint, two folders have one
+        name, or as `tracing.trace` and `data.folder`.
     """
-    records.check_writable(out)
     device = _device(device)
-    model, settings = load_model(checkpoint, device)
+    trained = load_model(checkpoint, device)
+    settings = trained.settings
     _check_runs(settings.layer, device)
-    texts = {path.resolve().name: data.folder(path).validation for path in folders} or data.held_out_kinds()
-    info = tracing.origin(checkpoint, settings, texts)
-    found = tracing.trace(model, settings, texts, info, tracing.TOKENS if tokens is None else tokens)
+    texts, sources = _texts(folders)
+    if out.exists() and out.samefile(checkpoint):
+        raise ValueError(f"{out} is the checkpoint itself, but the trace needs a file of its own: name another one")
+    records.check_writable(out)
+    info = tracing.origin(trained, texts, sources)
+    found = tracing.trace(trained.model, settings, texts, info, tracing.TOKENS if tokens is None else tokens)
     traces.save(out, found)
-    windows = Counter(found.seq_kind.tolist())
-    kinds = ", ".join(f"{count * settings.config.sequence:,} of {kind}" for kind, count in windows.items())
-    layers, k = found.topk.shape[1:]
-    return f"{out}: {len(found.topk):,} tokens ({kinds}), {layers} layers, {k} of {found.num_experts} experts each"
+    return f"{out}: {_what_it_holds(found)}"
+
+
+def _texts(folders: Sequence[Path]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Held-out texts by kind, and of each the fingerprint of the corpus that it is held out of."""
+    if not folders:
+        texts = data.held_out_kinds()
+        return texts, dict.fromkeys(texts, data.standard_library().fingerprint)
+    for name, count in Counter(path.resolve().name for path in folders).items():
+        if count > 1:
+            raise ValueError(f"{count} folders are called {name}, but each kind of text needs a name of its own")
+    corpora = {path.resolve().name: data.folder(path) for path in folders}
+    texts = {name: corpus.validation for name, corpus in corpora.items()}
+    return texts, {name: corpus.fingerprint for name, corpus in corpora.items()}
+
+
+def _what_it_holds(trace: traces.RoutingTrace) -> str:
+    windows, length = Counter(trace.seq_kind.tolist()), trace.info["config"]["sequence"]
+    kinds = ", ".join(f"{count * length:,} of {kind}" for kind, count in windows.items())
+    layers, k = trace.topk.shape[1:]
+    told = f"{trace.tokens:,} tokens ({kinds}), {layers} layers, {k} of {trace.num_experts} experts each"
+    unsure = [kind for kind in windows if kind not in trace.info["held_out"]]
+    return f"{told}; the model was trained on another text, and may have read {', '.join(unsure)}" if unsure else told
 
 
 def prepare(layer: str, folder: Path | None, device: str | None) -> tuple[str, data.Corpus]:

@@ -21,6 +21,7 @@ LEFT_OUT = {
     *("site-packages", "dist-packages", "test", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils"),
     *("ensurepip", "encodings", "pydoc_data"),
 }
+BUILT = ("_sysconfigdata", "config-")  # a file and a folder that the making of Python writes
 BREAK = re.compile(r"\n\n+")  # between paragraphs
 
 
@@ -88,11 +89,13 @@ def _library_folder() -> Path:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """The .py files of a folder, without what is `LEFT_OUT` and without the record of how Python was built."""
+    """The .py files of a folder, without what is `LEFT_OUT` and without the records of how Python was built."""
     for path in folder.iterdir():
+        if path.name.startswith(BUILT):
+            continue
         if path.is_dir() and path.name not in LEFT_OUT:
             yield from _sources(path)
-        elif path.suffix == ".py" and not path.name.startswith("_sysconfigdata"):
+        elif path.suffix == ".py":
             yield path
 
 
@@ -115,19 +118,29 @@ def folder(path: Path) -> Corpus:
 
     Raises
     ------
+    OSError
+        If a file or a folder in it may not be read.
     ValueError
         If it is no folder, a file is no UTF-8 text, or fewer than two files hold text: one is held out.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is no folder, but the data must be one, of text files")
-    names = sorted(found.relative_to(path) for found in path.rglob("*") if found.is_file())
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    texts = {name.as_posix(): _read_text(path / name) for name in visible}
+    texts = {found.relative_to(path).as_posix(): _read_text(found) for found in sorted(_visible_files(path))}
     distinct = len({text for text in texts.values() if text})
     if distinct < 2:
         held = "no text" if distinct == 0 else "one text file only"
         raise ValueError(f"{path} holds {held}, but at least two different ones are needed: one is for validation")
     return _split_by_file(texts)
+
+
+def _visible_files(path: Path) -> Iterator[Path]:
+    for found in path.iterdir():  # a glob would pass over a folder that may not be read
+        if found.name.startswith("."):
+            continue
+        if found.is_dir() and not found.is_symlink():  # a link may lead back up
+            yield from _visible_files(found)
+        elif found.is_file():
+            yield found
 
 
 def _read_text(path: Path) -> bytes:

@@ -1,6 +1,6 @@
 """Where numbers stopped being finite."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ class _Found(Exception):
 
 
 @torch.no_grad()
-def first_module(model: nn.Module, *inputs: Tensor) -> str | None:
+def first_module(model: nn.Module, forward: Callable[[], Any]) -> str | None:
     """The first module, in the order of the forward, whose output holds NaN or infinity.
 
     Parameters
     ----------
     model : Module
-    *inputs : Tensor
-        What it is run on, once more.
+    forward : callable
+        Runs it, once more.
 
     Returns
     -------
@@ -28,7 +28,7 @@ def first_module(model: nn.Module, *inputs: Tensor) -> str | None:
     """
     hooks = [module.register_forward_hook(_raise_if_bad(name)) for name, module in model.named_modules() if name]
     try:
-        model(*inputs)
+        forward()
     except _Found as found:
         return str(found)
     finally:
@@ -51,6 +51,11 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, tuple):
         for part in output:
             yield from _tensors(part)
+
+
+def first_weight(model: nn.Module) -> str | None:
+    """The first parameter, in the order of the model, that holds NaN or infinity; None if all are finite."""
+    return next((name for name, p in model.named_parameters() if not torch.isfinite(p).all()), None)
 
 
 def last_gradient(model: nn.Module) -> str | None:

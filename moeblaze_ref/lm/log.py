@@ -1,11 +1,11 @@
 """The record of a training run: one JSON object a line, in a file that outlives a kill."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import records
-from moeblaze_ref.lm.checkpoint import replace
+from moeblaze_ref import doors, records
 
 
 class Log:
@@ -14,10 +14,8 @@ class Log:
     Parameters
     ----------
     path : Path
-        What a run has written there stays as far as it was saved.
-    through : int
-        The last step that is kept; later lines, and one that a kill has cut in two, are removed. A fresh run keeps
-        none: -1.
+    lines : sequence of dict
+        What it begins with, in place of what the path holds.
 
     Attributes
     ----------
@@ -25,29 +23,42 @@ class Log:
         All that the file holds.
     """
 
-    def __init__(self, path: Path, through: int):
-        self.path = path
-        self.lines = [line for line in read(path) if line["step"] <= through]
-        text = "".join(_line(fields) for fields in self.lines)
-        replace(path, lambda part: part.write_text(text))
+    def __init__(self, path: Path, lines: Sequence[dict[str, Any]]):
+        self.path, self.lines = path, list(lines)
+        records.replace(path, lambda part: part.write_text(_text(lines)))
 
-    def add(self, fields: dict[str, Any]):
-        """Append one line."""
-        with self.path.open("a") as file:
-            file.write(_line(fields))
-        self.lines.append(fields)
+    def add(self, *lines: dict[str, Any]):
+        """Append lines: who reads the file meanwhile sees all of them or none.
+
+        Raises
+        ------
+        OSError
+            If they cannot be written.
+        """
+        with records.naming(self.path), self.path.open("a") as file:
+            file.write(_text(lines))
+        self.lines += lines
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, without a last one that a kill has cut in two; none if there is no file.
+    """The lines of a log, without a last one that a kill has cut in two.
 
     Raises
     ------
-    ValueError
-        If a line is no JSON object with a step: the message has its number.
+    OSError
+        If there is no such file, or it may not be read.
+    ValueError, TypeError
+        If there is no line, one is no JSON object with a whole number as its step, or the losses are not of step 1, 2
+        and so on: the message has the line's number or the step.
     """
-    *whole, _ = path.read_text().split("\n") if path.exists() else [""]
-    return [_fields(f"{path}, line {number}", line) for number, line in enumerate(whole, start=1)]
+    *whole, _ = path.read_text().split("\n")
+    if not whole:
+        raise ValueError(f"{path} holds no whole line, but a log has at least one")
+    lines = [_fields(f"{path}, line {number}", line) for number, line in enumerate(whole, start=1)]
+    for expected, step in enumerate((line["step"] for line in lines if "loss" in line), start=1):
+        if step != expected:
+            raise ValueError(f"{path} has the loss of step {step} where that of step {expected} must be")
+    return lines
 
 
 def _fields(name: str, line: str) -> dict[str, Any]:
@@ -55,8 +66,9 @@ def _fields(name: str, line: str) -> dict[str, Any]:
         found = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{name} is no JSON: {error}") from None
-    return records.check_object(name, found, {"step"})
+    doors.check_int(f"{name}: step", records.check_object(name, found, {"step"})["step"], at_least=0)
+    return found
 
 
-def _line(fields: dict[str, Any]) -> str:
-    return json.dumps(fields) + "\n"
+def _text(lines: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(fields) + "\n" for fields in lines)

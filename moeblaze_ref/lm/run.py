@@ -1,19 +1,20 @@
 """A training run in a folder: steps, a log of them, checkpoints, and going on where a run was cut off."""
 
+import fcntl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moeblaze_ref import doors
-from moeblaze_ref.lm import checkpoint
-from moeblaze_ref.lm.log import Log
+from moeblaze_ref import doors, records
+from moeblaze_ref.lm import checkpoint, finite, log
 from moeblaze_ref.lm.train import NonFinite, Trainer
 from moeblaze_ref.torch_capacity import CapacityMoE
 
-CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"  # of a run's folder
+CHECKPOINT, LOG, LOCK = "checkpoint.safetensors", "log.jsonl", "lock"  # of a run's folder
 
 
 def run(
@@ -32,7 +33,7 @@ def run(
     trainer : Trainer
         A fresh one.
     folder : Path
-        Where the run keeps ``LOG`` and ``CHECKPOINT``; made if need be.
+        Where the run keeps ``LOG``, ``CHECKPOINT``, and ``LOCK``, which one process at a time holds; made if need be.
     resume : bool
         Go on from the folder's checkpoint; without one, a run that was cut off early begins again.
     every : int
@@ -40,7 +41,7 @@ def run(
     validation_batches : int
         Of each validation.
     on_line : callable, optional
-        Called with every new line of the log.
+        Called with every line that is added to the log.
     checkpoint_every : int, optional
         Steps from one checkpoint to the next, in place of ``every``; the last step has one.
 
@@ -49,58 +50,118 @@ def run(
     list of dict
         The log: a line for each step (step, loss, learning_rate, gradient_norm, tokens_per_second; on a GPU peak_bytes;
         of the layer ``capacity`` dropped_share, of the routed rows), and lines of step and validation_loss, before the
-        first step too.
+        first step too: that line names the run.
 
     Raises
     ------
+    OSError
+        If the folder cannot be written, or a checkpoint's log is not there.
     ValueError
-        If the folder holds a run, and it is not to be resumed.
+        If the folder is a file, another process trains in it, it holds a run that is not to be resumed, or its log is
+        not that of the run; nothing is overwritten.
     CheckpointError
-        If its checkpoint is truncated or of another run; nothing is overwritten.
+        If its checkpoint is damaged or of another run; nothing is overwritten.
     NonFinite
-        If a loss or a gradient is; the last checkpoint stays.
+        If a loss, a gradient or, at a checkpoint, a weight is; the last checkpoint stays.
     """
     doors.check_int("every", every, at_least=1)
     checkpoint_every = every if checkpoint_every is None else checkpoint_every
     doors.check_int("checkpoint_every", checkpoint_every, at_least=1)
     doors.check_int("validation_batches", validation_batches, at_least=1)
-    log = _open(trainer, folder, resume)
-
-    def note(line: dict[str, Any]):
-        log.add(line)
-        if on_line is not None:
-            on_line(line)
-
-    try:
-        _train(trainer, note, folder / CHECKPOINT, every, checkpoint_every, validation_batches)
-    except NonFinite as error:
-        raise NonFinite(f"{error}. {_what_is_kept(folder / CHECKPOINT)}") from None
-    return log.lines
+    with _alone_in(folder):
+        kept = _restored(trainer, folder, resume)
+        try:
+            return _train(trainer, folder, kept, every, checkpoint_every, validation_batches, on_line)
+        except NonFinite as error:
+            raise NonFinite(f"{error}. {what_is_kept(folder)}") from None
 
 
-def _open(trainer: Trainer, folder: Path, resume: bool) -> Log:
-    """The log of a run that begins, or of one that goes on with its trainer restored."""
+def what_is_kept(folder: Path) -> str:
+    """A sentence on the last checkpoint of a run's folder."""
+    path = folder / CHECKPOINT
+    return f"{path} keeps step {checkpoint.step_of(path)}" if path.exists() else "No checkpoint was written yet"
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process trains in this folder meanwhile; a killed one has let go of it."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file, but a run needs a folder: name another one")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process trains in {folder}: wait for it, or name another folder") from None
+        yield
+
+
+def _restored(trainer: Trainer, folder: Path, resume: bool) -> list[dict[str, Any]]:
+    """The lines that a log goes on from, with the trainer where they end; none if the run begins."""
     held = [name for name in (CHECKPOINT, LOG) if (folder / name).exists()]
     if held and not resume:
         raise ValueError(f"{folder} holds a run already ({', '.join(held)}): resume it, or name another folder")
     if CHECKPOINT in held:
         checkpoint.load(folder / CHECKPOINT, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    return Log(folder / LOG, through=trainer.step or -1)
+        return _lines_of(trainer, folder / LOG)
+    if LOG in held:
+        _check_name(trainer, folder / LOG, log.read(folder / LOG))
+    return []
 
 
-def _train(trainer: Trainer, note: Callable, path: Path, every: int, checkpoint_every: int, batches: int):
+def _lines_of(trainer: Trainer, path: Path) -> list[dict[str, Any]]:
+    """The lines of a restored run through its last step; later ones are of steps that no checkpoint has."""
+    lines = log.read(path)
+    _check_name(trainer, path, lines)
+    kept = [line for line in lines if line["step"] <= trainer.step]
+    if [line["loss"] for line in kept if "loss" in line] != trainer.losses:
+        raise ValueError(f"{path} does not have the losses of the {trainer.step} steps that the checkpoint has done")
+    return kept
+
+
+def _check_name(trainer: Trainer, path: Path, lines: list[dict[str, Any]]):
+    its, ours = lines[0].get("run"), checkpoint.name_of_run(trainer)
+    if its != ours:
+        raise ValueError(f"{path} is of the run {its}, but here it is {ours}: name another folder")
+
+
+def _train(
+    trainer: Trainer,
+    folder: Path,
+    kept: list[dict[str, Any]],
+    every: int,
+    checkpoint_every: int,
+    batches: int,
+    on_line: Callable[[dict[str, Any]], None] | None,
+) -> list[dict[str, Any]]:
     def due(period: int) -> bool:
         return trainer.step % period == 0 or trainer.step == trainer.settings.steps
 
-    if trainer.step == 0:
-        note({"step": 0, "validation_loss": trainer.validate(batches)})
+    def validated() -> dict[str, Any]:
+        return {"step": trainer.step, "validation_loss": trainer.validate(batches)}
+
+    # Before there is a file: a layer that cannot run leaves none.
+    lines = log.Log(folder / LOG, kept or [validated() | {"run": checkpoint.name_of_run(trainer)}])
+    if trainer.settings.steps == 0:
+        _save(trainer, folder)
     while trainer.step < trainer.settings.steps:
-        note(_timed_step(trainer))
+        new = [_timed_step(trainer)]
         if due(every):
-            note({"step": trainer.step, "validation_loss": trainer.validate(batches)})
+            new.append(validated())
+        lines.add(*new)  # together: a log that has the last step has its validation
         if due(checkpoint_every):
-            checkpoint.save(path, trainer)  # last: what it says is done is in the log
+            _save(trainer, folder)
+        for line in new if on_line else ():
+            on_line(line)
+    return lines.lines
+
+
+def _save(trainer: Trainer, folder: Path):
+    """A checkpoint; what it says is done is in the log, on the disk too."""
+    if (name := finite.first_weight(trainer.model)) is not None:
+        raise NonFinite(f"step {trainer.step}: {name} holds NaN or infinity after it")
+    records.to_disk(folder / LOG)
+    checkpoint.save(folder / CHECKPOINT, trainer)
 
 
 def _timed_step(trainer: Trainer) -> dict[str, Any]:
@@ -121,7 +182,3 @@ def _dropped(trainer: Trainer) -> dict[str, float]:
         return {}
     dropped = torch.stack([layer.dropped_slots for layer in layers]).sum().item()
     return {"dropped_share": dropped / sum(chosen.numel() for chosen in trainer.chosen)}
-
-
-def _what_is_kept(path: Path) -> str:
-    return f"{path} keeps step {checkpoint.step_of(path)}" if path.exists() else "No checkpoint was written yet"

@@ -1,10 +1,9 @@
-"""What a trained model's routers decide on text that it has not learned from."""
+"""What a trained model's routers decide on text."""
 
 import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref import doors, provenance
-from moeblaze_ref.lm.checkpoint import step_of
+from moeblaze_ref.lm.checkpoint import Trained
 from moeblaze_ref.lm.model import MoETransformer
 from moeblaze_ref.lm.train import TrainSettings, autocast
 from moeblaze_ref.traces import RoutingTrace
@@ -20,16 +19,27 @@ from moeblaze_ref.traces import RoutingTrace
 TOKENS = 40_960  # of each kind of text
 
 
-def origin(checkpoint: Path, settings: TrainSettings, texts: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Where a trace comes from, for its ``info``: its model is named by its checkpoint's digest."""
-    with checkpoint.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+def origin(trained: Trained, texts: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Any]:
+    """Where a trace comes from, for its ``info``; ``python`` and ``commit`` are those of the tracing.
+
+    Parameters
+    ----------
+    trained : Trained
+        The model is named by its checkpoint's digest.
+    texts : mapping of str to Tensor (bytes,) uint8
+        Kinds of text.
+    sources : mapping of str to str
+        Of each kind the fingerprint of the corpus that it is held out of: if the model was trained on that very one,
+        ``held_out`` names the kind. Of any other it is not known whether the model has learned from it.
+    """
     return {
-        "model": f"byte-lm-{digest[:16]}",
-        "config": asdict(settings.config),
-        "layer": settings.layer,
-        "precision": settings.precision,
-        "steps": step_of(checkpoint),
+        "model": f"byte-lm-{trained.digest[:16]}",
+        "config": asdict(trained.settings.config),
+        "layer": trained.settings.layer,
+        "precision": trained.settings.precision,
+        "steps": trained.steps,
+        "trained_on": trained.text,
+        "held_out": [kind for kind in texts if sources[kind] == trained.text],
         "text": {kind: hashlib.sha256(text.numpy()).hexdigest()[:16] for kind, text in texts.items()},
         "python": platform.python_version(),
         "commit": provenance.environment()["commit"],

@@ -21,6 +21,7 @@ from moeblaze_ref.systems import SYSTEMS, MoEFactory, system
 BALANCE_WEIGHT = 1e-2  # Switch Transformers (arXiv 2101.03961), section 2.2
 Z_WEIGHT = 1e-3  # ST-MoE (arXiv 2202.08906), the weight of its router z-loss
 GRADIENT_NORM = 1.0  # longer gradients are cut to it
+MAX_SEED = 2**63 - 1  # that torch takes
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # the second by autocast
 
 
@@ -84,10 +85,11 @@ class TrainSettings:
     def __post_init__(self):
         doors.check_type("config", self.config, LMConfig)
         doors.check_int("config.vocab", self.config.vocab, at_least=256)  # every byte
-        for name, least in (("steps", 0), ("batch", 1), ("warmup", 0), ("seed", 0)):
+        for name, least in (("steps", 0), ("batch", 1), ("warmup", 0)):
             doors.check_int(name, getattr(self, name), at_least=least)
+        doors.check_int("seed", self.seed, 0, MAX_SEED)
         if self.order_seed is not None:
-            doors.check_int("order_seed", self.order_seed, at_least=0)
+            doors.check_int("order_seed", self.order_seed, 0, MAX_SEED)
         for name in ("learning_rate", "weight_decay", "balance_weight", "z_weight"):
             doors.check_within(name, getattr(self, name), at_least=0)
         doors.check_within("final_fraction", self.final_fraction, at_least=0, at_most=1)
@@ -201,7 +203,7 @@ class Trainer:
         norm = torch.nn.utils.get_total_norm(p.grad for p in self.model.parameters() if p.grad is not None)
         seen = torch.stack([loss.detach(), total.detach(), norm]).tolist()  # one wait for the device
         if not all(map(math.isfinite, seen)):
-            raise NonFinite(self._blame(step, seen, inputs))
+            raise NonFinite(self._blame(step, seen, lambda: self.model(inputs, replayed)))
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.gradient_norm, norm)
         rate = settings.learning_rate_at(step)
         for group in self.optimizer.param_groups:
@@ -211,17 +213,17 @@ class Trainer:
         self.chosen = tuple(trace.topk_experts for trace in output.traces)
         return Step(step, seen[0], rate, seen[2])
 
-    def _blame(self, step: int, seen: list[float], inputs: Tensor) -> str:
+    def _blame(self, step: int, seen: list[float], forward: Callable[[], Any]) -> str:
         loss, total, norm = seen
-        with autocast(self.settings.precision, self.device):
-            where = finite.first_module(self.model, inputs)
-        if where is not None:
-            cause = f"the activations of {where} are the first that are not finite"
-        elif math.isfinite(total):
+        where = self._first_module(forward)
+        cause = _cause(where)
+        if where is None and math.isfinite(total):
             cause = f"the loss is finite, but the gradient of {finite.last_gradient(self.model)} is not"
-        else:
-            cause = "every activation is finite, but a loss is not"
         return f"step {step}: loss {loss}, with the router's {total}, gradient norm {norm}; {cause}"
+
+    def _first_module(self, forward: Callable[[], Any]) -> str | None:
+        with autocast(self.settings.precision, self.device):
+            return finite.first_module(self.model, forward)
 
     def validate(self, batches: int = 1) -> float:
         """Cross entropy on held-out text, the same windows every time, in nats per token.
@@ -229,12 +231,17 @@ class Trainer:
         Raises
         ------
         NonFinite
-            If it is.
+            If it is not finite; the message names the first module whose output is not.
         """
+
+        def held_out() -> float:
+            return evaluate(self.model, self.corpus.validation, self.settings.batch, batches=batches)
+
         with autocast(self.settings.precision, self.device):
-            loss = evaluate(self.model, self.corpus.validation, self.settings.batch, batches=batches)
+            loss = held_out()
         if not math.isfinite(loss):
-            raise NonFinite(f"step {self.step}: the validation loss after it is {loss}")
+            cause = _cause(self._first_module(held_out))
+            raise NonFinite(f"step {self.step}: the validation loss after it is {loss}; {cause}")
         return loss
 
     def tensors(self) -> dict[str, Tensor]:
@@ -248,6 +255,17 @@ class Trainer:
         losses = torch.tensor(self.losses, dtype=torch.float64)
         return weights | moments | {"windows": self.windows.get_state(), "losses": losses}
 
+    def form(self, steps: int) -> dict[str, Tensor]:
+        """Tensors of the names, shapes and dtypes that `tensors` has after so many steps; not of its values."""
+        weights = {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
+        moments = {
+            f"optimizer.{name}.{key}": tensor
+            for name, parameter in self.model.named_parameters()
+            for key, tensor in {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}.items()
+        }
+        losses = torch.zeros(steps, dtype=torch.float64)
+        return weights | (moments if steps else {}) | {"windows": self.windows.get_state(), "losses": losses}
+
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]):
         """Become the run whose `tensors` these are; it had the same settings and the same text."""
@@ -259,6 +277,13 @@ class Trainer:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         self.windows.set_state(tensors["windows"])
         self.losses = tensors["losses"].tolist()
+
+
+def _cause(module: str | None) -> str:
+    """Of a loss that is not finite, by the first module whose output is not."""
+    if module is None:
+        return "every activation is finite, but a loss is not"
+    return f"the activations of {module} are the first that are not finite"
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
