@@ -66,10 +66,11 @@ def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
     for number, rank in enumerate(seen):
         if rank.state == WORKING and now - rank.beat_at > timeout:
             return f"rank {number} has died: no sign of it for {timeout:g} s"
+    if any(rank.state == WORKING and now - rank.beat_at > 2 * timeout / SIGNS for rank in seen):
+        return None  # it may have died, and then it is why others are behind, or wait
     furthest = max(rank.progress for rank in seen)
     for number, rank in enumerate(seen):
-        silent = rank.state == WORKING and now - rank.beat_at > 2 * timeout / SIGNS  # it may have died
-        if rank.progress < furthest and now - rank.progress_at > timeout and not silent:
+        if rank.progress < furthest and now - rank.progress_at > timeout:
             return (
                 f"rank {number} hangs: for {timeout:g} s it has not come to collective {rank.progress + 1}, where "
                 f"others wait for it"
