@@ -62,7 +62,7 @@ def _block(kind: str, path: Path) -> str:
 
 def write():
     """The document, and a picture of every record."""
-    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
+    DOCUMENT.write_text(fill(DOCUMENT.read_text(), RECORDS))
     for name, path in RECORDS.items():
         if path.exists():
             evidence_plots.write(evidence.load(path, kind_of(name)), picture_of(path))
