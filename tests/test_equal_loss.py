@@ -732,6 +732,17 @@ def test_what_the_page_says_of_whole_runs_is_what_their_record_holds():
     assert above["capacity-1.0"] > 3 * dropless and above["capacity-1.25"] < -dropless
 
 
+def test_what_the_page_says_of_the_runs_of_tiny_is_what_their_record_holds():
+    found = evidence.load(document.RECORDS["curves_tiny"], "curves")
+    judged = curves.judge(found["runs"], found["steps"])
+    assert judged["unfinished"] == ["megablocks"] and found["settings"]["precision"] == "float32"
+    for gaps in judged["verdict"].values():
+        assert all(3 * gaps["moeblaze"][size] < gaps["oracle-other-order"][size] for size in curves.SIZES)
+    last = {name: end["last"] for name, end in judged["ends"].items()}
+    assert last["capacity-1.0"] < last["oracle"] < last["capacity-1.25"]
+    assert found["runs"]["capacity-1.0"]["dropped_share"] > found["runs"]["capacity-1.25"]["dropped_share"]
+
+
 def test_the_document_is_what_the_records_give():
     text = document.DOCUMENT.read_text()
     assert document.fill(text) == text
