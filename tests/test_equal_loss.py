@@ -730,6 +730,10 @@ def test_what_the_page_says_of_whole_runs_is_what_their_record_holds():
     above = {name: end["second_half"] - judged["ends"]["oracle"]["second_half"] for name, end in judged["ends"].items()}
     dropless = max(abs(above[name]) for name in ("oracle-other-order", "moeblaze", "megablocks"))
     assert above["capacity-1.0"] > 3 * dropless and above["capacity-1.25"] < -dropless
+    for name, side in (("capacity-1.0", 1), ("capacity-1.25", -1)):
+        pairs = zip(runs[name]["validation"]["loss"], runs["oracle"]["validation"]["loss"], strict=True)
+        late = [loss - other for loss, other in pairs][len(runs[name]["validation"]["loss"]) // 2 + 1 :]
+        assert all(side * gap > 0 for gap in late)
 
 
 def test_what_the_page_says_of_the_runs_of_tiny_is_what_their_record_holds():
