@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "training.md"
 # Of each block, whose name is the kind of evidence or begins with it.
 RECORDS = {kind: DOCS / "results" / f"train_{kind}_h200.json" for kind in EVIDENCE}
-RECORDS["free_tiny"] = DOCS / "results" / "train_free_tiny_cpu.json"
+RECORDS |= {f"{kind}_tiny": DOCS / "results" / f"train_{kind}_tiny_cpu.json" for kind in ("free", "curves")}
 # What a reader who does not see the pictures is told.
 PICTURED = {
     "replayed": "Loss of moeblaze and of the oracle at each step, and their gap, with the oracle's choices replayed",
@@ -62,7 +62,7 @@ def _block(kind: str, path: Path) -> str:
 
 def write():
     """The document, and a picture of every record."""
-    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
+    DOCUMENT.write_text(fill(DOCUMENT.read_text(), RECORDS))
     for name, path in RECORDS.items():
         if path.exists():
             evidence_plots.write(evidence.load(path, kind_of(name)), picture_of(path))

@@ -9,6 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from moeblaze_ref import terminal
 from moeblaze_ref.lm.equal_loss import gaps
+from moeblaze_ref.lm.wall import met_wall
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from moeblaze_ref.units import GIB
 
@@ -83,7 +84,7 @@ def free(found: Found) -> Figure:
     _dress(gap, "relative gap of the loss\nto the oracle's", "float32, every router by itself")
     _mark_first(gap, found["first_change"]["moeblaze"])
     tokens.set_yscale("symlog", linthresh=1)
-    tokens.set_ylim(bottom=0)
+    tokens.set_ylim(bottom=0, top=max(1, tokens.get_ylim()[1]))  # without a change the axis would end below one token
     _dress(tokens, "tokens with other experts\nthan in the oracle, all layers", "")
     tokens.set_xlabel("step")
     _legend(gap)
@@ -128,7 +129,8 @@ def memory(found: Found) -> Figure:
     _dress(peaks, "GiB at most", "a whole step of training, weights and optimizer included")
     _legend(peaks)
     bars = walls.barh(range(len(largest)), list(largest.values()), color=[WALL_LINES[name][0] for name in largest])
-    walls.bar_label(bars, [f"{L:,}" for L in largest.values()], padding=3)
+    reached = [f"{L:,}" if met_wall(found["rows"], name) else f"{L:,} or more" for name, L in largest.items()]
+    walls.bar_label(bars, reached, padding=3)
     walls.set_yticks(range(len(largest)), list(largest))
     walls.invert_yaxis()
     walls.margins(x=0.3)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#999999"  # Okabe and Ito
+from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
 
 
 def loss_curve(losses: Sequence[float], vocab: int = 256) -> Figure:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from moeblaze_ref.lm.curves import judge
 from moeblaze_ref.lm.equal_loss import BOUND, gaps, is_among
+from moeblaze_ref.lm.wall import met_wall
 from moeblaze_ref.units import MIB
 
 Found = Mapping[str, Any]
@@ -43,7 +45,7 @@ def _worst_gaps(found: Found) -> str:
 
 
 def _result(one: Found) -> str:
-    return "pass" if one["passed"] else "FAIL"
+    return {True: "pass", False: "FAIL", None: "open"}[one["passed"]]
 
 
 def free(found: Found) -> str:
@@ -90,37 +92,45 @@ def _gaps_since(found: Found) -> str:
 
 
 def curves(found: Found) -> str:
-    """A line for each run, and the verdict on ours."""
-    parts = [_run(found), _runs(found)]
-    if found["unfinished"]:
-        parts.append(f"Not finished, or not begun: {', '.join(found['unfinished'])}.")
-    if found["verdict"] is not None:
-        parts.append(f"Gaps to the oracle's run, nats per byte:\n\n{_gaps_to_oracle(found)}")
+    """Where each run leads, and its gap to the oracle's."""
+    judged = judge(found["runs"], found["steps"])
+    parts = [_run(found), _runs(found, judged["ends"])]
+    if judged["unfinished"]:
+        parts.append(f"Not finished, or not begun: {', '.join(judged['unfinished'])}.")
+    if judged["verdict"] is not None:
+        parts.append(f"Gaps to the oracle's run, nats per byte:\n\n{_gaps_to_oracle(judged['verdict'])}")
     return "\n\n".join(parts)
 
 
-def _runs(found: Found) -> str:
+def _runs(found: Found, ends: Found) -> str:
     lines = [
-        "| run | steps | validation loss, nats per byte | above oracle | rows dropped | tokens/s | peak, MiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| run | steps | lowest validation loss | at step | last | mean of the second half | above oracle's "
+        "| rows dropped | peak, MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, run in found["runs"].items():
-        above = f"{found['above_oracle'][name]:+.4f}" if name in found["above_oracle"] else ""
         dropped = "" if run["dropped_share"] is None else f"{run['dropped_share']:.1%}"
         peak = "" if run["peak_bytes"] is None else f"{run['peak_bytes'] / MIB:,.0f}"
-        lines.append(
-            f"| {name} | {run['steps']:,} | {run['validation']['loss'][-1]:.4f} | {above} | {dropped} | "
-            f"{run['tokens_per_second']:,.0f} | {peak} |"
-        )
+        cells = [name, f"{run['steps']:,}", *_end(name, ends), dropped, peak]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _gaps_to_oracle(found: Found) -> str:
-    lines = ["| loss | run | mean | worst | result |", "| --- | --- | ---: | ---: | --- |"]
-    for loss, one in found["verdict"].items():
-        for run in ("moeblaze", "oracle-other-order"):
-            result = _result(one) if run == "moeblaze" else ""
-            lines.append(f"| {loss} | {run} | {one[run]['mean']:.4f} | {one[run]['worst']:.4f} | {result} |")
+def _end(name: str, ends: Found) -> list[str]:
+    """Where a finished run's validation loss leads, in nats per byte."""
+    if name not in ends:
+        return [""] * 5
+    end, oracle = ends[name], ends.get("oracle")
+    above = "" if oracle in (None, end) else f"{end['second_half'] - oracle['second_half']:+.4f}"
+    return [f"{end['lowest']:.4f}", f"{end['at']:,}", f"{end['last']:.4f}", f"{end['second_half']:.4f}", above]
+
+
+def _gaps_to_oracle(verdict: Found) -> str:
+    lines = ["| loss | run | mean | worst | at step | within luck |", "| --- | --- | ---: | ---: | ---: | --- |"]
+    for loss, gaps_of in verdict.items():
+        for run, gap in gaps_of.items():
+            within = "is the measure" if run == "oracle-other-order" else "pass" if gap["within"] else "FAIL"
+            lines.append(f"| {loss} | {run} | {gap['mean']:.4f} | {gap['worst']:.4f} | {gap['at']:,} | {within} |")
     return "\n".join(lines)
 
 
@@ -133,7 +143,8 @@ def memory(found: Found) -> str:
     ]
     for name, L in found["largest"].items():
         times = f"{L / found['largest']['oracle']:.2f}" if found["largest"].get("oracle") else ""
-        lines.append(f"| {' | '.join([name, f'{L:,}', times, *_costs(found, name, shared)])} |")
+        reached = f"{L:,}" if met_wall(found["rows"], name) else f"{L:,} or more"
+        lines.append(f"| {' | '.join([name, reached, times, *_costs(found, name, shared)])} |")
     where = "" if shared is None else f" Kept, peak and time are those at L = {shared:,}, which every layer can make."
     verdict = f"moeblaze, minimal makes as large a step as any other system: {_result(found)}."
     return "\n\n".join([f"{_run(found)} Here a step has L tokens instead.{where}", "\n".join(lines), verdict])

@@ -46,9 +46,10 @@ class TrainSettings:
     warmup : int
         Steps in which it rises to the peak, linearly.
     final_fraction : float
-        What is left of it at the last step, after half a cosine; 1 keeps it.
+        What is left of it at the last step, after half a cosine that begins where the warm-up ends; 1 keeps it. A run
+        of no more steps than the warm-up never falls.
     weight_decay : float
-        AdamW's.
+        AdamW's, of every parameter alike: norms, embedding, head and routers too, not the matrices of the blocks alone.
     gradient_norm : float
         Longer gradients are cut to it.
     balance_weight, z_weight : float

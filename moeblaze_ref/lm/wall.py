@@ -5,8 +5,9 @@ is, but its time would grow with it and hide that of the experts.
 """
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -179,17 +180,24 @@ def rows(
 
 
 def summarise(found: Sequence[Row]) -> dict[str, Any]:
-    """The rows of all contenders as JSON takes them, and whether ours reaches as far as every other.
+    """The rows of all contenders as JSON takes them, and whether ours reaches as far as every other system.
 
     Returns
     -------
     dict
         {rows, largest, passed}: ``largest`` is the largest L that fits, for each contender, 0 if none did. Ours is
-        ``OURS``.
+        ``OURS``; passed is None while it or every other system is missing, or if neither it nor one of them met a wall.
     """
+    rows = [asdict(row) for row in found]
     largest: dict[str, int] = {}
     for row in found:
         largest[row.contender] = max(largest.get(row.contender, 0), row.L if row.fits else 0)
-    others = [L for name, L in largest.items() if CONTENDERS[name][0] != "moeblaze"]
-    passed = largest.get(OURS, 0) >= max(others, default=0)
-    return {"rows": [asdict(row) for row in found], "largest": largest, "passed": passed}
+    reach = {name: L if met_wall(rows, name) else math.inf for name, L in largest.items()}
+    others = [L for name, L in reach.items() if CONTENDERS[name][0] != "moeblaze"]
+    known = OURS in reach and others and min(reach[OURS], max(others)) < math.inf
+    return {"rows": rows, "largest": largest, "passed": 0 < reach[OURS] >= max(others) if known else None}
+
+
+def met_wall(rows: Sequence[Mapping[str, Any]], contender: str) -> bool:
+    """Whether a step of a contender did not fit: else its largest is only where the search ended."""
+    return any(row["contender"] == contender and row["step_ms"] is None for row in rows)
