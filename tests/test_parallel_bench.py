@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from moeblaze_ref import traces
-from moeblaze_ref.parallel import bench
+from moeblaze_ref.parallel import bench, measure
 from moeblaze_ref.placement import maps, peers
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, loads
@@ -102,3 +104,22 @@ def test_windows_begin_again_and_are_never_short():
     np.testing.assert_array_equal(windows[3], windows[0])
     with pytest.raises(ValueError, match="a step has 201 tokens, but the trace only 200"):
         bench.batches(TRACE, 201, 1)
+
+
+def test_maps_are_measured_in_turns(monkeypatch):
+    order = []
+
+    class Pretended:
+        """A model whose steps take longer each time that one is made."""
+
+        def __init__(self, placement, *sizes):
+            order.append(placement)
+
+        def times(self, x, steps):
+            return np.full((1, len(steps)), float(len(order))), np.zeros((1, len(steps), 2, 3))
+
+    monkeypatch.setattr(bench, "Model", Pretended)
+    ranks = SimpleNamespace(size=1, rank=0, clock=measure.Host())
+    first, second = bench.replay(["one", "other"], [TRACE.topk[:8]] * 9, 4, 4, ranks, torch.float32)
+    assert order == ["one", "other"] * bench.TURNS
+    assert first.whole.tolist() == [[1.0] * 3 + [3.0] * 2 + [5.0] * 2 + [7.0] * 2] and second.parts.shape == (1, 9, 2, 3)

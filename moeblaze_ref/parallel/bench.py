@@ -10,10 +10,11 @@ measured first, on even loads, never on what they are to foretell.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from moeblaze_ref.placement.trace import profile, split
 from moeblaze_ref.traces import RoutingTrace
 
 WIDTHS = {"mixtral": (4096, 14336), "gpt-oss": (2880, 2880), "toy": (16, 24)}  # d and h
+TURNS = 4  # of each map
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class Found:
     modelled_experts_ms: list[float]
     exchange_ms: list[float]
     modelled_exchange_ms: list[float]
+
+
+class Taken(NamedTuple):
+    """Milliseconds of every rank."""
+
+    whole: np.ndarray  # (ranks, steps)
+    parts: np.ndarray  # (ranks, steps, layers, 3), of ``measure.PARTS``
 
 
 # What is replayed -----------------------------------------------------------------------------------------------------
@@ -107,28 +116,38 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
 # Measured and modelled ------------------------------------------------------------------------------------------------
 
 
-def replay(name: str, placement: Placement, windows: list[np.ndarray], d: int, h: int, ranks, dtype, on) -> Found:
-    """Run the windows under the placement, and model them.
+def replay(placements: Sequence[Placement], windows: list[np.ndarray], d: int, h: int, ranks, dtype) -> list[Taken]:
+    """Run the windows under every placement, in turns: what changes with time falls on all of them.
 
     Parameters
     ----------
-    name : str
-    placement : Placement
+    placements : sequence of Placement
     windows : list of array (ranks * tokens, layers, k)
         One a step; each rank has its part of every window.
     d, h : int
     ranks : MarkedRanks
     dtype : torch.dtype
-    on : Cluster
-        With the measured costs.
     """
     device = ranks.clock.torch_device
     mine = [torch.from_numpy(np.split(window, ranks.size)[ranks.rank].astype(np.int32)) for window in windows]
     steps = [topk.transpose(0, 1).contiguous().to(device) for topk in mine]  # (layers, tokens, k)
-    model = Model(placement, d, h, steps[0].shape[2], ranks, dtype)
     x = torch.randn(steps[0].shape[1], d, device=device, dtype=dtype)
-    whole, parts = model.times(x, steps)
-    whole, slowest = whole.max(axis=0), np.median(parts.max(axis=0), axis=0)  # (steps,), (layers, 3)
+    turns = [
+        [
+            Model(placement, d, h, steps[0].shape[2], ranks, dtype).times(x, steps[turn::TURNS])
+            for placement in placements
+        ]
+        for turn in range(min(TURNS, len(steps)))
+    ]
+    return [
+        Taken(*(np.concatenate(parts, axis=1) for parts in zip(*each, strict=True)))
+        for each in zip(*turns, strict=True)
+    ]
+
+
+def beside_model(name: str, taken: Taken, placement: Placement, windows: list[np.ndarray], on: Cluster) -> Found:
+    """What a placement took, and what the model says of it at the measured costs."""
+    whole, slowest = taken.whole.max(axis=0), np.median(taken.parts.max(axis=0), axis=0)  # (steps,), (layers, 3)
     foretold = modelled(placement, windows, on)
     return Found(
         name,
@@ -223,10 +242,11 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
     token_s = measure.token_seconds(d, h, k, trace.num_experts, tokens, steps, ranks, dtype)
     row_bytes = d * dtype.itemsize
     on = Cluster(measure.bandwidths(tokens, row_bytes, steps, ranks), row_bytes, token_s)
-    found = []
-    for name in names:
-        placement = placement_of(name, trace, sample, on)
-        found.append(replay(Path(name).stem, placement, windows, d, h, ranks, dtype, on))
+    placements = [placement_of(name, trace, sample, on) for name in names]
+    taken = replay(placements, windows, d, h, ranks, dtype)
+    found = [
+        beside_model(Path(name).stem, *of, windows, on) for name, *of in zip(names, taken, placements, strict=True)
+    ]
     if ranks.rank == 0:
         stdout().print(table(found, _caption(trace, asked, ranks.size, on)))
         if record:
