@@ -29,31 +29,32 @@ _trusted = ContextVar("trusted", default=_NOTHING)
 class _Trusting(contextlib.AbstractContextManager):
     """More trust than outside: a layer enters it several times in a step, and a generator would cost twice as much."""
 
-    def __init__(self, what):
-        self._what = what
+    what = _NOTHING
 
     def __enter__(self):
-        self._token = _trusted.set(max(self._what, _trusted.get()))
+        self._token = _trusted.set(max(self.what, _trusted.get()))
 
     def __exit__(self, *exception):
         _trusted.reset(self._token)
 
 
-def trusted_values():
+class trusted_values(_Trusting):
     """Within it, checks of an array's elements are left out; types, dtypes, shapes and layouts are still checked.
 
     For values that a stage has just computed from checked ones: looking at every element again would
     cost a pass over memory, and on a GPU the wait for its verdict. NaN then travels as it does in torch.
     """
-    return _Trusting(_VALUES)
+
+    what = _VALUES
 
 
-def trusted():
+class trusted(_Trusting):
     """Within it, doors marked `unless_trusted` stand open.
 
     For what a layer's own stages give each other, once the layer has checked what it was given.
     """
-    return _Trusting(_EVERYTHING)
+
+    what = _EVERYTHING
 
 
 def unless_trusted(check):

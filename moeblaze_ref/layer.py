@@ -352,14 +352,14 @@ def backward(
     d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
     _check_backward(dtypes, d_out, saved, weights, d_losses, wanted)
     with doors.trusted_values():
-        experts = expert_gradients(stages, d_out, saved, weights, overwrite, wanted)
-        d_x, chosen = experts.d_x, saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, d), (L, k)
+        d_x, _, *d_experts, d_gates = expert_gradients(stages, d_out, saved, weights, overwrite, wanted)
+        chosen = saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
         d_x_router, d_wg = router_gradients(
-            stages, experts.d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses.values(), wanted
+            stages, d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses.values(), wanted
         )
         if d_x is not None:
             d_x += d_x_router
-    return experts._replace(d_wg=d_wg)
+    return Gradients(d_x, d_wg, *d_experts, d_gates)
 
 
 def expert_gradients(

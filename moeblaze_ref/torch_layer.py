@@ -203,8 +203,8 @@ class MoELayer(KernelMoE):
         self.rung = rung if rung is None else doors.check_name("rung of layer", rung, raw_layer.RUNGS)
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
-        options = _Options(self.k, self.activation, self.policy if keeps else "inputs", self.renormalize, self.rung)
+        policy = self.policy if has_backward(x, weights) else "inputs"
+        options = _Options(self.k, self.activation, policy, self.renormalize, self.rung)
         return self._apply_node(_Layer, options, x, *weights, topk_experts)
 
     def extra_repr(self) -> str:
@@ -271,6 +271,11 @@ class _Layer(torch.autograd.Function):
             )
             d_x, d_wg, d_w1, d_w2, d_w3, _ = bridge.tensors(gradients)
         return None, d_x, d_wg, d_w1, d_w2, d_w3, None
+
+
+def has_backward(x: Tensor, weights: MoEWeights) -> bool:
+    """Whether autograd will want a gradient of one of a node's tensors."""
+    return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *weights) if t is not None])
 
 
 def refuse_second_derivative(layer: type[KernelMoE]):

@@ -30,6 +30,7 @@ from moeblaze_ref.torch_layer import (
     KernelMoE,
     MoEOutput,
     give_up,
+    has_backward,
     is_the_last_backward,
     refuse_second_derivative,
     restored,
@@ -122,8 +123,7 @@ class ExpertParallelMoE(KernelMoE):
                 mine.copy_(theirs[self.experts])
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights))
-        policy = self.policy if keeps else "inputs"
+        policy = self.policy if has_backward(x, weights) else "inputs"
         options = _Options(self.k, self.activation, policy, self.renormalize, self.ranks, self.owners, self.here)
         return self._apply_node(_ExpertParallel, options, x, *weights, topk_experts)
 
