@@ -144,7 +144,8 @@ def test_traces_are_drawn_as_often_as_was_counted():
     for sequence in range(2):
         for layer in range(2):
             chosen = np.bincount(drawn.topk[drawn.seq == sequence, layer, 0], minlength=4) / 4000
-            np.testing.assert_allclose(chosen, counts[sequence, layer] / counts[sequence, layer].sum(), atol=0.03)
+            moved = np.abs(chosen - counts[sequence, layer] / counts[sequence, layer].sum()).sum() / 2
+            assert moved < 0.03  # of the tokens would have to go elsewhere
     pairs = np.sort(counted_trace(counts, 2, 50).topk[:50, 1], axis=1)
     assert (pairs == [0, 1]).all()  # of two experts above 0, both
     with pytest.raises(ValueError, match=r"counts\[0, 1\] has fewer than k = 3 experts above 0"):

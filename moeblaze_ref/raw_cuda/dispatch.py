@@ -121,12 +121,8 @@ def build_part(topk_experts: Array, num_experts: int, num_routed: int, executor:
 
     Parameters
     ----------
-    topk_experts : array (L, k), int32, C-contiguous
-        Expert ids of each token, distinct inside a row, or ``EMPTY`` in the place of one that is elsewhere.
-    num_experts : int
-        E; 0 if every expert is elsewhere.
-    num_routed : int
-        R, the ids that are not ``EMPTY``: the host must know it, to allocate the rows.
+    topk_experts, num_experts, num_routed
+        As in `numpy_ref.dispatch.build_part`; the host must know R, to allocate the rows.
     executor : Executor, optional
         As in `build`.
 
