@@ -562,16 +562,17 @@ def test_the_plain_build_computes_the_same():
 
 def test_builds_are_cached_by_content(tmp_path, monkeypatch):
     monkeypatch.setenv("MOEBLAZE_CACHE", str(tmp_path))
-    headers = tmp_path / "headers"
-    headers.mkdir()
-    (headers / "value.cuh").write_text("constexpr int VALUE = 1;")
+    headers, copies = tmp_path / "headers", tmp_path / "copies"
+    for folder in (headers, copies):
+        folder.mkdir()
+        (folder / "value.cuh").write_text("constexpr int VALUE = 1;")
 
-    def built(source='#include "value.cuh"\n', **constants):
+    def built(source='#include "value.cuh"\n', headers=headers, **constants):
         build.build_kernels("test.cu", source, [], [headers], constants)
         return len(list((tmp_path / "simt").glob("*.so")))
 
     first = built()
-    assert built() == first
+    assert built() == built(headers=copies) == first
     assert built(SIZE=3) == first + 1
     (headers / "value.cuh").write_text("constexpr int VALUE = 2;")
     assert built() == first + 2

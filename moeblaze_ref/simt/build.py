@@ -80,22 +80,26 @@ def cache_dir() -> Path:
 
 @functools.cache
 def _toolchain() -> str:
-    """What else decides the result: the compiler, and the machine that -march=native means."""
+    """What else decides the result: the compiler, the machine that -march=native means, and CUDA's headers."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     native = subprocess.run(
         [compiler(), "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=True
     ).stdout
-    return version + native
+    headers = sorted(f"{path.name} {path.stat().st_size}" for path in cuda_include_dirs()[0].rglob("*.h*"))
+    return "\n".join([version, native, *headers])
 
 
-def _compile(text: str, flags: tuple[str, ...], depends_on: list[Path]) -> Path:
-    """The shared object for a C++ text, from the cache if nothing that it depends on has changed."""
+def _compile(text: str, flags: tuple[str, ...], folders: list[str], depends_on: list[Path]) -> Path:
+    """The shared object for a C++ text, from the cache if nothing that it depends on has changed.
+
+    ``folders`` are the options that name its headers' folders: what lies there decides, and not where it lies.
+    """
     digest = hashlib.sha256()
     for part in (
         _toolchain(),
         " ".join(map(str, (*flags, *LINK_FLAGS))),
         text,
-        *(path.read_text() for path in sorted(depends_on)),
+        *(path.name + path.read_text() for path in sorted(depends_on, key=lambda path: path.name)),
     ):
         digest.update(part.encode() + b"\0")
     target = cache_dir() / f"{digest.hexdigest()[:32]}.so"
@@ -104,7 +108,7 @@ def _compile(text: str, flags: tuple[str, ...], depends_on: list[Path]) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         source, object_file, built = (Path(folder) / name for name in ("driver.cpp", "driver.o", "built.so"))
         source.write_text(text)
-        _run(compiler(), *flags, "-c", "-o", object_file, source)
+        _run(compiler(), *flags, *folders, "-c", "-o", object_file, source)
         _run(compiler(), *LINK_FLAGS, "-o", built, object_file)
         os.replace(built, target)  # atomic: another process sees the whole file or none
     return target
@@ -126,8 +130,8 @@ def _own_headers() -> list[Path]:
 def runtime_library() -> ctypes.CDLL:
     """The loaded runtime; its symbols are global, so that kernel files find them."""
     text = (SIMT_DIR / "runtime.cpp").read_text()
-    flags = (*COMMON_FLAGS, "-O2", f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}")
-    library = ctypes.CDLL(str(_compile(text, flags, _own_headers())), mode=ctypes.RTLD_GLOBAL)
+    folders = [f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}"]
+    library = ctypes.CDLL(str(_compile(text, (*COMMON_FLAGS, "-O2"), folders, _own_headers())), mode=ctypes.RTLD_GLOBAL)
     library.simt_static_shared_bytes.restype = ctypes.c_uint64
     return library
 
@@ -170,12 +174,12 @@ def build_kernels(
         *KERNEL_FLAGS,
         *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS),
         *(f"-D{name}={value}" for name, value in sorted(constants.items())),
-        f"-I{SIMT_DIR / 'include'}",
-        *(f"-I{path}" for path in include_dirs),
-        *(f"-isystem{path}" for path in cuda_include_dirs()),
     )
+    own = [SIMT_DIR / "include", *include_dirs]
+    folders = [f"-I{path}" for path in own] + [f"-isystem{path}" for path in cuda_include_dirs()]
+    folders += [f"-fmacro-prefix-map={path}/=" for path in own]  # messages name a header, not where it lies
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
-    return ctypes.CDLL(str(_compile(text, flags, _own_headers() + headers)))
+    return ctypes.CDLL(str(_compile(text, flags, folders, _own_headers() + headers)))
 
 
 def entry(library: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
