@@ -4,6 +4,7 @@ The instrumented build (``-fsanitize=thread``) reports every memory access to ou
 callbacks, libtsan is not linked; the plain build only runs.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 SIMT_DIR = Path(__file__).parent
+PRELUDE = '#include "simt.hpp"\n#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n'
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 # Apart from compiling: with the sanitizer's flag, libtsan would come along. A file's own memcpy goes before libc's.
 # What no kernel uses goes, so that the static shared memory that is left is that of the kernels.
@@ -29,7 +31,7 @@ KERNEL_FLAGS = (
 )
 # Without SRA a float4 is one 16-byte access, as on a GPU.
 INSTRUMENTED_FLAGS = (
-    "-O2",
+    "-O1",
     "-fsanitize=thread",
     "-fno-tree-sra",
     "-fno-tree-vectorize",
@@ -89,20 +91,21 @@ def _toolchain() -> str:
     return "\n".join([version, native, *headers])
 
 
+def _key(flags: tuple[str, ...], text: str, depends_on: list[Path]) -> str:
+    """The name of a result in the cache, from all that decides it."""
+    digest = hashlib.sha256()
+    headers = [path.name + path.read_text() for path in sorted(depends_on, key=lambda path: path.name)]
+    for part in (_toolchain(), " ".join((*flags, *LINK_FLAGS)), text, *headers):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
 def _compile(text: str, flags: tuple[str, ...], folders: list[str], depends_on: list[Path]) -> Path:
     """The shared object for a C++ text, from the cache if nothing that it depends on has changed.
 
-    ``folders`` are the options that name its headers' folders: what lies there decides, and not where it lies.
+    ``folders`` are the options that say where headers are: what lies there decides, and not where it lies.
     """
-    digest = hashlib.sha256()
-    for part in (
-        _toolchain(),
-        " ".join(map(str, (*flags, *LINK_FLAGS))),
-        text,
-        *(path.name + path.read_text() for path in sorted(depends_on, key=lambda path: path.name)),
-    ):
-        digest.update(part.encode() + b"\0")
-    target = cache_dir() / f"{digest.hexdigest()[:32]}.so"
+    target = cache_dir() / f"{_key(flags, text, depends_on)}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -112,6 +115,23 @@ def _compile(text: str, flags: tuple[str, ...], folders: list[str], depends_on: 
         _run(compiler(), *LINK_FLAGS, "-o", built, object_file)
         os.replace(built, target)  # atomic: another process sees the whole file or none
     return target
+
+
+def _precompiled(flags: tuple[str, ...], folders: list[str]) -> Path:
+    """What every kernel file includes first, parsed once: a header, with the compiler's own form of it beside it.
+
+    A file whose constants mean something in it gets the header itself: the compiler sees to that.
+    """
+    target = cache_dir() / _key(flags, PRELUDE, _own_headers())
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            header = Path(folder) / "prelude" / "prelude.hpp"
+            header.parent.mkdir()
+            header.write_text(PRELUDE)
+            _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", f"{header}.gch", header)
+            with contextlib.suppress(OSError):
+                header.parent.rename(target)  # atomic, unless another process was faster
+    return target / "prelude.hpp"
 
 
 def _run(*command):
@@ -168,18 +188,15 @@ def build_kernels(
     """
     runtime_library()
     entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
-    text = f'#include "simt.hpp"\n#line 1 "{file}"\n{source}\n{entries}'
-    flags = (
-        *COMMON_FLAGS,
-        *KERNEL_FLAGS,
-        *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS),
-        *(f"-D{name}={value}" for name, value in sorted(constants.items())),
-    )
+    text = f'#line 1 "{file}"\n{source}\n{entries}'
+    flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS))
+    defined = tuple(f"-D{name}={value}" for name, value in sorted(constants.items()))
     own = [SIMT_DIR / "include", *include_dirs]
     folders = [f"-I{path}" for path in own] + [f"-isystem{path}" for path in cuda_include_dirs()]
     folders += [f"-fmacro-prefix-map={path}/=" for path in own]  # messages name a header, not where it lies
+    folders += ["-include", str(_precompiled(flags, folders))]
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
-    return ctypes.CDLL(str(_compile(text, flags, folders, _own_headers() + headers)))
+    return ctypes.CDLL(str(_compile(text, flags + defined, folders, _own_headers() + headers)))
 
 
 def entry(library: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
