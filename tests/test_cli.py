@@ -9,7 +9,7 @@ import pytest
 from pretended import PretendedDevice
 from typer.testing import CliRunner
 
-from moeblaze_ref import check, comparisons, records
+from moeblaze_ref import check, comparisons, demo, records
 from moeblaze_ref.backends import BACKENDS, Status
 from moeblaze_ref.bench import plan, stages
 from moeblaze_ref.cases import option_cases, standard_cases
@@ -54,7 +54,7 @@ def test_check_prints_json_with_the_agreed_keys():
 
 
 def test_check_prints_a_table_that_fits_80_columns():
-    result = moeblaze("check", "--stage", "dispatch", "--stage", "expert_down", columns=80)
+    result = moeblaze("check", "--stage", "dispatch", "--stage", "combine", columns=80)
     assert result.exit_code == 0 and "0 failed" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     line = next(line for line in result.stdout.splitlines() if "simt" in line)
@@ -159,7 +159,8 @@ def test_memory_writes_its_plots(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
 
 
-def test_the_demo_learns_checks_and_plots(tmp_path):
+def test_the_demo_learns_checks_and_plots(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "WINDOWS", 1)
     result = moeblaze("demo", "--steps", 30, "--out", tmp_path)
     assert result.exit_code == 0, result.stdout
     assert " 0 failed" in result.stdout and "kept bytes" in result.stdout
