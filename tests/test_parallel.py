@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run, run_to_the_end
+from ranks import run_to_the_end
 
 from moeblaze_ref.config import POLICIES
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
+from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.trip import Trip
 from moeblaze_ref.parallel.watch import Seen, Watch, verdict

@@ -57,7 +57,7 @@ class Trip:
             If more rows come than the index structures take.
         """
         homes = owners[topk_experts.long()]  # (L, k)
-        copies = homes.masked_fill(_earlier(homes), EMPTY)
+        copies = first_slots(homes)
         counts = _counts(ranks, copies, homes)
         doors.check_routed_rows(sum(counts.received), topk_experts.shape[1])
         dispatch = stages.dispatch.build_part(bridge.array(copies), ranks.size, sum(counts.sent))
@@ -93,9 +93,10 @@ def _kept(name: str) -> str:
     return f"trip {name}"
 
 
-def _earlier(homes: Tensor) -> Tensor:
-    """Which slots (L, k) of a token are for a rank that an earlier one is for."""
-    return (homes[:, :, None] == homes[:, None, :]).tril(-1).any(dim=-1)
+def first_slots(homes: Tensor) -> Tensor:
+    """The ranks (L, k) of tokens' experts, but ``EMPTY`` where an earlier slot of the token is for the same rank."""
+    earlier = (homes[:, :, None] == homes[:, None, :]).tril(-1).any(dim=-1)
+    return homes.masked_fill(earlier, EMPTY)
 
 
 def _counts(ranks: Ranks, copies: Tensor, homes: Tensor) -> Counts:

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from ranks import run, run_to_the_end
+from ranks import run_to_the_end
 from test_parallel import Case, assert_as_on_one_device, ending, killed, on_a_rank, outcome
 
 from moeblaze_ref.config import POLICIES
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
+from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.watch import Watch
 

@@ -1,0 +1,56 @@
+"""Ranks that are processes of this machine: for tests and lessons. On several GPUs, torchrun starts them."""
+
+import socket
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=400)  # of a collective: nobody is to wait for ever
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run(work: Callable[..., Any], size: int, *arguments: Any, backend: str = "gloo") -> list[Any]:
+    """What ``work(*arguments)`` returned on each of ``size`` ranks, each a new process with one thread.
+
+    Parameters
+    ----------
+    work : callable
+        A function of a module: the processes import it.
+    size : int
+    *arguments
+        Anything that pickle takes, like what ``work`` returns.
+    backend : str
+        "gloo", or "nccl", where rank r gets GPU r.
+
+    Raises
+    ------
+    torch.multiprocessing.ProcessRaisedException
+        If one raised; the message has its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(begin, (size, free_port(), Path(folder), backend, work, arguments), nprocs=size)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def begin(rank: int, size: int, port: int, folder: Path, backend: str, work: Callable[..., Any], arguments: tuple):
+    """Be a rank: do the work in the group, and leave what it returned as a file of the folder."""
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=size, timeout=TIMEOUT)
+    torch.save(work(*arguments), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
