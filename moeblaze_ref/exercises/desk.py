@@ -1,4 +1,4 @@
-"""Where a reader's answers are taken: a wrong one raises, the second brings a hint, the solution comes when asked for."""
+"""Where answers are taken: a wrong one raises, the second brings a hint, the solution comes when it is asked for."""
 
 import math
 from collections import Counter
@@ -55,11 +55,13 @@ class Desk:
         """
         exercise = self._open(name, Prediction, "is no prediction: its cell begins with %%judge")
         if said.keys() != exercise.asked.keys():
-            raise TypeError(f"{name} asks for {', '.join(exercise.asked)}, but was given {', '.join(said) or 'nothing'}")
+            raise TypeError(
+                f"{name} asks for {', '.join(exercise.asked)}, but was given {', '.join(said) or 'nothing'}"
+            )
         truth = exercise.truth(**exercise.given)
-        wrong = next(filter(None, (_wrong(key, said[key], truth[key], exercise) for key in exercise.asked)), "")
-        if wrong:
-            raise self._unsolved(wrong)
+        for key, asked in exercise.asked.items():
+            if wrong := _wrong(key, said[key], truth[key], asked.unit):
+                raise self._unsolved(wrong)
         rows = [
             {"number": f"`{key}`", "predicted": _text(said[key]), "computed": _text(truth[key]), "": asked.unit}
             for key, asked in exercise.asked.items()
@@ -133,12 +135,12 @@ class Desk:
         return Unsolved(f"{problem}\n\nHint: {self.last.hint}\nsolution() shows the solution.")
 
 
-def _wrong(name: str, said: Any, truth: float | str, exercise: Prediction) -> str:
+def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
     """What is wrong with one prediction; empty if nothing is."""
     if said is ...:
-        return f"{name} is still ...: put your prediction in its place ({exercise.asked[name].unit})"
+        return f"{name} is still ...: put your prediction in its place ({unit})"
     if isinstance(truth, str):
-        return "" if said == truth else f"{name} is {said!r}, which is not right ({exercise.asked[name].unit})"
+        return "" if said == truth else f"{name} is {said!r}, which is not right ({unit})"
     doors.check_number(name, said)
     if math.isclose(said, truth, rel_tol=0 if isinstance(truth, int) else TOLERANCE):
         return ""

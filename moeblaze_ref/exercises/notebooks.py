@@ -1,4 +1,4 @@
-"""The notebooks of the exercises and of their solutions, written from `sheets`: ``python -m moeblaze_ref.exercises.notebooks``.
+"""The notebooks of the exercises and of their solutions, written by ``python -m moeblaze_ref.exercises.notebooks``.
 
 A sheet's two notebooks have the same cells, but for the code: unsolved in the one, solved in the other.
 """
@@ -27,11 +27,20 @@ import math
 from moeblaze_ref.config import preset
 from moeblaze_ref.exercises import hint, predict, solution"""
 
-HOW = f"""\
-- **Predict**: put a number or a formula in the place of each `...`, then run the cell. Whole numbers must be exact, others within one percent. Only then does the project compute them.
-- **Fill the hole, find the bug**: edit the kernel below `%%judge` and run the cell. The comment `Your part` marks the hole; a bug is not marked. The kernel is judged in a process of its own, by what `moeblaze check --kernel` does: on small hard cases, over poisoned outputs, with every access checked and its bytes counted, in several orders of the threads. There is no GPU in it. After {LIMIT_SECONDS} seconds it is given up.
-- **Budget**: the most that the kernel may ask of memory, in bytes (`read`, `written`) or in `sectors` of 32 bytes, all threads together. Sizes stand side by side to be multiplied: `4 R h` is `4 * R * h`.
-- Right answers say so. Wrong ones raise, and name the first element that differs. `hint()` gives a hint, which comes by itself the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of a named one: `hint("NAME")`."""
+HOW = (
+    "- **Predict**: put a number or a formula in the place of each `...`, then run the cell; only then does the "
+    "project compute them. Whole numbers must be exact, others within one percent. A `layer` has its sizes: "
+    "`layer.L`, `d`, `h`, `E`, `k`, `R = L * k`, and `itemsize`, the bytes of one element.\n"
+    "- **Fill the hole, find the bug**: edit the kernel below `%%judge` and run the cell. The comment `Your part` "
+    "marks a hole; a bug is not marked. The kernel is judged as by `moeblaze check --kernel`, in a process of its own "
+    "and without a GPU: on small hard cases, over poisoned outputs, every access checked and its bytes counted, in "
+    f"several orders of the threads. After {LIMIT_SECONDS} seconds it is given up.\n"
+    "- **Budget**: the most that all threads together may ask of memory, in bytes (`read`, `written`) or in `sectors` "
+    "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`.\n"
+    "- A wrong answer raises, and names the first element that differs. `hint()` gives a hint, which comes by itself "
+    "the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one that you "
+    'name: `hint("NAME")`.'
+)
 
 
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
@@ -68,14 +77,15 @@ def _question(place: int, exercise: Exercise) -> Iterator[str]:
     yield f"*{KINDS[exercise.kind]}.* {exercise.question}"
     if isinstance(exercise, KernelExercise):
         budget = ", ".join(f"`{budget}`" for budget in exercise.budgets)
-        yield f"Judged as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}.  \n{_launch(exercise)}**Budget**: {budget}."
+        task = f"Judged as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
+        yield "  \n".join([task, _launch(exercise), f"**Budget**: {budget}."])
 
 
 def _launch(exercise: KernelExercise) -> str:
     if not exercise.launch:
-        return "Launched as the docstring says.  \n"
+        return "Launched as the docstring says."
     dynamic = f", `{exercise.shared_bytes}` bytes of dynamic shared memory" if exercise.shared_bytes != "0" else ""
-    return f"Launched with a grid of `{exercise.launch['grid']}`, `THREADS = {exercise.launch['block']}`{dynamic}.  \n"
+    return f"Launched with a grid of `{exercise.launch['grid']}`, `THREADS = {exercise.launch['block']}`{dynamic}."
 
 
 def text_of(notebook: NotebookNode) -> str:
@@ -86,7 +96,9 @@ def text_of(notebook: NotebookNode) -> str:
 def files(folder: Path) -> dict[Path, str]:
     """What each file below ``folder``, the course's notebooks, must hold."""
     made = {"exercises": exercise_notebook, "solutions": solution_notebook}
-    return {folder / kind / f"{sheet.course}.ipynb": text_of(make(sheet)) for kind, make in made.items() for sheet in SHEETS}
+    return {
+        folder / kind / f"{sheet.course}.ipynb": text_of(make(sheet)) for kind, make in made.items() for sheet in SHEETS
+    }
 
 
 def write(folder: Path) -> None:

@@ -9,7 +9,7 @@ D_HIDDEN = """\
 #include "activation.cuh"
 #include "expert_rows.cuh"
 
-// One element of a row in expert order: d is <d_out, w3> of it, the gradient of y_swi before the gate.
+// A thread has one hidden element of a row: d_y is <d_out, w3>, the gradient of its y_swi before the gate.
 extern "C" __global__ void d_hidden(const float* d_out, const float* gate_of_row, const float* a, const float* b,
                                     const float* w3, const int* expert_token_indices, const int* expert_token_offsets,
                                     float* d_a, float* d_b, float* gated_y, float* gate_terms, int d, int h) {
@@ -32,7 +32,9 @@ extern "C" __global__ void d_hidden(const float* d_out, const float* gate_of_row
 
 
 def _freed(layer):
-    paper, minimal, inputs = (account(layer, "moeblaze", policy).kept_bytes for policy in ("paper", "minimal", "inputs"))
+    paper, minimal, inputs = (
+        account(layer, "moeblaze", policy).kept_bytes for policy in ("paper", "minimal", "inputs")
+    )
     return {"minimal": paper - minimal, "inputs": minimal - inputs}
 
 
@@ -54,9 +56,9 @@ SHEET = Sheet(
             name="freed-bytes",
             title="What a policy frees",
             question=(
-                "Between its products, policy `paper` keeps `a`, `b` and `y_swi`, `minimal` keeps `a` and `b`, and `inputs` "
-                "keeps nothing. How many bytes does `minimal` free in comparison with `paper`, and how many does `inputs` "
-                "free in comparison with `minimal`?"
+                "Between its products, policy `paper` keeps `a`, `b` and `y_swi`, `minimal` keeps `a` and `b`, and "
+                "`inputs` keeps nothing. How many bytes does `minimal` free in comparison with `paper`, and how many "
+                "does `inputs` free in comparison with `minimal`?"
             ),
             given={"layer": preset("conf3").config},
             asked={
@@ -72,8 +74,8 @@ SHEET = Sheet(
             name="price-of-a-byte",
             title="FLOPs for a byte",
             question=(
-                "Under `inputs` the backward computes `a` and `b` again. How many FLOPs are that, and how many come to each "
-                "byte that `inputs` frees in comparison with `minimal`?"
+                "Under `inputs` the backward computes `a` and `b` again. How many FLOPs are that, and how many come to "
+                "each byte that `inputs` frees in comparison with `minimal`?"
             ),
             given={"layer": preset("conf3").config},
             asked={
@@ -89,10 +91,10 @@ SHEET = Sheet(
             name="longer-steps",
             title="How many more tokens?",
             question=(
-                "The activations of one layer's forward are to fit into `capacity` bytes. How many times as many tokens does "
-                "`inputs` allow as `paper`? Both need `y_swi` `(R, h)`, `y` `(R, d)`, `x` and `out` `(L, d)`, and `paper` keeps `a` "
-                "and `b`. Under `inputs` `y_swi` is freed once `y` is there, and `out` comes after that. One percent is near "
-                "enough."
+                "The activations of one layer's forward are to fit into `capacity` bytes. How many times as many "
+                "tokens does `inputs` allow as `paper`? Both need `y_swi` `(R, h)`, `y` `(R, d)`, `x` and `out` `(L, "
+                "d)`, and `paper` keeps `a` and `b`. Under `inputs` `y_swi` is freed once `y` is there, and `out` "
+                "comes after that. One percent is near enough."
             ),
             given={"layer": preset("conf4").config, "capacity": 80 * 10**9},
             asked={
@@ -104,20 +106,26 @@ SHEET = Sheet(
             },
             truth=_largest,
             computed_by="moeblaze_ref.memory.accounting.largest_tokens",
-            hint="For one token, an `(R, h)` tensor has `k * h` elements, `y` has `k * d`, `x` and `out` have `d`. Add up, for "
-            "each policy, what is alive at the worst moment: with `out` under `paper`, before `out` under `inputs`.",
-            why="Nothing is kept between the products under `inputs`, and still the ratio is far from what the kept bytes "
-            "promise: the forward itself needs room for `y_swi` and `y`.",
+            hint=(
+                "For one token, an `(R, h)` tensor has `k * h` elements, `y` has `k * d`, `x` and `out` have `d`. Add "
+                "up, for each policy, what is alive at the worst moment: with `out` under `paper`, before `out` under "
+                "`inputs`."
+            ),
+            why=(
+                "Nothing is kept between the products under `inputs`, and still the ratio is far from what the kept "
+                "bytes promise: the forward itself needs room for `y_swi` and `y`."
+            ),
         ),
         KernelExercise(
             name="rebuild-y",
             title="Rebuild what was not kept",
             kind="cuda",
             question=(
-                "Policy `minimal` keeps `a` and `b`, not `y_swi = act(a) * b`. The backward has them in registers, so it "
-                "rebuilds `y_swi` on the way. From `d_y` (the element of `d_out w3^T`), `gate`, `a_value`, `b_value`, `act_a` and "
-                "`slope` write the four results: `d_a` and `d_b`, the gradients of `a` and `b`; `gated_y`, the gate times "
-                "`y_swi`; and `gate_terms`, the element's share of its gate's gradient, `d_y * y_swi`."
+                "Policy `minimal` keeps `a` and `b`, not `y_swi = act(a) * b`. The backward has them in registers, so "
+                "it rebuilds `y_swi` on the way. From `d_y` (the element of `d_out w3^T`), `gate`, `a_value`, "
+                "`b_value`, `act_a` and `slope` write the four results: `d_a` and `d_b`, the gradients of `a` and `b`; "
+                "`gated_y`, the gate times `y_swi`; and `gate_terms`, the element's share of its gate's gradient, `d_y "
+                "* y_swi`."
             ),
             task="expert_down.d_hidden",
             kernel="d_hidden",
@@ -133,9 +141,13 @@ SHEET = Sheet(
                 ),
             ),
             budgets=("read of a <= 4 R h", "read of b <= 4 R h", "written <= 16 R h"),
-            hint="Behind the gate the gradient of `y_swi` is `gate * d_y`. Then the product rule: `y_swi = act(a) * b`.",
-            why="The gate's gradient needs neither `y` nor `y_swi` from memory: `<d_out, y> = <d_out w3^T, y_swi>`, and the "
-            "right side lies in registers.",
+            hint=(
+                "Behind the gate the gradient of `y_swi` is `gate * d_y`. Then the product rule: `y_swi = act(a) * b`."
+            ),
+            why=(
+                "The gate's gradient needs neither `y` nor `y_swi` from memory: `<d_out, y> = <d_out w3^T, y_swi>`, "
+                "and the right side lies in registers."
+            ),
         ),
     ),
 )

@@ -1,7 +1,15 @@
 """Exercises of notebook 02: the index structures, built without sorting."""
 
 from moeblaze_ref.config import preset
-from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet, cuda_grid, cuda_source, numba_source
+from moeblaze_ref.exercises.exercise import (
+    Asked,
+    KernelExercise,
+    Prediction,
+    Sheet,
+    cuda_grid,
+    cuda_source,
+    numba_source,
+)
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.numba_cuda import dispatch
 
@@ -55,8 +63,8 @@ SHEET = Sheet(
             title="What replaces the routed copy",
             question=(
                 "The four index structures are `expert_token_indices` `(R,)`, `expert_token_offsets` `(E + 1,)`, "
-                "`token_expert_indices` `(R,)` and `token_index_map` `(R,)`, all int32. How many bytes are they together? "
-                "And how many has the dense map `(L, E)`, int32, that builds them and is freed again?"
+                "`token_expert_indices` `(R,)` and `token_index_map` `(R,)`, all int32. How many bytes are they "
+                "together? And how many has the dense map `(L, E)`, int32, that builds them and is freed again?"
             ),
             given={"layer": preset("qwen3").config},
             asked={
@@ -66,16 +74,19 @@ SHEET = Sheet(
             truth=_index_bytes,
             computed_by="moeblaze_ref.memory.accounting.account",
             hint="An int32 has 4 bytes. Count the elements of all four; do not forget the offset at the end.",
-            why="Twelve bytes for each routed row, in place of `2 * d`. The map is larger than the structures as soon as "
-            "`E` exceeds `3 * k`.",
+            why=(
+                "Twelve bytes for each routed row, in place of `2 * d`. The map is larger than the structures as soon "
+                "as `E` exceeds `3 * k`."
+            ),
         ),
         KernelExercise(
             name="dense-map",
             title="Step 1: who goes where",
             kind="numba",
             question=(
-                "A block has a tile of tokens. All its threads have cleared the tile's rows of the map. Now each thread "
-                "that has a token enters it: `dense_map[token, e] = token` for every expert `e` that the token chose."
+                "A block has a tile of tokens. All its threads have cleared the tile's rows of the map. Now each "
+                "thread that has a token enters it: `dense_map[token, e] = token` for every expert `e` that the token "
+                "chose."
             ),
             task="dispatch.dense_map",
             kernel="dense_map_kernel",
@@ -92,8 +103,10 @@ SHEET = Sheet(
                 ),
             ),
             budgets=("read <= 4 R", "written <= 4 L E + 4 R"),
-            hint="The thread's token is `first + thread`; its experts are `topk_experts[token, 0]` to "
-            "`topk_experts[token, k - 1]`.",
+            hint=(
+                "The thread's token is `first + thread`; its experts are `topk_experts[token, 0]` to "
+                "`topk_experts[token, k - 1]`."
+            ),
             why="No two threads write the same entry: nothing is contended for, so nothing needs an atomic.",
         ),
         KernelExercise(
@@ -102,8 +115,8 @@ SHEET = Sheet(
             kind="cuda",
             question=(
                 "A block walks down the column of its expert. `rank.exclusive` is how many tokens of this tile stand "
-                "before the thread's own, `base` where the tile begins in expert order. Compute the row's position, and "
-                "write both directions of the route: `expert_token_indices[position]` is the token, and "
+                "before the thread's own, `base` where the tile begins in expert order. Compute the row's position, "
+                "and write both directions of the route: `expert_token_indices[position]` is the token, and "
                 "`token_index_map[token * k + slot]` the position."
             ),
             task="dispatch.route_indices",
@@ -120,30 +133,38 @@ SHEET = Sheet(
                 ),
             ),
             budgets=("written <= 8 R", "read of dense_map <= 4 L E", "read of topk_experts <= 4 R k"),
-            hint="`base` begins at the expert's offset and grows by each tile's total, so the position is "
-            "`base + rank.exclusive`. `slot_of(topk_experts + token * k, expert)` tells which of its slots the token "
-            "used for this expert.",
-            why="Inside an expert the tokens ascend, since ranks follow the column. That is the stable order that a sort "
-            "would give, without the sort.",
+            hint=(
+                "`base` begins at the expert's offset and grows by each tile's total, so the position is `base + "
+                "rank.exclusive`. `slot_of(topk_experts + token * k, expert)` tells which of its slots the token used "
+                "for this expert."
+            ),
+            why=(
+                "Inside an expert the tokens ascend, since ranks follow the column. That is the stable order that a "
+                "sort would give, without the sort."
+            ),
         ),
         KernelExercise(
             name="missing-barrier",
             title="Right by luck",
             kind="bug",
             question=(
-                "Threads count, the last one adds up. The kernel is right if threads happen to run one after another in "
-                "the order of their numbers, which no GPU promises. The judge runs it in other orders, too. What is "
+                "Threads count, the last one adds up. The kernel is right if threads happen to run one after another "
+                "in the order of their numbers, which no GPU promises. The judge runs it in other orders, too. What is "
                 "missing?"
             ),
             task="dispatch.expert_lengths",
             kernel="expert_lengths",
             grid=cuda_grid(FILE, "expert_lengths"),
             solution=LENGTHS,
-            changes=(("    counts[threadIdx.x] = count;\n    __syncthreads();\n", "    counts[threadIdx.x] = count;\n"),),
+            changes=(
+                ("    counts[threadIdx.x] = count;\n    __syncthreads();\n", "    counts[threadIdx.x] = count;\n"),
+            ),
             budgets=("read <= 4 L E", "written <= 4 E"),
             hint="The last thread reads what all others wrote. How does it know that they have?",
-            why="A result that depends on who comes first is wrong, even on the day when it is right. Every thread must "
-            "reach the barrier: it stands before the `return`.",
+            why=(
+                "A result that depends on who comes first is wrong, even on the day when it is right. Every thread "
+                "must reach the barrier: it stands before the `return`."
+            ),
         ),
         KernelExercise(
             name="in-order",
@@ -151,9 +172,9 @@ SHEET = Sheet(
             kind="cuda",
             question=(
                 "The project's first rung counts an expert's tokens down its column: neighbouring threads read `4 * E` "
-                "bytes apart, and each entry may cost a sector of 32 bytes. Count all experts in *one* block that reads "
-                "the map from its first entry to its last, neighbours by neighbours. `atomicAdd(&counts[e], 1)` lets "
-                "threads add to one number in shared memory; integers come out the same in any order."
+                "bytes apart, and each entry may cost a sector of 32 bytes. Count all experts in *one* block that "
+                "reads the map from its first entry to its last, neighbours by neighbours. `atomicAdd(&counts[e], 1)` "
+                "lets threads add to one number in shared memory; integers come out the same in any order."
             ),
             task="dispatch.expert_lengths",
             kernel="expert_lengths",
@@ -167,10 +188,14 @@ SHEET = Sheet(
                 ),
             ),
             budgets=("read <= 4 L E", "sectors <= ceil(L E / 8) + ceil(E / 8)"),
-            hint="Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32 "
-            "neighbours, 128 bytes in four sectors.",
-            why="The bytes are the same, the sectors are not: what counts is what a warp asks for at once. But one block "
-            "keeps one multiprocessor busy; the project's second rung makes the map smaller instead.",
+            hint=(
+                "Thread `t` reads the entries `t`, `t + THREADS`, `t + 2 * THREADS`, ...: at each turn a warp reads 32 "
+                "neighbours, 128 bytes in four sectors."
+            ),
+            why=(
+                "The bytes are the same, the sectors are not: what counts is what a warp asks for at once. But one "
+                "block keeps one multiprocessor busy; the project's second rung makes the map smaller instead."
+            ),
         ),
     ),
 )

@@ -7,7 +7,7 @@ from moeblaze_ref.placement import simulate, trace
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.traces import RoutingTrace
 
-TOKENS = [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 0], [2, 2], [2, 3], [3, 3], [2, 2]]
+TOKENS = [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 0], [2, 2], [2, 3], [3, 3], [0, 1]]
 
 
 def _crossings(tokens, gpu_of_expert):
@@ -28,29 +28,29 @@ SHEET = Sheet(
             name="crossings",
             title="Load and traffic of a map",
             question=(
-                "Two layers, four experts each, one expert a token: `tokens[i]` names the experts of token `i` in the first and "
-                "in the second layer, and `gpu_of_expert[layer][e]` the GPU of expert `e`. How many tokens has the fuller GPU "
-                "in the first layer, and how many tokens change the GPU between the layers?"
+                "Two layers, four experts each, one expert a token: `tokens[i]` names the experts of token `i` in the "
+                "first and in the second layer, and `gpu_of_expert[layer][e]` the GPU of expert `e`. How many tokens "
+                "has the fuller GPU in the first layer, and how many tokens change the GPU between the layers?"
             ),
             given={"tokens": TOKENS, "gpu_of_expert": [[0, 1, 0, 1], [0, 1, 0, 1]]},
             asked={
                 "fullest": Asked("tokens", "max(sum(gpu_of_expert[0][t[0]] == g for t in tokens) for g in (0, 1))"),
-                "crossing": Asked(
-                    "tokens", "sum(gpu_of_expert[0][t[0]] != gpu_of_expert[1][t[1]] for t in tokens)"
-                ),
+                "crossing": Asked("tokens", "sum(gpu_of_expert[0][t[0]] != gpu_of_expert[1][t[1]] for t in tokens)"),
             },
             truth=_crossings,
             computed_by="moeblaze_ref.placement.simulate",
             hint="Experts 0 and 2 are on GPU 0, experts 1 and 3 on GPU 1, in both layers. Go through the ten tokens.",
-            why="Both numbers cost time, in different places: the fullest GPU computes longest, and every crossing goes over a "
-            "link.",
+            why=(
+                "Both numbers cost time, in different places: the fullest GPU computes longest, and every crossing "
+                "goes over a link."
+            ),
         ),
         Prediction(
             name="better-map",
             title="Draw a better map",
             question=(
-                "The same tokens. Put two experts of each layer on each GPU so that fewer tokens cross: change the numbers of "
-                "`gpu_of_expert`, and predict both numbers for the map that keeps experts 0 and 1 together."
+                "The same tokens. Put two experts of each layer on each GPU so that fewer tokens cross: change the "
+                "numbers of `gpu_of_expert`, and predict both numbers for the map that keeps experts 0 and 1 together."
             ),
             given={"tokens": TOKENS, "gpu_of_expert": [[0, 0, 1, 1], [0, 0, 1, 1]]},
             asked={
@@ -60,8 +60,10 @@ SHEET = Sheet(
             truth=_crossings,
             computed_by="moeblaze_ref.placement.simulate",
             hint="Experts 0 and 1 are on GPU 0 now. Does any token leave the pair it began with?",
-            why="Fewer crossings were paid for with load. Which is cheaper depends on the links and on the experts: "
-            "that is what the integer programs of the notebook weigh.",
+            why=(
+                "The crossings are gone, and the fuller GPU has more to do. Which is cheaper depends on the links and "
+                "on the experts: that is what the integer programs of the notebook weigh."
+            ),
         ),
     ),
 )

@@ -36,9 +36,9 @@ SHEET = Sheet(
             name="balance-loss",
             title="The range of the balancing loss",
             question=(
-                "`balance = E * sum_e f_e P_e`: `f_e` is the share of the routed rows that expert `e` got, `P_e` the mean "
-                "probability that the router gave it. What is it if both are spread evenly over all experts? And if every "
-                "token goes to expert 0, with probability 1?"
+                "`balance = E * sum_e f_e P_e`: `f_e` is the share of the routed rows that expert `e` got, `P_e` the "
+                "mean probability that the router gave it. What is it if both are spread evenly over all experts? And "
+                "if every token goes to expert 0, with probability 1?"
             ),
             given={"E": 8, "L": 64},
             asked={"even": Asked("the loss", "1.0"), "collapsed": Asked("the loss", "E")},
@@ -48,12 +48,13 @@ SHEET = Sheet(
             why="So the factor `E` makes 1 the value of balance whatever the number of experts, and the worst is `E`.",
         ),
         KernelExercise(
-            name="losses-means",
+            name="loss-is-a-mean",
             title="A z-loss that is too strong",
             kind="bug",
             question=(
-                "The router z-loss is the *mean* over the tokens of `logsumexp(logits)` squared, so a token's part of its "
-                "gradient is `2 / L * z * p`. In this kernel it grows with the number of tokens. For one token it is right."
+                "The router z-loss is the *mean* over the tokens of `logsumexp(logits)` squared, so a token's part of "
+                "its gradient is `2 / L * z * p`. In this kernel it grows with the number of tokens. For one token it "
+                "is right."
             ),
             task="gating.backward",
             kernel="d_logits",
@@ -69,10 +70,10 @@ SHEET = Sheet(
             title="The way through the softmax",
             kind="cuda",
             question=(
-                "Through a softmax, `d_logit = p * (d_p - mean)`, where `mean` is the sum of `p * d_p`. Of the gates, `d_p` is "
-                "`d_gates[token * k + j]` for the chosen experts and 0 for all others, so the mean runs over the chosen "
-                "alone. Compute `mean`; `share_of(of_gates, row[chosen[j]])` is `p` of the `j`-th choice. Subtract `shift` from "
-                "each `d_p`: it is 0 here, and keeps digits when gates are renormalised."
+                "Through a softmax, `d_logit = p * (d_p - mean)`, where `mean` is the sum of `p * d_p`. Of the gates, "
+                "`d_p` is `d_gates[token * k + j]` for the chosen experts and 0 for all others, so the mean runs over "
+                "the chosen alone. Compute `mean`; `share_of(of_gates, row[chosen[j]])` is `p` of the `j`-th choice. "
+                "Subtract `shift` from each `d_p`: it is 0 here, and keeps digits when gates are renormalised."
             ),
             task="gating.backward",
             kernel="d_logits",
@@ -87,8 +88,10 @@ SHEET = Sheet(
             ),
             budgets=("written <= 4 L E + 4 R", "read of d_gates <= 8 R"),
             hint="A loop over `j`: `(d_gates[token * k + j] - shift)` times the share of that choice's logit.",
-            why="Experts that were not chosen get a gradient after all, through the denominator: the mean is subtracted from "
-            "every expert's `d_p`.",
+            why=(
+                "Experts that were not chosen get a gradient after all, through the denominator: the mean is "
+                "subtracted from every expert's `d_p`."
+            ),
         ),
     ),
 )
