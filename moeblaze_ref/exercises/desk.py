@@ -144,8 +144,14 @@ def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
     doors.check_number(name, said)
     if math.isclose(said, truth, rel_tol=0 if isinstance(truth, int) else TOLERANCE):
         return ""
-    times = f"{said / truth:.4g} times what the project computes" if truth else "not what the project computes"
-    return f"{name} is {_text(said)}, which is {times}"
+    return f"{name} is {_text(said)}, which is {_how_far(said, truth)} what the project computes"
+
+
+def _how_far(said: float, truth: float) -> str:
+    """A wrong prediction beside the truth, without giving that away to who is near."""
+    if math.isclose(said, truth, rel_tol=TOLERANCE):
+        return "nearly, but not exactly,"
+    return f"{said / truth:.4g} times" if truth else "not"
 
 
 def _text(number: float | str) -> str:

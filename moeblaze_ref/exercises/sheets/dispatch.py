@@ -110,6 +110,44 @@ SHEET = Sheet(
             why="No two threads write the same entry: nothing is contended for, so nothing needs an atomic.",
         ),
         KernelExercise(
+            name="tree-sum",
+            title="Step 2: add up in a tree",
+            kind="numba",
+            question=(
+                "Each thread of a block has counted some of its expert's tokens, into `counts[thread]` in shared "
+                "memory. Add the counts up into `counts[0]`, in rounds: the lower half of the threads each add one "
+                "number of the upper half to their own, then a quarter does the same, until one is left. `THREADS` is "
+                "a power of two."
+            ),
+            task="dispatch.expert_lengths",
+            kernel="expert_lengths_kernel",
+            solution=numba_source(
+                "from numba import int32\n\n"
+                "from moeblaze_ref.numba_cuda.runtime import THREADS, cuda\nfrom moeblaze_ref.structures import EMPTY",
+                dispatch.expert_lengths_kernel,
+            ),
+            changes=(
+                (
+                    "    half = THREADS // 2\n"
+                    "    while half > 0:\n"
+                    "        if thread < half:\n"
+                    "            counts[thread] += counts[thread + half]\n"
+                    "        cuda.syncthreads()\n"
+                    "        half //= 2\n",
+                    "    # Your part: all rounds, with a barrier after each.\n",
+                ),
+            ),
+            budgets=("read <= 4 L E", "written <= 4 E"),
+            hint=(
+                "`half` begins at `THREADS // 2` and is halved in each round. In a round, the threads below `half` add "
+                "`counts[thread + half]`; then *all* threads meet at `cuda.syncthreads()`."
+            ),
+            why=(
+                "As many rounds as `THREADS` has bits, in place of `THREADS` additions by one thread. The barrier "
+                "stands outside of the `if`: all threads of the block must reach it."
+            ),
+        ),
+        KernelExercise(
             name="rank-and-write",
             title="Step 3: every row's position",
             kind="cuda",
