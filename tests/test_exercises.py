@@ -9,11 +9,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from test_notebooks import ROOT, execute
 from traitlets.config import Config
 
+from moeblaze_ref import apart
 from moeblaze_ref.exercises import Unsolved, notebooks
 from moeblaze_ref.exercises.desk import Desk
 from moeblaze_ref.exercises.exercise import KINDS, KernelExercise, Prediction, cuda_source
 from moeblaze_ref.exercises.sheets import EXERCISES, SHEETS
-from moeblaze_ref.judge import apart
 
 FILES = notebooks.files(ROOT / "notebooks")
 KERNELS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, KernelExercise)]
@@ -84,7 +84,8 @@ def test_no_other_notebook_lies_among_them():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_every_notebook_of_the_course_leads_to_its_exercises(path):
-    assert path.stem in [sheet.course for sheet in SHEETS]
+    (title,) = (sheet.title for sheet in SHEETS if sheet.course == path.stem)
+    assert f"# {int(path.stem[:2])}. {title}\n" in nbformat.read(path, as_version=4).cells[0].source
     (cell,) = (cell for cell in nbformat.read(path, as_version=4).cells if f"exercises/{path.name}" in cell.source)
     assert re.match(r"## (?:\d+\. )?Exercises\n", cell.source)
 
@@ -254,14 +255,14 @@ def test_a_right_kernel_that_asks_for_too_much():
 
 
 def test_the_notebooks_own_process_goes_on():
-    """After a kernel that ends its process, in a real notebook."""
+    """After a kernel that ends its process, in a real notebook, which need not wait for torch."""
     crash = EXERCISES["combine"].solution.replace("total = ZERO", "import os; os._exit(1)")
     cells = [
-        "import os; print(os.getpid())",
+        "import os, sys; print(os.getpid(), 'torch' in sys.modules)",
         notebooks.SETUP,
         EXERCISES["combine"].cell(crash),
         EXERCISES["combine"].cell(EXERCISES["combine"].solution),
-        "import os; print(os.getpid())",
+        "print(os.getpid(), 'torch' in sys.modules)",
     ]
     made = [nbformat.v4.new_code_cell(cell) for cell in cells]
     made[2].metadata["tags"] = ["raises-exception"]

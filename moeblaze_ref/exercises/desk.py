@@ -6,10 +6,9 @@ from typing import Any
 
 from IPython.display import Markdown
 
-from moeblaze_ref import doors
+from moeblaze_ref import apart, doors
 from moeblaze_ref.exercises.exercise import Exercise, KernelExercise, Prediction
 from moeblaze_ref.exercises.sheets import EXERCISES
-from moeblaze_ref.judge import apart
 from moeblaze_ref.notebook.markdown import table
 
 FAILURES_BEFORE_HINT = 2
@@ -94,14 +93,14 @@ class Desk:
         exercise = self._open(name.strip(), KernelExercise, "is a prediction: its cell calls predict(...)")
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
-            report = apart.examine(
+            verdict = apart.examine(
                 exercise.file, lines, exercise.kernel, exercise.task, budgets=exercise.budgets, **exercise.launch
             )
         except (ValueError, TypeError, OSError) as error:
             raise self._unsolved(str(error)) from None
-        if not report.ok:
-            raise self._unsolved(report.first_problem)
-        return Markdown(f"**Right, within budget.** {exercise.why}\n\n```text\n{report}\n```")
+        if verdict.first_problem:
+            raise self._unsolved(verdict.first_problem)
+        return Markdown(f"**Right, within budget.** {exercise.why}\n\n```text\n{verdict.report}\n```")
 
     def hint(self, name: str | None = None) -> Markdown:
         """The hint of an exercise, by default of the one tried last."""

@@ -10,9 +10,9 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from moeblaze_ref.apart import LIMIT_SECONDS
 from moeblaze_ref.exercises.exercise import KINDS, Exercise, KernelExercise, Sheet
 from moeblaze_ref.exercises.sheets import SHEETS
-from moeblaze_ref.judge.apart import LIMIT_SECONDS
 from moeblaze_ref.judge.contracts import CONTRACTS
 
 METADATA = {

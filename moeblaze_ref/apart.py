@@ -1,6 +1,7 @@
 """Judge a kernel in a process of its own: whatever the kernel does, the process that asked goes on.
 
-A server is started once and imports the judge; each judgement is a fork of it, which costs milliseconds.
+A server is started once and imports the judge; each judgement is a fork of it, which costs milliseconds. Who asks need
+not import the judge, nor torch.
 """
 
 import functools
@@ -10,9 +11,7 @@ import signal
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-
-from moeblaze_ref.judge.report import Report
+from typing import Any, NamedTuple
 
 LIMIT_SECONDS = 60  # of a judgement, the compiler included
 _DIVISION = "an integer division by zero?"
@@ -24,7 +23,22 @@ _CAUSES = {
 }
 
 
-def examine(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Report:
+class Verdict(NamedTuple):
+    """What a `judge.Report` says.
+
+    Parameters
+    ----------
+    first_problem : str
+        The first case that is wrong, and how; empty if none is.
+    report : str
+        All cases, with what was counted.
+    """
+
+    first_problem: str
+    report: str
+
+
+def examine(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
     """`judge.examine` of a kernel's text, over the cases that are small enough for a simulator.
 
     Parameters
@@ -42,7 +56,7 @@ def examine(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_S
 
     Returns
     -------
-    Report
+    Verdict
 
     Raises
     ------
@@ -52,6 +66,10 @@ def examine(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_S
         If there is no verdict within the limit, as of a kernel that never ends.
     ChildProcessError
         If the process that judged was ended, as by an integer division by zero.
+
+    Notes
+    -----
+    A script calls it under ``if __name__ == "__main__"``: `multiprocessing` imports the script in the other process.
     """
     receiving, sending = _context().Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder, receiving:
@@ -69,12 +87,12 @@ def examine(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_S
 @functools.cache
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moeblaze_ref.judge.simulated", "moeblaze_ref.numba_cuda", "moeblaze_ref.judge"])
+    context.set_forkserver_preload(["moeblaze_ref.simulated", "moeblaze_ref.numba_cuda", "moeblaze_ref.judge"])
     return context
 
 
 def _answer(sending: Connection, folder: str, kernel: str, task: str, options: dict[str, Any]):
-    """The other process: sends the report, or the error that there is in its place."""
+    """The other process: sends the verdict, or the error that there is in its place."""
     from moeblaze_ref.backends import BACKENDS
     from moeblaze_ref.cases import standard_cases
     from moeblaze_ref.check import in_reach
@@ -82,12 +100,13 @@ def _answer(sending: Connection, folder: str, kernel: str, task: str, options: d
 
     os.chdir(folder)  # so that messages name the file alone
     try:
-        sending.send(examine(kernel, task, cases=in_reach(BACKENDS["numba"], standard_cases()), **options))
+        report = examine(kernel, task, cases=in_reach(BACKENDS["numba"], standard_cases()), **options)
+        sending.send(Verdict(report.first_problem, str(report)))
     except (ValueError, TypeError, OSError) as error:
         sending.send(error)
 
 
-def _verdict(process: multiprocessing.process.BaseProcess, receiving: Connection, limit: float) -> Report:
+def _verdict(process: multiprocessing.process.BaseProcess, receiving: Connection, limit: float) -> Verdict:
     if not receiving.poll(limit):
         raise TimeoutError(f"there is no verdict after {limit:g} seconds, the limit: does a loop never end?")
     try:
