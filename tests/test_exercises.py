@@ -56,6 +56,12 @@ def test_its_solution_is_right(shell, name):
     assert found.error_in_exec is None and found.result.data.startswith("**Right")
 
 
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_a_prediction_fits_the_page(name):
+    for kind in ("exercises", "solutions"):
+        assert max(map(len, answer_cell(kind, name).splitlines())) <= 110
+
+
 def test_there_are_enough_of_each_kind():
     kinds = [exercise.kind for exercise in EXERCISES.values()]
     assert len(kinds) >= 24 and min(map(kinds.count, KINDS)) >= 4

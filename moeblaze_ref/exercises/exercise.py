@@ -51,6 +51,8 @@ class Prediction:
         Takes what is given by name and returns every number that is asked for, or the right answer.
     computed_by : str
         The project's function that ``truth`` takes them from.
+    steps : tuple of str
+        Lines of the solution that come before its formulas.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Prediction:
     computed_by: str
     hint: str
     why: str
+    steps: tuple[str, ...] = ()
 
     kind = "predict"
     language = "python"
@@ -69,27 +72,27 @@ class Prediction:
     @property
     def unsolved(self) -> str:
         """The cell as the reader finds it."""
-        return self._stated_as({name: "..." for name in self.asked})
+        return self._stated_as((), {name: "..." for name in self.asked})
 
     @property
     def solution(self) -> str:
         """The cell with the right formulas."""
-        return self._stated_as({name: asked.formula for name, asked in self.asked.items()})
+        return self._stated_as(self.steps, {name: asked.formula for name, asked in self.asked.items()})
 
     def cell(self, text: str) -> str:
         """The notebook's cell: the prediction itself."""
         return text
 
-    def _stated_as(self, said: dict[str, str]) -> str:
+    def _stated_as(self, steps: tuple[str, ...], said: dict[str, str]) -> str:
         given = [f"{name} = {_stated(value)}" for name, value in self.given.items()]
         lines = [f"    {name}={said[name]},  # {asked.unit}" for name, asked in self.asked.items()]
-        return "\n".join([*given, "predict(", f'    "{self.name}",', *lines, ")"])
+        return "\n".join([*given, *steps, "predict(", f'    "{self.name}",', *lines, ")"])
 
 
 def _stated(value: Any) -> str:
     """A value as a cell writes it."""
     if not isinstance(value, MoEConfig):
-        return repr(value)
+        return f"{value:_}" if isinstance(value, int) else repr(value)
     (name,) = (name for name, preset in PRESETS.items() if preset.config == value)
     return f'preset("{name}").config'
 

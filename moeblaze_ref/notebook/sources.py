@@ -68,7 +68,7 @@ def _cuda_block(file, text, code):
 
 
 def definition(text: str, name: str) -> str:
-    """A CUDA function or struct from the comment above it to its closing brace, which starts a line unless it is one line.
+    """A CUDA function or struct with the comment above it; its closing brace starts a line unless all is one line.
 
     Raises
     ------

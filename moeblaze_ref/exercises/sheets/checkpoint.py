@@ -97,13 +97,11 @@ SHEET = Sheet(
                 "comes after that. One percent is near enough."
             ),
             given={"layer": preset("conf4").config, "capacity": 80 * 10**9},
-            asked={
-                "times": Asked(
-                    "a ratio",
-                    "(3 * layer.k * layer.h + layer.k * layer.d + 2 * layer.d)"
-                    " / (layer.k * layer.h + layer.k * layer.d + layer.d)",
-                )
-            },
+            steps=(
+                "paper = layer.k * (3 * layer.h + layer.d) + 2 * layer.d  # elements of a token",
+                "inputs = layer.k * (layer.h + layer.d) + layer.d",
+            ),
+            asked={"times": Asked("a ratio", "paper / inputs")},
             truth=_largest,
             computed_by="moeblaze_ref.memory.accounting.largest_tokens",
             hint=(

@@ -63,16 +63,13 @@ SHEET = Sheet(
                 "`tb_per_s` 1e12 bytes in a second: which of the two is the limit?"
             ),
             given={"layer": preset("conf3").config, "tflops": 800, "tb_per_s": 4},
+            steps=(
+                "elements = layer.L * layer.d + 2 * layer.E * layer.d * layer.h + 3 * layer.R * layer.h",
+                "moved = layer.itemsize * elements + 4 * layer.R",
+            ),
             asked={
-                "bytes": Asked(
-                    "bytes",
-                    "2 * (layer.L * layer.d + 2 * layer.E * layer.d * layer.h + 3 * layer.R * layer.h) + 4 * layer.R",
-                ),
-                "flops_per_byte": Asked(
-                    "FLOPs for each byte",
-                    "4 * layer.R * layer.d * layer.h / (2 * (layer.L * layer.d + 2 * layer.E * layer.d * layer.h"
-                    " + 3 * layer.R * layer.h) + 4 * layer.R)",
-                ),
+                "bytes": Asked("bytes", "moved"),
+                "flops_per_byte": Asked("FLOPs for each byte", "4 * layer.R * layer.d * layer.h / moved"),
                 "limit": Asked("'flops' or 'bytes'", "'flops'"),
             },
             truth=_intensity,

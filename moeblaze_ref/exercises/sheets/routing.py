@@ -27,10 +27,11 @@ SHEET = Sheet(
                 "expert is full, and how many reserved rows stay empty?"
             ),
             given={"counts": [70, 30, 8, 0, 12, 40], "factor": 1.25},
+            steps=("C = math.ceil(factor * sum(counts) / len(counts))",),
             asked={
-                "capacity": Asked("rows of each expert", "math.ceil(factor * sum(counts) / len(counts))"),
-                "dropped": Asked("rows", "sum(max(n - 34, 0) for n in counts)"),
-                "padding": Asked("rows", "sum(max(34 - n, 0) for n in counts)"),
+                "capacity": Asked("rows of each expert", "C"),
+                "dropped": Asked("rows", "sum(max(n - C, 0) for n in counts)"),
+                "padding": Asked("rows", "sum(max(C - n, 0) for n in counts)"),
             },
             truth=_capacity,
             computed_by="moeblaze_ref.memory.accounting.dropped_and_padded",
