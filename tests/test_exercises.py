@@ -59,7 +59,7 @@ def test_its_solution_is_right(shell, name):
 @pytest.mark.parametrize("name", PREDICTIONS)
 def test_a_prediction_fits_the_page(name):
     for kind in ("exercises", "solutions"):
-        assert max(map(len, answer_cell(kind, name).splitlines())) <= 110
+        assert max(map(len, answer_cell(kind, name).splitlines())) <= 100
 
 
 def test_there_are_enough_of_each_kind():
