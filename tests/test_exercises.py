@@ -272,7 +272,8 @@ def test_the_notebooks_own_process_goes_on():
     ]
     made = [nbformat.v4.new_code_cell(cell) for cell in cells]
     made[2].metadata["tags"] = ["raises-exception"]
-    first, _, crashed, right, last = execute(nbformat.v4.new_notebook(cells=made)).cells
+    ran = execute(nbformat.v4.new_notebook(cells=made), ROOT / "notebooks")
+    first, _, crashed, right, last = ran.cells
     assert crashed.outputs[-1].ename == "Unsolved" and "with status 1" in "".join(crashed.outputs[-1].traceback)
     assert right.outputs[-1].data["text/markdown"].startswith("**Right, within budget.**")
     assert first.outputs == last.outputs
