@@ -312,7 +312,7 @@ def find(kernel: Any) -> CudaKernel | NumbaKernel:
         return find_cuda(_existing(place).read_text(errors="replace"), place, name or None)
     if not name:
         raise ValueError(f"kernel {place!r} must be FILE.cu, FILE.cu:name, FILE.py:function or module:function")
-    functions = vars(_import(place))
+    functions = {known: value for known, value in vars(_import(place)).items() if not known.startswith("__")}
     return find_numba(functions[doors.check_name(f"function of {place}", name, functions)], f"{place}:{name}")
 
 

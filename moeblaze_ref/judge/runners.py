@@ -1,8 +1,10 @@
 """How the judge runs a kernel once: on the SIMT executor, on a GPU, or by Numba."""
 
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,7 +110,7 @@ def _numba(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], argum
         for name, array in arrays.items():
             np.copyto(array, moved[name].copy_to_host())
     except Exception as error:  # whatever a reader's function does when it is run
-        raise Fault(_numba_message(error)) from error
+        raise Fault(_numba_message(error) + _line_of(error, kernel.kernel.py_func)) from error
     if runtime.EXECUTOR != "simulator":
         return {}
     return {
@@ -123,6 +125,13 @@ def _numba_message(error: Exception) -> str:
     if not place:
         return f"{type(error).__name__}: {error}"
     return f"block ({place['block']}), thread ({place['thread']}): {type(error).__name__}: {place['message']}"
+
+
+def _line_of(error: Exception, function: Callable) -> str:
+    """Where in the file of the kernel the error arose; empty if nowhere there."""
+    file = function.__code__.co_filename
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
 
 
 def _numba_quantities() -> tuple[str, ...]:

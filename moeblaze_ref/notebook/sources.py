@@ -45,7 +45,7 @@ def show_kernel(file: str, *functions: str) -> Markdown:
         If there is no such file, or no such function in it; the message proposes the nearest name.
     """
     text = kernel_text(file)
-    blocks = [_definition(text, name) for name in functions] or [kernel_header(file)]
+    blocks = [definition(text, name) for name in functions] or [kernel_header(file)]
     return Markdown("\n\n".join(_cuda_block(file, text, code) for code in blocks))
 
 
@@ -57,7 +57,7 @@ def show_difference(function: str, before: str, after: str) -> Markdown:
     ValueError
         If a file or the function in it does not exist.
     """
-    old, new = (_definition(kernel_text(file), function).splitlines() for file in (before, after))
+    old, new = (definition(kernel_text(file), function).splitlines() for file in (before, after))
     lines = list(difflib.unified_diff(old, new, n=len(old) + len(new), lineterm=""))[3:]  # less its own header
     return Markdown(_block("diff", f"{function}: kernels_cuda/{before} -> kernels_cuda/{after}", "\n".join(lines)))
 
@@ -67,8 +67,14 @@ def _cuda_block(file, text, code):
     return _block("c++", f"kernels_cuda/{file}, line {first}", code)
 
 
-def _definition(text, name):
-    """A function or struct from the comment above it to its closing brace, which starts a line unless it is one line."""
+def definition(text: str, name: str) -> str:
+    """A CUDA function or struct with the comment above it; its closing brace starts a line unless all is one line.
+
+    Raises
+    ------
+    ValueError
+        If the text has none of this name; the message proposes the nearest.
+    """
     known = [function or struct for function, struct in re.findall(_opening(r"\w+"), text, re.MULTILINE)]
     doors.check_name("CUDA function", name, known)
     comment, template, body = r"(?:^//[^\n]*\n)*", r"(?:^template[^\n]*\n)?", r"(?:[^\n]*\}$|.*?^\};?)"

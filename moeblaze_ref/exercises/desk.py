@@ -1,0 +1,159 @@
+"""Where answers are taken: a wrong one raises, the second brings a hint, the solution comes when it is asked for."""
+
+import math
+from collections import Counter
+from typing import Any
+
+from IPython.display import Markdown
+
+from moeblaze_ref import apart, doors
+from moeblaze_ref.exercises.exercise import Exercise, KernelExercise, Prediction
+from moeblaze_ref.exercises.sheets import EXERCISES
+from moeblaze_ref.notebook.markdown import table
+
+FAILURES_BEFORE_HINT = 2
+TOLERANCE = 0.01  # of a prediction that is no whole number
+
+
+class Unsolved(AssertionError):
+    """An answer is not right; the message says how. A notebook shows the message alone."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"Unsolved: {self}"]
+
+
+class Desk:
+    """What one reader has tried."""
+
+    def __init__(self):
+        self.failures: Counter[str] = Counter()
+        self.last: Exercise | None = None
+
+    def predict(self, name: str, **said: Any) -> Markdown:
+        """Compare predictions with what the project computes.
+
+        Parameters
+        ----------
+        name : str
+            The exercise.
+        **said
+            A number, or one of the answers that there are, for each of those asked for.
+
+        Returns
+        -------
+        Markdown
+            What was right, and what it shows.
+
+        Raises
+        ------
+        Unsolved
+            If one differs; the first of them is named.
+        ValueError, TypeError
+            If there is no such exercise, or the names are not those asked for.
+        """
+        exercise = self._open(name, Prediction, "is no prediction: its cell begins with %%judge")
+        if said.keys() != exercise.asked.keys():
+            raise TypeError(
+                f"{name} asks for {', '.join(exercise.asked)}, but was given {', '.join(said) or 'nothing'}"
+            )
+        truth = exercise.truth(**exercise.given)
+        for key, asked in exercise.asked.items():
+            if wrong := _wrong(key, said[key], truth[key], asked.unit):
+                raise self._unsolved(wrong)
+        rows = [
+            {"number": f"`{key}`", "predicted": _text(said[key]), "computed": _text(truth[key]), "": asked.unit}
+            for key, asked in exercise.asked.items()
+        ]
+        by = f"Computed by `{exercise.computed_by}`."
+        return Markdown(f"**Right.** {by}\n\n{table(rows).data}\n\n{exercise.why}")
+
+    def judge(self, name: str, text: str) -> Markdown:
+        """Judge the kernel in a cell: the magic ``%%judge NAME``.
+
+        Parameters
+        ----------
+        name : str
+            The exercise.
+        text : str
+            The cell below the magic.
+
+        Returns
+        -------
+        Markdown
+            The judge's report, case by case, and what the exercise shows.
+
+        Raises
+        ------
+        Unsolved
+            If the kernel does not compile or fit, is wrong or over budget, does not end, or ends its process.
+        ValueError
+            If there is no such exercise.
+        """
+        exercise = self._open(name.strip(), KernelExercise, "is a prediction: its cell calls predict(...)")
+        lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
+        try:
+            verdict = apart.examine(
+                exercise.file, lines, exercise.kernel, exercise.task, budgets=exercise.budgets, **exercise.launch
+            )
+        except (ValueError, TypeError, OSError) as error:
+            raise self._unsolved(str(error)) from None
+        if verdict.first_problem:
+            raise self._unsolved(verdict.first_problem)
+        return Markdown(f"**Right, within budget.** {exercise.why}\n\n```text\n{verdict.report}\n```")
+
+    def hint(self, name: str | None = None) -> Markdown:
+        """The hint of an exercise, by default of the one tried last."""
+        return Markdown(f"**Hint.** {self._asked_for(name).hint}")
+
+    def solution(self, name: str | None = None) -> Markdown:
+        """The solution of an exercise, by default of the one tried last."""
+        exercise = self._asked_for(name)
+        return Markdown(f"```{exercise.language}\n{exercise.solution.rstrip()}\n```\n\n{exercise.why}")
+
+    def _open(self, name: str, kind: type, otherwise: str) -> Any:
+        """The exercise, from now on the one tried last."""
+        exercise = EXERCISES[doors.check_name("exercise", name, EXERCISES)]
+        if not isinstance(exercise, kind):
+            raise ValueError(f"{name} {otherwise}")
+        self.last = exercise
+        return exercise
+
+    def _asked_for(self, name: str | None) -> Exercise:
+        if name is not None:
+            return EXERCISES[doors.check_name("exercise", name, EXERCISES)]
+        if self.last is None:
+            raise ValueError("no exercise has been tried yet: run its cell, or name it, as in hint('NAME')")
+        return self.last
+
+    def _unsolved(self, problem: str) -> Unsolved:
+        """The failure of the exercise tried last, with its hint if it is not the first."""
+        self.failures[self.last.name] += 1
+        if self.failures[self.last.name] < FAILURES_BEFORE_HINT:
+            return Unsolved(f"{problem}\n\nhint() gives a hint, solution() the solution.")
+        return Unsolved(f"{problem}\n\nHint: {self.last.hint}\nsolution() shows the solution.")
+
+
+def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
+    """What is wrong with one prediction; empty if nothing is."""
+    if said is ...:
+        return f"{name} is still ...: put your prediction in its place ({unit})"
+    if isinstance(truth, str):
+        return "" if said == truth else f"{name} is {said!r}, which is not right ({unit})"
+    doors.check_number(name, said)
+    if math.isclose(said, truth, rel_tol=0 if isinstance(truth, int) else TOLERANCE):
+        return ""
+    return f"{name} is {_text(said)}, which is {_how_far(said, truth)} what the project computes"
+
+
+def _how_far(said: float, truth: float) -> str:
+    """A wrong prediction beside the truth, without giving that away to who is near."""
+    if math.isclose(said, truth, rel_tol=TOLERANCE):
+        return "nearly, but not exactly,"
+    return f"{said / truth:.4g} times" if truth else "not"
+
+
+def _text(number: float | str) -> str:
+    if isinstance(number, str):
+        return number
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.4g}"

@@ -1,0 +1,218 @@
+"""What an exercise is: the question, what the reader starts from and the solution, each stated once."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moeblaze_ref import kernel_headers
+from moeblaze_ref.config import PRESETS, MoEConfig
+from moeblaze_ref.notebook.sources import definition
+from moeblaze_ref.raw_cuda.runtime.source import kernel_text
+
+KINDS = {
+    "predict": "Predict a number",
+    "numba": "Fill the hole, Numba",
+    "cuda": "Fill the hole, raw CUDA",
+    "bug": "Find the planted bug",
+}
+THREADS = "64"  # of a block of the .cu exercises: two warps, and several blocks even in small cases
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One number that a reader predicts.
+
+    Parameters
+    ----------
+    unit : str
+        What it counts, or the answers that there are.
+    formula : str
+        The solution: Python, in the names that the exercise gives.
+    """
+
+    unit: str
+    formula: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Numbers that the reader states before the project computes them.
+
+    Parameters
+    ----------
+    name, title, question, hint, why : str
+        ``question``, ``hint`` and ``why`` are Markdown; the last tells what the solution shows.
+    given : dict
+        What the numbers depend on, by the names of the cell: layers, numbers, lists, arrays of whole numbers.
+    asked : dict of Asked
+    truth : callable
+        Takes what is given by name and returns every number that is asked for, or the right answer.
+    computed_by : str
+        The project's function that ``truth`` takes them from.
+    steps : tuple of str
+        Lines of the solution that come before its formulas.
+    """
+
+    name: str
+    title: str
+    question: str
+    given: dict[str, Any]
+    asked: dict[str, Asked]
+    truth: Callable[..., dict[str, float | str]]
+    computed_by: str
+    hint: str
+    why: str
+    steps: tuple[str, ...] = ()
+
+    kind = "predict"
+    language = "python"
+
+    @property
+    def unsolved(self) -> str:
+        """The cell as the reader finds it."""
+        return self._stated_as((), {name: "..." for name in self.asked})
+
+    @property
+    def solution(self) -> str:
+        """The cell with the right formulas."""
+        return self._stated_as(self.steps, {name: asked.formula for name, asked in self.asked.items()})
+
+    def cell(self, text: str) -> str:
+        """The notebook's cell: the prediction itself."""
+        return text
+
+    def _stated_as(self, steps: tuple[str, ...], said: dict[str, str]) -> str:
+        given = [f"{name} = {_stated(value)}" for name, value in self.given.items()]
+        lines = [f"    {name}={said[name]},  # {asked.unit}" for name, asked in self.asked.items()]
+        return "\n".join([*given, *steps, "predict(", f'    "{self.name}",', *lines, ")"])
+
+
+def _stated(value: Any) -> str:
+    """A value as a cell writes it."""
+    if not isinstance(value, MoEConfig):
+        return f"{value:_}" if isinstance(value, int) else repr(value)
+    (name,) = (name for name, preset in PRESETS.items() if preset.config == value)
+    return f'preset("{name}").config'
+
+
+@dataclass(frozen=True)
+class KernelExercise:
+    """A kernel with a hole or a planted bug, for the judge.
+
+    Parameters
+    ----------
+    name, title, question, hint, why : str
+        As of a `Prediction`.
+    kind : str
+        "numba", "cuda" or "bug".
+    task, kernel : str
+        What the kernel must do, one of ``judge.CONTRACTS``, and its name.
+    solution : str
+        The whole text of the right kernel.
+    changes : tuple of (str, str)
+        Lines of the solution, and what the reader finds in their place.
+    budgets : tuple of str
+        As of `judge.examine`.
+    grid : str, optional
+        In blocks; a Numba kernel states its launch itself.
+    shared_bytes : str
+        Dynamic shared memory of a .cu kernel's block.
+
+    Raises
+    ------
+    ValueError
+        If some lines are not in the solution, or there more than once.
+    """
+
+    name: str
+    title: str
+    kind: str
+    question: str
+    task: str
+    kernel: str
+    solution: str
+    changes: tuple[tuple[str, str], ...]
+    budgets: tuple[str, ...]
+    hint: str
+    why: str
+    grid: str | None = None
+    shared_bytes: str = "0"
+
+    def __post_init__(self):
+        for old, _ in self.changes:
+            if self.solution.count(old) != 1:
+                raise ValueError(f"{self.name}: the solution has {old!r} {self.solution.count(old)} times, not once")
+
+    @property
+    def language(self) -> str:
+        """``c++`` or ``python``."""
+        return "c++" if "__global__" in self.solution else "python"
+
+    @property
+    def file(self) -> str:
+        """What compilers call the reader's cell."""
+        return f"{self.name}.{'cu' if self.language == 'c++' else 'py'}"
+
+    @property
+    def launch(self) -> dict[str, str]:
+        """Options of the judge; none for a Numba kernel, which states its launch itself."""
+        if self.language == "python":
+            return {}
+        return {"grid": self.grid, "block": THREADS, "shared_bytes": self.shared_bytes}
+
+    @property
+    def unsolved(self) -> str:
+        """The kernel as the reader finds it."""
+        text = self.solution
+        for old, new in self.changes:
+            text = text.replace(old, new)
+        return text
+
+    def cell(self, text: str) -> str:
+        """The notebook's cell that hands a kernel to the judge."""
+        return f"%%judge {self.name}\n{text.rstrip()}"
+
+
+Exercise = Prediction | KernelExercise
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The exercises of one notebook of the course.
+
+    Parameters
+    ----------
+    course : str
+        The notebook's file name without its ending, which is the sheet's too.
+    title : str
+    exercises : tuple of Exercise
+    """
+
+    course: str
+    title: str
+    exercises: tuple[Exercise, ...]
+
+
+def cuda_source(file: str, *names: str) -> str:
+    """Functions, structs and constants of ``kernels_cuda/<file>`` as a file of their own, below its includes."""
+    text = kernel_text(file)
+    includes = "\n".join(line for line in text.splitlines() if line.startswith("#include"))
+    return "\n\n".join([includes, *(_part(text, name) for name in names)]) + "\n"
+
+
+def _part(text: str, name: str) -> str:
+    constant = re.search(rf"^constexpr [^\n]*\b{name} = [^\n]*", text, re.MULTILINE)
+    return constant[0] if constant else definition(text, name).rstrip()
+
+
+def cuda_grid(file: str, kernel: str) -> str:
+    """The grid that the header of ``kernels_cuda/<file>`` states."""
+    return kernel_headers.table(kernel_text(file))[kernel]["grid"]
+
+
+def numba_source(imports: str, *functions: Any) -> str:
+    """Kernels and device functions of `moeblaze_ref.numba_cuda` as a file of their own, below what they import."""
+    sources = [inspect.getsource(function.py_func).rstrip() for function in functions]
+    return "\n\n\n".join([imports, *sources]) + "\n"

@@ -1,0 +1,113 @@
+"""The notebooks of the exercises and of their solutions, written by ``python -m moeblaze_ref.exercises.notebooks``.
+
+A sheet's two notebooks have the same cells, but for the code: unsolved in the one, solved in the other.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from moeblaze_ref.apart import LIMIT_SECONDS
+from moeblaze_ref.exercises.exercise import KINDS, Exercise, KernelExercise, Sheet
+from moeblaze_ref.exercises.sheets import SHEETS
+from moeblaze_ref.judge.contracts import CONTRACTS
+
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+SETUP = """\
+%load_ext moeblaze_ref.exercises
+import math
+
+from moeblaze_ref.config import preset
+from moeblaze_ref.exercises import hint, predict, solution"""
+
+HOW = (
+    "- **Predict**: put a number or a formula in the place of each `...`, then run the cell; only then does the "
+    "project compute them. Whole numbers must be exact, others within one percent. A `layer` has its sizes: "
+    "`layer.L`, `d`, `h`, `E`, `k`, `R = L * k`, and `itemsize`, the bytes of one element.\n"
+    "- **Fill the hole, find the bug**: edit the kernel below `%%judge` and run the cell. The comment `Your part` "
+    "marks a hole; a bug is not marked. The kernel is judged as by `moeblaze check --kernel`, in a process of its own "
+    "and without a GPU: on small hard cases, over poisoned outputs, every access checked and its bytes counted, in "
+    f"several orders of the threads. After {LIMIT_SECONDS} seconds it is given up. The first time takes longest: the "
+    "judge itself is loaded.\n"
+    "- **Budget**: the most that all threads together may ask of memory, in bytes (`read`, `written`) or in `sectors` "
+    "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`.\n"
+    "- A wrong answer raises, and names the first element that differs. `hint()` gives a hint, which comes by itself "
+    "the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one that you "
+    'name: `hint("NAME")`.'
+)
+
+
+def exercise_notebook(sheet: Sheet) -> NotebookNode:
+    """The sheet as a reader finds it."""
+    other = f"Solutions, when you are done: [{sheet.title}](../solutions/{sheet.course}.ipynb)."
+    return _notebook(sheet, "Exercises", f"{HOW}\n\n{other}", lambda exercise: exercise.unsolved, lambda exercise: "")
+
+
+def solution_notebook(sheet: Sheet) -> NotebookNode:
+    """The sheet solved, with what each exercise shows."""
+    other = f"Try them first: [{sheet.title}](../exercises/{sheet.course}.ipynb)."
+    return _notebook(sheet, "Solutions", other, lambda exercise: exercise.solution, lambda exercise: exercise.why)
+
+
+def _notebook(
+    sheet: Sheet, what: str, how: str, text: Callable[[Exercise], str], after: Callable[[Exercise], str]
+) -> NotebookNode:
+    number = int(sheet.course[:2])
+    course = f"Of notebook [{sheet.course[:2]}, {sheet.title}](../{sheet.course}.ipynb)."
+    cells = [
+        new_markdown_cell(f"# {what} {number}. {sheet.title}\n\n{course}\n\n{how}", id="title"),
+        new_code_cell(SETUP, id="setup"),
+    ]
+    for place, exercise in enumerate(sheet.exercises, start=1):
+        cells.append(new_markdown_cell("\n\n".join(_question(place, exercise)), id=exercise.name))
+        cells.append(new_code_cell(exercise.cell(text(exercise)), id=f"{exercise.name}-answer"))
+        if after(exercise):
+            cells.append(new_markdown_cell(after(exercise), id=f"{exercise.name}-why"))
+    return new_notebook(cells=cells, metadata=METADATA, nbformat_minor=5)
+
+
+def _question(place: int, exercise: Exercise) -> Iterator[str]:
+    yield f"## {place}. {exercise.title}"
+    yield f"*{KINDS[exercise.kind]}.* {exercise.question}"
+    if isinstance(exercise, KernelExercise):
+        budget = ", ".join(f"`{budget}`" for budget in exercise.budgets)
+        task = f"Judged as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
+        yield "  \n".join([task, _launch(exercise), f"**Budget**: {budget}."])
+
+
+def _launch(exercise: KernelExercise) -> str:
+    if not exercise.launch:
+        return "Launched as the docstring says."
+    dynamic = f", `{exercise.shared_bytes}` bytes of dynamic shared memory" if exercise.shared_bytes != "0" else ""
+    return f"Launched with a grid of `{exercise.launch['grid']}`, `THREADS = {exercise.launch['block']}`{dynamic}."
+
+
+def text_of(notebook: NotebookNode) -> str:
+    """The notebook as its file has it."""
+    return nbformat.writes(notebook) + "\n"
+
+
+def files(folder: Path) -> dict[Path, str]:
+    """What each file below ``folder``, the course's notebooks, must hold."""
+    made = {"exercises": exercise_notebook, "solutions": solution_notebook}
+    return {
+        folder / kind / f"{sheet.course}.ipynb": text_of(make(sheet)) for kind, make in made.items() for sheet in SHEETS
+    }
+
+
+def write(folder: Path) -> None:
+    """Write every notebook below ``folder``."""
+    for path, text in files(folder).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    write(Path("notebooks"))

@@ -1,0 +1,34 @@
+"""The exercises, a module for each notebook of the course that has some."""
+
+from moeblaze_ref.exercises.exercise import Exercise, Sheet
+from moeblaze_ref.exercises.sheets import (
+    backward,
+    checkpoint,
+    dispatch,
+    gather_gemm,
+    hopper,
+    megablocks,
+    memory_wall,
+    parallel,
+    placement,
+    routing,
+    training,
+)
+
+SHEETS: tuple[Sheet, ...] = tuple(
+    module.SHEET
+    for module in (
+        memory_wall,
+        routing,
+        dispatch,
+        gather_gemm,
+        backward,
+        checkpoint,
+        hopper,
+        megablocks,
+        training,
+        placement,
+        parallel,
+    )
+)
+EXERCISES: dict[str, Exercise] = {exercise.name: exercise for sheet in SHEETS for exercise in sheet.exercises}

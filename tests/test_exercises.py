@@ -1,0 +1,295 @@
+"""Every exercise fails as it is found and is right once solved; every bad answer is told what is wrong with it."""
+
+import re
+from types import ModuleType
+
+import nbformat
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from test_notebooks import ROOT, execute
+from traitlets.config import Config
+
+from moeblaze_ref import apart
+from moeblaze_ref.exercises import Unsolved, notebooks
+from moeblaze_ref.exercises.desk import Desk
+from moeblaze_ref.exercises.exercise import KINDS, KernelExercise, Prediction, cuda_source
+from moeblaze_ref.exercises.sheets import EXERCISES, SHEETS
+
+FILES = notebooks.files(ROOT / "notebooks")
+KERNELS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, KernelExercise)]
+PREDICTIONS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, Prediction)]
+
+
+@pytest.fixture(scope="module")
+def shell():
+    """A shell that has run the first cell of a sheet."""
+    quiet = Config({"HistoryManager": {"enabled": False}})
+    shell = InteractiveShell(config=quiet, user_module=ModuleType("sheet"))
+    assert shell.run_cell(notebooks.SETUP).success
+    return shell
+
+
+def answer_cell(kind, name):
+    """The code cell of an exercise, from the notebook's file."""
+    for path in FILES:
+        if path.parent.name == kind:
+            for cell in nbformat.read(path, as_version=4).cells:
+                if cell.id == f"{name}-answer":
+                    return cell.source
+    raise LookupError(name)
+
+
+# Every exercise ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_as_it_is_found_it_fails(shell, name):
+    found = shell.run_cell(answer_cell("exercises", name)).error_in_exec
+    assert isinstance(found, Unsolved)
+    wrong = r"is still \.\.\." if name in PREDICTIONS else r"\[.*\] is .*, but must be|depends on the order of threads"
+    assert re.search(wrong, str(found)), "a hole is judged wrong: it compiles, and harms nothing"
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_its_solution_is_right(shell, name):
+    found = shell.run_cell(answer_cell("solutions", name))
+    assert found.error_in_exec is None and found.result.data.startswith("**Right")
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_a_prediction_fits_the_page(name):
+    for kind in ("exercises", "solutions"):
+        assert max(map(len, answer_cell(kind, name).splitlines())) <= 100
+
+
+def test_there_are_enough_of_each_kind():
+    kinds = [exercise.kind for exercise in EXERCISES.values()]
+    assert len(kinds) >= 24 and min(map(kinds.count, KINDS)) >= 4
+    assert len(EXERCISES) == sum(len(sheet.exercises) for sheet in SHEETS), "names are unique"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_has_a_budget_for_what_it_writes(name):
+    assert any(budget.startswith(("written", "sectors")) for budget in EXERCISES[name].budgets)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_notebooks_are_written_from_the_sheets(path):
+    """By python -m moeblaze_ref.exercises.notebooks."""
+    assert path.read_text() == FILES[path]
+    notebook = nbformat.reads(FILES[path], as_version=4)
+    nbformat.validate(notebook)
+    assert all(cell.get("outputs", []) == [] for cell in notebook.cells)
+    for target in re.findall(r"\]\(([^)]+)\)", "\n".join(cell.source for cell in notebook.cells)):
+        assert (path.parent / target).is_file(), target
+
+
+def test_no_other_notebook_lies_among_them():
+    assert {path for kind in ("exercises", "solutions") for path in (ROOT / "notebooks" / kind).iterdir()} == {*FILES}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_notebook_of_the_course_leads_to_its_exercises(path):
+    (title,) = (sheet.title for sheet in SHEETS if sheet.course == path.stem)
+    assert f"# {int(path.stem[:2])}. {title}\n" in nbformat.read(path, as_version=4).cells[0].source
+    (cell,) = (cell for cell in nbformat.read(path, as_version=4).cells if f"exercises/{path.name}" in cell.source)
+    assert re.match(r"## (?:\d+\. )?Exercises\n", cell.source)
+
+
+# Predictions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"x": 134_217_728, "routed_x": 134_217_728}, "routed_x is 134,217,728, which is 0.125 times"),
+        ({"x": 134_217_729, "routed_x": 0}, "x is 134,217,729, which is nearly, but not exactly, what"),
+        ({"x": 134_217_728, "routed_x": ...}, "routed_x is still ..."),
+    ],
+)
+def test_the_first_wrong_number_is_named(said, message):
+    with pytest.raises(Unsolved) as error:
+        Desk().predict("first-wall", **said)
+    assert str(error.value).startswith(message)
+
+
+def test_a_number_that_is_not_whole_may_be_rounded():
+    assert Desk().predict("longer-steps", times=2.58)
+    with pytest.raises(Unsolved, match="times is 2.6, which is 1.012 times"):
+        Desk().predict("longer-steps", times=2.6)
+
+
+def test_an_answer_in_words():
+    with pytest.raises(Unsolved, match="larger is 'hiden', which is not right \\('routed_x' or 'hidden'\\)"):
+        Desk().predict("second-wall", hidden=402_653_184, larger="hiden")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"x": 1}, "first-wall asks for x, routed_x, but was given x"),
+        ({}, "but was given nothing"),
+        ({"x": "many", "routed_x": 2}, "x is 'many' \\(str\\), but it must be a number"),
+    ],
+)
+def test_what_is_no_prediction(said, message):
+    with pytest.raises(TypeError, match=message):
+        Desk().predict("first-wall", **said)
+
+
+# Hints and solutions -------------------------------------------------------------------------------------------------
+
+
+def test_the_second_failure_brings_the_hint():
+    desk, hint = Desk(), EXERCISES["first-wall"].hint
+    for failure in range(3):
+        with pytest.raises(Unsolved) as error:
+            desk.predict("first-wall", x=1, routed_x=1)
+        assert (hint in str(error.value)) == (failure > 0)
+    with pytest.raises(Unsolved) as other:
+        desk.predict("capacity", capacity=1, dropped=1, padding=1)
+    assert "hint() gives a hint" in str(other.value), "failures are counted for each exercise"
+
+
+def test_hint_and_solution_of_the_last_exercise_or_of_a_named_one():
+    desk = Desk()
+    with pytest.raises(ValueError, match="no exercise has been tried yet"):
+        desk.hint()
+    with pytest.raises(Unsolved):
+        desk.predict("first-wall", x=..., routed_x=...)
+    assert EXERCISES["first-wall"].hint in desk.hint().data
+    assert "layer.R * layer.d" in desk.solution().data
+    assert EXERCISES["combine"].solution.rstrip() in desk.solution("combine").data
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda desk: desk.hint("combin"), "unknown exercise 'combin'. Did you mean 'combine'?"),
+        (lambda desk: desk.solution("combin"), "Did you mean 'combine'?"),
+        (lambda desk: desk.judge("combin", ""), "Did you mean 'combine'?"),
+        (lambda desk: desk.predict("combine", out=1), "combine is no prediction: its cell begins with %%judge"),
+        (lambda desk: desk.judge("first-wall", ""), "first-wall is a prediction: its cell calls predict"),
+    ],
+)
+def test_an_exercise_that_there_is_not(ask, message):
+    with pytest.raises(ValueError) as error:
+        ask(Desk())
+    assert message in str(error.value)
+
+
+def test_a_notebook_shows_the_message_alone():
+    assert Unsolved("a is 1")._render_traceback_() == ["Unsolved: a is 1"]
+
+
+# Kernels that are not merely wrong -----------------------------------------------------------------------------------
+
+
+def verdict(name, old="", new=""):
+    """What is said of a solution with a change in it."""
+    text = EXERCISES[name].solution
+    assert not old or text.count(old) == 1
+    with pytest.raises(Unsolved) as error:
+        Desk().judge(name, text.replace(old, new) if old else new)
+    return str(error.value)
+
+
+def line_of(name, part):
+    """The line in the cell, the magic being the first."""
+    lines = EXERCISES[name].cell(EXERCISES[name].solution).splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if part in line)
+
+
+def test_a_cuda_kernel_that_does_not_compile():
+    said = verdict("missing-barrier", "int count = 0;", "int count = none;")
+    line = line_of("missing-barrier", "int count = 0;")
+    assert "missing-barrier.cu does not compile" in said
+    assert f"missing-barrier.cu:{line}:17: error: ‘none’ was not declared" in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("void expert_lengths(", "void lengths(", "'expert_lengths'. Did you mean 'lengths'?"),
+        ("int* lengths,", "int* length,", "unknown parameter 'length'. Did you mean 'lengths'?"),
+        ("const int* dense_map", "int* dense_map", "parameter dense_map is an input: const int* dense_map"),
+        ('extern "C" ', "", 'it must be declared extern "C" __global__ void NAME(...)'),
+        ("lengths[expert] = count;", "lengths[expert + E] = count;", "out-of-bounds write of 4 bytes"),
+        ("lengths[expert] = count;", "if (E > 0) __trap();", "__trap"),
+        ("int count = 0;", "int count = 1 / (L - L);", "the kernel ended the process that judged it, by SIG"),
+        ("int count = 0;", "int count = dense_map[0];", "over budget: read is"),
+    ],
+)
+def test_cuda_kernels_that_fit_nothing_or_do_harm(old, new, message):
+    assert message in verdict("missing-barrier", old, new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("total = ZERO", "total = (ZERO", "SyntaxError: '(' was never closed (combine.py, line {line})"),
+        ("total = ZERO", "total = zero", "NameError: name 'zero' is not defined (combine.py, line {line})"),
+        ("total = ZERO", "total = 1 // (k - k)", "ZeroDivisionError"),
+        ("def combine_kernel", "def kernel", "unknown function of combine.py 'combine_kernel'"),
+        ("token_index_map, out", "token_index_mp, out", "'token_index_mp'. Did you mean 'token_index_map'?"),
+        ("@cuda.jit\n", "", "it must be a kernel: a function under @cuda.jit"),
+        ("out[token, column] =", "out[token + 1, column] =", "out-of-bounds access to out, which has shape (13, 8)"),
+        ("from moeblaze_ref", "import sys; sys.exit(3)\nfrom moeblaze_ref", "with status 3"),
+    ],
+)
+def test_numba_kernels_that_fit_nothing_or_do_harm(old, new, message):
+    assert message.format(line=line_of("combine", "total = ZERO")) in verdict("combine", old, new)
+
+
+@pytest.mark.parametrize("name", ["missing-barrier", "combine"])
+def test_an_empty_cell(name):
+    said = verdict(name, new="")
+    assert "has no kernel" in said or "unknown function" in said
+
+
+def test_a_kernel_that_never_ends_is_given_up():
+    endless = EXERCISES["combine"].solution.replace("total = ZERO", "while True: pass")
+    with pytest.raises(TimeoutError, match="no verdict after 0.5 seconds, the limit: does a loop never end?"):
+        apart.examine("combine.py", endless, "combine_kernel", "combine", limit=0.5)
+
+
+def test_a_right_kernel_that_asks_for_too_much():
+    """One that reads x anew for every result, where the row should be shared."""
+    wasteful = EXERCISES["share-the-row"].solution.replace("x_row[p] *", "x[token * d + p] *")
+    with pytest.raises(Unsolved, match="over budget: read of x is .*, but read of x <= 4 R d allows"):
+        Desk().judge("share-the-row", wasteful)
+
+
+def test_the_notebooks_own_process_goes_on():
+    """After a kernel that ends its process, in a real notebook, which need not wait for torch."""
+    crash = EXERCISES["combine"].solution.replace("total = ZERO", "import os; os._exit(1)")
+    cells = [
+        "import os, sys; print(os.getpid(), 'torch' in sys.modules)",
+        notebooks.SETUP,
+        EXERCISES["combine"].cell(crash),
+        EXERCISES["combine"].cell(EXERCISES["combine"].solution),
+        "print(os.getpid(), 'torch' in sys.modules)",
+    ]
+    made = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    made[2].metadata["tags"] = ["raises-exception"]
+    ran = execute(nbformat.v4.new_notebook(cells=made), ROOT / "notebooks")
+    first, _, crashed, right, last = ran.cells
+    assert crashed.outputs[-1].ename == "Unsolved" and "with status 1" in "".join(crashed.outputs[-1].traceback)
+    assert right.outputs[-1].data["text/markdown"].startswith("**Right, within budget.**")
+    assert first.outputs == last.outputs
+
+
+# The sheets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_of_lines_that_are_not_there_is_refused():
+    exercise = EXERCISES["whose-weights"]
+    fields = {name: getattr(exercise, name) for name in exercise.__dataclass_fields__}
+    with pytest.raises(ValueError, match="whose-weights: the solution has 'w4' 0 times, not once"):
+        KernelExercise(**fields | {"changes": (("w4", ""),)})
+
+
+def test_sources_are_the_projects_own():
+    text = cuda_source("gating/1_naive.cu", "BEST", "next_best")
+    assert text.startswith('#include "common.cuh"\n\nconstexpr int BEST')
+    assert "Choice next_best(" in text and "softmax_top_k(" not in text
