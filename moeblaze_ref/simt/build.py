@@ -35,6 +35,8 @@ INSTRUMENTED_FLAGS = (
     "-fno-tree-vectorize",
     "--param=tsan-instrument-func-entry-exit=0",
 )
+# Which line an instruction is of; the instructions stay the same. binutils misreads files of DWARF 5.
+LINE_FLAGS = ("-g1", "-gdwarf-4")
 PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
 
 
@@ -139,6 +141,7 @@ def build_kernels(
     include_dirs: list[Path],
     constants: dict[str, object],
     instrumented: bool = True,
+    lines: bool = False,
 ) -> ctypes.CDLL:
     """Compile and load the text of a .cu file.
 
@@ -154,6 +157,8 @@ def build_kernels(
         Preprocessor constants, as nvcc's ``-DNAME=VALUE``.
     instrumented : bool
         Count and check every memory access (slower), or only run.
+    lines : bool
+        Keep which line of the source each instruction is of, for `lines.frames`.
 
     Raises
     ------
@@ -169,6 +174,7 @@ def build_kernels(
         *COMMON_FLAGS,
         *KERNEL_FLAGS,
         *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS),
+        *(LINE_FLAGS if lines else ()),
         *(f"-D{name}={value}" for name, value in sorted(constants.items())),
         f"-I{SIMT_DIR / 'include'}",
         *(f"-I{path}" for path in include_dirs),
