@@ -829,8 +829,10 @@ void simt_access_range(const void* address, uint64_t bytes, SimtAccess access) {
 }
 
 void simt_async_copy(void* shared, const void* global, unsigned bytes) {
-    if (global) worker->aligned_access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
-    worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
+    const char* const after = static_cast<const char*>(__builtin_return_address(0));
+    // Two accesses under two names, both inside the call: lanes without a source would else write with those that read.
+    if (global) worker->aligned_access(uint64_t(global), bytes, SIMT_READ, after - 1);
+    worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, after);
     worker->shared_address(shared);  // or a fault
     Thread& self = *worker->current;
     self.copies.push_back({shared, global, bytes, self.group, self.asked++});

@@ -56,7 +56,7 @@ class Region:
     ----------
     name : str
     space : str
-        "global", "shared", or "nowhere" for what a launch has no memory at.
+        "global", "shared", or "nowhere" for an address at which the launch has no memory.
     dtype : numpy.dtype, optional
         Of an array of the launch.
     shape : tuple of int
@@ -73,6 +73,8 @@ class Region:
 
     def element(self, offset: int, size: int) -> str:
         """``x[3, 0]``; what has no shape is counted in elements of ``size`` bytes."""
+        if self.space == "nowhere":
+            return "out of bounds"
         if self.dtype is not None and self.shape:
             index = np.unravel_index(offset // self.dtype.itemsize, self.shape)
             return f"{self.name}[{', '.join(map(str, index))}]"
@@ -132,9 +134,15 @@ class Step:
         return int(self.records["bytes"].sum())
 
     def units(self, size: int) -> np.ndarray:
-        """Distinct (region, unit) that the lanes touch, (m, 2), of memory cut into units of ``size`` bytes."""
+        """Distinct (region, unit) that the lanes touch, (m, 2), of memory cut into units of ``size`` bytes.
+
+        What is out of bounds touches none.
+        """
         touched = {
-            (where, unit) for where, offset, width in self._places() for unit in _units(offset, width, size)
+            (where, unit)
+            for where, offset, width in self._places()
+            for unit in _units(offset, width, size)
+            if where != NOWHERE
         }
         return np.array(sorted(touched), np.int64).reshape(-1, 2)
 
