@@ -123,7 +123,11 @@ def test_records_of_tensor_core_kernels_add_up_too():
     (launched,), (report,) = executor.launches, reports
     assert report.shared.wavefronts > 0 and launched.note == ""
     assert_counts_agree(launched, report)
-    assert {step.frame.file for step in all_steps(launched)}.isdisjoint(record.WRAPPERS)
+    steps = all_steps(launched)
+    assert {step.frame.file for step in steps}.isdisjoint(record.WRAPPERS)
+    assert {"ldmatrix_x4", "mma_m16n8k16"} <= {step.operation for step in steps}
+    (matrices,) = {step.passes for step in steps if step.frame.function == "Operand::fragments" and step.is_access}
+    assert matrices == (1, 1, 1, 1), "eight lanes of 16 bytes a pass"
 
 
 def test_a_recorded_launch_computes_what_any_other_does():
@@ -175,6 +179,13 @@ def test_bank_conflicts_of_a_stride(stride, conflicts):
     assert alone.elements() == ["first[2]"] and list(alone.lanes) == [0] and alone.conflicts == 0
     assert fill.elements()[-1] == f"tile[{31 * stride}]" and fill.region.space == "shared"
     assert not barrier.is_access and len(barrier.lanes) == LANES
+
+
+def test_words_are_served_in_passes():
+    _, fill, *_ = launch("banks", out=floats(32), stride=8).steps()
+    passes = [fill.pass_of_words()[record.STATIC_SHARED, word] for word in sorted(w for _, w in fill.pass_of_words())]
+    assert passes == [number for number in range(8) for _ in range(4)]
+    assert len(fill.busy_banks) == 4 and len({bank % 8 for bank in fill.busy_banks}) == 1
 
 
 def test_the_lines_of_a_function_lead_to_its_caller():

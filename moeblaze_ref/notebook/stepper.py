@@ -37,6 +37,7 @@ LINE_WORDS = LINE_BYTES // WORD_BYTES
 PANELS = ((0.605, 0.295), (0.52, 0.07), (0.05, 0.43))  # bottom and height: source, lanes, memory
 LABELS = 9  # cells' widths, left of the first cell
 MARKED = "#FFF3B0"  # the current line
+CONFLICT = {"color": VERMILLION, "weight": "bold"}  # of a bank's number
 
 
 def record_dispatch(L: int, E: int, k: int, routing: str = "uniform") -> dict[str, LaunchRecord]:
@@ -155,7 +156,7 @@ def _colors(step: Step) -> dict[tuple[int, int], str]:
     """The colour of each (region, word): by its sector, or in shared memory by the pass that serves it."""
     if not step.is_access:
         return {}
-    groups = _pass_of_words(step) if step.region.space == "shared" else _sector_of_words(step)
+    groups = step.pass_of_words() if step.region.space == "shared" else _sector_of_words(step)
     return {word: COLORS[group % len(COLORS)] for word, group in groups.items()}
 
 
@@ -163,16 +164,6 @@ def _sector_of_words(step):
     sectors = {tuple(sector): number for number, sector in enumerate(step.units(SECTOR_BYTES).tolist())}
     words = SECTOR_BYTES // WORD_BYTES
     return {(where, word): sectors[where, word // words] for where, word in step.units(WORD_BYTES).tolist()}
-
-
-def _pass_of_words(step):
-    """A bank serves its words one after another, here in order of their addresses."""
-    served = Counter()
-    passes = {}
-    for where, word in step.units(WORD_BYTES).tolist():
-        passes[where, word] = served[word % BANKS]
-        served[word % BANKS] += 1
-    return passes
 
 
 # Panels --------------------------------------------------------------------------------------------------------------
@@ -290,11 +281,9 @@ def _draw_columns(axes, step, rows):
             _text(axes, column + 0.15, 0, f"byte +{column * WORD_BYTES}", ha="left")
             axes.vlines(column, 0, rows + 1, color=BLACK, linewidth=1.5, zorder=3, in_layout=False)
         return
-    served = Counter(word % BANKS for _, word in step.units(WORD_BYTES).tolist())
     _text(axes, -0.4, 0, "bank", ha="right")
     for bank in range(BANKS):
-        busy = step.conflicts and served[bank] == max(served.values())
-        _text(axes, bank + 0.5, 0, str(bank), **({"color": VERMILLION, "weight": "bold"} if busy else {}))
+        _text(axes, bank + 0.5, 0, str(bank), **(CONFLICT if bank in step.busy_banks else {}))
 
 
 def _lanes_of_words(step):

@@ -9,10 +9,11 @@ are the bytes that the engines move by themselves.
 import ctypes
 import heapq
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +45,7 @@ RECORD = np.dtype(
 )
 STATIC_SHARED, DYNAMIC_SHARED, NOWHERE = -1, -2, -3  # enum SimtSpace
 ACCESSES = {1: "load", 2: "store", 3: "atomic"}  # enum SimtAccess
-# Headers that wrap single instructions: the line that matters is that of who uses one.
-WRAPPERS = ("include/ptx.cuh", "include/hopper.cuh")
+WRAPPERS = ("include/ptx.cuh", "include/hopper.cuh")  # headers whose functions are single instructions
 
 
 @dataclass(frozen=True)
@@ -162,18 +162,39 @@ class Step:
         return len(self.units(LINE_BYTES))
 
     @cached_property
-    def passes(self) -> tuple[int, ...]:
-        """Passes over the banks, of each group of lanes that asks for up to 128 bytes of shared memory."""
+    def _bank_groups(self) -> list[list[tuple[int, int]]]:
+        """Distinct (region, word) of each group of lanes that asks for up to 128 bytes of shared memory."""
         width = max(int(self.records["bytes"].max()), WORD_BYTES)
         groups = defaultdict(set)
         for lane, (where, offset, size) in zip(self.lanes.tolist(), self._places(), strict=True):
             groups[lane * width // LINE_BYTES].update((where, word) for word in _units(offset, size, WORD_BYTES))
-        return tuple(max(Counter(word % BANKS for _, word in words).values()) for words in groups.values())
+        return [sorted(words) for words in groups.values()]
+
+    @cached_property
+    def passes(self) -> tuple[int, ...]:
+        """Passes over the banks, of each group of lanes that asks for up to 128 bytes of shared memory."""
+        return tuple(max(_words_of_banks(words).values()) for words in self._bank_groups)
 
     @property
     def conflicts(self) -> int:
         """Passes beyond the one that each group needs."""
         return sum(self.passes) - len(self.passes)
+
+    @property
+    def busy_banks(self) -> set[int]:
+        """Banks that are in conflict: they serve several words of one group, one after another."""
+        return {bank for words in self._bank_groups for bank, count in _words_of_banks(words).items() if count > 1}
+
+    def pass_of_words(self) -> dict[tuple[int, int], int]:
+        """Which pass, from 0 on, is the first that serves each (region, word)."""
+        found: dict[tuple[int, int], int] = {}
+        begin = 0
+        for words, passes in zip(self._bank_groups, self.passes, strict=True):
+            for number, (where, word) in enumerate(words):
+                earlier = sum(before % BANKS == word % BANKS for _, before in words[:number])
+                found.setdefault((where, word), begin + earlier)
+            begin += passes
+        return found
 
     def elements(self) -> list[str]:
         """What each lane asks for, as ``x[3, 0]``, in order of the records."""
@@ -182,6 +203,10 @@ class Step:
     def _places(self) -> Iterable[tuple[int, int, int]]:
         """(region, offset, bytes) of each record."""
         return zip(*(self.records[name].tolist() for name in ("where", "offset", "bytes")), strict=True)
+
+
+def _words_of_banks(words: Iterable[tuple[int, int]]) -> Counter:
+    return Counter(word % BANKS for _, word in words)
 
 
 def _units(offset: int, size: int, unit: int) -> range:
@@ -272,9 +297,17 @@ class LaunchRecord:
 
 
 def _shown(frames: Sequence[Frame], sources: dict[str, str]) -> int:
-    """Which frame a reader wants to see: the innermost of a kernel's own file or of a header of kernels."""
-    own = (place for place, frame in enumerate(frames) if frame.file in sources and frame.file not in WRAPPERS)
+    """Which frame a reader wants to see: the innermost of the kernels' own files that is not inside an instruction."""
+    inside = _instructions()
+    own = (place for place, frame in enumerate(frames) if frame.file in sources and frame.function not in inside)
     return next(own, len(frames) - 1)
+
+
+@cache
+def _instructions() -> frozenset[str]:
+    """Names of the functions that wrap single instructions."""
+    text = "".join((kernels_dir() / file).read_text() for file in WRAPPERS)
+    return frozenset(re.findall(r"^(?:__device__ __forceinline__|inline) [\w ]+?(\w+)\(", text, re.MULTILINE))
 
 
 # The order of steps --------------------------------------------------------------------------------------------------
