@@ -1,4 +1,4 @@
-"""The records of a launch: against the executor's own counts, and against kernels whose lines and addresses are known."""
+"""The records of a launch: against the executor's own counts, and against kernels whose lines are known."""
 
 import re
 

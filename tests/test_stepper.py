@@ -192,7 +192,9 @@ def test_sliders_draw_anew():
     assert len(buttons(shown)) == 8 * 6
 
 
-@pytest.mark.parametrize(("token", "expert", "message"), [(5, 0, "token is 5, but it must be 0..4"), (0, 4, "expert is 4")])
+@pytest.mark.parametrize(
+    ("token", "expert", "message"), [(5, 0, "token is 5, but it must be 0..4"), (0, 4, "expert is 4")]
+)
 def test_tokens_and_experts_that_do_not_exist_are_named(token, expert, message):
     with pytest.raises(ValueError, match=message):
         grid().choose(token, expert)

@@ -118,7 +118,9 @@ def sentence(step: Step) -> str:
 def _arrays(step):
     offsets = step.records["offset"].tolist()
     regions = [step.regions[where] for where in step.records["where"].tolist()]
-    return " and ".join(dict.fromkeys(region.part(offset).name for region, offset in zip(regions, offsets, strict=True)))
+    return " and ".join(
+        dict.fromkeys(region.part(offset).name for region, offset in zip(regions, offsets, strict=True))
+    )
 
 
 def _sectors_sentence(step):
@@ -186,7 +188,9 @@ def _cells(axes: Axes, places: list[tuple[float, float]], colors: list[str] | st
 def _text(axes: Axes, x: float, y: float, text: str, **look):
     """A text in the middle of a cell, or with ``ha`` beside it."""
     if text:
-        axes.text(x, y + 0.53, text, **({"ha": "center", "va": "center", "size": _text_size(axes)} | look), in_layout=False)
+        axes.text(
+            x, y + 0.53, text, **({"ha": "center", "va": "center", "size": _text_size(axes)} | look), in_layout=False
+        )
 
 
 def _text_size(axes):
@@ -230,7 +234,9 @@ def _draw_lanes(axes: Axes, step: Step, at: dict[int, Frame], colors):
 
 def _first_words(step):
     offsets = step.records["offset"].tolist()
-    return [(where, offset // WORD_BYTES) for where, offset in zip(step.records["where"].tolist(), offsets, strict=True)]
+    return [
+        (where, offset // WORD_BYTES) for where, offset in zip(step.records["where"].tolist(), offsets, strict=True)
+    ]
 
 
 def _draw_memory(axes: Axes, step: Step, colors):
@@ -265,13 +271,15 @@ def _moved_words(step):
     if step.region.space == "shared":
         return {tuple(word) for word in step.units(WORD_BYTES).tolist()}
     words = SECTOR_BYTES // WORD_BYTES
-    return {(where, sector * words + word) for where, sector in step.units(SECTOR_BYTES).tolist() for word in range(words)}
+    return {
+        (where, sector * words + word) for where, sector in step.units(SECTOR_BYTES).tolist() for word in range(words)
+    }
 
 
 def _memory_title(step):
     if step.region.space == "shared":
         return "shared memory: a column is a bank, a colour what one pass serves, a number the lane that asks"
-    return "global memory: 8 words are a sector of 32 bytes, its colour; a number is the lane that asks; hatched moves unasked"
+    return "global memory: a colour is a sector, 8 words; a number the lane that asks; what is hatched moves unasked"
 
 
 def _draw_columns(axes, step, rows):

@@ -426,7 +426,9 @@ def _named(frame: Frame, source: KernelSource) -> Frame:
     if frame.file == source.file or frame.file.endswith(f"/{source.file}"):
         return frame._replace(file=source.file)
     path = Path(frame.file)
-    return frame._replace(file=path.relative_to(kernels_dir()).as_posix()) if path.is_relative_to(kernels_dir()) else frame
+    return (
+        frame._replace(file=path.relative_to(kernels_dir()).as_posix()) if path.is_relative_to(kernels_dir()) else frame
+    )
 
 
 def _sources(chains: Iterable[tuple[Frame, ...]], source: KernelSource) -> dict[str, str]:
