@@ -257,7 +257,7 @@ def test_records_go_up_to_the_fault():
     assert launched.fault == str(fault.value) and "out-of-bounds read of 4 bytes" in launched.fault
     load, store = launched.steps()
     assert list(load.lanes) == list(range(25)) and list(store.lanes) == list(range(24))
-    assert load.elements()[23:] == ["x[23]", "out of bounds"] and load.sectors == 3
+    assert load.elements()[23:] == ["x[23]", "out of bounds"] and load.sectors == 3 and load.outside == [24]
     last = launched.records[-1]
     assert last["thread"] == 24 and launched.frames[int(last["instruction"])][0].line == LINE["load"]
 

@@ -67,7 +67,7 @@ def test_a_wait_is_no_access():
     assert sentence(wait) == "__syncwarp: 32 lanes"
     number = [step.operation for step in launched.steps()].index("__syncwarp") + 1
     memory = drawn(Stepper(launched).picture(FIRST, number)).axes[2]
-    assert memory.get_title(loc="left") == "no memory is accessed in this step" and not memory.texts
+    assert memory.get_title(loc="left") == "no array is touched in this step" and not memory.texts
 
 
 def test_the_source_shows_where_lanes_are():
@@ -126,6 +126,9 @@ def test_the_limit_and_the_fault_stand_below_the_picture():
     steps = Stepper(executor.launches[0])
     figure = drawn(steps.picture(FIRST, 1))
     assert any("out-of-bounds read of 4 bytes at byte offset 96 of x" in text.get_text() for text in figure.texts)
+    assert sentence(steps.record.steps()[0]).endswith("bytes of x and no array; lane 24 is out of bounds")
+    lanes = cells(figure.axes[1])[0]
+    assert [lane for lane, color in enumerate(colors(lanes)) if color == to_rgba(stepper.VERMILLION)] == [24]
 
 
 def test_another_warp_has_its_own_steps(monkeypatch):

@@ -1,6 +1,6 @@
 """Route a handful of tokens by hand, and see what every system makes of it."""
 
-from collections.abc import Sequence
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,8 @@ class Routing(NamedTuple):
 class RoutingGrid(VBox, ValueWidget):
     """Buttons, a row a token and a column an expert, above them sliders that draw the choices anew.
 
-    A click gives a token an expert in place of the one that it has had for longest; its k stays.
+    A click gives a token an expert in place of the one that it has had for longest; its k stays. A button shows the slot
+    of its expert.
 
     Parameters
     ----------
@@ -47,7 +48,8 @@ class RoutingGrid(VBox, ValueWidget):
         self._k = self._slider("k", k, min(num_experts, MAX_CHOICES))
         self._skew = FloatSlider(description="skew", min=0, max=3, step=0.25, value=0, continuous_update=False)
         sliders = self._tokens, self._experts, self._k, self._skew
-        super().__init__([HBox(sliders[:2]), HBox(sliders[2:]), GridBox()])
+        super().__init__([HBox(sliders[:2]), HBox(sliders[2:])])
+        self._buttons: list[list[Button]] = []
         self._show(Routing(tuple(map(tuple, topk_experts.tolist())), num_experts))
         for slider in sliders:
             slider.observe(self._draw, "value")
@@ -79,26 +81,28 @@ class RoutingGrid(VBox, ValueWidget):
             self._show(Routing((*choices[:token], row, *choices[token + 1 :]), E))
 
     def _show(self, routing: Routing):
-        names = [Label(""), *(Label(f"e{expert}") for expert in range(routing.E))]
-        rows = [cell for token in range(len(routing.topk_experts)) for cell in self._row(routing, token)]
-        layout = Layout(grid_template_columns=f"5em {f'{WIDTH} ' * routing.E}", grid_gap="1px")
-        self.children = (*self.children[:2], GridBox([*names, *rows], layout=layout))
+        shape = len(routing.topk_experts), routing.E
+        if shape != np.shape(self._buttons):
+            self._buttons = [[self._button(token, expert) for expert in range(shape[1])] for token in range(shape[0])]
+            self.children = (*self.children[:2], self._table())
+        for chosen, row in zip(routing.topk_experts, self._buttons, strict=True):
+            for expert, button in enumerate(row):
+                button.description = str(chosen.index(expert)) if expert in chosen else ""
+                button.style.button_color = EXPERT_COLORS[expert] if expert in chosen else PALE
         self.value = routing
 
-    def _row(self, routing: Routing, token: int) -> Sequence[Label | Button]:
-        buttons = [self._button(routing.topk_experts[token], token, expert) for expert in range(routing.E)]
-        return [Label(f"token {token}"), *buttons]
-
-    def _button(self, chosen: tuple[int, ...], token: int, expert: int) -> Button:
-        has = expert in chosen
-        button = Button(
-            description=f"{chosen.index(expert)}" if has else "",
-            tooltip=f"token {token} to expert {expert}",
-            layout=Layout(width=WIDTH, margin="0"),
-            style={"button_color": EXPERT_COLORS[expert] if has else PALE},
-        )
+    def _button(self, token: int, expert: int) -> Button:
+        button = Button(tooltip=f"token {token} to expert {expert}", layout=Layout(width=WIDTH, margin="0"))
         button.on_click(lambda _: self.choose(token, expert))
         return button
+
+    def _table(self) -> GridBox:
+        """The buttons under the names of their experts, beside those of their tokens."""
+        experts = len(self._buttons[0])
+        names = [Label(""), *(Label(f"e{expert}") for expert in range(experts))]
+        rows = [[Label(f"token {token}"), *row] for token, row in enumerate(self._buttons)]
+        layout = Layout(grid_template_columns=f"5em {f'{WIDTH} ' * experts}", grid_gap="1px")
+        return GridBox([*names, *itertools.chain.from_iterable(rows)], layout=layout)
 
 
 def routing_picture(routing: Routing, capacity_factor: float, block: int) -> Figure:

@@ -124,6 +124,8 @@ def _arrays(step):
 
 
 def _sectors_sentence(step):
+    if step.outside:
+        return f"lane {', '.join(map(str, step.outside))} is out of bounds"
     moved = f"{_count(step.sectors, 'sector')} ({step.sectors * SECTOR_BYTES:,} bytes) in {_count(step.lines, 'line')}"
     if step.sectors <= step.fewest_sectors:
         return f"{moved}: coalesced"
@@ -173,7 +175,7 @@ def _sector_of_words(step):
 
 def _panel(axes: Axes, height: float, title: str):
     """An empty sheet of cells, 32 to the right of the labels, ``height`` down."""
-    axes.set(xlim=(-LABELS, LANES), ylim=(height, 0), xticks=[], yticks=[])
+    axes.set(xlim=(-LABELS, LANES + 0.05), ylim=(height, 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     axes.set_title(title, loc="left", size="small", color=BLACK)
 
@@ -224,6 +226,8 @@ def _draw_lanes(axes: Axes, step: Step, at: dict[int, Frame], colors):
     _panel(axes, 2, "")
     asks = dict(zip(step.lanes.tolist(), _first_words(step), strict=True))
     shades = [colors.get(asks[lane], PALE) if lane in asks else "white" for lane in range(LANES)]
+    for lane in step.outside:
+        shades[lane] = VERMILLION
     _cells(axes, [(lane, 0) for lane in range(LANES)], shades)
     for top, name in enumerate(("lane", "is at line")):
         _text(axes, -0.4, top, name, ha="right")
@@ -243,7 +247,7 @@ def _draw_memory(axes: Axes, step: Step, colors):
     """A row for each line of 128 bytes that is touched, a cell for each word; in a word the lanes that ask for it."""
     lines = [tuple(line) for line in step.units(LINE_BYTES).tolist()]
     if not lines:
-        return _panel(axes, LEAST_ROWS, "no memory is accessed in this step")
+        return _panel(axes, LEAST_ROWS, "no array is touched in this step")
     left_out = f"; {len(lines) - SHOWN_ROWS} more rows are not drawn" if len(lines) > SHOWN_ROWS else ""
     _panel(axes, max(min(len(lines), SHOWN_ROWS), LEAST_ROWS) + 1, _memory_title(step) + left_out)
     tops = {line: top for top, line in enumerate(lines[:SHOWN_ROWS], start=1)}

@@ -124,6 +124,11 @@ class Step:
         return self.regions[int(self.records["where"][0])]
 
     @property
+    def outside(self) -> list[int]:
+        """Lanes whose access is out of bounds, which is where the launch ended."""
+        return self.lanes[(self.records["where"] == NOWHERE) & (self.records["bytes"] > 0)].tolist()
+
+    @property
     def is_access(self) -> bool:
         """It asks for memory."""
         return bool(self.records["bytes"].any())
@@ -401,7 +406,7 @@ def _read(module, launch, staged, records, seen) -> LaunchRecord:
     }
     regions[STATIC_SHARED] = Region("shared memory", "shared", parts=symbols.shared_arrays(module.library._name))
     regions[DYNAMIC_SHARED] = Region("dynamic shared memory", "shared")
-    regions[NOWHERE] = Region("nowhere", "nowhere")
+    regions[NOWHERE] = Region("no array", "nowhere")
     found = symbols.frames(module.library, np.unique(records["instruction"]).tolist())
     frames = {place: tuple(_named(frame, module.source) for frame in chain) for place, chain in found.items()}
     return LaunchRecord(
