@@ -191,6 +191,7 @@ struct Worker {
     unsigned favourite = 0;
     size_t last_buffer = 0;
     bool failed = false;
+    bool observed = false;  // recorded, or in a random order
     char fault[sizeof(SimtLaunch::fault)];
 
     // ---- faults --------------------------------------------------------------------------
@@ -232,6 +233,7 @@ struct Worker {
         shared = {};
         last_buffer = 0;
         failed = false;
+        observed = next->recorder || next->seed;
         dynamic_memory.resize(next->dynamic_shared_bytes + 128);
         const uint64_t start = (uint64_t(dynamic_memory.data()) + 127) / 128 * 128;
         const KernelFile file(next->entry);
@@ -624,6 +626,11 @@ struct Worker {
         }
         warps[current->warp].add(instruction, current->lane, address, bytes, kind,
                                  buffer >= 0 ? buffer : WarpAccess::SHARED);
+        if (observed) after_access(address, bytes, kind, instruction);
+    }
+
+    // What only some launches ask for, so that all others pay for one test.
+    void after_access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
         if (launch->recorder) record(address, bytes, kind, instruction);
         if (launch->seed && random.next() % 64 == 0) yield();  // an order that only preemption gives
     }
