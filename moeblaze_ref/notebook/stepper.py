@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 
 from moeblaze_ref import doors
 from moeblaze_ref.cases import random_topk
-from moeblaze_ref.memory.plots import BLACK, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from moeblaze_ref.memory.plots import BLACK, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW
 from moeblaze_ref.notebook.controls import play
 from moeblaze_ref.notebook.dispatch import PALE
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
@@ -28,7 +28,7 @@ from moeblaze_ref.raw_cuda.runtime.record import (
 )
 from moeblaze_ref.simt.symbols import Frame
 
-COLORS = (SKY, ORANGE, GREEN, YELLOW, PURPLE)  # light enough for black numbers
+COLORS = (SKY, YELLOW, ORANGE, GREEN)  # under black numbers; neighbours differ in grey too
 SHOWN_LINES = 13  # of the source, the current one in their middle
 SHOWN_CHARACTERS = 128  # of a line
 SHOWN_ROWS = 32  # of memory, 128 bytes each
