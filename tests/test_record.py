@@ -130,6 +130,14 @@ def test_records_of_tensor_core_kernels_add_up_too():
     assert matrices == (1, 1, 1, 1), "eight lanes of 16 bytes a pass"
 
 
+def test_atomics_add_up_in_both_directions():
+    executor = RecordingExecutor()
+    with executor.recording() as reports:
+        launched = launch("adds", executor, grid=3, block=64, low=ints(64), high=ints(1))
+    assert reports[0].buffers["low"].written_bytes == reports[0].buffers["low"].read_bytes == 3 * 64 * 4
+    assert_counts_agree(launched, reports[0])
+
+
 def test_a_recorded_launch_computes_what_any_other_does():
     choices = random_topk(75, 5, 2)
     executor = RecordingExecutor(block=0, warp=0)
