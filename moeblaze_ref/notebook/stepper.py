@@ -175,7 +175,7 @@ def _sector_of_words(step):
 
 def _panel(axes: Axes, height: float, title: str):
     """An empty sheet of cells, 32 to the right of the labels, ``height`` down."""
-    axes.set(xlim=(-LABELS, LANES + 0.05), ylim=(height, 0), xticks=[], yticks=[])
+    axes.set(xlim=(-LABELS, LANES + 0.05), ylim=(height + 0.05, 0), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     axes.set_title(title, loc="left", size="small", color=BLACK)
 
