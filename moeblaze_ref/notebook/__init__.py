@@ -3,11 +3,11 @@
 Imported by notebooks alone: it needs IPython and ipywidgets, which the rest of the project does not.
 """
 
-from moeblaze_ref.notebook.controls import doubling, explore, progress, track
+from moeblaze_ref.notebook.controls import doubling, explore, play, progress, track
 from moeblaze_ref.notebook.markdown import bullets, table
 from moeblaze_ref.notebook.pictures import describe_pictures
 from moeblaze_ref.notebook.sources import show_kernel, show_source
 
-__all__ = ["bullets", "doubling", "explore", "progress", "show_kernel", "show_source", "table", "track"]
+__all__ = ["bullets", "doubling", "explore", "play", "progress", "show_kernel", "show_source", "table", "track"]
 
 describe_pictures()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from IPython.display import Markdown, display
-from ipywidgets import IntProgress, SelectionSlider, Widget, interact
+from ipywidgets import IntProgress, IntSlider, Play, SelectionSlider, Widget, interact, jslink
 
 LABEL_WIDTH = "8em"  # holds the longest name of a control
 
@@ -30,7 +30,8 @@ def explore(picture: Callable[..., Any], **controls: Widget):
     """
     for control in controls.values():
         control.continuous_update = False
-        control.style.description_width = LABEL_WIDTH
+        if hasattr(control, "style"):
+            control.style.description_width = LABEL_WIDTH
 
     def draw(**values):
         try:
@@ -39,6 +40,15 @@ def explore(picture: Callable[..., Any], **controls: Widget):
             display(Markdown(f"**{error}**"))
 
     interact(draw, **controls)
+
+
+def play(slider: IntSlider, seconds: float = 1.5) -> IntSlider:
+    """The slider, below buttons that move it on by itself, a step in as many seconds."""
+    buttons = Play(value=slider.value, min=slider.min, max=slider.max, interval=int(1000 * seconds))
+    for trait in ("value", "max"):
+        jslink((slider, trait), (buttons, trait))
+    display(buttons)
+    return slider
 
 
 def progress(total: int, unit: str = "") -> Callable[..., None]:

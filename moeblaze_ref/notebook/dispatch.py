@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
@@ -21,6 +22,7 @@ from moeblaze_ref.units import MIB
 
 EXPERT_COLORS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILLION, BLUE)
 PALE = "#EEEEEE"
+CELL_INCHES = 0.42
 
 STEPS = (
     "The router's choice: k experts for each token. Read row by row, it is token_expert_indices.",
@@ -35,11 +37,10 @@ STEPS = (
 class _Board:
     """Arrays of small integers, drawn as coloured cells side by side."""
 
-    def __init__(self, width: float, height: float):
-        self.figure = Figure(figsize=(0.42 * width, 0.42 * height), layout="constrained")
-        self.axes = self.figure.subplots()
-        self.axes.set(xlim=(-2, width - 2), ylim=(height - 2.5, -2.5), aspect="equal")
-        self.axes.set_axis_off()
+    def __init__(self, axes: Axes, width: float, height: float):
+        self.axes = axes
+        axes.set(xlim=(-2, width - 2), ylim=(height - 2.5, -2.5), aspect="equal")
+        axes.set_axis_off()
 
     def array(self, place, name, values, experts, known):
         """``values`` (rows, columns), -1 for empty, upper left at ``place``; coloured by ``experts``, -1 for none."""
@@ -66,33 +67,51 @@ def dispatch_steps(topk_experts: np.ndarray, num_experts: int, step: int) -> Fig
         0..5.
     """
     doors.check_int("step", step, at_least=0, at_most=len(STEPS) - 1)
+    width, height = board_size(topk_experts, num_experts)
+    figure = Figure(figsize=(CELL_INCHES * width, CELL_INCHES * height), layout="constrained")
+    draw_arrays(figure.subplots(), topk_experts, num_experts, STEPS[step], step, positions=step >= 4)
+    return figure
+
+
+def board_size(topk_experts: np.ndarray, num_experts: int) -> tuple[float, float]:
+    """Width and height in cells of what `draw_arrays` draws."""
+    num_tokens, k = topk_experts.shape
+    return max(_right_of(k, num_experts) + max(k, num_experts + 1), k + 2 + num_tokens * k) + 3, num_tokens + 9.7
+
+
+def _right_of(k, num_experts):
+    """Where the arrays right of the map begin."""
+    return k + num_experts + 4
+
+
+def draw_arrays(axes: Axes, topk_experts: np.ndarray, num_experts: int, title: str, step: int, positions: bool):
+    """The arrays of a small dispatch after a step; the map holds tokens, or the positions of `route_indices`."""
     found = reference.build(topk_experts, num_experts)
     num_tokens, k = topk_experts.shape
-    middle, right, below = k + 2, k + num_experts + 4, num_tokens + 1.5
-    board = _Board(max(right + max(k, num_experts + 1), middle + found.R) + 3, below + 8.2)
-    board.text(-2, -2, STEPS[step], ha="left", weight="bold")
+    middle, right, below = k + 2, _right_of(k, num_experts), num_tokens + 1.5
+    board = _Board(axes, *board_size(topk_experts, num_experts))
+    board.text(-2, -2, title, ha="left", weight="bold")
     for token in range(num_tokens):
         board.text(-0.3, token + 0.5, f"token {token}", ha="right")
     for expert in range(num_experts):
         board.text(middle + expert + 0.5, num_tokens + 0.4, f"e{expert}", color=GREY)
-    for name, place, values, experts, first in _by_token(found, topk_experts, middle, right, below, step):
+    for name, place, values, experts, first in _by_token(found, topk_experts, middle, right, below, positions):
         board.array(place, name, values, experts, known=step >= first)
     for name, place, values, experts, first in _by_expert(found, middle, right, below):
         board.array(place, name, values, experts, known=step >= first)
-    return board.figure
 
 
-def _by_token(found, topk_experts, middle, right, below, step):
+def _by_token(found, topk_experts, middle, right, below, with_positions):
     """(name, place, values, experts, first step) of the arrays whose rows, or runs of k, are tokens."""
     chosen = found.token_expert_indices[None]  # (1, R)
     positions = found.token_index_map.reshape(topk_experts.shape)  # (L, k)
     in_map = reference.dense_map(topk_experts, found.E)  # (L, E)
-    if step >= 4:
+    if with_positions:
         np.put_along_axis(in_map, topk_experts, positions, axis=1)
     columns = np.broadcast_to(np.arange(found.E), in_map.shape)
     yield "topk_experts", (0, 0), topk_experts, topk_experts, 0
     yield "token_expert_indices", (middle, below + 2.2), chosen, chosen, 0
-    yield "positions" if step >= 4 else "dense map", (middle, 0), in_map, columns, 1
+    yield "positions" if with_positions else "dense map", (middle, 0), in_map, columns, 1
     yield "token_index_map", (right, 0), positions, topk_experts, 5
 
 

@@ -15,6 +15,7 @@ from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
 from moeblaze_ref.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.raw_cuda import expert_down, expert_up, gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import ceil_div, simt_executor
+from moeblaze_ref.raw_cuda.runtime.record import LaunchRecord, RecordingExecutor
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import inlined
 from moeblaze_ref.structures import Dispatch
@@ -52,6 +53,19 @@ class EditedExecutor(SimtExecutor):
                 raise ValueError(f"{file} does not hold {right!r}")
             text = text.replace(right, other)
         return super().load(file, text=text + self.appended, **constants)
+
+
+class EditedRecorder(EditedExecutor, RecordingExecutor):
+    """Both: what the threads of a changed kernel do is kept; takes the options of either."""
+
+
+def record_up(
+    rung: str, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, dispatch: Dispatch, edits: Mapping[str, str] | None = None
+) -> LaunchRecord:
+    """What the first warp of the first block does in a rung of ``expert_up.forward`` whose text is edited."""
+    executor = EditedRecorder(edits or {}, block=0, warp=0)
+    expert_up.forward(x, w1, w2, dispatch, "swiglu", executor=executor, rung=rung)
+    return executor.launches[0]
 
 
 def count_up(

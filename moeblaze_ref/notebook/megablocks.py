@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -26,7 +27,7 @@ from moeblaze_ref.numpy_ref import block_sparse, capacity, dispatch, gating
 from moeblaze_ref.raw_cuda import block_sparse as raw_sparse
 from moeblaze_ref.raw_cuda import layer as raw_layer
 from moeblaze_ref.raw_cuda.runtime.simt import LaunchReport, SimtExecutor
-from moeblaze_ref.structures import EMPTY, Topology
+from moeblaze_ref.structures import EMPTY, Dispatch, Topology
 
 HEADING = {"loc": "left", "fontsize": "medium"}
 DIM = "#666666"  # letters of what takes no part
@@ -289,15 +290,19 @@ def tiny_topology() -> Topology:
 
 def bins_picture(capacity_factor: float, block: int) -> Figure:
     """The rows of three systems for the tiny routing, side by side: a token, padding, or dropped."""
-    routed = tiny_dispatch()
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    draw_bins(figure.subplots(), tiny_dispatch(), capacity_factor, block)
+    return figure
+
+
+def draw_bins(axes: Axes, routed: Dispatch, capacity_factor: float, block: int):
+    """The rows of three systems for one routing, system by system: a token, padding, or dropped."""
     rows = expert_capacity(routed.R, routed.E, capacity_factor)
-    places = capacity.fill(routed, np.ones(TINY_CHOICES.shape), rows, "by_arrival")
+    places = capacity.fill(routed, np.ones((routed.L, routed.k)), rows, "by_arrival")
     bins = block_sparse.pad(routed, block)
     owners = np.repeat(np.arange(routed.E), np.diff(bins.padded_offsets))  # (P,)
     dropped = np.flatnonzero(places.rows == EMPTY)
     width = max(places.slots.size + dropped.size + 1, bins.P)
-    figure = Figure(figsize=(10, 3.9), layout="constrained")
-    axes = figure.subplots()
     axes.set(xlim=(-0.2, max(width, 24)), ylim=(9, -1), aspect="equal")
     axes.set_axis_off()
     said = (
@@ -315,7 +320,6 @@ def bins_picture(capacity_factor: float, block: int) -> Figure:
     _strip(axes, 3.3, bins.slots // routed.k, owners)
     offsets = np.repeat(np.arange(routed.E), np.diff(routed.expert_token_offsets))  # (R,)
     _strip(axes, 6.6, routed.expert_token_indices, offsets, pale=True)
-    return figure
 
 
 def _strip(axes, top, tokens, experts, left=0, crossed=False, pale=False):
@@ -333,7 +337,8 @@ def _strip(axes, top, tokens, experts, left=0, crossed=False, pale=False):
     if not crossed:
         for expert in np.unique(experts):
             places = np.flatnonzero(experts == expert)
-            axes.text(left + places.mean() + 0.5, top + 1.5, f"expert {expert}", ha="center", va="center", size=9)
+            name = f"expert {expert}" if places.size > 1 else f"e{expert}"
+            axes.text(left + places.mean() + 0.5, top + 1.5, name, ha="center", va="center", size=9)
 
 
 # The topology --------------------------------------------------------------------------------------------------------

@@ -88,9 +88,14 @@ def descent_picture(descent: Descent) -> Figure:
 
 def zipf_counts(exponent: float, E: int, k: int, L: int = 8192, seed: int = 0) -> np.ndarray:
     """Routed rows of each expert, (E,), when an expert's popularity is its rank to the power -exponent."""
+    return np.bincount(zipf_choices(exponent, E, k, L, seed).ravel(), minlength=E)
+
+
+def zipf_choices(exponent: float, E: int, k: int, L: int, seed: int = 0) -> np.ndarray:
+    """Experts of each token, (L, k) int32, when an expert's popularity is its rank to the power -exponent."""
     noise = np.random.default_rng(seed).gumbel(size=(L, E))  # Gumbel noise makes top k a draw without replacement
     logits = noise - exponent * np.log(np.arange(1, E + 1))  # (L, E)
-    return np.bincount(gating.top_k(logits, k).ravel(), minlength=E)
+    return gating.top_k(logits, k)
 
 
 def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) -> Figure:

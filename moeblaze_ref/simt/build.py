@@ -37,6 +37,8 @@ INSTRUMENTED_FLAGS = (
     "-fno-tree-vectorize",
     "--param=tsan-instrument-func-entry-exit=0",
 )
+# Which line an instruction is of; the instructions stay the same. binutils misreads files of DWARF 5.
+LINE_FLAGS = ("-g1", "-gdwarf-4")
 PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
 
 
@@ -163,6 +165,7 @@ def build_kernels(
     include_dirs: list[Path],
     constants: dict[str, object],
     instrumented: bool = True,
+    lines: bool = False,
 ) -> ctypes.CDLL:
     """Compile and load the text of a .cu file.
 
@@ -178,6 +181,8 @@ def build_kernels(
         Preprocessor constants, as nvcc's ``-DNAME=VALUE``.
     instrumented : bool
         Count and check every memory access (slower), or only run.
+    lines : bool
+        Keep which line of the source each instruction is of, for `lines.frames`.
 
     Raises
     ------
@@ -190,6 +195,7 @@ def build_kernels(
     entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
     text = f'#line 1 "{file}"\n{source}\n{entries}'
     flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS))
+    flags += LINE_FLAGS if lines else ()
     defined = tuple(f"-D{name}={value}" for name, value in sorted(constants.items()))
     own = [SIMT_DIR / "include", *include_dirs]
     folders = [f"-I{path}" for path in own] + [f"-isystem{path}" for path in cuda_include_dirs()]

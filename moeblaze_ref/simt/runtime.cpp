@@ -191,6 +191,7 @@ struct Worker {
     unsigned favourite = 0;
     size_t last_buffer = 0;
     bool failed = false;
+    bool observed = false;  // recorded, or in a random order
     char fault[sizeof(SimtLaunch::fault)];
 
     // ---- faults --------------------------------------------------------------------------
@@ -232,6 +233,7 @@ struct Worker {
         shared = {};
         last_buffer = 0;
         failed = false;
+        observed = next->recorder || next->seed;
         dynamic_memory.resize(next->dynamic_shared_bytes + 128);
         const uint64_t start = (uint64_t(dynamic_memory.data()) + 127) / 128 * 128;
         const KernelFile file(next->entry);
@@ -324,6 +326,22 @@ struct Worker {
     unsigned warp_end(unsigned warp) const { return std::min(num_threads, (warp + 1) * WARP); }
 
     // ---- warp exchanges ------------------------------------------------------------------
+
+    // The current thread waits for the lanes of its mask, and then exchange runs once.
+    void meet(unsigned mask, SimtExchange exchange, void* mine, SimtSite site) {
+        Thread& self = *current;
+        self.site = site;
+        self.mask = mask;
+        self.exchange = exchange;
+        self.brought = mine;
+        if (!(mask >> self.lane & 1)) {
+            fail(self, "%s at %s:%d has mask 0x%08x, which leaves out the calling lane %u", site.operation,
+                 site.file, site.line, mask, self.lane);
+            stop();
+        }
+        self.state = State::AT_WARP;
+        yield();
+    }
 
     // Completes every exchange of the warp for which all live lanes of its mask have arrived.
     void release_warp(unsigned warp) {
@@ -603,16 +621,24 @@ struct Worker {
         } else if (image.holds(address, bytes)) {
             return;
         } else {
+            if (launch->recorder) record(address, bytes, kind, instruction);
             out_of_bounds(address, bytes, kind);
         }
         warps[current->warp].add(instruction, current->lane, address, bytes, kind,
                                  buffer >= 0 ? buffer : WarpAccess::SHARED);
+        if (observed) after_access(address, bytes, kind, instruction);
+    }
+
+    // What only some launches ask for, so that all others pay for one test.
+    void after_access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
+        if (launch->recorder) record(address, bytes, kind, instruction);
         if (launch->seed && random.next() % 64 == 0) yield();  // an order that only preemption gives
     }
 
     // A GPU faults where the address is no multiple of the access's width.
     void aligned_access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
         if (address % bytes && current && launch->checked && !current->fiber.owns(address)) {
+            if (launch->recorder) record(address, bytes, kind, instruction);
             fail(*current, "misaligned access of %u bytes at address %p", bytes, (void*)address);
             stop();
         }
@@ -628,6 +654,36 @@ struct Worker {
             address += piece;
             bytes -= piece;
         }
+    }
+
+    // ---- records ---------------------------------------------------------------------------
+
+    // What the current thread is about to do; it accesses no memory if bytes is 0.
+    void record(uint64_t address, unsigned bytes, unsigned access, const void* instruction) {
+        SimtRecorder& to = *launch->recorder;
+        if (to.block >= 0 && uint64_t(to.block) != block_number) return;
+        if (to.warp >= 0 && uint64_t(to.warp) != current->warp) return;
+        if (to.seen++ >= to.capacity) return;
+        const auto [where, begin] = place(address, bytes);
+        to.records[to.seen - 1] = {block_number, address - begin, uint64_t(instruction) - image.begin, current->number,
+                                   bytes, access, where, warps[current->warp].meetings()};
+    }
+
+    void record_operation(const void* instruction) {
+        if (launch->recorder) record(0, 0, 0, instruction);
+    }
+
+    struct Place {
+        int where;
+        uint64_t begin;
+    };
+    Place place(uint64_t address, unsigned bytes) {
+        if (!bytes) return {SIMT_NOWHERE, 0};
+        const int buffer = find_buffer(address, bytes);
+        if (buffer >= 0) return {buffer, buffers[size_t(buffer)].address};
+        if (block_memory.fixed.holds(address, bytes)) return {SIMT_STATIC_SHARED, block_memory.fixed.begin};
+        if (block_memory.dynamic.holds(address, bytes)) return {SIMT_DYNAMIC_SHARED, block_memory.dynamic.begin};
+        return {SIMT_NOWHERE, 0};
     }
 
     int find_buffer(uint64_t address, unsigned bytes) {
@@ -754,23 +810,14 @@ unsigned simt_lane() { return worker->current->lane; }
 void* simt_dynamic_shared() { return reinterpret_cast<void*>(worker->block_memory.dynamic.begin); }
 
 void simt_warp(unsigned mask, SimtExchange exchange, void* mine, SimtSite site) {
-    Thread& self = *worker->current;
-    self.site = site;
-    self.mask = mask;
-    self.exchange = exchange;
-    self.brought = mine;
-    if (!(mask >> self.lane & 1)) {
-        worker->fail(self, "%s at %s:%d has mask 0x%08x, which leaves out the calling lane %u", site.operation,
-                     site.file, site.line, mask, self.lane);
-        worker->stop();
-    }
-    self.state = State::AT_WARP;
-    worker->yield();
+    worker->record_operation(__builtin_return_address(0));
+    worker->meet(mask, exchange, mine, site);
 }
 
 void simt_absent(unsigned lane, unsigned source) { worker->absent(lane, source); }
 
 int simt_barrier(SimtBlockOp op, int predicate, SimtSite site) {
+    worker->record_operation(__builtin_return_address(0));
     Thread& self = *worker->current;
     self.site = site;
     self.block_op = op;
@@ -789,8 +836,10 @@ void simt_access_range(const void* address, uint64_t bytes, SimtAccess access) {
 }
 
 void simt_async_copy(void* shared, const void* global, unsigned bytes) {
-    if (global) worker->aligned_access(uint64_t(global), bytes, SIMT_READ, __builtin_return_address(0));
-    worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, __builtin_return_address(0));
+    const char* const after = static_cast<const char*>(__builtin_return_address(0));
+    // Two accesses under two names, both inside the call: lanes without a source would else write with those that read.
+    if (global) worker->aligned_access(uint64_t(global), bytes, SIMT_READ, after - 1);
+    worker->aligned_access(uint64_t(shared), bytes, SIMT_WRITE, after);
     worker->shared_address(shared);  // or a fault
     Thread& self = *worker->current;
     self.copies.push_back({shared, global, bytes, self.group, self.asked++});
@@ -827,6 +876,7 @@ void simt_mbarrier_arrive(void* barrier, unsigned expected_bytes, SimtSite site)
 void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
     Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
     if ((found.phase & 1) != parity) return;  // the phase before has another parity than this one
+    worker->record_operation(__builtin_return_address(0));
     Thread& self = *worker->current;
     self.site = site;
     self.awaited = &found;
@@ -836,6 +886,7 @@ void simt_mbarrier_wait(void* barrier, unsigned parity, SimtSite site) {
 
 void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimensions, const int (&begin)[3],
                    SimtSite site) {
+    worker->record_operation(__builtin_return_address(0));
     const Thread& self = *worker->current;
     Mbarrier& found = worker->barrier_at(barrier, SIMT_READ, site, __builtin_return_address(0));
     Transfer transfer{&found, site, {{}, {begin[0], begin[1], begin[2]}}, worker->shared_address(shared)};
@@ -858,6 +909,7 @@ void simt_tma_load(void* shared, const void* map, void* barrier, unsigned dimens
 void simt_fence_async_proxy() { worker->block_memory.fence(worker->current->number); }
 
 void simt_wgmma(const SimtWgmma* step, SimtSite site) {
+    worker->record_operation(__builtin_return_address(0));
     Thread& self = *worker->current;
     self.products.push_back({*step, site, self.product_group, worker->block_memory.last_fence(self.number)});
 }
@@ -866,10 +918,12 @@ void simt_wgmma_commit() { ++worker->current->product_group; }
 
 void simt_wgmma_wait(unsigned pending_groups, SimtSite site) {
     Worker::WgmmaWait mine{worker->current, pending_groups};
-    simt_warp(0xffffffffu, [](void* const* lanes) { worker->finish_products(lanes); }, &mine, site);
+    worker->record_operation(__builtin_return_address(0));
+    worker->meet(0xffffffffu, [](void* const* lanes) { worker->finish_products(lanes); }, &mine, site);
 }
 
 void simt_trap(SimtSite site) {
+    worker->record_operation(__builtin_return_address(0));
     worker->fail(*worker->current, "%s at %s:%d", site.operation, site.file, site.line);
     worker->stop();
 }

@@ -93,8 +93,9 @@ class WarpLog {
         entry.accesses[turn].add(lane, address);
     }
 
-    // Adds the costs to the counters and forgets the accesses.
+    // Adds the costs to the counters and forgets the accesses: the lanes have met.
     void flush(SimtBuffer* buffers, SimtShared& shared) {
+        ++meetings_;
         for (Instruction* entry : active_) {
             for (uint32_t turn = 0; turn < entry->used; ++turn) count(entry->accesses[turn], buffers, shared);
             entry->turns.fill(0);
@@ -103,6 +104,8 @@ class WarpLog {
         }
         active_.clear();
     }
+
+    uint64_t meetings() const { return meetings_; }
 
   private:
     struct Instruction {
@@ -141,6 +144,7 @@ class WarpLog {
     }
 
     static constexpr size_t SLOTS = 64;
+    uint64_t meetings_ = 0;
     std::vector<Instruction> table_;
     std::vector<Instruction*> active_;
 };

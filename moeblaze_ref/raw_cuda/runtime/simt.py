@@ -100,6 +100,18 @@ class _Shared(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("read_bytes", "written_bytes", "wavefronts", "bank_conflicts")]
 
 
+class Recorder(ctypes.Structure):
+    """simt_abi.h, struct SimtRecorder."""
+
+    _fields_ = [
+        ("block", ctypes.c_int64),
+        ("warp", ctypes.c_int64),
+        ("capacity", ctypes.c_uint64),
+        ("seen", ctypes.c_uint64),
+        ("records", ctypes.c_void_p),
+    ]
+
+
 class _Launch(ctypes.Structure):
     """simt_abi.h, struct SimtLaunch."""
 
@@ -117,6 +129,7 @@ class _Launch(ctypes.Structure):
         ("num_buffers", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
         ("shared", _Shared),
+        ("recorder", ctypes.POINTER(Recorder)),
         ("fault", ctypes.c_char * 1024),
     ]
 
@@ -150,6 +163,7 @@ class SimtExecutor:
     name = "simt"
     capability = (8, 0)  # it runs newer kernels too, but is no faster for them
     multiprocessors = 4
+    _lines = False  # kernels are compiled with the line of every instruction
 
     def __init__(
         self, instrumented: bool = True, workers: int | None = None, seed: int = 0, follows_edits: bool = True
@@ -194,7 +208,7 @@ class SimtExecutor:
 
     def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
-        key = file, text, tuple(sorted(constants.items())), self.instrumented
+        key = file, text, tuple(sorted(constants.items())), self.instrumented, self._lines
         return SimtModule(self, _compile(*key, edition(file, text) if self.follows_edits else None))
 
     @contextmanager
@@ -209,18 +223,23 @@ class SimtExecutor:
         finally:
             self._recordings = [kept for kept in self._recordings if kept is not reports]
 
+    def _start(self, module: "SimtModule", launch: _Launch, staged: list["_Staged"]):
+        """Run a launch to its end, or to its fault."""
+        if build.runtime_library().simt_launch(ctypes.byref(launch)):
+            raise KernelFault(launch.fault.decode())
+
     def _record(self, report: LaunchReport):
         for reports in self._recordings:
             reports.append(report)
 
 
 @functools.cache
-def _compile(file, text, constants, instrumented, edition) -> tuple[KernelSource, ctypes.CDLL]:
+def _compile(file, text, constants, instrumented, lines, edition) -> tuple[KernelSource, ctypes.CDLL]:
     """The compiled file, once for each of its editions."""
     source = KernelSource.read(file, dict(constants), text)
     source.check_simt()
     library = build.build_kernels(
-        source.file, source.text, list(source.kernels), source.include_dirs, source.constants, instrumented
+        source.file, source.text, list(source.kernels), source.include_dirs, source.constants, instrumented, lines
     )
     return source, library
 
@@ -235,7 +254,7 @@ class SimtModule(Module):
     """A compiled kernel file."""
 
     def __init__(self, executor: SimtExecutor, compiled: tuple[KernelSource, ctypes.CDLL]):
-        source, self._library = compiled
+        source, self.library = compiled
         super().__init__(source)
         self._executor = executor
 
@@ -244,8 +263,7 @@ class SimtModule(Module):
         staged = self._stage(kernel, values) if self._executor.instrumented else []
         buffers = _register(staged)
         launch = self._describe(kernel, grid, block, shared_bytes, _pack(values, staged), buffers)
-        if build.runtime_library().simt_launch(ctypes.byref(launch)):
-            raise KernelFault(launch.fault.decode())
+        self._executor._start(self, launch, staged)
         for item in staged:
             if item.writable:
                 np.copyto(item.original, item.copy)
@@ -254,7 +272,7 @@ class SimtModule(Module):
 
     def _check_shared(self, kernel: str, dynamic_bytes: int):
         """A GPU would give a block of the kernel its shared memory."""
-        all_kernels = build.static_shared_bytes(self._library, kernel)
+        all_kernels = build.static_shared_bytes(self.library, kernel)
         if all_kernels > MAX_STATIC_SHARED_BYTES or all_kernels + dynamic_bytes > MAX_SHARED_BYTES:
             check_shared(self.source.file, kernel, _static_shared_bytes(self.source, kernel), dynamic_bytes)
 
@@ -273,7 +291,7 @@ class SimtModule(Module):
     def _describe(self, kernel, grid, block, shared_bytes, pointers, buffers) -> _Launch:
         return _Launch(
             kernel=kernel.encode(),
-            entry=build.entry(self._library, kernel),
+            entry=build.entry(self.library, kernel),
             arguments=pointers,
             grid=_Dim(*grid),
             block=_Dim(*block),

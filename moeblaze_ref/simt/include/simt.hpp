@@ -238,10 +238,8 @@ using std::min;
 
 // ---- atomics -----------------------------------------------------------------------------
 
-// One atomic update, reported once however often the exchange is retried.
 template <class T, class Update>
-SIMT_PLAIN T simt_atomic(T* address, Update update) {
-    simt_access(address, sizeof(T), SIMT_ATOMIC);
+SIMT_PLAIN T simt_update(T* address, Update update) {
     T before, after;
     __atomic_load(address, &before, __ATOMIC_RELAXED);
     do {
@@ -249,9 +247,16 @@ SIMT_PLAIN T simt_atomic(T* address, Update update) {
     } while (!__atomic_compare_exchange(address, &before, &after, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
     return before;
 }
+
+// One atomic update, reported once however often the exchange is retried; inside its caller, whose line it then is.
+template <class T, class Update>
+__forceinline__ T simt_atomic(T* address, Update update) {
+    simt_access(address, sizeof(T), SIMT_ATOMIC);
+    return simt_update(address, update);
+}
 #define SIMT_ATOMIC_OP(name, expression)                                  \
     template <class T>                                                    \
-    inline T name(T* address, std::type_identity_t<T> operand) {          \
+    __forceinline__ T name(T* address, std::type_identity_t<T> operand) { \
         return simt_atomic(address, [operand](T old) -> T { return expression; }); \
     }
 SIMT_ATOMIC_OP(atomicAdd, old + operand)
@@ -264,7 +269,7 @@ SIMT_ATOMIC_OP(atomicXor, old ^ operand)
 SIMT_ATOMIC_OP(atomicExch, ((void)old, operand))
 #undef SIMT_ATOMIC_OP
 template <class T>
-inline T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value) {
+__forceinline__ T atomicCAS(T* address, std::type_identity_t<T> compare, std::type_identity_t<T> value) {
     return simt_atomic(address, [=](T old) -> T { return old == compare ? value : old; });
 }
 

@@ -97,6 +97,26 @@ struct SimtShared {
     uint64_t bank_conflicts;  // wavefronts beyond the fewest that the access width allows
 };
 
+// One access of one thread, or an operation: a wait, an exchange, a copy by the engine, a trap.
+struct SimtRecord {
+    uint64_t block;        // number in the grid
+    uint64_t offset;       // bytes from where what is accessed begins
+    uint64_t instruction;  // bytes from where the kernel file begins to what follows the access
+    uint32_t thread;       // number in the block
+    uint32_t bytes;        // of the access; 0: an operation
+    uint32_t access;       // SimtAccess; 0: an operation
+    int32_t where;         // index of a global buffer, or a SimtSpace
+    uint64_t meeting;      // how often the lanes of the warp had met before
+};
+enum SimtSpace { SIMT_STATIC_SHARED = -1, SIMT_DYNAMIC_SHARED = -2, SIMT_NOWHERE = -3 };
+
+// What the threads of a launch do, in the order in which they run, as far as there is room.
+struct SimtRecorder {
+    int64_t block, warp;      // whose; -1: of all
+    uint64_t capacity, seen;  // records that fit, and those that came
+    SimtRecord* records;
+};
+
 typedef void (*SimtEntry)(void** arguments);
 
 struct SimtLaunch {
@@ -112,6 +132,7 @@ struct SimtLaunch {
     uint64_t num_buffers;
     SimtBuffer* buffers;     // sorted by address
     SimtShared shared;
+    SimtRecorder* recorder;  // null: nothing is recorded; with one, workers is 1
     char fault[1024];        // empty unless the launch failed
 };
 
