@@ -195,11 +195,12 @@ def build_kernels(
     entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
     text = f'#line 1 "{file}"\n{source}\n{entries}'
     flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS))
-    flags += LINE_FLAGS if lines else ()
     defined = tuple(f"-D{name}={value}" for name, value in sorted(constants.items()))
     own = [SIMT_DIR / "include", *include_dirs]
     folders = [f"-I{path}" for path in own] + [f"-isystem{path}" for path in cuda_include_dirs()]
     folders += [f"-fmacro-prefix-map={path}/=" for path in own]  # messages name a header, not where it lies
+    if lines:
+        flags += (*LINE_FLAGS, *folders)  # a line is of a file in its folder
     folders += ["-include", str(_precompiled(flags, folders))]
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
     return ctypes.CDLL(str(_compile(text, flags + defined, folders, _own_headers() + headers)))
