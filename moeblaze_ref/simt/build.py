@@ -31,7 +31,7 @@ KERNEL_FLAGS = (
 )
 # Without SRA a float4 is one 16-byte access, as on a GPU.
 INSTRUMENTED_FLAGS = (
-    "-O1",
+    "-O2",
     "-fsanitize=thread",
     "-fno-tree-sra",
     "-fno-tree-vectorize",
