@@ -14,7 +14,7 @@ LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
 TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
-.PHONY: setup setup-gpu demo test check sanitize bench docs docs-serve lab lock compiler
+.PHONY: setup setup-gpu demo test check sanitize bench docs docs-serve notebooks lab lock compiler
 
 setup: $(STAMP)
 
@@ -84,10 +84,15 @@ docs: $(STAMP)
 	$(BIN)/python -m moeblaze_ref.bench.document
 	$(BIN)/python -m moeblaze_ref.lm.document
 	$(BIN)/python -m moeblaze_ref.placement.document
+	$(BIN)/python -m moeblaze_ref.site.records
 	$(BIN)/python -m moeblaze_ref.site.build
 
 docs-serve: docs
 	$(BIN)/python -m http.server --directory build/site --bind 127.0.0.1 8000
+
+# Runs every notebook and writes it with its outputs.
+notebooks: compiler $(STAMP)
+	$(BIN)/python -m moeblaze_ref.notebook.outputs
 
 lab: $(STAMP)
 	$(BIN)/jupyter-lab notebooks

@@ -6,13 +6,21 @@ imported modules, so that a signature cannot differ from the code's. Links among
 whose warnings are errors. Napoleon, a part of Sphinx, reads numpydoc's sections.
 """
 
+from moeblaze_ref.site import sources
+
 project = "moeblaze_ref"
 author = "The moeblaze_ref contributors"
 html_title = "moeblaze_ref"
 root_doc = "docs/index"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.napoleon", "moeblaze_ref.site.extension"]
-from moeblaze_ref.site.sources import linkcode_resolve  # noqa: E402
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.linkcode",
+    "moeblaze_ref.site.extension",
+]
+linkcode_resolve = sources.linkcode_resolve
 
 # Notebooks are shown with the outputs that are committed; `make notebooks` makes those.
 nb_execution_mode = "off"
@@ -29,6 +37,8 @@ default_role = "literal"  # `name` in a docstring is code, as in Markdown
 
 # No font, script or style from another site: the pages work from a disk.
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

@@ -20,21 +20,12 @@ COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_F
 # What no kernel uses goes, so that the static shared memory that is left is that of the kernels.
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic", "-Wl,--gc-sections")
 # Names stay inside their file: a kernel may be called read, and two files may hold the same template.
-KERNEL_FLAGS = (
-    "-fvisibility=hidden",
-    "-fvisibility-inlines-hidden",
-    "-fno-gnu-unique",
-    "-ffunction-sections",
-    "-fdata-sections",
-)
-# Without SRA a float4 is one 16-byte access, as on a GPU.
-INSTRUMENTED_FLAGS = (
-    "-O2",
-    "-fsanitize=thread",
-    "-fno-tree-sra",
-    "-fno-tree-vectorize",
-    "--param=tsan-instrument-func-entry-exit=0",
-)
+KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections")
+INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize")
+# What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU.
+GCC_KERNEL_FLAGS = ("-fno-gnu-unique",)
+GCC_INSTRUMENTED_FLAGS = ("-fno-tree-sra", "--param=tsan-instrument-func-entry-exit=0")
+CLANG_INSTRUMENTED_FLAGS = ("-fno-slp-vectorize", "-mllvm", "-tsan-instrument-func-entry-exit=0")
 PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
 
 
@@ -83,9 +74,15 @@ def _toolchain() -> str:
     """What else decides the result: the compiler, and the machine that -march=native means."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     native = subprocess.run(
-        [compiler(), "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=True
+        [compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, check=True
     ).stdout
     return version + native
+
+
+@functools.cache
+def is_clang() -> bool:
+    """Whether the compiler is Clang, whose own names some flags have."""
+    return "clang" in _toolchain()
 
 
 def _compile(text: str, flags: tuple[str, ...], depends_on: list[Path]) -> Path:
@@ -167,8 +164,7 @@ def build_kernels(
     text = f'#include "simt.hpp"\n#line 1 "{file}"\n{source}\n{entries}'
     flags = (
         *COMMON_FLAGS,
-        *KERNEL_FLAGS,
-        *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS),
+        *_kernel_flags(instrumented),
         *(f"-D{name}={value}" for name, value in sorted(constants.items())),
         f"-I{SIMT_DIR / 'include'}",
         *(f"-I{path}" for path in include_dirs),
@@ -176,6 +172,16 @@ def build_kernels(
     )
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
     return ctypes.CDLL(str(_compile(text, flags, _own_headers() + headers)))
+
+
+def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
+    """How this compiler builds a kernel file."""
+    kernel, counted = KERNEL_FLAGS, INSTRUMENTED_FLAGS
+    if is_clang():
+        counted += CLANG_INSTRUMENTED_FLAGS
+    else:
+        kernel, counted = kernel + GCC_KERNEL_FLAGS, counted + GCC_INSTRUMENTED_FLAGS
+    return kernel + (counted if instrumented else PLAIN_FLAGS)
 
 
 def entry(library: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:

@@ -1,27 +1,30 @@
 """Pages of the API reference: one a package, a section a module, written by Sphinx from the docstrings."""
 
-import pkgutil
-
-import moeblaze_ref
+from pathlib import Path
 
 HOME = "api/index"
+_ROOT = Path(__file__).parents[1]
 
 
 def modules() -> dict[str, list[str]]:
     """{package: its modules} by dotted names, in alphabetical order."""
-    found = {moeblaze_ref.__name__: []}
-    for module in pkgutil.walk_packages(moeblaze_ref.__path__, f"{moeblaze_ref.__name__}."):
-        if module.ispkg:
-            found[module.name] = []
-        else:
-            found[module.name.rpartition(".")[0]].append(module.name)
-    return dict(sorted(found.items()))
+    files = sorted(_ROOT.rglob("*.py"))
+    packages = {_name(file.parent): [] for file in files if file.name == "__init__.py"}
+    for file in files:
+        if file.name != "__init__.py":
+            packages[_name(file.parent)].append(_name(file.with_suffix("")))
+    return packages
+
+
+def _name(path):
+    return ".".join(path.relative_to(_ROOT.parent).parts)
 
 
 def pages() -> dict[str, str]:
     """{file name: reStructuredText} of every package's page, and of one that lists them."""
     packages = modules()
-    contents = [*_title("API reference", "="), ".. toctree::", "   :maxdepth: 1", "", *(f"   {name}" for name in packages)]
+    contents = [*_title("API reference", "="), ".. toctree::", "   :maxdepth: 1", ""]
+    contents += [f"   {name}" for name in packages]
     written = {f"api/{name}.rst": _page(name, inside) for name, inside in packages.items()}
     return {f"{HOME}.rst": "\n".join(contents) + "\n"} | written
 

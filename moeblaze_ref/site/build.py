@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sphinx.cmd.build import main as sphinx
 
-from moeblaze_ref.site import api, glossary, records
+from moeblaze_ref.site import api, glossary
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
@@ -34,7 +34,7 @@ def gather(folder: Path) -> None:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
-    pages = {**api.pages(), "docs/results.md": records.page(), "docs/glossary.md": glossary.page()}
+    pages = {**api.pages(), "docs/glossary.md": glossary.page()}
     for name, text in pages.items():
         page = folder / name
         page.parent.mkdir(parents=True, exist_ok=True)
