@@ -4,7 +4,9 @@ Executed ones are looked into: no errors, none inside a slider's picture either,
 """
 
 import ast
+import base64
 import functools
+import io
 import itertools
 import json
 import math
@@ -22,6 +24,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from PIL import Image
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref.bench import document, ladder
@@ -275,6 +278,82 @@ def test_prose_leaves_bytes_to_the_cells_that_compute_them(path):
         assert not re.search(r"\d\.\d+ ?(?:GB|GiB|MiB|MB|x\b|times)", cell.source), cell.id
 
 
+# Outputs -------------------------------------------------------------------------------------------------------------
+
+
+def said(*lines, **metadata):
+    """A notebook of a cell that printed these lines."""
+    stream = nbformat.v4.new_output("stream", name="stdout", text="\n".join(lines))
+    cell = nbformat.v4.new_code_cell("say()", id="say", outputs=[stream], metadata=metadata)
+    return nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1,024 bytes of conf4", "1,024 bytes of conf4", True),
+        ("1,024 bytes", "1,025 bytes", False),
+        ("loss 2.138", "loss 2.137", True),
+        ("loss 2.138", "loss 2.238", False),
+        ("error 1.2e-07", "error 9.9e-08", True),
+        ("error 1.2e-07", "error 1.2e-02", False),
+        ("step 7: 0.5", "step 8: 0.5", False),
+        ("right", "wrong", False),
+        ("a b 1.0", "a b 1.0 2.0", False),
+    ],
+)
+def test_what_another_run_says_is_compared(one, other, same):
+    found = list(outputs.differences(said(one), said(other)))
+    assert found == ([] if same else [f"cell say said {[one]}, and says {[other]}; run `make notebooks`"])
+
+
+def test_a_missing_output_is_a_difference():
+    silent = said("anything")
+    silent.cells[0].outputs = []
+    assert len(list(outputs.differences(said("anything"), silent))) == 1
+
+
+def test_rounding_that_depends_on_the_processor_is_passed_over():
+    assert not list(outputs.differences(said("step 15", tags=[outputs.VARIES]), said("step 21")))
+
+
+def test_a_settled_notebook_stays_as_it_is():
+    once = outputs.settled(said("1", tags=[outputs.VARIES], execution={"started": "now"}))
+    assert once.metadata == METADATA and once.cells[0].metadata == {"tags": [outputs.VARIES]}
+    assert outputs.settled(once) == once
+
+
+def test_pictures_are_made_small_once():
+    figure = pictures_to_shrink()
+    small = outputs.settled(figure)
+    before, after = (base64.b64decode(one.cells[0].outputs[0].data["image/png"]) for one in (figure, small))
+    assert len(after) < len(before) / 2 and outputs.settled(small) == small
+    shown = [np.asarray(Image.open(io.BytesIO(png)).convert("RGBA"), float) for png in (before, after)]
+    assert shown[0].shape == shown[1].shape and abs(shown[0] - shown[1]).mean() < 4
+
+
+def pictures_to_shrink():
+    """A notebook with a figure, as matplotlib writes it."""
+    file = io.BytesIO()
+    pictures_of = memory.memory_bars(L=1024, d=256, h=512, E=4, k=2, activation="swiglu", policy="paper")
+    pictures_of.savefig(file, format="png")
+    picture = base64.b64encode(file.getvalue()).decode()
+    shown = nbformat.v4.new_output("display_data", {"image/png": picture}, metadata={"image/png": {"alt": "bars"}})
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[shown])])
+
+
+def test_a_notebook_that_is_too_large_is_not_written(tmp_path, monkeypatch):
+    path = tmp_path / "00_large.ipynb"
+    path.write_text(outputs.text(said("before")))
+    monkeypatch.setattr(outputs, "execute", lambda notebook, folder: said("x" * outputs.MAX_BYTES))
+    with pytest.raises(ValueError, match="00_large.ipynb would have 1,000,.* but a notebook may have 1,000,000 at most"):
+        outputs.remake(path)
+    assert "before" in path.read_text()
+    monkeypatch.setattr(outputs, "execute", lambda notebook, folder: said("after"))
+    outputs.remake(path)
+    assert "after" in path.read_text() and "widgets" not in path.read_text()
+
+
 # Source from the files -----------------------------------------------------------------------------------------------
 
 
@@ -415,6 +494,9 @@ def test_a_moved_slider_redraws_and_what_is_not_allowed_is_said(value, shown):
     states = [model["state"] for model in ran.metadata.widgets[outputs.WIDGET_STATE]["state"].values()]
     assert {"2 of 3: 0.50 apples", "5 of 5"} <= {state.get("description") for state in states}
     assert [state["continuous_update"] for state in states if "continuous_update" in state] == [False]
+    note = f"*Run the notebook to move this: k = {value}.*"
+    kept = [output.data["text/markdown"] for output in outputs.settled(ran).cells[0].outputs]
+    assert kept == [note, shown], "the setting, what it shows, and no progress bar"
 
 
 # Pictures, at several positions of their sliders ---------------------------------------------------------------------
