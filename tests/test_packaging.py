@@ -144,6 +144,12 @@ def test_nothing_is_pinned_without_need():
     assert here == needed
 
 
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
 # environment.yml
 
 

@@ -25,7 +25,13 @@ INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize")
 # What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU.
 GCC_KERNEL_FLAGS = ("-fno-gnu-unique",)
 GCC_INSTRUMENTED_FLAGS = ("-fno-tree-sra", "--param=tsan-instrument-func-entry-exit=0")
-CLANG_INSTRUMENTED_FLAGS = ("-fno-slp-vectorize", "-mllvm", "-tsan-instrument-func-entry-exit=0")
+# Clang's thread sanitizer would leave out a read before a write, and call what libtsan alone has for atomics.
+CLANG_INSTRUMENTED_FLAGS = (
+    "-fno-slp-vectorize",
+    *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+    *("-mllvm", "-tsan-instrument-read-before-write=1"),
+    *("-mllvm", "-tsan-instrument-atomics=0"),
+)
 PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
 
 
