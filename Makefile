@@ -14,7 +14,7 @@ LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
 TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
-.PHONY: setup setup-gpu demo test check sanitize bench docs lab lock compiler
+.PHONY: setup setup-gpu demo test check sanitize bench docs docs-serve notebooks lab lock compiler
 
 setup: $(STAMP)
 
@@ -79,11 +79,20 @@ bench: $(STAMP)
 	$(BENCH) ladder --record build/ladder.json
 	$(BENCH) counters --record build/counters.json
 
-# The tables and the pictures of docs/performance.md and docs/training.md, from docs/results.
+# The tables and the pictures of the documents, from docs/results; then the site, in build/site.
 docs: $(STAMP)
 	$(BIN)/python -m moeblaze_ref.bench.document
 	$(BIN)/python -m moeblaze_ref.lm.document
 	$(BIN)/python -m moeblaze_ref.placement.document
+	$(BIN)/python -m moeblaze_ref.site.records
+	$(BIN)/python -m moeblaze_ref.site.build
+
+docs-serve: docs
+	$(BIN)/python -m http.server --directory build/site --bind 127.0.0.1 8000
+
+# Runs every notebook and writes it with its outputs.
+notebooks: compiler $(STAMP)
+	$(BIN)/python -m moeblaze_ref.notebook.outputs
 
 lab: $(STAMP)
 	$(BIN)/jupyter-lab notebooks
@@ -95,7 +104,7 @@ lock:
 	$(PYTHON) -m venv build/uv
 	build/uv/bin/pip install --quiet uv==0.13.8
 	$(COMPILE) --universal --fork-strategy fewest --annotation-style line --custom-compile-command 'make lock' \
-	    --extra notebooks --extra test pyproject.toml --output-file requirements.lock
+	    --extra notebooks --extra docs --extra test pyproject.toml --output-file requirements.lock
 	$(COMPILE) --python-platform linux --no-header --no-annotate --constraint requirements.lock \
 	    --extra gpu pyproject.toml --output-file build/gpu.lock
 	{ echo '# What a GPU adds to requirements.lock, written by `make lock` too.'; \

@@ -4,17 +4,15 @@ Executed ones are looked into: no errors, none inside a slider's picture either,
 """
 
 import ast
+import base64
 import functools
+import io
 import itertools
 import json
 import math
-import os
 import pkgutil
-import queue
 import re
 import sys
-import tempfile
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -23,13 +21,10 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from jupyter_client import AsyncKernelClient, AsyncKernelManager
-from jupyter_client.channels import AsyncZMQSocketChannel
-from jupyter_client.kernelspec import KernelSpec
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from nbclient import NotebookClient
+from PIL import Image
 from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref.bench import document, ladder
@@ -55,6 +50,7 @@ from moeblaze_ref.notebook import (
     hopper,
     megablocks,
     memory,
+    outputs,
     pictures,
     placement,
     policies,
@@ -64,6 +60,7 @@ from moeblaze_ref.notebook import (
     sources,
     table,
 )
+from moeblaze_ref.notebook.execution import METADATA, execute
 from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
 from moeblaze_ref.numpy_ref import block_sparse, gating, layer
 from moeblaze_ref.numpy_ref import dispatch as reference
@@ -79,13 +76,9 @@ from moeblaze_ref.torch_layer import MoELayer, keep_routing
 from moeblaze_ref.units import GB, GIB, MIB
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 KERNELS = "dispatch/1_dense_map.cu"
-METADATA = {
-    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-}
-WIDGETS = "application/vnd.jupyter.widget-state+json"
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -102,59 +95,15 @@ def cells(path, kind):
 # Execution -----------------------------------------------------------------------------------------------------------
 
 
-class WatchfulChannel(AsyncZMQSocketChannel):
-    """Looks for a reply ten times a second.
-
-    While a slider's picture is sent back to the kernel, a reply may arrive without waking up those who wait for it:
-    jupyter_client sends past the asynchronous socket, which then misses the one signal of the arrival.
-    """
-
-    async def get_msg(self, timeout=None):
-        """The next message; queue.Empty if there is none within ``timeout`` seconds, None for ever."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return await super().get_msg(max(0.0, min(left, 0.1)))
-            except queue.Empty:
-                if left <= 0.1:
-                    raise
-
-
-class WatchfulClient(AsyncKernelClient):
-    """A client that misses no reply."""
-
-    shell_channel_class = WatchfulChannel
-
-
-class ThisPython(AsyncKernelManager):
-    """Starts kernels with the Python that runs the tests, whatever kernels are installed."""
-
-    client_factory = WatchfulClient
-    kernel_spec = KernelSpec(
-        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], **METADATA["kernelspec"]
-    )
-
-
-def execute(source_notebook, folder=ROOT / "notebooks"):
-    """A copy of a notebook after a run from top to bottom in ``folder``; an error in a cell is raised."""
-    copy = nbformat.from_dict(source_notebook)
-    with tempfile.TemporaryDirectory() as home:
-        where = {"metadata": {"path": str(folder)}}
-        client = NotebookClient(copy, timeout=600, kernel_manager_class=ThisPython, resources=where)
-        client.execute(env={**os.environ, "IPYTHONDIR": home})
-    return copy
-
-
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
 def executed(request):
     """A notebook's path and its run. The tests of one run stand together, so that one process has them all."""
-    return request.param, execute(notebook(request.param))
+    return request.param, execute(notebook(request.param), FOLDER)
 
 
 def slider_outputs(ran):
     """What every Output widget, which is where a slider draws, showed at the end."""
-    state = ran.metadata.get("widgets", {}).get(WIDGETS, {}).get("state", {})
+    state = ran.metadata.get("widgets", {}).get(outputs.WIDGET_STATE, {}).get("state", {})
     return [model["state"]["outputs"] for model in state.values() if model["model_name"] == "OutputModel"]
 
 
@@ -162,37 +111,42 @@ def test_it_runs_from_top_to_bottom(executed):
     _, ran = executed
     code = [cell for cell in ran.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    outputs = [output for cell in code for output in cell.outputs]
-    assert not [output.text for output in outputs if output.get("name") == "stderr"]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    shown = [output for cell in code for output in cell.outputs]
+    assert not [output.text for output in shown if output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in shown)
+
+
+def test_it_says_again_what_is_committed(executed):
+    path, ran = executed
+    assert list(outputs.differences(notebook(path), outputs.settled(ran))) == []
 
 
 def test_every_slider_has_drawn_its_picture(executed):
     path, ran = executed
     drawn = slider_outputs(ran)
     assert len(drawn) == sum(cell.source.count("explore(") for cell in cells(path, "code")) > 0
-    for outputs in drawn:
-        assert ["image/png" in output.get("data", {}) for output in outputs] == [True], outputs
+    for shown in drawn:
+        assert ["image/png" in output.get("data", {}) for output in shown] == [True], shown
 
 
 def test_every_picture_is_said_in_words(executed):
     _, ran = executed
-    outputs = [output for cell in ran.cells if cell.cell_type == "code" for output in cell.outputs]
-    for output in [*outputs, *sum(slider_outputs(ran), [])]:
+    shown = [output for cell in ran.cells if cell.cell_type == "code" for output in cell.outputs]
+    for output in [*shown, *sum(slider_outputs(ran), [])]:
         if "image/png" in output.get("data", {}):
             assert len(output["metadata"]["image/png"]["alt"]) > 20, output["metadata"]
 
 
 def test_the_kernel_is_this_very_python():
     asks = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import sys; print(sys.executable)")])
-    (output,) = execute(asks).cells[0].outputs
+    (output,) = execute(asks, FOLDER).cells[0].outputs
     assert output.text.strip() == sys.executable
 
 
 def test_an_error_in_a_cell_fails():
     broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     with pytest.raises(Exception, match="ZeroDivisionError"):
-        execute(broken)
+        execute(broken, FOLDER)
 
 
 # The files -----------------------------------------------------------------------------------------------------------
@@ -207,17 +161,17 @@ def test_the_reading_order_has_no_gap():
 
 @every_notebook
 def test_the_file_is_canonical(path):
-    text = path.read_text()
-    assert text == nbformat.writes(nbformat.from_dict(notebook(path))) + "\n"
+    assert path.read_text() == outputs.text(nbformat.from_dict(notebook(path)))
     assert notebook(path).metadata == METADATA and notebook(path).nbformat_minor == 5
+    assert path.stat().st_size <= outputs.MAX_BYTES
     nbformat.validate(notebook(path))
 
 
 @every_notebook
-def test_nothing_that_a_run_leaves_behind_is_kept(path):
-    for cell in cells(path, "code"):
-        assert cell.outputs == [] and cell.execution_count is None, cell.id
-    assert all(cell.metadata == {} for cell in notebook(path).cells)
+def test_outputs_are_committed_as_every_run_has_them(path):
+    assert outputs.settled(notebook(path)) == notebook(path)
+    code = cells(path, "code")
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run `make notebooks`"
 
 
 @every_notebook
@@ -300,7 +254,8 @@ def test_every_link_and_path_exists(path):
 
 @every_notebook
 def test_no_path_of_one_machine_is_named(path):
-    assert not re.search(r"(?<![\w.:/`])/(?:home|root|tmp|usr|var|opt|work|Users)\b", path.read_text())
+    said = re.sub(r'"image/png": "[^"]*"', "", path.read_text())
+    assert not re.search(r"(?<![\w.:/`])/(?:home|root|tmp|usr|var|opt|work|Users)\b", said)
 
 
 def names_defined(source):
@@ -321,6 +276,82 @@ def test_prose_leaves_bytes_to_the_cells_that_compute_them(path):
     """Large numbers and units with decimals belong into output; definitions and hand arithmetic are smaller."""
     for cell in cells(path, "markdown"):
         assert not re.search(r"\d\.\d+ ?(?:GB|GiB|MiB|MB|x\b|times)", cell.source), cell.id
+
+
+# Outputs -------------------------------------------------------------------------------------------------------------
+
+
+def said(*lines, **metadata):
+    """A notebook of a cell that printed these lines."""
+    stream = nbformat.v4.new_output("stream", name="stdout", text="\n".join(lines))
+    cell = nbformat.v4.new_code_cell("say()", id="say", outputs=[stream], metadata=metadata)
+    return nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1,024 bytes of conf4", "1,024 bytes of conf4", True),
+        ("1,024 bytes", "1,025 bytes", False),
+        ("loss 2.138", "loss 2.137", True),
+        ("loss 2.138", "loss 2.238", False),
+        ("error 1.2e-07", "error 9.9e-08", True),
+        ("error 1.2e-07", "error 1.2e-02", False),
+        ("step 7: 0.5", "step 8: 0.5", False),
+        ("right", "wrong", False),
+        ("a b 1.0", "a b 1.0 2.0", False),
+    ],
+)
+def test_what_another_run_says_is_compared(one, other, same):
+    found = list(outputs.differences(said(one), said(other)))
+    assert found == ([] if same else [f"cell say said {[one]}, and says {[other]}; run `make notebooks`"])
+
+
+def test_a_missing_output_is_a_difference():
+    silent = said("anything")
+    silent.cells[0].outputs = []
+    assert len(list(outputs.differences(said("anything"), silent))) == 1
+
+
+def test_rounding_that_depends_on_the_processor_is_passed_over():
+    assert not list(outputs.differences(said("step 15", tags=[outputs.VARIES]), said("step 21")))
+
+
+def test_a_settled_notebook_stays_as_it_is():
+    once = outputs.settled(said("1", tags=[outputs.VARIES], execution={"started": "now"}))
+    assert once.metadata == METADATA and once.cells[0].metadata == {"tags": [outputs.VARIES]}
+    assert outputs.settled(once) == once
+
+
+def test_pictures_are_made_small_once():
+    figure = pictures_to_shrink()
+    small = outputs.settled(figure)
+    before, after = (base64.b64decode(one.cells[0].outputs[0].data["image/png"]) for one in (figure, small))
+    assert len(after) < len(before) / 2 and outputs.settled(small) == small
+    shown = [np.asarray(Image.open(io.BytesIO(png)).convert("RGBA"), float) for png in (before, after)]
+    assert shown[0].shape == shown[1].shape and abs(shown[0] - shown[1]).mean() < 4
+
+
+def pictures_to_shrink():
+    """A notebook with a figure, as matplotlib writes it."""
+    file = io.BytesIO()
+    pictures_of = memory.memory_bars(L=1024, d=256, h=512, E=4, k=2, activation="swiglu", policy="paper")
+    pictures_of.savefig(file, format="png")
+    picture = base64.b64encode(file.getvalue()).decode()
+    shown = nbformat.v4.new_output("display_data", {"image/png": picture}, metadata={"image/png": {"alt": "bars"}})
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[shown])])
+
+
+def test_a_notebook_that_is_too_large_is_not_written(tmp_path, monkeypatch):
+    path = tmp_path / "00_large.ipynb"
+    path.write_text(outputs.text(said("before")))
+    monkeypatch.setattr(outputs, "execute", lambda notebook, folder: said("x" * outputs.MAX_BYTES))
+    with pytest.raises(ValueError, match="00_large.ipynb would have 1,000,.* but a notebook may have 1,000,000 at most"):
+        outputs.remake(path)
+    assert "before" in path.read_text()
+    monkeypatch.setattr(outputs, "execute", lambda notebook, folder: said("after"))
+    outputs.remake(path)
+    assert "after" in path.read_text() and "widgets" not in path.read_text()
 
 
 # Source from the files -----------------------------------------------------------------------------------------------
@@ -458,11 +489,14 @@ assert list(track(range(5))) == [0, 1, 2, 3, 4]
 )
 def test_a_moved_slider_redraws_and_what_is_not_allowed_is_said(value, shown):
     source = MOVES.replace("VALUE", str(value))
-    ran = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]))
+    ran = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), FOLDER)
     assert [output["data"]["text/markdown"] for (output,) in slider_outputs(ran)] == [shown]
-    states = [model["state"] for model in ran.metadata.widgets[WIDGETS]["state"].values()]
+    states = [model["state"] for model in ran.metadata.widgets[outputs.WIDGET_STATE]["state"].values()]
     assert {"2 of 3: 0.50 apples", "5 of 5"} <= {state.get("description") for state in states}
     assert [state["continuous_update"] for state in states if "continuous_update" in state] == [False]
+    note = f"*Run the notebook to move this: k = {value}.*"
+    kept = [output.data["text/markdown"] for output in outputs.settled(ran).cells[0].outputs]
+    assert kept == [note, shown], "the setting, what it shows, and no progress bar"
 
 
 # Pictures, at several positions of their sliders ---------------------------------------------------------------------
@@ -1548,7 +1582,7 @@ def test_a_picture_is_said_by_its_titles_axes_and_legends():
 
 def test_every_picture_that_a_run_shows_is_said():
     source = "%matplotlib inline\nfrom moeblaze_ref.notebook import megablocks\nmegablocks.bins_picture(1.0, 4)"
-    (output,) = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])).cells[0].outputs
+    (output,) = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), FOLDER).cells[0].outputs
     assert output["metadata"]["image/png"]["alt"].startswith("capacity: E*C = 4 * 4 rows")
 
 

@@ -25,7 +25,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What `make setup` needs on any machine; it builds the project without a download of its own.
-NEEDED = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["test"] + PYPROJECT["build-system"]["requires"]
+NEEDED = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["docs"] + EXTRAS["test"] + PYPROJECT["build-system"]["requires"]
 
 # Where the locks must work.
 PLATFORMS = [
@@ -142,6 +142,12 @@ def test_nothing_is_pinned_without_need():
     needed = {canonicalize_name(requirement.name) for requirement, _ in installed_closure(NEEDED)}
     here = {name for name, pin in BASE.items() if applies(pin)}
     assert here == needed
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+    assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 # environment.yml

@@ -261,6 +261,9 @@ def test_in_place_through_two_arguments_is_one_buffer():
     report = run(text, "twice", block=64, x=data, y=data)
     np.testing.assert_array_equal(data, 2 * np.arange(64))
     assert report.buffers == {"x = y": Traffic(256, 256, 8, 8)}
+    halves = np.zeros((2, 64), np.float32)
+    for x, y in (halves, halves[::-1]):  # whichever lies first in memory
+        assert list(run(text, "twice", block=64, x=x, y=y).buffers) == ["x", "y"]
 
 
 @pytest.mark.parametrize(("stride", "sectors"), [(1, 4), (2, 8), (4, 16), (8, 32), (16, 32)])

@@ -22,20 +22,17 @@ COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_F
 # What no kernel uses goes, so that the static shared memory that is left is that of the kernels.
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic", "-Wl,--gc-sections")
 # Names stay inside their file: a kernel may be called read, and two files may hold the same template.
-KERNEL_FLAGS = (
-    "-fvisibility=hidden",
-    "-fvisibility-inlines-hidden",
-    "-fno-gnu-unique",
-    "-ffunction-sections",
-    "-fdata-sections",
-)
-# Without SRA a float4 is one 16-byte access, as on a GPU.
-INSTRUMENTED_FLAGS = (
-    "-O2",
-    "-fsanitize=thread",
-    "-fno-tree-sra",
-    "-fno-tree-vectorize",
-    "--param=tsan-instrument-func-entry-exit=0",
+KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections")
+INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize")
+# What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU.
+GCC_KERNEL_FLAGS = ("-fno-gnu-unique",)
+GCC_INSTRUMENTED_FLAGS = ("-fno-tree-sra", "--param=tsan-instrument-func-entry-exit=0")
+# Clang's thread sanitizer would leave out a read before a write, and call what libtsan alone has for atomics.
+CLANG_INSTRUMENTED_FLAGS = (
+    "-fno-slp-vectorize",
+    *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+    *("-mllvm", "-tsan-instrument-read-before-write=1"),
+    *("-mllvm", "-tsan-instrument-atomics=0"),
 )
 # Which line an instruction is of; the instructions stay the same. binutils misreads files of DWARF 5.
 LINE_FLAGS = ("-g1", "-gdwarf-4")
@@ -83,14 +80,25 @@ def cache_dir() -> Path:
 
 
 @functools.cache
+def _version() -> str:
+    """What the compiler says of itself."""
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
 def _toolchain() -> str:
     """What else decides the result: the compiler, the machine that -march=native means, and CUDA's headers."""
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
     native = subprocess.run(
-        [compiler(), "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=True
+        [compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, check=True
     ).stdout
     headers = sorted(f"{path.name} {path.stat().st_size}" for path in cuda_include_dirs()[0].rglob("*.h*"))
-    return "\n".join([version, native, *headers])
+    return "\n".join([_version(), native, *headers])
+
+
+@functools.cache
+def is_clang() -> bool:
+    """Whether the compiler is Clang, whose own names some flags have."""
+    return "clang" in _version()
 
 
 def _key(flags: tuple[str, ...], text: str, depends_on: list[Path]) -> str:
@@ -194,7 +202,7 @@ def build_kernels(
     runtime_library()
     entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
     text = f'#line 1 "{file}"\n{source}\n{entries}'
-    flags = (*COMMON_FLAGS, *KERNEL_FLAGS, *(INSTRUMENTED_FLAGS if instrumented else PLAIN_FLAGS))
+    flags = (*COMMON_FLAGS, *_kernel_flags(instrumented))
     defined = tuple(f"-D{name}={value}" for name, value in sorted(constants.items()))
     own = [SIMT_DIR / "include", *include_dirs]
     folders = [f"-I{path}" for path in own] + [f"-isystem{path}" for path in cuda_include_dirs()]
@@ -204,6 +212,16 @@ def build_kernels(
     folders += ["-include", str(_precompiled(flags, folders))]
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
     return ctypes.CDLL(str(_compile(text, flags + defined, folders, _own_headers() + headers)))
+
+
+def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
+    """How this compiler builds a kernel file."""
+    kernel, counted = KERNEL_FLAGS, INSTRUMENTED_FLAGS
+    if is_clang():
+        counted += CLANG_INSTRUMENTED_FLAGS
+    else:
+        kernel, counted = kernel + GCC_KERNEL_FLAGS, counted + GCC_INSTRUMENTED_FLAGS
+    return kernel + (counted if instrumented else PLAIN_FLAGS)
 
 
 def entry(library: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:

@@ -317,8 +317,7 @@ def _place(array: np.ndarray) -> tuple[int, int]:
 
 
 def _without_overlap(kernel: str, items: list[_Staged]) -> list[_Staged]:
-    items = sorted(items, key=lambda item: _place(item.original))
-    not_empty = [item for item in items if item.original.size]
+    not_empty = sorted((item for item in items if item.original.size), key=lambda item: _place(item.original))
     for left, right in itertools.pairwise(not_empty):
         if byte_bounds(left.original)[1] > right.original.ctypes.data:
             raise ValueError(

@@ -1,0 +1,219 @@
+"""The site is built without a warning, none of its links leads nowhere, and its pages say what the code does."""
+
+import ast
+import functools
+import html
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from moeblaze_ref.site import extension, glossary, records, sources
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(the finished command, the folder of the site); apart, since Sphinx leaves a process changed."""
+    site = tmp_path_factory.mktemp("site") / "site"
+    command = [sys.executable, "-m", "moeblaze_ref.site.build", site]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True), site
+
+
+ANCHOR = re.compile(r'\b(?:id|name)="([^"]*)"')
+LINK = re.compile(r'<a\b[^>]*\bhref="([^"]*)"')
+LOADED = re.compile(r'<(?:img|link|script)\b[^>]*\b(?:src|href)="([^"]*)"')
+
+
+@functools.cache
+def anchors(path):
+    """Where a link may lead in a page."""
+    return set(map(html.unescape, ANCHOR.findall(path.read_text())))
+
+
+def broken(site: Path) -> Iterator[str]:
+    """Links of the pages under a folder that lead to no file, or to no place in one."""
+    for path in site.rglob("*.html"):
+        for target in map(html.unescape, set(LINK.findall(path.read_text()))):
+            link = urlsplit(target)
+            if link.scheme or link.netloc:
+                continue  # another site's business
+            file = Path(path.parent, unquote(link.path)).resolve() if link.path else path
+            if not file.is_file():
+                yield f"{path.relative_to(site)}: {target}: there is no such file"
+            elif link.fragment and unquote(link.fragment) not in anchors(file):
+                yield f"{path.relative_to(site)}: {target}: there is no such place"
+
+
+def test_it_is_built_without_a_warning(built):
+    command, site = built
+    assert command.returncode == 0 and not command.stderr, command.stderr
+    assert (site / "index.html").is_file() and (site / "searchindex.js").is_file()
+
+
+def test_no_link_is_broken(built):
+    assert list(broken(built[1])) == []
+
+
+def test_pages_load_nothing_from_elsewhere(built):
+    for path in built[1].rglob("*.html"):
+        assert not [source for source in LOADED.findall(path.read_text()) if "//" in source], path
+
+
+def test_every_module_is_in_the_reference(built):
+    shown = set().union(*map(anchors, (built[1] / "api").glob("*.html")))
+    files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "moeblaze_ref").rglob("*.py")]
+    names = {".".join(file.parts).removesuffix(".__init__") for file in files}
+    assert {f"module-{name}" for name in names} <= shown
+    assert "moeblaze_ref.numpy_ref.dispatch.build" in shown and "moeblaze_ref.torch_layer.MoELayer" in shown
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "one.html").write_text('<p id="here"><a href="#here"><a href="two.html"><a href="https://a.invalid/b">')
+    (tmp_path / "three.html").write_text('<a href="one.html#there"><a href="one.html#here">')
+    assert sorted(broken(tmp_path)) == [
+        "one.html: two.html: there is no such file",
+        "three.html: one.html#there: there is no such place",
+    ]
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_results_is_what_the_files_say():
+    assert records.DOCUMENT.read_text() == records.page()
+
+
+def test_a_file_of_results_that_no_page_shows_is_found(tmp_path):
+    (tmp_path / "bunch_h200.json").write_text("{}")
+    with pytest.raises(ValueError, match="unknown kind of results 'bunch'. Did you mean 'bench'"):
+        records.page(tmp_path)
+
+
+def test_wrong_cases_are_counted(tmp_path):
+    row = {"backend": "cuda", "stage": "combine", "dtype": "float32", "error": 3e-5, "bound": 1e-5, "available": True}
+    rows = [row | {"ok": False}, row | {"error": 5e-6, "ok": True}, row | {"available": False, "ok": False}]
+    (tmp_path / "check_gpu.json").write_text(json.dumps({"device": "a GPU", "commit": "abc", "rows": rows}))
+    assert "| cuda | combine | float32 | 2 | 1 | 3.00 |" in records.page(tmp_path)
+
+
+def test_the_glossary_has_the_words_of_both_documents():
+    words = dict(glossary.entries())
+    assert "roofline" in words and "](notation.md#save-policies)" in words["minimal"]
+    assert {"L", "expert_token_offsets", "slot", "megablocks", "by_gate", "KiB, MiB, GiB"} <= words.keys()
+    listed = re.findall(r"^(\S.*)\n  ", glossary.page(), re.MULTILINE)
+    assert listed == sorted(words, key=str.lower)
+
+
+def test_the_glossary_reads_the_tables_that_it_names():
+    text = (ROOT / "docs" / "notation.md").read_text()
+    assert all(f"\n## {heading}\n" in text for heading in glossary.NOTATION)
+
+
+def test_the_path_has_every_notebook():
+    notebooks = [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    table = (ROOT / "docs" / "path.md").read_text().partition("## Three syllabi")[0]
+    assert re.findall(r"\(\.\./notebooks/(\S+\.ipynb)\)", table) == notebooks
+
+
+PYTHON = """
+TILE: int = 256
+class Dispatch:
+    def arrays(self): ...
+def build(x): return arrays(x)
+"""
+CUDA = """
+// dense_map( writes
+__device__ int slot_of(const int* experts) { return experts[0]; }
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dense_map(const int* topk_experts,
+              int k) { slot_of(topk_experts); }
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "line"),
+    [
+        (PYTHON, "TILE", 2),
+        (PYTHON, "Dispatch.arrays", 4),
+        (PYTHON, "dispatch.build", 5),
+        (PYTHON, "nothing", 1),
+        (CUDA, "slot_of", 3),
+        (CUDA, "dense_map", 5),
+    ],
+)
+def test_a_link_finds_the_line_of_a_name(text, name, line):
+    assert sources.line_of(text, name) == line
+
+
+DOCSTRING = """One line, |x| of it.
+
+    drawn   as
+      typed
+
+Grid   ceil(R / 4) blocks
+
+Parameters
+----------
+x : int
+    Any |x|."""
+
+
+def test_docstrings_keep_drawings_and_kernel_headers():
+    lines = DOCSTRING.splitlines()
+    extension.keep_as_typed(None, "function", "f", None, None, lines)
+    text = "\n".join(lines)
+    assert "One line, \\|x| of it." in text and "\n::\n\n    drawn   as\n      typed\n" in text
+    assert "| Grid   ceil(R / 4) blocks" in text and text.endswith("Any \\|x|.")
+
+
+# Messages ------------------------------------------------------------------------------------------------------------
+
+
+def said_by_python(path):
+    """Every string of a Python file, what is filled in as ``...``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def said_by_c(path):
+    """Every string of a C++ file, formats as ``...``; neighbours are one."""
+    text = re.sub(r'"\s*\n\s*"', "", path.read_text())
+    return [re.sub(r"%l*[a-z]", "...", string) for string in re.findall(r'"((?:[^"\\\n]|\\.)*)"', text)]
+
+
+def said_by_make(path):
+    """Every string that the Makefile echoes, variables as ``...``."""
+    return re.findall(r"echo '([^']*)'", re.sub(r"\$\([^()]*(?:\([^()]*\))?\)", "...", path.read_text()))
+
+
+@functools.cache
+def said():
+    """Whatever the code can say, one string a line."""
+    package = ROOT / "moeblaze_ref"
+    strings = [string for path in package.rglob("*.py") for string in said_by_python(path)]
+    strings += said_by_c(package / "simt" / "runtime.cpp") + said_by_make(ROOT / "Makefile")
+    return "\n".join(strings)
+
+
+def quoted():
+    """The messages of docs/troubleshooting.md."""
+    return re.findall(r"^```text\n(.*?)\n```$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_a_quoted_message_is_in_the_code(message):
+    assert message in said()
+
+
+def test_a_message_that_nobody_says_is_not():
+    assert len(quoted()) > 20 and "the SIMT executor needs a cup of tea" not in said()
