@@ -61,6 +61,13 @@ def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
         node["alt"] = text
 
 
+def highlight_kernels(app: Sphinx, doctree: nodes.document) -> None:
+    """A cell that holds a CUDA kernel to be judged is no Python."""
+    for node in doctree.findall(nodes.literal_block):
+        if node.astext().startswith("%%judge") and "__global__" in node.astext():
+            node["language"] = "cuda"
+
+
 def unlink_bare_names(app: Sphinx, doctree: nodes.document) -> None:
     """``bytes`` in a signature is Python's, not the one attribute of that name which Sphinx would link it to."""
     for node in list(doctree.findall(addnodes.pending_xref)):
@@ -74,5 +81,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("build-finished", sources.write_pages)
     app.connect("doctree-read", unlink_bare_names)
     app.connect("doctree-read", describe_pictures)
+    app.connect("doctree-read", highlight_kernels)
     app.connect("autodoc-process-docstring", keep_as_typed, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
