@@ -74,6 +74,11 @@ def test_every_module_is_in_the_reference(built):
     assert "moeblaze_ref.numpy_ref.dispatch.build" in shown and "moeblaze_ref.torch_layer.MoELayer" in shown
 
 
+def test_tables_in_outputs_are_tables(built):
+    page = (built[1] / "notebooks" / "00_memory_wall.html").read_text()
+    assert page.count("<table") > 5 and "<p>| " not in page
+
+
 def test_a_broken_link_is_found(tmp_path):
     (tmp_path / "one.html").write_text('<p id="here"><a href="#here"><a href="two.html"><a href="https://a.invalid/b">')
     (tmp_path / "three.html").write_text('<a href="one.html#there"><a href="one.html#here">')
