@@ -12,7 +12,8 @@ from traitlets.config import Config
 from moeblaze_ref import apart
 from moeblaze_ref.exercises import Unsolved, notebooks
 from moeblaze_ref.exercises.desk import Desk
-from moeblaze_ref.exercises.exercise import KINDS, KernelExercise, Prediction, cuda_source
+from moeblaze_ref.exercises.exercise import KINDS, KernelExercise, Prediction
+from moeblaze_ref.exercises.kernels import cuda_source
 from moeblaze_ref.exercises.sheets import EXERCISES, SHEETS
 
 FILES = notebooks.files(ROOT / "notebooks")

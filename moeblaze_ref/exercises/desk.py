@@ -91,10 +91,11 @@ class Desk:
             If there is no such exercise.
         """
         exercise = self._open(name.strip(), KernelExercise, "is a prediction: its cell calls predict(...)")
+        kernel = exercise.kernel
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
             verdict = apart.examine(
-                exercise.file, lines, exercise.kernel, exercise.task, budgets=exercise.budgets, **exercise.launch
+                exercise.file, lines, kernel.name, exercise.task, budgets=exercise.budgets, **kernel.launch
             )
         except (ValueError, TypeError, OSError) as error:
             raise self._unsolved(str(error)) from None

@@ -1,15 +1,11 @@
 """What an exercise is: the question, what the reader starts from and the solution, each stated once."""
 
-import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from moeblaze_ref import kernel_headers
 from moeblaze_ref.config import PRESETS, MoEConfig
-from moeblaze_ref.notebook.sources import definition
-from moeblaze_ref.raw_cuda.runtime.source import kernel_text
+from moeblaze_ref.exercises.kernels import Kernel
 
 KINDS = {
     "predict": "Predict a number",
@@ -17,7 +13,6 @@ KINDS = {
     "cuda": "Fill the hole, raw CUDA",
     "bug": "Find the planted bug",
 }
-THREADS = "64"  # of a block of the .cu exercises: two warps, and several blocks even in small cases
 
 
 @dataclass(frozen=True)
@@ -107,18 +102,14 @@ class KernelExercise:
         As of a `Prediction`.
     kind : str
         "numba", "cuda" or "bug".
-    task, kernel : str
-        What the kernel must do, one of ``judge.CONTRACTS``, and its name.
-    solution : str
-        The whole text of the right kernel.
+    task : str
+        What the kernel must do, one of ``judge.CONTRACTS``.
+    kernel : Kernel
+        The right one.
     changes : tuple of (str, str)
         Lines of the solution, and what the reader finds in their place.
     budgets : tuple of str
         As of `judge.examine`.
-    grid : str, optional
-        In blocks; a Numba kernel states its launch itself.
-    shared_bytes : str
-        Dynamic shared memory of a .cu kernel's block.
 
     Raises
     ------
@@ -131,14 +122,11 @@ class KernelExercise:
     kind: str
     question: str
     task: str
-    kernel: str
-    solution: str
+    kernel: Kernel
     changes: tuple[tuple[str, str], ...]
     budgets: tuple[str, ...]
     hint: str
     why: str
-    grid: str | None = None
-    shared_bytes: str = "0"
 
     def __post_init__(self):
         for old, _ in self.changes:
@@ -148,19 +136,17 @@ class KernelExercise:
     @property
     def language(self) -> str:
         """``c++`` or ``python``."""
-        return "c++" if "__global__" in self.solution else "python"
+        return self.kernel.language
+
+    @property
+    def solution(self) -> str:
+        """The right kernel's whole text."""
+        return self.kernel.text
 
     @property
     def file(self) -> str:
         """What compilers call the reader's cell."""
         return f"{self.name}.{'cu' if self.language == 'c++' else 'py'}"
-
-    @property
-    def launch(self) -> dict[str, str]:
-        """Options of the judge; none for a Numba kernel, which states its launch itself."""
-        if self.language == "python":
-            return {}
-        return {"grid": self.grid, "block": THREADS, "shared_bytes": self.shared_bytes}
 
     @property
     def unsolved(self) -> str:
@@ -193,26 +179,3 @@ class Sheet:
     course: str
     title: str
     exercises: tuple[Exercise, ...]
-
-
-def cuda_source(file: str, *names: str) -> str:
-    """Functions, structs and constants of ``kernels_cuda/<file>`` as a file of their own, below its includes."""
-    text = kernel_text(file)
-    includes = "\n".join(line for line in text.splitlines() if line.startswith("#include"))
-    return "\n\n".join([includes, *(_part(text, name) for name in names)]) + "\n"
-
-
-def _part(text: str, name: str) -> str:
-    constant = re.search(rf"^constexpr [^\n]*\b{name} = [^\n]*", text, re.MULTILINE)
-    return constant[0] if constant else definition(text, name).rstrip()
-
-
-def cuda_grid(file: str, kernel: str) -> str:
-    """The grid that the header of ``kernels_cuda/<file>`` states."""
-    return kernel_headers.table(kernel_text(file))[kernel]["grid"]
-
-
-def numba_source(imports: str, *functions: Any) -> str:
-    """Kernels and device functions of `moeblaze_ref.numba_cuda` as a file of their own, below what they import."""
-    sources = [inspect.getsource(function.py_func).rstrip() for function in functions]
-    return "\n\n\n".join([imports, *sources]) + "\n"

@@ -6,19 +6,16 @@ A sheet's two notebooks have the same cells, but for the code: unsolved in the o
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from moeblaze_ref.apart import LIMIT_SECONDS
 from moeblaze_ref.exercises.exercise import KINDS, Exercise, KernelExercise, Sheet
+from moeblaze_ref.exercises.kernels import THREADS, Kernel
 from moeblaze_ref.exercises.sheets import SHEETS
 from moeblaze_ref.judge.contracts import CONTRACTS
-
-METADATA = {
-    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-}
+from moeblaze_ref.notebook import outputs
+from moeblaze_ref.notebook.execution import METADATA
 
 SETUP = """\
 %load_ext moeblaze_ref.exercises
@@ -79,26 +76,23 @@ def _question(place: int, exercise: Exercise) -> Iterator[str]:
     if isinstance(exercise, KernelExercise):
         budget = ", ".join(f"`{budget}`" for budget in exercise.budgets)
         task = f"Judged as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
-        yield "  \n".join([task, _launch(exercise), f"**Budget**: {budget}."])
+        yield "  \n".join([task, _launch(exercise.kernel), f"**Budget**: {budget}."])
 
 
-def _launch(exercise: KernelExercise) -> str:
-    if not exercise.launch:
+def _launch(kernel: Kernel) -> str:
+    if not kernel.launch:
         return "Launched as the docstring says."
-    dynamic = f", `{exercise.shared_bytes}` bytes of dynamic shared memory" if exercise.shared_bytes != "0" else ""
-    return f"Launched with a grid of `{exercise.launch['grid']}`, `THREADS = {exercise.launch['block']}`{dynamic}."
-
-
-def text_of(notebook: NotebookNode) -> str:
-    """The notebook as its file has it."""
-    return nbformat.writes(notebook) + "\n"
+    dynamic = f", `{kernel.shared_bytes}` bytes of dynamic shared memory" if kernel.shared_bytes != "0" else ""
+    return f"Launched with a grid of `{kernel.grid}`, `THREADS = {THREADS}`{dynamic}."
 
 
 def files(folder: Path) -> dict[Path, str]:
     """What each file below ``folder``, the course's notebooks, must hold."""
     made = {"exercises": exercise_notebook, "solutions": solution_notebook}
     return {
-        folder / kind / f"{sheet.course}.ipynb": text_of(make(sheet)) for kind, make in made.items() for sheet in SHEETS
+        folder / kind / f"{sheet.course}.ipynb": outputs.text(make(sheet))
+        for kind, make in made.items()
+        for sheet in SHEETS
     }
 
 

@@ -2,19 +2,11 @@
 
 from moeblaze_ref.bench import floors
 from moeblaze_ref.config import preset
-from moeblaze_ref.exercises.exercise import (
-    Asked,
-    KernelExercise,
-    Prediction,
-    Sheet,
-    cuda_grid,
-    cuda_source,
-    numba_source,
-)
+from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.exercises.kernels import cuda_kernel, numba_kernel
 from moeblaze_ref.numba_cuda import combine, expert_up
 
 UP, DOWN = "expert_up/1_naive.cu", "expert_down/1_naive.cu"
-NUMBA = "from moeblaze_ref.numba_cuda.runtime import THREADS, ZERO, cuda"
 
 
 def _weight_gradient(layer):
@@ -56,8 +48,7 @@ SHEET = Sheet(
                 "`d_out[token]` and its row of `y`. A thread has one slot. Compute it."
             ),
             task="combine.d_gates",
-            kernel="d_gates_kernel",
-            solution=numba_source(NUMBA, combine.d_gates_kernel),
+            kernel=numba_kernel(combine.d_gates_kernel),
             changes=(
                 (
                     "        token, position = slot // k, token_index_map[slot]\n"
@@ -85,8 +76,7 @@ SHEET = Sheet(
                 "in expert order, `x` is not."
             ),
             task="expert_up.d_w",
-            kernel="d_w_kernel",
-            solution=numba_source(NUMBA, expert_up.d_w_kernel),
+            kernel=numba_kernel(expert_up.d_w_kernel),
             changes=(
                 (
                     "        for position in range(expert_token_offsets[expert], expert_token_offsets[expert + 1]):\n"
@@ -115,9 +105,7 @@ SHEET = Sheet(
                 "loop."
             ),
             task="expert_up.d_x",
-            kernel="d_x",
-            grid=cuda_grid(UP, "d_x"),
-            solution=cuda_source(UP, "d_x"),
+            kernel=cuda_kernel(UP, "d_x"),
             changes=(
                 (
                     "        for (int p = 0; p < h; ++p) {\n"
@@ -146,9 +134,7 @@ SHEET = Sheet(
                 "`a` and `b`; one index is wrong. All shapes fit, and nothing is out of bounds."
             ),
             task="expert_down.d_hidden",
-            kernel="d_hidden",
-            grid=cuda_grid(DOWN, "d_hidden"),
-            solution=cuda_source(DOWN, "d_hidden"),
+            kernel=cuda_kernel(DOWN, "d_hidden"),
             changes=(("gate_of_row[at.row]", "gate_of_row[expert_token_indices[at.row]]"),),
             budgets=("read of w3 <= 4 R d h", "written <= 16 R h"),
             hint="`expert_token_indices[row]` is a token. Is `gate_of_row` indexed by tokens?",

@@ -2,7 +2,8 @@
 
 from moeblaze_ref.bench import floors
 from moeblaze_ref.config import preset
-from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet, cuda_grid
+from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.exercises.kernels import Kernel, cuda_grid
 from moeblaze_ref.memory.accounting import account, largest_tokens
 
 D_HIDDEN = """\
@@ -126,9 +127,7 @@ SHEET = Sheet(
                 "* y_swi`."
             ),
             task="expert_down.d_hidden",
-            kernel="d_hidden",
-            grid=cuda_grid("expert_down/1_naive.cu", "d_hidden"),
-            solution=D_HIDDEN,
+            kernel=Kernel("d_hidden", D_HIDDEN, cuda_grid("expert_down/1_naive.cu", "d_hidden")),
             changes=(
                 (
                     "    d_a[index] = gate * d_y * b_value * slope;\n"

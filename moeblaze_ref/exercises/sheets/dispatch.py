@@ -1,19 +1,13 @@
 """Exercises of notebook 02: the index structures, built without sorting."""
 
 from moeblaze_ref.config import preset
-from moeblaze_ref.exercises.exercise import (
-    Asked,
-    KernelExercise,
-    Prediction,
-    Sheet,
-    cuda_grid,
-    cuda_source,
-    numba_source,
-)
+from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.exercises.kernels import Kernel, cuda_grid, cuda_kernel, numba_kernel
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.numba_cuda import dispatch
 
 FILE = "dispatch/1_dense_map.cu"
+NUMBA = "from moeblaze_ref.numba_cuda.runtime import THREADS, cuda\nfrom moeblaze_ref.structures import EMPTY"
 INDICES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
 
 LENGTHS = """\
@@ -89,11 +83,7 @@ SHEET = Sheet(
                 "chose."
             ),
             task="dispatch.dense_map",
-            kernel="dense_map_kernel",
-            solution=numba_source(
-                "from moeblaze_ref.numba_cuda.runtime import THREADS, cuda\nfrom moeblaze_ref.structures import EMPTY",
-                dispatch.dense_map_kernel,
-            ),
+            kernel=numba_kernel(dispatch.dense_map_kernel, NUMBA),
             changes=(
                 (
                     "        token = first + thread\n"
@@ -120,12 +110,7 @@ SHEET = Sheet(
                 "a power of two."
             ),
             task="dispatch.expert_lengths",
-            kernel="expert_lengths_kernel",
-            solution=numba_source(
-                "from numba import int32\n\n"
-                "from moeblaze_ref.numba_cuda.runtime import THREADS, cuda\nfrom moeblaze_ref.structures import EMPTY",
-                dispatch.expert_lengths_kernel,
-            ),
+            kernel=numba_kernel(dispatch.expert_lengths_kernel, f"from numba import int32\n\n{NUMBA}"),
             changes=(
                 (
                     "    half = THREADS // 2\n"
@@ -158,9 +143,7 @@ SHEET = Sheet(
                 "`token_index_map[token * k + slot]` the position."
             ),
             task="dispatch.route_indices",
-            kernel="route_indices",
-            grid=cuda_grid(FILE, "route_indices"),
-            solution=cuda_source(FILE, "route_indices"),
+            kernel=cuda_kernel(FILE, "route_indices"),
             changes=(
                 (
                     "            const int position = base + rank.exclusive;\n"
@@ -191,9 +174,7 @@ SHEET = Sheet(
                 "missing?"
             ),
             task="dispatch.expert_lengths",
-            kernel="expert_lengths",
-            grid=cuda_grid(FILE, "expert_lengths"),
-            solution=LENGTHS,
+            kernel=Kernel("expert_lengths", LENGTHS, cuda_grid(FILE, "expert_lengths")),
             changes=(
                 ("    counts[threadIdx.x] = count;\n    __syncthreads();\n", "    counts[threadIdx.x] = count;\n"),
             ),
@@ -215,9 +196,7 @@ SHEET = Sheet(
                 "lets threads add to one number in shared memory; integers come out the same in any order."
             ),
             task="dispatch.expert_lengths",
-            kernel="expert_lengths",
-            grid="1",
-            solution=COALESCED,
+            kernel=Kernel("expert_lengths", COALESCED, grid="1"),
             changes=(
                 (
                     "    for (int entry = threadIdx.x; entry < L * E; entry += THREADS)\n"

@@ -2,19 +2,12 @@
 
 from moeblaze_ref.bench import floors
 from moeblaze_ref.config import preset
-from moeblaze_ref.exercises.exercise import (
-    Asked,
-    KernelExercise,
-    Prediction,
-    Sheet,
-    cuda_grid,
-    cuda_source,
-    numba_source,
-)
+from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.exercises.kernels import Kernel, cuda_kernel, numba_kernel
+from moeblaze_ref.exercises.roofline import GPU, LIMITS, limit
 from moeblaze_ref.numba_cuda import combine, expert_down
 
 UP, DOWN = "expert_up/1_naive.cu", "expert_down/1_naive.cu"
-NUMBA = "from moeblaze_ref.numba_cuda.runtime import THREADS, ZERO, cuda"
 
 SHARED_ROW = """\
 #include "common.cuh"
@@ -45,8 +38,7 @@ extern "C" __global__ void expert_up(const float* x, const float* w1, const floa
 
 def _intensity(layer, tflops, tb_per_s):
     cost = floors.cost_of("expert_up", layer)
-    ceilings = floors.Ceilings(flops_per_ms=tflops * 10**9, bytes_per_ms=tb_per_s * 10**9)
-    return {"bytes": cost.bytes, "flops_per_byte": cost.flops / cost.bytes, "limit": ceilings.bound(cost)}
+    return {"bytes": cost.bytes, "flops_per_byte": cost.flops / cost.bytes, "limit": limit(cost, tflops, tb_per_s)}
 
 
 SHEET = Sheet(
@@ -62,7 +54,7 @@ SHEET = Sheet(
                 "how many FLOPs of its two products come to a byte? A GPU does `tflops` 1e12 FLOPs and moves "
                 "`tb_per_s` 1e12 bytes in a second: which of the two is the limit?"
             ),
-            given={"layer": preset("conf3").config, "tflops": 800, "tb_per_s": 4},
+            given={"layer": preset("conf3").config, **GPU},
             steps=(
                 "elements = layer.L * layer.d + 2 * layer.E * layer.d * layer.h + 3 * layer.R * layer.h",
                 "moved = layer.itemsize * elements + 4 * layer.R",
@@ -70,7 +62,7 @@ SHEET = Sheet(
             asked={
                 "bytes": Asked("bytes", "moved"),
                 "flops_per_byte": Asked("FLOPs for each byte", "4 * layer.R * layer.d * layer.h / moved"),
-                "limit": Asked("'flops' or 'bytes'", "'flops'"),
+                "limit": Asked(LIMITS, "'flops'"),
             },
             truth=_intensity,
             computed_by="moeblaze_ref.bench.floors.cost_of",
@@ -94,9 +86,7 @@ SHEET = Sheet(
                 "element lies `h` further."
             ),
             task="expert_up",
-            kernel="expert_up",
-            grid=cuda_grid(UP, "expert_up"),
-            solution=cuda_source(UP, "expert_up"),
+            kernel=cuda_kernel(UP, "expert_up"),
             changes=(
                 ("    const Scalar* const x_row = x + (long long)expert_token_indices[at.row] * d;\n", ""),
                 (
@@ -125,10 +115,7 @@ SHEET = Sheet(
                 "each thread some of the `d` elements, each element once."
             ),
             task="expert_up",
-            kernel="expert_up",
-            grid="R",
-            shared_bytes="4 d",
-            solution=SHARED_ROW,
+            kernel=Kernel("expert_up", SHARED_ROW, grid="R", shared_bytes="4 d"),
             changes=(
                 (
                     "    for (int p = threadIdx.x; p < d; p += THREADS) x_row[p] = x[token * d + p];\n"
@@ -155,9 +142,7 @@ SHEET = Sheet(
                 "Mend it."
             ),
             task="expert_down",
-            kernel="expert_down",
-            grid=cuda_grid(DOWN, "expert_down"),
-            solution=cuda_source(DOWN, "expert_down"),
+            kernel=cuda_kernel(DOWN, "expert_down"),
             changes=(("(long long)blockIdx.y * h * d + at.column", "at.column"),),
             budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
             hint="`w3` is `(E, h, d)`, and `blockIdx.y` is the expert. Where does that expert's matrix begin?",
@@ -175,8 +160,7 @@ SHEET = Sheet(
                 "expert order: the row of slot `j` is `token_index_map[token * k + j]`."
             ),
             task="combine",
-            kernel="combine_kernel",
-            solution=numba_source(NUMBA, combine.combine_kernel),
+            kernel=numba_kernel(combine.combine_kernel),
             changes=(
                 (
                     "        for j in range(k):\n"
@@ -201,8 +185,7 @@ SHEET = Sheet(
                 "wrong."
             ),
             task="expert_down",
-            kernel="expert_down_kernel",
-            solution=numba_source(NUMBA, expert_down.expert_down_kernel),
+            kernel=numba_kernel(expert_down.expert_down_kernel),
             changes=(("y[position, column] = total", "y[slot, column] = total"),),
             budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
             hint="`y` is in expert order. Which of `slot` and `position` is a row in expert order?",

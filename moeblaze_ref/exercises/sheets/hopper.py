@@ -3,6 +3,7 @@
 from moeblaze_ref.bench import floors
 from moeblaze_ref.config import preset
 from moeblaze_ref.exercises.exercise import Asked, Prediction, Sheet
+from moeblaze_ref.exercises.roofline import GPU, LIMITS, limit
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.runtime.source import MAX_SHARED_BYTES
 
@@ -19,8 +20,8 @@ def _stage(rows, columns, depth, itemsize, shared_bytes):
 
 
 def _limits(layer, tflops, tb_per_s):
-    ceilings = floors.Ceilings(flops_per_ms=tflops * 10**9, bytes_per_ms=tb_per_s * 10**9)
-    return {stage: ceilings.bound(floors.cost_of(stage, layer)) for stage in ("expert_down", "combine", "d_w3")}
+    stages = ("expert_down", "combine", "d_w3")
+    return {stage: limit(floors.cost_of(stage, layer), tflops, tb_per_s) for stage in stages}
 
 
 SHEET = Sheet(
@@ -67,11 +68,11 @@ SHEET = Sheet(
                 "FLOPs or its bytes? The `combine` sums the `k` rows of each token; `d_w3` is the product that gives "
                 "the gradient of `w3`."
             ),
-            given={"layer": preset("mixtral").config, "tflops": 800, "tb_per_s": 4},
+            given={"layer": preset("mixtral").config, **GPU},
             asked={
-                "expert_down": Asked("'flops' or 'bytes'", "'flops'"),
-                "combine": Asked("'flops' or 'bytes'", "'bytes'"),
-                "d_w3": Asked("'flops' or 'bytes'", "'flops'"),
+                "expert_down": Asked(LIMITS, "'flops'"),
+                "combine": Asked(LIMITS, "'bytes'"),
+                "d_w3": Asked(LIMITS, "'flops'"),
             },
             truth=_limits,
             computed_by="moeblaze_ref.bench.floors.Ceilings.bound",

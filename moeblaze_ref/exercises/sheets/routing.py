@@ -1,11 +1,11 @@
 """Exercises of notebook 01: the router, and what a fixed capacity makes of its choice."""
 
 from moeblaze_ref.capacity import expert_capacity
-from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet, cuda_grid, cuda_source
+from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.exercises.kernels import cuda_kernel
 from moeblaze_ref.memory.accounting import dropped_and_padded
 
-FILE = "gating/1_naive.cu"
-GATING = cuda_source(FILE, "token_of_thread", "Choice", "BEST", "next_best", "softmax_top_k")
+GATING = cuda_kernel("gating/1_naive.cu", "softmax_top_k", "token_of_thread", "Choice", "BEST", "next_best")
 
 
 def _capacity(counts, factor):
@@ -51,9 +51,7 @@ SHEET = Sheet(
                 "of equal logits the lower id comes first."
             ),
             task="gating",
-            kernel="softmax_top_k",
-            grid=cuda_grid(FILE, "softmax_top_k"),
-            solution=GATING,
+            kernel=GATING,
             changes=(
                 (
                     "        const int ordered = to_ordered(logits[e]);\n"
@@ -83,9 +81,7 @@ SHEET = Sheet(
                 "judge compiles with `RENORMALIZE = 0`."
             ),
             task="gating",
-            kernel="softmax_top_k",
-            grid=cuda_grid(FILE, "softmax_top_k"),
-            solution=GATING,
+            kernel=GATING,
             changes=(("RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "1.0f / sum_of_chosen"),),
             budgets=("read of logits <= 4 L E (k + 2)", "written <= 4 L E + 12 R"),
             hint="The report names `gates`, not `probs`: what scales the one, and what the other?",

@@ -2,19 +2,14 @@
 
 import numpy as np
 
-from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet, cuda_grid, cuda_source
+from moeblaze_ref.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
+from moeblaze_ref.exercises.kernels import cuda_kernel
 from moeblaze_ref.numpy_ref import gating
 
-FILE = "gating/1_naive.cu"
-D_LOGITS = cuda_source(
-    FILE,
-    "token_of_thread",
-    "Exponentials",
-    "exponentials",
-    "logsumexp",
-    "exponentials_of_chosen",
-    "share_of",
+D_LOGITS = cuda_kernel(
+    "gating/1_naive.cu",
     "d_logits",
+    *("token_of_thread", "Exponentials", "exponentials", "logsumexp", "exponentials_of_chosen", "share_of"),
 )
 
 
@@ -57,9 +52,7 @@ SHEET = Sheet(
                 "is right."
             ),
             task="gating.backward",
-            kernel="d_logits",
-            grid=cuda_grid(FILE, "d_logits"),
-            solution=D_LOGITS,
+            kernel=D_LOGITS,
             changes=(("2.0f * per_token * d_router_z_loss[0]", "2.0f * d_router_z_loss[0]"),),
             budgets=("written <= 4 L E + 4 R",),
             hint="`per_token` is `1 / L`. Which of the two losses uses it?",
@@ -76,9 +69,7 @@ SHEET = Sheet(
                 "Subtract `shift` from each `d_p`: it is 0 here, and keeps digits when gates are renormalised."
             ),
             task="gating.backward",
-            kernel="d_logits",
-            grid=cuda_grid(FILE, "d_logits"),
-            solution=D_LOGITS,
+            kernel=D_LOGITS,
             changes=(
                 (
                     "    for (int j = 0; j < k; ++j) mean += (d_gates[token * k + j] - shift) * "
