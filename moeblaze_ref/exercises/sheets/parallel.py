@@ -7,6 +7,7 @@ from moeblaze_ref.structures import EMPTY
 
 TOPK_EXPERTS = [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3], [4, 5], [2, 4], [1, 0]]
 RANK_OF_EXPERT = [0, 0, 1, 1, 2, 2]
+ROWS = "sum(len({rank_of_expert[e] for e in chosen}) for chosen in topk_experts)"
 
 
 def _visits(topk_experts, rank_of_expert):
@@ -40,7 +41,7 @@ SHEET = Sheet(
             ),
             given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT},
             asked={
-                "rows": Asked("rows", "sum(len({rank_of_expert[e] for e in chosen}) for chosen in topk_experts)"),
+                "rows": Asked("rows", ROWS),
                 "to_rank_1": Asked("rows", "sum(1 in {rank_of_expert[e] for e in chosen} for chosen in topk_experts)"),
             },
             truth=_rows,
@@ -60,9 +61,10 @@ SHEET = Sheet(
                 "and how many come back, those within a rank included?"
             ),
             given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT, "d": 512, "itemsize": 2},
+            steps=(f"rows = {ROWS}", "k = len(topk_experts[0])"),
             asked={
-                "there": Asked("bytes", "12 * (d * itemsize + 8 * 2)"),
-                "back": Asked("bytes", "12 * d * itemsize"),
+                "there": Asked("bytes", "rows * (d * itemsize + 8 * k)"),
+                "back": Asked("bytes", "rows * d * itemsize"),
             },
             truth=_bytes,
             computed_by="moeblaze_ref.parallel.trip.first_slots",
