@@ -33,6 +33,17 @@ def judge(report, path):
     return report
 
 
+@pytest.fixture
+def one_thread():
+    """Torch on one thread: small products lose more by waiting for other cores than they gain."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item):
     return judge((yield), item.path)

@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict, replace
 
 import pytest
+import small_lm
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
@@ -32,18 +33,11 @@ from moeblaze_ref.lm.train import NonFinite, Trainer, TrainSettings
 from moeblaze_ref.systems import system
 from moeblaze_ref.units import MIB
 
-CONFIG = LMConfig(d=16, h=128, E=4, k=2, layers=2, heads=2, sequence=16)  # h as wide as a block of megablocks
-SETTINGS = TrainSettings(CONFIG, 12, batch=2)
+CONFIG = replace(small_lm.CONFIG, h=128)  # as wide as a block of megablocks
+SETTINGS = replace(small_lm.SETTINGS, config=CONFIG, steps=12)
 STEPS = 5
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products this small lose more by waiting for other cores than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def compare(kind, moe="moeblaze", **options):

@@ -5,24 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_lm import CONFIG, SETTINGS
 from torch import nn
 
 from moeblaze_ref.lm import data, finite, presets
 from moeblaze_ref.lm import train as training
-from moeblaze_ref.lm.model import LMConfig, LMOutput, MoETransformer, rotary_angles
-from moeblaze_ref.lm.train import NonFinite, Trainer, TrainSettings, evaluate, language_loss
+from moeblaze_ref.lm.model import LMOutput, MoETransformer, rotary_angles
+from moeblaze_ref.lm.train import NonFinite, Trainer, evaluate, language_loss
 
-CONFIG = LMConfig(d=16, h=16, E=4, k=2, layers=2, heads=2, sequence=16)
-SETTINGS = TrainSettings(CONFIG, 7, batch=2)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Products this small lose more by waiting for other cores than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trainer(**changes):

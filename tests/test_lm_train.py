@@ -12,9 +12,11 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import small_lm
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_lm import CONFIG
 from test_records import files_of_at_most
 from torch import nn
 from typer.testing import CliRunner
@@ -23,23 +25,15 @@ from moeblaze_ref import lm, records
 from moeblaze_ref.cli import app
 from moeblaze_ref.lm import checkpoint, command, data, finite, log, presets
 from moeblaze_ref.lm.checkpoint import CheckpointError
-from moeblaze_ref.lm.model import LMConfig, MoETransformer
+from moeblaze_ref.lm.model import MoETransformer
 from moeblaze_ref.lm.run import CHECKPOINT, LOCK, LOG, run
 from moeblaze_ref.lm.train import NonFinite, Trainer, TrainSettings
 from moeblaze_ref.systems import SYSTEMS
 
-CONFIG = LMConfig(d=16, h=16, E=4, k=2, layers=2, heads=2, sequence=16)
-SETTINGS = TrainSettings(CONFIG, 7, batch=2, warmup=2, final_fraction=0.1)
+SETTINGS = replace(small_lm.SETTINGS, warmup=2, final_fraction=0.1)
 EVERY = 3  # steps from one checkpoint to the next: 3, 6, 7
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The same number as in the processes that are killed: sums depend on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")  # as in the processes that are killed: sums depend on it
 
 
 def trainer(settings=SETTINGS, corpus=None):
