@@ -190,7 +190,7 @@ def build_kernels(
     instrumented : bool
         Count and check every memory access (slower), or only run.
     lines : bool
-        Keep which line of the source each instruction is of, for `lines.frames`.
+        Keep which line of the source each instruction is of, for `symbols.frames`.
 
     Raises
     ------
@@ -224,11 +224,11 @@ def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
     return kernel + (counted if instrumented else PLAIN_FLAGS)
 
 
-def entry(library: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
+def entry(built: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
     """Address of the function through which the runtime calls a kernel of a built file."""
-    return ctypes.cast(getattr(library, f"simt_entry_{kernel}"), ctypes.c_void_p)
+    return ctypes.cast(getattr(built, f"simt_entry_{kernel}"), ctypes.c_void_p)
 
 
-def static_shared_bytes(library: ctypes.CDLL, kernel: str) -> int:
+def static_shared_bytes(built: ctypes.CDLL, kernel: str) -> int:
     """Bytes of static shared memory of the built file that holds this kernel, all its kernels together."""
-    return runtime_library().simt_static_shared_bytes(entry(library, kernel))
+    return runtime_library().simt_static_shared_bytes(entry(built, kernel))

@@ -27,13 +27,13 @@ class SharedArray(NamedTuple):
     bytes: int
 
 
-def frames(library: ctypes.CDLL, returns: Iterable[int]) -> dict[int, tuple[Frame, ...]]:
+def frames(built: ctypes.CDLL, returns: Iterable[int]) -> dict[int, tuple[Frame, ...]]:
     """Where in the source calls stand: of each first its own line, then those of the functions inlined around it.
 
     Parameters
     ----------
-    library : ctypes.CDLL
-        Built with ``lines``.
+    built : ctypes.CDLL
+        A kernel file, with ``lines``.
     returns : iterable of int
         Where the calls return to, in bytes from the beginning of the file.
 
@@ -44,7 +44,7 @@ def frames(library: ctypes.CDLL, returns: Iterable[int]) -> dict[int, tuple[Fram
     """
     returns = list(returns)
     calls = "".join(f"{place - 1:#x}\n" for place in returns)
-    told = _tool("addr2line", "-e", library._name, "--inlines", "--functions", "--demangle", "--addresses", given=calls)
+    told = _tool("addr2line", "-e", built._name, "--inlines", "--functions", "--demangle", "--addresses", given=calls)
     blocks = re.split(r"^0x[0-9a-f]+\n", told, flags=re.MULTILINE)[1:]
     return {place: _frames(block.splitlines()) for place, block in zip(returns, blocks, strict=True)}
 
@@ -68,7 +68,7 @@ def _plain(function: str) -> str:
 
 @functools.cache
 def shared_arrays(path: str) -> tuple[SharedArray, ...]:
-    """The arrays of static shared memory of a library's file, in the order in which they lie.
+    """The arrays of static shared memory of a built file, in the order in which they lie.
 
     Raises
     ------

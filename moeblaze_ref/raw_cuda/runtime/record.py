@@ -404,10 +404,10 @@ def _read(module, launch, staged, records, seen) -> LaunchRecord:
         place: Region(" = ".join(item.names), "global", item.copy.dtype, item.copy.shape)
         for place, item in enumerate(staged)
     }
-    regions[STATIC_SHARED] = Region("shared memory", "shared", parts=symbols.shared_arrays(module.library._name))
+    regions[STATIC_SHARED] = Region("shared memory", "shared", parts=symbols.shared_arrays(module.built._name))
     regions[DYNAMIC_SHARED] = Region("dynamic shared memory", "shared")
     regions[NOWHERE] = Region("no array", "nowhere")
-    found = symbols.frames(module.library, np.unique(records["instruction"]).tolist())
+    found = symbols.frames(module.built, np.unique(records["instruction"]).tolist())
     frames = {place: tuple(_named(frame, module.source) for frame in chain) for place, chain in found.items()}
     return LaunchRecord(
         launch.kernel.decode(),

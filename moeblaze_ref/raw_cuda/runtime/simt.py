@@ -238,23 +238,23 @@ def _compile(file, text, constants, instrumented, lines, edition) -> tuple[Kerne
     """The compiled file, once for each of its editions."""
     source = KernelSource.read(file, dict(constants), text)
     source.check_simt()
-    library = build.build_kernels(
+    built = build.build_kernels(
         source.file, source.text, list(source.kernels), source.include_dirs, source.constants, instrumented, lines
     )
-    return source, library
+    return source, built
 
 
 def _static_shared_bytes(source: KernelSource, kernel: str) -> int:
     """Static shared memory of one kernel: that of the file built for it alone, where the linker drops all others'."""
-    library = build.build_kernels(source.file, source.text, [kernel], source.include_dirs, source.constants)
-    return build.static_shared_bytes(library, kernel)
+    built = build.build_kernels(source.file, source.text, [kernel], source.include_dirs, source.constants)
+    return build.static_shared_bytes(built, kernel)
 
 
 class SimtModule(Module):
     """A compiled kernel file."""
 
     def __init__(self, executor: SimtExecutor, compiled: tuple[KernelSource, ctypes.CDLL]):
-        source, self.library = compiled
+        source, self.built = compiled
         super().__init__(source)
         self._executor = executor
 
@@ -272,7 +272,7 @@ class SimtModule(Module):
 
     def _check_shared(self, kernel: str, dynamic_bytes: int):
         """A GPU would give a block of the kernel its shared memory."""
-        all_kernels = build.static_shared_bytes(self.library, kernel)
+        all_kernels = build.static_shared_bytes(self.built, kernel)
         if all_kernels > MAX_STATIC_SHARED_BYTES or all_kernels + dynamic_bytes > MAX_SHARED_BYTES:
             check_shared(self.source.file, kernel, _static_shared_bytes(self.source, kernel), dynamic_bytes)
 
@@ -291,7 +291,7 @@ class SimtModule(Module):
     def _describe(self, kernel, grid, block, shared_bytes, pointers, buffers) -> _Launch:
         return _Launch(
             kernel=kernel.encode(),
-            entry=build.entry(self.library, kernel),
+            entry=build.entry(self.built, kernel),
             arguments=pointers,
             grid=_Dim(*grid),
             block=_Dim(*block),
