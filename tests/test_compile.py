@@ -77,7 +77,9 @@ def _usage(text, constants, include_dirs, architecture):
 
 def assert_fits(source, on=HOPPER):
     """No kernel of the file spills or uses local memory on those of these architectures that it runs on."""
-    for architecture in set(on) & set(architectures(source)):
+    tried = set(on) & set(architectures(source))
+    assert tried, f"{source.file} runs on none of {on}"
+    for architecture in tried:
         found = usage(source, architecture)
         assert found.keys() == source.kernels.keys()
         for kernel, used in found.items():

@@ -324,19 +324,19 @@ def test_a_settled_notebook_stays_as_it_is():
 
 
 def test_pictures_are_made_small_once():
-    figure = pictures_to_shrink()
-    small = outputs.settled(figure)
-    before, after = (base64.b64decode(one.cells[0].outputs[0].data["image/png"]) for one in (figure, small))
+    large = with_a_picture()
+    small = outputs.settled(large)
+    before, after = (base64.b64decode(one.cells[0].outputs[0].data["image/png"]) for one in (large, small))
     assert len(after) < len(before) / 2 and outputs.settled(small) == small
     shown = [np.asarray(Image.open(io.BytesIO(png)).convert("RGBA"), float) for png in (before, after)]
     assert shown[0].shape == shown[1].shape and abs(shown[0] - shown[1]).mean() < 4
 
 
-def pictures_to_shrink():
+def with_a_picture():
     """A notebook with a figure, as matplotlib writes it."""
     file = io.BytesIO()
-    pictures_of = memory.memory_bars(L=1024, d=256, h=512, E=4, k=2, activation="swiglu", policy="paper")
-    pictures_of.savefig(file, format="png")
+    figure = memory.memory_bars(L=1024, d=256, h=512, E=4, k=2, activation="swiglu", policy="paper")
+    figure.savefig(file, format="png")
     picture = base64.b64encode(file.getvalue()).decode()
     shown = nbformat.v4.new_output("display_data", {"image/png": picture}, metadata={"image/png": {"alt": "bars"}})
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[shown])])

@@ -274,7 +274,7 @@ def test_records_go_up_to_the_fault():
     ("option", "message"),
     [
         ({"block": -1}, "block is -1, but it must be >= 0"),
-        ({"warp": 1.5}, "warp"),
+        ({"warp": 1.5}, "warp is 1.5"),
         ({"limit": 0}, "limit is 0, but it must be >= 1"),
     ],
 )

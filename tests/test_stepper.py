@@ -229,4 +229,6 @@ def test_the_picture_holds_the_structures_and_the_rows_of_every_system():
 def test_the_smallest_and_the_largest_routing_are_drawn(shape):
     L, E, k = shape
     choices = tuple(tuple((token + slot) % E for slot in range(k)) for token in range(L))
-    drawn(explorer.routing_picture(Routing(choices, E), 1.0, 2))
+    arrays, bins = drawn(explorer.routing_picture(Routing(choices, E), 1.0, 2)).axes
+    assert words(arrays)[0] == f"R = {L * k} routed rows of {L} tokens and {E} experts"
+    assert f"MoEBlaze: no buffer; R = {L * k} indices into x" in words(bins)

@@ -2,8 +2,8 @@
 
 ``python -m moeblaze_ref.notebook.outputs``, which is ``make notebooks``, runs every notebook and writes it with its
 outputs. What differs from run to run is left out: execution times, the state of widgets, progress bars. Where a slider
-stands, its first picture does, under a line that says so. A cell with the tag ``VARIES`` shows rounding errors, or where
-training goes after some of them: what it says depends on the processor, and is not compared.
+stands, its first picture does, under a line that says so. A cell with the tag ``VARIES`` shows rounding errors, or
+where training goes after some of them: what it says depends on the processor, and is not compared.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def settled(ran: NotebookNode) -> NotebookNode:
     for cell in copy.cells:
         cell.metadata = NotebookNode({name: value for name, value in cell.metadata.items() if name == "tags"})
         if cell.cell_type == "code":
-            outputs = [settled for output in cell.outputs for settled in _without_widgets(output, models)]
+            outputs = [part for output in cell.outputs for part in _without_widgets(output, models)]
             cell.outputs = [_with_small_picture(output) for output in outputs]
     return copy
 

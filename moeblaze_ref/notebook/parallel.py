@@ -135,11 +135,11 @@ def parcels_table(steps: Sequence[Step]) -> list[dict]:
     ]
 
 
-# Rows of a map ---------------------------------------------------------------------------------------------------------
+# Rows of a map -------------------------------------------------------------------------------------------------------
 
 
 def ranks_of(topk_experts: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """The ranks (L, k) that get a copy of each token's row, ``EMPTY`` in slots that need none."""
+    """The ranks (L, k) that get a copy of each token's row, ``EMPTY`` in slots that need none; ``owners`` is (E,)."""
     return first_slots(torch.from_numpy(owners[topk_experts])).numpy()
 
 
@@ -176,7 +176,8 @@ def visits_picture(topk_experts: np.ndarray, owners: np.ndarray, tokens: Sequenc
     for border in np.cumsum(tokens)[:-1]:
         axes.axvline(border - 0.5, color="black", linewidth=2)
     axes.set_xlabel("token; a thick line parts those of one rank from the next")
-    axes.set_title("orange: the row travels; grey: it is at home; number: its experts there", loc="left", fontsize="medium")
+    title = "orange: the row travels; grey: it is at home; number: its experts there"
+    axes.set_title(title, loc="left", fontsize="medium")
     return figure
 
 
@@ -214,7 +215,7 @@ class Traffic(NamedTuple):
 
     @classmethod
     def of(cls, topk_experts: np.ndarray, owners: np.ndarray, num_ranks: int) -> "Traffic":
-        """From topk_experts (L, k); token i is on rank i modulo the number of ranks."""
+        """From topk_experts (L, k) and owners (E,); token i is on rank i modulo the number of ranks."""
         copies = ranks_of(topk_experts.astype(np.int64), owners)
         own = np.arange(len(copies))[:, None] % num_ranks
         travelled = copies[(copies != EMPTY) & (copies != own)]

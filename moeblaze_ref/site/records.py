@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import doors, documents
+from moeblaze_ref import documents, doors
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
 # By the first word of a file's name: (what it holds, the page that shows it).

@@ -57,8 +57,8 @@ SHEET = Sheet(
             title="Bytes, there and back",
             question=(
                 "The same tokens, rows of `d` numbers of `itemsize` bytes. With a row its `k` expert ids and `k` gates "
-                "travel, four bytes each; back comes one row of `d` numbers, the weighted sum. How many bytes go there, "
-                "and how many come back, those within a rank included?"
+                "travel, four bytes each; back comes one row of `d` numbers, the weighted sum. How many bytes go "
+                "there, and how many come back, those within a rank included?"
             ),
             given={"topk_experts": TOPK_EXPERTS, "rank_of_expert": RANK_OF_EXPERT, "d": 512, "itemsize": 2},
             steps=(f"rows = {ROWS}", "k = len(topk_experts[0])"),
