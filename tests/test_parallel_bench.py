@@ -13,9 +13,10 @@ import torch
 
 from moeblaze_ref import traces
 from moeblaze_ref.parallel import bench, measure
+from moeblaze_ref.parallel.costs import Costs, rows_of, rows_sent, travel_seconds
 from moeblaze_ref.placement import maps, peers
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.placement.simulate import Cluster, loads
+from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.synthetic import synthetic_trace
 from moeblaze_ref.placement.trace import profile, split
 
@@ -51,16 +52,19 @@ def test_placements_are_measured_beside_their_model(folder):
     assert [row["name"] for row in found["rows"]] == ["greedy", "contiguous"]
     assert {"device", "versions", "commit"} <= found.keys()
     on = Cluster(np.array(found["bandwidth"]), 4 * found["d"], found["token_s"])
+    costs = Costs(on, found["exchange_s"], found["rest_s"])
     windows = bench.batches(split(TRACE, 0)[1], RANKS * TOKENS, STEPS)
     for row, placement in zip(
         found["rows"], (maps.load(folder / "greedy.npz"), peers.contiguous(profile(TRACE), RANKS)), strict=True
     ):
         assert min(row["experts_ms"] + row["exchange_ms"]) > 0
         assert row["step_ms"] <= row["step_p99_ms"]
+        np.testing.assert_allclose(row["modelled_experts_ms"], 1e3 * costs.expert_seconds(placement, windows))
+        np.testing.assert_allclose(row["modelled_exchange_ms"], 1e3 * costs.exchange_seconds(placement, windows))
+        parts = sum(row["modelled_experts_ms"]) + sum(row["modelled_exchange_ms"])
+        assert row["modelled_step_ms"] == pytest.approx(parts + 1e3 * found["rest_s"] * placement.layers)
         replayed = profile(traces.RoutingTrace(np.concatenate(windows), TRACE.num_experts))
-        tails = loads(replayed, placement.shares()).max(axis=1) / STEPS
-        np.testing.assert_allclose(row["modelled_experts_ms"], 1e3 * tails * found["token_s"])
-        np.testing.assert_allclose(row["modelled_exchange_ms"], 1e3 * bench.exchange_seconds(placement, windows, on))
+        assert row["simulated_step_ms"] == pytest.approx(step(replayed, placement.shares(), on, RANKS * TOKENS).ms)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +96,25 @@ def test_rows_that_travel_are_counted_once_a_token_and_rank():
         for layer in range(2):
             for owner in {placement.assignment[layer, expert] for expert in window[token, layer]}:
                 expected[layer, token // 4, owner] += 1
-    np.testing.assert_array_equal(bench.rows_sent(placement, window), expected)
+    np.testing.assert_array_equal(rows_sent(placement, window), expected)
     on = Cluster(np.array([[1.0, 2.0, 4.0], [8.0, 1.0, 2.0], [4.0, 2.0, 1.0]]), 8, 1.0)
     seconds = np.where(np.eye(3), 0, expected * 8 / on.bandwidth)  # (layers, G, G)
-    np.testing.assert_allclose(bench.exchange_seconds(placement, [window], on), 2 * seconds.max(axis=(1, 2)))
+    slowest = 2 * seconds.max(axis=(1, 2))
+    np.testing.assert_allclose(travel_seconds(placement, window, on), slowest)
+    first, second = window[:6], window[6:]
+    mean = (travel_seconds(placement, first, on) + travel_seconds(placement, second, on)) / 2
+    np.testing.assert_allclose(Costs(on, 0.5, 0.0).exchange_seconds(placement, [first, second]), 0.5 + mean)
+
+
+def test_experts_are_done_when_the_fullest_gpu_of_each_window_is():
+    placement = Placement(np.array([[0, 0, 1]], np.int32), 2)
+    left, right = np.array([[[0, 1]], [[0, 1]]]), np.array([[[0, 2]], [[2, 1]]])  # rows of the GPUs: 4, 0 and 2, 2
+    np.testing.assert_array_equal(rows_of(placement, left), [[4, 0]])
+    np.testing.assert_array_equal(rows_of(placement, right), [[2, 2]])
+    costs = Costs(Cluster(np.ones((2, 2)), 8, 10.0), 0.0, 7.0)
+    np.testing.assert_allclose(costs.expert_seconds(placement, [left, right]), [10 * (4 + 2) / 2])
+    travel = costs.exchange_seconds(placement, [left, right]).sum()
+    assert costs.step_seconds(placement, [left, right]) == pytest.approx(30 + travel + 7)
 
 
 def test_windows_begin_again_and_are_never_short():

@@ -1,12 +1,11 @@
-"""Measure placements on this machine's GPUs, and hold the model of `placement.simulate` against it.
+"""Measure placements on this machine's GPUs, and hold what is foretold of them against it.
 
     torchrun --nproc-per-node 4 -m moeblaze_ref.parallel.bench --trace FILE --map greedy.npz --map moetuner.npz
 
 Every rank of torchrun is a GPU, or a process on CPUs where there is none. The layers have random weights; tokens of the
 trace are replayed, those of the held-out half if it says which sequences they belong to (`moeblaze place --out` fits
-maps to the other half). What is modelled, as in MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU
-with the most of them is, and an exchange when the slowest pair of GPUs is. The costs of a token and of a link are
-measured first, on even loads, never on what they are to foretell.
+maps to the other half). The costs by which a step is foretold (`parallel.costs`) are measured first, on even loads,
+never on what they are to foretell.
 """
 
 import os
@@ -26,11 +25,12 @@ from rich.table import Table
 from moeblaze_ref import doors, provenance, records, traces
 from moeblaze_ref.cli import stdout, user_errors
 from moeblaze_ref.parallel import measure
+from moeblaze_ref.parallel.costs import Costs
 from moeblaze_ref.parallel.measure import MarkedRanks, Model
 from moeblaze_ref.parallel.watch import TIMEOUT, Watch
 from moeblaze_ref.placement import maps
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.placement.simulate import Cluster, Step, slowness, step
+from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.trace import profile, split
 from moeblaze_ref.traces import RoutingTrace
 
@@ -49,17 +49,21 @@ class Found:
     step_ms, step_p99_ms : float
         Of the slowest rank, over the steps.
     modelled_step_ms : float
-        `simulate.step`: tokens go from expert to expert, and nothing else takes time.
+        `Costs.step_seconds`.
+    simulated_step_ms : float
+        `simulate.step`, by which `moeblaze place` compares: tokens go from expert to expert, and nothing else takes
+        time.
     experts_ms, exchange_ms : list of float
         Of each layer, medians over the steps: the slowest rank's experts, and the slowest rank's way there and back.
     modelled_experts_ms, modelled_exchange_ms : list of float
-        The same by the model, of the rows that travel here: from a token's rank to its experts' ranks, and back.
+        The same by `Costs`.
     """
 
     name: str
     step_ms: float
     step_p99_ms: float
     modelled_step_ms: float
+    simulated_step_ms: float
     experts_ms: list[float]
     modelled_experts_ms: list[float]
     exchange_ms: list[float]
@@ -145,38 +149,21 @@ def replay(placements: Sequence[Placement], windows: list[np.ndarray], d: int, h
     ]
 
 
-def beside_model(name: str, taken: Taken, placement: Placement, windows: list[np.ndarray], on: Cluster) -> Found:
-    """What a placement took, and what the model says of it at the measured costs."""
+def beside_model(name: str, taken: Taken, placement: Placement, windows: list[np.ndarray], costs: Costs) -> Found:
+    """What a placement took, and what is foretold of it by the measured costs."""
     whole, slowest = taken.whole.max(axis=0), np.median(taken.parts.max(axis=0), axis=0)  # (steps,), (layers, 3)
-    foretold = modelled(placement, windows, on)
+    replayed = profile(RoutingTrace(np.concatenate(windows), placement.E))
     return Found(
         name,
         float(np.median(whole)),
         float(np.percentile(whole, 99)),
-        foretold.ms,
+        1e3 * costs.step_seconds(placement, windows),
+        step(replayed, placement.shares(), costs.on, len(windows[0])).ms,
         slowest[:, 1].tolist(),
-        (1e3 * foretold.compute_s).tolist(),
+        (1e3 * costs.expert_seconds(placement, windows)).tolist(),
         (slowest[:, 0] + slowest[:, 2]).tolist(),
-        (1e3 * exchange_seconds(placement, windows, on)).tolist(),
+        (1e3 * costs.exchange_seconds(placement, windows)).tolist(),
     )
-
-
-def modelled(placement: Placement, windows: list[np.ndarray], on: Cluster) -> Step:
-    """What `simulate` says of a step of the windows."""
-    topk = np.concatenate(windows)
-    return step(profile(RoutingTrace(topk, placement.E)), placement.shares(), on, len(windows[0]))
-
-
-def exchange_seconds(placement: Placement, windows: list[np.ndarray], on: Cluster) -> np.ndarray:
-    """There and back in each layer (layers,), the mean over the windows: twice the slowest pair of ranks."""
-    return 2 * np.mean([(rows_sent(placement, window) * slowness(on)).max(axis=(1, 2)) for window in windows], axis=0)
-
-
-def rows_sent(placement: Placement, window: np.ndarray) -> np.ndarray:
-    """Rows from each rank to each in every layer, (layers, G, G): one for each token with an expert there."""
-    owners = placement.assignment[np.arange(placement.layers)[None, :, None], window]  # (tokens, layers, k)
-    visits = (owners[..., None] == np.arange(placement.num_gpus)).any(axis=2)  # (tokens, layers, G)
-    return np.stack([part.sum(axis=0) for part in np.split(visits, placement.num_gpus)], axis=1)
 
 
 # Shown ----------------------------------------------------------------------------------------------------------------
@@ -190,7 +177,7 @@ def beside(measured: float, foretold: float) -> str:
 def table(rows: list[Found], caption: str) -> Table:
     """A line a map: sums over the layers."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    for heading in ("map", "step ms", "p99", "modelled", "experts", "modelled", "exchange", "modelled"):
+    for heading in ("map", "step ms", "p99", "modelled", "simulated", "experts", "modelled", "exchange", "modelled"):
         shown.add_column(heading, justify="left" if heading == "map" else "right", no_wrap=True)
     for row in rows:
         shown.add_row(
@@ -198,6 +185,7 @@ def table(rows: list[Found], caption: str) -> Table:
             f"{row.step_ms:.2f}",
             f"{row.step_p99_ms:.2f}",
             beside(row.step_ms, row.modelled_step_ms),
+            f"{row.simulated_step_ms:.2f}",
             f"{sum(row.experts_ms):.2f}",
             beside(sum(row.experts_ms), sum(row.modelled_experts_ms)),
             f"{sum(row.exchange_ms):.2f}",
@@ -239,28 +227,29 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
     if record and ranks.rank == 0:
         records.check_writable(record)
     k, dtype = trace.topk.shape[2], torch.bfloat16 if ranks.clock.torch_device.type == "cuda" else torch.float32
-    token_s = measure.token_seconds(d, h, k, trace.num_experts, tokens, steps, ranks, dtype)
-    row_bytes = d * dtype.itemsize
-    on = Cluster(measure.bandwidths(tokens, row_bytes, steps, ranks), row_bytes, token_s)
-    placements = [placement_of(name, trace, sample, on) for name in names]
+    costs = measure.even_costs(d, h, k, trace.num_experts, tokens, steps, ranks, dtype)
+    placements = [placement_of(name, trace, sample, costs.on) for name in names]
     taken = replay(placements, windows, d, h, ranks, dtype)
     found = [
-        beside_model(Path(name).stem, *of, windows, on) for name, *of in zip(names, taken, placements, strict=True)
+        beside_model(Path(name).stem, *of, windows, costs) for name, *of in zip(names, taken, placements, strict=True)
     ]
     if ranks.rank == 0:
-        stdout().print(table(found, _caption(trace, asked, ranks.size, on)))
+        stdout().print(table(found, _caption(trace, asked, ranks.size, costs)))
         if record:
-            costs = {"gpus": ranks.size, "token_s": token_s, "bandwidth": on.bandwidth.tolist()}
+            on = {"gpus": ranks.size, "token_s": costs.on.token_s, "bandwidth": costs.on.bandwidth.tolist()}
+            on |= {"exchange_s": costs.exchange_s, "rest_s": costs.rest_s}
             model = {"model": trace.model, "layers": trace.topk.shape[1], "experts": trace.num_experts, "k": k}
-            provenance.record(record, asked | model | costs | {"rows": [asdict(row) for row in found]})
+            provenance.record(record, asked | model | on | {"rows": [asdict(row) for row in found]})
 
 
-def _caption(trace, asked, size, on):
+def _caption(trace, asked, size, costs):
     return (
         f"{size} GPUs, {asked['tokens']:,} tokens each, {trace.topk.shape[1]} layers of {trace.num_experts} experts of "
         f"d={asked['d']}, h={asked['h']}, routed as {trace.model or asked['trace']}. Milliseconds of a step; experts "
-        f"and exchange: the slowest rank of each layer, summed. Modelled with {1e9 * on.token_s:.0f} ns a routed row "
-        f"and {on.bandwidth[0, -1] / 1e9:.3g} GB/s a pair, both measured on even loads; in brackets, how far off."
+        f"and exchange: the slowest rank of each layer, summed. Modelled by costs on even loads: "
+        f"{1e9 * costs.on.token_s:.0f} ns a routed row, {costs.on.bandwidth[0, -1] / 1e9:.3g} GB/s a pair, and in each "
+        f"layer {1e6 * costs.exchange_s:.0f} us of exchange and {1e6 * costs.rest_s:.0f} us of the rest; in brackets, "
+        f"how far off. Simulated: MoETuner's model of a step, by which moeblaze place compares."
     )
 
 

@@ -1,4 +1,4 @@
-"""Times of a model's MoE layers over ranks, and of the two costs that the model of `placement.simulate` is made of.
+"""Times of a model's MoE layers over ranks, and the costs on even loads by which they are foretold.
 
 A step is a forward through all layers under the routing of a trace. Its time is taken as it is. The parts of a layer
 are taken in steps of their own, where the ranks line up before each exchange, so that waiting for the slowest rank's
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from moeblaze_ref.bench.device import Gpu
 from moeblaze_ref.layer import MoEWeights
+from moeblaze_ref.parallel.costs import Costs, rows_of, travel_seconds
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.simulate import Cluster
 
 WARM_UP = 3  # steps that do not count
 PARTS = ("there", "experts", "back")  # of a layer
+EVEN_LAYERS = 4  # of the model whose loads are even
 EXCHANGES = 4  # of a forward: counts, rows, slots, and the way back
 
 
@@ -145,8 +148,8 @@ def every_rank(mine: np.ndarray) -> np.ndarray:
     return np.stack(found)
 
 
-def token_seconds(d: int, h: int, k: int, E: int, tokens: int, repetitions: int, ranks: MarkedRanks, dtype) -> float:
-    """What an expert takes for one of its tokens when all experts have equally many: the median, seconds.
+def even_costs(d: int, h: int, k: int, E: int, tokens: int, repetitions: int, ranks: MarkedRanks, dtype) -> Costs:
+    """The costs of a layer on these ranks: medians.
 
     Parameters
     ----------
@@ -158,13 +161,21 @@ def token_seconds(d: int, h: int, k: int, E: int, tokens: int, repetitions: int,
     ranks : MarkedRanks
     dtype : torch.dtype
     """
-    even = np.arange(E, dtype=np.int32)[None] * ranks.size // E
-    model = Model(Placement(even, ranks.size), d, h, k, ranks, dtype)
+    even = np.arange(E, dtype=np.int32) * ranks.size // E
+    placement = Placement(np.tile(even, (EVEN_LAYERS, 1)), ranks.size)
     device = ranks.clock.torch_device
-    slots = torch.arange(tokens * k, dtype=torch.int32, device=device).reshape(1, tokens, k)
-    _, parts = model.times(torch.randn(tokens, d, device=device, dtype=dtype), [slots % E] * repetitions)
-    rows = np.bincount(even[0], minlength=ranks.size) * ranks.size * tokens * k / E  # (ranks,)
-    return float(np.median(parts[..., 0, 1] / rows[:, None])) / 1e3
+    chosen = torch.arange(tokens * k, dtype=torch.int32, device=device).reshape(tokens, k) % E
+    topk = chosen.expand(EVEN_LAYERS, -1, -1).contiguous()
+    model = Model(placement, d, h, k, ranks, dtype)
+    whole, parts = model.times(torch.randn(tokens, d, device=device, dtype=dtype), [topk] * repetitions)
+    there, experts, back = np.median(parts.max(axis=0), axis=(0, 1)) / 1e3
+    layer = np.median(whole.max(axis=0)) / 1e3 / EVEN_LAYERS
+    window = topk.transpose(0, 1).repeat(ranks.size, 1, 1).cpu().numpy()  # of all ranks' tokens
+    row_bytes = d * dtype.itemsize
+    on = Cluster(
+        bandwidths(tokens, row_bytes, repetitions, ranks), row_bytes, experts / rows_of(placement, window).max()
+    )
+    return Costs(on, there + back - travel_seconds(placement, window, on)[0], layer - there - experts - back)
 
 
 def bandwidths(rows: int, row_bytes: int, repetitions: int, ranks: MarkedRanks) -> np.ndarray:
