@@ -24,7 +24,7 @@ from rich.table import Table
 
 from moeblaze_ref import doors, provenance, records, traces
 from moeblaze_ref.cli import stdout, user_errors
-from moeblaze_ref.parallel import measure
+from moeblaze_ref.parallel import findings, measure
 from moeblaze_ref.parallel.costs import Costs
 from moeblaze_ref.parallel.measure import MarkedRanks, Model
 from moeblaze_ref.parallel.watch import TIMEOUT, Watch
@@ -169,28 +169,13 @@ def beside_model(name: str, taken: Taken, placement: Placement, windows: list[np
 # Shown ----------------------------------------------------------------------------------------------------------------
 
 
-def beside(measured: float, foretold: float) -> str:
-    """What the model says, and how far that is from what was measured, of the latter."""
-    return f"{foretold:.2f} ({foretold / measured - 1:+.0%})"
-
-
 def table(rows: list[Found], caption: str) -> Table:
-    """A line a map: sums over the layers."""
+    """A line a map."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    for heading in ("map", "step ms", "p99", "modelled", "simulated", "experts", "modelled", "exchange", "modelled"):
+    for heading in findings.HEADINGS:
         shown.add_column(heading, justify="left" if heading == "map" else "right", no_wrap=True)
     for row in rows:
-        shown.add_row(
-            row.name,
-            f"{row.step_ms:.2f}",
-            f"{row.step_p99_ms:.2f}",
-            beside(row.step_ms, row.modelled_step_ms),
-            f"{row.simulated_step_ms:.2f}",
-            f"{sum(row.experts_ms):.2f}",
-            beside(sum(row.experts_ms), sum(row.modelled_experts_ms)),
-            f"{sum(row.exchange_ms):.2f}",
-            beside(sum(row.exchange_ms), sum(row.modelled_exchange_ms)),
-        )
+        shown.add_row(*findings.cells(asdict(row)))
     return shown
 
 
@@ -234,23 +219,12 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
         beside_model(Path(name).stem, *of, windows, costs) for name, *of in zip(names, taken, placements, strict=True)
     ]
     if ranks.rank == 0:
-        stdout().print(table(found, _caption(trace, asked, ranks.size, costs)))
+        model = {"model": trace.model, "layers": trace.topk.shape[1], "experts": trace.num_experts, "k": k}
+        on = {"gpus": ranks.size, "token_s": costs.on.token_s, "bandwidth": costs.on.bandwidth.tolist()}
+        run = asked | model | on | {"exchange_s": costs.exchange_s, "rest_s": costs.rest_s}
+        stdout().print(table(found, findings.what(run)))
         if record:
-            on = {"gpus": ranks.size, "token_s": costs.on.token_s, "bandwidth": costs.on.bandwidth.tolist()}
-            on |= {"exchange_s": costs.exchange_s, "rest_s": costs.rest_s}
-            model = {"model": trace.model, "layers": trace.topk.shape[1], "experts": trace.num_experts, "k": k}
-            provenance.record(record, asked | model | on | {"rows": [asdict(row) for row in found]})
-
-
-def _caption(trace, asked, size, costs):
-    return (
-        f"{size} GPUs, {asked['tokens']:,} tokens each, {trace.topk.shape[1]} layers of {trace.num_experts} experts of "
-        f"d={asked['d']}, h={asked['h']}, routed as {trace.model or asked['trace']}. Milliseconds of a step; experts "
-        f"and exchange: the slowest rank of each layer, summed. Modelled by costs on even loads: "
-        f"{1e9 * costs.on.token_s:.0f} ns a routed row, {costs.on.bandwidth[0, -1] / 1e9:.3g} GB/s a pair, and in each "
-        f"layer {1e6 * costs.exchange_s:.0f} us of exchange and {1e6 * costs.rest_s:.0f} us of the rest; in brackets, "
-        f"how far off. Simulated: MoETuner's model of a step, by which moeblaze place compares."
-    )
+            provenance.record(record, run | {"rows": [asdict(row) for row in found]})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""Fills what docs/parallel.md says of measurements from the records of ``moeblaze_ref.parallel.bench``.
+
+``python -m moeblaze_ref.parallel.document`` writes everything again.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from moeblaze_ref import documents, records
+from moeblaze_ref.parallel import findings
+
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCS / "parallel.md"
+KEYS = ("rows", "gpus", "token_s", "bandwidth", "exchange_s", "rest_s", "device", "versions", "commit")
+RECORDS = {
+    f"{model}_x{gpus}": DOCS / "results" / f"ep_h200x{gpus}_{model}.json"
+    for gpus in (2, 4)
+    for model in ("gptoss", "mixtral")
+}
+
+
+def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
+    """The document with a block for each record written anew.
+
+    Parameters
+    ----------
+    text : str
+    paths : mapping
+        Of the records by the names of their blocks; they need not be there yet.
+
+    Raises
+    ------
+    ValueError
+        If there is no block of that name, or a file is no record of the benchmark.
+    """
+    return documents.fill(text, {name: partial(_block, path) for name, path in paths.items()})
+
+
+def _block(path: Path) -> str:
+    """What a record says, and where it was made; nothing while there is none."""
+    if not path.exists():
+        return ""
+    found = records.read(path, KEYS)
+    return "\n\n".join([findings.summary(found), "\n".join(documents.place(found))])
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
