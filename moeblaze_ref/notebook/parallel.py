@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import comb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -245,3 +245,43 @@ def traffic_picture(trace: RoutingTrace, placements: Mapping[str, Placement]) ->
     axes.set_ylabel("fullest rank")
     axes.legend()
     return figure
+
+
+# Measured ------------------------------------------------------------------------------------------------------------
+
+
+def parts_of(row: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Milliseconds of a step's parts under a map, (measured, modelled), from a row of a record of `parallel.bench`.
+
+    What is left of a measured step is its rest; on the modelled side it is the cost of every layer beside the others.
+    """
+    experts, exchange = (
+        (sum(row[f"{part}_ms"]), sum(row[f"modelled_{part}_ms"])) for part in ("experts", "exchange")
+    )
+    rest = row["step_ms"] - experts[0] - exchange[0], 1e3 * found["rest_s"] * found["layers"]
+    return {"experts": experts, "exchange": exchange, "rest of the layers": rest}
+
+
+def measured_picture(records: Sequence[Mapping[str, Any]]) -> Figure:
+    """Records of `parallel.bench` beside each other: a step under each map, and thinner below it the model's."""
+    figure = Figure(figsize=(4.6 * len(records), 3.4), layout="constrained")
+    for axes, found in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
+        _bars(axes, found)
+        axes.set_title(f"{found['model']}, {found['gpus']} GPUs", loc="left", fontsize="medium")
+        axes.set_xlabel("ms of a step; thin: modelled")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def _bars(axes, found):
+    places, names = np.arange(len(found["rows"])), [row["name"].rpartition("_")[2] for row in found["rows"]]
+    parts = [parts_of(row, found) for row in found["rows"]]  # a dict a map
+    ends = np.zeros((2, len(places)))
+    for part, color in zip(parts[0], (BLUE, VERMILLION, GREY), strict=True):
+        measured, modelled = np.array([of_one[part] for of_one in parts]).T
+        axes.barh(places - 0.12, measured, 0.44, left=ends[0], color=color, edgecolor="white", label=part)
+        axes.barh(places + 0.26, modelled, 0.2, left=ends[1], color=color, edgecolor="white", alpha=0.6)
+        ends += measured, modelled
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()

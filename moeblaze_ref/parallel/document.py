@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moeblaze_ref import documents, records
 from moeblaze_ref.parallel import findings
@@ -37,11 +38,22 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     return documents.fill(text, {name: partial(_block, path) for name, path in paths.items()})
 
 
+def load(path: Path) -> dict[str, Any]:
+    """A record of `moeblaze_ref.parallel.bench`.
+
+    Raises
+    ------
+    ValueError, OSError
+        As in `records.read`.
+    """
+    return records.read(path, KEYS)
+
+
 def _block(path: Path) -> str:
     """What a record says, and where it was made; nothing while there is none."""
     if not path.exists():
         return ""
-    found = records.read(path, KEYS)
+    found = load(path)
     return "\n\n".join([findings.summary(found), "\n".join(documents.place(found))])
 
 
