@@ -99,6 +99,14 @@ __device__ __forceinline__ void cp_async_wait() {
 inline float fast_exp2(float x) { return exp2f(x); }
 inline float fast_reciprocal(float x) { return 1.0f / x; }
 
+// A lane's four results of D += A B: it holds rows g and g + 8, columns 2 t and 2 t + 1.
+template <unsigned DEPTH>
+SIMT_PLAIN void simt_multiply(const float (&a)[16][DEPTH], const float (&b)[DEPTH][8], unsigned lane, float* d) {
+    const unsigned g = lane / 4, t = lane % 4;
+    for (unsigned i = 0; i < 4; ++i)
+        for (unsigned k = 0; k < DEPTH; ++k) d[i] += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2];
+}
+
 template <class Element>
 struct SimtMma {
     unsigned a[4], b[2];
@@ -116,11 +124,7 @@ struct SimtMma {
                 a[g + 8 * (i / 2 % 2)][2 * t + i % 2 + 8 * (i / 4)] = element(mine.a[i / 2], i % 2);
             for (unsigned i = 0; i < 4; ++i) b[2 * t + i % 2 + 8 * (i / 2)][g] = element(mine.b[i / 2], i % 2);
         });
-        simt_each_lane<SimtMma>(lanes, [&](unsigned lane, SimtMma& mine) {
-            const unsigned g = lane / 4, t = lane % 4;
-            for (unsigned i = 0; i < 4; ++i)
-                for (unsigned k = 0; k < 16; ++k) mine.d[i] += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2];
-        });
+        simt_each_lane<SimtMma>(lanes, [&](unsigned lane, SimtMma& mine) { simt_multiply(a, b, lane, mine.d); });
     }
 };
 template <class Element>
@@ -141,11 +145,7 @@ struct SimtMmaTf32 {
             for (unsigned i = 0; i < 4; ++i) a[g + 8 * (i % 2)][t + 4 * (i / 2)] = __int_as_float(mine.a[i]);
             for (unsigned i = 0; i < 2; ++i) b[t + 4 * i][g] = __int_as_float(mine.b[i]);
         });
-        simt_each_lane<SimtMmaTf32>(lanes, [&](unsigned lane, SimtMmaTf32& mine) {
-            const unsigned g = lane / 4, t = lane % 4;
-            for (unsigned i = 0; i < 4; ++i)
-                for (unsigned k = 0; k < 8; ++k) mine.d[i] += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2];
-        });
+        simt_each_lane<SimtMmaTf32>(lanes, [&](unsigned lane, SimtMmaTf32& mine) { simt_multiply(a, b, lane, mine.d); });
     }
 };
 inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMT_HERE) {

@@ -606,26 +606,33 @@ struct Worker {
 
     // ---- memory accesses -----------------------------------------------------------------
 
+    // Most accesses are to a thread's own stack, which a GPU has registers for: they must cost next to nothing.
+    bool ignores(uint64_t address) const {
+        return !current || !launch->checked || current->fiber.owns(address);
+    }
+
     void access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
-        if (!current || !launch->checked || current->fiber.owns(address)) return;
-        const int buffer = find_buffer(address, bytes);
-        if (buffer >= 0) {
-            if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
-            if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
-        } else if (block_memory.holds(address, bytes)) {
+        if (!ignores(address)) count(address, bytes, kind, instruction);
+    }
+
+    __attribute__((noinline)) void count(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
+        int buffer = WarpAccess::SHARED;
+        if (block_memory.holds(address, bytes)) {
             if (kind & SIMT_READ) shared.read_bytes += bytes;
             if (kind & SIMT_WRITE) {
                 shared.written_bytes += bytes;
                 block_memory.note_write(address, bytes, current->number);
             }
+        } else if ((buffer = find_buffer(address, bytes)) >= 0) {
+            if (kind & SIMT_READ) buffers[size_t(buffer)].read_bytes += bytes;
+            if (kind & SIMT_WRITE) buffers[size_t(buffer)].written_bytes += bytes;
         } else if (image.holds(address, bytes)) {
             return;
         } else {
             if (launch->recorder) record(address, bytes, kind, instruction);
             out_of_bounds(address, bytes, kind);
         }
-        warps[current->warp].add(instruction, current->lane, address, bytes, kind,
-                                 buffer >= 0 ? buffer : WarpAccess::SHARED);
+        warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer);
         if (observed) after_access(address, bytes, kind, instruction);
     }
 
@@ -635,21 +642,25 @@ struct Worker {
         if (launch->seed && random.next() % 64 == 0) yield();  // an order that only preemption gives
     }
 
-    // A GPU faults where the address is no multiple of the access's width.
+    // A GPU faults where the address is no multiple of the access's width, a power of two.
     void aligned_access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
-        if (address % bytes && current && launch->checked && !current->fiber.owns(address)) {
-            if (launch->recorder) record(address, bytes, kind, instruction);
-            fail(*current, "misaligned access of %u bytes at address %p", bytes, (void*)address);
-            stop();
-        }
-        access(address, bytes, kind, instruction);
+        if (ignores(address)) return;
+        if (address & (bytes - 1)) misaligned(address, bytes, kind, instruction);
+        count(address, bytes, kind, instruction);
+    }
+
+    [[noreturn]] __attribute__((noinline))
+    void misaligned(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
+        if (launch->recorder) record(address, bytes, kind, instruction);
+        fail(*current, "misaligned access of %u bytes at address %p", bytes, (void*)address);
+        stop();
     }
 
     // A struct of any size is moved in pieces that a GPU has instructions for.
     void range_access(uint64_t address, uint64_t bytes, SimtAccess kind, const void* instruction) {
         while (bytes) {
             unsigned piece = 16;
-            while (address % piece || piece > bytes) piece /= 2;
+            while (address & (piece - 1) || piece > bytes) piece /= 2;
             access(address, piece, kind, instruction);
             address += piece;
             bytes -= piece;
@@ -687,14 +698,10 @@ struct Worker {
     }
 
     int find_buffer(uint64_t address, unsigned bytes) {
-        const size_t count = buffers.size();
-        for (size_t i = 0; i < count; ++i) {
-            const size_t candidate = (last_buffer + i) % count;
-            if (Range{buffers[candidate].address, buffers[candidate].bytes}.holds(address, bytes)) {
-                last_buffer = candidate;
-                return int(candidate);
-            }
-        }
+        const auto holds = [&](const SimtBuffer& buffer) { return Range{buffer.address, buffer.bytes}.holds(address, bytes); };
+        if (last_buffer < buffers.size() && holds(buffers[last_buffer])) return int(last_buffer);
+        for (size_t i = 0; i < buffers.size(); ++i)
+            if (holds(buffers[i])) return int(last_buffer = i);
         return -1;
     }
 

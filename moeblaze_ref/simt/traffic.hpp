@@ -125,7 +125,7 @@ class WarpLog {
     Instruction& find(const void* address) {
         if (active_.size() >= table_.size() / 2) grow();
         size_t slot = hash(address);
-        while (table_[slot].address && table_[slot].address != address) slot = (slot + 1) % table_.size();
+        while (table_[slot].address && table_[slot].address != address) slot = (slot + 1) & (table_.size() - 1);
         if (!table_[slot].address) {
             table_[slot].address = address;
             active_.push_back(&table_[slot]);
@@ -133,7 +133,7 @@ class WarpLog {
         return table_[slot];
     }
 
-    size_t hash(const void* address) const { return (uint64_t(address) * 0x9e3779b97f4a7c15u >> 32) % table_.size(); }
+    size_t hash(const void* address) const { return (uint64_t(address) * 0x9e3779b97f4a7c15u >> 32) & (table_.size() - 1); }
 
     void grow() {
         std::vector<Instruction> old(table_.size() * 2);
@@ -143,7 +143,7 @@ class WarpLog {
             if (entry.address) find(entry.address) = std::move(entry);
     }
 
-    static constexpr size_t SLOTS = 64;
+    static constexpr size_t SLOTS = 64;  // a power of two, as every later size
     uint64_t meetings_ = 0;
     std::vector<Instruction> table_;
     std::vector<Instruction*> active_;
