@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
 
+from moeblaze_ref.records import read
 from moeblaze_ref.site import extension, glossary, records, sources
+from moeblaze_ref.site import path as course_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -123,8 +126,45 @@ def test_the_glossary_reads_the_tables_that_it_names():
 
 def test_the_path_has_every_notebook():
     notebooks = [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
-    table = (ROOT / "docs" / "path.md").read_text().partition("## Three syllabi")[0]
+    table = (ROOT / "docs" / "path.md").read_text().partition("## How long it takes")[0]
     assert re.findall(r"\(\.\./notebooks/(\S+\.ipynb)\)", table) == notebooks
+
+
+def course(seconds):
+    """A record of the path in which every notebook took so long."""
+    rows = [{"notebook": file.name, "seconds": seconds} for file in (ROOT / "notebooks").glob("*.ipynb")]
+    return {"rows": rows, "cores": 2, "device": "a processor", "versions": {"numpy": "2"}, "commit": "abc"}
+
+
+def test_the_path_has_the_times_of_its_record():
+    text = course_path.DOCUMENT.read_text()
+    assert course_path.fill(text, read(course_path.RECORD, course_path.KEYS)) == text
+
+
+def test_times_are_rounded_and_summed():
+    filled = course_path.fill("<!-- begin times -->\n<!-- end times -->", course(70.0))
+    reading = course_path.reading_minutes(ROOT / "notebooks" / "00_memory_wall.ipynb")
+    line = rf"\[00 memory wall\]\(\S+\) \| {reading} min \| 1 min 10 s \|"
+    assert re.search(line, filled) and "- cores: 2" in filled
+    assert re.search(r"\| all \| \d+ min \| 12 min 50 s \|", filled)  # eleven notebooks
+    assert "| 9 s |" in course_path.fill("<!-- begin times -->\n<!-- end times -->", course(9.4))
+
+
+def test_a_record_without_a_notebook_is_refused():
+    found = course(1.0)
+    lost = found["rows"].pop()["notebook"]
+    with pytest.raises(ValueError, match=f"the record has no time of {lost}"):
+        course_path.fill("<!-- begin times -->\n<!-- end times -->", found)
+
+
+def test_a_notebook_is_measured_with_nothing_compiled_before(tmp_path, monkeypatch):
+    code = "import os\ncache = os.environ['MOEBLAZE_CACHE']\nassert cache != 'another' and os.listdir(cache) == []"
+    cell = nbformat.v4.new_code_cell(code)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "00_empty.ipynb")
+    monkeypatch.setattr(course_path, "NOTEBOOKS", tmp_path)
+    monkeypatch.setenv("MOEBLAZE_CACHE", "another")
+    (row,) = course_path.measure()["rows"]
+    assert row["notebook"] == "00_empty.ipynb" and row["seconds"] > 0
 
 
 PYTHON = """
