@@ -7,9 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urldefrag
 
 from playwright.sync_api import Locator, Page, TimeoutError, expect, sync_playwright
 
@@ -152,3 +156,103 @@ def move_slider(explorer: Locator, hangs: int = HANGS) -> None:
     except TimeoutError:
         moved = explorer.locator(".widget-label").first.text_content()
         raise AssertionError(f"no other picture after the slider {moved!r} was moved") from None
+
+
+# The site ------------------------------------------------------------------------------------------------------------
+
+READ = """() => ({
+    links: [...document.links].map(link => link.href),
+    places: [...document.querySelectorAll("[id], a[name]")].flatMap(place => [place.id, place.name]),
+    unseen: [...document.images].filter(image => !image.naturalWidth).map(image => image.src),
+})"""
+CONTRAST = """() => {
+    const {color, backgroundColor} = getComputedStyle(document.body);
+    const [text, paper] = [color, backgroundColor].map(shade => {
+        const linear = shade.match(/[\\d.]+/g).slice(0, 3).map(part => (part / 255) ** 2.2);
+        return 0.05 + 0.21 * linear[0] + 0.72 * linear[1] + 0.07 * linear[2];
+    });
+    return {dark: text > paper, ratio: Math.max(text / paper, paper / text)};
+}"""
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server of the files in a folder."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def complaints(page: Page) -> list[str]:
+    """A list that from now on receives what the page's scripts and downloads complain of."""
+    found: list[str] = []
+
+    def listen(said):
+        where = said.location["url"]
+        if said.type == "error" and not where.endswith("/favicon.ico"):  # which browsers ask for unbidden
+            found.append(f"{page.url}: {said.text} ({where})")
+
+    page.on("console", listen)
+    page.on("pageerror", lambda error: found.append(f"{page.url}: {error}"))
+    return found
+
+
+def follow_links(page: Page, site: str) -> tuple[set[str], list[str]]:
+    """Open the page that is shown and whatever its links reach within the site.
+
+    Returns
+    -------
+    tuple of set of str and list of str
+        The addresses that were opened, and in words each link to no page or to no place in one, and each picture that
+        is not shown.
+    """
+    wrong: list[str] = []
+    places: dict[str, set[str]] = {}  # of each address
+    leading = {page.url: "the first page"}  # who leads to each target
+    waiting = [page.url]
+    while waiting:
+        address = urldefrag(waiting.pop()).url
+        if address in places:
+            continue
+        read = _read(page, address)
+        places[address] = set(read["places"])
+        wrong += [f"{address}: {picture} is not shown" for picture in read["unseen"]]
+        inside = [link for link in read["links"] if link.startswith(site)]
+        waiting += inside
+        leading = dict.fromkeys(inside, address) | leading
+    for target, source in leading.items():
+        address, place = urldefrag(target)
+        if not places[address]:
+            wrong.append(f"{source}: {target}: there is no such page")
+        elif unquote(place) not in places[address]:
+            wrong.append(f"{source}: {target}: there is no such place")
+    return set(places), wrong
+
+
+def search(page: Page, word: str) -> None:
+    """Type a word into the search of the site, and open what is found first."""
+    box = page.get_by_placeholder("Search")
+    box.fill(word)
+    box.press("Enter")
+    page.locator("#search-results .search li a").first.click()
+
+
+def _read(page, address):
+    """What is on a page; of a file that is no page, that it is there."""
+    if address.endswith((".html", "/")):
+        response = page.goto(address)
+        found = page.evaluate(READ)
+    else:
+        response = page.request.get(address)
+        found = {"links": [], "places": [], "unseen": []}
+    return found | {"places": [*found["places"], ""] if response.ok else []}
