@@ -26,6 +26,7 @@ MISSING = (
 QUIET = ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync", "disable-quic")
 FLAGS = tuple(f"--{name}" for name in ("no-sandbox", "disable-gpu", *QUIET))
 HANGS = 300_000  # milliseconds after which nothing more is expected, on a slow and busy machine
+POLLS = 250  # milliseconds between two looks: more would take the processor from what is waited for
 
 
 def chromium() -> str:
@@ -121,7 +122,7 @@ def run_all(page: Page, lab: str, name: str) -> None:
     idle.wait_for()
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
-    page.wait_for_function(RAN)
+    page.wait_for_function(RAN, polling=POLLS)
     idle.wait_for()
 
 
@@ -152,7 +153,8 @@ def move_slider(explorer: Locator, hangs: int = HANGS) -> None:
     now, last = (handle.get_attribute(f"aria-value{name}") for name in ("now", "max"))
     handle.press("ArrowLeft" if now == last else "ArrowRight")
     try:
-        explorer.page.wait_for_function(REDRAWN, arg=[explorer.element_handle(), PICTURES, before], timeout=hangs)
+        shown = [explorer.element_handle(), PICTURES, before]
+        explorer.page.wait_for_function(REDRAWN, arg=shown, polling=POLLS, timeout=hangs)
     except TimeoutError:
         moved = explorer.locator(".widget-label").first.text_content()
         raise AssertionError(f"no other picture after the slider {moved!r} was moved") from None
