@@ -1,5 +1,5 @@
 # Thin targets over the `moeblaze` command of .venv. `make demo` and `make test` need Python 3.11 or newer, g++ and
-# make; everything else comes from requirements.lock.
+# make, `make test` Chromium too; everything else comes from requirements.lock.
 #
 #   make setup PYTHON=python3.12        builds .venv with another Python, once .venv is removed
 #   make setup TORCH_INDEX_URL=URL      takes torch's build for the CPU, or for another CUDA, from that package index
@@ -14,7 +14,7 @@ LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
 TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
-.PHONY: setup setup-gpu demo test check sanitize bench docs docs-serve notebooks lab lock compiler
+.PHONY: setup setup-gpu demo test check sanitize bench docs docs-serve notebooks lab lock compiler browser
 
 setup: $(STAMP)
 
@@ -47,11 +47,18 @@ compiler:
 	    echo 'error: the CUDA kernels run on the CPU through a C++ compiler, and $(firstword $(CXX)) is missing.' \
 	         'On Debian and Ubuntu: sudo apt install g++' >&2; exit 1; }
 
+# What tests/browser.py looks for.
+BROWSERS := chromium chromium-browser google-chrome
+browser:
+	@{ $(foreach name,$(BROWSERS),command -v $(name) ||) false; } >/dev/null || { \
+	    echo 'error: the tests open JupyterLab and the site in a browser, and Chromium is missing.' \
+	         'On Debian: sudo apt install chromium; on Ubuntu: chromium-browser' >&2; exit 1; }
+
 demo: compiler $(STAMP)
 	$(BIN)/moeblaze demo
 
 # A process a core, of about a GiB each. What needs a GPU has it, and the clock, to itself.
-test: compiler $(STAMP)
+test: compiler browser $(STAMP)
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --maxprocesses 8 --dist worksteal
 

@@ -13,6 +13,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+import browser
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -171,7 +172,7 @@ STAMP = ".venv/torch-index-url"
 
 def make(*arguments, cwd=ROOT):
     """Runs make as typed, whatever was passed to the make that may have started these tests."""
-    ours = ("MAKE", "MFLAGS", "PYTHON", "TORCH_INDEX_URL", "CXX")
+    ours = ("MAKE", "MFLAGS", "PYTHON", "TORCH_INDEX_URL", "CXX", "BROWSERS")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run(["make", *arguments], cwd=cwd, env=clean, capture_output=True, text=True)
 
@@ -248,6 +249,14 @@ def test_the_missing_compiler_is_named_before_anything_is_installed(set_up, targ
     result = make(target, "CXX=no-such-compiler", cwd=set_up)
     assert result.returncode != 0 and "sudo apt install g++" in result.stderr
     assert "install" not in result.stdout
+
+
+def test_the_missing_browser_is_named_before_anything_is_installed(set_up):
+    (set_up / STAMP).unlink()
+    result = make("test", "BROWSERS=no-such-browser nor-this", cwd=set_up)
+    assert result.returncode != 0 and "sudo apt install chromium" in result.stderr
+    assert "install" not in result.stdout
+    assert f"\nBROWSERS := {' '.join(browser.NAMES)}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_the_makefile_accepts_the_pythons_that_the_project_does():

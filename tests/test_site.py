@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import browser
 import nbformat
 import pytest
+from playwright.sync_api import expect
 
 from moeblaze_ref.records import read
 from moeblaze_ref.site import extension, glossary, records, sources
@@ -80,6 +82,55 @@ def test_every_module_is_in_the_reference(built):
 def test_tables_in_outputs_are_tables(built):
     page = (built[1] / "notebooks" / "00_memory_wall.html").read_text()
     assert page.count("<table") > 5 and "<p>| " not in page
+
+
+def test_a_reader_finds_a_word_and_follows_every_link(built, tmp_path):
+    with browser.served(built[1]) as site, browser.opened(tmp_path) as page:
+        complaints = browser.complaints(page)
+        page.goto(site)
+        page.wait_for_url(f"{site}docs/index.html")
+        opened, wrong = browser.follow_links(page, site)
+        assert not wrong and not complaints, "\n".join(wrong + complaints)
+        written = [path for folder in ("api", "docs", "notebooks") for path in (built[1] / folder).rglob("*.html")]
+        assert {site + path.relative_to(built[1]).as_posix() for path in written} <= opened
+        page.goto(f"{site}notebooks/00_memory_wall.html")
+        assert page.locator(".cell_output img").count() > 5
+        browser.search(page, "dropless")
+        expect(page.locator("article")).to_contain_text("dropless", ignore_case=True, timeout=browser.HANGS)
+        assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_legible_by_day_and_by_night(built, tmp_path, scheme):
+    with browser.served(built[1]) as site, browser.opened(tmp_path) as page:
+        page.emulate_media(color_scheme=scheme)
+        page.goto(f"{site}docs/index.html")
+        found = page.evaluate(browser.CONTRAST)
+        assert found["dark"] == (scheme == "dark") and found["ratio"] > 7, found
+
+
+FAULTY = """
+<a href="#here">here</a> <a href="#there">there</a> <a href="gone.html">gone</a> <a href="two.html#below">below</a>
+<a href="file.txt">a file</a> <a href="gone.txt">another</a> <a href="https://elsewhere.invalid/">elsewhere</a>
+<p id="here">Here.</p> <img src="gone.png"> <script>nothing()</script>
+"""
+
+
+def test_what_a_reader_stumbles_over_is_found(tmp_path):
+    for name, text in {"one.html": FAULTY, "two.html": '<p id="below">', "file.txt": "a file"}.items():
+        (tmp_path / name).write_text(text)
+    with browser.served(tmp_path) as site, browser.opened(tmp_path) as page:
+        complaints = browser.complaints(page)
+        page.goto(f"{site}one.html")
+        opened, wrong = browser.follow_links(page, site)
+        assert any("nothing is not defined" in said for said in complaints)
+        assert sorted(said.replace(site, "") for said in wrong) == [
+            "one.html: gone.html: there is no such page",
+            "one.html: gone.png is not shown",
+            "one.html: gone.txt: there is no such page",
+            "one.html: one.html#there: there is no such place",
+        ]
+        assert {f"{site}two.html", f"{site}file.txt"} <= opened
 
 
 def test_a_broken_link_is_found(tmp_path):

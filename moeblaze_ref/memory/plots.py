@@ -229,7 +229,6 @@ def _label_ends(axes, ends):
             textcoords="axes fraction",
             va="center",
             fontsize="small",
-            color=color,
             arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 0},
         )
 

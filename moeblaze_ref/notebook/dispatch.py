@@ -94,7 +94,7 @@ def draw_arrays(axes: Axes, topk_experts: np.ndarray, num_experts: int, title: s
     for token in range(num_tokens):
         board.text(-0.3, token + 0.5, f"token {token}", ha="right")
     for expert in range(num_experts):
-        board.text(middle + expert + 0.5, num_tokens + 0.4, f"e{expert}", color=GREY)
+        board.text(middle + expert + 0.5, num_tokens + 0.4, f"e{expert}")
     for name, place, values, experts, first in _by_token(found, topk_experts, middle, right, below, positions):
         board.array(place, name, values, experts, known=step >= first)
     for name, place, values, experts, first in _by_expert(found, middle, right, below):

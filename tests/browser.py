@@ -1,0 +1,260 @@
+"""The Chromium of the machine, without a window: what a reader sees of JupyterLab and of the site."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+from playwright.sync_api import Locator, Page, TimeoutError, expect, sync_playwright
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+MISSING = (
+    f"the tests open JupyterLab and the site in a browser, and Chromium is missing: no {', '.join(NAMES)} on the PATH. "
+    "On Debian: sudo apt install chromium; on Ubuntu: chromium-browser"
+)
+QUIET = ("no-first-run", "disable-background-networking", "disable-component-update", "disable-sync", "disable-quic")
+FLAGS = tuple(f"--{name}" for name in ("no-sandbox", "disable-gpu", *QUIET))
+HANGS = 300_000  # milliseconds after which nothing more is expected, on a slow and busy machine
+POLLS = 250  # milliseconds between two looks: more would take the processor from what is waited for
+
+
+def chromium() -> str:
+    """The path of the machine's browser.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    """
+    for path in filter(None, map(shutil.which, NAMES)):
+        return path
+    raise FileNotFoundError(MISSING)
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[Page]:
+    """A page of a browser of its own. What fails inside names a screenshot in the folder."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.set_default_timeout(HANGS)
+        page.set_default_navigation_timeout(HANGS)
+        try:
+            yield page
+        except BaseException as error:
+            page.screenshot(path=folder / "failed.png")
+            error.add_note(f"what the browser showed: {folder / 'failed.png'}")
+            raise
+        finally:
+            browser.close()
+
+
+# JupyterLab ----------------------------------------------------------------------------------------------------------
+
+TOKEN = "reader"
+FAULTS = ", ".join(f'[data-mime-type="application/vnd.jupyter.{name}"]' for name in ("error", "stderr"))
+PICTURES = ".jp-OutputArea-output img"
+RAN = """() => {
+    const prompts = [...document.querySelectorAll(".jp-CodeCell .jp-InputPrompt")].map(prompt => prompt.textContent);
+    return prompts.some(text => /\\d/.test(text)) && !prompts.some(text => text.includes("*"));
+}"""
+
+REDRAWN = """([explorer, pictures, before]) => {
+    const picture = explorer.querySelector(pictures);
+    return picture !== null && picture.src !== before && picture.naturalWidth > 0;
+}"""
+
+
+@contextlib.contextmanager
+def jupyterlab(folder: Path) -> Iterator[str]:
+    """The address of a JupyterLab over a folder, with this very Python as its kernel and nothing of the user's."""
+    home = folder / ".home"
+    _write_settings(home)
+    places = {f"JUPYTER_{name}_DIR": str(home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
+    places |= {f"JUPYTERLAB_{name}_DIR": str(home / name.lower()) for name in ("SETTINGS", "WORKSPACES")}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER")}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--port=0"]
+    command += [f"--ServerApp.root_dir={folder}", f"--IdentityProvider.token={TOKEN}"]
+    log = home / "log"
+    with open(log, "w") as said:
+        env = {**others, **places, "IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": str(ROOT)}
+        server = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        yield _address(server, log)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _write_settings(home):
+    """No question about news when JupyterLab is opened."""
+    page = home / "config" / "labconfig" / "page_config.json"
+    page.parent.mkdir(parents=True)
+    page.write_text(json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}))
+
+
+def _address(server, log):
+    """Where the server says that it listens."""
+    for _ in range(HANGS // 100):
+        if found := re.search(r"http://127\.0\.0\.1:\d+/lab(?=\?)", log.read_text()):
+            return found[0]
+        if server.poll() is not None:
+            break
+        time.sleep(0.1)
+    raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()}")
+
+
+def run_all(page: Page, lab: str, name: str) -> None:
+    """Open a notebook and run all of its cells, as a reader does: by the menu, once the kernel is there."""
+    page.goto(f"{lab}/tree/{name}?token={TOKEN}")
+    idle = page.locator("#jp-main-statusbar").get_by_text("| Idle")
+    idle.wait_for()
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).click()
+    page.wait_for_function(RAN, polling=POLLS)
+    idle.wait_for()
+
+
+def check_outputs(page: Page, cells: int, pictures: int) -> None:
+    """Every one of so many code cells has run, without an error or a warning, and so many pictures are there.
+
+    Raises
+    ------
+    AssertionError
+    """
+    faults = page.locator(FAULTS).all_text_contents()
+    assert not faults, "\n".join(faults)
+    prompts = page.locator(".jp-CodeCell .jp-InputPrompt").all_text_contents()
+    assert prompts == [f"[{number}]:" for number in range(1, cells + 1)], prompts
+    expect(page.locator(PICTURES)).to_have_count(pictures, timeout=HANGS)
+
+
+def move_slider(explorer: Locator, hangs: int = HANGS) -> None:
+    """Move the first slider of an ``explore`` by a key, and wait until its picture is another one.
+
+    Raises
+    ------
+    AssertionError
+        If the picture is the same after so many milliseconds.
+    """
+    before = explorer.locator(PICTURES).get_attribute("src")
+    handle = explorer.locator(".noUi-handle").first
+    now, last = (handle.get_attribute(f"aria-value{name}") for name in ("now", "max"))
+    handle.press("ArrowLeft" if now == last else "ArrowRight")
+    try:
+        shown = [explorer.element_handle(), PICTURES, before]
+        explorer.page.wait_for_function(REDRAWN, arg=shown, polling=POLLS, timeout=hangs)
+    except TimeoutError:
+        moved = explorer.locator(".widget-label").first.text_content()
+        raise AssertionError(f"no other picture after the slider {moved!r} was moved") from None
+
+
+# The site ------------------------------------------------------------------------------------------------------------
+
+READ = """() => ({
+    links: [...document.links].map(link => link.href),
+    places: [...document.querySelectorAll("[id], a[name]")].flatMap(place => [place.id, place.name]),
+    unseen: [...document.images].filter(image => !image.naturalWidth).map(image => image.src),
+})"""
+CONTRAST = """() => {
+    const {color, backgroundColor} = getComputedStyle(document.body);
+    const [text, paper] = [color, backgroundColor].map(shade => {
+        const linear = shade.match(/[\\d.]+/g).slice(0, 3).map(part => (part / 255) ** 2.2);
+        return 0.05 + 0.21 * linear[0] + 0.72 * linear[1] + 0.07 * linear[2];
+    });
+    return {dark: text > paper, ratio: Math.max(text / paper, paper / text)};
+}"""
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server of the files in a folder."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def complaints(page: Page) -> list[str]:
+    """A list that from now on receives what the page's scripts and downloads complain of."""
+    found: list[str] = []
+
+    def listen(said):
+        where = said.location["url"]
+        if said.type == "error" and not where.endswith("/favicon.ico"):  # which browsers ask for unbidden
+            found.append(f"{page.url}: {said.text} ({where})")
+
+    page.on("console", listen)
+    page.on("pageerror", lambda error: found.append(f"{page.url}: {error}"))
+    return found
+
+
+def follow_links(page: Page, site: str) -> tuple[set[str], list[str]]:
+    """Open the page that is shown and whatever its links reach within the site.
+
+    Returns
+    -------
+    tuple of set of str and list of str
+        The addresses that were opened, and in words each link to no page or to no place in one, and each picture that
+        is not shown.
+    """
+    wrong: list[str] = []
+    places: dict[str, set[str]] = {}  # of each address
+    leading = {page.url: "the first page"}  # who leads to each target
+    waiting = [page.url]
+    while waiting:
+        address = urldefrag(waiting.pop()).url
+        if address in places:
+            continue
+        read = _read(page, address)
+        places[address] = set(read["places"])
+        wrong += [f"{address}: {picture} is not shown" for picture in read["unseen"]]
+        inside = [link for link in read["links"] if link.startswith(site)]
+        waiting += inside
+        leading = dict.fromkeys(inside, address) | leading
+    for target, source in leading.items():
+        address, place = urldefrag(target)
+        if not places[address]:
+            wrong.append(f"{source}: {target}: there is no such page")
+        elif unquote(place) not in places[address]:
+            wrong.append(f"{source}: {target}: there is no such place")
+    return set(places), wrong
+
+
+def search(page: Page, word: str) -> None:
+    """Type a word into the search of the site, and open what is found first."""
+    box = page.get_by_placeholder("Search")
+    box.fill(word)
+    box.press("Enter")
+    page.locator("#search-results .search li a").first.click()
+
+
+def _read(page, address):
+    """What is on a page; of a file that is no page, that it is there."""
+    if address.endswith((".html", "/")):
+        response = page.goto(address)
+        found = page.evaluate(READ)
+    else:
+        response = page.request.get(address)
+        found = {"links": [], "places": [], "unseen": []}
+    return found | {"places": [*found["places"], ""] if response.ok else []}

@@ -1,0 +1,88 @@
+"""Notebooks in JupyterLab, as a reader has them: run by the menu, their sliders moved, in a real browser."""
+
+from pathlib import Path
+
+import browser
+import nbformat
+import pytest
+from playwright.sync_api import expect
+
+from moeblaze_ref.notebook.execution import METADATA
+
+NAMES = ("00_memory_wall", "01_routing", "02_dispatch_without_sorting")  # quick ones
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+
+
+def write_cleared(notebook, path):
+    """Write a notebook without its outputs: what is seen later was made there."""
+    cleared = nbformat.from_dict(notebook)
+    for cell in cleared.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(cleared, path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_runs_and_its_sliders_move_their_pictures(name, tmp_path):
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    write_cleared(notebook, tmp_path / "read.ipynb")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    pictures = sum("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)
+    with browser.jupyterlab(tmp_path) as lab, browser.opened(tmp_path) as page:
+        browser.run_all(page, lab, "read.ipynb")
+        browser.check_outputs(page, len(code), pictures)
+        explorers = page.locator(".widget-interact")
+        expect(explorers).to_have_count(sum(cell.source.count("explore(") for cell in code))
+        for explorer in explorers.all():
+            browser.move_slider(explorer)
+        browser.check_outputs(page, len(code), pictures)
+
+
+BROKEN = """
+from ipywidgets import IntSlider
+from matplotlib.figure import Figure
+from moeblaze_ref.notebook import explore
+%matplotlib inline
+figure, other = Figure(), Figure()
+figure.subplots()
+axes = other.subplots()
+
+explore(lambda length: figure, length=IntSlider(value=3, min=0, max=3))
+
+explore(lambda length: axes.set_xlim(0, length) and other, length=IntSlider(value=1, min=0, max=9))
+
+explore(lambda length: {3: figure}[length], length=IntSlider(value=3, min=0, max=3))
+
+1 / 0
+
+2 + 2
+"""
+
+
+def test_sliders_that_move_no_picture_and_a_cell_that_raises_are_seen(tmp_path):
+    cells = [nbformat.v4.new_code_cell(source) for source in BROKEN.strip().split("\n\n")]
+    write_cleared(nbformat.v4.new_notebook(cells=cells, metadata=METADATA), tmp_path / "broken.ipynb")
+    with browser.jupyterlab(tmp_path) as lab, browser.opened(tmp_path) as page:
+        browser.run_all(page, lab, "broken.ipynb")
+        with pytest.raises(AssertionError, match="ZeroDivisionError"):
+            browser.check_outputs(page, cells=6, pictures=3)
+        still, moving, raising = page.locator(".widget-interact").all()
+        browser.move_slider(moving)
+        for explorer in (still, raising):
+            with pytest.raises(AssertionError, match="no other picture"):
+                browser.move_slider(explorer, hangs=5_000)
+        with pytest.raises(AssertionError, match="KeyError"):
+            browser.check_outputs(page, cells=6, pictures=3)
+
+
+def test_what_fails_names_a_screenshot(tmp_path):
+    with pytest.raises(ZeroDivisionError) as found, browser.opened(tmp_path):
+        1 / 0
+    (note,) = found.value.__notes__
+    assert note.endswith(str(tmp_path / "failed.png")) and (tmp_path / "failed.png").stat().st_size > 0
+
+
+def test_a_missing_browser_is_named(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(FileNotFoundError, match="sudo apt install chromium"):
+        browser.chromium()
