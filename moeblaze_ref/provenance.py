@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def environment() -> dict[str, Any]:
         commit is git's, or $MOEBLAZE_COMMIT where the tree was copied without its history.
     """
     return {
-        "device": _nvidia_smi("name,driver_version,memory.total") or platform.processor() or platform.machine(),
+        "device": _nvidia_smi("name,driver_version,memory.total") or _processor(),
         "clocks": clocks(),
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _commit(),
@@ -52,9 +53,16 @@ def _nvidia_smi(fields: str) -> str | None:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def _processor() -> str:
+    """The processor's name: Linux alone tells it in a file, others through Python."""
+    told = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.+)", told.read_text()) if told.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def _commit() -> str:
-    if "MOEBLAZE_COMMIT" in os.environ:
-        return os.environ["MOEBLAZE_COMMIT"]
+    if told := os.environ.get("MOEBLAZE_COMMIT"):
+        return told
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     found = subprocess.run(git, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"

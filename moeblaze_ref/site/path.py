@@ -76,7 +76,8 @@ def _block(found):
 
 
 def _link(path: Path) -> str:
-    return f"[{path.stem.replace('_', ' ')}](../notebooks/{path.name})"
+    title = nbformat.read(path, as_version=4).cells[0].source.partition("\n")[0].removeprefix("# ")
+    return f"[{title}](../notebooks/{path.name})"
 
 
 def _rounded(seconds: float) -> str:
