@@ -4,6 +4,7 @@ Outside tests/gpu/ every skip and every xfail, at collection too, is reported as
 Inside it they are allowed only where CUDA's driver finds no device.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def judge(report, path):
         f"{report.nodeid} did not run ({reason}); only tests in tests/gpu may be skipped, and only without a GPU"
     )
     return report
+
+
+def pytest_collection_finish():
+    """What is there before the first test stays, so the collector of garbage need not look through it every time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

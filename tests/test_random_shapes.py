@@ -20,10 +20,11 @@ RUNS = [
     for stage in backend.stages
     for rung in backend.rungs(stage)
 ]
-# A share a stage, so that they run side by side. Rung 4 multiplies whole tiles of (128, 256) however small the shape:
-# seconds each on a CPU, so it gets fewer.
-SHARES = {stage: (150, [r for r in RUNS if r[1] == stage and r[2] != gemm.HOPPER]) for _, stage, _ in RUNS}
-SHARES |= {f"hopper, {run[1]}": (8, [run]) for run in RUNS if run[2] == gemm.HOPPER}
+# Tiles are multiplied whole, however small the shape or the block: seconds each on a CPU, so these get fewer.
+SLOW = [run for run in RUNS if run[2] == gemm.HOPPER] + [(BACKENDS["simt"], "block_sparse", "2_tiled")]
+# A share a stage, so that they run side by side.
+SHARES = {stage: (150, [run for run in RUNS if run[1] == stage and run not in SLOW]) for _, stage, _ in RUNS}
+SHARES |= {f"{run[1]}, {run[2]}": (8, [run]) for run in SLOW}
 
 
 @st.composite

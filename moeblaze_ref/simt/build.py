@@ -37,6 +37,7 @@ CLANG_INSTRUMENTED_FLAGS = (
 # Which line an instruction is of; the instructions stay the same. binutils misreads files of DWARF 5.
 LINE_FLAGS = ("-g1", "-gdwarf-4")
 PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
+RUNTIME_FLAGS = ("-O2", "-march=native", "-ffp-contract=off")  # no processor rounds otherwise than another
 
 
 class SimtUnavailable(RuntimeError):
@@ -161,7 +162,7 @@ def runtime_library() -> ctypes.CDLL:
     """The loaded runtime; its symbols are global, so that kernel files find them."""
     text = (SIMT_DIR / "runtime.cpp").read_text()
     folders = [f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}"]
-    library = ctypes.CDLL(str(_compile(text, (*COMMON_FLAGS, "-O2"), folders, _own_headers())), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(_compile(text, (*COMMON_FLAGS, *RUNTIME_FLAGS), folders, _own_headers())), mode=ctypes.RTLD_GLOBAL)
     library.simt_static_shared_bytes.restype = ctypes.c_uint64
     return library
 

@@ -123,9 +123,8 @@ struct WarpProduct {
         right.each(0, step.columns, locate, [&](unsigned column, unsigned k, uint16_t bits) {
             b[k][column] = to_float(bits, step.bfloat16);
         });
-        for (unsigned row = 0; row < ROWS; ++row)
-            for (unsigned k = 0; k < DEPTH; ++k)
-                for (unsigned column = 0; column < MAX_COLUMNS; ++column) sums[row][column] += a[row][k] * b[k][column];
+        for (unsigned first = 0; first < step.columns; first += TILE)
+            for (unsigned row = 0; row < ROWS; ++row) multiply(row, first);
     }
 
     // A lane's registers (PTX ISA, "Register Fragments and Shared Memory Matrix Layouts", wgmma's D).
@@ -134,5 +133,16 @@ struct WarpProduct {
             const float sum = sums[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2];
             step.d[i] = step.accumulate ? step.d[i] + sum : sum;
         }
+    }
+
+  private:
+    static constexpr unsigned TILE = 32;
+
+    // As many columns as the processor's registers hold, from the first on.
+    void multiply(unsigned row, unsigned first) {
+        float tile[TILE] = {};
+        for (unsigned k = 0; k < DEPTH; ++k)
+            for (unsigned i = 0; i < TILE; ++i) tile[i] += a[row][k] * b[k][first + i];
+        std::copy_n(tile, TILE, sums[row] + first);
     }
 };

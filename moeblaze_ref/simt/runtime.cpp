@@ -612,10 +612,10 @@ struct Worker {
     }
 
     void access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
-        if (!ignores(address)) count(address, bytes, kind, instruction);
+        if (!ignores(address)) check(address, bytes, kind, instruction);
     }
 
-    __attribute__((noinline)) void count(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
+    __attribute__((noinline)) void check(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
         int buffer = WarpAccess::SHARED;
         if (block_memory.holds(address, bytes)) {
             if (kind & SIMT_READ) shared.read_bytes += bytes;
@@ -632,7 +632,7 @@ struct Worker {
             if (launch->recorder) record(address, bytes, kind, instruction);
             out_of_bounds(address, bytes, kind);
         }
-        warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer);
+        if (launch->counted) warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer);
         if (observed) after_access(address, bytes, kind, instruction);
     }
 
@@ -646,7 +646,7 @@ struct Worker {
     void aligned_access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
         if (ignores(address)) return;
         if (address & (bytes - 1)) misaligned(address, bytes, kind, instruction);
-        count(address, bytes, kind, instruction);
+        check(address, bytes, kind, instruction);
     }
 
     [[noreturn]] __attribute__((noinline))

@@ -57,22 +57,23 @@ struct WarpAccess {
     struct Distinct {
         std::array<uint64_t, CAPACITY> values;
         unsigned size = 0;
-        bool insert(uint64_t value) {
+        void insert(uint64_t value) {
             for (unsigned i = size; i-- > 0;)
-                if (values[i] == value) return false;
+                if (values[i] == value) return;
             values[size++] = value;
-            return true;
         }
     };
 
     unsigned bank_passes(unsigned first, unsigned last) const {
-        Distinct<64> words;
-        std::array<unsigned, 32> words_of_bank{};
+        std::array<Distinct<32>, 32> banks;  // the words of each
         unsigned passes = 0;
         each_lane([&](unsigned lane) {
             if (lane < first || lane >= last) return;
-            for (uint64_t word = address[lane] / 4; word <= (address[lane] + bytes - 1) / 4; ++word)
-                if (words.insert(word)) passes = std::max(passes, ++words_of_bank[word % 32]);
+            for (uint64_t word = address[lane] / 4; word <= (address[lane] + bytes - 1) / 4; ++word) {
+                Distinct<32>& bank = banks[word % 32];
+                bank.insert(word);
+                passes = std::max(passes, bank.size);
+            }
         });
         return passes;
     }

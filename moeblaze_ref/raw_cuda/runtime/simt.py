@@ -126,6 +126,7 @@ class _Launch(ctypes.Structure):
         ("poison", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("checked", ctypes.c_uint64),
+        ("counted", ctypes.c_uint64),
         ("num_buffers", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
         ("shared", _Shared),
@@ -150,8 +151,8 @@ class SimtExecutor:
     Parameters
     ----------
     instrumented : bool
-        Count and check every memory access. Arrays are then copied into guarded memory for
-        the launch, so an access outside its buffer meets no other.
+        Check every memory access, and count it inside `recording`. Arrays are then copied into
+        guarded memory for the launch, so an access outside its buffer meets no other.
     workers : int, optional
         Operating-system threads; one per core by default.
     seed : int
@@ -267,7 +268,7 @@ class SimtModule(Module):
         for item in staged:
             if item.writable:
                 np.copyto(item.original, item.copy)
-        if self._executor.instrumented:
+        if launch.counted:
             self._executor._record(_report(launch, kernel, grid, block, buffers))
 
     def _check_shared(self, kernel: str, dynamic_bytes: int):
@@ -300,6 +301,7 @@ class SimtModule(Module):
             poison=POISON,
             seed=self._executor.seed,
             checked=self._executor.instrumented,
+            counted=bool(self._executor._recordings),
             num_buffers=len(buffers),
             buffers=buffers,
         )
