@@ -94,13 +94,14 @@ def _context() -> multiprocessing.context.ForkServerContext:
 def _answer(sending: Connection, folder: str, kernel: str, task: str, options: dict[str, Any]):
     """The other process: sends the verdict, or the error that there is in its place."""
     from moeblaze_ref.backends import BACKENDS
-    from moeblaze_ref.cases import standard_cases
+    from moeblaze_ref.cases import standard_cases, telling_cases
     from moeblaze_ref.check import in_reach
     from moeblaze_ref.judge import examine
 
     os.chdir(folder)  # so that messages name the file alone
+    cases = in_reach(BACKENDS["numba"], standard_cases()) + telling_cases()
     try:
-        report = examine(kernel, task, cases=in_reach(BACKENDS["numba"], standard_cases()), **options)
+        report = examine(kernel, task, cases=cases, **options)
         sending.send(Verdict(report.first_problem, str(report)))
     except (ValueError, TypeError, OSError) as error:
         sending.send(error)

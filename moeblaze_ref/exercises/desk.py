@@ -10,9 +10,11 @@ from moeblaze_ref import apart, doors
 from moeblaze_ref.exercises.exercise import Exercise, KernelExercise, Prediction
 from moeblaze_ref.exercises.sheets import EXERCISES
 from moeblaze_ref.notebook.markdown import table
+from moeblaze_ref.units import GB, GIB, KIB, MB, MIB
 
 FAILURES_BEFORE_HINT = 2
 TOLERANCE = 0.01  # of a prediction that is no whole number
+OTHER_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "MB": MB, "GB": GB}
 
 
 class Unsolved(AssertionError):
@@ -48,15 +50,13 @@ class Desk:
         Raises
         ------
         Unsolved
-            If one differs; the first of them is named.
-        ValueError, TypeError
-            If there is no such exercise, or the names are not those asked for.
+            If one differs; the first of them is named. What is no answer, such as a text in place of a number, does not
+            count as a failure.
+        ValueError
+            If there is no such exercise.
         """
         exercise = self._open(name, Prediction, "is no prediction: its cell begins with %%judge")
-        if said.keys() != exercise.asked.keys():
-            raise TypeError(
-                f"{name} asks for {', '.join(exercise.asked)}, but was given {', '.join(said) or 'nothing'}"
-            )
+        _check_answers(exercise, said)
         truth = exercise.truth(**exercise.given)
         for key, asked in exercise.asked.items():
             if wrong := _wrong(key, said[key], truth[key], asked.unit):
@@ -135,15 +135,35 @@ class Desk:
         return Unsolved(f"{problem}\n\nHint: {self.last.hint}\nsolution() shows the solution.")
 
 
+def _check_answers(exercise: Prediction, said: dict[str, Any]):
+    """Something is said of each number that is asked for, and it is a number or a text."""
+    if said.keys() != exercise.asked.keys():
+        asked = ", ".join(exercise.asked)
+        raise Unsolved(f"{exercise.name} asks for {asked}, but was given {', '.join(said) or 'nothing'}")
+    for key, asked in exercise.asked.items():
+        if said[key] is ...:
+            raise Unsolved(f"{key} is still ...: put your prediction in its place ({asked.unit})")
+        if not isinstance(said[key], str):
+            _check_number(key, said[key])
+
+
+def _check_number(name: str, said: Any):
+    try:
+        doors.check_number(name, said)
+    except (ValueError, TypeError) as error:
+        raise Unsolved(str(error)) from None
+
+
 def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
     """What is wrong with one prediction; empty if nothing is."""
-    if said is ...:
-        return f"{name} is still ...: put your prediction in its place ({unit})"
     if isinstance(truth, str):
         return "" if said == truth else f"{name} is {said!r}, which is not right ({unit})"
-    doors.check_number(name, said)
+    _check_number(name, said)
     if math.isclose(said, truth, rel_tol=0 if isinstance(truth, int) else TOLERANCE):
         return ""
+    for other, size in OTHER_UNITS.items() if unit == "bytes" else ():
+        if math.isclose(said * size, truth, rel_tol=TOLERANCE):
+            return f"{name} is {_text(said)}, as if in {other}, but bytes are asked for"
     return f"{name} is {_text(said)}, which is {_how_far(said, truth)} what the project computes"
 
 

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -209,7 +209,7 @@ def find_cuda(text: str, file: str, name: str | None) -> CudaKernel:
         raise ValueError(f'{file} has no kernel: it must be declared extern "C" __global__ void NAME(...)')
     if name is None and len(names) > 1:
         raise ValueError(f"{file} has the kernels {', '.join(names)}: name one, as in {file}:{names[0]}")
-    return CudaKernel(file, text, doors.check_name(f'extern "C" kernel of {file}', name or names[0], names))
+    return CudaKernel(file, text, _known(file, name or names[0], names, names))
 
 
 # ---- Numba ------------------------------------------------------------------------------------
@@ -313,7 +313,15 @@ def find(kernel: Any) -> CudaKernel | NumbaKernel:
     if not name:
         raise ValueError(f"kernel {place!r} must be FILE.cu, FILE.cu:name, FILE.py:function or module:function")
     functions = {known: value for known, value in vars(_import(place)).items() if not known.startswith("__")}
-    return find_numba(functions[doors.check_name(f"function of {place}", name, functions)], f"{place}:{name}")
+    kernels = [known for known, value in functions.items() if hasattr(value, "py_func")]
+    return find_numba(functions[_known(place, name, functions, kernels)], f"{place}:{name}")
+
+
+def _known(place: str, name: str, names: Container[str], kernels: list[str]) -> str:
+    """The name, if it is one of the file's or module's; else the message tells the kernels that there are."""
+    if name in names:
+        return name
+    raise ValueError(f"{name!r} is wanted, but {place} has {', '.join(kernels) or 'no kernel'}")
 
 
 def _existing(place: str) -> Path:

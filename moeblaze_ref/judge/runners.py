@@ -1,5 +1,7 @@
 """How the judge runs a kernel once: on the SIMT executor, on a GPU, or by Numba."""
 
+import contextlib
+import math
 import re
 import traceback
 from collections.abc import Callable
@@ -101,12 +103,15 @@ def _numba(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], argum
     grid, block, shared_bytes = launch
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     moved = {name: runtime.to_device(array) for name, array in arrays.items()}
+    watched = contextlib.nullcontext()
     if runtime.EXECUTOR == "simulator":
-        from moeblaze_ref.numba_cuda.simulator import CountingArray
+        from moeblaze_ref.numba_cuda.simulator import CountingArray, barriers_for_all
 
         moved = {name: CountingArray(array.copy_to_host(), name) for name, array in moved.items()}
+        watched = barriers_for_all(math.prod(block))
     try:
-        runtime.launch(kernel.kernel, grid, block, *(arguments | moved).values(), shared_bytes=shared_bytes)
+        with watched:
+            runtime.launch(kernel.kernel, grid, block, *(arguments | moved).values(), shared_bytes=shared_bytes)
         for name, array in arrays.items():
             np.copyto(array, moved[name].copy_to_host())
     except Exception as error:  # whatever a reader's function does when it is run

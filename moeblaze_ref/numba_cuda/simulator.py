@@ -1,9 +1,13 @@
 """What Numba's simulator can see beyond results: each access of a kernel to an array in global memory."""
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+from numba.cuda.simulator.kernel import BlockThread
 
 
 @dataclass
@@ -57,3 +61,39 @@ class CountingArray(FakeCUDAArray):
     def written_bytes(self) -> int:
         """Bytes that threads asked to write."""
         return sum(self.accesses.writes) * self._ary.itemsize
+
+
+class BarrierMissed(Exception):
+    """Some thread of a block met a barrier that another did not: the simulator goes on, a GPU may wait for ever."""
+
+
+@contextlib.contextmanager
+def barriers_for_all(threads: int) -> Iterator[None]:
+    """Launches inside, of blocks of so many threads, whose barriers are met by every thread of a block.
+
+    Raises
+    ------
+    BarrierMissed
+        At the end, if some are not.
+    """
+    met: list[tuple[tuple[int, ...], int]] = []  # block and thread; appending is atomic, as above
+    wait = BlockThread.syncthreads
+
+    def noted(thread):
+        block = thread.blockIdx
+        met.append(((block.x, block.y, block.z), thread.thread_id))
+        wait(thread)
+
+    BlockThread.syncthreads = noted
+    try:
+        yield
+    finally:
+        BlockThread.syncthreads = wait
+    times = Counter(met)
+    for block in sorted({block for block, _ in met}):
+        most, least = (choose(range(threads), key=lambda thread: times[block, thread]) for choose in (max, min))
+        if times[block, most] != times[block, least]:
+            raise BarrierMissed(
+                f"block {block}: thread {most} reaches cuda.syncthreads() {times[block, most]} times and thread "
+                f"{least} {times[block, least]} times; every thread of a block must reach every barrier"
+            )

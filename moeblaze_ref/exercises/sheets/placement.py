@@ -47,10 +47,11 @@ SHEET = Sheet(
         ),
         Prediction(
             name="better-map",
-            title="Draw a better map",
+            title="A better map",
             question=(
-                "The same tokens. Put two experts of each layer on each GPU so that fewer tokens cross: change the "
-                "numbers of `gpu_of_expert`, and predict both numbers for the map that keeps experts 0 and 1 together."
+                "The same tokens under another map: in both layers experts 0 and 1 are on GPU 0, and experts 2 and 3 "
+                "on GPU 1. How many tokens has the fuller GPU in the first layer, and how many change the GPU between "
+                "the layers?"
             ),
             given={"tokens": TOKENS, "gpu_of_expert": [[0, 0, 1, 1], [0, 0, 1, 1]]},
             asked={
