@@ -14,7 +14,7 @@ from moeblaze_ref import apart
 from moeblaze_ref.exercises import Unsolved, notebooks
 from moeblaze_ref.exercises.desk import Desk
 from moeblaze_ref.exercises.exercise import KINDS, KernelExercise, Prediction
-from moeblaze_ref.exercises.kernels import cuda_source
+from moeblaze_ref.exercises.kernels import cuda_source, helpers
 from moeblaze_ref.exercises.sheets import EXERCISES, SHEETS
 
 FILES = notebooks.files(ROOT / "notebooks")
@@ -314,6 +314,14 @@ def test_a_change_of_lines_that_are_not_there_is_refused():
     fields = {name: getattr(exercise, name) for name in exercise.__dataclass_fields__}
     with pytest.raises(ValueError, match="whose-weights: the solution has 'w4' 0 times, not once"):
         KernelExercise(**fields | {"changes": (("w4", ""),)})
+
+
+def test_what_a_kernel_uses_of_the_headers_is_shown():
+    used = helpers(EXERCISES["rank-and-write"].solution)
+    assert [name in used for name in ("block_exclusive_sum(", "struct BlockScan", "// Which of a token's", "warp_max")] == [
+        True, True, True, False,
+    ]  # fmt: skip
+    assert helpers('#include "common.cuh"\n// infinity\n') == ""
 
 
 def test_sources_are_the_projects_own():

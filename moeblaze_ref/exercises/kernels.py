@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeblaze_ref import kernel_headers
-from moeblaze_ref.notebook.sources import definition
+from moeblaze_ref.notebook.sources import defined, definition
+from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda.runtime.source import kernel_text
 
 THREADS = "64"  # of a block of the .cu exercises: two warps, and several blocks even in small cases
@@ -62,6 +63,21 @@ def cuda_source(file: str, *names: str) -> str:
 def _part(text: str, name: str) -> str:
     constant = re.search(rf"^constexpr [^\n]*\b{name} = [^\n]*", text, re.MULTILINE)
     return constant[0] if constant else definition(text, name).rstrip()
+
+
+def helpers(text: str) -> str:
+    """What a CUDA text uses of the project's headers that it includes: functions and structs with their comments."""
+    headers = _included(text)
+    code = re.sub(r"//[^\n]*", "", text)
+    used = [name for name in defined(headers) if re.search(rf"\b{name}\b", code) and name not in defined(text)]
+    return "\n\n".join(definition(headers, name).rstrip() for name in used)
+
+
+def _included(text: str) -> str:
+    """The headers that a text includes, those that they include before them."""
+    folder = kernels_dir() / "include"
+    read = [(folder / name).read_text() for name in re.findall(r'#include "(\w+\.cuh)"', text)]
+    return "".join(_included(header) + header for header in read)
 
 
 def cuda_grid(file: str, kernel: str) -> str:

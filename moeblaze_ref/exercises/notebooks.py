@@ -10,8 +10,8 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from moeblaze_ref.apart import LIMIT_SECONDS
-from moeblaze_ref.exercises.exercise import KINDS, Exercise, KernelExercise, Sheet
-from moeblaze_ref.exercises.kernels import THREADS, Kernel
+from moeblaze_ref.exercises.exercise import KINDS, Exercise, KernelExercise, Prediction, Sheet
+from moeblaze_ref.exercises.kernels import THREADS, Kernel, helpers
 from moeblaze_ref.exercises.sheets import SHEETS
 from moeblaze_ref.judge.contracts import CONTRACTS
 from moeblaze_ref.notebook import outputs
@@ -24,20 +24,26 @@ import math
 from moeblaze_ref.config import preset
 from moeblaze_ref.exercises import hint, predict, solution"""
 
-HOW = (
+PREDICT = (
     "- **Predict**: put a number or a formula in the place of each `...`, then run the cell; only then does the "
     "project compute them. Counts must be exact, bytes are counted too; what comes out of a division may be off by one "
     "percent. A `layer` has its sizes: "
-    "`layer.L`, `d`, `h`, `E`, `k`, `R = L * k`, and `itemsize`, the bytes of one element.\n"
+    "`layer.L`, `d`, `h`, `E`, `k`, `R = L * k`, and `itemsize`, the bytes of one element."
+)
+JUDGE = (
     "- **Fill the hole, find the bug**: edit the kernel below `%%judge` and run the cell. The comment `Your part` "
     "marks a hole; a bug is not marked. The kernel is judged as by `moeblaze check --kernel`, in a process of its own "
     "and without a GPU: on small hard cases, over poisoned outputs, every access checked and its bytes counted, in "
-    "several orders of the threads. Numba's simulator accepts Python that a GPU would refuse, such as numpy's functions: "
-    f"use what the kernel beside has. After {LIMIT_SECONDS} seconds it is given up. The first time takes longest: the "
+    "several orders of the threads. Numba's simulator accepts Python that a GPU would refuse, such as numpy's functions; "
+    f"do without it. After {LIMIT_SECONDS} seconds it is given up. The first time takes longest: the "
     "judge itself is loaded.\n"
+    "- **Names**: `THREADS`, those of a block; `EMPTY`, -1, in place of an index that there is not; `ZERO`, 0 in "
+    "float32; `DYNAMIC_SHARED(type, name)`, an array in the block's shared memory, of the bytes that the launch gives.\n"
     "- **Budget**: the most that all threads together may ask of memory, in bytes (`read`, `written`) or in `sectors` "
-    "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`.\n"
-    "- A wrong answer raises, and names the first element that differs. `hint()` gives a hint, which comes by itself "
+    "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`."
+)
+ASK = (
+    "- A wrong answer raises, and names the first number or element that differs. `hint()` gives a hint, which comes by itself "
     "the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one that you "
     'name: `hint("NAME")`.'
 )
@@ -46,13 +52,19 @@ HOW = (
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet as a reader finds it."""
     other = f"Solutions, when you are done: [{sheet.title}](../solutions/{sheet.course}.ipynb)."
-    return _notebook(sheet, "Exercises", f"{HOW}\n\n{other}", lambda exercise: exercise.unsolved, lambda exercise: "")
+    return _notebook(sheet, "Exercises", f"{_how(sheet)}\n\n{other}", lambda exercise: exercise.unsolved, lambda exercise: "")
 
 
 def solution_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet solved, with what each exercise shows."""
     other = f"Try them first: [{sheet.title}](../exercises/{sheet.course}.ipynb)."
     return _notebook(sheet, "Solutions", other, lambda exercise: exercise.solution, lambda exercise: exercise.why)
+
+
+def _how(sheet: Sheet) -> str:
+    """How the kinds of exercises that the sheet has are answered."""
+    texts = {Prediction: PREDICT, KernelExercise: JUDGE}
+    return "\n".join([*(text for kind, text in texts.items() if any(isinstance(e, kind) for e in sheet.exercises)), ASK])
 
 
 def _notebook(
@@ -79,6 +91,8 @@ def _question(place: int, exercise: Exercise) -> Iterator[str]:
         budget = ", ".join(f"`{budget}`" for budget in exercise.budgets)
         task = f"Judged as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
         yield "  \n".join([task, _launch(exercise.kernel), f"**Budget**: {budget}."])
+        if used := helpers(exercise.solution):
+            yield f"<details><summary>What it uses of the project's headers</summary>\n\n```c++\n{used}\n```\n\n</details>"
 
 
 def _launch(kernel: Kernel) -> str:

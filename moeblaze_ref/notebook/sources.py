@@ -67,6 +67,12 @@ def _cuda_block(file, text, code):
     return _block("c++", f"kernels_cuda/{file}, line {first}", code)
 
 
+def defined(text: str) -> list[str]:
+    """The functions and structs of a CUDA text, in its order; an overloaded name once."""
+    found = re.findall(_opening(r"\w+"), text, re.MULTILINE)
+    return list(dict.fromkeys(function or struct for function, struct in found))
+
+
 def definition(text: str, name: str) -> str:
     """A CUDA function or struct with the comment above it; its closing brace starts a line unless all is one line.
 
@@ -75,8 +81,7 @@ def definition(text: str, name: str) -> str:
     ValueError
         If the text has none of this name; the message proposes the nearest.
     """
-    known = [function or struct for function, struct in re.findall(_opening(r"\w+"), text, re.MULTILINE)]
-    doors.check_name("CUDA function", name, known)
+    doors.check_name("CUDA function", name, defined(text))
     comment, template, body = r"(?:^//[^\n]*\n)*", r"(?:^template[^\n]*\n)?", r"(?:[^\n]*\}$|.*?^\};?)"
     return re.search(comment + template + _opening(name) + body, text, re.MULTILINE | re.DOTALL).group()
 
