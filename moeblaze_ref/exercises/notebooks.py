@@ -32,7 +32,7 @@ HOW = (
     "marks a hole; a bug is not marked. The kernel is judged as by `moeblaze check --kernel`, in a process of its own "
     "and without a GPU: on small hard cases, over poisoned outputs, every access checked and its bytes counted, in "
     f"several orders of the threads. After {LIMIT_SECONDS} seconds it is given up. The first time takes longest: the "
-    "judge itself is loaded.\n"
+    "judge itself is loaded. New to CUDA? [One page](../../docs/cuda.md) has what you need.\n"
     "- **Budget**: the most that all threads together may ask of memory, in bytes (`read`, `written`) or in `sectors` "
     "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`.\n"
     "- A wrong answer raises, and names the first element that differs. `hint()` gives a hint, which comes by itself "
