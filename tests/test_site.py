@@ -172,9 +172,10 @@ def test_wrong_cases_are_counted(tmp_path):
     assert "| cuda | combine | float32 | 2 | 1 | 3.00 |" in records.page(tmp_path)
 
 
-def test_the_glossary_has_the_words_of_both_documents():
+def test_the_glossary_has_the_words_of_all_documents():
     words = dict(glossary.entries())
     assert "roofline" in words and "](notation.md#save-policies)" in words["minimal"]
+    assert "](cuda.md#words)" in words["warp"] and "blockDim, gridDim" not in words
     assert {"L", "expert_token_offsets", "slot", "megablocks", "by_gate", "KiB, MiB, GiB"} <= words.keys()
     listed = re.findall(r"^(\S.*)\n  ", glossary.page(), re.MULTILINE)
     assert listed == sorted(words, key=str.lower)

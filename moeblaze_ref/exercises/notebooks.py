@@ -34,17 +34,18 @@ JUDGE = (
     "- **Fill the hole, find the bug**: edit the kernel below `%%judge` and run the cell. The comment `Your part` "
     "marks a hole; a bug is not marked. The kernel is judged as by `moeblaze check --kernel`, in a process of its own "
     "and without a GPU: on small hard cases, over poisoned outputs, every access checked and its bytes counted, in "
-    "several orders of the threads. Numba's simulator accepts Python that a GPU would refuse, such as numpy's functions; "
-    f"do without it. After {LIMIT_SECONDS} seconds it is given up. The first time takes longest: the "
-    "judge itself is loaded.\n"
+    "several orders of the threads. Numba's simulator accepts Python that a GPU would refuse, such as numpy's "
+    f"functions; do without it. After {LIMIT_SECONDS} seconds it is given up. The first time takes longest: the judge "
+    "itself is loaded. New to CUDA? [One page](../../docs/cuda.md) has what you need.\n"
     "- **Names**: `THREADS`, those of a block; `EMPTY`, -1, in place of an index that there is not; `ZERO`, 0 in "
-    "float32; `DYNAMIC_SHARED(type, name)`, an array in the block's shared memory, of the bytes that the launch gives.\n"
+    "float32; `DYNAMIC_SHARED(type, name)`, an array in the block's shared memory, of the bytes that the launch "
+    "gives.\n"
     "- **Budget**: the most that all threads together may ask of memory, in bytes (`read`, `written`) or in `sectors` "
     "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`."
 )
 ASK = (
-    "- A wrong answer raises, and names the first number or element that differs. `hint()` gives a hint, which comes by itself "
-    "the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one that you "
+    "- A wrong answer raises, and names the first number or element that differs. `hint()` gives a hint, which comes by "
+    "itself the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one that you "
     'name: `hint("NAME")`.'
 )
 

@@ -1,4 +1,4 @@
-"""The glossary of the site: the words of docs/glossary.md and those of docs/notation.md in one alphabetical list."""
+"""The glossary of the site: the words of docs/glossary.md, docs/cuda.md and docs/notation.md, one alphabetical list."""
 
 import re
 from collections import defaultdict
@@ -31,9 +31,12 @@ def page() -> str:
 
 
 def entries() -> Iterator[tuple[str, str]]:
-    """(word, meaning) of both documents; a word of the notation says where its table is."""
+    """(word, meaning) of all documents; a word of CUDA or of the notation says where its table is."""
     for _, cells in _rows((_DOCS / "glossary.md").read_text()):
         yield cells[0], cells[1]
+    for heading, cells in _rows((_DOCS / "cuda.md").read_text()):
+        if heading == "Words":
+            yield cells[0], f"{cells[1]} ([CUDA](cuda.md#words))"
     for heading, cells in _rows((_DOCS / "notation.md").read_text()):
         if heading in NOTATION:
             anchor = heading.lower().replace(" ", "-")
