@@ -16,7 +16,7 @@ from moeblaze_ref.judge.contracts import Arrays
 from moeblaze_ref.judge.kernels import CudaKernel, NumbaKernel
 from moeblaze_ref.judge.report import Counts
 from moeblaze_ref.raw_cuda.runtime.source import Size
-from moeblaze_ref.simt.build import SimtCompileError
+from moeblaze_ref.simt.build import SimtCompileError, SimtUnavailable
 
 _COMPILED_COPY = re.compile(r"\S+\.cubin\.cu")  # CuPy's name for the file
 _SIMULATED_THREAD = re.compile(r"tid=\[(?P<thread>.*?)\] ctaid=\[(?P<block>.*?)\](?:: )?(?P<message>.*)", re.DOTALL)
@@ -63,7 +63,7 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
         _, _, compilers = str(error).partition("\n")
         raise ValueError(f"{kernel.file} does not compile:\n{compilers}") from None
     except KernelFault as fault:
-        raise Fault(str(fault)) from None
+        raise Fault(f"{fault}{_line_outside(kernel, constants, launch, arguments, order)}") from None
     (report,) = reports
     buffers = report.buffers.items()
     return {
@@ -72,6 +72,19 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
         "sectors": {name: traffic.read_sectors + traffic.written_sectors for name, traffic in buffers},
         "conflicts": {"shared memory": report.shared.bank_conflicts},
     }
+
+
+def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int) -> str:
+    """Where in its file a kernel accesses what no array holds; empty if it does not, or nothing here can tell."""
+    from moeblaze_ref.raw_cuda.runtime.record import RecordingExecutor
+    from moeblaze_ref.raw_cuda.runtime.simt import KernelFault
+
+    executor, (grid, block, shared_bytes) = RecordingExecutor(seed=order), launch
+    with contextlib.suppress(KernelFault, SimtUnavailable):
+        module = executor.load(kernel.file, text=kernel.text, **constants)
+        module.launch(kernel.name, grid, block, shared_bytes, **arguments)
+    found = executor.launches[-1].outside(kernel.file) if executor.launches else None
+    return f" ({kernel.file}, line {found.line})" if found else ""
 
 
 def _cuda(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):

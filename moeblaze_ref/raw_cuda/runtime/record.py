@@ -262,6 +262,12 @@ class LaunchRecord:
             f"record one block or warp, or allow more"
         )
 
+    def outside(self, file: str) -> Frame | None:
+        """Where in a file the access stands that no array holds, which ended the launch; None if none is kept."""
+        wild = self.records[(self.records["where"] == NOWHERE) & (self.records["bytes"] > 0)]
+        chain = self.frames[int(wild["instruction"][-1])] if len(wild) else ()
+        return next((frame for frame in chain if frame.file == file), None)
+
     def warps(self) -> list[tuple[int, int]]:
         """(block, warp) of all that have records, in order."""
         found = np.stack([self.records["block"].astype(int), self.records["thread"].astype(int) // LANES], axis=1)
