@@ -1084,15 +1084,15 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
         measured_row(None, GIB, 1.0, system="grouped_mm"),
         measured_row("minimal", GIB, 1.0, routing="zipf"),
         measured_row("minimal", GIB, 1.0, run=1),
-        measured_row("paper", GIB, 3, shape=other),
+        measured_row("paper", GIB, 3, shape=other, preset="small"),
     ]
     file.write_text(json.dumps(PLACE | {"rows": rows}))
     measured = policies.read_measured(file)
-    said = "- device: a GPU\n- clocks: None\n- versions: {}\n- commit: abc\\_def"
+    said = "- device: a GPU\n- clocks (SM, memory, and their maxima): None\n- versions: {}\n- commit: abc\\_def"
     assert policies.provenance(measured).data == said
     first, second = drawn(policies.measured_pareto(measured)).axes
     assert first.get_title(loc="left") == "L = 64, d = 16, h = 24, E = 4, k = 2, bfloat16\n0% is 3 ms (measured)"
-    assert second.get_title(loc="left").startswith("L = 128, ")
+    assert second.get_title(loc="left").startswith("small: L = 128, ")
     assert len(marks(first)) == 2
     names = [text.get_text() for text in first.figure.legends[0].get_texts()]
     assert names == ["paper", "minimal", "inputs", "measured", "Pareto front"], "and no policy that was not measured"

@@ -60,6 +60,7 @@ def test_a_record_becomes_a_block_and_a_picture(tmp_path):
     axes = document.picture(document.load(path)).axes[0]
     assert {note.get_text() for note in axes.texts} == {"contiguous", "greedy", "moetuner", "joint"}
     assert list(axes.lines[0].get_xdata()) == [60]
+    assert axes.get_title(loc="left").startswith("the first of ")
 
 
 @pytest.mark.parametrize("missed", [{"joint_load": 1.071}, {"joint_crossings": 0.581}])

@@ -202,7 +202,7 @@ def copies_picture(E: int, k: int) -> Figure:
     axes.bar(places + 0.2, by_rank, 0.38, color=BLUE, label="a copy for each rank")
     axes.set_xticks(places, [str(count) for count in ranks])
     axes.set_xlabel(f"ranks that share {E} experts, {k} of them for each token")
-    axes.set_ylabel("rows sent, of one token")
+    axes.set_ylabel("rows to other ranks, of a token")
     axes.legend()
     return figure
 

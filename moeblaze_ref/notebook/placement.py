@@ -124,7 +124,7 @@ def _draw_layer(axes, load, gpus, layer):
 
 
 def _draw_bands(axes, R, gpus, tops):
-    """A band from box to box for every count of R, in red where it changes GPU."""
+    """A band from box to box for every count of R: grey where it stays on its GPU, vermilion where it changes."""
     leaves, arrives = dict(tops[0]), dict(tops[1])
     for before, after in zip(*R.nonzero(), strict=True):
         tokens, stays = R[before, after], gpus[0, before] == gpus[1, after]

@@ -473,7 +473,9 @@ def read_measured(path: Path = results.RECORDED) -> dict[str, Any]:
 
 def provenance(measured: Mapping[str, Any]) -> Markdown:
     """Where the numbers of `read_measured` come from: everything in it besides the runs and their rows."""
-    return bullets(f"{name}: {value}" for name, value in measured.items() if name not in ("runs", "rows"))
+    names = {"clocks": "clocks (SM, memory, and their maxima)"}
+    shown = {names.get(name, name): value for name, value in measured.items() if name not in ("runs", "rows")}
+    return bullets(f"{name}: {value}" for name, value in shown.items())
 
 
 def measured_pareto(measured: Mapping[str, Any]) -> Figure:
@@ -482,7 +484,8 @@ def measured_pareto(measured: Mapping[str, Any]) -> Figure:
     first = min(row["run"] for row in measured["rows"])
     for row in measured["rows"]:
         if row["run"] == first:
-            title = ", ".join([*(f"{name} = {size:,}" for name, size in row["shape"].items()), row["dtype"]])
+            sizes = ", ".join([*(f"{name} = {size:,}" for name, size in row["shape"].items()), row["dtype"]])
+            title = f"{row['preset']}: {sizes}" if row["preset"] else sizes
             cost = Cost(row["policy"], row["kept_bytes"], row["step_ms"] / 1e3)
             panels.setdefault(title, {"measured": []})["measured"].append(cost)
     return pareto_picture(panels)

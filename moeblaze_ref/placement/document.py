@@ -18,7 +18,10 @@ DOCUMENT = DOCS / "placement.md"
 KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
 RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "scale")}
 # What a reader who does not see the pictures is told.
-PICTURED = "Load against transitions that change GPU: every method as a point, joint as a curve over its limits"
+PICTURED = (
+    "Load against transitions that change GPU, on the first random half: every method as a point, "
+    "joint as a curve over its limits"
+)
 
 
 def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
@@ -53,7 +56,10 @@ def picture(found: findings.Found) -> Figure:
     """Load against crossings on the first split, whose curve the record holds."""
     first = [trial for trial in found["splits"] if trial["seed"] == found["splits"][0]["seed"]]
     points, curve = ([SimpleNamespace(**trial) for trial in trials] for trials in (first, found["curve"]))
-    return plots.load_against_crossings(points, curve)
+    figure = plots.load_against_crossings(points, curve)
+    halves = len({trial["seed"] for trial in found["splits"]})
+    figure.axes[0].set_title(f"the first of {halves} random halves", loc="left", fontsize="medium")
+    return figure
 
 
 def picture_of(path: Path) -> Path:

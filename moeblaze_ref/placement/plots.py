@@ -14,6 +14,7 @@ from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
 from moeblaze_ref.placement.methods import Trial
 
 WIDEST = 4  # heat maps in a row
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a name, so that no line goes through it
 
 
 def heat_map(trials: Sequence[Trial]) -> Figure:
@@ -75,8 +76,8 @@ def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ())
         names.setdefault((100 * point.cross_share, point.balance_mean), []).append(point.method)
     for at, methods in names.items():
         axes.plot(*at, "s", color=VERMILLION, markersize=5)
-        axes.annotate(", ".join(methods), at, textcoords="offset points", **_aside(at, names))
-    axes.axhline(1, color=GREY, linewidth=0.8)
+        axes.annotate(", ".join(methods), at, textcoords="offset points", zorder=1, bbox=BEHIND, **_aside(at, names))
+    axes.axhline(1, color=GREY, linewidth=0.8, zorder=0.5)
     axes.set_xlabel("transitions that change GPU, %")
     axes.set_ylabel("fullest GPU over the mean, mean of layers")
     axes.spines[["top", "right"]].set_visible(False)
