@@ -1064,7 +1064,7 @@ def test_recomputing_pays_below_the_break_even_and_not_above():
 
 MEASURED_SHAPE = {"L": 64, "d": 16, "h": 24, "E": 4, "k": 2}
 RUNS = [{"kind": "layer", "clocks": None, "repetitions": 5}] * 2
-PLACE = {"device": "a GPU", "clocks": None, "versions": {}, "commit": "abc_def", "runs": RUNS}
+PLACE = {"device": "a GPU", "clocks": None, "versions": {"numpy": "2.4.6", "torch": "2.11.0"}, "commit": "abc_def", "runs": RUNS}
 
 
 def measured_row(policy, kept_bytes, step_ms, **changes):
@@ -1088,7 +1088,7 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
     ]
     file.write_text(json.dumps(PLACE | {"rows": rows}))
     measured = policies.read_measured(file)
-    said = "- device: a GPU\n- clocks (SM, memory, and their maxima): None\n- versions: {}\n- commit: abc\\_def"
+    said = "- device: a GPU\n- clocks (SM, memory, and their maxima): None\n- versions: numpy 2.4.6, torch 2.11.0\n- commit: abc\\_def"
     assert policies.provenance(measured).data == said
     first, second = drawn(policies.measured_pareto(measured)).axes
     assert first.get_title(loc="left") == "L = 64, d = 16, h = 24, E = 4, k = 2, bfloat16\n0% is 3 ms (measured)"

@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from idle import IdleBridge, IdleExecutor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import moeblaze_ref
 from moeblaze_ref import torch_layer
 from moeblaze_ref.bench import stages
 from moeblaze_ref.config import MoEConfig
@@ -20,6 +22,7 @@ from moeblaze_ref.raw_cuda.runtime.tensor_map import EncodedMap, Layout
 from moeblaze_ref.torch_bridge import CpuBridge
 from moeblaze_ref.torch_layer import MoELayer
 
+PACKAGE = Path(moeblaze_ref.__file__).parent
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 FILE = """
 extern "C" __global__ void f(const __nv_bfloat16* x, float* out, int n, float scale) {}
@@ -208,14 +211,17 @@ def test_the_backward_frees_what_the_forward_kept(monkeypatch):
 
 
 def test_a_step_takes_few_python_calls(monkeypatch):
-    """Some 60 of them are torch's own; each costs well under a microsecond, and a launch about seven."""
+    """Each costs well under a microsecond, and a launch about seven.
+
+    Only the package's own are counted: how many torch and numpy make varies with what ran before.
+    """
     executor, calls = idle(monkeypatch), []
     step = make_step()
     # On a GPU torch's allocator gives the same places in every step; the CPU's does not, and each new one is encoded.
     monkeypatch.setattr(IdleExecutor, "tensor_map", lambda executor, tensor, box: EncodedMap((tensor.data_ptr(), box)))
 
     def count(frame, event, argument):
-        if event == "call":
+        if event == "call" and PACKAGE in Path(frame.f_code.co_filename).parents:
             calls.append(frame.f_code.co_name)
 
     with torch.autograd.set_multithreading_enabled(False):
@@ -229,4 +235,4 @@ def test_a_step_takes_few_python_calls(monkeypatch):
             sys.setprofile(previous)
     assert {"launch", "hidden_gradients"} <= {*calls}
     assert len(executor.launches) == 26
-    assert len(calls) < 520
+    assert len(calls) < 380
