@@ -104,7 +104,9 @@ def test_every_notebook_of_the_course_leads_to_its_exercises(path):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"x": 134_217_728, "routed_x": 134_217_728}, "routed_x is 134,217,728, which is 0.125 times"),
+        ({"x": 134_217_728, "routed_x": 134_217_728}, "routed_x is 134,217,728, which is less than what the project"),
+        ({"x": 134_217_728, "routed_x": 2**60}, "routed_x is 1,152,921,504,606,846,976, which is more than what"),
+        ({"x": 134_217_728, "routed_x": 0}, "routed_x is 0, which is not what the project computes"),
         ({"x": 134_217_729, "routed_x": 0}, "x is 134,217,729, which is nearly, but not exactly, what"),
         ({"x": 134_217_728, "routed_x": ...}, "routed_x is still ..."),
     ],
@@ -115,9 +117,18 @@ def test_the_first_wrong_number_is_named(said, message):
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("routed_x", "factor"),
+    [(2**29 + 1, "below 2"), (2**29, "below 10"), (2**23, "below 1,000"), (9, "of 1,000 or more")],
+)
+def test_how_far_a_prediction_is_off_is_said_roughly(routed_x, factor):
+    with pytest.raises(Unsolved, match=f"less than what the project computes, by a factor {factor}\n"):
+        Desk().predict("first-wall", x=134_217_728, routed_x=routed_x)  # it is 2**30
+
+
 def test_a_number_that_is_not_whole_may_be_rounded():
     assert Desk().predict("longer-steps", times=2.58)
-    with pytest.raises(Unsolved, match="times is 2.6, which is 1.012 times"):
+    with pytest.raises(Unsolved, match="times is 2.6, which is more than what"):
         Desk().predict("longer-steps", times=2.6)
 
 

@@ -1088,7 +1088,8 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
     ]
     file.write_text(json.dumps(PLACE | {"rows": rows}))
     measured = policies.read_measured(file)
-    said = "- device: a GPU\n- clocks (SM, memory, and their maxima): None\n- versions: numpy 2.4.6, torch 2.11.0\n- commit: abc\\_def"
+    device = "- device: a GPU\n- clocks (SM, memory, and their maxima): None\n"
+    said = f"{device}- versions: numpy 2.4.6, torch 2.11.0\n- commit: abc\\_def"
     assert policies.provenance(measured).data == said
     first, second = drawn(policies.measured_pareto(measured)).axes
     assert first.get_title(loc="left") == "L = 64, d = 16, h = 24, E = 4, k = 2, bfloat16\n0% is 3 ms (measured)"

@@ -14,6 +14,7 @@ from moeblaze_ref.units import GB, GIB, KIB, MB, MIB
 
 FAILURES_BEFORE_HINT = 2
 TOLERANCE = 0.01  # of a prediction that is no whole number
+FACTORS = (2, 10, 1_000)  # how far a wrong prediction is off, as a reader is told
 OTHER_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "MB": MB, "GB": GB}
 
 
@@ -164,14 +165,19 @@ def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
     for other, size in OTHER_UNITS.items() if unit == "bytes" else ():
         if math.isclose(said * size, truth, rel_tol=TOLERANCE):
             return f"{name} is {_text(said)}, as if in {other}, but bytes are asked for"
-    return f"{name} is {_text(said)}, which is {_how_far(said, truth)} what the project computes"
+    return f"{name} is {_text(said)}, which is {_how_far(said, truth)}"
 
 
 def _how_far(said: float, truth: float) -> str:
-    """A wrong prediction beside the truth, without giving that away to who is near."""
+    """A wrong prediction beside the truth, too roughly to be divided by."""
     if math.isclose(said, truth, rel_tol=TOLERANCE):
-        return "nearly, but not exactly,"
-    return f"{said / truth:.4g} times" if truth else "not"
+        return "nearly, but not exactly, what the project computes"
+    if said * truth <= 0:
+        return "not what the project computes"
+    factor = max(said / truth, truth / said)
+    size = next((f"below {bound:,}" for bound in FACTORS if factor < bound), f"of {FACTORS[-1]:,} or more")
+    side = "more" if said > truth else "less"
+    return f"{side} than what the project computes, by a factor {size}"
 
 
 def _text(number: float | str) -> str:
