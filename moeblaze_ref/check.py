@@ -151,7 +151,7 @@ def in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
 
 def plan(
     stages: Iterable[str] = STAGES, backends: Iterable[str] = tuple(BACKENDS), cases: list[Case] | None = None
-) -> list[Callable[[], list[Row]]]:
+) -> list[Callable[[], Iterable[Row]]]:
     """The checks to run, one thunk for each stage, backend and case.
 
     Raises
@@ -162,7 +162,7 @@ def plan(
     stages = [doors.check_name("stage", stage, STAGES) for stage in stages]
     asked = [BACKENDS[doors.check_name("backend", name, BACKENDS)] for name in backends]
     cases = standard_cases() + option_cases() if cases is None else cases
-    jobs: list[Callable[[], list[Row]]] = []
+    jobs: list[Callable[[], Iterable[Row]]] = []
     for backend in asked:
         available = backend.status().available
         for stage in (stage for stage in stages if stage in backend.stages):
@@ -183,7 +183,7 @@ def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]
     return special.get(stage) or functools.partial(check_stage, stage=stage)
 
 
-def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Callable[[], list[Row]]]:
+def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Callable[[], Iterable[Row]]]:
     """One thunk for each case, or one that says why the rung does not run here."""
     if reason := backend.refusal(stage, rung):
         return [lambda: [unavailable(backend, stage, rung, reason)]]
@@ -205,7 +205,7 @@ def multiprocessors() -> int:
     return CupyExecutor().multiprocessors
 
 
-def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], list[Row]]]:
+def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], Iterable[Row]]]:
     """The checks of the torch layers: every activation under every policy, in every dtype, on every device there is.
 
     MegaBlocks has no policies: of each activation it gets one case, and one of whole blocks, which Hopper's tiles need.
@@ -216,7 +216,7 @@ def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Calla
         If a backend is unknown or the torch layer does not run on it.
     """
     asked = [BACKENDS[doors.check_name("backend of the torch layer", name, TORCH_DEVICES)] for name in backends]
-    jobs: list[Callable[[], list[Row]]] = []
+    jobs: list[Callable[[], Iterable[Row]]] = []
     layers = {"torch_layer": every_choice(), "torch_block_sparse": [*every_activation(), whole_block_case()]}
     for backend in asked:
         for layer, cases in layers.items():
@@ -229,15 +229,13 @@ def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Calla
     return jobs
 
 
-def _run(check, backend: Backend, stage: str, rung: str | None, case: Case) -> list[Row]:
+def _run(check, backend: Backend, stage: str, rung: str | None, case: Case) -> Iterator[Row]:
     """The rows of one check; a kernel that faults or raises is a failed row that says so, not the end of the others."""
-    rows = []
     try:
-        rows.extend(check(backend=backend, rung=rung, case=case))
+        yield from check(backend=backend, rung=rung, case=case)
     except Exception as error:
         shape = f"{case.shape}: {type(error).__name__}: {error}"
-        rows.append(Row(stage, "forward", backend.name, rung, "-", shape, math.nan, None, False, True))
-    return rows
+        yield Row(stage, "forward", backend.name, rung, "-", shape, math.nan, None, False, True)
 
 
 def run(*arguments, **options) -> list[Row]:
