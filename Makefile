@@ -57,7 +57,7 @@ browser:
 demo: compiler $(STAMP)
 	$(BIN)/moeblaze demo
 
-# A process a core, of about a GiB each. What needs a GPU has it, and the clock, to itself.
+# A process a core and one more, of about a GiB each. What needs a GPU has it, and the clock, to itself.
 test: compiler browser $(STAMP)
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --maxprocesses 8 --dist worksteal

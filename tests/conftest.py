@@ -34,6 +34,13 @@ def judge(report, path):
     return report
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """A process more than there are cores: some tests wait, for pip, a browser or a rank that does not answer."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    return len(cores) + 1
+
+
 def pytest_collection_finish():
     """What is there before the first test stays, so the collector of garbage need not look through it every time."""
     gc.collect()

@@ -59,7 +59,7 @@ def build(site: Path = SITE) -> int:
     for folder in (site, doctrees):
         shutil.rmtree(folder, ignore_errors=True)
     gather(pages)
-    strict = ["--fail-on-warning", "--quiet", "-c", str(ROOT / "docs"), "-d", str(doctrees)]
+    strict = ["--fail-on-warning", "--quiet", "--jobs", "auto", "-c", str(ROOT / "docs"), "-d", str(doctrees)]
     status = sphinx([*strict, str(pages), str(site)])
     (site / "index.html").write_text(_TO_HOME)
     return status
