@@ -387,6 +387,13 @@ def test_eplb_keeps_groups_on_their_node(counted):
     assert (groups == groups[:, :, :1]).all() and (groups[:, :, 0].sum(axis=1) == 2).all()
 
 
+def test_eplb_counts_all_as_one_node_where_groups_do_not_divide():
+    odd = trace.profile(synthetic_trace(500, 2, 7, 2))
+    np.testing.assert_array_equal(peers.eplb(odd, 4, 8, num_nodes=2), peers.eplb(odd, 4, 8))
+    with pytest.raises(ValueError, match="num_gpus is 4, but it must be a multiple of num_nodes = 3"):
+        peers.eplb(odd, 4, 8, num_nodes=3)
+
+
 def test_exflow_finds_the_experts_that_follow_each_other():
     led = trace.profile(synthetic_trace(2000, 4, 8, 1, skew=0, dependency=1))
     found = peers.exflow(led, 4, steps=200_000)
@@ -494,6 +501,24 @@ def test_a_wrong_bandwidth_is_refused(bandwidth, message):
 def test_bandwidths_of_another_size_are_refused(counted):
     with pytest.raises(ValueError, match="bandwidth is of 3 GPUs, but 4 are placed on"):
         simulate.step(counted, peers.greedy(counted, 4).shares(), cluster(3))
+
+
+@pytest.mark.parametrize(
+    ("near", "num_nodes"),
+    [
+        ([[0, 1, 2, 3]], 1),
+        ([[0, 1], [2, 3]], 2),
+        ([[0], [1], [2], [3]], 1),  # all links alike
+        ([[0], [1, 2, 3]], 1),  # uneven
+        ([[0, 2], [1, 3]], 1),  # no neighbours
+        ([[0, 2, 3], [1, 2, 3]], 1),  # one pair is slower
+    ],
+)
+def test_nodes_are_equal_groups_of_neighbours_or_one(near, num_nodes):
+    bandwidth = np.ones((4, 4))
+    for group in near:
+        bandwidth[np.ix_(group, group)] = 3
+    assert cluster(4, bandwidth).num_nodes == num_nodes
 
 
 def test_topologies_by_name_and_by_file(tmp_path):

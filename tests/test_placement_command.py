@@ -90,6 +90,18 @@ def test_experts_that_no_gpu_count_divides(tmp_path):
     assert len(json.loads(result.stdout)) == len(methods.METHODS)
 
 
+def test_every_method_takes_a_cluster_without_equal_nodes_and_experts_that_nodes_do_not_divide(file, tmp_path):
+    links, odd = tmp_path / "one_pair_slower.json", tmp_path / "odd.npz"
+    bandwidth = [[1e11] * 4 for _ in range(4)]
+    bandwidth[0][1] = bandwidth[1][0] = 4e10
+    links.write_text(json.dumps({"bandwidth": bandwidth}))
+    traces.save(odd, synthetic_trace(600, 3, 7, 2, sequences=4))
+    for path, topology in ((file, links), (odd, "two-nodes")):
+        result = place("--trace", path, "--gpus", 4, "--topology", topology, "--json")
+        assert result.exit_code == 0, result.output
+        assert len(json.loads(result.stdout)) == len(methods.METHODS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

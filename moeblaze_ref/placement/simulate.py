@@ -72,8 +72,15 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """Groups of GPUs whose links are all at least half as fast as the fastest; 1 for one node."""
-        return len(np.unique(self.cost < 2, axis=0))
+        """Equal groups of neighbouring GPUs, every link in a group over half as fast as the fastest, and none across.
+
+        1 where links fall into no such groups: the GPUs then count as one node.
+        """
+        near = self.cost < 2  # (G, G)
+        groups = len(np.unique(near, axis=0))
+        node = np.arange(self.num_gpus) * groups // self.num_gpus  # (G,)
+        equal = self.num_gpus % groups == 0 and (near == (node[:, None] == node)).all()
+        return groups if equal else 1
 
     def check_size(self, num_gpus: int):
         """The matrix is of so many GPUs."""
