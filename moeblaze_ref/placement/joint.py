@@ -64,10 +64,15 @@ def search(
     ValueError, TypeError
         If there are more GPUs than experts, the profile has no R, or a number is out of range.
     """
-    if doors.check_number("limit", limit) < 1:
-        raise ValueError(f"limit is {limit}, but no load can be more even than 1")
+    check_limit(limit)
     packed = peers.greedy(profile, on.num_gpus, bounds)
     return annealing.anneal(profile, packed, on.cost, limit, TAIL, steps=steps, seed=seed)
+
+
+def check_limit(limit: float):
+    """``limit`` is of a fullest GPU over the mean: a finite number from 1 on."""
+    if doors.check_number("limit", limit) < 1:
+        raise ValueError(f"limit is {limit}, but no load can be more even than 1")
 
 
 def rivals(

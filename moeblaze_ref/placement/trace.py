@@ -34,7 +34,8 @@ def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTr
     """
     if trace.seq is None:
         raise ValueError(
-            "the trace has no seq, but it is split by sequence, never by token: record seq, or do not split"
+            "the trace has no seq, but it is split by sequence, never by token: record seq, or fit to the whole of it and "
+            "judge on the same (--splits 0)"
         )
     sequences = np.unique(trace.seq)
     if len(sequences) < 2:
