@@ -491,11 +491,34 @@ def test_a_step_by_hand():
         (np.array([[1.0, 0.0], [1.0, 1.0]]), r"bandwidth\[0, 1\] is 0\.0, but it must be above 0"),
         (np.array([[1.0, 1.0], [np.nan, 1.0]]), r"bandwidth\[1, 0\] is nan, but it must be above 0"),
         (np.array([[1.0, -2.0], [1.0, 1.0]]), r"bandwidth\[0, 1\] is -2\.0, but it must be above 0"),
+        (np.array([[1.0, 1.0], [np.inf, 1.0]]), r"bandwidth\[1, 0\] is inf, but it must be above 0: 0.001 to 1e\+15"),
+        (np.array([[1.0, 1e-300], [1.0, 1.0]]), r"bandwidth\[0, 1\] is 1e-300, but it must be above 0: 0.001 to"),
+        (np.array([[1.0, 1e9], [999.0, 1.0]]), r"bandwidth\[1, 0\] is 999\.0, but it must be at least 1000 bytes/s"),
     ],
 )
 def test_a_wrong_bandwidth_is_refused(bandwidth, message):
     with pytest.raises(ValueError, match=message):
         simulate.Cluster(bandwidth, 10, 1e-9)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_gpus_link_to_itself_is_not_looked_at(counted):
+    bandwidth = np.full((4, 4), 2.0)
+    for itself in (np.nan, np.inf, 0.0, -1.0):
+        np.fill_diagonal(bandwidth, itself)
+        assert (cluster(4, bandwidth).cost == 1 - np.eye(4)).all()
+        assert np.isfinite(simulate.step(counted, peers.greedy(counted, 4).shares(), cluster(4, bandwidth)).ms)
+
+
+@pytest.mark.parametrize("solver", INCLUDED)
+def test_seats_on_links_as_different_as_may_be(solver):
+    """Times as whole numbers would leave what solvers count with."""
+    bandwidth = np.full((4, 4), 1e9)
+    bandwidth[0, 1] = 3e3
+    C, cost = 10_000_000 * random_flows(4, 4, seed=2), cluster(4, bandwidth).cost
+    found = seats.seat_clusters(C, cost, np.full((4, 4), 2), solver, time_limit=20)
+    best = exact.best_seats(C, cost, np.full((4, 4), 2))
+    assert found.bound <= best * (1 + 1e-5) and found.objective == pytest.approx(best, rel=1e-5)
 
 
 def test_bandwidths_of_another_size_are_refused(counted):
@@ -532,8 +555,16 @@ def test_topologies_by_name_and_by_file(tmp_path):
     assert (found.token_s, found.bandwidth.tolist()) == (0.25, [[0, 5], [6, 0]])
     with pytest.raises(ValueError, match="bandwidth is of 2 GPUs, but 3 are placed on"):
         simulate.cluster(str(measured), 3, 100, 10)
-    measured.write_text('{"bandwidth": [[0, 5], [6]]}')
-    with pytest.raises(ValueError, match="must be a matrix"):
+    for text in ("5", "null", "[1, 2]", "[[0, 5], [6]]"):
+        measured.write_text('{"bandwidth": %s}' % text)
+        with pytest.raises(ValueError, match="must be a matrix"):
+            simulate.cluster(str(measured), 2, 100, 10)
+    for value, said in (("true", r"True \(bool\)"), ('"5"', r"'5' \(str\)"), ("null", r"None \(NoneType\)")):
+        measured.write_text('{"bandwidth": [[0, %s], [6, 0]]}' % value)
+        with pytest.raises(TypeError, match=rf"bandwidth\[0, 1\] is {said}, but it must be a number"):
+            simulate.cluster(str(measured), 2, 100, 10)
+    measured.write_text("{")
+    with pytest.raises(ValueError, match=r"links\.json is no JSON"):
         simulate.cluster(str(measured), 2, 100, 10)
     with pytest.raises(ValueError, match=r"unknown topology 'nvlnk'\. Did you mean 'nvlink'"):
         simulate.cluster("nvlnk", 4, 100, 10)
