@@ -160,8 +160,16 @@ def test_sglangs_records_are_counts_without_transitions(tmp_path):
     found = trace.from_sglang(tmp_path / "record.pt")
     np.testing.assert_array_equal(found.P, counts.sum(0).numpy())
     assert peers.greedy(found, 2).layers == 3
+    assert found.tokens == counts.sum(0).sum(1).max()  # choices
     with pytest.raises(ValueError, match="holds counts alone"):
         ilp.moetuner(found, cluster(2))
+    even = counts // 2 * 2
+    torch.save({"logical_count": even}, tmp_path / "even.pt")
+    assert trace.from_sglang(tmp_path / "even.pt", k=2).tokens == even.sum(0).sum(1).max() / 2
+    with pytest.raises(ValueError, match="layer 0 has 64 counts, but with 3 experts a token k must divide them"):
+        trace.from_sglang(tmp_path / "even.pt", layers=(0, 1), k=3)
+    with pytest.raises(ValueError, match=r"k is 5, but it must be 1\.\.4"):
+        trace.from_sglang(tmp_path / "even.pt", k=5)
     counts[:, 0] = 0
     torch.save({"logical_count": counts}, tmp_path / "dense.pt")
     with pytest.raises(ValueError, match="layer 0 has no counts"):
@@ -188,6 +196,20 @@ def test_a_map_survives_its_file_under_the_very_name_given(counted, tmp_path):
     assert [sorted(experts) for experts in hosted] == [list(range(16))] * 5
 
 
+def test_a_map_that_cannot_be_written_leaves_the_one_before(counted, tmp_path, monkeypatch):
+    maps.save(tmp_path / "map.npz", peers.greedy(counted, 4))
+
+    def full(file, **arrays):
+        file.write(b"half of it")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match=r"map\.npz cannot be written: no space left"):
+        maps.save(tmp_path / "map.npz", peers.contiguous(counted, 4))
+    np.testing.assert_array_equal(maps.load(tmp_path / "map.npz").assignment, peers.greedy(counted, 4).assignment)
+    assert [path.name for path in tmp_path.iterdir()] == ["map.npz"]
+
+
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
@@ -208,8 +230,18 @@ def test_a_wrong_map_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="layer 0: expert 3 is on no GPU"):
         maps.load(tmp_path / "map.npz")
     np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 2, 3]]), num_gpus=3)
-    with pytest.raises(ValueError, match=r"assignment\[0, 3\] is 3, but there are only 3 GPUs"):
+    with pytest.raises(ValueError, match=r"expert 3 is on GPU 3, but assignment\[0, 3\] .* 3 GPUs \(valid: 0..2\)"):
         maps.load(tmp_path / "map.npz")
+    np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 0, 1], [0, 1, 2**32, 2**32 + 1]]), num_gpus=2)
+    with pytest.raises(ValueError, match="layer 1: expert 2 is on GPU 4294967296, but .* one of 2 GPUs"):
+        maps.load(tmp_path / "map.npz")
+    np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 0, 1]]), num_gpus=0)
+    with pytest.raises(ValueError, match="num_gpus is 0, but it must be >= 1"):
+        maps.load(tmp_path / "map.npz")
+    for number in (2.9, True, [2]):
+        np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 0, 1]]), num_gpus=number)
+        with pytest.raises((TypeError, ValueError), match="num_gpus has"):
+            maps.load(tmp_path / "map.npz")
     np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 2, 3]]))
     with pytest.raises(ValueError, match="has no num_gpus"):
         maps.load(tmp_path / "map.npz")
