@@ -380,6 +380,13 @@ def test_the_map_is_both_programs(counted):
     assert found.gap < 1e-3 and found.placement.model == counted.model
 
 
+def test_both_programs_are_solved_to_the_optimum_for_32_layers_of_8_experts():
+    profile = trace.profile(synthetic_trace(4096, 32, 8, 2, skew=0.8, dependency=0.6, seed=1))
+    found = ilp.moetuner(profile, cluster(4), time_limit=30)
+    assert found.clusters.proven and found.clusters.gap == 0
+    assert found.seats.gap == 0 and found.gap == 0
+
+
 # Peers ----------------------------------------------------------------------------------------------------------------
 
 

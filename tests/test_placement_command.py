@@ -72,6 +72,7 @@ def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
     written = json.loads(record.read_text())
     assert [split["seed"] for split in written["splits"] if split["method"] == "joint"] == [0, 1]
     assert written["model"] == routed.model and "versions" in written
+    assert (written["solver"], written["time_limit"], written["limit"]) == ("cp_sat", 60, 1.02)
     assert [point["limit"] for point in written["curve"]] == list(joint.LIMITS)
     assert {point["seed"] for point in written["curve"]} == {0}
     assert {path.name for path in folder.iterdir()} == {"load_by_gpu.png", "load_against_crossings.png"}

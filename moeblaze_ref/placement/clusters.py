@@ -48,7 +48,10 @@ class Clusters:
 
     @property
     def gap(self) -> float:
-        """Of the fullest cluster's load: how far the worst layer may be from the best possible, as a share of it."""
+        """Of the fullest cluster's load: how far the worst layer may be from the best possible, as a share of it.
+
+        Not of ILP 1's objective: that is often 0 or near it, so that a share of it says little; see `proven` for it.
+        """
         return float(np.max(self.most / np.maximum(self.least_most, 1) - 1, initial=0.0))
 
     @property

@@ -67,9 +67,11 @@ class Fitted:
     placement : Placement or None
         None where experts are replicated.
     gap : float or None
-        How far it may be from the optimum of its own programs; None where nothing is proven.
+        Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above its
+        least. None where nothing is proven.
     load_gap : float or None
-        The same of the fullest GPU's load alone.
+        What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
+        from the mean, which may be unproven where this is small.
     """
 
     shares: np.ndarray
