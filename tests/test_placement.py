@@ -9,7 +9,7 @@ from moeblaze_ref.placement import annealing, clusters, exact, ilp, joint, maps,
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed
 from moeblaze_ref.placement.solver import SOLVERS
-from moeblaze_ref.placement.synthetic import counted_trace, synthetic_trace
+from moeblaze_ref.placement.synthetic import counted_trace, synthetic_trace, trace_or_synthetic
 
 INCLUDED = [name for name in SOLVERS if name != "gurobi"]  # the one that needs a licence
 
@@ -380,9 +380,16 @@ def test_the_map_is_both_programs(counted):
     assert found.gap < 1e-3 and found.placement.model == counted.model
 
 
-def test_both_programs_are_solved_to_the_optimum_for_32_layers_of_8_experts():
-    profile = trace.profile(synthetic_trace(4096, 32, 8, 2, skew=0.8, dependency=0.6, seed=1))
-    found = ilp.moetuner(profile, cluster(4), time_limit=30)
+@pytest.mark.parametrize(
+    "routing",
+    [
+        lambda: trace_or_synthetic(None, "32x8x2"),  # docs/results/place_32x8.json
+        lambda: synthetic_trace(4096, 32, 8, 2, skew=0.3, dependency=0.6, seed=1),
+    ],
+    ids=["skewed", "nearly even"],
+)
+def test_both_programs_are_solved_to_the_optimum_for_32_layers_of_8_experts(routing):
+    found = ilp.moetuner(trace.profile(routing()), cluster(4), time_limit=30)
     assert found.clusters.proven and found.clusters.gap == 0
     assert found.seats.gap == 0 and found.gap == 0
 
