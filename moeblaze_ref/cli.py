@@ -481,6 +481,7 @@ def place(
         if record:
             named = trace.name if trace else f"synthetic {synthetic}"
             asked = {"trace": named, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
+            asked |= {"solver": solver, "time_limit": time_limit, "limit": limit}
             provenance.record(record, asked | report.content(rows, trials, along, tokens))
 
 

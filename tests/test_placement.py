@@ -9,7 +9,7 @@ from moeblaze_ref.placement import annealing, clusters, exact, ilp, joint, maps,
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed
 from moeblaze_ref.placement.solver import SOLVERS
-from moeblaze_ref.placement.synthetic import counted_trace, synthetic_trace
+from moeblaze_ref.placement.synthetic import counted_trace, synthetic_trace, trace_or_synthetic
 
 INCLUDED = [name for name in SOLVERS if name != "gurobi"]  # the one that needs a licence
 
@@ -160,8 +160,16 @@ def test_sglangs_records_are_counts_without_transitions(tmp_path):
     found = trace.from_sglang(tmp_path / "record.pt")
     np.testing.assert_array_equal(found.P, counts.sum(0).numpy())
     assert peers.greedy(found, 2).layers == 3
+    assert found.tokens == counts.sum(0).sum(1).max()  # choices
     with pytest.raises(ValueError, match="holds counts alone"):
         ilp.moetuner(found, cluster(2))
+    even = counts // 2 * 2
+    torch.save({"logical_count": even}, tmp_path / "even.pt")
+    assert trace.from_sglang(tmp_path / "even.pt", k=2).tokens == even.sum(0).sum(1).max() / 2
+    with pytest.raises(ValueError, match="layer 0 has 64 counts, but with 3 experts a token k must divide them"):
+        trace.from_sglang(tmp_path / "even.pt", layers=(0, 1), k=3)
+    with pytest.raises(ValueError, match=r"k is 5, but it must be 1\.\.4"):
+        trace.from_sglang(tmp_path / "even.pt", k=5)
     counts[:, 0] = 0
     torch.save({"logical_count": counts}, tmp_path / "dense.pt")
     with pytest.raises(ValueError, match="layer 0 has no counts"):
@@ -188,6 +196,20 @@ def test_a_map_survives_its_file_under_the_very_name_given(counted, tmp_path):
     assert [sorted(experts) for experts in hosted] == [list(range(16))] * 5
 
 
+def test_a_map_that_cannot_be_written_leaves_the_one_before(counted, tmp_path, monkeypatch):
+    maps.save(tmp_path / "map.npz", peers.greedy(counted, 4))
+
+    def full(file, **arrays):
+        file.write(b"half of it")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match=r"map\.npz cannot be written: no space left"):
+        maps.save(tmp_path / "map.npz", peers.contiguous(counted, 4))
+    np.testing.assert_array_equal(maps.load(tmp_path / "map.npz").assignment, peers.greedy(counted, 4).assignment)
+    assert [path.name for path in tmp_path.iterdir()] == ["map.npz"]
+
+
 @pytest.mark.parametrize(
     ("hosts", "message"),
     [
@@ -208,8 +230,18 @@ def test_a_wrong_map_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="layer 0: expert 3 is on no GPU"):
         maps.load(tmp_path / "map.npz")
     np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 2, 3]]), num_gpus=3)
-    with pytest.raises(ValueError, match=r"assignment\[0, 3\] is 3, but there are only 3 GPUs"):
+    with pytest.raises(ValueError, match=r"expert 3 is on GPU 3, but assignment\[0, 3\] .* 3 GPUs \(valid: 0..2\)"):
         maps.load(tmp_path / "map.npz")
+    np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 0, 1], [0, 1, 2**32, 2**32 + 1]]), num_gpus=2)
+    with pytest.raises(ValueError, match="layer 1: expert 2 is on GPU 4294967296, but .* one of 2 GPUs"):
+        maps.load(tmp_path / "map.npz")
+    np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 0, 1]]), num_gpus=0)
+    with pytest.raises(ValueError, match="num_gpus is 0, but it must be >= 1"):
+        maps.load(tmp_path / "map.npz")
+    for number in (2.9, True, [2]):
+        np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 0, 1]]), num_gpus=number)
+        with pytest.raises((TypeError, ValueError), match="num_gpus has"):
+            maps.load(tmp_path / "map.npz")
     np.savez(tmp_path / "map.npz", assignment=np.array([[0, 1, 2, 3]]))
     with pytest.raises(ValueError, match="has no num_gpus"):
         maps.load(tmp_path / "map.npz")
@@ -348,6 +380,20 @@ def test_the_map_is_both_programs(counted):
     assert found.gap < 1e-3 and found.placement.model == counted.model
 
 
+@pytest.mark.parametrize(
+    "routing",
+    [
+        lambda: trace_or_synthetic(None, "32x8x2"),  # docs/results/place_32x8.json
+        lambda: synthetic_trace(4096, 32, 8, 2, skew=0.3, dependency=0.6, seed=1),
+    ],
+    ids=["skewed", "nearly even"],
+)
+def test_both_programs_are_solved_to_the_optimum_for_32_layers_of_8_experts(routing):
+    found = ilp.moetuner(trace.profile(routing()), cluster(4), time_limit=30)
+    assert found.clusters.proven and found.clusters.gap == 0
+    assert found.seats.gap == 0 and found.gap == 0
+
+
 # Peers ----------------------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +431,13 @@ def test_eplb_keeps_groups_on_their_node(counted):
     on_node_0 = shares[:, :, :2].sum(axis=2)
     groups = on_node_0.reshape(5, 4, 4)
     assert (groups == groups[:, :, :1]).all() and (groups[:, :, 0].sum(axis=1) == 2).all()
+
+
+def test_eplb_counts_all_as_one_node_where_groups_do_not_divide():
+    odd = trace.profile(synthetic_trace(500, 2, 7, 2))
+    np.testing.assert_array_equal(peers.eplb(odd, 4, 8, num_nodes=2), peers.eplb(odd, 4, 8))
+    with pytest.raises(ValueError, match="num_gpus is 4, but it must be a multiple of num_nodes = 3"):
+        peers.eplb(odd, 4, 8, num_nodes=3)
 
 
 def test_exflow_finds_the_experts_that_follow_each_other():
@@ -484,6 +537,9 @@ def test_a_step_by_hand():
         (np.array([[1.0, 0.0], [1.0, 1.0]]), r"bandwidth\[0, 1\] is 0\.0, but it must be above 0"),
         (np.array([[1.0, 1.0], [np.nan, 1.0]]), r"bandwidth\[1, 0\] is nan, but it must be above 0"),
         (np.array([[1.0, -2.0], [1.0, 1.0]]), r"bandwidth\[0, 1\] is -2\.0, but it must be above 0"),
+        (np.array([[1.0, 1.0], [np.inf, 1.0]]), r"bandwidth\[1, 0\] is inf, but it must be above 0: 0.001 to 1e\+15"),
+        (np.array([[1.0, 1e-300], [1.0, 1.0]]), r"bandwidth\[0, 1\] is 1e-300, but it must be above 0: 0.001 to"),
+        (np.array([[1.0, 1e9], [999.0, 1.0]]), r"bandwidth\[1, 0\] is 999\.0, but it must be at least 1000 bytes/s"),
     ],
 )
 def test_a_wrong_bandwidth_is_refused(bandwidth, message):
@@ -491,9 +547,47 @@ def test_a_wrong_bandwidth_is_refused(bandwidth, message):
         simulate.Cluster(bandwidth, 10, 1e-9)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_gpus_link_to_itself_is_not_looked_at(counted):
+    bandwidth = np.full((4, 4), 2.0)
+    for itself in (np.nan, np.inf, 0.0, -1.0):
+        np.fill_diagonal(bandwidth, itself)
+        assert (cluster(4, bandwidth).cost == 1 - np.eye(4)).all()
+        assert np.isfinite(simulate.step(counted, peers.greedy(counted, 4).shares(), cluster(4, bandwidth)).ms)
+
+
+@pytest.mark.parametrize("solver", INCLUDED)
+def test_seats_on_links_as_different_as_may_be(solver):
+    """Times as whole numbers would leave what solvers count with."""
+    bandwidth = np.full((4, 4), 1e9)
+    bandwidth[0, 1] = 3e3
+    C, cost = 10_000_000 * random_flows(4, 4, seed=2), cluster(4, bandwidth).cost
+    found = seats.seat_clusters(C, cost, np.full((4, 4), 2), solver, time_limit=20)
+    best = exact.best_seats(C, cost, np.full((4, 4), 2))
+    assert found.bound <= best * (1 + 1e-5) and found.objective == pytest.approx(best, rel=1e-5)
+
+
 def test_bandwidths_of_another_size_are_refused(counted):
     with pytest.raises(ValueError, match="bandwidth is of 3 GPUs, but 4 are placed on"):
         simulate.step(counted, peers.greedy(counted, 4).shares(), cluster(3))
+
+
+@pytest.mark.parametrize(
+    ("near", "num_nodes"),
+    [
+        ([[0, 1, 2, 3]], 1),
+        ([[0, 1], [2, 3]], 2),
+        ([[0], [1], [2], [3]], 1),  # all links alike
+        ([[0], [1, 2, 3]], 1),  # uneven
+        ([[0, 2], [1, 3]], 1),  # no neighbours
+        ([[0, 2, 3], [1, 2, 3]], 1),  # one pair is slower
+    ],
+)
+def test_nodes_are_equal_groups_of_neighbours_or_one(near, num_nodes):
+    bandwidth = np.ones((4, 4))
+    for group in near:
+        bandwidth[np.ix_(group, group)] = 3
+    assert cluster(4, bandwidth).num_nodes == num_nodes
 
 
 def test_topologies_by_name_and_by_file(tmp_path):
@@ -507,8 +601,16 @@ def test_topologies_by_name_and_by_file(tmp_path):
     assert (found.token_s, found.bandwidth.tolist()) == (0.25, [[0, 5], [6, 0]])
     with pytest.raises(ValueError, match="bandwidth is of 2 GPUs, but 3 are placed on"):
         simulate.cluster(str(measured), 3, 100, 10)
-    measured.write_text('{"bandwidth": [[0, 5], [6]]}')
-    with pytest.raises(ValueError, match="must be a matrix"):
+    for text in ("5", "null", "[1, 2]", "[[0, 5], [6]]"):
+        measured.write_text('{"bandwidth": %s}' % text)
+        with pytest.raises(ValueError, match="must be a matrix"):
+            simulate.cluster(str(measured), 2, 100, 10)
+    for value, said in (("true", r"True \(bool\)"), ('"5"', r"'5' \(str\)"), ("null", r"None \(NoneType\)")):
+        measured.write_text('{"bandwidth": [[0, %s], [6, 0]]}' % value)
+        with pytest.raises(TypeError, match=rf"bandwidth\[0, 1\] is {said}, but it must be a number"):
+            simulate.cluster(str(measured), 2, 100, 10)
+    measured.write_text("{")
+    with pytest.raises(ValueError, match=r"links\.json is no JSON"):
         simulate.cluster(str(measured), 2, 100, 10)
     with pytest.raises(ValueError, match=r"unknown topology 'nvlnk'\. Did you mean 'nvlink'"):
         simulate.cluster("nvlnk", 4, 100, 10)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import traces
 from moeblaze_ref.cli import app
-from moeblaze_ref.placement import joint, maps, methods, peers, plots, simulate, synthetic, trace
+from moeblaze_ref.placement import joint, maps, methods, peers, plots, simulate, solver, synthetic, trace
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
 KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap", "load_gap"]
@@ -72,6 +72,7 @@ def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
     written = json.loads(record.read_text())
     assert [split["seed"] for split in written["splits"] if split["method"] == "joint"] == [0, 1]
     assert written["model"] == routed.model and "versions" in written
+    assert (written["solver"], written["time_limit"], written["limit"]) == ("cp_sat", 60, 1.02)
     assert [point["limit"] for point in written["curve"]] == list(joint.LIMITS)
     assert {point["seed"] for point in written["curve"]} == {0}
     assert {path.name for path in folder.iterdir()} == {"load_by_gpu.png", "load_against_crossings.png"}
@@ -90,6 +91,18 @@ def test_experts_that_no_gpu_count_divides(tmp_path):
     assert len(json.loads(result.stdout)) == len(methods.METHODS)
 
 
+def test_every_method_takes_a_cluster_without_equal_nodes_and_experts_that_nodes_do_not_divide(file, tmp_path):
+    links, odd = tmp_path / "one_pair_slower.json", tmp_path / "odd.npz"
+    bandwidth = [[1e11] * 4 for _ in range(4)]
+    bandwidth[0][1] = bandwidth[1][0] = 4e10
+    links.write_text(json.dumps({"bandwidth": bandwidth}))
+    traces.save(odd, synthetic_trace(600, 3, 7, 2, sequences=4))
+    for path, topology in ((file, links), (odd, "two-nodes")):
+        result = place("--trace", path, "--gpus", 4, "--topology", topology, "--json")
+        assert result.exit_code == 0, result.output
+        assert len(json.loads(result.stdout)) == len(methods.METHODS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,11 +110,14 @@ def test_experts_that_no_gpu_count_divides(tmp_path):
         (("--gpus", 4, "--method", "greddy"), "unknown method 'greddy'. Did you mean 'greedy'?"),
         (("--gpus", 4, "--experts-per-gpu", "3:8"), "infeasible: at least 3 experts on each of 4 GPUs"),
         (("--gpus", 4, "--experts-per-gpu", "3"), "'3' must be MIN:MAX"),
+        (("--gpus", 4, "--experts-per-gpu", "²:3"), "'²:3' must be MIN:MAX"),
         (("--gpus", 4, "--experts", 6), "but there are only 6 experts (valid: 0..5)"),
         (("--gpus", 4, "--topology", "ring"), "unknown topology 'ring'"),
         (("--gpus", 3, "--topology", "two-nodes"), "two nodes need an even number"),
         (("--gpus", 4, "--solver", "cplex"), "unknown solver 'cplex'"),
         (("--gpus", 4, "--limit", 0.5, "--method", "joint"), "limit is 0.5, but no load can be more even than 1"),
+        (("--gpus", 4, "--limit", 0.5, "--method", "greedy"), "limit is 0.5, but no load can be more even than 1"),
+        (("--gpus", 4, "--time-limit", 1e300), "time_limit is 1e+300, but it must be at most 1e+09 seconds"),
         (("--gpus", 4, "--synthetic", "4x8x2"), "name either a trace or the size of a synthetic one"),
         (("--gpus", 4, "--splits", -1), "splits is -1, but it must be >= 0"),
         (("--gpus", 4, "--method", "eplb-replicas", "--out", "map.npz"), "no map to write"),
@@ -112,6 +128,28 @@ def test_bad_input_is_one_sentence_and_status_2(file, arguments, message, tmp_pa
     result = place("--trace", file, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("method", ["moetuner", "greedy"])
+def test_a_solver_that_is_not_installed_is_said_before_any_work(file, method, monkeypatch):
+    def none_there(model, kind, **settings):
+        assert kind is solver.SOLVERS["gurobi"]
+        raise RuntimeError("bad_function_call")
+
+    monkeypatch.setattr(solver.mathopt, "solve", none_there)
+    monkeypatch.setattr(methods, "try_method", lambda *arguments: pytest.fail("worked before it asked"))
+    result = place("--trace", file, "--gpus", 4, "--method", method, "--solver", "gurobi")
+    assert result.exit_code == 2
+    said = " ".join(result.stderr.split())
+    assert "solver gurobi does not run here" in said and "OR-Tools: cp_sat, highs, scip" in said
+
+
+def test_a_trace_without_sequences_names_the_option_that_needs_none(tmp_path):
+    path = tmp_path / "t.npz"
+    np.savez(path, topk=synthetic_trace(300, 3, 8, 2).topk, num_experts=8)
+    result = place("--trace", path, "--gpus", 2, "--method", "greedy")
+    assert result.exit_code == 2 and "--splits 0" in result.stderr
+    assert place("--trace", path, "--gpus", 2, "--method", "greedy", "--splits", 0).exit_code == 0
 
 
 def test_a_synthetic_trace_is_named_by_its_size(monkeypatch, tmp_path):

@@ -62,6 +62,6 @@ def parse(text: str | None) -> Bounds | None:
     if text is None:
         return None
     least, colon, most = text.partition(":")
-    if not (colon and least.strip().isdigit() and most.strip().isdigit()):
+    if not (colon and least.strip().isdecimal() and most.strip().isdecimal()):
         raise ValueError(f"{text!r} must be MIN:MAX, two whole numbers, such as 1:32")
     return Bounds(int(least), int(most))

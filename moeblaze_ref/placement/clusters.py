@@ -15,7 +15,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.placement.bounds import Bounds, equal
 from moeblaze_ref.placement.maps import check_gpus
 from moeblaze_ref.placement.peers import pack
-from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT, minimise, new_model, total
+from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT, check_time_limit, minimise, new_model, total
 
 Track = Callable[[Iterable], Iterable]  # shows progress over what it passes on
 
@@ -48,7 +48,10 @@ class Clusters:
 
     @property
     def gap(self) -> float:
-        """Of the fullest cluster's load: how far the worst layer may be from the best possible, as a share of it."""
+        """Of the fullest cluster's load: how far the worst layer may be from the best possible, as a share of it.
+
+        Not of ILP 1's objective: that is often 0 or near it, so that a share of it says little; see `proven` for it.
+        """
         return float(np.max(self.most / np.maximum(self.least_most, 1) - 1, initial=0.0))
 
     @property
@@ -90,7 +93,7 @@ def cluster_experts(
     doors.check_array("P", P, 2, ("int64",))
     layers, E = P.shape
     check_gpus(num_clusters, E)
-    doors.check_positive("time_limit", time_limit)
+    check_time_limit(time_limit)
     bounds = bounds or equal(E, num_clusters)
     bounds.check_feasible(E, num_clusters)
     began = time.perf_counter()

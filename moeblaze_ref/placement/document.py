@@ -16,7 +16,8 @@ from moeblaze_ref.placement import findings, plots
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "placement.md"
 KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
-RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "scale")}
+RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "32x8", "scale")}
+MEASURED = DOCS / "results" / "ep_h200x2_gptoss.json"  # of parallel.bench
 # What a reader who does not see the pictures is told.
 PICTURED = (
     "Load against transitions that change GPU, on the first random half: every method as a point, "
@@ -25,7 +26,7 @@ PICTURED = (
 
 
 def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
-    """The document with a block for each record written anew.
+    """The document with a block for each record written anew, and the one of the model's constants.
 
     Parameters
     ----------
@@ -38,7 +39,8 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
     ValueError
         If there is no block of that name, or a file is no record of `moeblaze place`.
     """
-    return documents.fill(text, {kind: partial(_block, path) for kind, path in paths.items()})
+    blocks = {kind: partial(_block, path) for kind, path in paths.items()}
+    return documents.fill(text, blocks | {"constants": _constants})
 
 
 def load(path: Path) -> findings.Found:
@@ -72,10 +74,14 @@ def _block(path: Path) -> str:
     if not path.exists():
         return ""
     found = load(path)
-    where = "\n".join(documents.place(found))
+    where = "\n".join([*documents.place(found), *findings.allowed(found)])
     if not found["curve"]:
         return "\n\n".join([findings.scale(found), where])
     return "\n\n".join([findings.summary(found), f"![{PICTURED}](images/{picture_of(path).name})", where])
+
+
+def _constants() -> str:
+    return findings.constants(records.read(MEASURED, ("gpus", "d", "h", *findings.CONSTANTS)))
 
 
 def write():

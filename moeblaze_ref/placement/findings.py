@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeblaze_ref.documents import table
+from moeblaze_ref.placement import simulate
 
 Found = Mapping[str, Any]
 PACKING, MEGATRON = "greedy", "contiguous"
 LOAD_OVER_PACKING = {"moetuner": 0.01, "joint": 0.03}  # what is aimed at: load at most this above packing's
 CROSSINGS = 0.58  # and at most so many of joint's transitions change GPU
+SECONDS = 60  # and joint is to take at most so long on a split
+OURS = "joint"
+CONSTANTS = ("token_s", "bandwidth", "exchange_s", "rest_s")  # that parallel.bench measures
 TAILS = {
     "step_ms": "step",
     "token_tail_ms": "slowest GPUs, all layers",
@@ -18,13 +22,13 @@ TAILS = {
 
 
 def summary(found: Found) -> str:
-    """Medians of every method, what was aimed at, and the time that is saved beside Megatron-LM's placement."""
-    return "\n\n".join([methods(found), aims(found), saved(found)])
+    """Medians, what was aimed at, who is faster than `joint`, and the time saved beside Megatron-LM's placement."""
+    return "\n\n".join([methods(found), aims(found), beside_joint(found), saved(found)])
 
 
 def methods(found: Found) -> str:
     """A line a method."""
-    names = ["method", "load: mean", "over packing", "worst layer", "cross-GPU", "step, ms", "solved in s"]
+    names = ["method", "load: mean", "over packing", "worst layer", "cross-GPU", "step, ms", "solved in s", "gap"]
     packing = _row(found, PACKING)["balance_mean"]
     lines = [
         [
@@ -33,8 +37,9 @@ def methods(found: Found) -> str:
             f"{row['balance_mean'] - packing:+.4f}",
             f"{row['balance_worst']:.3f}",
             f"{row['cross_share']:.1%}",
-            f"{row['step_ms']:.3f}",
+            _ms(row["step_ms"]),
             f"{row['solve_s']:.1f}",
+            _share(row["gap"]),
         ]
         for row in found["rows"]
     ]
@@ -42,7 +47,7 @@ def methods(found: Found) -> str:
 
 
 def aims(found: Found) -> str:
-    """Each aim, what was found, and whether it is met."""
+    """Each aim, what was found, and whether it is met: medians, and of `joint`'s time every split."""
     packing = _row(found, PACKING)
     lines = []
     for method, bound in LOAD_OVER_PACKING.items():
@@ -52,7 +57,28 @@ def aims(found: Found) -> str:
     for method, bound in bounds.items():
         share = _row(found, method)["cross_share"]
         lines.append([f"`{method}`: transitions that change GPU", f"{share:.1%}", f"{bound:.1%}", _met(share <= bound)])
+    seconds = [trial["solve_s"] for trial in _splits(found, OURS).values()]
+    late = sum(time > SECONDS for time in seconds)
+    missed = f"{_met(not late)} in {late} of {len(seconds)} splits" if late else _met(True)
+    lines.append([f"`{OURS}`: seconds of the slowest split", f"{max(seconds):.1f}", f"{SECONDS}", missed])
     return table(["aim", "found", "at most", ""], lines)
+
+
+def beside_joint(found: Found) -> str:
+    """How often each peer's step is the faster one on the half that was held out, and who is by the medians."""
+    ours, lines, faster = _splits(found, OURS), [], []
+    for row in found["rows"]:
+        if row["method"] == OURS:
+            continue
+        steps = [(trial["step_ms"], ours[seed]["step_ms"]) for seed, trial in _splits(found, row["method"]).items()]
+        wins, ties = sum(theirs < step for theirs, step in steps), sum(theirs == step for theirs, step in steps)
+        more = row["step_ms"] / _row(found, OURS)["step_ms"] - 1
+        lines.append([f"`{row['method']}`", f"{more:+.2%}", f"{wins} of {len(steps)}", f"{ties}"])
+        if more < 0:
+            faster.append(f"`{row['method']}`")
+    who = f"faster than `{OURS}`: {', '.join(faster)}" if faster else f"none is faster than `{OURS}`"
+    names = ["held out", f"median step beside `{OURS}`'s", f"faster than `{OURS}` in splits", "as fast in"]
+    return f"{table(names, lines)}\n\nBy the median step on the held-out halves, {who}."
 
 
 def saved(found: Found) -> str:
@@ -61,12 +87,12 @@ def saved(found: Found) -> str:
     for method in LOAD_OVER_PACKING:
         shares = [1 - _median(found, method, name) / _median(found, MEGATRON, name) for name in TAILS]
         lines.append([f"`{method}`", *(f"{share:.1%}" for share in shares)])
-    return table(["less than contiguous by", *TAILS.values()], lines)
+    return table(["by the model, less than contiguous by", *TAILS.values()], lines)
 
 
 def scale(found: Found) -> str:
-    """What solving took at a large model's size, and how far the loads may be from the best."""
-    names = ["method", "load: mean", "worst layer", "solved in s", "load gap", "gap of both programs"]
+    """What solving took at a size, and how far the loads and the slowest pairs' times may be from the best."""
+    names = ["method", "load: mean", "worst layer", "solved in s", "load gap", "gap: the larger of load's and pairs'"]
     lines = [
         [
             f"`{row['method']}`",
@@ -81,16 +107,54 @@ def scale(found: Found) -> str:
     return table(names, lines)
 
 
+def constants(measured: Found) -> str:
+    """What a step of `moeblaze place` is modelled with, beside what `parallel.bench` measured of experts of the same size.
+
+    Parameters
+    ----------
+    measured : mapping
+        Of a record of `parallel.bench`: gpus, d, h and ``CONSTANTS``.
+    """
+    gpus = measured["gpus"]
+    four, as_many = (simulate.cluster("nvlink", G, measured["d"], measured["h"]) for G in (4, gpus))
+    lines = [
+        ["a routed row", f"{1e9 * four.token_s:.0f} ns", f"{1e9 * measured['token_s']:.0f} ns"],
+        [f"a pair of {gpus} GPUs", _link(as_many.bandwidth), _link(measured["bandwidth"])],
+        ["each pair of 4 GPUs, all at once", _link(four.bandwidth), "not here"],
+        ["of an exchange, what no row adds to", "left out", f"{1e6 * measured['exchange_s']:.0f} us a layer"],
+        ["router, dispatch, the host", "left out", f"{1e6 * measured['rest_s']:.0f} us a layer"],
+    ]
+    return table(["", "modelled", f"measured on {gpus} GPUs"], lines)
+
+
+def allowed(found: Found) -> list[str]:
+    """A line of a list on the time that each of `moetuner`'s programs had, in records that say it."""
+    return [f"- time limit: {found['time_limit']:g} s each program"] if "time_limit" in found else []
+
+
 def _row(found: Found, method: str) -> Found:
     return next(row for row in found["rows"] if row["method"] == method)
 
 
+def _splits(found: Found, method: str) -> dict[int, Found]:
+    """A method's trials by their seeds."""
+    return {trial["seed"]: trial for trial in found["splits"] if trial["method"] == method}
+
+
 def _median(found: Found, method: str, name: str) -> float:
-    return statistics.median(trial[name] for trial in found["splits"] if trial["method"] == method)
+    return statistics.median(trial[name] for trial in _splits(found, method).values())
 
 
 def _share(gap: float | None) -> str:
     return "" if gap is None else f"{gap:.3%}"
+
+
+def _link(bandwidth) -> str:
+    return f"{bandwidth[0][1] / 1e9:.0f} GB/s"
+
+
+def _ms(time: float) -> str:
+    return f"{time:#.5g}"
 
 
 def _met(passed: bool) -> str:

@@ -32,7 +32,7 @@ class MoETuner:
 
     @property
     def gap(self) -> float:
-        """The larger of both programs' gaps."""
+        """The larger of two: of the fullest cluster's load, see `Clusters.gap`, and of ILP 2's objective."""
         return max(self.clusters.gap, self.seats.gap)
 
 

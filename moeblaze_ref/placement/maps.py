@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, records
 from moeblaze_ref.traces import INTEGERS, load_npz
 
 NOWHERE = -1
@@ -40,11 +40,7 @@ class Placement:
         doors.check_array("assignment", self.assignment, 2, ("int32",))
         doors.check_int("layers", self.layers, 1)
         check_gpus(self.num_gpus, self.E)
-        nowhere = self.assignment == NOWHERE
-        if nowhere.any():
-            layer, expert = doors.first(nowhere)
-            raise ValueError(f"layer {layer}: expert {expert} is on no GPU, but every expert needs one")
-        doors.check_index("assignment", self.assignment, self.num_gpus, "GPUs")
+        _check_assigned(self.assignment, self.num_gpus)
 
     @property
     def layers(self) -> int:
@@ -79,6 +75,21 @@ class Placement:
             raise ValueError(f"the map is for {self.model}, but the model is {model}")
 
 
+def _check_assigned(assignment, num_gpus):
+    """Every expert is on a GPU, and on one that exists; integers of any width."""
+    nowhere = assignment == NOWHERE
+    if nowhere.any():
+        layer, expert = doors.first(nowhere)
+        raise ValueError(f"layer {layer}: expert {expert} is on no GPU, but every expert needs one")
+    beyond = (assignment < 0) | (assignment >= num_gpus)
+    if beyond.any():
+        layer, expert = doors.first(beyond)
+        raise ValueError(
+            f"layer {layer}: expert {expert} is on GPU {assignment[layer, expert]}, but assignment[{layer}, {expert}] must "
+            f"be one of {num_gpus} GPUs (valid: 0..{num_gpus - 1})"
+        )
+
+
 def check_gpus(num_gpus: int, num_experts: int):
     """Every GPU can hold an expert of every layer."""
     if doors.check_int("num_gpus", num_gpus, 1) > num_experts:
@@ -109,10 +120,20 @@ def from_hosts(hosts: Sequence[Sequence[Sequence[int]]], num_experts: int, model
 
 
 def save(path: Path, placement: Placement):
-    """Write a map as npz: `assignment` (layers, E) int32, `num_gpus`, `model`."""
+    """Write a map as npz: `assignment` (layers, E) int32, `num_gpus`, `model`.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; what was there before stays.
+    """
     arrays = {"assignment": placement.assignment, "num_gpus": placement.num_gpus, "model": placement.model}
-    with open(path, "wb") as file:  # np.savez would add a suffix to the name
-        np.savez_compressed(file, **arrays)
+
+    def write(part: Path):
+        with part.open("wb") as file:  # np.savez would add a suffix to the name
+            np.savez_compressed(file, **arrays)
+
+    records.replace(Path(path), write)
 
 
 def load(path: Path) -> Placement:
@@ -123,11 +144,15 @@ def load(path: Path) -> Placement:
     OSError
         If the file cannot be read.
     ValueError, TypeError
-        If it is no npz, lacks an array, or `Placement` refuses what it holds.
+        If it is no npz, lacks an array, holds what are no integers, or `Placement` refuses what it holds.
     """
     arrays = load_npz(path, "assignment")
     doors.check_array("assignment", arrays["assignment"], 2, INTEGERS)
     if "num_gpus" not in arrays:
         raise ValueError(f"{Path(path).name} has no num_gpus")
+    doors.check_array("num_gpus", arrays["num_gpus"], 0, INTEGERS)
+    num_gpus = int(arrays["num_gpus"])
+    check_gpus(num_gpus, arrays["assignment"].shape[1])
+    _check_assigned(arrays["assignment"], num_gpus)  # before int32 would wrap what is too large for it
     assignment = np.ascontiguousarray(arrays["assignment"], np.int32)
-    return Placement(assignment, int(arrays["num_gpus"]), str(arrays.get("model", "")))
+    return Placement(assignment, num_gpus, str(arrays.get("model", "")))

@@ -13,10 +13,10 @@ from moeblaze_ref import doors
 from moeblaze_ref.placement import annealing, peers
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.ilp import moetuner
-from moeblaze_ref.placement.joint import LIMIT, LIMITS, joint, search
+from moeblaze_ref.placement.joint import LIMIT, LIMITS, check_limit, joint, search
 from moeblaze_ref.placement.maps import Placement, check_gpus
 from moeblaze_ref.placement.simulate import STEP_TOKENS, Cluster, balance, cross_share, loads, step, transitions
-from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT
+from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT, check_installed, check_time_limit
 from moeblaze_ref.placement.trace import Profile, profile, split
 from moeblaze_ref.traces import RoutingTrace
 
@@ -50,7 +50,8 @@ class Options:
 
     def __post_init__(self):
         doors.check_name("solver", self.solver, SOLVERS)
-        doors.check_positive("time_limit", self.time_limit)
+        check_time_limit(self.time_limit)
+        check_limit(self.limit)
         doors.check_int("steps", self.steps, 0)
         doors.check_int("spare", self.spare, 1)
 
@@ -66,9 +67,11 @@ class Fitted:
     placement : Placement or None
         None where experts are replicated.
     gap : float or None
-        How far it may be from the optimum of its own programs; None where nothing is proven.
+        Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above its
+        least. None where nothing is proven.
     load_gap : float or None
-        The same of the fullest GPU's load alone.
+        What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
+        from the mean, which may be unproven where this is small.
     """
 
     shares: np.ndarray
@@ -228,10 +231,11 @@ def jobs(
     Raises
     ------
     ValueError, TypeError
-        If a name is unknown, there are more GPUs than experts, the bounds are infeasible, or the trace has no tokens
-        or too few sequences to split.
+        If a name is unknown, the solver is not installed, there are more GPUs than experts, the bounds are infeasible,
+        or the trace has no tokens or too few sequences to split.
     """
     methods = named(methods)
+    check_installed(options.solver)
     doors.check_int("splits", splits, 0)
     doors.check_int("tokens", tokens, 1)
     check_gpus(on.num_gpus, trace.num_experts)

@@ -79,7 +79,7 @@ def eplb(
     replicas : int, optional
         Copies of experts in a layer, all counted: E (the default) only packs. A multiple of G.
     num_nodes : int
-        Nodes, which groups are packed to first.
+        Nodes, which groups are packed to first; where it does not divide their number, its global policy: one node.
     num_groups : int, optional
         Groups of E / num_groups neighbouring experts that stay on one node; by default every expert is one.
 
@@ -98,12 +98,13 @@ def eplb(
     num_groups = num_groups or profile.E
     for name, number, by, divisor in (
         ("num_gpus", num_gpus, "num_nodes", num_nodes),
-        ("num_groups", num_groups, "num_nodes", num_nodes),
         ("E", profile.E, "num_groups", num_groups),
         ("replicas", replicas, "num_gpus", num_gpus),
     ):
         if number % divisor:
             raise ValueError(f"{name} is {number}, but it must be a multiple of {by} = {divisor}")
+    if num_groups % num_nodes:
+        num_nodes = 1
     return np.stack([_eplb_layer(load, num_gpus, replicas, num_nodes, num_groups) for load in profile.P])
 
 

@@ -14,6 +14,8 @@ COLUMNS = ("method", "load: mean", "worst layer", "cross-GPU", "step ms", "solve
 def table(rows: list[Row], judged: str) -> Table:
     """A line a method: the fullest GPU over the mean, crossings, the modelled step, and what finding it took.
 
+    The gap is `methods.Fitted.gap`.
+
     Parameters
     ----------
     rows : list of Row
@@ -42,7 +44,8 @@ def judged_on(splits: int, num_gpus: int, tokens: int) -> str:
     if splits:
         where = "the held-out half of the sequences" + (f", medians over {splits} splits" if splits > 1 else "")
     return (
-        f"{num_gpus} GPUs, judged on {where}. Load: the fullest GPU over the mean. Step: modelled, {tokens:,} tokens."
+        f"{num_gpus} GPUs, judged on {where}. Load: the fullest GPU over the mean. Step: modelled, {tokens:,} tokens. "
+        "Gap: what the fullest GPU's load, and the slowest pairs' time, may be above the least where they were fitted."
     )
 
 

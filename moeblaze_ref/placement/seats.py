@@ -12,8 +12,17 @@ import numpy as np
 
 from moeblaze_ref import doors
 from moeblaze_ref.placement.links import chain, experts_hosted, misplaced, pair_bounds, slowest
-from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT, Infeasible, minimise, new_model, total
+from moeblaze_ref.placement.solver import (
+    DEFAULT_SOLVER,
+    TIME_LIMIT,
+    Infeasible,
+    check_time_limit,
+    minimise,
+    new_model,
+    total,
+)
 
+EXACT = 1e7  # no known objective is more in whole numbers: with larger ones HiGHS has proven what is wrong
 MAX_ROWS = 400_000  # constraints: above, the start and its bound are all that there is time for
 
 
@@ -68,26 +77,35 @@ def seat_clusters(
     Raises
     ------
     ValueError
-        If no seats give every GPU as many experts, or there is no such solver.
+        If no seats give every GPU as many experts, there is no such solver, or the time limit is out of range.
     """
     layers, G = sizes.shape
     doors.check_shape("C", C, {"layers - 1": layers - 1, "G": G, "G ": G})
     doors.check_shape("cost", cost, {"G": G, "G ": G})
+    check_time_limit(time_limit)
     began = time.perf_counter()
     hosted = int(sizes.sum() // G), int(-(-sizes.sum() // G))
-    scale = 1 if (cost == np.round(cost)).all() else 1000  # costs in whole numbers, rounded down: bounds stay bounds
-    least = np.floor(scale * pair_bounds(C, cost)).astype(np.int64)  # (layers - 1,)
     gpus = chain(C, cost, sizes, hosted)
     fits = misplaced(experts_hosted(gpus, sizes), hosted) == 0
+    known = slowest(C, gpus, cost).sum() if fits else cost.max(initial=0) * C.max(axis=(1, 2), initial=0).sum()
+    scale = _scale(cost, known)
+    least = np.floor(scale * pair_bounds(C, cost)).astype(np.int64)  # (layers - 1,)
     bound = int(least.sum())
     if not fits or scale * slowest(C, gpus, cost).sum() >= bound + 1:
-        gpus, bound = _seat(C, cost, scale, sizes, hosted, gpus if fits else None, least, solver, began + time_limit)
+        # A pair that takes longer than all transitions of known seats is in no better ones, however long it takes.
+        time_of = np.minimum(np.floor(scale * cost * C[..., None, None]), np.ceil(scale * known))
+        gpus, bound = _seat(C, cost, time_of, sizes, hosted, gpus if fits else None, least, solver, began + time_limit)
     return Seats(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, time.perf_counter() - began)
 
 
-def _seat(C, cost, scale, sizes, hosted, start, least, solver, deadline):
+def _scale(cost, known):
+    """Of costs, to make whole numbers of times, rounded down so that bounds stay bounds; ``known`` is an objective."""
+    return min(1 if (cost == np.round(cost)).all() else 1000, EXACT / max(known, 1))
+
+
+def _seat(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
     """(GPU of each cluster, bound) by the solver; what it began with, if the time does not suffice for more."""
-    model = _Seating(C, np.floor(scale * cost[None, None, None] * C[..., None, None]), sizes, hosted, least)
+    model = _Seating(C, time_of, sizes, hosted, least)
     if model.rows > MAX_ROWS and start is not None:
         return start, int(least.sum())
     try:
@@ -111,8 +129,8 @@ def _seat(C, cost, scale, sizes, hosted, start, least, solver, deadline):
 class _Seating:
     """The model of ILP 2, with the product of two binaries y y' written as y + y' - 1.
 
-    ``time`` (layers - 1, G, G, G, G) holds C[l, c1, c2] times the cost of (g1, g2) in whole numbers; z[l] is at least
-    ``least``[l], so that a constraint matters only where the time is more.
+    ``time`` (layers - 1, G, G, G, G) holds C[l, c1, c2] times the cost of (g1, g2) in whole numbers, or what is as bad as
+    that; z[l] is at least ``least``[l], so that a constraint matters only where the time is more.
     """
 
     def __init__(self, C, time, sizes, hosted, least):

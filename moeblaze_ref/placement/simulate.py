@@ -5,21 +5,21 @@ the tokens that change GPU travel, and the slowest pair of GPUs ends last, the s
 with k experts counts once for each of its k * k pairs between neighbouring layers.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref import doors, records
 from moeblaze_ref.placement.trace import Profile
-from moeblaze_ref.records import check_object
 
 # FLOP/s of the experts' forward on one H200, by our kernels: docs/results/bench_h200.json, preset mixtral, 6*d*h*R FLOPs.
 H200_EXPERT_FLOPS = 6.7e14
 NVLINK = 450e9  # bytes/s of one GPU in one direction, all its links together: as its maker prints
 INFINIBAND = 50e9  # bytes/s of one 400 Gb/s adapter, one a GPU: as its maker prints
 STEP_TOKENS = 16_384
+SLOWEST, FASTEST = 1e-3, 1e15  # bytes/s of a link: what lies outside is no bandwidth
+APART = 1e6  # the fastest link over the slowest, at most: ILP 2 counts in whole numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,8 @@ class Cluster:
     Parameters
     ----------
     bandwidth : array (G, G) float64
-        Bytes/s from GPU g1 to GPU g2 while all pairs talk at once; the diagonal is not looked at.
+        Bytes/s from GPU g1 to GPU g2 while all pairs talk at once, ``SLOWEST`` to ``FASTEST``, and the fastest at most
+        ``APART`` times the slowest; the diagonal is not looked at.
     row_bytes : int
         Bytes of a token that travels: d elements.
     token_s : float
@@ -38,7 +39,7 @@ class Cluster:
     Raises
     ------
     TypeError, ValueError
-        If the matrix is not square, holds what is no positive number, or a cost is not above zero.
+        If the matrix is not square, a bandwidth is out of range, or a cost is not above zero.
     """
 
     bandwidth: np.ndarray
@@ -50,13 +51,28 @@ class Cluster:
         rows, columns = self.bandwidth.shape
         if rows != columns or rows == 0:
             raise ValueError(f"bandwidth has shape {(rows, columns)}, but it must be square: (G, G)")
-        wrong = ~(self.bandwidth > 0) & ~np.eye(rows, dtype=bool)
+        allowed = (self.bandwidth >= SLOWEST) & (self.bandwidth <= FASTEST)
+        self._check_links(allowed, f"above 0: {SLOWEST:g} to {FASTEST:g} bytes/s")
+        least = self._fastest / APART
+        self._check_links(self.bandwidth >= least, f"at least {least:g} bytes/s, a millionth of the fastest link's")
+        doors.check_int("row_bytes", self.row_bytes, 1)
+        doors.check_positive("token_s", self.token_s)
+
+    def _check_links(self, allowed, words):
+        """All pairs of GPUs are ``allowed`` (G, G); whether a GPU is to itself is not asked."""
+        wrong = ~allowed & self._others
         if wrong.any():
             sender, receiver = doors.first(wrong)
             value = self.bandwidth[sender, receiver]
-            raise ValueError(f"bandwidth[{sender}, {receiver}] is {value}, but it must be above 0")
-        doors.check_int("row_bytes", self.row_bytes, 1)
-        doors.check_positive("token_s", self.token_s)
+            raise ValueError(f"bandwidth[{sender}, {receiver}] is {value}, but it must be {words}")
+
+    @property
+    def _others(self):
+        return ~np.eye(self.num_gpus, dtype=bool)
+
+    @property
+    def _fastest(self):
+        return self.bandwidth.max(where=self._others, initial=0)
 
     @property
     def num_gpus(self) -> int:
@@ -66,14 +82,19 @@ class Cluster:
     @property
     def cost(self) -> np.ndarray:
         """Time of a token on each link over that on the fastest, (G, G): 1 or more, and 0 on the diagonal."""
-        others = ~np.eye(self.num_gpus, dtype=bool)
-        fastest = self.bandwidth.max(where=others, initial=0)
-        return np.divide(fastest, self.bandwidth, out=np.zeros_like(self.bandwidth), where=others)
+        return np.divide(self._fastest, self.bandwidth, out=np.zeros_like(self.bandwidth), where=self._others)
 
     @property
     def num_nodes(self) -> int:
-        """Groups of GPUs whose links are all at least half as fast as the fastest; 1 for one node."""
-        return len(np.unique(self.cost < 2, axis=0))
+        """Equal groups of neighbouring GPUs, every link in a group over half as fast as the fastest, and none across.
+
+        1 where links fall into no such groups: the GPUs then count as one node.
+        """
+        near = self.cost < 2  # (G, G)
+        groups = len(np.unique(near, axis=0))
+        node = np.arange(self.num_gpus) * groups // self.num_gpus  # (G,)
+        equal = self.num_gpus % groups == 0 and (near == (node[:, None] == node)).all()
+        return groups if equal else 1
 
     def check_size(self, num_gpus: int):
         """The matrix is of so many GPUs."""
@@ -119,13 +140,13 @@ def cluster(topology: str, num_gpus: int, d: int, h: int, itemsize: int = 2) -> 
     Raises
     ------
     ValueError, TypeError, OSError
-        If there is no such topology or file, or the matrix is not (G, G), positive.
+        If there is no such topology or file, or as `Cluster`: the matrix is not (G, G), or a number is out of range.
     """
     for name, size in (("num_gpus", num_gpus), ("d", d), ("h", h), ("itemsize", itemsize)):
         doors.check_int(name, size, 1)
     token_s = 6 * d * h / H200_EXPERT_FLOPS
     if topology.endswith(".json"):
-        measured = check_object(topology, json.loads(Path(topology).read_text()), ("bandwidth",))
+        measured = records.read(Path(topology), ("bandwidth",))
         token_s = measured.get("token_s", token_s)
         bandwidth = _matrix(measured["bandwidth"])
     else:
@@ -136,10 +157,16 @@ def cluster(topology: str, num_gpus: int, d: int, h: int, itemsize: int = 2) -> 
 
 
 def _matrix(rows) -> np.ndarray:
-    try:
-        return np.array(rows, dtype=np.float64)
-    except (ValueError, TypeError):
-        raise ValueError("bandwidth must be a matrix: G lists of G numbers") from None
+    if not (isinstance(rows, list) and all(isinstance(row, list) for row in rows)) or len(set(map(len, rows))) > 1:
+        raise ValueError("bandwidth must be a matrix: G lists of G numbers")
+    return np.array([[_speed(i, j, value) for j, value in enumerate(row)] for i, row in enumerate(rows)], np.float64)
+
+
+def _speed(sender, receiver, value) -> float:
+    name = f"bandwidth[{sender}, {receiver}]"
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {value} (bool), but it must be a number")
+    return doors.check_float(name, value)
 
 
 # What a placement does to a profile. ``shares`` (layers, E, G) says who serves an expert's tokens: Placement.shares().

@@ -17,6 +17,7 @@ SOLVERS = {
 }
 DEFAULT_SOLVER = "cp_sat"
 TIME_LIMIT = 60.0  # seconds of each program
+LONGEST = 1e9  # seconds: a time limit of thirty years
 WORKERS = 8  # of CP-SAT: strategies that help each other, on fewer cores too
 
 _ENDED = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE)
@@ -47,7 +48,7 @@ def minimise(model, solver: str, time_limit: float, start: dict | None = None) -
     solver : str
         One of ``SOLVERS``.
     time_limit : float
-        Seconds; the best solution so far counts when they are over.
+        Seconds, at most ``LONGEST``; the best solution so far counts when they are over.
     start : dict of variable to float, optional
         A solution to begin with.
 
@@ -59,7 +60,7 @@ def minimise(model, solver: str, time_limit: float, start: dict | None = None) -
     Raises
     ------
     ValueError
-        If there is no such solver, or the program is infeasible.
+        If there is no such solver, it is not installed, or the program is infeasible.
     """
     doors.check_name("solver", solver, SOLVERS)
     parameters = mathopt.SolveParameters(
@@ -73,7 +74,7 @@ def minimise(model, solver: str, time_limit: float, start: dict | None = None) -
         parameters.cp_sat = sat_parameters_pb2.SatParameters(mip_max_bound=1e15)
     hints = [mathopt.SolutionHint(variable_values=start)] if start else []
     settings = mathopt.ModelSolveParameters(solution_hints=hints)
-    result = mathopt.solve(model, SOLVERS[solver], params=parameters, model_params=settings)
+    result = _solve(model, solver, parameters, settings)
     if result.termination.reason == mathopt.TerminationReason.INFEASIBLE:
         raise Infeasible("no solution meets every constraint")
     if result.termination.reason not in _ENDED:
@@ -81,6 +82,30 @@ def minimise(model, solver: str, time_limit: float, start: dict | None = None) -
     optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
     bounds = result.termination.objective_bounds
     return Found(result.variable_values(), round(bounds.primal_bound if optimal else max(bounds.dual_bound, 0)))
+
+
+def _solve(model, solver, parameters, settings):
+    try:
+        return mathopt.solve(model, SOLVERS[solver], params=parameters, model_params=settings)
+    except RuntimeError as error:
+        if solver != "gurobi":
+            raise
+        others = ", ".join(name for name in SOLVERS if name != solver)
+        raise ValueError(
+            f"solver gurobi does not run here ({error}): install Gurobi and a licence for it, or choose one that comes "
+            f"with OR-Tools: {others}"
+        ) from None
+
+
+def check_installed(solver: str):
+    """There is such a solver, and it runs here: it gets an empty model to solve."""
+    minimise(new_model(), solver, TIME_LIMIT)
+
+
+def check_time_limit(time_limit: float):
+    """``time_limit`` is above 0 and no more than solvers take."""
+    if doors.check_positive("time_limit", time_limit) > LONGEST:
+        raise ValueError(f"time_limit is {time_limit:g}, but it must be at most {LONGEST:g} seconds")
 
 
 class Infeasible(ValueError):

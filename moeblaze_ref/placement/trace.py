@@ -34,7 +34,8 @@ def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTr
     """
     if trace.seq is None:
         raise ValueError(
-            "the trace has no seq, but it is split by sequence, never by token: record seq, or do not split"
+            "the trace has no seq, but it is split by sequence, never by token: record seq, or fit to the whole of it and "
+            "judge on the same (--splits 0)"
         )
     sequences = np.unique(trace.seq)
     if len(sequences) < 2:
@@ -112,8 +113,10 @@ def profile(trace: RoutingTrace) -> Profile:
     return Profile(P, R, trace.tokens, trace.model)
 
 
-def from_sglang(path: Path, layers: Sequence[int] | None = None) -> Profile:
+def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> Profile:
     """The counts of an expert-distribution record that SGLang wrote: P alone, without R.
+
+    Enough for the peers that look at loads, not for `moeblaze place`: its model of a step needs R, and a split sequences.
 
     Parameters
     ----------
@@ -121,13 +124,16 @@ def from_sglang(path: Path, layers: Sequence[int] | None = None) -> Profile:
         A file of torch.save with `logical_count`, (layers, E) or (steps, layers, E), added up over the steps.
     layers : sequence of int, optional
         Only these, in this order: a model's dense layers have no counts.
+    k : int
+        Experts of a token, which the record does not hold: a layer's counts are of k choices a token. With 1, `tokens` of
+        the profile are those choices.
 
     Raises
     ------
     OSError
         If the file cannot be read.
     ValueError
-        If there is no such array in it, or a layer without counts.
+        If there is no such array in it, a layer without counts, or one whose counts k does not divide.
     """
     import torch
 
@@ -146,4 +152,9 @@ def from_sglang(path: Path, layers: Sequence[int] | None = None) -> Profile:
     silent = ~P.any(axis=1)
     if silent.any():
         raise ValueError(f"layer {doors.first(silent)[0]} has no counts: if it is dense, leave it out by `layers`")
-    return Profile(np.ascontiguousarray(P), None, tokens=int(P.sum(axis=1).max()))
+    choices = P.sum(axis=1)  # (layers,)
+    torn = choices % doors.check_int("k", k, 1, P.shape[1]) != 0
+    if torn.any():
+        (layer,) = doors.first(torn)
+        raise ValueError(f"layer {layer} has {choices[layer]} counts, but with {k} experts a token k must divide them")
+    return Profile(np.ascontiguousarray(P), None, tokens=int(choices.max()) // k)
