@@ -1,5 +1,9 @@
 """The SIMT executor: what it runs, what it counts, and the faults that it must name."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -580,6 +584,16 @@ def test_builds_are_cached_by_content(tmp_path, monkeypatch):
     (headers / "value.cuh").write_text("constexpr int VALUE = 2;")
     assert built() == first + 2
     assert not list((tmp_path / "simt").glob("tmp*")), "no half-built files stay behind"
+
+
+def test_clang_builds_kernels_too(tmp_path):
+    """From nothing, in a process of its own: which compiler it is, is asked once."""
+    assert shutil.which("clang++"), "clang++ is missing. On Debian and Ubuntu: sudo apt install clang"
+    environment = os.environ | {"CXX": "clang++", "MOEBLAZE_CACHE": str(tmp_path)}
+    test = f"{__file__}::{test_shared_memory_and_barriers_work_in_every_order_of_threads.__name__}"
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
+    done = subprocess.run(pytest, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "9 passed" in done.stdout, done.stdout
 
 
 def test_an_edited_file_or_header_is_compiled_again(tmp_path, monkeypatch):

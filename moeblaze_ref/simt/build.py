@@ -129,9 +129,10 @@ def _compile(text: str, flags: tuple[str, ...], folders: list[str], depends_on: 
 
 
 def _precompiled(flags: tuple[str, ...], folders: list[str]) -> Path:
-    """What every kernel file includes first, parsed once: a header, with the compiler's own form of it beside it.
+    """What every kernel file includes first, parsed once: a header, with g++'s own form of it beside it.
 
-    A file whose constants mean something in it gets the header itself: the compiler sees to that.
+    A file whose constants mean something in it gets the header itself: g++ sees to that. So does every file with
+    Clang, whose form of a header is bound to the folder that it was made in.
     """
     target = cache_dir() / _key(flags, PRELUDE, _own_headers())
     if not target.exists():
@@ -139,7 +140,8 @@ def _precompiled(flags: tuple[str, ...], folders: list[str]) -> Path:
             header = Path(folder) / "prelude" / "prelude.hpp"
             header.parent.mkdir()
             header.write_text(PRELUDE)
-            _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", f"{header}.gch", header)
+            if not is_clang():
+                _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", f"{header}.gch", header)
             with contextlib.suppress(OSError):
                 header.parent.rename(target)  # atomic, unless another process was faster
     return target / "prelude.hpp"
