@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from numba import float32
+from numba import float32, int32
 from test_cli import moeblaze
 
 from moeblaze_ref import kernel_headers
@@ -497,6 +497,115 @@ def test_faults_of_numba_kernels():
     assert "changes its input y" in problem_of(writes_input_kernel, "combine", [TINY], grid="1", block="1").problem
     with pytest.raises(ValueError, match=r"'ys'\. Did you mean 'y'\?[\s\S]*@cuda.jit\ndef combine\(y, gates,"):
         examine(misnamed_kernel, "combine", cases=[TINY])
+
+
+@cuda.jit
+def negative_kernel(y, out, L):
+    out[cuda.blockIdx.x - L, cuda.threadIdx.x] = y[cuda.blockIdx.x, cuda.threadIdx.x]
+
+
+@cuda.jit
+def negative_shared_kernel(out):
+    kept = cuda.shared.array(8, float32)
+    kept[cuda.threadIdx.x - 1] = float32(0.0)
+    cuda.syncthreads()
+    out[0, 0] = kept[0]
+
+
+@cuda.jit
+def whole_rows_kernel(gates, out):
+    out[0, 0] = np.dot(np.asarray(gates[0]), np.asarray(gates[0]))
+
+
+@cuda.jit
+def sum_of_a_row_kernel(gates, out):
+    out[0, 0] = gates[0].sum()
+
+
+@cuda.jit
+def interrupted_kernel(out):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (negative_kernel, "out, which has shape (5, 4): index -5 on axis 0 is negative (test_judge.py, line "),
+        (negative_shared_kernel, "shared memory, which has shape (8): index -1 on axis 0 is negative"),
+        (whole_rows_kernel, "gates is used as a whole"),
+        (sum_of_a_row_kernel, "gates is used as a whole (sum), but a kernel reads and writes single elements"),
+        (interrupted_kernel, "block (0, 0, 0), thread (0, 0, 0): RuntimeError: the kernel raises KeyboardInterrupt"),
+    ],
+)
+def test_what_numbas_simulator_alone_would_accept(kernel, message):
+    assert message in problem_of(kernel, "combine", [TINY], grid="L", block="d").problem
+
+
+@cuda.jit
+def summing_kernel(dense_map, lengths, L, E):
+    """Thread LAST of a block adds up what all have counted.
+
+    Grid  E blocks of 8 threads
+    """
+    counts, count = cuda.shared.array(8, int32), 0
+    for token in range(cuda.threadIdx.x, L, 8):
+        count += dense_map[token, cuda.blockIdx.x] >= 0
+    counts[cuda.threadIdx.x] = count
+    BARRIER()
+    if cuda.threadIdx.x == LAST:
+        total = 0
+        for thread in range(8):
+            total += counts[thread]
+        lengths[cuda.blockIdx.x] = total
+
+
+@cuda.jit
+def adding_kernel(dense_map, lengths, L, E):
+    """All threads of a block add to one number, by ADD.
+
+    Grid  E blocks of 8 threads
+    """
+    counts, count = cuda.shared.array(1, int32), 0
+    for token in range(cuda.threadIdx.x, L, 8):
+        count += dense_map[token, cuda.blockIdx.x] >= 0
+    if cuda.threadIdx.x == 0:
+        counts[0] = 0
+    cuda.syncthreads()
+    ADD(counts, count)
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        lengths[cuda.blockIdx.x] = counts[0]
+
+
+LAST = 7
+
+
+def BARRIER():
+    cuda.syncthreads()
+
+
+def ADD(counts, count):
+    cuda.atomic.add(counts, 0, count)
+
+
+def plain_add(counts, count):
+    counts[0] += count
+
+
+@pytest.mark.parametrize("last", [0, 3, 7])
+def test_a_missing_barrier_of_numba_is_found_every_time(monkeypatch, last):
+    monkeypatch.setitem(globals(), "LAST", last)
+    assert judge(summing_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
+    monkeypatch.setitem(globals(), "BARRIER", lambda: None)
+    (problem,) = {problem_of(summing_kernel, "dispatch.expert_lengths").problem for _ in range(3)}
+    assert "depends on the order of threads (their reverse order): lengths[0] is" in problem
+
+
+def test_an_addition_of_numba_that_is_not_atomic_is_found(monkeypatch):
+    assert judge(adding_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
+    monkeypatch.setitem(globals(), "ADD", plain_add)
+    problem = problem_of(adding_kernel, "dispatch.expert_lengths").problem
+    assert "depends on the order of threads (taking turns at every write): lengths[0] is" in problem
 
 
 # ---- the report, and the command ------------------------------------------------------------------
