@@ -10,7 +10,7 @@ from numba import float32, int32
 from test_cli import moeblaze
 
 from moeblaze_ref import kernel_headers
-from moeblaze_ref.cases import make_case, standard_cases
+from moeblaze_ref.cases import make_case, standard_cases, telling_cases
 from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
 from moeblaze_ref.judge.contracts import AXES, set_problem
 from moeblaze_ref.judge.kernels import declaration
@@ -99,8 +99,9 @@ def test_the_projects_own_kernel_of_every_task_is_right(task):
 
 def test_a_kernel_that_knows_of_renormalised_gates_is_judged_on_them_too(tmp_path):
     file, kernel = OWN["gating"]
-    more = sum(case.k > 1 for case in standard_cases())
-    assert len(judge(own(file, kernel), "gating").results) == len(standard_cases()) + more
+    cases = standard_cases() + telling_cases()
+    more = sum(case.k > 1 for case in cases)
+    assert len(judge(own(file, kernel), "gating").results) == len(cases) + more
     text = inlined(f"{file}.cu")
     never = changed(text, "RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "prob_scale")
     path = tmp_path / "never.cu"
@@ -652,7 +653,7 @@ def mine(tmp_path):
 
 def test_the_command_judges(mine):
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
-    assert result.exit_code == 0 and "right in all 10 cases" in result.stdout and "sectors" in result.stdout
+    assert result.exit_code == 0 and "right in all 14 cases" in result.stdout and "sectors" in result.stdout
     over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")
     report = json.loads(over.stdout)
     assert over.exit_code == 1 and not report["ok"]
@@ -682,6 +683,30 @@ def test_the_command_says_what_is_missing(mine):
     }.items():
         result = moeblaze("check", *arguments)
         assert result.exit_code == 2 and message in result.stderr and not result.stdout
+
+
+def test_the_command_judges_on_the_cases_of_the_exercises(tmp_path):
+    file, kernel = OWN["gating"]
+    path = tmp_path / "ties.cu"
+    path.write_text(changed(inlined(f"{file}.cu"), " || (ordered == last.ordered && e > last.expert)", ""))
+    result = moeblaze("check", "--stage", "gating", "--kernel", f"{path}:{kernel}", "--json")
+    wrong = [verdict["case"] for verdict in json.loads(result.stdout)["results"] if verdict["problem"]]
+    assert result.exit_code == 1 and wrong and all("equal logits" in case for case in wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        ("import sys; sys.exit(0)", "with status 0"),
+        (changed(COMBINE, "/ d, column", "/ (d - d), column"), "by SIG"),
+    ],
+)
+def test_the_command_names_what_could_not_be_judged(tmp_path, text, how):
+    path = tmp_path / ("mine.cu" if "__global__" in text else "mine.py")
+    path.write_text(text)
+    result = moeblaze("check", "--stage", "combine", "--kernel", f"{path}:mine", "--json")
+    assert result.exit_code == 2 and not result.stdout
+    assert f"error: the kernel ended the process that judged it, {how}" in result.stderr
 
 
 def test_a_kernel_that_never_ends_is_ended(mine):

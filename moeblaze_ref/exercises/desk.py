@@ -95,7 +95,7 @@ class Desk:
         kernel = exercise.kernel
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
-            verdict = apart.examine(
+            verdict = apart.examine_text(
                 exercise.file, lines, kernel.name, exercise.task, budgets=exercise.budgets, **kernel.launch
             )
         except (ValueError, TypeError, OSError) as error:
