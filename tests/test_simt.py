@@ -638,6 +638,14 @@ def test_a_compile_error_shows_the_line_of_the_kernel_file():
         run('\nextern "C" __global__ void broken(int* out) { out[0] = nonsense; }', "broken", out=ints(1))
 
 
+def test_a_brace_that_is_missing_is_missed_in_the_kernel_file():
+    with pytest.raises(build.SimtCompileError) as error:
+        run('extern "C" __global__ void broken(int* out) {\n    out[0] = 1;\n', "broken", out=ints(1))
+    _, first, *others = str(error.value).splitlines()
+    assert first.startswith("test.cu: In function") and others[0].startswith("test.cu:3:")
+    assert "expected ‘}’ at end of input" in others[0] and "simt.hpp" not in "\n".join(others)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

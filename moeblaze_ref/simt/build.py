@@ -204,7 +204,7 @@ def build_kernels(
     """
     runtime_library()
     entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
-    text = f'#line 1 "{file}"\n{source}\n{entries}'
+    own_text = f'#line 1 "{file}"\n{source}\n'
     flags = (*COMMON_FLAGS, *_kernel_flags(instrumented))
     defined = tuple(f"-D{name}={value}" for name, value in sorted(constants.items()))
     own = [SIMT_DIR / "include", *include_dirs]
@@ -214,7 +214,12 @@ def build_kernels(
         flags += (*LINE_FLAGS, *folders)  # a line is of a file in its folder
     folders += ["-include", str(_precompiled(flags, folders))]
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
-    return ctypes.CDLL(str(_compile(text, flags + defined, folders, _own_headers() + headers)))
+    headers += _own_headers()
+    try:
+        return ctypes.CDLL(str(_compile(own_text + entries, flags + defined, folders, headers)))
+    except SimtCompileError:
+        _compile(own_text, flags + defined, folders, headers)  # says the same, of the lines of the file alone
+        raise
 
 
 def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
