@@ -155,6 +155,14 @@ def test_what_is_no_prediction_is_no_failure(said, message):
     assert not desk.failures
 
 
+@pytest.mark.parametrize("larger", [None, 1, ["routed_x"]])
+def test_what_is_no_word_where_one_is_asked_for(larger):
+    desk = Desk()
+    with pytest.raises(Unsolved, match=r"larger is .* \(\w+\), but it must be 'routed_x' or 'hidden'"):
+        desk.predict("second-wall", hidden=402_653_184, larger=larger)
+    assert not desk.failures
+
+
 def test_another_unit_is_recognised():
     with pytest.raises(Unsolved, match="x is 0.125, as if in GiB, but bytes are asked for"):
         Desk().predict("first-wall", x=0.125, routed_x=1)
