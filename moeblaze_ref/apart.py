@@ -158,20 +158,21 @@ def _answer(sending: Connection, printed: Connection, folder: str, kernel: str, 
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)
     os.chdir(folder)  # so that messages name the file alone
-    try:
-        sending.send(_examined(kernel, task, options))
-    except (ValueError, TypeError, OSError) as error:
-        sending.send(error)
-    except KeyboardInterrupt:
-        sending.send(ChildProcessError("the kernel raises KeyboardInterrupt, as only Ctrl-C should"))
-    finally:
-        ctypes.CDLL(None).fflush(None)  # what a kernel's printf has written
+    found = _found(kernel, task, options)
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)  # what a kernel's printf has written
+    sending.send(found)  # who asked then ends this process
 
 
-def _examined(kernel: str, task: str, options: dict[str, Any]) -> Verdict:
+def _found(kernel: str, task: str, options: dict[str, Any]) -> Verdict | Exception:
     from moeblaze_ref.judge import examine
 
-    report = examine(kernel, task, **options)
+    try:
+        report = examine(kernel, task, **options)
+    except (ValueError, TypeError, OSError) as error:
+        return error
+    except KeyboardInterrupt:
+        return ChildProcessError("the kernel raises KeyboardInterrupt, as only Ctrl-C should")
     return Verdict(report.first_problem, str(report), report.as_dict())
 
 

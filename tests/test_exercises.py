@@ -310,6 +310,18 @@ def test_what_a_kernel_prints_is_cut_short(capsys, name, old, new):
     assert re.fullmatch(r"[\d,]{5,} bytes more\n", how_much_more)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("missing-barrier", "int count = 0;", 'int count = 0; if (L == 1 && threadIdx.x == 0) printf("hello");'),
+        ("combine", "total = ZERO", "total = ZERO; print('hello' if element + out.size == 8 else '', end='')"),
+    ],
+)
+def test_the_little_that_a_kernel_prints_is_shown(capsys, name, old, new):
+    Desk().judge(name, EXERCISES[name].solution.replace(old, new))
+    assert re.fullmatch("(hello)+", capsys.readouterr().err)
+
+
 def test_a_kernel_that_never_ends_is_given_up():
     endless = EXERCISES["combine"].solution.replace("total = ZERO", "while True: pass")
     with pytest.raises(TimeoutError, match="no verdict after 0.5 seconds, the limit: does a loop never end?"):
