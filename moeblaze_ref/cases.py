@@ -196,13 +196,14 @@ def standard_cases() -> list[Case]:
 
 def telling_cases() -> list[Case]:
     """Small, with what the small standard ones lack: more tokens and wider rows than a block of two warps has threads,
-    and logits that are equal, since they are sums of whole numbers.
+    more experts than a warp has lanes, and logits that are equal, since they are sums of whole numbers.
     """
     tied = make_case(13, 8, 16, 6, 3, name="equal logits")
     whole = tied.weights._replace(wg=np.round(3 * tied.weights.wg))
     return [
         make_case(70, 8, 16, 3, 1, name="more tokens than threads of two warps"),
         make_case(5, 72, 80, 2, 1, name="wider than two warps"),
+        make_case(9, 8, 8, 33, 2, name="more experts than lanes of a warp"),
         replace(tied, x=np.round(tied.x), weights=whole),
     ]
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref import provenance, records, terminal
+from moeblaze_ref import apart, provenance, records, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.config import POLICIES, PRESETS
@@ -46,8 +46,13 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        print_error(str(error))
         raise typer.Exit(2) from None
+
+
+def print_error(message: str):
+    """In red, on stderr, as it is: an array's [3] is no markup."""
+    Console(stderr=True).print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -140,7 +145,7 @@ def _judge(
     kernel: str, stages: list[str], backends: list[str], options, timeout: int, record: Path | None, as_json: bool
 ):
     """The ``check`` of one kernel from outside the project."""
-    from moeblaze_ref.judge import CONTRACTS, examine
+    from moeblaze_ref.judge.contracts import CONTRACTS
 
     with user_errors():
         if len(stages) != 1:
@@ -151,17 +156,18 @@ def _judge(
             options["constants"] = dict(_definition(text) for text in options["constants"])
         if record:
             records.check_writable(record)
-        with terminal.time_limit(
-            timeout, f"{kernel} did not end within {timeout} seconds; --timeout sets another limit"
-        ):
-            report = examine(kernel, stages[0], backend=next(iter(backends), None), **options)
+        try:
+            verdict = apart.examine(kernel, stages[0], timeout, backend=next(iter(backends), None), **options)
+        except TimeoutError:
+            print_error(f"{kernel} did not end within {timeout} seconds; --timeout sets another limit")
+            raise typer.Exit(1) from None
         if record:
-            provenance.record(record, report.as_dict())
+            provenance.record(record, verdict.document)
     if as_json:
-        print(json.dumps(report.as_dict(), indent=2))
+        print(json.dumps(verdict.document, indent=2))
     else:
-        stdout().print(str(report), highlight=False, soft_wrap=True, markup=False)
-    raise typer.Exit(0 if report.ok else 1)
+        stdout().print(verdict.report, highlight=False, soft_wrap=True, markup=False)
+    raise typer.Exit(1 if verdict.first_problem else 0)
 
 
 def _definition(text: str) -> tuple[str, str]:

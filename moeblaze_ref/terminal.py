@@ -1,11 +1,7 @@
 """What the commands show: the cross-check table, progress bars, and plots written to files."""
 
 import math
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -31,28 +27,6 @@ def run_with_bar(title: str, jobs: list[Callable[[], list[Row]]]) -> list[Row]:
     """The rows of every job, in order, under a progress bar."""
     with progress_bar() as progress:
         return [row for job in progress.track(jobs, description=title) for row in job()]
-
-
-@contextmanager
-def time_limit(seconds: int, message: str) -> Iterator[None]:
-    """End the process with ``message`` and status 1 after so many seconds; Ctrl-C ends it at once.
-
-    Nothing gentler would do: a thread in a loop of compiled code hears no exception.
-    """
-    timer = threading.Timer(seconds, _give_up, [message])
-    timer.daemon = True
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        signal.signal(signal.SIGINT, handler)
-
-
-def _give_up(message: str):
-    Console(stderr=True).print(f"error: {message}", style="red", highlight=False, soft_wrap=True)
-    os._exit(1)
 
 
 # Short headings: with the longest cells, all but the shape fit into 80 columns.

@@ -155,6 +155,14 @@ def test_what_is_no_prediction_is_no_failure(said, message):
     assert not desk.failures
 
 
+@pytest.mark.parametrize("larger", [None, 1, ["routed_x"]])
+def test_what_is_no_word_where_one_is_asked_for(larger):
+    desk = Desk()
+    with pytest.raises(Unsolved, match=r"larger is .* \(\w+\), but it must be 'routed_x' or 'hidden'"):
+        desk.predict("second-wall", hidden=402_653_184, larger=larger)
+    assert not desk.failures
+
+
 def test_another_unit_is_recognised():
     with pytest.raises(Unsolved, match="x is 0.125, as if in GiB, but bytes are asked for"):
         Desk().predict("first-wall", x=0.125, routed_x=1)
@@ -242,6 +250,7 @@ def test_a_cuda_kernel_that_does_not_compile():
         ("lengths[expert] = count;", "lengths[expert + E] = count;", "16 bytes (missing-barrier.cu, line {line})"),
         ("lengths[expert] = count;", "if (E > 0) __trap();", "__trap"),
         ("int count = 0;", "int count = 1 / (L - L);", "the kernel ended the process that judged it, by SIG"),
+        ("int count = 0;", "int count = 0; exit(0);", "the kernel ended the process that judged it, "),
         ("int count = 0;", "int count = dense_map[0];", "over budget: read is"),
     ],
 )
@@ -260,6 +269,7 @@ def test_cuda_kernels_that_fit_nothing_or_do_harm(old, new, message):
         ("@cuda.jit\n", "", "it must be a kernel: a function under @cuda.jit"),
         ("out[token, column] =", "out[token + 1, column] =", "out-of-bounds access to out, which has shape (13, 8)"),
         ("from moeblaze_ref", "import sys; sys.exit(3)\nfrom moeblaze_ref", "with status 3"),
+        ("from moeblaze_ref", "raise KeyboardInterrupt\nfrom moeblaze_ref", "the kernel raises KeyboardInterrupt"),
     ],
 )
 def test_numba_kernels_that_fit_nothing_or_do_harm(old, new, message):
@@ -277,6 +287,7 @@ def test_an_empty_cell(name):
     [
         ("rank-and-write", "base + rank.exclusive", "expert_token_offsets[expert] + rank.exclusive", "two warps"),
         ("share-the-row", "for (int p = threadIdx.x; p < d; p += THREADS)", "if (int p = threadIdx.x; p < d)", "wider"),
+        ("in-order", "counts[1024]", "counts[16]", "more experts than lanes"),
         ("next-best", "|| (ordered == last.ordered && e > last.expert)", "", "equal logits"),
         ("tree-sum", "        cuda.syncthreads()\n        half", "            cuda.syncthreads()\n        half", "every barrier"),
     ],
@@ -285,10 +296,36 @@ def test_a_mistake_that_tiny_cases_forgive_is_found(name, old, new, message):
     assert message in verdict(name, old, new)
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("missing-barrier", "int count = 0;", 'int count = 0; printf("counts %d\\n", count);'),
+        ("combine", "total = ZERO", "total = ZERO; print('counts', token)"),
+    ],
+)
+def test_what_a_kernel_prints_is_cut_short(capsys, name, old, new):
+    Desk().judge(name, EXERCISES[name].solution.replace(old, new))
+    beginning, how_much_more = capsys.readouterr().err.split("\n... and ")
+    assert beginning.startswith("counts 0\ncounts") and len(beginning) == apart.SHOWN_BYTES
+    assert re.fullmatch(r"[\d,]{5,} bytes more\n", how_much_more)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("missing-barrier", "int count = 0;", 'int count = 0; if (L == 1 && threadIdx.x == 0) printf("hello");'),
+        ("combine", "total = ZERO", "total = ZERO; print('hello' if element + out.size == 8 else '', end='')"),
+    ],
+)
+def test_the_little_that_a_kernel_prints_is_shown(capsys, name, old, new):
+    Desk().judge(name, EXERCISES[name].solution.replace(old, new))
+    assert re.fullmatch("(hello)+", capsys.readouterr().err)
+
+
 def test_a_kernel_that_never_ends_is_given_up():
     endless = EXERCISES["combine"].solution.replace("total = ZERO", "while True: pass")
     with pytest.raises(TimeoutError, match="no verdict after 0.5 seconds, the limit: does a loop never end?"):
-        apart.examine("combine.py", endless, "combine_kernel", "combine", limit=0.5)
+        apart.examine_text("combine.py", endless, "combine_kernel", "combine", limit=0.5)
 
 
 def test_a_right_kernel_that_asks_for_too_much():

@@ -6,11 +6,11 @@ import sys
 
 import numpy as np
 import pytest
-from numba import float32
+from numba import float32, int32
 from test_cli import moeblaze
 
 from moeblaze_ref import kernel_headers
-from moeblaze_ref.cases import make_case, standard_cases
+from moeblaze_ref.cases import make_case, standard_cases, telling_cases
 from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
 from moeblaze_ref.judge.contracts import AXES, set_problem
 from moeblaze_ref.judge.kernels import declaration
@@ -99,8 +99,9 @@ def test_the_projects_own_kernel_of_every_task_is_right(task):
 
 def test_a_kernel_that_knows_of_renormalised_gates_is_judged_on_them_too(tmp_path):
     file, kernel = OWN["gating"]
-    more = sum(case.k > 1 for case in standard_cases())
-    assert len(judge(own(file, kernel), "gating").results) == len(standard_cases()) + more
+    cases = standard_cases() + telling_cases()
+    more = sum(case.k > 1 for case in cases)
+    assert len(judge(own(file, kernel), "gating").results) == len(cases) + more
     text = inlined(f"{file}.cu")
     never = changed(text, "RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "prob_scale")
     path = tmp_path / "never.cu"
@@ -499,6 +500,115 @@ def test_faults_of_numba_kernels():
         examine(misnamed_kernel, "combine", cases=[TINY])
 
 
+@cuda.jit
+def negative_kernel(y, out, L):
+    out[cuda.blockIdx.x - L, cuda.threadIdx.x] = y[cuda.blockIdx.x, cuda.threadIdx.x]
+
+
+@cuda.jit
+def negative_shared_kernel(out):
+    kept = cuda.shared.array(8, float32)
+    kept[cuda.threadIdx.x - 1] = float32(0.0)
+    cuda.syncthreads()
+    out[0, 0] = kept[0]
+
+
+@cuda.jit
+def whole_rows_kernel(gates, out):
+    out[0, 0] = np.dot(np.asarray(gates[0]), np.asarray(gates[0]))
+
+
+@cuda.jit
+def sum_of_a_row_kernel(gates, out):
+    out[0, 0] = gates[0].sum()
+
+
+@cuda.jit
+def interrupted_kernel(out):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (negative_kernel, "out, which has shape (5, 4): index -5 on axis 0 is negative (test_judge.py, line "),
+        (negative_shared_kernel, "shared memory, which has shape (8): index -1 on axis 0 is negative"),
+        (whole_rows_kernel, "gates is used as a whole"),
+        (sum_of_a_row_kernel, "gates is used as a whole (sum), but a kernel reads and writes single elements"),
+        (interrupted_kernel, "block (0, 0, 0), thread (0, 0, 0): RuntimeError: the kernel raises KeyboardInterrupt"),
+    ],
+)
+def test_what_numbas_simulator_alone_would_accept(kernel, message):
+    assert message in problem_of(kernel, "combine", [TINY], grid="L", block="d").problem
+
+
+@cuda.jit
+def summing_kernel(dense_map, lengths, L, E):
+    """Thread LAST of a block adds up what all have counted.
+
+    Grid  E blocks of 8 threads
+    """
+    counts, count = cuda.shared.array(8, int32), 0
+    for token in range(cuda.threadIdx.x, L, 8):
+        count += dense_map[token, cuda.blockIdx.x] >= 0
+    counts[cuda.threadIdx.x] = count
+    BARRIER()
+    if cuda.threadIdx.x == LAST:
+        total = 0
+        for thread in range(8):
+            total += counts[thread]
+        lengths[cuda.blockIdx.x] = total
+
+
+@cuda.jit
+def adding_kernel(dense_map, lengths, L, E):
+    """All threads of a block add to one number, by ADD.
+
+    Grid  E blocks of 8 threads
+    """
+    counts, count = cuda.shared.array(1, int32), 0
+    for token in range(cuda.threadIdx.x, L, 8):
+        count += dense_map[token, cuda.blockIdx.x] >= 0
+    if cuda.threadIdx.x == 0:
+        counts[0] = 0
+    cuda.syncthreads()
+    ADD(counts, count)
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        lengths[cuda.blockIdx.x] = counts[0]
+
+
+LAST = 7
+
+
+def BARRIER():
+    cuda.syncthreads()
+
+
+def ADD(counts, count):
+    cuda.atomic.add(counts, 0, count)
+
+
+def plain_add(counts, count):
+    counts[0] += count
+
+
+@pytest.mark.parametrize("last", [0, 3, 7])
+def test_a_missing_barrier_of_numba_is_found_every_time(monkeypatch, last):
+    monkeypatch.setitem(globals(), "LAST", last)
+    assert judge(summing_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
+    monkeypatch.setitem(globals(), "BARRIER", lambda: None)
+    (problem,) = {problem_of(summing_kernel, "dispatch.expert_lengths").problem for _ in range(3)}
+    assert "depends on the order of threads (their reverse order): lengths[0] is" in problem
+
+
+def test_an_addition_of_numba_that_is_not_atomic_is_found(monkeypatch):
+    assert judge(adding_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
+    monkeypatch.setitem(globals(), "ADD", plain_add)
+    problem = problem_of(adding_kernel, "dispatch.expert_lengths").problem
+    assert "depends on the order of threads (taking turns at every write): lengths[0] is" in problem
+
+
 # ---- the report, and the command ------------------------------------------------------------------
 
 
@@ -543,7 +653,7 @@ def mine(tmp_path):
 
 def test_the_command_judges(mine):
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
-    assert result.exit_code == 0 and "right in all 10 cases" in result.stdout and "sectors" in result.stdout
+    assert result.exit_code == 0 and "right in all 14 cases" in result.stdout and "sectors" in result.stdout
     over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")
     report = json.loads(over.stdout)
     assert over.exit_code == 1 and not report["ok"]
@@ -573,6 +683,30 @@ def test_the_command_says_what_is_missing(mine):
     }.items():
         result = moeblaze("check", *arguments)
         assert result.exit_code == 2 and message in result.stderr and not result.stdout
+
+
+def test_the_command_judges_on_the_cases_of_the_exercises(tmp_path):
+    file, kernel = OWN["gating"]
+    path = tmp_path / "ties.cu"
+    path.write_text(changed(inlined(f"{file}.cu"), " || (ordered == last.ordered && e > last.expert)", ""))
+    result = moeblaze("check", "--stage", "gating", "--kernel", f"{path}:{kernel}", "--json")
+    wrong = [verdict["case"] for verdict in json.loads(result.stdout)["results"] if verdict["problem"]]
+    assert result.exit_code == 1 and wrong and all("equal logits" in case for case in wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        ("import sys; sys.exit(0)", "with status 0"),
+        (changed(COMBINE, "/ d, column", "/ (d - d), column"), "by SIG"),
+    ],
+)
+def test_the_command_names_what_could_not_be_judged(tmp_path, text, how):
+    path = tmp_path / ("mine.cu" if "__global__" in text else "mine.py")
+    path.write_text(text)
+    result = moeblaze("check", "--stage", "combine", "--kernel", f"{path}:mine", "--json")
+    assert result.exit_code == 2 and not result.stdout
+    assert f"error: the kernel ended the process that judged it, {how}" in result.stderr
 
 
 def test_a_kernel_that_never_ends_is_ended(mine):

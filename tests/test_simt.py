@@ -1,5 +1,10 @@
 """The SIMT executor: what it runs, what it counts, and the faults that it must name."""
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -582,6 +587,16 @@ def test_builds_are_cached_by_content(tmp_path, monkeypatch):
     assert not list((tmp_path / "simt").glob("tmp*")), "no half-built files stay behind"
 
 
+def test_clang_builds_kernels_too(tmp_path):
+    """From nothing, in a process of its own: which compiler it is, is asked once."""
+    assert shutil.which("clang++"), "clang++ is missing. On Debian and Ubuntu: sudo apt install clang"
+    environment = os.environ | {"CXX": "clang++", "MOEBLAZE_CACHE": str(tmp_path)}
+    test = f"{__file__}::{test_shared_memory_and_barriers_work_in_every_order_of_threads.__name__}"
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
+    done = subprocess.run(pytest, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "9 passed" in done.stdout, done.stdout
+
+
 def test_an_edited_file_or_header_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setattr("moeblaze_ref.raw_cuda.runtime.source.kernels_dir", lambda: tmp_path)
     file, header = tmp_path / "lesson" / "1_sum.cu", tmp_path / "include" / "value.cuh"
@@ -622,6 +637,15 @@ def test_an_executor_that_follows_no_edits_looks_at_no_file_again(monkeypatch):
 def test_a_compile_error_shows_the_line_of_the_kernel_file():
     with pytest.raises(build.SimtCompileError, match=r"test\.cu:3:\d+: error: .*nonsense"):
         run('\nextern "C" __global__ void broken(int* out) { out[0] = nonsense; }', "broken", out=ints(1))
+
+
+def test_a_brace_that_is_missing_is_missed_in_the_kernel_file():
+    with pytest.raises(build.SimtCompileError) as error:
+        run('extern "C" __global__ void broken(int* out) {\n    out[0] = 1;\n', "broken", out=ints(1))
+    _, *lines = str(error.value).splitlines()
+    first = next(line for line in lines if "error:" in line)
+    assert lines[0].startswith("test.cu:") and re.match(r"test\.cu:[34]:\d+: error: expected .}.", first)
+    assert not any("simt.hpp" in line for line in lines)
 
 
 @pytest.mark.parametrize(

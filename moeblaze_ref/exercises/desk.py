@@ -60,6 +60,8 @@ class Desk:
         _check_answers(exercise, said)
         truth = exercise.truth(**exercise.given)
         for key, asked in exercise.asked.items():
+            _check_kind(key, said[key], truth[key], asked.unit)
+        for key, asked in exercise.asked.items():
             if wrong := _wrong(key, said[key], truth[key], asked.unit):
                 raise self._unsolved(wrong)
         rows = [
@@ -95,7 +97,7 @@ class Desk:
         kernel = exercise.kernel
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
-            verdict = apart.examine(
+            verdict = apart.examine_text(
                 exercise.file, lines, kernel.name, exercise.task, budgets=exercise.budgets, **kernel.launch
             )
         except (ValueError, TypeError, OSError) as error:
@@ -137,18 +139,21 @@ class Desk:
 
 
 def _check_answers(exercise: Prediction, said: dict[str, Any]):
-    """Something is said of each number that is asked for, and it is a number or a text."""
+    """Something is said of each number that is asked for."""
     if said.keys() != exercise.asked.keys():
         asked = ", ".join(exercise.asked)
         raise Unsolved(f"{exercise.name} asks for {asked}, but was given {', '.join(said) or 'nothing'}")
     for key, asked in exercise.asked.items():
         if said[key] is ...:
             raise Unsolved(f"{key} is still ...: put your prediction in its place ({asked.unit})")
-        if not isinstance(said[key], str):
-            _check_number(key, said[key])
 
 
-def _check_number(name: str, said: Any):
+def _check_kind(name: str, said: Any, truth: float | str, unit: str):
+    """A word is said where a word is asked for, and else a number."""
+    if isinstance(truth, str):
+        if not isinstance(said, str):
+            raise Unsolved(f"{name} is {said!r} ({type(said).__name__}), but it must be {unit}")
+        return
     try:
         doors.check_number(name, said)
     except (ValueError, TypeError) as error:
@@ -159,7 +164,6 @@ def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
     """What is wrong with one prediction; empty if nothing is."""
     if isinstance(truth, str):
         return "" if said == truth else f"{name} is {said!r}, which is not right ({unit})"
-    _check_number(name, said)
     if math.isclose(said, truth, rel_tol=0 if isinstance(truth, int) else TOLERANCE):
         return ""
     for other, size in OTHER_UNITS.items() if unit == "bytes" else ():

@@ -13,7 +13,7 @@ from typing import Any
 
 from moeblaze_ref import check, doors
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import Case, standard_cases
+from moeblaze_ref.cases import Case, standard_cases, telling_cases
 from moeblaze_ref.judge.budgets import QUANTITIES, Budget
 from moeblaze_ref.judge.contracts import CONTRACTS, find_contract
 from moeblaze_ref.judge.kernels import choose_launch, find
@@ -62,6 +62,7 @@ def examine(
     dtype: str = "float32",
     constants: dict[str, Any] | None = None,
     cases: Iterable[Case] | None = None,
+    small: bool = False,
 ) -> Report:
     """Hold a kernel against the specification, case by case, and report what is wrong.
 
@@ -90,8 +91,10 @@ def examine(
     constants : dict, optional
         More preprocessor constants of a .cu file.
     cases : iterable of Case, optional
-        Default: `cases.standard_cases`, of which Numba's simulator gets the small ones; for a .cu file that uses the
-        constant RENORMALIZE, each with k > 1 again with renormalised gates.
+        Default: `cases.standard_cases` and `cases.telling_cases`; for a .cu file that uses the constant RENORMALIZE, each
+        with k > 1 again with renormalised gates.
+    small : bool
+        Leave out, or cut to size, what of the standard cases is too large for a simulator, as Numba's always does.
 
     Returns
     -------
@@ -115,7 +118,7 @@ def examine(
         dtype=dtype,
         constants=constants or {},
     )
-    results = list(trial.results(_cases(trial) if cases is None else cases))
+    results = list(trial.results(_cases(trial, small) if cases is None else cases))
     if not results:
         raise ValueError("cases is empty, but a kernel is judged by at least one case")
     return Report(task, found.label, trial.backend, dtype, str(trial.launch), trial.quantities, results)
@@ -130,11 +133,12 @@ def _open_backend(kernel: Any, name: str | None) -> str:
     return name
 
 
-def _cases(trial: Trial) -> list[Case]:
-    """The standard cases, of which Numba's simulator gets the small ones, and those with renormalised gates if a .cu
-    file knows of these.
-    """
-    if trial.backend == "numba":
-        return check.in_reach(BACKENDS["numba"], standard_cases())
-    renormalized = [replace(case, renormalize=True) for case in standard_cases() if case.k > 1]
-    return standard_cases() + (renormalized if "RENORMALIZE" in trial.kernel.text else [])
+def _cases(trial: Trial, small: bool) -> list[Case]:
+    """The standard and the telling cases, and those with renormalised gates if a .cu file knows of these."""
+    standard = standard_cases()
+    if small or trial.backend == "numba":
+        standard = check.in_reach(BACKENDS["numba"], standard)
+    cases = standard + telling_cases()
+    if trial.backend == "numba" or "RENORMALIZE" not in trial.kernel.text:
+        return cases
+    return cases + [replace(case, renormalize=True) for case in cases if case.k > 1]

@@ -1,7 +1,6 @@
 """How the judge runs a kernel once: on the SIMT executor, on a GPU, or by Numba."""
 
 import contextlib
-import math
 import re
 import traceback
 from collections.abc import Callable
@@ -39,14 +38,14 @@ class Runner:
         What tells one run from the next on the same input; each must give the same bits.
     what_differs : str
         What is wrong with a kernel of which they do not.
-    quantities : callable
+    quantities : tuple of str
         Those of `QUANTITIES` that are counted there.
     """
 
     run: Callable[..., Counts]
     orders: tuple[str, ...]
     what_differs: str
-    quantities: Callable[[], tuple[str, ...]]
+    quantities: tuple[str, ...]
 
 
 def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):
@@ -109,32 +108,40 @@ def _cuda(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
     return {}
 
 
-def _numba(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int):
-    """The simulator counts bytes, a GPU nothing; ``order`` is the number of the run."""
-    from moeblaze_ref.numba_cuda import runtime
+def _simulated(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int):
+    """Numba's simulator; ``order`` is NATURAL, REVERSE or TURNS of `numba_cuda.simulator`."""
+    from moeblaze_ref.numba_cuda.simulator import CountingArray, watched
 
-    grid, block, shared_bytes = launch
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
-    moved = {name: runtime.to_device(array) for name, array in arrays.items()}
-    watched = contextlib.nullcontext()
-    if runtime.EXECUTOR == "simulator":
-        from moeblaze_ref.numba_cuda.simulator import CountingArray, barriers_for_all
-
-        moved = {name: CountingArray(array.copy_to_host(), name) for name, array in moved.items()}
-        watched = barriers_for_all(math.prod(block))
-    try:
-        with watched:
-            runtime.launch(kernel.kernel, grid, block, *(arguments | moved).values(), shared_bytes=shared_bytes)
-        for name, array in arrays.items():
-            np.copyto(array, moved[name].copy_to_host())
-    except Exception as error:  # whatever a reader's function does when it is run
-        raise Fault(_numba_message(error) + _line_of(error, kernel.kernel.py_func)) from error
-    if runtime.EXECUTOR != "simulator":
-        return {}
+    moved = {name: CountingArray(array.copy(), name) for name, array in arrays.items()}
+    with watched(order):
+        _launch_numba(kernel, launch, arguments, moved)
     return {
         "read": {name: array.read_bytes for name, array in moved.items()},
         "written": {name: array.written_bytes for name, array in moved.items()},
     }
+
+
+def _numba_on_gpu(kernel: NumbaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int):
+    """A GPU counts nothing; ``order`` is the number of the run."""
+    from moeblaze_ref.numba_cuda import runtime
+
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
+    _launch_numba(kernel, launch, arguments, {name: runtime.to_device(array) for name, array in arrays.items()})
+    return {}
+
+
+def _launch_numba(kernel: NumbaKernel, launch: tuple[Size, Size, int], arguments: Arrays, moved: dict[str, Any]):
+    """Launch on the arrays that were moved to the device, and copy them back."""
+    from moeblaze_ref.numba_cuda import runtime
+
+    grid, block, shared_bytes = launch
+    try:
+        runtime.launch(kernel.kernel, grid, block, *(arguments | moved).values(), shared_bytes=shared_bytes)
+        for name, array in moved.items():
+            np.copyto(arguments[name], array.copy_to_host())
+    except Exception as error:  # whatever a reader's function does when it is run
+        raise Fault(_numba_message(error) + _line_of(error, kernel.kernel.py_func)) from error
 
 
 def _numba_message(error: Exception) -> str:
@@ -152,16 +159,22 @@ def _line_of(error: Exception, function: Callable) -> str:
     return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
 
 
-def _numba_quantities() -> tuple[str, ...]:
-    from moeblaze_ref.numba_cuda import runtime
-
-    return ("read", "written") if runtime.EXECUTOR == "simulator" else ()
-
-
 _SEEDS = ("their natural order", "seed 1", "seed 2", "seed 3")
+_TURNS = ("their natural order", "their reverse order", "taking turns at every write")
 _RUNS = ("the first run", "the second run")
-RUNNERS = {
-    "simt": Runner(_simt, _SEEDS, "depends on the order of threads", lambda: tuple(QUANTITIES)),
-    "cuda": Runner(_cuda, _RUNS, "differs between runs on the same input", tuple),
-    "numba": Runner(_numba, _RUNS, "differs between runs on the same input", _numba_quantities),
+_BY_ORDER, _BY_RUN = "depends on the order of threads", "differs between runs on the same input"
+_RUNNERS = {
+    "simt": Runner(_simt, _SEEDS, _BY_ORDER, tuple(QUANTITIES)),
+    "cuda": Runner(_cuda, _RUNS, _BY_RUN, ()),
+    "numba": Runner(_numba_on_gpu, _RUNS, _BY_RUN, ()),
+    "simulator": Runner(_simulated, _TURNS, _BY_ORDER, ("read", "written")),
 }
+
+
+def runner_of(backend: str) -> Runner:
+    """Where a backend's kernels run: Numba's in its simulator, unless there is a GPU."""
+    if backend == "numba":
+        from moeblaze_ref.numba_cuda import runtime
+
+        backend = "numba" if runtime.EXECUTOR == "cuda" else "simulator"
+    return _RUNNERS[backend]

@@ -15,7 +15,7 @@ from moeblaze_ref.judge.budgets import Budget
 from moeblaze_ref.judge.contracts import AXES, Arrays, Contract, Problem, dtype_of, set_problem
 from moeblaze_ref.judge.kernels import CudaKernel, Launch, NumbaKernel
 from moeblaze_ref.judge.report import Counts, Difference, Result, first_difference, unlike
-from moeblaze_ref.judge.runners import RUNNERS, Fault
+from moeblaze_ref.judge.runners import Fault, runner_of
 from moeblaze_ref.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.raw_cuda.runtime.poison import poison
 
@@ -29,7 +29,7 @@ class Trial:
     contract : Contract
     kernel : CudaKernel or NumbaKernel
     backend : str
-        One of ``runners.RUNNERS``.
+        As `runners.runner_of` has it.
     launch : Launch
     budgets : tuple of Budget
     activation, dtype : str
@@ -66,7 +66,7 @@ class Trial:
     @property
     def quantities(self) -> tuple[str, ...]:
         """What the backend counts."""
-        return RUNNERS[self.backend].quantities()
+        return runner_of(self.backend).quantities
 
     def results(self, cases: Iterable[Case]) -> Iterator[Result]:
         """The verdict on each case, up to the first fault."""
@@ -89,7 +89,7 @@ class Trial:
 
     def _instability(self, problem: Problem, found: Arrays) -> tuple[str, Difference | None]:
         """How the first later run that wrote other bits differs; empty if none did."""
-        runner = RUNNERS[self.backend]
+        runner = runner_of(self.backend)
         for order in range(1, len(runner.orders)):
             again, _ = self._run(problem, order)
             difference = unlike(problem, again, found)
@@ -118,7 +118,7 @@ class Trial:
         grid, *_ = launch
         if 0 in grid:
             return {quantity: {} for quantity in self.quantities}
-        runner = RUNNERS[self.backend]
+        runner = runner_of(self.backend)
         try:
             return runner.run(self.kernel, constants, launch, arguments, order)
         except Fault as fault:

@@ -1,13 +1,24 @@
-"""What Numba's simulator can see beyond results: each access of a kernel to an array in global memory."""
+"""What Numba's simulator can see beyond results: each access of a kernel to an array, and who comes before whom."""
 
 import contextlib
-from collections import Counter
+import functools
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-from numba.cuda.simulator.kernel import BlockThread
+from numba.cuda.np.numpy_support import as_dtype
+from numba.cuda.simulator import kernelapi
+from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray
+from numba.cuda.simulator.kernel import BlockManager, BlockThread
+from numba.cuda.types import Type
+
+NATURAL, REVERSE, TURNS = range(3)  # the orders of a block's threads; in the last they take turns at every write
+ATTRIBUTES = ("shape", "size", "ndim", "dtype", "strides", "itemsize", "nbytes")  # what a kernel may ask of an array
+_WHOLE = (int, np.integer)
+_ATOMICS = tuple(lock for lock in vars(kernelapi).values() if isinstance(lock, type(threading.Lock())))
 
 
 @dataclass
@@ -20,6 +31,9 @@ class Accesses:
 
 class CountingArray(FakeCUDAArray):
     """A device array of the simulator that notes each access, and names itself if one is out of bounds.
+
+    A negative index is refused: Numba counts it from the end, but CUDA C++ does not. So is what takes the array as a
+    whole, as numpy's functions do: no kernel on a GPU has them, and their reads would not be counted.
 
     Parameters
     ----------
@@ -42,11 +56,18 @@ class CountingArray(FakeCUDAArray):
         return part
 
     def __setitem__(self, index, value):
+        _pause()
         self.accesses.writes.append(np.size(self._at(index)))
         super().__setitem__(index, value)
 
+    def __getattr__(self, name):
+        if name not in ATTRIBUTES:
+            raise TypeError(f"{self.name} is used as a whole ({name}), but a kernel reads and writes single elements")
+        return super().__getattr__(name)
+
     def _at(self, index):
         try:
+            _refuse_negative(index)
             return self._ary[index]
         except IndexError as error:
             shape = ", ".join(map(str, self._ary.shape))
@@ -63,37 +84,132 @@ class CountingArray(FakeCUDAArray):
         return sum(self.accesses.writes) * self._ary.itemsize
 
 
+def _refuse_negative(index):
+    for axis, part in enumerate(index if isinstance(index, tuple) else (index,)):
+        if isinstance(part, _WHOLE) and part < 0:
+            raise IndexError(f"index {part} on axis {axis} is negative")
+
+
+def _shared_array(shared: kernelapi.FakeCUDAShared, shape, dtype, alignment=None) -> FakeWithinKernelCUDAArray:
+    """``cuda.shared.array``, watched: of a fixed size it is told from others by the line that asks, as Numba does."""
+    dtype = as_dtype(dtype) if isinstance(dtype, Type) else np.dtype(dtype)
+    if shape == 0:
+        array = np.frombuffer(shared._dynshared.data, dtype, shared._dynshared_size // dtype.itemsize)
+    else:
+        caller = sys._getframe(1)
+        array = shared._allocations.setdefault((caller.f_code, caller.f_lineno), np.empty(shape, dtype))
+    return FakeWithinKernelCUDAArray(CountingArray(array, "an array in shared memory"))
+
+
 class BarrierMissed(Exception):
     """Some thread of a block met a barrier that another did not: the simulator goes on, a GPU may wait for ever."""
 
 
+class _Turn(BlockThread):
+    """A thread of a block that runs when it is told to, to its next stop: a barrier, its end or, if ``often``, a write."""
+
+    def __init__(self, *args: Any, often: bool):
+        super().__init__(*args)
+        self.often, self.barriers, self.waits, self.ended = often, 0, False, False
+        self.turn, self.stopped = threading.Lock(), threading.Lock()  # held until it may go, and until it has stopped
+        self.turn.acquire()
+        self.stopped.acquire()
+
+    def run(self):
+        try:
+            super().run()
+        except BaseException as error:  # such as KeyboardInterrupt, which the simulator takes for an end like any other
+            place = f"tid={list(self.threadIdx)} ctaid={list(self.blockIdx)}"
+            self.exception = RuntimeError(f"{place}: the kernel raises {type(error).__name__}"), error.__traceback__
+        self.ended = True
+        self.stopped.release()
+
+    def go(self):
+        """Run to the next stop; raises what the kernel raised."""
+        self.waits = False
+        if self.ident is None:
+            self.start()
+        else:
+            self.turn.release()
+        self.stopped.acquire()
+        if self.exception:
+            error, where = self.exception
+            raise error.with_traceback(where)
+
+    def give_up(self):
+        """End here, if on the way."""
+        self.abort = True
+        self.turn.release()
+
+    def syncthreads(self):
+        self.barriers += 1
+        self.waits = True
+        self._stop()
+
+    def pause(self):
+        """Before a write: let the others read what it is about to change, unless it is part of an atomic operation."""
+        if self.often and not any(lock.locked() for lock in _ATOMICS):
+            self._stop()
+
+    def _stop(self):
+        self.stopped.release()
+        self.turn.acquire()
+        if self.abort:
+            raise RuntimeError("another thread has failed")
+
+
+def _pause():
+    thread = threading.current_thread()
+    if isinstance(thread, _Turn):
+        thread.pause()
+
+
+def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order: int):
+    """A block, one thread at a time, from barrier to barrier."""
+    kernel = functools.partial(manager._f, *args)
+    points = np.ndindex(*manager._block_dim)
+    threads = [_Turn(kernel, manager, block, point, manager._debug, often=order == TURNS) for point in points]
+    threads.sort(key=lambda thread: thread.thread_id, reverse=order == REVERSE)
+    try:
+        while alive := [thread for thread in threads if not thread.ended]:
+            while alive:
+                for thread in alive:
+                    thread.go()
+                alive = [thread for thread in alive if not thread.waits and not thread.ended]
+    finally:
+        for thread in threads:
+            thread.give_up()
+    _check_barriers(block, sorted(threads, key=lambda thread: thread.thread_id))
+
+
+def _check_barriers(block: tuple[int, ...], threads: list[_Turn]):
+    most, least = (choose(threads, key=lambda thread: thread.barriers) for choose in (max, min))
+    if most.barriers != least.barriers:
+        raise BarrierMissed(
+            f"block {block}: thread {most.thread_id} reaches cuda.syncthreads() {most.barriers} times and thread "
+            f"{least.thread_id} {least.barriers} times; every thread of a block must reach every barrier"
+        )
+
+
 @contextlib.contextmanager
-def barriers_for_all(threads: int) -> Iterator[None]:
-    """Launches inside, of blocks of so many threads, whose barriers are met by every thread of a block.
+def watched(order: int) -> Iterator[None]:
+    """Launches inside run a block's threads one at a time, in the order NATURAL, REVERSE or TURNS, and watch their shared memory.
 
     Raises
     ------
     BarrierMissed
-        At the end, if some are not.
+        By a launch of which some thread misses a barrier.
     """
-    met: list[tuple[tuple[int, ...], int]] = []  # block and thread; appending is atomic, as above
-    wait = BlockThread.syncthreads
-
-    def noted(thread):
-        block = thread.blockIdx
-        met.append(((block.x, block.y, block.z), thread.thread_id))
-        wait(thread)
-
-    BlockThread.syncthreads = noted
+    ours = {
+        (BlockManager, "run"): functools.partialmethod(_run_block, order=order),
+        (kernelapi.FakeCUDAShared, "array"): _shared_array,
+        (FakeWithinKernelCUDAArray, "__array_ufunc__"): None,
+    }
+    numbas = {(owner, name): getattr(owner, name) for owner, name in ours}
     try:
+        for (owner, name), value in ours.items():
+            setattr(owner, name, value)
         yield
     finally:
-        BlockThread.syncthreads = wait
-    times = Counter(met)
-    for block in sorted({block for block, _ in met}):
-        most, least = (choose(range(threads), key=lambda thread: times[block, thread]) for choose in (max, min))
-        if times[block, most] != times[block, least]:
-            raise BarrierMissed(
-                f"block {block}: thread {most} reaches cuda.syncthreads() {times[block, most]} times and thread "
-                f"{least} {times[block, least]} times; every thread of a block must reach every barrier"
-            )
+        for (owner, name), value in numbas.items():
+            setattr(owner, name, value)

@@ -129,9 +129,10 @@ def _compile(text: str, flags: tuple[str, ...], folders: list[str], depends_on: 
 
 
 def _precompiled(flags: tuple[str, ...], folders: list[str]) -> Path:
-    """What every kernel file includes first, parsed once: a header, with the compiler's own form of it beside it.
+    """What every kernel file includes first, parsed once: a header, with g++'s own form of it beside it.
 
-    A file whose constants mean something in it gets the header itself: the compiler sees to that.
+    A file whose constants mean something in it gets the header itself: g++ sees to that. So does every file with
+    Clang, whose form of a header is bound to the folder that it was made in.
     """
     target = cache_dir() / _key(flags, PRELUDE, _own_headers())
     if not target.exists():
@@ -139,7 +140,8 @@ def _precompiled(flags: tuple[str, ...], folders: list[str]) -> Path:
             header = Path(folder) / "prelude" / "prelude.hpp"
             header.parent.mkdir()
             header.write_text(PRELUDE)
-            _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", f"{header}.gch", header)
+            if not is_clang():
+                _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", f"{header}.gch", header)
             with contextlib.suppress(OSError):
                 header.parent.rename(target)  # atomic, unless another process was faster
     return target / "prelude.hpp"
@@ -202,7 +204,7 @@ def build_kernels(
     """
     runtime_library()
     entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
-    text = f'#line 1 "{file}"\n{source}\n{entries}'
+    own_text = f'#line 1 "{file}"\n{source}\n'
     flags = (*COMMON_FLAGS, *_kernel_flags(instrumented))
     defined = tuple(f"-D{name}={value}" for name, value in sorted(constants.items()))
     own = [SIMT_DIR / "include", *include_dirs]
@@ -212,7 +214,12 @@ def build_kernels(
         flags += (*LINE_FLAGS, *folders)  # a line is of a file in its folder
     folders += ["-include", str(_precompiled(flags, folders))]
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
-    return ctypes.CDLL(str(_compile(text, flags + defined, folders, _own_headers() + headers)))
+    headers += _own_headers()
+    try:
+        return ctypes.CDLL(str(_compile(own_text + entries, flags + defined, folders, headers)))
+    except SimtCompileError:
+        _compile(own_text, flags + defined, folders, headers)  # says the same, of the lines of the file alone
+        raise
 
 
 def _kernel_flags(instrumented: bool) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ SHEET = Sheet(
                 "`counts[thread + half]`; then *all* threads meet at `cuda.syncthreads()`."
             ),
             why=(
-                "As many rounds as `THREADS` has bits, in place of `THREADS` additions by one thread. The barrier "
+                "`log2(THREADS)` rounds, in place of `THREADS` additions by one thread. The barrier "
                 "stands outside of the `if`: all threads of the block must reach it."
             ),
         ),

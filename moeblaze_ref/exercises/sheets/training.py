@@ -29,7 +29,7 @@ SHEET = Sheet(
     (
         Prediction(
             name="balance-loss",
-            title="The range of the balancing loss",
+            title="The balancing loss, balanced and collapsed",
             question=(
                 "`balance = E * sum_e f_e P_e`: `f_e` is the share of the routed rows that expert `e` got, `P_e` the "
                 "mean probability that the router gave it. What is it if both are spread evenly over all experts? And "
@@ -40,7 +40,11 @@ SHEET = Sheet(
             truth=_losses,
             computed_by="moeblaze_ref.numpy_ref.gating.load_balancing_loss",
             hint="Evenly: each `f_e` and each `P_e` is `1 / E`, and there are `E` terms.",
-            why="So the factor `E` makes 1 the value of balance whatever the number of experts, and the worst is `E`.",
+            why=(
+                "So the factor `E` makes 1 the value of balance whatever the number of experts, and collapse costs `E`. "
+                "But 1 is not the least: where choices and probabilities favour different experts, the loss falls below "
+                "it, as in notebook 1."
+            ),
         ),
         KernelExercise(
             name="loss-is-a-mean",
