@@ -21,6 +21,7 @@ import nbformat
 import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -129,6 +130,20 @@ def test_every_slider_has_drawn_its_picture(executed):
         assert ["image/png" in output.get("data", {}) for output in shown] == [True], shown
 
 
+def pictures_of(path):
+    """(text, PNG) of every picture that is committed."""
+    shown = [output for cell in cells(path, "code") for output in cell.outputs if "image/png" in output.get("data", {})]
+    return [(output["metadata"]["image/png"]["alt"], output["data"]["image/png"]) for output in shown]
+
+
+@every_notebook
+def test_a_text_is_of_one_picture(path):
+    """Two pictures that say the same are the same: a slider that begins where the picture above it stands."""
+    found = {}
+    for text, png in pictures_of(path):
+        assert found.setdefault(text, png) == png, text
+
+
 def test_every_picture_is_said_in_words(executed):
     _, ran = executed
     shown = [output for cell in ran.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -198,6 +213,31 @@ def test_it_begins_with_what_one_learns_and_ends_with_what_is_open(path):
     assert last.source.startswith("## What the paper leaves open\n")
 
 
+SECTIONS = ("The question", "What surprised us", "Exercises", "What the paper leaves open", "Further reading")
+
+
+@every_notebook
+def test_it_has_every_section(path):
+    text = "\n".join(cell.source for cell in cells(path, "markdown"))
+    headings = re.findall(r"^###? (?:\d+\. )?(.+)$", text, re.MULTILINE)
+    assert [heading for heading in headings if heading in SECTIONS] == sorted(SECTIONS, key=headings.index)
+    assert headings[0] == "The question" and headings[-1] == "Further reading"
+    assert len(re.findall(r"^- \*\*", text.partition("What surprised us\n")[2].partition("\n#")[0], re.MULTILINE)) >= 3
+    assert PAPER.findall(text.partition("### Further reading\n")[2])
+
+
+PAPER = re.compile(r"\[arXiv (\d{4}\.\d{5})\]\(https://arxiv\.org/abs/\1\)")
+
+
+@every_notebook
+def test_papers_are_links(path):
+    """Each is one that the documents name, too, and leads where it says; nothing is fetched."""
+    known = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    text = "\n".join(cell.source for cell in cells(path, "markdown"))
+    assert not re.search(r"arXiv \d|https?://", PAPER.sub("", text))
+    assert not [paper for paper in PAPER.findall(text) if paper not in known]
+
+
 @every_notebook
 def test_answers_are_folded_under_their_questions(path):
     text = "\n".join(cell.source for cell in cells(path, "markdown"))
@@ -244,7 +284,7 @@ def test_a_cell_cites_before_it_shows(path):
 @every_notebook
 def test_every_link_and_path_exists(path):
     text = "\n".join(cell.source for cell in notebook(path).cells)
-    for target in re.findall(r"\]\(([^)]+)\)", text):
+    for target in re.findall(r"\]\(([^)]+)\)", PAPER.sub("", text)):
         assert (path.parent / target).is_file(), target
     for named in re.findall(r"\b(?:moeblaze_ref|kernels_cuda|notebooks|docs|tests)/[\w./-]*\w", text):
         assert (ROOT / named).exists(), named
@@ -252,10 +292,24 @@ def test_every_link_and_path_exists(path):
         assert command in ("doctor", "check", "memory", "demo", "bench", "train", "evidence", "trace", "place")
 
 
-@every_notebook
+SHEETS = sorted([*(FOLDER / "exercises").glob("*.ipynb"), *(FOLDER / "solutions").glob("*.ipynb")])
+FOLDERS = "home|root|tmp|usr|var|opt|work|mnt|content|data|kaggle|srv|Users"  # of somebody's machine
+OF_ONE_MACHINE = re.compile(rf"(?<![\w./*)}}\]])/(?:{FOLDERS})(?:/|\b(?!\s*[*(]))|file://|\b[A-Z]:[\\/]+\w")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS + SHEETS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_no_path_of_one_machine_is_named(path):
     said = re.sub(r'"image/png": "[^"]*"', "", path.read_text())
-    assert not re.search(r"(?<![\w.:/`])/(?:home|root|tmp|usr|var|opt|work|Users)\b", said)
+    assert not (found := OF_ONE_MACHINE.search(said)), found
+
+
+@pytest.mark.parametrize(
+    "path",
+    "/home/me `/tmp/a` (/mnt/disk) /content/x '/data/set' file:///home/me C:/Users/me C:\\me /root /Users/me".split(),
+)
+def test_a_path_of_one_machine_is_found(path):
+    assert OF_ONE_MACHINE.search(f"it lies in {path} there")
+    assert not OF_ONE_MACHINE.search("notebooks/data/x.json https://a.b/home d/content docs/results ../tmp x[0]/work")
 
 
 def names_defined(source):
@@ -508,10 +562,30 @@ def texts(figure):
 
 
 def drawn(figure):
-    """The figure, after it was really drawn."""
+    """The figure, after it was really drawn; its axes are labelled."""
     assert isinstance(figure, Figure)
     FigureCanvasAgg(figure).draw()  # a figure's own canvas draws nothing
+    assert not list(unlabelled(figure)), figure
     return figure
+
+
+def unlabelled(figure):
+    """Axes with numbers and without a label; panels of a row share that of y, those of a column that of x."""
+    shown = [axes for axes in figure.axes if axes.get_visible() and axes.axison]
+    places = {axes: axes.get_subplotspec() for axes in shown}  # a colour bar has none
+    for axes, place in places.items():
+        panels = [(other, at) for other, at in places.items() if place and at]
+        row = [other for other, at in panels if at.rowspan == place.rowspan] or [axes]
+        column = [other for other, at in panels if at.colspan == place.colspan] or [axes]
+        if numbers(axes.get_yticklabels()) and not any(other.get_ylabel() for other in row):
+            yield axes, "y"
+        if numbers(axes.get_xticklabels()) and not any(other.get_xlabel() for other in column):
+            yield axes, "x"
+
+
+def numbers(ticks):
+    said = [tick.get_text() for tick in ticks if tick.get_visible()]
+    return [text for text in said if text.startswith("$") or re.fullmatch(r"[−-]?[\d.,]+", text)]
 
 
 SHAPES = [
@@ -1096,7 +1170,7 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
     assert second.get_title(loc="left").startswith("small: L = 128, ")
     assert len(marks(first)) == 2
     names = [text.get_text() for text in first.figure.legends[0].get_texts()]
-    assert names == ["paper", "minimal", "inputs", "measured", "Pareto front"], "and no policy that was not measured"
+    assert names == ["paper", "minimal", "inputs", "Pareto front"], "no policy that was not measured, and no black mark"
     np.testing.assert_allclose([place[2:] for place in marks(first)], [(0, 4), (20, 1)], atol=1e-9)
 
 
@@ -1579,6 +1653,25 @@ def test_a_picture_is_said_by_its_titles_axes_and_legends():
     assert "legend: computed, dropped, padding" in fates
     assert "MegaBlocks: P = 20 rows in blocks of 4; 4 padding" in pictures.alt_text(megablocks.bins_picture(1.0, 4))
     assert pictures.alt_text(Figure()) == "a drawing"
+
+
+def test_names_on_an_axis_and_words_beside_marks_are_said():
+    changes = [pictures.alt_text(hopper.trials_picture(which)) for which in hopper.TRIALS]
+    assert len(set(changes)) == len(changes) and all("y: " in said for said in changes)
+    steps = {name: simulate.Step(*np.ones((2, 3))) for name in ("packed", "in order")}
+    said = pictures.alt_text(placement.tails_picture(steps, "a title"))
+    assert said.startswith("a title, x: modelled step, ms, y: packed, in order")
+
+
+def test_shades_are_told_apart_without_colour():
+    """Every colour map that is named grows lighter, or darker, from end to end."""
+    sources = [file.read_text() for file in (ROOT / "moeblaze_ref").rglob("*.py")]
+    names = {name for source in sources for name in re.findall(r'cmap="(\w+)"', source)}
+    assert len(names) > 1
+    for name in names:
+        grey = colormaps[name](np.linspace(0, 1, 64))[:, :3] @ [0.299, 0.587, 0.114]
+        steps = np.diff(grey)
+        assert (steps > 0).all() or (steps < 0).all(), name
 
 
 def test_every_picture_that_a_run_shows_is_said():

@@ -1,8 +1,11 @@
 """The expert stages and the layer as Numba kernels, against the float64 specification on the same float32 numbers."""
 
+import ast
 import importlib
 import inspect
+import re
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from helpers import Shape
 from simulator import counted_launch, rerun, stated_launch
 
 from moeblaze_ref import layer as body
+from moeblaze_ref import numba_cuda
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import relative_error
 from moeblaze_ref.comparisons import BOUNDS
@@ -123,6 +127,20 @@ def test_activations_far_from_zero_do_not_overflow(name):
     found = activation_stage.act(far, name)
     np.testing.assert_allclose(found[far > 0], reached[far > 0], rtol=1e-7)
     np.testing.assert_allclose(found[far < 0], 0.0, atol=1e-30)  # not all reach it: exp(-90) is a number
+
+
+@pytest.mark.parametrize("path", sorted(Path(numba_cuda.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_the_kernels_are_plain(path):
+    """No warp operations and no atomics: a reader needs threads, blocks, shared memory and barriers alone."""
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cuda"
+    }
+    assert not [
+        name for name in used if re.match("atomic|shfl|syncwarp|ballot|vote|match|warp|lane|active|.*_sync", name)
+    ]
+
 
 
 def test_the_same_bits_every_time():

@@ -162,7 +162,26 @@ def test_conda_installs_the_same_locks():
     assert by_conda == ["python=3.12", "pip", "cxx-compiler", "make"]
     assert "3.12" in SpecifierSet(PROJECT["requires-python"])
     # Conda hands these lines to pip as a requirements file in this very folder: paths are relative to it.
-    assert by_pip == {"pip": ["-r requirements.lock", "-r requirements-gpu.lock", "-e .[gpu]"]}
+    assert by_pip == {"pip": ["-r requirements.lock", "-e ."]}
+
+
+def test_what_a_gpu_adds_is_said_where_conda_is():
+    """No one without a GPU downloads it; torch's index is the one that the Makefile's option is shown with."""
+    said = (ROOT / "environment.yml").read_text(), (ROOT / "docs" / "install.md").read_text()
+    for text in said:
+        assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu conda env create\n" in text
+        assert "pip install -r requirements.lock -r requirements-gpu.lock\n" in text
+    assert "make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu\n" in said[1]
+
+
+@pytest.mark.parametrize("start", ["", "moeblaze_ref"])
+def test_the_hosted_cell_finds_the_lock_from_above_and_from_within(start, tmp_path, monkeypatch):
+    (cell,) = re.findall(r"```text\n(import os\n.*?)```", (ROOT / "docs" / "install.md").read_text(), re.DOTALL)
+    (tmp_path / "moeblaze_ref" / "moeblaze_ref").mkdir(parents=True)  # the repository, and in it the package
+    (tmp_path / "moeblaze_ref" / "requirements.lock").touch()
+    monkeypatch.chdir(tmp_path / start)
+    exec("\n".join(line for line in cell.splitlines() if not line.startswith("!")))
+    assert Path.cwd() == tmp_path / "moeblaze_ref"
 
 
 # The Makefile

@@ -18,6 +18,7 @@ import nbformat
 import pytest
 from playwright.sync_api import expect
 
+from moeblaze_ref.exercises.sheets import SHEETS
 from moeblaze_ref.records import read
 from moeblaze_ref.site import extension, glossary, records, sources
 from moeblaze_ref.site import path as course_path
@@ -190,6 +191,29 @@ def test_the_path_has_every_notebook():
     notebooks = [path.name for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
     table = (ROOT / "docs" / "path.md").read_text().partition("## How long it takes")[0]
     assert re.findall(r"\(\.\./notebooks/(\S+\.ipynb)\)", table) == notebooks
+
+
+def test_every_sheet_of_exercises_is_in_the_week_and_has_its_minutes():
+    text = course_path.DOCUMENT.read_text()
+    sheets = [f"../notebooks/exercises/{sheet.course}.ipynb" for sheet in SHEETS]
+    week = text.partition("### A week alone")[2]
+    assert re.findall(r"\((\.\./notebooks/exercises/\S+)\)", week) == sheets
+    assert course_path.exercise_minutes("01_routing") == [5, 15, 10]
+    assert all(course_path.exercise_minutes(sheet.course) for sheet in SHEETS)
+
+
+def test_the_afternoon_takes_as_long_as_its_sheets():
+    """Its lines about exercises add up to what the sheets of notebooks 0 and 2 are estimated at."""
+    plan = (ROOT / "docs" / "path.md").read_text().partition("### An afternoon")[2].partition("###")[0]
+    minutes = {line: int(number) for line, number in re.findall(r"^(\| (\d+) \|.*)$", plan, re.MULTILINE)}
+    solved = [number for line, number in minutes.items() if "exercises/" in line or "the same |" in line]
+    assert sum(solved) == sum(map(sum, map(course_path.exercise_minutes, ("00_memory_wall", SECOND))))
+    assert 180 <= sum(minutes.values()) <= 300
+    for number, name in ((1, "00_memory_wall"), (4, SECOND)):
+        assert list(minutes.values())[number] == course_path.reading_minutes(ROOT / "notebooks" / f"{name}.ipynb")
+
+
+SECOND = "02_dispatch_without_sorting"
 
 
 def course(seconds):

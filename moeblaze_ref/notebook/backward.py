@@ -150,6 +150,7 @@ def slope_picture(activation: str) -> Figure:
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_ylim(-1.2, 4)
     axes.set_xlabel("a")
+    axes.set_ylabel("act(a) and its slope")
     axes.set_title(activation, loc="left", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False)

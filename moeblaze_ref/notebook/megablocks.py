@@ -180,6 +180,7 @@ def factor_picture(recording: Recording, L: int, block: int = 128) -> Figure:
         axes.set_xlabel("capacity factor")
         axes.set_ylim(-2, 100)
         axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("share, %")
     panels[0].set_title(f"dropped, % of the routed rows (L = {L:,})", **HEADING)
     panels[1].set_title("padding, % of the computed rows", **HEADING)
     panels[0].legend(handles=panels[0].lines[-2:], frameon=False)
@@ -423,6 +424,9 @@ def transpose_picture(topology: Topology, E: int) -> Figure:
     axes = figure.subplots()
     axes.set(xlim=(-5.5, topology.nnz + 0.2), ylim=(6, -1), aspect="equal")
     axes.set_axis_off()
+    axes.set_title(
+        f"{topology.nnz} blocks as they lie, row after row; below, a line from each to its column's turn", **HEADING
+    )
     for number, owner in enumerate(owners):
         _cell(axes, (number, 0), EXPERT_COLORS[owner], number)
     for place, number in enumerate(topology.transpose_indices):

@@ -242,7 +242,7 @@ def traffic_picture(trace: RoutingTrace, placements: Mapping[str, Placement]) ->
     axes.plot([], [], "o", color=BLUE, label="choices of its experts / mean over ranks")
     axes.plot([], [], "^", color=VERMILLION, label="rows that came to it / tokens of a rank")
     axes.set_xticks(range(len(placements)), placements)
-    axes.set_ylabel("fullest rank")
+    axes.set_ylabel("fullest rank / an even share")
     axes.legend()
     return figure
 

@@ -1,11 +1,15 @@
 """What a picture says to those who cannot see it."""
 
+import re
+
 from IPython import get_ipython
 from matplotlib.figure import Figure
 
+MOST_NAMES = 12  # of an axis: a longer list is cut
+
 
 def alt_text(figure: Figure) -> str:
-    """A figure in words: its titles, axes and legends, and of a drawing without axes what is written in it."""
+    """A figure in words: its titles, axes with the names on them, legends and what is written in it."""
     title = [figure.get_suptitle()]
     legends = [_of_legend(legend) for legend in figure.legends]
     return "; ".join(filter(None, [*title, *map(_of_axes, figure.axes), *legends])) or "a drawing"
@@ -13,11 +17,26 @@ def alt_text(figure: Figure) -> str:
 
 def _of_axes(axes):
     parts = [axes.get_title(loc) for loc in ("left", "center", "right")]
-    parts += [f"{name}: {label}" for name, label in (("x", axes.get_xlabel()), ("y", axes.get_ylabel())) if label]
+    if axes.axison:
+        parts += [_of_axis("x", axes.get_xlabel(), axes.get_xticklabels())]
+        parts += [_of_axis("y", axes.get_ylabel(), axes.get_yticklabels())]
     parts += [_of_legend(axes.get_legend())] if axes.get_legend() else []
-    if not axes.axison:  # a drawing: its words, without the numbers in its cells
-        parts += [text.get_text() for text in axes.texts if len(text.get_text()) > 3]
+    parts += _words(axes.texts)
     return ", ".join(dict.fromkeys(" ".join(part.split()) for part in parts if part))  # each once
+
+
+def _of_axis(name, label, ticks):
+    """What an axis is of, and the names on it; numbers are left out."""
+    names = _words(ticks)
+    more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    said = [*filter(None, [label]), *([", ".join(names[:MOST_NAMES] + more)] if names else [])]
+    return f"{name}: {' of '.join(said)}" if said else ""
+
+
+def _words(texts):
+    """What is written there, without numbers, powers of ten and single letters."""
+    said = (" ".join(text.get_text().split()) for text in texts)
+    return [text for text in said if re.search("[A-Za-z_]{3}", text) and not text.startswith("$")]
 
 
 def _of_legend(legend):

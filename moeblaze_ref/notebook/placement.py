@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from IPython.display import Markdown
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -36,7 +35,7 @@ def toy() -> Profile:
 
 
 def loads_picture(counts: Mapping[str, np.ndarray]) -> Figure:
-    """Tokens of every expert over the layer's mean, a panel for each recording; white is the mean.
+    """Tokens of every expert over the layer's mean, a panel for each recording; the busier, the darker.
 
     Parameters
     ----------
@@ -47,9 +46,7 @@ def loads_picture(counts: Mapping[str, np.ndarray]) -> Figure:
     panels = figure.subplots(1, len(counts), squeeze=False)[0]
     for axes, (name, P) in zip(panels, counts.items(), strict=True):
         over_mean = P / P.mean(axis=1, keepdims=True)
-        image = axes.imshow(
-            over_mean, norm=TwoSlopeNorm(1, 0, 4), cmap="RdBu_r", aspect="auto", interpolation="nearest"
-        )
+        image = axes.imshow(over_mean, vmin=0, vmax=4, cmap="cividis_r", aspect="auto", interpolation="nearest")
         axes.set_title(f"{name}: busiest expert {over_mean.max():.1f} times the mean", **HEADING)
         axes.set_xlabel("expert")
         axes.set_ylabel("layer")
@@ -67,7 +64,7 @@ def affinity_picture(profile: Profile, layer: int) -> Figure:
     counted.set_title("R: tokens that use both", **HEADING)
     figure.colorbar(tokens, ax=counted, label="tokens")
     ratio = np.divide(R, independent, out=np.ones_like(independent), where=independent > 0)
-    shades = over.imshow(ratio, norm=TwoSlopeNorm(1, 0, 4), cmap="RdBu_r")
+    shades = over.imshow(ratio, vmin=0, vmax=4, cmap="cividis_r")
     over.set_title("R / what independent layers would give", **HEADING)
     figure.colorbar(shades, ax=over, label="ratio", extend="max")
     for axes in (counted, over):
@@ -139,7 +136,7 @@ def _draw_bands(axes, R, gpus, tops):
 # What a step waits for ------------------------------------------------------------------------------------------------
 
 
-def tails_picture(steps: Mapping[str, simulate.Step]) -> Figure:
+def tails_picture(steps: Mapping[str, simulate.Step], title: str = "") -> Figure:
     """Two bars a method: what the slowest GPUs compute and what the slowest pairs transfer, over all layers."""
     figure = Figure(figsize=(8, 0.9 + 0.42 * len(steps)), layout="constrained")
     axes = figure.subplots()
@@ -149,6 +146,7 @@ def tails_picture(steps: Mapping[str, simulate.Step]) -> Figure:
     axes.barh(list(steps), transfer, left=compute, color=VERMILLION, label="slowest pair transfers")
     for at, whole in enumerate(compute + transfer):
         axes.text(whole, at, f" {whole:.3g}", va="center")
+    axes.set_title(title, **HEADING)
     axes.set_xlabel("modelled step, ms")
     axes.invert_yaxis()
     axes.margins(x=0.1)
@@ -180,7 +178,8 @@ def what_if(skew: float, gigabytes: float, steps: int = 300_000) -> Figure:
         "joint": joint.fastest(counted, on, [found, peers.greedy(counted, 4)]),
     }
     return tails_picture(
-        {name: simulate.step(counted, placement.shares(), on) for name, placement in placements.items()}
+        {name: simulate.step(counted, placement.shares(), on) for name, placement in placements.items()},
+        f"skew {skew:g}, {gigabytes:g} GB/s between two GPUs",
     )
 
 

@@ -294,13 +294,13 @@ def _draw_series(axes, costs, base, filled):
 
 
 def _pareto_legend(figure, panels):
-    """The policies that some panel shows, and the series, of which every panel has the same."""
+    """The policies that some panel shows, and the series, of which every panel has the same, if there are several."""
     (axes, *_), (series, *_) = figure.axes, panels.values()
     shown = {cost.policy for one in panels.values() for costs in one.values() for cost in costs}
     look = {"linestyle": "", "marker": "o", "markersize": 9}
     colors = {policy: color for policy, color in POLICY_COLORS.items() if policy in shown}
     marks = [axes.plot([], [], color=color, label=policy, **look)[0] for policy, color in colors.items()]
-    for label, filled in zip(series, FILLED, strict=False):
+    for label, filled in zip(series if len(series) > 1 else (), FILLED, strict=False):
         face = BLACK if filled else "none"
         marks += axes.plot([], [], markeredgecolor=BLACK, markerfacecolor=face, label=label, **look)
     marks += axes.plot([], [], color=GREY, label="Pareto front")

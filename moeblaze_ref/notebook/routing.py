@@ -25,14 +25,16 @@ def choice_map(probs: np.ndarray, topk_experts: np.ndarray, text: str) -> Figure
         One character for each of the L tokens.
     """
     num_tokens, num_experts = probs.shape
-    figure = Figure(figsize=(1 + 0.22 * num_tokens, 0.8 + 0.28 * num_experts), layout="constrained")
+    figure = Figure(figsize=(1 + 0.22 * num_tokens, 1.3 + 0.28 * num_experts), layout="constrained")
     axes = figure.subplots()
     shades = axes.imshow(probs.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     for (token, _), expert in np.ndenumerate(topk_experts):
         axes.add_patch(Rectangle((token - 0.5, expert - 0.5), 1, 1, fill=False, edgecolor=VERMILLION))
     axes.set_xticks(range(num_tokens), [VISIBLE.get(character, character) for character in text])
     axes.set_yticks(range(num_experts))
+    axes.set_xlabel("byte of the text")
     axes.set_ylabel("expert")
+    axes.set_title(f"framed: the {topk_experts.shape[1]} experts of each byte", loc="left", fontsize="medium")
     axes.tick_params(length=0)
     figure.colorbar(shades, label="probability")
     return figure
@@ -76,8 +78,9 @@ def descent_picture(descent: Descent) -> Figure:
     balance.set_title(f"load-balancing loss: {descent.balance[-1]:.3f} at the end", loc="left", fontsize="medium")
     z.plot(descent.z, color=BLUE)
     z.set_title(f"router z-loss: {descent.z[-1]:.3f} at the end", loc="left", fontsize="medium")
-    for axes in (loads, balance, z):
+    for axes, name in ((loads, "load / balanced share"), (balance, "loss"), (z, "loss")):
         axes.set_xlabel("step")
+        axes.set_ylabel(name)
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -139,5 +142,6 @@ def skew_picture(E: int, k: int, factors: Sequence[float] = (1.0, 1.25, 2.0)) ->
         axes.set_xlabel("Zipf exponent")
         axes.set_ylim(0, 100)
         axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("share, %")
     panels[0].legend(frameon=False)
     return figure

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
@@ -18,7 +17,7 @@ BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a name, so t
 
 
 def heat_map(trials: Sequence[Trial]) -> Figure:
-    """Load over the layer's mean, a panel a trial: GPUs across, layers down; white is the mean.
+    """Load over the layer's mean, a panel a trial: GPUs across, layers down; the busier, the darker.
 
     Raises
     ------
@@ -33,10 +32,10 @@ def heat_map(trials: Sequence[Trial]) -> Figure:
     figure = Figure(figsize=(1 + 2.2 * columns, 1 + rows * (1 + 0.14 * layers)), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     over_mean = [trial.load / np.maximum(trial.load.mean(axis=1, keepdims=True), 1) for trial in trials]
+    least = min(0.999, *(float(load.min()) for load in over_mean))
     most = max(1.001, *(float(load.max()) for load in over_mean))
-    norm = TwoSlopeNorm(1, min(0.999, *(float(load.min()) for load in over_mean)), most)
     for axes, trial, load in zip(panels.flat, trials, over_mean, strict=False):
-        image = axes.imshow(load, norm=norm, cmap="RdBu_r", aspect="auto", interpolation="nearest")
+        image = axes.imshow(load, vmin=least, vmax=most, cmap="cividis_r", aspect="auto", interpolation="nearest")
         axes.set_title(f"{trial.method}: {trial.balance_mean:.3f}", fontsize="medium", loc="left")
         axes.set_xticks(range(load.shape[1]))
         axes.set_xlabel("GPU")

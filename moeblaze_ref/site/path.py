@@ -1,4 +1,4 @@
-"""The course's path: how long each notebook takes, measured, written into docs/path.md.
+"""The course's path: how long each notebook takes, measured, and its exercises, estimated; written into docs/path.md.
 
 ``python -m moeblaze_ref.site.path --record docs/results/course_cpu.json`` runs the notebooks in their order, as a reader
 does who has compiled nothing yet; without ``--record`` the page is written from the record that is there.
@@ -15,13 +15,16 @@ from typing import Any
 import nbformat
 
 from moeblaze_ref import documents, provenance, records
+from moeblaze_ref.exercises.sheets import SHEETS
 from moeblaze_ref.notebook.execution import execute
 from moeblaze_ref.notebook.outputs import NOTEBOOKS
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT, RECORD = DOCS / "path.md", DOCS / "results" / "course_cpu.json"
+NAMES = ("notebook", "to read", "first run", "exercises", "to solve")
 KEYS = ("rows", "cores", "device", "versions", "commit")
 WORDS_A_MINUTE = 130  # of a text with formulas and tables, read slowly
+MINUTES = {"predict": 5, "numba": 15, "cuda": 15, "bug": 10}  # an estimate, for each kind of exercise
 
 
 def measure() -> dict[str, Any]:
@@ -46,6 +49,11 @@ def reading_minutes(path: Path) -> int:
     return 5 * -(-words // (5 * WORDS_A_MINUTE))
 
 
+def exercise_minutes(course: str) -> list[int]:
+    """What each exercise of a notebook is estimated at, by its kind."""
+    return [MINUTES[one.kind] for sheet in SHEETS if sheet.course == course for one in sheet.exercises]
+
+
 def fill(text: str, found: Mapping[str, Any]) -> str:
     """The page with the times of a record.
 
@@ -68,11 +76,20 @@ def _block(found):
     paths = sorted(NOTEBOOKS.glob("*.ipynb"))
     if missing := [path.name for path in paths if path.name not in seconds]:
         raise ValueError(f"the record has no time of {', '.join(missing)}")
-    lines = [[_link(path), f"{reading_minutes(path)} min", _rounded(seconds[path.name])] for path in paths]
+    lines = [
+        [_link(path), f"{reading_minutes(path)} min", _rounded(seconds[path.name]), *_exercises(path)] for path in paths
+    ]
     total = sum(reading_minutes(path) for path in paths), sum(seconds[path.name] for path in paths)
-    lines.append(["all", f"{total[0]} min", _rounded(total[1])])
+    minutes = [minutes for path in paths for minutes in exercise_minutes(path.stem)]
+    lines.append(["all", f"{total[0]} min", _rounded(total[1]), str(len(minutes)), f"{sum(minutes)} min"])
     where = "\n".join([*documents.place(found), f"- cores: {found['cores']}"])
-    return "\n\n".join([documents.table(["notebook", "to read", "first run"], lines), where])
+    return "\n\n".join([documents.table(NAMES, lines), where])
+
+
+def _exercises(path):
+    """How many there are, as a link to them, and how long they may take."""
+    minutes = exercise_minutes(path.stem)
+    return f"[{len(minutes)}](../notebooks/exercises/{path.name})", f"{sum(minutes)} min"
 
 
 def _link(path: Path) -> str:
