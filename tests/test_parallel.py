@@ -267,6 +267,53 @@ def test_wrong_maps_and_layers_are_refused():
     assert policy.startswith("unknown policy 'papre'. Did you mean 'paper'?")
 
 
+def refusals_of_unlike_maps():
+    """What every rank says where a rank has another map, another layer of it, or a map of more experts."""
+    rank, rows = dist.get_rank(), np.arange(16, dtype=np.int32).reshape(2, 8) % 3
+    unlike = [
+        {"placement": Placement(rows if rank < 2 else 2 - rows, 3)},
+        {"placement": Placement(rows, 3), "layer": int(rank == 1)},
+        {"placement": Placement(rows[:, : 8 - (rank == 2)].copy(), 3), "E": 8 - (rank == 2)},
+    ]
+    return [
+        str(pytest.raises(ValueError, ExpertParallelMoE, **({"d": 8, "h": 8, "E": 8, "k": 2} | wrong)).value)
+        for wrong in unlike
+    ]
+
+
+def test_ranks_with_unlike_maps_are_refused():
+    for map, layer, experts in run(refusals_of_unlike_maps, 3):
+        assert map.startswith("the placement of rank 2 is not that of rank 0, but all ranks need the same map")
+        assert layer.startswith("the placement of rank 1 is not")
+        assert experts.startswith("the placement of rank 2 is not")
+
+
+# What rank 0 makes for all
+
+
+def waited_for_rank_0():
+    """What came from rank 0, what it could not make, and how many collectives a watch has seen begun meanwhile."""
+    ranks, before = Ranks(), progress()
+    made = ranks.from_first(lambda: {"by": ranks.rank})
+    error = pytest.raises(OSError, ranks.from_first, lambda: open(f"/nowhere/{ranks.rank}")).value
+    return made, error.filename, progress() - before
+
+
+def test_all_get_what_rank_0_makes_and_nobody_is_behind():
+    assert run(waited_for_rank_0, 2) == [({"by": 0}, "/nowhere/0", 0)] * 2
+
+
+def rank_0_dies_at_work():
+    """Rank 0 dies while the other waits for what it makes."""
+    with Watch(WATCHED):
+        Ranks().from_first(killed)
+
+
+def test_a_rank_0_that_dies_at_work_is_named():
+    _, (status, output) = run_to_the_end(rank_0_dies_at_work, 2)
+    assert status != 0 and "rank 0 has died" in output
+
+
 def test_without_a_group_the_remedy_is_said():
     with pytest.raises(RuntimeError, match="start by torchrun, and call init_process_group"):
         Ranks()

@@ -27,6 +27,7 @@ from moeblaze_ref.cli import stdout, user_errors
 from moeblaze_ref.parallel import findings, measure
 from moeblaze_ref.parallel.costs import Costs
 from moeblaze_ref.parallel.measure import MarkedRanks, Model
+from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.watch import TIMEOUT, Watch
 from moeblaze_ref.placement import maps
 from moeblaze_ref.placement.maps import Placement
@@ -115,6 +116,19 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
     if found.num_gpus != on.num_gpus:
         raise ValueError(f"{name} is for {found.num_gpus} GPUs, but there are {on.num_gpus} ranks")
     return found
+
+
+def placements_of(
+    names: Sequence[str], trace: RoutingTrace, sample: RoutingTrace, on: Cluster, ranks: Ranks
+) -> list[Placement]:
+    """Every `placement_of`, by rank 0 for all: a solver does not find the same map twice.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        As in `placement_of`, on every rank.
+    """
+    return ranks.from_first(lambda: [placement_of(name, trace, sample, on) for name in names])
 
 
 # Measured and modelled ------------------------------------------------------------------------------------------------
@@ -213,7 +227,7 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
         records.check_writable(record)
     k, dtype = trace.topk.shape[2], torch.bfloat16 if ranks.clock.torch_device.type == "cuda" else torch.float32
     costs = measure.even_costs(d, h, k, trace.num_experts, tokens, steps, ranks, dtype)
-    placements = [placement_of(name, trace, sample, costs.on) for name in names]
+    placements = placements_of(names, trace, sample, costs.on, ranks)
     taken = replay(placements, windows, d, h, ranks, dtype)
     found = [
         beside_model(Path(name).stem, *of, windows, costs) for name, *of in zip(names, taken, placements, strict=True)
