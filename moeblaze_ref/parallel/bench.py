@@ -186,10 +186,11 @@ def beside_model(name: str, taken: Taken, placement: Placement, windows: list[np
 def table(rows: list[Found], caption: str) -> Table:
     """A line a map."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    for heading in findings.HEADINGS:
-        shown.add_column(heading, justify="left" if heading == "map" else "right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*findings.cells(asdict(row)))
+    shown.add_column(findings.HEADINGS[0], overflow="fold")
+    for heading in findings.HEADINGS[1:]:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for name, row in zip(findings.short_names([row.name for row in rows]), rows, strict=True):
+        shown.add_row(name, *findings.cells(asdict(row)))
     return shown
 
 
@@ -236,7 +237,7 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
         model = {"model": trace.model, "layers": trace.topk.shape[1], "experts": trace.num_experts, "k": k}
         on = {"gpus": ranks.size, "token_s": costs.on.token_s, "bandwidth": costs.on.bandwidth.tolist()}
         run = asked | model | on | {"exchange_s": costs.exchange_s, "rest_s": costs.rest_s}
-        stdout().print(table(found, findings.what(run)))
+        stdout().print(table(found, "\n".join([findings.what(run), *findings.doubts(run)])))
         if record:
             provenance.record(record, run | {"rows": [asdict(row) for row in found]})
 
