@@ -388,6 +388,27 @@ def test_a_rank_that_hangs_after_the_last_collective_ends_all_by_name():
         assert status != 0 and f"rank 1 hangs: for {SAID} it has not come to the end" in output
 
 
+class SilentStore:
+    """A store whose host is stopped."""
+
+    def set(self, *_):
+        hung()
+
+
+def wait_for_the_store():
+    """Rank 1 waits for a store that does not answer, in its work too."""
+    with Watch(WATCHED) as watch:
+        if dist.get_rank() == 1:
+            watch._store = SilentStore()
+            hung()
+
+
+def test_a_store_that_does_not_answer_ends_who_waits_for_it():
+    (first, of_first), (second, of_second) = run_to_the_end(wait_for_the_store, 2)
+    assert first != 0 and second != 0
+    assert "rank 1 has died" in of_first and f"its store does not answer (for {SAID})" in of_second
+
+
 def test_the_watch_lets_all_go_as_soon_as_they_are_done():
     assert [status for status, _ in run_to_the_end(watched_twice, 2)] == [0, 0]
     assert run(watched_twice, 2) == [[0, 1], [1, 0]]

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -144,11 +144,12 @@ class Watch(AbstractContextManager):
         while not self._over.is_set():
             beat, state = beat + 1, self._state
             try:
-                self._store.set(str(self._rank), json.dumps([beat, progress(), state]))
-                self._look(seen)
-                self._lost = self._told() or verdict(seen, time.monotonic(), self.timeout)
-                if self._lost:
-                    self._store.set(LOST, self._lost)
+                with self._answering():
+                    self._store.set(str(self._rank), json.dumps([beat, progress(), state]))
+                    self._look(seen)
+                    self._lost = self._told() or verdict(seen, time.monotonic(), self.timeout)
+                    if self._lost:
+                        self._store.set(LOST, self._lost)
                 if self._lost or state not in (WORKING, DONE) or all(rank.state == DONE for rank in seen):
                     self._over.set()
             except RuntimeError as error:  # whoever is done may find the others, and their store, gone
@@ -179,9 +180,24 @@ class Watch(AbstractContextManager):
     def _leave_or_end(self):
         """Let the work end by its own error, if it has one; end the process if it waits for ever."""
         if not self._main_has_left.wait(LEFT * self._pause):
-            sys.stderr.write(f"rank {self._rank} ends: {self._lost}\n")
-            sys.stderr.flush()
-            os._exit(1)
+            self._end(self._lost)
+
+    def _end(self, lost):
+        sys.stderr.write(f"rank {self._rank} ends: {lost}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    @contextmanager
+    def _answering(self):
+        """End the process if the store, whose host may be stopped, lets the thread wait for ever."""
+        limit = JUDGED * self.timeout
+        waiting = threading.Timer(limit, self._end, [_without_store(f"for {limit:g} s")])
+        waiting.daemon = True
+        waiting.start()
+        try:
+            yield
+        finally:
+            waiting.cancel()
 
 
 def _without_store(error):
