@@ -16,9 +16,9 @@ from moeblaze_ref.config import POLICIES
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
-from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.ranks import Ranks, progress
 from moeblaze_ref.parallel.trip import Trip
-from moeblaze_ref.parallel.watch import Seen, Watch, verdict
+from moeblaze_ref.parallel.watch import DONE, HEARD, JUDGED, LEFT, SIGNS, WORKING, Seen, Watch, verdict
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.torch_layer import MoELayer
 
@@ -267,6 +267,53 @@ def test_wrong_maps_and_layers_are_refused():
     assert policy.startswith("unknown policy 'papre'. Did you mean 'paper'?")
 
 
+def refusals_of_unlike_maps():
+    """What every rank says where a rank has another map, another layer of it, or a map of more experts."""
+    rank, rows = dist.get_rank(), np.arange(16, dtype=np.int32).reshape(2, 8) % 3
+    unlike = [
+        {"placement": Placement(rows if rank < 2 else 2 - rows, 3)},
+        {"placement": Placement(rows, 3), "layer": int(rank == 1)},
+        {"placement": Placement(rows[:, : 8 - (rank == 2)].copy(), 3), "E": 8 - (rank == 2)},
+    ]
+    return [
+        str(pytest.raises(ValueError, ExpertParallelMoE, **({"d": 8, "h": 8, "E": 8, "k": 2} | wrong)).value)
+        for wrong in unlike
+    ]
+
+
+def test_ranks_with_unlike_maps_are_refused():
+    for map, layer, experts in run(refusals_of_unlike_maps, 3):
+        assert map.startswith("the placement of rank 2 is not that of rank 0, but all ranks need the same map")
+        assert layer.startswith("the placement of rank 1 is not")
+        assert experts.startswith("the placement of rank 2 is not")
+
+
+# What rank 0 makes for all
+
+
+def waited_for_rank_0():
+    """What came from rank 0, what it could not make, and how many collectives a watch has seen begun meanwhile."""
+    ranks, before = Ranks(), progress()
+    made = ranks.from_first(lambda: {"by": ranks.rank})
+    error = pytest.raises(OSError, ranks.from_first, lambda: open(f"/nowhere/{ranks.rank}")).value
+    return made, error.filename, progress() - before
+
+
+def test_all_get_what_rank_0_makes_and_nobody_is_behind():
+    assert run(waited_for_rank_0, 2) == [({"by": 0}, "/nowhere/0", 0)] * 2
+
+
+def rank_0_dies_at_work():
+    """Rank 0 dies while the other waits for what it makes."""
+    with Watch(WATCHED):
+        Ranks().from_first(killed)
+
+
+def test_a_rank_0_that_dies_at_work_is_named():
+    _, (status, output) = run_to_the_end(rank_0_dies_at_work, 2)
+    assert status != 0 and "rank 0 has died" in output
+
+
 def test_without_a_group_the_remedy_is_said():
     with pytest.raises(RuntimeError, match="start by torchrun, and call init_process_group"):
         Ranks()
@@ -275,6 +322,7 @@ def test_without_a_group_the_remedy_is_said():
 # A rank that is lost
 
 WATCHED = 6.0  # seconds of the time-out
+SAID = f"{JUDGED * WATCHED:g} s"
 
 
 def killed():
@@ -310,10 +358,10 @@ def ending(exchange, after, end):
 @pytest.mark.parametrize(
     ("size", "lost", "after", "end", "says"),
     [
-        (3, 1, 2, killed, "rank 1 has died: no sign of it for 6 s"),
-        (2, 1, 5, killed, "rank 1 has died: no sign of it for 6 s"),
+        (3, 1, 2, killed, f"rank 1 has died: no sign of it for {SAID}"),
+        (2, 1, 5, killed, f"rank 1 has died: no sign of it for {SAID}"),
         (2, 0, 2, killed, "rank 0 has died"),  # and with it the store
-        (2, 1, 5, hung, "rank 1 hangs: for 6 s it has not come to collective"),
+        (2, 1, 5, hung, f"rank 1 hangs: for {SAID} it has not come to collective"),
         (2, 1, 2, failed, "rank 1 has failed: MemoryError: no room for x"),
     ],
     ids=["killed in the forward", "killed in the backward", "killed with the store", "hung", "failed"],
@@ -326,6 +374,41 @@ def test_a_lost_rank_ends_all_by_name(size, lost, after, end, says):
             assert says in output, (rank, output)
 
 
+def hang_at_the_end():
+    """Rank 1 hangs when all have done what they do together."""
+    ranks = Ranks()
+    with Watch(WATCHED):
+        ranks.total(torch.ones(1))
+        if ranks.rank == 1:
+            hung()
+
+
+def test_a_rank_that_hangs_after_the_last_collective_ends_all_by_name():
+    for status, output in run_to_the_end(hang_at_the_end, 2):
+        assert status != 0 and f"rank 1 hangs: for {SAID} it has not come to the end" in output
+
+
+class SilentStore:
+    """A store whose host is stopped."""
+
+    def set(self, *_):
+        hung()
+
+
+def wait_for_the_store():
+    """Rank 1 waits for a store that does not answer, in its work too."""
+    with Watch(WATCHED) as watch:
+        if dist.get_rank() == 1:
+            watch._store = SilentStore()
+            hung()
+
+
+def test_a_store_that_does_not_answer_ends_who_waits_for_it():
+    (first, of_first), (second, of_second) = run_to_the_end(wait_for_the_store, 2)
+    assert first != 0 and second != 0
+    assert "rank 1 has died" in of_first and f"its store does not answer (for {SAID})" in of_second
+
+
 def test_the_watch_lets_all_go_as_soon_as_they_are_done():
     assert [status for status, _ in run_to_the_end(watched_twice, 2)] == [0, 0]
     assert run(watched_twice, 2) == [[0, 1], [1, 0]]
@@ -335,7 +418,7 @@ def watched_twice():
     """What came from the other rank, under two watches."""
     ranks, came = Ranks(), []
     for turn in range(2):
-        with Watch(8 * 86_400.0):  # signs are a day apart
+        with Watch(SIGNS * 86_400.0):  # signs are a day apart
             mine = torch.tensor([(ranks.rank + turn) % 2] * 2)
             came.append(int(ranks.exchange(mine, [1, 1], [1, 1])[ranks.rank]))
     return came
@@ -351,17 +434,77 @@ def seen(*signs):
     [
         ([(5, "working", 99, 0), (5, "working", 99, 0)], None),  # both work for long
         ([(5, "working", 99, 0), (4, "working", 99, 95)], None),  # behind, but not for long
-        ([(5, "working", 99, 0), (4, "working", 99, 80)], "rank 1 hangs: for 10 s it has not come to collective 5"),
+        ([(5, "working", 99, 98), (4, "working", 99, 0)], None),  # its work was long, but others wait since 98 alone
+        ([(5, "working", 99, 0), (4, "working", 99, 80)], "rank 1 hangs: for 7 s it has not come to collective 5"),
+        ([(5, "working", 99, 0), (4, "working", 99, 90), (3, "working", 99, 90)], "rank 2 hangs"),  # rank 1 may wait
         ([(5, "working", 99, 0), (4, "working", 95, 80)], None),  # it may have died, but a sign may come yet
         ([(4, "working", 99, 80), (5, "working", 95, 95)], None),  # and so may who is ahead
-        ([(5, "working", 80, 80), (5, "working", 99, 0)], "rank 0 has died"),
-        ([(5, "done", 80, 80), (5, "working", 99, 0)], None),  # who is done gives no more signs
+        ([(5, "working", 80, 80), (5, "working", 99, 0)], "rank 0 has died: no sign of it for 7 s"),
+        ([(5, "done", 80, 80), (5, "done", 99, 99)], None),  # who is done gives no more signs
+        ([(5, "done", 99, 80), (5, "working", 99, 0)], "rank 1 hangs: for 7 s it has not come to the end"),
+        ([(5, "done", 99, 95), (5, "working", 99, 0)], None),  # the others are done, but not for long
         ([(4, "working", 80, 80), (5, "ValueError: x", 99, 99)], "rank 1 has failed: ValueError: x"),
     ],
 )
 def test_the_verdict(signs, expected):
     found = verdict(seen(*signs), 100.0, 10.0)
     assert found is None if expected is None else found.startswith(expected)
+
+
+def test_who_is_done_is_beyond_every_collective():
+    rank = Seen(0.0, 0.0)
+    rank.update(3.0, 1, 5, WORKING)
+    rank.update(4.0, 2, 5, WORKING)
+    assert (rank.beat_at, rank.progress_at, rank.reached) == (4.0, 3.0, 5)
+    rank.update(6.0, 3, 5, DONE)
+    rank.update(7.0, 4, 5, DONE)
+    assert (rank.progress_at, rank.reached) == (6.0, float("inf"))
+
+
+GOES_ON = {"working": (1, WORKING), "ahead": (2, WORKING), "done": (1, DONE)}
+
+
+def watched_on_a_clock(phases, others, dies, timeout):
+    """Simulated: what is found when rank 0 comes no further from 0 s on, and the second at which all have ended.
+
+    Each rank gives a sign and looks at the others' every pause, in a phase of its own; ``others`` says what they go on to.
+    """
+    pause, signs, found, ends = timeout / SIGNS, {}, None, {}
+    seen = [[Seen(-timeout, -timeout) for _ in phases] for _ in phases]
+    turns = range(-SIGNS, 2 * SIGNS)
+    looks = sorted((pause * (turn + phase), rank) for rank, phase in enumerate(phases) for turn in turns)
+    for beat, (now, rank) in enumerate(looks):
+        if now < 0 or rank == 0:
+            signs[rank] = signs[0] if dies and now >= 0 else (beat, *GOES_ON["working"])
+        else:
+            signs[rank] = (beat, *GOES_ON[others])
+        for number, sign in signs.items():
+            seen[rank][number].update(now, *sign)
+        if rank > 0:
+            found = found or verdict(seen[rank], now, timeout)
+            if found:
+                ends.setdefault(rank, now + (HEARD + LEFT) * pause)
+    return found, max(ends.values(), default=None)
+
+
+@pytest.mark.parametrize("phases", [(0, 0.9, 0.5), (0.9, 0, 0.1), (0.99, 0.98, 0.97), (0, 0.01, 0.99)])
+@pytest.mark.parametrize(
+    ("others", "dies", "says"),
+    [
+        ("working", True, "rank 0 has died"),
+        ("ahead", True, "rank 0 has died"),
+        ("done", True, "rank 0 has died"),
+        ("ahead", False, "rank 0 hangs"),
+        ("done", False, "rank 0 hangs"),
+    ],
+)
+def test_all_have_ended_within_the_time_out(phases, others, dies, says):
+    found, end = watched_on_a_clock(phases, others, dies, timeout=16.0)
+    assert found.startswith(says) and 0.5 * 16 < end <= 16
+
+
+def test_long_work_of_all_is_no_hang():
+    assert watched_on_a_clock((0, 0.5), "working", dies=False, timeout=16.0) == (None, None)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])

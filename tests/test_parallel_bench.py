@@ -10,10 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from moeblaze_ref import traces
 from moeblaze_ref.parallel import bench, measure
 from moeblaze_ref.parallel.costs import Costs, rows_of, rows_sent, travel_seconds
+from moeblaze_ref.parallel.local import run
+from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.placement import maps, peers
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, step
@@ -86,6 +89,26 @@ def test_a_map_for_more_gpus_is_refused(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match="greedy.npz is for 2 GPUs, but there are 3 ranks"):
         bench.placement_of("greedy.npz", TRACE, TRACE, Cluster(np.ones((3, 3)), 8, 1.0))
+
+
+def maps_of_a_solver():
+    """The maps that this rank gets where every solution is another, and what it hears of a name that is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "placement_of", lambda name, *_: Placement(rows_of_rank(), RANKS, name))
+        found = bench.placements_of(["one", "other"], TRACE, TRACE, None, Ranks())
+    with pytest.raises(ValueError, match="Did you mean 'greedy'") as refused:
+        bench.placements_of(["greedy", "gready"], TRACE, TRACE, Cluster(np.ones((RANKS, RANKS)), 8, 1.0), Ranks())
+    return [(placement.model, placement.assignment.tolist()) for placement in found], str(refused.value)
+
+
+def rows_of_rank():
+    return (np.arange(12, dtype=np.int32).reshape(2, 6) + dist.get_rank()) % RANKS
+
+
+def test_all_ranks_have_the_maps_of_rank_0():
+    first, second = run(maps_of_a_solver, RANKS)
+    assert first == second and [name for name, _ in first[0]] == ["one", "other"]
+    assert first[0][0][1] == [[0, 1] * 3] * 2
 
 
 def test_rows_that_travel_are_counted_once_a_token_and_rank():

@@ -11,6 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION
+from moeblaze_ref.parallel.findings import short_names
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
@@ -275,7 +276,7 @@ def measured_picture(records: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _bars(axes, found):
-    places, names = np.arange(len(found["rows"])), [row["name"].rpartition("_")[2] for row in found["rows"]]
+    places, names = np.arange(len(found["rows"])), short_names([row["name"] for row in found["rows"]])
     parts = [parts_of(row, found) for row in found["rows"]]  # a dict a map
     ends = np.zeros((2, len(places)))
     for part, color in zip(parts[0], (BLUE, VERMILLION, GREY), strict=True):

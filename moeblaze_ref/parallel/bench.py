@@ -27,6 +27,7 @@ from moeblaze_ref.cli import stdout, user_errors
 from moeblaze_ref.parallel import findings, measure
 from moeblaze_ref.parallel.costs import Costs
 from moeblaze_ref.parallel.measure import MarkedRanks, Model
+from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.watch import TIMEOUT, Watch
 from moeblaze_ref.placement import maps
 from moeblaze_ref.placement.maps import Placement
@@ -117,6 +118,19 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
     return found
 
 
+def placements_of(
+    names: Sequence[str], trace: RoutingTrace, sample: RoutingTrace, on: Cluster, ranks: Ranks
+) -> list[Placement]:
+    """Every `placement_of`, by rank 0 for all: a solver does not find the same map twice.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        As in `placement_of`, on every rank.
+    """
+    return ranks.from_first(lambda: [placement_of(name, trace, sample, on) for name in names])
+
+
 # Measured and modelled ------------------------------------------------------------------------------------------------
 
 
@@ -172,10 +186,11 @@ def beside_model(name: str, taken: Taken, placement: Placement, windows: list[np
 def table(rows: list[Found], caption: str) -> Table:
     """A line a map."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    for heading in findings.HEADINGS:
-        shown.add_column(heading, justify="left" if heading == "map" else "right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*findings.cells(asdict(row)))
+    shown.add_column(findings.HEADINGS[0], overflow="fold")
+    for heading in findings.HEADINGS[1:]:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for name, row in zip(findings.short_names([row.name for row in rows]), rows, strict=True):
+        shown.add_row(name, *findings.cells(asdict(row)))
     return shown
 
 
@@ -213,7 +228,7 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
         records.check_writable(record)
     k, dtype = trace.topk.shape[2], torch.bfloat16 if ranks.clock.torch_device.type == "cuda" else torch.float32
     costs = measure.even_costs(d, h, k, trace.num_experts, tokens, steps, ranks, dtype)
-    placements = [placement_of(name, trace, sample, costs.on) for name in names]
+    placements = placements_of(names, trace, sample, costs.on, ranks)
     taken = replay(placements, windows, d, h, ranks, dtype)
     found = [
         beside_model(Path(name).stem, *of, windows, costs) for name, *of in zip(names, taken, placements, strict=True)
@@ -222,7 +237,7 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
         model = {"model": trace.model, "layers": trace.topk.shape[1], "experts": trace.num_experts, "k": k}
         on = {"gpus": ranks.size, "token_s": costs.on.token_s, "bandwidth": costs.on.bandwidth.tolist()}
         run = asked | model | on | {"exchange_s": costs.exchange_s, "rest_s": costs.rest_s}
-        stdout().print(table(found, findings.what(run)))
+        stdout().print(table(found, "\n".join([findings.what(run), *findings.doubts(run)])))
         if record:
             provenance.record(record, run | {"rows": [asdict(row) for row in found]})
 

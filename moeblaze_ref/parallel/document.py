@@ -13,7 +13,7 @@ from moeblaze_ref.parallel import findings
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "parallel.md"
-KEYS = ("rows", "gpus", "token_s", "bandwidth", "exchange_s", "rest_s", "device", "versions", "commit")
+KEYS = ("rows", "gpus", "steps", "token_s", "bandwidth", "exchange_s", "rest_s", "device", "versions", "commit")
 RECORDS = {
     f"{model}_x{gpus}": DOCS / "results" / f"ep_h200x{gpus}_{model}.json"
     for gpus in (2, 4)

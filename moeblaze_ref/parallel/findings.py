@@ -1,26 +1,33 @@
 """What a record of ``moeblaze_ref.parallel.bench`` says, in words and in the cells of tables."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Any
+
+import numpy as np
 
 from moeblaze_ref import documents
 
 HEADINGS = ("map", "step ms", "p99", "modelled", "simulated", "experts", "modelled", "exchange", "modelled")
-GAINS = ("less than contiguous by", "step", "step, modelled", "step, simulated", "experts' tail", "exchange's tail")
+GAINS = ("step", "step, modelled", "step, simulated", "experts' tail", "exchange's tail")
 CONTIGUOUS = "contiguous"
+AIM = 0.15  # of a measured step, that a foretold one may be off
+MANY = 100  # steps, below which the 99th percentile lies between the slowest two
+
+Row = Mapping[str, Any]  # of `bench.Found`
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """A line of ``HEADINGS``: milliseconds of `bench.Found`, of the parts the sums over the layers."""
+def cells(row: Row) -> list[str]:
+    """A line of ``HEADINGS`` after the map's name: milliseconds, of the parts the sums over the layers."""
     experts, modelled_experts, exchange, modelled_exchange = (
         sum(row[name]) for name in ("experts_ms", "modelled_experts_ms", "exchange_ms", "modelled_exchange_ms")
     )
     return [
-        row["name"],
         f"{row['step_ms']:.2f}",
         f"{row['step_p99_ms']:.2f}",
         beside(row["step_ms"], row["modelled_step_ms"]),
-        f"{row['simulated_step_ms']:.2f}",
+        beside(row["step_ms"], row["simulated_step_ms"]),
         f"{experts:.2f}",
         beside(experts, modelled_experts),
         f"{exchange:.2f}",
@@ -30,7 +37,12 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 def beside(measured: float, foretold: float) -> str:
     """What is foretold, and how far that is from what was measured, of the latter."""
-    return f"{foretold:.2f} ({foretold / measured - 1:+.0%})"
+    return f"{foretold:.2f} ({off(measured, foretold):+.1%})"
+
+
+def off(measured: float, foretold: float) -> float:
+    """How far what is foretold is from what was measured, of the latter."""
+    return foretold / measured - 1
 
 
 def what(run: Mapping[str, Any]) -> str:
@@ -38,26 +50,95 @@ def what(run: Mapping[str, Any]) -> str:
     return (
         f"{run['gpus']} GPUs, {run['tokens']:,} tokens each, {run['layers']} layers of {run['experts']} experts of "
         f"d={run['d']}, h={run['h']}, routed as {run['model'] or run['trace']}. Milliseconds of a step; experts and "
-        f"exchange: the slowest rank of each layer, summed. Modelled by costs on even loads: "
+        f"exchange: the slowest rank of each layer, summed. p99 of {run['steps']} steps"
+        f"{' is practically the slowest of them' if run['steps'] < MANY else ''}. Modelled by costs on even loads: "
         f"{1e9 * run['token_s']:.0f} ns a routed row, {run['bandwidth'][0][-1] / 1e9:.3g} GB/s a pair, and in each "
-        f"layer {1e6 * run['exchange_s']:.0f} us of exchange and {1e6 * run['rest_s']:.0f} us of the rest; in brackets, "
-        f"how far off. Simulated: MoETuner's model of a step, by which moeblaze place compares."
+        f"layer {1e6 * run['exchange_s']:.0f} us of exchange and {1e6 * run['rest_s']:.0f} us of the rest. Simulated: "
+        f"MoETuner's model of a step, by which moeblaze place compares. In brackets, how far off."
     )
 
 
+def doubts(run: Mapping[str, Any]) -> list[str]:
+    """A warning for each fitted cost that is below zero."""
+    costs = {"the exchange": run["exchange_s"], "the rest": run["rest_s"]}
+    return [
+        f"Warning: the fitted cost of {name} is negative ({1e6 * seconds:.0f} us in each layer): noise exceeded it, and "
+        f"what is modelled with it means nothing."
+        for name, seconds in costs.items()
+        if seconds < 0
+    ]
+
+
 def summary(found: Mapping[str, Any]) -> str:
-    """A record in Markdown: what was measured, every map, and what maps gain over the contiguous one."""
-    rows = {row["name"].rpartition("_")[2]: row for row in found["rows"]}
-    measured = [[f"`{name}`", *cells(row)[1:]] for name, row in rows.items()]
-    gains = [[f"`{name}`", *_gains(row, rows[CONTIGUOUS])] for name, row in rows.items() if name != CONTIGUOUS]
-    return "\n\n".join([what(found), documents.table(HEADINGS, measured), documents.table(GAINS, gains)])
+    """A record in Markdown: what was measured, every map, what is missed, and what maps gain over the contiguous one."""
+    rows = found["rows"]
+    names = [f"`{name}`" for name in short_names([row["name"] for row in rows])]
+    measured = [[name, *cells(row)] for name, row in zip(names, rows, strict=True)]
+    parts = [what(found), *doubts(found), documents.table(HEADINGS, measured), aims(names, rows), _gains(names, rows)]
+    return "\n\n".join(parts + noise(names, rows))
 
 
-def _gains(row: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
-    """How much less a map takes than the base: of ``GAINS``."""
-    steps = [_less(row[name], base[name]) for name in ("step_ms", "modelled_step_ms", "simulated_step_ms")]
-    return steps + [_less(sum(row[name]), sum(base[name])) for name in ("experts_ms", "exchange_ms")]
+def short_names(names: Sequence[str]) -> list[str]:
+    """What follows the last ``_`` of each map's name, its method; the whole name where two have that in common."""
+    times = Counter(map(_method, names))
+    return [_method(name) if times[_method(name)] == 1 else name for name in names]
 
 
-def _less(value: float, base: float) -> str:
-    return f"{1 - value / base:+.1%}"
+def _method(name):
+    return name.rpartition("_")[2]
+
+
+def aims(names: Sequence[str], rows: Sequence[Row]) -> str:
+    """Which steps each of the two models misses by more than ``AIM``."""
+    models = {"Modelled": "modelled_step_ms", "Simulated": "simulated_step_ms"}
+    return f"Aim: a step within {AIM:.0%} of what was measured. " + " ".join(
+        f"{model}: {_missed(names, rows, key)}." for model, key in models.items()
+    )
+
+
+def _missed(names, rows, key):
+    far = {name: off(row["step_ms"], row[key]) for name, row in zip(names, rows, strict=True)}
+    missed = [f"{name} ({share:+.1%})" for name, share in far.items() if abs(share) > AIM]
+    return f"missed for {', '.join(missed)}" if missed else "met for every map"
+
+
+def _gains(names, rows):
+    """How much less each map takes than the first contiguous one, as a table."""
+    base = next((number for number, row in enumerate(rows) if _method(row["name"]) == CONTIGUOUS), None)
+    if base is None:
+        return f"No `{CONTIGUOUS}` map was measured: there is none to compare with."
+    others = [(name, row) for number, (name, row) in enumerate(zip(names, rows, strict=True)) if number != base]
+    lines = [[name, *(f"{less:+.1%}" for less in _less(row, rows[base]))] for name, row in others]
+    return documents.table((f"less than {names[base]} by", *GAINS), lines)
+
+
+def _less(row, base):
+    """Of ``GAINS``."""
+    steps = [1 - row[name] / base[name] for name in ("step_ms", "modelled_step_ms", "simulated_step_ms")]
+    return steps + [1 - sum(row[name]) / sum(base[name]) for name in ("experts_ms", "exchange_ms")]
+
+
+def noise(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
+    """Of every two maps of which the same is foretold in every layer, and so are one, how far their measures are apart."""
+    pairs = combinations(zip(names, rows, strict=True), 2)
+    return [_of_one_map((one, other), (row, twin)) for (one, row), (other, twin) in pairs if _same_map(row, twin)]
+
+
+def _same_map(row, other):
+    return all(row[key] == other[key] for key in ("modelled_experts_ms", "modelled_exchange_ms", "simulated_step_ms"))
+
+
+def _of_one_map(names, rows):
+    """What the measures of a map under two names say."""
+    steps, experts, exchanges = (
+        _apart([np.sum(row[key]) for row in rows]) for key in ("step_ms", "experts_ms", "exchange_ms")
+    )
+    return (
+        f"{' and '.join(names)} are one and the same map here: the same is foretold of both in every layer. Their "
+        f"measured steps are {steps:.1%} apart, their experts' tails {experts:.1%} and their exchange's {exchanges:.1%}: "
+        f"at least so far is a map from itself, and gains below that say nothing."
+    )
+
+
+def _apart(values):
+    return 1 - min(values) / max(values)

@@ -10,6 +10,7 @@ Sources: GShard (arXiv 2006.16668), section 3.1, for all-to-all between ranks th
 for the index structures.
 """
 
+import hashlib
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,8 @@ class ExpertParallelMoE(KernelMoE):
     Raises
     ------
     ValueError, TypeError
-        As `MoELayer`, or if the placement is for another number of experts or ranks, or has no such layer.
+        As `MoELayer`, or if the placement is for another number of experts or ranks, or has no such layer, or another
+        rank has another placement.
     RuntimeError
         If ``torch.distributed`` is not initialised.
 
@@ -111,6 +113,7 @@ class ExpertParallelMoE(KernelMoE):
         owners = torch.from_numpy(placement.assignment[layer].copy())
         self.register_buffer("owners", owners.to(device), persistent=False)  # (E,) int32: each expert's rank
         self.register_buffer("here", here.to(device), persistent=False)  # (E,) int32: its place on this rank, or EMPTY
+        _check_alike(ranks, _digest(placement, layer), self.wg.device)
         with torch.no_grad():
             ranks.spread(self.wg)
 
@@ -130,6 +133,24 @@ class ExpertParallelMoE(KernelMoE):
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
         return f"{super().extra_repr()}, policy={self.policy}, experts={self.experts} of rank {self.ranks.rank}"
+
+
+def _digest(placement, layer):
+    """Of the map and the layer, 7 bytes."""
+    found = hashlib.blake2b(repr((placement.assignment.shape, layer)).encode(), digest_size=7)
+    found.update(placement.assignment.tobytes())
+    return int.from_bytes(found.digest())
+
+
+def _check_alike(ranks, digest, device):
+    """All ranks have the same digest: otherwise they would send rows where nobody expects them."""
+    first, *others = ranks.every(torch.tensor(digest, device=device)).tolist()
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise ValueError(
+                f"the placement of rank {rank} is not that of rank 0, but all ranks need the same map and layer: make "
+                f"it on one rank, and send it to the others"
+            )
 
 
 class _Options(NamedTuple):

@@ -1,10 +1,14 @@
 """What the ranks of a process group send each other; nothing here knows of experts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+ALONE = timedelta(hours=1)  # that rank 0 may work while the others wait for what it makes
 _progress = 0
 
 
@@ -81,11 +85,55 @@ class Ranks:
         _together(dist.broadcast, tensor, group=self.group, group_src=0)
         return tensor
 
+    def every(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, alike in shape and dtype, (size, ...); `LostRank` as in `exchange`."""
+        found = [tensor.new_empty(tensor.shape) for _ in range(self.size)]
+        _together(dist.all_gather, found, tensor, group=self.group)
+        return torch.stack(found)
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What ``make()`` returns on rank 0, or the error that it raises there, on every rank.
+
+        Rank 0 may take up to ``ALONE`` for it: the others wait in a group of their own, by gloo, which counts as no
+        collective, so that a watch does not take rank 0 for one that hangs.
+
+        Parameters
+        ----------
+        make : callable
+            Called on rank 0 alone; what it returns or raises is such that pickle takes it.
+
+        Raises
+        ------
+        LostRank
+            If another rank has gone, or nothing has come for so long.
+        """
+        members = dist.get_process_group_ranks(self.group)
+        patient = dist.new_group(members, timeout=ALONE, backend="gloo", use_local_synchronization=True)
+        made = [_outcome(make) if self.rank == 0 else None]
+        _or_lost(dist.broadcast_object_list, made, group=patient, group_src=0)
+        value, error = made[0]
+        if error is not None:
+            raise error
+        return value
+
+
+def _outcome(make):
+    """What it returns, and the error that it raises: one of them is None."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
 
 def _together(collective, *arguments, **options):
     """Begin what all ranks take part in."""
     global _progress
     _progress += 1
+    _or_lost(collective, *arguments, **options)
+
+
+def _or_lost(collective, *arguments, **options):
+    """What fails where ranks talk is the loss of one."""
     try:
         collective(*arguments, **options)
     except RuntimeError as error:

@@ -1,18 +1,20 @@
 """Who is missing: a thread beside each rank's work that ends the run with an error when another rank is lost.
 
 A collective that waits for a lost rank says at most that a connection is gone; on a GPU it says nothing and waits. Here
-every rank gives signs of life through the store of ``torch.distributed``: how often it has done so, and how many
-collectives it has begun. A rank whose signs stop has died; one that gives signs, but stays behind the others, hangs.
+every rank gives signs of life through the store of ``torch.distributed``: how often it has done so, how many
+collectives it has begun, and whether it is done. A rank whose signs stop has died; one that gives signs, but stays where
+others wait for it, in a collective or at the end, hangs.
 """
 
 import itertools
 import json
+import math
 import os
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,7 +24,11 @@ from moeblaze_ref import doors
 from moeblaze_ref.parallel.ranks import LostRank, check_initialised, progress
 
 TIMEOUT = 300.0  # seconds
-SIGNS = 8  # of life, in a time-out
+SIGNS = 32  # of life, in a time-out
+JUDGED = 0.7  # of the time-out, after which a rank is lost: the rest is for signs to be seen, and for all to end
+QUIET = 0.25  # of the time-out, after which a rank without a sign may have died
+HEARD = 2  # pauses between signs, until all have heard a verdict
+LEFT = 1  # and then, until the work has ended by its own error
 SOON = 0.05  # seconds between signs once the work has ended: only the others are waited for
 PATIENCE = 3  # time-outs that a failed collective waits for a verdict
 WORKING, DONE = "working", "done"
@@ -34,20 +40,25 @@ _watches = itertools.count()
 class Seen:
     """What is known of a rank: its last sign, and when it last changed."""
 
+    beat_at: float
+    progress_at: float
     beat: int = 0
     progress: int = 0
     state: str = WORKING  # WORKING, DONE, or what error it ended with
-    beat_at: float = field(default_factory=time.monotonic)
-    progress_at: float = field(default_factory=time.monotonic)
 
-    def update(self, beat: int, progress: int, state: str):
+    @property
+    def reached(self) -> float:
+        """Collectives begun; who is done is beyond all of them."""
+        return math.inf if self.state == DONE else self.progress
+
+    def update(self, now: float, beat: int, progress: int, state: str):
         """Note a sign."""
-        now = time.monotonic()
+        before = self.reached
         if beat != self.beat:
             self.beat, self.beat_at = beat, now
-        if progress != self.progress:
-            self.progress, self.progress_at = progress, now
-        self.state = state
+        self.progress, self.state = progress, state
+        if self.reached != before:
+            self.progress_at = now
 
 
 def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
@@ -58,28 +69,27 @@ def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
     seen : list of Seen
         Of every rank.
     now, timeout : float
-        Seconds.
+        Seconds; it is judged at ``JUDGED`` of the time-out.
     """
+    limit = JUDGED * timeout
     for number, rank in enumerate(seen):
         if rank.state not in (WORKING, DONE):
             return f"rank {number} has failed: {rank.state}"
     for number, rank in enumerate(seen):
-        if rank.state == WORKING and now - rank.beat_at > timeout:
-            return f"rank {number} has died: no sign of it for {timeout:g} s"
-    if any(rank.state == WORKING and now - rank.beat_at > 2 * timeout / SIGNS for rank in seen):
+        if rank.state == WORKING and now - rank.beat_at > limit:
+            return f"rank {number} has died: no sign of it for {limit:g} s"
+    if any(rank.state == WORKING and now - rank.beat_at > QUIET * timeout for rank in seen):
         return None  # it may have died, and then it is why others are behind, or wait
-    furthest = max(rank.progress for rank in seen)
-    for number, rank in enumerate(seen):
-        if rank.progress < furthest and now - rank.progress_at > timeout:
-            return (
-                f"rank {number} hangs: for {timeout:g} s it has not come to collective {rank.progress + 1}, where "
-                f"others wait for it"
-            )
-    return None
+    number, last = min(enumerate(seen), key=lambda each: (each[1].reached, each[1].progress_at))
+    ahead = [rank for rank in seen if rank.reached > last.reached]
+    if not ahead or now - max(last.progress_at, min(rank.progress_at for rank in ahead)) <= limit:
+        return None
+    place = "the end" if all(rank.state == DONE for rank in ahead) else f"collective {last.progress + 1}"
+    return f"rank {number} hangs: for {limit:g} s it has not come to {place}, where others wait for it"
 
 
 class Watch(AbstractContextManager):
-    """Within it, the loss of a rank ends every rank within about twice the time-out, and the error names it.
+    """Within it, the loss of a rank ends every rank within the time-out, and the error names it.
 
     Every rank enters and leaves it; leaving waits for the others. Where a collective fails, as gloo's do when a peer
     has died, `LostRank` is raised on leaving. A collective that waits for ever cannot be left: then the process writes
@@ -88,7 +98,7 @@ class Watch(AbstractContextManager):
     Parameters
     ----------
     timeout : float
-        Seconds without a sign, or behind the others, after which a rank is lost.
+        Seconds from a rank's last sign, or from when others wait for it, until all have ended.
 
     Raises
     ------
@@ -103,7 +113,7 @@ class Watch(AbstractContextManager):
         check_initialised()
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore(f"moeblaze watch {next(_watches)}", _get_default_store().clone())
-        self._store.set_timeout(timedelta(seconds=self.timeout))
+        self._store.set_timeout(timedelta(seconds=JUDGED * self.timeout))
         self._pause = self.timeout / SIGNS
         self._state, self._lost = WORKING, None
         self._main_has_left = threading.Event()
@@ -128,16 +138,18 @@ class Watch(AbstractContextManager):
 
     def _watch(self):
         """The thread: a sign, a look at the others', a pause."""
-        seen = [Seen() for _ in range(self._size)]
+        start = time.monotonic()
+        seen = [Seen(start, start) for _ in range(self._size)]
         beat = 0
         while not self._over.is_set():
             beat, state = beat + 1, self._state
             try:
-                self._store.set(str(self._rank), json.dumps([beat, progress(), state]))
-                self._look(seen)
-                self._lost = self._told() or verdict(seen, time.monotonic(), self.timeout)
-                if self._lost:
-                    self._store.set(LOST, self._lost)
+                with self._answering():
+                    self._store.set(str(self._rank), json.dumps([beat, progress(), state]))
+                    self._look(seen)
+                    self._lost = self._told() or verdict(seen, time.monotonic(), self.timeout)
+                    if self._lost:
+                        self._store.set(LOST, self._lost)
                 if self._lost or state not in (WORKING, DONE) or all(rank.state == DONE for rank in seen):
                     self._over.set()
             except RuntimeError as error:  # whoever is done may find the others, and their store, gone
@@ -145,7 +157,7 @@ class Watch(AbstractContextManager):
                 self._over.set()
             self._rest()
         if state != DONE or self._lost:
-            time.sleep(2 * self._pause)  # the others are to hear of it before this rank, and maybe the store, is gone
+            time.sleep(HEARD * self._pause)  # before this rank, and maybe the store, is gone
         if self._lost:
             self._leave_or_end()
 
@@ -163,14 +175,29 @@ class Watch(AbstractContextManager):
     def _look(self, seen):
         for number, rank in enumerate(seen):
             if self._store.check([str(number)]):
-                rank.update(*json.loads(self._store.get(str(number))))
+                rank.update(time.monotonic(), *json.loads(self._store.get(str(number))))
 
     def _leave_or_end(self):
         """Let the work end by its own error, if it has one; end the process if it waits for ever."""
-        if not self._main_has_left.wait(self._pause):
-            sys.stderr.write(f"rank {self._rank} ends: {self._lost}\n")
-            sys.stderr.flush()
-            os._exit(1)
+        if not self._main_has_left.wait(LEFT * self._pause):
+            self._end(self._lost)
+
+    def _end(self, lost):
+        sys.stderr.write(f"rank {self._rank} ends: {lost}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    @contextmanager
+    def _answering(self):
+        """End the process if the store, whose host may be stopped, lets the thread wait for ever."""
+        limit = JUDGED * self.timeout
+        waiting = threading.Timer(limit, self._end, [_without_store(f"for {limit:g} s")])
+        waiting.daemon = True
+        waiting.start()
+        try:
+            yield
+        finally:
+            waiting.cancel()
 
 
 def _without_store(error):
