@@ -17,7 +17,7 @@ from moeblaze_ref.parallel import bench, measure
 from moeblaze_ref.parallel.costs import Costs, rows_of, rows_sent, travel_seconds
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
-from moeblaze_ref.placement import maps, peers
+from moeblaze_ref.placement import annealing, maps, peers
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.synthetic import synthetic_trace
@@ -109,6 +109,10 @@ def test_all_ranks_have_the_maps_of_rank_0():
     first, second = run(maps_of_a_solver, RANKS)
     assert first == second and [name for name, _ in first[0]] == ["one", "other"]
     assert first[0][0][1] == [[0, 1] * 3] * 2
+
+
+def test_the_search_lets_the_thread_of_a_watch_go_on():
+    assert annealing._anneal.targetoptions["nogil"]
 
 
 def test_rows_that_travel_are_counted_once_a_token_and_rank():

@@ -149,7 +149,7 @@ def _relabel(a, T, to, came, C, times, cost, tail, heat):
     return change
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)  # other threads go on, as one that gives signs of life
 def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
     """Swap experts e and f of a random layer: always if that is faster, else by Boltzmann's chance."""
     np.random.seed(seed)
