@@ -19,7 +19,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LIMIT_SECONDS = 60  # of a judgement, the compiler included
+LIMIT_SECONDS = 120  # of a judgement, the compiler included
 SHOWN_BYTES = 2000  # of what a kernel prints
 _DIVISION = "an integer division by zero?"
 _CAUSES = {
