@@ -213,7 +213,7 @@ def first_failure(fault):
 
 
 @pytest.mark.parametrize(
-    ("number", "fault"), enumerate(FAULTS, 1), ids=[f"{fault.stage}-{fault.rung}-{fault.name}" for fault in FAULTS]
+    ("number", "fault"), [*enumerate(FAULTS, 1)], ids=[f"{fault.stage}-{fault.rung}-{fault.name}" for fault in FAULTS]
 )
 def test_the_check_catches_a_planted_fault(number, fault, record_property, monkeypatch):
     plant(fault.path, 0, monkeypatch)

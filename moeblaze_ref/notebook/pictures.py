@@ -34,8 +34,8 @@ def _of_axis(name, label, ticks):
 
 
 def _words(texts):
-    """What is written there, without numbers, powers of ten and single letters."""
-    said = (" ".join(text.get_text().split()) for text in texts)
+    """What is written there, without numbers, powers of ten, single letters and code, which nobody reads out."""
+    said = (" ".join(text.get_text().split()) for text in texts if "monospace" not in text.get_fontfamily())
     return [text for text in said if re.search("[A-Za-z_]{3}", text) and not text.startswith("$")]
 
 
