@@ -41,7 +41,7 @@ def test_a_record_becomes_a_block(tmp_path):
     assert "| less than `contiguous` by |" in text
     assert "| `greedy` | +20.0% | +20.0% | +20.0% | +25.0% | +0.0% |" in text
     assert "| `contiguous` | +" not in text
-    assert "Warning" not in text and "one and the same map" not in text
+    assert "Warning" not in text and "are one map here" not in text
 
 
 def test_a_record_of_something_else_is_refused(tmp_path):
@@ -74,7 +74,7 @@ def test_rows_of_one_map_tell_the_noise():
     first, other, twin = row("contiguous", 20.0, 4.0), row("greedy", 16.0, 3.0), row("eplb", 12.0, 3.0)
     twin |= {name: other[name] for name in ("modelled_step_ms", "simulated_step_ms")} | {"experts_ms": [2.0, 2.5]}
     text = findings.summary(RUN | {"rows": [first, other, twin]})
-    assert "`greedy` and `eplb` are one and the same map" in text and text.count("one and the same map") == 1
+    assert "`greedy` and `eplb` are one map here" in text and text.count("are one map here") == 1
     assert "steps are 25.0% apart, their experts' tails 25.0% and their exchange's 0.0%" in text
 
 

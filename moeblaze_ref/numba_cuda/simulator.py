@@ -106,7 +106,7 @@ class BarrierMissed(Exception):
 
 
 class _Turn(BlockThread):
-    """A thread of a block that runs when it is told to, to its next stop: a barrier, its end or, if ``often``, a write."""
+    """A thread of a block that runs when told to, to its next stop: a barrier, its end or, if ``often``, a write."""
 
     def __init__(self, *args: Any, often: bool):
         super().__init__(*args)
@@ -193,7 +193,7 @@ def _check_barriers(block: tuple[int, ...], threads: list[_Turn]):
 
 @contextlib.contextmanager
 def watched(order: int) -> Iterator[None]:
-    """Launches inside run a block's threads one at a time, in the order NATURAL, REVERSE or TURNS, and watch their shared memory.
+    """Launches inside run a block's threads one at a time, NATURAL, REVERSE or in TURNS, and watch their shared memory.
 
     Raises
     ------

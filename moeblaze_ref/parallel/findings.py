@@ -70,7 +70,7 @@ def doubts(run: Mapping[str, Any]) -> list[str]:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """A record in Markdown: what was measured, every map, what is missed, and what maps gain over the contiguous one."""
+    """A record in Markdown: what was measured, every map, what is missed, and gains over the contiguous map."""
     rows = found["rows"]
     names = [f"`{name}`" for name in short_names([row["name"] for row in rows])]
     measured = [[name, *cells(row)] for name, row in zip(names, rows, strict=True)]
@@ -119,7 +119,7 @@ def _less(row, base):
 
 
 def noise(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Of every two maps of which the same is foretold in every layer, and so are one, how far their measures are apart."""
+    """Of every two maps of which the same is foretold in every layer, how far their measures are apart."""
     pairs = combinations(zip(names, rows, strict=True), 2)
     return [_of_one_map((one, other), (row, twin)) for (one, row), (other, twin) in pairs if _same_map(row, twin)]
 
@@ -134,9 +134,9 @@ def _of_one_map(names, rows):
         _apart([np.sum(row[key]) for row in rows]) for key in ("step_ms", "experts_ms", "exchange_ms")
     )
     return (
-        f"{' and '.join(names)} are one and the same map here: the same is foretold of both in every layer. Their "
-        f"measured steps are {steps:.1%} apart, their experts' tails {experts:.1%} and their exchange's {exchanges:.1%}: "
-        f"at least so far is a map from itself, and gains below that say nothing."
+        f"{' and '.join(names)} are one map here, or differ in which GPU has which number alone: the same is foretold of "
+        f"both in every layer. Their measured steps are {steps:.1%} apart, their experts' tails {experts:.1%} and their "
+        f"exchange's {exchanges:.1%}: at least so far is a map from itself, and gains below that say nothing."
     )
 
 
