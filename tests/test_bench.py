@@ -493,6 +493,34 @@ def test_a_large_layer_is_not_graphed():
     assert [job.args[0] for job in plan.jobs("layer", only_graphed)] == ["conf1"]
 
 
+def of_conf1(rows, **changes):
+    """A file of results with these rows of one run, as of the preset."""
+    return {"rows": [row | {"preset": "conf1", "run": 0} | changes for row in rows]}
+
+
+def test_a_graphed_layer_stands_beside_peers_as_launched(graphed):
+    _, rows = graphed
+    found = of_conf1(rows)
+    ratio = rows[2]["ratio_to"]["grouped_mm"]
+    assert findings.beside_peers(found, "moeblaze_graphed")["conf1", "minimal", "grouped_mm"] == [ratio]
+    policies = [line.split(" | ")[0].removeprefix("| ") for line in findings.summary(found).splitlines()[2:8]]
+    assert policies == [policy + way for way in findings.WAYS for policy in POLICIES]
+    slow = findings.summary(of_conf1(rows, ratio_to={"grouped_mm": 0.5}))
+    assert "under minimal, ours graphed, than `grouped_mm` on conf1" in " ".join(slow.split())
+    assert "graphed" not in findings.summary(of_conf1(rows[:2] + rows[4:]))
+
+
+def test_a_graphed_layer_has_an_aim_of_its_own(graphed):
+    _, rows = graphed
+    ratios = {aims.PEER: 1.5}
+    of_rows = {aim.what: aim for aim in aims.aims(of_conf1(rows[1:3], ratio_to=ratios))}
+    aim = of_rows[f"conf1: times as fast as `{aims.PEER}` as launched, ours by `make_graphed_callables`"]
+    assert (aim.sign, aim.bound, aim.reached) == (1, aims.FASTER["conf1"], [1.5])
+    assert of_rows[f"conf1: times as fast as `{aims.PEER}`"].reached == []
+    assert [what for what in of_rows if "make_graphed" in what] == [aim.what]
+    assert not any("make_graphed" in aim.what for aim in aims.aims(of_conf1(rows[:2], ratio_to=ratios)))
+
+
 # Other systems --------------------------------------------------------------------------------------------------------
 
 WIDE = TINY.replace(h=128)  # which MegaBlocks' blocks divide
