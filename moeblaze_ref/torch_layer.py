@@ -180,7 +180,9 @@ class MoELayer(KernelMoE):
 
     The backward overwrites what the forward kept and frees it piece by piece, unless ``retain_graph`` asks for another
     backward. Kernel files are read once: edits are not followed. The host never waits for the GPU, but to check a
-    routing that is given, so once a step has compiled the kernels, ``torch.cuda.graph`` can capture the next.
+    routing that is given, so once a step has compiled the kernels, ``torch.cuda.graph`` can capture the next. A small
+    layer, which waits for the host, is faster as ``torch.cuda.make_graphed_callables(layer, (x,))``: for inputs like x,
+    one step at a time, and without `keep_routing`; docs/performance.md says what else that costs.
 
     MoEBlaze, sections 3 and 5.
     """

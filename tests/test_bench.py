@@ -436,7 +436,8 @@ def test_what_is_timed_is_right(layer_rows):
 
 def test_a_layer_is_timed_beside_plain_torch_as_it_is_and_compiled():
     (job, *_) = plan.jobs("layer", plan.Request())
-    assert job.args[2].systems == ("moeblaze", "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
+    peers_of_ours = ("grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
+    assert job.args[2].systems == ("moeblaze", "moeblaze_graphed", *peers_of_ours)
 
 
 def test_what_is_slower_does_not_read_as_equal():
@@ -454,8 +455,70 @@ def test_a_layer_that_no_graph_holds_has_no_time_as_one(monkeypatch):
     monkeypatch.setattr(device, "captured", refuse)
     (row,) = layer.time_layer("tiny", TINY, layer.Choice(("gather_sum",), repetitions=1), device)
     assert row["graph_ms"] is None and row["step_ms"] > 0 and row["ratio_to"] == {}
-    large = TINY.replace(L=1, h=2**28)
-    assert layer._graph_times(None, [None], large, layer.Choice(), device) == {}
+    assert layer._graph_times(None, [None], LARGE_HIDDEN, layer.Choice(), device) == {}
+
+
+# Ours as graphs -------------------------------------------------------------------------------------------------------
+
+LARGE_HIDDEN = TINY.replace(L=1, h=2**28)
+
+
+@pytest.fixture(scope="module")
+def graphed():
+    """A device, and the rows of our layer as launched and graphed, beside a peer."""
+    device = PretendedDevice()
+    choice = layer.Choice(("moeblaze", "moeblaze_graphed", "grouped_mm"), POLICIES, repetitions=1)
+    return device, layer.time_layer("tiny", TINY, choice, device)
+
+
+def test_a_graphed_layer_has_rows_of_its_own_and_is_nobodys_peer(graphed):
+    device, rows = graphed
+    launched, replayed, (peer,) = rows[:2], rows[2:4], rows[4:]
+    assert device.replays > 0 and report.wrong(rows) == []
+    assert [report.label(row) for row in replayed] == [f"moeblaze_graphed, {policy}" for policy in POLICIES]
+    for row, other in zip(replayed, launched, strict=True):
+        assert row["ratio_to"] == {"grouped_mm": peer["step_ms"] / row["step_ms"]}
+        assert all(row[name] == other[name] for name in ("policy", "rung", "error", "row_error"))
+        assert {row[name] for name in ("graph_ms", "kept_bytes", "peak_bytes")} == {None}
+        assert other["ratio_to"].keys() == {"grouped_mm"} and other["graph_ms"] > 0 < other["kept_bytes"]
+    pictured = plots.pictured([row | {"run": 0} for row in rows])
+    assert peer["ratio_to"] == {} and [row["system"] for row in pictured] == ["moeblaze"] * 2 + ["grouped_mm"]
+
+
+def test_a_large_layer_is_not_graphed():
+    chosen = layer.Choice(("moeblaze", "moeblaze_graphed"))
+    assert layer.timed_systems(TINY, chosen) == ["moeblaze", "moeblaze_graphed"]
+    assert layer.timed_systems(LARGE_HIDDEN, chosen) == ["moeblaze"]
+    only_graphed = plan.Request(presets=("conf1", "conf3"), systems=("moeblaze_graphed",), policies=("inputs",))
+    assert [job.args[0] for job in plan.jobs("layer", only_graphed)] == ["conf1"]
+
+
+def of_conf1(rows, **changes):
+    """A file of results with these rows of one run, as of the preset."""
+    return {"rows": [row | {"preset": "conf1", "run": 0} | changes for row in rows]}
+
+
+def test_a_graphed_layer_stands_beside_peers_as_launched(graphed):
+    _, rows = graphed
+    found = of_conf1(rows)
+    ratio = rows[2]["ratio_to"]["grouped_mm"]
+    assert findings.beside_peers(found, "moeblaze_graphed")["conf1", "minimal", "grouped_mm"] == [ratio]
+    policies = [line.split(" | ")[0].removeprefix("| ") for line in findings.summary(found).splitlines()[2:8]]
+    assert policies == [policy + way for way in findings.WAYS for policy in POLICIES]
+    slow = findings.summary(of_conf1(rows, ratio_to={"grouped_mm": 0.5}))
+    assert "under minimal, ours graphed, than `grouped_mm` on conf1" in " ".join(slow.split())
+    assert "graphed" not in findings.summary(of_conf1(rows[:2] + rows[4:]))
+
+
+def test_a_graphed_layer_has_an_aim_of_its_own(graphed):
+    _, rows = graphed
+    ratios = {aims.PEER: 1.5}
+    of_rows = {aim.what: aim for aim in aims.aims(of_conf1(rows[1:3], ratio_to=ratios))}
+    aim = of_rows[f"conf1: times as fast as `{aims.PEER}` as launched, ours by `make_graphed_callables`"]
+    assert (aim.sign, aim.bound, aim.reached) == (1, aims.FASTER["conf1"], [1.5])
+    assert of_rows[f"conf1: times as fast as `{aims.PEER}`"].reached == []
+    assert [what for what in of_rows if "make_graphed" in what] == [aim.what]
+    assert not any("make_graphed" in aim.what for aim in aims.aims(of_conf1(rows[:2], ratio_to=ratios)))
 
 
 # Other systems --------------------------------------------------------------------------------------------------------
@@ -532,7 +595,7 @@ def rows_of_systems():
 @pytest.fixture(scope="module")
 def counts():
     """Rows of each expert in what `rows_of_systems` compares."""
-    scene = layer.Scene(WIDE, layer.Choice(OTHERS), torch.device("cpu"))
+    scene = layer.Scene(WIDE, layer.Choice(OTHERS), PretendedDevice())
     subject = scene.subjects()[0]
     return scene.run(subject, scene.tokens(subject))[1].flatten().bincount(minlength=WIDE.E).tolist()
 
@@ -825,7 +888,7 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         (
             "layer",
             {"capacity_factor": 2.0},
-            "capacity_factor 2.0: only capacity has any, and it is not among the systems",
+            "capacity_factor 2.0: only capacity has any, and is not among the systems",
         ),
         ("stage", {"capacity_factor": 2.0}, "capacity_factor 2.0: only bench layer has any"),
         ("paper", {"systems": ("oracle",)}, "systems oracle: only bench layer has any"),
@@ -833,7 +896,7 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         (
             "layer",
             {"systems": ("megablocks",), "rungs": ("3_mma",)},
-            "rungs 3_mma: only moeblaze has any, and it is not among the systems",
+            "rungs 3_mma: only moeblaze or moeblaze_graphed has any, and is not among the systems",
         ),
         ("layer", {"routing": "zip"}, "unknown routing 'zip'"),
         ("layer", {"rungs": ("5_more",)}, "unknown rung of layer '5_more'"),
@@ -841,7 +904,12 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         (
             "layer",
             {"systems": ("gather_sum",), "policies": ("paper",)},
-            "policies paper: only moeblaze has any, and it is not among the systems",
+            "policies paper: only moeblaze or moeblaze_graphed has any, and is not among the systems",
+        ),
+        (
+            "layer",
+            {"presets": ("conf3",), "systems": ("moeblaze_graphed",)},
+            "systems moeblaze_graphed: no layer that is asked for is small enough for graphs",
         ),
         ("layer", {"repetitions": 0}, "repetitions is 0, but it must be >= 1"),
         ("layer", {"tokens": 0}, "L is 0, but it must be >= 1"),

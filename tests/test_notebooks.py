@@ -1144,7 +1144,7 @@ PLACE = {"device": "a GPU", "clocks": None, "versions": VERSIONS, "commit": "abc
 
 def measured_row(policy, kept_bytes, step_ms, **changes):
     row = dict.fromkeys(field.name for field in fields(bench_layer.Row)) | {"kind": "layer", "run": 0}
-    row |= {"policy": policy, "shape": MEASURED_SHAPE, "dtype": "bfloat16", "routing": "uniform"}
+    row |= {"system": "moeblaze", "policy": policy, "shape": MEASURED_SHAPE, "dtype": "bfloat16", "routing": "uniform"}
     return row | {"kept_bytes": kept_bytes, "step_ms": step_ms} | changes
 
 
@@ -1157,6 +1157,7 @@ def test_measured_times_are_read_with_where_they_come_from(tmp_path):
         measured_row("minimal", 4 * GIB, 3.0),
         measured_row("inputs", GIB, 3.6),
         measured_row(None, GIB, 1.0, system="grouped_mm"),
+        measured_row("minimal", None, 1.0, system="moeblaze_graphed"),
         measured_row("minimal", GIB, 1.0, routing="zipf"),
         measured_row("minimal", GIB, 1.0, run=1),
         measured_row("paper", GIB, 3, shape=other, preset="small"),

@@ -5,7 +5,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from moeblaze_ref.bench import LAYER_PRESETS, findings, results
-from moeblaze_ref.bench.contestants import OURS
+from moeblaze_ref.bench.contestants import GRAPHED, OURS
 from moeblaze_ref.bench.floors import INDEX
 from moeblaze_ref.config import ITEMSIZE, MoEConfig, preset
 from moeblaze_ref.units import GIB
@@ -59,7 +59,8 @@ def aims(found: results.Result, others: results.Result | None = None) -> list[Ai
     minimal, inputs = (_under(policy, layers) for policy in ("minimal", "inputs"))
     listed = [
         *_of_presets(FASTER, f"times as fast as `{PEER}`", 1, minimal, lambda row: row["ratio_to"].get(PEER)),
-        *_faster_as_graphs(found),
+        *_faster(findings.beside_peers(found, GRAPHED), " as launched, ours by `make_graphed_callables`"),
+        *_faster(findings.beside_peers_as_graphs(found), ", both as CUDA graphs"),
         *_of_presets(PERCENT, "% of cuBLAS", 1, minimal, itemgetter("pct_of_cublas")),
         *_of_presets(PEAK_GIB, "peak, GiB", -1, minimal, lambda row: row["peak_bytes"] / GIB),
         *_of_presets(_kept_gib(hidden=2), "kept by `minimal`, GiB", -1, minimal, lambda row: row["kept_bytes"] / GIB),
@@ -140,11 +141,10 @@ def _recomputed(rows: Iterable[Row], time_of: str, how: str = "") -> list[Aim]:
     ]
 
 
-def _faster_as_graphs(found: results.Result) -> list[Aim]:
-    """The aims of `FASTER`, of the layers whose steps were replayed as CUDA graphs too."""
-    ratios = findings.beside_peers_as_graphs(found)
+def _faster(ratios: dict[tuple[str, str, str], list[float]], how: str) -> list[Aim]:
+    """The aims of `FASTER`, of the layers that were timed in this other way too."""
     return [
-        Aim(f"{name}: times as fast as `{PEER}`, both as CUDA graphs", 1, bound, ratios[name, "minimal", PEER])
+        Aim(f"{name}: times as fast as `{PEER}`{how}", 1, bound, ratios[name, "minimal", PEER])
         for name, bound in FASTER.items()
         if (name, "minimal", PEER) in ratios
     ]

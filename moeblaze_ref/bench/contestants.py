@@ -21,7 +21,9 @@ from moeblaze_ref.structures import EMPTY
 from moeblaze_ref.torch_layer import MoEModule
 
 OURS = "moeblaze"
-SYSTEMS = (*reversed(systems.SYSTEMS), *peers.SYSTEMS)
+GRAPHED = "moeblaze_graphed"  # ours, whose forward and whose backward are a CUDA graph each
+OWN = (OURS, GRAPHED)  # the systems that have policies, and are nobody's peers
+SYSTEMS = (*reversed(systems.SYSTEMS), GRAPHED, *peers.SYSTEMS)
 ALSO_CALLED = {"torch_grouped": "grouped_mm"}  # rows have the second name
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from moeblaze_ref import provenance
 from moeblaze_ref.bench.clock import Clock, Contender, Samples, take_turns
@@ -41,6 +42,9 @@ class Device(Clock, Protocol):
 
     def captured(self, work: Callable[[], Any]) -> Callable[[], None]:
         """``work`` as a graph to be replayed, whose results stay allocated; raises NoGraph if it cannot be one."""
+
+    def graphed(self, module: nn.Module, x: Tensor) -> nn.Module:
+        """The module, whose forward and backward of inputs like x are replays of a graph each from now on."""
 
 
 class Gpu:
@@ -127,6 +131,14 @@ class Gpu:
             graph.replay()
 
         return replay
+
+    def graphed(self, module: nn.Module, x: Tensor) -> nn.Module:
+        """The module by ``torch.cuda.make_graphed_callables``: changed in place, for inputs of the shape and dtype of x.
+
+        Outputs last until the next forward, and gradients until the next backward; memory is held as long as the module.
+        """
+        static = x.detach().clone().requires_grad_()  # what the graphs read: every input is copied over it
+        return torch.cuda.make_graphed_callables(module, (static,))
 
     def clocks(self) -> str:
         """SM and memory clock under load, and their maxima, as nvidia-smi says while dense products run."""

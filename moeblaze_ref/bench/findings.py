@@ -8,12 +8,12 @@ from typing import Any
 
 from moeblaze_ref import documents
 from moeblaze_ref.bench import counters, ladder, report, results
-from moeblaze_ref.bench.contestants import OURS
+from moeblaze_ref.bench.contestants import GRAPHED, OURS
 from moeblaze_ref.raw_cuda import tiles
 
 LINE = 120
 POLICIES = ("minimal", "inputs")
-AS_GRAPHS = ", as CUDA graphs"
+WAYS = ("", ", ours graphed", ", as CUDA graphs")  # of running ours and a peer; in the first two the peer is launched
 # Kernels of the last rung by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
@@ -32,11 +32,11 @@ def _lines(text: str) -> str:
 # The layer ------------------------------------------------------------------------------------------------------------
 
 
-def beside_peers(found: results.Result) -> dict[tuple[str, str, str], list[float]]:
-    """How many times as fast as a peer ours is, run by run, on uniform routing: of (preset, policy, peer)."""
+def beside_peers(found: results.Result, system: str = OURS) -> dict[tuple[str, str, str], list[float]]:
+    """How many times as fast as a peer one of ``OWN`` is, run by run, on uniform routing: of (preset, policy, peer)."""
     ratios = defaultdict(list)
     for row in results.rows_of(found, "layer"):
-        if row["system"] == OURS and row["routing"] == "uniform":
+        if row["system"] == system and row["routing"] == "uniform":
             for peer, ratio in row["ratio_to"].items():
                 ratios[row["preset"], row["policy"], peer].append(ratio)
     return dict(ratios)
@@ -57,11 +57,11 @@ def beside_peers_as_graphs(found: results.Result) -> dict[tuple[str, str, str], 
 
 
 def summary(found: results.Result) -> str:
-    """Ours beside each peer in the run that is worst for ours, as launched and as graphs, and where it is the slower."""
-    tables = [(beside_peers(found), ""), (beside_peers_as_graphs(found), AS_GRAPHS)]
+    """Ours beside each peer in the run that is worst for ours, in each of ``WAYS``, and where it is the slower."""
+    tables = zip((beside_peers(found), beside_peers(found, GRAPHED), beside_peers_as_graphs(found)), WAYS, strict=True)
     worst = {
-        (preset, policy + how, peer): min(ratios)
-        for ratios_of, how in tables
+        (preset, policy + way, peer): min(ratios)
+        for ratios_of, way in tables
         for (preset, policy, peer), ratios in ratios_of.items()
         if policy in POLICIES
     }
@@ -96,10 +96,10 @@ def _slower(worst: dict[tuple[str, str, str], float]) -> str:
     return f"Ours is the slower one in at least one run: {'; '.join(places)}."
 
 
-def _order(key: tuple[str, str]) -> tuple[bool, int]:
-    """As launched before as graphs, policy by policy."""
-    policy = key[0].removesuffix(AS_GRAPHS)
-    return key[0] != policy, POLICIES.index(policy)
+def _order(key: tuple[str, str]) -> tuple[int, int]:
+    """Each of ``WAYS`` in turn, policy by policy."""
+    policy, comma, way = key[0].partition(",")
+    return WAYS.index(comma + way), POLICIES.index(policy)
 
 
 def host(found: results.Result) -> str:

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from moeblaze_ref.bench import accuracy, contestants, floors, peers, routing
 from moeblaze_ref.bench.clock import Contender, Lap, Samples, replayed, take_turns
-from moeblaze_ref.bench.contestants import OURS
+from moeblaze_ref.bench.contestants import GRAPHED, OURS, OWN
 from moeblaze_ref.bench.device import Device, NoGraph
 from moeblaze_ref.capacity import DEFAULT_FACTOR
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.raw_cuda import block_sparse
 from moeblaze_ref.raw_cuda.layer import default_rung
+from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.torch_bridge import bridge_to
-from moeblaze_ref.torch_layer import MoELayer
 
 INPUTS = 3  # used in turn, so that none is in the L2 cache when its turn comes
 GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing, and a graph's memory is too much
@@ -31,11 +31,11 @@ class Choice:
     Parameters
     ----------
     systems : sequence of str
-        Of ``contestants.SYSTEMS``.
+        Of ``contestants.SYSTEMS``; `timed_systems` says which of them a layer is timed on.
     policies : sequence of str
-        Of ``config.POLICIES``: one row of `OURS` for each.
+        Of ``config.POLICIES``: one row of each of `OWN` for each.
     rung : str, optional
-        Of `OURS`. Default: the layer's own.
+        Of `OWN`. Default: the layer's own.
     routing : str
         One of ``routing.ROUTINGS``; any but "uniform" is timed beside that, in turns.
     capacity_factor : float
@@ -44,7 +44,7 @@ class Choice:
         Of each row.
     """
 
-    systems: Sequence[str] = (OURS, "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
+    systems: Sequence[str] = (OURS, GRAPHED, "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
     policies: Sequence[str] = ("minimal",)
     rung: str | None = None
     routing: str = "uniform"
@@ -77,11 +77,14 @@ class Row:
     fwd_ms, bwd_ms
         Medians of both parts.
     graph_ms : float or None
-        The same step replayed as a CUDA graph, without the host; None for large layers and where no graph can be made.
-    kept_bytes : int
-        What autograd keeps for the backward, weights excluded.
-    peak_bytes : int
-        The most that is allocated at one time in a step, weights excluded; input and gradients included.
+        The same step replayed as a CUDA graph, without the host; None for large layers, where no graph can be made, and
+        of `GRAPHED`, whose step launches graphs.
+    kept_bytes : int or None
+        What autograd keeps for the backward, weights excluded. None of `GRAPHED`: its graphs hold what they need from
+        their capture on, and a step keeps and allocates next to nothing.
+    peak_bytes : int or None
+        The most that is allocated at one time in a step, weights excluded; input and gradients included. None of
+        `GRAPHED`.
     error : float
         As `accuracy.worst_error` has it of whole tensors; of ``capacity`` over the choices that it should compute.
     floor_ms, pct_of_floor
@@ -90,7 +93,7 @@ class Row:
         FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and in turns. Of
         rows that are dropped there are none, and those of padding do not count.
     ratio_to : dict
-        How many times as fast as each other system but `OURS` on the same routing: {"grouped_mm": 1.3}.
+        How many times as fast as each other system but `OWN` on the same routing: {"grouped_mm": 1.3}.
     time_over_uniform : float or None
         The median over that of the same system on uniform routing; None on uniform routing itself.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
@@ -118,8 +121,8 @@ class Row:
     fwd_ms: float
     bwd_ms: float
     graph_ms: float | None
-    kept_bytes: int
-    peak_bytes: int
+    kept_bytes: int | None
+    peak_bytes: int | None
     error: float
     floor_ms: float
     pct_of_floor: float
@@ -138,6 +141,16 @@ class Row:
     padding_rows: int | None = None
 
 
+def is_small(config: MoEConfig) -> bool:
+    """Whether the layer's steps are made graphs."""
+    return config.R * config.h * config.itemsize <= GRAPH_BYTES
+
+
+def timed_systems(config: MoEConfig, choice: Choice) -> list[str]:
+    """The chosen systems, without `GRAPHED` if the layer is large."""
+    return [system for system in choice.systems if system != GRAPHED or is_small(config)]
+
+
 class Scene:
     """The weights, the tokens and the systems of one layer: everything that is timed starts from the same.
 
@@ -146,27 +159,35 @@ class Scene:
     config : MoEConfig
         dtype float32, bfloat16 or float16, as the systems take it.
     choice : Choice
-    device : torch.device
+    device : Device
 
     Attributes
     ----------
-    layer : MoELayer
-        `OURS`, whose weights all have.
+    layer : RoutedExperts
+        Whose weights all have.
     modules : dict of str to nn.Module
         Of the other systems of ``moeblaze_ref.systems`` that were chosen.
     """
 
-    def __init__(self, config: MoEConfig, choice: Choice, device: torch.device):
-        c, dtype = config, getattr(torch, config.dtype)
+    def __init__(self, config: MoEConfig, choice: Choice, device: Device):
+        c, place = config, {"device": device.torch_device, "dtype": getattr(torch, config.dtype)}
         torch.manual_seed(0)
-        self.layer = MoELayer(c.d, c.h, c.E, c.k, c.activation, rung=choice.rung, device=device, dtype=dtype)
-        self.d_out = torch.randn(c.L, c.d, device=device, dtype=dtype)  # (L, d)
+        self.layer = RoutedExperts(c.d, c.h, c.E, c.k, c.activation, **place)
+        self.d_out = torch.randn(c.L, c.d, **place)  # (L, d)
         self._routings = tuple(dict.fromkeys(("uniform", choice.routing)))
         self._tokens = {name: [self._routed(c, name) for _ in range(INPUTS)] for name in self._routings}
-        others = [system for system in choice.systems if system != OURS]
+        systems = timed_systems(c, choice)
+        own = [(system, policy) for system in OWN if system in systems for policy in choice.policies]
+        others = [system for system in systems if system not in OWN]
         self.modules = {name: self._module(name, choice) for name in others if name not in peers.SYSTEMS}
-        self._others = {name: self._function(name) for name in others}
-        self._policies = choice.policies if OURS in choice.systems else ()
+        self._layers = {row: self._own(*row, choice, device) for row in own}
+        self._layers |= {(name, None): self._function(name) for name in others}
+
+    def _own(self, system: str, policy: str, choice: Choice, device: Device) -> contestants.Layer:
+        module = contestants.module_of(OURS, self.layer, policy=policy, rung=choice.rung)
+        if system == GRAPHED:
+            module = device.graphed(module, self._tokens["uniform"][0])
+        return contestants.layer_of(module)
 
     def _module(self, system: str, choice: Choice) -> nn.Module:
         options = {"capacity_factor": choice.capacity_factor} if system == "capacity" else {}
@@ -184,16 +205,11 @@ class Scene:
 
     def subjects(self) -> list[Subject]:
         """Of every row, ours first."""
-        systems = [(OURS, policy) for policy in self._policies] + [(system, None) for system in self._others]
-        return [Subject(*system, name) for name in self._routings for system in systems]
+        return [Subject(*system, name) for name in self._routings for system in self._layers]
 
     def run(self, subject: Subject, x: Tensor) -> tuple[Tensor, Tensor]:
         """Output (L, d) and choice of experts (L, k) of one system's forward."""
-        if subject.system != OURS:
-            return self._others[subject.system](x)
-        self.layer.policy = subject.policy
-        result = self.layer(x)
-        return result.out, result.topk_experts
+        return self._layers[subject.system, subject.policy](x)
 
     def tokens(self, subject: Subject, turn: int = 0) -> Tensor:
         """The input (L, d) of this turn."""
@@ -232,7 +248,7 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
         One `Row` each.
     """
     torch.compiler.reset()  # what was compiled for another layer would count against torch's limit of recompilations
-    scene = Scene(config, choice, device.torch_device)
+    scene = Scene(config, choice, device)
     subjects = scene.subjects()
     errors = {subject: _error(scene, subject) for subject in subjects}
     contenders = {subject: scene.contender(subject) for subject in subjects}
@@ -281,7 +297,7 @@ def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> contestants.Lo
 def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> dict[str, str]:
     """Of the systems that have rungs."""
     executor = bridge_to(device.torch_device).executor
-    rungs = {OURS: choice.rung or default_rung(config.dtype, config.d, config.h, executor)}
+    rungs = dict.fromkeys(OWN, choice.rung or default_rung(config.dtype, config.d, config.h, executor))
     if "megablocks" in scene.modules:
         block = scene.modules["megablocks"].block
         rungs["megablocks"] = block_sparse.default_rung(config.dtype, config.d, block, executor)
@@ -319,15 +335,15 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
 
 def _is_rival(other: Subject, subject: Subject) -> bool:
     """Whether the other is one that this one is compared with."""
-    return other.system not in (OURS, subject.system) and other.routing == subject.routing
+    return other.system not in (*OWN, subject.system) and other.routing == subject.routing
 
 
 def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float]:
-    """Median of each step as a graph, where the layer is small and a graph can be made."""
-    if config.R * config.h * config.itemsize > GRAPH_BYTES:
+    """Median of each step as a graph, where the layer is small and a graph can be made; no graph holds other graphs."""
+    if not is_small(config):
         return {}
-    replays = {}
-    for subject in subjects:
+    launched, replays = [subject for subject in subjects if subject.system != GRAPHED], {}
+    for subject in launched:
         try:
             replays[subject] = replayed(device.captured(partial(scene.step, subject)))
         except NoGraph:
@@ -336,8 +352,10 @@ def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float
     return {subject: taken.median for subject, taken in samples.items()}
 
 
-def _memory(scene: Scene, subject: Subject, device: Device) -> dict[str, int]:
+def _memory(scene: Scene, subject: Subject, device: Device) -> dict[str, int | None]:
     """What a step keeps, and its peak with its input and the gradient of its output, which live all the while."""
+    if subject.system == GRAPHED:
+        return {"kept_bytes": None, "peak_bytes": None}
     x = scene.tokens(subject)
     scene.step(subject)  # a workspace that was freed with its graph is taken again before the count
     peak = device.peak_bytes(partial(scene.step, subject)) + x.nbytes + scene.d_out.nbytes

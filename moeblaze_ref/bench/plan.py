@@ -9,7 +9,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.bench import KINDS, LAYER_PRESETS, contestants, counters, floors, ladder, paper, routing, stages
 from moeblaze_ref.bench import layer as whole_layer
-from moeblaze_ref.bench.contestants import OURS
+from moeblaze_ref.bench.contestants import OWN
 from moeblaze_ref.bench.device import Gpu
 from moeblaze_ref.capacity import check_factor
 from moeblaze_ref.config import POLICIES, PRESETS, MoEConfig, preset
@@ -158,15 +158,20 @@ def _layer_jobs(request: Request) -> list[Job]:
     if choice.rung:
         doors.check_name("rung of layer", choice.rung, raw_layer.RUNGS)
     doors.check_name("routing", choice.routing, routing.ROUTINGS)
-    return [partial(whole_layer.time_layer, name, config, choice) for name, config in layers(request, ALL)]
+    timed = [(name, config) for name, config in layers(request, ALL) if whole_layer.timed_systems(config, choice)]
+    if not timed:
+        raise ValueError(f"systems {_said(choice.systems)}: no layer that is asked for is small enough for graphs")
+    return [partial(whole_layer.time_layer, name, config, choice) for name, config in timed]
 
 
 def _check_owners(request: Request, systems: Sequence[str]):
-    """The options that only one system has are given where that system is."""
-    for option, owner in (("policies", OURS), ("rungs", OURS), ("capacity_factor", "capacity")):
+    """The options that only some systems have are given where one of those is."""
+    for option, owners in (("policies", OWN), ("rungs", OWN), ("capacity_factor", ("capacity",))):
         asked = getattr(request, option)
-        if asked not in (None, ()) and owner not in systems:
-            raise ValueError(f"{option} {_said(asked)}: only {owner} has any, and it is not among the systems")
+        if asked not in (None, ()) and not set(owners).intersection(systems):
+            raise ValueError(
+                f"{option} {_said(asked)}: only {' or '.join(owners)} has any, and is not among the systems"
+            )
     if request.capacity_factor is not None:
         check_factor(request.capacity_factor)
 

@@ -16,6 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from moeblaze_ref import doors
 from moeblaze_ref.bench import results
+from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.cases import make_case
 from moeblaze_ref.config import POLICIES, MoEConfig, is_gated, preset
 from moeblaze_ref.layer import INTERMEDIATES
@@ -465,7 +466,7 @@ def read_measured(path: Path = results.RECORDED) -> dict[str, Any]:
         If the file is not of this kind, or holds no such row.
     """
     measured = results.load(path)
-    rows = [row for row in results.rows_of(measured, "layer") if row["policy"] and row["routing"] == "uniform"]
+    rows = [row for row in results.rows_of(measured, "layer") if row["system"] == OURS and row["routing"] == "uniform"]
     if not rows:
         raise ValueError(f"{path.name} must hold at least one row of the layer under a policy")
     return measured | {"rows": rows}

@@ -41,6 +41,16 @@ def test_every_system_is_timed_and_right(gpu):
     assert capacity["dropped_rows"] > 0 and capacity["padding_rows"] > 0
 
 
+def test_a_graphed_layer_is_timed_as_launched_and_right(gpu):
+    systems = ("moeblaze", "moeblaze_graphed", "grouped_mm")
+    choice = layer.Choice(systems, ("minimal", "inputs"), routing="zipf", repetitions=3)
+    rows = layer.time_layer("small", CONFIG, choice, gpu)
+    launched, graphed = ([row for row in rows if row["system"] == system] for system in systems[:2])
+    assert len(graphed) == 2 * 2 and report.wrong(rows) == []
+    assert all(row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and row["ratio_to"].keys() == {"grouped_mm"} for row in graphed)
+    assert all(row["step_ms"] < other["step_ms"] for row, other in zip(graphed, launched, strict=True))
+
+
 @pytest.mark.parametrize("activation", paper.ACTIVATIONS)
 def test_the_papers_comparison_is_timed_and_right(gpu, activation):
     rows = paper.time_both("small", CONFIG.replace(activation=activation), 3, gpu)

@@ -15,7 +15,7 @@ from moeblaze_ref.memory.accounting import account, step_account
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.layer import default_rung
 from moeblaze_ref.torch_bridge import bridge_to
-from moeblaze_ref.torch_layer import MoELayer
+from moeblaze_ref.torch_layer import MoELayer, MoEOutput
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -180,6 +180,45 @@ def test_a_captured_step_replays_on_new_inputs_with_the_same_bits(policy):
         assert all(torch.equal(*pair) for pair in zip(replayed, expected, strict=True))
         choices.append(replayed[3])
     assert not torch.equal(choices[0], choices[1])
+
+
+def step_of_output(layer, x):
+    """Output and gradients where nobody uses the losses."""
+    out = layer(x).out
+    return out, *torch.autograd.grad(out, [x, *layer.parameters()], x.detach())
+
+
+def make_graphed_layer(**options):
+    """As docs/performance.md says to run a small layer."""
+    return torch.cuda.make_graphed_callables(make_layer(**options), (make_x(),))
+
+
+@pytest.mark.parametrize("work", [step, step_of_output])
+@pytest.mark.parametrize("policy", ["minimal", "inputs"])
+def test_a_graphed_layer_gives_the_same_bits_on_other_inputs(policy, work):
+    layer, graphed = make_layer(policy=policy), make_graphed_layer(policy=policy)  # of the same seed
+    inputs = [make_x(), make_x()]
+    for x in inputs:
+        assert all(torch.equal(*pair) for pair in zip(work(graphed, x), work(layer, x), strict=True))
+    chosen = [graphed(x).topk_experts.clone() for x in inputs]
+    assert isinstance(graphed(inputs[0]), MoEOutput) and not torch.equal(*chosen)
+
+
+def test_an_output_of_a_graphed_layer_lasts_until_its_next_forward():
+    graphed = make_graphed_layer()
+    first, second = (graphed(make_x()).out for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_graphed_layer_adds_to_gradients_that_are_there():
+    layer, graphed, inputs = make_layer(), make_graphed_layer(), [make_x(), make_x()]
+    for each in (layer, graphed):
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for x in inputs:
+            each(x).out.backward(x.detach())
+    pairs = zip(layer.parameters(), graphed.parameters(), strict=True)
+    assert all(torch.equal(expected.grad, found.grad) for expected, found in pairs)
 
 
 @pytest.mark.parametrize("policy", CHOICES)
