@@ -809,8 +809,8 @@ FAULTS = {
     "hopper: last step of the rows dropped": (
         "expert_down",
         "4_hopper",
-        "(walk.end - walk.begin + TILE_DEPTH - 1) / TILE_DEPTH",
-        "(walk.end - walk.begin) / TILE_DEPTH",
+        "(end - begin + TILE_DEPTH - 1) / TILE_DEPTH",
+        "(end - begin) / TILE_DEPTH",
     ),
     "hopper: depth not cut off": ("expert_up", "4_hopper", "% 8 * CHUNK < d;", "% 8 * CHUNK < d + 64;"),
     "hopper: depth has the next expert's rows": ("expert_up", "4_hopper", "inside && row(i) < rows", "inside"),
@@ -858,8 +858,8 @@ FAULTS = {
     "hopper: expert without rows has no gradient": (
         "expert_up",
         "4_hopper",
-        "[&](int) { return row_tiles * column_tiles; }",
-        "[&](int rows) { return rows ? row_tiles * column_tiles : 0; }",
+        "if (expert >= E) return false;",
+        "if (expert >= E || expert_token_offsets[expert] == expert_token_offsets[expert + 1]) return false;",
     ),
     "hopper: tiles of the experts before counted again": (
         "expert_down",
@@ -868,10 +868,17 @@ FAULTS = {
         ";",
     ),
     "hopper: rows of the experts before": ("expert_up", "4_hopper", "            begin = end;", ";"),
+    "hopper: the first of a block's tiles again": ("expert_up", "4_hopper", "shares->tile(taken++)", "shares->tile(0)"),
+    "hopper: tiles shared out among those that are there": (
+        "expert_down",
+        "4_hopper",
+        "taken * gridDim.x;",
+        "taken * (gridDim.x + 1);",
+    ),
     "hopper: a band always full": (
         "expert_down",
         "4_hopper",
-        "high = min(BAND, row_tiles - band * BAND)",
+        "high = min(BAND, row_tiles() - band * BAND)",
         "high = BAND",
     ),
     "hopper: storer does not wait": ("expert_down", "4_hopper", "barrier_wait(&shared.done[number(i)], parity);", ";"),

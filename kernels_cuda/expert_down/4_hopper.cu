@@ -14,12 +14,13 @@
 // kernel       grid             block  shared bytes  bytes read                                                              bytes written
 // expert_down  multiprocessors  512    230592        (1540 E + 508) blocks + 2 h boxes D + 2 d h tiles                       2 R d
 // d_hidden     multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G  2 R h (1 + G) + 4 R C
-// d_w3         multiprocessors  512    230592        (1536 E + 512) blocks + 512 (tiles + X) W C + 2 R d C + 2 R h W         2 E h d
+// d_w3         multiprocessors  512    232196        4 (E + 1) blocks + (3072 E + 512 (tiles + X)) W C + 2 R d C + 2 R h W   2 E h d
 // G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
-// whole matrix. Threads that follow the tiles read all ends of the experts' rows; idle loaders, and the
-// storers of a weight gradient, the first alone. 2 R d h FLOPs a GEMM. Bound: tensor cores.
+// whole matrix. Threads that follow the tiles read all ends of the experts' rows, idle loaders the first
+// alone. In a weight gradient they read an expert's begin and end for each of its tiles, and a block all
+// ends once if it has at most 64 tiles, to share them out. 2 R d h FLOPs a GEMM. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
 
@@ -169,9 +170,9 @@ using WeightCrew = Crew<4, 4, true, true, true>;
 extern "C" __global__ void __launch_bounds__(WeightCrew::BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
          const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
-    auto& shared = shared_memory<Shared<4, 2, FinishedColumns>>();
+    auto& shared = shared_memory<WeightShared<FinishedColumns>>();
     grouped_matmul<WeightCrew>(
-        shared, WeightTiles(expert_token_offsets, E, d, h),
+        shared, WeightTiles(shared, expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
             return GatheredAndPlain(tile, d_out, d, gated_y_map, gated_y, h, expert_token_indices);
         },

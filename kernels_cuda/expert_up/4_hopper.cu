@@ -12,16 +12,17 @@
 //              h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel     grid             block  shared bytes  bytes read                                                            bytes written
-// expert_up  multiprocessors  384    230592        1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles  2 R h (G P + Y)
-// d_x_rows   multiprocessors  512    230592        (1540 E + 508) blocks + 2 h G boxes D + 2 d h G tiles                 2 R d
-// d_w        multiprocessors  512    230592        (1536 E + 512) blocks + 512 (tiles + X) W C + 2 R d C + 2 R h W       2 E d h
+// kernel     grid             block  shared bytes  bytes read                                                             bytes written
+// expert_up  multiprocessors  384    230592        1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles   2 R h (G P + Y)
+// d_x_rows   multiprocessors  512    230592        (1540 E + 508) blocks + 2 h G boxes D + 2 d h G tiles                  2 R d
+// d_w        multiprocessors  512    232196        4 (E + 1) blocks + (3072 E + 512 (tiles + X)) W C + 2 R d C + 2 R h W  2 E d h
 // P and Y are STORE_PROJECTIONS and STORE_Y_SWI, 1 unless a save policy leaves one out; G is 2 with a
 // gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128). blocks is the
 // whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of experts with rows,
 // boxes the rows that a box of 128 from the first row of each tile on finds in the whole matrix.
-// Threads that follow the tiles read all ends of the experts' rows; idle loaders, and the storers of a
-// weight gradient, the first alone. 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
+// Threads that follow the tiles read all ends of the experts' rows, idle loaders the first alone. In a
+// weight gradient they read an expert's begin and end for each of its tiles, and a block all ends once if
+// it has at most 64 tiles, to share them out. 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper_gemm.cuh"
 
@@ -129,9 +130,9 @@ using WeightCrew = Crew<4, 4, true, true, true>;
 extern "C" __global__ void __launch_bounds__(WeightCrew::BLOCK, 1)
     d_w(const __grid_constant__ TensorMap d_hidden_map, const Scalar* d_hidden, const Scalar* x,
         const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w, int d, int h, int E) {
-    auto& shared = shared_memory<Shared<4, 2>>();
+    auto& shared = shared_memory<WeightShared<>>();
     grouped_matmul<WeightCrew>(
-        shared, WeightTiles(expert_token_offsets, E, d, h),
+        shared, WeightTiles(shared, expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
             return GatheredAndPlain(tile, x, d, d_hidden_map, d_hidden, h, expert_token_indices);
         },

@@ -4,10 +4,12 @@
 // A tile of the result is (128, 256), made from 64 of the depth at a time. The loaders fill a ring of stages in shared
 // memory and run ahead of the consumers, over the ends of tiles. Each consumer owns 64 rows, in 128 float32 registers a
 // thread; a finished tile it leaves in shared memory, rounded, and goes on with the next one, while the storers bring
-// it to global memory with all that hangs on it. Blocks are persistent: block b takes tiles b, b + gridDim.x, ...
+// it to global memory with all that hangs on it. Blocks are persistent: block b takes tiles b, b + gridDim.x, ..., or
+// of a weight gradient what shares.cuh says.
 #pragma once
 #include "hopper.cuh"
 #include "scalar.cuh"
+#include "shares.cuh"
 
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
 constexpr int CHUNK = 8;               // elements of 16 bytes
@@ -67,6 +69,11 @@ struct Shared {
     Barrier full[STAGES], empty[STAGES];
     Barrier done[PIECES], stored[PIECES];
 };
+// With the tiles of a weight gradient that the block takes.
+template <template <int> class Finished = FinishedRows>
+struct WeightShared : Shared<4, 2, Finished> {
+    Shares shares;
+};
 constexpr int SHARED_ALIGNMENT = 1024;
 
 template <class Shared>
@@ -110,49 +117,35 @@ struct RowTile {
     int steps;
 };
 
-// Where a block stands in the tiles of all experts, expert after expert: expert e has tiles_of(its rows).
-struct Walk {
+// Where a block stands in the tiles of all experts, expert after expert.
+struct RowTiles {
+    using Tile = RowTile;
     const int* expert_token_offsets;
-    int E, number, expert = 0, first = 0;  // this tile; its expert and that expert's first tile
-    int begin, end;                        // the expert's rows in expert order
+    int E, column_tiles, width, steps;
+    int number, expert = 0, first = 0;  // the next tile; its expert and that expert's first tile
+    int begin, end;                     // the expert's rows in expert order
 
-    __device__ __forceinline__ Walk(const int* expert_token_offsets, int E)
-        : expert_token_offsets(expert_token_offsets), E(E), number(blockIdx.x), begin(0),
-          end(expert_token_offsets[1]) {}
+    __device__ __forceinline__ RowTiles(const int* expert_token_offsets, int E, int columns, int width, int depth)
+        : expert_token_offsets(expert_token_offsets), E(E), column_tiles((columns + width - 1) / width), width(width),
+          steps((depth + TILE_DEPTH - 1) / TILE_DEPTH), number(blockIdx.x), begin(0), end(expert_token_offsets[1]) {}
 
-    // On to the expert of this tile; false if there is none.
-    template <class TilesOf>
-    __device__ __forceinline__ bool find(TilesOf tiles_of) {
-        for (int tiles = tiles_of(end - begin); number >= first + tiles; tiles = tiles_of(end - begin)) {
+    __device__ __forceinline__ int row_tiles() const { return (end - begin + TILE_ROWS - 1) / TILE_ROWS; }
+
+    // The block's next tile, if there is one.
+    __device__ __forceinline__ bool next(RowTile& tile) {
+        for (int tiles = row_tiles() * column_tiles; number >= first + tiles; tiles = row_tiles() * column_tiles) {
             if (++expert == E) return false;
             first += tiles;
             begin = end;
             end = expert_token_offsets[expert + 1];
         }
-        return true;
-    }
-};
-
-struct RowTiles {
-    using Tile = RowTile;
-    Walk walk;
-    int column_tiles, width, steps;
-
-    __device__ __forceinline__ RowTiles(const int* expert_token_offsets, int E, int columns, int width, int depth)
-        : walk(expert_token_offsets, E), column_tiles((columns + width - 1) / width), width(width),
-          steps((depth + TILE_DEPTH - 1) / TILE_DEPTH) {}
-
-    // The block's next tile, if there is one.
-    __device__ __forceinline__ bool next(RowTile& tile) {
-        if (!walk.find([&](int rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS * column_tiles; })) return false;
         // In bands of row tiles, down each column of a band.
-        const int rows = walk.end - walk.begin, row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-        const int inside = walk.number - walk.first, band = inside / (BAND * column_tiles);
-        const int high = min(BAND, row_tiles - band * BAND);
+        const int inside = number - first, band = inside / (BAND * column_tiles);
+        const int high = min(BAND, row_tiles() - band * BAND);
         const int at = inside - band * BAND * column_tiles, column = at / high;
         const int row = (band * BAND + at - column * high) * TILE_ROWS;
-        tile = {walk.expert, walk.begin + row, min(TILE_ROWS, rows - row), column * width, steps};
-        walk.number += gridDim.x;
+        tile = {expert, begin + row, min(TILE_ROWS, end - begin - row), column * width, steps};
+        number += gridDim.x;
         return true;
     }
 };
@@ -164,21 +157,29 @@ struct WeightTile {
     int steps;
 };
 
+// The block's share of them. All its threads share them out together, where finished tiles are to lie.
 struct WeightTiles {
     using Tile = WeightTile;
-    Walk walk;
-    int row_tiles, column_tiles;
+    const Shares* shares;
+    const int* expert_token_offsets;
+    int E, row_tiles, column_tiles, taken = 0;
 
-    __device__ __forceinline__ WeightTiles(const int* expert_token_offsets, int E, int rows, int columns)
-        : walk(expert_token_offsets, E), row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS),
-          column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {}
+    template <class Shared>
+    __device__ __forceinline__ WeightTiles(Shared& shared, const int* expert_token_offsets, int E, int rows, int columns)
+        : shares(&shared.shares), expert_token_offsets(expert_token_offsets), E(E),
+          row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS), column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {
+        static_assert(sizeof(Sharing) <= sizeof shared.finished, "it lies there");
+        Sharing& sharing = *reinterpret_cast<Sharing*>(shared.finished);
+        share_out(shared.shares, sharing, expert_token_offsets, E, row_tiles * column_tiles);
+    }
 
     __device__ __forceinline__ bool next(WeightTile& tile) {
-        if (!walk.find([&](int) { return row_tiles * column_tiles; })) return false;
-        const int inside = walk.number - walk.first, column = inside / row_tiles;
-        tile = {walk.expert, (inside - column * row_tiles) * TILE_ROWS, column * TILE_COLUMNS, walk.begin, walk.end,
-                (walk.end - walk.begin + TILE_DEPTH - 1) / TILE_DEPTH};
-        walk.number += gridDim.x;
+        const int number = shares->tile(taken++), of_expert = row_tiles * column_tiles, expert = number / of_expert;
+        if (expert >= E) return false;
+        const int inside = number - expert * of_expert, column = inside / row_tiles;
+        const int begin = expert_token_offsets[expert], end = expert_token_offsets[expert + 1];
+        tile = {expert, (inside - column * row_tiles) * TILE_ROWS, column * TILE_COLUMNS, begin, end,
+                (end - begin + TILE_DEPTH - 1) / TILE_DEPTH};
         return true;
     }
 };

@@ -21,6 +21,7 @@ HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
+SHARES_BYTES = (1 + 400) * 4  # of shares.cuh: a block's tiles of a weight gradient
 MANY_ELEMENTS = 2**26  # of all rows: with fewer, a second launch costs more than the memory is worth
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
 ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
@@ -149,7 +150,8 @@ def weights_launch(
 ) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
     if rung == HOPPER:
-        return persistent(executor.multiprocessors, crowded=True) | {"E": num_experts}
+        launch = persistent(executor.multiprocessors, crowded=True)
+        return launch | {"shared_bytes": HOPPER_SHARED_BYTES + SHARES_BYTES, "E": num_experts}
     if rung == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     tile_rows, tile_columns = extent(tile)
