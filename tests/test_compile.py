@@ -21,14 +21,14 @@ from moeblaze_ref.simt.build import cuda_include_dirs
 
 FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
 EXPERT_STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
+# Of every file, on all architectures that its header names.
+DTYPE, ACTIVATION = "float16", "geglu"
+TYPED = {"Scalar": gemm.C_TYPE[DTYPE], "THREADS": gemm.THREADS, "ACTIVATION": ACTIVATION, "PACK": 8}
 CONSTANTS = {
     "dispatch": dispatch.constants("3_single_pass", 1024, 8) | dispatch.constants("2_bitmap", 1024, 8),
     "gating": gating.constants("2_warp", 1024),
-    **dict.fromkeys(
-        (*EXPERT_STAGES, "activation"), {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu", "PACK": 8}
-    ),
-    "block_sparse": {"Scalar": "__half", "THREADS": gemm.THREADS, "ACTIVATION": "geglu", "PACK": 8}
-    | {"BLOCK": block_sparse.BLOCK, "TRANSPOSE_LHS": 0, "TRANSPOSE_RHS": 0},
+    **dict.fromkeys((*EXPERT_STAGES, "activation"), TYPED),
+    "block_sparse": TYPED | {"BLOCK": block_sparse.BLOCK, "TRANSPOSE_LHS": 0, "TRANSPOSE_RHS": 0},
 }
 OF_DTYPE = {dtype: {"Scalar": name, "PACK": 16 // np.dtype(dtype).itemsize} for dtype, name in gemm.C_TYPE.items()}
 ARCHITECTURES = {
@@ -116,6 +116,7 @@ def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
         for stage, module in EXPERT_STAGES.items()
         for rung in module.RUNGS
         for dtype in module.RUNGS[rung]
+        if dtype != DTYPE
     ],
 )
 def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, rung, dtype):
@@ -188,7 +189,8 @@ def test_every_pack_fits_into_registers(file, pack):
 
 # On sm_90, where rung 4 is the default, expert_up of rung 3 with gelu misses the fit by 8 bytes.
 @pytest.mark.parametrize(
-    ("activation", "architecture"), [*zip(ACTIVATIONS, itertools.cycle(("sm_80", "sm_90")), strict=False)]
+    ("activation", "architecture"),
+    [pair for pair in zip(ACTIVATIONS, itertools.cycle(("sm_80", "sm_90")), strict=False) if pair[0] != ACTIVATION],
 )
 def test_every_activation_fits_into_registers(activation, architecture):
     for stage in ("expert_up", "expert_down"):

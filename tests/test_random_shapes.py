@@ -35,13 +35,14 @@ def checks(draw, runs):
     and tf32 get 32 tokens or none, at least 8 wide: their bound is a ratio of errors, and that of a few dot products, or
     of one that all tokens share (an x of width 1 is 1 or -1), is noise.
     In block_sparse a block divides h: of 8 at least, or a matrix is tens of thousands of blocks, each a group of threads
-    to simulate; rung 4 takes blocks of whole 128s, so that h is of such, and few experts, each with its padding.
+    to simulate; rung 4 takes blocks of whole 128s, so that h is of such, and few experts, each with its padding. Who
+    multiplies whole tiles there gets few slots a token: the kernels that know of these are those of all rungs.
     """
-    backend, stage, rung = draw(st.sampled_from(runs))
+    run = backend, stage, rung = draw(st.sampled_from(runs))
     routes, narrow = stage in ("gating", "layer"), "float16" in backend.rungs(stage)[rung] or rung == gemm.TF32
     whole_blocks = (stage, rung) == ("block_sparse", gemm.HOPPER)
     E = draw(st.integers(2 if routes else 1, 3 if whole_blocks else 12))
-    k = draw(st.integers(1, E))
+    k = draw(st.integers(1, min(E, 3) if stage == "block_sparse" and run in SLOW else E))
     tokens = st.one_of(st.just(0), st.integers(32, 90)) if narrow else st.integers(0, 90)
     eights = st.sampled_from([8, 16, 40, 72])
     widths = eights if rung in gemm.TENSOR_CORES else st.integers(8 if narrow else 1, 70)

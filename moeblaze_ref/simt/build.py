@@ -20,7 +20,10 @@ PRELUDE = '#include "simt.hpp"\n#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n
 COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
 # Apart from compiling: with the sanitizer's flag, libtsan would come along. A file's own memcpy goes before libc's.
 # What no kernel uses goes, so that the static shared memory that is left is that of the kernels.
-LINK_FLAGS = ("-shared", "-pthread", "-Wl,-Bsymbolic", "-Wl,--gc-sections")
+LINK_FLAGS = ("-shared", "-Wl,-Bsymbolic", "-Wl,--gc-sections")
+RUNTIME_LIBRARIES = ("-pthread",)
+# The runtime has loaded those of C++, which to read takes most of a link. libm has several versions of one function.
+KERNEL_LIBRARIES = ("-nodefaultlibs", "-lm")
 # Names stay inside their file: a kernel may be called read, and two files may hold the same template.
 KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections")
 INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize")
@@ -106,24 +109,27 @@ def _key(flags: tuple[str, ...], text: str, depends_on: list[Path]) -> str:
     """The name of a result in the cache, from all that decides it."""
     digest = hashlib.sha256()
     headers = [path.name + path.read_text() for path in sorted(depends_on, key=lambda path: path.name)]
-    for part in (_toolchain(), " ".join((*flags, *LINK_FLAGS)), text, *headers):
+    for part in (_toolchain(), " ".join(flags), text, *headers):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:32]
 
 
-def _compile(text: str, flags: tuple[str, ...], folders: list[str], depends_on: list[Path]) -> Path:
+def _compile(
+    text: str, flags: tuple[str, ...], libraries: tuple[str, ...], folders: list[str], depends_on: list[Path]
+) -> Path:
     """The shared object for a C++ text, from the cache if nothing that it depends on has changed.
 
     ``folders`` are the options that say where headers are: what lies there decides, and not where it lies.
     """
-    target = cache_dir() / f"{_key(flags, text, depends_on)}.so"
+    link_flags = (*LINK_FLAGS, *libraries)
+    target = cache_dir() / f"{_key((*flags, *link_flags), text, depends_on)}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         source, object_file, built = (Path(folder) / name for name in ("driver.cpp", "driver.o", "built.so"))
         source.write_text(text)
         _run(compiler(), *flags, *folders, "-c", "-o", object_file, source)
-        _run(compiler(), *LINK_FLAGS, "-o", built, object_file)
+        _run(compiler(), "-o", built, object_file, *link_flags)
         os.replace(built, target)  # atomic: another process sees the whole file or none
     return target
 
@@ -164,7 +170,9 @@ def runtime_library() -> ctypes.CDLL:
     """The loaded runtime; its symbols are global, so that kernel files find them."""
     text = (SIMT_DIR / "runtime.cpp").read_text()
     folders = [f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}"]
-    library = ctypes.CDLL(str(_compile(text, (*COMMON_FLAGS, *RUNTIME_FLAGS), folders, _own_headers())), mode=ctypes.RTLD_GLOBAL)
+    flags = (*COMMON_FLAGS, *RUNTIME_FLAGS)
+    built = _compile(text, flags, RUNTIME_LIBRARIES, folders, _own_headers())
+    library = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
     library.simt_static_shared_bytes.restype = ctypes.c_uint64
     return library
 
@@ -216,9 +224,9 @@ def build_kernels(
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
     headers += _own_headers()
     try:
-        return ctypes.CDLL(str(_compile(own_text + entries, flags + defined, folders, headers)))
+        return ctypes.CDLL(str(_compile(own_text + entries, flags + defined, KERNEL_LIBRARIES, folders, headers)))
     except SimtCompileError:
-        _compile(own_text, flags + defined, folders, headers)  # says the same, of the lines of the file alone
+        _compile(own_text, flags + defined, KERNEL_LIBRARIES, folders, headers)  # says the same, of the file's lines
         raise
 
 
