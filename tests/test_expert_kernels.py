@@ -868,8 +868,7 @@ FAULTS = {
         ";",
     ),
     "hopper: rows of the experts before": ("expert_up", "4_hopper", "            begin = end;", ";"),
-    "hopper: the first of a block's tiles again": ("expert_up", "4_hopper", "shares->tile(taken++)", "shares->tile(0)"),
-    "hopper: tiles shared out among those that are there": (
+    "hopper: turns of more blocks than there are": (
         "expert_down",
         "4_hopper",
         "taken * gridDim.x;",
