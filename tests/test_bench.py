@@ -797,7 +797,8 @@ def test_every_stage_is_timed_and_compared(stage, config):
     (row,) = stages.time_stage("tiny", config, stage, [rung], 1, PretendedDevice())
     assert (row["kind"], row["stage"], row["rung"]) == ("stage", stage, rung)
     assert row["flops"] == floors.cost_of(stage, config).flops and row["step_ms"] > 0
-    assert 0 <= row["error"] <= row["row_error"] and report.wrong([row]) == []
+    # Of rows below the mean the error is one of the mean: all rows together may be off by up to the root of 2 more.
+    assert 0 <= row["error"] <= 2**0.5 * row["row_error"] and report.wrong([row]) == []
 
 
 def test_the_time_is_that_of_one_call_among_the_inputs():

@@ -433,6 +433,12 @@ def test_an_aim_is_judged_by_the_worst_run():
     assert "in GiB: conf3 7.88. " in words
 
 
+def test_an_aim_says_how_much_of_the_dense_product_it_asks_for():
+    peer = {"kind": "layer", "preset": "conf3", "system": aims.PEER, "policy": None, "routing": "uniform"}
+    rows = [peer | {"run": run, "pct_of_hot_cublas": percent} for run, percent in enumerate((60, 70, 50))]
+    assert f"with it, when the clocks had fallen: conf3 {1.30 * 70:.0f}%. " in aims.table({"rows": rows})
+
+
 def test_what_was_not_measured_is_listed_behind_what_is_missed():
     lines = aims.table({"rows": [layer_row(0, "qwen3", "minimal", 10.0, 1.7, 70.0, int(2.38 * GIB))]}).splitlines()
     verdicts = [line.rsplit("|", 2)[1].strip() for line in lines[2 : lines.index("")]]

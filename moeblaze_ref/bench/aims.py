@@ -170,7 +170,7 @@ def table(found: results.Result, others: results.Result | None = None) -> str:
         for aim in sorted(aims(found, others), key=_rank)
     ]
     head = ["| what | aim | worst run | missed by |", "| --- | --- | ---: | ---: |"]
-    return "\n".join([*head, *lines]) + _on_peaks(found)
+    return "\n".join([*head, *lines]) + _on_peaks(found) + _on_products(found)
 
 
 def _rank(aim: Aim) -> tuple[int, float]:
@@ -201,6 +201,23 @@ def _on_peaks(found: results.Result) -> str:
         f"step, and all gradients. Without the gradient of the output it is, in GiB: {said}. The account of a step "
         "(`memory.accounting.step_account`) has that gradient, but lets go of the output, as large, when the backward "
         "begins: in a model the next layer decides."
+    )
+
+
+def _on_products(found: results.Result) -> str:
+    """The aims of `FASTER` beside what cuBLAS's dense product did in turns with the peer, in the run that asks most."""
+    asked: dict[str, float] = {}
+    for row in results.rows_of(found, "layer"):
+        if row["system"] == PEER and row["routing"] == "uniform" and row["preset"] in FASTER:
+            percent = FASTER[row["preset"]] * row["pct_of_hot_cublas"]
+            asked[row["preset"]] = max(percent, asked.get(row["preset"], 0))
+    if not asked:
+        return ""
+    said = ", ".join(f"{name} {percent:.0f}%" for name, percent in asked.items())
+    return (
+        f"\n\nTo be so many times as fast as `{PEER}` asks for this much of the rate that cuBLAS's dense product had in "
+        f"turns with it, when the clocks had fallen: {said}. Beyond 100% a step, with all its gathers, activations and "
+        "sums, would have to outrun the dense product."
     )
 
 
