@@ -22,7 +22,7 @@ extern "C" __global__ void share(const int* ends, int* counts, int* listed, int 
 }
 """
 THREADS = 64
-EVEN, MOST_TURNS, MOST = 16, 64, 400
+EVEN, MOST_TURNS, MOST, MOST_LOAD = 16, 64, 400, 2**22 - 2
 
 
 def shared_out(rows, of_expert, blocks, text=TEXT, executor=SIMT):
@@ -63,7 +63,8 @@ def model(rows, of_expert, blocks):
     tiles = len(rows) * of_expert
     turns = in_turns(tiles, blocks)
     loads = work(turns, rows, of_expert)
-    if tiles > MOST_TURNS * blocks or loads.max() * blocks <= loads.sum() + loads.sum() // EVEN:
+    even = loads.max() * blocks <= loads.sum() + loads.sum() // EVEN
+    if even or tiles > MOST_TURNS * blocks or loads.sum() // blocks + 2 * loads.max() > MOST_LOAD:
         return turns
     waiting = [
         expert * of_expert + i for expert in np.argsort(-np.asarray(rows), kind="stable") for i in range(of_expert)
@@ -89,6 +90,7 @@ CASES = {
     "a turn too many": ([10_000, *[64] * 384], 1, 6),
     "no turn too many": ([10_000, *[64] * 383], 1, 6),
     "no rows": ([0] * 5, 2, 3),
+    "loads that are too large": ([300_000_000, 70_000_000, 0, 0], 2, 3),
 }
 
 
@@ -119,7 +121,7 @@ def test_skew_costs_next_to_nothing():
     assert loads.max() < 1.03 * loads.mean()
 
 
-@pytest.mark.parametrize("case", ["one block", "even", "a turn too many"])
+@pytest.mark.parametrize("case", ["one block", "even", "a turn too many", "loads that are too large"])
 def test_tiles_are_taken_in_turns_where_that_is_even_or_there_are_many(case):
     assert shared_out(*CASES[case])[1]
 
@@ -137,10 +139,10 @@ FAULTS = {
     "deepest tiles not first": ("order[place] = expert;", "order[expert] = expert;"),
     "experts alike in one place": ("(rows(other) == rows(expert) && other < expert)", "false"),
     "tiles as deep as rows alone": ("/ STEP + STORING", "/ STEP"),
-    "blocks alike have one rank": ("load * MOST_BLOCKS + threadIdx.x", "load * MOST_BLOCKS"),
+    "blocks alike have one rank": ("put(load * MOST_BLOCKS + threadIdx.x);", "put(load * MOST_BLOCKS);"),
     "who has more takes one too": ("stands() && load < limit", "stands()"),
     "loads not told": ("        __syncthreads();\n        if (stands()) loads", "        if (stands()) loads"),
-    "loads told too late": ("+ threadIdx.x;\n        __syncthreads();", "+ threadIdx.x;"),
+    "loads told too late": ("[threadIdx.x] = load;\n        __syncthreads();", "[threadIdx.x] = load;"),
     "only the first has a share": ("next += takers", "next += takers + 1"),
     "a list of another block": ("if (threadIdx.x == blockIdx.x && count", "if (threadIdx.x == 0 && count"),
     "a count of another block": ("if (threadIdx.x == blockIdx.x) shares.count", "if (threadIdx.x == 0) shares.count"),

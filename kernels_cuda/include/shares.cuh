@@ -9,6 +9,7 @@
 constexpr int EVEN = 16;
 constexpr int MOST_TURNS = 64;  // with more of them no tile is deep beside all that its block has to do
 constexpr int MOST_EXPERTS = 1024, MOST_BLOCKS = 512;  // what dispatch takes; no more than a block has threads
+constexpr int MOST_LOAD = 0x7fffffff / MOST_BLOCKS - 1;
 constexpr int STEP = 64, STORING = 3;  // rows in a step of the depth; the steps that it takes as long as to store a tile
 
 // In shared memory: the block's tiles, in the order in which it takes them.
@@ -26,7 +27,7 @@ struct Shares {
 
 // Where it is worked out: thread b stands for block b.
 struct Sharing {
-    int loads[MOST_BLOCKS];  // steps that each block has to do, times MOST_BLOCKS, plus its number: no two are equal
+    int loads[MOST_BLOCKS];                           // of each block, in steps
     int ends[MOST_EXPERTS + 1], order[MOST_EXPERTS];  // experts with more rows come first
     int of_expert, tiles;                             // an expert's, and all
 
@@ -36,10 +37,11 @@ struct Sharing {
 
     __device__ __forceinline__ void put(int load) {
         __syncthreads();
-        if (stands()) loads[threadIdx.x] = load * MOST_BLOCKS + threadIdx.x;
+        if (stands()) loads[threadIdx.x] = load;
         __syncthreads();
     }
 
+    // Or if no lists can be made: a load and its block's number would not fit into one integer.
     __device__ __forceinline__ bool even_in_turns() {
         int load = 0;
         if (stands())
@@ -48,12 +50,12 @@ struct Sharing {
         int most = 0;
         long long sum = 0;
         for (int block = lane_id(); block < gridDim.x; block += WARP) {
-            most = max(most, loads[block] / MOST_BLOCKS);
-            sum += loads[block] / MOST_BLOCKS;
+            most = max(most, loads[block]);
+            sum += loads[block];
         }
         most = warp_max(most);
         sum = warp_sum(sum);
-        return (long long)most * gridDim.x <= sum + sum / EVEN;
+        return (long long)most * gridDim.x <= sum + sum / EVEN || sum / gridDim.x + 2LL * most > MOST_LOAD;
     }
 
     __device__ __forceinline__ void order_experts(int E) {
@@ -84,7 +86,7 @@ struct Sharing {
     __device__ __forceinline__ int list(int* of_this_block) {
         int count = 0, load = 0;
         for (int next = 0, takers = 0; next < tiles; next += takers) {
-            put(load);
+            put(load * MOST_BLOCKS + threadIdx.x);  // no two are equal
             // Nobody takes two before all have taken one who had less than the first taker has with his.
             const int limit = least_load() + steps(order[next / of_expert]);
             const bool takes = stands() && load < limit;
