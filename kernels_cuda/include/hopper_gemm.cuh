@@ -168,7 +168,7 @@ struct WeightTiles {
     __device__ __forceinline__ WeightTiles(Shared& shared, const int* expert_token_offsets, int E, int rows, int columns)
         : shares(&shared.shares), expert_token_offsets(expert_token_offsets), E(E),
           row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS), column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {
-        static_assert(sizeof(Sharing) <= sizeof shared.finished, "it lies there");
+        static_assert(STEP == TILE_DEPTH && sizeof(Sharing) <= sizeof shared.finished, "as shares.cuh has it");
         Sharing& sharing = *reinterpret_cast<Sharing*>(shared.finished);
         share_out(shared.shares, sharing, expert_token_offsets, E, row_tiles * column_tiles);
     }
