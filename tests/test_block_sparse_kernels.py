@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from planted import Planted, Quick
 from test_block_sparse import PRODUCTS, assert_activation, assert_rows, assert_same, matrix, run_layer, sparse_of
 
 from moeblaze_ref.backends import OpenStage
@@ -17,7 +18,7 @@ from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import block_sparse, gemm
 from moeblaze_ref.raw_cuda.runtime import simt
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource, inlined
+from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 
 MASK = np.array([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], bool)  # an empty block row, an empty block column
 TALL_MASK = np.vstack([MASK, MASK[:, ::-1], MASK, ~MASK])  # more rows than a band of tiles has, and none is the widest
@@ -508,19 +509,6 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
 }  # fmt: skip
 
 
-class Planted(SimtExecutor):
-    """An executor with one fault in one file."""
-
-    def __init__(self, file, right, wrong):
-        super().__init__(seed=3)
-        self.file, text = file, inlined(file)
-        assert right in text, f"{file} no longer holds {right!r}: update the fault"
-        self.text = text.replace(right, wrong)
-
-    def load(self, file, text=None, **constants):
-        return super().load(file, text=self.text if file == self.file else text, **constants)
-
-
 def rung_of(file):
     """The rung that runs a file; what all share runs under the default."""
     name = file.removeprefix("block_sparse/").removesuffix(".cu")
@@ -529,13 +517,13 @@ def rung_of(file):
 
 def test_the_checks_of_the_faults_pass_without_them():
     for file, check in {(file, check) for file, _, _, check in FAULTS.values()}:
-        check(on(SimtExecutor(seed=3), rung_of(file)))
+        check(on(Quick(seed=3), rung_of(file)))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     """A kernel stops, a door refuses what it left, or the result is wrong."""
     file, right, wrong, check = FAULTS[fault]
-    stage = on(Planted(file, right, wrong), rung_of(file))
+    stage = on(Planted(file, right, wrong, seed=3), rung_of(file))
     with pytest.raises((AssertionError, KernelFault, ValueError)):
         check(stage)

@@ -8,13 +8,13 @@ from headers import evaluate, stated
 from helpers import assert_invariants, assert_same_dispatch, routings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planted import Planted, Quick
 
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.check import differing_elements
 from moeblaze_ref.doors import MAX_EXPERTS
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort, build_part
-from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda.dispatch import RUNGS, THREADS
 from moeblaze_ref.raw_cuda.runtime import ceil_div
@@ -299,27 +299,9 @@ HARD = [
 ]
 
 
-def with_own_headers(text):
-    """A kernel file's text with the project's headers in the place of their names."""
-    include = re.compile(r'#include "(\w+\.cuh)"\n')
-    while name := include.search(text):
-        header = (kernels_dir() / "include" / name[1]).read_text().replace("#pragma once", "")
-        text = text.replace(name[0], header)
-    return text
-
-
-class Planted(SimtExecutor):
-    """An executor whose dispatch file has one fault in it."""
-
-    def __init__(self, rung, fault, seed):
-        super().__init__(seed=seed)
-        right, wrong = FAULTS[rung][fault]
-        text = with_own_headers((kernels_dir() / f"dispatch/{rung}.cu").read_text())
-        assert text.count(right) >= 1, f"the kernels no longer hold {right!r}: update the fault"
-        self.faulty_text = text.replace(right, wrong)
-
-    def load(self, file, **constants):
-        return super().load(file, text=self.faulty_text, **constants)
+def planted(rung, fault, seed):
+    """An executor whose dispatch file has this fault."""
+    return Planted(f"dispatch/{rung}.cu", *FAULTS[rung][fault], seed)
 
 
 def wrong(rung, executor, topk_experts, num_experts):
@@ -339,12 +321,12 @@ def few_scan(monkeypatch):
 
 @every_fault
 def test_a_planted_fault_is_caught(rung, fault, few_scan):
-    assert any(wrong(rung, Planted(rung, fault, seed=1), *hard) for hard in HARD)
+    assert any(wrong(rung, planted(rung, fault, seed=1), *hard) for hard in HARD)
 
 
 @every_rung
 def test_the_same_inputs_without_a_fault_pass(rung, few_scan):
-    assert not any(wrong(rung, SimtExecutor(seed=1), *hard) for hard in HARD)
+    assert not any(wrong(rung, Quick(seed=1), *hard) for hard in HARD)
 
 
 def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
@@ -353,7 +335,7 @@ def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
         KernelFault,
         match=r"kernel route_indices, block \(0, 0, 0\), thread \(39, 0, 0\): .*of expert_token_indices, which has 160 bytes",
     ):
-        executor = Planted("1_dense_map", "writes past its buffer", 0)
+        executor = planted("1_dense_map", "writes past its buffer", 0)
         raw_dispatch.build(topk_experts, 1, executor=executor, rung="1_dense_map")
 
 

@@ -10,6 +10,7 @@ import pytest
 from headers import evaluate, stated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planted import Planted, Quick
 from simulator import counted_launch, rerun, stated_launch
 
 from moeblaze_ref import check
@@ -18,7 +19,6 @@ from moeblaze_ref.cases import relative_error
 from moeblaze_ref.numba_cuda import gating as numba_gating
 from moeblaze_ref.numba_cuda import runtime
 from moeblaze_ref.numpy_ref import gating as reference
-from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import gating as raw_gating
 from moeblaze_ref.raw_cuda.runtime import widest_pack
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
@@ -478,37 +478,21 @@ FAULTS = {
 }
 
 
-class Planted(SimtExecutor):
-    """An executor in which one file of the stage has one fault."""
-
-    def __init__(self, file, fault, seed=1):
-        super().__init__(seed=seed)
-        right, wrong = FAULTS[file][fault]
-        text = (kernels_dir() / f"gating/{file}.cu").read_text()
-        for name in ("common.cuh", "pack.cuh"):
-            header = (kernels_dir() / "include" / name).read_text().replace("#pragma once", "")
-            text = text.replace(f'#include "{name}"', header)
-        assert text.count(right) >= 1, f"the kernels no longer hold {right!r}: update the fault"
-        self.faulty_file, self.faulty_text = f"gating/{file}.cu", text.replace(right, wrong)
-
-    def load(self, file, **constants):
-        return super().load(file, text=self.faulty_text if file == self.faulty_file else None, **constants)
-
-
 # Two tiles of tokens, and more experts than two per lane; then lists that are taken to their ends.
 TRIALS = [((270, 70), 5, False), ((270, 70), 5, True), ((37, 40), 32, False)]
 
 
 @pytest.mark.parametrize(("file", "fault"), [(file, fault) for file, faults in FAULTS.items() for fault in faults])
 def test_a_planted_fault_is_caught(file, fault):
-    stage = on(Planted(file, fault), raw_gating.DEFAULT_RUNG if file == "0_sums" else file)
+    planted = Planted(f"gating/{file}.cu", *FAULTS[file][fault], seed=1)
+    stage = on(planted, raw_gating.DEFAULT_RUNG if file == "0_sums" else file)
     assert any(is_wrong(stage, make_logits(*shape, step=0.5), k, renormalize) for shape, k, renormalize in TRIALS)
 
 
 @every_rung
 def test_the_same_inputs_without_a_fault_pass(rung):
     for shape, k, renormalize in TRIALS:
-        assert_right(on(SimtExecutor(seed=1), rung), make_logits(*shape, step=0.5), k, renormalize)
+        assert_right(on(Quick(seed=1), rung), make_logits(*shape, step=0.5), k, renormalize)
 
 
 NUMBA_FAULTS = {

@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import pytest
+from planted import quick_builds
 
 from moeblaze_ref import check
 from moeblaze_ref.backends import BACKENDS
@@ -201,7 +202,8 @@ def plant(path, number, monkeypatch):
 
     def switched(self, file, text=None, **constants):
         if file == path:
-            return UNCHANGED(self, file, text=text_of(path), FAULT=number, **constants)
+            with quick_builds():
+                return UNCHANGED(self, file, text=text_of(path), FAULT=number, **constants)
         return UNCHANGED(self, file, text=text, **constants)
 
     monkeypatch.setattr(SimtExecutor, "load", switched)

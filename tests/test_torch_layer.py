@@ -448,10 +448,21 @@ def test_a_second_derivative_raises():
 
 
 def test_compiled_models_run_the_layer_as_it_is():
-    layer, x = make_layer(), make_x()
-    model = torch.compile(lambda x: 2 * layer(3 * x).out, backend="eager")
+    layer, x, graphs = make_layer(), make_x(), []
+
+    def backend(graph, inputs):
+        graphs.append([node.name for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    model = torch.compile(lambda x: 2 * layer(3 * x).out, backend=backend)
     assert torch.equal(model(x), 2 * layer(3 * x).out)
     assert layer.executor == "simt"
+    assert graphs == [["mul"], ["mul"]]
+
+
+def test_who_compiles_nothing_waits_for_no_compiler():
+    source = "import sys, moeblaze_ref.torch_layer; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source]).returncode == 0
 
 
 def test_not_a_number_travels_as_in_torch():
