@@ -46,6 +46,13 @@ class Stages(NamedTuple):
     expert_down: Any
     combine: Any
 
+    def output(self, tensors: dict[str, Array], w3: Array, dispatch: Dispatch, gates: Array, kept: tuple[str, ...]):
+        """The layer's output (L, d) from y_swi; y joins the ``tensors``, and y_swi leaves them unless it is kept."""
+        tensors["y"] = self.expert_down.forward(tensors["y_swi"], w3, dispatch)  # (R, d)
+        if "y_swi" not in kept:
+            del tensors["y_swi"]
+        return self.combine.forward(tensors["y"], gates, dispatch)
+
 
 @dataclass(frozen=True, eq=False)
 class Saved:
@@ -286,10 +293,7 @@ def run_experts(
     del projections
     if "act_a" in kept and is_gated(activation):  # ungated, y_swi is act(a)
         tensors["act_a"] = stages.activation.act(tensors["a"], activation)
-    tensors["y"] = stages.expert_down.forward(tensors["y_swi"], weights.w3, dispatch)  # (R, d)
-    if "y_swi" not in kept:
-        del tensors["y_swi"]
-    out = stages.combine.forward(tensors["y"], gates, dispatch)  # (L, d)
+    out = stages.output(tensors, weights.w3, dispatch, gates, kept)
     return out, {name: tensors[name] for name in kept if tensors.get(name) is not None}
 
 

@@ -154,6 +154,13 @@ def check_expert_down_forward(y_swi, w3, dispatch, dtypes):
 
 
 @doors.unless_trusted
+def check_expert_down_output(y_swi, w3, gates, dispatch, dtypes, gate_dtypes):
+    """As `check_expert_down_forward`, and gates (L, k) belong to it."""
+    check_expert_down_forward(y_swi, w3, dispatch, dtypes)
+    doors.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes)
+
+
+@doors.unless_trusted
 def check_expert_down_hidden_gradients(
     d_out, gates, a, b, y_swi, w3, dispatch, activation, overwrite, dtypes, gate_dtypes=None
 ):

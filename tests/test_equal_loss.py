@@ -49,11 +49,17 @@ def compare(kind, moe="moeblaze", **options):
 
 @pytest.mark.parametrize("kind", ["replayed", "free"])
 def test_our_layers_train_as_the_oracles(kind):
-    seen = []
-    found = compare(kind, on_step=lambda step, loss: seen.append((step, loss)))
+    seen, layers = [], []
+
+    def ours(*sizes):
+        layers.append(system("moeblaze")(*sizes))
+        return layers[-1]
+
+    found = compare(kind, ours, on_step=lambda step, loss: seen.append((step, loss)))
     assert found["passed"]
     assert seen == list(enumerate(found["loss"]["oracle"], start=1)) and len(seen) == STEPS
-    assert found["loss"]["moeblaze"] != found["loss"]["oracle"]  # other kernels, other roundings
+    # Losses need not differ: where torch multiplies in the order of our kernels, both round alike.
+    assert [layer.executor for layer in layers] == ["simt"] * CONFIG.layers
     assert found["loss"]["oracle"][-1] < found["loss"]["oracle"][0]
     if kind == "replayed":
         reference = found["loss"]["oracle"]

@@ -14,11 +14,11 @@ from planted import Planted, Quick
 from moeblaze_ref import comparisons
 from moeblaze_ref.backends import OpenStage
 from moeblaze_ref.cases import make_case, relative_error
-from moeblaze_ref.config import ACTIVATIONS, is_gated
+from moeblaze_ref.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm, tiles
+from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm, layer, tiles
 from moeblaze_ref.raw_cuda.runtime import simt
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
@@ -261,6 +261,72 @@ def test_d_x_in_parts_of_its_columns_is_the_same_from_half_the_rows(dtype, activ
         assert_as_stated(launch, headers[launch.kernel], symbols)
         rows = launch.buffers["rows"]
         assert rows.read_bytes + rows.written_bytes == 2 * case.L * case.k * width
+
+
+def output_in_parts(executor, dtype):
+    """The output of a case in one part, and in two."""
+    case = IN_PARTS.astype(dtype)
+    dispatch, (*_, y_swi, gates), w3 = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case), case.weights.w3
+    options = {"executor": executor, "rung": "4_hopper"}
+    y = expert_down.forward(y_swi, w3, dispatch, **options)
+    whole = combine.forward(y, gates, dispatch, executor=executor)
+    return whole, expert_down.output_in_parts(y_swi, w3, gates, dispatch, **options)
+
+
+@pytest.mark.parametrize("dtype", gemm.NARROW)
+def test_the_output_in_parts_of_its_columns_is_the_same_from_half_the_rows(dtype, monkeypatch):
+    executor = SimtExecutor(seed=1)
+    assert output_in_parts(executor, dtype)[1] is None  # too few rows
+    monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
+    with executor.recording() as launches:
+        whole, parts = output_in_parts(executor, dtype)
+    np.testing.assert_array_equal(parts, whole)
+    headers = stated("expert_down/4_hopper.cu") | stated("combine/2_vector.cu")
+    launches = launches[2:]
+    assert [launch.kernel for launch in launches] == ["expert_down", "combine"] * 2
+    for launch, width in zip(launches, (256, 256, 48, 48), strict=True):
+        symbols = header_symbols("4_hopper", IN_PARTS.astype(dtype)) | {"d": width, "D": 1}
+        assert_as_stated(launch, headers[launch.kernel], symbols)
+        y = launch.buffers["y"]
+        assert y.read_bytes + y.written_bytes == 2 * IN_PARTS.L * IN_PARTS.k * width
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_layer_in_parts_of_its_columns_is_the_same(policy, monkeypatch):
+    case = IN_PARTS.astype("bfloat16")
+
+    def outcome():
+        executor = Quick()
+        with executor.recording() as launches:
+            out, *_, saved = layer.forward(
+                case.x, case.weights, case.k, policy=policy, executor=executor, rung="4_hopper"
+            )
+        return out, saved.tensors(), [launch.kernel for launch in launches].count("combine")
+
+    out, kept, sums = outcome()
+    monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
+    found, kept_in_parts, sums_in_parts = outcome()
+    np.testing.assert_array_equal(found, out)
+    assert_same_bits({"kept": kept_in_parts}, {"kept": kept})
+    assert (sums, sums_in_parts) == (1, 1 if policy == "conventional" else 2)  # that one keeps y
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"gates": np.ones((70, 3), np.float32)}, ValueError, "gates"),
+        ({"w3": np.ones((3, 8, 304), np.float16)}, ValueError, "w3"),
+        ({"w3": np.ones((3, 16, 304), np.float32)}, TypeError, "w3"),
+        ({"y_swi": np.ones((140, 17), np.float16), "w3": np.ones((3, 17, 304), np.float16)}, ValueError, "h is 17"),
+    ],
+)
+def test_an_output_in_parts_of_wrong_operands_raises(change, error, message, monkeypatch):
+    monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
+    case = IN_PARTS.astype("float16")
+    *_, y_swi, gates = comparisons.hidden(case)
+    operands = {"y_swi": y_swi, "w3": case.weights.w3, "gates": gates, "rung": "4_hopper"} | change
+    with pytest.raises(error, match=message):
+        expert_down.output_in_parts(**operands, dispatch=build_by_sort(case.topk_experts, case.E))
 
 
 @pytest.mark.parametrize(
@@ -1211,6 +1277,11 @@ PART_FAULTS = {
     "sum rows: a row of d_x is as long as the rows": ("token * pitch", "token * d"),
 }
 FAULTS |= {fault: ("expert_up", "0_sum_rows", *change) for fault, change in PART_FAULTS.items()}
+OUTPUT_PART_FAULTS = {
+    "combine: the first columns twice": ("pitch + first", "pitch"),
+    "combine: a row of out is as long as the rows": ("token * pitch", "token * d"),
+}
+FAULTS |= {fault: ("combine", "2_vector", *change) for fault, change in OUTPUT_PART_FAULTS.items()}
 # Where the ring has one stage alone: it is free as soon as it is read, not a step later.
 ONE_STAGE_FAULTS = {
     "hopper: only stage free a step late": ("BEHIND = Shared::STAGES > 1;", "BEHIND = 1;"),
@@ -1248,12 +1319,19 @@ def test_a_planted_fault_of_parts_is_caught(fault, monkeypatch):
     assert_caught(fault, "expert_up", "4_hopper", IN_PARTS, "bfloat16")
 
 
+@pytest.mark.parametrize("fault", OUTPUT_PART_FAULTS)
+def test_a_planted_fault_of_the_outputs_parts_is_caught(fault, monkeypatch):
+    monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
+    whole, parts = output_in_parts(planted(fault), "bfloat16")
+    assert not np.array_equal(whole, parts)
+
+
 @pytest.mark.parametrize("fault", ONE_STAGE_FAULTS)
 def test_a_planted_fault_of_one_stage_is_caught(fault):
     assert_caught(fault, "expert_up", "4_hopper", SEVERAL_TILES, "float16", RING_STAGES=1)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in PART_FAULTS | ONE_STAGE_FAULTS])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in PART_FAULTS | OUTPUT_PART_FAULTS | ONE_STAGE_FAULTS])
 def test_a_planted_fault_is_caught(fault):
     stage, rung = FAULTS[fault][:2]
     case = {"2_vector": SEVERAL_TURNS, "0_sum_rows": SEVERAL_TURNS, "4_hopper": SEVERAL_TILES}.get(rung, RAGGED)

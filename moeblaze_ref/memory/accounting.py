@@ -291,7 +291,7 @@ def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Acc
     policy : str
         One of ``config.POLICIES``.
     rung : str
-        Of the expert stages, a tiled one: it decides how many columns of the rows of d_x exist at one time.
+        Of the expert stages, a tiled one: it decides how many columns of y and of the rows of d_x exist at one time.
 
     Returns
     -------
@@ -306,10 +306,19 @@ def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Acc
     """
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
     C = Size("C", gemm.gate_terms(rung, config.h))  # tiles of columns, each leaves a share of the gates' gradients
-    W = Size("W", gemm.parts_of_rows(rung, config.R, config.d, config.h)[0][1])  # columns of the rows of d_x
-    forward = (replace(tensor, until=_DIES_AT.get(tensor.name)) if tensor.kept else tensor for tensor in one.tensors)
+    W = Size("W", gemm.parts_of_rows(rung, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
+    tensors = one.tensors if W.value == config.d else _y_in_parts(one.tensors, case.R, W)
+    forward = (replace(tensor, until=_DIES_AT.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
     symbols = one.symbols | {size.text: size.value for size in (C, W)}
     return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
+
+
+def _y_in_parts(tensors, R, W):
+    """The forward's tensors where y exists in W columns at one time, if nobody keeps it; y_swi then outlives it."""
+    if any(tensor.name == "y" and tensor.kept for tensor in tensors):
+        return tensors
+    changes = {"y": {"dims": (R, W)}, "y_swi": {"until": "out"}}
+    return [tensor if tensor.kept else replace(tensor, **changes.get(tensor.name, {})) for tensor in tensors]
 
 
 def megablocks_step_account(config: MoEConfig, assumptions: Assumptions = Assumptions()) -> Account:

@@ -242,14 +242,7 @@ def padded_scatter(
     d, dtype = y.shape[1], gemm.check_rung("block_sparse", rung, RUNGS, y)
     executor = executor or executor_for(y)
     out = executor.empty((bins.L, d), dtype)
-    if bins.L * d:
-        constants, launch = gemm.row_sums(y, dtype, bins.L, d)
-        launch |= {"token_index_map": bins.rows, "L": bins.L, "d": d, "k": bins.k}
-        if gates is None:
-            module = executor.load("expert_up/0_sum_rows.cu", **constants)
-            module.launch("sum_rows", **launch, rows=y, d_x=out, pitch=d, first=0)
-        else:
-            executor.load("combine/2_vector.cu", **constants).launch("combine", **launch, y=y, gates=gates, out=out)
+    gemm.sum_rows(executor, y, bins.rows, bins.k, out, gates)
     return out
 
 

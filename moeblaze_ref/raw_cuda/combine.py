@@ -43,14 +43,13 @@ def forward(
     executor, dtype = _checked(y, gates, dispatch, executor, rung)
     L, d, k = dispatch.L, y.shape[1], dispatch.k
     out = executor.empty((L, d), dtype)
-    if L * d:
-        constants, launch = gemm.constants(dtype), gemm.per_element(L * d)
-        if rung == "2_vector":
-            gemm.check_slots(dispatch)
-            constants, launch = gemm.row_sums(y, dtype, L, d)
-        module = executor.load(f"combine/{rung}.cu", **constants)
+    if rung == "2_vector":
+        gemm.check_slots(dispatch)
+        gemm.sum_rows(executor, y, dispatch.token_index_map, k, out, gates)
+    elif L * d:
         slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
-        module.launch("combine", **launch, y=y, **slots, out=out, L=L, d=d, k=k)
+        module = executor.load(f"combine/{rung}.cu", **gemm.constants(dtype))
+        module.launch("combine", **gemm.per_element(L * d), y=y, **slots, out=out, L=L, d=d, k=k)
     return out
 
 

@@ -1,6 +1,6 @@
 """The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
 
-from moeblaze_ref import stage_doors
+from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.raw_cuda import gemm, tiles
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array, Dispatch
@@ -41,24 +41,77 @@ def forward(
     """
     stage_doors.check_expert_down_forward(y_swi, w3, dispatch, gemm.WIDE)
     _, h, d = w3.shape
-    dtype = gemm.check_rung("expert_down", rung, RUNGS, y_swi, d=d, h=h)
+    gemm.check_rung("expert_down", rung, RUNGS, y_swi, d=d, h=h)
     executor = executor or executor_for(y_swi)
-    y = executor.empty((dispatch.R, d), dtype)
+    return _rows(executor, rung, y_swi, w3, dispatch, d)
+
+
+def _rows(executor, rung, y_swi, w3, dispatch, d):
+    """Rows of y in as many columns as ``w3`` has: all d of them, or a part."""
+    _, h, width = w3.shape
+    dtype = doors.dtype_of(y_swi)
+    y = executor.empty((dispatch.R, width), dtype)
     if dispatch.R:
         tile = tiles.choose(executor, rung, "expert_down", dispatch.R, dispatch.E, d, h)
         # The kernel does not depend on the activation.
         module = executor.load(gemm.file_of("expert_down", rung), **gemm.constants(dtype, "swiglu", tile))
         module.launch(
             "expert_down",
-            **gemm.rows_launch(executor, rung, dispatch, d, tile),
+            **gemm.rows_launch(executor, rung, dispatch, width, tile),
             y_swi=gemm.operand(executor, rung, y_swi, gemm.ROWS_BOX),
             w3=gemm.operand(executor, rung, w3, gemm.WEIGHTS_BOX),
             expert_token_offsets=dispatch.expert_token_offsets,
             y=y,
-            d=d,
+            d=width,
             h=h,
         )
     return y
+
+
+def output_in_parts(
+    y_swi: Array,
+    w3: Array,
+    gates: Array,
+    dispatch: Dispatch,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
+) -> Array | None:
+    """`forward` and `combine.forward` in one, some columns after the others, so that y never exists whole.
+
+    Parameters
+    ----------
+    y_swi, w3, dispatch, executor, rung
+        As in `forward`.
+    gates : array (L, k), float32
+
+    Returns
+    -------
+    out : array (L, d) or None
+        None where `gemm.parts_of_rows` does not divide y: then nothing is computed, and nothing checked.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_expert_down_output`, or if the rung does not compute in this dtype.
+
+    Notes
+    -----
+    MoEBlaze, sections 3.1 and 5.
+    """
+    _, h, d = w3.shape
+    parts = gemm.parts_of_rows(rung, dispatch.R, d, h)
+    if len(parts) == 1:
+        return None
+    stage_doors.check_expert_down_output(y_swi, w3, gates, dispatch, gemm.WIDE, GATE_DTYPES)
+    dtype = gemm.check_rung("expert_down", rung, RUNGS, y_swi, d=d, h=h)
+    gemm.check_slots(dispatch)
+    executor = executor or executor_for(y_swi)
+    out = executor.empty((dispatch.L, d), dtype)
+    for first, width in parts:
+        y = _rows(executor, rung, y_swi, w3[:, :, first : first + width], dispatch, d)
+        gemm.sum_rows(executor, y, dispatch.token_index_map, dispatch.k, out, gates, first)
+        del y  # before the next part is born
+    return out
 
 
 def hidden_gradients(

@@ -1,7 +1,6 @@
 """The up-projection in raw CUDA: launches kernels_cuda/expert_up/."""
 
 from collections.abc import Collection
-from math import gcd
 
 from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.raw_cuda import gemm, tiles
@@ -180,19 +179,7 @@ def _sum_stored_rows(executor, module, rung, tile, operands, dispatch, d_x, firs
         d=width,
         h=w1.shape[2],
     )
-    constants, warps = gemm.row_sums(rows, dtype, dispatch.L, gcd(first, width, pitch))
-    executor.load("expert_up/0_sum_rows.cu", **constants).launch(
-        "sum_rows",
-        **warps,
-        rows=rows,
-        token_index_map=dispatch.token_index_map,
-        d_x=d_x,
-        L=dispatch.L,
-        d=width,
-        k=dispatch.k,
-        pitch=pitch,
-        first=first,
-    )
+    gemm.sum_rows(executor, rows, dispatch.token_index_map, dispatch.k, d_x, first=first)
 
 
 def weight_gradient(

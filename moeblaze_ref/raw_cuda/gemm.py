@@ -1,6 +1,7 @@
 """What the expert stages' launches share: C types, constants, and what may be absent."""
 
 import functools
+from math import gcd
 from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
@@ -50,16 +51,41 @@ def constants(dtype: str, activation: str | None = None, tile: Tile | None = Non
     return chosen if tile is None else chosen | tile.constants(2 if dtype in NARROW else 4)
 
 
-def row_sums(rows: Array, dtype: str, num_tokens: int, width: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Constants and launch of a kernel that sums ``rows``, see gather_sum.cuh: a warp a token.
+def sum_rows(
+    executor: Executor,
+    rows: Array,
+    row_of_slot: Array,
+    k: int,
+    out: Array,
+    gates: Array | None = None,
+    first: int = 0,
+):
+    """Each token's sum of its k ``rows`` (R, width), times its gates if there are any, see gather_sum.cuh.
 
-    A pack of neighbouring columns divides ``width``: that of the rows, and of whatever they are a part.
+    It fills as many columns of ``out`` (L, d), from ``first`` on; the others stay as they are.
     """
-    return constants(dtype) | {"PACK": widest_pack(rows, width)}, per_element(WARP * num_tokens)
+    (L, pitch), width = out.shape, rows.shape[1]
+    if L * width == 0:
+        return
+    file, kernel, operands = "expert_up/0_sum_rows.cu", "sum_rows", {"rows": rows, "d_x": out}
+    if gates is not None:
+        file, kernel, operands = "combine/2_vector.cu", "combine", {"y": rows, "gates": gates, "out": out}
+    pack = widest_pack(rows, gcd(first, width, pitch))
+    executor.load(file, **constants(doors.dtype_of(rows)), PACK=pack).launch(
+        kernel,
+        **per_element(WARP * L),  # a warp a token
+        **operands,
+        token_index_map=row_of_slot,
+        L=L,
+        d=width,
+        k=k,
+        pitch=pitch,
+        first=first,
+    )
 
 
 def parts_of_rows(rung: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
-    """Which columns of the rows (R, d) that sum to d_x exist at one time: the first, and how many.
+    """Which columns of the rows (R, d) that sum to the output or to d_x exist at one time: the first, and how many.
 
     All of them; but two halves, one after the other, where the rows are wider than the hidden tensors that live beside
     them and are many: whole, they would be the largest buffer of a step, and cost it its peak. Rung 4_hopper alone

@@ -118,9 +118,17 @@ def stages_for(x: Array, weights: MoEWeights, executor: Executor | None, rung: s
     return _bound_stages(executor, rung or default_rung(doors.dtype_of(x), *weights.w1.shape[1:], executor))
 
 
+class _Stages(layer.Stages):
+    """Stages of which the last may have y in parts, where the whole would cost a step its peak."""
+
+    def output(self, tensors, w3, dispatch, gates, kept):
+        in_parts = None if "y" in kept else self.expert_down.output_in_parts(tensors["y_swi"], w3, gates, dispatch)
+        return super().output(tensors, w3, dispatch, gates, kept) if in_parts is None else in_parts
+
+
 @functools.cache
 def _bound_stages(executor, rung) -> layer.Stages:
-    return layer.Stages(
+    return _Stages(
         router=_Bound(router, executor=executor),
         gating=_Bound(gating, executor=executor),
         dispatch=_Bound(dispatch, executor=executor),

@@ -89,7 +89,7 @@ def test_the_allocators_peak_is_the_accountings_within_two_percent(policy):
 
 
 STEPS = [(CONFIG.replace(activation=activation), policy) for activation in ("swiglu", "gelu") for policy in POLICIES]
-PARTS = MoEConfig(L=16_384, d=1_024, h=256, E=16, k=4)  # the rows of d_x exist in two parts
+PARTS = MoEConfig(L=16_384, d=1_024, h=256, E=16, k=4)  # y and the rows of d_x exist in two parts
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -108,7 +108,7 @@ def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(con
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_d_x_in_parts_of_its_columns_is_the_same(activation, monkeypatch):
+def test_a_step_in_parts_of_its_columns_is_the_same(activation, monkeypatch):
     layer, x = make_layer(PARTS, activation=activation), make_x(PARTS)
     parts = step(layer, x)
     monkeypatch.setattr(gemm, "MANY_ELEMENTS", PARTS.R * PARTS.d + 1)
