@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moeblaze_ref import traces
-from moeblaze_ref.placement import annealing, clusters, exact, ilp, joint, maps, peers, seats, simulate, trace
+from moeblaze_ref.placement import annealing, clusters, exact, ilp, joint, maps, methods, peers, seats, simulate, trace
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed
 from moeblaze_ref.placement.solver import SOLVERS
@@ -471,6 +471,24 @@ def test_joint_gives_a_faster_peers_placement(counted, monkeypatch):
     rivals = joint.rivals(counted, 4, steps=100_000)
     best = min(simulate.step(counted, rival.shares(), slow).ms for rival in rivals.values())
     assert simulate.step(counted, found.shares(), slow).ms == best
+
+
+def test_joint_gives_a_faster_placement_that_it_is_shown(counted, monkeypatch):
+    slow = cluster(4, np.full((4, 4), 1e6))
+    shown = joint.search(counted, slow, limit=4.0, steps=1_000_000)
+    monkeypatch.setattr(joint, "search", lambda profile, on, *rest: peers.round_robin(profile, 4))
+    found = joint.joint(counted, slow, steps=2_000, others=[peers.contiguous(counted, 4), shown])
+    np.testing.assert_array_equal(found.assignment, shown.assignment)
+    with pytest.raises(ValueError, match="the map is for 1 layers of 8 experts, but the model has"):
+        joint.joint(counted, slow, steps=2_000, others=[maps.Placement(np.arange(8, dtype=np.int32)[None] % 4, 4)])
+
+
+def test_joint_is_as_fast_as_every_method_that_places_each_expert_once(alike):
+    on, options = cluster(4), methods.Options(steps=100_000, time_limit=5.0, solver="highs")
+    fitted = {name: fit(alike, on, options) for name, fit in methods.METHODS.items()}
+    times = {name: simulate.step(alike, one.shares, on).ms for name, one in fitted.items() if one.placement is not None}
+    assert times.keys() == methods.METHODS.keys() - {"eplb-replicas"}
+    assert times["joint"] == min(times.values())
 
 
 def test_a_limit_below_the_mean_is_refused(counted):

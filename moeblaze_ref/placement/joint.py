@@ -9,6 +9,8 @@ A heuristic: no integer program, and nothing is proven. Load and crossings in on
 for every pair of experts in neighbouring layers and of GPUs, (E / G)**2 times as many as in ILP 2.
 """
 
+from collections.abc import Collection
+
 from moeblaze_ref import doors
 from moeblaze_ref.placement import annealing, peers
 from moeblaze_ref.placement.bounds import Bounds
@@ -29,15 +31,29 @@ def joint(
     bounds: Bounds | None = None,
     steps: int = annealing.STEPS,
     seed: int = 0,
+    others: Collection[Placement] = (),
 ) -> Placement:
-    """A placement under a limit on the load, of few crossings, and by the model never slower than those of `rivals`.
+    """A placement under a limit on the load, of few crossings, and by the model never slower than any of its peers'.
 
-    What `search` finds, for the same arguments and with the same errors, unless one of `rivals` is faster by the model:
-    that one may exceed the limit. It is so on the profile alone, not on other tokens, and of these peers alone: nothing is
-    compared with MoETuner's map, which would take its solver's time, nor with replicas of experts.
+    What `search` finds, for the same arguments and with the same errors, unless one of `rivals` or of ``others`` is faster
+    by the model: that one may exceed the limit. It is so on the profile alone, not on other tokens.
+
+    Parameters
+    ----------
+    profile, on, limit, bounds, steps, seed
+        As in `search`.
+    others : collection of Placement
+        Such as MoETuner's, which takes a solver's time.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `search`, or if one of ``others`` is of another model or other sizes.
     """
+    for other in others:
+        other.check_fits(profile.layers, profile.E, profile.model)
     found = search(profile, on, limit, bounds, steps, seed)
-    return fastest(profile, on, [found, *rivals(profile, on.num_gpus, bounds, steps).values()])
+    return fastest(profile, on, [found, *rivals(profile, on.num_gpus, bounds, steps).values(), *others])
 
 
 def search(
