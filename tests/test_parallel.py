@@ -285,7 +285,30 @@ def test_ranks_with_unlike_maps_are_refused():
     for map, layer, experts in run(refusals_of_unlike_maps, 3):
         assert map.startswith("the placement of rank 2 is not that of rank 0, but all ranks need the same map")
         assert layer.startswith("the placement of rank 1 is not")
-        assert experts.startswith("the placement of rank 2 is not")
+        assert experts == "E is 8 on rank 0 and 7 on rank 2, but all ranks need the same layer"
+
+
+UNLIKE = {  # what rank 1 says otherwise: (what, what all say)
+    "d": (16, "d is 8 on rank 0 and 16 on rank 1"),
+    "h": (16, "h is 8 on rank 0 and 16 on rank 1"),
+    "k": (3, "k is 2 on rank 0 and 3 on rank 1"),
+    "activation": ("gelu", "activation is swiglu on rank 0 and gelu on rank 1"),
+    "renormalize": (True, "renormalize is False on rank 0 and True on rank 1"),
+    "dtype": (torch.bfloat16, "dtype is torch.float32 on rank 0 and torch.bfloat16 on rank 1"),
+}
+
+
+def refusals_of_unlike_layers():
+    sizes = {"d": 8, "h": 8, "E": 4, "k": 2, "placement": Placement(np.arange(4, dtype=np.int32)[None] % 2, 2)}
+    return [
+        str(pytest.raises(ValueError, ExpertParallelMoE, **(sizes | ({name: value} if dist.get_rank() else {}))).value)
+        for name, (value, _) in UNLIKE.items()
+    ]
+
+
+def test_ranks_with_unlike_layers_are_refused():
+    for said in run(refusals_of_unlike_layers, 2):
+        assert said == [f"{differs}, but all ranks need the same layer" for _, differs in UNLIKE.values()]
 
 
 # What rank 0 makes for all

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref import doors, layer
-from moeblaze_ref.config import POLICIES
+from moeblaze_ref.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.ranks import Ranks
@@ -28,6 +28,7 @@ from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import EMPTY
 from moeblaze_ref.torch_bridge import bridge_to
 from moeblaze_ref.torch_layer import (
+    DTYPES,
     KernelMoE,
     MoEOutput,
     give_up,
@@ -68,7 +69,7 @@ class ExpertParallelMoE(KernelMoE):
     ------
     ValueError, TypeError
         As `MoELayer`, or if the placement is for another number of experts or ranks, or has no such layer, or another
-        rank has another placement.
+        rank has another placement, size, activation, dtype or kind of gates.
     RuntimeError
         If ``torch.distributed`` is not initialised.
 
@@ -113,7 +114,8 @@ class ExpertParallelMoE(KernelMoE):
         owners = torch.from_numpy(placement.assignment[layer].copy())
         self.register_buffer("owners", owners.to(device), persistent=False)  # (E,) int32: each expert's rank
         self.register_buffer("here", here.to(device), persistent=False)  # (E,) int32: its place on this rank, or EMPTY
-        _check_alike(ranks, _digest(placement, layer), self.wg.device)
+        mine = {"d": d, "h": h, "E": E, "k": k, "activation": activation, "renormalize": renormalize}
+        _check_alike(ranks, mine | {"dtype": self.wg.dtype}, _digest(placement, layer), self.wg.device)
         with torch.no_grad():
             ranks.spread(self.wg)
 
@@ -135,22 +137,32 @@ class ExpertParallelMoE(KernelMoE):
         return f"{super().extra_repr()}, policy={self.policy}, experts={self.experts} of rank {self.ranks.rank}"
 
 
+_CHOICES = {"activation": ACTIVATIONS, "renormalize": (False, True), "dtype": DTYPES}  # of which a rank tells its place
+
+
+def _check_alike(ranks, mine, digest, device):
+    """All ranks have the same layer and map: otherwise they would send rows where nobody expects them."""
+    told = [_CHOICES[name].index(value) if name in _CHOICES else value for name, value in mine.items()]
+    first, *others = ranks.every(torch.tensor([*told, digest], device=device)).tolist()
+    for rank, other in enumerate(others, start=1):
+        for name, here, there in zip(mine, first, other, strict=False):
+            if here != there:
+                here, there = [_CHOICES[name][value] if name in _CHOICES else value for value in (here, there)]
+                raise ValueError(
+                    f"{name} is {here} on rank 0 and {there} on rank {rank}, but all ranks need the same layer"
+                )
+        if other[-1] != first[-1]:
+            raise ValueError(
+                f"the placement of rank {rank} is not that of rank 0, but all ranks need the same map and layer: make "
+                f"it on one rank, and send it to the others"
+            )
+
+
 def _digest(placement, layer):
     """Of the map and the layer, 7 bytes."""
     found = hashlib.blake2b(repr((placement.assignment.shape, layer)).encode(), digest_size=7)
     found.update(placement.assignment.tobytes())
     return int.from_bytes(found.digest())
-
-
-def _check_alike(ranks, digest, device):
-    """All ranks have the same digest: otherwise they would send rows where nobody expects them."""
-    first, *others = ranks.every(torch.tensor(digest, device=device)).tolist()
-    for rank, other in enumerate(others, start=1):
-        if other != first:
-            raise ValueError(
-                f"the placement of rank {rank} is not that of rank 0, but all ranks need the same map and layer: make "
-                f"it on one rank, and send it to the others"
-            )
 
 
 class _Options(NamedTuple):
