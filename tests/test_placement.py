@@ -483,6 +483,19 @@ def test_joint_gives_a_faster_placement_that_it_is_shown(counted, monkeypatch):
         joint.joint(counted, slow, steps=2_000, others=[maps.Placement(np.arange(8, dtype=np.int32)[None] % 4, 4)])
 
 
+def test_joint_lets_the_slowest_pair_count_for_more_where_a_peer_is_faster(counted, monkeypatch):
+    on, tails = cluster(4, np.full((4, 4), 1e6)), []
+    fast = joint.search(counted, on, limit=4.0, steps=1_000_000)
+
+    def search(profile, on, limit, bounds, steps, seed, tail):
+        tails.append(tail)
+        return peers.round_robin(profile, 4) if tail < joint.TAILS[1] else fast
+
+    monkeypatch.setattr(joint, "search", search)
+    assert joint.joint(counted, on, steps=2_000) is fast
+    assert tails == list(joint.TAILS[:2])
+
+
 def test_joint_is_as_fast_as_every_method_that_places_each_expert_once(alike):
     on, options = cluster(4), methods.Options(steps=100_000, time_limit=5.0, solver="highs")
     fitted = {name: fit(alike, on, options) for name, fit in methods.METHODS.items()}
