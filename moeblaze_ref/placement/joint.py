@@ -21,7 +21,7 @@ from moeblaze_ref.placement.trace import Profile
 # Chosen on random halves of other seeds, 100 and up, than those that are published.
 # The slowest pair's part of what a transition costs, see annealing.anneal: the less, the fewer crossings there are, and the
 # more, the faster is the step. Tried in turn until no peer is the faster one.
-TAILS = (0.15, 0.3, 0.6)
+TAILS = (0.1, 0.15, 0.2, 0.3, 0.6)
 LIMIT = 1.02  # of a layer's fullest GPU over the mean
 LIMITS = (1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.09, 1.13, 1.2)  # of the curve
 
