@@ -13,7 +13,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.trace import Profile
 
-STEPS = 40_000_000
+STEPS = 30_000_000
 HOT, COLD = 0.2, 0.005  # temperatures at both ends, in tokens of the profile
 RELABEL = 100  # swaps between two relabellings
 FINE = 0.8  # of the steps: after them the best placement so far is kept
