@@ -1,5 +1,5 @@
 # Thin targets over the `moeblaze` command of .venv. `make demo` and `make test` need Python 3.11 or newer, g++ and
-# make, `make test` Chromium too; everything else comes from requirements.lock.
+# make, `make test` Chromium and Clang too; everything else comes from requirements.lock.
 #
 #   make setup PYTHON=python3.12        builds .venv with another Python, once .venv is removed
 #   make setup TORCH_INDEX_URL=URL      takes torch's build for the CPU, or for another CUDA, from that package index
@@ -14,7 +14,7 @@ LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
 TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
-.PHONY: setup setup-gpu demo test check sanitize bench docs docs-serve notebooks lab lock compiler browser
+.PHONY: setup setup-gpu demo test check sanitize bench docs docs-serve notebooks lab lock compiler clang browser
 
 setup: $(STAMP)
 
@@ -47,6 +47,11 @@ compiler:
 	    echo 'error: the CUDA kernels run on the CPU through a C++ compiler, and $(firstword $(CXX)) is missing.' \
 	         'On Debian and Ubuntu: sudo apt install g++' >&2; exit 1; }
 
+clang:
+	@command -v clang++ >/dev/null || { \
+	    echo 'error: the tests build kernels with clang++ too, and it is missing.' \
+	         'On Debian and Ubuntu: sudo apt install clang' >&2; exit 1; }
+
 # What tests/browser.py looks for.
 BROWSERS := chromium chromium-browser google-chrome
 browser:
@@ -58,7 +63,7 @@ demo: compiler $(STAMP)
 	$(BIN)/moeblaze demo
 
 # A process a core and one more, of about a GiB each. What needs a GPU has it, and the clock, to itself.
-test: compiler browser $(STAMP)
+test: compiler clang browser $(STAMP)
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -72,7 +77,7 @@ sanitize: $(STAMP)
 # On a GPU, with Nsight Compute: every table of docs/performance.md, the layer twice, so that the spread shows.
 BENCH := $(BIN)/moeblaze bench
 SYSTEMS := moeblaze,megablocks,capacity,torch_grouped
-POLICIES := --policy minimal --policy inputs --policy paper --policy conventional
+POLICIES := --policy minimal --policy inputs
 bench: $(STAMP)
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
@@ -104,7 +109,7 @@ notebooks: compiler $(STAMP)
 	$(BIN)/python -m moeblaze_ref.notebook.outputs
 
 lab: $(STAMP)
-	$(BIN)/jupyter-lab notebooks
+	$(BIN)/jupyter-lab --LabApp.default_url=/lab/tree/notebooks
 
 COMPILE := build/uv/bin/uv pip compile --quiet --python-version 3.11 $(UPGRADE)
 

@@ -194,10 +194,12 @@ def standard_cases() -> list[Case]:
     ]
 
 
-def telling_cases() -> list[Case]:
+def telling_cases(dtype: str = "float32") -> list[Case]:
     """Small, with what the small standard ones lack: more tokens and wider rows than a block of two warps has threads,
-    more experts than a warp has lanes, and logits that are equal, since they are sums of whole numbers.
+    more experts than a warp has lanes, and logits that are equal, since they are sums of whole numbers; in float32 odd
+    widths, too, while the narrow types are those of tensor cores, which need multiples of 8.
     """
+    odd = [make_case(13, 13, 11, 4, 2, name="odd widths")] if dtype == "float32" else []
     tied = make_case(13, 8, 16, 6, 3, name="equal logits")
     whole = tied.weights._replace(wg=np.round(3 * tied.weights.wg))
     return [
@@ -205,6 +207,7 @@ def telling_cases() -> list[Case]:
         make_case(5, 72, 80, 2, 1, name="wider than two warps"),
         make_case(9, 8, 8, 33, 2, name="more experts than lanes of a warp"),
         replace(tied, x=np.round(tied.x), weights=whole),
+        *odd,
     ]
 
 

@@ -490,6 +490,42 @@ def test_a_numba_kernel_of_a_reader():
         judge(right_kernel, "combine", cases=[TINY], budgets=["sectors <= 1"])
 
 
+MARK = "    if (index >= (long long)L * d) return;\n"  # in combine, of which the following are faults
+
+
+def combine_with(tmp_path, old, new, encoding="utf-8"):
+    """The file of a changed combine."""
+    path = tmp_path / "combine.cu"
+    text = inlined("combine/1_gather.cu")
+    start = text.index("    combine(const Scalar* y")  # the first of its kernels
+    assert old in text[start:]
+    path.write_text(text[:start] + text[start:].replace(old, new, 1), encoding)
+    return f"{path}:combine"
+
+
+def test_a_cuda_kernel_that_writes_over_its_input_is_told(tmp_path):
+    kernel = combine_with(tmp_path, MARK, MARK + "    const_cast<float*>(gates)[0] = 0.25f;\n")
+    assert "changes its input gates" in problem_of(kernel, "combine").problem
+
+
+def test_widths_that_no_pack_divides_are_judged_in_float32(tmp_path):
+    left_out = MARK + "    if (index % d >= d / 8 * 8) { if (d % 8 == 0) out[index] = 0.0f; return; }\n"
+    kernel = combine_with(tmp_path, MARK, left_out)
+    report = examine(kernel, "combine", small=True)
+    assert [result.case.endswith("(odd widths)") for result in report.results if not result.ok] == [True]
+    assert examine(kernel, "combine", small=True, dtype="float16").ok
+
+
+def test_a_byte_order_mark_is_no_part_of_a_kernel(tmp_path):
+    assert examine(combine_with(tmp_path, MARK, MARK, "utf-8-sig"), "combine", cases=[CASE]).ok
+
+
+def test_a_function_that_is_nowhere_defined_is_no_fault_of_the_judge(tmp_path):
+    kernel = combine_with(tmp_path, MARK, MARK + "    extern __device__ void later(); later();\n")
+    with pytest.raises(ValueError, match=r"does not compile:\n.*error: later is declared and used, but nowhere defined"):
+        examine(kernel, "combine", cases=[CASE])
+
+
 def test_faults_of_numba_kernels():
     result = problem_of(last_row_kernel, "combine", [TINY])
     assert result.difference.index == (4, 0) and result.difference.found is None
@@ -653,7 +689,7 @@ def mine(tmp_path):
 
 def test_the_command_judges(mine):
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
-    assert result.exit_code == 0 and "right in all 14 cases" in result.stdout and "sectors" in result.stdout
+    assert result.exit_code == 0 and "right in all 15 cases" in result.stdout and "sectors" in result.stdout
     over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")
     report = json.loads(over.stdout)
     assert over.exit_code == 1 and not report["ok"]

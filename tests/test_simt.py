@@ -634,6 +634,13 @@ def test_an_executor_that_follows_no_edits_looks_at_no_file_again(monkeypatch):
     assert executor.load("dispatch/1_dense_map.cu", THREADS=32).source is first.source
 
 
+def test_a_function_that_is_nowhere_defined_is_named():
+    text = '__device__ void later(int* x);\nextern "C" __global__ void f(int* x) { later(x); }\n'
+    with pytest.raises(build.SimtCompileError, match=r"\ntest\.cu: error: later is declared and used, but nowhere defined"):
+        build.build_kernels("test.cu", text, ["f"], [], {}, True)
+
+
+
 def test_a_compile_error_shows_the_line_of_the_kernel_file():
     with pytest.raises(build.SimtCompileError, match=r"test\.cu:3:\d+: error: .*nonsense"):
         run('\nextern "C" __global__ void broken(int* out) { out[0] = nonsense; }', "broken", out=ints(1))

@@ -138,7 +138,7 @@ def _cases(trial: Trial, small: bool) -> list[Case]:
     standard = standard_cases()
     if small or trial.backend == "numba":
         standard = check.in_reach(BACKENDS["numba"], standard)
-    cases = standard + telling_cases()
+    cases = standard + telling_cases(trial.dtype)
     if trial.backend == "numba" or "RENORMALIZE" not in trial.kernel.text:
         return cases
     return cases + [replace(case, renormalize=True) for case in cases if case.k > 1]

@@ -309,7 +309,7 @@ def find(kernel: Any) -> CudaKernel | NumbaKernel:
         return find_cuda(str(kernel), "kernel.cu", None)
     place, _, name = str(kernel).partition(":")
     if place.endswith(".cu"):
-        return find_cuda(_existing(place).read_text(errors="replace"), place, name or None)
+        return find_cuda(_existing(place).read_text("utf-8-sig", errors="replace"), place, name or None)
     if not name:
         raise ValueError(f"kernel {place!r} must be FILE.cu, FILE.cu:name, FILE.py:function or module:function")
     functions = {known: value for known, value in vars(_import(place)).items() if not known.startswith("__")}

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -224,10 +225,23 @@ def build_kernels(
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
     headers += _own_headers()
     try:
-        return ctypes.CDLL(str(_compile(own_text + entries, flags + defined, KERNEL_LIBRARIES, folders, headers)))
+        built = _compile(own_text + entries, flags + defined, KERNEL_LIBRARIES, folders, headers)
     except SimtCompileError:
         _compile(own_text, flags + defined, KERNEL_LIBRARIES, folders, headers)  # says the same, of the file's lines
         raise
+    try:
+        return ctypes.CDLL(str(built))
+    except OSError as error:
+        raise SimtCompileError(f"{built}\n{file}: error: {_undefined(str(error))}") from None
+
+
+def _undefined(said: str) -> str:
+    """What a loader says of a name that nothing defines, by the name as it stands in the text."""
+    found = re.search(r"undefined symbol: (?:_Z(\d+))?(\w+)", said)
+    if not found:
+        return said
+    length, name = found.groups()
+    return f"{name[: int(length)] if length else name} is declared and used, but nowhere defined"
 
 
 def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
