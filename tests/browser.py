@@ -115,9 +115,14 @@ def _address(server, log):
     raise RuntimeError(f"JupyterLab did not start:\n{log.read_text()}")
 
 
+def open_file(page: Page, lab: str, name: str) -> None:
+    """Open a file in JupyterLab."""
+    page.goto(f"{lab}/tree/{name}?token={TOKEN}")
+
+
 def run_all(page: Page, lab: str, name: str) -> None:
     """Open a notebook and run all of its cells, as a reader does: by the menu, once the kernel is there."""
-    page.goto(f"{lab}/tree/{name}?token={TOKEN}")
+    open_file(page, lab, name)
     idle = page.locator("#jp-main-statusbar").get_by_text("| Idle")
     idle.wait_for()
     page.get_by_role("menuitem", name="Run", exact=True).click()

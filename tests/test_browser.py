@@ -1,5 +1,6 @@
 """Notebooks in JupyterLab, as a reader has them: run by the menu, their sliders moved, in a real browser."""
 
+import shutil
 from pathlib import Path
 
 import browser
@@ -36,6 +37,18 @@ def test_a_notebook_runs_and_its_sliders_move_their_pictures(name, tmp_path):
         for explorer in explorers.all():
             browser.move_slider(explorer)
         browser.check_outputs(page, len(code), pictures)
+
+
+def test_a_link_from_a_notebook_to_a_document_opens_in_jupyterlab(tmp_path):
+    """As `make lab` starts it: in the repository, above the notebooks."""
+    for part in ("notebooks/02_dispatch_without_sorting.ipynb", "docs/cuda.md"):
+        (tmp_path / part).parent.mkdir()
+        shutil.copy(NOTEBOOKS.parent / part, tmp_path / part)
+    assert "jupyter-lab --LabApp.default_url=/lab/tree/notebooks\n" in (NOTEBOOKS.parent / "Makefile").read_text()
+    with browser.jupyterlab(tmp_path) as lab, browser.opened(tmp_path) as page:
+        browser.open_file(page, lab, "notebooks/02_dispatch_without_sorting.ipynb")
+        page.get_by_role("link", name="CUDA in one page").first.click()
+        expect(page.get_by_role("heading", name="CUDA in one page")).to_be_visible()
 
 
 BROKEN = """
