@@ -605,8 +605,8 @@ def _product_row(row):
 # What `trials_picture` can show: which verdicts, and how many percent a change is at least and at most.
 TRIALS = {
     "adopted": (("adopted", "replaced"), (-math.inf, math.inf)),
-    "rejected, near nothing": (("rejected",), (-math.inf, 10)),
-    "rejected, clearly slower": (("rejected",), (10, math.inf)),
+    "rejected, near nothing": (("rejected",), (-math.inf, 6)),
+    "rejected, clearly slower": (("rejected",), (6, math.inf)),
     "measured": (("measured",), (-math.inf, math.inf)),
 }
 CHANGE_COLORS = {True: BLUE, False: VERMILLION}  # by whether it was faster
