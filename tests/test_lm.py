@@ -46,6 +46,10 @@ def test_the_text_is_english_and_the_two_parts_share_no_paragraph():
     assert not set(parts[0]) & set(parts[1])
 
 
+def test_the_text_is_the_same_on_every_machine():
+    assert data.python_help().fingerprint == "93adb42145d8898f"
+
+
 def test_a_window_is_text_and_its_target_is_the_next_byte():
     text = data.python_help().validation
     inputs, targets = data.sample_windows(text, 5, 40, torch.Generator().manual_seed(1))

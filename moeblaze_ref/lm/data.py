@@ -1,4 +1,4 @@
-"""Text as bytes: what every Python carries, or a folder of one's own; its two parts, and windows of it."""
+"""Text as bytes: Python's own, or a folder of one's own; its two parts, and windows of it."""
 
 import functools
 import hashlib
@@ -7,13 +7,13 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
 
 from moeblaze_ref import doors
 
+HELP = Path(__file__).with_name("python_help.txt")  # Python 3.11.7's topics, each after a form feed and its name
 VALIDATION_EVERY = 10  # of the topics in alphabetical order, the first of every ten; of files, a tenth
 # In the standard library's folder, but not in every installation's, or no text to learn from: installed packages,
 # what distributions package apart, tables of characters, and the help topics, which are read as such.
@@ -49,8 +49,9 @@ def python_help() -> Corpus:
     """Python's help topics (those that ``help("LOOPING")`` and its like print), split by topic.
 
     The two parts share no paragraph. Topics quote each other: a paragraph is kept once, and not for training if a validation
-    topic has it. The text, about 370 kB, differs a little from one Python version to another.
+    topic has it. The text, about 370 kB, is the same with every Python: the package carries it.
     """
+    topics = dict(topic.split("\n", 1) for topic in HELP.read_text("utf-8").split("\f")[1:])
     names = sorted(topics)
     held_out = names[::VALIDATION_EVERY]
     validation = _paragraphs(topics[name] for name in held_out)
