@@ -248,6 +248,11 @@ def test_a_cuda_kernel_that_does_not_compile():
         ("const int* dense_map", "int* dense_map", "parameter dense_map is an input: const int* dense_map"),
         ('extern "C" ', "", 'it must be declared extern "C" __global__ void NAME(...)'),
         ("lengths[expert] = count;", "lengths[expert + E] = count;", "16 bytes (missing-barrier.cu, line {line})"),
+        (
+            "lengths[expert] = count;",
+            "memset(lengths, 0, 4 * (E + 1)); lengths[expert] = count;",
+            "16 bytes (missing-barrier.cu, line {line})",
+        ),
         ("lengths[expert] = count;", "if (E > 0) __trap();", "__trap"),
         ("int count = 0;", "int count = 1 / (L - L);", "the kernel ended the process that judged it, by SIG"),
         ("int count = 0;", "int count = 0; exit(0);", "the kernel ended the process that judged it, "),

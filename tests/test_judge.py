@@ -408,6 +408,8 @@ def test_names_that_lead_nowhere(tmp_path):
     empty.write_text("// nothing\n")
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_module\n")
+    other = tmp_path / "mine.cpp"
+    other.write_text(COMBINE)
     for kernel, message in {
         f"{path}:mime": "'mime' is wanted, but " + f"{path} has mine, second",
         f"{path}": "has the kernels mine, second: name one",
@@ -418,6 +420,7 @@ def test_names_that_lead_nowhere(tmp_path):
         "no_such_module:mine": "cannot import no_such_module: ModuleNotFoundError",
         "moeblaze_ref.numba_cuda.combine:combine_kernl": "'combine_kernl' is wanted, but moeblaze_ref.numba_cuda.combine has combine_kernel",
         "moeblaze_ref.numba_cuda.combine": "must be FILE.cu",
+        f"{other}:mine": "must be FILE.cu",
     }.items():
         with pytest.raises((ValueError, OSError)) as error:
             examine(kernel, "combine")

@@ -225,6 +225,9 @@ def test_a_wide_y_exists_in_halves_unless_it_is_kept(policy):
         "minimal": ("y", "out"),
         "inputs": ("y", "out"),
     }[policy]
+    note = "moeblaze: y is counted whole; rung 4_hopper has 1,024 of its 2,048 columns at one time"
+    assert (note in account(config, "moeblaze", policy).notes) == (not kept)
+    assert len(account(preset("conf3").config, "moeblaze", policy).notes) == 1, "there d is no wider than h"
 
 
 @pytest.mark.parametrize(

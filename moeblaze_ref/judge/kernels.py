@@ -310,7 +310,7 @@ def find(kernel: Any) -> CudaKernel | NumbaKernel:
     place, _, name = str(kernel).partition(":")
     if place.endswith(".cu"):
         return find_cuda(_existing(place).read_text("utf-8-sig", errors="replace"), place, name or None)
-    if not name:
+    if not name or (Path(place).is_file() and not place.endswith(".py")):
         raise ValueError(f"kernel {place!r} must be FILE.cu, FILE.cu:name, FILE.py:function or module:function")
     functions = {known: value for known, value in vars(_import(place)).items() if not known.startswith("__")}
     kernels = [known for known, value in functions.items() if hasattr(value, "py_func")]

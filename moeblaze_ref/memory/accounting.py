@@ -623,8 +623,11 @@ def _moeblaze(s: _Case) -> _Draft:
     router, of which it keeps the choice and the gates only.
     """
     tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *_by_policy(s), _out(s)]
-    note = "moeblaze: the backward recomputes the router's probabilities from x; choice and gates are kept"
-    return _Draft(tensors, notes=(note,))
+    notes = ["moeblaze: the backward recomputes the router's probabilities from x; choice and gates are kept"]
+    (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R.value, s.d.value, s.h.value)
+    if others and "y" not in INTERMEDIATES[s.policy]:
+        notes.append(f"moeblaze: y is counted whole; rung 4_hopper has {columns:,} of its {s.d.value:,} columns at one time")
+    return _Draft(tensors, notes=tuple(notes))
 
 
 def _dispatch(s):

@@ -838,8 +838,8 @@ void simt_access(const volatile void* address, unsigned bytes, SimtAccess access
     if (worker) worker->aligned_access(uint64_t(address), bytes, access, __builtin_return_address(0));
 }
 
-void simt_access_range(const void* address, uint64_t bytes, SimtAccess access) {
-    if (worker) worker->range_access(uint64_t(address), bytes, access, __builtin_return_address(0));
+void simt_access_range(const void* address, uint64_t bytes, SimtAccess access, const void* instruction) {
+    if (worker) worker->range_access(uint64_t(address), bytes, access, instruction);
 }
 
 void simt_async_copy(void* shared, const void* global, unsigned bytes) {

@@ -71,7 +71,8 @@ SHEET = Sheet(
             hint="The number of rows is that of the exercise before. Ids and gates are 8 k bytes beside each.",
             why=(
                 "Ids and gates are what lets the other rank build its own index structures, and they weigh next to "
-                "nothing beside the rows. A buffer padded to the busiest pair of ranks would send more than both."
+                "nothing beside the rows. Buffers padded to the busiest pair of ranks would send as many rows for "
+                "every pair."
             ),
         ),
     ),

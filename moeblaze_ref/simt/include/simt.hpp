@@ -53,17 +53,19 @@ constexpr int warpSize = 32;
 // Dynamic shared memory: `extern __shared__` has no meaning for g++, so kernels write this macro.
 #define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(simt_dynamic_shared())
 
-// memcpy and memset of a size known at run time become calls, which the sanitizer leaves out.
+// memcpy and memset of a size known at run time become calls, which the sanitizer leaves out. They access as who called
+// them; reading and writing are two accesses, both inside the call.
 #ifdef __SANITIZE_THREAD__
 #define SIMT_LIBRARY extern "C" __attribute__((optimize("no-tree-loop-distribute-patterns"))) SIMT_PLAIN
 SIMT_LIBRARY void* memcpy(void* to, const void* from, size_t bytes) noexcept {
-    simt_access_range(from, bytes, SIMT_READ);
-    simt_access_range(to, bytes, SIMT_WRITE);
+    const char* const after = static_cast<const char*>(__builtin_return_address(0));
+    simt_access_range(from, bytes, SIMT_READ, after - 1);
+    simt_access_range(to, bytes, SIMT_WRITE, after);
     for (size_t i = 0; i < bytes; ++i) static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
     return to;
 }
 SIMT_LIBRARY void* memset(void* to, int value, size_t bytes) noexcept {
-    simt_access_range(to, bytes, SIMT_WRITE);
+    simt_access_range(to, bytes, SIMT_WRITE, __builtin_return_address(0));
     for (size_t i = 0; i < bytes; ++i) static_cast<char*>(to)[i] = char(value);
     return to;
 }

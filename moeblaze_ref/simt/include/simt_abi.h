@@ -37,9 +37,9 @@ void simt_absent(unsigned lane, unsigned source);
 // Waits until every thread of the block has arrived.
 int simt_barrier(SimtBlockOp op, int predicate, SimtSite site);
 
-// Reports an access before it happens (what compiled code does through __tsan_*).
+// Reports an access before it happens (what compiled code does through __tsan_*); a range, by which instruction.
 void simt_access(const volatile void* address, unsigned bytes, SimtAccess access);
-void simt_access_range(const void* address, uint64_t bytes, SimtAccess access);
+void simt_access_range(const void* address, uint64_t bytes, SimtAccess access, const void* instruction);
 
 // cp.async: a copy is checked and counted when it is asked for, and done when it is waited for. From null: zeros.
 void simt_async_copy(void* shared, const void* global, unsigned bytes);
