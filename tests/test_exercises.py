@@ -2,6 +2,7 @@
 
 import math
 import re
+from fractions import Fraction
 from types import ModuleType
 
 import nbformat
@@ -109,6 +110,7 @@ def test_every_notebook_of_the_course_leads_to_its_exercises(path):
         ({"x": 134_217_728, "routed_x": 0}, "routed_x is 0, which is not what the project computes"),
         ({"x": 134_217_729, "routed_x": 0}, "x is 134,217,729, which is nearly, but not exactly, what"),
         ({"x": 134_217_728, "routed_x": ...}, "routed_x is still ..."),
+        ({"x": 134_217_728, "routed_x": Fraction(1, 2)}, "routed_x is 0.5, which is less than what the project"),
     ],
 )
 def test_the_first_wrong_number_is_named(said, message):

@@ -348,7 +348,7 @@ def test_a_kernel_for_scalar_takes_every_type():
         ({"grid": "1, 1, 1, 1"}, "it must have 1 to 3"),
         ({"shared_bytes": "4, 4"}, "2 values"),
         ({"shared_bytes": "2000000"}, "shared bytes of kernel mine"),
-        ({"backend": "numba"}, "unknown backend for mine in kernel.cu 'numba'"),
+        ({"backend": "numba"}, "backend numba does not take mine in kernel.cu: it runs on simt or cuda"),
         ({"dtype": "float64"}, "unknown dtype 'float64'"),
         ({"activation": "swish"}, "unknown activation 'swish'"),
     ],
@@ -529,6 +529,41 @@ def test_a_function_that_is_nowhere_defined_is_no_fault_of_the_judge(tmp_path):
         examine(kernel, "combine", cases=[CASE])
 
 
+def test_a_read_outside_before_its_check_is_found():
+    """Though nothing is done with it there: a compiler might read only where it is needed."""
+    read = "    const float gate = gates[token * k];\n    if (index >= L * d) return;\n"
+    text = changed(COMBINE, "    if (index >= L * d) return;\n", "")
+    text = changed(text, "column = index % d;\n", "column = index % d;\n" + read)
+    text = changed(text, "sum = 0.0f", "sum = gate * y[token_index_map[token * k] * d + column]")
+    early = changed(text, "slot = token * k;", "slot = token * k + 1;")
+    assert "out-of-bounds read of 4 bytes at byte offset 104 of gates" in problem_of(early, "combine").problem
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for (unsigned i = 0;; ++i) if (gates[i % (L * k)] > 2.0f) break;",  # without an effect, but without an end
+        "for (unsigned i = 0; gates[i % (L * k)] < 2.0f; ++i) out[index] = i;",
+    ],
+)
+def test_a_loop_without_an_end_is_found_before_it_fills_the_memory(loop):
+    text = changed(COMBINE, "    out[index] = sum;", f"    {loop}\n    out[index] = sum;")
+    problem = problem_of(text, "combine").problem
+    assert "makes one access more than 1048576 times while its warp waits for it: does a loop never end?" in problem
+
+
+def test_a_budget_may_be_by_blocks():
+    assert judge(COMBINE, "combine", cases=[CASE], budgets=["written <= 1024 blocks"]).ok
+    blocks = -(-13 * 8 // 256)
+    problem = problem_of(COMBINE, "combine", budgets=["written <= 4 blocks"]).problem
+    assert problem == f"over budget: written is 416, but written <= 4 blocks allows {4 * blocks}: {416 - 4 * blocks} too many"
+
+
+def test_a_block_of_no_threads_is_named_before_the_grid_is_divided_by_it():
+    with pytest.raises(ValueError, match=r"block.x of kernel mine is 0"):
+        examine(COMBINE, "combine", cases=[CASE], grid="ceil(L d / THREADS)", block="0")
+
+
 def test_faults_of_numba_kernels():
     result = problem_of(last_row_kernel, "combine", [TINY])
     assert result.difference.index == (4, 0) and result.difference.found is None
@@ -567,9 +602,15 @@ def interrupted_kernel(out):
     raise KeyboardInterrupt
 
 
+@cuda.jit
+def warp_kernel(out):
+    cuda.syncwarp()
+
+
 @pytest.mark.parametrize(
     ("kernel", "message"),
     [
+        (warp_kernel, "Numba's simulator has no cuda.syncwarp, nor any function of a warp: use cuda.syncthreads()"),
         (negative_kernel, "out, which has shape (5, 4): index -5 on axis 0 is negative (test_judge.py, line "),
         (negative_shared_kernel, "shared memory, which has shape (8): index -1 on axis 0 is negative"),
         (whole_rows_kernel, "gates is used as a whole"),
@@ -617,7 +658,35 @@ def adding_kernel(dense_map, lengths, L, E):
         lengths[cuda.blockIdx.x] = counts[0]
 
 
+@cuda.jit
+def uncleared_kernel(dense_map, lengths, L, E):
+    """The only thread of a block counts in MEMORY that nobody has cleared."""
+    counts = MEMORY()
+    for token in range(L):
+        counts[0] += dense_map[token, cuda.blockIdx.x] >= 0
+    lengths[cuda.blockIdx.x] = counts[0]
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda: cuda.shared.array(0, int32),
+        lambda: cuda.shared.array(1, int32),
+        lambda: cuda.local.array(1, int32),
+    ],
+)
+def test_memory_of_numba_that_nobody_clears_holds_poison(monkeypatch, memory):
+    monkeypatch.setitem(globals(), "MEMORY", memory)
+    launch = {"grid": "E", "block": "1", "shared_bytes": "4"}
+    problem = problem_of(uncleared_kernel, "dispatch.expert_lengths", **launch).problem
+    assert problem.startswith("lengths[0] is -") and "order" not in problem
+
+
 LAST = 7
+
+
+def MEMORY():
+    return cuda.local.array(1, int32)
 
 
 def BARRIER():

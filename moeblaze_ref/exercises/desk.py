@@ -187,4 +187,4 @@ def _how_far(said: float, truth: float) -> str:
 def _text(number: float | str) -> str:
     if isinstance(number, str):
         return number
-    return f"{number:,}" if isinstance(number, int) else f"{number:,.4g}"
+    return f"{number:,}" if isinstance(number, int) else f"{float(number):,.4g}"

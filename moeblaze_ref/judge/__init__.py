@@ -126,7 +126,9 @@ def examine(
 
 def _open_backend(kernel: Any, name: str | None) -> str:
     """The backend to judge on, if it takes such a kernel and runs here."""
-    name = doors.check_name(f"backend for {kernel.label}", name or kernel.backends[0], kernel.backends)
+    name = doors.check_name("backend", name or kernel.backends[0], BACKENDS)
+    if name not in kernel.backends:
+        raise ValueError(f"backend {name} does not take {kernel.label}: it runs on {' or '.join(kernel.backends)}")
     status = BACKENDS[name].status()
     if not status.available:
         raise ValueError(f"backend {name} does not run here: {status.detail}{status.remedy and f'; {status.remedy}'}")

@@ -50,9 +50,10 @@ class Launch:
         ValueError
             If a formula cannot be read, or a GPU would refuse the launch.
         """
-        grid = three(kernel_headers.sizes(self.grid, symbols))
         block = three(kernel_headers.sizes(self.block, symbols))
         shared_bytes = math.floor(kernel_headers.number(self.shared_bytes, symbols))
+        check_launch(kernel, (1, 1, 1), block, shared_bytes)  # first, since the grid is often divided by the block
+        grid = three(kernel_headers.sizes(self.grid, symbols))
         check_launch(kernel, tuple(max(blocks, 1) for blocks in grid), block, shared_bytes)
         return grid, block, shared_bytes
 

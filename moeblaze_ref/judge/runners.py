@@ -18,6 +18,7 @@ from moeblaze_ref.raw_cuda.runtime.source import Size
 from moeblaze_ref.simt.build import SimtCompileError, SimtUnavailable
 
 _COMPILED_COPY = re.compile(r"\S+\.cubin\.cu")  # CuPy's name for the file
+_NOT_SIMULATED = re.compile(r"'FakeCUDAModule' object has no attribute '(?P<name>\w+)'")
 _SIMULATED_THREAD = re.compile(r"tid=\[(?P<thread>.*?)\] ctaid=\[(?P<block>.*?)\](?:: )?(?P<message>.*)", re.DOTALL)
 
 
@@ -62,7 +63,9 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
         _, _, compilers = str(error).partition("\n")
         raise ValueError(f"{kernel.file} does not compile:\n{compilers}") from None
     except KernelFault as fault:
-        raise Fault(f"{fault}{_line_outside(kernel, constants, launch, arguments, order)}") from None
+        again = "out-of-bounds" in str(fault)  # an endless loop, say, might not end this time
+        line = _line_outside(kernel, constants, launch, arguments, order) if again else ""
+        raise Fault(f"{fault}{line}") from None
     (report,) = reports
     buffers = report.buffers.items()
     return {
@@ -74,7 +77,7 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
 
 
 def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int) -> str:
-    """Where in its file a kernel accesses what no array holds; empty if it does not, or nothing here can tell."""
+    """Where in its file a kernel accesses what no array holds; empty if nothing here can tell."""
     from moeblaze_ref.raw_cuda.runtime.record import RecordingExecutor
     from moeblaze_ref.raw_cuda.runtime.simt import KernelFault
 
@@ -146,6 +149,12 @@ def _launch_numba(kernel: NumbaKernel, launch: tuple[Size, Size, int], arguments
 
 def _numba_message(error: Exception) -> str:
     """The simulator's message, with block and thread named as the SIMT executor names them."""
+    missing = _NOT_SIMULATED.search(str(error))
+    if missing:
+        return (
+            f"Numba's simulator has no cuda.{missing['name']}, nor any function of a warp: use cuda.syncthreads() and "
+            "shared memory"
+        )
     place = _SIMULATED_THREAD.match(str(error))
     if not place:
         return f"{type(error).__name__}: {error}"

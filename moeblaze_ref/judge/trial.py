@@ -1,5 +1,6 @@
 """One kernel before the judge: case by case, over poison, in several orders, against the specification."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,7 +85,9 @@ class Trial:
         instability, shown = self._instability(problem, found)
         problems = [str(difference) if difference else "", instability]
         if not any(problems):
-            problems = [budget.excess(counts, self._symbols(problem)) for budget in self.budgets]
+            symbols = self._symbols(problem)
+            grid, *_ = self.launch.at(self.kernel.name, symbols)
+            problems = [budget.excess(counts, symbols | {"blocks": math.prod(grid)}) for budget in self.budgets]
         return Result(case.shape, "; ".join(filter(None, problems)), difference or shown, counts)
 
     def _instability(self, problem: Problem, found: Arrays) -> tuple[str, Difference | None]:

@@ -15,6 +15,8 @@ from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKe
 from numba.cuda.simulator.kernel import BlockManager, BlockThread
 from numba.cuda.types import Type
 
+from moeblaze_ref.raw_cuda.runtime.poison import poison
+
 NATURAL, REVERSE, TURNS = range(3)  # the orders of a block's threads; in the last they take turns at every write
 ATTRIBUTES = ("shape", "size", "ndim", "dtype", "strides", "itemsize", "nbytes")  # what a kernel may ask of an array
 _WHOLE = (int, np.integer)
@@ -92,13 +94,34 @@ def _refuse_negative(index):
 
 def _shared_array(shared: kernelapi.FakeCUDAShared, shape, dtype, alignment=None) -> FakeWithinKernelCUDAArray:
     """``cuda.shared.array``, watched: of a fixed size it is told from others by the line that asks, as Numba does."""
-    dtype = as_dtype(dtype) if isinstance(dtype, Type) else np.dtype(dtype)
+    _begin_block(shared, tuple(threading.current_thread().blockIdx))
+    dtype = _numpy_dtype(dtype)
     if shape == 0:
         array = np.frombuffer(shared._dynshared.data, dtype, shared._dynshared_size // dtype.itemsize)
     else:
         caller = sys._getframe(1)
-        array = shared._allocations.setdefault((caller.f_code, caller.f_lineno), np.empty(shape, dtype))
+        place = caller.f_code, caller.f_lineno
+        if place not in shared._allocations:
+            shared._allocations[place] = poison(np.empty(shape, dtype))
+        array = shared._allocations[place]
     return FakeWithinKernelCUDAArray(CountingArray(array, "an array in shared memory"))
+
+
+def _begin_block(shared: kernelapi.FakeCUDAShared, block: tuple[int, ...]):
+    """A block finds poison in its shared memory, not zeros, nor what the block before has left."""
+    if getattr(shared, "block", None) != block:
+        shared.block = block
+        shared._allocations.clear()
+        poison(shared._dynshared[: shared._dynshared_size // 2 * 2].view(np.uint16))
+
+
+def _local_array(local: kernelapi.FakeCUDALocal, shape, dtype, alignment=None) -> np.ndarray:
+    """``cuda.local.array``, poisoned."""
+    return poison(np.empty(shape, _numpy_dtype(dtype)))
+
+
+def _numpy_dtype(dtype) -> np.dtype:
+    return as_dtype(dtype) if isinstance(dtype, Type) else np.dtype(dtype)
 
 
 class BarrierMissed(Exception):
@@ -193,7 +216,8 @@ def _check_barriers(block: tuple[int, ...], threads: list[_Turn]):
 
 @contextlib.contextmanager
 def watched(order: int) -> Iterator[None]:
-    """Launches inside run a block's threads one at a time, NATURAL, REVERSE or in TURNS, and watch their shared memory.
+    """Launches inside run a block's threads one at a time, NATURAL, REVERSE or in TURNS, and watch their shared memory,
+    which begins poisoned, as local arrays do.
 
     Raises
     ------
@@ -203,6 +227,7 @@ def watched(order: int) -> Iterator[None]:
     ours = {
         (BlockManager, "run"): functools.partialmethod(_run_block, order=order),
         (kernelapi.FakeCUDAShared, "array"): _shared_array,
+        (kernelapi.FakeCUDALocal, "array"): _local_array,
         (FakeWithinKernelCUDAArray, "__array_ufunc__"): None,
     }
     numbas = {(owner, name): getattr(owner, name) for owner, name in ours}

@@ -632,8 +632,16 @@ struct Worker {
             if (launch->recorder) record(address, bytes, kind, instruction);
             out_of_bounds(address, bytes, kind);
         }
-        if (launch->counted) warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer);
+        if (launch->counted && !warps[current->warp].add(instruction, current->lane, address, bytes, kind, buffer))
+            endless();
         if (observed) after_access(address, bytes, kind, instruction);
+    }
+
+    // A loop without an end would fill all memory with its accesses long before anybody loses patience.
+    [[noreturn]] __attribute__((noinline)) void endless() {
+        fail(*current, "makes one access more than %u times while its warp waits for it: does a loop never end?",
+             WarpLog::MOST_TURNS);
+        stop();
     }
 
     // What only some launches ask for, so that all others pay for one test.

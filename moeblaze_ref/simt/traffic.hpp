@@ -84,14 +84,17 @@ class WarpLog {
   public:
     WarpLog() : table_(SLOTS) {}
 
-    void add(const void* instruction, unsigned lane, uint64_t address, unsigned bytes, SimtAccess access, int buffer) {
+    // False: there is no room for more until the lanes meet.
+    bool add(const void* instruction, unsigned lane, uint64_t address, unsigned bytes, SimtAccess access, int buffer) {
         Instruction& entry = find(instruction);
         const uint32_t turn = entry.turns[lane]++;
+        if (turn == MOST_TURNS) return false;
         if (turn == entry.used) {
             if (turn == entry.accesses.size()) entry.accesses.emplace_back();
             entry.accesses[entry.used++] = WarpAccess{buffer, access, bytes, 0, {}};
         }
         entry.accesses[turn].add(lane, address);
+        return true;
     }
 
     // Adds the costs to the counters and forgets the accesses: the lanes have met.
@@ -107,6 +110,8 @@ class WarpLog {
     }
 
     uint64_t meetings() const { return meetings_; }
+
+    static constexpr uint32_t MOST_TURNS = 1 << 20;  // of an instruction: then its log has 300 MB
 
   private:
     struct Instruction {
