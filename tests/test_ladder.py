@@ -343,6 +343,30 @@ def test_committed_results_have_every_step_of_every_preset():
     assert counted == expected
 
 
+def counted_by_preset():
+    """The committed counters of the last rung: of each preset its launches, by what they are a step or a stage of."""
+    rows = [row for row in results.load(results.COUNTERS)["rows"] if row["rung"] == ladder.HOPPER]
+    return {name: {row["idea"]: row for row in rows if row["preset"] == name} for name in counters.PRESETS}
+
+
+def test_the_whole_kernel_is_busier_than_one_stage_and_issues_more():
+    """As notebook 6 says under what surprised us."""
+    for steps in counted_by_preset().values():
+        for idea in ("wgmma and TMA, one stage", "one stage, the rest as it is"):
+            assert all(steps[idea][share] < steps[ladder.TOP.idea][share] for share in ("tensor_pct", "issue_pct"))
+
+
+def test_where_d_hidden_is_furthest_behind_the_link_is_the_busiest():
+    """As docs/performance.md supposes from it."""
+    found = results.load(results.COUNTERS)
+    denses = {row["preset"]: row for row in found["rows"] if not row["rung"]}
+    behind = {name: findings._behind_ms(steps["d_hidden"], denses[name]) for name, steps in counted_by_preset().items()}
+    assert max(behind, key=behind.get) == "conf3"
+    row = counted_by_preset()["conf3"]["d_hidden"]
+    others = ("tensor_pct", "issue_pct", "dram_pct")
+    assert row["l2_pct"] == row["l2_link_pct"] > max(row[share] for share in others)
+
+
 def test_tables_stand_in_the_document_with_where_they_come_from():
     text = document.fill("".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in document.APART), None)
     for file in (results.LADDER, results.COUNTERS):

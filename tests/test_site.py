@@ -193,6 +193,14 @@ def test_the_path_has_every_notebook():
     assert re.findall(r"\(\.\./notebooks/(\S+\.ipynb)\)", table) == notebooks
 
 
+def test_plans_without_a_teacher_have_the_page_on_cuda_before_notebook_2():
+    plans = (ROOT / "docs" / "path.md").read_text().partition("## Syllabi")[2].split("### ")
+    alone = [plan for plan in plans if re.match("An afternoon|A workshop|A week", plan)]
+    assert len(alone) == 3
+    for plan in alone:
+        assert -1 < plan.find("](cuda.md)") < plan.find(f"](../notebooks/{SECOND}.ipynb)")
+
+
 def test_every_sheet_of_exercises_is_in_the_week_and_has_its_minutes():
     text = course_path.DOCUMENT.read_text()
     sheets = [f"../notebooks/exercises/{sheet.course}.ipynb" for sheet in SHEETS]

@@ -89,11 +89,11 @@ def _slower(worst: dict[tuple[str, str, str], float]) -> str:
         if ratio < 1:
             lost[policy, peer].append(preset)
     if not lost:
-        return "Ours is the faster one in every run."
+        return "Ours is the faster one in each of these runs."
     places = [
         f"under {policy}, than `{peer}` on {', '.join(lost[policy, peer])}" for policy, peer in sorted(lost, key=_order)
     ]
-    return f"Ours is the slower one in at least one run: {'; '.join(places)}."
+    return f"Ours is the slower one in at least one of these runs: {'; '.join(places)}."
 
 
 def _order(key: tuple[str, str]) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """A small MoE language model, whose activations and routing are the project's real input.
 
-``data`` is text that every Python carries, or a folder's, ``model`` the transformer, ``train`` its training and the
-capture of what its MoE layers saw, ``run`` a training run in a folder: with ``log`` and ``checkpoint``, and ``finite``
-for where it went wrong. ``command`` is ``moeblaze train``, on the settings of ``presets``.
+``data`` is text: Python's help topics, which the package carries, the sources of the standard library, which are those
+of the Python at hand, or a folder's. ``model`` is the transformer, ``train`` its training and the capture of what its
+MoE layers saw, ``run`` a training run in a folder: with ``log`` and ``checkpoint``, and ``finite`` for where it went
+wrong. ``command`` is ``moeblaze train``, on the settings of ``presets``.
 
 ``equal_loss`` and ``curves`` hold training with our layer against training with plain torch, ``wall`` their memory.
 ``evidence`` is ``moeblaze evidence``, ``report``, ``evidence_plots`` and ``document`` show what it found.
