@@ -1,9 +1,12 @@
 """What the tests of several stages share: routings and shapes to try, and what every Dispatch must be."""
 
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from moeblaze_ref.cases import ROUTINGS, Case, make_case, random_topk
 
@@ -81,3 +84,24 @@ SHAPES = (
     Shape(131, 16, 8, 16, 4, "zipf"),
     Shape(300, 8, 4, 3, 2),  # two scan tiles
 )
+
+
+def assert_told_apart_in_grey(figure):
+    """Whatever has a name in a panel, or in a legend of the figure's own, has a look of its own without colour too."""
+    panels = [axes.get_legend_handles_labels() for axes in figure.axes]
+    panels += [(legend.legend_handles, [text.get_text() for text in legend.texts]) for legend in figure.legends]
+    assert any(labels for _, labels in panels)
+    for handles, labels in panels:
+        looks = dict(zip(labels, map(_ink, handles), strict=True))
+        for (name, look), (other, beside) in combinations(looks.items(), 2):
+            differs = np.abs(look - beside).sum() / max(look.sum(), beside.sum())
+            assert differs > 0.2, f"{name} and {other} differ in {differs:.0%} of their ink"
+
+
+def _ink(handle):
+    """How dark each pixel of a legend's mark is, from 0 to 255."""
+    figure = Figure(figsize=(1, 0.4), dpi=200)
+    figure.legend([handle], [" "], loc="center", frameon=False, handlelength=4)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return 255 - np.asarray(canvas.buffer_rgba())[:, :, :3] @ [0.299, 0.587, 0.114]

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import assert_told_apart_in_grey
 from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
 
 from moeblaze_ref import documents, oracle, provenance
@@ -1133,5 +1134,13 @@ def test_the_picture_shows_every_system_in_its_worst_run(recorded):
     lines = [lines.get_segments()[0][:, 0].tolist() for lines in times.collections]
     assert lines == [[bad["pct_of_cublas"], good["pct_of_cublas"]] for bad, good in zip(slower, first, strict=True)]
     assert [bars[0].get_width() for bars in memory.containers] == [row["kept_bytes"] / 2**30 for row in first]
+    assert [axes.get_xlabel() for axes in (times, memory)] == [
+        "percent of the dense product's rate", "kept for the backward, GiB"
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="rows is empty"):
         plots.time_and_memory([])
+
+
+def test_the_picture_is_told_apart_in_grey():
+    rows = plots.pictured(results.rows_of(document.recorded(), "layer"))
+    assert_told_apart_in_grey(plots.time_and_memory(rows))

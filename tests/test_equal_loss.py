@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import small_lm
 import torch
+from helpers import assert_told_apart_in_grey
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
 from typer.testing import CliRunner
@@ -679,6 +680,12 @@ def test_every_run_has_a_line_with_its_name_and_the_axes_have_units(kind):
     assert set(legends) == set(shown)
     assert all(axes.get_ylabel() for axes in figure.axes)
     assert figure.axes[-1].get_xlabel() == "step"
+
+
+@pytest.mark.parametrize("name", document.RECORDS)
+def test_what_is_recorded_is_told_apart_in_grey(name):
+    found = evidence.load(document.RECORDS[name], document.kind_of(name))
+    assert_told_apart_in_grey(evidence_plots.picture(found))
 
 
 def _legends(owner):

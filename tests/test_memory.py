@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import assert_told_apart_in_grey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
@@ -726,6 +727,10 @@ def test_every_system_and_policy_has_its_style():
     assert plots.SYSTEM_COLORS.keys() == SYSTEMS.keys()
     assert plots.POLICY_LINES.keys() == {None, *POLICIES}
     assert len(set(plots.TENSOR_COLORS.values())) == len(plots.TENSOR_COLORS)
+
+
+def test_tensors_are_told_apart_in_grey():
+    assert_told_apart_in_grey(plots.stacked_bars(accounts(preset("conf4").config)))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 512])

@@ -21,6 +21,7 @@ import nbformat
 import numpy as np
 import pytest
 import torch
+from helpers import assert_told_apart_in_grey
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
@@ -52,6 +53,7 @@ from moeblaze_ref.notebook import (
     megablocks,
     memory,
     outputs,
+    parallel,
     pictures,
     placement,
     policies,
@@ -1059,7 +1061,7 @@ def test_the_front_holds_what_nothing_beats():
 
 def marks(axes):
     """(policy's colour, filled, x, y) of every mark that was drawn at a place."""
-    dots = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    dots = [line for line in axes.lines if line.get_marker() != "None" and len(line.get_xdata())]
     return [
         (line.get_markeredgecolor(), line.get_markerfacecolor() != "none", *map(float, line.get_xydata()[0]))
         for line in dots
@@ -1674,6 +1676,30 @@ def test_shades_are_told_apart_without_colour():
         grey = colormaps[name](np.linspace(0, 1, 64))[:, :3] @ [0.299, 0.587, 0.114]
         steps = np.diff(grey)
         assert (steps > 0).all() or (steps < 0).all(), name
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        lambda: routing.capacity_picture(1.0, 1.25, E=8, k=2),
+        lambda: routing.skew_picture(E=8, k=2),
+        lambda: dispatch.sectors_against_experts(L=64, k=1, experts=(2, 4)),
+        lambda: dispatch.map_against_experts(L=64, k=1),
+        lambda: backward.slope_picture("swiglu"),
+        lambda: backward.flow_picture("minimal"),
+        lambda: policies.modelled_pareto(64, 8, 16, 4, 2, "swiglu"),
+        lambda: policies.budget_picture("conf4", 24),
+        lambda: hopper.ring_picture(3),
+        lambda: hopper.ladder_picture(MEASURED),
+        lambda: hopper.busy_picture(MEASURED),
+        lambda: megablocks.fates_picture([300, 100], 1.0, 128),
+        lambda: megablocks.tokens_picture(megablocks.recordings()["79 answers"], 10),
+        lambda: placement.tails_picture({"packed": simulate.Step(*np.ones((2, 3)))}),
+        lambda: parallel.measured_picture([json.loads((ROOT / "docs/results/ep_h200x2_gptoss.json").read_text())]),
+    ],
+)
+def test_what_a_legend_names_is_told_apart_without_colour(picture):
+    assert_told_apart_in_grey(picture())
 
 
 def test_every_picture_that_a_run_shows_is_said():

@@ -77,7 +77,7 @@ def test_the_source_shows_where_lanes_are():
     source, lanes, _ = drawn(Stepper(record).picture(FIRST, lines.index(5) + 1)).axes
     assert source.get_title(loc="left") == "walk.cu, line 5, in walk"
     assert [word for word in words(source) if word.endswith(" lanes")] == ["4 lanes", "28 lanes"]
-    below = {int(text.get_position()[0]): text.get_text() for text in lanes.texts if text.get_position()[1] > 1}
+    below = {int(text.get_position()[0]): text.get_text() for text in lanes.texts if 1 < text.get_position()[1] < 2}
     assert [below[lane] for lane in range(32)] == ["5"] * 4 + ["6"] * 28
     shown = [word for word in words(source) if not word.endswith(" lanes")]
     assert shown == [f"{number:4d}  {line}" for number, line in enumerate(WALK.splitlines(), start=1)]
@@ -101,8 +101,18 @@ def test_banks_in_conflict_are_marked():
     assert [len(part.get_paths()) for part in (stay, moved, asked)] == [15 * 32, 0, 32]
     passes = [to_rgba(stepper.COLORS[number % len(stepper.COLORS)]) for number in range(16)]
     assert colors(asked) == [color for color in passes for _ in range(2)]
+    assert f"passes, numbered above, have {len(set(passes))} colours by turns" in memory.get_title(loc="left")
     none = drawn(Stepper(walk(stride=1)).picture(FIRST, 2)).axes[2]
     assert not [text for text in none.texts if text.get_weight() == "bold"]
+
+
+@pytest.mark.parametrize(("step", "name"), [(1, "asks for sector"), (2, "served in pass")])
+def test_sectors_and_passes_are_numbered_below_the_lanes(step, name):
+    """There are more of them than colours."""
+    lanes = drawn(Stepper(walk(stride=16)).picture(FIRST, step)).axes[1]
+    below = [text.get_text() for text in lanes.texts if text.get_position()[1] > 2]
+    each = range(1, 33) if step == 1 else np.repeat(range(1, 17), 2)
+    assert below == [name, *map(str, each)] and len(set(each)) > len(stepper.COLORS)
 
 
 def test_lanes_that_share_a_word_are_named_together():

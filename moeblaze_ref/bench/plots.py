@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moeblaze_ref.bench.report import label
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
 from moeblaze_ref.units import GIB
 
 COLORS = (BLUE, SKY, VERMILLION, ORANGE, PURPLE, YELLOW, GREEN, BLACK, GREY)
@@ -47,7 +47,7 @@ def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
     for number, (system, color) in enumerate(zip(systems, COLORS, strict=False)):
         runs = _runs_of([row for row in rows if label(row) == system])
         places = [presets.index(name) + 0.8 * (number + 0.5) / len(systems) - 0.4 for name in runs]
-        style = {"height": 0.8 / len(systems), "color": color, "label": system}
+        style = {"height": 0.8 / len(systems), "label": system, **filled(color), "linewidth": 0}  # the shortest show
         worst, best = (
             [pick(of_one, key=itemgetter("pct_of_cublas")) for of_one in runs.values()] for pick in (min, max)
         )
@@ -57,9 +57,9 @@ def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
         )
         _name_times(times, bars, worst, best)
         memory.barh(places, [max(row["kept_bytes"] for row in of_one) / GIB for of_one in runs.values()], **style)
-    _dress(times, presets, "percent of the dense product's rate: worst run, line to the best")
+    _dress(times, presets, "how fast: the worst run, a line to the best", "percent of the dense product's rate")
     times.margins(x=0.15)
-    _dress(memory, presets, "GiB kept for the backward")
+    _dress(memory, presets, "what a layer keeps", "kept for the backward, GiB")
     figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
@@ -79,8 +79,9 @@ def _name_times(axes, bars, worst, best):
         axes.text(end, middle, f"{row['step_ms']:.1f} ms", va="center", fontsize="small")
 
 
-def _dress(axes, presets, title):
+def _dress(axes, presets, title, xlabel):
     axes.set_yticks(range(len(presets)), presets)
     axes.set_ylim(len(presets) - 0.5, -0.5)  # the first preset on top
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, loc="left", fontsize="medium")
+    axes.set_xlabel(xlabel)

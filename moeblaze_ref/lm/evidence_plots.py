@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 from moeblaze_ref import terminal
 from moeblaze_ref.lm.equal_loss import gaps
 from moeblaze_ref.lm.wall import met_wall
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, LINES, ORANGE, PURPLE, SKY, VERMILLION, dotted, drawn
 from moeblaze_ref.units import GIB
 
 Found = Mapping[str, Any]
@@ -29,12 +29,12 @@ COLORS = {
 # Of the memory wall, where every policy of ours has a line of its own.
 WALL_LINES = {
     "oracle": (BLACK, "-"),
-    "capacity 1.25": (ORANGE, "-"),
-    "megablocks": (PURPLE, "-"),
+    "capacity 1.25": (ORANGE, LINES[ORANGE]),
+    "megablocks": (PURPLE, LINES[PURPLE]),
     "moeblaze, conventional": (SKY, ":"),
     "moeblaze, paper": (SKY, "--"),
     "moeblaze, minimal": (BLUE, "-"),
-    "moeblaze, inputs": (GREEN, "-"),
+    "moeblaze, inputs": (GREEN, LINES[GREEN]),
 }
 SMALLEST = 1e-8  # of the gaps that are drawn: less than a float32 can tell apart, and 0 has no logarithm
 
@@ -63,13 +63,13 @@ def replayed(found: Found) -> Figure:
         losses.plot(_steps(found["loss"][run]), found["loss"][run], style, color=COLORS[run], label=run)
     _dress(losses, "cross entropy, nats per byte", "float32, the oracle's choice of experts replayed in the others")
     for run in _ours_last(found["loss"].keys() - {"oracle"}):
-        _gap(below, found["loss"], run, linestyle="", marker=".")
+        _gap(below, found["loss"], run, markersize=4.5, **dotted(COLORS[run]))
     _bound(below, found["verdict"]["loss"]["bound"])
     _dress(below, "relative gap of the loss\nto the oracle's", "")
     below.set_xlabel("step")
     _legend(losses)
     below.set_ylim(top=10 * max(found["verdict"]["loss"]["bound"], below.get_ylim()[1]))  # room for the names
-    _legend(below, loc="upper left", ncols=4)
+    _legend(below, loc="upper left", ncols=4, handlelength=2)
     return figure
 
 
@@ -77,9 +77,9 @@ def free(found: Found) -> Figure:
     """Gap of the loss to the oracle's, and tokens that have other experts, of ours and of reordered oracles."""
     figure, (gap, tokens) = _two_panels()
     for number, run in enumerate(_ours_last(found["changed"])):
-        width = 4 - number  # where lines are equal, all of them show
-        _gap(gap, found["loss"], run, linewidth=width)
-        tokens.plot(_steps(found["changed"][run]), found["changed"][run], color=COLORS[run], label=run, linewidth=width)
+        look = drawn(COLORS[run]) | {"linewidth": 4 - number}  # where lines are equal, all of them show
+        _gap(gap, found["loss"], run, **look)
+        tokens.plot(_steps(found["changed"][run]), found["changed"][run], label=run, **look)
     _bound(gap, found["verdict"]["loss"]["bound"])
     _dress(gap, "relative gap of the loss\nto the oracle's", "float32, every router by itself")
     _mark_first(gap, found["first_change"]["moeblaze"])
@@ -98,14 +98,15 @@ def curves(found: Found) -> Figure:
     runs = {name: found["runs"][name] for name in _ours_last(found["runs"])}
     for (upper, lower), loss in zip(panels.T, ("training", "validation"), strict=True):
         for name, run in runs.items():
-            upper.plot(run[loss]["step"], run[loss]["loss"], color=COLORS[name], label=name)
+            upper.plot(run[loss]["step"], run[loss]["loss"], label=name, **drawn(COLORS[name]))
             if "oracle" in runs and name != "oracle":
-                lower.plot(*_above(run[loss], runs["oracle"][loss]), color=COLORS[name], label=name)
+                lower.plot(*_above(run[loss], runs["oracle"][loss]), label=name, **drawn(COLORS[name]))
         lower.axhline(0, color=BLACK, linewidth=0.8, zorder=1)
         _dress(upper, "cross entropy, nats per byte", f"{loss} loss, {found['settings']['precision']}")
         _dress(lower, "above the oracle, nats per byte", "")
         lower.set_xlabel("step")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=6, frameon=False, handlelength=3)
     return figure
 
 
@@ -160,9 +161,9 @@ def _steps(values: Sequence[float]) -> range:
     return range(1, len(values) + 1)
 
 
-def _gap(axes, losses: Mapping[str, Sequence[float]], run: str, **style):
-    drawn = [max(gap, SMALLEST) for gap in gaps(losses[run], losses["oracle"])]
-    axes.semilogy(_steps(drawn), drawn, color=COLORS[run], label=run, **style)
+def _gap(axes, losses: Mapping[str, Sequence[float]], run: str, **look):
+    shown = [max(gap, SMALLEST) for gap in gaps(losses[run], losses["oracle"])]
+    axes.semilogy(_steps(shown), shown, label=run, **look)
 
 
 def _bound(axes, bound: float):
@@ -199,8 +200,8 @@ def _dress(axes, ylabel: str, title: str):
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(axes, **where):
-    axes.legend(frameon=False, fontsize="small", **where)
+def _legend(axes, **look):
+    axes.legend(**{"frameon": False, "fontsize": "small", "handlelength": 4} | look)
 
 
 PICTURES = {"replayed": replayed, "free": free, "curves": curves, "memory": memory}

@@ -7,8 +7,10 @@ have the same colours in every picture, from the colour-blind-safe palette of Ok
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from moeblaze_ref.config import MoEConfig
@@ -27,6 +29,10 @@ from moeblaze_ref.units import GB, Unit, unit_for
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY = "#999999"
+# Five of them look like another without colour: what tells them apart in grey too.
+HATCHES = {VERMILLION: "////", ORANGE: "\\\\\\\\", SKY: "----", GREEN: "xxxx", PURPLE: "...."}
+LINES = {VERMILLION: "--", ORANGE: "-.", SKY: ":", GREEN: (0, (8, 2)), PURPLE: (0, (4, 1, 1, 1, 1, 1))}
+MARKERS = {VERMILLION: "X", ORANGE: "s", SKY: "^", GREEN: "P", PURPLE: "d"}
 
 # The tensors that a reader must tell apart; those of routing and indexing, all small, share a colour.
 REST = "routing, indices"
@@ -55,6 +61,26 @@ DARK = {BLACK, VERMILLION, BLUE, GREEN}  # colours that need white letters
 
 LABEL_GAP = 0.09  # between labels at the ends of lines, as a share of the axes' height
 LABEL_WIDTH = 0.08  # of the axis: the narrowest part of a bar that its name fits into
+
+
+def filled(color: str) -> dict[str, Any]:
+    """The look of a bar in one of the colours."""
+    return {"facecolor": color, "edgecolor": "white", "hatch": HATCHES.get(color)}
+
+
+def behind(color: str) -> dict[str, Any]:
+    """The box of a text on such a bar, so that no hatch goes through it."""
+    return {"facecolor": color, "edgecolor": "none", "pad": 1.5}
+
+
+def drawn(color: str) -> dict[str, Any]:
+    """The look of a line in one of the colours."""
+    return {"color": color, "linestyle": LINES.get(color, "-")}
+
+
+def dotted(color: str) -> dict[str, Any]:
+    """The look of a series of points in one of the colours."""
+    return {"color": color, "linestyle": "", "marker": MARKERS.get(color, "o")}
 
 
 def kept_by_tensor(one: Account) -> dict[str, int]:
@@ -113,7 +139,7 @@ def _stack(axes, parts, unit: Unit):
     left = [0.0] * len(parts)
     for name, color in TENSOR_COLORS.items():
         widths = [unit.of(part[name]) for part in parts]
-        bars = axes.barh(range(len(parts)), widths, left=left, color=color, label=name, edgecolor="white")
+        bars = axes.barh(range(len(parts)), widths, left=left, label=name, **filled(color))
         _name_parts(axes, bars, widths)
         left = [start + width for start, width in zip(left, widths, strict=True)]
 
@@ -123,7 +149,10 @@ def _name_parts(axes, bars, widths):
     name = bars.get_label()
     fits = axes.get_xlim()[1] * LABEL_WIDTH
     labels = [name if width > fits else "" for width in widths]
-    axes.bar_label(bars, labels, label_type="center", color="white" if TENSOR_COLORS[name] in DARK else "black")
+    color = TENSOR_COLORS[name]
+    letters = axes.bar_label(bars, labels, label_type="center", color="white" if color in DARK else "black")
+    for text in filter(Text.get_text, letters):
+        text.set_bbox(behind(color))
 
 
 def _mark_peaks(axes, accounts, unit: Unit):

@@ -14,7 +14,7 @@ from moeblaze_ref.cases import Case, relative_error
 from moeblaze_ref.comparisons import BOUNDS
 from moeblaze_ref.config import POLICIES, is_gated
 from moeblaze_ref.layer import INTERMEDIATES
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW, dotted, drawn
 from moeblaze_ref.notebook.markdown import table
 from moeblaze_ref.numpy_ref import activation as activation_stage
 
@@ -144,8 +144,8 @@ def slope_picture(activation: str) -> Figure:
     rise = activation_stage.act(dots + step, activation) - activation_stage.act(dots - step, activation)
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.subplots()
-    axes.plot(a, activation_stage.act(a, activation), color=BLUE, label="act(a)")
-    axes.plot(a, slope, color=VERMILLION, label="its slope, as the backward has it")
+    axes.plot(a, activation_stage.act(a, activation), label="act(a)", **drawn(BLUE))
+    axes.plot(a, slope, label="its slope, as the backward has it", **drawn(VERMILLION))
     axes.plot(dots, rise / (2 * step), "o", color=BLACK, markersize=4, label="central differences of act")
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_ylim(-1.2, 4)
@@ -162,8 +162,8 @@ def gap_picture(right: dict[str, float], wrong: dict[str, float]) -> Figure:
     names = [*right, *wrong]
     figure = Figure(figsize=(9, 0.9 + 0.27 * len(names)), layout="constrained")
     axes = figure.subplots()
-    axes.plot(right.values(), range(len(right)), "o", color=BLUE, label="derived here")
-    axes.plot(wrong.values(), range(len(right), len(names)), "o", color=VERMILLION, label="with a mistake")
+    axes.plot(right.values(), range(len(right)), label="derived here", **dotted(BLUE))
+    axes.plot(wrong.values(), range(len(right), len(names)), label="with a mistake", **dotted(VERMILLION))
     axes.axvline(BOUNDS["float64"], color=BLACK, linewidth=0.8, label=f"the bound, {BOUNDS['float64']:.0e}")
     axes.set_xscale("log")
     axes.set_xlim(1e-17, 10)
@@ -184,7 +184,7 @@ GIVEN, WRITTEN, REGISTERS, NEVER = "given", "written", "in a kernel's registers 
 LOOKS = {  # what becomes of a tensor: fill, edge, line, letters
     GIVEN: (BLACK, BLACK, "-", "white"),
     KEPT: (BLUE, BLUE, "-", "white"),
-    REBUILT: (ORANGE, ORANGE, "-", "black"),
+    REBUILT: (ORANGE, BLACK, "--", "black"),
     FREED: ("white", GREY, "--", "black"),
     WRITTEN: (SKY, SKY, "-", "black"),
     REGISTERS: (YELLOW, YELLOW, "-", "black"),

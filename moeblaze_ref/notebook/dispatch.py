@@ -12,7 +12,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.cases import random_topk
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, LINES, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, drawn
 from moeblaze_ref.memory.traffic import SECTOR_BYTES
 from moeblaze_ref.numpy_ref import dispatch as reference
 from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
@@ -155,7 +155,7 @@ def sectors_against_experts(L: int = 2048, k: int = 2, experts: Sequence[int] = 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     for (kernel, cost), color in zip(costs.items(), (BLUE, VERMILLION, ORANGE), strict=True):
-        axes.plot(experts, cost, "o-", color=color, label=kernel)
+        axes.plot(experts, cost, marker="o", label=kernel, **drawn(color))
     axes.plot(experts, [min(E, SECTOR_BYTES // 4) for E in experts], color=BLACK, linestyle=":", label="min(E, 8)")
     axes.set_xscale("log", base=2)
     axes.set_xticks(experts, [str(E) for E in experts])
@@ -193,14 +193,14 @@ def map_against_experts(L: int, k: int) -> Figure:
     experts = [E for E in (4, 8, 16, 32, 64, 128, 256, 512, 1024) if E >= k]
     sizes = [_map_and_structures(L, E, k) for E in experts]
     lines = {
-        "dense map, int32: L*E*4": ([dense for dense, _ in sizes], VERMILLION, "-"),
-        "the same as a bitmap: L*E/8": ([dense / 32 for dense, _ in sizes], VERMILLION, "--"),
+        "dense map, int32: L*E*4": ([dense for dense, _ in sizes], VERMILLION, LINES[VERMILLION]),
+        "the same as a bitmap: L*E/8": ([dense / 32 for dense, _ in sizes], VERMILLION, ":"),
         "the four structures": ([kept for _, kept in sizes], BLUE, "-"),
     }
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
     for label, (heights, color, style) in lines.items():
-        axes.plot(experts, [height / MIB for height in heights], style, color=color, label=label)
+        axes.plot(experts, [height / MIB for height in heights], linestyle=style, color=color, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(experts, [str(E) for E in experts])

@@ -19,7 +19,7 @@ from moeblaze_ref.bench import ladder, report, results
 from moeblaze_ref.bench.document import change_of, change_text, signed, trials
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory.accounting import uniform_counts
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, behind, filled
 from moeblaze_ref.notebook.dispatch import PALE
 from moeblaze_ref.notebook.markdown import bullets, table
 from moeblaze_ref.raw_cuda import gemm
@@ -260,15 +260,15 @@ def ring_picture(stages: int) -> Figure:
     axes.set(xlim=(0, len(log)), ylim=(stages - 0.4, -0.6), xlabel="events, in the order in which they happened")
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.spines[["top", "right"]].set_visible(False)
-    marks = [Patch(color=SKY, label="being filled, or full"), Patch(color=ORANGE, label="being multiplied")]
+    marks = [Patch(label="being filled, or full", **filled(SKY)), Patch(label="being multiplied", **filled(ORANGE))]
     title = "a number is the step; white is free"
     figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False, title=title)
     return figure
 
 
 def _bar(axes, line, left, right, color, text):
-    axes.add_patch(Rectangle((left, line - 0.4), right - left, 0.8, facecolor=color, edgecolor="white"))
-    axes.text((left + right) / 2, line, text, ha="center", va="center", fontsize=10)
+    axes.add_patch(Rectangle((left, line - 0.4), right - left, 0.8, **filled(color)))
+    axes.text((left + right) / 2, line, text, ha="center", va="center", fontsize=10, bbox=behind(color))
 
 
 def most_ahead(log: Sequence[tuple[str, int]]) -> int:
@@ -530,9 +530,9 @@ def ladder_picture(measured: Measured) -> Figure:
     figure = Figure(figsize=(11, 1.4 + 0.42 * most), layout="constrained")
     for axes, name in zip(np.atleast_1d(figure.subplots(1, len(presets), sharey=True)), presets, strict=True):
         mine = [row for row in rows if row["preset"] == name]
-        bars = axes.barh(
-            [r["idea"] for r in mine], [r["tflops"] for r in mine], color=[RUNG_COLORS[r["rung"]] for r in mine]
-        )
+        bars = axes.barh([row["idea"] for row in mine], [row["tflops"] for row in mine])
+        for bar, row in zip(bars, mine, strict=True):
+            bar.set(**filled(RUNG_COLORS[row["rung"]]))
         axes.bar_label(bars, [f"{row['tflops']:.3g}" for row in mine], padding=2, fontsize=9)
         cublas = mine[0]["cublas_tflops"]
         axes.axvline(cublas, color=BLACK, linestyle="--", linewidth=1)
@@ -540,7 +540,7 @@ def ladder_picture(measured: Measured) -> Figure:
         axes.set(xlim=(0, 1.12 * cublas), ylim=(len(mine) - 0.4, -1.1), xlabel="TFLOP/s (1e12 FLOPs a second)")
         axes.set_title(name, loc="left", fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
-    marks = [Patch(color=color, label=rung) for rung, color in RUNG_COLORS.items()]
+    marks = [Patch(label=rung, **filled(color)) for rung, color in RUNG_COLORS.items()]
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False)
     return figure
 
@@ -567,9 +567,7 @@ def busy_picture(measured: Measured) -> Figure:
 def _draw_busy(axes, rows):
     for number, (column, (unit, color)) in enumerate(BUSY.items()):
         places = np.arange(len(rows)) + 0.29 * (number - 1)
-        style = {"height": 0.27, "color": color, "label": unit, "edgecolor": "white"}
-        style |= {"hatch": "////"} if column == "dram_pct" else {}  # also where there is no colour
-        bars = axes.barh(places, [row[column] for row in rows], **style)
+        bars = axes.barh(places, [row[column] for row in rows], height=0.27, label=unit, **filled(color))
         axes.bar_label(bars, [f"{row[column]:.0f}" for row in rows], padding=2, fontsize=9)
     axes.set_yticks(range(len(rows)), [row["kernel"] if row["rung"] else "cuBLAS, dense" for row in rows])
     axes.set(xlim=(0, 105), ylim=(len(rows) - 0.5, -0.5), xlabel="busy, percent of the unit's peak")

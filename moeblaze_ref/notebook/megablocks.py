@@ -20,7 +20,7 @@ from moeblaze_ref.capacity import expert_capacity
 from moeblaze_ref.cases import Case
 from moeblaze_ref.config import preset
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, stacked_bars
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, drawn, filled, stacked_bars
 from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows
 from moeblaze_ref.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.numpy_ref import block_sparse, capacity, dispatch, gating
@@ -135,8 +135,8 @@ def fates_picture(counts: Sequence[int], capacity_factor: float, block: int) -> 
 
 def _fates(axes, rows: Rows, name):
     kept, experts = np.array(rows.kept), range(len(rows.kept))
-    axes.bar(experts, kept, color=BLUE, label="computed")
-    axes.bar(experts, rows.dropped, bottom=kept, color=VERMILLION, label="dropped")
+    axes.bar(experts, kept, label="computed", **filled(BLUE))
+    axes.bar(experts, rows.dropped, bottom=kept, label="dropped", **filled(VERMILLION))
     empty = {"facecolor": "none", "edgecolor": GREY, "hatch": "////", "linewidth": 0.5}
     axes.bar(experts, rows.padding, bottom=kept, label="padding", **empty)
     title = f"{name}: {dropped_share(rows):.1%} of the rows dropped, {padding_share(rows):.1%} of the work is padding"
@@ -195,7 +195,7 @@ def tokens_picture(recording: Recording, layer: int) -> Figure:
     for block, color in zip((16, 32, 64, 128), (GREEN, BLUE, ORANGE, PURPLE), strict=True):
         steps = (steeper(recording.counts[layer], 1.0, L, recording.k) for L in tokens)
         shares = [100 * padding_share(megablocks_rows(counts, block)) for counts in steps]
-        axes.plot(tokens, shares, "o-", color=color, markersize=3, label=f"block of {block}")
+        axes.plot(tokens, shares, marker="o", markersize=3, label=f"block of {block}", **drawn(color))
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{L:,}" if L < 1024 else f"{L // 1024}k" for L in tokens])
     axes.set_xlabel("L, tokens in a step")

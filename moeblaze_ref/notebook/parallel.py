@@ -10,7 +10,7 @@ import torch.distributed as dist
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION
+from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
 from moeblaze_ref.parallel.findings import short_names
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
@@ -281,8 +281,8 @@ def _bars(axes, found):
     ends = np.zeros((2, len(places)))
     for part, color in zip(parts[0], (BLUE, VERMILLION, GREY), strict=True):
         measured, modelled = np.array([of_one[part] for of_one in parts]).T
-        axes.barh(places - 0.12, measured, 0.44, left=ends[0], color=color, edgecolor="white", label=part)
-        axes.barh(places + 0.26, modelled, 0.2, left=ends[1], color=color, edgecolor="white", alpha=0.6)
+        axes.barh(places - 0.12, measured, 0.44, left=ends[0], label=part, **filled(color))
+        axes.barh(places + 0.26, modelled, 0.2, left=ends[1], alpha=0.6, **filled(color))
         ends += measured, modelled
     axes.set_yticks(places, names)
     axes.invert_yaxis()

@@ -10,7 +10,7 @@ from IPython.display import Markdown
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION
+from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
 from moeblaze_ref.placement import document, findings, joint, peers, simulate, trace
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.maps import Placement
@@ -142,8 +142,8 @@ def tails_picture(steps: Mapping[str, simulate.Step], title: str = "") -> Figure
     axes = figure.subplots()
     compute = np.array([1e3 * step.compute_s.sum() for step in steps.values()])
     transfer = np.array([1e3 * step.transfer_s.sum() for step in steps.values()])
-    axes.barh(list(steps), compute, color=BLUE, label="slowest GPU computes")
-    axes.barh(list(steps), transfer, left=compute, color=VERMILLION, label="slowest pair transfers")
+    axes.barh(list(steps), compute, label="slowest GPU computes", **filled(BLUE))
+    axes.barh(list(steps), transfer, left=compute, label="slowest pair transfers", **filled(VERMILLION))
     for at, whole in enumerate(compute + transfer):
         axes.text(whole, at, f" {whole:.3g}", va="center")
     axes.set_title(title, **HEADING)

@@ -21,7 +21,7 @@ from moeblaze_ref.cases import make_case
 from moeblaze_ref.config import POLICIES, MoEConfig, is_gated, preset
 from moeblaze_ref.layer import INTERMEDIATES
 from moeblaze_ref.memory.accounting import account, uniform_counts
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, dotted, drawn
 from moeblaze_ref.notebook.gemm import (
     HBM_BYTES_PER_SECOND,
     PEAK_FLOPS,
@@ -289,9 +289,9 @@ def _draw_series(axes, costs, base, filled):
 
     axes.plot(*zip(*map(place, on_front(costs)), strict=True), color=GREY, linewidth=1, zorder=1)
     for cost in costs:
-        color = POLICY_COLORS[cost.policy]
-        face = color if filled else "none"
-        axes.plot(*place(cost), "o", markersize=9, markeredgecolor=color, markerfacecolor=face, clip_on=False, zorder=3)
+        look = dotted(POLICY_COLORS[cost.policy])
+        face = look["color"] if filled else "none"
+        axes.plot(*place(cost), markersize=9, markerfacecolor=face, clip_on=False, zorder=3, **look)
 
 
 def _pareto_legend(figure, panels):
@@ -300,7 +300,7 @@ def _pareto_legend(figure, panels):
     shown = {cost.policy for one in panels.values() for costs in one.values() for cost in costs}
     look = {"linestyle": "", "marker": "o", "markersize": 9}
     colors = {policy: color for policy, color in POLICY_COLORS.items() if policy in shown}
-    marks = [axes.plot([], [], color=color, label=policy, **look)[0] for policy, color in colors.items()]
+    marks = [axes.plot([], [], label=policy, **look | dotted(color))[0] for policy, color in colors.items()]
     for label, filled in zip(series if len(series) > 1 else (), FILLED, strict=False):
         face = BLACK if filled else "none"
         marks += axes.plot([], [], markeredgecolor=BLACK, markerfacecolor=face, label=label, **look)
@@ -408,7 +408,7 @@ def budget_picture(name: str, layers: int) -> Figure:
     budgets = np.geomspace(0.5, 128, 33)  # GB
     for policy, color in POLICY_COLORS.items():
         times = [token_seconds(config, policy, layers, int(budget * GB)) * 1e6 for budget in budgets]
-        axes.loglog(budgets, times, color=color, label=policy, linewidth=2 if policy != "paper" else 1)
+        axes.loglog(budgets, times, label=policy, linewidth=2 if policy != "paper" else 1, **drawn(color))
     axes.set_xlabel(f"bytes for the activations of {layers} layers, GB (1e9)")
     axes.set_ylabel("microseconds a token and layer")
     for axis, base, subs in ((axes.xaxis, 2, (1,)), (axes.yaxis, 10, (1, 2, 5))):

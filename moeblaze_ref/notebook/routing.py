@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from moeblaze_ref.memory.accounting import dropped_and_padded, expert_capacity
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREY, SKY, VERMILLION
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREY, SKY, VERMILLION, drawn, filled
 from moeblaze_ref.numpy_ref import gating
 
 VISIBLE = {" ": "␣", "\n": "¶"}  # characters that print no ink
@@ -110,8 +110,8 @@ def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) ->
     axes, experts = figure.subplots(), range(E)
     fitting = np.minimum(counts, capacity)
     empty = {"facecolor": "none", "edgecolor": GREY, "hatch": "///"}
-    axes.bar(experts, fitting, color=BLUE, label="computed")
-    axes.bar(experts, counts - fitting, bottom=fitting, color=VERMILLION, label="dropped")
+    axes.bar(experts, fitting, label="computed", **filled(BLUE))
+    axes.bar(experts, counts - fitting, bottom=fitting, label="dropped", **filled(VERMILLION))
     axes.bar(experts, capacity - fitting, bottom=fitting, label="padding", **empty)
     axes.axhline(capacity, color=BLACK, linewidth=0.8)
     axes.annotate(f"capacity {capacity:,}", (E - 0.4, capacity), xytext=(2, 3), textcoords="offset points", ha="right")
@@ -136,7 +136,7 @@ def skew_picture(E: int, k: int, factors: Sequence[float] = (1.0, 1.25, 2.0)) ->
         capacity = expert_capacity(rows, E, factor)
         fates = np.array([dropped_and_padded(one, capacity) for one in counts]) / (rows, capacity * E)
         for axes, share in zip(panels, 100 * fates.T, strict=True):
-            axes.plot(exponents, share, color=color, label=f"capacity factor {factor:g}")
+            axes.plot(exponents, share, label=f"capacity factor {factor:g}", **drawn(color))
     for axes, title in zip(panels, ("dropped, % of the rows", "padding, % of the places"), strict=True):
         axes.set_title(title, loc="left", fontsize="medium")
         axes.set_xlabel("Zipf exponent")

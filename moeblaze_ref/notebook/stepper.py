@@ -28,13 +28,13 @@ from moeblaze_ref.raw_cuda.runtime.record import (
 )
 from moeblaze_ref.simt.symbols import Frame
 
-COLORS = (SKY, YELLOW, ORANGE, GREEN)  # under black numbers; neighbours differ in grey too
+COLORS = (SKY, YELLOW, ORANGE, GREEN)  # by turns, under black numbers; neighbours differ in grey too
 SHOWN_LINES = 13  # of the source, the current one in their middle
 SHOWN_CHARACTERS = 128  # of a line
 SHOWN_ROWS = 32  # of memory, 128 bytes each
 LEAST_ROWS = 8  # that have a place, so that cells do not grow
 LINE_WORDS = LINE_BYTES // WORD_BYTES
-PANELS = ((0.605, 0.295), (0.52, 0.07), (0.05, 0.43))  # bottom and height: source, lanes, memory
+PANELS = ((0.605, 0.295), (0.505, 0.09), (0.05, 0.415))  # bottom and height: source, lanes, memory
 LABELS = 9  # cells' widths, left of the first cell
 MARKED = "#FFF3B0"  # the current line
 CONFLICT = {"color": VERMILLION, "weight": "bold"}  # of a bank's number
@@ -98,10 +98,10 @@ class Stepper:
         figure.suptitle(title, x=0.005, y=0.995, ha="left", weight="bold", size="medium")
         # Places by hand: to lay out a thousand cells takes seconds.
         source, lanes, memory = (figure.add_axes((0.005, low, 0.99, high)) for low, high in PANELS)
-        colors = _colors(now)
+        groups = _groups(now)
         _draw_source(source, self.record.sources.get(now.frame.file, ""), now.frames, at)
-        _draw_lanes(lanes, now, at, colors)
-        _draw_memory(memory, now, colors)
+        _draw_lanes(lanes, now, at, groups)
+        _draw_memory(memory, now, groups)
         figure.text(0.005, 0.005, "\n".join(filter(None, [self.record.fault, self.record.note])), color=VERMILLION)
         return figure
 
@@ -156,12 +156,15 @@ def _places(steps: list[Step], now: int) -> dict[int, Frame]:
 # Colours -------------------------------------------------------------------------------------------------------------
 
 
-def _colors(step: Step) -> dict[tuple[int, int], str]:
-    """The colour of each (region, word): by its sector, or in shared memory by the pass that serves it."""
+def _groups(step: Step) -> dict[tuple[int, int], int]:
+    """What each (region, word) is coloured by, from 0 on: its sector, or in shared memory the pass that serves it."""
     if not step.is_access:
         return {}
-    groups = step.pass_of_words() if step.region.space == "shared" else _sector_of_words(step)
-    return {word: COLORS[group % len(COLORS)] for word, group in groups.items()}
+    return step.pass_of_words() if step.region.space == "shared" else _sector_of_words(step)
+
+
+def _color(group: int) -> str:
+    return COLORS[group % len(COLORS)]
 
 
 def _sector_of_words(step):
@@ -221,19 +224,27 @@ def _excerpt(lines: list[str], middle: int) -> list[tuple[int, str]]:
     return list(enumerate(cut, start=1))[first : first + SHOWN_LINES]
 
 
-def _draw_lanes(axes: Axes, step: Step, at: dict[int, Frame], colors):
-    """A cell for each lane, in the colour of what it asks for; below it the line that it is at."""
-    _panel(axes, 2, "")
-    asks = dict(zip(step.lanes.tolist(), _first_words(step), strict=True))
-    shades = [colors.get(asks[lane], PALE) if lane in asks else "white" for lane in range(LANES)]
+def _draw_lanes(axes: Axes, step: Step, at: dict[int, Frame], groups):
+    """A cell for each lane, in the colour of what it asks for; below it the line that it is at, and that by number."""
+    _panel(axes, 3, "")
+    asks = {lane: groups.get(word) for lane, word in zip(step.lanes.tolist(), _first_words(step), strict=True)}
+    shades = ["white"] * LANES
+    for lane, group in asks.items():
+        shades[lane] = PALE if group is None else _color(group)
     for lane in step.outside:
         shades[lane] = VERMILLION
     _cells(axes, [(lane, 0) for lane in range(LANES)], shades)
-    for top, name in enumerate(("lane", "is at line")):
+    for top, name in enumerate(("lane", "is at line", _group_name(step) if groups else "")):
         _text(axes, -0.4, top, name, ha="right")
     for lane, place in at.items():
         _text(axes, lane + 0.5, 0, str(lane))
         _text(axes, lane + 0.5, 1, str(place.line) if place.file == step.frame.file else "…")
+    for lane, group in asks.items():
+        _text(axes, lane + 0.5, 2, "" if group is None else str(group + 1))
+
+
+def _group_name(step):
+    return "served in pass" if step.region.space == "shared" else "asks for sector"
 
 
 def _first_words(step):
@@ -243,7 +254,7 @@ def _first_words(step):
     ]
 
 
-def _draw_memory(axes: Axes, step: Step, colors):
+def _draw_memory(axes: Axes, step: Step, groups):
     """A row for each line of 128 bytes that is touched, a cell for each word; in a word the lanes that ask for it."""
     lines = [tuple(line) for line in step.units(LINE_BYTES).tolist()]
     if not lines:
@@ -259,9 +270,9 @@ def _draw_memory(axes: Axes, step: Step, colors):
     _draw_columns(axes, step, len(tops))
     moved = _moved_words(step)
     _cells(axes, [places[word] for word in places if word not in moved], "white")
-    _cells(axes, [places[word] for word in places if word in moved - colors.keys()], "white", hatch="////")
-    asked = [word for word in places if word in colors]
-    _cells(axes, [places[word] for word in asked], [colors[word] for word in asked])
+    _cells(axes, [places[word] for word in places if word in moved - groups.keys()], "white", hatch="////")
+    asked = [word for word in places if word in groups]
+    _cells(axes, [places[word] for word in asked], [_color(groups[word]) for word in asked])
     for word, lanes in _lanes_of_words(step).items():
         if word in places:
             _text(axes, places[word][0] + 0.5, places[word][1], _who(lanes))
@@ -281,9 +292,10 @@ def _moved_words(step):
 
 
 def _memory_title(step):
+    turns = f"{len(COLORS)} colours by turns"
     if step.region.space == "shared":
-        return "shared memory: a column is a bank, a colour what one pass serves, a number the lane that asks"
-    return "global memory: a colour is a sector, 8 words; a number the lane that asks; what is hatched moves unasked"
+        return f"shared memory: a column is a bank, a number the lane that asks; passes, numbered above, have {turns}"
+    return f"global memory: a number is the lane that asks; sectors of 8 words have {turns}; hatched words move unasked"
 
 
 def _draw_columns(axes, step, rows):
