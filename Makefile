@@ -78,6 +78,7 @@ sanitize: $(STAMP)
 BENCH := $(BIN)/moeblaze bench
 SYSTEMS := moeblaze,megablocks,capacity,torch_grouped
 POLICIES := --policy minimal --policy inputs
+SKEWED := --preset conf3 --preset conf4 --preset qwen3 --system $(SYSTEMS) --routing zipf
 bench: $(STAMP)
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
@@ -88,6 +89,9 @@ bench: $(STAMP)
 	$(BENCH) combine --record build/bench.json
 	$(BENCH) layer --preset all --system $(SYSTEMS) --record build/systems.json
 	$(BENCH) paper --record build/systems.json
+	$(BENCH) paper --record build/systems.json
+	$(BENCH) layer $(SKEWED) --record build/systems.json
+	$(BENCH) layer $(SKEWED) --capacity-factor 1.0 --record build/systems.json
 	$(BENCH) ladder --record build/ladder.json
 	$(BENCH) counters --record build/counters.json
 

@@ -640,7 +640,6 @@ def test_a_function_that_is_nowhere_defined_is_named():
         build.build_kernels("test.cu", text, ["f"], [], {}, True)
 
 
-
 def test_a_compile_error_shows_the_line_of_the_kernel_file():
     with pytest.raises(build.SimtCompileError, match=r"test\.cu:3:\d+: error: .*nonsense"):
         run('\nextern "C" __global__ void broken(int* out) { out[0] = nonsense; }', "broken", out=ints(1))

@@ -27,8 +27,10 @@ RUNTIME_LIBRARIES = ("-pthread",)
 KERNEL_LIBRARIES = ("-nodefaultlibs", "-lm")
 # Names stay inside their file: a kernel may be called read, and two files may hold the same template.
 KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections")
+# A loop that does nothing and never ends hangs a GPU: the compiler may not take it for one that ends.
 INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize", "-fno-finite-loops")
-# What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU.
+# What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU; without sinking
+# it reads where the text does, not behind the bounds check that comes too late.
 GCC_KERNEL_FLAGS = ("-fno-gnu-unique",)
 GCC_INSTRUMENTED_FLAGS = ("-fno-tree-sra", "-fno-tree-sink", "--param=tsan-instrument-func-entry-exit=0")
 # Clang's thread sanitizer would leave out a read before a write, and call what libtsan alone has for atomics.
