@@ -15,6 +15,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
+import processes
 from playwright.sync_api import Locator, Page, TimeoutError, expect, sync_playwright
 
 ROOT = Path(__file__).parents[1]
@@ -89,12 +90,11 @@ def jupyterlab(folder: Path) -> Iterator[str]:
     log = home / "log"
     with open(log, "w") as said:
         env = {**others, **places, "IPYTHONDIR": str(home / "ipython"), "PYTHONPATH": str(ROOT)}
-        server = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, env=env, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield _address(server, log)
     finally:
-        server.terminate()
-        server.wait()
+        processes.end(server)
 
 
 def _write_settings(home):
@@ -120,15 +120,22 @@ def open_file(page: Page, lab: str, name: str) -> None:
     page.goto(f"{lab}/tree/{name}?token={TOKEN}")
 
 
+def wait_for_kernel(page: Page) -> None:
+    """Wait until the kernel of the notebook that is open is connected and idle.
+
+    A server that is told to end while a page connects to a kernel may never end.
+    """
+    page.locator("#jp-main-statusbar").get_by_text("| Idle").wait_for()
+
+
 def run_all(page: Page, lab: str, name: str) -> None:
     """Open a notebook and run all of its cells, as a reader does: by the menu, once the kernel is there."""
     open_file(page, lab, name)
-    idle = page.locator("#jp-main-statusbar").get_by_text("| Idle")
-    idle.wait_for()
+    wait_for_kernel(page)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(RAN, polling=POLLS)
-    idle.wait_for()
+    wait_for_kernel(page)
 
 
 def check_outputs(page: Page, cells: int, pictures: int) -> None:

@@ -1,9 +1,9 @@
 """What a Numba kernel's header states of a launch, and what the simulator counts."""
 
 import os
-import subprocess
 import sys
 
+import processes
 from moeblaze_ref.kernel_headers import evaluate, in_docstring
 from moeblaze_ref.numba_cuda import runtime
 
@@ -31,5 +31,5 @@ def rerun(test):
     """Run one test, such as "tests/test_x.py::test_y", in a fresh interpreter on the simulator, and expect it to pass."""
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
     pytest = [sys.executable, "-m", "pytest", test]
-    done = subprocess.run(pytest, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(pytest, env=environment)
     assert done.returncode == 0, done.stdout

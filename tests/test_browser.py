@@ -47,6 +47,7 @@ def test_a_link_from_a_notebook_to_a_document_opens_in_jupyterlab(tmp_path):
     assert "jupyter-lab --LabApp.default_url=/lab/tree/notebooks\n" in (NOTEBOOKS.parent / "Makefile").read_text()
     with browser.jupyterlab(tmp_path) as lab, browser.opened(tmp_path) as page:
         browser.open_file(page, lab, "notebooks/02_dispatch_without_sorting.ipynb")
+        browser.wait_for_kernel(page)
         page.get_by_role("link", name="CUDA in one page").first.click()
         expect(page.get_by_role("heading", name="CUDA in one page")).to_be_visible()
 

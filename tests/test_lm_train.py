@@ -4,13 +4,13 @@ import json
 import math
 import re
 import signal
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
+import processes
 import pytest
 import small_lm
 import torch
@@ -210,7 +210,7 @@ MOMENTS = {  # and the step that the folder's checkpoint then holds
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_at_any_moment_changes_no_loss(moment, tmp_path, uninterrupted):
     folder, script = tmp_path / "run", KILLED.format(tests=str(Path(__file__).parent))
-    killed = subprocess.run([sys.executable, "-c", script, moment, folder], capture_output=True, text=True)
+    killed = processes.run([sys.executable, "-c", script, moment, folder])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     saved = checkpoint.step_of(folder / CHECKPOINT) if (folder / CHECKPOINT).exists() else None
     assert saved == MOMENTS[moment]

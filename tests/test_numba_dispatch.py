@@ -2,10 +2,10 @@
 
 import ctypes
 import os
-import subprocess
 import sys
 
 import numpy as np
+import processes
 import pytest
 from helpers import assert_same_dispatch
 from simulator import counted_launch, rerun, stated_launch
@@ -35,7 +35,7 @@ def assert_right(topk_experts, num_experts):
 def python(*arguments, **environment):
     """Run a fresh interpreter without Numba's variables; the completed process."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
-    return subprocess.run([sys.executable, *arguments], env=clean | environment, capture_output=True, text=True)
+    return processes.run([sys.executable, *arguments], env=clean | environment)
 
 
 # The stage

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -14,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import browser
+import processes
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -194,7 +194,7 @@ def make(*arguments, cwd=ROOT):
     """Runs make as typed, whatever was passed to the make that may have started these tests."""
     ours = ("MAKE", "MFLAGS", "PYTHON", "TORCH_INDEX_URL", "CXX", "BROWSERS")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return subprocess.run(["make", *arguments], cwd=cwd, env=clean, capture_output=True, text=True)
+    return processes.run(["make", *arguments], cwd=cwd, env=clean)
 
 
 def age(path, seconds):
@@ -292,7 +292,7 @@ def wheel(tmp_path_factory):
     """The wheel of this tree."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--wheel-dir", folder, ROOT], check=True)
+    processes.run([*pip, "--wheel-dir", folder, ROOT]).check_returncode()
     (path,) = folder.glob("*.whl")
     return path
 
@@ -319,16 +319,16 @@ def empty_environment(wheel):
     with tempfile.TemporaryDirectory() as folder:  # a gigabyte, which pytest's own folders would keep
         venv.create(folder, with_pip=True)
         pip = [f"{folder}/bin/pip", "install", "--quiet", "--no-compile", *(f"--extra-index-url={url}" for url in urls)]
-        subprocess.run([*pip, "--constraint", ROOT / "requirements.lock", wheel], check=True, cwd=folder)
+        processes.run([*pip, "--constraint", ROOT / "requirements.lock", wheel], cwd=folder).check_returncode()
         yield Path(folder, "bin")
 
 
 def test_the_wheel_checks_itself_in_an_empty_environment(empty_environment, tmp_path):
     apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    run = {"cwd": tmp_path, "env": apart, "capture_output": True, "text": True}
-    where = subprocess.run([empty_environment / "python", "-c", "import moeblaze_ref as m; print(m.__file__)"], **run)
+    run = {"cwd": tmp_path, "env": apart}
+    where = processes.run([empty_environment / "python", "-c", "import moeblaze_ref as m; print(m.__file__)"], **run)
     assert where.stdout.startswith(str(empty_environment.parent)), where.stderr
-    check = subprocess.run([empty_environment / "moeblaze", "check", "--stage", "dispatch", "--json"], **run)
+    check = processes.run([empty_environment / "moeblaze", "check", "--stage", "dispatch", "--json"], **run)
     assert check.returncode == 0, check.stdout + check.stderr
     passed = {row["backend"] for row in json.loads(check.stdout) if row["available"] and row["ok"]}
     assert {"numpy", "numba", "simt"} <= passed

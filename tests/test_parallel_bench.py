@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ def torchrun(folder, *arguments):
     options = ["--trace", "trace.npz", "--preset", "toy", "--tokens", str(TOKENS), "--steps", str(STEPS)]
     command += ["-m", "moeblaze_ref.parallel.bench", *options, *arguments]
     environment = os.environ | {"COLUMNS": "120"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return processes.run(command, cwd=folder, env=environment)
 
 
 def test_placements_are_measured_beside_their_model(folder):

@@ -3,11 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 
 from moeblaze_ref.raw_cuda.runtime.poison import POISON
@@ -593,7 +593,7 @@ def test_clang_builds_kernels_too(tmp_path):
     environment = os.environ | {"CXX": "clang++", "MOEBLAZE_CACHE": str(tmp_path)}
     test = f"{__file__}::{test_shared_memory_and_barriers_work_in_every_order_of_threads.__name__}"
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", test]
-    done = subprocess.run(pytest, env=environment, capture_output=True, text=True, check=False)
+    done = processes.run(pytest, env=environment)
     assert done.returncode == 0 and "9 passed" in done.stdout, done.stdout
 
 

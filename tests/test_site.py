@@ -7,7 +7,6 @@ import html
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import browser
 import nbformat
+import processes
 import pytest
 from playwright.sync_api import expect
 
@@ -37,7 +37,7 @@ def built(tmp_path_factory):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not ended.exists():  # a process of its own, since Sphinx leaves it changed
             command = [sys.executable, "-m", "moeblaze_ref.site.build", site]
-            run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            run = processes.run(command, cwd=ROOT)
             ended.write_text(json.dumps([run.returncode, run.stderr]))
     return (*json.loads(ended.read_text()), site)
 

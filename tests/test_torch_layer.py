@@ -3,11 +3,11 @@
 import itertools
 import logging
 import os
-import subprocess
 import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import processes
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -462,7 +462,7 @@ def test_compiled_models_run_the_layer_as_it_is():
 
 def test_who_compiles_nothing_waits_for_no_compiler():
     source = "import sys, moeblaze_ref.torch_layer; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", source]).returncode == 0
+    assert processes.run([sys.executable, "-c", source]).returncode == 0
 
 
 def test_not_a_number_travels_as_in_torch():
@@ -504,7 +504,7 @@ def test_the_executor_is_recorded_and_logged(caplog):
 def test_without_an_executor_it_raises_and_plain_torch_does_not_step_in():
     program = "import torch; from moeblaze_ref.torch_layer import MoELayer; MoELayer(8, 8, 2, 1)(torch.zeros(4, 8))"
     environment = os.environ | {"CXX": "no-such-compiler"}
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    result = processes.run([sys.executable, "-c", program], env=environment)
     assert result.returncode == 1
     assert "SimtUnavailable: the SIMT executor compiles kernels with g++" in result.stderr
 

@@ -1,0 +1,50 @@
+"""Processes that tests start: each has a time limit, and what it started ends with it."""
+
+import os
+import signal
+import subprocess
+
+LIMIT = 600  # seconds, on a slow and busy machine; pyproject.toml gives a whole test longer
+
+
+def run(command, limit=LIMIT, **options):
+    """Run a command to its end and return the ``subprocess.CompletedProcess``, with its output as text.
+
+    Parameters
+    ----------
+    command : sequence of str or Path
+    limit : float
+        Seconds.
+    **options
+        Of ``subprocess.Popen``.
+
+    Raises
+    ------
+    subprocess.TimeoutExpired
+        If it did not end within the limit. Its process group is killed.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, start_new_session=True, **pipes, **options)
+    try:
+        output, errors = process.communicate(timeout=limit)
+    except BaseException:
+        _kill_group(process)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def end(process, limit=30):
+    """End a process that was started in a session of its own: ask it to, and kill its group after ``limit`` seconds."""
+    process.terminate()
+    try:
+        process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        _kill_group(process)
+
+
+def _kill_group(process):
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it ended meanwhile
+        pass
+    process.wait()

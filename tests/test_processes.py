@@ -1,0 +1,63 @@
+"""Processes that tests start always end."""
+
+import ast
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import processes
+import pytest
+
+OWN = {"processes.py", "browser.py", Path(__file__).name}  # the others start processes by `processes.run`
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def runs(pid):
+    """Whether a process is there and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_a_command_prints_comes_back():
+    done = processes.run([sys.executable, "-c", "import sys; print(1); print(2, file=sys.stderr); sys.exit(3)"])
+    assert (done.stdout, done.stderr, done.returncode) == ("1\n", "2\n", 3)
+
+
+def test_a_command_over_its_limit_is_killed_with_its_children():
+    with pytest.raises(subprocess.TimeoutExpired) as expired:
+        processes.run([sys.executable, "-c", PARENT], limit=5)
+    child = int(expired.value.output)
+    deadline = time.monotonic() + 30
+    while runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not runs(child)
+
+
+def test_a_process_that_ignores_the_signal_to_end_is_killed():
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
+    with process.stdout:
+        process.stdout.readline()
+        processes.end(process, limit=0.2)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_no_test_starts_a_process_without_a_limit():
+    """By name: `subprocess` and `os.system` occur in the helpers alone."""
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        if path.name not in OWN:
+            names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+            assert "subprocess" not in names, f"{path.name} starts a process: take processes.run"
+
+
+def test_a_test_has_a_time_limit(pytestconfig):
+    assert pytestconfig.pluginmanager.hasplugin("timeout") and int(pytestconfig.getini("timeout")) <= 1200
