@@ -109,23 +109,30 @@ class Preset:
     note: str
 
 
+# MoEBlaze, Table 1: d, E, k, batch, sequence. h is 4 d.
+_TABLE_1 = {
+    "conf1": (512, 4, 1, 32, 2048),
+    "conf2": (1024, 8, 2, 32, 2048),
+    "conf3": (1024, 16, 4, 32, 2048),
+    "conf4": (2048, 16, 4, 32, 1024),
+    "conf5": (512, 16, 4, 32, 1024),
+    "conf6": (1024, 16, 4, 16, 1024),
+    "conf7": (2048, 8, 4, 16, 512),
+}
+PAPER_PRESETS = tuple(_TABLE_1)  # the seven configurations of MoEBlaze's evaluation
+
+
+def _of_table_1(d: int, E: int, k: int, batch: int, sequence: int) -> Preset:
+    config = MoEConfig(L=batch * sequence, d=d, h=4 * d, E=E, k=k)
+    return Preset(config, f"MoEBlaze, Table 1: batch {batch} x sequence {sequence:,}")
+
+
 PRESETS = {
     "paper-deepseek": Preset(
         MoEConfig(L=2_000_000, d=6144, h=24_576, E=256, k=4),
-        "MoEBlaze section 2, its DeepSeek-scale example; E is not printed there, 256 is assumed",
+        "MoEBlaze section 2, its DeepSeek-scale example; E is not printed there, 256 is ours",
     ),
-    "conf1": Preset(
-        MoEConfig(L=32_768, d=512, h=2048, E=4, k=1),
-        "MoEBlaze evaluation; L = 32,768 is assumed",
-    ),
-    "conf3": Preset(
-        MoEConfig(L=65_536, d=1024, h=4096, E=16, k=4),
-        "MoEBlaze evaluation; L = 65,536 is inferred from its 10,000 MB",
-    ),
-    "conf4": Preset(
-        MoEConfig(L=32_768, d=2048, h=8192, E=16, k=4),
-        "MoEBlaze evaluation; batch 32 x sequence 1024",
-    ),
+    **{name: _of_table_1(*row) for name, row in _TABLE_1.items()},
     "mixtral": Preset(
         MoEConfig(L=16_384, d=4096, h=14_336, E=8, k=2),
         "one layer of Mixtral-8x7B; L is ours",
@@ -158,3 +165,52 @@ def preset(name: str) -> Preset:
         If there is none; the message proposes the nearest name.
     """
     return PRESETS[doors.check_name("preset", name, PRESETS)]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A GPT-2-like language model of MegaBlocks' evaluation (arXiv 2211.15841, section 6, tables 1 and 2).
+
+    Parameters
+    ----------
+    d, layers : int
+        Model width and number of Transformer layers. The FFN width is 4 d.
+    E : int
+        Experts of each layer, of which a token uses one; 1 is a dense model.
+
+    Notes
+    -----
+    `weights` and `flops_per_sequence` are our count; with it every printed digit of both tables comes out.
+    """
+
+    d: int
+    layers: int
+    E: int = 1
+
+    vocabulary = 51_200
+    sequence = 1_024
+
+    @property
+    def weights(self) -> int:
+        """Parameters: embeddings, attention and FFN with biases, norms, routers. Experts 2 to E have no biases."""
+        d, one_layer = self.d, 12 * self.d**2 + 13 * self.d
+        further_experts = (self.E - 1) * 8 * d**2 + (d * self.E if self.E > 1 else 0)
+        embeddings, last_norm = (self.vocabulary + self.sequence) * d, 2 * d
+        return embeddings + self.layers * (one_layer + further_experts) + last_norm
+
+    @property
+    def flops_per_sequence(self) -> int:
+        """FLOPs of a forward and a backward of one sequence: every product 3 times, 2 FLOPs a multiply-add.
+
+        The same for a dense model and for one expert a token; the router is not counted.
+        """
+        s, d = self.sequence, self.d
+        forward = self.layers * (24 * s * d**2 + 4 * s**2 * d) + 2 * s * d * self.vocabulary
+        return 3 * forward
+
+
+_SIZES = {"XS": (512, 6), "Small": (768, 12), "Medium": (1024, 24), "Large": (1536, 24), "XL": (2048, 24)}
+MODELS = {
+    **{f"transformer-{name}": ModelConfig(*size) for name, size in _SIZES.items()},
+    **{f"moe-{name}": ModelConfig(*_SIZES[name], E=64) for name in ("XS", "Small", "Medium")},
+}

@@ -874,7 +874,7 @@ def test_rungs_are_those_of_the_stages_that_have_them():
     ("kind", "request_", "message"),
     [
         ("layers", {}, "unknown kind of benchmark 'layers'. Did you mean 'layer'?"),
-        ("layer", {"presets": ("conf5",)}, "unknown preset 'conf5'"),
+        ("layer", {"presets": ("conf9",)}, "unknown preset 'conf9'"),
         ("layer", {"policies": ("minimum",)}, "unknown policy 'minimum'. Did you mean 'minimal'?"),
         (
             "layer",
