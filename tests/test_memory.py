@@ -251,7 +251,7 @@ def test_small_step(policy, peak):
     assert kept_sizes(one).keys() == {"x", "gates", *STRUCTURES} | ends
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu", "relu2"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_begins_with_its_forward(policy, activation):
     config = MoEConfig(*ODD, activation)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from moeblaze_ref import doors, sparse_doors
 from moeblaze_ref.capacity import DEFAULT_FACTOR, check_factor, expert_capacity
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
-from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.layer import intermediates
 from moeblaze_ref.memory.rows import capacity_rows
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.units import GB
@@ -209,6 +209,7 @@ class _Case:
         self.wide = "float64" if config.dtype == "float64" else "float32"  # of logits, probabilities and gates
         self.mixed = self.wide != self.dtype
         self.policy, self.assumptions = policy, assumptions
+        self.saved = () if policy is None else intermediates(policy, config.activation)
         if assumptions.counts is None:
             self.counts, self.routing = uniform_counts(config), "uniform routing"
         else:
@@ -310,7 +311,8 @@ def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Acc
     C = Size("C", gemm.gate_terms(rung, config.h))  # tiles of columns, each leaves a share of the gates' gradients
     W = Size("W", gemm.parts_of_rows(rung, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
     tensors = one.tensors if W.value == config.d else _y_in_parts(one.tensors, case.R, W)
-    forward = (replace(tensor, until=_DIES_AT.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
+    dies_at = _dies_at(case)
+    forward = (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
     symbols = one.symbols | {size.text: size.value for size in (C, W)}
     return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
 
@@ -624,8 +626,10 @@ def _moeblaze(s: _Case) -> _Draft:
     """
     tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *_by_policy(s), _out(s)]
     notes = ["moeblaze: the backward recomputes the router's probabilities from x; choice and gates are kept"]
+    if s.saved == ("y_swi",):
+        notes.append("moeblaze: of relu y_swi alone is kept: the slope is 1 where y_swi > 0, and relu(y_swi) is y_swi")
     (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R.value, s.d.value, s.h.value)
-    if others and "y" not in INTERMEDIATES[s.policy]:
+    if others and "y" not in s.saved:
         notes.append(f"moeblaze: y is counted whole; rung 4_hopper has {columns:,} of its {s.d.value:,} columns at one time")
     return _Draft(tensors, notes=tuple(notes))
 
@@ -647,13 +651,11 @@ def _dispatch(s):
 
 def _by_policy(s):
     """What is stored between x and out; whatever else the equations name stays in a kernel's registers."""
-    kept = INTERMEDIATES[s.policy]
     width = {"routed_x": s.d, "y": s.d}
     freed = {"y_swi": "y", "y": "out"}  # the second GEMM reads the one and writes the other under every policy
-    for name in INTERMEDIATES["conventional"]:
-        stored = name in kept or name in freed
-        if stored and (s.gated or name not in ("b", "act_a")):
-            yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in kept else freed[name])
+    for name in intermediates("conventional", s.activation):
+        if name in s.saved or name in freed:
+            yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in s.saved else freed[name])
 
 
 _BUILD = {
@@ -668,19 +670,26 @@ assert _BUILD.keys() == SYSTEMS.keys()
 
 # The backward: `layer.backward` and `megablocks.backward` over the raw CUDA stages ----------------------------------
 
-_DIES_AT = {  # a and b become d_a and d_b where they are; the last three are kept by a policy and read by nobody
-    "a": "d_w1",
-    "b": "d_w2",
-    "y_swi": "gate_terms",
-    **dict.fromkeys(("routed_x", "act_a", "y"), "d_out"),
-}
+
+def _dies_at(s):
+    """The tensor whose birth is the last use of each kept one.
+
+    a and b become d_a and d_b where they are, and so does y_swi where it is kept in place of a. routed_x, act_a and y
+    are kept by a policy and never read.
+    """
+    return {
+        "a": "d_w1",
+        "b": "d_w2",
+        "y_swi": "gate_terms" if "a" in s.saved else "d_w1",
+        **dict.fromkeys(("routed_x", "act_a", "y"), "d_out"),
+    }
 
 
 def _backward(s, C, W):
     """What the backward is given and makes, in order of birth; a name with a prime is that of a tensor made again."""
     hidden, weights = (s.R, s.h), (s.E, s.d, s.h)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
-    if "a" not in INTERMEDIATES[s.policy]:
+    if not s.saved:
         yield Tensor("a'", hidden, s.dtype, until="d_w1")
         if s.gated:
             yield Tensor("b'", hidden, s.dtype, until="d_w2")
