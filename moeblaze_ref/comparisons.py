@@ -330,6 +330,12 @@ def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
 TORCH_LAYERS: dict[str, tuple[str, Callable[[Case], dict[str, Any]]]] = {
     "torch_layer": ("moeblaze", lambda case: {"policy": case.policy}),
     "torch_block_sparse": ("megablocks", lambda case: {"block": sparse_block(case.weights.w1.shape[2])}),
+    "torch_memory_optimized": (
+        "megablocks_memory_optimized",
+        lambda case: {"block": sparse_block(case.weights.w1.shape[2])},
+    ),
+    "torch_dynamic_capacity": ("dynamic_capacity", lambda case: {}),
+    "torch_sequential": ("sequential", lambda case: {}),
 }
 
 
