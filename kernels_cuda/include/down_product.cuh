@@ -26,7 +26,8 @@ __device__ __forceinline__ void multiply_rows(Products& products, const Scalar* 
 // Calls visit(row, column, NEIGHBOURS products, load(row, column)) for the thread's part of the tile.
 template <class Load, class Visit>
 __device__ __forceinline__ void each_product(const Products& products, Load load, Visit visit) {
-    products.each(load, [&](int, int row, int column, const float(&values)[1][NEIGHBOURS], auto& loaded) {
+    using Loaded = decltype(load(0, 0));
+    products.each(load, [&](int, int row, int column, const float(&values)[1][NEIGHBOURS], Loaded& loaded) {
         visit(row, column, values[0], loaded);
     });
 }
