@@ -48,11 +48,14 @@ def check_lengths(lengths):
 def check_route_indices(dense_map, offsets, topk_experts):
     """dense_map (L, E) and offsets (E + 1,) are those that the first two steps make of topk_experts (L, k)."""
     _check_map_of(dense_map, topk_experts)
-    check_offsets(offsets, dense_map.shape[1])
-    valid_offsets = offsets.copy()
-    valid_offsets[:1] = 0
-    valid_offsets[1:] = (dense_map != EMPTY).sum(axis=0).cumsum()
-    doors.check_equal("offsets", offsets, valid_offsets)
+    _check_offsets_of(offsets, dense_map)
+
+
+@doors.unless_trusted
+def check_location_map(dense_map, offsets):
+    """dense_map (L, E), and offsets (E + 1,) are those that the second step makes of it."""
+    check_dense_map(dense_map)
+    _check_offsets_of(offsets, dense_map)
 
 
 @doors.unless_trusted
@@ -68,13 +71,6 @@ def check_write_indices(dense_map, location_map, topk_experts):
     doors.check_equal("location_map", location_map, valid_locations)
 
 
-@doors.unless_trusted
-def check_offsets(offsets, num_experts):
-    """offsets (E + 1,) int32."""
-    doors.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
-    doors.check_shape("offsets", offsets, {"E + 1": num_experts + 1})
-
-
 def _check_map_of(dense_map, topk_experts):
     """dense_map (L, E) is the one that the first step makes of topk_experts (L, k)."""
     check_dense_map(dense_map)
@@ -86,6 +82,16 @@ def _check_map_of(dense_map, topk_experts):
     valid_map.fill(EMPTY)
     valid_map[tokens, topk_experts] = tokens
     doors.check_equal("dense_map", dense_map, valid_map)
+
+
+def _check_offsets_of(offsets, dense_map):
+    """offsets (E + 1,) are those that the second step makes of dense_map (L, E)."""
+    doors.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
+    doors.check_shape("offsets", offsets, {"E + 1": dense_map.shape[1] + 1})
+    valid_offsets = offsets.copy()
+    valid_offsets[:1] = 0
+    valid_offsets[1:] = (dense_map != EMPTY).sum(axis=0).cumsum()
+    doors.check_equal("offsets", offsets, valid_offsets)
 
 
 @doors.unless_trusted

@@ -195,7 +195,7 @@ def location_map(dense_map, offsets):
     Raises
     ------
     ValueError
-        If the shapes disagree.
+        If the rank of the map is not 2, or the offsets are not what step 2 makes of it.
     TypeError
         If a dtype is not int32.
 
@@ -204,8 +204,7 @@ def location_map(dense_map, offsets):
     MoEBlaze, section 4.2, step 3: the exclusive scan of each column, plus the expert's offset. `route_indices` does
     both phases at once.
     """
-    stage_doors.check_dense_map(dense_map)
-    stage_doors.check_offsets(offsets, dense_map.shape[1])
+    stage_doors.check_location_map(dense_map, offsets)
     routed = dense_map != EMPTY  # (L, E)
     earlier = routed.cumsum(axis=0, dtype=np.int32) - routed  # (L, E)
     return offsets[:-1] + earlier
