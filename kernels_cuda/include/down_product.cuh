@@ -71,14 +71,13 @@ struct Targets {
     int tokens[TILE_ROWS];
     float gates[TILE_ROWS];
 
-    // For the whole block.
+    // For the whole block. The barriers of the product stand between this and the epilogue.
     __device__ __forceinline__ void read(const RowTile& tile, const int* expert_token_indices,
                                          const float* gate_of_row) {
         for (int row = threadIdx.x; row < tile.rows; row += THREADS) {
             tokens[row] = expert_token_indices[tile.first + row];
             gates[row] = gate_of_row[tile.first + row];
         }
-        __syncthreads();  // every row has its token and its gate
     }
 };
 
