@@ -4,8 +4,6 @@ MegaBlocks (arXiv 2211.15841), section 5.1.2 and figure 5, compares the tiles of
 takes every tile, so that nothing but the tile and its schedule differs.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,15 +12,10 @@ DEPTH = 64  # columns of left and rows of right that one step multiplies
 BAND = 8  # rows of tiles that are computed before the next columns: neighbours in time share columns in the L2 cache
 
 
-class Schedule(NamedTuple):
-    """How one thread block computes a tile."""
-
-    warps: int
-    stages: int  # steps whose operands are in shared memory at one time
-
-
 @triton.jit
-def product_kernel(left, right, result, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr):
+def product_kernel(
+    left, right, result, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr
+):
     """Write one tile (ROWS, COLUMNS) of result = left right, all (n, n) row-major, n a multiple of every constant."""
     high, wide = n // ROWS, n // COLUMNS
     row, column = tl.swizzle2d(tl.program_id(0) // wide, tl.program_id(0) % wide, high, wide, BAND)
@@ -39,8 +32,8 @@ def product_kernel(left, right, result, n, ROWS: tl.constexpr, COLUMNS: tl.const
     tl.store(result + rows * n + columns, total.to(result.dtype.element_ty))
 
 
-def multiply(left: Tensor, right: Tensor, result: Tensor, tile: tuple[int, int], schedule: Schedule):
-    """Write left right into result.
+def multiply(left: Tensor, right: Tensor, result: Tensor, tile: tuple[int, int], warps: int, stages: int):
+    """Write the product of left and right into result.
 
     Parameters
     ----------
@@ -48,7 +41,10 @@ def multiply(left: Tensor, right: Tensor, result: Tensor, tile: tuple[int, int],
         Contiguous. Sums are float32, rounded once.
     tile : tuple of int
         Rows and columns of a thread block's tile.
-    schedule : Schedule
+    warps : int
+        Of a thread block.
+    stages : int
+        Steps whose operands are in shared memory at one time.
 
     Raises
     ------
@@ -59,5 +55,5 @@ def multiply(left: Tensor, right: Tensor, result: Tensor, tile: tuple[int, int],
     if n == 0 or n % rows or n % columns or n % DEPTH:
         raise ValueError(f"n is {n}, but a tile of {rows}x{columns} needs a multiple of {rows}, {columns} and {DEPTH}")
     product_kernel[n // rows * (n // columns),](
-        left, right, result, n, rows, columns, DEPTH, BAND, num_warps=schedule.warps, num_stages=schedule.stages
+        left, right, result, n, rows, columns, DEPTH, BAND, num_warps=warps, num_stages=stages
     )
