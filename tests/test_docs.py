@@ -30,7 +30,7 @@ from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.judge import CONTRACTS
 from moeblaze_ref.judge.contracts import ROUTES
-from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.layer import intermediates
 from moeblaze_ref.memory import accounting, report
 from moeblaze_ref.numpy_ref import gating, layer
 from moeblaze_ref.placement import methods
@@ -400,7 +400,10 @@ def check_policies(notation):
     (rows,) = notation.tables("Save policies")
     for row in rows:
         policy = bare(row["policy"])
-        assert tuple(SPAN.findall(row["keeps between x and out"])) == INTERMEDIATES[policy]
+        assert tuple(SPAN.findall(row["keeps between x and out"])) == intermediates(policy, "swiglu")
+        assert tuple(SPAN.findall(row["keeps of relu"])) == intermediates(policy, "relu")
+        assert intermediates(policy, "relu2") == intermediates(policy, "silu")
+        assert intermediates(policy, "reglu") == intermediates(policy, "swiglu")
         for activation, cell in (("swiglu", "elements a routed row, gated"), ("silu", "not gated")):
             case = SMALL.case(activation)
             kept = layer.forward(case.x, case.weights, SMALL.k, activation, policy).saved.intermediates

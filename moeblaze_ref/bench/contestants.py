@@ -6,6 +6,7 @@ specification, which choices it computes, and it is compared with the oracle ove
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ from moeblaze_ref.numpy_ref import capacity as specification
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import EMPTY
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.torch_capacity import CapacityMoE
 from moeblaze_ref.torch_layer import MoEModule
 
 OURS = "moeblaze"
@@ -76,7 +79,8 @@ def kept_choices(module: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
     """
     num_experts, dispatch = module.wg.shape[1], build_by_sort(chosen.int().cpu().numpy(), module.wg.shape[1])
     gates = oracle.route(x, module.wg, module.k, module.renormalize, chosen).gates.detach()
-    rows_of_expert = capacity.expert_capacity(chosen.numel(), num_experts, module.capacity_factor)
+    counts = np.diff(dispatch.expert_token_offsets).tolist()
+    rows_of_expert = capacity.capacity_for(counts, module.capacity_factor)
     bins = specification.fill(dispatch, gates.cpu().numpy(), rows_of_expert, module.drop_policy)
     return torch.from_numpy(bins.rows != EMPTY).view(chosen.shape).to(chosen.device)
 
@@ -89,13 +93,13 @@ class Losses(NamedTuple):
     padding_rows: int | None = None
 
 
-def losses(system: str, module: nn.Module, config: MoEConfig, chosen: Tensor) -> Losses:
+def losses(module: nn.Module, config: MoEConfig, chosen: Tensor) -> Losses:
     """Of the last forward of a module, which chose so; the rows by `memory.waste`, from the experts' counts."""
     counts = chosen.flatten().bincount(minlength=config.E).tolist()
-    if system == "capacity":
+    if isinstance(module, CapacityMoE):
         lost = waste.capacity_waste(config, counts, module.capacity_factor)
         return Losses(lost.dropped_rows, int(module.lost_tokens), lost.padding_rows)
-    if system == "megablocks":
+    if isinstance(module, BlockSparseMoE):
         padded = waste.megablocks_waste(config, counts, module.block)
         return Losses(padded.dropped_rows, 0, padded.padding_rows)
     return Losses()

@@ -291,7 +291,7 @@ def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> contestants.Lo
         return contestants.Losses()
     with torch.no_grad():
         _, chosen = scene.run(subject, scene.tokens(subject))
-    return contestants.losses(subject.system, scene.modules[subject.system], config, chosen)
+    return contestants.losses(scene.modules[subject.system], config, chosen)
 
 
 def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> dict[str, str]:

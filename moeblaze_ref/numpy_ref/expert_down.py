@@ -54,6 +54,7 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
         Gradient of the layer's output; gathered by index, never expanded to (R, d).
     gates : ndarray (L, k)
     a : ndarray (R, h), float64 or float32
+        Of relu y_swi may take its place, with the same results.
     b : ndarray (R, h) or None
         None exactly for the ungated activations.
     w3 : ndarray (E, h, d)

@@ -135,6 +135,7 @@ def hidden_gradients(
         Gradient of the layer's output; gathered by index, never expanded to (R, d).
     gates : array (L, k), float32
     a : array (R, h), float32, float16 or bfloat16
+        Of relu y_swi may take its place, with the same results.
     b : array (R, h) or None
         None exactly for the ungated activations.
     w3 : array (E, h, d)
