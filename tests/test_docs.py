@@ -363,6 +363,12 @@ def check_presets(notation):
         assert MoEConfig(**sizes) == config.PRESETS[bare(row["preset"])].config
 
 
+def check_golden_example(notation):
+    """The three columns are those of the code, and the example below them runs like any other."""
+    (rows,) = notation.tables("Golden example")
+    assert rows == cases.example_in_three_columns()
+
+
 # Notation: formulas -------------------------------------------------------------------------------------------------
 
 FORMULA_NAMES = {
@@ -524,6 +530,7 @@ CHECKS = (
     check_vocabulary,
     check_backends_of_stages,
     check_presets,
+    check_golden_example,
     check_activations,
     check_policies,
     check_tensors_of_the_specification,
@@ -661,6 +668,8 @@ MISTAKES = [  # (the check that must find it, what stands in notation.md, what t
     ),
     (check_backends_of_stages, "no gradient | yes | yes | yes", "no gradient | yes | yes | not yet"),
     (check_presets, "| 65,536 | 1,024 |", "| 65,536 | 1,025 |"),
+    (check_golden_example, "[2, 3, 0, 1, 1, 2, 0, 3]", "[2, 3, 0, 1, 0, 3, 1, 2, 0, 3]"),
+    (check_golden_example, "six tokens are announced", "five tokens are announced"),
     (check_activations, "`a * Phi(a) * b`", "`a * phi(a) * b`"),
     (check_activations, "| `2 * max(a, 0)` |", "| `max(a, 0)` |"),
     (check_activations, "0.044715 * a**3", "0.044751 * a**3"),
