@@ -1,10 +1,22 @@
 """The claims of MegaBlocks (arXiv 2211.15841): its models, its metadata, its products, its capacity factors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import pairwise
 
-from moeblaze_ref.config import MODELS, ModelConfig, MoEConfig
+from moeblaze_ref.config import MODELS
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.papers.claims import Printed, Row, compared, exactly, measured, more_than, not_measured, not_reproduced
+from moeblaze_ref.papers import block_products, capacities, squares
+from moeblaze_ref.papers.claims import (
+    Printed,
+    Row,
+    compared,
+    exactly,
+    measured,
+    more_than,
+    not_measured,
+    not_printed,
+    not_reproduced,
+)
 from moeblaze_ref.papers.results import Recorded
 
 # Tables 1 and 2: millions of weights, GFLOPs of a sequence.
@@ -20,10 +32,9 @@ TABLE_2 = {"moe-XS": (839, 316), "moe-Small": (3_693, 879), "moe-Medium": (13_04
 # Table 3: the largest micro batch of each system, in sequences.
 TABLE_3 = {
     "Megatron-LM": {"XS": 64, "Small": 32, "Medium": 16, "Large": 16, "XL": 8},
-    "dMoE": {"XS": 64, "Small": 32, "Medium": 8},
+    "dMoE": {model.removeprefix("moe-"): batch for model, batch in block_products.MICRO_BATCHES.items()},
     "Tutel's dropless MoE": {"XS": 32, "Small": 8, "Medium": 1},
 }
-GPUS = 8  # of the evaluation: 64 experts over 8 GPUs are 8 local ones
 
 
 def table_1(_: Recorded) -> Iterator[Row]:
@@ -55,24 +66,14 @@ def table_3(_: Recorded) -> Iterator[Row]:
 METADATA = ("row_offsets", "column_indices", "row_indices", "column_offsets", "transpose_indices")
 
 
-def local_layer(size: str) -> MoEConfig:
-    """Return the MoE layer of one GPU at table 3's micro batch: 8 local experts, top-1, float16, GELU.
-
-    That each GPU holds 8 of the 64 experts and receives as many tokens as it sends is our assumption.
-    """
-    model: ModelConfig = MODELS[f"moe-{size}"]
-    tokens = TABLE_3["dMoE"][size] * model.sequence
-    return MoEConfig(L=tokens, d=model.d, h=4 * model.d, E=model.E // GPUS, k=1, activation="gelu", dtype="float16")
-
-
 def metadata(_: Recorded) -> Iterator[Row]:
     """Section 5.1: the bytes of the hybrid blocked-CSR-COO format and of the transpose indices."""
-    for size in TABLE_3["dMoE"]:
-        tensors = account(local_layer(size), "megablocks_published").tensors
+    for model in block_products.MICRO_BATCHES:
+        tensors = account(block_products.local_layer(model), "megablocks_published").tensors
         indices = sum(tensor.bytes for tensor in tensors if tensor.name in METADATA)
         (values,) = (tensor.bytes for tensor in tensors if tensor.name == "y_swi")
         yield compared(
-            f"MoE-{size}: metadata over one sparse matrix's values",
+            f"{model}, one GPU of table 3: metadata over one sparse matrix's values",
             Printed("below 0.1%", 0, 0.1),
             100 * indices / values,
             "{:.3f}%".format,
@@ -90,77 +91,74 @@ def figure_7(_: Recorded) -> Iterator[Row]:
     yield not_reproduced("speed over dense Megatron-LM at equal loss", "1.8x to 2.4x", why)
 
 
-SETTING = "other kernels on another GPU: the paper's ran on an A100"
+ANOTHER_GPU = "other kernels on another GPU: the paper's ran on an A100"
 
 
 def figure_9(recorded: Recorded) -> Iterator[Row]:
     """Eighteen block-sparse products beside cuBLAS batched."""
-    for device, rows in recorded.runs("megablocks-fig9"):
-        shares = [row["pct_of_bmm"] for row in rows]
-        mean = sum(shares) / len(shares)
-        deviation = (sum((share - mean) ** 2 for share in shares) / len(shares)) ** 0.5
-        ours = f"{device}: {{:.1f}}%".format
-        what = f"{len(shares)} products, % of cuBLAS batched"
-        yield measured(f"{what}: mean", exactly(98.6, "98.6%", 0.1), [mean], ours(mean), SETTING)
-        yield measured(f"{what}: standard deviation", exactly(4, "4%"), [deviation], ours(deviation), SETTING)
-        yield measured(f"{what}: least", exactly(91, "91%"), [min(shares)], ours(min(shares)), SETTING)
-        yield measured(f"{what}: most", exactly(104, "104%"), [max(shares)], ours(max(shares)), SETTING)
-    if not any(True for _ in recorded.runs("megablocks-fig9")):
-        yield not_measured("18 products, % of cuBLAS batched: mean, deviation, extremes", "98.6%, 4%, 91% to 104%")
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
+    what, runs = "18 products, % of cuBLAS batched", list(recorded.runs("megablocks-fig9"))
+    for device, rows in runs:
+        found = block_products.summary(rows)
+        for name, printed in (
+            ("mean", exactly(98.6, "98.6%", 0.1)),
+            ("deviation", exactly(4, "4%")),
+            ("least", exactly(91, "91%")),
+            ("most", exactly(104, "104%")),
+        ):
+            where = f" ({found[f'{name}_at']})" if f"{name}_at" in found else ""
+            ours = f"{device}: {found[name]:.1f}%{where}"
+            yield measured(f"{what}: {name}", printed, [found[name]], ours, ANOTHER_GPU)
+    if not runs:
+        yield not_measured(f"{what}: mean, deviation, least, most", "98.6%, 4%, 91%, 104%")
 
 
 def figure_10(recorded: Recorded) -> Iterator[Row]:
-    """Speed over one expert after another."""
-    printed = Printed("about 1.15x to 20x, growing with E", 1.1, 21)
+    """Six products of E experts beside one expert after another."""
+    what, printed = "E = 2 to 128: times as fast as one expert after another", Printed("about 1.15x to 20x", 1.1, 21)
     runs = list(recorded.runs("megablocks-fig10"))
     for device, rows in runs:
         times = [row["sequential_ms"] / row["ms"] for row in rows]
-        yield measured("E = 2 to 128: times as fast as one expert after another", printed, times, f"{device}: {_spread(times)}x", SETTING)
+        yield measured(what, printed, times, f"{device}: {min(times):.2f}x to {max(times):.2f}x", ANOTHER_GPU)
+        for row, times_as_fast in zip(rows, times, strict=True):
+            yield not_printed(f"{row['model']}, E = {row['E']}", "", f"{device}: {times_as_fast:.2f}x")
     if not runs:
-        yield not_measured("E = 2 to 128: times as fast as one expert after another", printed.text)
+        yield not_measured(what, printed.text)
 
 
 def figure_5(recorded: Recorded) -> Iterator[Row]:
     """Dense square products: 128 x 128 tiles beside the other tiles."""
+    what = "rate of 128x128 tiles over that of the fastest tile, dense squares of 512 to 16,384"
+    printed = Printed("on a par or better throughout (we ask for 0.95)", 0.95, 1.0)
     runs = list(recorded.runs("megablocks-fig5"))
-    what, text = "n = 512 to 16,384: 128x128 tiles over the best tile", "on a par or better throughout"
     for device, rows in runs:
-        shares = [_of_best_tile(rows, n) for n in sorted({row["n"] for row in rows})]
-        yield measured(what, Printed(text, 0.95, 1.0), shares, f"{device}: {_spread(shares)}", SETTING)
+        shares = squares.summary(rows)
+        ours = ", ".join(f"{n:,}: {share:.2f}" for n, share in shares.items())
+        yield measured(what, printed, list(shares.values()), f"{device}: {ours}", ANOTHER_GPU)
     if not runs:
-        yield not_measured(what, text)
+        yield not_measured(what, printed.text)
 
 
-def _of_best_tile(rows, n: int) -> float:
-    """The rate of 128 x 128 tiles over that of the fastest tile, for one size."""
-    ms = {tuple(row["tile"]): row["ms"] for row in rows if row["n"] == n and row.get("tile")}
-    return min(ms.values()) / ms[128, 128]
+OTHER_MODELS = "our models are far smaller than the paper's, and train on another text"
 
 
 def figure_2(recorded: Recorded) -> Iterator[Row]:
-    """Figures 2 and 8: capacity factors 1, 1.5, 2 and max, dense, dropless."""
+    """Figures 2 and 8: the loss of capacity factors 1, 1.5, 2 and max, of a dense model and of a dropless one."""
+    claims = (
+        ("held-out loss: the least step from one capacity factor to the next", more_than(0, "falls with capacity")),
+        ("capacity factor 1: gain over dense", exactly(0.15, "0.15", 0.01)),
+        ("capacity factor max: gain over dense", exactly(0.26, "0.26", 0.01)),
+    )
     runs = list(recorded.runs("megablocks-fig2"))
-    text = "loss falls with the capacity factor; max is best"
     for device, rows in runs:
-        losses: dict[str, list[float]] = {}
-        for row in rows:
-            losses.setdefault(row["variant"], []).append(row["held_out_loss"])
-        mean = {variant: sum(found) / len(found) for variant, found in losses.items()}
-        ours = ", ".join(f"{variant} {value:.3f}" for variant, value in mean.items())
-        yield measured("held-out loss, mean of the seeds", more_than(0, text), [_falls(mean)], f"{device}: {ours}", SMALL)
+        found = capacities.summary(rows)
+        mean = {variant: of_variant["mean"] for variant, of_variant in found.items()}
+        steps = [before - after for before, after in pairwise(mean[factor] for factor in capacities.FACTORS)]
+        values = (min(steps), mean["dense"] - mean["1.0"], mean["dense"] - mean["max"])
+        for (what, printed), value in zip(claims, values, strict=True):
+            yield measured(what, printed, [value], f"{device}: {value:+.3f} nats a byte", OTHER_MODELS)
+        for variant, of_variant in found.items():
+            spread = f"{of_variant['mean']:.4f} +- {of_variant['deviation']:.4f}, {of_variant['seeds']} seeds"
+            yield not_printed(f"{variant}: held-out loss", "", f"{device}: {spread}")
     if not runs:
-        yield not_measured("held-out loss by capacity factor", text)
-
-
-SMALL = "our models are far smaller than the paper's, and train on another text"
-FACTORS = ("1.0", "1.5", "2.0", "max")
-
-
-def _falls(mean: dict[str, float]) -> float:
-    """Above zero if the loss falls from each capacity factor to the next: the least step."""
-    losses = [mean[factor] for factor in FACTORS if factor in mean]
-    return min(before - after for before, after in zip(losses, losses[1:], strict=False))
+        for what, printed in claims:
+            yield not_measured(what, printed.text)
