@@ -44,7 +44,7 @@ def rows():
     return [row for item in items.ITEMS.values() for row in item.rows(recorded)]
 
 
-# The list ---------------------------------------------------------------------------------------------------------------
+# The list -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_list_is_whole():
@@ -88,7 +88,7 @@ def test_every_configuration_activation_and_system_has_its_bar(rows):
                 assert {f"{name}, {activation}, {label}" for label in moeblaze.KEPT} <= found
 
 
-# What the facts say, typed in once more: a changed formula is seen here -------------------------------------------------
+# What the facts say, typed in once more: a changed formula is seen here -----------------------------------------------
 
 
 @pytest.mark.parametrize(("activation", "low", "high"), [("silu", 1.22, 1.24), ("swiglu", 1.46, 1.49)])
@@ -103,9 +103,7 @@ def test_published_megablocks_over_algorithm_1(activation, low, high):
     [("conf4", "silu", 58.5, 32.0), ("conf3", "swiglu", 54.8, 19.6), ("conf4", "relu", 32.0, 32.0)],
 )
 def test_what_minimal_saves(name, activation, published, optimized):
-    found = [
-        moeblaze.saving(name, activation, baseline=label) for label in (moeblaze.PUBLISHED, document.OPTIMIZED)
-    ]
+    found = [moeblaze.saving(name, activation, baseline=label) for label in (moeblaze.PUBLISHED, document.OPTIMIZED)]
     assert [round(share, 1) for share in found] == [published, optimized]
 
 
@@ -134,7 +132,7 @@ def test_the_first_program_as_printed_balances_by_leaving_experts_out():
     assert deviation == 0 and (x.sum(axis=1) >= 1).all() and (x.sum(axis=0) != 1).any()
 
 
-# Verdicts are computed ---------------------------------------------------------------------------------------------------
+# Verdicts are computed ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,7 +151,12 @@ def test_a_formula_is_compared_with_the_printed_digits(value, error, verdict):
 
 @pytest.mark.parametrize(
     ("values", "verdict"),
-    [([1.4, 3.7], Verdict.AGREES), ([1.3, 2.0], Verdict.DIFFERS), ([2.0, 3.8], Verdict.DIFFERS), ([], Verdict.NOT_MEASURED)],
+    [
+        ([1.4, 3.7], Verdict.AGREES),
+        ([1.3, 2.0], Verdict.DIFFERS),
+        ([2.0, 3.8], Verdict.DIFFERS),
+        ([], Verdict.NOT_MEASURED),
+    ],
 )
 def test_every_measured_value_must_lie_in_the_printed_range(values, verdict):
     assert measured("x", Printed("1.4x to 3.7x", 1.4, 3.7), values, "", "other kernels").verdict is verdict
@@ -170,7 +173,7 @@ def test_measured_bytes_that_are_not_the_formulas_fail():
     assert claims.not_printed("conf1, minimal", "604 MB", "H100: 605 MB", holds=False).verdict is Verdict.FAILS
 
 
-# The command ------------------------------------------------------------------------------------------------------------
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_gpu_every_claim_is_shown():
@@ -214,7 +217,7 @@ def test_what_cannot_be_asked_for_is_refused(arguments, message):
     assert result.exit_code == 2 and message in result.stderr.replace("\n", " ")
 
 
-# The file of runs --------------------------------------------------------------------------------------------------------
+# The file of runs -----------------------------------------------------------------------------------------------------
 
 HERE = {"device": "NVIDIA H100 80GB HBM3, 580, 81559 MiB", "clocks": None, "versions": {}, "commit": "c"}
 
@@ -289,7 +292,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, content, message):
         Recorded([path])
 
 
-# The page ---------------------------------------------------------------------------------------------------------------
+# The page -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_is_what_is_generated():
@@ -318,7 +321,8 @@ def test_the_worse_of_two_runs_is_shown(tmp_path, on_h100):
     path = tmp_path / "paper.json"
     for ours in ((1, 1, 1, 1, 1, 1, 2), (2, 1, 1, 1, 1, 1, 1)):
         theirs = speed_rows("megablocks_published", None, 4, 3, 3, 3, 3, 3, 3)
-        list(results.record(path, "moeblaze-fig4", [lambda ours=ours: theirs + speed_rows("moeblaze", "minimal", *ours)]))
+        rows = theirs + speed_rows("moeblaze", "minimal", *ours)
+        list(results.record(path, "moeblaze-fig4", [lambda rows=rows: rows]))
     worst = moeblaze.speeds(Recorded([path]), "moeblaze-fig4", "minimal")
     assert list(worst.values()) == [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.5]
     assert "| 4 | H100 | minimal | 2.00 | 3.00 |" in document.speed(Recorded([path]))

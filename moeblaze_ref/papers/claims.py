@@ -1,8 +1,8 @@
 """One row for each claim of a paper, with a verdict that is computed from the paper's value and ours.
 
 A row whose value agrees with the paper needs no reason. A row whose value does not agree needs one, and the reason says
-whether the paper or our setting is the cause. Any other combination fails: a reason for a value that agrees is stale, and
-a value that does not agree without a reason is unexplained.
+whether the paper or our setting is the cause. Any other combination fails: a reason for a value that agrees is stale,
+and a value that does not agree without a reason is unexplained.
 """
 
 from collections.abc import Callable, Sequence
@@ -166,7 +166,9 @@ def not_printed(what: str, formula: str, ours: str = "", holds: bool = True, why
     ``holds`` is false where what we measured contradicts the formula.
     """
     if not holds:
-        return Row("", what, "", formula, ours, Verdict.FAILS, "what we measured is not what the formula gives", detail=True)
+        return Row(
+            "", what, "", formula, ours, Verdict.FAILS, "what we measured is not what the formula gives", detail=True
+        )
     return Row("", what, "", formula, ours, Verdict.NOT_PRINTED, why, detail=True)
 
 

@@ -70,6 +70,4 @@ def measure(found: Sequence[Item], record: Path | None, progress_bar: Callable[[
 
 def write_plots(found: Sequence[Item], recorded: Recorded, folder: Path) -> list[Path]:
     """Write the pictures of the items into a folder; return the files."""
-    return [
-        terminal.save(figure, folder, name) for item in found for name, figure in item.plots(recorded).items()
-    ]
+    return [terminal.save(figure, folder, name) for item in found for name, figure in item.plots(recorded).items()]

@@ -52,7 +52,9 @@ def _models(printed: dict[str, tuple[int, int]]) -> Iterator[Row]:
         model = MODELS[name]
         yield compared(f"{name}: weights", exactly(millions, f"{millions:,}M"), model.weights / 1e6, "{:,.1f}M".format)
         flops = model.flops_per_sequence / 1e9
-        yield compared(f"{name}: FLOPs of a sequence", exactly(gflops, f"{gflops:,} GFLOPs"), flops, "{:,.1f} GFLOPs".format)
+        yield compared(
+            f"{name}: FLOPs of a sequence", exactly(gflops, f"{gflops:,} GFLOPs"), flops, "{:,.1f} GFLOPs".format
+        )
 
 
 def table_3(_: Recorded) -> Iterator[Row]:
@@ -80,7 +82,7 @@ def metadata(_: Recorded) -> Iterator[Row]:
         )
 
 
-# Figures that are measured ----------------------------------------------------------------------------------------------
+# Figures that are measured --------------------------------------------------------------------------------------------
 
 
 def figure_7(_: Recorded) -> Iterator[Row]:

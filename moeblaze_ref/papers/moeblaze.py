@@ -8,7 +8,17 @@ from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.numpy_ref import dispatch
-from moeblaze_ref.papers.claims import Printed, Row, compared, exactly, measured, more_than, not_measured, not_printed, stated
+from moeblaze_ref.papers.claims import (
+    Printed,
+    Row,
+    compared,
+    exactly,
+    measured,
+    more_than,
+    not_measured,
+    not_printed,
+    stated,
+)
 from moeblaze_ref.papers.results import Recorded
 from moeblaze_ref.units import GB, MB
 
@@ -56,7 +66,7 @@ def _percent(value: float) -> str:
     return f"{value:.1f}%"
 
 
-# Section 2: the two memory walls ----------------------------------------------------------------------------------------
+# Section 2: the two memory walls --------------------------------------------------------------------------------------
 
 
 def _deepseek() -> MoEConfig:
@@ -111,7 +121,10 @@ def example(_: Recorded) -> Iterator[Row]:
     built = dispatch.build(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
     tokens = len(GOLDEN_TOPK_EXPERTS)
     yield stated("tokens of the example", "L = 6", tokens == 6, f"L = {tokens}", "it lists five tokens")
-    for name, array in (("expert_token_indices", (1, 2, 4, 1, 3, 0, 3, 0, 2, 4)), ("expert_token_offsets", (0, 3, 5, 7, 10))):
+    for name, array in (
+        ("expert_token_indices", (1, 2, 4, 1, 3, 0, 3, 0, 2, 4)),
+        ("expert_token_offsets", (0, 3, 5, 7, 10)),
+    ):
         given = getattr(built, name)
         yield stated(name, _listed(array), tuple(given) == array, _listed(given))
     yield stated(
@@ -175,9 +188,15 @@ def algorithm_1(_: Recorded) -> Iterator[Row]:
     yield stated("saved for backward, Algorithm 1, line 11 (conf3)", "A, B and Y_swi", saved == 3 * unit, _mb(saved))
     contradiction = "sections 3.1 and 5.2 and Algorithm 1 save different tensors; policy `paper` follows Algorithm 1"
     yield stated(
-        "saved for backward, section 3.1 (conf3)", "only the result between the MLPs", saved == unit, _mb(unit), contradiction
+        "saved for backward, section 3.1 (conf3)",
+        "only the result between the MLPs",
+        saved == unit,
+        _mb(unit),
+        contradiction,
     )
-    yield stated("saved for backward, section 5.2 (conf3)", "A and B are never written", saved == unit, _mb(unit), contradiction)
+    yield stated(
+        "saved for backward, section 5.2 (conf3)", "A and B are never written", saved == unit, _mb(unit), contradiction
+    )
     for what, printed, instead in (
         ("Algorithm 1: operand Z", "used, never defined", "not needed"),
         ("Algorithm 1: Y_out in the backward", "passed", "not needed: the gradient of out suffices"),
@@ -187,7 +206,7 @@ def algorithm_1(_: Recorded) -> Iterator[Row]:
         yield stated(what, printed, False, instead, "a defect of the listing")
 
 
-# Section 6: the evaluation ----------------------------------------------------------------------------------------------
+# Section 6: the evaluation --------------------------------------------------------------------------------------------
 
 TABLE_1 = {
     "conf1": (512, 4, 1, 32, 2048),
@@ -206,7 +225,9 @@ def table_1(_: Recorded) -> Iterator[Row]:
         config = preset(name).config
         printed = f"d {d:,}, E {E}, k {k}, batch {batch} x sequence {sequence:,}"
         holds = config.sizes == {"L": batch * sequence, "d": d, "h": 4 * d, "E": E, "k": k}
-        yield stated(name, printed, holds, f"L {config.L:,}, d {config.d:,}, h {config.h:,}, E {config.E}, k {config.k}")
+        yield stated(
+            name, printed, holds, f"L {config.L:,}, d {config.d:,}, h {config.h:,}, E {config.E}, k {config.k}"
+        )
     largest = max(preset(name).config.L for name in PAPER_PRESETS)
     yield stated(
         "6.3: conf1 saves least because its L and k are small",
@@ -278,8 +299,12 @@ def _bar(name: str, activation: str, label: str, on_devices: dict[str, int]) -> 
     printed = PRINTED_MEMORY.get((activation, name, label))
     if printed is None:
         exact = KEPT[label][0] in ("moeblaze", "megablocks")  # ours: measured bytes are the account's, to the byte
-        return not_printed(what, _mb(formula), ours, not exact or all(found == formula for found in on_devices.values()))
-    return compared(what, printed, formula, _mb, f"{centre(printed) / formula:.1f} times what its own formulas give", ours)
+        return not_printed(
+            what, _mb(formula), ours, not exact or all(found == formula for found in on_devices.values())
+        )
+    return compared(
+        what, printed, formula, _mb, f"{centre(printed) / formula:.1f} times what its own formulas give", ours
+    )
 
 
 def centre(printed: Printed) -> float:
@@ -362,7 +387,8 @@ def abstract(recorded: Recorded) -> Iterator[Row]:
             "the paper does not compare with the flag, which came later than MegaBlocks' paper",
         )
     found = speeds(recorded, "moeblaze-fig4", MINIMAL) | {
-        (device, f"{name}, SwiGLU"): value for (device, name), value in speeds(recorded, "moeblaze-fig6", MINIMAL).items()
+        (device, f"{name}, SwiGLU"): value
+        for (device, name), value in speeds(recorded, "moeblaze-fig6", MINIMAL).items()
     }
     best = [max(found.values())] if found else []
     what = "speed over published MegaBlocks, the best of seven, policy minimal"

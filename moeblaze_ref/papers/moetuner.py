@@ -62,7 +62,9 @@ def first_program(_: Recorded) -> Iterator[Row]:
         float(solved.objective[0]) == meant,
         f"{float(solved.objective[0]):g}; by trying everything {meant:g}",
     )
-    yield stated("equation 2: index t of its sum", "undefined", False, "T[c, l] = sum over e of P[e, l] x[c, e, l]", "a misprint")
+    yield stated(
+        "equation 2: index t of its sum", "undefined", False, "T[c, l] = sum over e of P[e, l] x[c, e, l]", "a misprint"
+    )
     yield stated("equation 3: what the mean is over", "undefined", False, "over clusters", "a misprint")
 
 
@@ -94,7 +96,7 @@ def _objective(C: np.ndarray, cost: np.ndarray, gpus: np.ndarray, summed: bool) 
     return float(np.sum(layers))
 
 
-# What it measures -------------------------------------------------------------------------------------------------------
+# What it measures -----------------------------------------------------------------------------------------------------
 
 ELSEWHERE = "measured on Mixtral-8x7B inference in Megatron-LM, which is not run here"
 
@@ -108,7 +110,9 @@ def figure_8(_: Recorded) -> Iterator[Row]:
     halves = split(load(TRACE), seed=0)
     first, second = (P / P.sum(axis=1, keepdims=True) for P in (profile(half).P for half in halves))
     moved = 50 * np.abs(first - second).sum(axis=1)  # (layers,) percent
-    yield measured(what, printed, moved.tolist(), f"{moved.mean():.1f}%, at most {moved.max():.1f}%", "another model and text")
+    yield measured(
+        what, printed, moved.tolist(), f"{moved.mean():.1f}%, at most {moved.max():.1f}%", "another model and text"
+    )
 
 
 def measured_claims(_: Recorded) -> Iterator[Row]:

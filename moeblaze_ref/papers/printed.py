@@ -1,8 +1,8 @@
 """Time and bytes of the steps that MoEBlaze prints one way and this project does another way.
 
-`moeblaze-4.2` is the dispatch: as printed, with a location map, beside ours. `moeblaze-3.1` is the down-projection whose
-epilogue sums over a token's experts, beside a stored y and the combine. Every kernel of a preset is timed interleaved
-with the others, by replays of CUDA graphs, and its result is compared with plain torch's in the same run.
+`moeblaze-4.2` is the dispatch: as printed, with a location map, beside ours. `moeblaze-3.1` is the down-projection
+whose epilogue sums over a token's experts, beside a stored y and the combine. Every kernel of a preset is timed
+interleaved with the others, by replays of CUDA graphs, and its result is compared with plain torch's in the same run.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The files of what was measured for the papers' items: docs/results/paper_*.json.
 
-A file is of one GPU. It holds, for each item, its runs; a run holds the rows of each finished job, so that a run that was
-interrupted goes on where it stopped. Runs that did not finish are kept and not shown.
+A file is of one GPU. It holds, for each item, its runs; a run holds the rows of each finished job, so that a run that
+was interrupted goes on where it stopped. Runs that did not finish are kept and not shown.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
