@@ -74,7 +74,7 @@ SIZES = {
         final_fraction=0.1,
     ),
     "cuda": TrainSettings(
-        LMConfig(d=256, h=1024, E=32, k=1, layers=4, heads=4, sequence=256, activation="gelu"),
+        LMConfig(d=256, h=1024, E=32, k=1, layers=3, heads=4, sequence=256, activation="gelu"),
         steps=600,
         batch=32,
         learning_rate=2e-3,
