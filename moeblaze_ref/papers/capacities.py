@@ -4,8 +4,8 @@ Source: MegaBlocks (arXiv 2211.15841), sections 2.2, 3 and 6.2. All variants hav
 as wide as the FFN of the dense model. They read Python's own text in bytes; a seed has its own weights and its own order
 of the text, both the same for every variant with experts.
 
-Sizes are ours. On a GPU all runs of the item end within 10 minutes on an H100: a step is some 100 launches a layer, about
-10 ms. The smaller sizes for a CPU take half a minute a run on one core.
+Sizes are ours, chosen so that the 30 runs of the item end within 10 minutes on an H100, and within half an hour on two
+cores of a CPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
