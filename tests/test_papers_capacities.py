@@ -37,10 +37,21 @@ def test_every_variant_trains_and_says_what_it_is(name):
     (row,) = rows_of(name)
     assert (row["variant"], row["seed"], row["capacity_factor"]) == (name, 0, VARIANTS[name].capacity_factor)
     assert row["shape"] == {"d": 16, "h": 16, "E": 1 if name == "dense" else 4, "k": 1, "layers": 2, "sequence": 16}
-    assert row["steps"] == list(range(0, 21, 2)) and len(row["loss"]) == len(row["seconds_at"]) == 11
+    assert row["steps"] == list(range(0, 21, 2)) and len(row["loss"]) == 11
     assert row["held_out_loss"] == row["loss"][-1] < row["loss"][0]
-    assert row["seconds_at"][0] == 0 and row["seconds"] == row["seconds_at"][-1]
-    assert row["seconds_at"] == sorted(set(row["seconds_at"]))
+    assert row["seconds_at"] is row["seconds"] is None  # of a CPU
+
+
+def test_the_time_of_a_run_is_that_of_its_steps():
+    settings = capacities.settings_of("1.0", 0, TINY, "cuda")  # 32 tokens a step
+    lines = [{"step": 0, "validation_loss": 5.0}]
+    for step, speed in ((1, 8.0), (2, 16.0), (3, 64.0)):
+        lines.append({"step": step, "loss": 4.0, "tokens_per_second": speed, "dropped_share": step / 10})
+        lines.append({"step": step, "validation_loss": 4.0 - step})
+    row = capacities.row_of("1.0", settings, lines)
+    assert (row["steps"], row["loss"]) == ([0, 1, 2, 3], [5.0, 3.0, 2.0, 1.0])
+    assert (row["seconds_at"], row["seconds"]) == ([0.0, 4.0, 6.0, 6.5], 6.5)
+    assert (row["held_out_loss"], row["tokens_of_step"]) == (1.0, 32) and row["dropped_share"] == pytest.approx(0.2)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -135,5 +146,6 @@ def test_the_summary_is_of_the_seeds():
         "dropped_share": pytest.approx(0.25),
     }
     assert (found["dropless"]["deviation"], found["dropless"]["dropped_share"]) == (None, None)
+    assert capacities.summary([rows[0] | capacities.NO_TIMES])["2.0"]["seconds"] is None
     with pytest.raises(ValueError, match="rows is empty"):
         capacities.summary([])

@@ -104,3 +104,9 @@ def test_figures_2_and_8_have_means_with_their_spread_and_every_seed():
     assert len(by_step.collections) == len(by_time.collections) == len(capacities.VARIANTS)
     drawn = [loss for line in ends.lines for loss in line.get_ydata()]
     assert drawn == [row["held_out_loss"] for row in rows]
+
+
+def test_rows_without_times_have_no_panel_against_time():
+    rows = [row | capacities.NO_TIMES for row in capacities_rows()]
+    by_step, ends = megablocks_plots.capacities(rows).axes
+    assert (by_step.get_xlabel(), ends.get_xlabel()) == ("steps", "capacity factor, or none")

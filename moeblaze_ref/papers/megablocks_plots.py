@@ -130,7 +130,8 @@ def experts(rows: Rows) -> Figure:
 def capacities(rows: Rows) -> Figure:
     """Draw figures 2 and 8: held-out loss by capacity factor, against steps, against time, and of every seed at the end.
 
-    Lines are means over the seeds, bands one sample deviation on either side.
+    Lines are means over the seeds, bands one sample deviation on either side. Rows of a CPU have no times, nor a panel
+    against time.
 
     Parameters
     ----------
@@ -138,25 +139,20 @@ def capacities(rows: Rows) -> Figure:
         As `capacities.row_of` returns them.
     """
     _check(rows)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    by_step, by_time, ends = figure.subplots(1, 3, sharey=True)
     runs = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
     runs = {name: found for name, found in runs.items() if found}
-    for place, (name, found) in enumerate(runs.items()):
-        _band(by_step, name, found, "steps")
-        _band(by_time, name, found, "seconds_at")
-        last = [row["held_out_loss"] for row in found]
-        look = dotted(VARIANT_COLORS[name])
-        ends.plot([place] * len(last), last, markerfacecolor="none", **look)
-        ends.hlines(fmean(last), place - 0.3, place + 0.3, color=BLACK, linewidth=1.5)
-    by_step.set_xlabel("steps")
-    by_time.set_xlabel("seconds of training")
-    ends.set_xlabel("capacity factor, or none")
-    ends.set_xticks(range(len(runs)), list(runs))
-    _dress(by_step, "held-out loss, nats per byte", "against steps")
-    _dress(by_time, "", "against time")
-    _dress(ends, "", "at the end: each seed, and the mean")
-    names = by_step.get_legend_handles_labels()
+    timed = all(row["seconds_at"] for row in rows)
+    alongs = {"steps": "steps", "seconds_at": "seconds of training"} if timed else {"steps": "steps"}
+    figure = Figure(figsize=(4 + 4 * len(alongs), 4.5), layout="constrained")
+    *panels, ends = figure.subplots(1, 1 + len(alongs), sharey=True)
+    for axes, (along, xlabel) in zip(panels, alongs.items(), strict=True):
+        for name, found in runs.items():
+            _band(axes, name, found, along)
+        axes.set_xlabel(xlabel)
+        _dress(axes, "", "the second half of training")
+    _ends(ends, runs)
+    panels[0].set_ylabel("held-out loss, nats per byte")
+    names = panels[0].get_legend_handles_labels()
     figure.legend(*names, loc="outside lower center", ncols=len(runs), frameon=False, handlelength=4)
     return figure
 
@@ -170,6 +166,17 @@ def _band(axes: Axes, name: str, runs: Rows, along: str):
     axes.plot(places, means, label=name, marker=MARKERS.get(color, ""), markersize=4, **drawn(color))
     low, high = ([mean + sign * spread for mean, spread in zip(means, spreads, strict=True)] for sign in (-1, 1))
     axes.fill_between(places, low, high, color=color, alpha=BAND, linewidth=0)
+
+
+def _ends(axes: Axes, runs: Mapping[str, Rows]):
+    """The last loss of every seed, and each variant's mean."""
+    for place, (name, found) in enumerate(runs.items()):
+        losses = [row["held_out_loss"] for row in found]
+        axes.plot([place] * len(losses), losses, markerfacecolor="none", **dotted(VARIANT_COLORS[name]))
+        axes.hlines(fmean(losses), place - 0.3, place + 0.3, color=BLACK, linewidth=1.5)
+    axes.set_xticks(range(len(runs)), list(runs))
+    axes.set_xlabel("capacity factor, or none")
+    _dress(axes, "", "at the end: each seed, and the mean")
 
 
 def _check(rows: Rows):
