@@ -316,7 +316,7 @@ SHEET = Sheet(
             title="MoETuner, the first program: no 'exactly one'",
             question=(
                 "The first program puts the experts of a layer into clusters: `x[c][e]` is 1 if expert `e` is in "
-                "cluster `c`. It minimises the sum over clusters of |T_c - mean T|, `T_c` being the load of cluster "
+                "cluster `c`. It minimises the sum over clusters of `|T_c - mean T|`, `T_c` being the load of cluster "
                 "`c`, and asks for at least one expert in each cluster. Nothing printed says that an expert is in "
                 "exactly one. Find an `x` that it allows, that puts some expert nowhere or in both clusters, and that "
                 "has a smaller objective than any real assignment."
