@@ -1,4 +1,4 @@
-"""What is installed is what is written down: pyproject.toml, the locks, environment.yml, the Makefile, the wheel."""
+"""What is installed is what is written down: pyproject.toml, the locks, conda's environments, the Makefile, the wheel."""
 
 import importlib.metadata
 import json
@@ -152,26 +152,66 @@ def test_the_citation_is_of_this_version():
     assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-# environment.yml
+# environment.yml, environment-gpu.yml
+
+ENVIRONMENTS = {"environment.yml": LOCKS[:1], "environment-gpu.yml": LOCKS}  # the locks that each installs
+# What a reader works with: notebooks are opened in the first, and import the others or show their kernels.
+NAMED = {"jupyterlab", "matplotlib", "numba", "numba-cuda", "numpy", "torch"}
+WITH_CUPY = NAMED | {"cupy-cuda13x"}
 
 
-def test_conda_installs_the_same_locks():
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+def by_pip(text):
+    """The lines that conda hands to pip, as a requirements file in this very folder: paths are relative to it."""
+    return yaml.safe_load(text)["dependencies"][-1]["pip"]
+
+
+def wrong_pins(text, names, locked):
+    """What is wrong with the packages that an environment names: each is the lock's line, and none is missing."""
+    named = [Requirement(line) for line in by_pip(text) if not line.startswith("-")]
+    found = {canonicalize_name(requirement.name): requirement for requirement in named}
+    if len(found) < len(named) or found.keys() != names:
+        yield f"it names {sorted(requirement.name for requirement in named)} in place of {sorted(names)}"
+    for name in found.keys() & names:
+        if found[name] != locked[name]:
+            yield f"it has {found[name]}, the lock {locked[name]}"
+
+
+@pytest.mark.parametrize("file", ENVIRONMENTS)
+def test_conda_installs_the_same_locks(file):
+    environment = yaml.safe_load((ROOT / file).read_text())
     assert environment["name"] == PROJECT["name"]
     assert environment["channels"] == ["conda-forge"]
-    *by_conda, by_pip = environment["dependencies"]
-    assert by_conda == ["python=3.11", "pip", "cxx-compiler", "make"]
+    *by_conda, last = environment["dependencies"]
+    assert by_conda == ["python=3.11", "pip", "cxx-compiler", "make"] and last.keys() == {"pip"}
     assert "3.11" in SpecifierSet(PROJECT["requires-python"])
-    # Conda hands these lines to pip as a requirements file in this very folder: paths are relative to it.
-    assert by_pip == {"pip": ["-r requirements.lock", "-e ."]}
+    options = [line for line in last["pip"] if line.startswith("-")]
+    assert options == [*(f"-r {lock}" for lock in ENVIRONMENTS[file]), "-e ."]
 
 
-def test_what_a_gpu_adds_is_said_where_conda_is():
-    """No one without a GPU downloads it; torch's index is the one that the Makefile's option is shown with."""
+@pytest.mark.parametrize(
+    ("file", "names", "locked"), [("environment.yml", NAMED, BASE), ("environment-gpu.yml", WITH_CUPY, WITH_GPU)]
+)
+def test_the_named_packages_have_the_versions_of_the_locks(file, names, locked):
+    text = (ROOT / file).read_text()
+    assert list(wrong_pins(text, names, locked)) == []
+    for name in names:  # each line that is lost, changed or free is found
+        line = next(line for line in text.splitlines() if line.startswith(f"      - {name}=="))
+        for planted in ("", line.replace("==", "==9", 1), line.replace("==", ">=", 1)):
+            assert len(list(wrong_pins(text.replace(f"{line}\n", f"{planted}\n"), names, locked))) == 1, planted
+
+
+def test_the_environment_with_a_gpu_is_the_other_and_cupy():
+    plain, with_gpu = ((ROOT / file).read_text() for file in ENVIRONMENTS)
+    assert set(by_pip(plain)) < set(by_pip(with_gpu))
+    assert WITH_CUPY - NAMED == {name for name in pins("requirements-gpu.lock") if name.startswith("cupy")}
+
+
+def test_the_environments_are_said_where_conda_is():
+    """No one without a GPU downloads CUDA; torch's index is the one that the Makefile's option is shown with."""
     said = (ROOT / "environment.yml").read_text(), (ROOT / "docs" / "install.md").read_text()
     for text in said:
         assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu conda env create\n" in text
-        assert "pip install -r requirements.lock -r requirements-gpu.lock\n" in text
+        assert "conda env create --file environment-gpu.yml\n" in text
     assert "make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu\n" in said[1]
 
 

@@ -26,6 +26,7 @@ KINDS = {
     "paper": ("figures of the papers, measured", "[what the papers measured](what_the_papers_measured.md)"),
     "place": ("placements of experts on GPUs", "[placement](placement.md)"),
     "ep": ("layers whose experts are on several GPUs, under maps", "[experts on several GPUs](parallel.md)"),
+    "cupy": ("what a kernel launched by hand prints", "[launch a kernel by hand](cupy_by_hand.md#the-launch)"),
     "course": ("how long the notebooks take", "[path](path.md#how-long-it-takes)"),
     "check": ("every stage held against the judge", "[below](#correctness-on-a-gpu)"),
     "gradients": ("the torch layer held against autograd", "[below](#correctness-on-a-gpu)"),

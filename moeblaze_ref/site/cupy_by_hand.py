@@ -1,0 +1,86 @@
+"""What the launch in docs/cupy_by_hand.md prints on a GPU, recorded by running the page's own code.
+
+``python -m moeblaze_ref.site.cupy_by_hand --record docs/results/cupy_h100.json`` runs the code on a GPU, writes the
+record, and writes all records into the page. Without ``--record`` the page is written from the records that are there.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from moeblaze_ref import documents, provenance, records
+from moeblaze_ref.backends import BACKENDS
+
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT, RESULTS = DOCS / "cupy_by_hand.md", DOCS / "results"
+RECORDS = "cupy_*.json"
+KEYS = ("printed", "device", "versions", "commit")
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str) -> list[str]:
+    """Return the Python code above the generated block: the inputs, then the launch."""
+    return _BLOCK.findall(text.partition("<!-- begin gpu -->")[0])
+
+
+def measure(text: str) -> dict[str, str]:
+    """Run the page's code on this machine's GPU.
+
+    Parameters
+    ----------
+    text : str
+        The page.
+
+    Returns
+    -------
+    dict
+        {printed}: what the code prints.
+
+    Raises
+    ------
+    RuntimeError
+        If the backend ``cuda`` does not run here.
+    """
+    status = BACKENDS["cuda"].status()
+    if not status.available:
+        raise RuntimeError(f"nothing is recorded without a GPU and CuPy: {status.detail}")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec("".join(blocks(text)), {})
+    return {"printed": printed.getvalue()}
+
+
+def fill(text: str, results: Path = RESULTS) -> str:
+    """Return the page with what every record of a folder says.
+
+    Raises
+    ------
+    ValueError
+        If a record lacks one of ``KEYS``.
+    """
+    found = [records.read(path, KEYS) for path in sorted(results.glob(RECORDS))]
+    return documents.fill(text, {"gpu": lambda: "\n\n".join(map(_shown, found))})
+
+
+def _shown(found: dict[str, Any]) -> str:
+    return "\n".join([f"```text\n{found['printed']}```\n", *documents.place(found)])
+
+
+def main():
+    """The command."""
+    parser = argparse.ArgumentParser(description="Write what the launch prints on a GPU into docs/cupy_by_hand.md.")
+    parser.add_argument("--record", type=Path, help="run the page's code first, and write what it prints here")
+    if record := parser.parse_args().record:
+        records.check_writable(record)
+        try:
+            provenance.record(record, measure(DOCUMENT.read_text()))
+        except RuntimeError as error:
+            parser.error(str(error))
+    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
+
+
+if __name__ == "__main__":
+    main()
