@@ -23,9 +23,6 @@ class Verdict(StrEnum):
     FAILS = "FAILS"
 
 
-WITHOUT_NUMBER = "a bar of a figure without a number"
-
-
 @dataclass(frozen=True)
 class Printed:
     """A number as a paper prints it.
@@ -160,16 +157,16 @@ def stated(what: str, printed: str, holds: bool, formula: str, error: str = "", 
     return Row("", what, printed, formula, "", verdict, why, detail=detail)
 
 
-def not_printed(what: str, formula: str, ours: str = "", holds: bool = True, why: str = WITHOUT_NUMBER) -> Row:
-    """Give the values of something whose number the paper does not print.
+def not_printed(what: str, formula: str, ours: str = "", holds: bool = True) -> Row:
+    """Give the values of a bar whose number the paper does not print.
 
     ``holds`` is false where what we measured contradicts the formula.
     """
-    if not holds:
-        return Row(
-            "", what, "", formula, ours, Verdict.FAILS, "what we measured is not what the formula gives", detail=True
-        )
-    return Row("", what, "", formula, ours, Verdict.NOT_PRINTED, why, detail=True)
+    if holds:
+        return Row("", what, "", formula, ours, Verdict.NOT_PRINTED, "a bar of a figure without a number", detail=True)
+    return Row(
+        "", what, "", formula, ours, Verdict.FAILS, "what we measured is not what the formula gives", detail=True
+    )
 
 
 def not_measured(what: str, printed: str = "", formula: str = "") -> Row:

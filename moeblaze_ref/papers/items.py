@@ -40,6 +40,7 @@ _ALL = (
         "loss by capacity factor",
         "megablocks:figure_2",
         measured_by="capacities:jobs",
+        drawn_by="megablocks_plots:capacities",
     ),
     Item("megablocks-metadata", "MegaBlocks, section 5.1", "bytes of the sparse format", "megablocks:metadata"),
     Item(
@@ -48,6 +49,7 @@ _ALL = (
         "tiles of dense products",
         "megablocks:figure_5",
         measured_by="products:jobs",
+        drawn_by="megablocks_plots:squares",
     ),
     Item("megablocks-table1", "MegaBlocks, table 1", "dense Transformers", "megablocks:table_1"),
     Item("megablocks-table2", "MegaBlocks, table 2", "MoE Transformers", "megablocks:table_2"),
@@ -59,6 +61,7 @@ _ALL = (
         "block-sparse products beside cuBLAS",
         "megablocks:figure_9",
         measured_by="products:jobs",
+        drawn_by="megablocks_plots:products",
     ),
     Item(
         "megablocks-fig10",
@@ -66,6 +69,7 @@ _ALL = (
         "one expert after another",
         "megablocks:figure_10",
         measured_by="products:jobs",
+        drawn_by="megablocks_plots:experts",
     ),
     Item("moetuner-ilp1", "MoETuner, equations 1 to 7", "clusters of equal load", "moetuner:first_program"),
     Item("moetuner-ilp2", "MoETuner, equations 8 to 15", "a GPU for each cluster", "moetuner:second_program"),
