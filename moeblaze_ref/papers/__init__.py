@@ -1,0 +1,1 @@
+"""The papers, claim by claim: what each prints, what its formulas give, and what is measured here."""
