@@ -67,7 +67,7 @@ class Row:
     Parameters
     ----------
     kind : str
-        "layer", or "paper" of those that are timed for the paper's comparison.
+        "layer".
     preset, shape, dtype
         The layer: a name, {L, d, h, E, k}, and the dtype of its activations and weights.
     system, policy, rung, routing
