@@ -20,12 +20,13 @@ def install(monkeypatch):
     enums.ActivationType = ActivationType
     sonicmoe = ModuleType("sonicmoe")
     sonicmoe.functional = functional
-    for module in (ModuleType("megablocks"), ModuleType("megablocks.layers"), arguments, dmoe, sonicmoe, functional, enums):
+    packages = (ModuleType("megablocks"), ModuleType("megablocks.layers"), sonicmoe)
+    for module in (*packages, arguments, dmoe, functional, enums):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return functional
 
 
-# MegaBlocks ---------------------------------------------------------------------------------------------------------------
+# MegaBlocks ----------------------------------------------------------------------------------------------------------
 
 
 class Arguments(SimpleNamespace):
@@ -83,7 +84,7 @@ class Experts(nn.Module):
         return out.bfloat16()
 
 
-# SonicMoE -----------------------------------------------------------------------------------------------------------------
+# SonicMoE ------------------------------------------------------------------------------------------------------------
 
 
 class ActivationType(enum.Enum):

@@ -101,13 +101,14 @@ def test_a_missing_package_is_named():
         foreign.baseline("sonicmoe", RoutedExperts(16, 8, 8, 3))
 
 
-# The figures ------------------------------------------------------------------------------------------------------------
+# The figures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def uncompiled(monkeypatch):
-    """The compiled baseline has a test of its own, and takes long."""
+def quick(monkeypatch):
+    """One repetition, and without the compiled baseline, which has a test of its own."""
     monkeypatch.setattr(speed, "BASELINES", dict.fromkeys(speed.BASELINES, speed.UNCOMPILED))
+    monkeypatch.setattr(speed, "REPETITIONS", 1)
 
 
 def timed(activation, config=LITTLE):
@@ -118,7 +119,7 @@ def by_label(rows):
     return {report.label(row): row for row in rows}
 
 
-def test_every_system_of_figure_6_has_a_row(stubs, uncompiled):
+def test_every_system_of_figure_6_has_a_row(stubs, quick):
     rows = timed("swiglu")
     ours = [f"moeblaze, {policy}" for policy in speed.POLICIES]
     running = [*ours, "megablocks", "grouped_mm", *RUNNING]
@@ -148,29 +149,21 @@ def test_a_copy_of_the_weights_is_not_counted_as_saved(monkeypatch):
     assert [gradient.shape for gradient in scene.step(subject)] == [(LITTLE.L, LITTLE.d), (LITTLE.d, LITTLE.d)]
 
 
-def test_what_cannot_run_is_a_message_and_the_others_are_timed(uncompiled):
-    """Without any of the packages, and with an activation that one of them does not have."""
-    rows = timed("silu")
-    messages = {row["system"]: row["message"] for row in rows if "message" in row}
-    assert messages.keys() == foreign.SYSTEMS.keys()
-    assert messages["sonicmoe"] == "ValueError: system sonicmoe: No module named 'sonicmoe'"
-    assert [report.label(row) for row in rows[:5]] == [
-        *(f"moeblaze, {policy}" for policy in speed.POLICIES), "megablocks", "grouped_mm"
-    ]  # fmt: skip
+@pytest.mark.parametrize("system", foreign.SYSTEMS)
+def test_what_cannot_run_is_a_message(system):
+    package = "sonicmoe" if system == "sonicmoe" else "megablocks"
+    message = f"ValueError: system {system}: No module named '{package}'"
+    assert speed._failure(system, LITTLE, PretendedDevice()) == message
 
 
-def test_an_activation_that_a_project_lacks_is_its_message(stubs, uncompiled):
-    found = by_label(timed("silu"))
-    assert found["sonicmoe"]["message"] == "AssertionError: no non GLU activation yet"
-    assert "step_ms" in found["megablocks_memory_optimized"]
-
-
-def test_a_system_that_is_wrong_has_a_message_in_place_of_its_times(stubs, uncompiled):
+def test_a_system_that_is_wrong_or_lacks_an_activation_has_a_message_in_place_of_its_times(stubs, quick):
     found = by_label(timed("relu"))
-    wrong = found["megablocks_memory_optimized"]
-    assert wrong["message"].startswith("wrong: error ") and "torch's ReLU" in wrong["message"] and "step_ms" not in wrong
+    wrong, lacking = found["megablocks_memory_optimized"], found["sonicmoe"]
+    assert wrong["message"].startswith("wrong: error ") and "torch's ReLU" in wrong["message"]
+    assert lacking["message"] == "AssertionError: no non GLU activation yet"
+    assert wrong.keys() == lacking.keys() == {"preset", "shape", "dtype", "activation", "system", "policy", "message"}
     rivals = found["moeblaze, minimal"]["ratio_to"]
-    assert "megablocks_memory_optimized" not in rivals and "megablocks_published" in rivals
+    assert rivals.keys() == {"megablocks", "grouped_mm", "megablocks_published", "megablocks_block_sparse"}
 
 
 def test_the_version_of_triton_is_what_it_was(stubs, monkeypatch):
@@ -185,7 +178,7 @@ def test_the_figures_have_all_seven_configurations():
     device = PretendedDevice()
     asked = [job.args for item in speed.ITEMS for job in speed.jobs(item, device)]
     activations = ["silu"] * 7 + ["relu"] * 7 + ["swiglu"] * 7
-    assert [(name, config.activation) for name, config, _ in asked] == list(zip(PAPER_PRESETS * 3, activations))
+    assert [(name, config.activation) for name, config, _ in asked] == [*zip(PAPER_PRESETS * 3, activations)]
     assert all(config.sizes == preset(name).config.sizes and of is device for name, config, of in asked)
     assert {"gather_sum_compiled", "sonicmoe", "megablocks", "grouped_mm"} <= {*speed.BASELINES["swiglu"]}
     with pytest.raises(ValueError, match="moeblaze-fig5"):

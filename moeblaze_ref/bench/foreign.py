@@ -3,10 +3,9 @@
 A package is imported when its layer is built, so the project runs without any of them. Layouts and names of arguments
 are facts of these releases; other releases may differ.
 
-| system | package | release |
-| --- | --- | --- |
-| megablocks_published, megablocks_memory_optimized, megablocks_block_sparse | megablocks, with grouped_gemm and stanford-stk | 0.10.0, 0.3.0, 0.7.1 |
-| sonicmoe | sonic-moe, with quack-kernels and nvidia-cutlass-dsl | 0.1.2.post1, 0.3.11, 4.4.2 |
+- megablocks_published, megablocks_memory_optimized, megablocks_block_sparse: megablocks 0.10.0, with grouped_gemm 0.3.0
+  and stanford-stk 0.7.1
+- sonicmoe: sonic-moe 0.1.2.post1, with quack-kernels 0.3.11 and nvidia-cutlass-dsl 4.4.2
 
 Sources: MegaBlocks (arXiv 2211.15841); SonicMoE (arXiv 2512.14080).
 """
@@ -45,7 +44,7 @@ def _turned(matrix: Tensor) -> Tensor:
     return matrix.transpose(-2, -1)
 
 
-# MegaBlocks ---------------------------------------------------------------------------------------------------------------
+# MegaBlocks ----------------------------------------------------------------------------------------------------------
 
 
 def megablocks(parameters: RoutedExperts, products: str = "grouped", memory_optimized: bool = False) -> Baseline:
@@ -56,7 +55,7 @@ def megablocks(parameters: RoutedExperts, products: str = "grouped", memory_opti
     parameters : RoutedExperts
         bfloat16, the only dtype of its grouped products.
     products : str
-        "grouped", or "sparse": its block-sparse ones. Their class refuses Triton 3.2 and later; the check is passed over.
+        "grouped", or "sparse": the block-sparse ones. They refuse Triton 3.2 and later; that check is passed over.
     memory_optimized : bool
         Its flag ``memory_optimized_mlp``: act(a) is computed again in the backward. With ReLU see ``FAULTS``.
 
@@ -135,7 +134,7 @@ def _fill(leaves: dict[str, Tensor], values: dict[str, Tensor]):
             leaf.copy_(values[name])
 
 
-# SonicMoE -----------------------------------------------------------------------------------------------------------------
+# SonicMoE ------------------------------------------------------------------------------------------------------------
 
 
 def sonicmoe(parameters: RoutedExperts) -> Baseline:
