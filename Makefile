@@ -88,8 +88,6 @@ bench: $(STAMP)
 	$(BENCH) gating --record build/bench.json
 	$(BENCH) combine --record build/bench.json
 	$(BENCH) layer --preset all --system $(SYSTEMS) --record build/systems.json
-	$(BENCH) paper --record build/systems.json
-	$(BENCH) paper --record build/systems.json
 	$(BENCH) layer $(SKEWED) --record build/systems.json
 	$(BENCH) layer $(SKEWED) --capacity-factor 1.0 --record build/systems.json
 	$(BENCH) ladder --record build/ladder.json

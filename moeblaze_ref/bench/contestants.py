@@ -1,4 +1,5 @@
-"""Every system that is timed as a layer, by name, on the weights of one: ours, of `moeblaze_ref.systems`, and the peers.
+"""Every system that is timed as a layer, by name, on the weights of one: ours, of `moeblaze_ref.systems`, the peers in
+plain torch, and the layers of other projects.
 
 A fixed capacity drops what has no room, so it computes another function than the others: `kept_choices` says, by the
 specification, which choices it computes, and it is compared with the oracle over those alone.
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref import capacity, doors, oracle, systems
-from moeblaze_ref.bench import peers
+from moeblaze_ref.bench import foreign, peers
 from moeblaze_ref.bench.accuracy import Layer
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory import waste
@@ -25,8 +26,9 @@ from moeblaze_ref.torch_layer import MoEModule
 
 OURS = "moeblaze"
 GRAPHED = "moeblaze_graphed"  # ours, whose forward and whose backward are a CUDA graph each
+MODULES = tuple(reversed(systems.SYSTEMS))
 OWN = (OURS, GRAPHED)  # the systems that have policies, and are nobody's peers
-SYSTEMS = (*reversed(systems.SYSTEMS), GRAPHED, *peers.SYSTEMS)
+SYSTEMS = (*MODULES, GRAPHED, *peers.SYSTEMS, *foreign.SYSTEMS)
 ALSO_CALLED = {"torch_grouped": "grouped_mm"}  # rows have the second name
 
 
