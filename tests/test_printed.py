@@ -3,14 +3,17 @@
 import json
 
 import pytest
+import torch
 from pretended import PretendedDevice
 
 from moeblaze_ref.bench import accuracy
 from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.cases import relative_error
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig
 from moeblaze_ref.papers import printed
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.torch_bridge import bridge_to
+from moeblaze_ref.torch_layer import MoELayer
 
 TINY = MoEConfig(L=301, d=16, h=24, E=5, k=2)
 ODD = TINY.replace(d=21, h=35)  # which tensor cores do not take
@@ -131,3 +134,21 @@ def test_an_item_has_a_job_for_each_configuration_of_table_1(monkeypatch):
         assert rows[0]["L"] == 65_536
     with pytest.raises(ValueError, match=r"unknown item 'moeblaze-4.3'. Did you mean 'moeblaze-4.2'"):
         printed.jobs("moeblaze-4.3", PretendedDevice())
+
+
+def test_the_papers_forward_is_differentiated_as_any_other():
+    torch.manual_seed(0)
+    x, d_out = torch.randn(37, 16), torch.randn(37, 16)
+    default = MoELayer(16, 24, 5, 2)
+    as_printed = MoELayer(16, 24, 5, 2, rung="as_printed")
+    as_printed.load_state_dict(default.state_dict())
+
+    def step(module):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf).out
+        return out.detach().double().numpy(), torch.autograd.grad(out, [leaf, *module.parameters()], d_out)
+
+    (out, gradients), (expected, expected_gradients) = map(step, (as_printed, default))
+    assert relative_error(out, expected) < 1e-6
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        assert gradient.abs().sum() > 0 and torch.equal(gradient, other)

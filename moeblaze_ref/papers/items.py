@@ -29,11 +29,25 @@ _ALL = (
         "moeblaze:figure_3",
         drawn_by="plots:figure_3",
     ),
-    Item("moeblaze-fig4", "MoEBlaze, figure 4", "speed with the first activation", "moeblaze:figure_4", measured_by="speed:jobs", drawn_by="plots:speed"),
+    Item(
+        "moeblaze-fig4",
+        "MoEBlaze, figure 4",
+        "speed with the first activation",
+        "moeblaze:figure_4",
+        measured_by="speed:jobs",
+        drawn_by="plots:speed",
+    ),
     Item(
         "moeblaze-fig5", "MoEBlaze, figure 5", "saved bytes with SwiGLU", "moeblaze:figure_5", drawn_by="plots:figure_5"
     ),
-    Item("moeblaze-fig6", "MoEBlaze, figure 6", "speed with SwiGLU", "moeblaze:figure_6", measured_by="speed:jobs", drawn_by="plots:speed"),
+    Item(
+        "moeblaze-fig6",
+        "MoEBlaze, figure 6",
+        "speed with SwiGLU",
+        "moeblaze:figure_6",
+        measured_by="speed:jobs",
+        drawn_by="plots:speed",
+    ),
     Item(
         "megablocks-fig2",
         "MegaBlocks, figures 2 and 8",

@@ -1,16 +1,16 @@
 """Time and bytes of the steps that MoEBlaze prints one way and this project does another way.
 
 `moeblaze-4.2` is the dispatch: as printed, with a location map, beside ours. `moeblaze-3.1` is the down-projection
-whose epilogue sums over a token's experts, beside a stored y and the combine. Every kernel of a preset is timed
-interleaved with the others, by replays of CUDA graphs, and its result is compared with plain torch's in the same run.
+whose epilogue sums over a token's experts, beside a stored y and the combine. All versions of a step are timed
+interleaved, by replays of CUDA graphs, and each result is compared with plain torch's in the same run.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moeblaze_ref import doors, kernel_headers, oracle
@@ -185,19 +185,12 @@ def moved(version: Version, values: dict[str, int]) -> dict[str, int]:
     read = written = 0
     for file, kernel in version.kernels:
         row = kernel_headers.table(kernel_text(file))[kernel]
-        launched = values | {"blocks": _blocks(kernel, row["grid"], values)}
+        launches = values["E"] if kernel == "add_expert" else 1
+        launched = values | {"blocks": launches * prod(kernel_headers.sizes(row["grid"], values))}
         read += kernel_headers.number(row["bytes read"], launched)
         written += kernel_headers.number(row["bytes written"], launched)
     filled, extra = (kernel_headers.number(formula, values) for formula in (version.filled, version.extra))
     return {"bytes_read": int(read), "bytes_written": int(written + filled), "extra_bytes": int(extra)}
-
-
-def _blocks(kernel: str, grid: str, values: dict[str, int]) -> int:
-    """Blocks of all launches of a kernel whose bytes depend on them; 0 of the others."""
-    if kernel not in ("add_expert", "add_rows", "expert_down"):
-        return 0
-    blocks = torch.Size(kernel_headers.sizes(grid, values)).numel()
-    return blocks * values["E"] if kernel == "add_expert" else blocks
 
 
 # ---- rows ----------------------------------------------------------------------------------------
