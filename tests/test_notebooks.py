@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref.bench import document, ladder
 from moeblaze_ref.bench import layer as bench_layer
+from moeblaze_ref.capacity import expert_capacity
 from moeblaze_ref.cases import (
     GOLDEN_DISPATCH,
     GOLDEN_NUM_EXPERTS,
