@@ -101,6 +101,7 @@ docs: $(STAMP)
 	$(BIN)/python -m moeblaze_ref.lm.document
 	$(BIN)/python -m moeblaze_ref.placement.document
 	$(BIN)/python -m moeblaze_ref.parallel.document
+	$(BIN)/python -m moeblaze_ref.papers.document
 	$(BIN)/python -m moeblaze_ref.site.records
 	$(BIN)/python -m moeblaze_ref.site.path
 	$(BIN)/python -m moeblaze_ref.site.build

@@ -10,7 +10,7 @@ import torch
 from helpers import assert_told_apart_in_grey
 from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
 
-from moeblaze_ref import documents, oracle, provenance
+from moeblaze_ref import documents, oracle, provenance, systems
 from moeblaze_ref.bench import (
     accuracy,
     aims,
@@ -397,8 +397,8 @@ def test_a_row_has_the_columns_that_it_should(layer_rows):
         row | {"quartiles_ms": list(row["quartiles_ms"])} for row in layer_rows
     ]
     subjects = [(row["system"], row["policy"], row["routing"]) for row in layer_rows]
-    systems = [*(("moeblaze", policy) for policy in POLICIES), ("grouped_mm", None), ("gather_sum", None)]
-    assert subjects == [(*system, name) for name in ("uniform", "zipf") for system in systems]
+    timed = [*(("moeblaze", policy) for policy in POLICIES), ("grouped_mm", None), ("gather_sum", None)]
+    assert subjects == [(*system, name) for name in ("uniform", "zipf") for system in timed]
     assert {row["rung"] for row in layer_rows if row["system"] == "moeblaze"} == {"3_mma"}
     assert all(row["shape"] == {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2} for row in layer_rows)
 
@@ -536,7 +536,7 @@ def capacity_of(factor, policy="by_gate", dtype=torch.float32):
 
 
 @pytest.mark.parametrize("config", [WIDE, WIDE.replace(activation="gelu"), WIDE.replace(L=1, k=1)], ids=str)
-@pytest.mark.parametrize("system", ["megablocks", "oracle", "moeblaze"])
+@pytest.mark.parametrize("system", [name for name in systems.SYSTEMS if name != "capacity"])
 def test_the_systems_that_drop_nothing_are_the_oracle(system, config):
     parameters = make_parameters(config)
     module = contestants.module_of(system, parameters)
@@ -584,7 +584,7 @@ def test_a_capacity_that_drops_others_is_found():
     assert not accepted(accuracy.worst_error(contestants.layer_of(module), parameters, x, d_out, keeps))
 
 
-OTHERS = ("moeblaze", "megablocks", "capacity", "oracle", "grouped_mm")
+OTHERS = ("moeblaze", *(name for name in reversed(systems.SYSTEMS) if name != "moeblaze"), "grouped_mm")
 
 
 @pytest.fixture(scope="module")
@@ -607,8 +607,11 @@ def test_every_system_has_a_row_and_is_right(rows_of_systems):
     cpu = stages.bridge_to(torch.device("cpu"))
     assert {row["system"]: row["rung"] for row in rows_of_systems} == {
         "moeblaze": "3_mma",
-        "megablocks": block_sparse.default_rung("bfloat16", WIDE.d, block_sparse.BLOCK, cpu.executor),
-        **dict.fromkeys(("capacity", "oracle", "grouped_mm")),
+        **dict.fromkeys(
+            ("megablocks", "megablocks_memory_optimized"),
+            block_sparse.default_rung("bfloat16", WIDE.d, block_sparse.BLOCK, cpu.executor),
+        ),
+        **dict.fromkeys(("capacity", "dynamic_capacity", "sequential", "oracle", "grouped_mm")),
     }
     ours, *others = rows_of_systems
     for row in others:
@@ -624,8 +627,11 @@ def test_what_is_dropped_and_padded_is_counted(rows_of_systems, counts):
     lost_tokens = losses["capacity"][1]
     assert losses == {
         "capacity": (dropped, lost_tokens, WIDE.E * C - (WIDE.R - dropped)),
-        "megablocks": (0, 0, sum(-count % 128 for count in counts)),
-        **dict.fromkeys(("moeblaze", "oracle", "grouped_mm"), (None, None, None)),
+        "dynamic_capacity": (0, 0, WIDE.E * max(counts) - WIDE.R),
+        **dict.fromkeys(
+            ("megablocks", "megablocks_memory_optimized"), (0, 0, sum(-count % 128 for count in counts))
+        ),
+        **dict.fromkeys(("moeblaze", "sequential", "oracle", "grouped_mm"), (None, None, None)),
     }
     assert 0 < lost_tokens <= dropped // WIDE.k
     for row in rows_of_systems:
@@ -637,7 +643,7 @@ def test_what_is_dropped_and_padded_is_counted(rows_of_systems, counts):
 
 def test_every_system_keeps_what_its_account_says(rows_of_systems, counts):
     found = {row["system"]: row["kept_bytes"] for row in rows_of_systems}
-    for system in ("megablocks", "capacity"):
+    for system in set(systems.SYSTEMS) - {"moeblaze", "oracle"}:
         one = account(WIDE, system, assumptions=Assumptions(counts, capacity_factor=FACTOR))
         assert found[system] == one.kept_bytes
     assert found["moeblaze"] == account(WIDE, "moeblaze", "minimal").kept_bytes
@@ -655,7 +661,7 @@ def test_a_table_says_what_is_lost_only_where_something_may_be(rows_of_systems, 
 def test_a_system_is_named_once():
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("torch_grouped", "megablocks", "grouped_mm")))
     assert job.args[2].systems == ("grouped_mm", "megablocks")
-    assert contestants.SYSTEMS[:4] == ("moeblaze", "megablocks", "capacity", "oracle")
+    assert contestants.SYSTEMS[: len(systems.SYSTEMS)] == tuple(reversed(systems.SYSTEMS))
     assert set(contestants.SYSTEMS) >= {*peers.SYSTEMS, *layer.Choice.systems}
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("capacity",), capacity_factor=2.0))
     assert job.args[2].capacity_factor == 2.0
@@ -884,7 +890,7 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         (
             "layer",
             {"systems": ("megablocks", "")},
-            "unknown system ''. Valid: moeblaze, megablocks, capacity, oracle, ",
+            "unknown system ''. Valid: moeblaze, megablocks_memory_optimized, megablocks, dynamic_capacity, capacity, ",
         ),
         ("layer", {"systems": ("capacity",), "capacity_factor": 0.0}, "capacity_factor is 0.0, but it must be"),
         (

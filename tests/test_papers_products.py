@@ -18,7 +18,7 @@ TINY = MoEConfig(L=48, d=16, h=24, E=3, k=1, activation="gelu")  # 16 rows an ex
 RAGGED = TINY.replace(L=30)  # 10 rows an expert: padded to 16
 BLOCK = 8
 
-# Figure 9: the six products -----------------------------------------------------------------------------------------------
+# Figure 9: the six products -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [TINY, RAGGED], ids=["whole", "ragged"])
@@ -132,7 +132,7 @@ def test_uniform_routing_needs_equal_shares():
         Experts.random(TINY.replace(L=50), CPU)
 
 
-# Figure 10: one expert after another ----------------------------------------------------------------------------------------
+# Figure 10: one expert after another ----------------------------------------------------------------------------------
 
 
 def test_one_expert_after_another_gives_all_six_products():
@@ -156,7 +156,7 @@ def test_the_experts_are_2_to_128_with_the_same_tokens():
     assert {job.args[1].L for job in jobs} == {65_536, 32_768, 8_192}
 
 
-# Figure 5: dense squares ------------------------------------------------------------------------------------------------
+# Figure 5: dense squares ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

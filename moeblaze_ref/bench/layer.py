@@ -18,6 +18,7 @@ from moeblaze_ref.memory import measure
 from moeblaze_ref.raw_cuda import block_sparse
 from moeblaze_ref.raw_cuda.layer import default_rung
 from moeblaze_ref.routed_experts import RoutedExperts
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.torch_bridge import bridge_to
 
 INPUTS = 3  # used in turn, so that none is in the L2 cache when its turn comes
@@ -298,9 +299,9 @@ def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> d
     """Of the systems that have rungs."""
     executor = bridge_to(device.torch_device).executor
     rungs = dict.fromkeys(OWN, choice.rung or default_rung(config.dtype, config.d, config.h, executor))
-    if "megablocks" in scene.modules:
-        block = scene.modules["megablocks"].block
-        rungs["megablocks"] = block_sparse.default_rung(config.dtype, config.d, block, executor)
+    for name, module in scene.modules.items():
+        if isinstance(module, BlockSparseMoE):
+            rungs[name] = block_sparse.default_rung(config.dtype, config.d, module.block, executor)
     return rungs
 
 

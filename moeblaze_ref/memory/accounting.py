@@ -457,8 +457,8 @@ def _sequential(s: _Case) -> _Draft:
     """One expert after another in plain torch; what `SequentialMoE` keeps, to the byte.
 
     From the paper: dense products, one expert at a time (MegaBlocks, appendix A). Of torch: all that autograd keeps. A
-    row stands for one tensor an expert, all of them together: the sizes of the experts' groups add up to R. The peak leaves
-    out what the expert at work holds besides.
+    row stands for one tensor an expert, all of them together: the sizes of the experts' groups add up to R. The peak
+    leaves out what the expert at work holds besides.
     """
     tensors = [
         Tensor("x", (s.L, s.d), s.dtype),

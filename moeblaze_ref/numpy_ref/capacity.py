@@ -260,7 +260,8 @@ def forward(
     activation : str
         One of ``config.ACTIVATIONS``.
     capacity_factor : float or str
-        C as a multiple of L * k / E; E / k drops nothing, whatever the routing. "max": C is the most rows of any expert.
+        C as a multiple of L * k / E; E / k drops nothing, whatever the routing. With "max", C is the most rows of any
+        expert.
     drop_policy : str
         One of ``capacity.DROP_POLICIES``.
 

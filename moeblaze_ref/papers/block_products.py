@@ -1,14 +1,14 @@
 """MegaBlocks' figures 9 and 10: its six block-sparse products beside cuBLAS batched, and beside one expert after another.
 
-Source: MegaBlocks (arXiv 2211.15841), sections 5.1 and 6.3, figure 9; appendix A, figure 10. Routing is uniform and top-1:
-every expert has as many rows as the next.
+Source: MegaBlocks (arXiv 2211.15841), sections 5.1 and 6.3, figure 9; appendix A, figure 10. Routing is uniform and
+top-1: every expert has as many rows as the next.
 
-What the paper's text does not say and we assume: each of the 8 GPUs has 8 of the 64 experts and receives as many tokens as
-it sends; operands are bfloat16. Of figure 10 only E, the baseline and the range of the ratio are in the text: we take the
-widths and tokens of figure 9, the same tokens at every E, and the time of all six products together.
+What the paper's text does not say and we assume: each of the 8 GPUs has 8 of the 64 experts and receives as many tokens
+as it sends; operands are bfloat16. Of figure 10 only E, the baseline and the range of the ratio are in the text: we
+take the widths and tokens of figure 9, the same tokens at every E, and the time of all six products together.
 
-Each of figure 9's products, and figure 10's six together, move more than twice the bytes of the L2 cache of an H100 or H200:
-no operand is in the cache when its turn comes again.
+Each of figure 9's products, and figure 10's six together, move more than twice the bytes of the L2 cache of an H100 or
+H200: no operand is in the cache when its turn comes again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ def local_layer(model: str, E: int = LOCAL_EXPERTS) -> MoEConfig:
     return MoEConfig(MICRO_BATCHES[model] * size.sequence, size.d, 4 * size.d, E, k=1, activation="gelu")
 
 
-# The problem, dense and block-sparse --------------------------------------------------------------------------------------
+# The problem, dense and block-sparse ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +210,7 @@ def _errors(names: Sequence[str], experts: Experts, blocks: BlockSparse) -> dict
     return {column: max(error[column] for error in found) for column in found[0]}
 
 
-# Figure 9 -----------------------------------------------------------------------------------------------------------------
+# Figure 9 -------------------------------------------------------------------------------------------------------------
 
 
 def time_product(model: str, name: str, config: MoEConfig, device: Device, block: int = block_sparse.BLOCK) -> Rows:
@@ -230,8 +230,8 @@ def time_product(model: str, name: str, config: MoEConfig, device: Device, block
     Returns
     -------
     list of dict
-        One: {model, product, shape, dtype, kernel, ms, quartiles_ms, bmm_ms, bmm_quartiles_ms, tflops, pct_of_bmm, error,
-        row_error}. The errors are those against torch.bmm.
+        One: {model, product, shape, dtype, kernel, ms, quartiles_ms, bmm_ms, bmm_quartiles_ms, tflops, pct_of_bmm,
+        error, row_error}. The errors are those against torch.bmm.
 
     Raises
     ------
@@ -300,13 +300,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-# Figure 10 ----------------------------------------------------------------------------------------------------------------
+# Figure 10 ------------------------------------------------------------------------------------------------------------
 
 
 def time_experts(model: str, config: MoEConfig, device: Device, block: int = block_sparse.BLOCK) -> Rows:
     """Time all six products beside dense products of one expert after another, interleaved.
 
-    Both are timed as the host launches them, which is what many small products cost, and as CUDA graphs, without the host.
+    Both are timed as the host launches them, which is what many small products cost, and as CUDA graphs, without the
+    host.
 
     Parameters
     ----------
@@ -362,7 +363,7 @@ def one_after_another(experts: Experts) -> list[Tensor]:
     ]
 
 
-# Jobs ---------------------------------------------------------------------------------------------------------------------
+# Jobs -----------------------------------------------------------------------------------------------------------------
 
 
 def figure_9(device: Device) -> list[Callable[[], Rows]]:

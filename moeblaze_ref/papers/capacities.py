@@ -1,8 +1,8 @@
 """MegaBlocks' figures 2 and 8 on small models: held-out loss by capacity factor, against steps and against time.
 
-Source: MegaBlocks (arXiv 2211.15841), sections 2.2, 3 and 6.2. All variants have the same active FLOPs: one expert a token,
-as wide as the FFN of the dense model. They read Python's own text in bytes; a seed has its own weights and its own order
-of the text, both the same for every variant with experts.
+Source: MegaBlocks (arXiv 2211.15841), sections 2.2, 3 and 6.2. All variants have the same active FLOPs: one expert a
+token, as wide as the FFN of the dense model. They read Python's own text in bytes; a seed has its own weights and its
+own order of the text, both the same for every variant with experts.
 
 Sizes are ours, chosen so that the 30 runs of the item end within 10 minutes on an H100, and within half an hour on two
 cores of a CPU.
@@ -168,10 +168,10 @@ def row_of(name: str, settings: TrainSettings, lines: Sequence[Mapping[str, Any]
     Returns
     -------
     dict
-        {variant, system, capacity_factor, seed, shape, precision, tokens_of_step, steps, loss, seconds_at, held_out_loss,
-        seconds, dropped_share}. ``loss`` is the held-out loss, nats per byte, after so many ``steps``, which had taken
-        ``seconds_at``; validations do not count. ``held_out_loss`` and ``seconds`` are the last of them.
-        ``dropped_share`` is the mean share of dropped rows, None where none can be dropped.
+        {variant, system, capacity_factor, seed, shape, precision, tokens_of_step, steps, loss, seconds_at,
+        held_out_loss, seconds, dropped_share}. ``loss`` is the held-out loss, nats per byte, after so many ``steps``,
+        which had taken ``seconds_at``; validations do not count. ``held_out_loss`` and ``seconds`` are the last of
+        them. ``dropped_share`` is the mean share of dropped rows, None where none can be dropped.
     """
     short, tokens = curves.summarise(lines), settings.batch * settings.config.sequence
     took = [tokens / line["tokens_per_second"] for line in lines if "loss" in line]

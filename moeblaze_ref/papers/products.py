@@ -17,8 +17,8 @@ ITEMS = {
 def jobs(item: str, device: Device) -> list[Callable[[], list[dict[str, Any]]]]:
     """Return the jobs of an item, see `squares.time_square`, `block_products.time_product` and `time_experts`.
 
-    Each item is expected to end within 5 minutes on an H100, compilation included. Figure 5's largest size is bounded by
-    its few repetitions: 23 contenders that multiply 22 times each, 8.8 TFLOP a product.
+    Each item is expected to end within 5 minutes on an H100, compilation included. Figure 5's largest size is bounded
+    by its few repetitions: 23 contenders that multiply 22 times each, 8.8 TFLOP a product.
 
     Parameters
     ----------

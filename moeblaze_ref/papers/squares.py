@@ -1,7 +1,7 @@
 """MegaBlocks' figure 5: dense square products by the tile of a thread block, beside cuBLAS.
 
-Source: MegaBlocks (arXiv 2211.15841), section 5.1.2, which chose blocks of 128x128 because the CUTLASS tile of that size
-is on a par with the others or better. Here one Triton kernel takes every tile. Operands are bfloat16.
+Source: MegaBlocks (arXiv 2211.15841), section 5.1.2, which chose blocks of 128x128 because the CUTLASS tile of that
+size is on a par with the others or better. Here one Triton kernel takes every tile. Operands are bfloat16.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """A dense product of square matrices in Triton whose tile is a parameter. Importing this module imports Triton.
 
-MegaBlocks (arXiv 2211.15841), section 5.1.2 and figure 5, compares the tiles of CUTLASS's dense products. Here one kernel
-takes every tile, so that nothing but the tile and its schedule differs.
+MegaBlocks (arXiv 2211.15841), section 5.1.2 and figure 5, compares the tiles of CUTLASS's dense products. Here one
+kernel takes every tile, so that nothing but the tile and its schedule differs.
 """
 
 import triton
