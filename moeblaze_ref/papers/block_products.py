@@ -1,4 +1,4 @@
-"""MegaBlocks' figures 9 and 10: its six block-sparse products beside cuBLAS batched, and beside one expert after another.
+"""MegaBlocks' figures 9 and 10: its block-sparse products beside cuBLAS batched, and beside one expert after another.
 
 Source: MegaBlocks (arXiv 2211.15841), sections 5.1 and 6.3, figure 9; appendix A, figure 10. Routing is uniform and
 top-1: every expert has as many rows as the next.

@@ -128,7 +128,7 @@ def experts(rows: Rows) -> Figure:
 
 
 def capacities(rows: Rows) -> Figure:
-    """Draw figures 2 and 8: held-out loss by capacity factor, against steps, against time, and of every seed at the end.
+    """Draw figures 2 and 8: held-out loss by capacity factor against steps, against time, and at the end of each seed.
 
     Lines are means over the seeds, bands one sample deviation on either side. Rows of a CPU have no times, nor a panel
     against time.
