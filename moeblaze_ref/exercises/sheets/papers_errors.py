@@ -273,9 +273,9 @@ SHEET = Sheet(
             computed_by="moeblaze_ref.memory.accounting.account",
             hint="The result between the two MLPs is `Y_swi`. What does section 5.2 leave of the three?",
             why=(
-                "Algorithm 1 contradicts the text. It is the only one of the three from which the backward of SwiGLU can be "
-                "computed without computing `A` and `B` again. So the policy `paper` is Algorithm 1. The policies "
-                "`minimal`, which keeps `A` and `B`, and `inputs`, which keeps none of the three, are ours."
+                "Algorithm 1 contradicts the text. It is the only one of the three from which the backward of SwiGLU "
+                "can be computed without computing `A` and `B` again. So the policy `paper` is Algorithm 1. The "
+                "policies `minimal`, which keeps `A` and `B`, and `inputs`, which keeps none of the three, are ours."
             ),
         ),
         Prediction(
