@@ -1,6 +1,7 @@
 """Every exercise fails as it is found and is right once solved; every bad answer is told what is wrong with it."""
 
 import math
+import pkgutil
 import re
 from fractions import Fraction
 from types import ModuleType
@@ -64,6 +65,12 @@ def test_its_solution_is_right(shell, name):
 def test_an_answer_fits_the_page(name):
     for kind in ("exercises", "solutions"):
         assert max(map(len, answer_cell(kind, name).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", PREDICTIONS + CONSTRUCTIONS)
+def test_what_an_answer_is_compared_with_exists(name):
+    exercise = EXERCISES[name]
+    pkgutil.resolve_name(exercise.computed_by if name in PREDICTIONS else exercise.checked_by)
 
 
 def test_there_are_enough_of_each_kind():

@@ -47,8 +47,19 @@ def _missing_pair(tokens, printed, token_expert_indices):
     return f"token_expert_indices[{place}] is {found[place]}, which is not the expert of token {token} in slot {slot}"
 
 
-def _literal_lengths(topk_experts):
-    """MoEBlaze, section 4.2, steps 1 and 2 taken literally: (E,) non-zero entries of a map of token ids."""
+def literal_lengths(topk_experts):
+    """Count the non-zero entries of each column of a map of token ids: MoEBlaze, section 4.2, steps 1 and 2 as printed.
+
+    Parameters
+    ----------
+    topk_experts : ndarray (L, k), int32
+        Expert ids below ``GOLDEN_NUM_EXPERTS``.
+
+    Returns
+    -------
+    ndarray (E,), int64
+        Tokens of each expert, without token 0.
+    """
     dense_map = np.zeros((len(topk_experts), GOLDEN_NUM_EXPERTS), np.int32)
     tokens = np.arange(len(topk_experts))[:, None]
     dense_map[tokens, topk_experts] = tokens
@@ -56,17 +67,17 @@ def _literal_lengths(topk_experts):
 
 
 def _uncounted(tokens):
-    lengths = _literal_lengths(np.array(tokens, np.int32)).tolist()
+    lengths = literal_lengths(np.array(tokens, np.int32)).tolist()
     return {"expert_2": lengths[2], "expert_3": lengths[3], "rows": sum(lengths)}
 
 
 def _lost_expert(E, k, topk_experts):
     found = _whole_numbers("topk_experts", topk_experts, (None, k)).astype(np.int32)
     right = dispatch.expert_lengths(dispatch.dense_map(found, E))
-    lost = (right > 0) & (_literal_lengths(found) == 0)
+    lost = (right > 0) & (literal_lengths(found) == 0)
     if lost.any():
         return ""
-    return f"the literal count finds tokens of every expert that has some: it counts {_literal_lengths(found).tolist()}"
+    return f"the literal count finds tokens of every expert that has some: it counts {literal_lengths(found).tolist()}"
 
 
 # MoEBlaze, sizes and what is stored ----------------------------------------------------------------------------------
@@ -194,7 +205,7 @@ SHEET = Sheet(
                 "rows": Asked("rows", "sum(len(chosen) for chosen in tokens[1:])"),
             },
             truth=_uncounted,
-            computed_by="a literal version of the two steps",
+            computed_by="moeblaze_ref.exercises.sheets.papers_errors.literal_lengths",
             hint="Which token writes the number zero? In which two columns?",
             why=(
                 "Token 0 writes zeros, so nobody counts it: two of the ten rows are lost, and the groups of experts 2 "
@@ -262,9 +273,9 @@ SHEET = Sheet(
             computed_by="moeblaze_ref.memory.accounting.account",
             hint="The result between the two MLPs is `Y_swi`. What does section 5.2 leave of the three?",
             why=(
-                "Algorithm 1 contradicts the text, and is the only one of the three from which a backward can be "
-                "written without computing `A` and `B` again. So the policy `paper` is Algorithm 1, and each other "
-                "reading has a policy near it: `minimal` drops `Y_swi`, `inputs` drops all three."
+                "Algorithm 1 contradicts the text. It is the only one of the three from which the backward of SwiGLU "
+                "can be computed without computing `A` and `B` again. So the policy `paper` is Algorithm 1. The "
+                "policies `minimal`, which keeps `A` and `B`, and `inputs`, which keeps none of the three, are ours."
             ),
         ),
         Prediction(
