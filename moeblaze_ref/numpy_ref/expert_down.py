@@ -84,7 +84,7 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
 
     Notes
     -----
-    With dY' = dOut_gathered W3^T: dgate = <dY', Y_swi> per row, dY_swi = gate * dY' (MoEBlaze, section 5; SonicMoE
+    With dY' = dOut_gathered W3^T, SonicMoE's dA': dgate = <dY', Y_swi> per row, dY_swi = gate * dY' (MoEBlaze, section 5; SonicMoE
     for dgate and the operand gate * Y_swi of dW3).
     """
     operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
@@ -93,7 +93,7 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
         y_swi = activation_stage.forward(a, b, activation)  # (R, h)
     gate = np.empty((dispatch.R, 1), dtype=gates.dtype)  # (R, 1), in expert order
     gate[dispatch.token_index_map] = gates.reshape(-1, 1)
-    d_ungated = np.empty_like(a)  # (R, h), the paper's dY'
+    d_ungated = np.empty_like(a)  # (R, h), dY'
     for expert, group, tokens in expert_groups(dispatch):
         d_ungated[group] = d_out[tokens] @ w3[expert].T
     d_gate = (d_ungated * y_swi).sum(axis=1)  # (R,), in expert order
