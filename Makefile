@@ -88,8 +88,6 @@ bench: $(STAMP)
 	$(BENCH) gating --record build/bench.json
 	$(BENCH) combine --record build/bench.json
 	$(BENCH) layer --preset all --system $(SYSTEMS) --record build/systems.json
-	$(BENCH) paper --record build/systems.json
-	$(BENCH) paper --record build/systems.json
 	$(BENCH) layer $(SKEWED) --record build/systems.json
 	$(BENCH) layer $(SKEWED) --capacity-factor 1.0 --record build/systems.json
 	$(BENCH) ladder --record build/ladder.json
@@ -101,6 +99,7 @@ docs: $(STAMP)
 	$(BIN)/python -m moeblaze_ref.lm.document
 	$(BIN)/python -m moeblaze_ref.placement.document
 	$(BIN)/python -m moeblaze_ref.parallel.document
+	$(BIN)/python -m moeblaze_ref.papers.document
 	$(BIN)/python -m moeblaze_ref.site.cupy_by_hand
 	$(BIN)/python -m moeblaze_ref.site.records
 	$(BIN)/python -m moeblaze_ref.site.path

@@ -30,7 +30,7 @@ myst_heading_anchors = 4  # by GitHub's rule, which the links in the documents f
 
 autodoc_member_order = "bysource"
 autodoc_use_type_comments = False
-autodoc_mock_imports = ["cupy"]
+autodoc_mock_imports = ["cupy", "triton"]
 napoleon_google_docstring = False
 napoleon_use_rtype = napoleon_use_param = False  # types are words here, such as "ndarray (L, d)"
 napoleon_custom_sections = [("Attributes", "params_style")]

@@ -71,7 +71,8 @@ class Backend:
 
     def rungs(self, stage: str) -> dict[str | None, tuple[str, ...]]:
         """The rungs of a stage and the dtypes of each; one rung without a name where there is no ladder."""
-        return getattr(self.stage(stage), "RUNGS", {None: self.dtypes})
+        module = self.stage(stage)
+        return getattr(module, "RUNGS", {None: self.dtypes}) | getattr(module, "SUMMED_RUNGS", {})
 
     def refusal(self, stage: str, rung: str | None) -> str:
         """Why a rung does not run here although the backend does, as Hopper's on another GPU; empty if it does."""
@@ -87,7 +88,7 @@ def refusal(executor: Any, stage: str, rung: str) -> str:
     """Why an executor of raw CUDA does not run a rung, by its file's header; empty if it does."""
     from moeblaze_ref.raw_cuda.gemm import file_of
 
-    folder = "expert_up" if stage == "layer" else stage  # the layer's rungs are its projections'
+    folder = "expert_down" if stage == "layer" else stage  # the layer's rungs are its projections', and as printed
     try:
         executor.check(file_of(folder, rung))
     except ValueError as error:

@@ -5,6 +5,7 @@ MegaBlocks (arXiv 2211.15841), section 2, which sets out to remove it.
 """
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 from moeblaze_ref import doors, stage_doors
@@ -17,6 +18,7 @@ DROP_POLICIES = {
 }
 
 DEFAULT_FACTOR = 1.25  # Switch Transformer's
+MAX = "max"  # in place of a factor: the smallest capacity that drops nothing (Tutel, arXiv 2206.03382)
 
 
 def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> int:
@@ -29,7 +31,7 @@ def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> 
     num_experts : int
         E, at least 1.
     capacity_factor : float
-        Finite, above 0.
+        Finite, above 0. ``MAX`` needs the experts' counts: `capacity_for`.
 
     Raises
     ------
@@ -39,12 +41,41 @@ def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> 
     doors.check_int("R", num_rows, at_least=0)
     doors.check_int("E", num_experts, at_least=1)
     check_factor(capacity_factor)
+    if capacity_factor == MAX:
+        raise ValueError("capacity_factor is 'max', but that needs the experts' counts: use capacity_for")
     # The decimal number that was typed: 1.1 as a binary fraction is a little more, and 1.1 * 10 would round up to 12.
     return math.ceil(Fraction(str(capacity_factor)) * num_rows / num_experts)
 
 
+def capacity_for(counts: Sequence[int], capacity_factor: float | str) -> int:
+    """C for the rows that are routed to each expert: the most of them if the factor is ``MAX``, else `expert_capacity`.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Routed rows of each expert, E entries.
+    capacity_factor : float or str
+        Finite and above 0, or ``MAX``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If there is no expert, or the factor is out of range or neither a number nor ``MAX``.
+
+    Notes
+    -----
+    MegaBlocks, section 3, compares with Tutel's dynamic capacity, which drops nothing.
+    """
+    check_factor(capacity_factor)
+    return max(counts) if capacity_factor == MAX else expert_capacity(sum(counts), len(counts), capacity_factor)
+
+
 def check_factor(capacity_factor):
-    """A finite number above 0."""
+    """A finite number above 0, or ``MAX``."""
+    if isinstance(capacity_factor, str):
+        if capacity_factor != MAX:
+            raise TypeError(f"capacity_factor is {capacity_factor!r} (str), but it must be a number or {MAX!r}")
+        return
     if isinstance(capacity_factor, bool):
         raise TypeError(f"capacity_factor is {capacity_factor}, but it must be a number")
     doors.check_float("capacity_factor", capacity_factor)

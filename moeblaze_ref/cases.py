@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from moeblaze_ref.structures import Dispatch
 ROUTINGS = ("uniform", "zipf", "hot", "empty")
 OVERWHELMING = 50.0  # log-popularity that no noise overcomes
 
-# The example of MoEBlaze's figure (section 4): five tokens, four experts, two each.
+# The example of MoEBlaze's figure 2, its misprints corrected: five tokens, four experts, two each.
 GOLDEN_TOPK_EXPERTS = np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32)
 GOLDEN_NUM_EXPERTS = 4
 GOLDEN_DISPATCH = Dispatch(
@@ -24,6 +25,48 @@ GOLDEN_DISPATCH = Dispatch(
     token_index_map=np.array([5, 7, 0, 3, 1, 8, 4, 6, 2, 9], np.int32),
     k=2,
 )
+
+
+class Printed(NamedTuple):
+    """One item of MoEBlaze's figure 2, as the paper prints it."""
+
+    values: int | list  # a number; the experts of each token; the elements of an array
+    misprint: str  # what is wrong with it; empty if nothing is
+
+
+PRINTED_EXAMPLE = {
+    "L": Printed(6, "six tokens are announced, five are listed"),
+    "topk_experts": Printed([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], ""),
+    "expert_token_indices": Printed([1, 2, 4, 1, 3, 0, 3, 0, 2, 4], ""),
+    "expert_token_offsets": Printed([0, 3, 5, 7, 10], ""),
+    "token_expert_indices": Printed([2, 3, 0, 1, 1, 2, 0, 3], "the pair 0, 3 of token 2 is missing"),
+    "token_index_map": Printed([5, 7], "only the pair of token 0 is printed"),
+}
+
+
+def example_in_three_columns() -> list[dict[str, str]]:
+    """MoEBlaze's figure 2, a row for each item: as printed, its misprint, and what the five tokens give.
+
+    Returns
+    -------
+    list of dict
+        Of the columns ``item``, ``as printed``, ``misprint`` and ``what the five tokens give``.
+
+    Notes
+    -----
+    MoEBlaze (arXiv 2601.05296), section 4.1, figure 2.
+    """
+    right = {"L": GOLDEN_DISPATCH.L, "topk_experts": GOLDEN_TOPK_EXPERTS.tolist()}
+    right |= {name: array.tolist() for name, array in GOLDEN_DISPATCH.arrays().items()}
+    return [
+        {
+            "item": f"`{name}`",
+            "as printed": str(printed.values),
+            "misprint": printed.misprint or "none",
+            "what the five tokens give": str(right[name]),
+        }
+        for name, printed in PRINTED_EXAMPLE.items()
+    ]
 
 
 def relative_error(out, ref) -> float:

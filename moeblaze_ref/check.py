@@ -85,8 +85,8 @@ def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> I
     """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
     for dtype in backend.rungs(stage)[rung]:
         rounded = case.astype(dtype)
-        found = comparisons.RUN[stage](backend.open(stage, rung), rounded)
-        yield from _judged(backend, stage, rung, dtype, rounded, found, comparisons.EXPECT[stage])
+        found = comparisons.runner(stage, rung)(backend.open(stage, rung), rounded)
+        yield from _judged(backend, stage, rung, dtype, rounded, found, comparisons.expectation(stage, rung))
 
 
 def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:

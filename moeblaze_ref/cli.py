@@ -1,4 +1,4 @@
-"""The ``moeblaze`` command: doctor, check, sanitize, bench, tune, memory, train, evidence, trace, place, demo."""
+"""The ``moeblaze`` command: doctor, check, sanitize, bench, paper, tune, memory, train, evidence, trace, place, demo."""
 
 import functools
 import json
@@ -244,6 +244,31 @@ def bench(
         with user_errors():
             results.add(record, result)
     raise typer.Exit(1 if report.wrong(rows) else 0)
+
+
+@app.command()
+def paper(
+    item: Annotated[list[str] | None, typer.Argument(help="Such as moeblaze-fig3; all of them by default.")] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Of --gpu: add the runs to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of each measured item into this folder.")] = None,
+    as_json: AsJson = False,
+):
+    """Compare the papers with their formulas and with ours, claim by claim; exit with status 1 if one fails."""
+    from moeblaze_ref.papers import command, report
+
+    with user_errors():
+        items = command.chosen(item or [], gpu, record)
+        recorded = command.measure(items, record, terminal.progress_bar) if gpu else command.Recorded()
+        rows = [row for one in items for row in one.rows(recorded)]
+        written = command.write_plots(items, recorded, plot) if plot else []
+    if as_json:
+        print(json.dumps(report.as_json(items, rows), indent=1))
+    else:
+        stdout().print(report.table(items, rows, details=bool(item)))
+    if plot:
+        Console(stderr=True).print(f"plots: {', '.join(map(str, written)) or 'nothing is recorded'}", soft_wrap=True)
+    raise typer.Exit(1 if command.failures(rows) else 0)
 
 
 @app.command()

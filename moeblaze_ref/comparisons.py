@@ -25,7 +25,7 @@ from moeblaze_ref.cases import (
 )
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import block_sparse, gemm
+from moeblaze_ref.raw_cuda import block_sparse, expert_down, gemm
 from moeblaze_ref.systems import system
 
 Arrays = dict[str, np.ndarray]
@@ -218,6 +218,20 @@ def expect_expert_down(case: Case, dtype: torch.dtype) -> Results:
     }
 
 
+def run_summed(stage: Any, case: Case) -> Results:
+    """The output from y_swi and the gates, where the product sums over a token's experts: there is no backward."""
+    dispatch, (*_, y_swi, gates) = build_by_sort(case.topk_experts, case.E), hidden(case)
+    return {"forward": {"out": stage.summed_forward(y_swi, case.weights.w3, gates, dispatch)}}
+
+
+def expect_summed(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_summed`."""
+    *_, y_swi, gates = (_leaf(array, dtype) for array in hidden(case))
+    order = _order(case)
+    out = oracle.combine(oracle.expert_down(y_swi, order, _leaf(case.weights.w3, dtype)), gates, order)
+    return {"forward": _arrays(out=out)}
+
+
 def hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
     """a, b, y_swi (R, h) of a case, rounded to its dtype, and its gates (L, k), at least float32."""
     exact = case.astype(np.float64)
@@ -330,6 +344,12 @@ def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
 TORCH_LAYERS: dict[str, tuple[str, Callable[[Case], dict[str, Any]]]] = {
     "torch_layer": ("moeblaze", lambda case: {"policy": case.policy}),
     "torch_block_sparse": ("megablocks", lambda case: {"block": sparse_block(case.weights.w1.shape[2])}),
+    "torch_memory_optimized": (
+        "megablocks_memory_optimized",
+        lambda case: {"block": sparse_block(case.weights.w1.shape[2])},
+    ),
+    "torch_dynamic_capacity": ("dynamic_capacity", lambda case: {}),
+    "torch_sequential": ("sequential", lambda case: {}),
 }
 
 
@@ -386,3 +406,17 @@ EXPECT: dict[str, Callable[[Case, torch.dtype], Results]] = {
     "layer": expect_layer,
     "block_sparse": expect_block_sparse,
 }
+
+
+def runner(stage: str, rung: str | None) -> Callable[[Any, Case], Results]:
+    """Return what runs a stage on a rung: that of ``RUN``, unless the rung sums over a token's experts."""
+    return run_summed if _sums(stage, rung) else RUN[stage]
+
+
+def expectation(stage: str, rung: str | None) -> Callable[[Case, torch.dtype], Results]:
+    """Return what the results of `runner` must equal."""
+    return expect_summed if _sums(stage, rung) else EXPECT[stage]
+
+
+def _sums(stage, rung):
+    return stage == "expert_down" and rung in expert_down.SUMMED_RUNGS

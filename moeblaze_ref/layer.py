@@ -14,16 +14,50 @@ from moeblaze_ref.arrays import take_columns
 from moeblaze_ref.config import POLICIES, is_gated
 from moeblaze_ref.structures import HIDDEN, Array, Dispatch
 
-# The intermediates that each policy keeps, besides x, the Dispatch and the gates. The backward
+# What each policy keeps of a gated activation, besides x, the Dispatch and the gates. The backward
 # reads a, b and y_swi and rebuilds those that are missing; `conventional` also keeps what
 # plain autograd would keep and this backward never reads: routed_x, act_a and y.
-INTERMEDIATES = {
+_OF_GATED = {
     "conventional": ("routed_x", "a", "b", "act_a", "y_swi", "y"),
     "paper": ("a", "b", "y_swi"),
     "minimal": ("a", "b"),
     "inputs": (),
 }
-assert INTERMEDIATES.keys() == POLICIES.keys()
+assert _OF_GATED.keys() == POLICIES.keys()
+
+
+def intermediates(policy: str, activation: str) -> tuple[str, ...]:
+    """Names of the tensors between x and out that a policy saves for the backward.
+
+    Parameters
+    ----------
+    policy : str
+        One of ``config.POLICIES``.
+    activation : str
+        One of ``config.ACTIVATIONS``.
+
+    Returns
+    -------
+    tuple of str
+        In order of birth, without x, the Dispatch and the gates. ``b`` and ``act_a`` are only saved of gated
+        activations: without a gate, y_swi is act(a).
+
+    Raises
+    ------
+    ValueError
+        If there is no such policy or activation.
+
+    Notes
+    -----
+    ``paper`` is MoEBlaze's Algorithm 1 for the gated activations, A, B and Y_swi, and A and Y_swi for the others. relu
+    is the exception: ``paper`` and ``minimal`` save y_swi alone. Its slope is 1 where y_swi > 0 and 0 elsewhere, and
+    relu(y_swi) = y_swi, so the backward takes y_swi for a and gives the same bits. relu2 saves a: its slope is
+    2 relu(a), and y_swi would have to be rooted first.
+    """
+    kept = _OF_GATED[doors.check_name("policy", policy, POLICIES)]
+    if activation == "relu" and policy in ("paper", "minimal"):
+        return ("y_swi",)
+    return kept if is_gated(activation) else tuple(name for name in kept if name not in ("b", "act_a"))
 
 
 class MoEWeights(NamedTuple):
@@ -66,7 +100,7 @@ class Saved:
         The routing; it is never decided again.
     gates : array (L, k)
     intermediates : dict of str to array
-        Those that the policy keeps: ``INTERMEDIATES``, less the ones that the activation does not have.
+        Those that the policy keeps, by the names of the function `intermediates`.
     activation, policy : str
     renormalize : bool
     """
@@ -285,16 +319,16 @@ def run_experts(
     kept : dict of str to array
         The intermediates that the policy keeps; each other one is dropped after its last use.
     """
-    kept = INTERMEDIATES[policy]
+    kept = intermediates(policy, activation)
     tensors = {"routed_x": x[dispatch.expert_token_indices]} if "routed_x" in kept else {}  # the first memory wall
     stores = {*kept, "y_swi"} & {*HIDDEN}
     projections = stages.expert_up.forward(x, weights.w1, weights.w2, dispatch, activation, stores=stores)
     tensors |= dict(zip(HIDDEN, projections, strict=True))
     del projections
-    if "act_a" in kept and is_gated(activation):  # ungated, y_swi is act(a)
+    if "act_a" in kept:
         tensors["act_a"] = stages.activation.act(tensors["a"], activation)
     out = stages.output(tensors, weights.w3, dispatch, gates, kept)
-    return out, {name: tensors[name] for name in kept if tensors.get(name) is not None}
+    return out, {name: tensors[name] for name in kept}
 
 
 def backward(
@@ -345,7 +379,7 @@ def backward(
     What is alive of size (R, h) or (R, d), step by step, and where it dies; a weight gradient is born at each ``->``:
 
     1. a and b, kept or computed again, become d_a and d_b, in place if they are nobody else's; gate * y_swi is born.
-       Kept routed_x, act_a, y_swi and y die here.
+       Kept routed_x, act_a, y_swi and y die here; where y_swi alone is kept, it stands for a, and becomes d_a.
     2. gate * y_swi -> d_w3, and dies.
     3. d_a, d_b -> d_x: the tiled rungs store (R, d) rows, whole or one half of the columns after the other, which die
        within.
@@ -400,7 +434,7 @@ def expert_gradients(
         return gradient(*operands) if name in wanted else None
 
     up, down, dispatch = stages.expert_up, stages.expert_down, saved.dispatch
-    private = overwrite or not INTERMEDIATES[saved.policy]
+    private = overwrite or not intermediates(saved.policy, saved.activation)
     a, b, y_swi = _rebuild(stages, saved, weights)
     if overwrite:
         saved.intermediates.clear()
@@ -431,14 +465,16 @@ def _check_backward(dtypes, d_out, saved, weights, d_losses, wanted):
 
 def _rebuild(stages, saved, weights):
     """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
-    kept = saved.intermediates
-    if "a" in kept:
-        return tuple(map(kept.get, HIDDEN))
-    if INTERMEDIATES[saved.policy]:
+    kept, names = saved.intermediates, intermediates(saved.policy, saved.activation)
+    if not names:
+        return stages.expert_up.forward(
+            saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
+        )
+    if not kept:
         raise RuntimeError("an earlier backward has overwritten what the forward kept: run the forward again")
-    return stages.expert_up.forward(
-        saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
-    )
+    if "a" not in names:  # relu: its slope, and y_swi itself, follow from y_swi
+        return kept["y_swi"], None, None
+    return tuple(map(kept.get, HIDDEN))
 
 
 def router_gradients(

@@ -27,7 +27,8 @@ class Saved:
     x_rows : array (P, d)
         Rows of x in the bins.
     a, b, y_swi : array (nnz, block, block)
-        What lies between the projections, padding included; b is None for the ungated activations.
+        What lies between the projections, padding included; b is None for the ungated activations. If y_swi is None,
+        the backward computes it again from a and b.
     y : array (P, d)
         The experts' outputs, for the gradient of the gates.
     activation : str
@@ -39,7 +40,7 @@ class Saved:
     x_rows: Array
     a: Array
     b: Array | None
-    y_swi: Array
+    y_swi: Array | None
     y: Array
     activation: str
 
@@ -49,7 +50,7 @@ class Saved:
         return self.bins.arrays() | self.topology.arrays() | present
 
     def floats(self) -> dict[str, Array | None]:
-        """Those of ``FLOATS``, by name; b is None for the ungated activations."""
+        """Those of ``FLOATS``, by name; b is None for the ungated activations, and what is not kept is None."""
         return {name: getattr(self, name) for name in FLOATS}
 
     def give_up(self):
@@ -183,7 +184,7 @@ def backward(
     What dies where, if it is given up; a weight gradient is born at each ``->``:
 
     1. y gives d_gates, and dies; the gates weight d_y, and die.
-    2. y_swi, d_y -> d_w3; y_swi dies. d_y gives d_y_swi, and dies.
+    2. y_swi, kept or computed again, and d_y -> d_w3; y_swi dies. d_y gives d_y_swi, and dies.
     3. a and b give d_a and d_b, and die with d_y_swi.
     4. d_a, d_b -> d_x: (P, d) rows of each projection, which die within.
     5. x_rows, d_a -> d_w1; d_a dies. x_rows, d_b -> d_w2; both die.
@@ -204,7 +205,11 @@ def backward(
     with doors.trusted_values():
         d_gates = if_wanted("d_gates", stage.gate_gradient, d_out, kept.pop("y"), bins)
         d_y = stage.padded_gather(d_out, bins, kept.pop("gates"))  # (P, d)
-        d_w3 = if_wanted("d_w3", stage.dsd, kept.pop("y_swi"), topology, d_y, transpose_lhs=True)  # (E h, d)
+        y_swi = kept.pop("y_swi")
+        if y_swi is None:
+            y_swi = if_wanted("d_w3", stage.activate, kept["a"], kept["b"], saved.activation)
+        d_w3 = if_wanted("d_w3", stage.dsd, y_swi, topology, d_y, transpose_lhs=True)  # (E h, d)
+        del y_swi
         d_y_swi = stage.sdd(d_y, w3.reshape(-1, w3.shape[2]), topology, transpose_rhs=True)  # (nnz, block, block)
         del d_y
         d_a, d_b = stage.activate_backward(d_y_swi, kept.pop("a"), kept.pop("b"), saved.activation)

@@ -16,7 +16,7 @@ from moeblaze_ref import comparisons, doors
 from moeblaze_ref.backends import BACKENDS, OpenStage, refusal
 from moeblaze_ref.cases import Case, make_case, random_topk
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import combine, gemm
+from moeblaze_ref.raw_cuda import combine, expert_down, gemm
 from moeblaze_ref.raw_cuda.runtime import Executor
 
 # With each tool's options. CUDA's own bindings ask the driver for functions that it may not have: no error of ours.
@@ -62,7 +62,7 @@ def run_every_kernel(executor: Executor):
             rungs = {rung: able for rung, able in raw.rungs(stage).items() if not refusal(executor, stage, rung)}
             for rung, dtypes in rungs.items():
                 for case, dtype in itertools.product(comparisons.fitting(stage, rung, cases()), dtypes):
-                    comparisons.RUN[stage](opened(stage, rung), case.astype(dtype))
+                    comparisons.runner(stage, rung)(opened(stage, rung), case.astype(dtype))
         for rung in raw.rungs("dispatch"):
             opened("dispatch", rung).build(random_topk(2_100, 7, 3), 7)
             opened("dispatch", rung).build(random_topk(300, 300, 32), 300)
@@ -70,15 +70,19 @@ def run_every_kernel(executor: Executor):
             for stage in ("expert_up", "expert_down", "block_sparse"):  # blocks that take more than one tile
                 case = comparisons.overflowing(stage, executor.multiprocessors)[-1]
                 comparisons.RUN[stage](opened(stage, gemm.HOPPER), case.astype("bfloat16"))
-        _run_lesson(executor)
+        _run_lessons(executor)
 
 
-def _run_lesson(executor: Executor):
-    """The kernel that no stage uses."""
+def _run_lessons(executor: Executor):
+    """Launch the kernels that no stage uses."""
     case = cases()[0].astype("float32")
     dispatch = build_by_sort(case.topk_experts, case.E)
     y, gates = case.x[dispatch.expert_token_indices], case.logits[:, : case.k].copy()
-    combine.scatter(*map(executor.from_numpy, (y, gates)), dispatch.map(executor.from_numpy), executor=executor)
+    routes = dispatch.map(executor.from_numpy)
+    combine.scatter(*map(executor.from_numpy, (y, gates)), routes, executor=executor)
+    for dtype in gemm.WIDE:
+        y_swi, w3 = (executor.from_numpy(array.astype(dtype)) for array in (comparisons.hidden(case)[2], case.weights.w3))
+        expert_down.atomic_forward(y_swi, w3, executor.from_numpy(gates), routes, executor=executor)
 
 
 def run_on_gpu():

@@ -47,21 +47,50 @@ def check_lengths(lengths):
 @doors.unless_trusted
 def check_route_indices(dense_map, offsets, topk_experts):
     """dense_map (L, E) and offsets (E + 1,) are those that the first two steps make of topk_experts (L, k)."""
+    _check_map_of(dense_map, topk_experts)
+    _check_offsets_of(offsets, dense_map)
+
+
+@doors.unless_trusted
+def check_location_map(dense_map, offsets):
+    """dense_map (L, E), and offsets (E + 1,) are those that the second step makes of it."""
+    check_dense_map(dense_map)
+    _check_offsets_of(offsets, dense_map)
+
+
+@doors.unless_trusted
+def check_write_indices(dense_map, location_map, topk_experts):
+    """dense_map and location_map (L, E) are those that the steps before make of topk_experts (L, k)."""
+    _check_map_of(dense_map, topk_experts)
+    doors.check_array("location_map", location_map, rank=2, dtypes=("int32",), contiguous=False)
+    doors.check_shape("location_map", location_map, {"L": dense_map.shape[0], "E": dense_map.shape[1]})
+    routed = dense_map != EMPTY
+    lengths = routed.sum(axis=0)
+    valid_locations = location_map.copy()
+    valid_locations[...] = lengths.cumsum() - lengths + routed.cumsum(axis=0) - routed
+    doors.check_equal("location_map", location_map, valid_locations)
+
+
+def _check_map_of(dense_map, topk_experts):
+    """dense_map (L, E) is the one that the first step makes of topk_experts (L, k)."""
     check_dense_map(dense_map)
     num_tokens, num_experts = dense_map.shape
     doors.check_topk_experts(topk_experts, num_experts)
     doors.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
-    doors.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
-    doors.check_shape("offsets", offsets, {"E + 1": num_experts + 1})
-
     tokens = doors.numbers_of(topk_experts[:, 0])[:, None]  # (L, 1)
     valid_map = dense_map.copy()
     valid_map.fill(EMPTY)
     valid_map[tokens, topk_experts] = tokens
     doors.check_equal("dense_map", dense_map, valid_map)
+
+
+def _check_offsets_of(offsets, dense_map):
+    """offsets (E + 1,) are those that the second step makes of dense_map (L, E)."""
+    doors.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
+    doors.check_shape("offsets", offsets, {"E + 1": dense_map.shape[1] + 1})
     valid_offsets = offsets.copy()
     valid_offsets[:1] = 0
-    valid_offsets[1:] = (valid_map != EMPTY).sum(axis=0).cumsum()
+    valid_offsets[1:] = (dense_map != EMPTY).sum(axis=0).cumsum()
     doors.check_equal("offsets", offsets, valid_offsets)
 
 

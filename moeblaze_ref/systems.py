@@ -11,16 +11,21 @@ from torch import Tensor, nn
 
 from moeblaze_ref import doors, oracle
 from moeblaze_ref.torch_block_sparse import BlockSparseMoE
-from moeblaze_ref.torch_capacity import CapacityMoE
+from moeblaze_ref.torch_capacity import CapacityMoE, DynamicCapacityMoE
 from moeblaze_ref.torch_layer import MoELayer, MoEModule, MoEOutput
+from moeblaze_ref.torch_memory_optimized import MemoryOptimizedMoE
+from moeblaze_ref.torch_sequential import SequentialMoE
 
 # (d, h, E, k, activation) -> the layer
 MoEFactory = Callable[[int, int, int, int, str], nn.Module]
 
 SYSTEMS: dict[str, MoEFactory] = {
     "oracle": oracle.OracleMoE,  # plain torch, nothing dropped
+    "sequential": SequentialMoE,  # plain torch, one expert after another
     "capacity": CapacityMoE,  # C rows an expert: dropped beyond, padded below
+    "dynamic_capacity": DynamicCapacityMoE,  # as many rows as the fullest expert has, nothing dropped
     "megablocks": BlockSparseMoE,  # whole blocks an expert, nothing dropped
+    "megablocks_memory_optimized": MemoryOptimizedMoE,  # the same, the activation computed again
     "moeblaze": MoELayer,  # no routed buffer
 }
 

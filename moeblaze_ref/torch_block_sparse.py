@@ -5,6 +5,7 @@ two layers differ by their experts alone: here routed rows are copied into padde
 projections is a block-sparse matrix.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,24 @@ from moeblaze_ref.torch_layer import (
     refuse_second_derivative,
     wanted_by,
 )
+
+
+class Layout(NamedTuple):
+    """What a layer saves of the tensors that the stages leave for the backward, and how it gets them back.
+
+    Parameters
+    ----------
+    pack : callable
+        (kept, x, wg) to what is saved, tensors by name; ``kept`` has token_expert_indices and `megablocks.Saved`.
+    unpack : callable
+        What was saved to ``kept``, without what the backward computes again.
+    """
+
+    pack: Callable[[dict[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
+    unpack: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+_AS_IT_IS = Layout(lambda kept, x, wg: kept, lambda kept: kept)
 
 
 class BlockSparseMoE(KernelMoE):
@@ -68,6 +87,8 @@ class BlockSparseMoE(KernelMoE):
     MegaBlocks, sections 4 and 5.
     """
 
+    _layout: Layout = _AS_IT_IS
+
     def __init__(
         self,
         d: int,
@@ -86,7 +107,7 @@ class BlockSparseMoE(KernelMoE):
         self.rung = rung if rung is None else doors.check_name("rung of block_sparse", rung, block_sparse.RUNGS)
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        options = _Options(self.k, self.activation, self.renormalize, self.block, self.rung)
+        options = _Options(self.k, self.activation, self.renormalize, self.block, self.rung, self._layout)
         return self._apply_node(_BlockSparse, options, x, *weights, topk_experts)
 
     def extra_repr(self) -> str:
@@ -102,6 +123,7 @@ class _Options(NamedTuple):
     renormalize: bool
     block: int
     rung: str | None
+    layout: Layout
 
 
 class _BlockSparse(torch.autograd.Function):
@@ -110,7 +132,7 @@ class _BlockSparse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x, wg, w1, w2, w3, topk_experts):
         bridge = bridge_to(x.device)
-        k, activation, renormalize, block, rung = options
+        k, activation, renormalize, block, rung, layout = options
         with bridge.running():
             array, *weights, replayed = bridge.arrays([x, wg, w1, w2, w3, topk_experts])
             dispatch, gates, *losses = raw_layer.route(
@@ -123,6 +145,7 @@ class _BlockSparse(torch.autograd.Function):
             kept = dict(zip(arrays, bridge.tensors(arrays.values()), strict=True))
             out, *losses = bridge.tensors([out, *losses])
         chosen = kept["token_expert_indices"].view(x.shape[0], k)
+        kept = layout.pack(kept, x, wg)
         ctx.options, ctx.kept = options, tuple(kept)
         ctx.save_for_backward(x, wg, w1, w2, w3, *kept.values())
         ctx.mark_non_differentiable(chosen)
@@ -133,19 +156,20 @@ class _BlockSparse(torch.autograd.Function):
     def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
         refuse_second_derivative(BlockSparseMoE)
         x, *tensors = ctx.saved_tensors
-        k, activation, renormalize, block, rung = ctx.options
-        floats = [tensor for name, tensor in zip(ctx.kept, tensors[4:], strict=True) if name in FLOATS]
+        k, activation, renormalize, block, rung, layout = ctx.options
+        unpacked = layout.unpack(dict(zip(ctx.kept, tensors[4:], strict=True)))
+        floats = [tensor for name, tensor in unpacked.items() if name in FLOATS]
         d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
         wanted, bridge = set(wanted_by(ctx)), bridge_to(x.device)
         with bridge.running(), doors.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
             d_out, *d_losses = bridge.arrays([d_out, d_load_balancing_loss, d_router_z_loss])
-            x, *arrays = bridge.arrays([x, *tensors])
+            x, *arrays = bridge.arrays([x, *tensors[:4], *unpacked.values()])
             weights = MoEWeights(*arrays[:4])
-            kept = dict(zip(ctx.kept, arrays[4:], strict=True))
+            kept = dict(zip(unpacked, arrays[4:], strict=True))
             saved, chosen = Saved.of(kept, k, block, activation), kept["token_expert_indices"].reshape(x.shape[0], k)
             if last := is_the_last_backward():
                 give_up(floats)
-            del tensors, arrays, kept, floats
+            del tensors, unpacked, arrays, kept, floats
             of_experts = wanted - {"d_wg"}
             if wanted & {"d_x", "d_wg"}:
                 of_experts.add("d_gates")  # through which the router hears of the output

@@ -24,8 +24,9 @@ class CapacityMoE(MoEModule):
     ----------
     d, h, E, k, activation, renormalize, device, dtype
         As in `RoutedExperts`; the dtype is float64, float32, bfloat16 or float16.
-    capacity_factor : float
-        C as a multiple of L * k / E; E / k drops nothing, whatever the routing.
+    capacity_factor : float or str
+        C as a multiple of L * k / E; E / k drops nothing, whatever the routing. "max" is Tutel's dynamic capacity: C
+        is the most rows that any expert has in this forward, so nothing is dropped.
     drop_policy : str
         One of ``capacity.DROP_POLICIES``.
 
@@ -40,11 +41,12 @@ class CapacityMoE(MoEModule):
     ValueError
         If a size or the factor is not above 0, k > E, or a name is unknown.
     TypeError
-        If a size is no integer, the factor no number, or the dtype is not allowed.
+        If a size is no integer, the factor neither a number nor "max", or the dtype is not allowed.
 
     Notes
     -----
-    The host never waits for the device, but to check a routing that is given: C depends on L alone. Same input, same
+    The host waits for the device to check a routing that is given, and with ``capacity_factor="max"`` once a forward,
+    for C; else C depends on L alone, and the host never waits. Same input, same
     bits: rows are gathered by sorted indices, and every sum runs in a fixed order, in the backward too. Gates keep their
     values when another slot of their token is dropped.
     """
@@ -59,7 +61,7 @@ class CapacityMoE(MoEModule):
         k: int,
         activation: str = "swiglu",
         renormalize: bool = False,
-        capacity_factor: float = capacity.DEFAULT_FACTOR,
+        capacity_factor: float | str = capacity.DEFAULT_FACTOR,
         drop_policy: str = "by_gate",
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -72,20 +74,59 @@ class CapacityMoE(MoEModule):
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         E = weights.wg.shape[1]
-        rows_of_expert = capacity.expert_capacity(x.shape[0] * self.k, E, self.capacity_factor)
-        capacity.check_capacity(rows_of_expert, E)
         routing = oracle.route(x, weights.wg, self.k, self.renormalize, topk_experts)
+        rows_of_expert = self._rows_of_expert(routing.topk_experts, E)
+        capacity.check_capacity(rows_of_expert, E)
         bins = fill(routing, E, rows_of_expert, self.drop_policy)
         x_rows = _take(x, bins.slots // self.k)  # (E, C, d); EMPTY is its own quotient
         y = padded_experts(x_rows, weights, self.activation)  # (E, C, d)
         out = combine(y, bins, routing.gates)  # (L, d)
         lost = bins.rows == EMPTY  # (L, k)
         self.dropped_slots, self.lost_tokens = lost.sum(), lost.all(dim=1).sum()
-        return MoEOutput(out, *_router_losses(routing, bins.lengths), routing.topk_experts.int())
+        return MoEOutput(out, *router_losses(routing, bins.lengths), routing.topk_experts.int())
+
+    def _rows_of_expert(self, topk_experts: Tensor, num_experts: int) -> int:
+        """C for this choice (L, k) of experts."""
+        if self.capacity_factor != capacity.MAX:
+            return capacity.expert_capacity(topk_experts.numel(), num_experts, self.capacity_factor)
+        bounds = _bounds(topk_experts.flatten().sort().values, num_experts)
+        return int(bounds.diff().max())  # here the host waits
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
         return f"{super().extra_repr()}, capacity_factor={self.capacity_factor}, drop_policy={self.drop_policy}"
+
+
+class DynamicCapacityMoE(CapacityMoE):
+    """`CapacityMoE` with ``capacity_factor="max"``: Tutel's dynamic capacity, the smallest that drops nothing.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype
+        As in `CapacityMoE`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `CapacityMoE`.
+
+    Notes
+    -----
+    The host waits for the device once a forward. MegaBlocks, section 3, compares with it.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        renormalize: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d, h, E, k, activation, renormalize, capacity.MAX, device=device, dtype=dtype)
 
 
 # Who has which row -----------------------------------------------------------------------------------------------------
@@ -113,7 +154,7 @@ def fill(routing: oracle.Routing, num_experts: int, rows_of_expert: int, drop_po
     experts = routing.topk_experts.flatten()  # (R,)
     sorted_experts, order = experts[claims].sort(stable=True)
     queues = claims[order]  # (R,) slots by expert, the best claim first
-    bounds = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=experts.device))  # (E + 1,)
+    bounds = _bounds(sorted_experts, num_experts)
     first, end = bounds[:-1], bounds[1:]
 
     at = first[:, None] + torch.arange(rows_of_expert, device=experts.device)  # (E, C) into the queues
@@ -123,6 +164,11 @@ def fill(routing: oracle.Routing, num_experts: int, rows_of_expert: int, drop_po
     rows = torch.where(place < rows_of_expert, experts * rows_of_expert + place, EMPTY)
     # Autograd keeps what the embeddings are indexed with: int32, half of what torch's sorts return.
     return Bins(slots.int(), rows.view_as(routing.topk_experts).int(), end - first)
+
+
+def _bounds(sorted_experts: Tensor, num_experts: int) -> Tensor:
+    """Where the rows of each expert begin, and the last one's end, in the sorted (R,) choices: (E + 1,) int64."""
+    return torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=sorted_experts.device))
 
 
 # Rows into bins and back ------------------------------------------------------------------------------------------------
@@ -149,7 +195,7 @@ def combine(y: Tensor, bins: Bins, gates: Tensor) -> Tensor:
     return (gates.to(y.dtype)[:, None] @ taken)[:, 0]
 
 
-def _router_losses(routing: oracle.Routing, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def router_losses(routing: oracle.Routing, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The load-balancing loss and the router z-loss; unlike the oracle's, 0 for no tokens.
 
     Balanced is what the router asks for: dropped slots count, or a full expert would look like a popular one.

@@ -10,7 +10,7 @@ import torch
 from helpers import assert_told_apart_in_grey
 from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
 
-from moeblaze_ref import documents, oracle, provenance
+from moeblaze_ref import documents, oracle, provenance, systems
 from moeblaze_ref.bench import (
     accuracy,
     aims,
@@ -19,7 +19,6 @@ from moeblaze_ref.bench import (
     findings,
     floors,
     layer,
-    paper,
     peers,
     plan,
     plots,
@@ -397,8 +396,8 @@ def test_a_row_has_the_columns_that_it_should(layer_rows):
         row | {"quartiles_ms": list(row["quartiles_ms"])} for row in layer_rows
     ]
     subjects = [(row["system"], row["policy"], row["routing"]) for row in layer_rows]
-    systems = [*(("moeblaze", policy) for policy in POLICIES), ("grouped_mm", None), ("gather_sum", None)]
-    assert subjects == [(*system, name) for name in ("uniform", "zipf") for system in systems]
+    timed = [*(("moeblaze", policy) for policy in POLICIES), ("grouped_mm", None), ("gather_sum", None)]
+    assert subjects == [(*system, name) for name in ("uniform", "zipf") for system in timed]
     assert {row["rung"] for row in layer_rows if row["system"] == "moeblaze"} == {"3_mma"}
     assert all(row["shape"] == {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2} for row in layer_rows)
 
@@ -536,7 +535,7 @@ def capacity_of(factor, policy="by_gate", dtype=torch.float32):
 
 
 @pytest.mark.parametrize("config", [WIDE, WIDE.replace(activation="gelu"), WIDE.replace(L=1, k=1)], ids=str)
-@pytest.mark.parametrize("system", ["megablocks", "oracle", "moeblaze"])
+@pytest.mark.parametrize("system", [name for name in systems.SYSTEMS if name != "capacity"])
 def test_the_systems_that_drop_nothing_are_the_oracle(system, config):
     parameters = make_parameters(config)
     module = contestants.module_of(system, parameters)
@@ -584,7 +583,7 @@ def test_a_capacity_that_drops_others_is_found():
     assert not accepted(accuracy.worst_error(contestants.layer_of(module), parameters, x, d_out, keeps))
 
 
-OTHERS = ("moeblaze", "megablocks", "capacity", "oracle", "grouped_mm")
+OTHERS = ("moeblaze", *(name for name in reversed(systems.SYSTEMS) if name != "moeblaze"), "grouped_mm")
 
 
 @pytest.fixture(scope="module")
@@ -607,8 +606,11 @@ def test_every_system_has_a_row_and_is_right(rows_of_systems):
     cpu = stages.bridge_to(torch.device("cpu"))
     assert {row["system"]: row["rung"] for row in rows_of_systems} == {
         "moeblaze": "3_mma",
-        "megablocks": block_sparse.default_rung("bfloat16", WIDE.d, block_sparse.BLOCK, cpu.executor),
-        **dict.fromkeys(("capacity", "oracle", "grouped_mm")),
+        **dict.fromkeys(
+            ("megablocks", "megablocks_memory_optimized"),
+            block_sparse.default_rung("bfloat16", WIDE.d, block_sparse.BLOCK, cpu.executor),
+        ),
+        **dict.fromkeys(("capacity", "dynamic_capacity", "sequential", "oracle", "grouped_mm")),
     }
     ours, *others = rows_of_systems
     for row in others:
@@ -624,8 +626,11 @@ def test_what_is_dropped_and_padded_is_counted(rows_of_systems, counts):
     lost_tokens = losses["capacity"][1]
     assert losses == {
         "capacity": (dropped, lost_tokens, WIDE.E * C - (WIDE.R - dropped)),
-        "megablocks": (0, 0, sum(-count % 128 for count in counts)),
-        **dict.fromkeys(("moeblaze", "oracle", "grouped_mm"), (None, None, None)),
+        "dynamic_capacity": (0, 0, WIDE.E * max(counts) - WIDE.R),
+        **dict.fromkeys(
+            ("megablocks", "megablocks_memory_optimized"), (0, 0, sum(-count % 128 for count in counts))
+        ),
+        **dict.fromkeys(("moeblaze", "sequential", "oracle", "grouped_mm"), (None, None, None)),
     }
     assert 0 < lost_tokens <= dropped // WIDE.k
     for row in rows_of_systems:
@@ -637,7 +642,7 @@ def test_what_is_dropped_and_padded_is_counted(rows_of_systems, counts):
 
 def test_every_system_keeps_what_its_account_says(rows_of_systems, counts):
     found = {row["system"]: row["kept_bytes"] for row in rows_of_systems}
-    for system in ("megablocks", "capacity"):
+    for system in set(systems.SYSTEMS) - {"moeblaze", "oracle"}:
         one = account(WIDE, system, assumptions=Assumptions(counts, capacity_factor=FACTOR))
         assert found[system] == one.kept_bytes
     assert found["moeblaze"] == account(WIDE, "moeblaze", "minimal").kept_bytes
@@ -655,105 +660,30 @@ def test_a_table_says_what_is_lost_only_where_something_may_be(rows_of_systems, 
 def test_a_system_is_named_once():
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("torch_grouped", "megablocks", "grouped_mm")))
     assert job.args[2].systems == ("grouped_mm", "megablocks")
-    assert contestants.SYSTEMS[:4] == ("moeblaze", "megablocks", "capacity", "oracle")
+    assert contestants.SYSTEMS[: len(systems.SYSTEMS)] == tuple(reversed(systems.SYSTEMS))
     assert set(contestants.SYSTEMS) >= {*peers.SYSTEMS, *layer.Choice.systems}
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("capacity",), capacity_factor=2.0))
     assert job.args[2].capacity_factor == 2.0
 
 
-# The paper's comparison -----------------------------------------------------------------------------------------------
-
-
-LITTLE = MoEConfig(L=5, d=8, h=128, E=2, k=1)
-
-
-@pytest.fixture(scope="module")
-def paper_rows():
-    """Of both activations; the same layer in the place of each of the three."""
-    timed = [paper.time_both("", LITTLE.replace(activation=each), 1, PretendedDevice()) for each in paper.ACTIVATIONS]
-    return [row | {"preset": name} for name in paper.PRESETS for rows in timed for row in rows]
+# Documents of the other systems ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def systems_file(tmp_path, monkeypatch, rows_of_systems, paper_rows):
-    """A file of the other systems, of two runs of the paper's comparison, the second slower and of more bytes."""
+def systems_file(tmp_path, monkeypatch, rows_of_systems):
+    """A file of the other systems."""
     file = tmp_path / "systems.json"
     results.add(file, results.result("layer", rows_of_systems, None, 1))
-    results.add(file, results.result("paper", paper_rows, None, 1))
-    slower = [
-        row | {"kept_bytes": row["kept_bytes"] + 10**6}
-        | {"ratio_to": {name: r / 2 for name, r in row["ratio_to"].items()}}
-        for row in paper_rows
-    ]  # fmt: skip
-    results.add(file, results.result("paper", slower, None, 1))
     monkeypatch.setattr(results, "SYSTEMS", file)
     return results.load(file)
 
 
-def test_the_papers_comparison_is_timed_on_three_layers_with_two_activations():
-    jobs = plan.jobs("paper", plan.Request(repetitions=3))
-    asked = [(name, config.activation, repetitions) for name, config, repetitions in (job.args for job in jobs)]
-    assert asked == [(name, each, 3) for name in ("conf1", "conf3", "conf4") for each in ("silu", "swiglu")]
-    assert all(job.args[1].sizes == preset(job.args[0]).config.sizes for job in jobs)
-    (job, _) = plan.jobs("paper", plan.Request(presets=("conf4",), tokens=64))
-    assert job.args[:2] == ("conf4, L=64", preset("conf4").config.replace(L=64, activation="silu"))
-
-
-def test_a_row_of_the_papers_comparison_is_one_of_a_layer(paper_rows):
-    assert report.wrong(paper_rows) == [] and {row["kind"] for row in paper_rows} == {"paper"}
-    names = {field.name for field in fields(layer.Row)}
-    assert all(row.keys() == names for row in paper_rows)
-    subjects = [(row["preset"], row["activation"], report.label(row)) for row in paper_rows]
-    both = ("moeblaze, paper", "moeblaze, minimal", "megablocks")
-    assert subjects == [(name, each, of) for name in paper.PRESETS for each in paper.ACTIVATIONS for of in both]
-    kept = {policy: account(LITTLE, "moeblaze", policy).kept_bytes for policy in paper.POLICIES}
-    assert [row["kept_bytes"] for row in paper_rows[3:5]] == list(kept.values())
-    shown = report.markdown(paper_rows)
-    assert "| conf3 | silu | moeblaze, paper | 3_mma |" in shown and "times as fast as megablocks" in shown
-
-
-def test_both_sides_of_the_comparison_stand_in_one_table(systems_file, paper_rows):
-    found = paper.beside(systems_file).splitlines()
-    device, versions = systems_file["device"], systems_file["versions"]
-    assert found[:2] == [f"- there: {paper.PLACE}", f"- here: {device}, torch {versions['torch']}"]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found[5:]]
-    assert [line[:2] for line in lines] == [[each, name] for each in paper.ACTIVATIONS for name in paper.PRESETS]
-    of_conf3 = [row for row in paper_rows if (row["preset"], row["activation"]) == ("conf3", "swiglu")]
-    ratios = [report.ratio(row["ratio_to"]["megablocks"] / 2) for row in of_conf3[:2]]  # of the slower run
-    kept = [f"{row['kept_bytes'] / 1e6 + 1:,.0f}" for row in of_conf3]
-    accounts = [account(preset("conf3").config, name) for name in ("megablocks", "megablocks_published")]
-    accounted = [f"{each.kept_bytes / 1e6:,.0f}" for each in accounts]
-    printed = ["about 10,000", "more than 40,000"]
-    assert lines[4] == ["swiglu", "conf3", "2 to 6.2", *ratios, *printed, *kept, *accounted]
-    assert lines[2][5:7] == ["6,100", "22,000"] and lines[0][5:7] == lines[5][5:7] == ["", ""]
-
-
-def test_without_results_the_paper_stands_alone():
-    for found in (None, {"rows": []}):
-        text = paper.beside(found)
-        assert text.count(paper.UNKNOWN) == 1 + 6 * 5 and "| silu | conf4 | 1.4 to 3.7 | not measured yet |" in text
-        assert "6,100" in text
-
-
-@pytest.mark.parametrize(("name", "activation", "ours", "theirs"), [
-    ("conf4", "silu", 6_100, 22_000), ("conf3", "swiglu", 10_000, 40_000)
-])  # fmt: skip
-def test_the_paper_prints_more_bytes_than_what_it_names(name, activation, ours, theirs):
-    """As docs/performance.md says, in either meaning of MB."""
-    config = preset(name).config.replace(activation=activation)
-    assert account(config, "moeblaze", "paper").kept_bytes < ours * 10**6
-    assert account(config, "megablocks_published").kept_bytes < theirs * 10**6
-
-
 def test_the_other_systems_have_blocks_of_their_own(systems_file, recorded, monkeypatch):
-    names = ("systems", "paper", "printed", "aims")
     monkeypatch.setitem(document.APART, "systems", document._of_file(results.SYSTEMS, document._with_place("layer")))
-    monkeypatch.setitem(document.APART, "paper", document._of_file(results.SYSTEMS, document._tables("paper")))
-    blocks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in names)
-    of_systems, of_paper, printed, _ = document.fill(blocks, recorded).split("<!-- begin ")[1:]
+    blocks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("systems", "aims"))
+    of_systems, _ = document.fill(blocks, recorded).split("<!-- begin ")[1:]
     assert "Run 0, wide:" in of_systems and "| wide | megablocks | 3_mma |" in of_systems and "old" not in of_systems
-    assert "run 1, paper, once" in of_systems and "Run 1:" in of_paper and "Run 2:" in of_paper
-    assert printed.count(paper.UNKNOWN) == 0 and printed.endswith("<!-- end printed -->\n")
+    assert "run 0, layer, once" in of_systems
 
 
 def test_megablocks_over_the_grouped_product_is_an_aim(systems_file, recorded):
@@ -884,7 +814,7 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         (
             "layer",
             {"systems": ("megablocks", "")},
-            "unknown system ''. Valid: moeblaze, megablocks, capacity, oracle, ",
+            "unknown system ''. Valid: moeblaze, megablocks_memory_optimized, megablocks, dynamic_capacity, capacity, ",
         ),
         ("layer", {"systems": ("capacity",), "capacity_factor": 0.0}, "capacity_factor is 0.0, but it must be"),
         (
@@ -893,8 +823,7 @@ def test_rungs_are_those_of_the_stages_that_have_them():
             "capacity_factor 2.0: only capacity has any, and is not among the systems",
         ),
         ("stage", {"capacity_factor": 2.0}, "capacity_factor 2.0: only bench layer has any"),
-        ("paper", {"systems": ("oracle",)}, "systems oracle: only bench layer has any"),
-        ("paper", {"rungs": ("3_mma",)}, "rungs 3_mma: bench paper has those that each layer runs by default"),
+        ("stage", {"systems": ("oracle",)}, "systems oracle: only bench layer has any"),
         (
             "layer",
             {"systems": ("megablocks",), "rungs": ("3_mma",)},

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 from helpers import SHAPES
 
-from moeblaze_ref.cases import ROUTINGS, random_topk, relative_error
-from moeblaze_ref.numpy_ref import layer
+from moeblaze_ref.cases import (
+    GOLDEN_DISPATCH,
+    GOLDEN_TOPK_EXPERTS,
+    PRINTED_EXAMPLE,
+    ROUTINGS,
+    example_in_three_columns,
+    random_topk,
+    relative_error,
+)
+from moeblaze_ref.numpy_ref import dispatch, layer
 
 
 def test_relative_error_is_relative():
@@ -60,3 +68,30 @@ def test_outputs_and_gradients_are_of_order_one(shape):
     gradients = layer.backward(case.d_out, output.saved, case.weights, 1.0, 1.0)
     for tensor in (output.out, *gradients):
         assert 1e-2 < np.sqrt(np.mean(np.square(tensor))) < 1e2
+
+
+# The example of MoEBlaze's figure 2 -----------------------------------------------------------------------------------
+
+
+def test_what_the_paper_prints_of_its_example():
+    """The misprints are in what is printed, each as it is described, and nowhere else."""
+    printed = {name: item.values for name, item in PRINTED_EXAMPLE.items()}
+    tokens = printed["topk_experts"]
+    assert tokens == GOLDEN_TOPK_EXPERTS.tolist() and len(tokens) == 5 == printed["L"] - 1
+    built = {name: array.tolist() for name, array in GOLDEN_DISPATCH.arrays().items()}
+    assert printed["token_expert_indices"] == sum(tokens[:2] + tokens[3:], []) and tokens[2] == [0, 3]
+    assert printed["token_index_map"] == built["token_index_map"][:2]
+    right = {name for name, array in built.items() if printed[name] == array}
+    assert right == {"expert_token_indices", "expert_token_offsets"}
+    assert {name for name, item in PRINTED_EXAMPLE.items() if not item.misprint} == right | {"topk_experts"}
+
+
+def test_the_three_columns_of_the_example():
+    """The last column is what the code builds of the five tokens, not what the paper prints."""
+    rows = {row["item"].strip("`"): row for row in example_in_three_columns()}
+    assert list(rows) == list(PRINTED_EXAMPLE)
+    for name, array in dispatch.build(GOLDEN_TOPK_EXPERTS, 4).arrays().items():
+        assert rows[name]["what the five tokens give"] == str(array.tolist())
+        assert (rows[name]["as printed"] == str(array.tolist())) == (rows[name]["misprint"] == "none")
+    assert rows["L"]["as printed"] == "6" and rows["L"]["what the five tokens give"] == "5"
+    assert rows["token_index_map"]["as printed"] == "[5, 7]"

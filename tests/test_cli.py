@@ -58,7 +58,7 @@ def test_check_prints_a_table_that_fits_80_columns():
     assert result.exit_code == 0 and "0 failed" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     line = next(line for line in result.stdout.splitlines() if "simt" in line)
-    assert line.split()[:8] == ["dispatch", "forward", "simt", "1_dense_map", "int32", "11", "0", "0"]
+    assert line.split()[:8] == ["dispatch", "forward", "simt", "as_printed", "int32", "11", "0", "0"]
 
 
 def test_check_lists_every_shape_on_request():
@@ -119,9 +119,13 @@ def test_memory_lists_every_system_and_policy():
     found = [(system["system"], system["policy"]) for system in systems]
     assert found == [
         ("conventional", None),
+        ("sequential", None),
         ("capacity", None),
+        ("dynamic_capacity", None),
         ("megablocks_published", None),
+        ("megablocks_memory_optimized", None),
         ("megablocks", None),
+        ("sonicmoe", None),
         *(("moeblaze", policy) for policy in POLICIES),
     ]
 
@@ -217,7 +221,7 @@ def test_systems_are_listed_with_commas_or_one_by_one(pretended_gpu):
         assert [row["system"] for row in json.loads(result.stdout)["rows"]] == ["oracle", "grouped_mm"]
     result = moeblaze(*of_layer, "--system", "oracle,megablock")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "unknown system 'megablock'. Did you mean 'megablocks'? Valid: moeblaze, megablocks," in result.stderr
+    assert "unknown system 'megablock'. Did you mean 'megablocks'? Valid: moeblaze, megablocks_memory_optimized," in result.stderr
 
 
 def test_where_nothing_can_be_written_nothing_is_timed(pretended_gpu, monkeypatch, tmp_path):

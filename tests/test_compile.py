@@ -206,6 +206,23 @@ def test_the_hopper_kernels_fit_into_registers(stage, dtype, activation):
     assert_fits(KernelSource.read(f"{stage}/4_hopper.cu", constants))
 
 
+SUMMING = ("expert_down/as_printed.cu", "expert_down/lesson_atomic.cu")
+
+
+@pytest.mark.parametrize("tile", dict.fromkeys(replace(tile, band=8) for tile in tiles.CANDIDATES["3_mma"]))
+@pytest.mark.parametrize("file", SUMMING)
+def test_every_tile_of_the_products_that_sum_fits_into_registers(file, tile):
+    constants = OF_DTYPE["bfloat16"] | {"THREADS": gemm.THREADS} | tile.constants(itemsize=2)
+    source = KernelSource.read(file, constants)
+    assert_fits(source, architectures(source))
+
+
+@pytest.mark.parametrize("dtype", gemm.WIDE)
+@pytest.mark.parametrize("file", SUMMING)
+def test_every_dtype_of_the_products_that_sum_fits_into_registers(file, dtype):
+    assert_fits(KernelSource.read(file, OF_DTYPE[dtype] | {"THREADS": gemm.THREADS}))
+
+
 @pytest.mark.parametrize("constants", sorted({step.constants for step in ladder.LADDER if step.rung == ladder.HOPPER}))
 def test_every_step_of_the_ladder_fits_into_registers(constants):
     assert_fits(KernelSource.read("expert_up/4_hopper.cu", CONSTANTS["expert_up"] | dict(constants)))

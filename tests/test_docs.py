@@ -30,7 +30,7 @@ from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.judge import CONTRACTS
 from moeblaze_ref.judge.contracts import ROUTES
-from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.layer import intermediates
 from moeblaze_ref.memory import accounting, report
 from moeblaze_ref.numpy_ref import gating, layer
 from moeblaze_ref.placement import methods
@@ -297,6 +297,56 @@ def test_what_the_paper_map_leaves_out_is_found(name, tmp_path):
     assert any(name in missing for missing in missing_from(planted(tmp_path, "\n".join(lines))))
 
 
+STATUS = re.compile(r"faithful(?:: .+)?|(?:altered|missing): .+")
+PAPERS = ("MoEBlaze", "SonicMoE", "MegaBlocks", "MoETuner")
+
+
+def compared_with_papers(paper_map) -> Iterator[dict[str, str]]:
+    """Every row that says what a paper says, other than those of what it says twice."""
+    for block in re.findall(r"(?:^\|.*\n)+", paper_map.prose, re.MULTILINE):
+        yield from (row for row in _rows(block) if {"section", "paper, section"} & row.keys())
+
+
+def without_a_verdict(paper_map) -> Iterator[str]:
+    """Rows that do not say whether the project is faithful, or has altered something, and what, or lacks it."""
+    for row in compared_with_papers(paper_map):
+        if not STATUS.fullmatch(row.get("in this project", "")):
+            yield row["what it says"]
+
+
+def missing_but_linked(paper_map) -> Iterator[str]:
+    """Rows that call something missing and link to code."""
+    for row in compared_with_papers(paper_map):
+        if row["in this project"].startswith("missing") and "][" in "".join(row.values()):
+            yield row["what it says"]
+
+
+def test_every_row_of_the_paper_map_says_how_faithful_it_is():
+    paper_map = Document(PAPER_MAP)
+    assert list(without_a_verdict(paper_map)) == list(missing_but_linked(paper_map)) == []
+    words = [row["in this project"].partition(":")[0] for row in compared_with_papers(paper_map)]
+    assert set(words) == {"faithful", "altered", "missing"} and len(words) > 60
+
+
+@pytest.mark.parametrize("wrong", ["", "true", "altered", "missing", "altered:", "faithfully", "Faithful"])
+def test_a_row_without_a_verdict_is_found(wrong, tmp_path):
+    text = PAPER_MAP.read_text().replace(": ..", ": ROOT")
+    right = "| faithful: policy `paper` is line 11 of Algorithm 1; the other policies are ours |"
+    assert text.count(right) == 1
+    (found,) = without_a_verdict(planted(tmp_path, text.replace(right, f"| {wrong} |")))
+    assert found.startswith("saved: A, B, Y_swi")
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_every_paper_has_a_section_on_what_it_says_twice(paper):
+    section = Document(PAPER_MAP).prose.partition(f"### {paper}: what it says twice differently\n")[2]
+    assert section
+    rows = [row for table in Document(PAPER_MAP).tables(f"{paper}: what it says twice differently") for row in table]
+    assert bool(rows) == (paper != "SonicMoE")
+    for row in rows:
+        assert list(row) == ["where", "what it says", "what it says elsewhere", "here"] and all(row.values())
+
+
 # Notation: tables against the code ----------------------------------------------------------------------------------
 
 SMALL = Shape(11, 3, 5, 6, 2)  # no two of L, d, h, E, k, R, E + 1 alike
@@ -365,6 +415,12 @@ def check_presets(notation):
         assert MoEConfig(**sizes) == config.PRESETS[bare(row["preset"])].config
 
 
+def check_golden_example(notation):
+    """The three columns are those of the code, and the example below them runs like any other."""
+    (rows,) = notation.tables("Golden example")
+    assert rows == cases.example_in_three_columns()
+
+
 # Notation: formulas -------------------------------------------------------------------------------------------------
 
 FORMULA_NAMES = {
@@ -402,7 +458,10 @@ def check_policies(notation):
     (rows,) = notation.tables("Save policies")
     for row in rows:
         policy = bare(row["policy"])
-        assert tuple(SPAN.findall(row["keeps between x and out"])) == INTERMEDIATES[policy]
+        assert tuple(SPAN.findall(row["keeps between x and out"])) == intermediates(policy, "swiglu")
+        assert tuple(SPAN.findall(row["keeps of relu"])) == intermediates(policy, "relu")
+        assert intermediates(policy, "relu2") == intermediates(policy, "silu")
+        assert intermediates(policy, "reglu") == intermediates(policy, "swiglu")
         for activation, cell in (("swiglu", "elements a routed row, gated"), ("silu", "not gated")):
             case = SMALL.case(activation)
             kept = layer.forward(case.x, case.weights, SMALL.k, activation, policy).saved.intermediates
@@ -452,9 +511,9 @@ def specification_tensors():
 
 
 def check_tensors_of_the_accounts(notation):
-    """Every row of every system's account is documented with its shape and dtype; none of one system only is idle."""
-    (rows,) = notation.tables("Tensors of one system only")
-    own = {(row["system"], name): row for row in rows for name in names_of(row)}
+    """Every row of every system's account is documented with its shape and dtype; no row of some systems is idle."""
+    (rows,) = notation.tables("Tensors of some systems only")
+    own = {(system, name): row for row in rows for system in row["system"].split(", ") for name in names_of(row)}
     (indices,) = notation.tables("Index structures")
     common = {name: row for row in notation.tables("Tensors")[0] for name in names_of(row)}
     common |= {name: row | {"dtype": "int32"} for row in indices for name in names_of(row)}
@@ -526,6 +585,7 @@ CHECKS = (
     check_vocabulary,
     check_backends_of_stages,
     check_presets,
+    check_golden_example,
     check_activations,
     check_policies,
     check_tensors_of_the_specification,
@@ -663,6 +723,8 @@ MISTAKES = [  # (the check that must find it, what stands in notation.md, what t
     ),
     (check_backends_of_stages, "no gradient | yes | yes | yes", "no gradient | yes | yes | not yet"),
     (check_presets, "| 65,536 | 1,024 |", "| 65,536 | 1,025 |"),
+    (check_golden_example, "[2, 3, 0, 1, 1, 2, 0, 3]", "[2, 3, 0, 1, 0, 3, 1, 2, 0, 3]"),
+    (check_golden_example, "six tokens are announced", "five tokens are announced"),
     (check_activations, "`a * Phi(a) * b`", "`a * phi(a) * b`"),
     (check_activations, "| `2 * max(a, 0)` |", "| `max(a, 0)` |"),
     (check_activations, "0.044715 * a**3", "0.044751 * a**3"),
@@ -673,8 +735,8 @@ MISTAKES = [  # (the check that must find it, what stands in notation.md, what t
     (check_tensors_of_the_specification, "| `token_index_map` | (R,)", "| `token_index_map` | (L,)"),
     (check_tensors_of_the_accounts, "| (E * W + 1,) | int32", "| (T * W + 1,) | int32"),
     (check_tensors_of_the_accounts, "| `gate_rows` | (R, 1) | dtype", "| `gate_rows` | (R, 1) | wide"),
-    (check_tensors_of_the_accounts, "| capacity | `row_of_slot` |", "| capacity | `place_of_slot` |"),
-    (check_tensors_of_the_accounts, "| conventional | `zeros` |", "| capacity | `zeros` |"),
+    (check_tensors_of_the_accounts, "| capacity, dynamic_capacity | `row_of_slot` |", "| capacity | `place_of_slot` |"),
+    (check_tensors_of_the_accounts, "| conventional, sequential | `zeros` |", "| capacity | `zeros` |"),
     (check_bounds, "| `float32` | 1e-5 |", "| `float32` | 1e-4 |"),
     (check_bounds, "| `float16` | the same with", "| `float8` | the same with"),
     (check_units, "`10**6`", "`2**20`"),

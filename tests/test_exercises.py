@@ -14,13 +14,14 @@ from traitlets.config import Config
 from moeblaze_ref import apart
 from moeblaze_ref.exercises import Unsolved, notebooks
 from moeblaze_ref.exercises.desk import Desk
-from moeblaze_ref.exercises.exercise import KINDS, KernelExercise, Prediction
+from moeblaze_ref.exercises.exercise import KINDS, Construction, KernelExercise, Prediction
 from moeblaze_ref.exercises.kernels import cuda_source, helpers
 from moeblaze_ref.exercises.sheets import EXERCISES, SHEETS
 
 FILES = notebooks.files(ROOT / "notebooks")
 KERNELS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, KernelExercise)]
 PREDICTIONS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, Prediction)]
+CONSTRUCTIONS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, Construction)]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def shell():
     """A shell that has run the first cell of a sheet."""
     quiet = Config({"HistoryManager": {"enabled": False}})
     shell = InteractiveShell(config=quiet, user_module=ModuleType("sheet"))
-    assert shell.run_cell(notebooks.SETUP).success
+    assert shell.run_cell(notebooks.SETUP_TO_CONSTRUCT).success
     return shell
 
 
@@ -49,7 +50,7 @@ def answer_cell(kind, name):
 def test_as_it_is_found_it_fails(shell, name):
     found = shell.run_cell(answer_cell("exercises", name)).error_in_exec
     assert isinstance(found, Unsolved)
-    wrong = r"is still \.\.\." if name in PREDICTIONS else r"\[.*\] is .*, but must be|depends on the order of threads"
+    wrong = r"is still \.\.\." if name not in KERNELS else r"\[.*\] is .*, but must be|depends on the order of threads"
     assert re.search(wrong, str(found)), "a hole is judged wrong: it compiles, and harms nothing"
 
 
@@ -59,8 +60,8 @@ def test_its_solution_is_right(shell, name):
     assert found.error_in_exec is None and found.result.data.startswith("**Right")
 
 
-@pytest.mark.parametrize("name", PREDICTIONS)
-def test_a_prediction_fits_the_page(name):
+@pytest.mark.parametrize("name", PREDICTIONS + CONSTRUCTIONS)
+def test_an_answer_fits_the_page(name):
     for kind in ("exercises", "solutions"):
         assert max(map(len, answer_cell(kind, name).splitlines())) <= 100
 
@@ -172,6 +173,88 @@ def test_another_unit_is_recognised():
         Desk().predict("first-wall", x=134_217_728, routed_x=1074)
 
 
+# Constructions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("missing-pair", [2, 3, 0, 1, 1, 2, 0, 3], "token_expert_indices has 8 entries, but five tokens with two"),
+        ("missing-pair", [2, 3, 0, 1, 1, 2, 0, 3, 0, 3], r"token_expert_indices\[4\] is 1, which is not the expert of token 2"),
+        ("missing-pair", [0] * 10, r"token_expert_indices\[0\] is 0, which is not the expert of token 0 in slot 0"),
+        ("lost-expert", [[0, 1], [1, 0]], r"finds tokens of every expert that has some: it counts \[1, 1, 0, 0\]"),
+        ("printed-maximum", [0, 1, 2], "the printed form gives 8, but it must be less than 8"),
+        ("printed-maximum", [2, 1, 0], "the printed form gives 16, but it must be less than 8"),
+        ("printed-maximum", [0, 0, 1], r"gpus is \[0, 0, 1\], but each of the GPUs"),
+        ("exactly-one", [[1, 0, 0], [0, 1, 1]], "every expert is in exactly one cluster"),
+        ("exactly-one", [[0, 0, 0], [0, 0, 0]], "cluster 0 has no expert"),
+        ("exactly-one", [[1, 0, 0], [0, 0, 0]], "cluster 1 has no expert"),
+        ("exactly-one", [[1, 1, 0], [1, 0, 0]], "the objective is 4, but it must be below 3, the best with"),
+        ("exactly-one", [[2, 0, 0], [0, 1, 1]], "x must hold 0 and 1 only"),
+    ],
+)
+def test_an_example_that_does_not_do_what_is_asked_counts_as_a_failure(name, said, message):
+    desk, (asked,) = Desk(), EXERCISES[name].asked
+    with pytest.raises(Unsolved, match=message):
+        desk.construct(name, **{asked: said})
+    assert desk.failures[name] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("exactly-one", "x", "x must be a list of whole numbers with 2 dimension"),
+        ("exactly-one", [[0.5, 1, 0], [0, 1, 0]], "x must be a list of whole numbers with 2 dimension"),
+        ("exactly-one", [[0, 1, 0]], r"x has shape \(1, 3\), but it must be \(2, 3\)"),
+        ("exactly-one", [[0, 1, 0], [1]], "inhomogeneous"),
+        ("printed-maximum", [[0, 1, 2]], "gpus must be a list of whole numbers with 1 dimension"),
+        ("lost-expert", [[0, 1, 2]], r"topk_experts has shape \(1, 3\), but it must be \(any, 2\)"),
+        ("lost-expert", [[0, 4], [1, 2]], r"topk_experts\[0, 1\] is 4, but there are only 4 experts"),
+        ("lost-expert", [[0, 0], [1, 2]], "topk_experts"),
+        ("missing-pair", ..., "token_expert_indices is still ...: put your construction in its place"),
+    ],
+)
+def test_an_answer_of_the_wrong_form_is_no_failure(name, said, message):
+    desk, (asked,) = Desk(), EXERCISES[name].asked
+    with pytest.raises(Unsolved, match=message):
+        desk.construct(name, **{asked: said})
+    assert not desk.failures
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("lost-expert", [[3, 2], [0, 1], [0, 2]]),
+        ("exactly-one", [[0, 0, 1], [0, 0, 1]]),
+        ("exactly-one", [[0, 1, 0], [0, 0, 1]]),
+    ],
+)
+def test_other_examples_are_right_too(name, said):
+    (asked,) = EXERCISES[name].asked
+    assert Desk().construct(name, **{asked: said}).data.startswith("**Right.**")
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("announced-tokens", {"tokens": 5, "entries": 12}, {"tokens": 6}),
+        ("uncounted-token", {"expert_2": 1, "expert_3": 2, "rows": 8}, {"expert_2": 2}),
+        ("uncounted-token", {"expert_2": 1, "expert_3": 2, "rows": 8}, {"rows": 10}),
+        ("d-for-h", {"buffer_if_d": 393_216 * 10**6, "hidden_if_h": 98_304 * 10**6, "symbol": "h"}, {"symbol": "d"}),
+        (
+            "three-statements",
+            {"section_3_1": 1, "section_5_2": 1, "algorithm_1": 3, "difference": 2 * 262_144 * 4096 * 2},
+            {"section_5_2": 3},
+        ),
+        ("expanded-gradient", {"gathered": 2**27, "expanded": 2**29}, {"expanded": 2**27}),
+    ],
+)
+def test_the_papers_errors_by_hand(name, right, wrong):
+    assert Desk().predict(name, **right)
+    with pytest.raises(Unsolved, match=next(iter(wrong))):
+        Desk().predict(name, **(right | wrong))
+
+
 # Hints and solutions -------------------------------------------------------------------------------------------------
 
 
@@ -203,8 +286,11 @@ def test_hint_and_solution_of_the_last_exercise_or_of_a_named_one():
         (lambda desk: desk.hint("combin"), "unknown exercise 'combin'. Did you mean 'combine'?"),
         (lambda desk: desk.solution("combin"), "Did you mean 'combine'?"),
         (lambda desk: desk.judge("combin", ""), "Did you mean 'combine'?"),
-        (lambda desk: desk.predict("combine", out=1), "combine is no prediction: its cell begins with %%judge"),
+        (lambda desk: desk.predict("combine", out=1), "combine is a kernel: its cell begins with %%judge"),
         (lambda desk: desk.judge("first-wall", ""), "first-wall is a prediction: its cell calls predict"),
+        (lambda desk: desk.construct("first-wall", x=1), "first-wall is a prediction: its cell calls predict"),
+        (lambda desk: desk.predict("exactly-one", x=1), "exactly-one is a construction: its cell calls construct"),
+        (lambda desk: desk.construct("exactly-won", x=1), "Did you mean 'exactly-one'?"),
     ],
 )
 def test_an_exercise_that_there_is_not(ask, message):

@@ -57,6 +57,8 @@ def test_agrees_with_torch(shape, activation):
     ty, tout, leaves = torch_down(**{name: inputs[name] for name in inputs if name != "d_out"})
     y_swi = activation_stage.forward(inputs["a"], inputs["b"], activation)
     assert relative_error(stage.forward(y_swi, inputs["w3"], inputs["dispatch"]), ty.detach()) < 1e-12
+    out = stage.summed_forward(y_swi, inputs["w3"], inputs["gates"], inputs["dispatch"])
+    assert relative_error(out, tout.detach()) < 1e-12
     tout.backward(torch.tensor(inputs["d_out"]))
     for result, leaf in zip(backward(**inputs), leaves, strict=True):
         assert (result is None) == (leaf is None)

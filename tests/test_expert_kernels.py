@@ -16,7 +16,7 @@ from moeblaze_ref.backends import OpenStage
 from moeblaze_ref.cases import make_case, relative_error
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.numpy_ref import activation as reference_activation
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort, expert_groups
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import activation, combine, expert_down, expert_up, gemm, layer, tiles
 from moeblaze_ref.raw_cuda.runtime import simt
@@ -517,6 +517,205 @@ def test_atomic_additions_are_right_but_their_bits_depend_on_the_order_of_thread
 def test_atomic_additions_ask_for_what_the_header_states():
     _, _, launches = scattered(RAGGED)
     assert_as_stated(*launches, stated("combine/lesson_atomic.cu")["scatter"], header_symbols("1_gather", RAGGED))
+
+
+# ---- sums in the epilogue of the product -------------------------------------------------------
+
+SUMS = {"as_printed": expert_down.summed_forward, "lesson_atomic": expert_down.atomic_forward}
+ODD_WIDTHS = make_case(137, 35, 71, 5, 3, "zipf", "widths that tensor cores do not take")
+
+
+def summed(case, executor, file="as_printed"):
+    """The output of a case by one of ``SUMS``."""
+    *_, y_swi, gates = comparisons.hidden(case)
+    return SUMS[file](y_swi, case.weights.w3, gates, build_by_sort(case.topk_experts, case.E), executor=executor)
+
+
+def assert_sums_right(case, dtype, executor=None, file="as_printed"):
+    rounded = case.astype(dtype)
+    found = {"out": summed(rounded, executor or Quick(), file)}
+    exact, peer = (comparisons.expect_summed(rounded, t)["forward"] for t in (torch.float64, getattr(torch, dtype)))
+    error, bound = comparisons.judge(found, exact, dtype, peer)
+    assert error <= bound
+
+
+@pytest.mark.parametrize("case", [RAGGED, ODD_WIDTHS], ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", gemm.WIDE)
+@pytest.mark.parametrize("file", SUMS)
+def test_a_product_that_sums_is_right(file, dtype, case):
+    assert_sums_right(case, dtype, file=file)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        make_case(1, 8, 16, 4, 2, name="one token"),
+        make_case(9, 8, 16, 4, 4, name="k = E"),
+        make_case(150, 16, 8, 5, 1, "hot", "one expert gets all"),
+        make_case(41, 8, 16, 8, 2, "empty", "empty experts"),
+        make_case(0, 8, 16, 4, 2, name="no tokens"),
+        make_case(40, 8, 8, 70, 8, name="more experts than a warp"),
+        make_case(333, 136, 264, 5, 2, "empty", "several tiles each way"),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("file", SUMS)
+def test_hard_shapes_of_a_product_that_sums(file, case, dtype):
+    assert_sums_right(case, dtype, file=file)
+
+
+@pytest.mark.parametrize("dtype", gemm.WIDE)
+def test_every_order_of_threads_gives_the_same_sums(dtype):
+    case = make_case(70, 16, 24, 3, 2).astype(dtype)
+    assert len({summed(case, Quick(seed=seed)).tobytes() for seed in range(4)}) == 1
+
+
+@pytest.mark.parametrize(("file", "same"), [("as_printed", True), ("lesson_atomic", False)])
+def test_sums_by_atomics_alone_depend_on_the_order_of_blocks(file, same):
+    turned = "place = {int(gridDim.x) - 1 - place_of_block().row_tile, place_of_block().column_tile};"
+    others = Planted(f"expert_down/{file}.cu", "place = place_of_block();", turned, seed=1)
+    others.workers = 1
+    case = make_case(137, 24, 72, 6, 4).astype("float32")
+    assert_sums_right(case, "float32", others, file)
+    assert np.array_equal(summed(case, Quick(workers=1, seed=1), file), summed(case, others, file)) == same
+
+
+def test_a_tokens_rows_are_added_in_the_order_of_its_experts():
+    case = RAGGED.astype("float32")
+    dispatch, (*_, y_swi, gates) = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case)
+    y = expert_down.forward(y_swi, case.weights.w3, dispatch, executor=SimtExecutor())
+    gate_of_row = np.empty(dispatch.R, np.float32)
+    gate_of_row[dispatch.token_index_map] = gates.ravel()
+    expected = np.zeros_like(case.x)
+    for _, group, tokens in expert_groups(dispatch):
+        expected[tokens] += gate_of_row[group, None] * y[group]
+    np.testing.assert_array_equal(summed(case, SimtExecutor(seed=3)), expected)
+
+
+def sum_symbols(case, tile=None):
+    """Those of the headers of both files."""
+    rung = gemm.portable_rung(str(case.x.dtype), *case.weights.w1.shape[1:])
+    return header_symbols(rung, case, tile)
+
+
+def assert_sums_as_stated(launches, file, symbols):
+    """The launches of each kernel together ask for what the header states."""
+    headers = stated(f"expert_down/{file}.cu") | stated("expert_down/as_printed.cu") | stated("expert_down/0_gates.cu")
+    for kernel in {launch.kernel for launch in launches}:
+        together = [launch for launch in launches if launch.kernel == kernel]
+        of_kernel = symbols | {"blocks": sum(int(np.prod(launch.grid)) for launch in together)}
+        for found, formula in (("read_bytes", headers[kernel].read), ("written_bytes", headers[kernel].written)):
+            counted = sum(getattr(launch, found) for launch in together)
+            assert counted == evaluate(formula, of_kernel), f"{kernel}: {found} is not {formula}"
+
+
+@pytest.mark.parametrize("case", [RAGGED, ODD_WIDTHS], ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", gemm.WIDE)
+@pytest.mark.parametrize("file", SUMS)
+def test_a_product_that_sums_asks_for_the_bytes_that_its_header_states(file, dtype, case):
+    executor, case = SimtExecutor(), case.astype(dtype)
+    with executor.recording() as launches:
+        summed(case, executor, file)
+    adds = ["add_expert"] * case.E if file == "as_printed" else ["add_rows"]
+    rounds = [] if dtype == "float32" else ["round_sums"]
+    assert [launch.kernel for launch in launches] == ["gate_rows", *adds, *rounds]
+    assert_sums_as_stated(launches, file, sum_symbols(case))
+
+
+@pytest.mark.parametrize("file", SUMS)
+def test_small_tiles_of_a_product_that_sums(file):
+    executor, case = SimtExecutor(seed=2), RAGGED.astype("bfloat16")
+    with tiles.trying(SMALL), executor.recording() as launches:
+        assert_sums_right(RAGGED, "bfloat16", executor, file)
+    assert_sums_as_stated(launches, file, sum_symbols(case, SMALL))
+    of_product = [launch for launch in launches if launch.kernel in ("add_expert", "add_rows")]
+    assert {launch.block for launch in of_product} == {(SMALL.threads, 1, 1)}
+    assert not any(launch.shared.bank_conflicts for launch in of_product)
+
+
+@pytest.mark.parametrize("tile", [None, SMALL])
+@pytest.mark.parametrize("file", SUMS)
+def test_a_product_that_sums_has_the_shared_memory_that_its_header_states(file, tile):
+    constants = {"Scalar": "__half", "THREADS": 256} | (tile.constants(itemsize=2) if tile else {})
+    source = KernelSource.read(f"expert_down/{file}.cu", constants)
+    product = tile.shared_bytes if tile else 8704
+    for kernel, header in stated(source.file).items():
+        asked = evaluate(header.shared, {"TILE_ROWS": tile.rows if tile else 64, "Q": product})
+        static = simt._static_shared_bytes(source, kernel)
+        padding = static + (tile.shared_bytes if tile and asked else 0) - asked
+        assert 0 <= padding < 16  # an array may begin at a multiple of 16 bytes
+
+
+@pytest.mark.parametrize(("dtype", "rounded_bytes"), [("float32", 0), ("bfloat16", 2)])
+def test_no_row_of_an_expert_is_stored(dtype, rounded_bytes):
+    executor, case = SimtExecutor(), RAGGED.astype(dtype)
+    made = []
+    for make in ("empty", "full"):
+        allocate = getattr(executor, make)
+        setattr(executor, make, lambda *arguments, allocate=allocate: made.append(allocate(*arguments)) or made[-1])
+    summed(case, executor)
+    L, d = case.x.shape
+    assert sum(array.nbytes for array in made) == 4 * L * case.k + (4 + rounded_bytes) * L * d
+
+
+SUM_FAULTS = {
+    "unscaled gate": ("as_printed", "so_far.add(targets.gates[row], values)", "so_far.add(1.0f, values)"),
+    "last expert alone": ("as_printed", "so_far.load(sums_at(row, column));", "so_far = {};"),
+    "last row": ("as_printed", "return row < tile.rows &&", "return row < tile.rows - 1 &&"),
+    "rows of the next expert": ("as_printed", "return row < tile.rows &&", "return row < TILE_ROWS &&"),
+    "past the row": ("as_printed", "first_column + column < d;", "first_column + column < d + 8;"),
+    "earlier tiles forgotten": ("as_printed", "begin + before, min", "begin, min"),
+    "next expert's weights": ("as_printed", "tile = {expert, begin", "tile = {0, begin"),
+    "rows in token order": ("as_printed", "= expert_token_indices[tile.first + row];", "= tile.first + row;"),
+    "gate of the first row": ("as_printed", "= gate_of_row[tile.first + row];", "= gate_of_row[tile.first];"),
+    "zeros": ("as_printed", "so_far.store(sums_at(row, column));", ""),
+    "atomic: unscaled gate": ("lesson_atomic", "targets.gates[row] * values[n]", "values[n]"),
+    "atomic: written, not added": ("lesson_atomic", "atomicAdd(&sums_of_row[n], targets.gates[row] * values[n]);",
+                                   "sums_of_row[n] = targets.gates[row] * values[n];"),
+    "atomic: last row": ("lesson_atomic", "row >= tile.rows ||", "row >= tile.rows - 1 ||"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", SUM_FAULTS)
+def test_a_planted_fault_of_the_sums_is_caught(fault, dtype):
+    file, right, wrong = SUM_FAULTS[fault]
+    with tiles.trying(SMALL), pytest.raises((AssertionError, KernelFault)):
+        assert_sums_right(RAGGED, dtype, Planted(f"expert_down/{file}.cu", right, wrong, seed=3), file)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"gates": np.ones((137, 2), np.float32)}, ValueError, "gates"),
+        ({"gates": np.ones((137, 3))}, TypeError, "gates has dtype float64, but it must be float32"),
+        ({"w3": np.ones((5, 71, 24), np.float32)}, ValueError, "w3"),
+        ({"rung": "2_tiled"}, ValueError, "unknown rung of expert_down '2_tiled'.*as_printed"),
+    ],
+)
+def test_a_sum_of_wrong_operands_raises(change, error, message):
+    case = RAGGED.astype("float32")
+    *_, y_swi, gates = comparisons.hidden(case)
+    operands = {"y_swi": y_swi, "w3": case.weights.w3, "gates": gates} | change
+    with pytest.raises(error, match=message):
+        expert_down.summed_forward(**operands, dispatch=build_by_sort(case.topk_experts, case.E))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_papers_forward_keeps_what_the_policy_says_and_never_has_y(policy):
+    case, executor = RAGGED.astype("bfloat16"), Quick()
+    arguments = case.x, case.weights, case.k, case.activation, policy
+    expected = layer.forward(*arguments, executor=executor)
+    with executor.recording() as launches:
+        found = layer.forward(*arguments, executor=executor, rung="as_printed")
+    kernels = [launch.kernel for launch in launches]
+    assert kernels[-case.E - 2 :] == ["gate_rows", *["add_expert"] * case.E, "round_sums"]
+    assert not {"expert_down", "combine"} & {*kernels}
+    kept = {name: array for name, array in expected.saved.tensors().items() if name != "y"}
+    assert_same_bits({"kept": found.saved.tensors()}, {"kept": kept})
+    assert found.saved.tensors().keys() == kept.keys()
+    assert 0 < relative_error(found.out.astype(float), expected.out.astype(float)) < 2.0**-7  # y is not rounded
 
 
 # ---- doors -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moeblaze_ref.capacity import expert_capacity
 from moeblaze_ref.config import ACTIVATIONS, ITEMSIZE, POLICIES, PRESETS, MoEConfig, is_gated, preset
 from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.memory import measure, plots, report
@@ -25,7 +26,6 @@ from moeblaze_ref.memory.accounting import (
     account,
     accounts,
     dropped_and_padded,
-    expert_capacity,
     largest_tokens,
     megablocks_step_account,
     ratio,
@@ -251,7 +251,7 @@ def test_small_step(policy, peak):
     assert kept_sizes(one).keys() == {"x", "gates", *STRUCTURES} | ends
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu", "relu2"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_begins_with_its_forward(policy, activation):
     config = MoEConfig(*ODD, activation)
@@ -444,7 +444,7 @@ def test_moeblaze_is_what_the_specification_keeps(activation, dtype, policy):
 def test_what_runs_here_is_measured_beside_its_account():
     config = MoEConfig(37, 16, 24, 5, 2, dtype="float32")
     found = [measured(one) for one in accounts(config, assumptions=Assumptions((37, 20, 10, 4, 3), block=8))]
-    assert [one.account.label for one in found if one.kept_bytes is None] == ["megablocks_published"]
+    assert [one.account.label for one in found if one.kept_bytes is None] == ["megablocks_published", "sonicmoe"]
     assert len(found) == len(VARIANTS)
     assert all(one.kept_bytes in (None, one.account.kept_bytes) for one in found)
 

@@ -40,7 +40,7 @@ from moeblaze_ref.cases import (
     relative_error,
 )
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, preset
-from moeblaze_ref.memory.accounting import account, dropped_and_padded, expert_capacity, largest_tokens
+from moeblaze_ref.memory.accounting import account, dropped_and_padded, largest_tokens
 from moeblaze_ref.memory.plots import VERMILLION
 from moeblaze_ref.memory.rows import megablocks_rows
 from moeblaze_ref.notebook import (

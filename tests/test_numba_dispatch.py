@@ -78,7 +78,9 @@ def steps(stage, topk_experts, num_experts):
     dense_map = stage.dense_map(topk_experts, num_experts)
     lengths = stage.expert_lengths(dense_map)
     offsets = stage.expert_offsets(lengths)
-    return dense_map, lengths, offsets, *stage.route_indices(dense_map, offsets, topk_experts)
+    locations = stage.location_map(dense_map, offsets)
+    as_printed = stage.write_indices(dense_map, locations, topk_experts)
+    return dense_map, lengths, offsets, *stage.route_indices(dense_map, offsets, topk_experts), locations, *as_printed
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, SEVERAL_TILES])
@@ -208,6 +210,52 @@ def test_a_planted_fault_is_caught(monkeypatch, kernel, fault):
         assert_right(random_topk(SEVERAL_TILES, 3, 2), 3)
 
 
+@cuda.jit
+def locations_that_forget_earlier_tiles(dense_map, offsets, location_map):
+    if cuda.threadIdx.x == 0:
+        location = offsets[cuda.blockIdx.x]
+        for token in range(dense_map.shape[0]):
+            if token % THREADS == 0:
+                location = offsets[cuda.blockIdx.x]
+            location_map[token, cuda.blockIdx.x] = location
+            if dense_map[token, cuda.blockIdx.x] != EMPTY:
+                location += 1
+
+
+@cuda.jit
+def locations_of_zeros(dense_map, offsets, location_map):
+    for token in range(cuda.threadIdx.x, dense_map.shape[0], THREADS):
+        location_map[token, cuda.blockIdx.x] = 0
+
+
+@cuda.jit
+def writes_without_the_last_entry(dense_map, location_map, topk_experts, expert_token_indices, token_index_map):
+    k, entries = topk_experts.shape[1], dense_map.shape[0] * dense_map.shape[1]
+    entry = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+    token, expert = entry // dense_map.shape[1], entry % dense_map.shape[1]
+    if entry < entries - dense_map.shape[1] and dense_map[token, expert] != EMPTY:
+        expert_token_indices[location_map[token, expert]] = token
+        for j in range(k):
+            if topk_experts[token, j] == expert:
+                token_index_map[token * k + j] = location_map[token, expert]
+
+
+@pytest.mark.parametrize(
+    "kernel, fault",
+    [
+        ("location_map_kernel", locations_that_forget_earlier_tiles),
+        ("location_map_kernel", locations_of_zeros),
+        ("write_indices_kernel", routes_nothing),
+        ("write_indices_kernel", writes_without_the_last_entry),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.py_func.__name__,
+)
+def test_a_planted_fault_of_the_steps_as_printed_is_caught(monkeypatch, kernel, fault):
+    monkeypatch.setattr(dispatch, kernel, fault)
+    with pytest.raises((AssertionError, ValueError)):
+        test_each_step_is_the_specifications(SEVERAL_TILES)
+
+
 # What the kernels' headers claim
 
 
@@ -231,6 +279,11 @@ def test_the_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
         dispatch.expert_offsets_kernel,
         dispatch.route_indices_kernel,
     ]
+    launched.clear()
+    topk_experts = random_topk(L, 5, k)
+    sizes["E"] = 5
+    steps(dispatch, topk_experts, 5)
+    assert launched[3:5] == [dispatch.location_map_kernel, dispatch.write_indices_kernel]
 
 
 # The runtime

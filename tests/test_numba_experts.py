@@ -248,7 +248,7 @@ def test_the_layer_with_every_shape(shape, renormalize):
     assert np.max(layer_errors(shape, renormalize=renormalize)) <= BOUNDS["float32"]
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu_tanh", "relu"])
 def test_policies_agree_to_the_bit_and_keep_what_the_specification_keeps(activation):
     case = LAYER.case(activation).astype(np.float32)
     first, _ = run_layer(case, LAYER.k)

@@ -35,6 +35,27 @@ def test_golden_example_step_by_step():
     assert token_index_map.tolist() == GOLDEN["token_index_map"]
 
 
+def test_golden_example_as_printed():
+    routed, offsets = stage.dense_map(GOLDEN_TOPK, 4), GOLDEN_DISPATCH.expert_token_offsets
+    locations = stage.location_map(routed, offsets)
+    assert locations.dtype == np.int32
+    assert locations.tolist() == [[0, 3, 5, 7], [0, 3, 6, 8], [1, 4, 6, 8], [2, 4, 6, 9], [2, 5, 7, 9]]
+    expert_token_indices, token_index_map = stage.write_indices(routed, locations, GOLDEN_TOPK)
+    assert expert_token_indices.dtype == token_index_map.dtype == np.int32
+    assert expert_token_indices.tolist() == GOLDEN["expert_token_indices"]
+    assert token_index_map.tolist() == GOLDEN["token_index_map"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(routings())
+def test_both_phases_as_printed_equal_the_third_step(routing):
+    routed, topk_experts = stage.dense_map(*routing), routing[0]
+    offsets = stage.expert_offsets(stage.expert_lengths(routed))
+    found = stage.write_indices(routed, stage.location_map(routed, offsets), topk_experts)
+    for array, expected in zip(found, stage.route_indices(routed, offsets, topk_experts), strict=True):
+        np.testing.assert_array_equal(array, expected, strict=True)
+
+
 @settings(deadline=None, max_examples=60)
 @given(routings())
 def test_three_steps_equal_the_sort(routing):
@@ -131,6 +152,7 @@ def test_more_rows_than_int32_counts_are_refused_unread(function, tmp_path):
 
 DENSE = stage.dense_map(GOLDEN_TOPK, 4)
 OFFSETS = np.array(GOLDEN["expert_token_offsets"], dtype=np.int32)
+LOCATIONS = stage.location_map(DENSE, OFFSETS)
 
 
 BAD_STEPS = [  # (a call of a room's dispatch module, the error, its message)
@@ -156,6 +178,14 @@ BAD_STEPS = [  # (a call of a room's dispatch module, the error, its message)
     (lambda room: room.route_indices(DENSE, OFFSETS, GOLDEN_TOPK - 1), ValueError, r"topk_experts\[1, 0\] is -1"),
     (lambda room: room.route_indices(DENSE[:4], OFFSETS, GOLDEN_TOPK), ValueError, r"must be \(L=4, k\)"),
     (lambda room: room.route_indices(DENSE, OFFSETS[[0, 1, 4]], GOLDEN_TOPK), ValueError, r"must be \(E \+ 1=5\)"),
+    (lambda room: room.location_map(DENSE[0], OFFSETS), ValueError, "dense_map has shape"),
+    (lambda room: room.location_map(DENSE, OFFSETS[:4]), ValueError, r"must be \(E \+ 1=5\)"),
+    (lambda room: room.location_map(DENSE, OFFSETS + 1), ValueError, r"offsets\[0\] is 1, .* must be 0"),
+    (lambda room: room.location_map(DENSE, OFFSETS / 1.0), TypeError, "offsets has dtype float64"),
+    (lambda room: room.write_indices(DENSE + 1, LOCATIONS, GOLDEN_TOPK), ValueError, r"dense_map\[0, 0\] is 0, .* -1"),
+    (lambda room: room.write_indices(DENSE, LOCATIONS + 1, GOLDEN_TOPK), ValueError, r"location_map\[0, 0\] is 1, .* 0"),
+    (lambda room: room.write_indices(DENSE, LOCATIONS[:4], GOLDEN_TOPK), ValueError, r"must be \(L=5, E=4\)"),
+    (lambda room: room.write_indices(DENSE, LOCATIONS.astype(int), GOLDEN_TOPK), TypeError, "location_map has dtype"),
 ]
 
 

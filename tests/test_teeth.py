@@ -51,6 +51,8 @@ FAULTS = [
         "tile * E + (expert + 1) % E]",
         "gating/0_sums.cu",
     ),
+    Fault("earlier tiles forgotten", "dispatch", "as_printed", "base += rank.total;", ";"),
+    Fault("locations of the wrong expert", "dispatch", "as_printed", "= location_map[entry];", "= location_map[token * E];"),
     Fault("writes past its buffer", "dispatch", "1_dense_map", "rank.exclusive;", "rank.exclusive + 1;"),
     Fault("map not cleared", "dispatch", "1_dense_map", "rows[entry] = EMPTY;", ";"),
     Fault(
@@ -116,6 +118,9 @@ FAULTS = [
         "column < 1; ++column) term",
     ),
     Fault("last columns dropped", "expert_down", "3_mma", "d, h, d - first_column}", "d, h, d - first_column - 8}"),
+    Fault("unscaled gate", "expert_down", "as_printed", "so_far.add(targets.gates[row], values)", "so_far.add(1.0f, values)"),
+    Fault("last expert alone", "expert_down", "as_printed", "so_far.load(sums_at(row, column));", "so_far = {};"),
+    Fault("last row dropped", "expert_down", "as_printed", "return row < tile.rows &&", "return row < tile.rows - 1 &&"),
     Fault(
         "gates in token order",
         "expert_down",
@@ -236,4 +241,5 @@ def test_every_stage_and_rung_has_a_fault():
         ("layer", "3_mma"),
         ("layer", "3_mma_tf32"),
         ("layer", "4_hopper"),
+        ("layer", "as_printed"),
     }  # the kernels of the expert stages

@@ -7,7 +7,6 @@ product and a device copy, whose rates give each row its floor. docs/performance
 LAYER_PRESETS = ("conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained")
 KINDS = {
     "layer": "forward and backward of the whole layer",
-    "paper": "our layer and our MegaBlocks on three layers of MoEBlaze's evaluation, as its paper compares the two",
     "stage": "each stage of a step alone",
     "dispatch": "building the index structures, beside a sort by torch",
     "gating": "probabilities, choice and gates, beside torch",

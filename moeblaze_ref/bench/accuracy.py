@@ -5,7 +5,7 @@ a single wrong row among thousands does not move, and one for its rows.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,26 @@ ELEMENTS = 2**26  # that are compared at a time
 
 Layer = Callable[[Tensor], tuple[Tensor, Tensor]]  # x (L, d) -> out (L, d), topk_experts (L, k)
 Keeps = Callable[[Tensor], Tensor]  # topk_experts (L, k) -> which of them are computed, (L, k) bool
+
+
+class Weights(NamedTuple):
+    """The weights that a layer computes with.
+
+    Parameters
+    ----------
+    leaves : mapping of str to Tensor
+        Those that autograd differentiates, in the layer's own layouts.
+    as_ours : callable
+        Gradients of all leaves by name to gradients of wg, w1, w2 and w3 in the layouts of `RoutedExperts`.
+    """
+
+    leaves: Mapping[str, Tensor]
+    as_ours: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda gradients: gradients
+
+
+def weights_of(parameters: RoutedExperts) -> Weights:
+    """Our own weights, for a layer that computes with them."""
+    return Weights(dict(parameters.named_parameters()))
 
 
 class Error(NamedTuple):
@@ -51,7 +71,14 @@ class Error(NamedTuple):
 NOT_COMPARED = {"error": None, "row_error": None}  # columns of what others are compared with
 
 
-def worst_error(layer: Layer, parameters: RoutedExperts, x: Tensor, d_out: Tensor, keeps: Keeps | None = None) -> Error:
+def worst_error(
+    layer: Layer,
+    parameters: RoutedExperts,
+    x: Tensor,
+    d_out: Tensor,
+    keeps: Keeps | None = None,
+    weights: Weights | None = None,
+) -> Error:
     """Largest errors of a layer's output and gradients, and of its choice of experts.
 
     Parameters
@@ -65,6 +92,8 @@ def worst_error(layer: Layer, parameters: RoutedExperts, x: Tensor, d_out: Tenso
     keeps : callable, optional
         Which choices a layer should compute that drops some: nothing is expected of the others, neither of the output
         nor of a gradient, and gates are not divided anew. Default: all.
+    weights : Weights, optional
+        Of a layer that computes with copies of ``parameters``. Default: ``parameters`` themselves.
 
     Returns
     -------
@@ -72,7 +101,7 @@ def worst_error(layer: Layer, parameters: RoutedExperts, x: Tensor, d_out: Tenso
         Of out, d_x and the gradient of every weight; NaN if anything is NaN. The oracle computes in float32, with the
         layer's own choice of experts, of which the logits are compared with the k largest.
     """
-    found, chosen = _step(layer, parameters, x, d_out)
+    found, chosen = _step(layer, weights or weights_of(parameters), x, d_out)
     kept = torch.ones_like(chosen, dtype=torch.bool) if keeps is None else keeps(chosen)
     reference = _Reference(parameters, x, d_out, chosen, kept)
     norms = {f"d_{name}": _Norms() for name in _matrices(parameters)}
@@ -89,14 +118,14 @@ def _matrices(parameters: RoutedExperts) -> dict[str, Tensor]:
     return {name: weight for name, weight in parameters.named_parameters() if name != "wg"}
 
 
-def _step(layer, parameters, x, d_out) -> tuple[dict[str, Tensor], Tensor]:
+def _step(layer, weights, x, d_out) -> tuple[dict[str, Tensor], Tensor]:
     """Output and gradients by name, and the choice of experts."""
     x = x.detach().requires_grad_()
     out, chosen = layer(x)
-    leaves = {"x": x, **dict(parameters.named_parameters())}
-    gradients = torch.autograd.grad(out, list(leaves.values()), d_out)
-    found = {f"d_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    return found | {"out": out.detach()}, chosen
+    d_x, *d_leaves = torch.autograd.grad(out, [x, *weights.leaves.values()], d_out)
+    gradients = weights.as_ours(dict(zip(weights.leaves, d_leaves, strict=True)))
+    found = {f"d_{name}": gradient for name, gradient in gradients.items()}
+    return found | {"d_x": d_x, "out": out.detach()}, chosen
 
 
 class _Reference:

@@ -1,4 +1,5 @@
-"""Every system that is timed as a layer, by name, on the weights of one: ours, of `moeblaze_ref.systems`, and the peers.
+"""Every system that is timed as a layer, by name, on the weights of one: ours, of `moeblaze_ref.systems`, the peers in
+plain torch, and the layers of other projects.
 
 A fixed capacity drops what has no room, so it computes another function than the others: `kept_choices` says, by the
 specification, which choices it computes, and it is compared with the oracle over those alone.
@@ -6,11 +7,12 @@ specification, which choices it computes, and it is compared with the oracle ove
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moeblaze_ref import capacity, doors, oracle, systems
-from moeblaze_ref.bench import peers
+from moeblaze_ref.bench import foreign, peers
 from moeblaze_ref.bench.accuracy import Layer
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory import waste
@@ -18,12 +20,15 @@ from moeblaze_ref.numpy_ref import capacity as specification
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import EMPTY
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.torch_capacity import CapacityMoE
 from moeblaze_ref.torch_layer import MoEModule
 
 OURS = "moeblaze"
 GRAPHED = "moeblaze_graphed"  # ours, whose forward and whose backward are a CUDA graph each
+MODULES = tuple(reversed(systems.SYSTEMS))
 OWN = (OURS, GRAPHED)  # the systems that have policies, and are nobody's peers
-SYSTEMS = (*reversed(systems.SYSTEMS), GRAPHED, *peers.SYSTEMS)
+SYSTEMS = (*MODULES, GRAPHED, *peers.SYSTEMS, *foreign.SYSTEMS)
 ALSO_CALLED = {"torch_grouped": "grouped_mm"}  # rows have the second name
 
 
@@ -76,7 +81,8 @@ def kept_choices(module: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
     """
     num_experts, dispatch = module.wg.shape[1], build_by_sort(chosen.int().cpu().numpy(), module.wg.shape[1])
     gates = oracle.route(x, module.wg, module.k, module.renormalize, chosen).gates.detach()
-    rows_of_expert = capacity.expert_capacity(chosen.numel(), num_experts, module.capacity_factor)
+    counts = np.diff(dispatch.expert_token_offsets).tolist()
+    rows_of_expert = capacity.capacity_for(counts, module.capacity_factor)
     bins = specification.fill(dispatch, gates.cpu().numpy(), rows_of_expert, module.drop_policy)
     return torch.from_numpy(bins.rows != EMPTY).view(chosen.shape).to(chosen.device)
 
@@ -89,13 +95,13 @@ class Losses(NamedTuple):
     padding_rows: int | None = None
 
 
-def losses(system: str, module: nn.Module, config: MoEConfig, chosen: Tensor) -> Losses:
+def losses(module: nn.Module, config: MoEConfig, chosen: Tensor) -> Losses:
     """Of the last forward of a module, which chose so; the rows by `memory.waste`, from the experts' counts."""
     counts = chosen.flatten().bincount(minlength=config.E).tolist()
-    if system == "capacity":
+    if isinstance(module, CapacityMoE):
         lost = waste.capacity_waste(config, counts, module.capacity_factor)
         return Losses(lost.dropped_rows, int(module.lost_tokens), lost.padding_rows)
-    if system == "megablocks":
+    if isinstance(module, BlockSparseMoE):
         padded = waste.megablocks_waste(config, counts, module.block)
         return Losses(padded.dropped_rows, 0, padded.padding_rows)
     return Losses()

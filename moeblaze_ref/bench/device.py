@@ -123,7 +123,7 @@ class Gpu:
         try:
             with torch.cuda.graph(graph):
                 results = work()
-        except RuntimeError as error:
+        except Exception as error:  # layers of other projects have exceptions of their own
             _end_of_capture()
             raise NoGraph(str(error)) from error
 

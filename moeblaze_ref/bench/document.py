@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moeblaze_ref import documents
-from moeblaze_ref.bench import KINDS, aims, findings, paper, plots, report, results
+from moeblaze_ref.bench import KINDS, aims, findings, plots, report, results
 
 DOCUMENT = results.DOCS / "performance.md"
 README = results.DOCS.parent / "README.md"
@@ -169,14 +169,12 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "host": findings.host,
     "aims": lambda found: aims.table(found, _other_systems()),
     "skew": _tables("layer", skewed=True),
-    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters", "paper")},
+    **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
 }
 # Blocks of other files than that of the benchmark.
 APART: dict[str, Callable[[], str]] = {
     "trials": _trials,
     "systems": _of_file(results.SYSTEMS, _with_place("layer")),
-    "paper": _of_file(results.SYSTEMS, _tables("paper")),
-    "printed": lambda: paper.beside(_other_systems()),
     "ladder": _of_file(results.LADDER, _with_place("ladder")),
     "counters": _of_file(results.COUNTERS, _with_place("counters")),
     "why": _of_file(results.COUNTERS, findings.why),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref.bench import accuracy, contestants, floors, peers, routing
+from moeblaze_ref.bench import accuracy, contestants, floors, foreign, peers, routing
 from moeblaze_ref.bench.clock import Contender, Lap, Samples, replayed, take_turns
 from moeblaze_ref.bench.contestants import GRAPHED, OURS, OWN
 from moeblaze_ref.bench.device import Device, NoGraph
@@ -18,6 +18,7 @@ from moeblaze_ref.memory import measure
 from moeblaze_ref.raw_cuda import block_sparse
 from moeblaze_ref.raw_cuda.layer import default_rung
 from moeblaze_ref.routed_experts import RoutedExperts
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.torch_bridge import bridge_to
 
 INPUTS = 3  # used in turn, so that none is in the L2 cache when its turn comes
@@ -67,7 +68,7 @@ class Row:
     Parameters
     ----------
     kind : str
-        "layer", or "paper" of those that are timed for the paper's comparison.
+        "layer".
     preset, shape, dtype
         The layer: a name, {L, d, h, E, k}, and the dtype of its activations and weights.
     system, policy, rung, routing
@@ -167,6 +168,13 @@ class Scene:
         Whose weights all have.
     modules : dict of str to nn.Module
         Of the other systems of ``moeblaze_ref.systems`` that were chosen.
+    baselines : dict of str to Baseline
+        Of the layers of other projects that were chosen.
+
+    Raises
+    ------
+    ValueError
+        If the package of such a layer cannot be imported.
     """
 
     def __init__(self, config: MoEConfig, choice: Choice, device: Device):
@@ -179,7 +187,8 @@ class Scene:
         systems = timed_systems(c, choice)
         own = [(system, policy) for system in OWN if system in systems for policy in choice.policies]
         others = [system for system in systems if system not in OWN]
-        self.modules = {name: self._module(name, choice) for name in others if name not in peers.SYSTEMS}
+        self.modules = {name: self._module(name, choice) for name in others if name in contestants.MODULES}
+        self.baselines = {name: foreign.baseline(name, self.layer) for name in others if name in foreign.SYSTEMS}
         self._layers = {row: self._own(*row, choice, device) for row in own}
         self._layers |= {(name, None): self._function(name) for name in others}
 
@@ -194,8 +203,9 @@ class Scene:
         return contestants.module_of(system, self.layer, **options)
 
     def _function(self, system: str) -> contestants.Layer:
-        module = self.modules.get(system)
-        return peers.peer(system, self.layer) if module is None else contestants.layer_of(module)
+        if system in self.modules:
+            return contestants.layer_of(self.modules[system])
+        return self.baselines[system].layer if system in self.baselines else peers.peer(system, self.layer)
 
     def _routed(self, config: MoEConfig, name: str) -> Tensor:
         """Tokens (L, d) that the router sends where this routing wants them."""
@@ -211,6 +221,11 @@ class Scene:
         """Output (L, d) and choice of experts (L, k) of one system's forward."""
         return self._layers[subject.system, subject.policy](x)
 
+    def weights(self, subject: Subject) -> accuracy.Weights:
+        """What the system computes with: our weights, or copies of them in the layouts of another project."""
+        other = self.baselines.get(subject.system)
+        return accuracy.weights_of(self.layer) if other is None else other.weights
+
     def tokens(self, subject: Subject, turn: int = 0) -> Tensor:
         """The input (L, d) of this turn."""
         return self._tokens[subject.routing][turn % INPUTS]
@@ -220,7 +235,7 @@ class Scene:
         x = self.tokens(subject, turn)
         out, _ = self.run(subject, x)
         lap()
-        return torch.autograd.grad(out, [x, *self.layer.parameters()], self.d_out)
+        return torch.autograd.grad(out, [x, *self.weights(subject).leaves.values()], self.d_out)
 
     def contender(self, subject: Subject) -> Contender:
         """`step` as something to be timed: its results are dropped."""
@@ -283,7 +298,7 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
 def _error(scene: Scene, subject: Subject) -> accuracy.Error:
     x = scene.tokens(subject).detach()
     keeps = partial(contestants.kept_choices, scene.modules["capacity"], x) if subject.system == "capacity" else None
-    return accuracy.worst_error(partial(scene.run, subject), scene.layer, x, scene.d_out, keeps)
+    return accuracy.worst_error(partial(scene.run, subject), scene.layer, x, scene.d_out, keeps, scene.weights(subject))
 
 
 def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> contestants.Losses:
@@ -291,16 +306,16 @@ def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> contestants.Lo
         return contestants.Losses()
     with torch.no_grad():
         _, chosen = scene.run(subject, scene.tokens(subject))
-    return contestants.losses(subject.system, scene.modules[subject.system], config, chosen)
+    return contestants.losses(scene.modules[subject.system], config, chosen)
 
 
 def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> dict[str, str]:
     """Of the systems that have rungs."""
     executor = bridge_to(device.torch_device).executor
     rungs = dict.fromkeys(OWN, choice.rung or default_rung(config.dtype, config.d, config.h, executor))
-    if "megablocks" in scene.modules:
-        block = scene.modules["megablocks"].block
-        rungs["megablocks"] = block_sparse.default_rung(config.dtype, config.d, block, executor)
+    for name, module in scene.modules.items():
+        if isinstance(module, BlockSparseMoE):
+            rungs[name] = block_sparse.default_rung(config.dtype, config.d, module.block, executor)
     return rungs
 
 
@@ -360,4 +375,5 @@ def _memory(scene: Scene, subject: Subject, device: Device) -> dict[str, int | N
     scene.step(subject)  # a workspace that was freed with its graph is taken again before the count
     peak = device.peak_bytes(partial(scene.step, subject)) + x.nbytes + scene.d_out.nbytes
     forward = partial(scene.run, subject)
-    return {"kept_bytes": measure.kept_bytes(forward, x, exclude=scene.layer.parameters()), "peak_bytes": peak}
+    weights = scene.weights(subject).leaves.values()
+    return {"kept_bytes": measure.kept_bytes(forward, x, exclude=weights), "peak_bytes": peak}

@@ -7,7 +7,7 @@ from typing import Any
 
 from moeblaze_ref import doors
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.bench import KINDS, LAYER_PRESETS, contestants, counters, floors, ladder, paper, routing, stages
+from moeblaze_ref.bench import KINDS, LAYER_PRESETS, contestants, counters, floors, ladder, routing, stages
 from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.contestants import OWN
 from moeblaze_ref.bench.device import Gpu
@@ -92,7 +92,6 @@ def jobs(kind: str, request: Request) -> list[Job]:
         doors.check_int("L", request.tokens, at_least=1)
     makers = {
         "layer": _layer_jobs,
-        "paper": _paper_jobs,
         "stage": _stage_jobs,
         "ladder": _ladder_jobs,
         "counters": _counter_jobs,
@@ -174,16 +173,6 @@ def _check_owners(request: Request, systems: Sequence[str]):
             )
     if request.capacity_factor is not None:
         check_factor(request.capacity_factor)
-
-
-def _paper_jobs(request: Request) -> list[Job]:
-    if request.rungs:
-        raise ValueError(f"rungs {_said(request.rungs)}: bench paper has those that each layer runs by default")
-    return [
-        partial(paper.time_both, name, config.replace(activation=activation), request.repetitions)
-        for name, config in layers(request, tuple((name, None) for name in paper.PRESETS))
-        for activation in paper.ACTIVATIONS
-    ]
 
 
 def _stage_jobs(request: Request) -> list[Job]:

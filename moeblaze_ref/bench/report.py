@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref.bench import accuracy
-from moeblaze_ref.units import GB, KIB, MB, MIB
+from moeblaze_ref.units import GB, KIB, MIB
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -72,21 +72,6 @@ LAYER_COLUMNS: tuple[Column, ...] = (
     ("error", _number("error", ".1e")),
     ("row error", _number("row_error", ".1e")),
 )
-PAPER_COLUMNS: tuple[Column, ...] = (
-    ("preset", lambda row: row["preset"]),
-    ("activation", lambda row: row["activation"]),
-    ("system", label),
-    ("rung", lambda row: row["rung"] or ""),
-    ("step ms", _number("step_ms", ".2f")),
-    ("± %", _half_spread),
-    ("forward ms", _number("fwd_ms", ".2f")),
-    ("backward ms", _number("bwd_ms", ".2f")),
-    ("% of cuBLAS", _number("pct_of_cublas", ".0f")),
-    ("kept MB", _number("kept_bytes", ",.0f", MB)),
-    ("peak MB", _number("peak_bytes", ",.0f", MB)),
-    ("error", _number("error", ".1e")),
-    ("row error", _number("row_error", ".1e")),
-)
 STAGE_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
     ("stage", lambda row: row["stage"]),
@@ -133,7 +118,7 @@ COUNTER_COLUMNS: tuple[Column, ...] = (
     ("shared KiB", _number("shared_bytes", ".0f", KIB)),
     ("warps wait for", lambda row: waits(row)),
 )
-COLUMNS = {"layer": LAYER_COLUMNS, "paper": PAPER_COLUMNS, "ladder": LADDER_COLUMNS, "counters": COUNTER_COLUMNS}
+COLUMNS = {"layer": LAYER_COLUMNS, "ladder": LADDER_COLUMNS, "counters": COUNTER_COLUMNS}
 
 
 def busy_ghz(row: Row) -> float:

@@ -16,7 +16,6 @@ COUNTERS = RECORDED.with_name("counters_h200.json")
 SYSTEMS = RECORDED.with_name("systems_h200.json")  # beside MegaBlocks and a fixed capacity
 ROWS = {
     "layer": layer.Row,
-    "paper": layer.Row,
     "ladder": ladder.Row,
     "counters": counters.Row,
 }  # of the other kinds: stages.Row

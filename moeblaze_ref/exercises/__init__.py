@@ -1,4 +1,4 @@
-"""The exercises of the course: predict, fill a hole, find a bug; every answer is judged.
+"""The exercises of the course: predict, fill a hole, find a bug, construct an example; every answer is judged.
 
 A notebook of ``notebooks/exercises`` begins with
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from moeblaze_ref.exercises.desk import Desk, Unsolved
 
-__all__ = ["Unsolved", "hint", "load_ipython_extension", "predict", "solution"]
+__all__ = ["Unsolved", "construct", "hint", "load_ipython_extension", "predict", "solution"]
 
 _desk = Desk()
-predict, hint, solution = _desk.predict, _desk.hint, _desk.solution
+predict, construct, hint, solution = _desk.predict, _desk.construct, _desk.hint, _desk.solution
 
 
 def load_ipython_extension(shell: Any) -> None:

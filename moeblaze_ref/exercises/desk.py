@@ -7,7 +7,7 @@ from typing import Any
 from IPython.display import Markdown
 
 from moeblaze_ref import apart, doors
-from moeblaze_ref.exercises.exercise import Exercise, KernelExercise, Prediction
+from moeblaze_ref.exercises.exercise import Construction, Exercise, KernelExercise, Prediction
 from moeblaze_ref.exercises.sheets import EXERCISES
 from moeblaze_ref.notebook.markdown import table
 from moeblaze_ref.units import GB, GIB, KIB, MB, MIB
@@ -56,7 +56,7 @@ class Desk:
         ValueError
             If there is no such exercise.
         """
-        exercise = self._open(name, Prediction, "is no prediction: its cell begins with %%judge")
+        exercise = self._open(name, Prediction)
         _check_answers(exercise, said)
         truth = exercise.truth(**exercise.given)
         for key, asked in exercise.asked.items():
@@ -70,6 +70,39 @@ class Desk:
         ]
         by = f"Computed by `{exercise.computed_by}`."
         return Markdown(f"**Right.** {by}\n\n{table(rows).data}\n\n{exercise.why}")
+
+    def construct(self, name: str, **said: Any) -> Markdown:
+        """Check an example that the reader constructed.
+
+        Parameters
+        ----------
+        name : str
+            The exercise.
+        **said
+            An answer for each name that is asked for.
+
+        Returns
+        -------
+        Markdown
+            What the example shows.
+
+        Raises
+        ------
+        Unsolved
+            If the example does not do what is asked; the message says why. An answer of the wrong form does not count
+            as a failure.
+        ValueError
+            If there is no such exercise.
+        """
+        exercise = self._open(name, Construction)
+        _check_answers(exercise, said)
+        try:
+            problem = exercise.check(**exercise.given, **said)
+        except (ValueError, TypeError) as error:
+            raise Unsolved(str(error)) from None
+        if problem:
+            raise self._unsolved(problem)
+        return Markdown(f"**Right.** Checked by `{exercise.checked_by}`.\n\n{exercise.why}")
 
     def judge(self, name: str, text: str) -> Markdown:
         """Judge the kernel in a cell: the magic ``%%judge NAME``.
@@ -93,7 +126,7 @@ class Desk:
         ValueError
             If there is no such exercise.
         """
-        exercise = self._open(name.strip(), KernelExercise, "is a prediction: its cell calls predict(...)")
+        exercise = self._open(name.strip(), KernelExercise)
         kernel = exercise.kernel
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
@@ -115,11 +148,11 @@ class Desk:
         exercise = self._asked_for(name)
         return Markdown(f"```{exercise.language}\n{exercise.solution.rstrip()}\n```\n\n{exercise.why}")
 
-    def _open(self, name: str, kind: type, otherwise: str) -> Any:
+    def _open(self, name: str, kind: type) -> Any:
         """The exercise, from now on the one tried last."""
         exercise = EXERCISES[doors.check_name("exercise", name, EXERCISES)]
         if not isinstance(exercise, kind):
-            raise ValueError(f"{name} {otherwise}")
+            raise ValueError(f"{name} is a {exercise.noun}: its cell {exercise.call}")
         self.last = exercise
         return exercise
 
@@ -138,14 +171,14 @@ class Desk:
         return Unsolved(f"{problem}\n\nHint: {self.last.hint}\nsolution() shows the solution.")
 
 
-def _check_answers(exercise: Prediction, said: dict[str, Any]):
+def _check_answers(exercise: Prediction | Construction, said: dict[str, Any]):
     """Something is said of each number that is asked for."""
     if said.keys() != exercise.asked.keys():
         asked = ", ".join(exercise.asked)
         raise Unsolved(f"{exercise.name} asks for {asked}, but was given {', '.join(said) or 'nothing'}")
     for key, asked in exercise.asked.items():
         if said[key] is ...:
-            raise Unsolved(f"{key} is still ...: put your prediction in its place ({asked.unit})")
+            raise Unsolved(f"{key} is still ...: put your {exercise.noun} in its place ({asked.unit})")
 
 
 def _check_kind(name: str, said: Any, truth: float | str, unit: str):

@@ -12,17 +12,18 @@ KINDS = {
     "numba": "Fill the hole, Numba",
     "cuda": "Fill the hole, raw CUDA",
     "bug": "Find the planted bug",
+    "construct": "Construct an example",
 }
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One number that a reader predicts.
+    """One number that a reader predicts, or one thing that a reader constructs.
 
     Parameters
     ----------
     unit : str
-        What it counts, or the answers that there are.
+        What it counts, the answers that there are, or its shape.
     formula : str
         The solution: Python, in the names that the exercise gives.
     """
@@ -31,8 +32,33 @@ class Asked:
     formula: str
 
 
+class _Answered:
+    """The cell of an exercise that calls ``function`` with an answer for each name in ``asked``."""
+
+    language = "python"
+
+    @property
+    def unsolved(self) -> str:
+        """The cell as the reader finds it."""
+        return self._stated_as((), {name: "..." for name in self.asked})
+
+    @property
+    def solution(self) -> str:
+        """The cell with the right formulas."""
+        return self._stated_as(self.steps, {name: asked.formula for name, asked in self.asked.items()})
+
+    def cell(self, text: str) -> str:
+        """The notebook's cell: the text itself."""
+        return text
+
+    def _stated_as(self, steps: tuple[str, ...], said: dict[str, str]) -> str:
+        given = [f"{name} = {_stated(value)}" for name, value in self.given.items()]
+        lines = [f"    {name}={said[name]},  # {asked.unit}" for name, asked in self.asked.items()]
+        return "\n".join([*given, *steps, f"{self.function}(", f'    "{self.name}",', *lines, ")"])
+
+
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(_Answered):
     """Numbers that the reader states before the project computes them.
 
     Parameters
@@ -62,26 +88,39 @@ class Prediction:
     steps: tuple[str, ...] = ()
 
     kind = "predict"
-    language = "python"
+    function = "predict"
+    noun, call = "prediction", "calls predict(...)"
 
-    @property
-    def unsolved(self) -> str:
-        """The cell as the reader finds it."""
-        return self._stated_as((), {name: "..." for name in self.asked})
 
-    @property
-    def solution(self) -> str:
-        """The cell with the right formulas."""
-        return self._stated_as(self.steps, {name: asked.formula for name, asked in self.asked.items()})
+@dataclass(frozen=True)
+class Construction(_Answered):
+    """An example that the reader constructs: several answers are right, and the project checks each.
 
-    def cell(self, text: str) -> str:
-        """The notebook's cell: the prediction itself."""
-        return text
+    Parameters
+    ----------
+    name, title, question, given, asked, hint, why, steps
+        As of a `Prediction`.
+    check : callable
+        Takes what is given and the answers, by name. Returns one sentence that says what is wrong, empty if nothing is.
+        Raises ValueError or TypeError if an answer has the wrong form.
+    checked_by : str
+        The project's function that ``check`` compares with.
+    """
 
-    def _stated_as(self, steps: tuple[str, ...], said: dict[str, str]) -> str:
-        given = [f"{name} = {_stated(value)}" for name, value in self.given.items()]
-        lines = [f"    {name}={said[name]},  # {asked.unit}" for name, asked in self.asked.items()]
-        return "\n".join([*given, *steps, "predict(", f'    "{self.name}",', *lines, ")"])
+    name: str
+    title: str
+    question: str
+    given: dict[str, Any]
+    asked: dict[str, Asked]
+    check: Callable[..., str]
+    checked_by: str
+    hint: str
+    why: str
+    steps: tuple[str, ...] = ()
+
+    kind = "construct"
+    function = "construct"
+    noun, call = "construction", "calls construct(...)"
 
 
 def _stated(value: Any) -> str:
@@ -128,6 +167,8 @@ class KernelExercise:
     hint: str
     why: str
 
+    noun, call = "kernel", "begins with %%judge"
+
     def __post_init__(self):
         for old, _ in self.changes:
             if self.solution.count(old) != 1:
@@ -161,17 +202,17 @@ class KernelExercise:
         return f"%%judge {self.name}\n{text.rstrip()}"
 
 
-Exercise = Prediction | KernelExercise
+Exercise = Prediction | Construction | KernelExercise
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """The exercises of one notebook of the course.
+    """The exercises of one notebook of the course, or a sheet of its own.
 
     Parameters
     ----------
     course : str
-        The notebook's file name without its ending, which is the sheet's too.
+        File name of the notebook without its ending, which is the sheet's too. A sheet of its own has no number.
     title : str
     exercises : tuple of Exercise
     """
@@ -179,3 +220,9 @@ class Sheet:
     course: str
     title: str
     exercises: tuple[Exercise, ...]
+
+    @property
+    def number(self) -> int | None:
+        """Number of the notebook; None of a sheet of its own."""
+        number = self.course.partition("_")[0]
+        return int(number) if number.isdecimal() else None

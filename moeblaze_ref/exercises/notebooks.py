@@ -10,7 +10,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from moeblaze_ref.apart import LIMIT_SECONDS
-from moeblaze_ref.exercises.exercise import KINDS, Exercise, KernelExercise, Prediction, Sheet
+from moeblaze_ref.exercises.exercise import KINDS, Construction, Exercise, KernelExercise, Prediction, Sheet
 from moeblaze_ref.exercises.kernels import THREADS, Kernel, helpers
 from moeblaze_ref.exercises.sheets import SHEETS
 from moeblaze_ref.judge.contracts import CONTRACTS
@@ -23,12 +23,17 @@ import math
 
 from moeblaze_ref.config import preset
 from moeblaze_ref.exercises import hint, predict, solution"""
+SETUP_TO_CONSTRUCT = SETUP.replace("import hint", "import construct, hint")
 
 PREDICT = (
     "- **Predict**: put a number or a formula in the place of each `...`, then run the cell; only then does the "
     "project compute them. Counts must be exact, bytes are counted too; what comes out of a division may be off by one "
     "percent. A `layer` has its sizes: "
     "`layer.L`, `d`, `h`, `E`, `k`, `R = L * k`, and `itemsize`, the bytes of one element."
+)
+CONSTRUCT = (
+    "- **Construct**: put an example in the place of each `...`, then run the cell. Several examples are right; the "
+    "project checks yours, and says what is wrong with it."
 )
 JUDGE = (
     "- **Fill the hole, find the bug**: edit the kernel below `%%judge` and run the cell. The comment `Your part` "
@@ -65,18 +70,20 @@ def solution_notebook(sheet: Sheet) -> NotebookNode:
 
 def _how(sheet: Sheet) -> str:
     """How the kinds of exercises that the sheet has are answered."""
-    texts = {Prediction: PREDICT, KernelExercise: JUDGE}
-    return "\n".join([*(text for kind, text in texts.items() if any(isinstance(e, kind) for e in sheet.exercises)), ASK])
+    texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: JUDGE}
+    return "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
+
+
+def _has(sheet: Sheet, kind: type) -> bool:
+    return any(isinstance(exercise, kind) for exercise in sheet.exercises)
 
 
 def _notebook(
     sheet: Sheet, what: str, how: str, text: Callable[[Exercise], str], after: Callable[[Exercise], str]
 ) -> NotebookNode:
-    number = int(sheet.course[:2])
-    course = f"Of notebook [{sheet.course[:2]}, {sheet.title}](../{sheet.course}.ipynb)."
     cells = [
-        new_markdown_cell(f"# {what} {number}. {sheet.title}\n\n{course}\n\n{how}", id="title"),
-        new_code_cell(SETUP, id="setup"),
+        new_markdown_cell("\n\n".join([*_head(sheet, what), how]), id="title"),
+        new_code_cell(SETUP_TO_CONSTRUCT if _has(sheet, Construction) else SETUP, id="setup"),
     ]
     for place, exercise in enumerate(sheet.exercises, start=1):
         cells.append(new_markdown_cell("\n\n".join(_question(place, exercise)), id=exercise.name))
@@ -84,6 +91,14 @@ def _notebook(
         if after(exercise):
             cells.append(new_markdown_cell(after(exercise), id=f"{exercise.name}-why"))
     return new_notebook(cells=cells, metadata=METADATA, nbformat_minor=5)
+
+
+def _head(sheet: Sheet, what: str) -> tuple[str, str]:
+    """The title, and what the sheet belongs to."""
+    if sheet.number is None:
+        return f"# {what}: {sheet.title}", "For readers of the [paper map](../../docs/paper_map.md)."
+    course = f"Of notebook [{sheet.course[:2]}, {sheet.title}](../{sheet.course}.ipynb)."
+    return f"# {what} {sheet.number}. {sheet.title}", course
 
 
 def _question(place: int, exercise: Exercise) -> Iterator[str]:

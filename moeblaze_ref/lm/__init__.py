@@ -13,7 +13,15 @@ PRESETS = {
     "tiny": "learns on two cores of a CPU, in seconds on plain torch, in minutes through the kernels",
     "lm-small": "for one GPU",
 }
-LAYERS = ("oracle", "capacity", "megablocks", "moeblaze")  # the names in systems.SYSTEMS, without importing torch
+LAYERS = (  # the names in systems.SYSTEMS, without importing torch
+    "oracle",
+    "sequential",
+    "capacity",
+    "dynamic_capacity",
+    "megablocks",
+    "megablocks_memory_optimized",
+    "moeblaze",
+)
 EVIDENCE = {  # the names in evidence.KINDS
     "replayed": "the oracle's choice of experts in another layer: the same loss at each step, in float32",
     "free": "every router by itself: the same loss until a token changes expert, in float32",

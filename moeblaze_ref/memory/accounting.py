@@ -19,9 +19,9 @@ from functools import reduce
 from typing import NamedTuple
 
 from moeblaze_ref import doors, sparse_doors
-from moeblaze_ref.capacity import DEFAULT_FACTOR, check_factor, expert_capacity
+from moeblaze_ref.capacity import DEFAULT_FACTOR, MAX, capacity_for, check_factor
 from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
-from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.layer import intermediates
 from moeblaze_ref.memory.rows import capacity_rows
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.units import GB
@@ -32,9 +32,13 @@ BLOCK = 128  # MegaBlocks' paper pads every expert's rows to a multiple of this
 
 SYSTEMS = {
     "conventional": "plain torch (oracle.py): a routed-token buffer and all that autograd keeps",
+    "sequential": "plain torch, one expert after another (MegaBlocks, appendix A)",
     "capacity": "fixed capacity (GShard, Switch, Tutel): rows over it are dropped, gaps padded",
+    "dynamic_capacity": "the smallest capacity that drops nothing (Tutel): gaps padded",
     "megablocks_published": "MegaBlocks as its paper has it, the activation left to autograd; not run here",
+    "megablocks_memory_optimized": "the published MegaBlocks with memory_optimized_mlp: the activation computed again",
     "megablocks": "padded bins, block-sparse products: nothing dropped, groups padded to whole blocks",
+    "sonicmoe": "SonicMoE: x and (A, B), and index structures; not run here",
     "moeblaze": "index structures in place of the routed-token buffer; the rest is kept by policy",
 }
 
@@ -119,22 +123,23 @@ class Assumptions:
     counts : sequence of int, optional
         Routed rows of each expert (E entries that add up to L * k), which decide what is dropped and what is
         padded. Default: uniform routing.
-    capacity_factor : float
-        Rows that `capacity` reserves for an expert, as a multiple of L * k / E. Default: Switch Transformer's 1.25.
+    capacity_factor : float or str
+        Rows that `capacity` reserves for an expert, as a multiple of L * k / E, or "max", as `dynamic_capacity` does.
+        Default: Switch Transformer's 1.25.
     renormalize : bool
-        Whether the chosen gates are divided by their sum, which costs `conventional` and `capacity`, where autograd
-        keeps what it divides, two tensors.
+        Whether the chosen gates are divided by their sum, which costs the systems in plain torch, where autograd keeps
+        what it divides, two tensors.
     block : int
-        Rows and columns of a block of `megablocks`.
+        Rows and columns of a block of `megablocks` and `megablocks_memory_optimized`.
 
     Raises
     ------
     TypeError, ValueError
-        If capacity_factor is not a finite number above zero, or block is no integer of at least 1.
+        If capacity_factor is neither a finite number above zero nor "max", or block is no integer of at least 1.
     """
 
     counts: Sequence[int] | None = None
-    capacity_factor: float = DEFAULT_FACTOR
+    capacity_factor: float | str = DEFAULT_FACTOR
     renormalize: bool = False
     block: int = BLOCK
 
@@ -209,6 +214,7 @@ class _Case:
         self.wide = "float64" if config.dtype == "float64" else "float32"  # of logits, probabilities and gates
         self.mixed = self.wide != self.dtype
         self.policy, self.assumptions = policy, assumptions
+        self.saved = () if policy is None else intermediates(policy, config.activation)
         if assumptions.counts is None:
             self.counts, self.routing = uniform_counts(config), "uniform routing"
         else:
@@ -251,7 +257,7 @@ def account(
     ------
     ValueError
         If a name is unknown (the message proposes the nearest), if a policy is missing or has no place, if the
-        counts do not fit the configuration, or if h is no multiple of the block size of `megablocks`.
+        counts do not fit the configuration, or if h is no multiple of the block size of a system that has one.
     TypeError
         If a count is not an integer.
     """
@@ -310,7 +316,8 @@ def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Acc
     C = Size("C", gemm.gate_terms(rung, config.h))  # tiles of columns, each leaves a share of the gates' gradients
     W = Size("W", gemm.parts_of_rows(rung, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
     tensors = one.tensors if W.value == config.d else _y_in_parts(one.tensors, case.R, W)
-    forward = (replace(tensor, until=_DIES_AT.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
+    dies_at = _dies_at(case)
+    forward = (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
     symbols = one.symbols | {size.text: size.value for size in (C, W)}
     return replace(one, symbols=symbols, tensors=(*forward, *_backward(case, C, W)), notes=())
 
@@ -446,6 +453,41 @@ def _conventional(s: _Case) -> _Draft:
     return _Draft(tensors, notes=("conventional: `weighted` is kept only because torch's index_add saves its source",))
 
 
+def _sequential(s: _Case) -> _Draft:
+    """One expert after another in plain torch; what `SequentialMoE` keeps, to the byte.
+
+    From the paper: dense products, one expert at a time (MegaBlocks, appendix A). Of torch: all that autograd keeps. A
+    row stands for one tensor an expert, all of them together: the sizes of the experts' groups add up to R. The peak
+    leaves out what the expert at work holds besides.
+    """
+    tensors = [
+        Tensor("x", (s.L, s.d), s.dtype),
+        *_torch_router(s),
+        *([Tensor("gates_narrow", (s.L, s.k), s.dtype, until="gate_rows")] if s.mixed else []),
+        Tensor("zeros", (s.L, s.d), s.dtype, until="out"),
+        Tensor("token_and_choice", (s.R, 2), "int64"),
+        Tensor("routed_x", (s.R, s.d), s.dtype),
+        *_intermediates(s, (s.R, s.h), a_until="y"),
+        Tensor("y", (s.R, s.d), s.dtype),
+        Tensor("gate_rows", (s.R, 1), s.dtype),
+        Tensor("weighted", (s.R, s.d), s.dtype),
+        _out(s),
+        *_loss_terms(s),
+    ]
+    note = "sequential: a row has the tensors of all experts; as of conventional, index_add saves `weighted`"
+    return _Draft(tensors, notes=(note,))
+
+
+def _torch_router(s, *also_saved):
+    """The router's rows of a plain torch layer that also returns the losses: the z-loss saves the logits."""
+    return _lives(_oracle_router(s), ("logits", *also_saved), until=None)
+
+
+def _loss_terms(s):
+    """What autograd keeps for the two losses."""
+    return [Tensor("shares", (s.E,), s.wide), Tensor("logsumexp", (s.L,), s.wide)]
+
+
 def _oracle_router(s):
     """Rows of oracle.route; what it returns, a Routing, holds logits and gates to the end of the layer."""
     before_division = [Tensor("chosen_probs", (s.L, s.k), s.wide), Tensor("gate_sums", (s.L, 1), s.wide)]
@@ -501,18 +543,27 @@ def _routed_input(s, probs_until=None):
 
 
 def _capacity(s: _Case) -> _Draft:
+    """The capacity of the assumed factor."""
+    return _padded_to(s, "capacity", s.assumptions.capacity_factor)
+
+
+def _dynamic_capacity(s: _Case) -> _Draft:
+    """The capacity of the fullest expert, Tutel's (MegaBlocks, section 3); what `DynamicCapacityMoE` keeps."""
+    return _padded_to(s, "dynamic_capacity", MAX)
+
+
+def _padded_to(s: _Case, system: str, factor: float | str) -> _Draft:
     """Fixed expert capacity: padded buffers (E, C, ...), rows over C dropped; what `CapacityMoE` keeps, to the byte.
 
     From the papers: C and the padded dispatch buffer (GShard, Switch; MegaBlocks section 2), a row number per slot (as
     in Tutel) rather than GShard's one-hot (L, E, C) masks, which would cost more. Of torch: the intermediates that
     autograd keeps, masks of what is padding and what was dropped, and the outputs by slot, y, in place of `y_rows`.
     """
-    factor = s.assumptions.capacity_factor
-    C = Size("C", expert_capacity(s.R.value, s.E.value, factor))
+    C = Size("C", capacity_for(s.counts, factor))
     dropped, padded = dropped_and_padded(s.counts, C.value)
     tensors = [
         Tensor("x", (s.L, s.d), s.dtype),
-        *_lives(_oracle_router(s), ("logits",) if s.mixed else ("logits", "gates"), until=None),
+        *_torch_router(s, *([] if s.mixed else ["gates"])),
         Tensor("slots", (s.E, C), "int32", until="out"),
         Tensor("rows", (s.L, s.k), "int32", until="out"),
         Tensor("lengths", (s.E,), "int64", until="shares"),
@@ -526,11 +577,11 @@ def _capacity(s: _Case) -> _Draft:
         Tensor("is_dropped", (s.L, s.k), "bool"),
         *([Tensor("gates_narrow", (s.L, s.k), s.dtype)] if s.mixed else []),
         _out(s),
-        Tensor("shares", (s.E,), s.wide),
-        Tensor("logsumexp", (s.L,), s.wide),
+        *_loss_terms(s),
     ]
+    rule = "the most rows of an expert" if factor == MAX else f"ceil({factor}*L*k/E)"
     note = (
-        f"capacity: C = ceil({factor}*L*k/E) = {C.value:,} rows per expert; with {s.routing} {dropped:,} of "
+        f"{system}: C = {rule} = {C.value:,} rows per expert; with {s.routing} {dropped:,} of "
         f"{s.R.value:,} routed rows are dropped, and {padded:,} rows are padding"
     )
     return _Draft(tensors, (C,), (note,))
@@ -551,13 +602,7 @@ def _megablocks_published(s: _Case) -> _Draft:
     """
     T, W = Size("T", sum(map(tiles, s.counts))), Size("W", tiles(s.h.value))
     tensors = [
-        *_routed_input(s),
-        Tensor("topk_experts", (s.R,), "int32", until="padded_bins"),
-        Tensor("row_order", (s.R,), "int32"),
-        Tensor("row_experts", (s.R,), "int32"),
-        Tensor("bins", (s.E,), "int32"),
-        Tensor("padded_bins", (s.E,), "int32"),
-        *_topology(s.E, T, W),
+        *_published_routing(s, T, W),
         Tensor("routed_x", (T * BLOCK, s.d), s.dtype),
         *_intermediates(s, (T * W, BLOCK, BLOCK)),
         Tensor("y", (T * BLOCK, s.d), s.dtype),
@@ -570,6 +615,53 @@ def _megablocks_published(s: _Case) -> _Draft:
     return _Draft(tensors, (T, W), (note,))
 
 
+def _published_routing(s, T, W):
+    """x, the router as autograd keeps it, four tables of routing metadata, and the topology."""
+    return [
+        *_routed_input(s),
+        Tensor("topk_experts", (s.R,), "int32", until="padded_bins"),
+        Tensor("row_order", (s.R,), "int32"),
+        Tensor("row_experts", (s.R,), "int32"),
+        Tensor("bins", (s.E,), "int32"),
+        Tensor("padded_bins", (s.E,), "int32"),
+        *_topology(s.E, T, W),
+    ]
+
+
+def _megablocks_memory_optimized(s: _Case) -> _Draft:
+    """The published MegaBlocks with its flag memory_optimized_mlp; what `MemoryOptimizedMoE` keeps, to the byte.
+
+    From the published code: routed x, a, b and y are kept, and the activation is computed again. Of relu too a is kept.
+    Our reading: the routing and the topology, as in `_megablocks_published`. The width is whole blocks.
+    """
+    T, W, S = _blocks(s)
+    hidden = (T * W, S, S)
+    tensors = [
+        *_published_routing(s, T, W),
+        Tensor("routed_x", (T * S, s.d), s.dtype),
+        Tensor("a", hidden, s.dtype),
+        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
+        Tensor("y_swi", hidden, s.dtype, until="y"),
+        Tensor("y", (T * S, s.d), s.dtype),
+        _out(s),
+    ]
+    return _Draft(tensors, (T, W, S), (_blocks_note("megablocks_memory_optimized", s, T, W, S),))
+
+
+def _blocks(s):
+    """T blocks of rows and W of columns, of S each."""
+    block, h = s.assumptions.block, s.h.value
+    sparse_doors.check_block(block, h)
+    return Size("T", sum(tiles(rows, block) for rows in s.counts)), Size("W", h // block), Size("S", block)
+
+
+def _blocks_note(system, s, T, W, S):
+    return (
+        f"{system}: T = {T.value:,} blocks of {S.value} rows, W = h/{S.value} = {W.value:,} blocks of columns; "
+        f"with {s.routing} no row is dropped, and {(T * S).value - s.R.value:,} rows are padding"
+    )
+
+
 def _megablocks(s: _Case) -> _Draft:
     """Padded bins, blocks of S rows and columns; what `BlockSparseMoE` keeps, to the byte.
 
@@ -578,9 +670,7 @@ def _megablocks(s: _Case) -> _Draft:
     a gated activation and of relu2, and the router's probabilities. It keeps ``a`` under every activation, where
     autograd does without that of relu: of relu ours keeps more.
     """
-    block, h = s.assumptions.block, s.h.value
-    sparse_doors.check_block(block, h)
-    T, W, S = Size("T", sum(tiles(rows, block) for rows in s.counts)), Size("W", h // block), Size("S", block)
+    T, W, S = _blocks(s)
     hidden = (T * W, S, S)
     tensors = [
         *_routed_input(s, probs_until="gates"),
@@ -596,11 +686,7 @@ def _megablocks(s: _Case) -> _Draft:
         Tensor("y", (T * S, s.d), s.dtype),
         _out(s),
     ]
-    note = (
-        f"megablocks: T = {T.value:,} blocks of {block} rows, W = h/{block} = {W.value:,} blocks of columns; "
-        f"with {s.routing} no row is dropped, and {(T * S).value - s.R.value:,} rows are padding"
-    )
-    return _Draft(tensors, (T, W, S), (note,))
+    return _Draft(tensors, (T, W, S), (_blocks_note("megablocks", s, T, W, S),))
 
 
 def _topology(E, T, W):
@@ -614,6 +700,27 @@ def _topology(E, T, W):
     ]
 
 
+def _sonicmoe(s: _Case) -> _Draft:
+    """x, H = (A, B) and the routing: 2*L*d + 4*R*h bytes in bfloat16, and the metadata; nothing here runs it.
+
+    From the paper: X and H are saved, and nothing else between the GEMMs (SonicMoE, arXiv 2512.14080). Our reading: of
+    an ungated activation H is A alone; the metadata are the gates in float32 and index structures as large as ours;
+    the probabilities are computed again; y is stored once, before it is summed per token.
+    """
+    hidden = (s.R, s.h)
+    tensors = [
+        *_routed_input(s, probs_until="gates"),
+        *_dispatch(s),
+        Tensor("a", hidden, s.dtype),
+        *([Tensor("b", hidden, s.dtype)] if s.gated else []),
+        Tensor("y_swi", hidden, s.dtype, until="y"),
+        Tensor("y", (s.R, s.d), s.dtype, until="out"),
+        _out(s),
+    ]
+    note = "sonicmoe: X and (A, B) are the paper's; that its metadata are as large as ours is our reading"
+    return _Draft(tensors, notes=(note,))
+
+
 def _moeblaze(s: _Case) -> _Draft:
     """No routed-token buffer: x, the four index structures, the gates, and what the policy keeps.
 
@@ -624,8 +731,10 @@ def _moeblaze(s: _Case) -> _Draft:
     """
     tensors = [*_routed_input(s, probs_until="gates"), *_dispatch(s), *_by_policy(s), _out(s)]
     notes = ["moeblaze: the backward recomputes the router's probabilities from x; choice and gates are kept"]
+    if s.saved == ("y_swi",):
+        notes.append("moeblaze: of relu y_swi alone is kept: the slope is 1 where y_swi > 0, and relu(y_swi) is y_swi")
     (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R.value, s.d.value, s.h.value)
-    if others and "y" not in INTERMEDIATES[s.policy]:
+    if others and "y" not in s.saved:
         notes.append(f"moeblaze: y is counted whole; rung 4_hopper has {columns:,} of its {s.d.value:,} columns at one time")
     return _Draft(tensors, notes=tuple(notes))
 
@@ -647,20 +756,22 @@ def _dispatch(s):
 
 def _by_policy(s):
     """What is stored between x and out; whatever else the equations name stays in a kernel's registers."""
-    kept = INTERMEDIATES[s.policy]
     width = {"routed_x": s.d, "y": s.d}
     freed = {"y_swi": "y", "y": "out"}  # the second GEMM reads the one and writes the other under every policy
-    for name in INTERMEDIATES["conventional"]:
-        stored = name in kept or name in freed
-        if stored and (s.gated or name not in ("b", "act_a")):
-            yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in kept else freed[name])
+    for name in intermediates("conventional", s.activation):
+        if name in s.saved or name in freed:
+            yield Tensor(name, (s.R, width.get(name, s.h)), s.dtype, until=None if name in s.saved else freed[name])
 
 
 _BUILD = {
     "conventional": _conventional,
+    "sequential": _sequential,
     "capacity": _capacity,
+    "dynamic_capacity": _dynamic_capacity,
     "megablocks_published": _megablocks_published,
+    "megablocks_memory_optimized": _megablocks_memory_optimized,
     "megablocks": _megablocks,
+    "sonicmoe": _sonicmoe,
     "moeblaze": _moeblaze,
 }
 assert _BUILD.keys() == SYSTEMS.keys()
@@ -668,19 +779,26 @@ assert _BUILD.keys() == SYSTEMS.keys()
 
 # The backward: `layer.backward` and `megablocks.backward` over the raw CUDA stages ----------------------------------
 
-_DIES_AT = {  # a and b become d_a and d_b where they are; the last three are kept by a policy and read by nobody
-    "a": "d_w1",
-    "b": "d_w2",
-    "y_swi": "gate_terms",
-    **dict.fromkeys(("routed_x", "act_a", "y"), "d_out"),
-}
+
+def _dies_at(s):
+    """The tensor whose birth is the last use of each kept one.
+
+    a and b become d_a and d_b where they are, and so does y_swi where it is kept in place of a. routed_x, act_a and y
+    are kept by a policy and never read.
+    """
+    return {
+        "a": "d_w1",
+        "b": "d_w2",
+        "y_swi": "gate_terms" if "a" in s.saved else "d_w1",
+        **dict.fromkeys(("routed_x", "act_a", "y"), "d_out"),
+    }
 
 
 def _backward(s, C, W):
     """What the backward is given and makes, in order of birth; a name with a prime is that of a tensor made again."""
     hidden, weights = (s.R, s.h), (s.E, s.d, s.h)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
-    if "a" not in INTERMEDIATES[s.policy]:
+    if not s.saved:
         yield Tensor("a'", hidden, s.dtype, until="d_w1")
         if s.gated:
             yield Tensor("b'", hidden, s.dtype, until="d_w2")

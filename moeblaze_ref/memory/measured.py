@@ -16,7 +16,10 @@ CPU_FLOPS = 2 * 10**10  # of one forward: seconds of the SIMT executor, which ru
 # By the name of the account: the system that it is of, and what its constructor must be told.
 LAYERS: dict[str, tuple[str, Callable[[Account], dict[str, Any]]]] = {
     "conventional": ("oracle", lambda one: {}),
+    "sequential": ("sequential", lambda one: {}),
     "capacity": ("capacity", lambda one: {"capacity_factor": one.assumptions.capacity_factor}),
+    "dynamic_capacity": ("dynamic_capacity", lambda one: {}),
+    "megablocks_memory_optimized": ("megablocks_memory_optimized", lambda one: {"block": one.assumptions.block}),
     "megablocks": ("megablocks", lambda one: {"block": one.assumptions.block}),
     "moeblaze": ("moeblaze", lambda one: {"policy": one.policy}),
 }

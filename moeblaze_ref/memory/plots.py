@@ -50,16 +50,20 @@ TENSOR_COLORS = {
 
 SYSTEM_COLORS = {
     "conventional": VERMILLION,
+    "sequential": GREEN,
     "capacity": ORANGE,
+    "dynamic_capacity": YELLOW,
     "megablocks_published": SKY,
+    "megablocks_memory_optimized": GREY,
     "megablocks": PURPLE,
+    "sonicmoe": BLACK,
     "moeblaze": BLUE,
 }
 POLICY_LINES = {None: "-", "conventional": ":", "paper": "-", "minimal": "--", "inputs": "-."}
 
 DARK = {BLACK, VERMILLION, BLUE, GREEN}  # colours that need white letters
 
-LABEL_GAP = 0.09  # between labels at the ends of lines, as a share of the axes' height
+LABEL_GAP = 0.078  # between labels at the ends of lines, as a share of the axes' height
 LABEL_WIDTH = 0.08  # of the axis: the narrowest part of a bar that its name fits into
 
 

@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref import doors, sparse_doors
-from moeblaze_ref.capacity import DEFAULT_FACTOR, check_factor, expert_capacity
+from moeblaze_ref.capacity import DEFAULT_FACTOR, capacity_for
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.memory.accounting import BLOCK, Assumptions, account
 from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows, moeblaze_rows
@@ -122,7 +122,7 @@ class Waste:
 
 
 def compare(
-    config: MoEConfig, counts: Sequence[int], capacity_factor: float = DEFAULT_FACTOR, block: int = BLOCK
+    config: MoEConfig, counts: Sequence[int], capacity_factor: float | str = DEFAULT_FACTOR, block: int = BLOCK
 ) -> dict[str, Waste]:
     """The waste of the three systems under one routing.
 
@@ -131,8 +131,8 @@ def compare(
     config : MoEConfig
     counts : sequence of int
         Rows that are routed to each of the E experts.
-    capacity_factor : float
-        Of the capacity C = ceil(capacity_factor * L * k / E).
+    capacity_factor : float or str
+        Of the capacity C = ceil(capacity_factor * L * k / E); "max": C is the most rows of any expert.
     block : int
         Rows and columns of a block of MegaBlocks.
 
@@ -157,11 +157,10 @@ def compare(
     }
 
 
-def capacity_waste(config: MoEConfig, counts: Sequence[int], capacity_factor: float = DEFAULT_FACTOR) -> Waste:
+def capacity_waste(config: MoEConfig, counts: Sequence[int], capacity_factor: float | str = DEFAULT_FACTOR) -> Waste:
     """The waste of a fixed capacity, as in `compare`."""
     counts = doors.check_counts(counts, config.L, config.E, config.k)
-    check_factor(capacity_factor)
-    rows = capacity_rows(counts, expert_capacity(config.R, config.E, capacity_factor))
+    rows = capacity_rows(counts, capacity_for(counts, capacity_factor))
     return Waste(rows, step_flops_per_row(config), kept_bytes_per_row(config, "capacity"))
 
 

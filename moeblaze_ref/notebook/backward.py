@@ -12,8 +12,8 @@ from torch import Tensor
 from moeblaze_ref import doors, oracle
 from moeblaze_ref.cases import Case, relative_error
 from moeblaze_ref.comparisons import BOUNDS
-from moeblaze_ref.config import POLICIES, is_gated
-from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.config import is_gated
+from moeblaze_ref.layer import intermediates
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW, dotted, drawn
 from moeblaze_ref.notebook.markdown import table
 from moeblaze_ref.numpy_ref import activation as activation_stage
@@ -247,7 +247,7 @@ def fates(policy: str) -> dict[str, str]:
     ValueError
         If the policy is unknown.
     """
-    kept = INTERMEDIATES[doors.check_name("policy", policy, POLICIES)]
+    kept = intermediates(policy, "swiglu")
     found = dict.fromkeys(PLACES, WRITTEN) | {"x": KEPT, "gates": KEPT, "probs": REBUILT}
     found |= {"a, b": KEPT if "a" in kept else REBUILT, "y_swi": KEPT if "y_swi" in kept else REBUILT}
     return found | {"y": KEPT if "y" in kept else FREED, "d_out w3^T": REGISTERS, "d_y": NEVER, "d_out": GIVEN}

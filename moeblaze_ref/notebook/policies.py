@@ -19,7 +19,7 @@ from moeblaze_ref.bench import results
 from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.cases import make_case
 from moeblaze_ref.config import POLICIES, MoEConfig, is_gated, preset
-from moeblaze_ref.layer import INTERMEDIATES
+from moeblaze_ref.layer import intermediates
 from moeblaze_ref.memory.accounting import account, uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, dotted, drawn
 from moeblaze_ref.notebook.gemm import (
@@ -145,7 +145,7 @@ def steps(config: MoEConfig, policy: str, lengths: Sequence[int] | None = None) 
     lengths = uniform_counts(config) if lengths is None else lengths
     launches = _tiny_launches(config.activation, config.dtype, doors.check_name("policy", policy, POLICIES))
     found = [_step(launch, config, lengths) for launch in launches]
-    return [_routed_copy(config), *found] if "routed_x" in INTERMEDIATES[policy] else found
+    return [_routed_copy(config), *found] if "routed_x" in intermediates(policy, config.activation) else found
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from moeblaze_ref.memory.accounting import dropped_and_padded, expert_capacity
+from moeblaze_ref.memory.accounting import dropped_and_padded
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREY, SKY, VERMILLION, drawn, filled
 from moeblaze_ref.numpy_ref import gating
 

@@ -178,6 +178,55 @@ def route_indices_kernel(dense_map, offsets, topk_experts, expert_token_indices,
         start += total
 
 
+# Step 3 as printed: a location map, then a kernel of its own that writes
+
+
+@cuda.jit
+def location_map_kernel(dense_map, offsets, location_map):
+    """Store where each token goes in the order of each expert: the offset + how many lower tokens chose the expert.
+
+    Source        MoEBlaze, section 4.2, step 3, first phase
+    Grid          E blocks of THREADS threads, a block for each expert, which scans THREADS tokens at a time
+    Shared bytes  4 THREADS
+    Global bytes  reads 4 L E + 4 E THREADS; writes 4 L E
+    """
+    scratch = cuda.shared.array(0, int32)  # THREADS int32
+    thread = cuda.threadIdx.x
+    expert = cuda.blockIdx.x
+    num_tokens = dense_map.shape[0]
+
+    start = offsets[expert]
+    for first in range(0, num_tokens, THREADS):
+        token = first + thread
+        routed = 1 if token < num_tokens and dense_map[token, expert] != EMPTY else 0
+        before, total = exclusive_scan(routed, scratch)
+        if token < num_tokens:
+            location_map[token, expert] = start + before
+        start += total
+
+
+@cuda.jit
+def write_indices_kernel(dense_map, location_map, topk_experts, expert_token_indices, token_index_map):
+    """Move each routed entry's token id to its location, and the location to the token's slot.
+
+    Source        MoEBlaze, section 4.2, step 3, second phase
+    Grid          ceil(L E / THREADS) blocks of THREADS threads, a thread for each entry of the map
+    Shared bytes  0
+    Global bytes  reads 4 L E + 4 R + 4 R k; writes 8 R
+    """
+    num_tokens, k = topk_experts.shape
+    num_experts = dense_map.shape[1]
+    entry = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+    if entry < num_tokens * num_experts:
+        token, expert = entry // num_experts, entry % num_experts
+        if dense_map[token, expert] != EMPTY:
+            location = location_map[token, expert]
+            expert_token_indices[location] = token
+            for j in range(k):
+                if topk_experts[token, j] == expert:
+                    token_index_map[token * k + j] = location
+
+
 # The steps on the host: arrays on the device, which nobody checks again
 
 
@@ -210,6 +259,22 @@ def _route(dense_map, offsets, topk_experts):
     outputs = int32_output(num_routed), int32_output(num_routed)
     inputs = dense_map, offsets, topk_experts
     launch(route_indices_kernel, dense_map.shape[1], THREADS, *inputs, *outputs, shared_bytes=SHARED_BYTES)
+    return outputs
+
+
+def _locate(dense_map, offsets):
+    """Step 3 as printed, first phase: the location map (L, E)."""
+    result = int32_output(dense_map.shape)
+    launch(location_map_kernel, dense_map.shape[1], THREADS, dense_map, offsets, result, shared_bytes=SHARED_BYTES)
+    return result
+
+
+def _write(dense_map, location_map, topk_experts):
+    """Step 3 as printed, second phase: expert_token_indices and token_index_map, each (R,)."""
+    num_routed = topk_experts.shape[0] * topk_experts.shape[1]
+    outputs = int32_output(num_routed), int32_output(num_routed)
+    blocks = blocks_for(dense_map.shape[0] * dense_map.shape[1])
+    launch(write_indices_kernel, blocks, THREADS, dense_map, location_map, topk_experts, *outputs)
     return outputs
 
 
@@ -326,6 +391,64 @@ def route_indices(dense_map, offsets, topk_experts):
     """
     stage_doors.check_route_indices(dense_map, offsets, topk_experts)
     return to_caller(topk_experts, *_route(*all_to_device(dense_map, offsets, topk_experts)))
+
+
+def location_map(dense_map, offsets):
+    """Step 3 as printed, first phase: where each token goes in the order of each expert.
+
+    Parameters
+    ----------
+    dense_map : array (L, E), int32
+        From step 1.
+    offsets : array (E + 1,), int32
+        From step 2.
+
+    Returns
+    -------
+    array (L, E), int32
+        Entry (i, e) is offsets[e] plus the number of tokens before i that go to expert e. Of the kind of ``dense_map``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `stage_doors.check_location_map`.
+
+    Notes
+    -----
+    MoEBlaze, section 4.2, step 3. `build` does both phases at once, as `route_indices`.
+    """
+    stage_doors.check_location_map(dense_map, offsets)
+    return to_caller(dense_map, _locate(*all_to_device(dense_map, offsets)))[0]
+
+
+def write_indices(dense_map, location_map, topk_experts):
+    """Step 3 as printed, second phase: every routed entry of the map writes its token id to its location.
+
+    Parameters
+    ----------
+    dense_map : array (L, E), int32
+        From step 1.
+    location_map : array (L, E), int32
+        From the first phase.
+    topk_experts : array (L, k), int32, C-contiguous
+        Tells which of its k slots a token used for an expert.
+
+    Returns
+    -------
+    expert_token_indices, token_index_map : array (R,), int32
+        As `route_indices`. Both of the kind of ``topk_experts``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `stage_doors.check_write_indices`.
+
+    Notes
+    -----
+    MoEBlaze, section 4.2, step 3.
+    """
+    stage_doors.check_write_indices(dense_map, location_map, topk_experts)
+    return to_caller(topk_experts, *_write(*all_to_device(dense_map, location_map, topk_experts)))
 
 
 def _check_choices(topk_experts, num_experts):

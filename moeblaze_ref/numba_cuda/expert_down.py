@@ -177,7 +177,7 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
         Gradient of the layer's output; gathered by index, never expanded to (R, d).
     gates : array (L, k)
     a : array (R, h), float32
-        A numpy array, or on the GPU a CuPy array.
+        A numpy array, or on the GPU a CuPy array. Of relu y_swi may take its place, with the same results.
     b : array (R, h) or None
         None exactly for the ungated activations.
     w3 : array (E, h, d)

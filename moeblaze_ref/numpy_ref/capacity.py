@@ -259,8 +259,9 @@ def forward(
     gates : ndarray (L, k)
     activation : str
         One of ``config.ACTIVATIONS``.
-    capacity_factor : float
-        C as a multiple of L * k / E; E / k drops nothing, whatever the routing.
+    capacity_factor : float or str
+        C as a multiple of L * k / E; E / k drops nothing, whatever the routing. With "max", C is the most rows of any
+        expert.
     drop_policy : str
         One of ``capacity.DROP_POLICIES``.
 
@@ -286,7 +287,7 @@ def forward(
     """
     stage_doors.check_experts(x, w1, w2, w3, dispatch, gates, activation, DTYPES)
     shared.check_options(capacity_factor, drop_policy)
-    capacity = shared.expert_capacity(dispatch.R, dispatch.E, capacity_factor)
+    capacity = shared.capacity_for(np.diff(dispatch.expert_token_offsets).tolist(), capacity_factor)
     shared.check_capacity(capacity, dispatch.E)
     with doors.trusted_values():
         bins = fill(dispatch, gates, capacity, drop_policy)

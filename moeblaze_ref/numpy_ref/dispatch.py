@@ -176,6 +176,76 @@ def route_indices(dense_map, offsets, topk_experts):
     return expert_token_indices, token_index_map.ravel()
 
 
+def location_map(dense_map, offsets):
+    """Step 3 as printed, first phase: where each token goes in the order of each expert.
+
+    Parameters
+    ----------
+    dense_map : ndarray (L, E), int32
+        From step 1.
+    offsets : ndarray (E + 1,), int32
+        From step 2.
+
+    Returns
+    -------
+    ndarray (L, E), int32
+        Entry (i, e) is offsets[e] plus the number of tokens before i that go to expert e: the position of token i if
+        it goes there too. The dense map says whether it does.
+
+    Raises
+    ------
+    ValueError
+        If the rank of the map is not 2, or the offsets are not what step 2 makes of it.
+    TypeError
+        If a dtype is not int32.
+
+    Notes
+    -----
+    MoEBlaze, section 4.2, step 3: the exclusive scan of each column, plus the expert's offset. `route_indices` does
+    both phases at once.
+    """
+    stage_doors.check_location_map(dense_map, offsets)
+    routed = dense_map != EMPTY  # (L, E)
+    earlier = routed.cumsum(axis=0, dtype=np.int32) - routed  # (L, E)
+    return offsets[:-1] + earlier
+
+
+def write_indices(dense_map, location_map, topk_experts):
+    """Step 3 as printed, second phase: every routed entry of the map writes its token id to its location.
+
+    Parameters
+    ----------
+    dense_map : ndarray (L, E), int32
+        From step 1.
+    location_map : ndarray (L, E), int32
+        From the first phase.
+    topk_experts : ndarray (L, k), int32, C-contiguous
+        Tells which of its k slots a token used for an expert.
+
+    Returns
+    -------
+    expert_token_indices, token_index_map : ndarray (R,), int32
+        As `route_indices`.
+
+    Raises
+    ------
+    ValueError
+        If topk_experts is not valid, or a map is not what the steps before make of it.
+    TypeError
+        If a dtype is not int32.
+
+    Notes
+    -----
+    MoEBlaze, section 4.2, step 3.
+    """
+    stage_doors.check_write_indices(dense_map, location_map, topk_experts)
+    expert_token_indices = np.empty(topk_experts.size, dtype=np.int32)  # (R,)
+    tokens = np.arange(len(topk_experts))[:, None]  # (L, 1)
+    locations = location_map[tokens, topk_experts]  # (L, k)
+    expert_token_indices[locations] = dense_map[tokens, topk_experts]
+    return expert_token_indices, locations.ravel()
+
+
 def build(topk_experts, num_experts) -> Dispatch:
     """The four index structures by the paper's three steps, without sorting.
 

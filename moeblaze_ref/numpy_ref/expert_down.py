@@ -45,6 +45,49 @@ def forward(y_swi, w3, dispatch):
     return y
 
 
+def summed_forward(y_swi, w3, gates, dispatch):
+    """The layer's output with the sum over a token's experts fused into the product, as the paper prints it.
+
+    Parameters
+    ----------
+    y_swi : ndarray (R, h), float64 or float32
+        Hidden activations in expert order, finite.
+    w3 : ndarray (E, h, d)
+    gates : ndarray (L, k)
+        The dtype of ``y_swi``.
+    dispatch : Dispatch
+
+    Returns
+    -------
+    out : ndarray (L, d)
+        A token's rows are added in the order of its experts; `combine.forward` adds them in the order of the slots.
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree or a value is not finite.
+    TypeError
+        If a dtype is not allowed or dispatch is no Dispatch.
+
+    Notes
+    -----
+    MoEBlaze, section 3.1: no array of size (R, d) exists. A token has at most one row of an expert.
+    """
+    stage_doors.check_expert_down_output(y_swi, w3, gates, dispatch, DTYPES, (str(y_swi.dtype),))
+    gate = _gate_of_row(gates, dispatch)  # (R, 1)
+    out = np.zeros((dispatch.L, w3.shape[2]), dtype=y_swi.dtype)  # (L, d)
+    for expert, group, tokens in expert_groups(dispatch):
+        out[tokens] += gate[group] * (y_swi[group] @ w3[expert])
+    return out
+
+
+def _gate_of_row(gates, dispatch):
+    """The gates in expert order, (R, 1)."""
+    gate = np.empty((dispatch.R, 1), dtype=gates.dtype)
+    gate[dispatch.token_index_map] = gates.reshape(-1, 1)
+    return gate
+
+
 def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
     """From the layer's output gradient (L, d) back through gates, w3 and the activation.
 
@@ -54,6 +97,7 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
         Gradient of the layer's output; gathered by index, never expanded to (R, d).
     gates : ndarray (L, k)
     a : ndarray (R, h), float64 or float32
+        Of relu y_swi may take its place, with the same results.
     b : ndarray (R, h) or None
         None exactly for the ungated activations.
     w3 : ndarray (E, h, d)
@@ -91,8 +135,7 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
     stage_doors.check_expert_down_hidden_gradients(*operands, overwrite, DTYPES)
     if y_swi is None:
         y_swi = activation_stage.forward(a, b, activation)  # (R, h)
-    gate = np.empty((dispatch.R, 1), dtype=gates.dtype)  # (R, 1), in expert order
-    gate[dispatch.token_index_map] = gates.reshape(-1, 1)
+    gate = _gate_of_row(gates, dispatch)  # (R, 1)
     d_ungated = np.empty_like(a)  # (R, h), dY'
     for expert, group, tokens in expert_groups(dispatch):
         d_ungated[group] = d_out[tokens] @ w3[expert].T

@@ -10,7 +10,8 @@ from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.raw_cuda.runtime.source import Module
 from moeblaze_ref.structures import EMPTY, Array, Dispatch
 
-RUNGS = {"1_dense_map": ("int32",), "2_bitmap": ("int32",), "3_single_pass": ("int32",)}
+AS_PRINTED = "as_printed"  # step 3 with its location map; it belongs to no rung of the series
+RUNGS = dict.fromkeys((AS_PRINTED, "1_dense_map", "2_bitmap", "3_single_pass"), ("int32",))
 DEFAULT_RUNG = "3_single_pass"
 THREADS = 256
 WARP = 32
@@ -95,8 +96,8 @@ def build(
     executor : Executor, optional
         Another executor for arrays of that kind.
     rung : str
-        One of ``RUNGS``: the paper's three steps over a dense map, the same over a bitmap, or tiles without a map.
-        All give the same bits.
+        One of ``RUNGS``: the paper's three steps with a location map, the same without it, the same over a bitmap, or
+        tiles without a map. All give the same bits.
 
     Returns
     -------
@@ -158,25 +159,44 @@ def _build(executor: Executor, rung: str, topk_experts: Array, E: int, R: int) -
 
 
 def _by_dense_map(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
-    routed = executor.empty((dispatch.L, dispatch.E), "int32")
-    _by_map(executor, module, topk_experts, dispatch, {"dense_map": routed})
+    dense_map = {"dense_map": executor.empty((dispatch.L, dispatch.E), "int32")}
+    _route(module, _offsets_by_map(executor, module, topk_experts, dispatch, dense_map), topk_experts, dispatch)
+
+
+def _by_location_map(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
+    """Steps 1 and 2 of 1_dense_map, then the two phases of the paper's step 3."""
+    L, E = dispatch.L, dispatch.E
+    dense_map, location_map = ({name: executor.empty((L, E), "int32")} for name in ("dense_map", "location_map"))
+    first_steps = executor.load("dispatch/1_dense_map.cu", THREADS=THREADS)
+    operands = _offsets_by_map(executor, first_steps, topk_experts, dispatch, dense_map)
+    module.launch("location_map", grid=E, block=THREADS, **operands, **location_map, L=L, E=E)
+    module.launch(
+        "write_indices",
+        grid=ceil_div(L * E, THREADS),
+        block=THREADS,
+        **dense_map,
+        **location_map,
+        **_route_of(topk_experts, dispatch),
+    )
 
 
 def _by_bitmap(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
     words = ceil_div(dispatch.L, THREADS) * WARPS
-    routed = executor.empty((dispatch.E, words), "uint32")  # a bit for each token, and for none at the end
-    _by_map(executor, module, topk_experts, dispatch, {"bitmap": routed}, shared_bytes=4 * dispatch.E * WARPS)
+    bitmap = {"bitmap": executor.empty((dispatch.E, words), "uint32")}  # a bit for each token, and for none at the end
+    shared_bytes = 4 * dispatch.E * WARPS
+    operands = _offsets_by_map(executor, module, topk_experts, dispatch, bitmap, shared_bytes)
+    _route(module, operands, topk_experts, dispatch)
 
 
-def _by_map(
+def _offsets_by_map(
     executor: Executor,
     module: Module,
     topk_experts: Array,
     dispatch: Dispatch,
     routed: dict[str, Array],
     shared_bytes: int = 0,
-):
-    """The paper's three steps; the kernel of the first has the name of the map that it makes."""
+) -> dict[str, Array]:
+    """Steps 1 and 2: fill the map and the offsets, and return both by name. The map's kernel has the map's name."""
     L, E, k = dispatch.L, dispatch.E, dispatch.k
     (name,) = routed
     lengths = executor.empty((E,), "int32")
@@ -195,19 +215,25 @@ def _by_map(
     )
     module.launch("expert_lengths", grid=E, block=THREADS, **routed, lengths=lengths, L=L, E=E)
     module.launch("expert_offsets", grid=1, block=THREADS, lengths=lengths, **offsets, E=E)
-    module.launch(
-        "route_indices",
-        grid=E,
-        block=THREADS,
-        **routed,
-        **offsets,
-        topk_experts=topk_experts,
-        expert_token_indices=dispatch.expert_token_indices,
-        token_index_map=dispatch.token_index_map,
-        L=L,
-        E=E,
-        k=k,
-    )
+    return routed | offsets
+
+
+def _route(module: Module, operands: dict[str, Array], topk_experts: Array, dispatch: Dispatch):
+    """Step 3 in one kernel, a block an expert."""
+    outputs = _route_of(topk_experts, dispatch)
+    module.launch("route_indices", grid=dispatch.E, block=THREADS, **operands, **outputs)
+
+
+def _route_of(topk_experts: Array, dispatch: Dispatch) -> dict[str, Any]:
+    """What the kernel that ends step 3 takes besides the map: the choices, the two index structures and the sizes."""
+    return {
+        "topk_experts": topk_experts,
+        "expert_token_indices": dispatch.expert_token_indices,
+        "token_index_map": dispatch.token_index_map,
+        "L": dispatch.L,
+        "E": dispatch.E,
+        "k": dispatch.k,
+    }
 
 
 def _by_tiles(executor: Executor, module: Module, topk_experts: Array, dispatch: Dispatch):
@@ -244,4 +270,9 @@ def _by_tiles(executor: Executor, module: Module, topk_experts: Array, dispatch:
     )
 
 
-_FILL = {"1_dense_map": _by_dense_map, "2_bitmap": _by_bitmap, "3_single_pass": _by_tiles}
+_FILL = {
+    AS_PRINTED: _by_location_map,
+    "1_dense_map": _by_dense_map,
+    "2_bitmap": _by_bitmap,
+    "3_single_pass": _by_tiles,
+}

@@ -2,10 +2,12 @@
 
 from moeblaze_ref import doors, stage_doors
 from moeblaze_ref.raw_cuda import gemm, tiles
-from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.structures import Array, Dispatch
 
 RUNGS = gemm.RUNGS
+SUMMED_RUNG = "as_printed"
+SUMMED_RUNGS = {SUMMED_RUNG: gemm.WIDE}  # of `summed_forward`, which has no y and no backward of its own
 DEFAULT_RUNG = "2_tiled"
 GATE_DTYPES = ("float32",)
 
@@ -114,6 +116,118 @@ def output_in_parts(
     return out
 
 
+def summed_forward(
+    y_swi: Array,
+    w3: Array,
+    gates: Array,
+    dispatch: Dispatch,
+    executor: Executor | None = None,
+    rung: str = SUMMED_RUNG,
+) -> Array:
+    """The layer's output with the sum over a token's experts fused into the product, as the paper prints it.
+
+    Parameters
+    ----------
+    y_swi : array (R, h), float32, float16 or bfloat16
+    w3 : array (E, h, d)
+    gates : array (L, k), float32
+    dispatch : Dispatch
+    executor : Executor, optional
+        Default: by where ``y_swi`` lives.
+    rung : str
+        One of ``SUMMED_RUNGS``. It multiplies as `gemm.portable_rung` says.
+
+    Returns
+    -------
+    out : array (L, d)
+        A token's rows are added in float32 in the order of its experts, and rounded once: always the same bits.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `stage_doors.check_expert_down_output`, or if the rung does not compute in this dtype.
+
+    Notes
+    -----
+    MoEBlaze, section 3.1. y (R, d) is never stored, but sums (L, d) in float32 are, unless out is float32 itself. One
+    launch an expert; the launches of a stream run one after the other.
+    """
+    return _summed(_add_experts, y_swi, w3, gates, dispatch, executor, rung)
+
+
+def atomic_forward(
+    y_swi: Array, w3: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None
+) -> Array:
+    """`summed_forward` by atomic additions in one launch: a lesson, used by nothing.
+
+    Parameters
+    ----------
+    y_swi, w3, gates, dispatch, executor
+        As in `summed_forward`.
+
+    Returns
+    -------
+    out : array (L, d)
+        Not the same bits from run to run: a token's rows are added in the order in which blocks come.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `summed_forward`.
+    """
+    return _summed(_add_rows, y_swi, w3, gates, dispatch, executor, SUMMED_RUNG)
+
+
+def _summed(add, y_swi, w3, gates, dispatch, executor, rung):
+    """The rounded sums that ``add`` fills."""
+    stage_doors.check_expert_down_output(y_swi, w3, gates, dispatch, gemm.WIDE, GATE_DTYPES)
+    dtype = gemm.check_rung("expert_down", rung, SUMMED_RUNGS, y_swi)
+    executor = executor or executor_for(y_swi)
+    L, d = dispatch.L, w3.shape[2]
+    sums = executor.full((L, d), "float32", 0)
+    if dispatch.R:
+        operands = {
+            "y_swi": y_swi,
+            "w3": w3,
+            "gate_of_row": _gate_of_row(executor, gates, dispatch),
+            "expert_token_indices": dispatch.expert_token_indices,
+            "expert_token_offsets": dispatch.expert_token_offsets,
+            "sums": sums,
+            "d": d,
+            "h": w3.shape[1],
+        }
+        add(executor, dispatch, operands)
+    if dtype == "float32" or L == 0:
+        return executor.cast(sums, dtype)
+    out = executor.empty((L, d), dtype)
+    module = executor.load("expert_down/as_printed.cu", **gemm.constants(dtype))
+    module.launch("round_sums", **gemm.per_element(L * d), sums=sums, out=out, L=L, d=d)
+    return out
+
+
+def _add_experts(executor, dispatch, operands):
+    """One launch an expert, each of as many tiles as the longest group that there can be."""
+    module, tile = _module_of_sums(executor, "as_printed", dispatch, operands)
+    rows, columns = gemm.extent(tile)
+    launch = gemm.per_tile(tile, (ceil_div(dispatch.L, rows), ceil_div(operands["d"], columns)))
+    for expert in range(dispatch.E):
+        module.launch("add_expert", **launch, **operands, expert=expert)
+
+
+def _add_rows(executor, dispatch, operands):
+    """One launch for all experts."""
+    module, tile = _module_of_sums(executor, "lesson_atomic", dispatch, operands)
+    launch = gemm.rows_launch(executor, SUMMED_RUNG, dispatch, operands["d"], tile)
+    module.launch("add_rows", **launch, **operands)
+
+
+def _module_of_sums(executor, name, dispatch, operands):
+    """A file that sums in its epilogue, compiled for the tile of the product that it is built on, and the tile."""
+    dtype, d, h = doors.dtype_of(operands["y_swi"]), operands["d"], operands["h"]
+    tile = tiles.choose(executor, gemm.portable_rung(dtype, d, h), "expert_down", dispatch.R, dispatch.E, d, h)
+    return executor.load(f"expert_down/{name}.cu", **gemm.constants(dtype, tile=tile)), tile
+
+
 def hidden_gradients(
     d_out: Array,
     gates: Array,
@@ -135,6 +249,7 @@ def hidden_gradients(
         Gradient of the layer's output; gathered by index, never expanded to (R, d).
     gates : array (L, k), float32
     a : array (R, h), float32, float16 or bfloat16
+        Of relu y_swi may take its place, with the same results.
     b : array (R, h) or None
         None exactly for the ungated activations.
     w3 : array (E, h, d)
@@ -177,10 +292,7 @@ def hidden_gradients(
     gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
         return d_a, d_b, gated_y, d_gates
-    gate_module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
-    slots = {**gemm.per_element(dispatch.slots), "token_index_map": dispatch.token_index_map, "R": dispatch.slots}
-    gate_of_row = executor.empty((dispatch.R,), "float32")
-    gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
+    gate_of_row = _gate_of_row(executor, gates, dispatch)
     tile = tiles.choose(executor, rung, "d_hidden", dispatch.R, dispatch.E, d, h)
     terms = gemm.gate_terms(rung, h, tile)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
@@ -202,8 +314,22 @@ def hidden_gradients(
         d=d,
         h=h,
     )
-    gate_module.launch("d_gates", **slots, gate_terms=gate_terms, d_gates=d_gates, terms=terms)
+    _over_slots(executor, "d_gates", dispatch, gate_terms=gate_terms, d_gates=d_gates, terms=terms)
     return d_a, d_b, gated_y, d_gates
+
+
+def _gate_of_row(executor, gates, dispatch):
+    """The gates in expert order, (R,) float32."""
+    gate_of_row = executor.empty((dispatch.R,), "float32")
+    _over_slots(executor, "gate_rows", dispatch, gates=gates, gate_of_row=gate_of_row)
+    return gate_of_row
+
+
+def _over_slots(executor, kernel, dispatch, **operands):
+    """Launch a kernel of 0_gates.cu, a thread a slot."""
+    module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
+    slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.slots}
+    module.launch(kernel, **gemm.per_element(dispatch.slots), **slots, **operands)
 
 
 def weight_gradient(

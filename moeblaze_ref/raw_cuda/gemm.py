@@ -119,6 +119,11 @@ def mapped_too(executor: Executor, rung: str, name: str, array: Array) -> dict[s
     return {f"{name}_map": executor.tensor_map(array, DEPTH_BOX)} if rung == HOPPER else {}
 
 
+def portable_rung(dtype: str, d: int, h: int) -> str:
+    """The fastest rung that runs on every GPU and computes in this dtype at these widths; never ``TF32``."""
+    return "2_tiled" if dtype not in NARROW or d % 8 or h % 8 else "3_mma"
+
+
 def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: Array, **widths: int) -> str:
     """The array's dtype, in which the rung computes, and rows of these widths."""
     dtype = doors.dtype_of(array)

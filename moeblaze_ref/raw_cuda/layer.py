@@ -12,7 +12,8 @@ from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gat
 from moeblaze_ref.raw_cuda.runtime import Executor, executor_for
 from moeblaze_ref.structures import Array
 
-RUNGS = expert_up.RUNGS  # of both projections; the other stages run their default rung
+# Of both projections; the other stages run their default rung. "as_printed" is the default rung, but for the output.
+RUNGS = expert_up.RUNGS | expert_down.SUMMED_RUNGS
 
 
 def default_rung(dtype: str, d: int, h: int, executor: Executor) -> str:
@@ -20,9 +21,8 @@ def default_rung(dtype: str, d: int, h: int, executor: Executor) -> str:
 
     Never ``gemm.TF32``: whoever has float32 in mind gets it, and less only by name.
     """
-    if dtype not in gemm.NARROW or d % 8 or h % 8:
-        return "2_tiled"
-    return "4_hopper" if executor.capability == (9, 0) else "3_mma"
+    rung = gemm.portable_rung(dtype, d, h)
+    return "4_hopper" if rung == "3_mma" and executor.capability == (9, 0) else rung
 
 
 def forward(
@@ -47,7 +47,8 @@ def forward(
     executor : Executor, optional
         Another executor for arrays of that kind.
     rung : str, optional
-        One of ``RUNGS``. Default: `default_rung`.
+        One of ``RUNGS``. Default: `default_rung`. ``as_printed`` runs the paper's forward: `expert_up.forward` on the
+        default rung, then `expert_down.summed_forward`. It has no y, so policy ``conventional`` keeps none.
 
     Returns
     -------
@@ -115,7 +116,10 @@ def stages_for(x: Array, weights: MoEWeights, executor: Executor | None, rung: s
     """The stages with the executor and the rung already chosen."""
     doors.check_type("weights", weights, MoEWeights)
     executor = executor or executor_for(x)
-    return _bound_stages(executor, rung or default_rung(doors.dtype_of(x), *weights.w1.shape[1:], executor))
+    kind = _SummedStages if rung in expert_down.SUMMED_RUNGS else _Stages
+    if rung is None or kind is _SummedStages:
+        rung = default_rung(doors.dtype_of(x), *weights.w1.shape[1:], executor)
+    return _bound_stages(executor, rung, kind)
 
 
 class _Stages(layer.Stages):
@@ -126,9 +130,17 @@ class _Stages(layer.Stages):
         return super().output(tensors, w3, dispatch, gates, kept) if in_parts is None else in_parts
 
 
+class _SummedStages(layer.Stages):
+    """Stages of which the last sums over a token's experts in its epilogue, as the paper prints it: y never exists."""
+
+    def output(self, tensors, w3, dispatch, gates, kept):
+        y_swi = tensors["y_swi"] if "y_swi" in kept else tensors.pop("y_swi")
+        return self.expert_down.summed_forward(y_swi, w3, gates, dispatch, rung=expert_down.SUMMED_RUNG)
+
+
 @functools.cache
-def _bound_stages(executor, rung) -> layer.Stages:
-    return _Stages(
+def _bound_stages(executor, rung, kind) -> layer.Stages:
+    return kind(
         router=_Bound(router, executor=executor),
         gating=_Bound(gating, executor=executor),
         dispatch=_Bound(dispatch, executor=executor),

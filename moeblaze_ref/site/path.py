@@ -24,7 +24,7 @@ DOCUMENT, RECORD = DOCS / "path.md", DOCS / "results" / "course_cpu.json"
 NAMES = ("notebook", "to read", "first run", "exercises", "to solve")
 KEYS = ("rows", "cores", "device", "versions", "commit")
 WORDS_A_MINUTE = 130  # of a text with formulas and tables, read slowly
-MINUTES = {"predict": 5, "numba": 15, "cuda": 15, "bug": 10}  # an estimate, for each kind of exercise
+MINUTES = {"predict": 5, "numba": 15, "cuda": 15, "bug": 10, "construct": 10}  # an estimate, for each kind of exercise
 
 
 def measure() -> dict[str, Any]:
@@ -77,19 +77,25 @@ def _block(found):
     if missing := [path.name for path in paths if path.name not in seconds]:
         raise ValueError(f"the record has no time of {', '.join(missing)}")
     lines = [
-        [_link(path), f"{reading_minutes(path)} min", _rounded(seconds[path.name]), *_exercises(path)] for path in paths
+        [_link(path), f"{reading_minutes(path)} min", _rounded(seconds[path.name]), *_exercises(path.stem)] for path in paths
     ]
     total = sum(reading_minutes(path) for path in paths), sum(seconds[path.name] for path in paths)
-    minutes = [minutes for path in paths for minutes in exercise_minutes(path.stem)]
+    lines += [_sheet_of_its_own(sheet) for sheet in SHEETS if sheet.number is None]
+    minutes = [minutes for sheet in SHEETS for minutes in exercise_minutes(sheet.course)]
     lines.append(["all", f"{total[0]} min", _rounded(total[1]), str(len(minutes)), f"{sum(minutes)} min"])
     where = "\n".join([*documents.place(found), f"- cores: {found['cores']}"])
     return "\n\n".join([documents.table(NAMES, lines), where])
 
 
-def _exercises(path):
+def _exercises(course):
     """How many there are, as a link to them, and how long they may take."""
-    minutes = exercise_minutes(path.stem)
-    return f"[{len(minutes)}](../notebooks/exercises/{path.name})", f"{sum(minutes)} min"
+    minutes = exercise_minutes(course)
+    return f"[{len(minutes)}](../notebooks/exercises/{course}.ipynb)", f"{sum(minutes)} min"
+
+
+def _sheet_of_its_own(sheet):
+    """The line of a sheet without a notebook to read or to run."""
+    return [sheet.title, "", "", *_exercises(sheet.course)]
 
 
 def _link(path: Path) -> str:

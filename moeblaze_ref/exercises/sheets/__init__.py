@@ -1,4 +1,4 @@
-"""The exercises, a module for each notebook of the course that has some."""
+"""The exercises: a module for each notebook of the course, and one for a sheet of its own on the papers' errors."""
 
 from moeblaze_ref.exercises.exercise import Exercise, Sheet
 from moeblaze_ref.exercises.sheets import (
@@ -9,6 +9,7 @@ from moeblaze_ref.exercises.sheets import (
     hopper,
     megablocks,
     memory_wall,
+    papers_errors,
     parallel,
     placement,
     routing,
@@ -29,6 +30,7 @@ SHEETS: tuple[Sheet, ...] = tuple(
         training,
         placement,
         parallel,
+        papers_errors,
     )
 )
 EXERCISES: dict[str, Exercise] = {exercise.name: exercise for sheet in SHEETS for exercise in sheet.exercises}

@@ -1,0 +1,31 @@
+"""Whether what is timed for a paper's figure gives the right result."""
+
+from torch import Tensor
+
+from moeblaze_ref.bench import accuracy
+
+
+def compared(what: str, found: Tensor, expected: Tensor) -> dict[str, float]:
+    """Return the columns ``error`` and ``row_error`` of a result, see `accuracy.Error`.
+
+    Parameters
+    ----------
+    what : str
+        The result's name, for the message.
+    found, expected : Tensor
+        Of one shape.
+
+    Raises
+    ------
+    ArithmeticError
+        If an error is above `accuracy.BOUND` or `accuracy.ROW_BOUND`, or NaN.
+    ValueError
+        If the shapes differ.
+    """
+    error = accuracy.worst([found], [expected])
+    if not (error.whole <= accuracy.BOUND and error.row <= accuracy.ROW_BOUND):
+        raise ArithmeticError(
+            f"{what} has an error of {error.whole:.2g}, in the worst row {error.row:.2g}, but at most "
+            f"{accuracy.BOUND:.2g} and {accuracy.ROW_BOUND:.2g} are allowed"
+        )
+    return error.columns

@@ -1,0 +1,194 @@
+"""One row for each claim of a paper, with a verdict that is computed from the paper's value and ours.
+
+A row whose value agrees with the paper needs no reason. A row whose value does not agree needs one, and the reason says
+whether the paper or our setting is the cause. Any other combination fails: a reason for a value that agrees is stale,
+and a value that does not agree without a reason is unexplained.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Verdict(StrEnum):
+    """What a row says of its claim."""
+
+    AGREES = "agrees"
+    PAPER_ERROR = "the paper's error"
+    DIFFERS = "ours differs"
+    NOT_PRINTED = "not printed"
+    NOT_REPRODUCED = "not reproduced"
+    NOT_MEASURED = "not measured yet"
+    FAILS = "FAILS"
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number as a paper prints it.
+
+    Parameters
+    ----------
+    text : str
+        As printed, with its unit.
+    low, high : float
+        The values that agree with it, both ends included, in the unit of the value that is compared.
+    """
+
+    text: str
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        """Whether a value agrees; NaN does not."""
+        return self.low <= value <= self.high
+
+
+def exactly(number: float, text: str, digit: float = 1.0) -> Printed:
+    """Return a printed number that agrees with whatever rounds to it at its last ``digit``."""
+    return Printed(text, number - digit / 2, number + digit / 2)
+
+
+def more_than(number: float, text: str) -> Printed:
+    """Return a printed lower bound ("over 4x")."""
+    return Printed(text, number, float("inf"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim.
+
+    Parameters
+    ----------
+    item : str
+        Id of the item of `papers.items.ITEMS` that it belongs to.
+    what : str
+        What the numbers are of.
+    printed : str
+        The paper's value; empty if it prints none.
+    formula : str
+        What the formula gives; empty if there is none.
+    ours : str
+        What we measured, with its device; empty if nothing is measured.
+    verdict : Verdict
+    why : str
+        The reason of any verdict but "agrees".
+    arithmetic : bool
+        Whether the row compares a formula or a definition with the paper; the command fails if one of these fails.
+    detail : bool
+        Whether the row is left out of the table of all items.
+    """
+
+    item: str
+    what: str
+    printed: str = ""
+    formula: str = ""
+    ours: str = ""
+    verdict: Verdict = Verdict.AGREES
+    why: str = ""
+    arithmetic: bool = True
+    detail: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return asdict(self) | {"verdict": str(self.verdict)}
+
+
+def compared(
+    what: str,
+    printed: Printed,
+    value: float,
+    show: Callable[[float], str],
+    error: str = "",
+    ours: str = "",
+    detail: bool = False,
+) -> Row:
+    """Compare what a formula gives with what a paper prints.
+
+    Parameters
+    ----------
+    what : str
+    printed : Printed
+    value : float
+        Of the formula, computed here.
+    show : callable
+        Writes the value.
+    error : str
+        What the paper got wrong, where the value does not agree.
+    ours : str
+        What we measured of it.
+    detail : bool
+        As in `Row`.
+
+    Returns
+    -------
+    Row
+        Its item is still empty: `Item.rows` fills it in.
+    """
+    verdict, why = _judged(printed.holds(value), error, Verdict.PAPER_ERROR)
+    return Row("", what, printed.text, show(value), ours, verdict, why, detail=detail)
+
+
+def measured(
+    what: str,
+    printed: Printed,
+    values: Sequence[float],
+    ours: str,
+    differs: str,
+    formula: str = "",
+    detail: bool = False,
+) -> Row:
+    """Compare what we measured with what a paper prints: every value, or none is measured yet.
+
+    ``differs`` says why ours may differ; it is shown where one of the values does not agree.
+    """
+    if not values:
+        return not_measured(what, printed.text, formula)
+    if all(map(printed.holds, values)):
+        verdict, why = Verdict.AGREES, ""
+    else:
+        verdict, why = Verdict.DIFFERS, differs
+    return Row("", what, printed.text, formula, ours, verdict, why, arithmetic=False, detail=detail)
+
+
+def stated(what: str, printed: str, holds: bool, formula: str, error: str = "", detail: bool = False) -> Row:
+    """Compare a printed definition or sentence, which ``holds`` or not, with what ``formula`` says in its place."""
+    verdict, why = _judged(holds, error, Verdict.PAPER_ERROR)
+    return Row("", what, printed, formula, "", verdict, why, detail=detail)
+
+
+def not_printed(what: str, formula: str, ours: str = "", holds: bool = True) -> Row:
+    """Give the values of a bar whose number the paper does not print.
+
+    ``holds`` is false where what we measured contradicts the formula.
+    """
+    if holds:
+        return Row("", what, "", formula, ours, Verdict.NOT_PRINTED, "a bar of a figure without a number", detail=True)
+    return Row(
+        "", what, "", formula, ours, Verdict.FAILS, "what we measured is not what the formula gives", detail=True
+    )
+
+
+def not_measured(what: str, printed: str = "", formula: str = "") -> Row:
+    """Name something that is measured on a GPU, and was not yet."""
+    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, "no recorded run", arithmetic=False)
+
+
+def not_reproduced(what: str, printed: str, why: str, ours: str = "") -> Row:
+    """Name a printed value that this project does not reproduce, and why."""
+    return Row("", what, printed, "", ours, Verdict.NOT_REPRODUCED, why, arithmetic=False)
+
+
+def _judged(agrees: bool, error: str, otherwise: Verdict) -> tuple[Verdict, str]:
+    if agrees and error:
+        return Verdict.FAILS, f"explained as an error, but it agrees: {error}"
+    if agrees:
+        return Verdict.AGREES, ""
+    if error:
+        return otherwise, error
+    return Verdict.FAILS, "does not agree with the paper, and nothing explains it"
+
+
+def failures(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that fail."""
+    return [row for row in rows if row.verdict is Verdict.FAILS]

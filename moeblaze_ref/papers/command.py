@@ -1,0 +1,73 @@
+"""What ``moeblaze paper`` does: choose items, measure them on a GPU, draw what is recorded."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+
+from moeblaze_ref import terminal
+from moeblaze_ref.papers import items, results
+from moeblaze_ref.papers.claims import failures
+from moeblaze_ref.papers.item import Item
+from moeblaze_ref.papers.results import Recorded
+
+__all__ = ["Recorded", "chosen", "failures", "measure", "write_plots"]
+
+
+def chosen(ids: Sequence[str], gpu: bool, record: Path | None) -> list[Item]:
+    """Return the items that are asked for.
+
+    Raises
+    ------
+    ValueError
+        If there is no such item, one is to be measured that is not measured on a GPU, or a file is named without --gpu.
+    """
+    found = items.chosen(ids)
+    if record and not gpu:
+        raise ValueError("--record takes what --gpu measures: add --gpu")
+    if gpu and not ids:
+        raise ValueError(f"--gpu measures items by name: {', '.join(measurable())}")
+    for item in found:
+        if gpu and item.measured_by is None:
+            raise ValueError(f"{item.id} is not measured on a GPU. Measured are: {', '.join(measurable())}")
+    return found
+
+
+def measurable() -> list[str]:
+    """Return the ids of the items that are measured on a GPU."""
+    return [item.id for item in items.ITEMS.values() if item.measured_by]
+
+
+def measure(found: Sequence[Item], record: Path | None, progress_bar: Callable[[], Progress]) -> Recorded:
+    """Measure items on this GPU, one after the other, and return what is recorded then.
+
+    Parameters
+    ----------
+    found : sequence of Item
+    record : Path, optional
+        The file that the runs are added to. Default: a temporary one.
+    progress_bar : callable
+
+    Raises
+    ------
+    ValueError, OSError
+        If there is no GPU, or the file cannot take runs of it.
+    """
+    from moeblaze_ref.bench import plan
+
+    device = plan.gpu()
+    with tempfile.TemporaryDirectory() as folder:
+        path = record or Path(folder, "paper.json")
+        results.check_place(path)
+        for item in found:
+            jobs = item.jobs(device)
+            with progress_bar() as progress:
+                for _ in progress.track(results.record(path, item.id, jobs), len(jobs), description=item.id):
+                    pass
+        return Recorded([path])
+
+
+def write_plots(found: Sequence[Item], recorded: Recorded, folder: Path) -> list[Path]:
+    """Write the pictures of the items into a folder; return the files."""
+    return [terminal.save(figure, folder, name) for item in found for name, figure in item.plots(recorded).items()]

@@ -1,0 +1,67 @@
+"""What an item of a paper is: an equation, a table or a figure, its claims, and how it is measured."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from moeblaze_ref.papers.claims import Row
+from moeblaze_ref.papers.results import Recorded, Rows
+
+Job = Callable[[], Rows]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One equation, table or figure.
+
+    Its functions are named as "module:function" of this package and imported on first use: what measures on a GPU needs
+    torch, and what solves integer programs needs a solver.
+
+    Parameters
+    ----------
+    id : str
+        What the command calls it: "moeblaze-fig3".
+    place : str
+        Paper and place: "MoEBlaze, figure 3".
+    title : str
+        What it is about.
+    claims : str
+        Makes its rows from what is recorded.
+    measured_by : str, optional
+        Takes the id and a ``bench.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
+    drawn_by : str, optional
+        Draws the rows of one recorded run; draws the formulas if the item is not measured.
+    """
+
+    id: str
+    place: str
+    title: str
+    claims: str
+    measured_by: str | None = None
+    drawn_by: str | None = None
+
+    def rows(self, recorded: Recorded) -> list[Row]:
+        """Return the rows of the item."""
+        return [replace(row, item=self.id) for row in function(self.claims)(recorded)]
+
+    def jobs(self, device: Any) -> Sequence[Job]:
+        """Return what measures the item on a GPU, piece by piece."""
+        return function(self.measured_by)(self.id, device)
+
+    def plots(self, recorded: Recorded) -> dict[str, Figure]:
+        """Return the item's pictures by name: of the last run on each device, or of its formulas if it is not measured."""
+        if self.drawn_by is None:
+            return {}
+        draw = function(self.drawn_by)
+        if self.measured_by is None:
+            return {self.id: draw()}
+        return {f"{self.id}_{device}": draw(rows) for device, rows in recorded.runs(self.id)}
+
+
+def function(name: str) -> Callable[..., Any]:
+    """Return the function of a name, "module:function"."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(f"moeblaze_ref.papers.{module}"), attribute)

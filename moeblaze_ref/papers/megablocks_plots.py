@@ -1,0 +1,210 @@
+"""Pictures of what was measured for MegaBlocks' figures: a function of one device's rows for each.
+
+Source: MegaBlocks (arXiv 2211.15841), figures 2, 5, 8, 9 and 10.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from moeblaze_ref.memory.plots import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    MARKERS,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    dotted,
+    drawn,
+    filled,
+)
+from moeblaze_ref.papers.block_products import PRODUCTS
+from moeblaze_ref.papers.capacities import VARIANTS
+
+Rows = Sequence[Mapping[str, Any]]
+
+# cuBLAS and the paper's tile have the plain lines.
+TILE_LOOKS = {
+    None: {"color": BLACK, "linestyle": "-", "linewidth": 1},
+    (128, 128): {"color": BLUE, "linestyle": "-", "linewidth": 3},
+    (64, 64): {**drawn(VERMILLION), "marker": "X"},
+    (64, 128): {**drawn(ORANGE), "marker": "s"},
+    (128, 64): {**drawn(SKY), "marker": "^"},
+    (64, 256): {**drawn(GREEN), "marker": "P"},
+    (256, 64): {**drawn(PURPLE), "marker": "d"},
+    (128, 256): {"color": GREY, "linestyle": "--", "marker": "v"},
+    (256, 128): {"color": YELLOW, "linestyle": "-", "marker": "o", "markeredgecolor": BLACK},
+}
+PRODUCT_COLORS = dict(zip(PRODUCTS, (BLUE, VERMILLION, ORANGE, SKY, YELLOW, PURPLE), strict=True))
+MODEL_COLORS = dict(zip(("moe-XS", "moe-Small", "moe-Medium"), (BLUE, VERMILLION, GREEN), strict=True))
+VARIANT_COLORS = dict(zip(VARIANTS, (GREY, VERMILLION, ORANGE, GREEN, BLACK, BLUE), strict=True))
+BAND = 0.15  # opacity of a spread
+FIRST_POINT = 5  # validations in the first half of a run: their losses would flatten the rest
+
+
+def squares(rows: Rows) -> Figure:
+    """Draw figure 5: the rate of every tile and of cuBLAS against the size of square products.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `squares.time_square` returns them.
+    """
+    figure, axes = _one_panel(rows, (8, 4.5))
+    for tile, look in TILE_LOOKS.items():
+        found = sorted((row["n"], row["tflops"]) for row in rows if tuple(row["tile"] or ()) == (tile or ()))
+        if found:
+            axes.plot(*zip(*found, strict=True), label=_tile_name(tile), markersize=5, **look)
+    _powers_of_two(axes, sorted({row["n"] for row in rows}))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("n, rows, columns and depth")
+    _dress(axes, "TFLOPS", "dense products n x n x n in bfloat16, by the tile of a thread block")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, handlelength=4)
+    return figure
+
+
+def _tile_name(tile: tuple[int, int] | None) -> str:
+    return "cuBLAS" if tile is None else f"Triton, {tile[0]}x{tile[1]}"
+
+
+def products(rows: Rows) -> Figure:
+    """Draw figure 9: every block-sparse product in percent of the rate of cuBLAS batched.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `block_products.time_product` returns them.
+    """
+    figure, axes = _one_panel(rows, (9, 4))
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    width = 0.9 / len(PRODUCTS)
+    for number, (name, color) in enumerate(PRODUCT_COLORS.items()):
+        found = {row["model"]: row["pct_of_bmm"] for row in rows if row["product"] == name}
+        places = [models.index(model) + (number + 0.5) * width - 0.45 for model in found]
+        bars = axes.bar(places, list(found.values()), width, label=name, **filled(color))
+        axes.bar_label(bars, fmt="%.0f", fontsize="small")
+    axes.axhline(100, color=BLACK, linewidth=1)
+    axes.set_xticks(range(len(models)), models)
+    axes.tick_params(axis="x", length=0)
+    _dress(axes, "percent of torch.bmm's rate", "block-sparse products of a step, 8 experts, uniform routing")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return figure
+
+
+def experts(rows: Rows) -> Figure:
+    """Draw figure 10: how many times as fast the block-sparse products are as one expert after another.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `block_products.time_experts` returns them.
+    """
+    _check(rows)
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    ways = {"launched by the host": ("ms", "sequential_ms"), "as CUDA graphs": ("graph_ms", "sequential_graph_ms")}
+    for axes, (way, (ours, theirs)) in zip(panels, ways.items(), strict=True):
+        for model in dict.fromkeys(row["model"] for row in rows):
+            found = sorted((row["E"], row[theirs] / row[ours]) for row in rows if row["model"] == model)
+            color = MODEL_COLORS.get(model, BLACK)
+            axes.plot(*zip(*found, strict=True), label=model, marker=MARKERS.get(color, "o"), **drawn(color))
+        axes.axhline(1, color=GREY, linewidth=0.8)
+        _powers_of_two(axes, sorted({row["E"] for row in rows}))
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}x")
+        axes.set_xlabel("E, experts")
+        _dress(axes, "", way)
+    panels[0].set_ylabel("times as fast as one expert after another")
+    panels[0].legend(frameon=False, handlelength=4)
+    return figure
+
+
+def capacities(rows: Rows) -> Figure:
+    """Draw figures 2 and 8: held-out loss by capacity factor, against steps, against time, and of every seed at the end.
+
+    Lines are means over the seeds, bands one sample deviation on either side. Rows of a CPU have no times, nor a panel
+    against time.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `capacities.row_of` returns them.
+    """
+    _check(rows)
+    runs = {name: [row for row in rows if row["variant"] == name] for name in VARIANTS}
+    runs = {name: found for name, found in runs.items() if found}
+    timed = all(row["seconds_at"] for row in rows)
+    alongs = {"steps": "steps", "seconds_at": "seconds of training"} if timed else {"steps": "steps"}
+    figure = Figure(figsize=(4 + 4 * len(alongs), 4.5), layout="constrained")
+    *panels, ends = figure.subplots(1, 1 + len(alongs), sharey=True)
+    for axes, (along, xlabel) in zip(panels, alongs.items(), strict=True):
+        for name, found in runs.items():
+            _band(axes, name, found, along)
+        axes.set_xlabel(xlabel)
+        _dress(axes, "", "the second half of training")
+    _ends(ends, runs)
+    panels[0].set_ylabel("held-out loss, nats per byte")
+    names = panels[0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside lower center", ncols=len(runs), frameon=False, handlelength=4)
+    return figure
+
+
+def _band(axes: Axes, name: str, runs: Rows, along: str):
+    """One variant's mean loss, and a deviation on either side."""
+    color = VARIANT_COLORS[name]
+    places = [fmean(at) for at in zip(*(row[along] for row in runs), strict=True)][FIRST_POINT:]
+    losses = list(zip(*(row["loss"] for row in runs), strict=True))[FIRST_POINT:]
+    means, spreads = [fmean(loss) for loss in losses], [stdev(loss) if len(loss) > 1 else 0.0 for loss in losses]
+    axes.plot(places, means, label=name, marker=MARKERS.get(color, ""), markersize=4, **drawn(color))
+    low, high = ([mean + sign * spread for mean, spread in zip(means, spreads, strict=True)] for sign in (-1, 1))
+    axes.fill_between(places, low, high, color=color, alpha=BAND, linewidth=0)
+
+
+def _ends(axes: Axes, runs: Mapping[str, Rows]):
+    """The last loss of every seed, and each variant's mean."""
+    for place, (name, found) in enumerate(runs.items()):
+        losses = [row["held_out_loss"] for row in found]
+        axes.plot([place] * len(losses), losses, markerfacecolor="none", **dotted(VARIANT_COLORS[name]))
+        axes.hlines(fmean(losses), place - 0.3, place + 0.3, color=BLACK, linewidth=1.5)
+    axes.set_xticks(range(len(runs)), list(runs))
+    axes.set_xlabel("capacity factor, or none")
+    _dress(axes, "", "at the end: each seed, and the mean")
+
+
+def _check(rows: Rows):
+    if not rows:
+        raise ValueError("rows is empty, but it must hold at least one")
+
+
+def _one_panel(rows: Rows, size: tuple[float, float]) -> tuple[Figure, Axes]:
+    _check(rows)
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _powers_of_two(axes: Axes, values: Sequence[int]):
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _dress(axes: Axes, ylabel: str, title: str):
+    axes.set_ylabel(ylabel)
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+PICTURES: dict[str, Callable[[Rows], Figure]] = {
+    "megablocks-fig5": squares,
+    "megablocks-fig9": products,
+    "megablocks-fig10": experts,
+    "megablocks-fig2": capacities,
+}

@@ -1,0 +1,148 @@
+"""The claims of MoETuner (arXiv 2502.06643): both integer programs as printed and as solved, and what it measures."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from moeblaze_ref.papers.claims import Printed, Row, measured, not_reproduced, stated
+from moeblaze_ref.papers.results import DOCS, Recorded
+from moeblaze_ref.placement import bounds, ilp, simulate
+from moeblaze_ref.placement.clusters import cluster_experts
+from moeblaze_ref.placement.exact import best_clusters, best_seats
+from moeblaze_ref.placement.peers import contiguous
+from moeblaze_ref.placement.seats import seat_clusters
+from moeblaze_ref.placement.trace import profile, split
+from moeblaze_ref.traces import load
+
+LOAD = np.array([9, 1, 1, 1])  # tokens of each expert of a layer in which one is hot
+TRACE = DOCS / "results" / "trace_lm_small_h200.npz"
+TRACED_GPUS = 4
+STABLE = 10  # percent of a layer's load
+
+
+def least_printed(load: np.ndarray, num_clusters: int) -> tuple[float, np.ndarray]:
+    """Solve equations 1 to 7 as printed for one layer, by trying every x: nothing ties an expert to one cluster.
+
+    Returns
+    -------
+    deviation : float
+        The least sum over clusters of |T - mean T|.
+    x : ndarray (clusters, E), int
+        A solution; the first that is found.
+    """
+    best, found = float("inf"), None
+    for bits in product((0, 1), repeat=num_clusters * len(load)):
+        x = np.reshape(bits, (num_clusters, len(load)))
+        if x.sum(axis=1).min() >= 1:
+            tokens = x @ load
+            deviation = float(np.abs(tokens - tokens.mean()).sum())
+            if deviation < best:
+                best, found = deviation, x
+    return best, found
+
+
+def first_program(_: Recorded) -> Iterator[Row]:
+    """Equations 1 to 7: clusters of equal load."""
+    least, x = least_printed(LOAD, 2)
+    at_least_one = bounds.printed(len(LOAD))
+    meant, _ = best_clusters(LOAD, 2, at_least_one)
+    solved = cluster_experts(LOAD[None].astype(np.int64), 2, at_least_one)
+    times = x.sum(axis=0)
+    yield stated(
+        f"equations 1 to 7 on the load {LOAD.tolist()}, 2 clusters: least deviation",
+        f"{least:g}",
+        least == meant,
+        f"{meant:g} with each expert in exactly one cluster",
+        f"as printed an expert may be in several clusters or in none: here they are in {times.tolist()} clusters",
+    )
+    yield stated(
+        "the same by our solver, each expert in exactly one cluster",
+        "",
+        float(solved.objective[0]) == meant,
+        f"{float(solved.objective[0]):g}; by trying everything {meant:g}",
+    )
+    yield stated(
+        "equation 2: index t of its sum", "undefined", False, "T[c, l] = sum over e of P[e, l] x[c, e, l]", "a misprint"
+    )
+    yield stated("equation 3: what the mean is over", "undefined", False, "over clusters", "a misprint")
+
+
+def second_program(_: Recorded) -> Iterator[Row]:
+    """Equations 8 to 15: a GPU for each cluster."""
+    generator = np.random.default_rng(0)
+    C = generator.integers(1, 100, (3, 3, 3))
+    cost = np.array([[0.0, 1.0, 9.0], [1.0, 0.0, 9.0], [9.0, 9.0, 0.0]])
+    sizes = np.full((4, 3), 2)
+    straight, solved = np.tile(np.arange(3), (4, 1)), seat_clusters(C, cost, sizes)
+    printed, meant = (_objective(C, cost, straight, summed) for summed in (True, False))
+    yield stated(
+        "equation 8 for one seating: sum over layers of the slowest pair",
+        f"{printed:g}",
+        printed == meant,
+        f"{meant:g}",
+        "the sums stand inside the max, which leaves it nothing to be taken over: every pair's time is added",
+    )
+    least, found = best_seats(C, cost, sizes), _objective(C, cost, solved.gpus, False)
+    yield stated("equations 8 to 15 by our solver", "", bool(np.isclose(found, least)), f"{found:g}; exact {least:g}")
+
+
+def _objective(C: np.ndarray, cost: np.ndarray, gpus: np.ndarray, summed: bool) -> float:
+    """Sum over layers of the slowest pair's time, or of all pairs' times."""
+    layers = []
+    for flow, here, there in zip(C, gpus, gpus[1:], strict=False):
+        times = flow * cost[np.ix_(here, there)]
+        layers.append(times.sum() if summed else times.max())
+    return float(np.sum(layers))
+
+
+# What it measures -----------------------------------------------------------------------------------------------------
+
+ELSEWHERE = "measured on Mixtral-8x7B inference in Megatron-LM, which is not run here"
+
+
+def figure_8(_: Recorded) -> Iterator[Row]:
+    """Routing statistics are stable from batch to batch of a task."""
+    what = "load of the experts, two random halves of our trace: share of a layer's load that differs"
+    printed = Printed(f"stable from batch to batch (we ask for at most {STABLE}%)", 0, STABLE)
+    if not TRACE.exists():
+        return
+    halves = split(load(TRACE), seed=0)
+    first, second = (P / P.sum(axis=1, keepdims=True) for P in (profile(half).P for half in halves))
+    moved = 50 * np.abs(first - second).sum(axis=1)  # (layers,) percent
+    yield measured(
+        what, printed, moved.tolist(), f"{moved.mean():.1f}%, at most {moved.max():.1f}%", "another model and text"
+    )
+
+
+def measured_claims(_: Recorded) -> Iterator[Row]:
+    """End to end, tails, balance and memory."""
+    found = _tails()
+    for what, printed, ours in (
+        ("end to end, one node", "9.3%", ""),
+        ("end to end, two nodes", "17.5%", ""),
+        ("tail of token processing, one node, two nodes", "-36%, -27%", found.get("compute", "")),
+        ("mean of token processing, one node, two nodes", "-34.8%, -22.5%", ""),
+        ("tail of all-to-all, one node, two nodes", "-36.3%, -30.5%", found.get("transfer", "")),
+        ("mean of all-to-all, one node, two nodes", "-35.4%, -24.7%", ""),
+        ("GPU memory utilisation, one node", "+8.7%", ""),
+        ("contiguous placement: most of a layer's tokens on one GPU", "up to 64%", found.get("fullest", "")),
+    ):
+        yield not_reproduced(what, printed, ELSEWHERE, ours)
+
+
+def _tails() -> dict[str, str]:
+    """MoETuner's map beside the contiguous one on our trace, by the simulator: one node of 4 GPUs."""
+    if not TRACE.exists():
+        return {}
+    of_trace, on = profile(load(TRACE)), simulate.cluster("nvlink", TRACED_GPUS, 512, 1024)
+    before, after = contiguous(of_trace, TRACED_GPUS).shares(), ilp.moetuner(of_trace, on).placement.shares()
+    steps = [simulate.step(of_trace, shares, on) for shares in (before, after)]
+    found = {"compute": _change(*(step.compute_s for step in steps))}
+    found["transfer"] = _change(*(step.transfer_s for step in steps))
+    fullest = simulate.balance(simulate.loads(of_trace, before)).max() / TRACED_GPUS
+    return found | {"fullest": f"our trace, {TRACED_GPUS} GPUs: {100 * fullest:.0f}%"}
+
+
+def _change(before: np.ndarray, after: np.ndarray) -> str:
+    return f"modelled on our trace, {TRACED_GPUS} GPUs of one node: {100 * (after.sum() / before.sum() - 1):+.1f}%"

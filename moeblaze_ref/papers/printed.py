@@ -1,0 +1,301 @@
+"""Time and bytes of the steps that MoEBlaze prints one way and this project does another way.
+
+`moeblaze-4.2` is the dispatch: as printed, with a location map, beside ours. `moeblaze-3.1` is the down-projection
+whose epilogue sums over a token's experts, beside a stored y and the combine. Every kernel of a preset is timed
+interleaved with the others, by replays of CUDA graphs, and its result is compared with plain torch's in the same run.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref import doors, kernel_headers, oracle
+from moeblaze_ref.bench import accuracy, floors
+from moeblaze_ref.bench.clock import replayed, take_turns
+from moeblaze_ref.bench.device import Device
+from moeblaze_ref.bench.expected import EXPECTED, results_of
+from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.bench.stages import input_sets
+from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, gemm, layer, tiles
+from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
+from moeblaze_ref.raw_cuda.runtime.source import kernel_text
+from moeblaze_ref.torch_bridge import Bridge, bridge_to
+
+REPETITIONS = 15
+COMBINE = ("combine/2_vector.cu", "combine")
+GATE_ROWS = ("expert_down/0_gates.cu", "gate_rows")
+ROUND_SUMS = ("expert_down/as_printed.cu", "round_sums")
+
+
+class Version(NamedTuple):
+    """One way to compute a step.
+
+    Parameters
+    ----------
+    run : callable
+        From `Inputs` and an executor to the result.
+    kernels : sequence of (file, kernel)
+        Those that it launches, for the bytes that their headers state.
+    filled : str
+        Bytes that are written without a kernel of ours, as a formula.
+    extra : str
+        Bytes of temporary buffers, as a formula.
+    rung : str, optional
+        Whose tile the kernels are compiled for.
+    """
+
+    run: Callable[[Inputs, Executor], Any]
+    kernels: Sequence[tuple[str, str]]
+    filled: str
+    extra: str
+    rung: str | None = None
+
+
+# ---- section 4.2: the dispatch -------------------------------------------------------------------
+
+EXTRA_OF_DISPATCH = {
+    dispatch.AS_PRINTED: "8 L E + 4 E",  # dense map, location map, lengths
+    "1_dense_map": "4 L E + 4 E",
+    "2_bitmap": "4 E WORDS + 4 E",
+    "3_single_pass": "4 E (TILES + 1)",
+}
+
+
+def dispatch_versions() -> dict[str, Version]:
+    """The dispatch as printed, and ours, by the names of their kernel files."""
+    return {rung: _dispatch_version(rung) for rung in EXTRA_OF_DISPATCH}
+
+
+def _dispatch_version(rung: str) -> Version:
+    def run(inputs, executor):
+        return dispatch.build(inputs.topk_experts, inputs.config.E, executor=executor, rung=rung)
+
+    first_steps = _kernels("dispatch/1_dense_map.cu")[:-1] if rung == dispatch.AS_PRINTED else []
+    return Version(run, [*first_steps, *_kernels(f"dispatch/{rung}.cu")], "0", EXTRA_OF_DISPATCH[rung])
+
+
+def _kernels(file: str) -> list[tuple[str, str]]:
+    return [(file, kernel) for kernel in kernel_headers.table(kernel_text(file))]
+
+
+# ---- section 3.1: the sum over a token's experts -------------------------------------------------
+
+
+def sum_versions(config: MoEConfig, executor: Executor) -> dict[str, Version]:
+    """The fused sums, and y stored and combined on the same rung and on the layer's default rung.
+
+    Parameters
+    ----------
+    config : MoEConfig
+    executor : Executor
+        Of the device, which decides the default rung.
+
+    Returns
+    -------
+    dict of str to Version
+        ``as_printed``, ``lesson_atomic``, and one or two named after the rung that stores y.
+    """
+    same = gemm.portable_rung(config.dtype, config.d, config.h)
+    default = layer.default_rung(config.dtype, config.d, config.h, executor)
+    rounds = [] if config.dtype == "float32" else [ROUND_SUMS]
+    sums = "0" if config.dtype == "float32" else "4 L d"  # float32 sums are the output
+    fused = {
+        "as_printed": (expert_down.summed_forward, "add_expert"),
+        "lesson_atomic": (expert_down.atomic_forward, "add_rows"),
+    }
+    versions = {}
+    for file, (forward, kernel) in fused.items():
+        kernels = [GATE_ROWS, (f"expert_down/{file}.cu", kernel), *rounds]
+        versions[file] = Version(partial(_fused, forward), kernels, "4 L d", f"4 R + {sums}", same)
+    for rung in dict.fromkeys((same, default)):
+        kernels = [(gemm.file_of("expert_down", rung), "expert_down"), COMBINE]
+        versions[f"{rung} + combine"] = Version(partial(_stored, rung), kernels, "0", "s R d", rung)
+    return versions
+
+
+def _fused(forward, inputs, executor):
+    return forward(inputs.y_swi, inputs.w3, inputs.gates, inputs.dispatch, executor=executor)
+
+
+def _stored(rung, inputs, executor):
+    y = expert_down.forward(inputs.y_swi, inputs.w3, inputs.dispatch, executor=executor, rung=rung)
+    return combine.forward(y, inputs.gates, inputs.dispatch, executor=executor)
+
+
+def _expected_sums(inputs: Inputs) -> tuple[Tensor]:
+    order = oracle.expert_order(inputs.tensor("topk_experts"), inputs.config.E)
+    y = oracle.expert_down(inputs.tensor("y_swi"), order, inputs.tensor("w3"))
+    return (oracle.combine(y, inputs.tensor("gates"), order),)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def symbols(config: MoEConfig, offsets: Sequence[int], rung: str | None, executor: Executor) -> dict[str, int]:
+    """Return what the symbols in the headers' formulas stand for.
+
+    Parameters
+    ----------
+    config : MoEConfig
+    offsets : sequence of int
+        expert_token_offsets (E + 1,) of the routing.
+    rung : str or None
+        Of the down-projection, whose tile decides; None for the dispatch.
+    executor : Executor
+
+    Returns
+    -------
+    dict of str to int
+    """
+    c, s = config, config.itemsize
+    found = {**c.sizes, "R": c.R, "s": s, "THREADS": gemm.THREADS, "multiprocessors": executor.multiprocessors}
+    if rung is None:
+        tiling = dispatch.Tiling.of(c.E, c.k)
+        words = ceil_div(c.L, dispatch.THREADS) * dispatch.WARPS
+        return found | {"WORDS": words, "TILES": ceil_div(c.L, tiling.tokens)}
+    tile = tiles.choose(executor, rung, "expert_down", c.R, c.E, c.d, c.h)
+    rows, columns = (128, gemm.HOPPER_COLUMNS) if rung == gemm.HOPPER else gemm.extent(tile)
+    if isinstance(tile, tiles.MmaTile):
+        found |= tile.constants(s)
+    begins = [begin for first, end in pairwise(offsets) for begin in range(first, end, rows)]
+    boxes = sum(min(rows, offsets[-1] - begin) for begin in begins)
+    of_tiles = {"TILE_ROWS": rows, "TILE_COLUMNS": columns, "D": ceil_div(c.d, columns)}
+    return found | of_tiles | {"tiles": len(begins), "boxes": boxes}
+
+
+def moved(version: Version, values: dict[str, int]) -> dict[str, int]:
+    """Return the bytes that a version's threads ask to read and to write, by the headers of its kernels.
+
+    Parameters
+    ----------
+    version : Version
+    values : dict
+        From `symbols`.
+
+    Returns
+    -------
+    dict
+        bytes_read, bytes_written, and extra_bytes of the temporary buffers.
+    """
+    read = written = 0
+    for file, kernel in version.kernels:
+        row = kernel_headers.table(kernel_text(file))[kernel]
+        launched = values | {"blocks": _blocks(kernel, row["grid"], values)}
+        read += kernel_headers.number(row["bytes read"], launched)
+        written += kernel_headers.number(row["bytes written"], launched)
+    filled, extra = (kernel_headers.number(formula, values) for formula in (version.filled, version.extra))
+    return {"bytes_read": int(read), "bytes_written": int(written + filled), "extra_bytes": int(extra)}
+
+
+def _blocks(kernel: str, grid: str, values: dict[str, int]) -> int:
+    """Blocks of all launches of a kernel whose bytes depend on them; 0 of the others."""
+    if kernel not in ("add_expert", "add_rows", "expert_down"):
+        return 0
+    blocks = torch.Size(kernel_headers.sizes(grid, values)).numel()
+    return blocks * values["E"] if kernel == "add_expert" else blocks
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def time_dispatch(name: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
+    """Time every version of the dispatch of one layer; one row each, as `time_versions`."""
+    return time_versions("dispatch", name, config, dispatch_versions(), device)
+
+
+def time_sums(name: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
+    """Time every way from y_swi to the output of one layer; one row each, as `time_versions`."""
+    versions = sum_versions(config, bridge_to(device.torch_device).executor)
+    return time_versions("expert_down", name, config, versions, device)
+
+
+def time_versions(
+    stage: str, name: str, config: MoEConfig, versions: dict[str, Version], device: Device
+) -> list[dict[str, Any]]:
+    """Time the versions of a step interleaved, and compare each result with plain torch's.
+
+    Parameters
+    ----------
+    stage : str
+        "dispatch", or "expert_down" with the sum over a token's experts.
+    name, config
+        The layer, and its name in the rows.
+    versions : dict of str to Version
+    device : Device
+
+    Returns
+    -------
+    list of dict
+        preset, stage, kernel, shape, dtype; ms and quartiles_ms of one call; bytes_read, bytes_written, extra_bytes;
+        error and row_error as `accuracy.Error`. A version that does not run or gives a wrong result has a message in
+        place of the numbers.
+    """
+    bridge = bridge_to(device.torch_device)
+    sets = [
+        Inputs(config, bridge, device.torch_device)
+        for _ in range(input_sets(floors.cost_of(stage, config).bytes, device.cache_bytes))
+    ]
+    head = {"preset": name, "stage": stage, "shape": config.sizes, "dtype": config.dtype}
+    expected = _expected_sums(sets[0]) if stage == "expert_down" else EXPECTED[stage](sets[0])
+    rows, replays = {}, {}
+    for kernel, version in versions.items():
+        rows[kernel] = head | {"kernel": kernel}
+        try:
+            rows[kernel] |= _checked(stage, version, sets[0], expected, bridge)
+            replays[kernel] = replayed(device.captured(partial(_run, version, sets, bridge)))
+        except Exception as error:  # one that fails must not end the others
+            rows[kernel]["message"] = str(error).partition("\n")[0]
+    samples = take_turns(replays, REPETITIONS, device) if replays else {}
+    offsets = bridge.executor.to_numpy(sets[0].dispatch.expert_token_offsets).tolist()
+    for kernel, taken in samples.items():
+        of_one, version = taken.shared_by(len(sets)), versions[kernel]
+        rows[kernel] |= {"ms": of_one.median, "quartiles_ms": list(of_one.quartiles)}
+        rows[kernel] |= moved(version, symbols(config, offsets, version.rung, bridge.executor))
+    return list(rows.values())
+
+
+def _run(version: Version, sets: Sequence[Inputs], bridge: Bridge) -> list[Any]:
+    with bridge.running():
+        return [version.run(inputs, bridge.executor) for inputs in sets]
+
+
+def _checked(stage, version, inputs, expected, bridge) -> dict[str, float]:
+    """The columns of the result's error."""
+    (result,) = _run(version, [inputs], bridge)
+    error = accuracy.worst(results_of(stage, result, bridge), expected)
+    if not (error.whole <= accuracy.BOUND and error.row <= accuracy.ROW_BOUND):
+        raise ValueError(f"the result is wrong: its relative error is {error.whole:.2g}, that of a row {error.row:.2g}")
+    return error.columns
+
+
+# ---- items ---------------------------------------------------------------------------------------
+
+ITEMS = {"moeblaze-4.2": time_dispatch, "moeblaze-3.1": time_sums}
+
+
+def jobs(item: str, device: Device) -> list[Callable[[], list[dict[str, Any]]]]:
+    """Return the measurements of an item, one job for each of the seven configurations of MoEBlaze's table 1.
+
+    Parameters
+    ----------
+    item : str
+        "moeblaze-4.2" or "moeblaze-3.1".
+    device : Device
+
+    Returns
+    -------
+    list of callable
+        Each returns JSON-able rows, as `time_versions`.
+
+    Raises
+    ------
+    ValueError
+        If the item is unknown.
+    """
+    measure = ITEMS[doors.check_name("item", item, ITEMS)]
+    return [partial(measure, name, preset(name).config, device) for name in PAPER_PRESETS]

@@ -1,0 +1,113 @@
+"""Figures 4 and 6 of MoEBlaze: the speed of a training step on its seven configurations, measured on a GPU.
+
+A step is a forward and a backward of one layer in bfloat16, without an optimizer, as in sections 6.4 and 6.6. Every
+system computes with the same weights and tokens. `bench.layer.time_layer` times them interleaved in one run, compares
+the output and every gradient with the oracle, and counts what each saves for backward.
+
+Section 6 names two ungated activations, ReLU (6.1) and SiLU (6.3, 6.4); figure 4 is measured with both.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from moeblaze_ref import doors
+from moeblaze_ref.bench import accuracy, foreign, layer, report
+from moeblaze_ref.bench.contestants import OURS
+from moeblaze_ref.bench.device import Device
+from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
+
+Row = dict[str, Any]
+
+ITEMS = {"moeblaze-fig4": ("silu", "relu"), "moeblaze-fig6": ("swiglu",)}  # activations of each
+POLICIES = ("paper", "minimal", "inputs")
+UNCOMPILED = ("megablocks", "grouped_mm", *foreign.SYSTEMS)
+BASELINES = {  # of each activation; what torch compiles takes too long for a second reading of figure 4
+    "silu": (*UNCOMPILED, "gather_sum_compiled"),
+    "relu": UNCOMPILED,
+    "swiglu": (*UNCOMPILED, "gather_sum_compiled"),
+}
+REPETITIONS = 9
+NOT_SHOWN = ("kind", "routing", "time_over_uniform", "capacity_factor", "dropped_rows", "lost_tokens")
+
+
+def jobs(item: str, device: Device) -> list[Callable[[], list[Row]]]:
+    """One job for each configuration and activation of a figure.
+
+    Parameters
+    ----------
+    item : str
+        One of ``ITEMS``.
+    device : Device
+
+    Returns
+    -------
+    list of callable
+        Each returns what `time_systems` returns.
+
+    Raises
+    ------
+    ValueError
+        If there is no such item.
+    """
+    doors.check_name("item", item, ITEMS)
+    return [
+        partial(time_systems, name, preset(name).config.replace(activation=activation), device)
+        for activation in ITEMS[item]
+        for name in PAPER_PRESETS
+    ]
+
+
+def time_systems(name: str, config: MoEConfig, device: Device) -> list[Row]:
+    """Our layer under ``POLICIES`` and every baseline, interleaved.
+
+    Parameters
+    ----------
+    name : str
+        The preset's name in the rows.
+    config : MoEConfig
+        Its activation is one of ``BASELINES``.
+    device : Device
+
+    Returns
+    -------
+    list of dict
+        A `bench.layer.Row` for each system that runs and is right, without the columns ``NOT_SHOWN``. For each other
+        one preset, shape, dtype, activation, system, policy (None) and message: what fails, in a line.
+    """
+    baselines = BASELINES[config.activation]
+    failures = {system: _failure(system, config, device) for system in baselines if system in foreign.SYSTEMS}
+    able = tuple(system for system in baselines if failures.get(system) is None)
+    timed = layer.time_layer(name, config, layer.Choice((OURS, *able), POLICIES, repetitions=REPETITIONS), device)
+    failures |= {row["system"]: _wrong(row) for row in report.wrong(timed) if row["system"] in foreign.SYSTEMS}
+    messages = {system: message for system, message in failures.items() if message is not None}
+    head = {"preset": name, "shape": config.sizes, "dtype": config.dtype, "activation": config.activation}
+    return [
+        *(_shown(row, messages) for row in timed if row["system"] not in messages),
+        *(head | {"system": system, "policy": None, "message": message} for system, message in messages.items()),
+    ]
+
+
+def _shown(row: Row, messages: Mapping[str, str]) -> Row:
+    """A row without the columns that are not shown, nor ratios to systems that have a message."""
+    ratios = {system: ratio for system, ratio in row["ratio_to"].items() if system not in messages}
+    return {key: value for key, value in row.items() if key not in NOT_SHOWN} | {"ratio_to": ratios}
+
+
+def _wrong(row: Row) -> str:
+    """How far a system is from the oracle, and why where that is known."""
+    message = f"wrong: error {row['error']:.2g} compared with the oracle, at most {accuracy.BOUND:.2g} is allowed"
+    reason = foreign.FAULTS.get((row["system"], row["activation"]))
+    return message if reason is None else f"{message}: {reason}"
+
+
+def _failure(system: str, config: MoEConfig, device: Device) -> str | None:
+    """What fails in a step of one system alone, in a line; None if nothing does."""
+    try:
+        scene = layer.Scene(config, layer.Choice((system,)), device)
+        scene.step(*scene.subjects())
+        device.settle()
+    except Exception as error:  # whatever another project's code raises
+        first, *_ = [*str(error).strip().splitlines(), ""]
+        return f"{type(error).__name__}: {first}"
+    return None

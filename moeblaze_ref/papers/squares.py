@@ -1,0 +1,159 @@
+"""MegaBlocks' figure 5: dense square products by the tile of a thread block, beside cuBLAS.
+
+Source: MegaBlocks (arXiv 2211.15841), section 5.1.2, which chose blocks of 128x128 because the CUTLASS tile of that
+size is on a par with the others or better. Here one Triton kernel takes every tile. Operands are bfloat16.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.bench.clock import Samples, replayed, take_turns
+from moeblaze_ref.bench.device import Device
+from moeblaze_ref.bench.stages import input_sets
+from moeblaze_ref.papers.agreement import compared
+
+SIZES = tuple(2**power for power in range(9, 15))  # 512 to 16,384
+# Warps of each tile's thread blocks: 64 to 128 float32 sums a thread, and 32 where the tile has no more.
+WARPS = {
+    (64, 64): (4,),
+    (64, 128): (4,),
+    (128, 64): (4,),
+    (64, 256): (4, 8),
+    (256, 64): (4, 8),
+    (128, 128): (4, 8),
+    (128, 256): (8,),
+    (256, 128): (8,),
+}
+STAGES = (3, 4)
+PAPERS_TILE = (128, 128)
+REPETITIONS = 9
+
+Rows = list[dict[str, Any]]
+
+
+class Kernel(NamedTuple):
+    """One way of running the Triton product."""
+
+    tile: tuple[int, int]  # rows and columns
+    warps: int
+    stages: int
+
+
+KERNELS = tuple(Kernel(tile, *way) for tile, warps in WARPS.items() for way in product(warps, STAGES))
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """Two matrices and room for their product, each (n, n) bfloat16."""
+
+    left: Tensor
+    right: Tensor
+    result: Tensor
+
+    @classmethod
+    def random(cls, n: int, device: torch.device) -> "Operands":
+        """Draw operands whose product has elements of order 1."""
+        options = {"device": device, "dtype": torch.bfloat16}
+        left, right = (torch.randn(n, n, **options) for _ in range(2))
+        return cls(left, right.mul_(n**-0.5), torch.empty(n, n, **options))
+
+
+def time_square(n: int, device: Device, kernels: Sequence[Kernel] = KERNELS) -> Rows:
+    """Time every tile and cuBLAS on one size, interleaved, by replays of CUDA graphs.
+
+    A graph multiplies as many pairs of operands as fill the L2 cache twice. Every result is compared with cuBLAS's.
+
+    Parameters
+    ----------
+    n : int
+        Rows, columns and depth; a multiple of every tile's sides.
+    device : Device
+    kernels : sequence of Kernel
+        Of each tile the fastest gives the row.
+
+    Returns
+    -------
+    list of dict
+        {n, system, tile, warps, stages, ms, quartiles_ms, tflops, error, row_error}: a row for each tile, of the system
+        "triton", and one of "cublas", which has no tile and no errors. Milliseconds are of one product.
+
+    Raises
+    ------
+    ArithmeticError
+        If a result is not that of cuBLAS.
+    """
+    sets = [Operands.random(n, device.torch_device) for _ in range(input_sets(6 * n * n, device.cache_bytes))]
+    errors = {kernel: _error(kernel, sets[0]) for kernel in kernels}
+    works = {None: partial(_by_cublas, sets)} | {kernel: partial(_by_triton, kernel, sets) for kernel in kernels}
+    contenders = {kernel: replayed(device.captured(work)) for kernel, work in works.items()}
+    samples = take_turns(contenders, REPETITIONS, device)
+    times = {kernel: taken.shared_by(len(sets)) for kernel, taken in samples.items()}
+    best = [_fastest(times, [kernel for kernel in kernels if kernel.tile == tile]) for tile in _tiles(kernels)]
+    return [_row(n, kernel, times[kernel], errors[kernel]) for kernel in best] + [_row(n, None, times[None], {})]
+
+
+def _by_cublas(sets: Sequence[Operands]):
+    for operands in sets:
+        torch.mm(operands.left, operands.right, out=operands.result)
+
+
+def _by_triton(kernel: Kernel, sets: Sequence[Operands]):
+    from moeblaze_ref.papers import triton_matmul  # only a GPU's torch brings Triton
+
+    for operands in sets:
+        triton_matmul.multiply(operands.left, operands.right, operands.result, *kernel)
+
+
+def _error(kernel: Kernel, operands: Operands) -> dict[str, float]:
+    expected = torch.mm(operands.left, operands.right)
+    operands.result.fill_(torch.nan)
+    _by_triton(kernel, [operands])
+    rows, columns = kernel.tile
+    return compared(f"the product of size {len(expected)} by tiles of {rows}x{columns}", operands.result, expected)
+
+
+def _tiles(kernels: Sequence[Kernel]) -> list[tuple[int, int]]:
+    return list(dict.fromkeys(kernel.tile for kernel in kernels))
+
+
+def _fastest(times: Mapping[Kernel | None, Samples], kernels: Sequence[Kernel]) -> Kernel:
+    return min(kernels, key=lambda kernel: times[kernel].median)
+
+
+def _row(n: int, kernel: Kernel | None, taken: Samples, error: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "n": n,
+        "system": "cublas" if kernel is None else "triton",
+        "tile": None if kernel is None else list(kernel.tile),
+        "warps": None if kernel is None else kernel.warps,
+        "stages": None if kernel is None else kernel.stages,
+        "ms": taken.median,
+        "quartiles_ms": list(taken.quartiles),
+        "tflops": 2 * n**3 / taken.median / 1e9,
+        "error": error.get("error"),
+        "row_error": error.get("row_error"),
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Return, for each size, the rate of the paper's tile over that of the fastest tile: 1 where it is the fastest.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `time_square` returns them, of one device.
+    """
+    ms = {(row["n"], tuple(row["tile"])): row["ms"] for row in rows if row["tile"]}
+    sizes = sorted({n for n, _ in ms})
+    return {n: min(took for (size, _), took in ms.items() if size == n) / ms[n, PAPERS_TILE] for n in sizes}
+
+
+def jobs(device: Device) -> list[Callable[[], Rows]]:
+    """Return a job for each size."""
+    return [partial(time_square, n, device) for n in SIZES]

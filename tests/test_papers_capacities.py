@@ -1,0 +1,151 @@
+"""MegaBlocks' figures 2 and 8 on models that train in no time: variants, rows, summary."""
+
+import functools
+from dataclasses import replace
+from statistics import fmean, stdev
+
+import pytest
+import torch
+from pretended import PretendedDevice
+from small_lm import CONFIG, SETTINGS
+
+from moeblaze_ref.lm import data
+from moeblaze_ref.lm.model import LMConfig, MoETransformer
+from moeblaze_ref.lm.train import Trainer, evaluate
+from moeblaze_ref.papers import capacities
+from moeblaze_ref.papers.capacities import FACTORS, VARIANTS
+from moeblaze_ref.systems import system
+
+CPU = torch.device("cpu")
+TINY = replace(SETTINGS, config=replace(CONFIG, k=1, activation="gelu"), steps=20)
+
+
+@pytest.fixture(autouse=True)
+def few_batches(monkeypatch):
+    """Two batches a validation, in place of those that make its loss a number to report."""
+    monkeypatch.setattr(capacities, "VALIDATION_BATCHES", 2)
+
+
+@functools.cache
+def rows_of(name, seed=0):
+    return capacities.train(name, seed, TINY, data.python_help(), CPU)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_trains_and_says_what_it_is(name):
+    (row,) = rows_of(name)
+    assert (row["variant"], row["seed"], row["capacity_factor"]) == (name, 0, VARIANTS[name].capacity_factor)
+    assert row["shape"] == {"d": 16, "h": 16, "E": 1 if name == "dense" else 4, "k": 1, "layers": 2, "sequence": 16}
+    assert row["steps"] == list(range(0, 21, 2)) and len(row["loss"]) == 11
+    assert row["held_out_loss"] == row["loss"][-1] < row["loss"][0]
+    assert row["seconds_at"] is row["seconds"] is None  # of a CPU
+
+
+def test_the_time_of_a_run_is_that_of_its_steps():
+    settings = capacities.settings_of("1.0", 0, TINY, "cuda")  # 32 tokens a step
+    lines = [{"step": 0, "validation_loss": 5.0}]
+    for step, speed in ((1, 8.0), (2, 16.0), (3, 64.0)):
+        lines.append({"step": step, "loss": 4.0, "tokens_per_second": speed, "dropped_share": step / 10})
+        lines.append({"step": step, "validation_loss": 4.0 - step})
+    row = capacities.row_of("1.0", settings, lines)
+    assert (row["steps"], row["loss"]) == ([0, 1, 2, 3], [5.0, 3.0, 2.0, 1.0])
+    assert (row["seconds_at"], row["seconds"]) == ([0.0, 4.0, 6.0, 6.5], 6.5)
+    assert (row["held_out_loss"], row["tokens_of_step"]) == (1.0, 32) and row["dropped_share"] == pytest.approx(0.2)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_row_has_the_loss_of_the_trained_model():
+    (row,) = rows_of("1.5", seed=3)
+    trainer = Trainer(capacities.settings_of("1.5", 3, TINY, "cpu"), data.python_help())
+    while trainer.step < TINY.steps:
+        trainer.advance()
+    held_out = data.python_help().validation
+    assert row["held_out_loss"] == evaluate(trainer.model, held_out, TINY.batch, batches=capacities.VALIDATION_BATCHES)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_fewer_rows_are_dropped_as_the_factor_grows_and_none_at_last():
+    shares = [rows_of(name)[0]["dropped_share"] for name in FACTORS]
+    assert shares == sorted(shares, reverse=True) and shares[0] > shares[1] > 0 == shares[-1]
+    assert rows_of("dense")[0]["dropped_share"] == 0 and rows_of("dropless")[0]["dropped_share"] is None
+
+
+def output_of(name, tokens):
+    settings = capacities.settings_of(name, 0, TINY, "cpu")
+    torch.manual_seed(0)
+    return MoETransformer(settings.config, system(settings.layer, **settings.layer_options))(tokens).logits
+
+
+def test_the_largest_capacity_is_dropless_and_a_small_one_is_not():
+    tokens = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(0))
+    dropless, most, least = (output_of(name, tokens) for name in ("dropless", "max", "1.0"))
+    assert (most - dropless).norm() / dropless.norm() < 1e-5
+    assert (least - dropless).norm() / dropless.norm() > 1e-3
+
+
+def test_a_dense_model_has_the_active_weights_of_the_others():
+    dense, sparse = (MoETransformer(capacities.settings_of(name, 0, TINY, "cpu").config) for name in ("dense", "1.0"))
+    experts = {"w1", "w2", "w3", "wg"}
+
+    def others(model):
+        return {name: tensor.shape for name, tensor in model.named_parameters() if name.split(".")[-1] not in experts}
+
+    assert others(dense) == others(sparse)
+    for one, many in zip(dense.blocks, sparse.blocks, strict=True):
+        assert one.moe.w1.shape == (1, *many.moe.w1.shape[1:]) and one.moe.w3.shape == (1, *many.moe.w3.shape[1:])
+
+
+def test_a_seed_has_one_start_whatever_the_factor():
+    starts = [Trainer(capacities.settings_of(name, 1, TINY, "cpu"), data.python_help()) for name in ("1.0", "dropless")]
+    first, second = (dict(trainer.model.named_parameters()) for trainer in starts)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    other = Trainer(capacities.settings_of("1.0", 2, TINY, "cpu"), data.python_help())
+    assert not torch.equal(other.model.head.weight, starts[0].model.head.weight)
+    assert torch.equal(starts[0].windows.get_state(), starts[1].windows.get_state())
+    assert not torch.equal(starts[0].windows.get_state(), other.windows.get_state())
+
+
+def test_the_block_sparse_layer_runs_where_there_is_a_gpu():
+    assert capacities.settings_of("dropless", 0, TINY, "cuda").layer == "megablocks"
+    assert capacities.settings_of("dropless", 0, TINY, "cpu").layer == "oracle"
+    with pytest.raises(ValueError, match="unknown variant 'maximum'"):
+        capacities.settings_of("maximum", 0, TINY, "cpu")
+
+
+@pytest.mark.parametrize("place", capacities.SIZES)
+def test_all_sizes_are_top_1_and_ungated(place):
+    config = capacities.SIZES[place].config
+    assert isinstance(config, LMConfig) and (config.k, config.activation, config.h) == (1, "gelu", 4 * config.d)
+    assert config.h % 128 == 0 and capacities.SIZES[place].steps % capacities.POINTS == 0
+
+
+def test_there_is_a_job_for_each_variant_and_seed():
+    jobs = capacities.jobs(capacities.ITEM, PretendedDevice())
+    assert [job.args[:2] for job in jobs] == [(name, seed) for seed in range(5) for name in VARIANTS]
+    assert all(job.args[2] == capacities.SIZES["cpu"] and job.args[4] == CPU for job in jobs)
+    with pytest.raises(ValueError, match="unknown item 'megablocks-fig3'"):
+        capacities.jobs("megablocks-fig3", PretendedDevice())
+
+
+def test_the_summary_is_of_the_seeds():
+    losses = {"2.0": [1.5, 1.7], "1.0": [2.0, 2.5, 3.0]}
+    rows = [
+        {"variant": name, "held_out_loss": loss, "seconds": 10 * loss, "dropped_share": loss / 10}
+        for name, found in losses.items()
+        for loss in found
+    ]
+    rows.append({"variant": "dropless", "held_out_loss": 1.4, "seconds": 9.0, "dropped_share": None})
+    found = capacities.summary(rows)
+    assert list(found) == ["1.0", "2.0", "dropless"]
+    assert found["1.0"] == {
+        "seeds": 3,
+        "mean": fmean(losses["1.0"]),
+        "deviation": stdev(losses["1.0"]),
+        "seconds": 25.0,
+        "dropped_share": pytest.approx(0.25),
+    }
+    assert (found["dropless"]["deviation"], found["dropless"]["dropped_share"]) == (None, None)
+    assert capacities.summary([rows[0] | capacities.NO_TIMES])["2.0"]["seconds"] is None
+    with pytest.raises(ValueError, match="rows is empty"):
+        capacities.summary([])

@@ -1,0 +1,70 @@
+"""relu's backward from y_swi alone: the same bits as from a, in numpy and every version of the raw CUDA kernels.
+
+The Numba kernels are compared in test_numba_experts.
+"""
+
+import numpy as np
+import pytest
+from planted import Quick
+from moeblaze_ref.numpy_ref import layer as numpy_layer
+from moeblaze_ref.cases import make_case
+from moeblaze_ref.config import POLICIES
+from moeblaze_ref.numpy_ref import layer as numpy_layer
+from moeblaze_ref.raw_cuda import expert_down, expert_up
+from moeblaze_ref.raw_cuda import layer as raw_layer
+
+SIZES = {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2}  # no tile divides the rows of an expert
+WIDE = {"L": 70, "d": 128, "h": 128, "E": 3, "k": 2}  # what 4_hopper takes
+
+# version of the expert kernels (None: numpy), dtype, sizes
+VERSIONS = [
+    (None, "float64", SIZES),
+    (None, "float32", SIZES),
+    *((rung, "float32", SIZES) for rung in ("1_naive", "2_tiled", "3_mma_tf32")),
+    *((rung, "bfloat16", SIZES) for rung in ("1_naive", "2_tiled", "3_mma")),
+    ("4_hopper", "bfloat16", WIDE),
+]
+
+
+def zeros_and_signs(case):
+    """The case with tokens whose a is 0 and -0: there the slope is 0 by definition."""
+    case.x[:2] = [[0.0], [-0.0]]
+    return case
+
+
+def run(rung, case, policy, overwrite):
+    """Output, losses and every gradient of the layer, and the names of what it kept."""
+    layer, how = (raw_layer, {"executor": Quick(), "rung": rung}) if rung else (numpy_layer, {})
+    output = layer.forward(case.x, case.weights, case.k, "relu", policy, **how)
+    kept = tuple(output.saved.intermediates)
+    gradients = layer.backward(case.d_out, output.saved, case.weights, 0.7, 0.3, overwrite=overwrite, **how)
+    return [*output[:3], *gradients], kept
+
+
+def test_every_version_of_the_expert_kernels_is_in_the_list():
+    assert {rung for rung, *_ in VERSIONS if rung} == {*expert_up.RUNGS} == {*expert_down.RUNGS}
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
+@pytest.mark.parametrize(("rung", "dtype", "sizes"), VERSIONS)
+def test_y_swi_alone_gives_the_bits_of_a(rung, dtype, sizes, overwrite):
+    case = zeros_and_signs(make_case(**sizes, routing="zipf", activation="relu")).astype(dtype)
+    expected, kept = run(rung, case, "conventional", overwrite)
+    assert "a" in kept
+    for policy in POLICIES:
+        found, kept = run(rung, case, policy, overwrite)
+        if policy in ("paper", "minimal"):
+            assert kept == ("y_swi",)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None and other is None) or np.array_equal(one, other)
+            assert one is None or np.asarray(one, dtype=np.float64).any()
+
+
+def test_a_y_swi_that_is_damaged_is_seen():
+    case = make_case(**SIZES, routing="zipf", activation="relu")
+    output = numpy_layer.forward(case.x, case.weights, case.k, "relu", "minimal")
+    expected = numpy_layer.backward(case.d_out, output.saved, case.weights)
+    output.saved.intermediates["y_swi"][-1] = 0.0
+    found = numpy_layer.backward(case.d_out, output.saved, case.weights)
+    for name in ("d_x", "d_w1", "d_w3", "d_gates"):
+        assert not np.array_equal(getattr(found, name), getattr(expected, name)), name
