@@ -128,8 +128,8 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
 
     Notes
     -----
-    With dY' = dOut_gathered W3^T, SonicMoE's dA': dgate = <dY', Y_swi> per row, dY_swi = gate * dY' (MoEBlaze, section 5; SonicMoE
-    for dgate and the operand gate * Y_swi of dW3).
+    With dY' = dOut_gathered W3^T, SonicMoE's dA': dgate = <dY', Y_swi> per row, dY_swi = gate * dY' (MoEBlaze,
+    section 5; SonicMoE for dgate and the operand gate * Y_swi of dW3).
     """
     operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
     stage_doors.check_expert_down_hidden_gradients(*operands, overwrite, DTYPES)

@@ -1,8 +1,8 @@
 """MoETuner's first integer program (arXiv 2502.06643, ILP 1): the experts of a layer into clusters of equal load.
 
 x[c, e] = 1 if expert e is in cluster c; minimise sum_c |T_c - mean T|, T_c = sum_e x[c, e] P[e]. The printed form lacks
-two constraints that are here: each expert is in exactly one cluster, and a cluster has at most so many experts. Each layer starts from a packing, and from a bound that needs no
-solver: where the two meet, the solver has nothing to do.
+two constraints that are here: each expert is in exactly one cluster, and a cluster has at most so many experts. Each
+layer starts from a packing, and from a bound that needs no solver: where the two meet, the solver has nothing to do.
 """
 
 import time
