@@ -86,7 +86,7 @@ def d_hidden_kernel(activation):
 
         share = ZERO
         for hidden in range(thread, a.shape[1], THREADS):
-            d_ungated = ZERO  # the papers' dY', before the gate
+            d_ungated = ZERO  # dY' = dOut_gathered W3^T, before the gate: SonicMoE's dA'
             for i in range(d_out.shape[1]):
                 d_ungated += d_out[token, i] * w3[expert, hidden, i]
             d_y = gate * d_ungated

@@ -128,15 +128,15 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
 
     Notes
     -----
-    With dY' = dOut_gathered W3^T: dgate = <dY', Y_swi> per row, dY_swi = gate * dY' (MoEBlaze, section 5; SonicMoE
-    for dgate and the operand gate * Y_swi of dW3).
+    With dY' = dOut_gathered W3^T, SonicMoE's dA': dgate = <dY', Y_swi> per row, dY_swi = gate * dY' (MoEBlaze,
+    section 5; SonicMoE for dgate and the operand gate * Y_swi of dW3).
     """
     operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
     stage_doors.check_expert_down_hidden_gradients(*operands, overwrite, DTYPES)
     if y_swi is None:
         y_swi = activation_stage.forward(a, b, activation)  # (R, h)
     gate = _gate_of_row(gates, dispatch)  # (R, 1)
-    d_ungated = np.empty_like(a)  # (R, h), the paper's dY'
+    d_ungated = np.empty_like(a)  # (R, h), dY'
     for expert, group, tokens in expert_groups(dispatch):
         d_ungated[group] = d_out[tokens] @ w3[expert].T
     d_gate = (d_ungated * y_swi).sum(axis=1)  # (R,), in expert order

@@ -1,8 +1,8 @@
 """MoETuner's first integer program (arXiv 2502.06643, ILP 1): the experts of a layer into clusters of equal load.
 
-x[c, e] = 1 if expert e is in cluster c; minimise sum_c |T_c - mean T|, T_c = sum_e x[c, e] P[e], with bounds on the
-experts of a cluster, which the printed form lacks. Each layer starts from a packing, and from a bound that needs no
-solver: where the two meet, the solver has nothing to do.
+x[c, e] = 1 if expert e is in cluster c; minimise sum_c |T_c - mean T|, T_c = sum_e x[c, e] P[e]. The printed form lacks
+two constraints that are here: each expert is in exactly one cluster, and a cluster has at most so many experts. Each
+layer starts from a packing, and from a bound that needs no solver: where the two meet, the solver has nothing to do.
 """
 
 import time
@@ -207,7 +207,7 @@ def _by_first_expert(clusters):
 
 
 def _balance(p, clusters, G, bounds, least_deviation, solver, deadline):
-    """(clusters, proven bound): ILP 1 as the paper has it."""
+    """(clusters, proven bound): ILP 1 with its printed objective."""
     layer = _Layer(p, G, bounds, least_deviation)
     layer.model.minimize(layer.deviation)
     found = minimise(layer.model, solver, deadline - time.perf_counter(), layer.start(clusters))

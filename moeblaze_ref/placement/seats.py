@@ -2,7 +2,8 @@
 
 y[l, c, g] = 1 if cluster c of layer l is on GPU g; minimise the sum over transitions of the slowest pair's time, max over
 g1 != g2 of C[l, c1, c2] / bandwidth[g1, g2], every GPU hosting as many experts as the others over all layers. It starts
-from a chain of matchings, and from a bound that needs no solver (`links`).
+from a chain of matchings, and from a bound that needs no solver (`links`). As printed, equation 8 has its sums over
+clusters inside the maximum, which leaves no index to take it over: here the maximum is over pairs of GPUs.
 """
 
 import time
