@@ -1,6 +1,9 @@
 """MoEBlaze's figures 4 and 6 without a GPU: the other projects' layers by stand-ins, the time by a pretended device."""
 
+import os
 import sys
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import foreign_stubs
@@ -11,12 +14,12 @@ from pretended import PretendedDevice
 from moeblaze_ref.bench import accuracy, foreign, layer, report
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.papers import speed
+from moeblaze_ref.papers import speed, trials
 from moeblaze_ref.routed_experts import RoutedExperts
 
 LITTLE = MoEConfig(L=37, d=16, h=128, E=5, k=2)  # h: whole blocks of our MegaBlocks
 TIMED = MoEConfig(L=5, d=8, h=128, E=2, k=1)
-RUNNING = ("megablocks_published", "megablocks_memory_optimized", "megablocks_block_sparse", "sonicmoe")
+RUNNING = ("megablocks_published", "megablocks_published_memory_optimized", "megablocks_published_block_sparse", "sonicmoe")
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def test_a_foreign_layer_computes_with_our_weights(stubs, system, config):
 
 
 @pytest.mark.parametrize(("system", "activation"), [
-    *((system, "silu") for system in RUNNING[:3]), ("megablocks_published", "relu"), ("megablocks_block_sparse", "relu")
+    *((system, "silu") for system in RUNNING[:3]), ("megablocks_published", "relu"), ("megablocks_published_block_sparse", "relu")
 ])  # fmt: skip
 def test_an_ungated_foreign_layer_computes_with_our_weights(stubs, system, activation):
     assert accepted(error_of(system, LITTLE.replace(activation=activation)))
@@ -113,7 +116,9 @@ def quick(monkeypatch):
 
 
 def timed(activation):
-    return speed.time_systems("conf0", TIMED.replace(activation=activation), PretendedDevice())
+    device = PretendedDevice()
+    fails = partial(trials.failure, device=device)
+    return speed.time_systems("conf0", TIMED.replace(activation=activation), device, fails)
 
 
 def by_label(rows):
@@ -154,22 +159,43 @@ def test_a_copy_of_the_weights_is_not_counted_as_saved(monkeypatch):
 def test_what_cannot_run_is_a_message(system):
     package = "sonicmoe" if system == "sonicmoe" else "megablocks"
     message = f"ValueError: system {system}: No module named '{package}'"
-    assert speed._failure(system, LITTLE, PretendedDevice()) == message
+    assert trials.failure(system, LITTLE, PretendedDevice()) == message
+
+
+def crash(*_):
+    os.abort()
+
+
+def hang(*_):
+    time.sleep(600)
+
+
+def test_a_system_that_crashes_or_hangs_ends_its_own_process(monkeypatch):
+    tried = trials.Trials()
+    monkeypatch.setattr(trials, "_on_the_gpu", crash)
+    assert tried.failure("sonicmoe", LITTLE) == "its process crashed"
+    monkeypatch.setattr(trials, "_on_the_gpu", hang)
+    monkeypatch.setattr(trials, "LIMIT_SECONDS", 5)
+    assert tried.failure("sonicmoe", LITTLE) == "its first step did not end within 5 seconds"
+    monkeypatch.setattr(trials, "_on_the_gpu", str.__add__)
+    assert tried.failure("sonicmoe", LITTLE).endswith("within 5 seconds"), "it is not tried again"
+    monkeypatch.setattr(trials, "LIMIT_SECONDS", 120)
+    assert tried.failure("a", "b") == "ab", "another process serves the next trial"
 
 
 def test_a_system_that_is_wrong_or_lacks_an_activation_has_a_message_in_place_of_its_times(stubs, quick):
     found = by_label(timed("relu"))
-    wrong, lacking = found["megablocks_memory_optimized"], found["sonicmoe"]
+    wrong, lacking = found["megablocks_published_memory_optimized"], found["sonicmoe"]
     assert wrong["message"].startswith("wrong: error ") and "torch's ReLU" in wrong["message"]
     assert lacking["message"] == "AssertionError: no non GLU activation yet"
     assert wrong.keys() == lacking.keys() == {"preset", "shape", "dtype", "activation", "system", "policy", "message"}
     rivals = found["moeblaze, minimal"]["ratio_to"]
-    assert rivals.keys() == {"megablocks", "grouped_mm", "megablocks_published", "megablocks_block_sparse"}
+    assert rivals.keys() == {"megablocks", "grouped_mm", "megablocks_published", "megablocks_published_block_sparse"}
 
 
 def test_the_version_of_triton_is_what_it_was(stubs, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.6.0"))
-    foreign.baseline("megablocks_block_sparse", RoutedExperts(16, 8, 8, 3, dtype=torch.bfloat16))
+    foreign.baseline("megablocks_published_block_sparse", RoutedExperts(16, 8, 8, 3, dtype=torch.bfloat16))
     assert sys.modules["triton"].__version__ == "3.6.0"
     with pytest.raises(ValueError, match="not supported with triton"):
         foreign_stubs.Arguments(mlp_impl="sparse")
@@ -179,7 +205,7 @@ def test_the_figures_have_all_seven_configurations():
     device = PretendedDevice()
     asked = [job.args for item in speed.ITEMS for job in speed.jobs(item, device)]
     activations = ["silu"] * 7 + ["relu"] * 7 + ["swiglu"] * 7
-    assert [(name, config.activation) for name, config, _ in asked] == [*zip(PAPER_PRESETS * 3, activations)]
+    assert [(name, config.activation) for name, config, *_ in asked] == [*zip(PAPER_PRESETS * 3, activations)]
     assert all(config.sizes == preset(name).config.sizes and of is device for name, config, of in asked)
     assert {"gather_sum_compiled", "sonicmoe", "megablocks", "grouped_mm"} <= {*speed.BASELINES["swiglu"]}
     with pytest.raises(ValueError, match="moeblaze-fig5"):

@@ -102,15 +102,15 @@ def test_published_megablocks_over_algorithm_1(activation, low, high):
     [("conf4", "silu", 58.5, 32.0), ("conf3", "swiglu", 54.8, 19.6), ("conf4", "relu", 32.0, 32.0)],
 )
 def test_what_minimal_saves(name, activation, published, optimized):
-    found = [moeblaze.saving(name, activation, baseline=label) for label in (moeblaze.PUBLISHED, document.OPTIMIZED)]
+    found = [moeblaze.saving(name, activation, baseline=label) for label in (moeblaze.PUBLISHED, moeblaze.OPTIMIZED)]
     assert [round(share, 1) for share in found] == [published, optimized]
 
 
 @pytest.mark.parametrize(
     ("name", "activation", "label", "megabytes"),
     [
-        ("conf4", "silu", document.OPTIMIZED, 3_360),
-        ("conf3", "swiglu", document.OPTIMIZED, 5_511),
+        ("conf4", "silu", moeblaze.OPTIMIZED, 3_360),
+        ("conf3", "swiglu", moeblaze.OPTIMIZED, 5_511),
         ("conf4", "silu", moeblaze.ALGORITHM_1, 4_431),
         ("conf3", "swiglu", moeblaze.ALGORITHM_1, 6_581),
         ("conf4", "silu", moeblaze.MINIMAL, 2_284),

@@ -3,7 +3,7 @@
 A package is imported when its layer is built, so the project runs without any of them. Layouts and names of arguments
 are facts of these releases; other releases may differ.
 
-- megablocks_published, megablocks_memory_optimized, megablocks_block_sparse: megablocks 0.10.0, with grouped_gemm 0.3.0
+- megablocks_published, megablocks_published_memory_optimized, megablocks_published_block_sparse: megablocks 0.10.0, with grouped_gemm 0.3.0
   and stanford-stk 0.7.1
 - sonicmoe: sonic-moe 0.1.2.post1, with quack-kernels 0.3.11 and nvidia-cutlass-dsl 4.4.2
 
@@ -217,13 +217,13 @@ def _recorded(functional) -> _Recorded:
 
 SYSTEMS: dict[str, Callable[[RoutedExperts], Baseline]] = {
     "megablocks_published": megablocks,
-    "megablocks_memory_optimized": partial(megablocks, memory_optimized=True),
-    "megablocks_block_sparse": partial(megablocks, products="sparse"),
+    "megablocks_published_memory_optimized": partial(megablocks, memory_optimized=True),
+    "megablocks_published_block_sparse": partial(megablocks, products="sparse"),
     "sonicmoe": sonicmoe,
 }
 # Why a system that runs computes something else than the layer, by system and activation.
 FAULTS = {
-    ("megablocks_memory_optimized", "relu"): "its backward writes d_y over y, from which torch's ReLU takes its slope",
+    ("megablocks_published_memory_optimized", "relu"): "its backward writes d_y over y, from which torch's ReLU takes its slope",
 }
 
 

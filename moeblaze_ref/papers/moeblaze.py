@@ -31,6 +31,8 @@ KEPT = {
     "minimal": ("moeblaze", "minimal"),
     "inputs": ("moeblaze", "inputs"),
 }
+OPTIMIZED = "MegaBlocks, memory_optimized_mlp"
+PUBLISHED_OPTIMIZED = "megablocks_published_memory_optimized"  # as it is timed; the account's name is that of KEPT
 PUBLISHED, ALGORITHM_1, MINIMAL = "published MegaBlocks", "paper (Algorithm 1)", "minimal"
 NAMES = {"relu": "ReLU", "silu": "SiLU", "swiglu": "SwiGLU"}
 
@@ -323,7 +325,7 @@ def centre(printed: Printed) -> float:
 
 def _measured_bytes(recorded: Recorded, activation: str) -> dict[tuple[str, str], dict[str, int]]:
     """Saved bytes as measured beside the speed: (preset, label) -> {device: bytes}."""
-    labels = {system: label for label, system in KEPT.items()}
+    labels = {system: label for label, system in KEPT.items()} | {(PUBLISHED_OPTIMIZED, None): OPTIMIZED}
     found: dict[tuple[str, str], dict[str, int]] = {}
     for item in ("moeblaze-fig4", "moeblaze-fig6"):
         for device, row in recorded.rows(item):
@@ -391,7 +393,7 @@ def abstract(recorded: Recorded) -> Iterator[Row]:
         yield compared(
             f"{where}, minimal against memory_optimized_mlp",
             half,
-            saving(name, activation, baseline="MegaBlocks, memory_optimized_mlp"),
+            saving(name, activation, baseline=OPTIMIZED),
             _percent,
             "the paper does not compare with the flag, which came later than MegaBlocks' paper",
         )

@@ -16,8 +16,10 @@ from moeblaze_ref.bench import accuracy, foreign, layer, report
 from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.bench.device import Device
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.papers.trials import Trials
 
 Row = dict[str, Any]
+Trial = Callable[[str, MoEConfig], str | None]
 
 ITEMS = {"moeblaze-fig4": ("silu", "relu"), "moeblaze-fig6": ("swiglu",)}  # activations of each
 POLICIES = ("paper", "minimal", "inputs")
@@ -51,14 +53,15 @@ def jobs(item: str, device: Device) -> list[Callable[[], list[Row]]]:
         If there is no such item.
     """
     doors.check_name("item", item, ITEMS)
+    fails = Trials().failure
     return [
-        partial(time_systems, name, preset(name).config.replace(activation=activation), device)
+        partial(time_systems, name, preset(name).config.replace(activation=activation), device, fails)
         for activation in ITEMS[item]
         for name in PAPER_PRESETS
     ]
 
 
-def time_systems(name: str, config: MoEConfig, device: Device) -> list[Row]:
+def time_systems(name: str, config: MoEConfig, device: Device, fails: Trial) -> list[Row]:
     """Our layer under ``POLICIES`` and every baseline, interleaved.
 
     Parameters
@@ -68,6 +71,8 @@ def time_systems(name: str, config: MoEConfig, device: Device) -> list[Row]:
     config : MoEConfig
         Its activation is one of ``BASELINES``.
     device : Device
+    fails : callable
+        Tries a system of another project on a layer, as `trials.Trials.failure` does.
 
     Returns
     -------
@@ -76,7 +81,7 @@ def time_systems(name: str, config: MoEConfig, device: Device) -> list[Row]:
         one preset, shape, dtype, activation, system, policy (None) and message: what fails, in a line.
     """
     baselines = BASELINES[config.activation]
-    failures = {system: _failure(system, config, device) for system in baselines if system in foreign.SYSTEMS}
+    failures = {system: fails(system, config) for system in baselines if system in foreign.SYSTEMS}
     able = tuple(system for system in baselines if failures.get(system) is None)
     timed = layer.time_layer(name, config, layer.Choice((OURS, *able), POLICIES, repetitions=REPETITIONS), device)
     failures |= {row["system"]: _wrong(row) for row in report.wrong(timed) if row["system"] in foreign.SYSTEMS}
@@ -99,15 +104,3 @@ def _wrong(row: Row) -> str:
     message = f"wrong: error {row['error']:.2g} compared with the oracle, at most {accuracy.BOUND:.2g} is allowed"
     reason = foreign.FAULTS.get((row["system"], row["activation"]))
     return message if reason is None else f"{message}: {reason}"
-
-
-def _failure(system: str, config: MoEConfig, device: Device) -> str | None:
-    """What fails in a step of one system alone, in a line; None if nothing does."""
-    try:
-        scene = layer.Scene(config, layer.Choice((system,)), device)
-        scene.step(*scene.subjects())
-        device.settle()
-    except Exception as error:  # whatever another project's code raises
-        first, *_ = [*str(error).strip().splitlines(), ""]
-        return f"{type(error).__name__}: {first}"
-    return None

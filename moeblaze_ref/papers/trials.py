@@ -1,0 +1,73 @@
+"""Try other projects' layers in a process of their own: a crash or an endless compilation there ends that process alone."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import torch
+
+from moeblaze_ref.bench import layer
+from moeblaze_ref.bench.device import Device, Gpu
+from moeblaze_ref.config import MoEConfig
+
+LIMIT_SECONDS = 240  # of one trial, its compilation included
+
+
+class Trials:
+    """One process for all trials, started again after one that it did not survive. What was too slow is not tried again."""
+
+    def __init__(self):
+        self._pool: ProcessPoolExecutor | None = None
+        self._slow: dict[str, str] = {}
+
+    def failure(self, system: str, config: MoEConfig) -> str | None:
+        """Try one step of a system on a layer.
+
+        Parameters
+        ----------
+        system : str
+            One of ``bench.contestants.SYSTEMS``.
+        config : MoEConfig
+
+        Returns
+        -------
+        str or None
+            What fails, in a line; None if nothing does.
+        """
+        if system in self._slow:
+            return self._slow[system]
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        try:
+            return self._pool.submit(_on_the_gpu, system, config).result(LIMIT_SECONDS)
+        except BrokenProcessPool:
+            self._pool = None
+            return "its process crashed"
+        except TimeoutError:
+            self._end()
+            self._slow[system] = f"its first step did not end within {LIMIT_SECONDS} seconds"
+            return self._slow[system]
+
+    def _end(self):
+        for process in multiprocessing.active_children():
+            process.kill()
+        self._pool = None
+
+
+def _on_the_gpu(system: str, config: MoEConfig) -> str | None:
+    try:
+        return failure(system, config, Gpu())
+    finally:
+        torch.cuda.empty_cache()  # raises if a kernel has spoiled the context, which ends as a message too
+
+
+def failure(system: str, config: MoEConfig, device: Device) -> str | None:
+    """Try one step of a system on a layer in this process; return what `Trials.failure` returns."""
+    try:
+        scene = layer.Scene(config, layer.Choice((system,)), device)
+        scene.step(*scene.subjects())
+        device.settle()
+    except Exception as error:  # whatever another project's code raises
+        first, *_ = [*str(error).strip().splitlines(), ""]
+        return f"{type(error).__name__}: {first}"
+    return None
