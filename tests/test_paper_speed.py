@@ -206,7 +206,7 @@ def test_the_figures_have_all_seven_configurations():
     asked = [job.args for item in speed.ITEMS for job in speed.jobs(item, device)]
     activations = ["silu"] * 7 + ["relu"] * 7 + ["swiglu"] * 7
     assert [(name, config.activation) for name, config, *_ in asked] == [*zip(PAPER_PRESETS * 3, activations)]
-    assert all(config.sizes == preset(name).config.sizes and of is device for name, config, of in asked)
+    assert all(config.sizes == preset(name).config.sizes and of is device for name, config, of, *_ in asked)
     assert {"gather_sum_compiled", "sonicmoe", "megablocks", "grouped_mm"} <= {*speed.BASELINES["swiglu"]}
     with pytest.raises(ValueError, match="moeblaze-fig5"):
         speed.jobs("moeblaze-fig5", device)
