@@ -170,6 +170,10 @@ def hang(*_):
     time.sleep(600)
 
 
+def answer(_, state):
+    return str(os.getpid()), state == "usable"
+
+
 def test_a_system_that_crashes_or_hangs_ends_its_own_process(monkeypatch):
     tried = trials.Trials()
     monkeypatch.setattr(trials, "_on_the_gpu", crash)
@@ -177,10 +181,13 @@ def test_a_system_that_crashes_or_hangs_ends_its_own_process(monkeypatch):
     monkeypatch.setattr(trials, "_on_the_gpu", hang)
     monkeypatch.setattr(trials, "LIMIT_SECONDS", 5)
     assert tried.failure("sonicmoe", LITTLE) == "its first step did not end within 5 seconds"
-    monkeypatch.setattr(trials, "_on_the_gpu", str.__add__)
+    monkeypatch.setattr(trials, "_on_the_gpu", answer)
     assert tried.failure("sonicmoe", LITTLE).endswith("within 5 seconds"), "it is not tried again"
     monkeypatch.setattr(trials, "LIMIT_SECONDS", 120)
-    assert tried.failure("a", "b") == "ab", "another process serves the next trial"
+    first, second = (tried.failure("a", "illegal access") for _ in range(2))
+    assert first != second, "a process without a usable context serves no other trial"
+    first, second = (tried.failure("a", "usable") for _ in range(2))
+    assert first == second
 
 
 def test_a_system_that_is_wrong_or_lacks_an_activation_has_a_message_in_place_of_its_times(stubs, quick):

@@ -39,7 +39,10 @@ class Trials:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         try:
-            return self._pool.submit(_on_the_gpu, system, config).result(LIMIT_SECONDS)
+            message, usable = self._pool.submit(_on_the_gpu, system, config).result(LIMIT_SECONDS)
+            if not usable:
+                self._end()
+            return message
         except BrokenProcessPool:
             self._pool = None
             return "its process crashed"
@@ -54,11 +57,14 @@ class Trials:
         self._pool = None
 
 
-def _on_the_gpu(system: str, config: MoEConfig) -> str | None:
+def _on_the_gpu(system: str, config: MoEConfig) -> tuple[str | None, bool]:
+    """What fails, and whether the process can go on: an illegal access leaves no usable CUDA context."""
+    message = failure(system, config, Gpu())
     try:
-        return failure(system, config, Gpu())
-    finally:
-        torch.cuda.empty_cache()  # raises if a kernel has spoiled the context, which ends as a message too
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return message, False
+    return message, True
 
 
 def failure(system: str, config: MoEConfig, device: Device) -> str | None:
