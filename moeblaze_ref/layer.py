@@ -5,6 +5,7 @@ what survives from forward to backward, which is the memory wall. ``numpy_ref.la
 and ``raw_cuda.layer`` are this body with their own stages.
 """
 
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ _OF_GATED = {
 assert _OF_GATED.keys() == POLICIES.keys()
 
 
+@functools.cache
 def intermediates(policy: str, activation: str) -> tuple[str, ...]:
     """Names of the tensors between x and out that a policy saves for the backward.
 
@@ -328,7 +330,7 @@ def run_experts(
     if "act_a" in kept:
         tensors["act_a"] = stages.activation.act(tensors["a"], activation)
     out = stages.output(tensors, weights.w3, dispatch, gates, kept)
-    return out, {name: tensors[name] for name in kept}
+    return out, {name: tensors[name] for name in kept if name in tensors}  # no y where the product sums
 
 
 def backward(

@@ -11,7 +11,9 @@ from typing import Any
 from moeblaze_ref import records
 from moeblaze_ref.devices import cuda_device_count
 
-PACKAGES = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton", "ortools")
+OWN = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton", "ortools")
+BASELINES = ("megablocks", "grouped_gemm", "stanford-stk", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
+PACKAGES = (*OWN, *BASELINES)
 
 
 def environment() -> dict[str, Any]:

@@ -322,9 +322,9 @@ def test_the_worse_of_two_runs_is_shown(tmp_path, on_h100):
         theirs = speed_rows("megablocks_published", None, 4, 3, 3, 3, 3, 3, 3)
         rows = theirs + speed_rows("moeblaze", "minimal", *ours)
         list(results.record(path, "moeblaze-fig4", [lambda rows=rows: rows]))
-    worst = moeblaze.speeds(Recorded([path]), "moeblaze-fig4", "minimal")
+    worst = moeblaze.speeds(Recorded([path]), "moeblaze-fig4", "silu", "minimal")
     assert list(worst.values()) == [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.5]
-    assert "| 4 | H100 | minimal | 2.00 | 3.00 |" in document.speed(Recorded([path]))
+    assert "| SiLU | H100 | minimal | 2.00 | 3.00 |" in document.speed(Recorded([path]))
 
 
 def test_kept_bytes_that_were_measured_must_be_the_accounts(tmp_path, on_h100):

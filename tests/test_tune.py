@@ -248,7 +248,7 @@ def test_jobs_are_of_every_layer_rung_and_kernel():
     ("arguments", "message"),
     [
         (("--rung", "2_tiled"), "unknown rung with a choice of tiles '2_tiled'. Valid: 3_mma, 3_mma_tf32, 4_hopper"),
-        (("--preset", "conf9"), "unknown preset 'conf9'. Did you mean 'conf4'?"),
+        (("--preset", "conf9"), "unknown preset 'conf9'. Did you mean 'conf7'?"),
         (("--repetitions", "0"), "repetitions is 0, but it must be >= 1"),
         (("--tokens", "0"), "L is 0, but it must be >= 1"),
         ((), "only a GPU is timed"),

@@ -96,14 +96,14 @@ def dispatch() -> str:
 
 def speed(recorded: Recorded) -> str:
     """How many times as fast as published MegaBlocks ours is: the worst run of each device."""
-    head = ["figure", "device", "policy", *PAPER_PRESETS]
+    head = ["activation", "device", "policy", *PAPER_PRESETS]
     lines = []
-    for figure, item in (("4", "moeblaze-fig4"), ("6", "moeblaze-fig6")):
+    for item, activation in moeblaze.TIMED:
         for policy in ("paper", "minimal", "inputs"):
-            found = moeblaze.speeds(recorded, item, policy)
+            found = moeblaze.speeds(recorded, item, activation, policy)
             for device in sorted({device for device, _ in found}):
                 cells = (found.get((device, name)) for name in PAPER_PRESETS)
-                lines.append([figure, device, policy, *(f"{value:.2f}" if value else "" for value in cells)])
+                lines.append([NAMES[activation], device, policy, *(f"{value:.2f}" if value else "" for value in cells)])
     return documents.table(head, lines, 3) if lines else ""
 
 

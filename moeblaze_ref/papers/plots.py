@@ -39,15 +39,18 @@ def _memory(activations: Sequence[str]) -> Figure:
 
 
 def speed(rows: Rows) -> Figure:
-    """Draw how many times as fast as published MegaBlocks each system is, in one recorded run."""
-    ms = {(row["preset"], _label(row)): row["step_ms"] for row in rows if row.get("step_ms")}
+    """Draw how many times as fast as published MegaBlocks each system is, in one run; of its first activation."""
+    activation = rows[0]["activation"]
+    timed = [row for row in rows if row.get("step_ms") and row["activation"] == activation]
+    ms = {(row["preset"], _label(row)): row["step_ms"] for row in timed}
     baseline = moeblaze.KEPT[moeblaze.PUBLISHED][0]
     labels = [label for label in dict.fromkeys(label for _, label in ms) if label != baseline]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     _bars(axes, labels, lambda name, label: ms.get((name, baseline), 0.0) / ms.get((name, label), float("inf")))
     axes.axhline(1, color=BLACK, linewidth=1)
-    axes.set_title("step time of published MegaBlocks over that of each system", loc="left", fontsize="medium")
+    title = f"{moeblaze.NAMES[activation]}: step time of published MegaBlocks over that of each system"
+    axes.set_title(title, loc="left", fontsize="medium")
     axes.set_ylabel("times as fast")
     return _with_legend(figure, axes)
 

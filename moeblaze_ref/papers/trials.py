@@ -36,6 +36,7 @@ class Trials:
         """
         if system in self._slow:
             return self._slow[system]
+        torch.cuda.empty_cache()  # the trial shares the GPU's memory with this process
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         try:

@@ -186,10 +186,15 @@ def _summed(add, y_swi, w3, gates, dispatch, executor, rung):
     L, d = dispatch.L, w3.shape[2]
     sums = executor.full((L, d), "float32", 0)
     if dispatch.R:
+        gate_of_row = executor.empty((dispatch.R,), "float32")
+        slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.slots}
+        gate_rows = {**slots, "gates": gates, "gate_of_row": gate_of_row}
+        gate_module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
+        gate_module.launch("gate_rows", **gemm.per_element(dispatch.slots), **gate_rows)
         operands = {
             "y_swi": y_swi,
             "w3": w3,
-            "gate_of_row": _gate_of_row(executor, gates, dispatch),
+            "gate_of_row": gate_of_row,
             "expert_token_indices": dispatch.expert_token_indices,
             "expert_token_offsets": dispatch.expert_token_offsets,
             "sums": sums,
@@ -292,7 +297,10 @@ def hidden_gradients(
     gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R == 0:
         return d_a, d_b, gated_y, d_gates
-    gate_of_row = _gate_of_row(executor, gates, dispatch)
+    gate_module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
+    slots = {**gemm.per_element(dispatch.slots), "token_index_map": dispatch.token_index_map, "R": dispatch.slots}
+    gate_of_row = executor.empty((dispatch.R,), "float32")
+    gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
     tile = tiles.choose(executor, rung, "d_hidden", dispatch.R, dispatch.E, d, h)
     terms = gemm.gate_terms(rung, h, tile)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
@@ -314,22 +322,8 @@ def hidden_gradients(
         d=d,
         h=h,
     )
-    _over_slots(executor, "d_gates", dispatch, gate_terms=gate_terms, d_gates=d_gates, terms=terms)
+    gate_module.launch("d_gates", **slots, gate_terms=gate_terms, d_gates=d_gates, terms=terms)
     return d_a, d_b, gated_y, d_gates
-
-
-def _gate_of_row(executor, gates, dispatch):
-    """The gates in expert order, (R,) float32."""
-    gate_of_row = executor.empty((dispatch.R,), "float32")
-    _over_slots(executor, "gate_rows", dispatch, gates=gates, gate_of_row=gate_of_row)
-    return gate_of_row
-
-
-def _over_slots(executor, kernel, dispatch, **operands):
-    """Launch a kernel of 0_gates.cu, a thread a slot."""
-    module = executor.load("expert_down/0_gates.cu", THREADS=gemm.THREADS)
-    slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.slots}
-    module.launch(kernel, **gemm.per_element(dispatch.slots), **slots, **operands)
 
 
 def weight_gradient(

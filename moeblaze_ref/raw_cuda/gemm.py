@@ -119,6 +119,7 @@ def mapped_too(executor: Executor, rung: str, name: str, array: Array) -> dict[s
     return {f"{name}_map": executor.tensor_map(array, DEPTH_BOX)} if rung == HOPPER else {}
 
 
+@functools.cache
 def portable_rung(dtype: str, d: int, h: int) -> str:
     """The fastest rung that runs on every GPU and computes in this dtype at these widths; never ``TF32``."""
     return "2_tiled" if dtype not in NARROW or d % 8 or h % 8 else "3_mma"
