@@ -103,7 +103,7 @@ def megablocks(parameters: RoutedExperts, products: str = "grouped", memory_opti
 
 @contextmanager
 def _triton_said_to_be(version: str) -> Iterator[None]:
-    """Triton's version is this to whoever asks inside; as it is where there is no Triton."""
+    """Set ``triton.__version__`` for the block, if Triton is installed."""
     try:
         import triton
     except ImportError:
