@@ -359,6 +359,43 @@ def test_the_reference_does_not_depend_on_its_pieces(large, monkeypatch):
     assert accuracy.worst_error(layer, parameters, *tokens) == pytest.approx(whole, rel=1e-3)
 
 
+class SteepAtZero(torch.autograd.Function):
+    """ReLU with slope 1 from minus a threshold on."""
+
+    @staticmethod
+    def forward(context, a, threshold):
+        context.save_for_backward(a)
+        context.threshold = threshold
+        return a.clamp(min=0)
+
+    @staticmethod
+    def backward(context, d_y):
+        (a,) = context.saved_tensors
+        return d_y * (a >= -context.threshold), None
+
+
+@pytest.mark.parametrize("activation", accuracy.KINKED)
+@pytest.mark.parametrize(("a", "right"), [(-(2.0**-22), True), (-(2.0**-10), False)])
+def test_either_slope_is_right_where_rounding_decides_a_sign(activation, a, right, monkeypatch):
+    """A layer that takes the slope of the other side for one pre-activation of the first token."""
+    config = LARGE.replace(activation=activation)
+    parameters, (x, d_out) = make_parameters(config), make_tokens(config)
+    x[0, 2:], x[0, :2] = 0, 8
+    size = parameters.w1.std().item()
+    with torch.no_grad():
+        parameters.w1[:, 0, 0] = size
+        parameters.w1[:, 1, 0] = (a - 1) * size
+
+    def layer(tokens):
+        monkeypatch.setitem(oracle.ACTIVATION, activation, lambda rows: SteepAtZero.apply(rows, -9 * a * size))
+        routing = oracle.route(tokens, parameters.wg, parameters.k)
+        out = oracle.experts(tokens, routing, *parameters.weights[1:], activation)
+        monkeypatch.undo()
+        return out, routing.topk_experts
+
+    assert accepted(accuracy.worst_error(layer, parameters, x, d_out)) == right
+
+
 def test_a_row_is_held_to_its_own_norm_or_that_of_most():
     expected = torch.tensor([[3.0, 4.0], [0.0, 0.1], [0.0, 1.0], [0.0, 1.0]])
     mean = (25 + 0.01 + 1 + 1) / 4

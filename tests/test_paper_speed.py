@@ -174,20 +174,21 @@ def answer(_, state):
     return str(os.getpid()), state == "usable"
 
 
-def test_a_system_that_crashes_or_hangs_ends_its_own_process(monkeypatch):
+def test_a_system_that_ends_its_process_ends_that_alone_and_is_not_tried_again(monkeypatch):
     tried = trials.Trials()
-    monkeypatch.setattr(trials, "_on_the_gpu", crash)
-    assert tried.failure("sonicmoe", LITTLE) == "its process crashed"
-    monkeypatch.setattr(trials, "_on_the_gpu", hang)
     monkeypatch.setattr(trials, "LIMIT_SECONDS", 5)
-    assert tried.failure("sonicmoe", LITTLE) == "its first step did not end within 5 seconds"
-    monkeypatch.setattr(trials, "_on_the_gpu", answer)
-    assert tried.failure("sonicmoe", LITTLE).endswith("within 5 seconds"), "it is not tried again"
+    for system, trial, message in (
+        ("a", crash, "its process crashed"),
+        ("b", hang, "its first step did not end within 5 seconds"),
+    ):
+        monkeypatch.setattr(trials, "_on_the_gpu", trial)
+        assert tried.failure(system, LITTLE) == message
+        assert tried.failure(system, LITTLE) == f"not tried: on another layer of this run {message}"
     monkeypatch.setattr(trials, "LIMIT_SECONDS", 120)
-    first, second = (tried.failure("a", "illegal access") for _ in range(2))
-    assert first != second, "a process without a usable context serves no other trial"
-    first, second = (tried.failure("a", "usable") for _ in range(2))
-    assert first == second
+    monkeypatch.setattr(trials, "_on_the_gpu", answer)
+    spoiled, first, second = (tried.failure(*trial) for trial in (("c", "spoiled"), ("d", "usable"), ("d", "usable")))
+    assert first == second != spoiled, "a process without a usable context serves no other trial"
+    assert tried.failure("c", "usable") == f"not tried: on another layer of this run {spoiled}"
 
 
 def test_a_system_that_is_wrong_or_lacks_an_activation_has_a_message_in_place_of_its_times(stubs, quick):

@@ -19,6 +19,10 @@ from moeblaze_ref.routed_experts import RoutedExperts
 # `moeblaze check` judges more strictly.
 BOUND = 2.0**-6
 ROW_BOUND = 3 * 2.0**-6
+# Slopes that jump where a pre-activation is zero. A sum of d products in float32 is off by about sqrt(d) 2**-24 of its
+# size, so a sign below four times that is decided by the order of the sum: either slope is right.
+KINKED = ("relu", "reglu")
+SIGN_ERROR = 2.0**-22  # of the root mean square of an expert's pre-activations, times sqrt(d)
 ROWS = 4096  # of an expert, that the oracle computes at a time
 ELEMENTS = 2**26  # that are compared at a time
 
@@ -99,7 +103,8 @@ def worst_error(
     -------
     Error
         Of out, d_x and the gradient of every weight; NaN if anything is NaN. The oracle computes in float32, with the
-        layer's own choice of experts, of which the logits are compared with the k largest.
+        layer's own choice of experts, of which the logits are compared with the k largest. d_x of a ``KINKED``
+        activation is compared with the closest gradient that the undecided slopes allow.
     """
     found, chosen = _step(layer, weights or weights_of(parameters), x, d_out)
     kept = torch.ones_like(chosen, dtype=torch.bool) if keeps is None else keeps(chosen)
@@ -109,7 +114,8 @@ def worst_error(
         for (name, of_one), gradient in zip(norms.items(), expected, strict=True):
             of_one.add(found[name][expert : expert + 1], gradient[None])
     d_x, d_wg = reference.router_gradients()
-    pairs = [(found["out"], reference.out), (found["d_x"], d_x), (found["d_wg"], d_wg), reference.choice()]
+    pairs = [(found["out"], reference.out), (found["d_wg"], d_wg), reference.choice()]
+    pairs.append((found["d_x"], reference.closest(found["d_x"], d_x)))
     return _largest([*(of_one.error() for of_one in norms.values()), *(_error(*pair) for pair in pairs)])
 
 
@@ -151,7 +157,7 @@ class _Reference:
         self._routing = oracle.route(*self._leaves, parameters.k, parameters.renormalize, chosen)
         self._gates = self._routing.gates.detach().flatten()  # (R,)
         self._d_gates = torch.zeros_like(self._gates)
-        self.out, self._d_x = (torch.zeros_like(self._leaves[0], requires_grad=False) for _ in range(2))
+        self.out, self._d_x, self._slack = (torch.zeros_like(self._leaves[0], requires_grad=False) for _ in range(3))
 
     def choice(self) -> tuple[Tensor, Tensor]:
         """Logits (L, k) of the chosen experts in falling order, and the k largest."""
@@ -182,6 +188,8 @@ class _Reference:
         d_rows, d_gates, *d_weights = torch.autograd.grad(out, leaves, self._d_out[token].float())
         self.out.index_add_(0, token, out.detach())
         self._d_x.index_add_(0, token, d_rows)
+        if self._parameters.activation in KINKED:
+            self._slack.index_add_(0, token, _slack(rows.detach(), gates.detach() * self._d_out[token].float(), weights))
         self._d_gates[slots] = d_gates[:, 0]
         return d_weights
 
@@ -190,6 +198,34 @@ class _Reference:
         gates = self._routing.gates
         d_x, d_wg = torch.autograd.grad(gates, self._leaves, self._d_gates.view_as(gates))
         return self._d_x + d_x, d_wg
+
+    def closest(self, found: Tensor, d_x: Tensor) -> Tensor:
+        """What is closest to ``found`` (L, d) of all that the undecided slopes make of d_x (L, d)."""
+        return found.float().clamp(d_x - self._slack, d_x + self._slack)
+
+
+@torch.no_grad()
+def _slack(rows: Tensor, d_y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """By how much undecided slopes can change the gradient of an expert's rows.
+
+    Parameters
+    ----------
+    rows, d_y : Tensor (n, d)
+        The expert's input, and the gradient of its output.
+    weights : mapping of str to Tensor
+        w1 and w2 (d, h), w3 (h, d); w2 of reglu alone.
+
+    Returns
+    -------
+    Tensor (n, d)
+        The sum over undecided pre-activations of what each adds to the gradient of its row, without signs.
+    """
+    a = rows @ weights["w1"]
+    undecided = a.abs() <= SIGN_ERROR * math.sqrt(rows.shape[1]) * a.square().mean().sqrt()
+    d_act = d_y @ weights["w3"].T
+    if "w2" in weights:
+        d_act *= rows @ weights["w2"]
+    return (d_act * undecided).abs() @ weights["w1"].abs().T
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------

@@ -101,6 +101,9 @@ def _shown(row: Row, messages: Mapping[str, str]) -> Row:
 
 def _wrong(row: Row) -> str:
     """How far a system is from the oracle, and why where that is known."""
-    message = f"wrong: error {row['error']:.2g} compared with the oracle, at most {accuracy.BOUND:.2g} is allowed"
+    message = (
+        f"wrong: error {row['error']:.2g}, of the worst row {row['row_error']:.2g}, compared with the oracle; "
+        f"at most {accuracy.BOUND:.2g} and {accuracy.ROW_BOUND:.2g} are allowed"
+    )
     reason = foreign.FAULTS.get((row["system"], row["activation"]))
     return message if reason is None else f"{message}: {reason}"

@@ -14,11 +14,11 @@ LIMIT_SECONDS = 240  # of one trial, its compilation included
 
 
 class Trials:
-    """One process for all trials, started again after one that it did not survive. What was too slow is not tried again."""
+    """One process for all trials, started again after one that it did not survive. What ended it is not tried again."""
 
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None
-        self._slow: dict[str, str] = {}
+        self._ended_by: dict[str, str] = {}  # a system that ended its process: its message
 
     def failure(self, system: str, config: MoEConfig) -> str | None:
         """Try one step of a system on a layer.
@@ -34,23 +34,21 @@ class Trials:
         str or None
             What fails, in a line; None if nothing does.
         """
-        if system in self._slow:
-            return self._slow[system]
+        if system in self._ended_by:
+            return f"not tried: on another layer of this run {self._ended_by[system]}"
         torch.cuda.empty_cache()  # the trial shares the GPU's memory with this process
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         try:
             message, usable = self._pool.submit(_on_the_gpu, system, config).result(LIMIT_SECONDS)
-            if not usable:
-                self._end()
-            return message
         except BrokenProcessPool:
-            self._pool = None
-            return "its process crashed"
+            message, usable = "its process crashed", False
         except TimeoutError:
+            message, usable = f"its first step did not end within {LIMIT_SECONDS} seconds", False
+        if not usable:
             self._end()
-            self._slow[system] = f"its first step did not end within {LIMIT_SECONDS} seconds"
-            return self._slow[system]
+            self._ended_by[system] = message
+        return message
 
     def _end(self):
         for process in multiprocessing.active_children():
