@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from moeblaze_ref import provenance
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import PAPER_PRESETS
-from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, results
+from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, results, speed
 from moeblaze_ref.papers.claims import Printed, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
@@ -324,7 +324,17 @@ def test_the_worse_of_two_runs_is_shown(tmp_path, on_h100):
         list(results.record(path, "moeblaze-fig4", [lambda rows=rows: rows]))
     worst = moeblaze.speeds(Recorded([path]), "moeblaze-fig4", "silu", "minimal")
     assert list(worst.values()) == [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.5]
-    assert "| SiLU | H100 | minimal | 2.00 | 3.00 |" in document.speed(Recorded([path]))
+    assert "| SiLU | minimal | H100 | 2.00 | 3.00 |" in document.speed(Recorded([path]))
+
+
+def test_every_baseline_of_figure_6_has_its_worse_run(tmp_path, on_h100):
+    path = tmp_path / "paper.json"
+    for ms in (1, 2):
+        rows = [*speed_rows("sonicmoe", None, *[3] * 7), *speed_rows("moeblaze", "minimal", *[ms] * 7)]
+        rows = [row | {"activation": "swiglu"} for row in rows]
+        list(results.record(path, "moeblaze-fig6", [lambda rows=rows: rows]))
+    assert document.baselines(Recorded([path])).splitlines()[2:] == ["| SonicMoE | H100 |" + " 1.50 |" * 7]
+    assert {*document.BASELINES} >= {*speed.BASELINES["swiglu"]} - {"megablocks_published_block_sparse"}
 
 
 def test_kept_bytes_that_were_measured_must_be_the_accounts(tmp_path, on_h100):

@@ -4,7 +4,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from moeblaze_ref import documents
 from moeblaze_ref.bench import results as bench_results
@@ -16,6 +16,14 @@ from moeblaze_ref.units import MB
 
 PAGE = DOCS / "what_the_papers_measured.md"
 README = DOCS.parent / "README.md"
+BASELINES = {
+    "megablocks_published": "published MegaBlocks",
+    "megablocks_published_memory_optimized": "with its flag `memory_optimized_mlp`",
+    "megablocks": "our MegaBlocks",
+    "sonicmoe": "SonicMoE",
+    "grouped_mm": "plain PyTorch",
+    "gather_sum_compiled": "torch.compile",
+}
 # The three layers of which PAPERS' facts are quoted: configuration and activation.
 QUOTED = (("conf4", "silu"), ("conf3", "swiglu"), ("conf4", "relu"))
 
@@ -96,15 +104,29 @@ def dispatch() -> str:
 
 def speed(recorded: Recorded) -> str:
     """How many times as fast as published MegaBlocks ours is: the worst run of each device."""
-    head = ["activation", "device", "policy", *PAPER_PRESETS]
+    head = ["activation", "policy", "device", *PAPER_PRESETS]
     lines = []
     for item, activation in moeblaze.TIMED:
         for policy in ("paper", "minimal", "inputs"):
             found = moeblaze.speeds(recorded, item, activation, policy)
-            for device in sorted({device for device, _ in found}):
-                cells = (found.get((device, name)) for name in PAPER_PRESETS)
-                lines.append([NAMES[activation], device, policy, *(f"{value:.2f}" if value else "" for value in cells)])
+            lines += [[NAMES[activation], policy, *line] for line in _by_device(found)]
     return documents.table(head, lines, 3) if lines else ""
+
+
+def baselines(recorded: Recorded) -> str:
+    """How many times as fast as each baseline ours is with SwiGLU and policy minimal: the worst run of each device."""
+    lines = []
+    for system, name in BASELINES.items():
+        found = moeblaze.speeds(recorded, "moeblaze-fig6", "swiglu", MINIMAL, system)
+        lines += [[name, *line] for line in _by_device(found)]
+    return documents.table(["baseline", "device", *PAPER_PRESETS], lines, 2) if lines else ""
+
+
+def _by_device(ratios: Mapping[tuple[str, str], float]) -> Iterator[list[str]]:
+    """Yield each device, and its ratio for each preset."""
+    for device in sorted({device for device, _ in ratios}):
+        cells = (ratios.get((device, name)) for name in PAPER_PRESETS)
+        yield [device, *(f"{value:.2f}" if value else "" for value in cells)]
 
 
 def summary() -> str:
@@ -126,6 +148,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "savings": savings,
     "dispatch": dispatch,
     "speed": lambda: speed(Recorded()),
+    "baselines": lambda: baselines(Recorded()),
 }
 
 

@@ -352,14 +352,16 @@ SETTING = "other kernels on both sides: the paper's were not published, and its 
 TIMED = (("moeblaze-fig4", "silu"), ("moeblaze-fig4", "relu"), ("moeblaze-fig6", "swiglu"))
 
 
-def speeds(recorded: Recorded, item: str, activation: str, policy: str) -> dict[tuple[str, str], float]:
-    """Return how many times as fast as published MegaBlocks ours is, in the worst run: (device, preset) -> ratio."""
+def speeds(
+    recorded: Recorded, item: str, activation: str, policy: str, baseline: str = KEPT[PUBLISHED][0]
+) -> dict[tuple[str, str], float]:
+    """Return how many times as fast as a baseline ours is, in the worst run: (device, preset) -> ratio."""
     worst: dict[tuple[str, str], float] = {}
     for device, rows in recorded.runs(item):
         of_activation = [row for row in rows if row["activation"] == activation]
         ms = {(row["preset"], row["system"], row.get("policy")): row.get("step_ms") for row in of_activation}
         for name in PAPER_PRESETS:
-            theirs, ours = ms.get((name, *KEPT[PUBLISHED])), ms.get((name, "moeblaze", policy))
+            theirs, ours = ms.get((name, baseline, None)), ms.get((name, "moeblaze", policy))
             if theirs and ours:
                 worst[device, name] = min(theirs / ours, worst.get((device, name), theirs / ours))
     return worst

@@ -50,9 +50,12 @@ class Recorded:
 
 
 def device_name(device: str) -> str:
-    """Return the short name of a GPU: "H100"."""
-    words = device.split(",")[0].split()
-    return next((word for word in words if word[:1] in "HAB" and word[1:].isdigit()), words[0])
+    """Return the short name of a device: "H100" of a GPU, "CPU" of a processor."""
+    name, *memory = device.split(",")
+    if not memory:
+        return "CPU"
+    words = name.split()
+    return next((word for word in words if word[:1] in "HAB" and word[1:].isdigit()), words[-1])
 
 
 def load(path: Path) -> dict[str, Any]:
