@@ -1,4 +1,4 @@
-// dispatch, rung 1: the paper's three steps, without sorting and without atomics.
+// dispatch, rung 1: the paper's three steps without atomics, both phases of step 3 in one kernel.
 //
 // Purpose      topk_experts (L, k) -> the four index structures of a Dispatch.
 // Source       MoEBlaze (arXiv 2601.05296), sections 4.1 and 4.2.

@@ -3,8 +3,8 @@
 A package is imported when its layer is built, so the project runs without any of them. Layouts and names of arguments
 are facts of these releases; other releases may differ.
 
-- megablocks_published, megablocks_published_memory_optimized, megablocks_published_block_sparse: megablocks 0.10.0, with grouped_gemm 0.3.0
-  and stanford-stk 0.7.1
+- megablocks_published, also memory_optimized and block_sparse: megablocks 0.10.0, with grouped_gemm 0.3.0 and
+  stanford-stk 0.7.1
 - sonicmoe: sonic-moe 0.1.2.post1, with quack-kernels 0.3.11 and nvidia-cutlass-dsl 4.4.2
 
 Sources: MegaBlocks (arXiv 2211.15841); SonicMoE (arXiv 2512.14080).
@@ -223,7 +223,9 @@ SYSTEMS: dict[str, Callable[[RoutedExperts], Baseline]] = {
 }
 # Why a system that runs computes something else than the layer, by system and activation.
 FAULTS = {
-    ("megablocks_published_memory_optimized", "relu"): "its backward writes d_y over y, from which torch's ReLU takes its slope",
+    ("megablocks_published_memory_optimized", "relu"): (
+        "its backward writes d_y over y, from which torch's ReLU takes its slope"
+    ),
 }
 
 

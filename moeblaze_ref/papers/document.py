@@ -137,8 +137,8 @@ def summary() -> str:
         f"Policy `minimal` saves {silu[0]:.1f}% (conf4, SiLU) and {swiglu[0]:.1f}% (conf3, SwiGLU) of what published "
         f"MegaBlocks keeps, and {silu[1]:.1f}% and {swiglu[1]:.1f}% of what it keeps with its flag "
         f"`memory_optimized_mlp`.\n"
-        f"Dispatch takes {min(shares):.2f}% to {max(shares):.2f}% of a training step of ours on an H200, so the gain of "
-        f"dispatch by indices is memory, not time."
+        f"Dispatch takes {min(shares):.2f}% to {max(shares):.2f}% of a training step of ours on an H200, so the gain "
+        f"of dispatch by indices is memory, not time."
     )
 
 

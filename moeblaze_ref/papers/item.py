@@ -52,7 +52,7 @@ class Item:
         return function(self.measured_by)(self.id, device)
 
     def plots(self, recorded: Recorded) -> dict[str, Figure]:
-        """Return the item's pictures by name: of the last run on each device, or of its formulas if it is not measured."""
+        """Return the item's pictures by name: of the last run on each device, or of its formulas if it has none."""
         if self.drawn_by is None:
             return {}
         draw = function(self.drawn_by)

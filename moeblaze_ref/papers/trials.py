@@ -1,4 +1,4 @@
-"""Try other projects' layers in a process of their own: a crash or an endless compilation there ends that process alone."""
+"""Try other projects' layers in a process of their own: a crash or an endless compilation ends that process alone."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

@@ -96,8 +96,8 @@ def build(
     executor : Executor, optional
         Another executor for arrays of that kind.
     rung : str
-        One of ``RUNGS``: the paper's three steps with a location map, the same without it, the same over a bitmap, or
-        tiles without a map. All give the same bits.
+        One of ``RUNGS``: the paper's three steps as printed, the same without a location map, the same over a bitmap,
+        or tiles without a map. All give the same bits.
 
     Returns
     -------
