@@ -176,15 +176,15 @@ def answer(_, state):
 
 def test_a_system_that_ends_its_process_ends_that_alone_and_is_not_tried_again(monkeypatch):
     tried = trials.Trials()
-    monkeypatch.setattr(trials, "LIMIT_SECONDS", 5)
-    for system, trial, message in (
-        ("a", crash, "its process crashed"),
-        ("b", hang, "its first step did not end within 5 seconds"),
+    for system, trial, limit, message in (
+        ("a", crash, 240, "its process crashed"),
+        ("b", hang, 5, "its first step did not end within 5 seconds"),
     ):
         monkeypatch.setattr(trials, "_on_the_gpu", trial)
+        monkeypatch.setattr(trials, "LIMIT_SECONDS", limit)
         assert tried.failure(system, LITTLE) == message
         assert tried.failure(system, LITTLE) == f"not tried: on another layer of this run {message}"
-    monkeypatch.setattr(trials, "LIMIT_SECONDS", 120)
+    monkeypatch.setattr(trials, "LIMIT_SECONDS", 240)
     monkeypatch.setattr(trials, "_on_the_gpu", answer)
     spoiled, first, second = (tried.failure(*trial) for trial in (("c", "spoiled"), ("d", "usable"), ("d", "usable")))
     assert first == second != spoiled, "a process without a usable context serves no other trial"
