@@ -35,10 +35,10 @@ SYSTEMS = {
     "sequential": "plain torch, one expert after another (MegaBlocks, appendix A)",
     "capacity": "fixed capacity (GShard, Switch, Tutel): rows over it are dropped, gaps padded",
     "dynamic_capacity": "the smallest capacity that drops nothing (Tutel): gaps padded",
-    "megablocks_published": "MegaBlocks as its paper has it, the activation left to autograd; not run here",
+    "megablocks_published": "MegaBlocks as its paper has it, the activation left to autograd; from its paper",
     "megablocks_memory_optimized": "the published MegaBlocks with memory_optimized_mlp: the activation computed again",
     "megablocks": "padded bins, block-sparse products: nothing dropped, groups padded to whole blocks",
-    "sonicmoe": "SonicMoE: x and (A, B), and index structures; not run here",
+    "sonicmoe": "SonicMoE: x and (A, B), and index structures; from its paper",
     "moeblaze": "index structures in place of the routed-token buffer; the rest is kept by policy",
 }
 
@@ -593,7 +593,7 @@ def _lives(tensors, names, until):
 
 
 def _megablocks_published(s: _Case) -> _Draft:
-    """Padded bins: T tiles of 128 rows, W tiles of 128 columns per expert, T*W nonzero blocks; nothing here runs it.
+    """Padded bins: T tiles of 128 rows, W tiles of 128 columns per expert, T*W nonzero blocks.
 
     From the paper: padded gather and scatter, 128 x 128 blocks, hybrid blocked-CSR-COO (offsets, column and row
     indices) and transpose indices (MegaBlocks section 5). Our reading: everything int32, four tables of routing
@@ -701,7 +701,7 @@ def _topology(E, T, W):
 
 
 def _sonicmoe(s: _Case) -> _Draft:
-    """x, H = (A, B) and the routing: 2*L*d + 4*R*h bytes in bfloat16, and the metadata; nothing here runs it.
+    """x, H = (A, B) and the routing: 2*L*d + 4*R*h bytes in bfloat16, and the metadata.
 
     From the paper: X and H are saved, and nothing else between the GEMMs (SonicMoE, arXiv 2512.14080). Our reading: of
     an ungated activation H is A alone; the metadata are the gates in float32 and index structures as large as ours;

@@ -1,20 +1,24 @@
-"""Fills what docs/what_the_papers_measured.md and README.md say of the papers, from the account and from the results.
+"""Generates the tables of docs/what_the_papers_measured.md and docs/paper_measurements.md.
 
-``python -m moeblaze_ref.papers.document`` writes the generated blocks again.
+``python -m moeblaze_ref.papers.document`` writes them again, from the memory account and from docs/results. README quotes
+`summary`; a test compares the two.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from moeblaze_ref import documents
-from moeblaze_ref.bench import results as bench_results
 from moeblaze_ref.config import PAPER_PRESETS, preset
-from moeblaze_ref.papers import moeblaze
+from moeblaze_ref.papers import items, moeblaze, results
+from moeblaze_ref.papers.claims import Row
+from moeblaze_ref.papers.item import Item
 from moeblaze_ref.papers.moeblaze import ALGORITHM_1, MINIMAL, NAMES, OPTIMIZED, PUBLISHED, ratio, saving
 from moeblaze_ref.papers.results import DOCS, Recorded
 from moeblaze_ref.units import MB
 
 PAGE = DOCS / "what_the_papers_measured.md"
+MEASUREMENTS = DOCS / "paper_measurements.md"
 README = DOCS.parent / "README.md"
 BASELINES = {
     "megablocks_published": "published MegaBlocks",
@@ -24,6 +28,8 @@ BASELINES = {
     "grouped_mm": "plain PyTorch",
     "gather_sum_compiled": "torch.compile",
 }
+DEVICE_OF_THE_PAPERS = "H100"
+PRINTED_SPEED = {"moeblaze-fig4": "1.4x to 3.7x", "moeblaze-fig6": "2x to 6.2x"}
 # The three layers of which PAPERS' facts are quoted: configuration and activation.
 QUOTED = (("conf4", "silu"), ("conf3", "swiglu"), ("conf4", "relu"))
 
@@ -82,24 +88,52 @@ def _span(activation: str, baseline: str) -> str:
     return f"{min(found):.1f}% to {max(found):.1f}% less"
 
 
-def dispatch_shares() -> dict[str, tuple[float, float]]:
-    """Return each timed preset's dispatch and sum of all stages, milliseconds, from the benchmark's stages."""
-    stages: dict[str, dict[str, float]] = defaultdict(dict)
-    for row in bench_results.rows_of(bench_results.load(bench_results.RECORDED), "stage"):
-        if row["system"] == "moeblaze":
-            stages[row["preset"]][row["stage"]] = row["step_ms"]
-    return {name: (times["dispatch"], sum(times.values())) for name, times in stages.items()}
+class DispatchShare(NamedTuple):
+    """The dispatch of one configuration beside its training step, in milliseconds.
+
+    Parameters
+    ----------
+    ours, printed : float
+        Our dispatch, and the paper's steps as printed.
+    step : float
+        A SwiGLU step under policy ``minimal``, of the fastest recorded run.
+    """
+
+    ours: float
+    printed: float
+    step: float
+
+    @property
+    def percents(self) -> tuple[float, float]:
+        """Each dispatch as a percentage of the step."""
+        return 100 * self.ours / self.step, 100 * self.printed / self.step
 
 
-def dispatch() -> str:
-    """The share of dispatch in a step, of each preset whose stages were timed."""
-    found = bench_results.load(bench_results.RECORDED)
-    place = "\n".join(documents.place(found)[::2])
-    head = ["preset", "dispatch, ms", "all stages, ms", "share"]
+def dispatch_shares(recorded: Recorded, device: str = DEVICE_OF_THE_PAPERS) -> dict[str, DispatchShare]:
+    """Return the share of each preset on one device, in the last recorded run of the dispatch."""
+    dispatches = {(row["preset"], row["kernel"]): row["ms"] for row in _rows(recorded, "moeblaze-4.2", device)}
+    steps = defaultdict(list)
+    for row in _rows(recorded, "moeblaze-fig6", device):
+        if (row["system"], row["policy"]) == ("moeblaze", MINIMAL):
+            steps[row["preset"]].append(row["step_ms"])
+    return {
+        name: DispatchShare(dispatches[name, "3_single_pass"], dispatches[name, "as_printed"], min(steps[name]))
+        for name in PAPER_PRESETS
+    }
+
+
+def _rows(recorded: Recorded, item: str, device: str) -> Iterator[Mapping[str, Any]]:
+    return (row for name, row in recorded.rows(item) if name == device)
+
+
+def dispatch(recorded: Recorded) -> str:
+    """Both dispatches and the step of each configuration."""
+    head = ["preset", "ours, ms", "as printed, ms", "step, ms", "share of ours", "share as printed"]
     lines = [
-        [name, f"{ms:.3f}", f"{step:.2f}", f"{100 * ms / step:.2f}%"] for name, (ms, step) in dispatch_shares().items()
+        [name, f"{found.ours:.3f}", f"{found.printed:.3f}", f"{found.step:.2f}", *map("{:.2f}%".format, found.percents)]
+        for name, found in dispatch_shares(recorded).items()
     ]
-    return f"{place}\n\n{documents.table(head, lines)}"
+    return documents.table(head, lines)
 
 
 def speed(recorded: Recorded) -> str:
@@ -132,34 +166,82 @@ def _by_device(ratios: Mapping[tuple[str, str], float]) -> Iterator[list[str]]:
 def summary() -> str:
     """README's two sentences: what minimal saves, against both baselines, and what dispatch contributes."""
     silu, swiglu = ((saving(name, act), saving(name, act, baseline=OPTIMIZED)) for name, act in QUOTED[:2])
-    shares = [100 * ms / step for ms, step in dispatch_shares().values()]
+    ours, printed = zip(*(share.percents for share in dispatch_shares(Recorded()).values()), strict=True)
     return (
         f"Policy `minimal` saves {silu[0]:.1f}% (conf4, SiLU) and {swiglu[0]:.1f}% (conf3, SwiGLU) of what published "
         f"MegaBlocks keeps, and {silu[1]:.1f}% and {swiglu[1]:.1f}% of what it keeps with its flag "
         f"`memory_optimized_mlp`.\n"
-        f"Dispatch takes {min(shares):.2f}% to {max(shares):.2f}% of a training step of ours on an H200, so the gain "
-        f"of dispatch by indices is memory, not time."
+        f"On an H100 our dispatch takes {min(ours):.2f}% to {max(ours):.2f}% of a SwiGLU training step of conf1 to "
+        f"conf7, and the paper's steps as printed take {min(printed):.1f}% to {max(printed):.1f}%: what dispatch by "
+        f"indices saves is memory, not time."
     )
+
+
+def ranges(recorded: Recorded) -> str:
+    """The least and the largest speed over published MegaBlocks of the seven configurations, policy minimal."""
+    lines = []
+    for item, activation in moeblaze.TIMED:
+        found = moeblaze.speeds(recorded, item, activation, MINIMAL)
+        for device, *cells in _by_device(found):
+            values = [float(cell) for cell in cells if cell]
+            lines.append([NAMES[activation], PRINTED_SPEED[item], device, f"{min(values):.2f} to {max(values):.2f}"])
+    return documents.table(["activation", "the paper prints", "device", "ours"], lines, 4) if lines else ""
+
+
+def measured(recorded: Recorded) -> str:
+    """Every item that is measured: its runs, and its claims beside what we measured."""
+    return "\n\n".join(_section(item, recorded) for item in items.ITEMS.values() if item.measured_by)
+
+
+def _section(item: Item, recorded: Recorded) -> str:
+    rows = [_claim(row) for row in item.rows(recorded) if not row.detail]
+    table = documents.table(["what", "the paper prints", "ours", "verdict"], rows, 4)
+    return f"### {item.place}: {item.title}\n\n{runs(item.id)}\n\n`moeblaze paper {item.id}`:\n\n{table}"
+
+
+def _claim(row: Row) -> Sequence[str]:
+    verdict = f"{row.verdict}: {row.why}" if row.why else str(row.verdict)
+    return [cell.replace("|", "\\|") for cell in (row.what, row.printed, row.ours, verdict)]
+
+
+def runs(item: str) -> str:
+    """A line for each finished run: its file, device and commit."""
+    lines = [
+        f"- `{path.name}`: {found['device']}; commit {run['commit'][:7]}; {_versions(run)}"
+        for path in results.recorded_files()
+        for found in (results.load(path),)
+        for run in found["items"].get(item, ())
+        if run["finished"]
+    ]
+    return "\n".join(lines) or documents.NOTHING
+
+
+def _versions(run: Mapping[str, Any]) -> str:
+    """The versions that decide the numbers."""
+    return ", ".join(f"{name} {run['versions'][name]}" for name in ("torch", "triton") if name in run["versions"])
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "ratios": ratios,
     "printed": printed,
     "savings": savings,
-    "dispatch": dispatch,
+    "dispatch": lambda: dispatch(Recorded()),
+    "ranges": lambda: ranges(Recorded()),
     "speed": lambda: speed(Recorded()),
     "baselines": lambda: baselines(Recorded()),
+    "measured": lambda: measured(Recorded()),
 }
 
 
 def fill(text: str) -> str:
-    """Return the page with its generated blocks written anew; raises ValueError as `documents.fill`."""
+    """Return a page with its generated blocks written anew; raises ValueError as `documents.fill`."""
     return documents.fill(text, BLOCKS)
 
 
 def write():
-    """Write the page."""
-    PAGE.write_text(fill(PAGE.read_text()))
+    """Write both pages."""
+    for page in (PAGE, MEASUREMENTS):
+        page.write_text(fill(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ class Recorded:
     """
 
     def __init__(self, files: Iterable[Path] | None = None):
-        found = sorted((DOCS / "results").glob(FILES)) if files is None else files
-        self._files = [load(path) for path in found]
+        self._files = [load(path) for path in (recorded_files() if files is None else files)]
 
     def runs(self, item: str) -> Iterator[tuple[str, Rows]]:
         """Yield each finished run of an item, file by file: the short name of its device, and its rows."""
@@ -47,6 +46,11 @@ class Recorded:
         """Yield each row of an item's finished runs, with the short name of its device."""
         for device, rows in self.runs(item):
             yield from ((device, row) for row in rows)
+
+
+def recorded_files() -> list[Path]:
+    """Return the files of docs/results, by name."""
+    return sorted((DOCS / "results").glob(FILES))
 
 
 def device_name(device: str) -> str:

@@ -23,7 +23,7 @@ KINDS = {
         "[performance](performance.md#what-the-hopper-kernels-do-and-what-did-not-help)",
     ),
     "train": ("a language model trained with each layer", "[training](training.md)"),
-    "paper": ("figures of the papers, measured", "[what the papers measured](what_the_papers_measured.md)"),
+    "paper": ("figures of the papers, measured", "[the papers' figures, measured](paper_measurements.md)"),
     "place": ("placements of experts on GPUs", "[placement](placement.md)"),
     "ep": ("layers whose experts are on several GPUs, under maps", "[experts on several GPUs](parallel.md)"),
     "cupy": ("what a kernel launched by hand prints", "[launch a kernel by hand](cupy_by_hand.md#the-launch)"),
