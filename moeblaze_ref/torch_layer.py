@@ -22,6 +22,7 @@ from moeblaze_ref.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
 from moeblaze_ref.torch_bridge import bridge_to
+from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode, refuse_transforms
 
 log = logging.getLogger(__name__)
 
@@ -88,16 +89,19 @@ class MoEModule(RoutedExperts):
         TypeError
             If x is no tensor, or a dtype is not allowed or differs from that of the weights.
         RuntimeError
-            If nothing can run the kernels here.
+            If nothing can run the kernels here, or under a transform of ``torch.func`` or ``torch.export``.
         """
         if torch.compiler.is_compiling():
-            from moeblaze_ref.torch_uncompiled import run
+            from moeblaze_ref import torch_uncompiled
 
-            return run(self._forward, x, topk_experts)
+            if torch.compiler.is_exporting():
+                torch_uncompiled.refuse_export(type(self).__name__)
+            return torch_uncompiled.run(self._forward, x, topk_experts)
         return self._forward(x, topk_experts)
 
     def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
         doors.check_type("x", x, Tensor)
+        refuse_transforms(type(self).__name__)
         weights = self.weights
         _check_tensors(x, weights, self)
         tokens, weights = _cast(x, weights)
@@ -253,7 +257,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        refuse_second_derivative(MoELayer)
+        check_backward("MoELayer", (d_out, d_load_balancing_loss, d_router_z_loss))
         x, *tensors = ctx.saved_tensors
         kept = dict(zip(ctx.kept, tensors[4:], strict=True))
         d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
@@ -280,18 +284,14 @@ class _Layer(torch.autograd.Function):
             d_x, d_wg, d_w1, d_w2, d_w3, _ = bridge.tensors(gradients)
         return None, d_x, d_wg, d_w1, d_w2, d_w3, None
 
+    @staticmethod
+    def jvp(ctx, *_):
+        refuse_forward_mode("MoELayer")
+
 
 def has_backward(x: Tensor, weights: MoEWeights) -> bool:
     """Whether autograd will want a gradient of one of a node's tensors."""
     return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *weights) if t is not None])
-
-
-def refuse_second_derivative(layer: type[KernelMoE]):
-    """For a node's backward: gradients of gradients would be wrong, so they raise RuntimeError."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{layer.__name__} has no second derivative: call backward or grad without create_graph=True"
-        )
 
 
 _GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that a node is given

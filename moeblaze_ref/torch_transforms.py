@@ -1,0 +1,58 @@
+"""Torch's function transforms, of a layer whose kernels torch cannot look into: each raises one line."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# By the name of the transform in torch: what users call it, and what to use instead.
+_INSTEAD = {
+    "Grad": ("torch.func.grad, vjp or jacrev", "call torch.autograd.grad, or backward, on the layer's output"),
+    "Vmap": ("torch.func.vmap", "pass all tokens in one call, as x of shape (..., d), and call several layers in a loop"),
+    "Jvp": ("torch.func.jvp, jacfwd or hessian", "call torch.autograd.grad, which is reverse mode, on the layer's output"),
+}
+
+
+def refuse_transforms(layer: str):
+    """Raise RuntimeError if one of ``torch.func``'s transforms is running.
+
+    Parameters
+    ----------
+    layer : str
+        The name of the layer, for the message.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return
+    transform = torch._C._functorch.peek_interpreter_stack().key().name
+    if transform in _INSTEAD:
+        called, instead = _INSTEAD[transform]
+        raise RuntimeError(f"{layer} does not run under {called}: {instead}")
+
+
+def refuse_forward_mode(layer: str):
+    """Raise RuntimeError: the layer has no forward-mode derivative."""
+    raise RuntimeError(
+        f"{layer} has no forward-mode derivative (torch.func.linearize, torch.autograd.forward_ad): call "
+        f"torch.autograd.grad on the layer's output"
+    )
+
+
+def check_backward(layer: str, gradients: Iterable[Tensor | None]):
+    """Raise RuntimeError for a backward that a node of the layer cannot do.
+
+    Parameters
+    ----------
+    layer : str
+        The name of the layer, for the message.
+    gradients : iterable of Tensor or None
+        What autograd gives the node's backward.
+
+    Raises
+    ------
+    RuntimeError
+        If gradients of these gradients are wanted, which would be wrong, or if the gradients are batches.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{layer} has no second derivative: call backward or grad without create_graph=True")
+    if any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients]):
+        raise RuntimeError(f"{layer} takes no batch of gradients (is_grads_batched, vectorize): call grad in a loop")
