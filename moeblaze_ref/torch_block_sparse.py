@@ -73,7 +73,7 @@ class BlockSparseMoE(KernelMoE):
     Notes
     -----
     The host waits for the GPU once a forward: it must know P, the number of padded rows, to allocate them. The
-    published system waits there too; ``torch.cuda.graph`` cannot capture the layer.
+    published system waits there too; no CUDA graph can capture the layer.
 
     As `MoELayer`, it works under ``torch.autocast``, ``torch.no_grad`` and ``torch.utils.checkpoint``, for which
     `keep_routing` keeps the choice of experts, and a second derivative raises. The backward frees what the forward kept

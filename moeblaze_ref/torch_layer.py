@@ -100,9 +100,14 @@ class MoEModule(RoutedExperts):
         return self._forward(x, topk_experts)
 
     def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
+        return self.launch(x, self.weights, topk_experts)
+
+    def launch(
+        self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None, Tensor], topk_experts: Tensor | None = None
+    ) -> MoEOutput:
+        """`forward` with wg, w1, w2 and w3 in place of the layer's own, without hooks and graphs."""
         doors.check_type("x", x, Tensor)
         refuse_transforms(type(self).__name__)
-        weights = self.weights
         _check_tensors(x, weights, self)
         tokens, weights = _cast(x, weights)
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
@@ -181,18 +186,21 @@ class MoELayer(KernelMoE):
     ----------
     executor : str or None
         What ran the last forward: "cuda", "simt", or None before the first.
+    graphs : torch_graphs.LayerGraphs or None
+        What calls replay, once `torch_graphs.graphed` has captured the layer.
 
     Notes
     -----
     Works under ``torch.autocast``, ``torch.no_grad`` and ``torch.utils.checkpoint``, for which `keep_routing` keeps the
     choice of experts. Autocast casts x and the weights, and the cast copies, whole sets of weights, are kept until the
-    backward: weights that are narrow themselves cost none. A second derivative raises.
+    backward: weights that are narrow themselves cost none. A second derivative raises, and so do ``torch.export`` and
+    the transforms of ``torch.func``; ``torch.compile`` compiles what is around the layer.
 
     The backward overwrites what the forward kept and frees it piece by piece, unless ``retain_graph`` asks for another
     backward. Kernel files are read once: edits are not followed. The host never waits for the GPU, but to check a
-    routing that is given, so once a step has compiled the kernels, ``torch.cuda.graph`` can capture the next. A small
-    layer, which waits for the host, is faster as ``torch.cuda.make_graphed_callables(layer, (x,))``: for inputs like x,
-    one step at a time, and without `keep_routing`; docs/performance.md says what else that costs.
+    routing that is given, so once a step has compiled the kernels, a CUDA graph can capture the next. A small layer,
+    which waits for the host, is faster as two graphs: `torch_graphs.graphed` makes them. Capture whole steps by
+    `torch_capture.capture`: under ``torch.cuda.graph`` alone Python's garbage collector may invalidate the capture.
 
     MoEBlaze, sections 3 and 5.
     """
@@ -213,6 +221,14 @@ class MoELayer(KernelMoE):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
         self.policy = doors.check_name("policy", policy, POLICIES)
         self.rung = rung if rung is None else doors.check_name("rung of layer", rung, raw_layer.RUNGS)
+        self.graphs: Any = None
+
+    def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
+        if self.graphs is None or self.graphs.training != self.training:
+            return super()._forward(x, topk_experts)
+        if topk_experts is not None or _tapes.get() or _replay.get() is not None:
+            raise ValueError("a graphed layer makes its own choice of experts: it takes no topk_experts or keep_routing")
+        return self.graphs(x, self.weights)
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         policy = self.policy if has_backward(x, weights) else "inputs"
