@@ -22,7 +22,7 @@ from moeblaze_ref.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
 from moeblaze_ref.torch_bridge import bridge_to
-from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode, refuse_transforms
+from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode, refuse_transform, transforms_active
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ class MoEModule(RoutedExperts):
     ) -> MoEOutput:
         """`forward` with wg, w1, w2 and w3 in place of the layer's own, without hooks and graphs."""
         doors.check_type("x", x, Tensor)
-        refuse_transforms(type(self).__name__)
+        if transforms_active():
+            refuse_transform(type(self).__name__)
         _check_tensors(x, weights, self)
         tokens, weights = _cast(x, weights)
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
@@ -225,7 +226,7 @@ class MoELayer(KernelMoE):
 
     def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
         if self.graphs is None or self.graphs.training != self.training:
-            return super()._forward(x, topk_experts)
+            return self.launch(x, self.weights, topk_experts)
         if topk_experts is not None or _tapes.get() or _replay.get() is not None:
             raise ValueError("a graphed layer makes its own choice of experts: it takes no topk_experts or keep_routing")
         return self.graphs(x, self.weights)
@@ -347,8 +348,9 @@ def _check_tensors(x, weights, layer):
     """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"x is on {x.device}, but {type(layer).__name__} runs on cuda or cpu")
-    named = {name: weight for name, weight in zip(MoEWeights._fields, weights, strict=True) if weight is not None}
-    for name, tensor in {"x": x, **named}.items():
+    for name, tensor in zip(("x", *MoEWeights._fields), (x, *weights), strict=True):
+        if tensor is None:
+            continue
         if tensor.dtype not in layer.dtypes:
             raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {_either(layer.dtypes)}")
         if tensor.device != x.device:

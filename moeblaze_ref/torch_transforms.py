@@ -13,16 +13,17 @@ _INSTEAD = {
 }
 
 
-def refuse_transforms(layer: str):
-    """Raise RuntimeError if one of ``torch.func``'s transforms is running.
+transforms_active = torch._C._are_functorch_transforms_active  # whether one of torch.func's transforms is running
+
+
+def refuse_transform(layer: str):
+    """Raise RuntimeError if the transform that is running is one that the layer does not run under.
 
     Parameters
     ----------
     layer : str
         The name of the layer, for the message.
     """
-    if not torch._C._are_functorch_transforms_active():
-        return
     transform = torch._C._functorch.peek_interpreter_stack().key().name
     if transform in _INSTEAD:
         called, instead = _INSTEAD[transform]
@@ -54,5 +55,6 @@ def check_backward(layer: str, gradients: Iterable[Tensor | None]):
     """
     if torch.is_grad_enabled():
         raise RuntimeError(f"{layer} has no second derivative: call backward or grad without create_graph=True")
-    if any([g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients]):
-        raise RuntimeError(f"{layer} takes no batch of gradients (is_grads_batched, vectorize): call grad in a loop")
+    for gradient in gradients:
+        if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+            raise RuntimeError(f"{layer} takes no batch of gradients (is_grads_batched, vectorize): call grad in a loop")
