@@ -188,7 +188,7 @@ class MoELayer(KernelMoE):
     executor : str or None
         What ran the last forward: "cuda", "simt", or None before the first.
     graphs : torch_graphs.LayerGraphs or None
-        What calls replay, once `torch_graphs.graphed` has captured the layer.
+        What calls replay, once `torch_graphs.graphed` has captured the layer; None launches its kernels again.
 
     Notes
     -----

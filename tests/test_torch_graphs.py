@@ -88,6 +88,7 @@ def eager_collector():
     gc.set_threshold(1, 1, 1)
     yield
     gc.set_threshold(*thresholds)
+    gc.collect()
 
 
 class Cycle:
