@@ -1,7 +1,8 @@
 """Capture of CUDA graphs without Python's garbage collector.
 
-The collector may run at any allocation of a Python object. If it finds a cycle that owns an older CUDA graph, it destroys
-the graph, which CUDA forbids while a stream captures: the capture then fails with CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.
+The collector may run at any allocation of a Python object. If it finds a cycle that owns an older CUDA graph, it
+destroys the graph. CUDA forbids that while a stream captures: the capture fails with
+CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.
 """
 
 import gc
@@ -45,8 +46,8 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None, stream: torch.cuda.St
     Raises
     ------
     RuntimeError
-        As ``torch.cuda.graph``, if the work cannot be captured: for example, if it waits for the GPU. The current stream
-        is then the one from before, and torch can capture again.
+        As ``torch.cuda.graph``, if the work cannot be captured: for example, if it waits for the GPU. The current
+        stream is then the one from before, and torch can capture again.
 
     Notes
     -----

@@ -23,8 +23,8 @@ def graphed(layer: MoELayer, x: Tensor) -> MoELayer:
     Parameters
     ----------
     layer : MoELayer
-        On a CUDA device. It is changed in place. After ``eval()`` it launches its kernels as before, at any shape, if it
-        was graphed in training mode, and the other way round; so does a copy of it.
+        On a CUDA device. It is changed in place. After ``eval()`` it launches its kernels as before, at any shape, if
+        it was graphed in training mode, and the other way round; so does a copy of it.
     x : Tensor (..., d)
         An example: later inputs have its shape, dtype and device, and may need a gradient if it does.
 
@@ -43,10 +43,10 @@ def graphed(layer: MoELayer, x: Tensor) -> MoELayer:
     Notes
     -----
     Outputs last until the next forward, gradients until the next backward. What would read overwritten memory raises
-    RuntimeError: a backward that is not the first one after its forward and before the next forward, a call with weights
-    that have moved, a backward while a weight's ``.grad`` is the graphs' memory. ``topk_experts`` and `keep_routing` are
-    refused. Policy and autocast are those of the capture. The graphs hold about the peak memory of a step, until the
-    layer is gone.
+    RuntimeError: a backward that is not the first one after its forward and before the next forward, a call with
+    weights that have moved, a backward while a weight's ``.grad`` is the graphs' memory. ``topk_experts`` and
+    `keep_routing` are refused. Policy and autocast are those of the capture. The graphs hold about the peak memory of a
+    step, until the layer is gone.
     """
     if not isinstance(layer, MoELayer):
         raise TypeError(f"layer is a {type(layer).__name__}, but only a MoELayer can be graphed")

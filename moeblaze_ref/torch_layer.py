@@ -228,7 +228,7 @@ class MoELayer(KernelMoE):
         if self.graphs is None or self.graphs.training != self.training:
             return self.launch(x, self.weights, topk_experts)
         if topk_experts is not None or _tapes.get() or _replay.get() is not None:
-            raise ValueError("a graphed layer makes its own choice of experts: it takes no topk_experts or keep_routing")
+            raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
         return self.graphs(x, self.weights)
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:

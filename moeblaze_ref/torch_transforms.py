@@ -8,8 +8,8 @@ from torch import Tensor
 # By the name of the transform in torch: what users call it, and what to use instead.
 _INSTEAD = {
     "Grad": ("torch.func.grad, vjp or jacrev", "call torch.autograd.grad, or backward, on the layer's output"),
-    "Vmap": ("torch.func.vmap", "pass all tokens in one call, as x of shape (..., d), and call several layers in a loop"),
-    "Jvp": ("torch.func.jvp, jacfwd or hessian", "call torch.autograd.grad, which is reverse mode, on the layer's output"),
+    "Vmap": ("torch.func.vmap", "pass all tokens in one call, as x of shape (..., d), and loop over several layers"),
+    "Jvp": ("torch.func.jvp, jacfwd or hessian", "call torch.autograd.grad on the layer's output, in reverse mode"),
 }
 
 
@@ -57,4 +57,4 @@ def check_backward(layer: str, gradients: Iterable[Tensor | None]):
         raise RuntimeError(f"{layer} has no second derivative: call backward or grad without create_graph=True")
     for gradient in gradients:
         if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
-            raise RuntimeError(f"{layer} takes no batch of gradients (is_grads_batched, vectorize): call grad in a loop")
+            raise RuntimeError(f"{layer} takes no batch of gradients (is_grads_batched, vectorize): loop over them")

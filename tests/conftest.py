@@ -60,7 +60,7 @@ def one_thread():
 
 @pytest.fixture
 def one_autograd_thread():
-    """Backward passes in the test's own thread: autograd's may hold the last gradients for a while after they are out."""
+    """Backward passes in the test's own thread: autograd's may hold the last gradients for a while after them."""
     import torch
 
     with torch.autograd.set_multithreading_enabled(False):

@@ -1,4 +1,4 @@
-"""Pretended CUDA graphs for tests without a GPU: what is captured runs at once, and a replay is counted and does nothing.
+"""Pretended CUDA graphs for tests without a GPU: captured work runs at once, and a replay is counted and does nothing.
 
 So a layer's results are those of its capture, which are right for the input and the gradients that it had there.
 """

@@ -316,7 +316,7 @@ def test_a_capture_that_fails_leaves_the_layer_as_it_was(cuda, monkeypatch):
     [
         ([1.0], TypeError, "x is a list, but it must be a Tensor"),
         (torch.zeros(36, 16), ValueError, r"x has shape \(36, 16\), but the layer was graphed for \(37, 16\)"),
-        (torch.zeros(37, 16).half(), ValueError, "x has dtype torch.float16, but the layer was graphed for torch.float"),
+        (torch.zeros(37, 16).half(), ValueError, "x has dtype torch.float16, but the layer was graphed for torch"),
         (torch.zeros(37, 16, device="meta"), ValueError, "x has device meta, but the layer was graphed for cpu"),
     ],
 )
@@ -327,7 +327,7 @@ def test_another_kind_of_input(cuda, x, error, message):
 
 def test_what_a_replay_cannot_do_is_refused(cuda):
     layer, x = make_graphed(), make_x()
-    message = "a graphed layer makes its own choice of experts"
+    message = "a graphed layer chooses the experts itself"
     with pytest.raises(ValueError, match=message):
         layer(x, torch.tensor([[0, 1, 2]] * 37, dtype=torch.int32))
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Captures on a CUDA device while Python's garbage collector runs at nearly each allocation, and old graphs are garbage."""
+"""Captures on a CUDA device while Python's collector runs at nearly each allocation, and old graphs are garbage."""
 
 import gc
 import weakref
