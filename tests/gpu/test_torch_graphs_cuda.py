@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def same(found, expected):
     return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.fixture
+@contextmanager
 def eager_collector():
     """A full collection at nearly each allocation of a Python object; there is little else to look through."""
     thresholds = gc.get_threshold()
@@ -50,9 +51,10 @@ def eager_collector():
     gc.freeze()
     gc.collect()  # Python puts full collections off until a quarter of what this one found is new
     gc.set_threshold(1, 1, 1)
-    yield
-    gc.set_threshold(*thresholds)
-    gc.collect()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class OlderGraph:
@@ -74,56 +76,58 @@ class Dropper:
 
     def _dropping(self, stage):
         def run(*arguments, **options):
-            if torch.cuda.is_current_stream_capturing():
-                self.dropped.append(weakref.ref(self.waiting.pop()))
-            return stage(*arguments, **options)
+            if not torch.cuda.is_current_stream_capturing():
+                return stage(*arguments, **options)
+            self.dropped.append(weakref.ref(self.waiting.pop()))
+            result = stage(*arguments, **options)
+            assert self.dropped[-1]() is not None
+            return result
 
         return run
 
 
-@pytest.mark.usefixtures("eager_collector")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_graphed_layer_is_right_though_old_graphs_become_garbage_in_its_capture(policy, monkeypatch):
     layer, x = make_layer(policy=policy), make_x()
     expected = step(layer, x)
-    dropper = Dropper(monkeypatch)
-    OlderGraph()  # garbage from before
-    replayed = graphed(make_layer(policy=policy), make_x(2))
-    assert len(dropper.dropped) == 2
-    assert same(step(replayed, x), expected) and same(step(layer, x), expected)
+    with eager_collector():
+        dropper = Dropper(monkeypatch)
+        OlderGraph()  # garbage from before
+        replayed = graphed(make_layer(policy=policy), make_x(2))
+        assert len(dropper.dropped) == 2
+        assert same(step(replayed, x), expected) and same(step(layer, x), expected)
     gc.collect()
     assert not any(graph() for graph in dropper.dropped)
     assert same(step(replayed, x), expected)
 
 
-@pytest.mark.usefixtures("eager_collector")
 def test_a_whole_step_is_captured_though_old_graphs_become_garbage_in_it(monkeypatch):
     layer, x = make_layer(), make_x()
     expected = step(layer, x)
-    dropper, graph = Dropper(monkeypatch), torch.cuda.CUDAGraph()
-    with capture(graph):
-        captured = step(layer, x)
-    graph.replay()
+    with eager_collector():
+        dropper, graph = Dropper(monkeypatch), torch.cuda.CUDAGraph()
+        with capture(graph):
+            captured = step(layer, x)
+        graph.replay()
     assert len(dropper.dropped) == 2 and same(captured, expected)
 
 
-@pytest.mark.usefixtures("eager_collector")
 def test_megablocks_layer_beside_captures_is_right(monkeypatch):
     """Its host waits for the GPU, so it cannot be captured; to try leaves torch as it was."""
     megablocks, x = make_layer(BlockSparseMoE), make_x()
     expected, of_ours = step(megablocks, x), step(make_layer(), x)
-    Dropper(monkeypatch)
-    OlderGraph()
     with pytest.raises(TypeError, match="layer is a BlockSparseMoE, but only a MoELayer can be graphed"):
         graphed(megablocks, x)
-    stream = torch.cuda.current_stream()
-    with pytest.raises(RuntimeError), capture(torch.cuda.CUDAGraph()):
-        megablocks(x)
-    assert torch.cuda.current_stream() == stream and gc.isenabled()
-    assert same(step(megablocks, x), expected)
-    replayed = graphed(make_layer(), make_x(2))
-    for _ in range(2):
-        assert same(step(replayed, x), of_ours) and same(step(megablocks, x), expected)
+    with eager_collector():
+        dropper, stream = Dropper(monkeypatch), torch.cuda.current_stream()
+        with pytest.raises(RuntimeError), capture(torch.cuda.CUDAGraph()):
+            megablocks(x)
+        assert torch.cuda.current_stream() == stream and gc.isenabled()
+        assert same(step(megablocks, x), expected)
+        replayed = graphed(make_layer(), make_x(2))
+        assert len(dropper.dropped) == 2
+        for _ in range(2):
+            assert same(step(replayed, x), of_ours) and same(step(megablocks, x), expected)
     assert torch.rand(1, device="cuda").item() < 1
 
 
