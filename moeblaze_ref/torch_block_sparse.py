@@ -23,9 +23,9 @@ from moeblaze_ref.torch_layer import (
     aligned,
     give_up,
     is_the_last_backward,
-    refuse_second_derivative,
     wanted_by,
 )
+from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode
 
 
 class Layout(NamedTuple):
@@ -73,7 +73,7 @@ class BlockSparseMoE(KernelMoE):
     Notes
     -----
     The host waits for the GPU once a forward: it must know P, the number of padded rows, to allocate them. The
-    published system waits there too; ``torch.cuda.graph`` cannot capture the layer.
+    published system waits there too; no CUDA graph can capture the layer.
 
     As `MoELayer`, it works under ``torch.autocast``, ``torch.no_grad`` and ``torch.utils.checkpoint``, for which
     `keep_routing` keeps the choice of experts, and a second derivative raises. The backward frees what the forward kept
@@ -154,7 +154,7 @@ class _BlockSparse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        refuse_second_derivative(BlockSparseMoE)
+        check_backward("BlockSparseMoE", (d_out, d_load_balancing_loss, d_router_z_loss))
         x, *tensors = ctx.saved_tensors
         k, activation, renormalize, block, rung, layout = ctx.options
         unpacked = layout.unpack(dict(zip(ctx.kept, tensors[4:], strict=True)))
@@ -188,3 +188,7 @@ class _BlockSparse(torch.autograd.Function):
                 d_x += experts.d_x
             gradients = bridge.tensors([d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3])
         return None, *gradients, None
+
+    @staticmethod
+    def jvp(ctx, *_):
+        refuse_forward_mode("BlockSparseMoE")

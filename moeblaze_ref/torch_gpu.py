@@ -10,10 +10,11 @@ import torch
 from cuda.bindings import driver
 
 from moeblaze_ref import doors
-from moeblaze_ref.raw_cuda.runtime.cupy import CupyModule, check_gpu, encoded, gpu_of, source_for
+from moeblaze_ref.raw_cuda.runtime.cupy import CupyModule, check_gpu, encode, gpu_of, source_for
 from moeblaze_ref.raw_cuda.runtime.parameters import ParameterMemory
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource
 from moeblaze_ref.raw_cuda.runtime.tensor_map import Layout
+from moeblaze_ref.torch_capture import without_collector_if_capturing
 from moeblaze_ref.torch_executor import TensorBridge, TensorModule, TorchExecutor
 
 
@@ -64,7 +65,7 @@ class GpuExecutor(TorchExecutor):
 
     def encode(self, layout: Layout, box: tuple[int, ...]) -> bytes:
         """The words of a map of what lies so."""
-        return encoded(layout, box).tobytes()
+        return encode(layout, box).tobytes()
 
     def check(self, file: str):
         """``kernels_cuda/<file>`` runs on the device; otherwise a ValueError says what it needs."""
@@ -85,10 +86,11 @@ class GpuBridge(TensorBridge):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """On the tensors' device and torch's current stream."""
+        """On the tensors' device and torch's current stream, if that captures, then without the garbage collector."""
         with doors.trusted_values(), _without_autocast(), cupy.cuda.Device(self._device.index):
             self._bind_thread()
-            yield
+            with without_collector_if_capturing():
+                yield
 
     def _bind_thread(self):
         """Whoever calls the driver must be bound to the device, as a thread is by its first call of the runtime."""

@@ -22,6 +22,7 @@ from moeblaze_ref.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
 from moeblaze_ref.torch_bridge import bridge_to
+from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode, refuse_transform, transforms_active
 
 log = logging.getLogger(__name__)
 
@@ -88,17 +89,26 @@ class MoEModule(RoutedExperts):
         TypeError
             If x is no tensor, or a dtype is not allowed or differs from that of the weights.
         RuntimeError
-            If nothing can run the kernels here.
+            If nothing can run the kernels here, or under a transform of ``torch.func`` or ``torch.export``.
         """
         if torch.compiler.is_compiling():
-            from moeblaze_ref.torch_uncompiled import run
+            from moeblaze_ref import torch_uncompiled
 
-            return run(self._forward, x, topk_experts)
+            if torch.compiler.is_exporting():
+                torch_uncompiled.refuse_export(type(self).__name__)
+            return torch_uncompiled.run(self._forward, x, topk_experts)
         return self._forward(x, topk_experts)
 
     def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
+        return self.launch(x, self.weights, topk_experts)
+
+    def launch(
+        self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None, Tensor], topk_experts: Tensor | None = None
+    ) -> MoEOutput:
+        """`forward` with wg, w1, w2 and w3 in place of the layer's own, without hooks and graphs."""
         doors.check_type("x", x, Tensor)
-        weights = self.weights
+        if transforms_active():
+            refuse_transform(type(self).__name__)
         _check_tensors(x, weights, self)
         tokens, weights = _cast(x, weights)
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
@@ -177,18 +187,21 @@ class MoELayer(KernelMoE):
     ----------
     executor : str or None
         What ran the last forward: "cuda", "simt", or None before the first.
+    graphs : torch_graphs.LayerGraphs or None
+        What calls replay, once `torch_graphs.graphed` has captured the layer; None launches its kernels again.
 
     Notes
     -----
     Works under ``torch.autocast``, ``torch.no_grad`` and ``torch.utils.checkpoint``, for which `keep_routing` keeps the
     choice of experts. Autocast casts x and the weights, and the cast copies, whole sets of weights, are kept until the
-    backward: weights that are narrow themselves cost none. A second derivative raises.
+    backward: weights that are narrow themselves cost none. A second derivative raises, and so do ``torch.export`` and
+    the transforms of ``torch.func``; ``torch.compile`` compiles what is around the layer.
 
     The backward overwrites what the forward kept and frees it piece by piece, unless ``retain_graph`` asks for another
     backward. Kernel files are read once: edits are not followed. The host never waits for the GPU, but to check a
-    routing that is given, so once a step has compiled the kernels, ``torch.cuda.graph`` can capture the next. A small
-    layer, which waits for the host, is faster as ``torch.cuda.make_graphed_callables(layer, (x,))``: for inputs like x,
-    one step at a time, and without `keep_routing`; docs/performance.md says what else that costs.
+    routing that is given, so once a step has compiled the kernels, a CUDA graph can capture the next. A small layer,
+    which waits for the host, is faster as two graphs: `torch_graphs.graphed` makes them. Capture whole steps by
+    `torch_capture.capture`: under ``torch.cuda.graph`` alone Python's garbage collector may invalidate the capture.
 
     MoEBlaze, sections 3 and 5.
     """
@@ -209,6 +222,14 @@ class MoELayer(KernelMoE):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
         self.policy = doors.check_name("policy", policy, POLICIES)
         self.rung = rung if rung is None else doors.check_name("rung of layer", rung, raw_layer.RUNGS)
+        self.graphs: Any = None
+
+    def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
+        if self.graphs is None or self.graphs.training != self.training:
+            return self.launch(x, self.weights, topk_experts)
+        if topk_experts is not None or _tapes.get() or _replay.get() is not None:
+            raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
+        return self.graphs(x, self.weights)
 
     def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
         policy = self.policy if has_backward(x, weights) else "inputs"
@@ -253,7 +274,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        refuse_second_derivative(MoELayer)
+        check_backward("MoELayer", (d_out, d_load_balancing_loss, d_router_z_loss))
         x, *tensors = ctx.saved_tensors
         kept = dict(zip(ctx.kept, tensors[4:], strict=True))
         d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
@@ -280,18 +301,14 @@ class _Layer(torch.autograd.Function):
             d_x, d_wg, d_w1, d_w2, d_w3, _ = bridge.tensors(gradients)
         return None, d_x, d_wg, d_w1, d_w2, d_w3, None
 
+    @staticmethod
+    def jvp(ctx, *_):
+        refuse_forward_mode("MoELayer")
+
 
 def has_backward(x: Tensor, weights: MoEWeights) -> bool:
     """Whether autograd will want a gradient of one of a node's tensors."""
     return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *weights) if t is not None])
-
-
-def refuse_second_derivative(layer: type[KernelMoE]):
-    """For a node's backward: gradients of gradients would be wrong, so they raise RuntimeError."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{layer.__name__} has no second derivative: call backward or grad without create_graph=True"
-        )
 
 
 _GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that a node is given
@@ -331,8 +348,9 @@ def _check_tensors(x, weights, layer):
     """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"x is on {x.device}, but {type(layer).__name__} runs on cuda or cpu")
-    named = {name: weight for name, weight in zip(MoEWeights._fields, weights, strict=True) if weight is not None}
-    for name, tensor in {"x": x, **named}.items():
+    for name, tensor in zip(("x", *MoEWeights._fields), (x, *weights), strict=True):
+        if tensor is None:
+            continue
         if tensor.dtype not in layer.dtypes:
             raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {_either(layer.dtypes)}")
         if tensor.device != x.device:

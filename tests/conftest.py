@@ -58,6 +58,15 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def one_autograd_thread():
+    """Backward passes in the test's own thread: autograd's may hold the last gradients for a while after them."""
+    import torch
+
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item):
     return judge((yield), item.path)

@@ -551,11 +551,11 @@ def test_a_graphed_layer_has_an_aim_of_its_own(graphed):
     _, rows = graphed
     ratios = {aims.PEER: 1.5}
     of_rows = {aim.what: aim for aim in aims.aims(of_conf1(rows[1:3], ratio_to=ratios))}
-    aim = of_rows[f"conf1: times as fast as `{aims.PEER}` as launched, ours by `make_graphed_callables`"]
+    aim = of_rows[f"conf1: times as fast as `{aims.PEER}` as launched, ours graphed"]
     assert (aim.sign, aim.bound, aim.reached) == (1, aims.FASTER["conf1"], [1.5])
     assert of_rows[f"conf1: times as fast as `{aims.PEER}`"].reached == []
-    assert [what for what in of_rows if "make_graphed" in what] == [aim.what]
-    assert not any("make_graphed" in aim.what for aim in aims.aims(of_conf1(rows[:2], ratio_to=ratios)))
+    assert [what for what in of_rows if "ours graphed" in what] == [aim.what]
+    assert not any("ours graphed" in aim.what for aim in aims.aims(of_conf1(rows[:2], ratio_to=ratios)))
 
 
 # Other systems --------------------------------------------------------------------------------------------------------

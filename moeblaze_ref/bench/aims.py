@@ -59,7 +59,7 @@ def aims(found: results.Result, others: results.Result | None = None) -> list[Ai
     minimal, inputs = (_under(policy, layers) for policy in ("minimal", "inputs"))
     listed = [
         *_of_presets(FASTER, f"times as fast as `{PEER}`", 1, minimal, lambda row: row["ratio_to"].get(PEER)),
-        *_faster(findings.beside_peers(found, GRAPHED), " as launched, ours by `make_graphed_callables`"),
+        *_faster(findings.beside_peers(found, GRAPHED), " as launched, ours graphed"),
         *_faster(findings.beside_peers_as_graphs(found), ", both as CUDA graphs"),
         *_of_presets(PERCENT, "% of cuBLAS", 1, minimal, itemgetter("pct_of_cublas")),
         *_of_presets(PEAK_GIB, "peak, GiB", -1, minimal, lambda row: row["peak_bytes"] / GIB),

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from moeblaze_ref import provenance
 from moeblaze_ref.bench.clock import Clock, Contender, Samples, take_turns
 from moeblaze_ref.bench.floors import Ceilings
+from moeblaze_ref.torch_capture import capture
+from moeblaze_ref.torch_graphs import graphed
 
 PRODUCT = 8192  # rows, columns and depth of the dense product that stands for all matrix products
 COPY_BYTES = 2**29  # of each side of the device copy
@@ -121,10 +123,9 @@ class Gpu:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with capture(graph):
                 results = work()
         except Exception as error:  # layers of other projects have exceptions of their own
-            _end_of_capture()
             raise NoGraph(str(error)) from error
 
         def replay(results=results):
@@ -133,12 +134,8 @@ class Gpu:
         return replay
 
     def graphed(self, module: nn.Module, x: Tensor) -> nn.Module:
-        """The module by ``torch.cuda.make_graphed_callables``: changed in place, for inputs of the shape and dtype of x.
-
-        Outputs last until the next forward, and gradients until the next backward; memory is held as long as the module.
-        """
-        static = x.detach().clone().requires_grad_()  # what the graphs read: every input is copied over it
-        return torch.cuda.make_graphed_callables(module, (static,))
+        """The module by `torch_graphs.graphed`: changed in place, for inputs of the shape and dtype of x."""
+        return graphed(module, x)
 
     def clocks(self) -> str:
         """SM and memory clock under load, and their maxima, as nvidia-smi says while dense products run."""
@@ -151,9 +148,3 @@ class Gpu:
         clocks = provenance.clocks()
         torch.cuda.synchronize()
         return clocks
-
-
-def _end_of_capture():
-    """Capture next to nothing: after a capture that failed, torch's generator still believes in it until one succeeds."""
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.zeros(1, device="cuda")

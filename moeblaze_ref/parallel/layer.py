@@ -34,10 +34,10 @@ from moeblaze_ref.torch_layer import (
     give_up,
     has_backward,
     is_the_last_backward,
-    refuse_second_derivative,
     restored,
     wanted_by,
 )
+from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode
 
 
 class ExpertParallelMoE(KernelMoE):
@@ -204,7 +204,7 @@ class _ExpertParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        refuse_second_derivative(ExpertParallelMoE)
+        check_backward("ExpertParallelMoE", (d_out, d_load_balancing_loss, d_router_z_loss))
         x, *tensors = ctx.saved_tensors
         options, bridge, wanted = ctx.options, bridge_to(x.device), wanted_by(ctx)
         kept = dict(zip(ctx.kept, tensors[4:], strict=True))
@@ -239,6 +239,10 @@ class _ExpertParallel(torch.autograd.Function):
         if d_wg is not None:
             d_wg = options.ranks.total(d_wg.float()).to(d_wg.dtype)
         return None, d_x, d_wg, *d_experts, None
+
+    @staticmethod
+    def jvp(ctx, *_):
+        refuse_forward_mode("ExpertParallelMoE")
 
 
 def _visit(trip, stages, bridge, x, chosen, gates, weights, options):

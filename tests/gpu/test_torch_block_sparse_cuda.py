@@ -37,6 +37,7 @@ def test_autograd_keeps_what_the_accounting_says(activation, dtype, system):
         assert measured(one, "cuda").kept_bytes == one.kept_bytes
 
 
+@pytest.mark.usefixtures("one_autograd_thread")
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(activation):
     torch.manual_seed(0)

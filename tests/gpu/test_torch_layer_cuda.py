@@ -15,6 +15,8 @@ from moeblaze_ref.memory.accounting import account, step_account
 from moeblaze_ref.raw_cuda import gemm
 from moeblaze_ref.raw_cuda.layer import default_rung
 from moeblaze_ref.torch_bridge import bridge_to
+from moeblaze_ref.torch_capture import capture
+from moeblaze_ref.torch_graphs import graphed
 from moeblaze_ref.torch_layer import MoELayer, MoEOutput
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
@@ -61,13 +63,6 @@ def test_autograd_keeps_what_the_accounting_says(policy, dtype):
     assert measure.kept_bytes(make_layer(dtype=dtype, policy=policy), make_x(dtype=dtype)) == one.kept_bytes
 
 
-@pytest.fixture
-def one_thread():
-    """Backward passes in the test's own thread: autograd's may hold the last gradients for a while after they are out."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
-
-
 def settled() -> int:
     """Bytes in use once the garbage of earlier tests is gone, which would be freed during the step; the peak is these."""
     gc.collect()
@@ -92,7 +87,7 @@ STEPS = [(CONFIG.replace(activation=activation), policy) for activation in ("swi
 PARTS = MoEConfig(L=16_384, d=1_024, h=256, E=16, k=4)  # y and the rows of d_x exist in two parts
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_autograd_thread")
 @pytest.mark.parametrize(("config", "policy"), [*STEPS, (PARTS, "minimal"), (PARTS, "inputs")])
 def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(config, policy):
     layer, x = make_layer(config, policy=policy, activation=config.activation), make_x(config)
@@ -115,7 +110,7 @@ def test_a_step_in_parts_of_its_columns_is_the_same(activation, monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(parts, step(layer, x), strict=True))
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_autograd_thread")
 def test_everything_comes_from_torchs_allocator_and_returns_to_it():
     import cupy
 
@@ -174,7 +169,7 @@ def test_a_captured_step_replays_on_new_inputs_with_the_same_bits(policy):
         for _ in range(2):  # compiles, and lets cuBLAS take its workspace
             fixed_step(layer, x, d_outputs)
     torch.cuda.current_stream().wait_stream(aside)
-    with torch.cuda.graph(graph):
+    with capture(graph):
         captured = fixed_step(layer, x, d_outputs)
     choices = []
     for seed in range(3):
@@ -198,34 +193,34 @@ def step_of_output(layer, x):
 
 def make_graphed_layer(**options):
     """As docs/performance.md says to run a small layer."""
-    return torch.cuda.make_graphed_callables(make_layer(**options), (make_x(),))
+    return graphed(make_layer(**options), make_x())
 
 
 @pytest.mark.parametrize("work", [step, step_of_output])
 @pytest.mark.parametrize("policy", ["minimal", "inputs"])
 def test_a_graphed_layer_gives_the_same_bits_on_other_inputs(policy, work):
-    layer, graphed = make_layer(policy=policy), make_graphed_layer(policy=policy)  # of the same seed
+    layer, replayed = make_layer(policy=policy), make_graphed_layer(policy=policy)  # of the same seed
     inputs = [make_x(), make_x()]
     for x in inputs:
-        assert all(torch.equal(*pair) for pair in zip(work(graphed, x), work(layer, x), strict=True))
-    chosen = [graphed(x).topk_experts.clone() for x in inputs]
-    assert isinstance(graphed(inputs[0]), MoEOutput) and not torch.equal(*chosen)
+        assert all(torch.equal(*pair) for pair in zip(work(replayed, x), work(layer, x), strict=True))
+    chosen = [replayed(x).topk_experts.clone() for x in inputs]
+    assert isinstance(replayed(inputs[0]), MoEOutput) and not torch.equal(*chosen)
 
 
 def test_an_output_of_a_graphed_layer_lasts_until_its_next_forward():
-    graphed = make_graphed_layer()
-    first, second = (graphed(make_x()).out for _ in range(2))
+    replayed = make_graphed_layer()
+    first, second = (replayed(make_x()).out for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_a_graphed_layer_adds_to_gradients_that_are_there():
-    layer, graphed, inputs = make_layer(), make_graphed_layer(), [make_x(), make_x()]
-    for each in (layer, graphed):
+    layer, replayed, inputs = make_layer(), make_graphed_layer(), [make_x(), make_x()]
+    for each in (layer, replayed):
         for parameter in each.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for x in inputs:
             each(x).out.backward(x.detach())
-    pairs = zip(layer.parameters(), graphed.parameters(), strict=True)
+    pairs = zip(layer.parameters(), replayed.parameters(), strict=True)
     assert all(torch.equal(expected.grad, found.grad) for expected, found in pairs)
 
 
@@ -236,7 +231,7 @@ def test_the_host_never_waits_for_the_gpu(policy):
     layer, x = make_layer(policy=policy, **options), make_x(dtype=options["dtype"])
     d_outputs = make_d_outputs(x)
     expected = fixed_step(layer, x, d_outputs)
-    torch.cuda.synchronize()
+    settled()
     slept = torch.cuda.Event()
     torch.cuda._sleep(2_000_000_000)  # about a second
     slept.record()

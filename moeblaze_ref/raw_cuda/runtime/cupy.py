@@ -153,11 +153,10 @@ class CupyModule(Module):
 
 def _argument(value):
     """A value as CuPy passes it."""
-    return encoded(value.layout, value.box) if isinstance(value, TensorMap) else value
+    return _encoded(value.layout, value.box) if isinstance(value, TensorMap) else value
 
 
-@functools.lru_cache(maxsize=4096)  # encoding takes microseconds, and a training step asks for the same maps again
-def encoded(layout: Layout, box: tuple[int, ...]) -> np.ndarray:
+def encode(layout: Layout, box: tuple[int, ...]) -> np.ndarray:
     """The 128 bytes that the copy engine reads, as an array without dimensions."""
     from cuda.bindings import driver
 
@@ -180,3 +179,7 @@ def encoded(layout: Layout, box: tuple[int, ...]) -> np.ndarray:
     whole = np.zeros((), [("opaque", np.uint64, BYTES // 8)])
     whole["opaque"] = [int(word) for word in words.opaque]
     return whole
+
+
+# Encoding takes microseconds, and a training step asks for the same maps again.
+_encoded = functools.lru_cache(maxsize=4096)(encode)

@@ -345,16 +345,21 @@ def _copy_apart(items: list[_Staged]) -> list[_Staged]:
 
 def _register(staged: list[_Staged]) -> ctypes.Array:
     rows = [(" = ".join(item.names).encode(), item.copy.ctypes.data, item.copy.nbytes) for item in staged]
-    return (_Buffer * len(rows))(*rows)
+    return _array_type(_Buffer, len(rows))(*rows)
 
 
 def _pack(values: list[Any], staged: list[_Staged]) -> ctypes.Array:
     """The void** that the kernel's entry unpacks: the address of each argument's value."""
     moved = {_place(item.original): item.copy for item in staged}
     holders = [_held(value, moved) for value in values]
-    pointers = (ctypes.c_void_p * len(holders))(*(holder.ctypes.data for holder in holders))
+    pointers = _array_type(ctypes.c_void_p, len(holders))(*(holder.ctypes.data for holder in holders))
     pointers._holders = holders  # alive as long as the pointers
     return pointers
+
+
+@functools.cache  # ctypes forgets them, and a type is a cycle that only the garbage collector frees
+def _array_type(element: type, length: int) -> type[ctypes.Array]:
+    return element * length
 
 
 def _held(value: Any, moved: dict[tuple[int, int], np.ndarray]) -> np.ndarray:

@@ -1,0 +1,60 @@
+"""Torch's function transforms, of a layer whose kernels torch cannot look into: each raises one line."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+# By the name of the transform in torch: what users call it, and what to use instead.
+_INSTEAD = {
+    "Grad": ("torch.func.grad, vjp or jacrev", "call torch.autograd.grad, or backward, on the layer's output"),
+    "Vmap": ("torch.func.vmap", "pass all tokens in one call, as x of shape (..., d), and loop over several layers"),
+    "Jvp": ("torch.func.jvp, jacfwd or hessian", "call torch.autograd.grad on the layer's output, in reverse mode"),
+}
+
+
+transforms_active = torch._C._are_functorch_transforms_active  # whether one of torch.func's transforms is running
+
+
+def refuse_transform(layer: str):
+    """Raise RuntimeError if the transform that is running is one that the layer does not run under.
+
+    Parameters
+    ----------
+    layer : str
+        The name of the layer, for the message.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack().key().name
+    if transform in _INSTEAD:
+        called, instead = _INSTEAD[transform]
+        raise RuntimeError(f"{layer} does not run under {called}: {instead}")
+
+
+def refuse_forward_mode(layer: str):
+    """Raise RuntimeError: the layer has no forward-mode derivative."""
+    raise RuntimeError(
+        f"{layer} has no forward-mode derivative (torch.func.linearize, torch.autograd.forward_ad): call "
+        f"torch.autograd.grad on the layer's output"
+    )
+
+
+def check_backward(layer: str, gradients: Iterable[Tensor | None]):
+    """Raise RuntimeError for a backward that a node of the layer cannot do.
+
+    Parameters
+    ----------
+    layer : str
+        The name of the layer, for the message.
+    gradients : iterable of Tensor or None
+        What autograd gives the node's backward.
+
+    Raises
+    ------
+    RuntimeError
+        If gradients of these gradients are wanted, which would be wrong, or if the gradients are batches.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{layer} has no second derivative: call backward or grad without create_graph=True")
+    for gradient in gradients:
+        if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+            raise RuntimeError(f"{layer} takes no batch of gradients (is_grads_batched, vectorize): loop over them")

@@ -1,0 +1,195 @@
+"""Captures on a CUDA device while Python's collector runs at nearly each allocation, and old graphs are garbage."""
+
+import gc
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from moeblaze_ref.config import POLICIES
+from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.raw_cuda import layer as raw_layer
+from moeblaze_ref.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.torch_capture import capture, without_collector
+from moeblaze_ref.torch_graphs import graphed
+from moeblaze_ref.torch_layer import MoELayer
+
+pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
+
+SIZES = {"d": 256, "h": 512, "E": 8, "k": 2}
+L = 1_024
+
+
+def make_layer(kind=MoELayer, dtype=torch.bfloat16, **options):
+    torch.manual_seed(0)
+    return kind(**SIZES, device="cuda", dtype=dtype, **options)
+
+
+def make_x(seed=1, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(L, SIZES["d"], generator=generator, device="cuda", dtype=dtype).requires_grad_()
+
+
+def step(layer, x):
+    """Every output and gradient of one forward and backward."""
+    result = layer(x)
+    loss = (result.out.float() * x.detach().float()).sum() + result.load_balancing_loss + result.router_z_loss
+    gradients = torch.autograd.grad(loss, [x, *layer.parameters()])
+    return (*[output.detach() for output in result], *gradients)
+
+
+def same(found, expected):
+    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@contextmanager
+def eager_collector():
+    """A full collection at nearly each allocation of a Python object; there is little else to look through."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # Python puts full collections off until a quarter of what this one found is new
+    gc.set_threshold(1, 1, 1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+class OlderGraph:
+    """A CUDA graph in a cycle: once nothing else refers to it, only the garbage collector destroys it."""
+
+    def __init__(self):
+        self.graph, self.itself = torch.cuda.CUDAGraph(), self
+        with capture(self.graph):
+            self.ones = torch.ones(1, device="cuda")
+
+
+class Dropper:
+    """Drops an older graph in each of the layer's calls that is captured."""
+
+    def __init__(self, monkeypatch):
+        self.waiting, self.dropped = [OlderGraph() for _ in range(8)], []
+        for name in ("forward", "backward"):
+            monkeypatch.setattr(raw_layer, name, self._dropping(getattr(raw_layer, name)))
+
+    def _dropping(self, stage):
+        def run(*arguments, **options):
+            if not torch.cuda.is_current_stream_capturing():
+                return stage(*arguments, **options)
+            self.dropped.append(weakref.ref(self.waiting.pop()))
+            result = stage(*arguments, **options)
+            assert self.dropped[-1]() is not None
+            return result
+
+        return run
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_graphed_layer_is_right_though_old_graphs_become_garbage_in_its_capture(policy, monkeypatch):
+    layer, x = make_layer(policy=policy), make_x()
+    expected = step(layer, x)
+    with eager_collector():
+        dropper = Dropper(monkeypatch)
+        OlderGraph()  # garbage from before
+        replayed = graphed(make_layer(policy=policy), make_x(2))
+        assert len(dropper.dropped) == 2
+        assert same(step(replayed, x), expected) and same(step(layer, x), expected)
+    gc.collect()
+    assert not any(graph() for graph in dropper.dropped)
+    assert same(step(replayed, x), expected)
+
+
+def test_a_whole_step_is_captured_though_old_graphs_become_garbage_in_it(monkeypatch):
+    layer, x = make_layer(), make_x()
+    expected = step(layer, x)
+    with eager_collector():
+        dropper, graph = Dropper(monkeypatch), torch.cuda.CUDAGraph()
+        with capture(graph):
+            captured = step(layer, x)
+        graph.replay()
+    assert len(dropper.dropped) == 2 and same(captured, expected)
+
+
+def test_megablocks_layer_beside_captures_is_right(monkeypatch):
+    """Its host waits for the GPU, so it cannot be captured; to try leaves torch as it was."""
+    megablocks, x = make_layer(BlockSparseMoE), make_x()
+    expected, of_ours = step(megablocks, x), step(make_layer(), x)
+    with pytest.raises(TypeError, match="layer is a BlockSparseMoE, but only a MoELayer can be graphed"):
+        graphed(megablocks, x)
+    with eager_collector():
+        dropper, stream = Dropper(monkeypatch), torch.cuda.current_stream()
+        with pytest.raises(RuntimeError), capture(torch.cuda.CUDAGraph()):
+            megablocks(x)
+        assert torch.cuda.current_stream() == stream and gc.isenabled()
+        assert same(step(megablocks, x), expected)
+        replayed = graphed(make_layer(), make_x(2))
+        assert len(dropper.dropped) == 2
+        for _ in range(2):
+            assert same(step(replayed, x), of_ours) and same(step(megablocks, x), expected)
+    assert torch.rand(1, device="cuda").item() < 1
+
+
+def test_stages_keep_the_collector_out_of_torchs_own_capture(monkeypatch):
+    layer, x, seen = make_layer(), make_x(), []
+    expected = step(layer, x)
+    for name in ("forward", "backward"):
+        stage = getattr(raw_layer, name)
+        monkeypatch.setattr(raw_layer, name, lambda *a, stage=stage, **o: seen.append(gc.isenabled()) or stage(*a, **o))
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    with without_collector():  # so that this test's own objects provoke no collection
+        with torch.cuda.graph(graph):
+            gc.enable()
+            captured = step(layer, x)
+            gc.disable()
+    graph.replay()
+    assert seen == [False, False] and same(captured, expected)
+    step(layer, x)
+    assert seen[2:] == [True, True]
+
+
+@pytest.mark.usefixtures("one_autograd_thread")
+def test_a_dropped_layer_gives_its_graphs_and_their_memory_back_without_the_collector():
+    def use():
+        layer = graphed(make_layer(), make_x())
+        step(layer, make_x(2))
+        return weakref.ref(layer.graphs)
+
+    use()  # cuBLAS takes its workspace
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with without_collector():
+        graphs = use()
+        torch.cuda.synchronize()
+        assert graphs() is None and torch.cuda.memory_allocated() == before
+
+
+def test_a_layer_is_graphed_again_for_another_shape():
+    layer, x = make_layer(), make_x()
+    expected = step(layer, x)
+    graphed(layer, make_x()[:100].detach().requires_grad_())
+    with pytest.raises(ValueError, match=r"x has shape \(1024, 256\), but the layer was graphed for \(100, 256\)"):
+        layer(x)
+    assert same(step(layer.eval(), x), expected)
+    layer.train()
+    assert same(step(graphed(layer, x), x), expected)
+
+
+def test_under_autocast_the_casts_are_those_of_the_capture():
+    layer, x = make_layer(dtype=torch.float32), make_x(dtype=torch.float32)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        expected = step(layer, x)
+        assert same(step(graphed(layer, make_x(2, torch.float32)), x), expected)
+
+
+def test_only_the_output_of_the_last_forward_goes_backward():
+    layer, x = graphed(make_layer(), make_x()), make_x()
+    first, second = layer(x).out, layer(x).out
+    with pytest.raises(RuntimeError, match="each forward has one backward, before the next forward"):
+        first.sum().backward()
+    (found,) = torch.autograd.grad(second.sum(), x)
+    (expected,) = torch.autograd.grad(make_layer()(x).out.sum(), x)
+    assert torch.equal(found, expected)
