@@ -11,7 +11,7 @@ from moeblaze_ref import provenance
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import PAPER_PRESETS
 from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, results, speed
-from moeblaze_ref.papers.claims import Printed, Verdict, compared, exactly, measured, more_than, stated
+from moeblaze_ref.papers.claims import Mistake, Printed, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
 
@@ -135,17 +135,18 @@ def test_the_first_program_as_printed_balances_by_leaving_experts_out():
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "verdict"),
+    ("value", "mistake", "verdict"),
     [
-        (98.3, "", Verdict.AGREES),
-        (98.3, "a reason that is stale", Verdict.FAILS),
-        (97.4, "2 L h", Verdict.PAPER_ERROR),
-        (97.4, "", Verdict.FAILS),
-        (float("nan"), "", Verdict.FAILS),
+        (98.3, None, Verdict.AGREES),
+        (98.3, Mistake("98.3", "stale"), Verdict.FAILS),
+        (97.4, Mistake("97.4", "2 L h"), Verdict.PAPER_ERROR),
+        (97.3, Mistake("97.4", "2 L h"), Verdict.FAILS),
+        (97.4, None, Verdict.FAILS),
+        (float("nan"), None, Verdict.FAILS),
     ],
 )
-def test_a_formula_is_compared_with_the_printed_digits(value, error, verdict):
-    assert compared("x", exactly(98, "about 98 GB"), value, str, error).verdict is verdict
+def test_a_formula_is_compared_with_the_printed_digits(value, mistake, verdict):
+    assert compared("x", exactly(98, "about 98 GB"), value, str, mistake).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -164,8 +165,75 @@ def test_every_measured_value_must_lie_in_the_printed_range(values, verdict):
 def test_a_bound_and_a_sentence_have_verdicts_too():
     assert more_than(4, "over 4x").holds(4.1) and not more_than(4, "over 4x").holds(3.9)
     assert stated("x", "L = 6", False, "5").verdict is Verdict.FAILS
-    assert stated("x", "L = 6", False, "5", "five tokens").verdict is Verdict.PAPER_ERROR
-    assert stated("x", "L = 6", True, "6", "five tokens").verdict is Verdict.FAILS
+    five = Mistake("5", "five tokens")
+    assert stated("x", "L = 6", False, "5", five).verdict is Verdict.PAPER_ERROR
+    assert stated("x", "L = 6", False, "4", five).verdict is Verdict.FAILS
+    assert stated("x", "L = 6", True, "6", five).verdict is Verdict.FAILS
+
+
+def halved_tokens(monkeypatch):
+    right = moeblaze._deepseek()
+    monkeypatch.setattr(moeblaze, "_deepseek", lambda: right.replace(L=right.L // 2))
+
+
+def doubled_bytes(label):
+    def plant(monkeypatch):
+        right = moeblaze.kept_bytes
+
+        def wrong(name, activation, of):
+            return right(name, activation, of) * (2 if of == label else 1)
+
+        monkeypatch.setattr(moeblaze, "kept_bytes", wrong)
+
+    return plant
+
+
+def token_0_is_counted(monkeypatch):
+    monkeypatch.setattr(moeblaze, "GOLDEN_TOPK_EXPERTS", moeblaze.GOLDEN_TOPK_EXPERTS[[1, 0, 2, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("plant", "item"),
+    [
+        (halved_tokens, "moeblaze-2.1"),
+        (halved_tokens, "moeblaze-2.2"),
+        (doubled_bytes(moeblaze.PUBLISHED), "moeblaze-fig3"),
+        (doubled_bytes(moeblaze.PUBLISHED), "moeblaze-fig5"),
+        (doubled_bytes(moeblaze.PUBLISHED), "moeblaze-abstract"),
+        (doubled_bytes(moeblaze.ALGORITHM_1), "moeblaze-fig3"),
+        (doubled_bytes(moeblaze.OPTIMIZED), "moeblaze-abstract"),
+        (token_0_is_counted, "moeblaze-4.2"),
+    ],
+)
+def test_a_fault_of_our_formula_is_not_the_papers_error(plant, item, monkeypatch):
+    assert not claims.failures(items.ITEMS[item].rows(Recorded()))
+    plant(monkeypatch)
+    assert claims.failures(items.ITEMS[item].rows(Recorded()))
+
+
+@pytest.mark.parametrize(
+    ("activation", "name", "label", "units"),
+    [
+        ("silu", "conf4", moeblaze.PUBLISHED, 2.5),
+        ("silu", "conf4", moeblaze.ALGORITHM_1, 2),
+        ("swiglu", "conf3", moeblaze.PUBLISHED, 4.5),
+        ("swiglu", "conf3", moeblaze.ALGORITHM_1, 3),
+    ],
+)
+def test_the_typed_totals_are_those_of_the_papers_formulas(activation, name, label, units):
+    L, d, h, k = {"conf3": (65_536, 1_024, 4_096, 4), "conf4": (32_768, 2_048, 8_192, 4)}[name]
+    total = (units * 2 * L * k * h + 2 * L * d) / 1e6
+    typed = float(moeblaze.GIVEN_MEMORY[activation, name, label].removesuffix(" MB").replace(",", ""))
+    assert total < typed < 1.001 * total, "and less than a thousandth for indices and gates"
+
+
+def test_the_seating_of_equation_8_costs_what_loops_say():
+    C = np.random.default_rng(0).integers(1, 100, (3, 3, 3))
+    cost = [[0, 1, 9], [1, 0, 9], [9, 9, 0]]
+    slowest = [max(C[layer][a][b] * cost[a][b] for a in range(3) for b in range(3)) for layer in range(3)]
+    assert str(sum(slowest)) == {row.what: row.formula for row in items.ITEMS["moetuner-ilp2"].rows(Recorded())}[
+        "equation 8 for one seating: sum over layers of the slowest pair"
+    ]
 
 
 def test_measured_bytes_that_are_not_the_formulas_fail():

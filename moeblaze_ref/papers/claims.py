@@ -1,8 +1,9 @@
 """One row for each claim of a paper, with a verdict that is computed from the paper's value and ours.
 
-A row whose value agrees with the paper needs no reason. A row whose value does not agree needs one, and the reason says
-whether the paper or our setting is the cause. Any other combination fails: a reason for a value that agrees is stale,
-and a value that does not agree without a reason is unexplained.
+A formula that agrees with the paper needs no reason. One that does not agree needs a `Mistake`, which says what the paper
+got wrong and what the formula gives in its place. Any other combination fails: a mistake of a value that agrees is stale,
+a value that does not agree without a mistake is unexplained, and a value that is neither the paper's nor the mistake's is
+a fault of our formula.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +56,23 @@ def more_than(number: float, text: str) -> Printed:
 
 
 @dataclass(frozen=True)
+class Mistake:
+    """What a paper got wrong.
+
+    Parameters
+    ----------
+    gives : str
+        What the formula gives in place of what is printed, as the row shows it. It is typed in, never computed: a row
+        whose formula gives anything else fails.
+    why : str
+        What is wrong.
+    """
+
+    gives: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Row:
     """One claim.
 
@@ -99,7 +117,7 @@ def compared(
     printed: Printed,
     value: float,
     show: Callable[[float], str],
-    error: str = "",
+    mistake: Mistake | None = None,
     ours: str = "",
     detail: bool = False,
 ) -> Row:
@@ -113,8 +131,8 @@ def compared(
         Of the formula, computed here.
     show : callable
         Writes the value.
-    error : str
-        What the paper got wrong, where the value does not agree.
+    mistake : Mistake, optional
+        Of the paper, where the value does not agree.
     ours : str
         What we measured of it.
     detail : bool
@@ -125,8 +143,9 @@ def compared(
     Row
         Its item is still empty: `Item.rows` fills it in.
     """
-    verdict, why = _judged(printed.holds(value), error, Verdict.PAPER_ERROR)
-    return Row("", what, printed.text, show(value), ours, verdict, why, detail=detail)
+    formula = show(value)
+    verdict, why = _judged(printed.holds(value), formula, mistake)
+    return Row("", what, printed.text, formula, ours, verdict, why, detail=detail)
 
 
 def measured(
@@ -151,10 +170,15 @@ def measured(
     return Row("", what, printed.text, formula, ours, verdict, why, arithmetic=False, detail=detail)
 
 
-def stated(what: str, printed: str, holds: bool, formula: str, error: str = "", detail: bool = False) -> Row:
+def stated(what: str, printed: str, holds: bool, formula: str, mistake: Mistake | None = None) -> Row:
     """Compare a printed definition or sentence, which ``holds`` or not, with what ``formula`` says in its place."""
-    verdict, why = _judged(holds, error, Verdict.PAPER_ERROR)
-    return Row("", what, printed, formula, "", verdict, why, detail=detail)
+    verdict, why = _judged(holds, formula, mistake)
+    return Row("", what, printed, formula, "", verdict, why)
+
+
+def defect(what: str, printed: str, instead: str, why: str) -> Row:
+    """Name a defect of a paper's text that has no value, such as a symbol that is never defined."""
+    return Row("", what, printed, instead, "", Verdict.PAPER_ERROR, why)
 
 
 def not_printed(what: str, formula: str, ours: str = "", holds: bool = True) -> Row:
@@ -179,14 +203,16 @@ def not_reproduced(what: str, printed: str, why: str, ours: str = "") -> Row:
     return Row("", what, printed, "", ours, Verdict.NOT_REPRODUCED, why, arithmetic=False)
 
 
-def _judged(agrees: bool, error: str, otherwise: Verdict) -> tuple[Verdict, str]:
-    if agrees and error:
-        return Verdict.FAILS, f"explained as an error, but it agrees: {error}"
+def _judged(agrees: bool, formula: str, mistake: Mistake | None) -> tuple[Verdict, str]:
+    if mistake is None:
+        if agrees:
+            return Verdict.AGREES, ""
+        return Verdict.FAILS, "does not agree with the paper, and nothing explains it"
     if agrees:
-        return Verdict.AGREES, ""
-    if error:
-        return otherwise, error
-    return Verdict.FAILS, "does not agree with the paper, and nothing explains it"
+        return Verdict.FAILS, f"explained as an error, but it agrees: {mistake.why}"
+    if formula != mistake.gives:
+        return Verdict.FAILS, f"the formula must give {mistake.gives}: {mistake.why}"
+    return Verdict.PAPER_ERROR, mistake.why
 
 
 def failures(rows: Sequence[Row]) -> list[Row]:

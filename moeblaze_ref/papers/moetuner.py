@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 
-from moeblaze_ref.papers.claims import Printed, Row, measured, not_reproduced, stated
+from moeblaze_ref.papers.claims import Mistake, Printed, Row, defect, measured, not_reproduced, stated
 from moeblaze_ref.papers.results import DOCS, Recorded
 from moeblaze_ref.placement import bounds, ilp, simulate
 from moeblaze_ref.placement.clusters import cluster_experts
@@ -54,7 +54,10 @@ def first_program(_: Recorded) -> Iterator[Row]:
         f"{least:g}",
         least == meant,
         f"{meant:g} with each expert in exactly one cluster",
-        f"as printed an expert may be in several clusters or in none: here they are in {times.tolist()} clusters",
+        Mistake(
+            "6 with each expert in exactly one cluster",
+            f"as printed an expert may be in several clusters or in none: here they are in {times.tolist()} clusters",
+        ),
     )
     yield stated(
         "the same by our solver, each expert in exactly one cluster",
@@ -62,10 +65,8 @@ def first_program(_: Recorded) -> Iterator[Row]:
         float(solved.objective[0]) == meant,
         f"{float(solved.objective[0]):g}; by trying everything {meant:g}",
     )
-    yield stated(
-        "equation 2: index t of its sum", "undefined", False, "T[c, l] = sum over e of P[e, l] x[c, e, l]", "a misprint"
-    )
-    yield stated("equation 3: what the mean is over", "undefined", False, "over clusters", "a misprint")
+    yield defect("equation 2: index t of its sum", "undefined", "T[c, l] = sum over e of P[e, l] x[c, e, l]", "a misprint")
+    yield defect("equation 3: what the mean is over", "undefined", "over clusters", "a misprint")
 
 
 def second_program(_: Recorded) -> Iterator[Row]:
@@ -81,7 +82,9 @@ def second_program(_: Recorded) -> Iterator[Row]:
         f"{printed:g}",
         printed == meant,
         f"{meant:g}",
-        "the sums stand inside the max, which leaves it nothing to be taken over: every pair's time is added",
+        Mistake(
+            "2097", "the sums stand inside the max, which leaves it nothing to be taken over: every pair's time is added"
+        ),
     )
     least, found = best_seats(C, cost, sizes), _objective(C, cost, solved.gpus, False)
     yield stated("equations 8 to 15 by our solver", "", bool(np.isclose(found, least)), f"{found:g}; exact {least:g}")
