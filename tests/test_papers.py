@@ -20,7 +20,7 @@ IDS = """
 moeblaze-abstract moeblaze-2.1 moeblaze-2.2 moeblaze-3.1 moeblaze-fig2 moeblaze-4.2 moeblaze-alg1 moeblaze-table1
 moeblaze-fig3 moeblaze-fig4 moeblaze-fig5 moeblaze-fig6
 megablocks-fig2 megablocks-metadata megablocks-fig5 megablocks-table1 megablocks-table2 megablocks-table3
-megablocks-fig7 megablocks-fig9 megablocks-fig10
+megablocks-fig7 megablocks-fig8 megablocks-fig9 megablocks-fig10
 moetuner-ilp1 moetuner-ilp2 moetuner-fig8 moetuner-measured
 """.split()
 ON_A_GPU = {
@@ -75,7 +75,7 @@ def test_verdicts_occur_only_where_they_may(rows):
         if row.verdict is Verdict.NOT_REPRODUCED:
             assert row.item in NOT_REPRODUCED and row.printed, row
         if row.verdict is Verdict.NOT_MEASURED:
-            assert row.item in ON_A_GPU | {"moeblaze-abstract"}, row
+            assert row.item in ON_A_GPU | {"moeblaze-abstract", "megablocks-fig8"}, row
         assert row.why or row.verdict is Verdict.AGREES, row
 
 
@@ -85,6 +85,62 @@ def test_every_configuration_activation_and_system_has_its_bar(rows):
         for name in PAPER_PRESETS:
             for activation in activations:
                 assert {f"{name}, {activation}, {label}" for label in moeblaze.KEPT} <= found
+
+
+# Every number and every comparison that a paper prints, as the rows show them.
+PRINTED = {
+    "moeblaze-abstract": ["over 4x", "over 50%"],
+    "moeblaze-2.1": ["about 94 GB"],
+    "moeblaze-2.2": ["about 98 GB", "hidden dimension d = 24,576"],
+    "moeblaze-fig2": ["L = 6", "[1, 2, 4, 1, 3, 0, 3, 0, 2, 4]", "[0, 3, 5, 7, 10]", "[2, 3, 0, 1, 1, 2, 0, 3]", "[5, 7]"],
+    "moeblaze-table1": [
+        "d 512, E 4, k 1, batch 32 x sequence 2,048",
+        "d 1,024, E 8, k 2, batch 32 x sequence 2,048",
+        "d 1,024, E 16, k 4, batch 32 x sequence 2,048",
+        "d 2,048, E 16, k 4, batch 32 x sequence 1,024",
+        "d 512, E 16, k 4, batch 32 x sequence 1,024",
+        "d 1,024, E 16, k 4, batch 16 x sequence 1,024",
+        "d 2,048, E 8, k 4, batch 16 x sequence 512",
+    ],
+    "moeblaze-fig3": ["22,000 MB", "6,100 MB", "nearly 3.6x"],
+    "moeblaze-fig4": ["1.4x to 3.7x", "most at conf4"],
+    "moeblaze-fig5": ["over 40,000 MB", "about 10,000 MB", "consistent 4x", "less than half"],
+    "moeblaze-fig6": ["2x to 6.2x"],
+    "megablocks-fig2": [
+        *("falls with capacity", "0.15", "0.26", "more than dense Medium gains"),
+        *("over 2x the MoE arithmetic", "as high as 11"),
+    ],
+    "megablocks-metadata": ["below 0.1%"],
+    "megablocks-table1": [
+        *("46M", "125M", "356M", "760M", "1,316M"),
+        *("316 GFLOPs", "879 GFLOPs", "2,487 GFLOPs", "5,122 GFLOPs", "8,684 GFLOPs"),
+    ],
+    "megablocks-table2": ["839M", "3,693M", "13,041M", "316 GFLOPs", "879 GFLOPs", "2,487 GFLOPs"],
+    "megablocks-table3": [
+        "XS 64, Small 32, Medium 16, Large 16, XL 8",
+        "XS 64, Small 32, Medium 8",
+        "XS 32, Small 8, Medium 1",
+    ],
+    "megablocks-fig7": ["1.38x", "2.0x", "4.35x", "1.8x to 2.4x"],
+    "megablocks-fig8": ["1.38x", "1.37x", "1.18x"],
+    "megablocks-fig9": ["98.6%", "4%", "91%", "104%", "DS^T D", "under 10%", "up to 10%"],
+    "megablocks-fig10": ["about 1.15x to 20x, growing with E"],
+    "moetuner-measured": [
+        *("9.3%", "17.5%", "-36%, -27%", "-34.8%, -22.5%", "-36.3%, -30.5%", "-35.4%, -24.7%"),
+        *("+8.7%", "up to 64%"),
+    ],
+}
+
+
+@pytest.mark.parametrize("files", [None, []], ids=["recorded", "nothing recorded"])
+@pytest.mark.parametrize("item", PRINTED)
+def test_every_printed_number_has_a_row(item, files):
+    shown = [row.printed for row in items.ITEMS[item].rows(Recorded(files))]
+    assert [printed for printed in PRINTED[item] if printed not in shown] == []
+
+
+def test_the_claims_on_speed_without_drops_wait_for_a_gpu(rows):
+    assert {row.verdict for row in rows if row.item == "megablocks-fig8"} == {Verdict.NOT_MEASURED}
 
 
 # What the facts say, typed in once more: a changed formula is seen here -----------------------------------------------
@@ -357,6 +413,39 @@ def test_a_file_of_another_kind_is_named(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         Recorded([path])
+
+
+def losing(variant, seconds, *losses):
+    """Five runs of a variant."""
+    return [
+        {"variant": variant, "seed": seed, "loss": list(losses), "held_out_loss": losses[-1] + shift}
+        | {"seconds_at": [seconds * place for place in range(len(losses))], "seconds": seconds * (len(losses) - 1)}
+        for seed, shift in enumerate((0.0, 0.01, -0.01, 0.02, -0.02))
+    ]
+
+
+def test_figures_2_and_8_are_of_the_same_runs(tmp_path, on_h100):
+    path = tmp_path / "paper.json"
+    rows = [
+        *losing("dense", 1.0, 5.0, 3.0),
+        *losing("1.0", 1.0, 5.0, 2.85),
+        *losing("1.5", 2.0, 5.0, 2.80),
+        *losing("2.0", 3.0, 5.0, 2.75),
+        *losing("max", 4.0, 5.0, 2.74),
+        *losing("dropless", 0.5, 5.0, 2.74),
+    ]
+    rows[5]["held_out_loss"] += 0.05  # one seed of factor 1.0
+    rows[-10:-5] = [row | {"held_out_loss": 2.74} for row in rows[-10:-5]]  # max does not vary with the seed
+    list(results.record(path, "megablocks-fig2", [lambda: rows]))
+    recorded = Recorded([path])
+    found = {row.what: row for row in items.ITEMS["megablocks-fig2"].rows(recorded)}
+    verdicts = [row.verdict for what, row in found.items() if what.startswith("held-out loss from")]
+    assert verdicts == [Verdict.AGREES, Verdict.AGREES, Verdict.DIFFERS]
+    assert "not resolved" in found["held-out loss from capacity factor 2.0 to max"].why
+    assert "H100: " in found["held-out loss from capacity factor 2.0 to max"].ours
+    speeds = {row.printed: row for row in items.ITEMS["megablocks-fig8"].rows(recorded)}
+    assert [row.ours for row in speeds.values()] == ["H100: 2.10x over factor 1.0, at 2.850 nats a byte"] * 3
+    assert {row.verdict for row in speeds.values()} == {Verdict.DIFFERS}
 
 
 # The page -------------------------------------------------------------------------------------------------------------

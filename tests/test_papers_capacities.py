@@ -128,6 +128,46 @@ def test_there_is_a_job_for_each_variant_and_seed():
         capacities.jobs("megablocks-fig3", PretendedDevice())
 
 
+def losses_of(**losses):
+    return [
+        {"variant": name.replace("_", "."), "seed": seed, "held_out_loss": loss}
+        for name, found in losses.items()
+        for seed, loss in enumerate(found)
+    ]
+
+
+def test_a_gain_is_paired_over_the_seeds():
+    rows = losses_of(dense=[2.0, 4.0, 6.0], max=[1.5, 3.6, 5.4], dropless=[1.0])
+    gain = capacities.gain(rows, "dense", "max")
+    assert gain == (pytest.approx(0.5), pytest.approx(0.1 / 3**0.5), 3) and gain.resolved
+    assert not capacities.gain(rows, "dense", "dropless").resolved, "one seed says nothing"
+    assert not capacities.gain(rows, "dense", "dense").resolved, "no difference is no gain"
+    with pytest.raises(ValueError, match="variants dense and 2.0 have no seed in common"):
+        capacities.gain(rows, "dense", "2.0")
+
+
+def test_a_gain_within_three_standard_errors_is_not_resolved():
+    differences = [0.01, -0.02, 0.015, 0.0, 0.01]
+    rows = losses_of(dense=[2 + difference for difference in differences], max=[2.0] * 5)
+    gain = capacities.gain(rows, "dense", "max")
+    assert 0 < gain.mean < capacities.RESOLVED * gain.error and not gain.resolved
+
+
+def test_times_are_taken_at_a_loss_that_all_reach():
+    curves = {"1.0": ([0, 1, 2], [5, 4, 3.2]), "1.5": ([0, 2, 4], [5, 4, 3]), "2.0": ([0, 3, 6], [5, 3.1, 3.3])}
+    curves["dropless"] = ([0, 0.5, 1.5], [5, 4, 2])
+    rows = [
+        {"variant": name, "seed": seed, "seconds_at": [at * (1 + sign) for at in seconds], "loss": losses}
+        for name, (seconds, losses) in curves.items()
+        for seed, sign in enumerate((0.5, -0.5))
+    ]
+    found = capacities.equal_loss(rows)
+    assert found.loss == 3.2 and found.best_factor == "1.0"
+    assert found.seconds["1.0"] == 2 and found.seconds["dropless"] == pytest.approx(0.5 + 0.8 / 2)
+    assert found.seconds["1.5"] == pytest.approx(2 + 2 * 0.8) and found.seconds["2.0"] == pytest.approx(3 * 1.8 / 1.9)
+    assert found.speed == pytest.approx(2 / 0.9)
+
+
 def test_the_summary_is_of_the_seeds():
     losses = {"2.0": [1.5, 1.7], "1.0": [2.0, 2.5, 3.0]}
     rows = [

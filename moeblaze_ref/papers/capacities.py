@@ -15,8 +15,9 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from moeblaze_ref import doors
@@ -64,6 +65,8 @@ VARIANTS = {
     "dropless": Variant("megablocks"),
 }
 FACTORS = tuple(name for name in VARIANTS if name not in ("dense", "dropless"))  # from the smallest
+FIXED_FACTORS = tuple(name for name in FACTORS if name != "max")
+RESOLVED = 3  # standard errors: of five seeds, Student's t has 95% within 2.8
 DROPLESS_ON_A_CPU = "oracle"  # the same function; our block-sparse kernels are slow there
 
 SIZES = {
@@ -193,6 +196,104 @@ def row_of(name: str, settings: TrainSettings, lines: Sequence[Mapping[str, Any]
         "seconds": elapsed[-1],
         "dropped_share": short["dropped_share"],
     }
+
+
+class Gain(NamedTuple):
+    """How much less one variant loses than another, paired seed by seed.
+
+    Parameters
+    ----------
+    mean : float
+        Nats a byte, over the seeds that both have.
+    error : float
+        Standard error of the mean; infinite of a single seed.
+    seeds : int
+    """
+
+    mean: float
+    error: float
+    seeds: int
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the seeds tell the mean from 0."""
+        return abs(self.mean) > RESOLVED * self.error
+
+
+def gain(rows: Sequence[Mapping[str, Any]], before: str, after: str) -> Gain:
+    """Return the gain in held-out loss of the variant ``after`` over ``before``.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `row_of` returns them, of one device.
+    before, after : str
+        Variants.
+
+    Raises
+    ------
+    ValueError
+        If they have no seed in common.
+    """
+    one, other = ({row["seed"]: row["held_out_loss"] for row in rows if row["variant"] == name} for name in (before, after))
+    differences = [one[seed] - other[seed] for seed in one.keys() & other.keys()]
+    if not differences:
+        raise ValueError(f"variants {before} and {after} have no seed in common")
+    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("inf")
+    return Gain(fmean(differences), error, len(differences))
+
+
+class EqualLoss(NamedTuple):
+    """The time of the dropless model beside the best capacity factor, at a loss that all of them reach.
+
+    Parameters
+    ----------
+    loss : float
+        Nats a byte.
+    seconds : dict of str to float
+        Of training until that loss, by variant.
+    """
+
+    loss: float
+    seconds: dict[str, float]
+
+    @property
+    def best_factor(self) -> str:
+        """The capacity factor that is there first."""
+        return min(FIXED_FACTORS, key=self.seconds.get)
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast the dropless model is there."""
+        return self.seconds[self.best_factor] / self.seconds["dropless"]
+
+
+def equal_loss(rows: Sequence[Mapping[str, Any]]) -> EqualLoss:
+    """Return when the dropless model and each fixed capacity factor reach the same held-out loss.
+
+    The loss is the lowest that all of them reach. Losses and times are means over the seeds, and linear between two
+    validations.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `row_of` returns them, of one GPU, with the variant dropless and every one of ``FIXED_FACTORS``.
+    """
+    curves_of = {}
+    for name in (*FIXED_FACTORS, "dropless"):
+        runs = [row for row in rows if row["variant"] == name]
+        curves_of[name] = [np.mean([run[column] for run in runs], axis=0) for column in ("seconds_at", "loss")]
+    loss = max(losses.min() for _, losses in curves_of.values())
+    return EqualLoss(float(loss), {name: _reached(loss, *curve) for name, curve in curves_of.items()})
+
+
+def _reached(loss: float, seconds: np.ndarray, losses: np.ndarray) -> float:
+    """The time at which a falling curve first comes to a loss."""
+    after = int(np.argmax(losses <= loss))
+    if after == 0:
+        return float(seconds[0])
+    pair = slice(after - 1, after + 1)
+    return float(np.interp(-loss, -losses[pair], seconds[pair]))
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

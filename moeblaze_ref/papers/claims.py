@@ -7,8 +7,9 @@ a fault of our formula.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from math import inf, nextafter
 from typing import Any
 
 
@@ -50,9 +51,14 @@ def exactly(number: float, text: str, digit: float = 1.0) -> Printed:
     return Printed(text, number - digit / 2, number + digit / 2)
 
 
+def at_least(number: float, text: str) -> Printed:
+    """Return a printed lower bound ("as high as 11")."""
+    return Printed(text, number, inf)
+
+
 def more_than(number: float, text: str) -> Printed:
-    """Return a printed lower bound ("over 4x")."""
-    return Printed(text, number, float("inf"))
+    """Return a printed bound that is not reached itself ("over 4x")."""
+    return at_least(nextafter(number, inf), text)
 
 
 @dataclass(frozen=True)
@@ -163,11 +169,14 @@ def measured(
     """
     if not values:
         return not_measured(what, printed.text, formula)
-    if all(map(printed.holds, values)):
-        verdict, why = Verdict.AGREES, ""
-    else:
-        verdict, why = Verdict.DIFFERS, differs
-    return Row("", what, printed.text, formula, ours, verdict, why, arithmetic=False, detail=detail)
+    found = observed(what, printed.text, all(map(printed.holds, values)), ours, differs)
+    return replace(found, formula=formula, detail=detail)
+
+
+def observed(what: str, printed: str, holds: bool, ours: str, differs: str) -> Row:
+    """Compare what we measured with a printed sentence, which ``holds`` or not; ``differs`` says why it may not."""
+    verdict, why = (Verdict.AGREES, "") if holds else (Verdict.DIFFERS, differs)
+    return Row("", what, printed, "", ours, verdict, why, arithmetic=False)
 
 
 def stated(what: str, printed: str, holds: bool, formula: str, mistake: Mistake | None = None) -> Row:
@@ -193,9 +202,9 @@ def not_printed(what: str, formula: str, ours: str = "", holds: bool = True) -> 
     )
 
 
-def not_measured(what: str, printed: str = "", formula: str = "") -> Row:
-    """Name something that is measured on a GPU, and was not yet."""
-    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, "no recorded run", arithmetic=False)
+def not_measured(what: str, printed: str = "", formula: str = "", why: str = "no recorded run") -> Row:
+    """Name something that can be measured and was not yet, and what is missing."""
+    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, why, arithmetic=False)
 
 
 def not_reproduced(what: str, printed: str, why: str, ours: str = "") -> Row:
