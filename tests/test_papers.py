@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import provenance
 from moeblaze_ref.cli import app
-from moeblaze_ref.config import PAPER_PRESETS
-from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, results, speed
+from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, released, results, speed
 from moeblaze_ref.papers.claims import Mistake, Printed, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
@@ -293,7 +293,8 @@ def test_the_seating_of_equation_8_costs_what_loops_say():
 
 
 def test_measured_bytes_that_are_not_the_formulas_fail():
-    assert claims.not_printed("conf1, minimal", "604 MB", "H100: 605 MB", holds=False).verdict is Verdict.FAILS
+    row = claims.not_printed("conf1, minimal", "604 MB", "H100: 605 MB")
+    assert row.verdict is Verdict.NOT_PRINTED and claims.contradicted(row).verdict is Verdict.FAILS
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -494,12 +495,60 @@ def test_every_baseline_of_figure_6_has_its_worse_run(tmp_path, on_h100):
     assert {*document.BASELINES} >= {*speed.BASELINES["swiglu"]} - {"megablocks_published_block_sparse"}
 
 
-def test_kept_bytes_that_were_measured_must_be_the_accounts(tmp_path, on_h100):
-    path = tmp_path / "paper.json"
-    kept = moeblaze.kept_bytes("conf2", "silu", "minimal")
-    row = {"preset": "conf2", "system": "moeblaze", "policy": "minimal", "activation": "silu", "step_ms": 1.0}
-    for number, verdict in ((kept, Verdict.NOT_PRINTED), (kept + 1, Verdict.FAILS)):
-        list(results.record(path, "moeblaze-fig4", [lambda number=number: [row | {"kept_bytes": number}]]))
-        shown = {found.what: found for found in items.ITEMS["moeblaze-fig3"].rows(Recorded([path]))}
-        assert shown["conf2, SiLU, minimal"].verdict is verdict
-        assert "H100: " in shown["conf2, SiLU, minimal"].ours
+@pytest.mark.parametrize(
+    ("figure", "name", "activation", "label", "verdict"),
+    [
+        ("moeblaze-fig3", "conf2", "silu", moeblaze.MINIMAL, Verdict.NOT_PRINTED),
+        ("moeblaze-fig3", "conf4", "silu", moeblaze.ALGORITHM_1, Verdict.PAPER_ERROR),
+        ("moeblaze-fig3", "conf4", "silu", moeblaze.PUBLISHED, Verdict.PAPER_ERROR),
+        ("moeblaze-fig3", "conf4", "silu", moeblaze.OPTIMIZED, Verdict.NOT_PRINTED),
+        ("moeblaze-fig3", "conf4", "relu", "our MegaBlocks", Verdict.NOT_PRINTED),
+        ("moeblaze-fig5", "conf3", "swiglu", moeblaze.ALGORITHM_1, Verdict.PAPER_ERROR),
+        ("moeblaze-fig5", "conf3", "swiglu", moeblaze.PUBLISHED, Verdict.PAPER_ERROR),
+        ("moeblaze-fig5", "conf7", "swiglu", moeblaze.SONICMOE, Verdict.NOT_PRINTED),
+    ],
+)
+@pytest.mark.parametrize("wrong_run", [None, 0, 1])
+def test_every_run_saves_what_the_formula_gives(
+    figure, name, activation, label, verdict, wrong_run, tmp_path, on_h100
+):
+    path, what = tmp_path / "paper.json", f"{name}, {moeblaze.NAMES[activation]}, {label}"
+    config = preset(name).config.replace(activation=activation)
+    least, most = released.saved_bytes(config, *moeblaze.ACCOUNTED[label])
+    system, policy = moeblaze.ACCOUNTED[label]
+    system = moeblaze.PUBLISHED_OPTIMIZED if label == moeblaze.OPTIMIZED else system
+    row = {"preset": name, "system": system, "policy": policy, "activation": activation, "step_ms": 1.0}
+    for wrong in (most + 1, least - 1):
+        for run, kept in enumerate((least, most)):
+            number = wrong if run == wrong_run else kept
+            list(results.record(path, "moeblaze-fig4", [lambda number=number: [row | {"kept_bytes": number}]]))
+        shown = {found.what: found for found in items.ITEMS[figure].rows(Recorded([path]))}
+        assert shown[what].verdict is (verdict if wrong_run is None else Verdict.FAILS)
+        assert shown[what].ours.startswith("H100: ")
+
+
+@pytest.mark.parametrize(
+    ("system", "config", "saved"),
+    [
+        ("megablocks_published", ("conf3", "swiglu"), 9_804_710_080),
+        ("megablocks_published", ("conf7", "silu"), 1_376_452_704),
+        ("megablocks_memory_optimized", ("conf4", "silu"), 3_358_851_264),
+        ("sonicmoe", ("conf3", "swiglu"), 4_436_525_124),
+        ("sonicmoe", ("conf7", "swiglu"), 1_108_082_724),
+    ],
+)
+def test_a_released_layer_saves_what_was_measured_to_the_byte(system, config, saved):
+    name, activation = config
+    assert released.saved_bytes(preset(name).config.replace(activation=activation), system) == (saved, saved)
+
+
+@pytest.mark.parametrize("config", [MoEConfig(L=37, d=8, h=8, E=5, k=2), MoEConfig(L=32, d=8, h=8, E=4, k=2)], ids=str)
+def test_no_routing_pads_more_blocks(config):
+    def blocks(counts):
+        return sum(-(-count // 8) for count in counts)
+
+    most = released.most_padded(config, block=8)
+    assert len(most) == config.E and sum(most) == config.R and min(most) >= 0
+    generator = np.random.default_rng(0)
+    drawn = (generator.multinomial(config.R, generator.dirichlet(np.ones(config.E))) for _ in range(2_000))
+    assert max(map(blocks, drawn)) <= blocks(most) == (config.R + 7 * config.E) // 8

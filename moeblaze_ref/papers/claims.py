@@ -190,16 +190,14 @@ def defect(what: str, printed: str, instead: str, why: str) -> Row:
     return Row("", what, printed, instead, "", Verdict.PAPER_ERROR, why)
 
 
-def not_printed(what: str, formula: str, ours: str = "", holds: bool = True) -> Row:
-    """Give the values of a bar whose number the paper does not print.
+def not_printed(what: str, formula: str, ours: str = "") -> Row:
+    """Give the values of a bar whose number the paper does not print."""
+    return Row("", what, "", formula, ours, Verdict.NOT_PRINTED, "a bar of a figure without a number", detail=True)
 
-    ``holds`` is false where what we measured contradicts the formula.
-    """
-    if holds:
-        return Row("", what, "", formula, ours, Verdict.NOT_PRINTED, "a bar of a figure without a number", detail=True)
-    return Row(
-        "", what, "", formula, ours, Verdict.FAILS, "what we measured is not what the formula gives", detail=True
-    )
+
+def contradicted(row: Row) -> Row:
+    """Return the row as failed, since what we measured is not what its formula gives."""
+    return replace(row, verdict=Verdict.FAILS, why="what we measured is not what the formula gives")
 
 
 def not_measured(what: str, printed: str = "", formula: str = "", why: str = "no recorded run") -> Row:
