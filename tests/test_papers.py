@@ -92,7 +92,9 @@ PRINTED = {
     "moeblaze-abstract": ["over 4x", "over 50%"],
     "moeblaze-2.1": ["about 94 GB"],
     "moeblaze-2.2": ["about 98 GB", "hidden dimension d = 24,576"],
-    "moeblaze-fig2": ["L = 6", "[1, 2, 4, 1, 3, 0, 3, 0, 2, 4]", "[0, 3, 5, 7, 10]", "[2, 3, 0, 1, 1, 2, 0, 3]", "[5, 7]"],
+    "moeblaze-fig2": [
+        *("L = 6", "[1, 2, 4, 1, 3, 0, 3, 0, 2, 4]", "[0, 3, 5, 7, 10]", "[2, 3, 0, 1, 1, 2, 0, 3]", "[5, 7]"),
+    ],
     "moeblaze-table1": [
         "d 512, E 4, k 1, batch 32 x sequence 2,048",
         "d 1,024, E 8, k 2, batch 32 x sequence 2,048",
@@ -483,6 +485,38 @@ def test_the_worse_of_two_runs_is_shown(tmp_path, on_h100):
     worst = moeblaze.speeds(Recorded([path]), "moeblaze-fig4", "silu", "minimal")
     assert list(worst.values()) == [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 1.5]
     assert "| SiLU | minimal | H100 | 2.00 | 3.00 |" in document.speed(Recorded([path]))
+
+
+def step_rows(**versions):
+    """Rows of a step on conf1: milliseconds, or a message, of each version."""
+    return [
+        {"preset": "conf1", "kernel": name.replace("_and_", " + "), "message" if isinstance(found, str) else "ms": found}
+        for name, found in versions.items()
+    ]
+
+
+def sums_of(path, **versions):
+    list(results.record(path, "moeblaze-3.1", [lambda: step_rows(**versions)]))
+    return {row.what: row for row in items.ITEMS["moeblaze-3.1"].rows(Recorded([path]))}
+
+
+def test_the_fused_sum_is_beside_every_stored_one(tmp_path, on_h100):
+    times = {"as_printed": 3.0, "3_mma_and_combine": 2.5, "4_hopper_and_combine": 1.5}
+    found = sums_of(tmp_path / "paper.json", **times)
+    assert [row.ours for row in found.values()] == ["H100: conf1 1.20x", "H100: conf1 2.00x"]
+    assert [stored in what for what, stored in zip(found, moeblaze.STORED, strict=True)] == [True, True]
+    assert {row.verdict for row in found.values()} == {Verdict.DIFFERS}
+    (alone,) = sums_of(tmp_path / "other.json", as_printed=1.0, **{"3_mma_and_combine": 2.0}).values()
+    assert (alone.ours, alone.verdict) == ("H100: conf1 0.50x", Verdict.AGREES)
+
+
+def test_a_version_that_failed_shows_its_message(tmp_path, on_h100):
+    versions = {"as_printed": "out of memory", "3_mma_and_combine": 2.5, "4_hopper_and_combine": 1.5}
+    for row in sums_of(tmp_path / "paper.json", **versions).values():
+        assert (row.ours, row.verdict) == ("H100: conf1 as_printed failed: out of memory", Verdict.DIFFERS)
+    versions = {"as_printed": 1.0, "3_mma_and_combine": "no kernel", "4_hopper_and_combine": 2.0}
+    found = [row.ours for row in sums_of(tmp_path / "other.json", **versions).values()]
+    assert found == ["H100: conf1 3_mma + combine failed: no kernel", "H100: conf1 0.50x"]
 
 
 def test_every_baseline_of_figure_6_has_its_worse_run(tmp_path, on_h100):

@@ -235,8 +235,9 @@ def gain(rows: Sequence[Mapping[str, Any]], before: str, after: str) -> Gain:
     ValueError
         If they have no seed in common.
     """
-    one, other = ({row["seed"]: row["held_out_loss"] for row in rows if row["variant"] == name} for name in (before, after))
-    differences = [one[seed] - other[seed] for seed in one.keys() & other.keys()]
+    of_seed = {(row["variant"], row["seed"]): row["held_out_loss"] for row in rows}
+    seeds = [seed for variant, seed in of_seed if variant == before and (after, seed) in of_seed]
+    differences = [of_seed[before, seed] - of_seed[after, seed] for seed in seeds]
     if not differences:
         raise ValueError(f"variants {before} and {after} have no seed in common")
     error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("inf")

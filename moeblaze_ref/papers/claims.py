@@ -1,9 +1,9 @@
 """One row for each claim of a paper, with a verdict that is computed from the paper's value and ours.
 
-A formula that agrees with the paper needs no reason. One that does not agree needs a `Mistake`, which says what the paper
-got wrong and what the formula gives in its place. Any other combination fails: a mistake of a value that agrees is stale,
-a value that does not agree without a mistake is unexplained, and a value that is neither the paper's nor the mistake's is
-a fault of our formula.
+A formula that agrees with the paper needs no reason. One that does not agree needs a `Mistake`, which says what the
+paper got wrong and what the formula gives in its place. Any other combination fails: a mistake of a value that agrees
+is stale, a value that does not agree without a mistake is unexplained, and a value that is neither the paper's nor the
+mistake's is a fault of our formula.
 """
 
 from collections.abc import Callable, Sequence

@@ -172,7 +172,7 @@ GAINS = (("1.0", exactly(0.15, "0.15", 0.01)), ("max", exactly(0.26, "0.26", 0.0
 
 
 def figure_2(recorded: Recorded) -> Iterator[Row]:
-    """The loss of capacity factors 1, 1.5, 2 and max and of a dense model, and what a capacity that drops nothing costs."""
+    """The loss of capacity factors 1, 1.5, 2 and max and of a dense model; what a capacity without drops costs."""
     runs = list(recorded.runs(capacities.ITEM))
     for device, rows in runs:
         yield from (_step(device, rows, *factors) for factors in STEPS)
@@ -191,8 +191,8 @@ def _step_name(before: str, after: str) -> str:
 
 def _step(device: str, rows: list[dict[str, Any]], before: str, after: str) -> Row:
     gain = capacities.gain(rows, before, after)
-    why = OTHER_MODELS if gain.resolved else f"not resolved: {capacities.RESOLVED} standard errors are more than the step"
-    falls = gain.resolved and gain.mean > 0
+    unresolved = f"not resolved: {capacities.RESOLVED} standard errors are more than the step"
+    falls, why = gain.resolved and gain.mean > 0, OTHER_MODELS if gain.resolved else unresolved
     return observed(_step_name(before, after), "falls with capacity", falls, f"{device}: {_nats(gain)}", why)
 
 
@@ -234,7 +234,8 @@ def figure_8(recorded: Recorded) -> Iterator[Row]:
     """The time of the dropless model beside the best capacity factor, at equal loss, from the runs of figure 2."""
     runs = [(device, rows) for device, rows in recorded.runs(capacities.ITEM) if rows[0]["seconds"] is not None]
     for model, times in FIGURE_8.items():
-        what, printed = f"{model}: speed over the best capacity factor, at equal loss", exactly(times, f"{times}x", 0.01)
+        what = f"{model}: speed over the best capacity factor, at equal loss"
+        printed = exactly(times, f"{times}x", 0.01)
         for device, rows in runs:
             found = capacities.equal_loss(rows)
             ours = f"{device}: {found.speed:.2f}x over factor {found.best_factor}, at {found.loss:.3f} nats a byte"

@@ -73,7 +73,8 @@ def first_program(_: Recorded) -> Iterator[Row]:
         float(solved.objective[0]) == meant,
         f"{float(solved.objective[0]):g}; by trying everything {meant:g}",
     )
-    yield defect("equation 2: index t of its sum", "undefined", "T[c, l] = sum over e of P[e, l] x[c, e, l]", "a misprint")
+    meant = "T[c, l] = sum over e of P[e, l] x[c, e, l]"
+    yield defect("equation 2: index t of its sum", "undefined", meant, "a misprint")
     yield defect("equation 3: what the mean is over", "undefined", "over clusters", "a misprint")
 
 
@@ -91,7 +92,7 @@ def second_program(_: Recorded) -> Iterator[Row]:
         printed == meant,
         f"{meant:g}",
         Mistake(
-            "2097", "the sums stand inside the max, which leaves it nothing to be taken over: every pair's time is added"
+            "2097", "the sums stand inside the max, and leave it nothing to be taken over: every pair's time is added"
         ),
     )
     least, found = best_seats(C, cost, sizes), _objective(C, cost, solved.gpus, False)

@@ -1,7 +1,6 @@
 """The bytes that a layer saves for backward when it runs: the account's, with the routing that each release keeps.
 
-The account has one routing for every layer of other projects. Their releases differ from it by less than a thousandth of
-what they save, and each to the byte by the tensors that are listed here.
+The account's routing tensors are those of the papers. What the releases keep in their place is listed here, to the byte.
 """
 
 from collections.abc import Callable
@@ -15,8 +14,8 @@ BETWEEN_PRODUCTS = {"x", "routed_x", "a", "b", "act_a", "y_swi", "y"}  # what th
 def megablocks_routing(c: MoEConfig) -> int:
     """Return the routing's bytes in megablocks 0.10 with grouped products.
 
-    The probabilities (L, E) and the chosen gates (L, k) in the layer's dtype; the choice (L, k) int64; each row's token and
-    expert (R,) int32; the ends of the experts' rows (E,) int32, and their lengths (E,) int64.
+    The probabilities (L, E) and the chosen gates (L, k) in the layer's dtype; the choice (L, k) int64; each row's token
+    and expert (R,) int32; the ends of the experts' rows (E,) int32, and their lengths (E,) int64.
     """
     return c.itemsize * (c.L * c.E + c.R) + (8 + 4 + 4) * c.R + (4 + 8) * c.E
 
@@ -24,8 +23,8 @@ def megablocks_routing(c: MoEConfig) -> int:
 def sonicmoe_routing(c: MoEConfig) -> int:
     """Return the routing's bytes in sonic-moe 0.1.2.post1.
 
-    The logits (L, E) in the layer's dtype; the chosen gates (L, k) float32; the choice (L, k), each row's token, and the map
-    from slots to rows and its inverse (R,) int32 each; the experts' offsets (E + 1,) int32.
+    The logits (L, E) in the layer's dtype; the chosen gates (L, k) float32; the choice (L, k), each row's token, and the
+    map from slots to rows and its inverse (R,) int32 each; the experts' offsets (E + 1,) int32.
     """
     return c.itemsize * c.L * c.E + 5 * 4 * c.R + 4 * (c.E + 1)
 
