@@ -489,9 +489,10 @@ def test_the_worse_of_two_runs_is_shown(tmp_path, on_h100):
 
 def step_rows(**versions):
     """Rows of a step on conf1: milliseconds, or a message, of each version."""
+    kernels = {name.replace("_and_", " + "): found for name, found in versions.items()}
     return [
-        {"preset": "conf1", "kernel": name.replace("_and_", " + "), "message" if isinstance(found, str) else "ms": found}
-        for name, found in versions.items()
+        {"preset": "conf1", "kernel": kernel, "message" if isinstance(found, str) else "ms": found}
+        for kernel, found in kernels.items()
     ]
 
 

@@ -1,6 +1,6 @@
 """The bytes that a layer saves for backward when it runs: the account's, with the routing that each release keeps.
 
-The account's routing tensors are those of the papers. What the releases keep in their place is listed here, to the byte.
+The account's routing tensors are those of the papers. What the releases keep in their place is listed here.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def megablocks_routing(c: MoEConfig) -> int:
 def sonicmoe_routing(c: MoEConfig) -> int:
     """Return the routing's bytes in sonic-moe 0.1.2.post1.
 
-    The logits (L, E) in the layer's dtype; the chosen gates (L, k) float32; the choice (L, k), each row's token, and the
-    map from slots to rows and its inverse (R,) int32 each; the experts' offsets (E + 1,) int32.
+    The logits (L, E) in the layer's dtype; the chosen gates (L, k) float32; the choice (L, k), each row's token, and
+    the map from slots to rows and its inverse (R,) int32 each; the experts' offsets (E + 1,) int32.
     """
     return c.itemsize * c.L * c.E + 5 * 4 * c.R + 4 * (c.E + 1)
 
