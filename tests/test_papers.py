@@ -1,16 +1,18 @@
 """The claims of the papers: the list is whole, each verdict is computed, and each arithmetic claim holds."""
 
+import io
 import json
 import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from moeblaze_ref import provenance
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
-from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, released, results, speed
+from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, released, report, results, speed
 from moeblaze_ref.papers.claims import Mistake, Printed, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
@@ -313,9 +315,33 @@ def test_without_a_gpu_every_claim_is_shown():
 def test_json_has_every_row():
     found = json.loads(paper("moeblaze-fig3", "moeblaze-2.1", "--json").stdout)
     assert [item["item"] for item in found] == ["moeblaze-2.1", "moeblaze-fig3"]  # in the papers' order
-    assert {"what", "printed", "formula", "ours", "verdict", "why", "arithmetic"} <= found[0]["rows"][0].keys()
+    assert {"what", "printed", "formula", "ours", "verdict", "why", "sources"} <= found[0]["rows"][0].keys()
     assert found[0]["rows"][0]["verdict"] == "the paper's error" and found[0]["rows"][0]["formula"] == "98.3 GB"
     assert len(found[1]["rows"]) == 2 * 7 * 6 + 1
+
+
+def test_what_is_measured_says_on_which_device_and_commit(rows):
+    for row in rows:
+        if row.ours:
+            assert row.sources and all(len(source.commit) == 40 for source in row.sources), row
+        else:
+            assert row.sources == (), row
+
+
+def test_a_row_has_the_commit_of_its_own_run(tmp_path, on_h100, monkeypatch):
+    path = tmp_path / "paper.json"
+    times = {"as_printed": 3.0, "3_mma_and_combine": 2.5}
+    for commit in ("a" * 40, "b" * 40):
+        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit})
+        list(results.record(path, "moeblaze-3.1", [lambda: step_rows(**times)]))
+    rows = items.ITEMS["moeblaze-3.1"].rows(Recorded([path]))
+    assert [row.as_dict()["sources"] for row in rows] == [
+        [{"device": "H100", "commit": letter * 40}] for letter in ("a", "b")
+    ]
+    console = Console(width=200, file=io.StringIO())
+    console.print(report.table([items.ITEMS["moeblaze-3.1"]], rows, details=True))
+    for letter in ("a", "b"):
+        assert f"H100: conf1 1.20x (H100 at {letter * 7})" in console.file.getvalue()
 
 
 def test_brackets_are_no_markup():

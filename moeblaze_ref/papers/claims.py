@@ -6,11 +6,13 @@ is stale, a value that does not agree without a mistake is unexplained, and a va
 mistake's is a fault of our formula.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from math import inf, nextafter
 from typing import Any
+
+from moeblaze_ref.papers.results import Source
 
 
 class Verdict(StrEnum):
@@ -97,10 +99,10 @@ class Row:
     verdict : Verdict
     why : str
         The reason of any verdict but "agrees".
-    arithmetic : bool
-        Whether the row compares a formula or a definition with the paper; the command fails if one of these fails.
     detail : bool
         Whether the row is left out of the table of all items.
+    sources : tuple of Source
+        The runs that ``ours`` comes from.
     """
 
     item: str
@@ -110,12 +112,17 @@ class Row:
     ours: str = ""
     verdict: Verdict = Verdict.AGREES
     why: str = ""
-    arithmetic: bool = True
     detail: bool = False
+    sources: tuple[Source, ...] = ()
+
+    def by(self, sources: Iterable[Source]) -> "Row":
+        """Return the row with the runs that ``ours`` comes from."""
+        return replace(self, sources=tuple(dict.fromkeys(sources)))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain data."""
-        return asdict(self) | {"verdict": str(self.verdict)}
+        sources = [source._asdict() for source in self.sources]
+        return asdict(self) | {"verdict": str(self.verdict), "sources": sources}
 
 
 def compared(
@@ -176,7 +183,7 @@ def measured(
 def observed(what: str, printed: str, holds: bool, ours: str, differs: str) -> Row:
     """Compare what we measured with a printed sentence, which ``holds`` or not; ``differs`` says why it may not."""
     verdict, why = (Verdict.AGREES, "") if holds else (Verdict.DIFFERS, differs)
-    return Row("", what, printed, "", ours, verdict, why, arithmetic=False)
+    return Row("", what, printed, "", ours, verdict, why)
 
 
 def stated(what: str, printed: str, holds: bool, formula: str, mistake: Mistake | None = None) -> Row:
@@ -202,12 +209,12 @@ def contradicted(row: Row) -> Row:
 
 def not_measured(what: str, printed: str = "", formula: str = "", why: str = "no recorded run") -> Row:
     """Name something that can be measured and was not yet, and what is missing."""
-    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, why, arithmetic=False)
+    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, why)
 
 
 def not_reproduced(what: str, printed: str, why: str, ours: str = "") -> Row:
     """Name a printed value that this project does not reproduce, and why."""
-    return Row("", what, printed, "", ours, Verdict.NOT_REPRODUCED, why, arithmetic=False)
+    return Row("", what, printed, "", ours, Verdict.NOT_REPRODUCED, why)
 
 
 def _judged(agrees: bool, formula: str, mistake: Mistake | None) -> tuple[Verdict, str]:

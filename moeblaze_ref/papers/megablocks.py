@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
 
 from moeblaze_ref.config import MODELS
 from moeblaze_ref.memory.accounting import account
@@ -20,8 +19,8 @@ from moeblaze_ref.papers.claims import (
     not_reproduced,
     observed,
 )
-from moeblaze_ref.papers.results import Recorded
-from moeblaze_ref.papers.traced import MISSING, needed_factors, our_trace
+from moeblaze_ref.papers.results import Recorded, Rows
+from moeblaze_ref.papers.traced import MISSING, needed_factors, our_trace, traced_at
 
 # Tables 1 and 2: millions of weights, GFLOPs of a sequence.
 TABLE_1 = {
@@ -115,13 +114,9 @@ def _of_18(statistic: str) -> str:
 
 def figure_9(recorded: Recorded) -> Iterator[Row]:
     """Eighteen block-sparse products beside cuBLAS batched."""
-    runs = list(recorded.runs("megablocks-fig9"))
-    for device, rows in runs:
-        found = block_products.summary(rows)
-        for name, printed in FIGURE_9.items():
-            where = f" ({found[f'{name}_at']})" if f"{name}_at" in found else ""
-            yield measured(_of_18(name), printed, [found[name]], f"{device}: {found[name]:.1f}%{where}", ANOTHER_GPU)
-        yield from _losses_of_products(device, rows)
+    runs = list(recorded.finished("megablocks-fig9"))
+    for run in runs:
+        yield from (row.by([run.source]) for row in _figure_9(run.source.device, run.rows))
     if not runs:
         yield from (not_measured(_of_18(name), printed.text) for name, printed in FIGURE_9.items())
         yield not_measured(LOSES_MOST, "DS^T D")
@@ -130,7 +125,15 @@ def figure_9(recorded: Recorded) -> Iterator[Row]:
     yield not_measured("what the order of the tiles changes, through the L2 cache", "up to 10%", why=why)
 
 
-def _losses_of_products(device: str, rows: list[dict[str, Any]]) -> Iterator[Row]:
+def _figure_9(device: str, rows: Rows) -> Iterator[Row]:
+    found = block_products.summary(rows)
+    for name, printed in FIGURE_9.items():
+        where = f" ({found[f'{name}_at']})" if f"{name}_at" in found else ""
+        yield measured(_of_18(name), printed, [found[name]], f"{device}: {found[name]:.1f}%{where}", ANOTHER_GPU)
+    yield from _losses_of_products(device, rows)
+
+
+def _losses_of_products(device: str, rows: Rows) -> Iterator[Row]:
     """What each of the six products loses against cuBLAS batched, the mean of the three models."""
     names = dict.fromkeys(row["product"] for row in rows)
     losses = {name: 100 - fmean(row["pct_of_bmm"] for row in rows if row["product"] == name) for name in names}
@@ -143,12 +146,12 @@ def _losses_of_products(device: str, rows: list[dict[str, Any]]) -> Iterator[Row
 def figure_10(recorded: Recorded) -> Iterator[Row]:
     """Six products of E experts beside one expert after another."""
     what, printed = "times as fast as one expert after another", Printed("about 1.15x to 20x, growing with E", 1.1, 21)
-    runs = list(recorded.runs("megablocks-fig10"))
-    for device, rows in runs:
+    runs = list(recorded.finished("megablocks-fig10"))
+    for source, rows in runs:
         for model in dict.fromkeys(row["model"] for row in rows):
             times = {row["E"]: row["sequential_ms"] / row["ms"] for row in rows if row["model"] == model}
-            ours = f"{device}: " + ", ".join(f"E = {E} {ratio:.2f}x" for E, ratio in times.items())
-            yield measured(f"{model}, {what}", printed, list(times.values()), ours, ANOTHER_GPU)
+            ours = f"{source.device}: " + ", ".join(f"E = {E} {ratio:.2f}x" for E, ratio in times.items())
+            yield measured(f"{model}, {what}", printed, list(times.values()), ours, ANOTHER_GPU).by([source])
     if not runs:
         yield not_measured(what, printed.text)
 
@@ -157,11 +160,11 @@ def figure_5(recorded: Recorded) -> Iterator[Row]:
     """Dense square products: 128 x 128 tiles beside the other tiles."""
     what = "rate of 128x128 tiles over that of the fastest tile, dense squares of 512 to 16,384"
     printed = Printed("on a par or better throughout (we ask for 0.95)", 0.95, 1.0)
-    runs = list(recorded.runs("megablocks-fig5"))
-    for device, rows in runs:
+    runs = list(recorded.finished("megablocks-fig5"))
+    for source, rows in runs:
         shares = squares.summary(rows)
-        ours = ", ".join(f"{n:,}: {share:.2f}" for n, share in shares.items())
-        yield measured(what, printed, list(shares.values()), f"{device}: {ours}", ANOTHER_GPU)
+        ours = f"{source.device}: " + ", ".join(f"{n:,}: {share:.2f}" for n, share in shares.items())
+        yield measured(what, printed, list(shares.values()), ours, ANOTHER_GPU).by([source])
     if not runs:
         yield not_measured(what, printed.text)
 
@@ -173,10 +176,10 @@ GAINS = (("1.0", exactly(0.15, "0.15", 0.01)), ("max", exactly(0.26, "0.26", 0.0
 
 def figure_2(recorded: Recorded) -> Iterator[Row]:
     """The loss of capacity factors 1, 1.5, 2 and max and of a dense model; what a capacity without drops costs."""
-    runs = list(recorded.runs(capacities.ITEM))
-    for device, rows in runs:
-        yield from (_step(device, rows, *factors) for factors in STEPS)
-        yield from (_gain(device, rows, *claim) for claim in GAINS)
+    runs = list(recorded.finished(capacities.ITEM))
+    for source, rows in runs:
+        yield from (_step(source.device, rows, *factors).by([source]) for factors in STEPS)
+        yield from (_gain(source.device, rows, *claim).by([source]) for claim in GAINS)
     if not runs:
         yield from (not_measured(_step_name(*factors), "falls with capacity") for factors in STEPS)
         yield from (not_measured(_gain_name(factor), printed.text) for factor, printed in GAINS)
@@ -189,7 +192,7 @@ def _step_name(before: str, after: str) -> str:
     return f"held-out loss from capacity factor {before} to {after}"
 
 
-def _step(device: str, rows: list[dict[str, Any]], before: str, after: str) -> Row:
+def _step(device: str, rows: Rows, before: str, after: str) -> Row:
     gain = capacities.gain(rows, before, after)
     unresolved = f"not resolved: {capacities.RESOLVED} standard errors are more than the step"
     falls, why = gain.resolved and gain.mean > 0, OTHER_MODELS if gain.resolved else unresolved
@@ -205,7 +208,7 @@ def _gain_name(factor: str) -> str:
     return f"held-out loss of capacity factor {factor}: gain over dense"
 
 
-def _gain(device: str, rows: list[dict[str, Any]], factor: str, printed: Printed) -> Row:
+def _gain(device: str, rows: Rows, factor: str, printed: Printed) -> Row:
     gain = capacities.gain(rows, "dense", factor)
     ours = f"{device}: loss {_nats(gain)}"
     return measured(_gain_name(factor), printed, [gain.mean], ours, OTHER_MODELS)
@@ -223,7 +226,8 @@ def _capacity_without_drops() -> Iterator[Row]:
             yield not_measured(what, printed.text, why=MISSING)
         else:
             value = float(getattr(needed_factors(trace), statistic)())
-            yield measured(what, printed, [value], f"our trace: {value:.2f}x", OTHER_MODELS)
+            ours = f"our trace: {value:.2f}x"
+            yield measured(what, printed, [value], ours, OTHER_MODELS).by([traced_at(trace)])
 
 
 # Figure 8: speed over the best capacity factor.
@@ -232,13 +236,13 @@ FIGURE_8 = {"MoE-XS": 1.38, "MoE-Small": 1.37, "MoE-Medium": 1.18}
 
 def figure_8(recorded: Recorded) -> Iterator[Row]:
     """The time of the dropless model beside the best capacity factor, at equal loss, from the runs of figure 2."""
-    runs = [(device, rows) for device, rows in recorded.runs(capacities.ITEM) if rows[0]["seconds"] is not None]
+    runs = [run for run in recorded.finished(capacities.ITEM) if run.rows[0]["seconds"] is not None]
     for model, times in FIGURE_8.items():
         what = f"{model}: speed over the best capacity factor, at equal loss"
         printed = exactly(times, f"{times}x", 0.01)
-        for device, rows in runs:
+        for source, rows in runs:
             found = capacities.equal_loss(rows)
-            ours = f"{device}: {found.speed:.2f}x over factor {found.best_factor}, at {found.loss:.3f} nats a byte"
-            yield measured(what, printed, [found.speed], ours, OTHER_MODELS)
+            ours = f"{source.device}: {found.speed:.2f}x over factor {found.best_factor}, at {found.loss:.3f} nats a byte"
+            yield measured(what, printed, [found.speed], ours, OTHER_MODELS).by([source])
         if not runs:
             yield not_measured(what, printed.text, why=f"no recorded run of {capacities.ITEM} on a GPU")

@@ -1,5 +1,6 @@
 """The claims of MoEBlaze (arXiv 2601.05296): its formulas, its example, its configurations, its figures."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from moeblaze_ref.papers.claims import (
     stated,
 )
 from moeblaze_ref.papers.released import saved_bytes
-from moeblaze_ref.papers.results import Recorded
+from moeblaze_ref.papers.results import Recorded, Source
 from moeblaze_ref.units import GB, MB
 
 # The systems of the memory figures: the published ones, then ours.
@@ -198,16 +199,16 @@ def _beside(
     recorded: Recorded, item: str, what: str, printed: str, kernels: tuple[str, str], why: str
 ) -> Iterator[Row]:
     """A row for each run: the time of the first kernel over that of the second, or why there is none."""
-    runs = list(recorded.runs(item))
-    for device, rows in runs:
+    runs = list(recorded.finished(item))
+    for source, rows in runs:
         found = {(row["preset"], row["kernel"]): row for row in rows}
         pairs = {name: [found.get((name, kernel)) for kernel in kernels] for name in PAPER_PRESETS}
         ratios = {name: _ratio(*pair) for name, pair in pairs.items() if all(pair)}
         if ratios:
             failed = {name: ratio for name, ratio in ratios.items() if isinstance(ratio, str)}
             shown = failed | {name: _times(ratio) for name, ratio in ratios.items() if name not in failed}
-            ours = f"{device}: " + ", ".join(f"{name} {shown[name]}" for name in ratios)
-            yield observed(what, printed, not failed and max(ratios.values()) <= 1, ours, why)
+            ours = f"{source.device}: " + ", ".join(f"{name} {shown[name]}" for name in ratios)
+            yield observed(what, printed, not failed and max(ratios.values()) <= 1, ours, why).by([source])
     if not runs:
         yield not_measured(what, printed)
 
@@ -330,20 +331,19 @@ def _memory(recorded: Recorded, activation: str) -> Iterator[Row]:
     found = _measured_bytes(recorded, activation)
     for name in PAPER_PRESETS:
         for label in KEPT if activation != "swiglu" else ACCOUNTED:
-            yield _bar(name, activation, label, found.get((name, label), {}))
+            yield _bar(name, activation, label, found[name, label])
     if activation in PRINTED_RATIOS:
         name, printed, mistake = PRINTED_RATIOS[activation]
         what = f"{name}, {NAMES[activation]}: MegaBlocks over MoEBlaze"
         yield compared(what, printed, ratio(name, activation, ALGORITHM_1), _times, mistake)
 
 
-def _bar(name: str, activation: str, label: str, on_devices: dict[str, list[int]]) -> Row:
-    """One bar of a memory figure: by the account, and as measured in every run on each device."""
-    row = _accounted_bar(name, activation, label)
-    ours = (f"{device}: {', '.join(map(_mb, dict.fromkeys(found)))}" for device, found in on_devices.items())
-    row = replace(row, ours="; ".join(ours))
+def _bar(name: str, activation: str, label: str, runs: list[tuple[Source, int]]) -> Row:
+    """One bar of a memory figure: by the account, and as measured in every run."""
+    shown = dict.fromkeys(f"{source.device}: {_mb(found)}" for source, found in runs)
+    row = replace(_accounted_bar(name, activation, label), ours="; ".join(shown)).by(source for source, _ in runs)
     least, most = saved_bytes(preset(name).config.replace(activation=activation), *ACCOUNTED[label])
-    holds = all(least <= measured_bytes <= most for found in on_devices.values() for measured_bytes in found)
+    holds = all(least <= found <= most for _, found in runs)
     return row if holds else contradicted(row)
 
 
@@ -363,15 +363,15 @@ def centre(printed: Printed) -> float:
     return printed.low if printed.high == float("inf") else (printed.low + printed.high) / 2
 
 
-def _measured_bytes(recorded: Recorded, activation: str) -> dict[tuple[str, str], dict[str, list[int]]]:
-    """Saved bytes as measured beside the speed: (preset, label) -> {device: bytes in each run}."""
+def _measured_bytes(recorded: Recorded, activation: str) -> dict[tuple[str, str], list[tuple[Source, int]]]:
+    """Saved bytes of each run as measured beside the speed, by preset and label."""
     labels = {system: label for label, system in ACCOUNTED.items()} | {(PUBLISHED_OPTIMIZED, None): OPTIMIZED}
-    found: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for item in ("moeblaze-fig4", "moeblaze-fig6"):
-        for device, row in recorded.rows(item):
+    found = defaultdict(list)
+    for run in (*recorded.finished("moeblaze-fig4"), *recorded.finished("moeblaze-fig6")):
+        for row in run.rows:
             label = labels.get((row["system"], row.get("policy")))
             if row["activation"] == activation and label and row.get("kept_bytes"):
-                found.setdefault((row["preset"], label), {}).setdefault(device, []).append(row["kept_bytes"])
+                found[row["preset"], label].append((run.source, row["kept_bytes"]))
     return found
 
 
@@ -413,9 +413,11 @@ def _speed(recorded: Recorded, item: str, activation: str, printed: Printed) -> 
         worst = speeds(recorded, item, activation, policy)
         where = f"{NAMES[activation]}, policy {policy}"
         what = f"seven configurations, {where}: times as fast as published MegaBlocks, in the worst run"
-        yield measured(what, printed, list(worst.values()), _by_device(worst), SETTING)
+        sources = recorded.sources(item) if worst else []
+        yield measured(what, printed, list(worst.values()), _by_device(worst), SETTING).by(sources)
         for (device, name), least in worst.items():
-            yield not_printed(f"{name}, {where}", "", f"{device}: {least:.2f}x")
+            of_device = [source for source in sources if source.device == device]
+            yield not_printed(f"{name}, {where}", "", f"{device}: {least:.2f}x").by(of_device)
 
 
 def _fastest(recorded: Recorded, item: str, activation: str) -> Row:
@@ -427,7 +429,7 @@ def _fastest(recorded: Recorded, item: str, activation: str) -> Row:
     places = sorted(worst, key=worst.get)
     best = dict(places)  # the last of each device stays
     ours = "; ".join(f"{device}: {name}, {worst[device, name]:.2f}x" for device, name in sorted(best.items()))
-    return observed(what, printed, set(best.values()) == {"conf4"}, ours, SETTING)
+    return observed(what, printed, set(best.values()) == {"conf4"}, ours, SETTING).by(recorded.sources(item))
 
 
 def _by_device(ratios: dict[tuple[str, str], float]) -> str:
@@ -467,4 +469,5 @@ def abstract(recorded: Recorded) -> Iterator[Row]:
     }
     best = [max(found.values())] if found else []
     what = "speed over published MegaBlocks, the best of seven, policy minimal"
-    yield measured(what, more_than(4, "over 4x"), best, _by_device(found), SETTING)
+    sources = recorded.sources(*dict(TIMED)) if found else []
+    yield measured(what, more_than(4, "over 4x"), best, _by_device(found), SETTING).by(sources)

@@ -16,13 +16,14 @@ from moeblaze_ref.papers.claims import (
     stated,
 )
 from moeblaze_ref.papers.results import Recorded
-from moeblaze_ref.papers.traced import MISSING, our_trace
+from moeblaze_ref.papers.traced import MISSING, our_trace, traced_at
 from moeblaze_ref.placement import bounds, ilp, simulate
 from moeblaze_ref.placement.clusters import cluster_experts
 from moeblaze_ref.placement.exact import best_clusters, best_seats
 from moeblaze_ref.placement.peers import contiguous
 from moeblaze_ref.placement.seats import seat_clusters
 from moeblaze_ref.placement.trace import Profile, profile, split
+from moeblaze_ref.traces import RoutingTrace
 
 LOAD = np.array([9, 1, 1, 1])  # tokens of each expert of a layer in which one is hot
 TRACED_GPUS = 4
@@ -124,14 +125,14 @@ def figure_8(_: Recorded) -> Iterator[Row]:
     halves = split(trace, seed=0)
     first, second = (P / P.sum(axis=1, keepdims=True) for P in (profile(half).P for half in halves))
     moved = 50 * np.abs(first - second).sum(axis=1)  # (layers,) percent
-    yield measured(
-        what, printed, moved.tolist(), f"{moved.mean():.1f}%, at most {moved.max():.1f}%", "another model and text"
-    )
+    ours = f"{moved.mean():.1f}%, at most {moved.max():.1f}%"
+    yield measured(what, printed, moved.tolist(), ours, "another model and text").by([traced_at(trace)])
 
 
 def measured_claims(_: Recorded) -> Iterator[Row]:
     """End to end, tails, balance and memory."""
-    found = _modelled()
+    trace = our_trace()
+    found, sources = ({}, []) if trace is None else (_modelled(trace), [traced_at(trace)])
     for what, printed, ours in (
         ("end to end, one node", "9.3%", ""),
         ("end to end, two nodes", "17.5%", ""),
@@ -142,14 +143,11 @@ def measured_claims(_: Recorded) -> Iterator[Row]:
         ("GPU memory utilisation, one node", "+8.7%", ""),
         ("contiguous placement: most of a layer's tokens on one GPU", "up to 64%", found.get("fullest", "")),
     ):
-        yield not_reproduced(what, printed, ELSEWHERE, ours)
+        yield not_reproduced(what, printed, ELSEWHERE, ours).by(sources if ours else [])
 
 
-def _modelled() -> dict[str, str]:
+def _modelled(trace: RoutingTrace) -> dict[str, str]:
     """MoETuner's map beside the contiguous one on our trace, by the simulator: one node of 4 GPUs."""
-    trace = our_trace()
-    if trace is None:
-        return {}
     of_trace, on = profile(trace), simulate.cluster("nvlink", TRACED_GPUS, 512, 1024)
     before, after = contiguous(of_trace, TRACED_GPUS).shares(), ilp.moetuner(of_trace, on).placement.shares()
     times = zip(_times(of_trace, before, on).items(), _times(of_trace, after, on).values(), strict=True)

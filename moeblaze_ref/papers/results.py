@@ -6,7 +6,7 @@ was interrupted goes on where it stopped. Runs that did not finish are kept and 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moeblaze_ref import provenance, records
 
@@ -15,7 +15,28 @@ FILES = "paper_*.json"
 SAME = ("versions", "commit")  # of all parts of a run
 
 Rows = list[dict[str, Any]]
-Run = dict[str, Any]  # versions, commit, clocks, finished, jobs: the rows of each
+
+
+class Source(NamedTuple):
+    """Where a number comes from.
+
+    Parameters
+    ----------
+    device : str
+        Its short name, see `device_name`.
+    commit : str
+        Of this project, whole.
+    """
+
+    device: str
+    commit: str
+
+
+class Run(NamedTuple):
+    """A finished run of an item, and its rows."""
+
+    source: Source
+    rows: Rows
 
 
 class Recorded:
@@ -36,12 +57,22 @@ class Recorded:
         found = sorted((DOCS / "results").glob(FILES)) if files is None else files
         self._files = [load(path) for path in found]
 
-    def runs(self, item: str) -> Iterator[tuple[str, Rows]]:
-        """Yield each finished run of an item, file by file: the short name of its device, and its rows."""
+    def finished(self, item: str) -> Iterator[Run]:
+        """Yield each finished run of an item, file by file."""
         for found in self._files:
             for run in found["items"].get(item, []):
                 if run["finished"]:
-                    yield device_name(found["device"]), [row for rows in run["jobs"] for row in rows]
+                    source = Source(device_name(found["device"]), run["commit"])
+                    yield Run(source, [row for rows in run["jobs"] for row in rows])
+
+    def sources(self, *items: str) -> list[Source]:
+        """Return the sources of all finished runs of these items, each once."""
+        return list(dict.fromkeys(run.source for item in items for run in self.finished(item)))
+
+    def runs(self, item: str) -> Iterator[tuple[str, Rows]]:
+        """Yield the short name of the device and the rows of each run of `finished`."""
+        for run in self.finished(item):
+            yield run.source.device, run.rows
 
     def rows(self, item: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each row of an item's finished runs, with the short name of its device."""

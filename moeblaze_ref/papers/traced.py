@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moeblaze_ref.papers.results import DOCS
+from moeblaze_ref.papers.results import DOCS, Source
 from moeblaze_ref.placement.simulate import STEP_TOKENS
 from moeblaze_ref.traces import RoutingTrace, load
 
@@ -13,6 +13,11 @@ MISSING = f"docs/results/{TRACE.name} is not installed"
 def our_trace() -> RoutingTrace | None:
     """Return the trace of our small language model; None where the documentation is not installed."""
     return load(TRACE) if TRACE.exists() else None
+
+
+def traced_at(trace: RoutingTrace) -> Source:
+    """Return where the trace was recorded: on an H200, as the file's name says."""
+    return Source("H200", trace.info["commit"])
 
 
 def needed_factors(trace: RoutingTrace, step_tokens: int = STEP_TOKENS) -> np.ndarray:
