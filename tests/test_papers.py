@@ -12,10 +12,23 @@ from typer.testing import CliRunner
 from moeblaze_ref import provenance
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
-from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, released, report, results, speed
+from moeblaze_ref.papers import (
+    claims,
+    command,
+    document,
+    items,
+    moeblaze,
+    moetuner,
+    released,
+    report,
+    results,
+    speed,
+    traced,
+)
 from moeblaze_ref.papers.claims import Mistake, Printed, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
+from moeblaze_ref.traces import RoutingTrace
 
 # Each equation with a number, each table and each figure of the three papers for which there is a number.
 IDS = """
@@ -362,11 +375,46 @@ def test_a_failing_claim_exits_with_1(monkeypatch):
         (("moeblaze-2.1", "--gpu"), "moeblaze-2.1 is not measured on a GPU. Measured are: moeblaze-3.1"),
         (("moeblaze-fig4", "--record", "x.json"), "--record takes what --gpu measures: add --gpu"),
         (("moeblaze-fig4", "--gpu"), "only a GPU is timed"),
+        (("moeblaze-2.1", "moeblaze-2.2", "--plot", "x"), "there is no picture of moeblaze-2.1, moeblaze-2.2. Drawn"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(arguments, message):
     result = paper(*arguments)
     assert result.exit_code == 2 and message in result.stderr.replace("\n", " ")
+
+
+def test_pictures_go_into_the_folder(tmp_path):
+    result = paper("moeblaze-2.1", "moeblaze-fig3", "--plot", tmp_path)
+    assert result.exit_code == 0 and [path.name for path in tmp_path.iterdir()] == ["moeblaze-fig3.png"]
+
+
+def test_nothing_recorded_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FILES", "none_*.json")
+    assert "plots: nothing is recorded" in paper("moeblaze-fig4", "--plot", tmp_path).stderr
+
+
+def test_without_our_trace_the_rows_say_so(monkeypatch):
+    monkeypatch.setattr(traced, "TRACE", traced.TRACE.with_name("elsewhere.npz"))
+    (stable,) = items.ITEMS["moetuner-fig8"].rows(Recorded([]))
+    assert (stable.verdict, stable.why) == (Verdict.NOT_MEASURED, traced.MISSING)
+    found = {row.printed: row for row in items.ITEMS["megablocks-fig2"].rows(Recorded([]))}
+    for printed in ("over 2x the MoE arithmetic", "as high as 11"):
+        assert (found[printed].verdict, found[printed].why) == (Verdict.NOT_MEASURED, traced.MISSING)
+    assert {row.ours for row in items.ITEMS["moetuner-measured"].rows(Recorded([]))} == {""}
+
+
+def test_moetuners_tails_and_means_are_modelled(rows):
+    ours = {row.printed: row.ours for row in rows if row.item == "moetuner-measured"}
+    for printed in ("-36%, -27%", "-34.8%, -22.5%", "-36.3%, -30.5%", "-35.4%, -24.7%"):
+        assert re.search(r"4 GPUs of one node: [+-]\d+\.\d%", ours[printed]), printed
+    assert "+0.0%" in ours["-34.8%, -22.5%"], "no map changes the sum of the tokens"
+
+
+def test_needed_factors_are_the_fullest_experts(tmp_path):
+    topk = np.array([[[0], [1]], [[0], [2]], [[1], [2]], [[0], [3]]], np.int16)
+    trace = RoutingTrace(topk, 4, seq=np.array([0, 1, 2, 3]), pos=np.zeros(4, np.int32))
+    assert traced.needed_factors(trace, 4).tolist() == [[3.0, 2.0]]
+    assert traced.needed_factors(trace, 2).tolist() == [[2.0, 2.0], [4.0, 2.0]]  # sequences 0 and 2, then 1 and 3
 
 
 # The file of runs -----------------------------------------------------------------------------------------------------
@@ -428,12 +476,32 @@ def test_a_file_of_another_gpu_is_refused(tmp_path, on_h100, monkeypatch):
         results.check_place(path)
 
 
+def recorded_run(**changes):
+    """A file with one run of figure 4."""
+    run = {"versions": {}, "commit": "c", "clocks": None, "finished": True} | changes
+    return json.dumps({"device": "x", "items": {"moeblaze-fig4": [run]}})
+
+
+def test_every_measured_item_says_what_its_rows_have():
+    assert results.COLUMNS.keys() == ON_A_GPU
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[]", "is no object"),
         ("{}", "has no device, items"),
         ('{"device": "x", "items": {"a": [{}]}}', r"a\[0\] has no"),
+        ('{"device": 1, "items": {}}', "device is 1, but it must be a text"),
+        ('{"device": "x", "items": []}', r"items is \[\], but it must be an object"),
+        ('{"device": "x", "items": {"a": 5}}', "a is no list"),
+        (recorded_run(jobs=5), r"moeblaze-fig4\[0\]: jobs is no list"),
+        (recorded_run(jobs=[5]), r"moeblaze-fig4\[0\]: jobs\[0\] is no list"),
+        (recorded_run(jobs=[[5]]), r"moeblaze-fig4\[0\]: jobs\[0\]\[0\] is no object"),
+        (recorded_run(jobs=[[{"preset": "conf1", "system": "s", "step_ms": 1}]]), r"jobs\[0\]\[0\] has no activation"),
+        (recorded_run(jobs=[[{"preset": "conf1", "system": "s", "message": "m"}]]), "has no activation"),
+        (recorded_run(jobs=[[{"preset": "conf1", "system": "s", "activation": "silu"}]]), "has no step_ms"),
+        (recorded_run(commit=7, jobs=[]), "commit is 7, but it must be a text"),
         ("x", "no JSON"),
     ],
 )
@@ -448,7 +516,7 @@ def losing(variant, seconds, *losses):
     """Five runs of a variant."""
     return [
         {"variant": variant, "seed": seed, "loss": list(losses), "held_out_loss": losses[-1] + shift}
-        | {"seconds_at": [seconds * place for place in range(len(losses))], "seconds": seconds * (len(losses) - 1)}
+        | {"seconds_at": [0.0, seconds], "seconds": seconds, "steps": [0, 100]}
         for seed, shift in enumerate((0.0, 0.01, -0.01, 0.02, -0.02))
     ]
 

@@ -4,8 +4,8 @@ Source: MegaBlocks (arXiv 2211.15841), sections 2.2, 3 and 6.2. All variants hav
 token, as wide as the FFN of the dense model. They read Python's own text in bytes; a seed has its own weights and its
 own order of the text, both the same for every variant with experts.
 
-Sizes are ours, chosen so that the 30 runs of the item end within 10 minutes on an H100, which runs of 600 steps did not,
-and within half an hour on two cores of a CPU.
+Sizes are ours, chosen so that the 30 runs of the item end within 10 minutes on an H100, which runs of 600 steps did
+not, and within half an hour on two cores of a CPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence

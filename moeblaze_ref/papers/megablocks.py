@@ -242,7 +242,8 @@ def figure_8(recorded: Recorded) -> Iterator[Row]:
         printed = exactly(times, f"{times}x", 0.01)
         for source, rows in runs:
             found = capacities.equal_loss(rows)
-            ours = f"{source.device}: {found.speed:.2f}x over factor {found.best_factor}, at {found.loss:.3f} nats a byte"
+            there = f"over factor {found.best_factor}, at {found.loss:.3f} nats a byte"
+            ours = f"{source.device}: {found.speed:.2f}x {there}"
             yield measured(what, printed, [found.speed], ours, OTHER_MODELS).by([source])
         if not runs:
             yield not_measured(what, printed.text, why=f"no recorded run of {capacities.ITEM} on a GPU")

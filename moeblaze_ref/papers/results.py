@@ -14,6 +14,18 @@ DOCS = Path(__file__).parents[2] / "docs"
 FILES = "paper_*.json"
 SAME = ("versions", "commit")  # of all parts of a run
 
+# What each row of an item has: the names in it, and the numbers that the claims and pictures read.
+COLUMNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "moeblaze-3.1": (("preset", "kernel"), ("ms",)),
+    "moeblaze-4.2": (("preset", "kernel"), ("ms",)),
+    "moeblaze-fig4": (("preset", "activation", "system"), ("step_ms",)),
+    "moeblaze-fig6": (("preset", "activation", "system"), ("step_ms",)),
+    "megablocks-fig2": (("variant", "seed"), ("steps", "loss", "held_out_loss", "seconds_at", "seconds")),
+    "megablocks-fig5": (("n", "tile"), ("ms", "tflops")),
+    "megablocks-fig9": (("model", "product"), ("pct_of_bmm",)),
+    "megablocks-fig10": (("model", "E"), ("ms", "sequential_ms", "graph_ms", "sequential_graph_ms")),
+}
+
 Rows = list[dict[str, Any]]
 
 
@@ -98,10 +110,32 @@ def load(path: Path) -> dict[str, Any]:
         If there is no such file, or it is not of this kind.
     """
     found = records.read(path, {"device", "items"})
+    _check(f"{path.name}: device", found["device"], str, "a text")
+    _check(f"{path.name}: items", found["items"], dict, "an object")
     for item, runs in found["items"].items():
         for number, run in enumerate(records.check_list(f"{path.name}: {item}", runs)):
-            records.check_object(f"{path.name}: {item}[{number}]", run, {*SAME, "clocks", "finished", "jobs"})
+            _check_run(f"{path.name}: {item}[{number}]", item, run)
     return found
+
+
+def _check_run(place: str, item: str, run: Any):
+    records.check_object(place, run, {*SAME, "clocks", "finished", "jobs"})
+    _check(f"{place}: commit", run["commit"], str, "a text")
+    for job, rows in enumerate(records.check_list(f"{place}: jobs", run["jobs"])):
+        for number, row in enumerate(records.check_list(f"{place}: jobs[{job}]", rows)):
+            _check_row(f"{place}: jobs[{job}][{number}]", item, row)
+
+
+def _check_row(place: str, item: str, row: Any):
+    """Check a row's columns; one that says in a message why it has no numbers needs none."""
+    names, numbers = COLUMNS.get(item, ((), ()))
+    needed = {*names} if isinstance(row, dict) and "message" in row else {*names, *numbers}
+    records.check_object(place, row, needed)
+
+
+def _check(place: str, found: Any, kind: type, words: str):
+    if not isinstance(found, kind):
+        raise ValueError(f"{place} is {found!r}, but it must be {words}")
 
 
 def check_place(path: Path):
