@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from moeblaze_ref import doors
 from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, PRINTED_EXAMPLE
 from moeblaze_ref.config import preset
 from moeblaze_ref.exercises.exercise import Asked, Construction, Prediction, Sheet
@@ -17,13 +18,18 @@ LOAD = [9, 4, 2]
 
 
 def _whole_numbers(name, said, shape):
-    """An answer as an int array of a shape, in which None stands for any size."""
-    found = np.array(said)
+    """An answer as an int array of a shape, in which None stands for any size but none."""
+    try:
+        found = np.array(said)
+    except ValueError:  # NumPy's message is of arrays
+        raise ValueError(f"{name} has rows of different lengths, but they must have one length") from None
+    if found.size == 0:
+        raise ValueError(f"{name} is empty, but it must hold at least one whole number")
     if found.dtype.kind not in "iu" or found.ndim != len(shape):
         raise TypeError(f"{name} must be a list of whole numbers with {len(shape)} dimension(s)")
     if any(wanted not in (None, size) for wanted, size in zip(shape, found.shape, strict=True)):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {found.shape}, but it must be ({wanted})")
+        wanted = tuple("any" if size is None else size for size in shape)
+        raise ValueError(f"{name} has shape {found.shape}, but it must be {str(wanted).replace(repr('any'), 'any')}")
     return found
 
 
@@ -72,7 +78,11 @@ def _uncounted(tokens):
 
 
 def _lost_expert(E, k, topk_experts):
-    found = _whole_numbers("topk_experts", topk_experts, (None, k)).astype(np.int32)
+    ids = _whole_numbers("topk_experts", topk_experts, (None, k))
+    doors.check_index("topk_experts", ids, E, "experts")  # before int32 cuts an id
+    if len(ids) < 2:
+        return "topk_experts has one token, but the routing must have at least two"
+    found = ids.astype(np.int32)
     right = dispatch.expert_lengths(dispatch.dense_map(found, E))
     lost = (right > 0) & (literal_lengths(found) == 0)
     if lost.any():
