@@ -458,6 +458,22 @@ def test_an_interrupted_run_goes_on_and_shows_nothing_before(tmp_path, on_h100):
     assert started == [] and len(list(Recorded([path]).runs("a"))) == 1
 
 
+def test_a_run_has_the_seconds_of_each_job(tmp_path, on_h100, monkeypatch):
+    now = iter((1.0, 3.5, 10.0, 10.25, 20.0, 24.0))
+    monkeypatch.setattr(results, "perf_counter", lambda: next(now))
+    path = tmp_path / "paper.json"
+    list(results.record(path, "a", jobs_of(1, 2)))
+    assert results.load(path)["items"]["a"][0]["seconds"] == [2.5, 0.25]
+    content = results.load(path)
+    (run,) = content["items"]["a"]
+    run |= {"finished": False}
+    del run["seconds"]  # as files of earlier versions
+    path.write_text(json.dumps(content))
+    list(results.record(path, "a", jobs_of(1, 2, 3)))
+    (run,) = results.load(path)["items"]["a"]
+    assert run["finished"] and len(run["jobs"]) == 3 and run["seconds"] == [None, None, 4.0]
+
+
 def test_another_commit_starts_a_run_of_its_own(tmp_path, on_h100, monkeypatch):
     path = tmp_path / "paper.json"
     with pytest.raises(KeyboardInterrupt):

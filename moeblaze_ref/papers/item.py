@@ -33,7 +33,7 @@ class Item:
     measured_by : str, optional
         Takes the id and a ``bench.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
     drawn_by : str, optional
-        Draws the rows of one recorded run; draws the formulas if the item is not measured.
+        Draws the recorded runs of one device, given the rows of each; draws the formulas if the item is not measured.
     """
 
     id: str
@@ -52,13 +52,16 @@ class Item:
         return function(self.measured_by)(self.id, device)
 
     def plots(self, recorded: Recorded) -> dict[str, Figure]:
-        """Return the item's pictures by name: of the last run on each device, or of its formulas if it has none."""
+        """Return the item's pictures by name: of its runs on each device, or of its formulas if it is not measured."""
         if self.drawn_by is None:
             return {}
         draw = function(self.drawn_by)
         if self.measured_by is None:
             return {self.id: draw()}
-        return {f"{self.id}_{device}": draw(rows) for device, rows in recorded.runs(self.id)}
+        runs: dict[str, list[Rows]] = {}
+        for device, rows in recorded.runs(self.id):
+            runs.setdefault(device, []).append(rows)
+        return {f"{self.id}_{device}": draw(*found) for device, found in runs.items()}
 
 
 def function(name: str) -> Callable[..., Any]:

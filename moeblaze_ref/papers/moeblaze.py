@@ -44,7 +44,18 @@ ACCOUNTED = KEPT | {SONICMOE: ("sonicmoe", None)}
 OPTIMIZED = "MegaBlocks, memory_optimized_mlp"
 PUBLISHED_OPTIMIZED = "megablocks_published_memory_optimized"  # as it is timed; the account's name is that of KEPT
 PUBLISHED, ALGORITHM_1, MINIMAL = "published MegaBlocks", "paper (Algorithm 1)", "minimal"
+# Every system as it is timed, system and policy, by its name in tables and pictures.
+TIMED_NAMES = {system: label for label, system in ACCOUNTED.items()} | {
+    (PUBLISHED_OPTIMIZED, None): OPTIMIZED,
+    ("grouped_mm", None): "plain PyTorch",
+    ("gather_sum_compiled", None): "torch.compile",
+}
 NAMES = {"relu": "ReLU", "silu": "SiLU", "swiglu": "SwiGLU"}
+
+
+def timed_name(row: dict[str, Any]) -> str:
+    """Return the name of ``TIMED_NAMES`` of a timed row; the system itself where it has none."""
+    return TIMED_NAMES.get((row["system"], row.get("policy")), row["system"])
 
 
 def kept_bytes(name: str, activation: str, label: str) -> int:
@@ -365,12 +376,11 @@ def centre(printed: Printed) -> float:
 
 def _measured_bytes(recorded: Recorded, activation: str) -> dict[tuple[str, str], list[tuple[Source, int]]]:
     """Saved bytes of each run as measured beside the speed, by preset and label."""
-    labels = {system: label for label, system in ACCOUNTED.items()} | {(PUBLISHED_OPTIMIZED, None): OPTIMIZED}
     found = defaultdict(list)
     for run in (*recorded.finished("moeblaze-fig4"), *recorded.finished("moeblaze-fig6")):
         for row in run.rows:
-            label = labels.get((row["system"], row.get("policy")))
-            if row["activation"] == activation and label and row.get("kept_bytes"):
+            label = timed_name(row)
+            if row["activation"] == activation and row.get("kept_bytes"):
                 found[row["preset"], label].append((run.source, row["kept_bytes"]))
     return found
 

@@ -1,11 +1,13 @@
 """The files of what was measured for the papers' items: docs/results/paper_*.json.
 
 A file is of one GPU. It holds, for each item, its runs; a run holds the rows of each finished job, so that a run that
-was interrupted goes on where it stopped. Runs that did not finish are kept and not shown.
+was interrupted goes on where it stopped, and the seconds that each job took, which earlier files lack. Runs that did
+not finish are kept and not shown.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from moeblaze_ref import provenance, records
@@ -180,9 +182,12 @@ def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]]) -> Iterato
     if not (runs and not runs[-1]["finished"] and all(runs[-1][name] == here[name] for name in SAME)):
         runs.append({name: here[name] for name in (*SAME, "clocks")} | {"finished": False, "jobs": []})
     run = runs[-1]
+    seconds = run.setdefault("seconds", [None] * len(run["jobs"]))
     yield from run["jobs"]
     for job in jobs[len(run["jobs"]) :]:
+        began = perf_counter()
         rows = job()
+        seconds.append(perf_counter() - began)
         run["jobs"].append(rows)
         run["clocks"] = provenance.clocks()
         records.write(path, content)
