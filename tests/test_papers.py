@@ -25,7 +25,7 @@ from moeblaze_ref.papers import (
     speed,
     traced,
 )
-from moeblaze_ref.papers.claims import Mistake, Printed, Verdict, compared, exactly, measured, more_than, stated
+from moeblaze_ref.papers.claims import Mistake, PrintedNumber, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
 from moeblaze_ref.traces import RoutingTrace
@@ -232,7 +232,7 @@ def test_a_formula_is_compared_with_the_printed_digits(value, mistake, verdict):
     ],
 )
 def test_every_measured_value_must_lie_in_the_printed_range(values, verdict):
-    assert measured("x", Printed("1.4x to 3.7x", 1.4, 3.7), values, "", "other kernels").verdict is verdict
+    assert measured("x", PrintedNumber("1.4x to 3.7x", 1.4, 3.7), values, "", "other kernels").verdict is verdict
 
 
 def test_a_bound_and_a_sentence_have_verdicts_too():

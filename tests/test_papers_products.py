@@ -10,7 +10,7 @@ from pretended import PretendedDevice
 from moeblaze_ref.bench.stages import input_sets
 from moeblaze_ref.config import MODELS, MoEConfig
 from moeblaze_ref.papers import block_products, products, squares
-from moeblaze_ref.papers.agreement import compared
+from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.block_products import PRODUCTS, BlockSparse, Experts
 
 CPU = torch.device("cpu")
@@ -238,6 +238,6 @@ def test_unknown_items_are_refused():
 
 def test_nan_is_not_right():
     expected = torch.ones(4, 4)
-    assert compared("ones", expected, expected) == {"error": 0.0, "row_error": 0.0}
+    assert checked_errors("ones", expected, expected) == {"error": 0.0, "row_error": 0.0}
     with pytest.raises(ArithmeticError, match="ones has an error of nan"):
-        compared("ones", expected.clone().fill_(torch.nan), expected)
+        checked_errors("ones", expected.clone().fill_(torch.nan), expected)

@@ -24,7 +24,7 @@ from torch import Tensor
 from moeblaze_ref.bench.clock import replayed, take_turns
 from moeblaze_ref.bench.device import Device
 from moeblaze_ref.config import MODELS, MoEConfig
-from moeblaze_ref.papers.agreement import compared
+from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.raw_cuda import block_sparse, dispatch
 from moeblaze_ref.structures import Array, Topology
 from moeblaze_ref.torch_bridge import bridge_to
@@ -206,7 +206,8 @@ def _errors(names: Sequence[str], experts: Experts, blocks: BlockSparse) -> dict
     found = []
     for name in names:
         (result,) = blocks.run([name])
-        found.append(compared(f"product {name}", blocks.dense(name, result), torch.bmm(*PRODUCTS[name].dense(experts))))
+        expected = torch.bmm(*PRODUCTS[name].dense(experts))
+        found.append(checked_errors(f"product {name}", blocks.dense(name, result), expected))
     return {column: max(error[column] for error in found) for column in found[0]}
 
 

@@ -167,7 +167,7 @@ def train(name: str, seed: int, base: TrainSettings, corpus: data.Corpus, device
 
 
 def row_of(name: str, settings: TrainSettings, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a run came to.
+    """Return the row of a finished run.
 
     Parameters
     ----------
@@ -181,9 +181,10 @@ def row_of(name: str, settings: TrainSettings, lines: Sequence[Mapping[str, Any]
     -------
     dict
         {variant, system, capacity_factor, seed, shape, precision, tokens_of_step, steps, loss, seconds_at,
-        held_out_loss, seconds, dropped_share}. ``loss`` is the held-out loss, nats per byte, after so many ``steps``,
-        which had taken ``seconds_at``; validations do not count. ``held_out_loss`` and ``seconds`` are the last of
-        them. ``dropped_share`` is the mean share of dropped rows, None where none can be dropped.
+        held_out_loss, seconds, dropped_share}. ``steps``, ``loss`` and ``seconds_at`` have an entry for each
+        validation: the steps done, the held-out loss in nats a byte, and the seconds that the steps took, without validations.
+        ``held_out_loss`` and ``seconds`` are their last entries. ``dropped_share`` is the mean share of dropped rows;
+        None if the layer drops none.
     """
     short, tokens = curves.summarise(lines), settings.batch * settings.config.sequence
     took = [tokens / line["tokens_per_second"] for line in lines if "loss" in line]
@@ -344,5 +345,5 @@ def _of_variant(runs: Rows) -> dict[str, Any]:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean of what a variant has in every run, or in none."""
+    """Return the mean; None if a value is None, as every value is then."""
     return None if None in values else fmean(values)

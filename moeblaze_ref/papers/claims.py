@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintedNumber:
     """A number as a paper prints it.
 
     Parameters
@@ -48,17 +48,17 @@ class Printed:
         return self.low <= value <= self.high
 
 
-def exactly(number: float, text: str, digit: float = 1.0) -> Printed:
+def exactly(number: float, text: str, digit: float = 1.0) -> PrintedNumber:
     """Return a printed number that agrees with whatever rounds to it at its last ``digit``."""
-    return Printed(text, number - digit / 2, number + digit / 2)
+    return PrintedNumber(text, number - digit / 2, number + digit / 2)
 
 
-def at_least(number: float, text: str) -> Printed:
+def at_least(number: float, text: str) -> PrintedNumber:
     """Return a printed lower bound ("as high as 11")."""
-    return Printed(text, number, inf)
+    return PrintedNumber(text, number, inf)
 
 
-def more_than(number: float, text: str) -> Printed:
+def more_than(number: float, text: str) -> PrintedNumber:
     """Return a printed bound that is not reached itself ("over 4x")."""
     return at_least(nextafter(number, inf), text)
 
@@ -127,7 +127,7 @@ class Row:
 
 def compared(
     what: str,
-    printed: Printed,
+    printed: PrintedNumber,
     value: float,
     show: Callable[[float], str],
     mistake: Mistake | None = None,
@@ -139,7 +139,7 @@ def compared(
     Parameters
     ----------
     what : str
-    printed : Printed
+    printed : PrintedNumber
     value : float
         Of the formula, computed here.
     show : callable
@@ -163,16 +163,27 @@ def compared(
 
 def measured(
     what: str,
-    printed: Printed,
+    printed: PrintedNumber,
     values: Sequence[float],
     ours: str,
     differs: str,
     formula: str = "",
     detail: bool = False,
 ) -> Row:
-    """Compare what we measured with what a paper prints: every value, or none is measured yet.
+    """Compare values that we measured with a printed number.
 
-    ``differs`` says why ours may differ; it is shown where one of the values does not agree.
+    Parameters
+    ----------
+    what, printed, detail
+        As in `compared`.
+    values : sequence of float
+        The row agrees if all of them do. Without values it is not measured yet.
+    ours : str
+        The values with their devices.
+    differs : str
+        Why ours differs where a value does not agree.
+    formula : str
+        What a formula gives.
     """
     if not values:
         return not_measured(what, printed.text, formula)

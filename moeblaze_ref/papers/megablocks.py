@@ -8,7 +8,7 @@ from moeblaze_ref.config import MODELS
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.papers import block_products, capacities, squares
 from moeblaze_ref.papers.claims import (
-    Printed,
+    PrintedNumber,
     Row,
     at_least,
     compared,
@@ -79,7 +79,7 @@ def metadata(_: Recorded) -> Iterator[Row]:
         (values,) = (tensor.bytes for tensor in tensors if tensor.name == "y_swi")
         yield compared(
             f"{model}, one GPU of table 3: metadata over one sparse matrix's values",
-            Printed("below 0.1%", 0, 0.1),
+            PrintedNumber("below 0.1%", 0, 0.1),
             100 * indices / values,
             "{:.3f}%".format,
         )
@@ -105,7 +105,7 @@ FIGURE_9 = {
     "least": exactly(91, "91%"),
     "most": exactly(104, "104%"),
 }
-LOSES_MOST, LOSS, UNDER_10 = "the product that loses most", "what DS^T D loses", Printed("under 10%", 0, 10)
+LOSES_MOST, LOSS, UNDER_10 = "the product that loses most", "what DS^T D loses", PrintedNumber("under 10%", 0, 10)
 
 
 def _of_18(statistic: str) -> str:
@@ -145,7 +145,8 @@ def _losses_of_products(device: str, rows: Rows) -> Iterator[Row]:
 
 def figure_10(recorded: Recorded) -> Iterator[Row]:
     """Six products of E experts beside one expert after another."""
-    what, printed = "times as fast as one expert after another", Printed("about 1.15x to 20x, growing with E", 1.1, 21)
+    what = "times as fast as one expert after another"
+    printed = PrintedNumber("about 1.15x to 20x, growing with E", 1.1, 21)
     runs = list(recorded.finished("megablocks-fig10"))
     for source, rows in runs:
         for model in dict.fromkeys(row["model"] for row in rows):
@@ -159,7 +160,7 @@ def figure_10(recorded: Recorded) -> Iterator[Row]:
 def figure_5(recorded: Recorded) -> Iterator[Row]:
     """Dense square products: 128 x 128 tiles beside the other tiles."""
     what = "rate of 128x128 tiles over that of the fastest tile, dense squares of 512 to 16,384"
-    printed = Printed("on a par or better throughout (we ask for 0.95)", 0.95, 1.0)
+    printed = PrintedNumber("on a par or better throughout (we ask for 0.95)", 0.95, 1.0)
     runs = list(recorded.finished("megablocks-fig5"))
     for source, rows in runs:
         shares = squares.summary(rows)
@@ -208,7 +209,7 @@ def _gain_name(factor: str) -> str:
     return f"held-out loss of capacity factor {factor}: gain over dense"
 
 
-def _gain(device: str, rows: Rows, factor: str, printed: Printed) -> Row:
+def _gain(device: str, rows: Rows, factor: str, printed: PrintedNumber) -> Row:
     gain = capacities.gain(rows, "dense", factor)
     ours = f"{device}: loss {_nats(gain)}"
     return measured(_gain_name(factor), printed, [gain.mean], ours, OTHER_MODELS)

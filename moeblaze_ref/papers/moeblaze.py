@@ -13,7 +13,7 @@ from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.numpy_ref import dispatch
 from moeblaze_ref.papers.claims import (
     Mistake,
-    Printed,
+    PrintedNumber,
     Row,
     compared,
     contradicted,
@@ -369,7 +369,7 @@ def _accounted_bar(name: str, activation: str, label: str) -> Row:
     return compared(what, printed, formula, _mb, mistake)
 
 
-def centre(printed: Printed) -> float:
+def centre(printed: PrintedNumber) -> float:
     """Return the printed number itself: a bound, or the middle of what rounds to it."""
     return printed.low if printed.high == float("inf") else (printed.low + printed.high) / 2
 
@@ -388,13 +388,13 @@ def _measured_bytes(recorded: Recorded, activation: str) -> dict[tuple[str, str]
 def figure_4(recorded: Recorded) -> Iterator[Row]:
     """Speed with the first activation: SiLU or ReLU, the paper says both."""
     for activation in ("silu", "relu"):
-        yield from _speed(recorded, "moeblaze-fig4", activation, Printed("1.4x to 3.7x", 1.4, 3.7))
+        yield from _speed(recorded, "moeblaze-fig4", activation, PrintedNumber("1.4x to 3.7x", 1.4, 3.7))
         yield _fastest(recorded, "moeblaze-fig4", activation)
 
 
 def figure_6(recorded: Recorded) -> Iterator[Row]:
     """Speed with SwiGLU."""
-    yield from _speed(recorded, "moeblaze-fig6", "swiglu", Printed("2x to 6.2x", 2.0, 6.2))
+    yield from _speed(recorded, "moeblaze-fig6", "swiglu", PrintedNumber("2x to 6.2x", 2.0, 6.2))
 
 
 SETTING = "other kernels on both sides: the paper's were not published, and its MegaBlocks ran under PyTorch 2.0.1"
@@ -418,7 +418,7 @@ def speeds(
     return worst
 
 
-def _speed(recorded: Recorded, item: str, activation: str, printed: Printed) -> Iterator[Row]:
+def _speed(recorded: Recorded, item: str, activation: str, printed: PrintedNumber) -> Iterator[Row]:
     for policy in ("paper", "minimal", "inputs"):
         worst = speeds(recorded, item, activation, policy)
         where = f"{NAMES[activation]}, policy {policy}"

@@ -7,7 +7,7 @@ import numpy as np
 
 from moeblaze_ref.papers.claims import (
     Mistake,
-    Printed,
+    PrintedNumber,
     Row,
     defect,
     measured,
@@ -117,7 +117,7 @@ ELSEWHERE = "measured on Mixtral-8x7B inference in Megatron-LM, which is not run
 def figure_8(_: Recorded) -> Iterator[Row]:
     """Routing statistics are stable from batch to batch of a task."""
     what = "load of the experts, two random halves of our trace: share of a layer's load that differs"
-    printed = Printed(f"stable from batch to batch (we ask for at most {STABLE}%)", 0, STABLE)
+    printed = PrintedNumber(f"stable from batch to batch (we ask for at most {STABLE}%)", 0, STABLE)
     trace = our_trace()
     if trace is None:
         yield not_measured(what, printed.text, why=MISSING)

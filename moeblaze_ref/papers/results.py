@@ -155,7 +155,7 @@ def check_place(path: Path):
 
 
 def _existing(path: Path) -> dict[str, Any]:
-    """What a file holds; of no file, or an empty one, that it holds nothing of this device."""
+    """Return what a file holds. A missing or empty file counts as one of this device without runs."""
     if path.exists() and path.stat().st_size:
         return load(path)
     return {"device": provenance.environment()["device"], "items": {}}

@@ -16,7 +16,7 @@ from torch import Tensor
 from moeblaze_ref.bench.clock import Samples, replayed, take_turns
 from moeblaze_ref.bench.device import Device
 from moeblaze_ref.bench.stages import input_sets
-from moeblaze_ref.papers.agreement import compared
+from moeblaze_ref.papers.agreement import checked_errors
 
 SIZES = tuple(2**power for power in range(9, 15))  # 512 to 16,384
 # Warps of each tile's thread blocks: 64 to 128 float32 sums a thread, and 32 where the tile has no more.
@@ -115,7 +115,8 @@ def _error(kernel: Kernel, operands: Operands) -> dict[str, float]:
     operands.result.fill_(torch.nan)
     _by_triton(kernel, [operands])
     rows, columns = kernel.tile
-    return compared(f"the product of size {len(expected)} by tiles of {rows}x{columns}", operands.result, expected)
+    what = f"the product of size {len(expected)} by tiles of {rows}x{columns}"
+    return checked_errors(what, operands.result, expected)
 
 
 def _tiles(kernels: Sequence[Kernel]) -> list[tuple[int, int]]:
