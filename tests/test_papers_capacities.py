@@ -121,11 +121,9 @@ def test_all_sizes_are_top_1_and_ungated(place):
 
 
 def test_there_is_a_job_for_each_variant_and_seed():
-    jobs = capacities.jobs(capacities.ITEM, PretendedDevice())
+    jobs = capacities.jobs(PretendedDevice())
     assert [job.args[:2] for job in jobs] == [(name, seed) for seed in range(5) for name in VARIANTS]
     assert all(job.args[2] == capacities.SIZES["cpu"] and job.args[4] == CPU for job in jobs)
-    with pytest.raises(ValueError, match="unknown item 'megablocks-fig3'"):
-        capacities.jobs("megablocks-fig3", PretendedDevice())
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -140,7 +138,7 @@ def test_each_variant_takes_one_step_before_its_first_run(monkeypatch):
     monkeypatch.setattr(capacities, "Trainer", Counted)
     monkeypatch.setattr(capacities, "SIZES", {"cpu": replace(TINY, steps=2)})
     monkeypatch.setattr(capacities.data, "standard_library", data.python_help)
-    jobs = capacities.jobs(capacities.ITEM, PretendedDevice())
+    jobs = capacities.jobs(PretendedDevice())
     for job in jobs[1:3] + jobs[7:8]:  # factors 1.0 and 1.5 of the first seed, then 1.0 of the second
         job()
     assert [step for *run, step in steps if run == [1.0, 0]] == [0, 0, 1]
@@ -151,7 +149,7 @@ def test_each_variant_takes_one_step_before_its_first_run(monkeypatch):
 def test_the_runs_of_a_gpu_have_steps_for_ten_minutes():
     """Of 23.5 seconds a run of 600 steps took 14.2, and the rest was validations and set-up."""
     seconds = 14.2 * capacities.SIZES["cuda"].steps / 600 + 9.3
-    assert len(capacities.jobs(capacities.ITEM, PretendedDevice())) * seconds < 600
+    assert len(capacities.jobs(PretendedDevice())) * seconds < 600
 
 
 def losses_of(**losses):

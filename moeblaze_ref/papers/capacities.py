@@ -25,6 +25,7 @@ from moeblaze_ref.bench.device import Device
 from moeblaze_ref.lm import curves, data, run
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.train import Trainer, TrainSettings
+from moeblaze_ref.papers.results import Rows
 
 ITEM = "megablocks-fig2"
 SEEDS = range(5)
@@ -32,8 +33,6 @@ POINTS = 10  # validations of a run
 VALIDATION_BATCHES = 32
 
 NO_TIMES = {"seconds_at": None, "seconds": None}  # of a CPU, where ``oracle`` stands for the block-sparse layer
-
-Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -90,23 +89,11 @@ SIZES = {
 }
 
 
-def jobs(item: str, device: Device) -> list[Callable[[], Rows]]:
+def jobs(device: Device) -> list[Callable[[], Rows]]:
     """Return a job for each variant and seed; each returns one row, see `row_of`.
 
     Before its first run a variant takes a step that is thrown away, so that no compilation is in the time of a run.
-
-    Parameters
-    ----------
-    item : str
-        ``ITEM``.
-    device : Device
-
-    Raises
-    ------
-    ValueError
-        If the item is another.
     """
-    doors.check_name("item", item, (ITEM,))
     place, compiled = device.torch_device, set()
     return [
         partial(_train_compiled, name, seed, SIZES[place.type], data.standard_library(), place, compiled)
@@ -182,7 +169,7 @@ def row_of(name: str, settings: TrainSettings, lines: Sequence[Mapping[str, Any]
     dict
         {variant, system, capacity_factor, seed, shape, precision, tokens_of_step, steps, loss, seconds_at,
         held_out_loss, seconds, dropped_share}. ``steps``, ``loss`` and ``seconds_at`` have an entry for each
-        validation: the steps done, the held-out loss in nats a byte, and the seconds that the steps took, without validations.
+        validation: the steps done, the held-out loss in nats a byte, and the seconds of those steps alone.
         ``held_out_loss`` and ``seconds`` are their last entries. ``dropped_share`` is the mean share of dropped rows;
         None if the layer drops none.
     """

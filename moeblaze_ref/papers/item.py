@@ -31,7 +31,7 @@ class Item:
     claims : str
         Makes its rows from what is recorded.
     measured_by : str, optional
-        Takes the id and a ``bench.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
+        Takes a ``bench.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
     drawn_by : str, optional
         Draws the recorded runs of one device, given the rows of each; draws the formulas if the item is not measured.
     """
@@ -49,7 +49,7 @@ class Item:
 
     def jobs(self, device: Any) -> Sequence[Job]:
         """Return what measures the item on a GPU, piece by piece."""
-        return function(self.measured_by)(self.id, device)
+        return function(self.measured_by)(device)
 
     def plots(self, recorded: Recorded) -> dict[str, Figure]:
         """Return the item's pictures by name: of its runs on each device, or of its formulas if it is not measured."""
