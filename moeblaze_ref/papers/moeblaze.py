@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS
+from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, PRINTED_EXAMPLE
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.numpy_ref import dispatch
@@ -132,9 +132,6 @@ def second_wall(_: Recorded) -> Iterator[Row]:
 
 # Section 4: the example and the steps -------------------------------------------------------------------------------
 
-PRINTED_TOKEN_EXPERT_INDICES = (2, 3, 0, 1, 1, 2, 0, 3)
-
-
 def _listed(numbers) -> str:
     return "[" + ", ".join(str(int(number)) for number in numbers) + "]"
 
@@ -142,39 +139,50 @@ def _listed(numbers) -> str:
 def example(_: Recorded) -> Iterator[Row]:
     """Figure 2: four index structures of five tokens."""
     built = dispatch.build(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
-    tokens = len(GOLDEN_TOPK_EXPERTS)
+    printed, tokens = {name: one.values for name, one in PRINTED_EXAMPLE.items()}, len(GOLDEN_TOPK_EXPERTS)
     five = Mistake("L = 5", "it lists five tokens")
-    yield stated("tokens of the example", "L = 6", tokens == 6, f"L = {tokens}", five)
-    for name, array in (
-        ("expert_token_indices", (1, 2, 4, 1, 3, 0, 3, 0, 2, 4)),
-        ("expert_token_offsets", (0, 3, 5, 7, 10)),
-    ):
-        given = getattr(built, name)
-        yield stated(name, _listed(array), tuple(given) == array, _listed(given))
-    yield stated(
-        "token_expert_indices",
-        _listed(PRINTED_TOKEN_EXPERT_INDICES),
-        tuple(built.token_expert_indices) == PRINTED_TOKEN_EXPERT_INDICES,
-        _listed(built.token_expert_indices),
-        Mistake(
-            "[2, 3, 0, 1, 0, 3, 1, 2, 0, 3]", "eight entries for ten routed rows: token 2's experts 0 and 3 are missing"
-        ),
+    yield stated("tokens of the example", f"L = {printed['L']}", tokens == printed["L"], f"L = {tokens}", five)
+    missing = Mistake(
+        "[2, 3, 0, 1, 0, 3, 1, 2, 0, 3]", "eight entries for ten routed rows: token 2's experts 0 and 3 are missing"
     )
-    index_map = _listed(built.token_index_map)
-    holds = tuple(built.token_index_map[:2]) == (5, 7) and _is_golden(built)
-    yield stated("token_index_map, of which the entries of token 0 are printed", "[5, 7]", holds, index_map)
+    for name, mistake in (("expert_token_indices", None), ("expert_token_offsets", None), ("token_expert_indices", missing)):
+        given = getattr(built, name).tolist()
+        yield stated(name, _listed(printed[name]), given == printed[name], _listed(given), mistake)
+    of_token_0, index_map = printed["token_index_map"], built.token_index_map.tolist()
+    holds = index_map[: len(of_token_0)] == of_token_0 and _is_golden(built)
+    what = "token_index_map, of which the entries of token 0 are printed"
+    yield stated(what, _listed(of_token_0), holds, _listed(index_map))
 
 
 def _is_golden(built) -> bool:
     return all(np.array_equal(array, GOLDEN_DISPATCH.arrays()[name]) for name, array in built.arrays().items())
 
 
+def literal_lengths(topk_experts: np.ndarray, num_experts: int) -> np.ndarray:
+    """Count the non-zero entries of each column of a map of token ids: section 4.2, steps 1 and 2 as printed.
+
+    Parameters
+    ----------
+    topk_experts : ndarray (L, k), int32
+        Expert ids below ``num_experts``.
+    num_experts : int
+        E.
+
+    Returns
+    -------
+    ndarray (E,), int64
+        Tokens of each expert, without token 0.
+    """
+    tokens = np.arange(len(topk_experts))[:, None]
+    dense_map = np.zeros((len(topk_experts), num_experts), np.int32)
+    dense_map[tokens, topk_experts] = tokens
+    return np.count_nonzero(dense_map, axis=0)
+
+
 def steps(recorded: Recorded) -> Iterator[Row]:
     """Section 4.2: the three steps taken literally, and as printed beside ours on a GPU."""
-    token_ids = np.arange(len(GOLDEN_TOPK_EXPERTS))[:, None]
-    entered = np.zeros((len(GOLDEN_TOPK_EXPERTS), GOLDEN_NUM_EXPERTS), np.int32)
-    np.put_along_axis(entered, GOLDEN_TOPK_EXPERTS, token_ids, axis=1)
-    literal, lengths = np.count_nonzero(entered, axis=0), np.diff(GOLDEN_DISPATCH.expert_token_offsets)
+    literal = literal_lengths(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
+    lengths = np.diff(GOLDEN_DISPATCH.expert_token_offsets)
     yield stated(
         "step 2: lengths are counts of non-zero entries of the map",
         f"lengths {_listed(lengths)}",

@@ -8,6 +8,7 @@ from moeblaze_ref.config import preset
 from moeblaze_ref.exercises.exercise import Asked, Construction, Prediction, Sheet
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.numpy_ref import dispatch
+from moeblaze_ref.papers.moeblaze import literal_lengths
 from moeblaze_ref.placement import bounds, exact, links
 
 PRINTED_INDICES = PRINTED_EXAMPLE["expert_token_indices"].values
@@ -53,27 +54,8 @@ def _missing_pair(tokens, printed, token_expert_indices):
     return f"token_expert_indices[{place}] is {found[place]}, which is not the expert of token {token} in slot {slot}"
 
 
-def literal_lengths(topk_experts):
-    """Count the non-zero entries of each column of a map of token ids: MoEBlaze, section 4.2, steps 1 and 2 as printed.
-
-    Parameters
-    ----------
-    topk_experts : ndarray (L, k), int32
-        Expert ids below ``GOLDEN_NUM_EXPERTS``.
-
-    Returns
-    -------
-    ndarray (E,), int64
-        Tokens of each expert, without token 0.
-    """
-    dense_map = np.zeros((len(topk_experts), GOLDEN_NUM_EXPERTS), np.int32)
-    tokens = np.arange(len(topk_experts))[:, None]
-    dense_map[tokens, topk_experts] = tokens
-    return np.count_nonzero(dense_map, axis=0)
-
-
 def _uncounted(tokens):
-    lengths = literal_lengths(np.array(tokens, np.int32)).tolist()
+    lengths = literal_lengths(np.array(tokens, np.int32), GOLDEN_NUM_EXPERTS).tolist()
     return {"expert_2": lengths[2], "expert_3": lengths[3], "rows": sum(lengths)}
 
 
@@ -84,10 +66,10 @@ def _lost_expert(E, k, topk_experts):
         return "topk_experts has one token, but the routing must have at least two"
     found = ids.astype(np.int32)
     right = dispatch.expert_lengths(dispatch.dense_map(found, E))
-    lost = (right > 0) & (literal_lengths(found) == 0)
-    if lost.any():
+    literal = literal_lengths(found, E)
+    if ((right > 0) & (literal == 0)).any():
         return ""
-    return f"the literal count finds tokens of every expert that has some: it counts {literal_lengths(found).tolist()}"
+    return f"the literal count finds tokens of every expert that has some: it counts {literal.tolist()}"
 
 
 # MoEBlaze, sizes and what is stored ----------------------------------------------------------------------------------
@@ -215,7 +197,7 @@ SHEET = Sheet(
                 "rows": Asked("rows", "sum(len(chosen) for chosen in tokens[1:])"),
             },
             truth=_uncounted,
-            computed_by="moeblaze_ref.exercises.sheets.papers_errors.literal_lengths",
+            computed_by="moeblaze_ref.papers.moeblaze.literal_lengths",
             hint="Which token writes the number zero? In which two columns?",
             why=(
                 "Token 0 writes zeros, so nobody counts it: two of the ten rows are lost, and the groups of experts 2 "
