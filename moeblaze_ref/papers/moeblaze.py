@@ -10,6 +10,7 @@ import numpy as np
 from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, PRINTED_EXAMPLE
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.memory.printed import INTERMEDIATE_GB, MEGABLOCKS_MB, MOEBLAZE_MB, ROUTED_BUFFER_GB
 from moeblaze_ref.numpy_ref import dispatch
 from moeblaze_ref.papers.claims import (
     Mistake,
@@ -81,6 +82,11 @@ def _mb(value: float) -> str:
     return f"{value / MB:,.0f} MB"
 
 
+def _about(number: int, unit: str, digit: float) -> PrintedNumber:
+    """A rounded number of bytes: "about 94 GB"."""
+    return exactly(number * {"MB": MB, "GB": GB}[unit], f"about {number:,} {unit}", digit)
+
+
 def _times(value: float) -> str:
     return f"{value:.2f}x"
 
@@ -102,7 +108,7 @@ def first_wall(_: Recorded) -> Iterator[Row]:
     mistake = Mistake("98.3 GB", "2*L*k*d bytes with the paper's own L, k and d are 98.3 GB (91.6 GiB)")
     yield compared(
         "routed-token buffer at DeepSeek scale, 2*L*k*d bytes",
-        exactly(94 * GB, "about 94 GB", GB),
+        _about(ROUTED_BUFFER_GB, "GB", GB),
         2 * config.L * config.k * config.d,
         _gb,
         mistake,
@@ -112,7 +118,7 @@ def first_wall(_: Recorded) -> Iterator[Row]:
 def second_wall(_: Recorded) -> Iterator[Row]:
     """Section 2.2: the FFN intermediates."""
     config = _deepseek()
-    printed = exactly(98 * GB, "about 98 GB", GB)
+    printed = _about(INTERMEDIATE_GB, "GB", GB)
     yield compared("one saved intermediate, 2*L*h bytes", printed, 2 * config.L * config.h, _gb)
     yield compared(
         "one saved intermediate of all routed rows, 2*L*k*h bytes",
@@ -145,7 +151,8 @@ def example(_: Recorded) -> Iterator[Row]:
     missing = Mistake(
         "[2, 3, 0, 1, 0, 3, 1, 2, 0, 3]", "eight entries for ten routed rows: token 2's experts 0 and 3 are missing"
     )
-    for name, mistake in (("expert_token_indices", None), ("expert_token_offsets", None), ("token_expert_indices", missing)):
+    mistakes = {"expert_token_indices": None, "expert_token_offsets": None, "token_expert_indices": missing}
+    for name, mistake in mistakes.items():
         given = getattr(built, name).tolist()
         yield stated(name, _listed(printed[name]), given == printed[name], _listed(given), mistake)
     of_token_0, index_map = printed["token_index_map"], built.token_index_map.tolist()
@@ -198,7 +205,7 @@ def steps(recorded: Recorded) -> Iterator[Row]:
     yield from _beside(recorded, "moeblaze-4.2", what, printed, ("as_printed", "3_single_pass"), "ours needs no map")
 
 
-# How y is stored and combined in place of the fused sum, on the same rung and on a Hopper GPU's default rung: why it is
+# The kernels that store y in place of the fused sum, those of the same version and a Hopper GPU's default: why they are
 # faster.
 STORED = {
     "3_mma + combine": "each launch adds one expert's rows to float32 sums, which costs more than storing y",
@@ -302,10 +309,10 @@ def table_1(_: Recorded) -> Iterator[Row]:
 
 # What is printed of the memory figures: (activation, preset, label) -> the number.
 PRINTED_MEMORY = {
-    ("silu", "conf4", PUBLISHED): exactly(22_000 * MB, "22,000 MB", 1_000 * MB),
-    ("silu", "conf4", ALGORITHM_1): exactly(6_100 * MB, "6,100 MB", 100 * MB),
-    ("swiglu", "conf3", PUBLISHED): more_than(40_000 * MB, "over 40,000 MB"),
-    ("swiglu", "conf3", ALGORITHM_1): exactly(10_000 * MB, "about 10,000 MB", 1_000 * MB),
+    ("silu", "conf4", PUBLISHED): exactly(MEGABLOCKS_MB["conf4"] * MB, _mb(MEGABLOCKS_MB["conf4"] * MB), 1_000 * MB),
+    ("silu", "conf4", ALGORITHM_1): exactly(MOEBLAZE_MB["conf4"] * MB, _mb(MOEBLAZE_MB["conf4"] * MB), 100 * MB),
+    ("swiglu", "conf3", PUBLISHED): more_than(MEGABLOCKS_MB["conf3"] * MB, f"over {MEGABLOCKS_MB['conf3']:,} MB"),
+    ("swiglu", "conf3", ALGORITHM_1): _about(MOEBLAZE_MB["conf3"], "MB", 1_000 * MB),
 }
 # What the paper's formulas give instead: published MegaBlocks keeps 2.5 U + x with SiLU and 4.5 U + x with SwiGLU,
 # Algorithm 1 2 U + x and 3 U + x, with U = 2 R h and x = 2 L d bytes, and both keep some indices.

@@ -34,15 +34,16 @@ NOT_SHOWN = ("kind", "routing", "time_over_uniform", "capacity_factor", "dropped
 
 def figure_4(device: Device) -> list[Job]:
     """Return a job for each configuration, with SiLU and with ReLU, see `time_systems`."""
-    return _jobs(("silu", "relu"), device)
+    return jobs(("silu", "relu"), device)
 
 
 def figure_6(device: Device) -> list[Job]:
     """Return a job for each configuration, with SwiGLU, see `time_systems`."""
-    return _jobs(("swiglu",), device)
+    return jobs(("swiglu",), device)
 
 
-def _jobs(activations: Sequence[str], device: Device) -> list[Job]:
+def jobs(activations: Sequence[str], device: Device) -> list[Job]:
+    """Return a job for each activation and configuration of MoEBlaze's table 1, see `time_systems`."""
     fails = Trials().failure
     return [
         partial(time_systems, name, preset(name).config.replace(activation=activation), device, fails)
