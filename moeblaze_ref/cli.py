@@ -251,14 +251,14 @@ def paper(
     item: Annotated[list[str] | None, typer.Argument(help="Such as moeblaze-fig3; all of them by default.")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
     record: Annotated[Path | None, typer.Option(help="Of --gpu: add the runs to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of each measured item into this folder.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,
     as_json: AsJson = False,
 ):
     """Compare the papers with their formulas and with ours, claim by claim; exit with status 1 if one fails."""
     from moeblaze_ref.papers import command, report
 
     with user_errors():
-        items = command.chosen(item or [], gpu, record)
+        items = command.chosen(item or [], gpu, record, plot)
         recorded = command.measure(items, record, terminal.progress_bar) if gpu else command.Recorded()
         rows = [row for one in items for row in one.rows(recorded)]
         written = command.write_plots(items, recorded, plot) if plot else []

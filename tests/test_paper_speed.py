@@ -1,5 +1,6 @@
 """MoEBlaze's figures 4 and 6 without a GPU: the other projects' layers by stand-ins, the time by a pretended device."""
 
+import multiprocessing
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from moeblaze_ref.bench import accuracy, foreign, layer, report
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.papers import speed, trials
+from moeblaze_ref.papers.items import ITEMS
 from moeblaze_ref.routed_experts import RoutedExperts
 
 LITTLE = MoEConfig(L=37, d=16, h=128, E=5, k=2)  # h: whole blocks of our MegaBlocks
@@ -174,7 +176,17 @@ def answer(_, state):
     return str(os.getpid()), state == "usable"
 
 
-def test_a_system_that_ends_its_process_ends_that_alone_and_is_not_tried_again(monkeypatch):
+@pytest.fixture
+def bystander():
+    """A child of this process that no trial started."""
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+    process.start()
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_system_that_ends_its_process_ends_that_alone_and_is_not_tried_again(monkeypatch, bystander):
     tried = trials.Trials()
     for system, trial, limit, message in (
         ("a", crash, 240, "its process crashed"),
@@ -184,11 +196,13 @@ def test_a_system_that_ends_its_process_ends_that_alone_and_is_not_tried_again(m
         monkeypatch.setattr(trials, "LIMIT_SECONDS", limit)
         assert tried.failure(system, LITTLE) == message
         assert tried.failure(system, LITTLE) == f"not tried: on another layer of this run {message}"
+        assert bystander.is_alive()
     monkeypatch.setattr(trials, "LIMIT_SECONDS", 240)
     monkeypatch.setattr(trials, "_on_the_gpu", answer)
     spoiled, first, second = (tried.failure(*trial) for trial in (("c", "spoiled"), ("d", "usable"), ("d", "usable")))
     assert first == second != spoiled, "a process without a usable context serves no other trial"
     assert tried.failure("c", "usable") == f"not tried: on another layer of this run {spoiled}"
+    assert bystander.is_alive() and int(spoiled) not in {process.pid for process in multiprocessing.active_children()}
 
 
 def test_a_system_that_is_wrong_or_lacks_an_activation_has_a_message_in_place_of_its_times(stubs, quick):
@@ -211,10 +225,8 @@ def test_the_version_of_triton_is_what_it_was(stubs, monkeypatch):
 
 def test_the_figures_have_all_seven_configurations():
     device = PretendedDevice()
-    asked = [job.args for item in speed.ITEMS for job in speed.jobs(item, device)]
+    asked = [job.args for item in ("moeblaze-fig4", "moeblaze-fig6") for job in ITEMS[item].jobs(device)]
     activations = ["silu"] * 7 + ["relu"] * 7 + ["swiglu"] * 7
     assert [(name, config.activation) for name, config, *_ in asked] == [*zip(PAPER_PRESETS * 3, activations)]
     assert all(config.sizes == preset(name).config.sizes and of is device for name, config, of, *_ in asked)
     assert {"gather_sum_compiled", "sonicmoe", "megablocks", "grouped_mm"} <= {*speed.BASELINES["swiglu"]}
-    with pytest.raises(ValueError, match="moeblaze-fig5"):
-        speed.jobs("moeblaze-fig5", device)

@@ -1,26 +1,41 @@
 """The claims of the papers: the list is whole, each verdict is computed, and each arithmetic claim holds."""
 
+import io
 import json
 import re
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from moeblaze_ref import provenance
 from moeblaze_ref.cli import app
-from moeblaze_ref.config import PAPER_PRESETS
-from moeblaze_ref.papers import claims, command, document, items, moeblaze, moetuner, results, speed
-from moeblaze_ref.papers.claims import Printed, Verdict, compared, exactly, measured, more_than, stated
+from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.papers import (
+    claims,
+    command,
+    document,
+    items,
+    moeblaze,
+    moetuner,
+    released,
+    report,
+    results,
+    speed,
+    traced,
+)
+from moeblaze_ref.papers.claims import Mistake, PrintedNumber, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
+from moeblaze_ref.traces import RoutingTrace
 
 # Each equation with a number, each table and each figure of the three papers for which there is a number.
 IDS = """
 moeblaze-abstract moeblaze-2.1 moeblaze-2.2 moeblaze-3.1 moeblaze-fig2 moeblaze-4.2 moeblaze-alg1 moeblaze-table1
 moeblaze-fig3 moeblaze-fig4 moeblaze-fig5 moeblaze-fig6
 megablocks-fig2 megablocks-metadata megablocks-fig5 megablocks-table1 megablocks-table2 megablocks-table3
-megablocks-fig7 megablocks-fig9 megablocks-fig10
+megablocks-fig7 megablocks-fig8 megablocks-fig9 megablocks-fig10
 moetuner-ilp1 moetuner-ilp2 moetuner-fig8 moetuner-measured
 """.split()
 ON_A_GPU = {
@@ -75,7 +90,7 @@ def test_verdicts_occur_only_where_they_may(rows):
         if row.verdict is Verdict.NOT_REPRODUCED:
             assert row.item in NOT_REPRODUCED and row.printed, row
         if row.verdict is Verdict.NOT_MEASURED:
-            assert row.item in ON_A_GPU | {"moeblaze-abstract"}, row
+            assert row.item in ON_A_GPU | {"moeblaze-abstract", "megablocks-fig8"}, row
         assert row.why or row.verdict is Verdict.AGREES, row
 
 
@@ -85,6 +100,64 @@ def test_every_configuration_activation_and_system_has_its_bar(rows):
         for name in PAPER_PRESETS:
             for activation in activations:
                 assert {f"{name}, {activation}, {label}" for label in moeblaze.KEPT} <= found
+
+
+# Every number and every comparison that a paper prints, as the rows show them.
+PRINTED = {
+    "moeblaze-abstract": ["over 4x", "over 50%"],
+    "moeblaze-2.1": ["about 94 GB"],
+    "moeblaze-2.2": ["about 98 GB", "hidden dimension d = 24,576"],
+    "moeblaze-fig2": [
+        *("L = 6", "[1, 2, 4, 1, 3, 0, 3, 0, 2, 4]", "[0, 3, 5, 7, 10]", "[2, 3, 0, 1, 1, 2, 0, 3]", "[5, 7]"),
+    ],
+    "moeblaze-table1": [
+        "d 512, E 4, k 1, batch 32 x sequence 2,048",
+        "d 1,024, E 8, k 2, batch 32 x sequence 2,048",
+        "d 1,024, E 16, k 4, batch 32 x sequence 2,048",
+        "d 2,048, E 16, k 4, batch 32 x sequence 1,024",
+        "d 512, E 16, k 4, batch 32 x sequence 1,024",
+        "d 1,024, E 16, k 4, batch 16 x sequence 1,024",
+        "d 2,048, E 8, k 4, batch 16 x sequence 512",
+    ],
+    "moeblaze-fig3": ["22,000 MB", "6,100 MB", "nearly 3.6x"],
+    "moeblaze-fig4": ["1.4x to 3.7x", "most at conf4"],
+    "moeblaze-fig5": ["over 40,000 MB", "about 10,000 MB", "consistent 4x", "less than half"],
+    "moeblaze-fig6": ["2x to 6.2x"],
+    "megablocks-fig2": [
+        *("falls with capacity", "0.15", "0.26", "more than dense Medium gains"),
+        *("over 2x the MoE arithmetic", "as high as 11"),
+    ],
+    "megablocks-metadata": ["below 0.1%"],
+    "megablocks-table1": [
+        *("46M", "125M", "356M", "760M", "1,316M"),
+        *("316 GFLOPs", "879 GFLOPs", "2,487 GFLOPs", "5,122 GFLOPs", "8,684 GFLOPs"),
+    ],
+    "megablocks-table2": ["839M", "3,693M", "13,041M", "316 GFLOPs", "879 GFLOPs", "2,487 GFLOPs"],
+    "megablocks-table3": [
+        "XS 64, Small 32, Medium 16, Large 16, XL 8",
+        "XS 64, Small 32, Medium 8",
+        "XS 32, Small 8, Medium 1",
+    ],
+    "megablocks-fig7": ["1.38x", "2.0x", "4.35x", "1.8x to 2.4x"],
+    "megablocks-fig8": ["1.38x", "1.37x", "1.18x"],
+    "megablocks-fig9": ["98.6%", "4%", "91%", "104%", "DS^T D", "under 10%", "up to 10%"],
+    "megablocks-fig10": ["about 1.15x to 20x, growing with E"],
+    "moetuner-measured": [
+        *("9.3%", "17.5%", "-36%, -27%", "-34.8%, -22.5%", "-36.3%, -30.5%", "-35.4%, -24.7%"),
+        *("+8.7%", "up to 64%"),
+    ],
+}
+
+
+@pytest.mark.parametrize("files", [None, []], ids=["recorded", "nothing recorded"])
+@pytest.mark.parametrize("item", PRINTED)
+def test_every_printed_number_has_a_row(item, files):
+    shown = [row.printed for row in items.ITEMS[item].rows(Recorded(files))]
+    assert [printed for printed in PRINTED[item] if printed not in shown] == []
+
+
+def test_the_claims_on_speed_without_drops_wait_for_a_gpu(rows):
+    assert {row.verdict for row in rows if row.item == "megablocks-fig8"} == {Verdict.NOT_MEASURED}
 
 
 # What the facts say, typed in once more: a changed formula is seen here -----------------------------------------------
@@ -135,17 +208,18 @@ def test_the_first_program_as_printed_balances_by_leaving_experts_out():
 
 
 @pytest.mark.parametrize(
-    ("value", "error", "verdict"),
+    ("value", "mistake", "verdict"),
     [
-        (98.3, "", Verdict.AGREES),
-        (98.3, "a reason that is stale", Verdict.FAILS),
-        (97.4, "2 L h", Verdict.PAPER_ERROR),
-        (97.4, "", Verdict.FAILS),
-        (float("nan"), "", Verdict.FAILS),
+        (98.3, None, Verdict.AGREES),
+        (98.3, Mistake("98.3", "stale"), Verdict.FAILS),
+        (97.4, Mistake("97.4", "2 L h"), Verdict.PAPER_ERROR),
+        (97.3, Mistake("97.4", "2 L h"), Verdict.FAILS),
+        (97.4, None, Verdict.FAILS),
+        (float("nan"), None, Verdict.FAILS),
     ],
 )
-def test_a_formula_is_compared_with_the_printed_digits(value, error, verdict):
-    assert compared("x", exactly(98, "about 98 GB"), value, str, error).verdict is verdict
+def test_a_formula_is_compared_with_the_printed_digits(value, mistake, verdict):
+    assert compared("x", exactly(98, "about 98 GB"), value, str, mistake).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -158,18 +232,86 @@ def test_a_formula_is_compared_with_the_printed_digits(value, error, verdict):
     ],
 )
 def test_every_measured_value_must_lie_in_the_printed_range(values, verdict):
-    assert measured("x", Printed("1.4x to 3.7x", 1.4, 3.7), values, "", "other kernels").verdict is verdict
+    assert measured("x", PrintedNumber("1.4x to 3.7x", 1.4, 3.7), values, "", "other kernels").verdict is verdict
 
 
 def test_a_bound_and_a_sentence_have_verdicts_too():
     assert more_than(4, "over 4x").holds(4.1) and not more_than(4, "over 4x").holds(3.9)
     assert stated("x", "L = 6", False, "5").verdict is Verdict.FAILS
-    assert stated("x", "L = 6", False, "5", "five tokens").verdict is Verdict.PAPER_ERROR
-    assert stated("x", "L = 6", True, "6", "five tokens").verdict is Verdict.FAILS
+    five = Mistake("5", "five tokens")
+    assert stated("x", "L = 6", False, "5", five).verdict is Verdict.PAPER_ERROR
+    assert stated("x", "L = 6", False, "4", five).verdict is Verdict.FAILS
+    assert stated("x", "L = 6", True, "6", five).verdict is Verdict.FAILS
+
+
+def halved_tokens(monkeypatch):
+    right = moeblaze._deepseek()
+    monkeypatch.setattr(moeblaze, "_deepseek", lambda: right.replace(L=right.L // 2))
+
+
+def doubled_bytes(label):
+    def plant(monkeypatch):
+        right = moeblaze.kept_bytes
+
+        def wrong(name, activation, of):
+            return right(name, activation, of) * (2 if of == label else 1)
+
+        monkeypatch.setattr(moeblaze, "kept_bytes", wrong)
+
+    return plant
+
+
+def token_0_is_counted(monkeypatch):
+    monkeypatch.setattr(moeblaze, "GOLDEN_TOPK_EXPERTS", moeblaze.GOLDEN_TOPK_EXPERTS[[1, 0, 2, 3, 4]])
+
+
+@pytest.mark.parametrize(
+    ("plant", "item"),
+    [
+        (halved_tokens, "moeblaze-2.1"),
+        (halved_tokens, "moeblaze-2.2"),
+        (doubled_bytes(moeblaze.PUBLISHED), "moeblaze-fig3"),
+        (doubled_bytes(moeblaze.PUBLISHED), "moeblaze-fig5"),
+        (doubled_bytes(moeblaze.PUBLISHED), "moeblaze-abstract"),
+        (doubled_bytes(moeblaze.ALGORITHM_1), "moeblaze-fig3"),
+        (doubled_bytes(moeblaze.OPTIMIZED), "moeblaze-abstract"),
+        (token_0_is_counted, "moeblaze-4.2"),
+    ],
+)
+def test_a_fault_of_our_formula_is_not_the_papers_error(plant, item, monkeypatch):
+    assert not claims.failures(items.ITEMS[item].rows(Recorded()))
+    plant(monkeypatch)
+    assert claims.failures(items.ITEMS[item].rows(Recorded()))
+
+
+@pytest.mark.parametrize(
+    ("activation", "name", "label", "units"),
+    [
+        ("silu", "conf4", moeblaze.PUBLISHED, 2.5),
+        ("silu", "conf4", moeblaze.ALGORITHM_1, 2),
+        ("swiglu", "conf3", moeblaze.PUBLISHED, 4.5),
+        ("swiglu", "conf3", moeblaze.ALGORITHM_1, 3),
+    ],
+)
+def test_the_typed_totals_are_those_of_the_papers_formulas(activation, name, label, units):
+    L, d, h, k = {"conf3": (65_536, 1_024, 4_096, 4), "conf4": (32_768, 2_048, 8_192, 4)}[name]
+    total = (units * 2 * L * k * h + 2 * L * d) / 1e6
+    typed = float(moeblaze.GIVEN_MEMORY[activation, name, label].removesuffix(" MB").replace(",", ""))
+    assert total < typed < 1.001 * total, "and less than a thousandth for indices and gates"
+
+
+def test_the_seating_of_equation_8_costs_what_loops_say():
+    C = np.random.default_rng(0).integers(1, 100, (3, 3, 3))
+    cost = [[0, 1, 9], [1, 0, 9], [9, 9, 0]]
+    slowest = [max(C[layer][a][b] * cost[a][b] for a in range(3) for b in range(3)) for layer in range(3)]
+    assert str(sum(slowest)) == {row.what: row.formula for row in items.ITEMS["moetuner-ilp2"].rows(Recorded())}[
+        "equation 8 for one seating: sum over layers of the slowest pair"
+    ]
 
 
 def test_measured_bytes_that_are_not_the_formulas_fail():
-    assert claims.not_printed("conf1, minimal", "604 MB", "H100: 605 MB", holds=False).verdict is Verdict.FAILS
+    row = claims.not_printed("conf1, minimal", "604 MB", "H100: 605 MB")
+    assert row.verdict is Verdict.NOT_PRINTED and claims.contradicted(row).verdict is Verdict.FAILS
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -186,9 +328,33 @@ def test_without_a_gpu_every_claim_is_shown():
 def test_json_has_every_row():
     found = json.loads(paper("moeblaze-fig3", "moeblaze-2.1", "--json").stdout)
     assert [item["item"] for item in found] == ["moeblaze-2.1", "moeblaze-fig3"]  # in the papers' order
-    assert {"what", "printed", "formula", "ours", "verdict", "why", "arithmetic"} <= found[0]["rows"][0].keys()
+    assert {"what", "printed", "formula", "ours", "verdict", "why", "sources"} <= found[0]["rows"][0].keys()
     assert found[0]["rows"][0]["verdict"] == "the paper's error" and found[0]["rows"][0]["formula"] == "98.3 GB"
     assert len(found[1]["rows"]) == 2 * 7 * 6 + 1
+
+
+def test_what_is_measured_says_on_which_device_and_commit(rows):
+    for row in rows:
+        if row.ours:
+            assert row.sources and all(len(source.commit) == 40 for source in row.sources), row
+        else:
+            assert row.sources == (), row
+
+
+def test_a_row_has_the_commit_of_its_own_run(tmp_path, on_h100, monkeypatch):
+    path = tmp_path / "paper.json"
+    times = {"as_printed": 3.0, "3_mma_and_combine": 2.5}
+    for commit in ("a" * 40, "b" * 40):
+        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit})
+        list(results.record(path, "moeblaze-3.1", [lambda: step_rows(**times)]))
+    rows = items.ITEMS["moeblaze-3.1"].rows(Recorded([path]))
+    assert [row.as_dict()["sources"] for row in rows] == [
+        [{"device": "H100", "commit": letter * 40}] for letter in ("a", "b")
+    ]
+    console = Console(width=200, file=io.StringIO())
+    console.print(report.table([items.ITEMS["moeblaze-3.1"]], rows, details=True))
+    for letter in ("a", "b"):
+        assert f"H100: conf1 1.20x (H100 at {letter * 7})" in console.file.getvalue()
 
 
 def test_brackets_are_no_markup():
@@ -209,11 +375,46 @@ def test_a_failing_claim_exits_with_1(monkeypatch):
         (("moeblaze-2.1", "--gpu"), "moeblaze-2.1 is not measured on a GPU. Measured are: moeblaze-3.1"),
         (("moeblaze-fig4", "--record", "x.json"), "--record takes what --gpu measures: add --gpu"),
         (("moeblaze-fig4", "--gpu"), "only a GPU is timed"),
+        (("moeblaze-2.1", "moeblaze-2.2", "--plot", "x"), "there is no picture of moeblaze-2.1, moeblaze-2.2. Drawn"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(arguments, message):
     result = paper(*arguments)
     assert result.exit_code == 2 and message in result.stderr.replace("\n", " ")
+
+
+def test_pictures_go_into_the_folder(tmp_path):
+    result = paper("moeblaze-2.1", "moeblaze-fig3", "--plot", tmp_path)
+    assert result.exit_code == 0 and [path.name for path in tmp_path.iterdir()] == ["moeblaze-fig3.png"]
+
+
+def test_nothing_recorded_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FILES", "none_*.json")
+    assert "plots: nothing is recorded" in paper("moeblaze-fig4", "--plot", tmp_path).stderr
+
+
+def test_without_our_trace_the_rows_say_so(monkeypatch):
+    monkeypatch.setattr(traced, "TRACE", traced.TRACE.with_name("elsewhere.npz"))
+    (stable,) = items.ITEMS["moetuner-fig8"].rows(Recorded([]))
+    assert (stable.verdict, stable.why) == (Verdict.NOT_MEASURED, traced.MISSING)
+    found = {row.printed: row for row in items.ITEMS["megablocks-fig2"].rows(Recorded([]))}
+    for printed in ("over 2x the MoE arithmetic", "as high as 11"):
+        assert (found[printed].verdict, found[printed].why) == (Verdict.NOT_MEASURED, traced.MISSING)
+    assert {row.ours for row in items.ITEMS["moetuner-measured"].rows(Recorded([]))} == {""}
+
+
+def test_moetuners_tails_and_means_are_modelled(rows):
+    ours = {row.printed: row.ours for row in rows if row.item == "moetuner-measured"}
+    for printed in ("-36%, -27%", "-34.8%, -22.5%", "-36.3%, -30.5%", "-35.4%, -24.7%"):
+        assert re.search(r"4 GPUs of one node: [+-]\d+\.\d%", ours[printed]), printed
+    assert "+0.0%" in ours["-34.8%, -22.5%"], "no map changes the sum of the tokens"
+
+
+def test_needed_factors_are_the_fullest_experts(tmp_path):
+    topk = np.array([[[0], [1]], [[0], [2]], [[1], [2]], [[0], [3]]], np.int16)
+    trace = RoutingTrace(topk, 4, seq=np.array([0, 1, 2, 3]), pos=np.zeros(4, np.int32))
+    assert traced.needed_factors(trace, 4).tolist() == [[3.0, 2.0]]
+    assert traced.needed_factors(trace, 2).tolist() == [[2.0, 2.0], [4.0, 2.0]]  # sequences 0 and 2, then 1 and 3
 
 
 # The file of runs -----------------------------------------------------------------------------------------------------
@@ -257,6 +458,22 @@ def test_an_interrupted_run_goes_on_and_shows_nothing_before(tmp_path, on_h100):
     assert started == [] and len(list(Recorded([path]).runs("a"))) == 1
 
 
+def test_a_run_has_the_seconds_of_each_job(tmp_path, on_h100, monkeypatch):
+    now = iter((1.0, 3.5, 10.0, 10.25, 20.0, 24.0))
+    monkeypatch.setattr(results, "perf_counter", lambda: next(now))
+    path = tmp_path / "paper.json"
+    list(results.record(path, "a", jobs_of(1, 2)))
+    assert results.load(path)["items"]["a"][0]["seconds"] == [2.5, 0.25]
+    content = results.load(path)
+    (run,) = content["items"]["a"]
+    run |= {"finished": False}
+    del run["seconds"]  # as files of earlier versions
+    path.write_text(json.dumps(content))
+    list(results.record(path, "a", jobs_of(1, 2, 3)))
+    (run,) = results.load(path)["items"]["a"]
+    assert run["finished"] and len(run["jobs"]) == 3 and run["seconds"] == [None, None, 4.0]
+
+
 def test_another_commit_starts_a_run_of_its_own(tmp_path, on_h100, monkeypatch):
     path = tmp_path / "paper.json"
     with pytest.raises(KeyboardInterrupt):
@@ -275,12 +492,32 @@ def test_a_file_of_another_gpu_is_refused(tmp_path, on_h100, monkeypatch):
         results.check_place(path)
 
 
+def recorded_run(**changes):
+    """A file with one run of figure 4."""
+    run = {"versions": {}, "commit": "c", "clocks": None, "finished": True} | changes
+    return json.dumps({"device": "x", "items": {"moeblaze-fig4": [run]}})
+
+
+def test_every_measured_item_says_what_its_rows_have():
+    assert results.COLUMNS.keys() == ON_A_GPU
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("[]", "is no object"),
         ("{}", "has no device, items"),
         ('{"device": "x", "items": {"a": [{}]}}', r"a\[0\] has no"),
+        ('{"device": 1, "items": {}}', "device is 1, but it must be a text"),
+        ('{"device": "x", "items": []}', r"items is \[\], but it must be an object"),
+        ('{"device": "x", "items": {"a": 5}}', "a is no list"),
+        (recorded_run(jobs=5), r"moeblaze-fig4\[0\]: jobs is no list"),
+        (recorded_run(jobs=[5]), r"moeblaze-fig4\[0\]: jobs\[0\] is no list"),
+        (recorded_run(jobs=[[5]]), r"moeblaze-fig4\[0\]: jobs\[0\]\[0\] is no object"),
+        (recorded_run(jobs=[[{"preset": "conf1", "system": "s", "step_ms": 1}]]), r"jobs\[0\]\[0\] has no activation"),
+        (recorded_run(jobs=[[{"preset": "conf1", "system": "s", "message": "m"}]]), "has no activation"),
+        (recorded_run(jobs=[[{"preset": "conf1", "system": "s", "activation": "silu"}]]), "has no step_ms"),
+        (recorded_run(commit=7, jobs=[]), "commit is 7, but it must be a text"),
         ("x", "no JSON"),
     ],
 )
@@ -289,6 +526,39 @@ def test_a_file_of_another_kind_is_named(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         Recorded([path])
+
+
+def losing(variant, seconds, *losses):
+    """Five runs of a variant."""
+    return [
+        {"variant": variant, "seed": seed, "loss": list(losses), "held_out_loss": losses[-1] + shift}
+        | {"seconds_at": [0.0, seconds], "seconds": seconds, "steps": [0, 100]}
+        for seed, shift in enumerate((0.0, 0.01, -0.01, 0.02, -0.02))
+    ]
+
+
+def test_figures_2_and_8_are_of_the_same_runs(tmp_path, on_h100):
+    path = tmp_path / "paper.json"
+    rows = [
+        *losing("dense", 1.0, 5.0, 3.0),
+        *losing("1.0", 1.0, 5.0, 2.85),
+        *losing("1.5", 2.0, 5.0, 2.80),
+        *losing("2.0", 3.0, 5.0, 2.75),
+        *losing("max", 4.0, 5.0, 2.74),
+        *losing("dropless", 0.5, 5.0, 2.74),
+    ]
+    rows[5]["held_out_loss"] += 0.05  # one seed of factor 1.0
+    rows[-10:-5] = [row | {"held_out_loss": 2.74} for row in rows[-10:-5]]  # max does not vary with the seed
+    list(results.record(path, "megablocks-fig2", [lambda: rows]))
+    recorded = Recorded([path])
+    found = {row.what: row for row in items.ITEMS["megablocks-fig2"].rows(recorded)}
+    verdicts = [row.verdict for what, row in found.items() if what.startswith("held-out loss from")]
+    assert verdicts == [Verdict.AGREES, Verdict.AGREES, Verdict.DIFFERS]
+    assert "not resolved" in found["held-out loss from capacity factor 2.0 to max"].why
+    assert "H100: " in found["held-out loss from capacity factor 2.0 to max"].ours
+    speeds = {row.printed: row for row in items.ITEMS["megablocks-fig8"].rows(recorded)}
+    assert [row.ours for row in speeds.values()] == ["H100: 2.10x over factor 1.0, at 2.850 nats a byte"] * 3
+    assert {row.verdict for row in speeds.values()} == {Verdict.DIFFERS}
 
 
 # The page -------------------------------------------------------------------------------------------------------------
@@ -349,6 +619,39 @@ def test_the_worse_of_two_runs_is_shown(tmp_path, on_h100):
     assert "| SiLU | minimal | H100 | 2.00 | 3.00 |" in document.speed(Recorded([path]))
 
 
+def step_rows(**versions):
+    """Rows of a step on conf1: milliseconds, or a message, of each version."""
+    kernels = {name.replace("_and_", " + "): found for name, found in versions.items()}
+    return [
+        {"preset": "conf1", "kernel": kernel, "message" if isinstance(found, str) else "ms": found}
+        for kernel, found in kernels.items()
+    ]
+
+
+def sums_of(path, **versions):
+    list(results.record(path, "moeblaze-3.1", [lambda: step_rows(**versions)]))
+    return {row.what: row for row in items.ITEMS["moeblaze-3.1"].rows(Recorded([path]))}
+
+
+def test_the_fused_sum_is_beside_every_stored_one(tmp_path, on_h100):
+    times = {"as_printed": 3.0, "3_mma_and_combine": 2.5, "4_hopper_and_combine": 1.5}
+    found = sums_of(tmp_path / "paper.json", **times)
+    assert [row.ours for row in found.values()] == ["H100: conf1 1.20x", "H100: conf1 2.00x"]
+    assert [stored in what for what, stored in zip(found, moeblaze.STORED, strict=True)] == [True, True]
+    assert {row.verdict for row in found.values()} == {Verdict.DIFFERS}
+    (alone,) = sums_of(tmp_path / "other.json", as_printed=1.0, **{"3_mma_and_combine": 2.0}).values()
+    assert (alone.ours, alone.verdict) == ("H100: conf1 0.50x", Verdict.AGREES)
+
+
+def test_a_version_that_failed_shows_its_message(tmp_path, on_h100):
+    versions = {"as_printed": "out of memory", "3_mma_and_combine": 2.5, "4_hopper_and_combine": 1.5}
+    for row in sums_of(tmp_path / "paper.json", **versions).values():
+        assert (row.ours, row.verdict) == ("H100: conf1 as_printed failed: out of memory", Verdict.DIFFERS)
+    versions = {"as_printed": 1.0, "3_mma_and_combine": "no kernel", "4_hopper_and_combine": 2.0}
+    found = [row.ours for row in sums_of(tmp_path / "other.json", **versions).values()]
+    assert found == ["H100: conf1 3_mma + combine failed: no kernel", "H100: conf1 0.50x"]
+
+
 def test_every_baseline_of_figure_6_has_its_worse_run(tmp_path, on_h100):
     path = tmp_path / "paper.json"
     for ms in (1, 2):
@@ -359,12 +662,60 @@ def test_every_baseline_of_figure_6_has_its_worse_run(tmp_path, on_h100):
     assert {*document.BASELINES} >= {*speed.BASELINES["swiglu"]} - {"megablocks_published_block_sparse"}
 
 
-def test_kept_bytes_that_were_measured_must_be_the_accounts(tmp_path, on_h100):
-    path = tmp_path / "paper.json"
-    kept = moeblaze.kept_bytes("conf2", "silu", "minimal")
-    row = {"preset": "conf2", "system": "moeblaze", "policy": "minimal", "activation": "silu", "step_ms": 1.0}
-    for number, verdict in ((kept, Verdict.NOT_PRINTED), (kept + 1, Verdict.FAILS)):
-        list(results.record(path, "moeblaze-fig4", [lambda number=number: [row | {"kept_bytes": number}]]))
-        shown = {found.what: found for found in items.ITEMS["moeblaze-fig3"].rows(Recorded([path]))}
-        assert shown["conf2, SiLU, minimal"].verdict is verdict
-        assert "H100: " in shown["conf2, SiLU, minimal"].ours
+@pytest.mark.parametrize(
+    ("figure", "name", "activation", "label", "verdict"),
+    [
+        ("moeblaze-fig3", "conf2", "silu", moeblaze.MINIMAL, Verdict.NOT_PRINTED),
+        ("moeblaze-fig3", "conf4", "silu", moeblaze.ALGORITHM_1, Verdict.PAPER_ERROR),
+        ("moeblaze-fig3", "conf4", "silu", moeblaze.PUBLISHED, Verdict.PAPER_ERROR),
+        ("moeblaze-fig3", "conf4", "silu", moeblaze.OPTIMIZED, Verdict.NOT_PRINTED),
+        ("moeblaze-fig3", "conf4", "relu", "our MegaBlocks", Verdict.NOT_PRINTED),
+        ("moeblaze-fig5", "conf3", "swiglu", moeblaze.ALGORITHM_1, Verdict.PAPER_ERROR),
+        ("moeblaze-fig5", "conf3", "swiglu", moeblaze.PUBLISHED, Verdict.PAPER_ERROR),
+        ("moeblaze-fig5", "conf7", "swiglu", moeblaze.SONICMOE, Verdict.NOT_PRINTED),
+    ],
+)
+@pytest.mark.parametrize("wrong_run", [None, 0, 1])
+def test_every_run_saves_what_the_formula_gives(
+    figure, name, activation, label, verdict, wrong_run, tmp_path, on_h100
+):
+    path, what = tmp_path / "paper.json", f"{name}, {moeblaze.NAMES[activation]}, {label}"
+    config = preset(name).config.replace(activation=activation)
+    least, most = released.saved_bytes(config, *moeblaze.ACCOUNTED[label])
+    system, policy = moeblaze.ACCOUNTED[label]
+    system = moeblaze.PUBLISHED_OPTIMIZED if label == moeblaze.OPTIMIZED else system
+    row = {"preset": name, "system": system, "policy": policy, "activation": activation, "step_ms": 1.0}
+    for wrong in (most + 1, least - 1):
+        for run, kept in enumerate((least, most)):
+            number = wrong if run == wrong_run else kept
+            list(results.record(path, "moeblaze-fig4", [lambda number=number: [row | {"kept_bytes": number}]]))
+        shown = {found.what: found for found in items.ITEMS[figure].rows(Recorded([path]))}
+        assert shown[what].verdict is (verdict if wrong_run is None else Verdict.FAILS)
+        assert shown[what].ours.startswith("H100: ")
+
+
+@pytest.mark.parametrize(
+    ("system", "config", "saved"),
+    [
+        ("megablocks_published", ("conf3", "swiglu"), 9_804_710_080),
+        ("megablocks_published", ("conf7", "silu"), 1_376_452_704),
+        ("megablocks_memory_optimized", ("conf4", "silu"), 3_358_851_264),
+        ("sonicmoe", ("conf3", "swiglu"), 4_436_525_124),
+        ("sonicmoe", ("conf7", "swiglu"), 1_108_082_724),
+    ],
+)
+def test_a_released_layer_saves_what_was_measured_to_the_byte(system, config, saved):
+    name, activation = config
+    assert released.saved_bytes(preset(name).config.replace(activation=activation), system) == (saved, saved)
+
+
+@pytest.mark.parametrize("config", [MoEConfig(L=37, d=8, h=8, E=5, k=2), MoEConfig(L=32, d=8, h=8, E=4, k=2)], ids=str)
+def test_no_routing_pads_more_blocks(config):
+    def blocks(counts):
+        return sum(-(-count // 8) for count in counts)
+
+    most = released.most_padded(config, block=8)
+    assert len(most) == config.E and sum(most) == config.R and min(most) >= 0
+    generator = np.random.default_rng(0)
+    drawn = (generator.multinomial(config.R, generator.dirichlet(np.ones(config.E))) for _ in range(2_000))
+    assert max(map(blocks, drawn)) <= blocks(most) == (config.R + 7 * config.E) // 8

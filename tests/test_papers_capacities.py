@@ -121,11 +121,75 @@ def test_all_sizes_are_top_1_and_ungated(place):
 
 
 def test_there_is_a_job_for_each_variant_and_seed():
-    jobs = capacities.jobs(capacities.ITEM, PretendedDevice())
+    jobs = capacities.jobs(PretendedDevice())
     assert [job.args[:2] for job in jobs] == [(name, seed) for seed in range(5) for name in VARIANTS]
     assert all(job.args[2] == capacities.SIZES["cpu"] and job.args[4] == CPU for job in jobs)
-    with pytest.raises(ValueError, match="unknown item 'megablocks-fig3'"):
-        capacities.jobs("megablocks-fig3", PretendedDevice())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_each_variant_takes_one_step_before_its_first_run(monkeypatch):
+    steps = []
+
+    class Counted(Trainer):
+        def advance(self):
+            steps.append((self.settings.layer_options.get("capacity_factor"), self.settings.seed, self.step))
+            return super().advance()
+
+    monkeypatch.setattr(capacities, "Trainer", Counted)
+    monkeypatch.setattr(capacities, "SIZES", {"cpu": replace(TINY, steps=2)})
+    monkeypatch.setattr(capacities.data, "standard_library", data.python_help)
+    jobs = capacities.jobs(PretendedDevice())
+    for job in jobs[1:3] + jobs[7:8]:  # factors 1.0 and 1.5 of the first seed, then 1.0 of the second
+        job()
+    assert [step for *run, step in steps if run == [1.0, 0]] == [0, 0, 1]
+    assert [step for *run, step in steps if run == [1.5, 0]] == [0, 0, 1]
+    assert [step for *run, step in steps if run == [1.0, 1]] == [0, 1]
+
+
+def test_the_runs_of_a_gpu_have_steps_for_ten_minutes():
+    """Of 23.5 seconds a run of 600 steps took 14.2, and the rest was validations and set-up."""
+    seconds = 14.2 * capacities.SIZES["cuda"].steps / 600 + 9.3
+    assert len(capacities.jobs(PretendedDevice())) * seconds < 600
+
+
+def losses_of(**losses):
+    return [
+        {"variant": name.replace("_", "."), "seed": seed, "held_out_loss": loss}
+        for name, found in losses.items()
+        for seed, loss in enumerate(found)
+    ]
+
+
+def test_a_gain_is_paired_over_the_seeds():
+    rows = losses_of(dense=[2.0, 4.0, 6.0], max=[1.5, 3.6, 5.4], dropless=[1.0])
+    gain = capacities.gain(rows, "dense", "max")
+    assert gain == (pytest.approx(0.5), pytest.approx(0.1 / 3**0.5), 3) and gain.resolved
+    assert not capacities.gain(rows, "dense", "dropless").resolved, "one seed says nothing"
+    assert not capacities.gain(rows, "dense", "dense").resolved, "no difference is no gain"
+    with pytest.raises(ValueError, match="variants dense and 2.0 have no seed in common"):
+        capacities.gain(rows, "dense", "2.0")
+
+
+def test_a_gain_within_three_standard_errors_is_not_resolved():
+    differences = [0.01, -0.02, 0.015, 0.0, 0.01]
+    rows = losses_of(dense=[2 + difference for difference in differences], max=[2.0] * 5)
+    gain = capacities.gain(rows, "dense", "max")
+    assert 0 < gain.mean < capacities.RESOLVED * gain.error and not gain.resolved
+
+
+def test_times_are_taken_at_a_loss_that_all_reach():
+    curves = {"1.0": ([0, 1, 2], [5, 4, 3.2]), "1.5": ([0, 2, 4], [5, 4, 3]), "2.0": ([0, 3, 6], [5, 3.1, 3.3])}
+    curves["dropless"] = ([0, 0.5, 1.5], [5, 4, 2])
+    rows = [
+        {"variant": name, "seed": seed, "seconds_at": [at * (1 + sign) for at in seconds], "loss": losses}
+        for name, (seconds, losses) in curves.items()
+        for seed, sign in enumerate((0.5, -0.5))
+    ]
+    found = capacities.equal_loss(rows)
+    assert found.loss == 3.2 and found.best_factor == "1.0"
+    assert found.seconds["1.0"] == 2 and found.seconds["dropless"] == pytest.approx(0.5 + 0.8 / 2)
+    assert found.seconds["1.5"] == pytest.approx(2 + 2 * 0.8) and found.seconds["2.0"] == pytest.approx(3 * 1.8 / 1.9)
+    assert found.speed == pytest.approx(2 / 0.9)
 
 
 def test_the_summary_is_of_the_seeds():

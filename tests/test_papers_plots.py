@@ -5,8 +5,10 @@ from statistics import fmean
 import pytest
 from helpers import assert_told_apart_in_grey
 
-from moeblaze_ref.papers import capacities, megablocks_plots, squares
+from moeblaze_ref.config import PAPER_PRESETS
+from moeblaze_ref.papers import capacities, items, megablocks_plots, moeblaze, plots, squares
 from moeblaze_ref.papers.block_products import EXPERTS, MICRO_BATCHES, PRODUCTS
+from moeblaze_ref.papers.item import function
 
 
 def squares_rows():
@@ -48,26 +50,44 @@ def capacities_rows():
 
 
 ROWS = {
-    "megablocks-fig5": squares_rows,
-    "megablocks-fig9": products_rows,
-    "megablocks-fig10": experts_rows,
-    "megablocks-fig2": capacities_rows,
+    megablocks_plots.squares: squares_rows,
+    megablocks_plots.products: products_rows,
+    megablocks_plots.experts: experts_rows,
+    megablocks_plots.capacities: capacities_rows,
 }
+drawing = pytest.mark.parametrize("draw", ROWS, ids=lambda draw: draw.__name__)
+
+
+def shown(figure):
+    """The numbers in every panel."""
+    lines = [line.get_xydata().tolist() for axes in figure.axes for line in axes.lines]
+    return lines, [bar.get_height() for axes in figure.axes for bar in axes.patches]
 
 
 def lines_of(axes):
     return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
 
 
-@pytest.mark.parametrize("item", megablocks_plots.PICTURES)
-def test_a_picture_is_told_apart_in_grey(item):
-    assert_told_apart_in_grey(megablocks_plots.PICTURES[item](ROWS[item]()))
+def test_every_measured_picture_of_megablocks_is_tested():
+    drawn = {item.drawn_by for item in items.ITEMS.values() if item.drawn_by and "megablocks" in item.drawn_by}
+    assert {function(name) for name in drawn} == {*ROWS}
 
 
-@pytest.mark.parametrize("item", megablocks_plots.PICTURES)
-def test_there_is_no_picture_of_nothing(item):
+@drawing
+def test_a_picture_is_told_apart_in_grey(draw):
+    assert_told_apart_in_grey(draw(ROWS[draw]()))
+
+
+@drawing
+def test_there_is_no_picture_of_nothing(draw):
     with pytest.raises(ValueError, match="rows is empty, but it must hold at least one"):
-        megablocks_plots.PICTURES[item]([])
+        draw([])
+
+
+@drawing
+def test_of_several_runs_the_last_is_drawn(draw):
+    rows = ROWS[draw]()
+    assert shown(draw(rows[: len(rows) // 2], rows)) == shown(draw(rows)) != shown(draw(rows, rows[: len(rows) // 2]))
 
 
 def test_figure_5_has_a_line_for_each_tile_and_cublas():
@@ -110,3 +130,58 @@ def test_rows_without_times_have_no_panel_against_time():
     rows = [row | capacities.NO_TIMES for row in capacities_rows()]
     by_step, ends = megablocks_plots.capacities(rows).axes
     assert (by_step.get_xlabel(), ends.get_xlabel()) == ("steps", "capacity factor, or none")
+
+
+# MoEBlaze's figures 3 to 6 --------------------------------------------------------------------------------------------
+
+
+def speed_rows(activation, without=(), **factors):
+    """Every system on every configuration; ``factors`` slow some of them down."""
+    systems = [system for system in moeblaze.TIMED_NAMES if moeblaze.TIMED_NAMES[system] not in without]
+    return [
+        {"preset": preset, "activation": activation, "system": system, "policy": policy}
+        | {"step_ms": (1 + place / 10) * factors.get(policy or system, 1.0)}
+        for place, (system, policy) in enumerate(systems)
+        for preset in PAPER_PRESETS
+    ] + [{"preset": "conf1", "activation": activation, "system": "sonicmoe", "policy": None, "message": "no"}]
+
+
+RELU = speed_rows("relu", without=("torch.compile", moeblaze.SONICMOE))
+
+
+def bars_of(axes):
+    return {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+
+
+def test_the_picture_of_speed_has_both_activations_and_the_worst_run():
+    first = [*speed_rows("silu", minimal=4.0), *RELU]
+    last = [*speed_rows("silu", inputs=5.0), *RELU]
+    silu, relu = plots.speed(first, last).axes
+    places = {name: place for place, name in enumerate(moeblaze.TIMED_NAMES.values())}
+    factors = {"minimal": 4.0, "inputs": 5.0}
+    for name, heights in bars_of(silu).items():
+        assert heights == pytest.approx([1 / (1 + places[name] / 10) / factors.get(name, 1)] * 7), name
+    assert silu.get_title(loc="left").startswith("SiLU: ") and relu.get_title(loc="left").startswith("ReLU: ")
+    assert bars_of(silu).keys() == {*moeblaze.TIMED_NAMES.values()} - {moeblaze.PUBLISHED}
+
+
+def test_what_was_not_timed_has_no_bar_and_is_named():
+    _, relu = plots.speed([*speed_rows("silu"), *RELU]).axes
+    assert bars_of(relu).keys().isdisjoint({"torch.compile", moeblaze.SONICMOE})
+    assert relu.get_title(loc="left").endswith("without a time: torch.compile; SonicMoE")
+
+
+def test_a_system_has_one_colour_and_one_name_in_every_picture():
+    figures = (plots.figure_3(), plots.figure_5(), plots.speed([*speed_rows("silu"), *RELU]))
+    looks = [
+        (text.get_text(), handle.patches[0].get_facecolor())
+        for figure in figures
+        for legend in figure.legends
+        for text, handle in zip(legend.texts, figure.axes[0].containers, strict=True)
+    ]
+    assert len({name for name, _ in looks}) == len(set(looks)) == len(plots.COLORS)
+
+
+@pytest.mark.parametrize("figure", [plots.figure_3, plots.figure_5, lambda: plots.speed(speed_rows("swiglu"))])
+def test_the_systems_are_told_apart_in_grey(figure):
+    assert_told_apart_in_grey(figure())

@@ -9,9 +9,10 @@ from pretended import PretendedDevice
 
 from moeblaze_ref.bench.stages import input_sets
 from moeblaze_ref.config import MODELS, MoEConfig
-from moeblaze_ref.papers import block_products, products, squares
-from moeblaze_ref.papers.agreement import compared
+from moeblaze_ref.papers import block_products, squares
+from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.block_products import PRODUCTS, BlockSparse, Experts
+from moeblaze_ref.papers.items import ITEMS
 
 CPU = torch.device("cpu")
 TINY = MoEConfig(L=48, d=16, h=24, E=3, k=1, activation="gelu")  # 16 rows an expert: whole blocks of 8
@@ -106,7 +107,7 @@ def test_the_summary_is_of_the_rows():
 
 
 def test_the_eighteen_problems_are_table_3s():
-    jobs = products.jobs("megablocks-fig9", PretendedDevice())
+    jobs = ITEMS["megablocks-fig9"].jobs(PretendedDevice())
     assert len({job.args[:2] for job in jobs}) == len(jobs) == 18
     for model, sequences in {"moe-XS": 64, "moe-Small": 32, "moe-Medium": 8}.items():
         config = block_products.local_layer(model)
@@ -151,7 +152,7 @@ def test_a_row_of_figure_10_says_what_it_is():
 
 
 def test_the_experts_are_2_to_128_with_the_same_tokens():
-    jobs = products.jobs("megablocks-fig10", PretendedDevice())
+    jobs = ITEMS["megablocks-fig10"].jobs(PretendedDevice())
     assert [job.args[1].E for job in jobs] == 3 * [2, 4, 8, 16, 32, 64, 128]
     assert {job.args[1].L for job in jobs} == {65_536, 32_768, 8_192}
 
@@ -213,7 +214,7 @@ def test_a_wrong_square_is_not_timed(fault, triton):
 
 
 def test_the_sizes_and_the_tiles_are_the_papers():
-    assert [job.args[0] for job in products.jobs("megablocks-fig5", PretendedDevice())] == [
+    assert [job.args[0] for job in ITEMS["megablocks-fig5"].jobs(PretendedDevice())] == [
         *(512, 1_024, 2_048, 4_096, 8_192, 16_384)
     ]
     assert squares.PAPERS_TILE in squares.WARPS and (64, 64) in squares.WARPS and (256, 128) in squares.WARPS
@@ -231,13 +232,8 @@ def test_the_papers_tile_is_compared_with_the_fastest():
     assert squares.summary(rows) == {512: 0.75, 1024: 1.0}
 
 
-def test_unknown_items_are_refused():
-    with pytest.raises(ValueError, match="unknown item 'megablocks-fig6'"):
-        products.jobs("megablocks-fig6", PretendedDevice())
-
-
 def test_nan_is_not_right():
     expected = torch.ones(4, 4)
-    assert compared("ones", expected, expected) == {"error": 0.0, "row_error": 0.0}
+    assert checked_errors("ones", expected, expected) == {"error": 0.0, "row_error": 0.0}
     with pytest.raises(ArithmeticError, match="ones has an error of nan"):
-        compared("ones", expected.clone().fill_(torch.nan), expected)
+        checked_errors("ones", expected.clone().fill_(torch.nan), expected)

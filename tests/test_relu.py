@@ -6,7 +6,7 @@ The Numba kernels are compared in test_numba_experts.
 import numpy as np
 import pytest
 from planted import Quick
-from moeblaze_ref.numpy_ref import layer as numpy_layer
+
 from moeblaze_ref.cases import make_case
 from moeblaze_ref.config import POLICIES
 from moeblaze_ref.numpy_ref import layer as numpy_layer

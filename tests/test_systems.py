@@ -29,53 +29,6 @@ NEW = {  # by the name of the system: that of its check
 BLOCK = 8  # divides every h of the small layers
 
 
-# What the formulas give, beside what is printed
-
-
-def kept(name, activation, system, policy=None):
-    return account(preset(name).config.replace(activation=activation), system, policy).kept_bytes
-
-
-@pytest.mark.parametrize(("activation", "least", "most"), [("silu", 1.22, 1.24), ("swiglu", 1.46, 1.49)])
-def test_algorithm_1_saves_less_than_the_paper_claims(activation, least, most):
-    ratios = [
-        kept(name, activation, "megablocks_published") / kept(name, activation, "moeblaze", "paper")
-        for name in PAPER_PRESETS
-    ]
-    assert len(ratios) == 7 and (round(min(ratios), 2), round(max(ratios), 2)) == (least, most)
-
-
-@pytest.mark.parametrize(
-    ("name", "activation", "system", "percent"),
-    [
-        ("conf4", "silu", "megablocks_published", 58.5),
-        ("conf3", "swiglu", "megablocks_published", 54.8),
-        ("conf4", "silu", "megablocks_memory_optimized", 32.0),
-        ("conf3", "swiglu", "megablocks_memory_optimized", 19.6),
-        ("conf4", "relu", "megablocks_published", 32.0),
-        ("conf4", "relu", "megablocks_memory_optimized", 32.0),
-    ],
-)
-def test_what_minimal_saves(name, activation, system, percent):
-    saved = 1 - kept(name, activation, "moeblaze", "minimal") / kept(name, activation, system)
-    assert round(100 * saved, 1) == percent
-
-
-@pytest.mark.parametrize(
-    ("name", "activation", "system", "policy", "megabytes"),
-    [
-        ("conf4", "silu", "megablocks_memory_optimized", None, 3_360),
-        ("conf3", "swiglu", "megablocks_memory_optimized", None, 5_511),
-        ("conf4", "silu", "moeblaze", "paper", 4_431),
-        ("conf3", "swiglu", "moeblaze", "paper", 6_581),
-        ("conf4", "silu", "moeblaze", "minimal", 2_284),
-        ("conf3", "swiglu", "moeblaze", "minimal", 4_433),
-    ],
-)
-def test_totals_in_megabytes(name, activation, system, policy, megabytes):
-    assert round(kept(name, activation, system, policy) / 10**6) == megabytes
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_memory_optimized_megablocks_keeps_no_activation(activation):
     """Beside the published one it lacks act(a) and y_swi, and has a of the relus."""

@@ -19,6 +19,7 @@ from moeblaze_ref.memory.accounting import (
     ratio,
 )
 from moeblaze_ref.memory.measured import Measured
+from moeblaze_ref.memory.printed import INTERMEDIATE_GB, MEGABLOCKS_MB, MOEBLAZE_MB, ROUTED_BUFFER_GB
 from moeblaze_ref.units import GB, GIB, unit_for
 
 COUNTED = (
@@ -205,9 +206,9 @@ def _printed_deepseek():
     where = f"MoEBlaze section 2 (L = {config.L:,})"
     return [
         f"{where}: the routed-token buffer is {routed.formula} = {_both_units(routed.bytes)}; the paper prints about "
-        f"94 GB",
+        f"{ROUTED_BUFFER_GB} GB",
         f"{where}: the intermediate is, by the paper's formula, L*h*2 = {_both_units(hidden.bytes // config.k)}; the "
-        f"paper prints about 98 GB. That is one row per token: the experts compute k = {config.k} rows per token, so "
+        f"paper prints about {INTERMEDIATE_GB} GB. That is one row per token: the experts compute k = {config.k} rows per token, so "
         f"each saved tensor is {hidden.formula} = {_both_units(hidden.bytes)}",
     ]
 
@@ -219,8 +220,9 @@ def _printed_conf3():
     saved = sum(_row(ours, name).bytes for name in ("a", "b", "y_swi"))
     return [
         f"{where}: A, B and Y_swi are {_both_units(saved)}, and all that moeblaze/paper keeps is "
-        f"{_both_units(ours.kept_bytes)}; the paper prints about 10,000 MB",
-        f"{where}: megablocks_published keeps {_both_units(theirs.kept_bytes)}; the paper prints more than 40,000 MB",
+        f"{_both_units(ours.kept_bytes)}; the paper prints about {MOEBLAZE_MB['conf3']:,} MB",
+        f"{where}: megablocks_published keeps {_both_units(theirs.kept_bytes)}; the paper prints more than "
+        f"{MEGABLOCKS_MB['conf3']:,} MB",
     ]
 
 
@@ -229,8 +231,9 @@ def _printed_conf4():
     ours, theirs = account(silu, "moeblaze", "paper"), account(silu, "megablocks_published")
     where = f"MoEBlaze evaluation, conf4 (with SiLU, L = {silu.L:,})"
     return [
-        f"{where}: moeblaze/paper keeps {_both_units(ours.kept_bytes)}; the paper prints 6,100 MB",
-        f"{where}: megablocks_published keeps {_both_units(theirs.kept_bytes)}; the paper prints 22,000 MB",
+        f"{where}: moeblaze/paper keeps {_both_units(ours.kept_bytes)}; the paper prints {MOEBLAZE_MB['conf4']:,} MB",
+        f"{where}: megablocks_published keeps {_both_units(theirs.kept_bytes)}; the paper prints "
+        f"{MEGABLOCKS_MB['conf4']:,} MB",
     ]
 
 

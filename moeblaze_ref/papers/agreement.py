@@ -1,12 +1,12 @@
-"""Whether what is timed for a paper's figure gives the right result."""
+"""The check of every product that is timed for a paper's figure, against another product of the same operands."""
 
 from torch import Tensor
 
 from moeblaze_ref.bench import accuracy
 
 
-def compared(what: str, found: Tensor, expected: Tensor) -> dict[str, float]:
-    """Return the columns ``error`` and ``row_error`` of a result, see `accuracy.Error`.
+def checked_errors(what: str, found: Tensor, expected: Tensor) -> dict[str, float]:
+    """Check a result, and return its columns ``error`` and ``row_error``, see `accuracy.Error`.
 
     Parameters
     ----------

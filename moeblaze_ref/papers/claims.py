@@ -1,14 +1,18 @@
 """One row for each claim of a paper, with a verdict that is computed from the paper's value and ours.
 
-A row whose value agrees with the paper needs no reason. A row whose value does not agree needs one, and the reason says
-whether the paper or our setting is the cause. Any other combination fails: a reason for a value that agrees is stale,
-and a value that does not agree without a reason is unexplained.
+A formula that agrees with the paper needs no reason. One that does not agree needs a `Mistake`, which says what the
+paper got wrong and what the formula gives in its place. Any other combination fails: a mistake of a value that agrees
+is stale, a value that does not agree without a mistake is unexplained, and a value that is neither the paper's nor the
+mistake's is a fault of our formula.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from math import inf, nextafter
 from typing import Any
+
+from moeblaze_ref.papers.results import Source
 
 
 class Verdict(StrEnum):
@@ -24,7 +28,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Printed:
+class PrintedNumber:
     """A number as a paper prints it.
 
     Parameters
@@ -44,14 +48,36 @@ class Printed:
         return self.low <= value <= self.high
 
 
-def exactly(number: float, text: str, digit: float = 1.0) -> Printed:
+def exactly(number: float, text: str, digit: float = 1.0) -> PrintedNumber:
     """Return a printed number that agrees with whatever rounds to it at its last ``digit``."""
-    return Printed(text, number - digit / 2, number + digit / 2)
+    return PrintedNumber(text, number - digit / 2, number + digit / 2)
 
 
-def more_than(number: float, text: str) -> Printed:
-    """Return a printed lower bound ("over 4x")."""
-    return Printed(text, number, float("inf"))
+def at_least(number: float, text: str) -> PrintedNumber:
+    """Return a printed lower bound ("as high as 11")."""
+    return PrintedNumber(text, number, inf)
+
+
+def more_than(number: float, text: str) -> PrintedNumber:
+    """Return a printed bound that is not reached itself ("over 4x")."""
+    return at_least(nextafter(number, inf), text)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a paper got wrong.
+
+    Parameters
+    ----------
+    gives : str
+        What the formula gives in place of what is printed, as the row shows it. It is typed in, never computed: a row
+        whose formula gives anything else fails.
+    why : str
+        What is wrong.
+    """
+
+    gives: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -73,10 +99,10 @@ class Row:
     verdict : Verdict
     why : str
         The reason of any verdict but "agrees".
-    arithmetic : bool
-        Whether the row compares a formula or a definition with the paper; the command fails if one of these fails.
     detail : bool
         Whether the row is left out of the table of all items.
+    sources : tuple of Source
+        The runs that ``ours`` comes from.
     """
 
     item: str
@@ -86,20 +112,25 @@ class Row:
     ours: str = ""
     verdict: Verdict = Verdict.AGREES
     why: str = ""
-    arithmetic: bool = True
     detail: bool = False
+    sources: tuple[Source, ...] = ()
+
+    def by(self, sources: Iterable[Source]) -> "Row":
+        """Return the row with the runs that ``ours`` comes from."""
+        return replace(self, sources=tuple(dict.fromkeys(sources)))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain data."""
-        return asdict(self) | {"verdict": str(self.verdict)}
+        sources = [source._asdict() for source in self.sources]
+        return asdict(self) | {"verdict": str(self.verdict), "sources": sources}
 
 
 def compared(
     what: str,
-    printed: Printed,
+    printed: PrintedNumber,
     value: float,
     show: Callable[[float], str],
-    error: str = "",
+    mistake: Mistake | None = None,
     ours: str = "",
     detail: bool = False,
 ) -> Row:
@@ -108,13 +139,13 @@ def compared(
     Parameters
     ----------
     what : str
-    printed : Printed
+    printed : PrintedNumber
     value : float
         Of the formula, computed here.
     show : callable
         Writes the value.
-    error : str
-        What the paper got wrong, where the value does not agree.
+    mistake : Mistake, optional
+        Of the paper, where the value does not agree.
     ours : str
         What we measured of it.
     detail : bool
@@ -125,68 +156,88 @@ def compared(
     Row
         Its item is still empty: `Item.rows` fills it in.
     """
-    verdict, why = _judged(printed.holds(value), error, Verdict.PAPER_ERROR)
-    return Row("", what, printed.text, show(value), ours, verdict, why, detail=detail)
+    formula = show(value)
+    verdict, why = _judged(printed.holds(value), formula, mistake)
+    return Row("", what, printed.text, formula, ours, verdict, why, detail=detail)
 
 
 def measured(
     what: str,
-    printed: Printed,
+    printed: PrintedNumber,
     values: Sequence[float],
     ours: str,
     differs: str,
     formula: str = "",
     detail: bool = False,
 ) -> Row:
-    """Compare what we measured with what a paper prints: every value, or none is measured yet.
+    """Compare values that we measured with a printed number.
 
-    ``differs`` says why ours may differ; it is shown where one of the values does not agree.
+    Parameters
+    ----------
+    what, printed, detail
+        As in `compared`.
+    values : sequence of float
+        The row agrees if all of them do. Without values it is not measured yet.
+    ours : str
+        The values with their devices.
+    differs : str
+        Why ours differs where a value does not agree.
+    formula : str
+        What a formula gives.
     """
     if not values:
         return not_measured(what, printed.text, formula)
-    if all(map(printed.holds, values)):
-        verdict, why = Verdict.AGREES, ""
-    else:
-        verdict, why = Verdict.DIFFERS, differs
-    return Row("", what, printed.text, formula, ours, verdict, why, arithmetic=False, detail=detail)
+    found = observed(what, printed.text, all(map(printed.holds, values)), ours, differs)
+    return replace(found, formula=formula, detail=detail)
 
 
-def stated(what: str, printed: str, holds: bool, formula: str, error: str = "", detail: bool = False) -> Row:
+def observed(what: str, printed: str, holds: bool, ours: str, differs: str) -> Row:
+    """Compare what we measured with a printed sentence, which ``holds`` or not; ``differs`` says why it may not."""
+    verdict, why = (Verdict.AGREES, "") if holds else (Verdict.DIFFERS, differs)
+    return Row("", what, printed, "", ours, verdict, why)
+
+
+def stated(what: str, printed: str, holds: bool, formula: str, mistake: Mistake | None = None) -> Row:
     """Compare a printed definition or sentence, which ``holds`` or not, with what ``formula`` says in its place."""
-    verdict, why = _judged(holds, error, Verdict.PAPER_ERROR)
-    return Row("", what, printed, formula, "", verdict, why, detail=detail)
+    verdict, why = _judged(holds, formula, mistake)
+    return Row("", what, printed, formula, "", verdict, why)
 
 
-def not_printed(what: str, formula: str, ours: str = "", holds: bool = True) -> Row:
-    """Give the values of a bar whose number the paper does not print.
-
-    ``holds`` is false where what we measured contradicts the formula.
-    """
-    if holds:
-        return Row("", what, "", formula, ours, Verdict.NOT_PRINTED, "a bar of a figure without a number", detail=True)
-    return Row(
-        "", what, "", formula, ours, Verdict.FAILS, "what we measured is not what the formula gives", detail=True
-    )
+def defect(what: str, printed: str, instead: str, why: str) -> Row:
+    """Name a defect of a paper's text that has no value, such as a symbol that is never defined."""
+    return Row("", what, printed, instead, "", Verdict.PAPER_ERROR, why)
 
 
-def not_measured(what: str, printed: str = "", formula: str = "") -> Row:
-    """Name something that is measured on a GPU, and was not yet."""
-    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, "no recorded run", arithmetic=False)
+def not_printed(what: str, formula: str, ours: str = "") -> Row:
+    """Give the values of a bar whose number the paper does not print."""
+    return Row("", what, "", formula, ours, Verdict.NOT_PRINTED, "a bar of a figure without a number", detail=True)
+
+
+def contradicted(row: Row) -> Row:
+    """Return the row as failed, since what we measured is not what its formula gives."""
+    return replace(row, verdict=Verdict.FAILS, why="what we measured is not what the formula gives")
+
+
+def not_measured(what: str, printed: str = "", formula: str = "", why: str = "no recorded run") -> Row:
+    """Name something that can be measured and was not yet, and what is missing."""
+    return Row("", what, printed, formula, "", Verdict.NOT_MEASURED, why)
 
 
 def not_reproduced(what: str, printed: str, why: str, ours: str = "") -> Row:
     """Name a printed value that this project does not reproduce, and why."""
-    return Row("", what, printed, "", ours, Verdict.NOT_REPRODUCED, why, arithmetic=False)
+    return Row("", what, printed, "", ours, Verdict.NOT_REPRODUCED, why)
 
 
-def _judged(agrees: bool, error: str, otherwise: Verdict) -> tuple[Verdict, str]:
-    if agrees and error:
-        return Verdict.FAILS, f"explained as an error, but it agrees: {error}"
+def _judged(agrees: bool, formula: str, mistake: Mistake | None) -> tuple[Verdict, str]:
+    if mistake is None:
+        if agrees:
+            return Verdict.AGREES, ""
+        return Verdict.FAILS, "does not agree with the paper, and nothing explains it"
     if agrees:
-        return Verdict.AGREES, ""
-    if error:
-        return otherwise, error
-    return Verdict.FAILS, "does not agree with the paper, and nothing explains it"
+        return Verdict.FAILS, f"explained as an error, but it agrees: {mistake.why}"
+    if formula != mistake.gives:
+        return Verdict.FAILS, f"the formula must give {mistake.gives}: {mistake.why}"
+    return Verdict.PAPER_ERROR, mistake.why
 
 
 def failures(rows: Sequence[Row]) -> list[Row]:

@@ -15,13 +15,14 @@ from moeblaze_ref.papers.results import Recorded
 __all__ = ["Recorded", "chosen", "failures", "measure", "write_plots"]
 
 
-def chosen(ids: Sequence[str], gpu: bool, record: Path | None) -> list[Item]:
+def chosen(ids: Sequence[str], gpu: bool, record: Path | None, plot: Path | None = None) -> list[Item]:
     """Return the items that are asked for.
 
     Raises
     ------
     ValueError
-        If there is no such item, one is to be measured that is not measured on a GPU, or a file is named without --gpu.
+        If there is no such item, one is to be measured that is not measured on a GPU, a file is named without --gpu, or
+        pictures are asked for of items that have none.
     """
     found = items.chosen(ids)
     if record and not gpu:
@@ -31,6 +32,9 @@ def chosen(ids: Sequence[str], gpu: bool, record: Path | None) -> list[Item]:
     for item in found:
         if gpu and item.measured_by is None:
             raise ValueError(f"{item.id} is not measured on a GPU. Measured are: {', '.join(measurable())}")
+    if plot and not any(item.drawn_by for item in found):
+        drawn = ", ".join(item.id for item in items.ITEMS.values() if item.drawn_by)
+        raise ValueError(f"there is no picture of {', '.join(item.id for item in found)}. Drawn are: {drawn}")
     return found
 
 

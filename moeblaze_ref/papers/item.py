@@ -31,9 +31,9 @@ class Item:
     claims : str
         Makes its rows from what is recorded.
     measured_by : str, optional
-        Takes the id and a ``bench.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
+        Takes a ``bench.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
     drawn_by : str, optional
-        Draws the rows of one recorded run; draws the formulas if the item is not measured.
+        Draws the recorded runs of one device, given the rows of each; draws the formulas if the item is not measured.
     """
 
     id: str
@@ -49,16 +49,19 @@ class Item:
 
     def jobs(self, device: Any) -> Sequence[Job]:
         """Return what measures the item on a GPU, piece by piece."""
-        return function(self.measured_by)(self.id, device)
+        return function(self.measured_by)(device)
 
     def plots(self, recorded: Recorded) -> dict[str, Figure]:
-        """Return the item's pictures by name: of the last run on each device, or of its formulas if it has none."""
+        """Return the item's pictures by name: of its runs on each device, or of its formulas if it is not measured."""
         if self.drawn_by is None:
             return {}
         draw = function(self.drawn_by)
         if self.measured_by is None:
             return {self.id: draw()}
-        return {f"{self.id}_{device}": draw(rows) for device, rows in recorded.runs(self.id)}
+        runs: dict[str, list[Rows]] = {}
+        for device, rows in recorded.runs(self.id):
+            runs.setdefault(device, []).append(rows)
+        return {f"{self.id}_{device}": draw(*found) for device, found in runs.items()}
 
 
 def function(name: str) -> Callable[..., Any]:

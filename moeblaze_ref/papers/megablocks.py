@@ -2,21 +2,25 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from statistics import fmean
 
 from moeblaze_ref.config import MODELS
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.papers import block_products, capacities, squares
 from moeblaze_ref.papers.claims import (
-    Printed,
+    PrintedNumber,
     Row,
+    at_least,
     compared,
     exactly,
     measured,
     more_than,
     not_measured,
     not_reproduced,
+    observed,
 )
-from moeblaze_ref.papers.results import Recorded
+from moeblaze_ref.papers.results import Recorded, Rows
+from moeblaze_ref.papers.traced import MISSING, needed_factors, our_trace, traced_at
 
 # Tables 1 and 2: millions of weights, GFLOPs of a sequence.
 TABLE_1 = {
@@ -75,7 +79,7 @@ def metadata(_: Recorded) -> Iterator[Row]:
         (values,) = (tensor.bytes for tensor in tensors if tensor.name == "y_swi")
         yield compared(
             f"{model}, one GPU of table 3: metadata over one sparse matrix's values",
-            Printed("below 0.1%", 0, 0.1),
+            PrintedNumber("below 0.1%", 0, 0.1),
             100 * indices / values,
             "{:.3f}%".format,
         )
@@ -95,33 +99,60 @@ def figure_7(_: Recorded) -> Iterator[Row]:
 ANOTHER_GPU = "other kernels on another GPU: the paper's ran on an A100"
 
 
+FIGURE_9 = {
+    "mean": exactly(98.6, "98.6%", 0.1),
+    "deviation": exactly(4, "4%"),
+    "least": exactly(91, "91%"),
+    "most": exactly(104, "104%"),
+}
+LOSES_MOST, LOSS, UNDER_10 = "the product that loses most", "what DS^T D loses", PrintedNumber("under 10%", 0, 10)
+
+
+def _of_18(statistic: str) -> str:
+    return f"18 products, % of cuBLAS batched: {statistic}"
+
+
 def figure_9(recorded: Recorded) -> Iterator[Row]:
     """Eighteen block-sparse products beside cuBLAS batched."""
-    what, runs = "18 products, % of cuBLAS batched", list(recorded.runs("megablocks-fig9"))
-    for device, rows in runs:
-        found = block_products.summary(rows)
-        for name, printed in (
-            ("mean", exactly(98.6, "98.6%", 0.1)),
-            ("deviation", exactly(4, "4%")),
-            ("least", exactly(91, "91%")),
-            ("most", exactly(104, "104%")),
-        ):
-            where = f" ({found[f'{name}_at']})" if f"{name}_at" in found else ""
-            ours = f"{device}: {found[name]:.1f}%{where}"
-            yield measured(f"{what}: {name}", printed, [found[name]], ours, ANOTHER_GPU)
+    runs = list(recorded.finished("megablocks-fig9"))
+    for run in runs:
+        yield from (row.by([run.source]) for row in _figure_9(run.source.device, run.rows))
     if not runs:
-        yield not_measured(f"{what}: mean, deviation, least, most", "98.6%, 4%, 91%, 104%")
+        yield from (not_measured(_of_18(name), printed.text) for name, printed in FIGURE_9.items())
+        yield not_measured(LOSES_MOST, "DS^T D")
+        yield not_measured(LOSS, UNDER_10.text)
+    why = "no recorded run has its tiles in a second order"
+    yield not_measured("what the order of the tiles changes, through the L2 cache", "up to 10%", why=why)
+
+
+def _figure_9(device: str, rows: Rows) -> Iterator[Row]:
+    found = block_products.summary(rows)
+    for name, printed in FIGURE_9.items():
+        where = f" ({found[f'{name}_at']})" if f"{name}_at" in found else ""
+        yield measured(_of_18(name), printed, [found[name]], f"{device}: {found[name]:.1f}%{where}", ANOTHER_GPU)
+    yield from _losses_of_products(device, rows)
+
+
+def _losses_of_products(device: str, rows: Rows) -> Iterator[Row]:
+    """What each of the six products loses against cuBLAS batched, the mean of the three models."""
+    names = dict.fromkeys(row["product"] for row in rows)
+    losses = {name: 100 - fmean(row["pct_of_bmm"] for row in rows if row["product"] == name) for name in names}
+    most = max(losses, key=losses.get)
+    ours = f"{device}: {most} loses {losses[most]:.1f}%"
+    yield observed(LOSES_MOST, "DS^T D", most == "DS^TD", ours, ANOTHER_GPU)
+    yield measured(LOSS, UNDER_10, [losses["DS^TD"]], f"{device}: {losses['DS^TD']:.1f}%", ANOTHER_GPU)
 
 
 def figure_10(recorded: Recorded) -> Iterator[Row]:
     """Six products of E experts beside one expert after another."""
-    what, printed = "times as fast as one expert after another", Printed("about 1.15x to 20x, growing with E", 1.1, 21)
-    runs = list(recorded.runs("megablocks-fig10"))
-    for device, rows in runs:
+    what = "times as fast as one expert after another"
+    printed = PrintedNumber("about 1.15x to 20x, growing with E", 1.1, 21)
+    runs = list(recorded.finished("megablocks-fig10"))
+    for source, rows in runs:
         for model in dict.fromkeys(row["model"] for row in rows):
             times = {row["E"]: row["sequential_ms"] / row["ms"] for row in rows if row["model"] == model}
-            ours = f"{device}: " + ", ".join(f"E = {E} {ratio:.2f}x" for E, ratio in times.items())
-            yield measured(f"{model}, {what}", printed, list(times.values()), ours, ANOTHER_GPU)
+            ours = f"{source.device}: " + ", ".join(f"E = {E} {ratio:.2f}x" for E, ratio in times.items())
+            yield measured(f"{model}, {what}", printed, list(times.values()), ours, ANOTHER_GPU).by([source])
     if not runs:
         yield not_measured(what, printed.text)
 
@@ -129,36 +160,91 @@ def figure_10(recorded: Recorded) -> Iterator[Row]:
 def figure_5(recorded: Recorded) -> Iterator[Row]:
     """Dense square products: 128 x 128 tiles beside the other tiles."""
     what = "rate of 128x128 tiles over that of the fastest tile, dense squares of 512 to 16,384"
-    printed = Printed("on a par or better throughout (we ask for 0.95)", 0.95, 1.0)
-    runs = list(recorded.runs("megablocks-fig5"))
-    for device, rows in runs:
+    printed = PrintedNumber("on a par or better throughout (we ask for 0.95)", 0.95, 1.0)
+    runs = list(recorded.finished("megablocks-fig5"))
+    for source, rows in runs:
         shares = squares.summary(rows)
-        ours = ", ".join(f"{n:,}: {share:.2f}" for n, share in shares.items())
-        yield measured(what, printed, list(shares.values()), f"{device}: {ours}", ANOTHER_GPU)
+        ours = f"{source.device}: " + ", ".join(f"{n:,}: {share:.2f}" for n, share in shares.items())
+        yield measured(what, printed, list(shares.values()), ours, ANOTHER_GPU).by([source])
     if not runs:
         yield not_measured(what, printed.text)
 
 
 OTHER_MODELS = "our models are far smaller than the paper's, and train on another text"
+STEPS = tuple(pairwise(capacities.FACTORS))
+GAINS = (("1.0", exactly(0.15, "0.15", 0.01)), ("max", exactly(0.26, "0.26", 0.01)))
 
 
 def figure_2(recorded: Recorded) -> Iterator[Row]:
-    """Figures 2 and 8: the loss of capacity factors 1, 1.5, 2 and max, of a dense model and of a dropless one."""
-    claims = (
-        ("held-out loss: the least step from one capacity factor to the next", more_than(0, "falls with capacity")),
-        ("capacity factor 1: gain over dense", exactly(0.15, "0.15", 0.01)),
-        ("capacity factor max: gain over dense", exactly(0.26, "0.26", 0.01)),
-    )
-    runs = list(recorded.runs("megablocks-fig2"))
-    for device, rows in runs:
-        found = capacities.summary(rows)
-        mean = {variant: of_variant["mean"] for variant, of_variant in found.items()}
-        steps = [before - after for before, after in pairwise(mean[factor] for factor in capacities.FACTORS)]
-        values = (min(steps), mean["dense"] - mean["1.0"], mean["dense"] - mean["max"])
-        spread = ", ".join(f"{name} {one['mean']:.3f} +- {one['deviation']:.3f}" for name, one in found.items())
-        for (what, printed), value in zip(claims, values, strict=True):
-            ours = f"{device}: {value:+.3f} nats a byte"
-            yield measured(what, printed, [value], ours, f"{OTHER_MODELS}; held-out losses: {spread}")
+    """The loss of capacity factors 1, 1.5, 2 and max and of a dense model; what a capacity without drops costs."""
+    runs = list(recorded.finished(capacities.ITEM))
+    for source, rows in runs:
+        yield from (_step(source.device, rows, *factors).by([source]) for factors in STEPS)
+        yield from (_gain(source.device, rows, *claim).by([source]) for claim in GAINS)
     if not runs:
-        for what, printed in claims:
-            yield not_measured(what, printed.text)
+        yield from (not_measured(_step_name(*factors), "falls with capacity") for factors in STEPS)
+        yield from (not_measured(_gain_name(factor), printed.text) for factor, printed in GAINS)
+    why = "no recorded run trains a dense model of the next size"
+    yield not_measured(_gain_name("max"), "more than dense Medium gains", why=why)
+    yield from _capacity_without_drops()
+
+
+def _step_name(before: str, after: str) -> str:
+    return f"held-out loss from capacity factor {before} to {after}"
+
+
+def _step(device: str, rows: Rows, before: str, after: str) -> Row:
+    gain = capacities.gain(rows, before, after)
+    unresolved = f"not resolved: {capacities.RESOLVED} standard errors are more than the step"
+    falls, why = gain.resolved and gain.mean > 0, OTHER_MODELS if gain.resolved else unresolved
+    return observed(_step_name(before, after), "falls with capacity", falls, f"{device}: {_nats(gain)}", why)
+
+
+def _nats(gain: capacities.Gain) -> str:
+    """A gain as the change of the loss."""
+    return f"{-gain.mean:+.4f} +- {gain.error:.4f} nats a byte, {gain.seeds} seeds"
+
+
+def _gain_name(factor: str) -> str:
+    return f"held-out loss of capacity factor {factor}: gain over dense"
+
+
+def _gain(device: str, rows: Rows, factor: str, printed: PrintedNumber) -> Row:
+    gain = capacities.gain(rows, "dense", factor)
+    ours = f"{device}: loss {_nats(gain)}"
+    return measured(_gain_name(factor), printed, [gain.mean], ours, OTHER_MODELS)
+
+
+def _capacity_without_drops() -> Iterator[Row]:
+    """Section 3: the arithmetic of the smallest capacity that drops nothing, and the largest factor that is needed."""
+    trace = our_trace()
+    claims = (
+        ("capacity factor max: rows computed over rows routed", more_than(2, "over 2x the MoE arithmetic"), "mean"),
+        ("the largest capacity factor that is needed to drop nothing", at_least(11, "as high as 11"), "max"),
+    )
+    for what, printed, statistic in claims:
+        if trace is None:
+            yield not_measured(what, printed.text, why=MISSING)
+        else:
+            value = float(getattr(needed_factors(trace), statistic)())
+            ours = f"our trace: {value:.2f}x"
+            yield measured(what, printed, [value], ours, OTHER_MODELS).by([traced_at(trace)])
+
+
+# Figure 8: speed over the best capacity factor.
+FIGURE_8 = {"MoE-XS": 1.38, "MoE-Small": 1.37, "MoE-Medium": 1.18}
+
+
+def figure_8(recorded: Recorded) -> Iterator[Row]:
+    """The time of the dropless model beside the best capacity factor, at equal loss, from the runs of figure 2."""
+    runs = [run for run in recorded.finished(capacities.ITEM) if run.rows[0]["seconds"] is not None]
+    for model, times in FIGURE_8.items():
+        what = f"{model}: speed over the best capacity factor, at equal loss"
+        printed = exactly(times, f"{times}x", 0.01)
+        for source, rows in runs:
+            found = capacities.equal_loss(rows)
+            there = f"over factor {found.best_factor}, at {found.loss:.3f} nats a byte"
+            ours = f"{source.device}: {found.speed:.2f}x {there}"
+            yield measured(what, printed, [found.speed], ours, OTHER_MODELS).by([source])
+        if not runs:
+            yield not_measured(what, printed.text, why=f"no recorded run of {capacities.ITEM} on a GPU")

@@ -1,11 +1,11 @@
-"""Pictures of what was measured for MegaBlocks' figures: a function of one device's rows for each.
+"""Pictures of what was measured for MegaBlocks' figures: of the last run of those that a function is given.
 
 Source: MegaBlocks (arXiv 2211.15841), figures 2, 5, 8, 9 and 10.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from statistics import fmean, stdev
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -28,8 +28,7 @@ from moeblaze_ref.memory.plots import (
 )
 from moeblaze_ref.papers.block_products import PRODUCTS
 from moeblaze_ref.papers.capacities import VARIANTS
-
-Rows = Sequence[Mapping[str, Any]]
+from moeblaze_ref.papers.results import Rows
 
 # cuBLAS and the paper's tile have the plain lines.
 TILE_LOOKS = {
@@ -50,6 +49,17 @@ BAND = 0.15  # opacity of a spread
 FIRST_POINT = 5  # validations in the first half of a run: their losses would flatten the rest
 
 
+def _of_the_last_run(draw: Callable[[Rows], Figure]) -> Callable[..., Figure]:
+    """Let a function of one run's rows draw the last of several runs."""
+
+    @wraps(draw)
+    def drawn_last(*runs: Rows) -> Figure:
+        return draw(runs[-1])
+
+    return drawn_last
+
+
+@_of_the_last_run
 def squares(rows: Rows) -> Figure:
     """Draw figure 5: the rate of every tile and of cuBLAS against the size of square products.
 
@@ -75,6 +85,7 @@ def _tile_name(tile: tuple[int, int] | None) -> str:
     return "cuBLAS" if tile is None else f"Triton, {tile[0]}x{tile[1]}"
 
 
+@_of_the_last_run
 def products(rows: Rows) -> Figure:
     """Draw figure 9: every block-sparse product in percent of the rate of cuBLAS batched.
 
@@ -99,6 +110,7 @@ def products(rows: Rows) -> Figure:
     return figure
 
 
+@_of_the_last_run
 def experts(rows: Rows) -> Figure:
     """Draw figure 10: how many times as fast the block-sparse products are as one expert after another.
 
@@ -127,6 +139,7 @@ def experts(rows: Rows) -> Figure:
     return figure
 
 
+@_of_the_last_run
 def capacities(rows: Rows) -> Figure:
     """Draw figures 2 and 8: held-out loss by capacity factor against steps, against time, and at the end of each seed.
 
@@ -200,11 +213,3 @@ def _dress(axes: Axes, ylabel: str, title: str):
     axes.set_ylabel(ylabel)
     axes.set_title(title, loc="left", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
-
-
-PICTURES: dict[str, Callable[[Rows], Figure]] = {
-    "megablocks-fig5": squares,
-    "megablocks-fig9": products,
-    "megablocks-fig10": experts,
-    "megablocks-fig2": capacities,
-}

@@ -5,18 +5,27 @@ from itertools import product
 
 import numpy as np
 
-from moeblaze_ref.papers.claims import Printed, Row, measured, not_reproduced, stated
-from moeblaze_ref.papers.results import DOCS, Recorded
+from moeblaze_ref.papers.claims import (
+    Mistake,
+    PrintedNumber,
+    Row,
+    defect,
+    measured,
+    not_measured,
+    not_reproduced,
+    stated,
+)
+from moeblaze_ref.papers.results import Recorded
+from moeblaze_ref.papers.traced import MISSING, our_trace, traced_at
 from moeblaze_ref.placement import bounds, ilp, simulate
 from moeblaze_ref.placement.clusters import cluster_experts
 from moeblaze_ref.placement.exact import best_clusters, best_seats
 from moeblaze_ref.placement.peers import contiguous
 from moeblaze_ref.placement.seats import seat_clusters
-from moeblaze_ref.placement.trace import profile, split
-from moeblaze_ref.traces import load
+from moeblaze_ref.placement.trace import Profile, profile, split
+from moeblaze_ref.traces import RoutingTrace
 
 LOAD = np.array([9, 1, 1, 1])  # tokens of each expert of a layer in which one is hot
-TRACE = DOCS / "results" / "trace_lm_small_h200.npz"
 TRACED_GPUS = 4
 STABLE = 10  # percent of a layer's load
 
@@ -54,7 +63,10 @@ def first_program(_: Recorded) -> Iterator[Row]:
         f"{least:g}",
         least == meant,
         f"{meant:g} with each expert in exactly one cluster",
-        f"as printed an expert may be in several clusters or in none: here they are in {times.tolist()} clusters",
+        Mistake(
+            "6 with each expert in exactly one cluster",
+            f"as printed an expert may be in several clusters or in none: here they are in {times.tolist()} clusters",
+        ),
     )
     yield stated(
         "the same by our solver, each expert in exactly one cluster",
@@ -62,10 +74,9 @@ def first_program(_: Recorded) -> Iterator[Row]:
         float(solved.objective[0]) == meant,
         f"{float(solved.objective[0]):g}; by trying everything {meant:g}",
     )
-    yield stated(
-        "equation 2: index t of its sum", "undefined", False, "T[c, l] = sum over e of P[e, l] x[c, e, l]", "a misprint"
-    )
-    yield stated("equation 3: what the mean is over", "undefined", False, "over clusters", "a misprint")
+    meant = "T[c, l] = sum over e of P[e, l] x[c, e, l]"
+    yield defect("equation 2: index t of its sum", "undefined", meant, "a misprint")
+    yield defect("equation 3: what the mean is over", "undefined", "over clusters", "a misprint")
 
 
 def second_program(_: Recorded) -> Iterator[Row]:
@@ -81,7 +92,9 @@ def second_program(_: Recorded) -> Iterator[Row]:
         f"{printed:g}",
         printed == meant,
         f"{meant:g}",
-        "the sums stand inside the max, which leaves it nothing to be taken over: every pair's time is added",
+        Mistake(
+            "2097", "the sums stand inside the max, and leave it nothing to be taken over: every pair's time is added"
+        ),
     )
     least, found = best_seats(C, cost, sizes), _objective(C, cost, solved.gpus, False)
     yield stated("equations 8 to 15 by our solver", "", bool(np.isclose(found, least)), f"{found:g}; exact {least:g}")
@@ -104,45 +117,59 @@ ELSEWHERE = "measured on Mixtral-8x7B inference in Megatron-LM, which is not run
 def figure_8(_: Recorded) -> Iterator[Row]:
     """Routing statistics are stable from batch to batch of a task."""
     what = "load of the experts, two random halves of our trace: share of a layer's load that differs"
-    printed = Printed(f"stable from batch to batch (we ask for at most {STABLE}%)", 0, STABLE)
-    if not TRACE.exists():
+    printed = PrintedNumber(f"stable from batch to batch (we ask for at most {STABLE}%)", 0, STABLE)
+    trace = our_trace()
+    if trace is None:
+        yield not_measured(what, printed.text, why=MISSING)
         return
-    halves = split(load(TRACE), seed=0)
+    halves = split(trace, seed=0)
     first, second = (P / P.sum(axis=1, keepdims=True) for P in (profile(half).P for half in halves))
     moved = 50 * np.abs(first - second).sum(axis=1)  # (layers,) percent
-    yield measured(
-        what, printed, moved.tolist(), f"{moved.mean():.1f}%, at most {moved.max():.1f}%", "another model and text"
-    )
+    ours = f"{moved.mean():.1f}%, at most {moved.max():.1f}%"
+    yield measured(what, printed, moved.tolist(), ours, "another model and text").by([traced_at(trace)])
 
 
 def measured_claims(_: Recorded) -> Iterator[Row]:
     """End to end, tails, balance and memory."""
-    found = _tails()
+    trace = our_trace()
+    found, sources = ({}, []) if trace is None else (_modelled(trace), [traced_at(trace)])
     for what, printed, ours in (
         ("end to end, one node", "9.3%", ""),
         ("end to end, two nodes", "17.5%", ""),
-        ("tail of token processing, one node, two nodes", "-36%, -27%", found.get("compute", "")),
-        ("mean of token processing, one node, two nodes", "-34.8%, -22.5%", ""),
-        ("tail of all-to-all, one node, two nodes", "-36.3%, -30.5%", found.get("transfer", "")),
-        ("mean of all-to-all, one node, two nodes", "-35.4%, -24.7%", ""),
+        ("tail of token processing, one node, two nodes", "-36%, -27%", found.get("slowest GPU", "")),
+        ("mean of token processing, one node, two nodes", "-34.8%, -22.5%", found.get("mean of GPUs", "")),
+        ("tail of all-to-all, one node, two nodes", "-36.3%, -30.5%", found.get("slowest pair", "")),
+        ("mean of all-to-all, one node, two nodes", "-35.4%, -24.7%", found.get("mean of pairs", "")),
         ("GPU memory utilisation, one node", "+8.7%", ""),
         ("contiguous placement: most of a layer's tokens on one GPU", "up to 64%", found.get("fullest", "")),
     ):
-        yield not_reproduced(what, printed, ELSEWHERE, ours)
+        yield not_reproduced(what, printed, ELSEWHERE, ours).by(sources if ours else [])
 
 
-def _tails() -> dict[str, str]:
+def _modelled(trace: RoutingTrace) -> dict[str, str]:
     """MoETuner's map beside the contiguous one on our trace, by the simulator: one node of 4 GPUs."""
-    if not TRACE.exists():
-        return {}
-    of_trace, on = profile(load(TRACE)), simulate.cluster("nvlink", TRACED_GPUS, 512, 1024)
+    of_trace, on = profile(trace), simulate.cluster("nvlink", TRACED_GPUS, 512, 1024)
     before, after = contiguous(of_trace, TRACED_GPUS).shares(), ilp.moetuner(of_trace, on).placement.shares()
-    steps = [simulate.step(of_trace, shares, on) for shares in (before, after)]
-    found = {"compute": _change(*(step.compute_s for step in steps))}
-    found["transfer"] = _change(*(step.transfer_s for step in steps))
+    times = zip(_times(of_trace, before, on).items(), _times(of_trace, after, on).values(), strict=True)
+    found = {name: _change(then, now) for (name, then), now in times}
+    found["mean of GPUs"] += ", as every map shares out the same tokens"
     fullest = simulate.balance(simulate.loads(of_trace, before)).max() / TRACED_GPUS
     return found | {"fullest": f"our trace, {TRACED_GPUS} GPUs: {100 * fullest:.0f}%"}
 
 
-def _change(before: np.ndarray, after: np.ndarray) -> str:
-    return f"modelled on our trace, {TRACED_GPUS} GPUs of one node: {100 * (after.sum() / before.sum() - 1):+.1f}%"
+def _times(of_trace: Profile, shares: np.ndarray, on: simulate.Cluster) -> dict[str, float]:
+    """Seconds of all layers: of the slowest GPU and pair of GPUs, which are the tails, and of the mean ones."""
+    step = simulate.step(of_trace, shares, on)
+    of_gpus = simulate.loads(of_trace, shares) * on.token_s  # (layers, G)
+    of_pairs = simulate.transitions(of_trace, shares) * simulate.slowness(on)  # (layers - 1, G, G)
+    pairs = on.num_gpus * (on.num_gpus - 1)
+    return {
+        "slowest GPU": step.compute_s.sum(),
+        "mean of GPUs": of_gpus.mean(axis=1).sum(),
+        "slowest pair": step.transfer_s.sum(),
+        "mean of pairs": of_pairs.sum() / pairs,
+    }
+
+
+def _change(before: float, after: float) -> str:
+    return f"modelled on our trace, {TRACED_GPUS} GPUs of one node: {100 * (after / before - 1):+.1f}%"

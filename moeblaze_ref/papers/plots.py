@@ -6,12 +6,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moeblaze_ref.config import PAPER_PRESETS
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
 from moeblaze_ref.papers import moeblaze
 from moeblaze_ref.papers.results import Rows
 from moeblaze_ref.units import GB
 
-COLORS = (SKY, GREEN, PURPLE, ORANGE, BLUE, VERMILLION, YELLOW, BLACK)
+COLORS = {  # of a system in every picture
+    moeblaze.PUBLISHED: SKY,
+    moeblaze.OPTIMIZED: GREEN,
+    "our MegaBlocks": PURPLE,
+    moeblaze.ALGORITHM_1: ORANGE,
+    moeblaze.MINIMAL: BLUE,
+    "inputs": VERMILLION,
+    "plain PyTorch": YELLOW,
+    "torch.compile": BLACK,
+    moeblaze.SONICMOE: GREY,
+}
 
 
 def figure_3() -> Figure:
@@ -38,34 +48,51 @@ def _memory(activations: Sequence[str]) -> Figure:
     return _with_legend(figure, panels[0])
 
 
-def speed(rows: Rows) -> Figure:
-    """Draw how many times as fast as published MegaBlocks each system is, in one run; of its first activation."""
-    activation = rows[0]["activation"]
-    timed = [row for row in rows if row.get("step_ms") and row["activation"] == activation]
-    ms = {(row["preset"], _label(row)): row["step_ms"] for row in timed}
-    baseline = moeblaze.KEPT[moeblaze.PUBLISHED][0]
-    labels = [label for label in dict.fromkeys(label for _, label in ms) if label != baseline]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots()
-    _bars(axes, labels, lambda name, label: ms.get((name, baseline), 0.0) / ms.get((name, label), float("inf")))
-    axes.axhline(1, color=BLACK, linewidth=1)
-    title = f"{moeblaze.NAMES[activation]}: step time of published MegaBlocks over that of each system"
-    axes.set_title(title, loc="left", fontsize="medium")
-    axes.set_ylabel("times as fast")
-    return _with_legend(figure, axes)
+def speed(*runs: Rows) -> Figure:
+    """Draw how many times as fast as published MegaBlocks each system is in its worst run, a panel an activation.
+
+    Parameters
+    ----------
+    runs : list of dict
+        The rows of each run on one device, as `speed.time_systems` returns them.
+    """
+    activations = dict.fromkeys(row["activation"] for rows in runs for row in rows)
+    ratios = {activation: _worst_ratios(runs, activation) for activation in activations}
+    names = [name for name in COLORS if any(name == found for of in ratios.values() for _, found in of)]
+    figure = Figure(figsize=(9, 0.6 + 3 * len(ratios)), layout="constrained")
+    panels = figure.subplots(len(ratios), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (activation, found) in zip(panels, ratios.items(), strict=True):
+        timed = [name for name in names if any(name == of for _, of in found)]
+        _bars(axes, timed, lambda preset, name, found=found: found.get((preset, name), 0.0))
+        axes.axhline(1, color=BLACK, linewidth=1)
+        missing = [name for name in names if name not in timed]
+        title = f"{moeblaze.NAMES[activation]}: step time of published MegaBlocks over that of each system, worst run"
+        without = f"\nwithout a time: {'; '.join(missing)}" if missing else ""
+        axes.set_title(f"{title}{without}", loc="left", fontsize="medium")
+        axes.set_ylabel("times as fast")
+    return _with_legend(figure, *panels)
 
 
-def _label(row) -> str:
-    return f"{row['system']}/{row['policy']}" if row.get("policy") else row["system"]
+def _worst_ratios(runs: Sequence[Rows], activation: str) -> dict[tuple[str, str], float]:
+    """The least of all runs, by configuration and name."""
+    worst: dict[tuple[str, str], float] = {}
+    for rows in runs:
+        timed = [row for row in rows if row.get("step_ms") and row["activation"] == activation]
+        ms = {(row["preset"], moeblaze.timed_name(row)): row["step_ms"] for row in timed}
+        for (preset, name), time in ms.items():
+            if name in COLORS and name != moeblaze.PUBLISHED and (preset, moeblaze.PUBLISHED) in ms:
+                ratio = ms[preset, moeblaze.PUBLISHED] / time
+                worst[preset, name] = min(ratio, worst.get((preset, name), ratio))
+    return worst
 
 
 def _bars(axes: Axes, labels: Sequence[str], height: Callable[[str, str], float]):
     """A group of bars for each configuration, a bar for each label."""
     width = 0.8 / max(len(labels), 1)
-    for number, (label, color) in enumerate(zip(labels, COLORS, strict=False)):
+    for number, label in enumerate(labels):
         places = [group + _offset(number, width) for group in range(len(PAPER_PRESETS))]
         heights = [height(name, label) for name in PAPER_PRESETS]
-        axes.bar(places, heights, width, label=label, **filled(color), linewidth=0)
+        axes.bar(places, heights, width, label=label, **filled(COLORS[label]), linewidth=0)
     axes.set_xticks(range(len(PAPER_PRESETS)), PAPER_PRESETS)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -83,6 +110,10 @@ def _mark(axes: Axes, name: str, number: int, height: float):
     axes.annotate("printed", (left + width, height), fontsize="small", va="center")
 
 
-def _with_legend(figure: Figure, axes: Axes) -> Figure:
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+def _with_legend(figure: Figure, *panels: Axes) -> Figure:
+    """A legend of whatever has a name in any panel, each once."""
+    handles = {}
+    for axes in panels:
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
     return figure

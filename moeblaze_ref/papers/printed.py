@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moeblaze_ref import doors, kernel_headers, oracle
+from moeblaze_ref import kernel_headers, oracle
 from moeblaze_ref.bench import accuracy, floors
 from moeblaze_ref.bench.clock import replayed, take_turns
 from moeblaze_ref.bench.device import Device
@@ -21,10 +21,13 @@ from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.bench.stages import input_sets
 from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.papers.results import Rows
 from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, gemm, layer, tiles
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
 from moeblaze_ref.raw_cuda.runtime.source import kernel_text
 from moeblaze_ref.torch_bridge import Bridge, bridge_to
+
+Job = Callable[[], Rows]
 
 REPETITIONS = 15
 COMBINE = ("combine/2_vector.cu", "combine")
@@ -196,20 +199,18 @@ def moved(version: Version, values: dict[str, int]) -> dict[str, int]:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def time_dispatch(name: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
+def time_dispatch(name: str, config: MoEConfig, device: Device) -> Rows:
     """Time every version of the dispatch of one layer; one row each, as `time_versions`."""
     return time_versions("dispatch", name, config, dispatch_versions(), device)
 
 
-def time_sums(name: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
+def time_sums(name: str, config: MoEConfig, device: Device) -> Rows:
     """Time every way from y_swi to the output of one layer; one row each, as `time_versions`."""
     versions = sum_versions(config, bridge_to(device.torch_device).executor)
     return time_versions("expert_down", name, config, versions, device)
 
 
-def time_versions(
-    stage: str, name: str, config: MoEConfig, versions: dict[str, Version], device: Device
-) -> list[dict[str, Any]]:
+def time_versions(stage: str, name: str, config: MoEConfig, versions: dict[str, Version], device: Device) -> Rows:
     """Time the versions of a step interleaved, and compare each result with plain torch's.
 
     Parameters
@@ -266,29 +267,18 @@ def _checked(stage, version, inputs, expected, bridge) -> dict[str, float]:
     return error.columns
 
 
-# ---- items ---------------------------------------------------------------------------------------
-
-ITEMS = {"moeblaze-4.2": time_dispatch, "moeblaze-3.1": time_sums}
+# ---- jobs ----------------------------------------------------------------------------------------
 
 
-def jobs(item: str, device: Device) -> list[Callable[[], list[dict[str, Any]]]]:
-    """Return the measurements of an item, one job for each of the seven configurations of MoEBlaze's table 1.
+def dispatch_jobs(device: Device) -> list[Job]:
+    """Return a job for each configuration of MoEBlaze's table 1, see `time_dispatch`."""
+    return _jobs(time_dispatch, device)
 
-    Parameters
-    ----------
-    item : str
-        "moeblaze-4.2" or "moeblaze-3.1".
-    device : Device
 
-    Returns
-    -------
-    list of callable
-        Each returns JSON-able rows, as `time_versions`.
+def sum_jobs(device: Device) -> list[Job]:
+    """Return a job for each configuration of MoEBlaze's table 1, see `time_sums`."""
+    return _jobs(time_sums, device)
 
-    Raises
-    ------
-    ValueError
-        If the item is unknown.
-    """
-    measure = ITEMS[doors.check_name("item", item, ITEMS)]
+
+def _jobs(measure: Callable[[str, MoEConfig, Device], Rows], device: Device) -> list[Job]:
     return [partial(measure, name, preset(name).config, device) for name in PAPER_PRESETS]

@@ -1,12 +1,14 @@
 """The files of what was measured for the papers' items: docs/results/paper_*.json.
 
 A file is of one GPU. It holds, for each item, its runs; a run holds the rows of each finished job, so that a run that
-was interrupted goes on where it stopped. Runs that did not finish are kept and not shown.
+was interrupted goes on where it stopped, and the seconds that each job took, which earlier files lack. Runs that did
+not finish are kept and not shown.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from moeblaze_ref import provenance, records
 
@@ -14,8 +16,41 @@ DOCS = Path(__file__).parents[2] / "docs"
 FILES = "paper_*.json"
 SAME = ("versions", "commit")  # of all parts of a run
 
+# What each row of an item has: the names in it, and the numbers that the claims and pictures read.
+COLUMNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "moeblaze-3.1": (("preset", "kernel"), ("ms",)),
+    "moeblaze-4.2": (("preset", "kernel"), ("ms",)),
+    "moeblaze-fig4": (("preset", "activation", "system"), ("step_ms",)),
+    "moeblaze-fig6": (("preset", "activation", "system"), ("step_ms",)),
+    "megablocks-fig2": (("variant", "seed"), ("steps", "loss", "held_out_loss", "seconds_at", "seconds")),
+    "megablocks-fig5": (("n", "tile"), ("ms", "tflops")),
+    "megablocks-fig9": (("model", "product"), ("pct_of_bmm",)),
+    "megablocks-fig10": (("model", "E"), ("ms", "sequential_ms", "graph_ms", "sequential_graph_ms")),
+}
+
 Rows = list[dict[str, Any]]
-Run = dict[str, Any]  # versions, commit, clocks, finished, jobs: the rows of each
+
+
+class Source(NamedTuple):
+    """Where a number comes from.
+
+    Parameters
+    ----------
+    device : str
+        Its short name, see `device_name`.
+    commit : str
+        Of this project, whole.
+    """
+
+    device: str
+    commit: str
+
+
+class Run(NamedTuple):
+    """A finished run of an item, and its rows."""
+
+    source: Source
+    rows: Rows
 
 
 class Recorded:
@@ -35,12 +70,22 @@ class Recorded:
     def __init__(self, files: Iterable[Path] | None = None):
         self._files = [load(path) for path in (recorded_files() if files is None else files)]
 
-    def runs(self, item: str) -> Iterator[tuple[str, Rows]]:
-        """Yield each finished run of an item, file by file: the short name of its device, and its rows."""
+    def finished(self, item: str) -> Iterator[Run]:
+        """Yield each finished run of an item, file by file."""
         for found in self._files:
             for run in found["items"].get(item, []):
                 if run["finished"]:
-                    yield device_name(found["device"]), [row for rows in run["jobs"] for row in rows]
+                    source = Source(device_name(found["device"]), run["commit"])
+                    yield Run(source, [row for rows in run["jobs"] for row in rows])
+
+    def sources(self, *items: str) -> list[Source]:
+        """Return the sources of all finished runs of these items, each once."""
+        return list(dict.fromkeys(run.source for item in items for run in self.finished(item)))
+
+    def runs(self, item: str) -> Iterator[tuple[str, Rows]]:
+        """Yield the short name of the device and the rows of each run of `finished`."""
+        for run in self.finished(item):
+            yield run.source.device, run.rows
 
     def rows(self, item: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each row of an item's finished runs, with the short name of its device."""
@@ -71,10 +116,32 @@ def load(path: Path) -> dict[str, Any]:
         If there is no such file, or it is not of this kind.
     """
     found = records.read(path, {"device", "items"})
+    _check(f"{path.name}: device", found["device"], str, "a text")
+    _check(f"{path.name}: items", found["items"], dict, "an object")
     for item, runs in found["items"].items():
         for number, run in enumerate(records.check_list(f"{path.name}: {item}", runs)):
-            records.check_object(f"{path.name}: {item}[{number}]", run, {*SAME, "clocks", "finished", "jobs"})
+            _check_run(f"{path.name}: {item}[{number}]", item, run)
     return found
+
+
+def _check_run(place: str, item: str, run: Any):
+    records.check_object(place, run, {*SAME, "clocks", "finished", "jobs"})
+    _check(f"{place}: commit", run["commit"], str, "a text")
+    for job, rows in enumerate(records.check_list(f"{place}: jobs", run["jobs"])):
+        for number, row in enumerate(records.check_list(f"{place}: jobs[{job}]", rows)):
+            _check_row(f"{place}: jobs[{job}][{number}]", item, row)
+
+
+def _check_row(place: str, item: str, row: Any):
+    """Check a row's columns; one that says in a message why it has no numbers needs none."""
+    names, numbers = COLUMNS.get(item, ((), ()))
+    needed = {*names} if isinstance(row, dict) and "message" in row else {*names, *numbers}
+    records.check_object(place, row, needed)
+
+
+def _check(place: str, found: Any, kind: type, words: str):
+    if not isinstance(found, kind):
+        raise ValueError(f"{place} is {found!r}, but it must be {words}")
 
 
 def check_place(path: Path):
@@ -92,7 +159,7 @@ def check_place(path: Path):
 
 
 def _existing(path: Path) -> dict[str, Any]:
-    """What a file holds; of no file, or an empty one, that it holds nothing of this device."""
+    """Return what a file holds. A missing or empty file counts as one of this device without runs."""
     if path.exists() and path.stat().st_size:
         return load(path)
     return {"device": provenance.environment()["device"], "items": {}}
@@ -119,9 +186,12 @@ def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]]) -> Iterato
     if not (runs and not runs[-1]["finished"] and all(runs[-1][name] == here[name] for name in SAME)):
         runs.append({name: here[name] for name in (*SAME, "clocks")} | {"finished": False, "jobs": []})
     run = runs[-1]
+    seconds = run.setdefault("seconds", [None] * len(run["jobs"]))
     yield from run["jobs"]
     for job in jobs[len(run["jobs"]) :]:
+        began = perf_counter()
         rows = job()
+        seconds.append(perf_counter() - began)
         run["jobs"].append(rows)
         run["clocks"] = provenance.clocks()
         records.write(path, content)

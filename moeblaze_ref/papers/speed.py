@@ -7,11 +7,10 @@ the output and every gradient with the oracle, and counts what each saves for ba
 Section 6 names two ungated activations, ReLU (6.1) and SiLU (6.3, 6.4); figure 4 is measured with both.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from moeblaze_ref import doors
 from moeblaze_ref.bench import accuracy, foreign, layer, report
 from moeblaze_ref.bench.contestants import OURS
 from moeblaze_ref.bench.device import Device
@@ -19,9 +18,9 @@ from moeblaze_ref.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.papers.trials import Trials
 
 Row = dict[str, Any]
+Job = Callable[[], list[Row]]
 Trial = Callable[[str, MoEConfig], str | None]
 
-ITEMS = {"moeblaze-fig4": ("silu", "relu"), "moeblaze-fig6": ("swiglu",)}  # activations of each
 POLICIES = ("paper", "minimal", "inputs")
 UNCOMPILED = ("megablocks", "grouped_mm", *foreign.SYSTEMS)
 BASELINES = {  # of each activation; what torch compiles takes too long for a second reading of figure 4
@@ -33,30 +32,22 @@ REPETITIONS = 9
 NOT_SHOWN = ("kind", "routing", "time_over_uniform", "capacity_factor", "dropped_rows", "lost_tokens")
 
 
-def jobs(item: str, device: Device) -> list[Callable[[], list[Row]]]:
-    """One job for each configuration and activation of a figure.
+def figure_4(device: Device) -> list[Job]:
+    """Return a job for each configuration, with SiLU and with ReLU, see `time_systems`."""
+    return jobs(("silu", "relu"), device)
 
-    Parameters
-    ----------
-    item : str
-        One of ``ITEMS``.
-    device : Device
 
-    Returns
-    -------
-    list of callable
-        Each returns what `time_systems` returns.
+def figure_6(device: Device) -> list[Job]:
+    """Return a job for each configuration, with SwiGLU, see `time_systems`."""
+    return jobs(("swiglu",), device)
 
-    Raises
-    ------
-    ValueError
-        If there is no such item.
-    """
-    doors.check_name("item", item, ITEMS)
+
+def jobs(activations: Sequence[str], device: Device) -> list[Job]:
+    """Return a job for each activation and configuration of MoEBlaze's table 1, see `time_systems`."""
     fails = Trials().failure
     return [
         partial(time_systems, name, preset(name).config.replace(activation=activation), device, fails)
-        for activation in ITEMS[item]
+        for activation in activations
         for name in PAPER_PRESETS
     ]
 

@@ -1,6 +1,7 @@
 """Try other projects' layers in a process of their own: a crash or an endless compilation ends that process alone."""
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -14,10 +15,15 @@ LIMIT_SECONDS = 240  # of one trial, its compilation included
 
 
 class Trials:
-    """One process for all trials, started again after one that it did not survive. What ended it is not tried again."""
+    """Run trials one after the other in a process of their own.
+
+    A trial that crashes the process, or that lasts too long, ends it. The next trial starts another process, and a
+    system that ended one is not tried again.
+    """
 
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None
+        self._worker = 0  # id of the pool's process
         self._ended_by: dict[str, str] = {}  # a system that ended its process: its message
 
     def failure(self, system: str, config: MoEConfig) -> str | None:
@@ -38,7 +44,7 @@ class Trials:
             return f"not tried: on another layer of this run {self._ended_by[system]}"
         torch.cuda.empty_cache()  # the trial shares the GPU's memory with this process
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+            self._start()
         try:
             message, usable = self._pool.submit(_on_the_gpu, system, config).result(LIMIT_SECONDS)
         except BrokenProcessPool:
@@ -50,9 +56,14 @@ class Trials:
             self._ended_by[system] = message
         return message
 
+    def _start(self):
+        self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self._worker = self._pool.submit(os.getpid).result()
+
     def _end(self):
         for process in multiprocessing.active_children():
-            process.kill()
+            if process.pid == self._worker:
+                process.kill()
         self._pool = None
 
 

@@ -2,11 +2,13 @@
 
 import numpy as np
 
+from moeblaze_ref import doors
 from moeblaze_ref.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, PRINTED_EXAMPLE
 from moeblaze_ref.config import preset
 from moeblaze_ref.exercises.exercise import Asked, Construction, Prediction, Sheet
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.numpy_ref import dispatch
+from moeblaze_ref.papers.moeblaze import literal_lengths
 from moeblaze_ref.placement import bounds, exact, links
 
 PRINTED_INDICES = PRINTED_EXAMPLE["expert_token_indices"].values
@@ -17,13 +19,18 @@ LOAD = [9, 4, 2]
 
 
 def _whole_numbers(name, said, shape):
-    """An answer as an int array of a shape, in which None stands for any size."""
-    found = np.array(said)
+    """An answer as an int array of a shape, in which None stands for any size but none."""
+    try:
+        found = np.array(said)
+    except ValueError:  # NumPy's message is of arrays
+        raise ValueError(f"{name} has rows of different lengths, but they must have one length") from None
+    if found.size == 0:
+        raise ValueError(f"{name} is empty, but it must hold at least one whole number")
     if found.dtype.kind not in "iu" or found.ndim != len(shape):
         raise TypeError(f"{name} must be a list of whole numbers with {len(shape)} dimension(s)")
     if any(wanted not in (None, size) for wanted, size in zip(shape, found.shape, strict=True)):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {found.shape}, but it must be ({wanted})")
+        wanted = tuple("any" if size is None else size for size in shape)
+        raise ValueError(f"{name} has shape {found.shape}, but it must be {str(wanted).replace(repr('any'), 'any')}")
     return found
 
 
@@ -47,37 +54,22 @@ def _missing_pair(tokens, printed, token_expert_indices):
     return f"token_expert_indices[{place}] is {found[place]}, which is not the expert of token {token} in slot {slot}"
 
 
-def literal_lengths(topk_experts):
-    """Count the non-zero entries of each column of a map of token ids: MoEBlaze, section 4.2, steps 1 and 2 as printed.
-
-    Parameters
-    ----------
-    topk_experts : ndarray (L, k), int32
-        Expert ids below ``GOLDEN_NUM_EXPERTS``.
-
-    Returns
-    -------
-    ndarray (E,), int64
-        Tokens of each expert, without token 0.
-    """
-    dense_map = np.zeros((len(topk_experts), GOLDEN_NUM_EXPERTS), np.int32)
-    tokens = np.arange(len(topk_experts))[:, None]
-    dense_map[tokens, topk_experts] = tokens
-    return np.count_nonzero(dense_map, axis=0)
-
-
 def _uncounted(tokens):
-    lengths = literal_lengths(np.array(tokens, np.int32)).tolist()
+    lengths = literal_lengths(np.array(tokens, np.int32), GOLDEN_NUM_EXPERTS).tolist()
     return {"expert_2": lengths[2], "expert_3": lengths[3], "rows": sum(lengths)}
 
 
 def _lost_expert(E, k, topk_experts):
-    found = _whole_numbers("topk_experts", topk_experts, (None, k)).astype(np.int32)
+    ids = _whole_numbers("topk_experts", topk_experts, (None, k))
+    doors.check_index("topk_experts", ids, E, "experts")  # before int32 cuts an id
+    if len(ids) < 2:
+        return "topk_experts has one token, but the routing must have at least two"
+    found = ids.astype(np.int32)
     right = dispatch.expert_lengths(dispatch.dense_map(found, E))
-    lost = (right > 0) & (literal_lengths(found) == 0)
-    if lost.any():
+    literal = literal_lengths(found, E)
+    if ((right > 0) & (literal == 0)).any():
         return ""
-    return f"the literal count finds tokens of every expert that has some: it counts {literal_lengths(found).tolist()}"
+    return f"the literal count finds tokens of every expert that has some: it counts {literal.tolist()}"
 
 
 # MoEBlaze, sizes and what is stored ----------------------------------------------------------------------------------
@@ -205,7 +197,7 @@ SHEET = Sheet(
                 "rows": Asked("rows", "sum(len(chosen) for chosen in tokens[1:])"),
             },
             truth=_uncounted,
-            computed_by="moeblaze_ref.exercises.sheets.papers_errors.literal_lengths",
+            computed_by="moeblaze_ref.papers.moeblaze.literal_lengths",
             hint="Which token writes the number zero? In which two columns?",
             why=(
                 "Token 0 writes zeros, so nobody counts it: two of the ten rows are lost, and the groups of experts 2 "

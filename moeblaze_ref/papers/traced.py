@@ -1,0 +1,44 @@
+"""Our routing trace, where a paper's claim is about the routing of a trained model."""
+
+import numpy as np
+
+from moeblaze_ref.papers.results import DOCS, Source
+from moeblaze_ref.placement.simulate import STEP_TOKENS
+from moeblaze_ref.traces import RoutingTrace, load
+
+TRACE = DOCS / "results" / "trace_lm_small_h200.npz"
+MISSING = f"docs/results/{TRACE.name} is not installed"
+
+
+def our_trace() -> RoutingTrace | None:
+    """Return the trace of our small language model; None where the documentation is not installed."""
+    return load(TRACE) if TRACE.exists() else None
+
+
+def traced_at(trace: RoutingTrace) -> Source:
+    """Return where the trace was recorded: on an H200, as the file's name says."""
+    return Source("H200", trace.info["commit"])
+
+
+def needed_factors(trace: RoutingTrace, step_tokens: int = STEP_TOKENS) -> np.ndarray:
+    """Return the capacity factors that drop nothing: the fullest expert's rows over the mean.
+
+    Parameters
+    ----------
+    trace : RoutingTrace
+        With `seq`. A step takes sequences from all over the trace, as a batch of training does.
+    step_tokens : int
+        Tokens of a step, about: steps have whole sequences.
+
+    Returns
+    -------
+    ndarray (steps, layers), float64
+    """
+    steps = max(1, len(trace.topk) // step_tokens)
+    return np.stack([_fullest(trace.topk[trace.seq % steps == step], trace.num_experts) for step in range(steps)])
+
+
+def _fullest(topk: np.ndarray, E: int) -> np.ndarray:
+    tokens, _, k = topk.shape
+    counts = np.stack([np.bincount(layer.ravel(), minlength=E) for layer in topk.swapaxes(0, 1)])  # (layers, E)
+    return counts.max(axis=1) * E / (tokens * k)
