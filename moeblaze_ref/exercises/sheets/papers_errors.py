@@ -267,7 +267,8 @@ SHEET = Sheet(
             why=(
                 "Algorithm 1 contradicts the text. It is the only one of the three from which the backward of SwiGLU "
                 "can be computed without computing `A` and `B` again. So the policy `paper` is Algorithm 1. The "
-                "policies `minimal`, which keeps `A` and `B`, and `inputs`, which keeps none of the three, are ours."
+                "paper has neither `minimal`, which keeps `A` and `B` as SonicMoE does, nor `inputs`, which keeps none "
+                "of the three."
             ),
         ),
         Prediction(
