@@ -14,6 +14,7 @@ from moeblaze_ref.devices import cuda_device_count
 OWN = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton", "ortools")
 BASELINES = ("megablocks", "grouped_gemm", "stanford-stk", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
 PACKAGES = (*OWN, *BASELINES)
+RECORD = {"device", "versions", "commit"}  # what every record has
 
 
 def environment() -> dict[str, Any]:
@@ -70,6 +71,29 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def record(path: Path, content: dict[str, Any]):
-    """Write ``content`` and the environment to a JSON file, making its folder if need be."""
-    records.write(path, environment() | content)
+def check_place(path: Path, force: bool = False):
+    """Check that a record may be written here; errors as in `records.check_writable`."""
+    records.check_writable(path, load, force)
+
+
+def record(path: Path, content: dict[str, Any], force: bool = False):
+    """Write ``content`` and the environment to a JSON file, making its folder if need be.
+
+    Parameters
+    ----------
+    path : Path
+        A record that is there is replaced; another file only with ``force``.
+    content : dict
+    force : bool
+
+    Raises
+    ------
+    ValueError, OSError
+        As in `records.replace`.
+    """
+    records.write(path, environment() | content, load, force)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return what a record of any command holds; errors as in `records.read`."""
+    return records.read(path, RECORD)

@@ -134,11 +134,20 @@ def _check_kinds(seq_kind, seq):
     doors.check_index("seq", seq, len(seq_kind), "sequences in seq_kind")
 
 
-def save(path: Path, trace: RoutingTrace):
+def save(path: Path, trace: RoutingTrace, force: bool = False):
     """Write a trace as `load` reads it.
+
+    Parameters
+    ----------
+    path : Path
+        A trace that is there is replaced; another file only with ``force``.
+    trace : RoutingTrace
+    force : bool
 
     Raises
     ------
+    ValueError
+        If another file is there.
     OSError
         If it cannot be written; what was there before stays.
     """
@@ -149,7 +158,7 @@ def save(path: Path, trace: RoutingTrace):
         with part.open("wb") as file:  # numpy would add .npz to a name that lacks it
             np.savez_compressed(file, info=info, **arrays)
 
-    records.replace(path, write)
+    records.replace(Path(path), write, load, force)
 
 
 def load(path: Path, num_experts: int | None = None, model: str | None = None) -> RoutingTrace:

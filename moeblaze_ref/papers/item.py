@@ -1,7 +1,7 @@
 """What an item of a paper is: an equation, a table or a figure, its claims, and how it is measured."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,7 +58,16 @@ class Item:
         draw = function(self.drawn_by)
         if self.measured_by is None:
             return {self.id: draw()}
-        return {f"{self.id}_{device}": draw(rows) for device, rows in recorded.runs(self.id)}
+        return {self._plot_name(device): draw(rows) for device, rows in recorded.runs(self.id)}
+
+    def plot_names(self, devices: Iterable[str]) -> list[str]:
+        """Return the names of `plots` if there are runs on these devices, by their short names."""
+        if self.drawn_by is None:
+            return []
+        return [self._plot_name(device) for device in devices] if self.measured_by else [self.id]
+
+    def _plot_name(self, device: str) -> str:
+        return f"{self.id}_{device}"
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -73,28 +73,33 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_place(path: Path):
+def check_place(path: Path, force: bool = False):
     """Check that a run of this device may be written here.
+
+    Parameters
+    ----------
+    path : Path
+    force : bool
+        Allow to replace a file of another kind.
 
     Raises
     ------
     ValueError, OSError
-        If the file cannot be written, is of another kind, or holds runs of another device.
+        If the file cannot be written, is no regular file, is of another kind, or holds runs of another device.
     """
-    records.check_writable(path)
-    here, there = provenance.environment()["device"], _existing(path)["device"]
+    records.check_regular(path)
+    records.check_writable(path, load, force)
+    here, there = provenance.environment()["device"], _existing(path, force)["device"]
     if there != here:
         raise ValueError(f"{path} holds runs of {there}, but here is {here}: name another file")
 
 
-def _existing(path: Path) -> dict[str, Any]:
+def _existing(path: Path, force: bool) -> dict[str, Any]:
     """What a file holds; of no file, or an empty one, that it holds nothing of this device."""
-    if path.exists() and path.stat().st_size:
-        return load(path)
-    return {"device": provenance.environment()["device"], "items": {}}
+    return records.earlier(path, load, force) or {"device": provenance.environment()["device"], "items": {}}
 
 
-def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]]) -> Iterator[Rows]:
+def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]], force: bool = False) -> Iterator[Rows]:
     """Run the jobs of an item and write the rows of each to a file as soon as they are there.
 
     Parameters
@@ -104,13 +109,15 @@ def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]]) -> Iterato
         commit and versions.
     item : str
     jobs : sequence of callable
+    force : bool
+        Replace a file of another kind.
 
     Yields
     ------
     list of dict
         The rows of each job, those of an earlier part of this run too.
     """
-    content, here = _existing(path), provenance.environment()
+    content, here = _existing(path, force), provenance.environment()
     runs = content["items"].setdefault(item, [])
     if not (runs and not runs[-1]["finished"] and all(runs[-1][name] == here[name] for name in SAME)):
         runs.append({name: here[name] for name in (*SAME, "clocks")} | {"finished": False, "jobs": []})
@@ -120,7 +127,7 @@ def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]]) -> Iterato
         rows = job()
         run["jobs"].append(rows)
         run["clocks"] = provenance.clocks()
-        records.write(path, content)
+        records.write(path, content, load, force)
         yield rows
     run["finished"] = True
-    records.write(path, content)
+    records.write(path, content, load, force)

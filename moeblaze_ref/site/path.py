@@ -115,9 +115,11 @@ def main():
     """The command."""
     parser = argparse.ArgumentParser(description="Write how long the notebooks take into docs/path.md.")
     parser.add_argument("--record", type=Path, help="measure first, and write the times here, too")
-    if record := parser.parse_args().record:
-        records.check_writable(record)
-        provenance.record(record, measure())
+    parser.add_argument("--force", action="store_true", help="replace a file there that is no record")
+    given = parser.parse_args()
+    if record := given.record:
+        provenance.check_place(record, given.force)
+        provenance.record(record, measure(), given.force)
     DOCUMENT.write_text(fill(DOCUMENT.read_text(), records.read(record or RECORD, KEYS)))
 
 
