@@ -76,7 +76,7 @@ def check_place(path: Path, force: bool = False):
     records.check_writable(path, load, force)
 
 
-def record(path: Path, content: dict[str, Any], force: bool = False):
+def record(path: Path, content: dict[str, Any], force: bool = False) -> dict[str, Any]:
     """Write ``content`` and the environment to a JSON file, making its folder if need be.
 
     Parameters
@@ -86,12 +86,19 @@ def record(path: Path, content: dict[str, Any], force: bool = False):
     content : dict
     force : bool
 
+    Returns
+    -------
+    dict
+        What was written.
+
     Raises
     ------
     ValueError, OSError
         As in `records.replace`.
     """
-    records.write(path, environment() | content, load, force)
+    whole = environment() | content
+    records.write(path, whole, load, force)
+    return whole
 
 
 def load(path: Path) -> dict[str, Any]:

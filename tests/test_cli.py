@@ -249,7 +249,7 @@ def test_every_record_is_tried_first(pretended_gpu, monkeypatch, tmp_path, comma
 
 
 def test_what_was_timed_is_shown_even_if_it_cannot_be_written(pretended_gpu, monkeypatch, tmp_path):
-    def full(path, content):
+    def full(*arguments):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(records, "write", full)

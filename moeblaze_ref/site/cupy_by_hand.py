@@ -79,7 +79,7 @@ def main():
         try:
             provenance.check_place(record, given.force)
             provenance.record(record, measure(DOCUMENT.read_text()), given.force)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, OSError) as error:
             parser.error(str(error))
     DOCUMENT.write_text(fill(DOCUMENT.read_text()))
 

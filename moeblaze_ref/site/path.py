@@ -117,10 +117,16 @@ def main():
     parser.add_argument("--record", type=Path, help="measure first, and write the times here, too")
     parser.add_argument("--force", action="store_true", help="replace a file there that is no record")
     given = parser.parse_args()
-    if record := given.record:
-        provenance.check_place(record, given.force)
-        provenance.record(record, measure(), given.force)
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), records.read(record or RECORD, KEYS)))
+    try:
+        found = _measured(given.record, given.force) if given.record else records.read(RECORD, KEYS)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    DOCUMENT.write_text(fill(DOCUMENT.read_text(), found))
+
+
+def _measured(record: Path, force: bool) -> dict[str, Any]:
+    provenance.check_place(record, force)
+    return provenance.record(record, measure(), force)
 
 
 if __name__ == "__main__":
