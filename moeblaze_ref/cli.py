@@ -22,6 +22,7 @@ from moeblaze_ref.bench import KINDS
 from moeblaze_ref.config import POLICIES, PRESETS
 from moeblaze_ref.lm import EVIDENCE, LAYERS
 from moeblaze_ref.lm import PRESETS as TRAINED
+from moeblaze_ref.simt import cache
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -48,7 +49,7 @@ def user_errors() -> Iterator[None]:
     """A wrong name, size or path is the user's to mend: print the message alone and exit with status 2."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, cache.SimtUnavailable) as error:
         print_error(str(error))
         raise typer.Exit(2) from None
 
@@ -65,12 +66,16 @@ def doctor():
     table.add_column("backend", no_wrap=True)
     table.add_column("runs here", no_wrap=True)
     table.add_column("how, or why not")
-    for backend in (*BACKENDS.values(), JUDGE):
-        status = backend.status()
+    backends = (*BACKENDS.values(), JUDGE)
+    statuses = {backend.name: backend.status() for backend in backends}
+    for backend in backends:
+        status = statuses[backend.name]
         verdict = Text("yes", style="green") if status.available else Text("no", style="yellow")
         remedy = f"\nto mend: {status.remedy}" if status.remedy else ""
         table.add_row(backend.name, verdict, f"{backend.description}: {status.detail}{remedy}")
     stdout().print(table)
+    if statuses["simt"].available:
+        stdout().print(cache.summary(), highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()
