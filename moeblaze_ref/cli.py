@@ -476,7 +476,7 @@ def place(
         Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
     ] = None,
     synthetic: Annotated[
-        str | None, typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8, of Zipf's load.")
+        str | None, typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8 and at most 128x1024x32, of Zipf's load.")
     ] = None,
     splits: Annotated[
         int, typer.Option(help="Random halves of the sequences to fit to and judge on; 0: the whole trace for both.")
