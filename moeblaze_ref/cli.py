@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref import apart, provenance, records, terminal
+from moeblaze_ref import apart, provenance, records, source_hashes, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.config import POLICIES, PRESETS
@@ -146,7 +146,8 @@ def check(
         stdout().print(terminal.verdict(rows))
     if record:
         with user_errors():
-            provenance.record(record, {"rows": [row.as_dict() for row in rows]}, force)
+            parts = source_hashes.of_backends(row.backend for row in rows if row.available)
+            provenance.record(record, {"rows": [row.as_dict() for row in rows]}, force, parts)
     raise typer.Exit(0 if cross_check.passed(rows) else 1)
 
 
@@ -544,7 +545,7 @@ def place(
             named = trace.name if trace else f"synthetic {synthetic}"
             asked = {"trace": named, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
             asked |= {"solver": solver, "time_limit": time_limit, "limit": limit}
-            provenance.record(record, asked | report.content(rows, trials, along, tokens), force)
+            provenance.record(record, asked | report.content(rows, trials, along, tokens), force, (source_hashes.PLACEMENT,))
 
 
 @app.command()

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import records
+from moeblaze_ref import records, source_hashes
 from moeblaze_ref.devices import cuda_device_count
 
 OWN = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton", "ortools")
@@ -17,20 +17,27 @@ PACKAGES = (*OWN, *BASELINES)
 RECORD = {"device", "versions", "commit"}  # what every record has
 
 
-def environment() -> dict[str, Any]:
-    """Device, clocks, versions and commit of this very run.
+def environment(parts: tuple[str, ...] = source_hashes.MEASURED) -> dict[str, Any]:
+    """Device, clocks, versions, commit and hashes of the code of this very run.
+
+    Parameters
+    ----------
+    parts : tuple of str
+        The parts of the code that are measured, of ``source_hashes.PARTS``.
 
     Returns
     -------
     dict
-        {device, clocks, versions, commit}. Without a GPU device is the processor and clocks is None. The
-        commit is git's, or $MOEBLAZE_COMMIT where the tree was copied without its history.
+        {device, clocks, versions, commit, code}. Without a GPU device is the processor and clocks is None. The
+        commit is git's, or $MOEBLAZE_COMMIT where the tree was copied without its history. ``code`` has the hash of
+        each part as it is in this tree, whatever of it is committed.
     """
     return {
         "device": _nvidia_smi("name,driver_version,memory.total") or _processor(),
         "clocks": clocks(),
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _commit(),
+        "code": source_hashes.hashes(parts),
     }
 
 
@@ -76,7 +83,9 @@ def check_place(path: Path, force: bool = False):
     records.check_writable(path, load, force)
 
 
-def record(path: Path, content: dict[str, Any], force: bool = False) -> dict[str, Any]:
+def record(
+    path: Path, content: dict[str, Any], force: bool = False, parts: tuple[str, ...] = source_hashes.MEASURED
+) -> dict[str, Any]:
     """Write ``content`` and the environment to a JSON file, making its folder if need be.
 
     Parameters
@@ -85,6 +94,8 @@ def record(path: Path, content: dict[str, Any], force: bool = False) -> dict[str
         A record that is there is replaced; another file only with ``force``.
     content : dict
     force : bool
+    parts : tuple of str
+        As in `environment`.
 
     Returns
     -------
@@ -96,7 +107,7 @@ def record(path: Path, content: dict[str, Any], force: bool = False) -> dict[str
     ValueError, OSError
         As in `records.replace`.
     """
-    whole = environment() | content
+    whole = environment(parts) | content
     records.write(path, whole, load, force)
     return whole
 

@@ -41,7 +41,7 @@ def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repeti
     Returns
     -------
     dict
-        {device, clocks, versions, commit, runs, rows}. ``runs`` holds {kind, clocks, repetitions} of each run; a row's
+        {device, clocks, versions, commit, code, runs, rows}. ``runs`` holds {kind, clocks, repetitions} of each run; a row's
         "run" is its place there.
     """
     run = {"kind": kind, "clocks": clocks, "repetitions": repetitions}
@@ -66,10 +66,10 @@ def check_place(path: Path, force: bool = False):
     earlier, here = records.earlier(path, load, force), provenance.environment()
     if earlier is None:
         return
-    for name in PLACE:
-        if earlier[name] != here[name]:
+    for name in (*PLACE, "code"):
+        if earlier.get(name) != here[name]:
             raise ValueError(
-                f"{path} holds runs with {name} {earlier[name]}, but here it is {here[name]}: name another file"
+                f"{path} holds runs with {name} {earlier.get(name)}, but here it is {here[name]}: name another file"
             )
 
 

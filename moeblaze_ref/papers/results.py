@@ -12,10 +12,10 @@ from moeblaze_ref import provenance, records
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = "paper_*.json"
-SAME = ("versions", "commit")  # of all parts of a run
+SAME = ("versions", "commit")  # of all parts of a run, and the code
 
 Rows = list[dict[str, Any]]
-Run = dict[str, Any]  # versions, commit, clocks, finished, jobs: the rows of each
+Run = dict[str, Any]  # versions, commit, code, clocks, finished, jobs: the rows of each
 
 
 class Recorded:
@@ -119,8 +119,9 @@ def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]], force: boo
     """
     content, here = _existing(path, force), provenance.environment()
     runs = content["items"].setdefault(item, [])
-    if not (runs and not runs[-1]["finished"] and all(runs[-1][name] == here[name] for name in SAME)):
-        runs.append({name: here[name] for name in (*SAME, "clocks")} | {"finished": False, "jobs": []})
+    same = {name: here[name] for name in (*SAME, "code")}
+    if not (runs and not runs[-1]["finished"] and all(runs[-1].get(name) == same[name] for name in same)):
+        runs.append(same | {"clocks": here["clocks"], "finished": False, "jobs": []})
     run = runs[-1]
     yield from run["jobs"]
     for job in jobs[len(run["jobs"]) :]:

@@ -22,7 +22,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref import doors, provenance, traces
+from moeblaze_ref import doors, provenance, source_hashes, traces
 from moeblaze_ref.cli import Force, stdout, user_errors
 from moeblaze_ref.parallel import findings, measure
 from moeblaze_ref.parallel.costs import Costs
@@ -36,6 +36,7 @@ from moeblaze_ref.placement.trace import profile, split
 from moeblaze_ref.traces import RoutingTrace
 
 WIDTHS = {"mixtral": (4096, 14336), "gpt-oss": (2880, 2880), "toy": (16, 24)}  # d and h
+MEASURED = (source_hashes.CUDA, source_hashes.LAYERS, source_hashes.PARALLEL)
 TURNS = 4  # of each map
 
 
@@ -247,7 +248,7 @@ def _run(
         run = asked | model | on | {"exchange_s": costs.exchange_s, "rest_s": costs.rest_s}
         stdout().print(table(found, "\n".join([findings.what(run), *findings.doubts(run)])))
         if record:
-            provenance.record(record, run | {"rows": [asdict(row) for row in found]}, force)
+            provenance.record(record, run | {"rows": [asdict(row) for row in found]}, force, MEASURED)
 
 
 if __name__ == "__main__":
