@@ -477,7 +477,8 @@ def place(
         Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
     ] = None,
     synthetic: Annotated[
-        str | None, typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8 and at most 128x1024x32, of Zipf's load.")
+        str | None,
+        typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8 and at most 128x1024x32, of Zipf's load."),
     ] = None,
     splits: Annotated[
         int, typer.Option(help="Random halves of the sequences to fit to and judge on; 0: the whole trace for both.")
@@ -545,7 +546,9 @@ def place(
             named = trace.name if trace else f"synthetic {synthetic}"
             asked = {"trace": named, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
             asked |= {"solver": solver, "time_limit": time_limit, "limit": limit}
-            provenance.record(record, asked | report.content(rows, trials, along, tokens), force, (source_hashes.PLACEMENT,))
+            provenance.record(
+                record, asked | report.content(rows, trials, along, tokens), force, (source_hashes.PLACEMENT,)
+            )
 
 
 @app.command()

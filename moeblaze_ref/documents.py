@@ -41,7 +41,8 @@ def place(found: Mapping[str, Any]) -> list[str]:
     Behind the commit stands which parts of the code have changed since.
     """
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return [f"- device: {found['device']}", f"- versions: {versions}", f"- commit: {found['commit']}{source_hashes.mark(found)}"]
+    commit = found["commit"] + source_hashes.mark(found)
+    return [f"- device: {found['device']}", f"- versions: {versions}", f"- commit: {commit}"]
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:

@@ -64,7 +64,8 @@ def _check_kind(path: Path, load: Load):
         load(path)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} exists and is no file that this command writes: {error}. Name another one, or replace it by --force"
+            f"{path} exists and is no file that this command writes: {error}. "
+            "Name another one, or replace it by --force"
         ) from None
 
 
@@ -186,7 +187,9 @@ def _part_of(path: Path) -> Path:
     path = path.resolve()
     part = path.with_name(f"{path.name}.part")
     if os.path.lexists(part) and not stat.S_ISREG(part.lstat().st_mode):
-        raise ValueError(f"{part} is no regular file, but {path.name} is written there first: remove it, or name another")
+        raise ValueError(
+            f"{part} is no regular file, but {path.name} is written there first: remove it, or name another"
+        )
     return part
 
 

@@ -223,9 +223,8 @@ def load_npz(path: Path, needed: str) -> dict[str, np.ndarray]:
     """
     with Path(path).open("rb") as file:
         if file.read(len(NPY)) == NPY:
-            raise ValueError(
-                f"{Path(path).name} is a single array, but an npz is needed: numpy.savez(path, {needed}=array) writes one"
-            )
+            name = Path(path).name
+            raise ValueError(f"{name} is a single array, but an npz is needed: numpy.savez(path, {needed}=array) makes it")
         file.seek(0)
         try:
             with np.load(file, allow_pickle=False) as arrays:

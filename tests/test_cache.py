@@ -105,7 +105,9 @@ def test_two_processes_heal_one_file_at_once(copy):
 def test_a_build_that_is_killed_leaves_nothing_that_is_loaded(copy, tmp_path):
     files(copy)["kernel"].unlink()
     compiler = tmp_path / "g++"
-    compiler.write_text(f'#!/bin/sh\ncase " $* " in *" -shared "*) kill -9 $PPID;; esac\nexec {shutil.which("g++")} "$@"\n')
+    compiler.write_text(
+        f'#!/bin/sh\ncase " $* " in *" -shared "*) kill -9 $PPID;; esac\nexec {shutil.which("g++")} "$@"\n'
+    )
     compiler.chmod(0o755)
     assert run(copy, CXX=str(compiler)).returncode == -9
     assert len(list((copy / "simt").glob("*.so"))) == 1
@@ -131,7 +133,9 @@ def test_a_file_is_made_once(folder):
 def test_a_file_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
     done = []
     fsync, rename = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")) or fsync(number))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}")) or fsync(number)
+    )
     monkeypatch.setattr(os, "replace", lambda *paths: done.append("rename") or rename(*paths))
     cache.kept("a.so", lambda path: path.write_bytes(b"content"))
     first, *rest = done
@@ -141,7 +145,9 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
 def test_a_full_disk_is_one_line_and_leaves_nothing(folder):
     with files_of_at_most(1000), pytest.raises(cache.SimtUnavailable) as refused:
         cache.kept("a.so", lambda path: path.write_bytes(bytes(5000)))
-    assert re.fullmatch(r"the folder of compiled kernels .* cannot be written \(.*\); set MOEBLAZE_CACHE to .*", str(refused.value))
+    assert re.fullmatch(
+        r"the folder of compiled kernels .* cannot be written \(.*\); set MOEBLAZE_CACHE to .*", str(refused.value)
+    )
     assert list(folder.iterdir()) == []
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import nbformat
 import numpy as np
 import pytest
 import small_lm
@@ -29,12 +30,14 @@ from moeblaze_ref.lm import checkpoint, data, evidence
 from moeblaze_ref.lm import command as lm_command
 from moeblaze_ref.lm import run as lm_run
 from moeblaze_ref.lm.train import Trainer
+from moeblaze_ref.notebook import outputs
 from moeblaze_ref.papers import command as papers_command
 from moeblaze_ref.papers.item import Item
 from moeblaze_ref.parallel import bench as parallel_bench
 from moeblaze_ref.parallel import findings
 from moeblaze_ref.placement import maps, synthetic
 from moeblaze_ref.placement.synthetic import synthetic_trace
+from moeblaze_ref.site import build as site
 from moeblaze_ref.site import cupy_by_hand
 from moeblaze_ref.site import path as course_path
 
@@ -44,7 +47,7 @@ TRACE = synthetic_trace(64, 2, 4, 1)
 
 
 def make_device(path: Path, minor: int):
-    """A character device of the test's own; who may not make one gets a link to the system's, which no test replaces."""
+    """A character device of the test's own; who may not make one gets a link to the system's."""
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
     except PermissionError:
@@ -132,7 +135,10 @@ class CapturedText:
 
 
 def of_check(done):
-    return [patch.object(terminal, "run_with_bar", does(done, [])), patch("moeblaze_ref.check.passed", lambda rows: True)]
+    return [
+        patch.object(terminal, "run_with_bar", does(done, [])),
+        patch("moeblaze_ref.check.passed", lambda rows: True),
+    ]
 
 
 def of_a_kernel(done):
@@ -224,12 +230,18 @@ def on_several_gpus(words):
 
 def of_the_course(done):
     page = SimpleNamespace(read_text=str, write_text=lambda text: None)
-    return [patch.object(course_path, "measure", does(done, {"rows": [], "cores": 1})), patch.object(course_path, "DOCUMENT", page)]
+    return [
+        patch.object(course_path, "measure", does(done, {"rows": [], "cores": 1})),
+        patch.object(course_path, "DOCUMENT", page),
+    ]
 
 
 def of_a_launch_by_hand(done):
     page = SimpleNamespace(read_text=str, write_text=lambda text: None)
-    return [patch.object(cupy_by_hand, "measure", does(done, {"printed": ""})), patch.object(cupy_by_hand, "DOCUMENT", page)]
+    return [
+        patch.object(cupy_by_hand, "measure", does(done, {"printed": ""})),
+        patch.object(cupy_by_hand, "DOCUMENT", page),
+    ]
 
 
 def of_memory(done):
@@ -422,6 +434,29 @@ def test_a_picture_of_another_project_is_refused(tmp_path):
         terminal.save(figure, tmp_path, "loss")
     terminal.save(figure, tmp_path, "loss", force=True)
     assert terminal.save(figure, tmp_path, "loss") == tmp_path / "loss.png"
+
+
+def test_a_notebook_takes_the_place_of_a_notebook_alone(tmp_path):
+    os.mkfifo(tmp_path / "pipe.ipynb")
+    with pytest.raises(ValueError, match="pipe.ipynb is no regular file"):
+        outputs.remake(tmp_path / "pipe.ipynb")
+    (tmp_path / "notes.ipynb").write_text(FOREIGN)
+    with pytest.raises(nbformat.reader.NotJSONError):
+        outputs.remake(tmp_path / "notes.ipynb")
+    assert (tmp_path / "notes.ipynb").read_text() == FOREIGN
+
+
+def test_a_site_removes_no_folder_of_somebody_else(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(site, "build", lambda folder: built.append(folder) or 0)
+    (tmp_path / "notes.txt").write_text(FOREIGN)
+    refused = run_main(site.main)(["build", str(tmp_path)])
+    assert refused.exit_code == 2 and "all of it would be removed" in refused.stderr and not built
+    for words in (["build", str(tmp_path / "new")], ["build", str(tmp_path), "--force"], ["build"]):
+        assert run_main(site.main)(words).exit_code == 0
+    assert built == [tmp_path / "new", tmp_path, site.SITE]
+    (tmp_path / "index.html").write_text(site._TO_HOME)
+    site.check_place(tmp_path)
 
 
 # Training -------------------------------------------------------------------------------------------------------------

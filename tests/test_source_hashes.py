@@ -193,7 +193,11 @@ RESULTS = sorted(page.DOCUMENT.with_suffix("").glob("*.json"))
 @pytest.mark.parametrize("path", [*RESULTS, tiles.TABLE], ids=lambda path: path.name)
 def test_every_record_notes_the_code_of_its_commit(path):
     found = json.loads(path.read_text())
-    runs = [found] if "commit" in found else [run for name in ("items", "runs", "trials") for run in source_hashes._runs(found.get(name, []))]
+    runs = (
+        [found]
+        if "commit" in found
+        else [run for name in ("items", "runs", "trials") for run in source_hashes._runs(found.get(name, []))]
+    )
     runs = [run for run in runs if "clocks" in run or path.name.startswith("trials")]
     assert runs and all(run["code"] and set(run["code"]) <= PARTS.keys() for run in runs)
 

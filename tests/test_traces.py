@@ -242,7 +242,9 @@ def test_a_failed_write_leaves_the_trace_of_before(trainer, tmp_path):
 
 def test_a_single_array_is_no_trace(tmp_path):
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(ValueError, match=r"one.npy is a single array, but an npz is needed: numpy.savez\(path, topk=array\)"):
+    with pytest.raises(
+        ValueError, match=r"one.npy is a single array, but an npz is needed: numpy.savez\(path, topk=array\)"
+    ):
         traces.load(tmp_path / "one.npy")
 
 

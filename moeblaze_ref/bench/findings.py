@@ -121,7 +121,8 @@ def chosen_tiles() -> str:
     """What stands in the table of tiles, rung by rung, for each GPU that was tuned."""
     runs = json.loads(tiles.TABLE.read_text())["runs"]
     return "\n".join(
-        _lines(f"- {run['device']}, at commit {run['commit'][:7]}{source_hashes.mark(run)}: {'; '.join(_entries(run))}") for run in runs
+        _lines(f"- {run['device']}, at commit {run['commit'][:7]}{source_hashes.mark(run)}: {'; '.join(_entries(run))}")
+        for run in runs
     )
 
 

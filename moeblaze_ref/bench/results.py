@@ -41,8 +41,8 @@ def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repeti
     Returns
     -------
     dict
-        {device, clocks, versions, commit, code, runs, rows}. ``runs`` holds {kind, clocks, repetitions} of each run; a row's
-        "run" is its place there.
+        {device, clocks, versions, commit, code, runs, rows}. ``runs`` holds {kind, clocks, repetitions} of each run; a
+        row's "run" is its place there.
     """
     run = {"kind": kind, "clocks": clocks, "repetitions": repetitions}
     return provenance.environment() | {"clocks": clocks, "runs": [run], "rows": [{"run": 0} | row for row in rows]}
@@ -74,7 +74,7 @@ def check_place(path: Path, force: bool = False):
 
 
 def add(path: Path, new: Result, force: bool = False):
-    """Write a run into a file, after the runs that it holds already; with ``force`` in place of another kind of file."""
+    """Write a run into a file, after those that it holds already; with ``force`` in place of another kind of file."""
     if earlier := records.earlier(path, load, force):
         rows = [row | {"run": row["run"] + len(earlier["runs"])} for row in new["rows"]]
         new = earlier | {"runs": earlier["runs"] + new["runs"], "rows": earlier["rows"] + rows}

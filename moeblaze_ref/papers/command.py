@@ -74,7 +74,7 @@ def measure(
 
 
 def check_plots(found: Sequence[Item], folder: Path, force: bool = False):
-    """Check that pictures of the recorded runs, and of runs here, may be written; errors as in `terminal.check_plots`."""
+    """Check that pictures of the recorded runs and of runs here may be written; errors as in `terminal.check_plots`."""
     recorded, here = Recorded(), results.device_name(provenance.environment()["device"])
     names = (item.plot_names([*(device for device, _ in recorded.runs(item.id)), here]) for item in found)
     terminal.check_plots(folder, itertools.chain.from_iterable(names), force)
@@ -82,4 +82,6 @@ def check_plots(found: Sequence[Item], folder: Path, force: bool = False):
 
 def write_plots(found: Sequence[Item], recorded: Recorded, folder: Path, force: bool = False) -> list[Path]:
     """Write the pictures of the items into a folder; return the files. Errors as in `terminal.save_all`."""
-    return terminal.save_all({name: plot for item in found for name, plot in item.plots(recorded).items()}, folder, force)
+    return terminal.save_all(
+        {name: plot for item in found for name, plot in item.plots(recorded).items()}, folder, force
+    )
