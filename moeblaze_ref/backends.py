@@ -190,10 +190,15 @@ def _simt_status() -> Status:
 
     try:
         build.cuda_include_dirs()
-        return Status(True, f"compiled by {build.compiler()}, with CUDA's own headers")
+        compiled_by = build.compiler()
+        build.runtime_library()  # the part that every kernel needs: built if need be, and loaded
     except build.SimtUnavailable as error:
         detail, _, remedy = str(error).partition("; ")
         return Status(False, detail, remedy)
+    except build.SimtCompileError as error:
+        first = next((line for line in str(error).splitlines() if "error" in line), "no error is named")
+        return Status(False, f"{compiled_by} does not compile the executor: {first}", "name another compiler by CXX")
+    return Status(True, f"compiled by {compiled_by}, with CUDA's own headers")
 
 
 def _cuda_status() -> Status:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref import apart, provenance, records, terminal
+from moeblaze_ref import apart, provenance, records, source_hashes, terminal
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.config import POLICIES, PRESETS
 from moeblaze_ref.lm import EVIDENCE, LAYERS
 from moeblaze_ref.lm import PRESETS as TRAINED
+from moeblaze_ref.simt import cache
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -32,6 +33,9 @@ app = typer.Typer(
 
 OF_A_KERNEL = "A kernel of your own"  # the panel of check's options that --kernel makes sense of
 
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a file that is there even if this command did not write it.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -45,7 +49,7 @@ def user_errors() -> Iterator[None]:
     """A wrong name, size or path is the user's to mend: print the message alone and exit with status 2."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, cache.SimtUnavailable) as error:
         print_error(str(error))
         raise typer.Exit(2) from None
 
@@ -62,12 +66,16 @@ def doctor():
     table.add_column("backend", no_wrap=True)
     table.add_column("runs here", no_wrap=True)
     table.add_column("how, or why not")
-    for backend in (*BACKENDS.values(), JUDGE):
-        status = backend.status()
+    backends = (*BACKENDS.values(), JUDGE)
+    statuses = {backend.name: backend.status() for backend in backends}
+    for backend in backends:
+        status = statuses[backend.name]
         verdict = Text("yes", style="green") if status.available else Text("no", style="yellow")
         remedy = f"\nto mend: {status.remedy}" if status.remedy else ""
         table.add_row(backend.name, verdict, f"{backend.description}: {status.detail}{remedy}")
     stdout().print(table)
+    if statuses["simt"].available:
+        stdout().print(cache.summary(), highlight=False, soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -106,6 +114,7 @@ def check(
     timeout: Annotated[
         int, typer.Option(help="Seconds until a kernel counts as endless.", min=1, rich_help_panel=OF_A_KERNEL)
     ] = 600,
+    force: Force = False,
     as_json: AsJson = False,
 ):
     """Cross-check every stage of every backend, or judge a kernel of yours; exit with status 1 on any failure."""
@@ -117,10 +126,10 @@ def check(
         with user_errors():
             raise ValueError("--gradients checks the torch layers, --kernel one kernel: leave one of them out")
     if kernel is not None:
-        _judge(kernel, stage or [], backend or [], options, timeout, record, as_json)
+        _judge(kernel, stage or [], backend or [], options, timeout, record, force, as_json)
     with user_errors():
         if record:
-            records.check_writable(record)
+            provenance.check_place(record, force)
         if options:
             raise ValueError(f"{', '.join(options)}: only a kernel has these; name it with --kernel")
         if gradients and stage:
@@ -137,12 +146,20 @@ def check(
         stdout().print(terminal.verdict(rows))
     if record:
         with user_errors():
-            provenance.record(record, {"rows": [row.as_dict() for row in rows]})
+            parts = source_hashes.of_backends(row.backend for row in rows if row.available)
+            provenance.record(record, {"rows": [row.as_dict() for row in rows]}, force, parts)
     raise typer.Exit(0 if cross_check.passed(rows) else 1)
 
 
 def _judge(
-    kernel: str, stages: list[str], backends: list[str], options, timeout: int, record: Path | None, as_json: bool
+    kernel: str,
+    stages: list[str],
+    backends: list[str],
+    options: dict[str, Any],
+    timeout: int,
+    record: Path | None,
+    force: bool,
+    as_json: bool,
 ):
     """The ``check`` of one kernel from outside the project."""
     from moeblaze_ref.judge.contracts import CONTRACTS
@@ -155,14 +172,14 @@ def _judge(
         if "constants" in options:
             options["constants"] = dict(_definition(text) for text in options["constants"])
         if record:
-            records.check_writable(record)
+            provenance.check_place(record, force)
         try:
             verdict = apart.examine(kernel, stages[0], timeout, backend=next(iter(backends), None), **options)
         except TimeoutError:
             print_error(f"{kernel} did not end within {timeout} seconds; --timeout sets another limit")
             raise typer.Exit(1) from None
         if record:
-            provenance.record(record, verdict.document)
+            provenance.record(record, verdict.document, force)
     if as_json:
         print(json.dumps(verdict.document, indent=2))
     else:
@@ -182,6 +199,7 @@ def sanitize(
     record: Annotated[
         Path | None, typer.Option(help="Also write the findings here, with GPU, versions, commit.")
     ] = None,
+    force: Force = False,
 ):
     """Run every raw CUDA kernel under compute-sanitizer, on a GPU; exit with status 1 if it finds anything."""
     from moeblaze_ref import sanitize as sanitizer
@@ -189,14 +207,14 @@ def sanitize(
     with user_errors():
         jobs = sanitizer.plan()
         if record:
-            records.check_writable(record)
+            provenance.check_place(record, force)
     findings = terminal.run_with_bar("sanitizing", jobs)
     for finding in findings:
         shown = finding.report[-1:] if finding.ok else finding.report[:40]
         stdout().print(f"{finding.tool}: {'clean' if finding.ok else 'NOT CLEAN'}", *shown, sep="\n  ", markup=False)
     if record:
         with user_errors():
-            provenance.record(record, {"tools": [asdict(finding) for finding in findings]})
+            provenance.record(record, {"tools": [asdict(finding) for finding in findings]}, force)
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
@@ -217,6 +235,7 @@ def bench(
     record: Annotated[
         Path | None, typer.Option("--record", "--out", help="Also write the rows here, after those of earlier runs.")
     ] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ):
     """Time the layer or its stages on a GPU, in turns with plain torch; exit with status 1 if a result is wrong.
@@ -233,7 +252,7 @@ def bench(
         jobs = plan.jobs(kind, request)
         device = plan.gpu()
         if record:
-            results.check_place(record)
+            results.check_place(record, force)
         rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
     if as_json:
@@ -242,7 +261,7 @@ def bench(
         stdout().print(report.table(rows))
     if record:
         with user_errors():
-            results.add(record, result)
+            results.add(record, result, force)
     raise typer.Exit(1 if report.wrong(rows) else 0)
 
 
@@ -252,6 +271,7 @@ def paper(
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
     record: Annotated[Path | None, typer.Option(help="Of --gpu: add the runs to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ):
     """Compare the papers with their formulas and with ours, claim by claim; exit with status 1 if one fails."""
@@ -259,14 +279,17 @@ def paper(
 
     with user_errors():
         items = command.chosen(item or [], gpu, record, plot)
-        recorded = command.measure(items, record, terminal.progress_bar) if gpu else command.Recorded()
+        if plot:
+            command.check_plots(items, plot, force)
+        recorded = command.measure(items, record, terminal.progress_bar, force) if gpu else command.Recorded()
         rows = [row for one in items for row in one.rows(recorded)]
-        written = command.write_plots(items, recorded, plot) if plot else []
     if as_json:
         print(json.dumps(report.as_json(items, rows), indent=1))
     else:
         stdout().print(report.table(items, rows, details=bool(item)))
     if plot:
+        with user_errors():
+            written = command.write_plots(items, recorded, plot, force)
         Console(stderr=True).print(f"plots: {', '.join(map(str, written)) or 'nothing is recorded'}", soft_wrap=True)
     raise typer.Exit(1 if command.failures(rows) else 0)
 
@@ -280,6 +303,7 @@ def tune(
     record: Annotated[
         Path | None, typer.Option(help="Also write the table here, in the place of what it says of this class of GPU.")
     ] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ):
     """Time every tile that a tensor-core kernel may be compiled for, on a GPU, and choose one for each kind of layer."""
@@ -291,7 +315,7 @@ def tune(
         jobs = tuning.jobs(presets, tokens, rungs, repetitions)
         device = plan.gpu()
         if record:
-            tuning.check_place(record)
+            tuning.check_place(record, force)
     times = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     run = tuning.run_of(times, device.clocks(), stages.executor_here().capability)
     if as_json:
@@ -300,7 +324,7 @@ def tune(
         stdout().print(tuning.table(times))
     if record:
         with user_errors():
-            tuning.add(record, run)
+            tuning.add(record, run, force)
 
 
 @app.command()
@@ -315,6 +339,7 @@ def memory(
         bool, typer.Option("--measure", help="Also run the layers, on a GPU if there is one, and see what is kept.")
     ] = False,
     plots: Annotated[Path | None, typer.Option(help="Write the two plots into this folder.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ):
     """Show where the activation bytes of one MoE layer go, tensor by tensor, for every system."""
@@ -330,6 +355,8 @@ def memory(
         assumptions = Assumptions(capacity_factor=capacity_factor, block=block)
         found = accounts(config, system or tuple(SYSTEMS), assumptions)
         notes = report.preset_notes(preset)
+        if plots:
+            terminal.check_plots(plots, terminal.MEMORY_PLOTS, force)
     measurements = measure_here(found) if measure else ()
     if as_json:
         print(json.dumps(report.as_json(preset, config, found, notes, measurements), indent=2))
@@ -337,7 +364,7 @@ def memory(
         stdout().print(report.tables(config, found, notes, measurements))
     if plots:
         with user_errors():
-            written = terminal.write_memory_plots(config, found, assumptions, plots)
+            written = terminal.save_all(terminal.memory_figures(config, found, assumptions), plots, force)
         Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
 
 
@@ -402,6 +429,7 @@ def evidence(
     data: Annotated[Path | None, typer.Option(help="Folder of text files, in place of Python's own.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
     record: Annotated[Path | None, typer.Option(help="Also write it here, with GPU, versions, commit.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ):
     """Hold training with our layer against training with plain torch; exit with status 1 if they differ."""
@@ -411,10 +439,10 @@ def evidence(
     request = gathering.Request(preset, steps, device, data, out, tuple(run or ()))
     with user_errors(), finite_numbers():
         if record:
-            records.check_writable(record)
+            provenance.check_place(record, force)
         found = gathering.gather(kind, request)
         if record:
-            provenance.record(record, found)
+            provenance.record(record, found, force)
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -432,12 +460,13 @@ def trace(
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="At most so many of each kind of text; 40,960 by default.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    force: Force = False,
 ):
     """Write which experts a trained model chose, token by token, on the part of a text that training holds out."""
     from moeblaze_ref.lm import command
 
     with user_errors():
-        text = command.trace(checkpoint, out, data or [], tokens, device)
+        text = command.trace(checkpoint, out, data or [], tokens, device, force)
     stdout().print(text, highlight=False, soft_wrap=True, markup=False)
 
 
@@ -448,7 +477,8 @@ def place(
         Path | None, typer.Option(help="npz with topk (tokens, layers, k) int16, and seq (tokens,) to split by.")
     ] = None,
     synthetic: Annotated[
-        str | None, typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8, of Zipf's load.")
+        str | None,
+        typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8 and at most 128x1024x32, of Zipf's load."),
     ] = None,
     splits: Annotated[
         int, typer.Option(help="Random halves of the sequences to fit to and judge on; 0: the whole trace for both.")
@@ -476,6 +506,7 @@ def place(
         Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Also write every split here, with versions and commit.")] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ):
     """Place experts on GPUs by MoETuner and its peers, fitted to one half of a trace and judged on the other.
@@ -493,10 +524,12 @@ def place(
         jobs = methods.jobs(routed, on, chosen, splits, options, tokens)
         shown = (plots or record) and splits and "joint" in chosen
         curve = methods.curve(routed, on, options, tokens=tokens) if shown else []
-        for path in filter(None, (out, record)):
-            records.check_writable(path)
+        if out:
+            records.check_writable(out, maps.load, force)
+        if record:
+            provenance.check_place(record, force)
         if plots:
-            plots.mkdir(parents=True, exist_ok=True)
+            terminal.check_plots(plots, terminal.PLACEMENT_PLOTS, force)
         trials = terminal.run_with_bar("placing", jobs)
         rows = methods.medians(trials)
         if as_json:
@@ -504,28 +537,31 @@ def place(
         else:
             stdout().print(report.table(rows, report.judged_on(splits, gpus, tokens)))
         if out:
-            maps.save(out, methods.fastest_map(trials))
+            maps.save(out, methods.fastest_map(trials), force)
         along = dict(zip(joint.LIMITS, terminal.run_with_bar("the curve", curve), strict=False))
         if plots:
-            written = terminal.write_placement_plots(trials, list(along.values()), plots)
+            written = terminal.save_all(terminal.placement_figures(trials, list(along.values())), plots, force)
             Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
         if record:
             named = trace.name if trace else f"synthetic {synthetic}"
             asked = {"trace": named, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
             asked |= {"solver": solver, "time_limit": time_limit, "limit": limit}
-            provenance.record(record, asked | report.content(rows, trials, along, tokens))
+            provenance.record(
+                record, asked | report.content(rows, trials, along, tokens), force, (source_hashes.PLACEMENT,)
+            )
 
 
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 150,
     out: Annotated[Path, typer.Option(help="Folder for the plots.")] = Path("demo_output"),
+    force: Force = False,
 ):
     """Train a tiny MoE language model, then check and account for the layers that it really has."""
     from moeblaze_ref import demo as show
 
     with user_errors():
-        rows = show.run(steps, out, stdout())
+        rows = show.run(steps, out, stdout(), force)
     from moeblaze_ref.check import passed
 
     raise typer.Exit(0 if passed(rows) else 1)

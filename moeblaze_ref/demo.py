@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import TextColumn
 
@@ -24,17 +25,32 @@ from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 
 STAGES = ("dispatch", "layer")  # the second runs all the others too
+PLOTS = ("loss", "expert_load", "dispatch_traffic", *terminal.MEMORY_PLOTS)
 WINDOWS = 4  # of validation text that become the input of check and memory
 
 
-def run(steps: int, out: Path, console: Console) -> list[check.Row]:
+def run(steps: int, out: Path, console: Console, force: bool = False) -> list[check.Row]:
     """The whole demonstration; plots go to ``out``.
+
+    Parameters
+    ----------
+    steps : int
+    out : Path
+    console : Console
+    force : bool
+        Replace files of the plots' names that are no plots of this project.
 
     Returns
     -------
     list of check.Row
         The cross-check of the trained layers, and whether formula and autograd agree on the bytes kept.
+
+    Raises
+    ------
+    ValueError, OSError
+        If a plot cannot be written; nothing was trained then.
     """
+    terminal.check_plots(out, PLOTS, force)
     torch.set_num_threads(1)  # products this small lose more by waiting for other cores than they gain
     model_config = LMConfig()
     result = _train(model_config, steps, console)
@@ -49,7 +65,7 @@ def run(steps: int, out: Path, console: Console) -> list[check.Row]:
     rows = terminal.run_with_bar("cross-checking", check.plan(STAGES, cases=cases))
     blocks = zip(result.model.blocks, cases, strict=True)
     rows += [_compare_kept_bytes(layer, block.moe, case) for block, case in blocks]
-    written = _write_plots(result, cases, layer, reports, out)
+    written = terminal.save_all(_figures(result, cases, layer, reports), out, force)
     console.print(terminal.check_table(rows))
     console.print(terminal.verdict(rows))
     console.print(f"plots in {out.resolve()}: {', '.join(path.name for path in written)}", soft_wrap=True)
@@ -123,12 +139,12 @@ def _count_dispatch(case: Case):
     return reports
 
 
-def _write_plots(result: TrainResult, cases: list[Case], layer: MoEConfig, reports, out: Path) -> list[Path]:
+def _figures(result: TrainResult, cases: list[Case], layer: MoEConfig, reports) -> dict[str, Figure]:
+    """The plots by name, of `PLOTS`; without the SIMT executor there is no traffic to draw."""
     figures = {
         "loss": plots.loss_curve(result.losses),
         "expert_load": plots.expert_load([case.topk_experts for case in cases], layer.E),
     }
     if reports:
         figures["dispatch_traffic"] = traffic.traffic_bars(reports)
-    written = [terminal.save(figure, out, name) for name, figure in figures.items()]
-    return written + terminal.write_memory_plots(layer, accounts(layer), Assumptions(), out)
+    return figures | terminal.memory_figures(layer, accounts(layer), Assumptions())

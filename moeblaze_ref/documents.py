@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from moeblaze_ref import source_hashes
+
 NOTHING = "*Not measured yet.*"
 
 _BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
@@ -34,9 +36,13 @@ def fill(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
 
 
 def place(found: Mapping[str, Any]) -> list[str]:
-    """Where a result was measured, a line of a list each: of what `provenance.environment` says."""
+    """Where a result was measured, a line of a list each: of what `provenance.environment` says.
+
+    Behind the commit stands which parts of the code have changed since.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return [f"- device: {found['device']}", f"- versions: {versions}", f"- commit: {found['commit']}"]
+    commit = found["commit"] + source_hashes.mark(found)
+    return [f"- device: {found['device']}", f"- versions: {versions}", f"- commit: {commit}"]
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:

@@ -8,28 +8,36 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import records
+from moeblaze_ref import records, source_hashes
 from moeblaze_ref.devices import cuda_device_count
 
 OWN = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton", "ortools")
 BASELINES = ("megablocks", "grouped_gemm", "stanford-stk", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
 PACKAGES = (*OWN, *BASELINES)
+RECORD = {"device", "versions", "commit"}  # what every record has
 
 
-def environment() -> dict[str, Any]:
-    """Device, clocks, versions and commit of this very run.
+def environment(parts: tuple[str, ...] = source_hashes.MEASURED) -> dict[str, Any]:
+    """Device, clocks, versions, commit and hashes of the code of this very run.
+
+    Parameters
+    ----------
+    parts : tuple of str
+        The parts of the code that are measured, of ``source_hashes.PARTS``.
 
     Returns
     -------
     dict
-        {device, clocks, versions, commit}. Without a GPU device is the processor and clocks is None. The
-        commit is git's, or $MOEBLAZE_COMMIT where the tree was copied without its history.
+        {device, clocks, versions, commit, code}. Without a GPU device is the processor and clocks is None. The
+        commit is git's, or $MOEBLAZE_COMMIT where the tree was copied without its history. ``code`` has the hash of
+        each part as it is in this tree, whatever of it is committed.
     """
     return {
         "device": _nvidia_smi("name,driver_version,memory.total") or _processor(),
         "clocks": clocks(),
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _commit(),
+        "code": source_hashes.hashes(parts),
     }
 
 
@@ -70,6 +78,40 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def record(path: Path, content: dict[str, Any]):
-    """Write ``content`` and the environment to a JSON file, making its folder if need be."""
-    records.write(path, environment() | content)
+def check_place(path: Path, force: bool = False):
+    """Check that a record may be written here; errors as in `records.check_writable`."""
+    records.check_writable(path, load, force)
+
+
+def record(
+    path: Path, content: dict[str, Any], force: bool = False, parts: tuple[str, ...] = source_hashes.MEASURED
+) -> dict[str, Any]:
+    """Write ``content`` and the environment to a JSON file, making its folder if need be.
+
+    Parameters
+    ----------
+    path : Path
+        A record that is there is replaced; another file only with ``force``.
+    content : dict
+    force : bool
+    parts : tuple of str
+        As in `environment`.
+
+    Returns
+    -------
+    dict
+        What was written.
+
+    Raises
+    ------
+    ValueError, OSError
+        As in `records.replace`.
+    """
+    whole = environment(parts) | content
+    records.write(path, whole, load, force)
+    return whole
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return what a record of any command holds; errors as in `records.read`."""
+    return records.read(path, RECORD)

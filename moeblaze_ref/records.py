@@ -1,67 +1,220 @@
 """Files of what was measured or trained: proven writable before the work, there whole or not at all, and read with
 errors that name the element.
+
+Every file that a user names is written by `replace`, and `check_writable` decides what may be there before:
+
+- nothing, or an empty file;
+- a file of the kind that the command writes, which the command's own loader reads. It is replaced;
+- another file only with ``force``, the option ``--force`` of the commands;
+- a character device or a pipe, such as /dev/stdout. It is written through, and stays what it is.
 """
 
 import json
 import os
+import shutil
+import stat
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+Load = Callable[[Path], Any]  # reads a file of one kind; raises ValueError or TypeError if it is of another
 
 
-def check_writable(path: Path):
-    """A file can be written here: its folder is made if need be, and takes one; a file that exists can be changed.
+def check_writable(path: Path, load: Load, force: bool = False):
+    """Check that a file may be written here; make its folder if need be.
+
+    Parameters
+    ----------
+    path : Path
+    load : callable
+        Reads a file of the kind that is to be written.
+    force : bool
+        Allow to replace a regular file of any kind.
 
     Raises
     ------
     ValueError
-        If the path is a folder.
+        If the path is a folder, a block device or a socket, or a file of another kind that is not to be replaced.
     OSError
         If the folder or the file cannot be written.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder, but a file is to be written: name one in it")
+    if is_stream(path):
+        _check_stream(path)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path.parent):
         pass
+    _part_of(path)
     if path.exists():
         path.open("a").close()
+        if not force:
+            _check_kind(path, load)
 
 
-def write(path: Path, content: dict[str, Any]):
-    """Write ``content``, making the folder if need be.
+def _check_kind(path: Path, load: Load):
+    """An empty file holds nothing that could be lost."""
+    if path.stat().st_size == 0:
+        return
+    try:
+        load(path)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} exists and is no file that this command writes: {error}. "
+            "Name another one, or replace it by --force"
+        ) from None
+
+
+def is_stream(path: Path) -> bool:
+    """Return True for a device, a pipe or a socket, and for the file that this process prints to."""
+    return path.exists() and (not (path.is_file() or path.is_dir()) or _descriptor_of(path) is not None)
+
+
+def _descriptor_of(path: Path) -> int | None:
+    """Standard output or standard error, if the path leads there: a redirected /dev/stdout is a regular file."""
+    return next((number for number in (1, 2) if _leads_to(path, number)), None)
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:  # the descriptor is closed
+        return False
+
+
+def _check_stream(path: Path):
+    mode = path.stat().st_mode
+    if not (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or _descriptor_of(path) is not None):
+        kind = "block device" if stat.S_ISBLK(mode) else "socket"
+        raise ValueError(f"{path} is a {kind}, but only a file, a character device or a pipe can be written: name one")
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: permission denied")
+
+
+def check_regular(path: Path):
+    """Check that what exists here is a regular file, for what is read again and changed.
 
     Raises
     ------
-    OSError
-        As `replace`.
+    ValueError
+        If a folder, a device, a pipe or a socket is there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, lambda part: part.write_text(json.dumps(content, indent=1) + "\n"))
+    if path.exists() and (is_stream(path) or not path.is_file()):
+        raise ValueError(f"{path} is no regular file, but it must be one: it is read again. Name another path")
 
 
-def replace(path: Path, write: Callable[[Path], Any]):
+def write(path: Path, content: dict[str, Any], load: Load | None = None, force: bool = False):
+    """Write ``content`` as JSON, making the folder if need be.
+
+    Parameters
+    ----------
+    path : Path
+    content : dict
+    load, force
+        As in `replace`. By default any JSON object is replaced.
+
+    Raises
+    ------
+    ValueError, OSError
+        As in `replace`.
+    """
+    text = json.dumps(content, indent=1) + "\n"
+    replace(path, lambda part: part.write_text(text), load or (lambda found: read(found, ())), force)
+
+
+def replace(path: Path, write: Callable[[Path], Any], load: Load, force: bool = False):
     """Let ``write`` fill a file beside ``path``, see it onto the disk, and give it that name.
 
-    A kill at any moment leaves at ``path`` what was there before, or all of what is new.
+    A kill at any moment leaves at ``path`` what was there before, or all of what is new. A character device or a pipe
+    is written through instead.
+
+    Parameters
+    ----------
+    path : Path
+    write : callable
+        Takes the path of the file to fill.
+    load, force
+        As in `check_writable`.
 
     Raises
     ------
+    ValueError
+        As in `check_writable`.
     OSError
         If it cannot be written; what was there before stays.
     """
-    path = path.resolve()  # a link stays one
-    part = path.with_name(f"{path.name}.part")  # a killed process leaves it, and the next one writes over it
+    check_writable(path, load, force)
+    with naming(path):
+        if is_stream(path):
+            _write_through(path, write)
+        else:
+            _replace_file(path.resolve(), write)  # a link stays one
+
+
+def _write_through(path: Path, write: Callable[[Path], Any]):
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder, "whole")
+        write(whole)
+        with whole.open("rb") as source, _opened(path) as target:
+            shutil.copyfileobj(source, target)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A stream to write to; what this process prints to goes on where the last line ended."""
+    if (descriptor := _descriptor_of(path)) is None:
+        return path.open("wb")
+    sys.stdout.flush()
+    return open(os.dup(descriptor), "wb")
+
+
+def _replace_file(path: Path, write: Callable[[Path], Any]):
+    part = _part_of(path)
     try:
-        with naming(path):
-            write(part)
-            to_disk(part)
-            os.replace(part, path)
-            to_disk(path.parent)
+        write(part)
+        to_disk(part)
+        os.replace(part, path)
+        to_disk(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _part_of(path: Path) -> Path:
+    """The file that is filled first. A killed process leaves it, and the next one writes over it."""
+    path = path.resolve()
+    part = path.with_name(f"{path.name}.part")
+    if os.path.lexists(part) and not stat.S_ISREG(part.lstat().st_mode):
+        raise ValueError(
+            f"{part} is no regular file, but {path.name} is written there first: remove it, or name another"
+        )
+    return part
+
+
+def earlier(path: Path, load: Load, force: bool = False) -> Any | None:
+    """Return what a file holds that is to be added to; None if it holds nothing, or is replaced by ``force``.
+
+    Parameters
+    ----------
+    path : Path
+    load, force
+        As in `check_writable`.
+
+    Raises
+    ------
+    ValueError, OSError
+        What ``load`` raises.
+    """
+    if not path.exists() or is_stream(path) or path.stat().st_size == 0:
+        return None
+    try:
+        return load(path)
+    except (ValueError, TypeError):
+        if force:
+            return None
+        raise
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What the commands show: the cross-check table, progress bars, and plots written to files."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -11,10 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from moeblaze_ref import records
 from moeblaze_ref.check import Row, passed
 from moeblaze_ref.memory import plots as memory_plots
 
 DPI = 150
+PNG = b"\x89PNG\r\n\x1a\n"  # how such a file begins
+SOFTWARE = "moeblaze_ref"  # the metadata of every picture names it
 
 
 def progress_bar(*extra_columns) -> Progress:
@@ -94,28 +97,68 @@ def verdict(rows: list[Row]) -> Text:
     return Text(text, style="bold green" if passed(rows) else "bold red")
 
 
-def save(figure: Figure, folder: Path, name: str) -> Path:
-    """Write a figure as PNG, making the folder if need be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.png"
-    figure.savefig(path, dpi=DPI, bbox_inches="tight")
+def check_plots(folder: Path, names: Iterable[str], force: bool = False):
+    """Check that figures of these names may be written into a folder; make it if need be.
+
+    Parameters
+    ----------
+    folder : Path
+    names : iterable of str
+        Without the ending .png.
+    force : bool
+        Allow to replace files that are no pictures of this project.
+
+    Raises
+    ------
+    ValueError, OSError
+        As in `records.check_writable`.
+    """
+    for name in names:
+        records.check_writable(_png(folder, name), _check_picture, force)
+
+
+def save(figure: Figure, folder: Path, name: str, force: bool = False) -> Path:
+    """Write a figure as PNG, making the folder if need be; parameters and errors as in `check_plots`."""
+    path = _png(folder, name)
+
+    def write(part: Path):
+        figure.savefig(part, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": SOFTWARE})
+
+    records.replace(path, write, _check_picture, force)
     return path
 
 
-def write_memory_plots(config, accounts, assumptions, folder: Path) -> list[Path]:
-    """Both memory plots of a configuration."""
-    return [
-        save(memory_plots.stacked_bars(accounts), folder, "memory_by_tensor"),
-        save(memory_plots.bytes_against_tokens(config, assumptions), folder, "memory_against_tokens"),
-    ]
+def save_all(figures: Mapping[str, Figure], folder: Path, force: bool = False) -> list[Path]:
+    """Write figures by their names, all or, if one of them may not be written, none; errors as in `check_plots`."""
+    check_plots(folder, figures, force)
+    return [save(figure, folder, name, force) for name, figure in figures.items()]
 
 
-def write_placement_plots(trials, curve, folder: Path) -> list[Path]:
-    """The load of every GPU and load against crossings, both of the first split, of `moeblaze place`."""
+def _png(folder: Path, name: str) -> Path:
+    return folder / f"{name}.png"
+
+
+def _check_picture(path: Path):
+    """Raise ValueError unless this project drew the picture; its metadata says so."""
+    content = path.read_bytes()
+    if not (content.startswith(PNG) and b"tEXtSoftware\0" + SOFTWARE.encode() in content):
+        raise ValueError(f"{path.name} is no picture of {SOFTWARE}")
+
+
+MEMORY_PLOTS = ("memory_by_tensor", "memory_against_tokens")
+PLACEMENT_PLOTS = ("load_by_gpu", "load_against_crossings")
+
+
+def memory_figures(config, accounts, assumptions) -> dict[str, Figure]:
+    """Return both memory plots of a configuration by their names."""
+    drawn = memory_plots.stacked_bars(accounts), memory_plots.bytes_against_tokens(config, assumptions)
+    return dict(zip(MEMORY_PLOTS, drawn, strict=True))
+
+
+def placement_figures(trials, curve) -> dict[str, Figure]:
+    """Return the load of every GPU, and load against crossings, both of the first split of `moeblaze place`."""
     from moeblaze_ref.placement import plots
 
     first = [trial for trial in trials if trial.seed == trials[0].seed]
-    return [
-        save(plots.heat_map(first), folder, "load_by_gpu"),
-        save(plots.load_against_crossings(first, curve), folder, "load_against_crossings"),
-    ]
+    drawn = plots.heat_map(first), plots.load_against_crossings(first, curve)
+    return dict(zip(PLACEMENT_PLOTS, drawn, strict=True))

@@ -16,6 +16,7 @@ import numpy as np
 
 from moeblaze_ref import doors, records
 
+NPY = b"\x93NUMPY"  # how numpy.save begins a file
 MAX_IDS = 2**15  # ids are int16
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 ARRAYS = ("topk", "seq", "pos", "token", "seq_kind")
@@ -134,11 +135,20 @@ def _check_kinds(seq_kind, seq):
     doors.check_index("seq", seq, len(seq_kind), "sequences in seq_kind")
 
 
-def save(path: Path, trace: RoutingTrace):
+def save(path: Path, trace: RoutingTrace, force: bool = False):
     """Write a trace as `load` reads it.
+
+    Parameters
+    ----------
+    path : Path
+        A trace that is there is replaced; another file only with ``force``.
+    trace : RoutingTrace
+    force : bool
 
     Raises
     ------
+    ValueError
+        If another file is there.
     OSError
         If it cannot be written; what was there before stays.
     """
@@ -149,7 +159,7 @@ def save(path: Path, trace: RoutingTrace):
         with part.open("wb") as file:  # numpy would add .npz to a name that lacks it
             np.savez_compressed(file, info=info, **arrays)
 
-    records.replace(path, write)
+    records.replace(Path(path), write, load, force)
 
 
 def load(path: Path, num_experts: int | None = None, model: str | None = None) -> RoutingTrace:
@@ -184,7 +194,7 @@ def _trace(arrays: Mapping[str, np.ndarray], num_experts: int | None, model: str
     doors.check_array("topk", topk, 3, INTEGERS, contiguous=False)
     if num_experts is None:
         stated = arrays.get("num_experts", info.get("experts"))
-        num_experts = topk.max(initial=0) + 1 if stated is None else stated
+        num_experts = int(topk.max(initial=0)) + 1 if stated is None else stated  # int16 has no number after 32767
     num_experts = doors.check_int("num_experts", np.asarray(num_experts).item(), 1, MAX_IDS)
     if topk.size and not -MAX_IDS <= topk.min() <= topk.max() < MAX_IDS:
         doors.check_index("topk", topk, num_experts, "experts")
@@ -212,6 +222,10 @@ def load_npz(path: Path, needed: str) -> dict[str, np.ndarray]:
         If it is no npz of plain arrays, is damaged, or lacks that array: the message begins with its name.
     """
     with Path(path).open("rb") as file:
+        if file.read(len(NPY)) == NPY:
+            name = Path(path).name
+            raise ValueError(f"{name} is a single array, but an npz is needed: numpy.savez(path, {needed}=array) makes it")
+        file.seek(0)
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}

@@ -76,7 +76,7 @@ def test_check_records_where_it_ran(tmp_path):
     path = tmp_path / "results" / "check.json"
     assert moeblaze("check", "--stage", "dispatch", "--backend", "numpy", "--record", path).exit_code == 0
     recorded = json.loads(path.read_text())
-    assert recorded.keys() == {"device", "clocks", "versions", "commit", "rows"}
+    assert recorded.keys() == {"device", "clocks", "versions", "commit", "code", "rows"}
     assert recorded["versions"]["numpy"] and len(recorded["rows"]) == CASES
 
 
@@ -206,7 +206,7 @@ def test_times_are_shown_recorded_and_added(pretended_gpu, tmp_path):
     assert re.search(r"conf1, L=37 +gating +moeblaze +2_warp +\d.*\n.* conf1, L=37 +gating +torch ", result.stdout)
     assert moeblaze(*TIME_GATING, "--out", path).exit_code == 0
     recorded = json.loads(path.read_text())
-    assert recorded.keys() == {"device", "clocks", "versions", "commit", "runs", "rows"}
+    assert recorded.keys() == {"device", "clocks", "versions", "commit", "code", "runs", "rows"}
     assert recorded["runs"] == [{"kind": "gating", "clocks": "1 MHz, 2 MHz, 3 MHz, 4 MHz", "repetitions": 2}] * 2
     assert [(row["run"], row["system"]) for row in recorded["rows"]] == [
         (0, "moeblaze"), (0, "torch"), (1, "moeblaze"), (1, "torch")
@@ -249,7 +249,7 @@ def test_every_record_is_tried_first(pretended_gpu, monkeypatch, tmp_path, comma
 
 
 def test_what_was_timed_is_shown_even_if_it_cannot_be_written(pretended_gpu, monkeypatch, tmp_path):
-    def full(path, content):
+    def full(*arguments):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(records, "write", full)

@@ -152,6 +152,21 @@ def test_a_trace_without_sequences_names_the_option_that_needs_none(tmp_path):
     assert place("--trace", path, "--gpus", 2, "--method", "greedy", "--splits", 0).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("99999999x99999999x2", "layers is 99999999, but it must be 1..128"),
+        ("4x99999999x2", "num_experts is 99999999, but it must be 1..1024"),
+        ("4x1024x1024", "k is 1024, but it must be 1..32"),
+    ],
+)
+def test_a_huge_synthetic_trace_is_refused_before_anything_is_allocated(monkeypatch, size, message):
+    monkeypatch.setattr(synthetic.np, "empty", lambda *of: pytest.fail("allocated"))
+    monkeypatch.setattr(synthetic.np.random, "default_rng", lambda *of: pytest.fail("drawn"))
+    result = place("--synthetic", size, "--gpus", 2)
+    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 def test_a_synthetic_trace_is_named_by_its_size(monkeypatch, tmp_path):
     monkeypatch.setattr(synthetic, "TOKENS", 400)
     record = tmp_path / "record.json"

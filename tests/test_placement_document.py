@@ -4,6 +4,7 @@ import json
 import statistics
 
 import pytest
+from helpers import unmarked
 
 from moeblaze_ref import documents
 from moeblaze_ref.placement import document, findings, joint, methods
@@ -42,7 +43,7 @@ def record(joint_load=1.06, joint_crossings=0.57):
 
 def test_the_page_is_what_the_records_give():
     text = document.DOCUMENT.read_text()
-    assert document.fill(text) == text
+    assert unmarked(document.fill(text)) == unmarked(text)
     assert all(text.count(f"<!-- begin {kind} -->") == 1 for kind in document.RECORDS)
 
 

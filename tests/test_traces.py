@@ -242,8 +242,17 @@ def test_a_failed_write_leaves_the_trace_of_before(trainer, tmp_path):
 
 def test_a_single_array_is_no_trace(tmp_path):
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(ValueError, match="one.npy is truncated, or no npz of plain arrays"):
+    with pytest.raises(
+        ValueError, match=r"one.npy is a single array, but an npz is needed: numpy.savez\(path, topk=array\)"
+    ):
         traces.load(tmp_path / "one.npy")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"])
+def test_the_largest_id_of_every_dtype_is_counted(tmp_path, dtype):
+    largest = min(np.iinfo(dtype).max, traces.MAX_IDS - 1)
+    np.savez(tmp_path / "largest.npz", topk=np.array([[[largest, 0]]], dtype))
+    assert traces.load(tmp_path / "largest.npz").num_experts == largest + 1
 
 
 # The command

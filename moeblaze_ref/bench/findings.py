@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from moeblaze_ref import documents
+from moeblaze_ref import documents, source_hashes
 from moeblaze_ref.bench import counters, ladder, report, results
 from moeblaze_ref.bench.contestants import GRAPHED, OURS
 from moeblaze_ref.raw_cuda import tiles
@@ -121,7 +121,8 @@ def chosen_tiles() -> str:
     """What stands in the table of tiles, rung by rung, for each GPU that was tuned."""
     runs = json.loads(tiles.TABLE.read_text())["runs"]
     return "\n".join(
-        _lines(f"- {run['device']}, at commit {run['commit'][:7]}: {'; '.join(_entries(run))}") for run in runs
+        _lines(f"- {run['device']}, at commit {run['commit'][:7]}{source_hashes.mark(run)}: {'; '.join(_entries(run))}")
+        for run in runs
     )
 
 

@@ -41,39 +41,44 @@ def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repeti
     Returns
     -------
     dict
-        {device, clocks, versions, commit, runs, rows}. ``runs`` holds {kind, clocks, repetitions} of each run; a row's
-        "run" is its place there.
+        {device, clocks, versions, commit, code, runs, rows}. ``runs`` holds {kind, clocks, repetitions} of each run; a
+        row's "run" is its place there.
     """
     run = {"kind": kind, "clocks": clocks, "repetitions": repetitions}
     return provenance.environment() | {"clocks": clocks, "runs": [run], "rows": [{"run": 0} | row for row in rows]}
 
 
-def check_place(path: Path):
+def check_place(path: Path, force: bool = False):
     """A run of now may be added here: the file can be written, and if it exists holds runs of this commit and device.
+
+    Parameters
+    ----------
+    path : Path
+    force : bool
+        Allow to replace a file of another kind.
 
     Raises
     ------
     ValueError, OSError
         If it may not.
     """
-    records.check_writable(path)
-    if not path.exists():
+    records.check_writable(path, load, force)
+    earlier, here = records.earlier(path, load, force), provenance.environment()
+    if earlier is None:
         return
-    earlier, here = load(path), provenance.environment()
-    for name in PLACE:
-        if earlier[name] != here[name]:
+    for name in (*PLACE, "code"):
+        if earlier.get(name) != here[name]:
             raise ValueError(
-                f"{path} holds runs with {name} {earlier[name]}, but here it is {here[name]}: name another file"
+                f"{path} holds runs with {name} {earlier.get(name)}, but here it is {here[name]}: name another file"
             )
 
 
-def add(path: Path, new: Result):
-    """Write a run into a file, after the runs that it holds already."""
-    if path.exists():
-        earlier = load(path)
+def add(path: Path, new: Result, force: bool = False):
+    """Write a run into a file, after those that it holds already; with ``force`` in place of another kind of file."""
+    if earlier := records.earlier(path, load, force):
         rows = [row | {"run": row["run"] + len(earlier["runs"])} for row in new["rows"]]
         new = earlier | {"runs": earlier["runs"] + new["runs"], "rows": earlier["rows"] + rows}
-    records.write(path, new)
+    records.write(path, new, load, force)
 
 
 def load(path: Path) -> Result:

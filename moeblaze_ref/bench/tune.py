@@ -168,18 +168,31 @@ def run_of(times: Sequence[Time], clocks: str | None, capability: tuple[int, int
     return place | {"entries": entries(times)}
 
 
-def check_place(path: Path):
-    """A run of now may be added here: the file can be written, and if it exists is a table; errors as in `tiles.load`."""
-    records.check_writable(path)
-    if path.exists():
-        tiles.load(path)
+def check_place(path: Path, force: bool = False):
+    """A run of now may be added here; errors as in `records.check_writable`."""
+    records.check_writable(path, tiles.load, force)
 
 
-def add(path: Path, run: dict[str, Any]):
-    """Write a run into a table, in the place of an earlier one for the same class of GPU."""
-    earlier = json.loads(path.read_text())["runs"] if path.exists() else []
+def add(path: Path, run: dict[str, Any], force: bool = False):
+    """Write a run into a table, in the place of an earlier one for the same class of GPU.
+
+    Parameters
+    ----------
+    path : Path
+        Another file that is there is replaced with ``force`` alone.
+    run : dict
+        Of `run_of`.
+    force : bool
+    """
+    earlier = records.earlier(path, _runs_of, force) or []
     kept = [other for other in earlier if other["capability"] != run["capability"]]
-    records.write(path, {"runs": [*kept, run]})
+    records.write(path, {"runs": [*kept, run]}, tiles.load, force)
+
+
+def _runs_of(path: Path) -> list[dict[str, Any]]:
+    """The runs of a table, as the file has them."""
+    tiles.load(path)
+    return json.loads(path.read_text())["runs"]
 
 
 def table(times: Sequence[Time]) -> Table:

@@ -45,6 +45,8 @@ def save(path: Path, trainer: Trainer):
 
     Raises
     ------
+    ValueError
+        If another file is there.
     OSError
         If it cannot be written; what was there before stays.
     """
@@ -52,7 +54,7 @@ def save(path: Path, trainer: Trainer):
     header = {"format": FORMAT, **_run_of(trainer.settings, trainer.corpus.fingerprint), "steps": trainer.step}
     metadata = {HEADER: json.dumps(header | {"digest": _digest(header, tensors)})}
     # Not by save_file: it would write under a name of its own, which outlives a kill, for the owner's eyes alone.
-    records.replace(path, lambda part: part.write_bytes(safetensors.torch.save(tensors, metadata)))
+    records.replace(path, lambda part: part.write_bytes(safetensors.torch.save(tensors, metadata)), step_of)
 
 
 def load(path: Path, trainer: Trainer):

@@ -77,7 +77,9 @@ def train(
         return run(trainer, out, resume, on_line=show, checkpoint_every=checkpoint_every)
 
 
-def trace(checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, device: str | None) -> str:
+def trace(
+    checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, device: str | None, force: bool = False
+) -> str:
     """Write the routing of a checkpoint's model to a file, and say in one sentence what it holds.
 
     A folder is a kind of text by its name; of its text that part is read that a training on it would hold out.
@@ -88,7 +90,7 @@ def trace(checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, 
         If there is no checkpoint, or the file cannot be written; what was there before stays.
     ValueError
         If there is no such device, nothing there can run the layer, the file is the checkpoint, two folders have one
-        name, or as `tracing.trace` and `data.folder`.
+        name, a file is there that is no trace and ``force`` is not set, or as `tracing.trace` and `data.folder`.
     """
     device = _device(device)
     trained = load_model(checkpoint, device)
@@ -97,10 +99,10 @@ def trace(checkpoint: Path, out: Path, folders: list[Path], tokens: int | None, 
     texts, sources = _texts(folders)
     if out.exists() and out.samefile(checkpoint):
         raise ValueError(f"{out} is the checkpoint itself, but the trace needs a file of its own: name another one")
-    records.check_writable(out)
+    records.check_writable(out, traces.load, force)
     info = tracing.origin(trained, texts, sources)
     found = tracing.trace(trained.model, settings, texts, info, tracing.TOKENS if tokens is None else tokens)
-    traces.save(out, found)
+    traces.save(out, found, force)
     return f"{out}: {_what_it_holds(found)}"
 
 

@@ -65,7 +65,7 @@ def write():
     DOCUMENT.write_text(fill(DOCUMENT.read_text(), RECORDS))
     for name, path in RECORDS.items():
         if path.exists():
-            evidence_plots.write(evidence.load(path, kind_of(name)), picture_of(path))
+            evidence_plots.write(evidence.load(path, kind_of(name)), picture_of(path), force=True)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def picture(found: Found) -> Figure:
     return PICTURES[found["kind"]](found)
 
 
-def write(found: Found, path: Path) -> Path:
+def write(found: Found, path: Path, force: bool = False) -> Path:
     """Write the picture of a record as PNG, making the folder if need be.
 
     Parameters
@@ -52,8 +52,10 @@ def write(found: Found, path: Path) -> Path:
     found : dict
     path : Path
         Ends in .png.
+    force : bool
+        Replace a file there that is no picture of this project.
     """
-    return terminal.save(picture(found), path.parent, path.stem)
+    return terminal.save(picture(found), path.parent, path.stem, force)
 
 
 def replayed(found: Found) -> Figure:

@@ -25,7 +25,7 @@ class Log:
 
     def __init__(self, path: Path, lines: Sequence[dict[str, Any]]):
         self.path, self.lines = path, list(lines)
-        records.replace(path, lambda part: part.write_text(_text(lines)))
+        records.replace(path, lambda part: part.write_text(_text(lines)), read)
 
     def add(self, *lines: dict[str, Any]):
         """Append lines: who reads the file meanwhile sees all of them or none.

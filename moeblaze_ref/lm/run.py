@@ -57,8 +57,8 @@ def run(
     OSError
         If the folder cannot be written, or a checkpoint's log is not there.
     ValueError
-        If the folder is a file, another process trains in it, it holds a run that is not to be resumed, or its log is
-        not that of the run; nothing is overwritten.
+        If the folder is a file, one of its files is no regular file, another process trains in it, it holds a run that
+        is not to be resumed, or its log is not that of the run; nothing is overwritten.
     CheckpointError
         If its checkpoint is damaged or of another run; nothing is overwritten.
     NonFinite
@@ -88,7 +88,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but a run needs a folder: name another one")
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    for name in (CHECKPOINT, LOG, LOCK):
+        records.check_regular(folder / name)
+    with (folder / LOCK).open("a") as file:  # what it holds, if it is another's file, stays
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -19,6 +19,7 @@ import nbformat
 from nbformat import NotebookNode
 from PIL import Image
 
+from moeblaze_ref import records
 from moeblaze_ref.notebook.execution import METADATA, execute
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -179,12 +180,13 @@ def remake(path: Path) -> None:
     Raises
     ------
     ValueError
-        If the file would be larger than ``MAX_BYTES``.
+        If the path is no notebook, or the file would be larger than ``MAX_BYTES``.
     """
+    records.check_regular(path)
     made = text(settled(execute(nbformat.read(path, as_version=4), path.parent)))
     if len(made) > MAX_BYTES:
         raise ValueError(f"{path.name} would have {len(made):,} bytes, but a notebook may have {MAX_BYTES:,} at most")
-    path.write_text(made)
+    records.replace(path, lambda part: part.write_text(made), lambda found: nbformat.read(found, as_version=4))
 
 
 def main():

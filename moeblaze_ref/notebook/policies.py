@@ -473,10 +473,11 @@ def read_measured(path: Path = results.RECORDED) -> dict[str, Any]:
 
 
 def provenance(measured: Mapping[str, Any]) -> Markdown:
-    """Where the numbers of `read_measured` come from: everything in it besides the runs and their rows."""
+    """Where the numbers of `read_measured` come from: all that is in it besides hashes of the code, runs and rows."""
     names = {"clocks": "clocks (SM, memory, and their maxima)"}
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
-    shown = {name: value for name, value in measured.items() if name not in ("runs", "rows")} | {"versions": versions}
+    place = {name: value for name, value in measured.items() if name not in ("code", "runs", "rows")}
+    shown = place | {"versions": versions}
     return bullets(f"{names.get(name, name)}: {value}" for name, value in shown.items())
 
 

@@ -1,18 +1,19 @@
 """What ``moeblaze paper`` does: choose items, measure them on a GPU, draw what is recorded."""
 
+import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.progress import Progress
 
-from moeblaze_ref import terminal
+from moeblaze_ref import provenance, terminal
 from moeblaze_ref.papers import items, results
 from moeblaze_ref.papers.claims import failures
 from moeblaze_ref.papers.item import Item
 from moeblaze_ref.papers.results import Recorded
 
-__all__ = ["Recorded", "chosen", "failures", "measure", "write_plots"]
+__all__ = ["Recorded", "check_plots", "chosen", "failures", "measure", "write_plots"]
 
 
 def chosen(ids: Sequence[str], gpu: bool, record: Path | None, plot: Path | None = None) -> list[Item]:
@@ -43,7 +44,9 @@ def measurable() -> list[str]:
     return [item.id for item in items.ITEMS.values() if item.measured_by]
 
 
-def measure(found: Sequence[Item], record: Path | None, progress_bar: Callable[[], Progress]) -> Recorded:
+def measure(
+    found: Sequence[Item], record: Path | None, progress_bar: Callable[[], Progress], force: bool = False
+) -> Recorded:
     """Measure items on this GPU, one after the other, and return what is recorded then.
 
     Parameters
@@ -52,6 +55,8 @@ def measure(found: Sequence[Item], record: Path | None, progress_bar: Callable[[
     record : Path, optional
         The file that the runs are added to. Default: a temporary one.
     progress_bar : callable
+    force : bool
+        Replace a file of another kind.
 
     Raises
     ------
@@ -63,15 +68,24 @@ def measure(found: Sequence[Item], record: Path | None, progress_bar: Callable[[
     device = plan.gpu()
     with tempfile.TemporaryDirectory() as folder:
         path = record or Path(folder, "paper.json")
-        results.check_place(path)
+        results.check_place(path, force)
         for item in found:
             jobs = item.jobs(device)
             with progress_bar() as progress:
-                for _ in progress.track(results.record(path, item.id, jobs), len(jobs), description=item.id):
+                for _ in progress.track(results.record(path, item.id, jobs, force), len(jobs), description=item.id):
                     pass
         return Recorded([path])
 
 
-def write_plots(found: Sequence[Item], recorded: Recorded, folder: Path) -> list[Path]:
-    """Write the pictures of the items into a folder; return the files."""
-    return [terminal.save(figure, folder, name) for item in found for name, figure in item.plots(recorded).items()]
+def check_plots(found: Sequence[Item], folder: Path, force: bool = False):
+    """Check that pictures of the recorded runs and of runs here may be written; errors as in `terminal.check_plots`."""
+    recorded, here = Recorded(), results.device_name(provenance.environment()["device"])
+    names = (item.plot_names([*(device for device, _ in recorded.runs(item.id)), here]) for item in found)
+    terminal.check_plots(folder, itertools.chain.from_iterable(names), force)
+
+
+def write_plots(found: Sequence[Item], recorded: Recorded, folder: Path, force: bool = False) -> list[Path]:
+    """Write the pictures of the items into a folder; return the files. Errors as in `terminal.save_all`."""
+    return terminal.save_all(
+        {name: plot for item in found for name, plot in item.plots(recorded).items()}, folder, force
+    )

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moeblaze_ref import documents
+from moeblaze_ref import documents, source_hashes
 from moeblaze_ref.config import PAPER_PRESETS, preset
 from moeblaze_ref.papers import items, moeblaze, results
 from moeblaze_ref.papers.claims import Row
@@ -214,7 +214,7 @@ def _claim(row: Row) -> Sequence[str]:
 def runs(item: str) -> str:
     """A line for each finished run: its file, device and commit."""
     lines = [
-        f"- `{path.name}`: {found['device']}; commit {run['commit'][:7]}; {_versions(run)}"
+        f"- `{path.name}`: {found['device']}; commit {run['commit'][:7]}{source_hashes.mark(run)}; {_versions(run)}"
         for path in results.recorded_files()
         for found in (results.load(path),)
         for run in found["items"].get(item, ())

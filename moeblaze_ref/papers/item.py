@@ -1,7 +1,7 @@
 """What an item of a paper is: an equation, a table or a figure, its claims, and how it is measured."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +61,16 @@ class Item:
         runs: dict[str, list[Rows]] = {}
         for device, rows in recorded.runs(self.id):
             runs.setdefault(device, []).append(rows)
-        return {f"{self.id}_{device}": draw(*found) for device, found in runs.items()}
+        return {self._plot_name(device): draw(*found) for device, found in runs.items()}
+
+    def plot_names(self, devices: Iterable[str]) -> list[str]:
+        """Return the names of `plots` if there are runs on these devices, by their short names."""
+        if self.drawn_by is None:
+            return []
+        return [self._plot_name(device) for device in devices] if self.measured_by else [self.id]
+
+    def _plot_name(self, device: str) -> str:
+        return f"{self.id}_{device}"
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from moeblaze_ref import provenance, records
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = "paper_*.json"
-SAME = ("versions", "commit")  # of all parts of a run
+SAME = ("versions", "commit")  # of all parts of a run, and the code
 
 # What each row of an item has: the names in it, and the numbers that the claims and pictures read.
 COLUMNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
@@ -144,28 +144,33 @@ def _check(place: str, found: Any, kind: type, words: str):
         raise ValueError(f"{place} is {found!r}, but it must be {words}")
 
 
-def check_place(path: Path):
+def check_place(path: Path, force: bool = False):
     """Check that a run of this device may be written here.
+
+    Parameters
+    ----------
+    path : Path
+    force : bool
+        Allow to replace a file of another kind.
 
     Raises
     ------
     ValueError, OSError
-        If the file cannot be written, is of another kind, or holds runs of another device.
+        If the file cannot be written, is no regular file, is of another kind, or holds runs of another device.
     """
-    records.check_writable(path)
-    here, there = provenance.environment()["device"], _existing(path)["device"]
+    records.check_regular(path)
+    records.check_writable(path, load, force)
+    here, there = provenance.environment()["device"], _existing(path, force)["device"]
     if there != here:
         raise ValueError(f"{path} holds runs of {there}, but here is {here}: name another file")
 
 
-def _existing(path: Path) -> dict[str, Any]:
+def _existing(path: Path, force: bool) -> dict[str, Any]:
     """Return what a file holds. A missing or empty file counts as one of this device without runs."""
-    if path.exists() and path.stat().st_size:
-        return load(path)
-    return {"device": provenance.environment()["device"], "items": {}}
+    return records.earlier(path, load, force) or {"device": provenance.environment()["device"], "items": {}}
 
 
-def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]]) -> Iterator[Rows]:
+def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]], force: bool = False) -> Iterator[Rows]:
     """Run the jobs of an item and write the rows of each to a file as soon as they are there.
 
     Parameters
@@ -175,16 +180,19 @@ def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]]) -> Iterato
         commit and versions.
     item : str
     jobs : sequence of callable
+    force : bool
+        Replace a file of another kind.
 
     Yields
     ------
     list of dict
         The rows of each job, those of an earlier part of this run too.
     """
-    content, here = _existing(path), provenance.environment()
+    content, here = _existing(path, force), provenance.environment()
     runs = content["items"].setdefault(item, [])
-    if not (runs and not runs[-1]["finished"] and all(runs[-1][name] == here[name] for name in SAME)):
-        runs.append({name: here[name] for name in (*SAME, "clocks")} | {"finished": False, "jobs": []})
+    same = {name: here[name] for name in (*SAME, "code")}
+    if not (runs and not runs[-1]["finished"] and all(runs[-1].get(name) == same[name] for name in same)):
+        runs.append(same | {"clocks": here["clocks"], "finished": False, "jobs": []})
     run = runs[-1]
     seconds = run.setdefault("seconds", [None] * len(run["jobs"]))
     yield from run["jobs"]
@@ -194,7 +202,7 @@ def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]]) -> Iterato
         seconds.append(perf_counter() - began)
         run["jobs"].append(rows)
         run["clocks"] = provenance.clocks()
-        records.write(path, content)
+        records.write(path, content, load, force)
         yield rows
     run["finished"] = True
-    records.write(path, content)
+    records.write(path, content, load, force)

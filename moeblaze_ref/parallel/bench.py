@@ -22,8 +22,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref import doors, provenance, records, traces
-from moeblaze_ref.cli import stdout, user_errors
+from moeblaze_ref import doors, provenance, source_hashes, traces
+from moeblaze_ref.cli import Force, stdout, user_errors
 from moeblaze_ref.parallel import findings, measure
 from moeblaze_ref.parallel.costs import Costs
 from moeblaze_ref.parallel.measure import MarkedRanks, Model
@@ -36,6 +36,7 @@ from moeblaze_ref.placement.trace import profile, split
 from moeblaze_ref.traces import RoutingTrace
 
 WIDTHS = {"mixtral": (4096, 14336), "gpt-oss": (2880, 2880), "toy": (16, 24)}  # d and h
+MEASURED = (source_hashes.CUDA, source_hashes.LAYERS, source_hashes.PARALLEL)
 TURNS = 4  # of each map
 
 
@@ -207,6 +208,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Measured, of each map.", min=1)] = 50,
     timeout: Annotated[float, typer.Option(help="Seconds after which a rank that is missing ends all.")] = TIMEOUT,
     record: Annotated[Path | None, typer.Option(help="Also write every layer's times here.")] = None,
+    force: Force = False,
 ):
     """Measure placements, beside what the model says of them."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -216,16 +218,23 @@ def main(
     with user_errors(), Watch(timeout):
         d, h = WIDTHS[doors.check_name("preset", preset, WIDTHS)]
         asked = {"trace": trace.name, "preset": preset, "d": d, "h": h, "tokens": tokens, "steps": steps}
-        _run(traces.load(trace), placement, asked, MarkedRanks(measure.clock_of(device)), record)
+        _run(traces.load(trace), placement, asked, MarkedRanks(measure.clock_of(device)), record, force)
     dist.destroy_process_group()
 
 
-def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: MarkedRanks, record: Path | None):
+def _run(
+    trace: RoutingTrace,
+    names: list[str],
+    asked: dict[str, Any],
+    ranks: MarkedRanks,
+    record: Path | None,
+    force: bool = False,
+):
     d, h, tokens, steps = (asked[name] for name in ("d", "h", "tokens", "steps"))
     sample, held_out = (trace, trace) if trace.seq is None else split(trace, seed=0)
     windows = batches(held_out, ranks.size * tokens, steps)
     if record and ranks.rank == 0:
-        records.check_writable(record)
+        provenance.check_place(record, force)
     k, dtype = trace.topk.shape[2], torch.bfloat16 if ranks.clock.torch_device.type == "cuda" else torch.float32
     costs = measure.even_costs(d, h, k, trace.num_experts, tokens, steps, ranks, dtype)
     placements = placements_of(names, trace, sample, costs.on, ranks)
@@ -239,7 +248,7 @@ def _run(trace: RoutingTrace, names: list[str], asked: dict[str, Any], ranks: Ma
         run = asked | model | on | {"exchange_s": costs.exchange_s, "rest_s": costs.rest_s}
         stdout().print(table(found, "\n".join([findings.what(run), *findings.doubts(run)])))
         if record:
-            provenance.record(record, run | {"rows": [asdict(row) for row in found]})
+            provenance.record(record, run | {"rows": [asdict(row) for row in found]}, force, MEASURED)
 
 
 if __name__ == "__main__":

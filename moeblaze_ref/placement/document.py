@@ -89,7 +89,7 @@ def write():
     DOCUMENT.write_text(fill(DOCUMENT.read_text()))
     for path in RECORDS.values():
         if path.exists() and (found := load(path))["curve"]:
-            terminal.save(picture(found), picture_of(path).parent, path.stem)
+            terminal.save(picture(found), picture_of(path).parent, path.stem, force=True)
 
 
 if __name__ == "__main__":

@@ -119,11 +119,20 @@ def from_hosts(hosts: Sequence[Sequence[Sequence[int]]], num_experts: int, model
     return Placement(assignment, len(hosts[0]) if hosts else 0, model)
 
 
-def save(path: Path, placement: Placement):
+def save(path: Path, placement: Placement, force: bool = False):
     """Write a map as npz: `assignment` (layers, E) int32, `num_gpus`, `model`.
+
+    Parameters
+    ----------
+    path : Path
+        A map that is there is replaced; another file only with ``force``.
+    placement : Placement
+    force : bool
 
     Raises
     ------
+    ValueError
+        If another file is there.
     OSError
         If it cannot be written; what was there before stays.
     """
@@ -133,7 +142,7 @@ def save(path: Path, placement: Placement):
         with part.open("wb") as file:  # np.savez would add a suffix to the name
             np.savez_compressed(file, **arrays)
 
-    records.replace(Path(path), write)
+    records.replace(Path(path), write, load, force)
 
 
 def load(path: Path) -> Placement:

@@ -9,6 +9,7 @@ from moeblaze_ref import doors, traces
 from moeblaze_ref.traces import RoutingTrace
 
 TOKENS, SKEW = 16_384, 0.5  # of a trace that is asked for by its size: the busiest expert is no GPU of its own
+MAX_LAYERS = 128  # with as many experts as there may be, a profile of neighbouring layers then has 1 GiB
 
 FOLLOWS = 1e6  # added to a score, it outweighs every other
 
@@ -32,7 +33,8 @@ def synthetic_trace(
     Parameters
     ----------
     tokens, layers, num_experts, k : int
-        Sizes; k <= num_experts.
+        Sizes: at most ``MAX_LAYERS`` layers of ``doors.MAX_EXPERTS`` experts, and ``doors.MAX_TOP_K`` choices a token;
+        k <= num_experts.
     skew : float
         0 is uniform, 1 is Zipf's law.
     dependency : float
@@ -47,9 +49,11 @@ def synthetic_trace(
     ValueError, TypeError
         If a size or a probability is out of range.
     """
-    for name, size, least in (("tokens", tokens, 0), ("layers", layers, 1), ("k", k, 1), ("sequences", sequences, 1)):
+    for name, size, least in (("tokens", tokens, 0), ("sequences", sequences, 1)):
         doors.check_int(name, size, least)
-    doors.check_k(k, num_experts)
+    for name, size, most in (("layers", layers, MAX_LAYERS), ("k", k, doors.MAX_TOP_K)):
+        doors.check_int(name, size, 1, most)
+    doors.check_k(k, doors.check_int("num_experts", num_experts, 1, doors.MAX_EXPERTS))
     if not 0 <= doors.check_number("dependency", dependency) <= 1:
         raise ValueError(f"dependency is {dependency}, but it must be between 0 and 1")
     rng = np.random.default_rng(seed)

@@ -4,7 +4,6 @@ The instrumented build (``-fsanitize=thread``) reports every memory access to ou
 callbacks, libtsan is not linked; the plain build only runs.
 """
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -13,8 +12,11 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+from moeblaze_ref.simt import cache
+from moeblaze_ref.simt.cache import SimtUnavailable
 
 SIMT_DIR = Path(__file__).parent
 PRELUDE = '#include "simt.hpp"\n#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n'
@@ -46,10 +48,6 @@ PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
 RUNTIME_FLAGS = ("-O2", "-march=native", "-ffp-contract=off")  # no processor rounds otherwise than another
 
 
-class SimtUnavailable(RuntimeError):
-    """The SIMT executor cannot run here; the message says what to install."""
-
-
 class SimtCompileError(RuntimeError):
     """g++ refused a kernel file; the message is the compiler's."""
 
@@ -76,14 +74,6 @@ def cuda_include_dirs() -> tuple[Path, ...]:
     raise SimtUnavailable(
         "the SIMT executor needs CUDA's headers; pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl"
     )
-
-
-def cache_dir() -> Path:
-    """Where compiled kernels are kept: $MOEBLAZE_CACHE, or the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moeblaze_ref"
-    path = Path(os.environ.get("MOEBLAZE_CACHE", default)) / "simt"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 @functools.cache
@@ -118,42 +108,45 @@ def _key(flags: tuple[str, ...], text: str, depends_on: list[Path]) -> str:
 
 
 def _compile(
-    text: str, flags: tuple[str, ...], libraries: tuple[str, ...], folders: list[str], depends_on: list[Path]
+    text: str,
+    flags: tuple[str, ...],
+    libraries: tuple[str, ...],
+    options: Callable[[], list[str]],
+    depends_on: list[Path],
 ) -> Path:
     """The shared object for a C++ text, from the cache if nothing that it depends on has changed.
 
-    ``folders`` are the options that say where headers are: what lies there decides, and not where it lies.
+    ``options`` says where headers are, and is asked only if there is something to compile: what lies there decides, and
+    not where it lies.
     """
     link_flags = (*LINK_FLAGS, *libraries)
-    target = cache_dir() / f"{_key((*flags, *link_flags), text, depends_on)}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        source, object_file, built = (Path(folder) / name for name in ("driver.cpp", "driver.o", "built.so"))
+
+    def make(built: Path):
+        source, object_file = built.with_name("driver.cpp"), built.with_name("driver.o")
         source.write_text(text)
-        _run(compiler(), *flags, *folders, "-c", "-o", object_file, source)
+        _run(compiler(), *flags, *options(), "-c", "-o", object_file, source)
         _run(compiler(), "-o", built, object_file, *link_flags)
-        os.replace(built, target)  # atomic: another process sees the whole file or none
-    return target
+
+    return cache.kept(f"{_key((*flags, *link_flags), text, depends_on)}.so", make)
 
 
-def _precompiled(flags: tuple[str, ...], folders: list[str]) -> Path:
-    """What every kernel file includes first, parsed once: a header, with g++'s own form of it beside it.
+def _prelude(flags: tuple[str, ...], folders: list[str]) -> Path:
+    """What every kernel file includes first: a header, with g++'s own form of it, parsed once, beside it.
 
     A file whose constants mean something in it gets the header itself: g++ sees to that. So does every file with
     Clang, whose form of a header is bound to the folder that it was made in.
     """
-    target = cache_dir() / _key(flags, PRELUDE, _own_headers())
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            header = Path(folder) / "prelude" / "prelude.hpp"
-            header.parent.mkdir()
-            header.write_text(PRELUDE)
-            if not is_clang():
-                _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", f"{header}.gch", header)
-            with contextlib.suppress(OSError):
-                header.parent.rename(target)  # atomic, unless another process was faster
-    return target / "prelude.hpp"
+    key = _key(flags, PRELUDE, _own_headers())
+    header = cache.kept(f"{key}.hpp", lambda made: made.write_text(PRELUDE))
+    if not is_clang():
+        cache.kept(f"{key}.hpp.gch", lambda made: _precompile(flags, folders, made))
+    return header
+
+
+def _precompile(flags: tuple[str, ...], folders: list[str], made: Path):
+    header = made.with_suffix("")
+    header.write_text(PRELUDE)
+    _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", made, header)
 
 
 def _run(*command):
@@ -174,8 +167,11 @@ def runtime_library() -> ctypes.CDLL:
     text = (SIMT_DIR / "runtime.cpp").read_text()
     folders = [f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}"]
     flags = (*COMMON_FLAGS, *RUNTIME_FLAGS)
-    built = _compile(text, flags, RUNTIME_LIBRARIES, folders, _own_headers())
-    library = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
+    built = _compile(text, flags, RUNTIME_LIBRARIES, lambda: folders, _own_headers())
+    try:
+        library = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:  # such as where no file may be executed
+        raise SimtUnavailable(f"{error}; set MOEBLAZE_CACHE to a folder whose libraries can be loaded") from None
     library.simt_static_shared_bytes.restype = ctypes.c_uint64
     return library
 
@@ -223,13 +219,16 @@ def build_kernels(
     folders += [f"-fmacro-prefix-map={path}/=" for path in own]  # messages name a header, not where it lies
     if lines:
         flags += (*LINE_FLAGS, *folders)  # a line is of a file in its folder
-    folders += ["-include", str(_precompiled(flags, folders))]
+
+    def options() -> list[str]:
+        return [*folders, "-include", str(_prelude(flags, folders))]
+
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
     headers += _own_headers()
     try:
-        built = _compile(own_text + entries, flags + defined, KERNEL_LIBRARIES, folders, headers)
+        built = _compile(own_text + entries, flags + defined, KERNEL_LIBRARIES, options, headers)
     except SimtCompileError:
-        _compile(own_text, flags + defined, KERNEL_LIBRARIES, folders, headers)  # says the same, of the file's lines
+        _compile(own_text, flags + defined, KERNEL_LIBRARIES, options, headers)  # says the same, of the file's lines
         raise
     try:
         return ctypes.CDLL(str(built))

@@ -41,6 +41,30 @@ def gather(folder: Path) -> None:
         page.write_text(text)
 
 
+def check_place(site: Path, force: bool = False):
+    """Check that a site may be written here.
+
+    Parameters
+    ----------
+    site : Path
+        The default one, a new or empty folder, or one that holds a site of this project.
+    force : bool
+        Allow any other folder.
+
+    Raises
+    ------
+    ValueError
+        If what the path holds would be lost.
+    """
+    if force or site == SITE or not site.exists():
+        return
+    if not site.is_dir():
+        raise ValueError(f"{site} is a file, but the site needs a folder: name another one")
+    home = site / "index.html"
+    if any(site.iterdir()) and not (home.is_file() and home.read_text(errors="replace") == _TO_HOME):
+        raise ValueError(f"{site} holds no site of this project, and all of it would be removed: name another folder")
+
+
 def build(site: Path = SITE) -> int:
     """Write the site.
 
@@ -69,7 +93,14 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="Build the site; every warning is an error.")
     parser.add_argument("site", nargs="?", type=Path, default=SITE, help="folder to write (default: build/site)")
-    return build(parser.parse_args().site.resolve())
+    parser.add_argument("--force", action="store_true", help="remove whatever the folder holds")
+    given = parser.parse_args()
+    site = given.site.resolve()
+    try:
+        check_place(site, given.force)
+    except ValueError as error:
+        parser.error(f"{error}, or add --force")
+    return build(site)
 
 
 if __name__ == "__main__":

@@ -73,11 +73,13 @@ def main():
     """The command."""
     parser = argparse.ArgumentParser(description="Write what the launch prints on a GPU into docs/cupy_by_hand.md.")
     parser.add_argument("--record", type=Path, help="run the page's code first, and write what it prints here")
-    if record := parser.parse_args().record:
-        records.check_writable(record)
+    parser.add_argument("--force", action="store_true", help="replace a file there that is no record")
+    given = parser.parse_args()
+    if record := given.record:
         try:
-            provenance.record(record, measure(DOCUMENT.read_text()))
-        except RuntimeError as error:
+            provenance.check_place(record, given.force)
+            provenance.record(record, measure(DOCUMENT.read_text()), given.force)
+        except (RuntimeError, ValueError, OSError) as error:
             parser.error(str(error))
     DOCUMENT.write_text(fill(DOCUMENT.read_text()))
 

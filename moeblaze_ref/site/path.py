@@ -115,10 +115,18 @@ def main():
     """The command."""
     parser = argparse.ArgumentParser(description="Write how long the notebooks take into docs/path.md.")
     parser.add_argument("--record", type=Path, help="measure first, and write the times here, too")
-    if record := parser.parse_args().record:
-        records.check_writable(record)
-        provenance.record(record, measure())
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), records.read(record or RECORD, KEYS)))
+    parser.add_argument("--force", action="store_true", help="replace a file there that is no record")
+    given = parser.parse_args()
+    try:
+        found = _measured(given.record, given.force) if given.record else records.read(RECORD, KEYS)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    DOCUMENT.write_text(fill(DOCUMENT.read_text(), found))
+
+
+def _measured(record: Path, force: bool) -> dict[str, Any]:
+    provenance.check_place(record, force)
+    return provenance.record(record, measure(), force)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import documents, doors
+from moeblaze_ref import documents, doors, source_hashes
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
 # By the first word of a file's name: (what it holds, the page that shows it).
@@ -37,6 +37,9 @@ _PAGE = """# Results
 
 Every measured number of these pages comes from a file in `docs/results/`, written by the command that measured it. This
 page is made from those files.
+
+Each file stores hashes of the code that it measured. *Code changed since* stands behind a commit where a part of that
+code has another text now, comments and docstrings aside; it does not say that a number would be another one.
 
 {files}
 
@@ -82,7 +85,8 @@ def kind_of(name: str) -> str:
 def _file(name: str, record: dict[str, Any]) -> list[str]:
     what, shown = KINDS[kind_of(name)]
     device = record["device"].partition(",")[0]
-    return [f"`{name}`", what, device, record.get("commit", "noted with each")[:15], shown]
+    commit = record.get("commit", "noted with each")[:15] + source_hashes.mark_of_all(record)
+    return [f"`{name}`", what, device, commit, shown]
 
 
 def _checks(record: dict[str, Any]) -> Iterator[list[str]]:

@@ -1,0 +1,107 @@
+"""The folder of compiled kernels: each file is there whole or not at all, and a damaged one is built again.
+
+A file's name says what it was built from. Its last line, the seal, is the SHA-256 of its name and of all bytes before.
+What was cut, emptied, or built from something else therefore counts as absent, and is never loaded: the loader of a cut
+library would end the process. The seal is a comment of C++; libraries and precompiled headers may end in any bytes.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moeblaze_ref import records
+
+ENDINGS = (".so", ".hpp", ".gch")
+SEAL_BYTES = len("\n// \n") + 2 * hashlib.sha256().digest_size
+
+
+class SimtUnavailable(RuntimeError):
+    """The SIMT executor cannot run here; the message says what to install or to set."""
+
+
+def folder() -> Path:
+    """Return the folder: simt in $MOEBLAZE_CACHE, or in the user's cache folder. Make it if need be.
+
+    Raises
+    ------
+    SimtUnavailable
+        If it cannot be made.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moeblaze_ref"
+    path = Path(os.environ.get("MOEBLAZE_CACHE", default)) / "simt"
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def kept(name: str, make: Callable[[Path], None]) -> Path:
+    """Return a file of the cache; if it is absent or damaged, make it.
+
+    Parameters
+    ----------
+    name : str
+        From all that decides the content.
+    make : callable
+        Takes the path of the file to make, in an empty folder of its own.
+
+    Raises
+    ------
+    SimtUnavailable
+        If the file must be made, and the folder cannot be written.
+    """
+    path = folder() / name
+    if not is_whole(path):
+        _make(path, make)
+    return path
+
+
+def is_whole(path: Path) -> bool:
+    """Return True if a file is there, with the seal that it was written with under this name."""
+    if not path.is_file():
+        return False
+    whole = path.read_bytes()
+    return whole[-SEAL_BYTES:] == _seal(path.name, whole[:-SEAL_BYTES])
+
+
+def summary() -> str:
+    """Read every file of the cache and say in one sentence how many there are, and how many of them are damaged.
+
+    Raises
+    ------
+    SimtUnavailable
+        As `folder`.
+    """
+    found = sorted(path for path in folder().iterdir() if path.suffix in ENDINGS)
+    damaged = sum(not is_whole(path) for path in found)
+    what = f", {damaged} of them damaged or of an earlier version: they are built again when needed" if damaged else ""
+    return f"compiled files in {folder()}: {len(found)}{what}"
+
+
+def _seal(name: str, content: bytes) -> bytes:
+    digest = hashlib.sha256(name.encode() + b"\0" + content).hexdigest()
+    return f"\n// {digest}\n".encode()
+
+
+def _make(path: Path, make: Callable[[Path], None]):
+    """Another process sees the whole file or none; so does one that comes after a kill or a loss of power."""
+    with _writing(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        made = Path(scratch, path.name)
+        make(made)
+        content = made.read_bytes()
+        made.write_bytes(content + _seal(path.name, content))
+        records.to_disk(made)
+        os.replace(made, path)
+        records.to_disk(path.parent)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SimtUnavailable(
+            f"the folder of compiled kernels {path} cannot be written ({error}); set MOEBLAZE_CACHE to another folder"
+        ) from None

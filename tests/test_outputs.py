@@ -1,0 +1,500 @@
+"""Where commands write: on a device, a pipe, a file of their own kind, and somebody else's file.
+
+Each command of the table is run with the work that it would do taken out: what counts here is what becomes of the path.
+"""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import nbformat
+import numpy as np
+import pytest
+import small_lm
+import typer
+from pretended import PretendedDevice
+from typer.testing import CliRunner
+
+from moeblaze_ref import cli, provenance, records, sanitize, terminal, traces
+from moeblaze_ref.bench import plan, tune
+from moeblaze_ref.lm import checkpoint, data, evidence
+from moeblaze_ref.lm import command as lm_command
+from moeblaze_ref.lm import run as lm_run
+from moeblaze_ref.lm.train import Trainer
+from moeblaze_ref.notebook import outputs
+from moeblaze_ref.papers import command as papers_command
+from moeblaze_ref.papers.item import Item
+from moeblaze_ref.parallel import bench as parallel_bench
+from moeblaze_ref.parallel import findings
+from moeblaze_ref.placement import maps, synthetic
+from moeblaze_ref.placement.synthetic import synthetic_trace
+from moeblaze_ref.site import build as site
+from moeblaze_ref.site import cupy_by_hand
+from moeblaze_ref.site import path as course_path
+
+NULL, FULL = 3, 7  # minor numbers of Linux' /dev/null and /dev/full
+FOREIGN = "somebody's notes\n"
+TRACE = synthetic_trace(64, 2, 4, 1)
+
+
+def make_device(path: Path, minor: int):
+    """A character device of the test's own; who may not make one gets a link to the system's."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+    except PermissionError:
+        path.symlink_to({NULL: "/dev/null", FULL: "/dev/full"}[minor])
+
+
+def is_device(path: Path) -> bool:
+    return stat.S_ISCHR(path.stat().st_mode)
+
+
+# The commands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that writes one file.
+
+    Parameters
+    ----------
+    words : tuple of str
+        Its words, and last the option that names the file.
+    load : callable
+        Reads what it writes.
+    without : callable
+        Patches the work that it would do; takes a list to which the work adds when it is done.
+    file : str
+        Where the file lies in the folder that the option names; empty if it names the file.
+    run : callable
+        Runs the words.
+    streams : bool
+        Whether it writes to what is no regular file; otherwise it refuses.
+    """
+
+    words: tuple[str, ...]
+    load: Callable
+    without: Callable[[list], list] = lambda done: []
+    file: str = ""
+    run: Callable = lambda words: CliRunner().invoke(cli.app, list(words))
+    streams: bool = True
+
+    def __call__(self, folder: Path, done: list, *more: str):
+        """Write to ``folder / (file or "out")``."""
+        with ExitStack() as patches:
+            for one in self.without(done):
+                patches.enter_context(one)
+            return self.run([*self.words, str(folder if self.file else folder / "out"), *more])
+
+    def target(self, folder: Path) -> Path:
+        return folder / (self.file or "out")
+
+
+def does(done: list, result) -> Callable:
+    """A function in place of the work."""
+
+    def work(*arguments, **options):
+        done.append(1)
+        return result() if callable(result) else result
+
+    return work
+
+
+def run_main(main: Callable) -> Callable:
+    """Runs a module's own command by its words, as `CliRunner` runs one of the app."""
+
+    def run(words):
+        with patch.object(sys, "argv", list(words)), patch.object(sys, "stderr", CapturedText()) as said:
+            try:
+                main()
+            except SystemExit as ended:
+                return SimpleNamespace(exit_code=ended.code, stderr=said.text, output=said.text)
+        return SimpleNamespace(exit_code=0, stderr="", output="")
+
+    return run
+
+
+class CapturedText:
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+    def flush(self):
+        pass
+
+
+def of_check(done):
+    return [
+        patch.object(terminal, "run_with_bar", does(done, [])),
+        patch("moeblaze_ref.check.passed", lambda rows: True),
+    ]
+
+
+def of_a_kernel(done):
+    verdict = SimpleNamespace(document={"rows": []}, report="", first_problem=None)
+    return [patch("moeblaze_ref.apart.examine", does(done, verdict))]
+
+
+def of_sanitize(done):
+    return [patch.object(sanitize, "plan", list), patch.object(terminal, "run_with_bar", does(done, []))]
+
+
+def of_a_gpu(done):
+    time = patch.object(terminal, "run_with_bar", does(done, []))
+    table = patch("moeblaze_ref.bench.report.table", lambda rows: "")
+    return [patch.object(plan, "gpu", PretendedDevice), patch.object(plan, "jobs", lambda *of: []), time, table]
+
+
+TILES = {"device": "a", "clocks": "b", "versions": {}, "commit": "c", "capability": "9.0", "entries": []}
+
+
+def of_tune(done):
+    return [
+        *of_a_gpu(done),
+        patch.object(tune, "jobs", lambda *of: []),
+        patch("moeblaze_ref.bench.stages.executor_here", lambda: SimpleNamespace(capability=(9, 0))),
+        patch.object(tune, "run_of", lambda *of: TILES),
+    ]
+
+
+def of_paper(done):
+    job = does(done, [{"ms": 1}])
+    return [
+        patch.object(plan, "gpu", PretendedDevice),
+        patch.object(Item, "jobs", lambda *of: [job]),
+        patch.object(Item, "rows", lambda *of: []),
+    ]
+
+
+def of_evidence(done):
+    return [patch.object(evidence, "gather", does(done, {"passed": None}))]
+
+
+def of_trace(done):
+    trained = SimpleNamespace(model=None, settings=SimpleNamespace(layer="oracle"))
+    return [
+        patch.object(lm_command, "load_model", lambda *of: trained),
+        patch.object(lm_command, "_texts", lambda folders: ({}, {})),
+        patch.object(lm_command, "_what_it_holds", lambda trace: ""),
+        patch("moeblaze_ref.lm.tracing.origin", lambda *of: {}),
+        patch("moeblaze_ref.lm.tracing.trace", does(done, TRACE)),
+    ]
+
+
+def of_place(done):
+    run = terminal.run_with_bar
+    return [
+        patch.object(synthetic, "TOKENS", 64),
+        patch.object(terminal, "run_with_bar", lambda *of: done.append(1) or run(*of)),
+    ]
+
+
+def of_several_gpus(done):
+    ranks = SimpleNamespace(rank=0, size=2, clock=SimpleNamespace(torch_device=SimpleNamespace(type="cpu")))
+    on = SimpleNamespace(token_s=1.0, bandwidth=np.ones((2, 2)))
+    found = parallel_bench.Found("m", 1.0, 1.0, 1.0, 1.0, [], [], [], [])
+    costs = SimpleNamespace(on=on, exchange_s=[1.0], rest_s=1.0)
+
+    return [
+        patch.object(parallel_bench.measure, "even_costs", does(done, costs)),
+        patch.object(parallel_bench, "placements_of", lambda *of: [None]),
+        patch.object(parallel_bench, "replay", lambda *of: [None]),
+        patch.object(parallel_bench, "beside_model", lambda *of: found),
+        patch.object(parallel_bench, "table", lambda *of: ""),
+        patch.object(findings, "what", lambda run: ""),
+        patch.object(findings, "doubts", lambda run: []),
+        patch.object(parallel_bench.traces, "load", lambda path: TRACE),
+        patch.object(parallel_bench, "MarkedRanks", lambda clock: ranks),
+        patch.object(parallel_bench, "Watch", nullcontext),
+        *(patch.object(parallel_bench.dist, name, lambda *of, **options: None) for name in
+          ("init_process_group", "destroy_process_group")),
+    ]  # fmt: skip
+
+
+def on_several_gpus(words):
+    app = typer.Typer()
+    app.command()(parallel_bench.main)
+    return CliRunner().invoke(app, list(words))
+
+
+def of_the_course(done):
+    page = SimpleNamespace(read_text=str, write_text=lambda text: None)
+    return [
+        patch.object(course_path, "measure", does(done, {"rows": [], "cores": 1})),
+        patch.object(course_path, "DOCUMENT", page),
+    ]
+
+
+def of_a_launch_by_hand(done):
+    page = SimpleNamespace(read_text=str, write_text=lambda text: None)
+    return [
+        patch.object(cupy_by_hand, "measure", does(done, {"printed": ""})),
+        patch.object(cupy_by_hand, "DOCUMENT", page),
+    ]
+
+
+def of_memory(done):
+    return [patch("moeblaze_ref.memory.measured.measure_here", does(done, []))]
+
+
+def of_demo(done):
+    """Everything before the plots."""
+    names = ("_train", "_cases", "_layer_config", "_show_memory", "_count_dispatch", "_figures")
+    result = SimpleNamespace(model=SimpleNamespace(blocks=[SimpleNamespace(moe=None)]))
+    results = (result, [SimpleNamespace(L=1)], None, None, [], figure_of_loss)
+    return [
+        *(patch(f"moeblaze_ref.demo.{name}", does(done, made)) for name, made in zip(names, results, strict=True)),
+        patch("moeblaze_ref.demo.check.plan", lambda *of, **options: []),
+        patch("moeblaze_ref.demo._compare_kept_bytes"),
+        *(patch.object(terminal, name, lambda rows: "") for name in ("check_table", "verdict")),
+        patch("moeblaze_ref.check.passed", lambda rows: True),
+    ]
+
+
+def figure_of_loss():
+    from moeblaze_ref.lm.plots import loss_curve
+
+    return {"loss": loss_curve([2.0, 1.0])}
+
+
+PLACE = ("place", "--synthetic", "2x4x1", "--gpus", "2", "--method", "contiguous", "--splits", "0")
+COMMANDS = {
+    "check": Command(("check", "--backend", "numpy", "--record"), provenance.load, of_check),
+    "check --kernel": Command(("check", "--kernel", "a.cu", "--stage", "combine", "--record"), provenance.load, of_a_kernel),
+    "sanitize": Command(("sanitize", "--record"), provenance.load, of_sanitize),
+    "bench": Command(("bench", "layer", "--record"), provenance.load, of_a_gpu),
+    "bench --out": Command(("bench", "layer", "--out"), provenance.load, of_a_gpu),
+    "tune": Command(("tune", "--record"), tune.tiles.load, of_tune),
+    "paper": Command(
+        ("paper", "moeblaze-fig4", "--gpu", "--record"), papers_command.results.load, of_paper, streams=False
+    ),
+    "evidence": Command(("evidence", "replayed", "--json", "--record"), provenance.load, of_evidence),
+    "trace": Command(("trace", "--checkpoint", __file__, "--device", "cpu", "--out"), traces.load, of_trace),
+    "place --out": Command((*PLACE, "--out"), maps.load, of_place),
+    "place --record": Command((*PLACE, "--record"), provenance.load, of_place),
+    "place --plots": Command((*PLACE, "--plots"), terminal._check_picture, of_place, "load_by_gpu.png"),
+    "memory": Command(
+        ("memory", "--preset", "conf1", "--measure", "--plots"), terminal._check_picture, of_memory,
+        "memory_against_tokens.png",
+    ),
+    "paper --plot": Command(("paper", "moeblaze-fig3", "--plot"), terminal._check_picture, file="moeblaze-fig3.png"),
+    "demo": Command(("demo", "--out"), terminal._check_picture, of_demo, "loss.png"),
+    "parallel.bench": Command(
+        ("--trace", "t", "--map", "m", "--preset", "toy", "--tokens", "4", "--steps", "1", "--record"), provenance.load,
+        of_several_gpus, run=on_several_gpus,
+    ),
+    "site.path": Command(("path", "--record"), provenance.load, of_the_course, run=run_main(course_path.main)),
+    "site.cupy_by_hand": Command(
+        ("cupy", "--record"), provenance.load, of_a_launch_by_hand, run=run_main(cupy_by_hand.main)
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=COMMANDS)
+def command(request, one_thread):
+    return COMMANDS[request.param]
+
+
+def one_line(result) -> str:
+    """The last line of an error, after argparse's usage."""
+    assert result.exit_code == 2, result.output
+    return result.stderr.splitlines()[-1]
+
+
+def test_a_device_stays_one(command, tmp_path):
+    target, done = command.target(tmp_path), []
+    make_device(target, NULL)
+    result = command(tmp_path, done)
+    assert is_device(target)
+    if command.streams:
+        assert result.exit_code == 0, result.output
+    else:
+        assert "no regular file" in one_line(result) and not done
+
+
+def test_a_device_that_takes_nothing_stays_one(command, tmp_path):
+    target = command.target(tmp_path)
+    make_device(target, FULL)
+    assert "cannot be written" in one_line(result := command(tmp_path, [])) or not command.streams, result.output
+    assert is_device(target)
+
+
+def test_a_pipe_gets_all_that_a_file_would(command, tmp_path):
+    target, read, done = command.target(tmp_path), [], []
+    os.mkfifo(target)
+    if not command.streams:
+        assert "no regular file" in one_line(command(tmp_path, done)) and not done
+        return
+    reader = threading.Thread(target=lambda: read.append(target.read_bytes()), daemon=True)
+    reader.start()
+    result = command(tmp_path, done)
+    reader.join(60)
+    assert result.exit_code == 0 and target.is_fifo(), result.output
+    whole = tmp_path / "whole"
+    whole.write_bytes(read[0])
+    command.load(whole)
+
+
+def test_somebody_elses_file_is_refused_before_any_work(command, tmp_path):
+    target, done = command.target(tmp_path), []
+    target.write_text(FOREIGN)
+    said = one_line(command(tmp_path, done))
+    assert target.name in said and "--force" in said, said
+    assert target.read_text() == FOREIGN and not done
+
+
+def test_somebody_elses_file_is_replaced_by_force(command, tmp_path):
+    target = command.target(tmp_path)
+    target.write_text(FOREIGN)
+    result = command(tmp_path, [], "--force")
+    assert result.exit_code == 0, result.output
+    command.load(target)
+
+
+def test_a_file_of_its_own_is_replaced_and_an_empty_one_filled(command, tmp_path):
+    command.target(tmp_path).touch()
+    for _ in range(2):
+        result = command(tmp_path, [])
+        assert result.exit_code == 0, result.output
+        command.load(command.target(tmp_path))
+
+
+def test_every_option_that_names_an_output_is_in_the_table():
+    """A command that writes has --force, but training, which never replaces anything."""
+    outputs = {"record", "out", "plots", "plot"}
+    found = set()
+    for name, one in typer.main.get_command(cli.app).commands.items():
+        options = {option.name for option in one.params}
+        assert bool(options & outputs) == ("force" in options) or name == "train", name
+        found |= {(name, option) for option in options & outputs}
+    written = {(one.words[0], one.words[-1].lstrip("-")) for one in COMMANDS.values()}
+    assert found - written == {("train", "out"), ("evidence", "out")}  # folders of runs, as below
+
+
+# The one mechanism ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_printed_to_goes_on_where_the_last_line_ended(tmp_path):
+    """A redirected /dev/stdout is a regular file, which must be neither replaced nor begun again."""
+    code = (
+        "from pathlib import Path; from moeblaze_ref import records; print('before');"
+        "records.write(Path('/dev/stdout'), {'a': 1}); print('after')"
+    )
+    told = tmp_path / "told"
+    with told.open("w") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True, timeout=60)
+    assert told.read_text() == 'before\n{\n "a": 1\n}\nafter\n'
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert piped.stdout == told.read_text()
+
+
+def test_a_socket_is_refused(tmp_path):
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "socket"))
+        with pytest.raises(ValueError, match="socket is a socket, but only a file, a character device or a pipe"):
+            records.write(tmp_path / "socket", {})
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious"), Path.mkdir])
+def test_the_place_of_the_first_bytes_is_no_trap(tmp_path, make):
+    (tmp_path / "precious").write_text(FOREIGN)
+    make(tmp_path / "x.json.part")
+    with pytest.raises(ValueError, match=r"x.json.part is no regular file, but x.json is written there first"):
+        records.write(tmp_path / "x.json", {})
+    assert (tmp_path / "precious").read_text() == FOREIGN
+
+
+@pytest.mark.parametrize("save", [lambda path, *force: traces.save(path, TRACE, *force),
+                                  lambda path, *force: maps.save(path, maps.from_hosts([[[0], [1]]], 2), *force)])  # fmt: skip
+def test_functions_replace_their_own_kind_alone(tmp_path, save):
+    path = tmp_path / "out.npz"
+    path.write_text(FOREIGN)
+    with pytest.raises(ValueError, match="no file that this command writes"):
+        save(path)
+    assert path.read_text() == FOREIGN
+    save(path, True)
+    save(path)
+
+
+def test_a_picture_of_another_project_is_refused(tmp_path):
+    figure = figure_of_loss()["loss"]
+    figure.savefig(tmp_path / "loss.png")
+    with pytest.raises(ValueError, match=r"loss.png exists .*is no picture of moeblaze_ref"):
+        terminal.save(figure, tmp_path, "loss")
+    terminal.save(figure, tmp_path, "loss", force=True)
+    assert terminal.save(figure, tmp_path, "loss") == tmp_path / "loss.png"
+
+
+def test_a_notebook_takes_the_place_of_a_notebook_alone(tmp_path):
+    os.mkfifo(tmp_path / "pipe.ipynb")
+    with pytest.raises(ValueError, match="pipe.ipynb is no regular file"):
+        outputs.remake(tmp_path / "pipe.ipynb")
+    (tmp_path / "notes.ipynb").write_text(FOREIGN)
+    with pytest.raises(nbformat.reader.NotJSONError):
+        outputs.remake(tmp_path / "notes.ipynb")
+    assert (tmp_path / "notes.ipynb").read_text() == FOREIGN
+
+
+def test_a_site_removes_no_folder_of_somebody_else(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(site, "build", lambda folder: built.append(folder) or 0)
+    (tmp_path / "notes.txt").write_text(FOREIGN)
+    refused = run_main(site.main)(["build", str(tmp_path)])
+    assert refused.exit_code == 2 and "all of it would be removed" in refused.stderr and not built
+    for words in (["build", str(tmp_path / "new")], ["build", str(tmp_path), "--force"], ["build"]):
+        assert run_main(site.main)(words).exit_code == 0
+    assert built == [tmp_path / "new", tmp_path, site.SITE]
+    (tmp_path / "index.html").write_text(site._TO_HOME)
+    site.check_place(tmp_path)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [lm_run.CHECKPOINT, lm_run.LOG, lm_run.LOCK])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: make_device(path, NULL)], ids=["pipe", "device"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_training_refuses_what_is_no_regular_file(tmp_path, name, make, resume):
+    make(tmp_path / name)
+    kind = stat.S_IFMT((tmp_path / name).stat().st_mode)
+    with pytest.raises(ValueError, match=f"{name} is no regular file"):
+        lm_run.run(Trainer(small_lm.SETTINGS, data.python_help()), tmp_path, resume)
+    assert stat.S_IFMT((tmp_path / name).stat().st_mode) == kind
+
+
+@pytest.mark.parametrize("name", [lm_run.CHECKPOINT, lm_run.LOG])
+@pytest.mark.parametrize("resume", [False, True])
+def test_training_keeps_somebody_elses_file(tmp_path, name, resume):
+    (tmp_path / name).write_text(FOREIGN)
+    with pytest.raises(ValueError, match=name):
+        lm_run.run(Trainer(small_lm.SETTINGS, data.python_help()), tmp_path, resume)
+    assert (tmp_path / name).read_text() == FOREIGN
+
+
+def test_a_lock_is_held_on_somebody_elses_file_too(tmp_path):
+    (tmp_path / lm_run.LOCK).write_text(FOREIGN)
+    with lm_run._alone_in(tmp_path):
+        pass
+    assert (tmp_path / lm_run.LOCK).read_text() == FOREIGN
+
+
+def test_a_checkpoint_takes_the_place_of_a_checkpoint_alone(tmp_path):
+    trainer = Trainer(small_lm.SETTINGS, data.python_help())
+    path = tmp_path / "checkpoint.safetensors"
+    path.write_text(FOREIGN)
+    with pytest.raises(ValueError, match="no file that this command writes"):
+        checkpoint.save(path, trainer)
+    path.unlink()
+    checkpoint.save(path, trainer)
+    checkpoint.save(path, trainer)
