@@ -22,6 +22,7 @@ from moeblaze_ref.raw_cuda.runtime.source import Size
 LARGE_BYTES = 1 << 20  # from here on an array is reserved
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
+ZEROS = None  # in place of values: zeros, for which the operating system needs no memory until they are written
 Parts = Sequence[tuple[Any, Any]]  # slices of an array, and the values there
 
 
@@ -36,7 +37,8 @@ class Launch:
     blocks : callable
         Takes the grid (x, y, z) and returns the blocks (x, y, z) that run.
     given : dict
-        By the name of an argument, the parts that have values when the kernel starts: slices, and the values there.
+        By the name of an argument, the parts that have values when the kernel starts: slices, and the values there, or
+        `ZEROS`.
     expected : dict
         The same of what the blocks leave there. They may access these parts too, and nothing else. NaN stands for an
         element that no block writes.
@@ -166,25 +168,26 @@ class SparseModule(SimtModule):
         if kernel != asked.kernel:
             return
         arrays = {name: array_of(value) for name, value in arguments.items()}
-        for name, parts in [*asked.expected.items(), *asked.given.items()]:
+        for name, parts in asked.expected.items():
             for place, _ in parts:
-                self._open(arrays[name], place)
+                part = self._opened(arrays[name], place)
+                if name not in asked.given:
+                    part[...] = poison(np.empty((), part.dtype))
         for name, parts in asked.given.items():
             for place, values in parts:
-                arrays[name][place] = values
+                part = self._opened(arrays[name], place)
+                if values is not ZEROS:
+                    part[...] = values
         super().launch(kernel, grid, block, shared_bytes, **arguments)
         for name, parts in asked.expected.items():
             self._executor.errors[name] = max(error(arrays[name][place], values) for place, values in parts)
 
-    def _open(self, array: np.ndarray, place: Any):
-        """Allow accesses to a part of an argument, and poison it."""
+    def _opened(self, array: np.ndarray, place: Any) -> np.ndarray:
+        """A part of an argument, which the kernel may access from now on."""
         reservation = self._executor.reservation_of(array)
-        if reservation is None:
-            return
-        part = array[place]
-        reservation.open(part)
-        for run in _runs(part):
-            poison(run)
+        if reservation is not None:
+            reservation.open(array[place])
+        return array[place]
 
     def _place_apart(self, kernel: str, items: list[Staged]) -> list[Staged]:
         """Small arrays are copied as ever; large ones stay."""
