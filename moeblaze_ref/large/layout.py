@@ -83,16 +83,16 @@ class Layout:
             if self.rung == "1_naive":
                 return [(ceil_div(self.rows * width, gemm.THREADS) - 1, self.E - 1, 0)]
             if self.rung == gemm.HOPPER:
-                return [(before * across + _number_in_bands(own - 1, across - 1, own, across), 0, 0)]
+                return [(before * across + number_in_bands(own - 1, across - 1, own, across), 0, 0)]
             if self._tile is None:
                 return [(before + own - 1, across - 1, 0)]
-            number = _number_in_bands(before + own - 1, across - 1, grid[0], grid[1])
+            number = number_in_bands(before + own - 1, across - 1, grid[0], grid[1])
             return [(number % grid[0], number // grid[0], 0)]
 
         return blocks
 
 
-def _number_in_bands(row: int, column: int, rows: int, columns: int, band: int = 8) -> int:
+def number_in_bands(row: int, column: int, rows: int, columns: int, band: int = 8) -> int:
     """The number of a tile where tiles are taken down each column of a band of row tiles."""
     first = row // band * band
     return first * columns + column * min(band, rows - first) + row - first
