@@ -35,7 +35,7 @@ def wide_experts(rung: str) -> Layout:
 
 def tall(rung: str) -> Layout:
     """L d, R d and R h > 2**32."""
-    return Layout(rung, L=MANY, E=2, d=SIDE, h=SIDE, rows=4)
+    return Layout(rung, L=MANY, E=2, d=SIDE, h=SIDE, rows=68)
 
 
 def cases() -> list[Case]:
@@ -44,8 +44,8 @@ def cases() -> list[Case]:
     for rung in RUNGS:
         found += [_up(layout) for layout in (wide_hidden(rung), tall(rung))]
         found += [_d_x(tall(rung))]
-        found += [_down(layout) for layout in (wide_model(rung), tall(rung))]
-        found += [_d_hidden(layout) for layout in (wide_hidden(rung), tall(rung))]
+        found += [down(layout) for layout in (wide_model(rung), tall(rung))]
+        found += [d_hidden(layout) for layout in (wide_hidden(rung), tall(rung))]
         found += [_d_w(tall(rung)), _d_w3(tall(rung))]
         if rung != gemm.HOPPER:
             found += [_d_x(wide_experts(rung)), _d_w(wide_hidden(rung, rows=4)), _d_w3(wide_model(rung, rows=4))]
@@ -57,23 +57,23 @@ def _case(layout: Layout, stage: str, passes: str, launch: Launch, call) -> Case
     return Case(stage, layout.rung, f"{passes}: {layout}", layout.dtype, launch, call, blocks)
 
 
-def _rows_of_tokens(layout: Layout, rows: slice) -> dict:
+def rows_of_tokens(layout: Layout, rows: slice) -> dict:
     """What leads a kernel from these rows to tokens, the last tokens in reverse order."""
     count = rows.stop - rows.start
     tokens = layout.L - 1 - np.arange(count)
     return {"expert_token_indices": [(np.s_[rows], tokens)], "expert_token_offsets": [(ALL, layout.offsets)]}
 
 
-def _last_tokens(array: np.ndarray, columns: slice = ALL) -> list:
+def last_tokens(array: np.ndarray, columns: slice = ALL) -> list:
     """Parts of a tensor (L, ...): the rows of those tokens."""
     return [(np.s_[-len(array) :, columns], array[::-1])]
 
 
-def _of_last_expert(array: np.ndarray, rows: slice = ALL, columns: slice = ALL) -> list:
+def of_last_expert(array: np.ndarray, rows: slice = ALL, columns: slice = ALL) -> list:
     return [(np.s_[-1:, rows, columns], array)]
 
 
-def _weights(layout: Layout, depth: int, rows: int, columns: int, seed: int) -> np.ndarray:
+def weights(layout: Layout, depth: int, rows: int, columns: int, seed: int) -> np.ndarray:
     """Part (rows, columns) of a weight, for products of this depth that are of order 1."""
     return (values(rows, columns, seed=seed) / math.sqrt(depth)).astype(values(1, dtype=layout.dtype).dtype)
 
@@ -83,10 +83,10 @@ def _up(layout: Layout) -> Case:
     rows, columns = layout.live_rows(), layout.live_columns(h, results=2)
     width = columns.stop - columns.start
     x = values(rows.stop - rows.start, d, dtype=layout.dtype)
-    w1, w2 = (_weights(layout, d, d, width, seed) for seed in (1, 2))
+    w1, w2 = (weights(layout, d, d, width, seed) for seed in (1, 2))
     a, b = (exactly(x) @ exactly(w) for w in (w1, w2))
-    given = _rows_of_tokens(layout, rows) | {"x": _last_tokens(x)}
-    given |= {name: _of_last_expert(w, columns=columns) for name, w in (("w1", w1), ("w2", w2))}
+    given = rows_of_tokens(layout, rows) | {"x": last_tokens(x)}
+    given |= {name: of_last_expert(w, columns=columns) for name, w in (("w1", w1), ("w2", w2))}
     outputs = {"a": a, "b": b, "y_swi": activation.forward(a, b, "swiglu")}
     expected = {name: [(np.s_[rows, columns], array)] for name, array in outputs.items()}
 
@@ -106,10 +106,10 @@ def _d_x(layout: Layout) -> Case:
     rows, columns = layout.live_rows(), layout.live_columns(d)
     width = columns.stop - columns.start
     d_a, d_b = (values(rows.stop - rows.start, h, dtype=layout.dtype, seed=seed) for seed in (1, 2))
-    w1, w2 = (_weights(layout, 2 * h, width, h, seed) for seed in (3, 4))
+    w1, w2 = (weights(layout, 2 * h, width, h, seed) for seed in (3, 4))
     sums = exactly(d_a) @ exactly(w1).T + exactly(d_b) @ exactly(w2).T
     given = {name: [(np.s_[rows], array)] for name, array in (("d_a", d_a), ("d_b", d_b))}
-    given |= {name: _of_last_expert(w, rows=columns) for name, w in (("w1", w1), ("w2", w2))}
+    given |= {name: of_last_expert(w, rows=columns) for name, w in (("w1", w1), ("w2", w2))}
     if naive:
         given |= {"token_expert_indices": [(np.s_[-1:], E - 1)], "token_index_map": [(np.s_[-1:], L - 1)]}
     else:
@@ -125,12 +125,12 @@ def _d_x(layout: Layout) -> Case:
     return _case(layout, "expert_up", "R d, R h, E d h", Launch(kernel, blocks, given, expected), call)
 
 
-def _down(layout: Layout) -> Case:
+def down(layout: Layout) -> Case:
     L, E, d, h = layout.L, layout.E, layout.d, layout.h
     rows, columns = layout.live_rows(), layout.live_columns(d)
     y_swi = values(rows.stop - rows.start, h, dtype=layout.dtype)
-    w3 = _weights(layout, h, h, columns.stop - columns.start, seed=1)
-    given = {"y_swi": [(np.s_[rows], y_swi)], "w3": _of_last_expert(w3, columns=columns)}
+    w3 = weights(layout, h, h, columns.stop - columns.start, seed=1)
+    given = {"y_swi": [(np.s_[rows], y_swi)], "w3": of_last_expert(w3, columns=columns)}
     given |= {"expert_token_offsets": [(ALL, layout.offsets)]}
     expected = {"y": [(np.s_[rows, columns], exactly(y_swi) @ exactly(w3))]}
 
@@ -142,19 +142,19 @@ def _down(layout: Layout) -> Case:
     return _case(layout, "expert_down", "R h, R d, h d", launch, call)
 
 
-def _d_hidden(layout: Layout) -> Case:
+def d_hidden(layout: Layout) -> Case:
     L, E, d, h = layout.L, layout.E, layout.d, layout.h
     rows, columns = layout.live_rows(), layout.live_columns(h)
     count, width = rows.stop - rows.start, columns.stop - columns.start
     d_out, gates = values(count, d, dtype=layout.dtype), values(count)
     a, b = (values(count, width, dtype=layout.dtype, seed=seed) for seed in (1, 2))
-    w3 = _weights(layout, d, width, d, seed=3)
+    w3 = weights(layout, d, width, d, seed=3)
     d_y = exactly(d_out) @ exactly(w3).T
     gate, y = exactly(gates)[:, None], activation.forward(exactly(a), exactly(b), "swiglu")
     d_a, d_b = activation.backward(gate * d_y, exactly(a), exactly(b), "swiglu")
-    given = _rows_of_tokens(layout, rows) | {"d_out": _last_tokens(d_out), "gate_of_row": [(np.s_[rows], gates)]}
+    given = rows_of_tokens(layout, rows) | {"d_out": last_tokens(d_out), "gate_of_row": [(np.s_[rows], gates)]}
     given |= {"a": [(np.s_[rows, columns], a)], "b": [(np.s_[rows, columns], b)]}
-    given |= {"w3": _of_last_expert(w3, rows=columns)}
+    given |= {"w3": of_last_expert(w3, rows=columns)}
     expected = {name: [(np.s_[rows, columns], array)] for name, array in (("d_a", d_a), ("d_b", d_b), ("gated_y", gate * y))}
     terms = d_y * y
     if layout.rung != "1_naive":
@@ -208,10 +208,10 @@ def _weight_launch(layout: Layout, kernel: str, left: tuple[str, int], right: tu
         else:
             columns = layout.last(width, layout.extent()[0]) if name == left[0] else layout.live_columns(width)
         sides[name] = columns, values(layout.rows, columns.stop - columns.start, dtype=layout.dtype, seed=seed)
-    given = _rows_of_tokens(layout, rows)
+    given = rows_of_tokens(layout, rows)
     for name, (columns, array) in sides.items():
         gathered = name in ("x", "d_out")
-        given |= {name: _last_tokens(array, columns) if gathered else [(np.s_[rows, columns], array)]}
+        given |= {name: last_tokens(array, columns) if gathered else [(np.s_[rows, columns], array)]}
     (left_columns, left_array), (right_columns, right_array) = sides[left[0]], sides[right[0]]
     product = exactly(left_array).T @ exactly(right_array)
-    return Launch(kernel, last_block, given, {output: _of_last_expert(product, left_columns, right_columns)})
+    return Launch(kernel, last_block, given, {output: of_last_expert(product, left_columns, right_columns)})

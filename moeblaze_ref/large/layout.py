@@ -10,7 +10,7 @@ from moeblaze_ref.raw_cuda.runtime import ceil_div
 from moeblaze_ref.raw_cuda.runtime.source import Size
 
 HOPPER_ROWS = gemm.ROWS_BOX[1]
-MANY_BLOCKS = 2**20  # more than the tiles of a case: each of the blocks that stay has one tile
+MANY_BLOCKS = 2**25  # more than the tiles of a case: each of the blocks that stay has one tile
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Layout:
     L, E, d, h : int
     rows : int
         Of the last expert.
+    tile : MmaTile, optional
+        Of a rung that has tiles; its default.
     """
 
     rung: str
@@ -31,6 +33,7 @@ class Layout:
     d: int
     h: int
     rows: int
+    tile: tiles.MmaTile | None = None
 
     def __str__(self) -> str:
         return f"L={self.L}, E={self.E}, d={self.d}, h={self.h}"
@@ -57,7 +60,7 @@ class Layout:
 
     @property
     def _tile(self) -> tiles.MmaTile | None:
-        return tiles.DEFAULTS.get(self.rung)
+        return self.tile or tiles.DEFAULTS.get(self.rung)
 
     def last(self, size: int, of_block: int) -> slice:
         """The last rows or columns, those of a block."""

@@ -10,7 +10,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,12 +42,19 @@ class Launch:
     expected : dict
         The same of what the blocks leave there. They may access these parts too, and nothing else. NaN stands for an
         element that no block writes.
+    where : dict
+        Arguments by name. Launches of the kernel with other values are left out.
     """
 
     kernel: str
     blocks: Callable[[Size], Sequence[Size]]
     given: dict[str, Parts]
     expected: dict[str, Parts]
+    where: dict[str, Any] = field(default_factory=dict)
+
+    def is_one(self, kernel: str, arguments: dict[str, Any]) -> bool:
+        """Whether this is a launch of it."""
+        return kernel == self.kernel and all(arguments[name] == value for name, value in self.where.items())
 
 
 class Reservation:
@@ -165,7 +172,7 @@ class SparseModule(SimtModule):
     def launch(self, kernel: str, grid, block, shared_bytes: int = 0, **arguments: Any) -> None:
         """Run the chosen blocks and note the errors of what they leave; leave a launch of another kernel out."""
         asked = self._executor.launch
-        if kernel != asked.kernel:
+        if not asked.is_one(kernel, arguments):
             return
         arrays = {name: array_of(value) for name, value in arguments.items()}
         for name, parts in asked.expected.items():
