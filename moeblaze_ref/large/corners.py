@@ -4,7 +4,6 @@ import numpy as np
 
 from moeblaze_ref.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
 from moeblaze_ref.large.experts import (
-    FEW,
     RUNGS,
     d_hidden,
     down,
@@ -22,7 +21,7 @@ from moeblaze_ref.raw_cuda.runtime import ceil_div
 from moeblaze_ref.raw_cuda.runtime.sparse import ZEROS, Launch
 
 # A row of this many columns, and the rows of a tile of rung 4_hopper: more than 2**31 elements.
-HOPPER_WIDE = {"d_w": 16_909_440, "d_w3": 8_421_632, "d_hidden": 143_200_000}
+HOPPER_WIDE = {"d_w": 16_909_440, "d_w3": 16_909_440, "d_hidden": 143_200_000}
 MOST_BLOCKS = 512  # that share out the tiles of a weight gradient
 TALLEST = tiles.MmaTile(rows=256, columns=256)
 
@@ -137,21 +136,16 @@ def _tall_tile() -> Case:
     return Case(case.stage, case.rung, f"256 d: {case.passes}", case.dtype, case.launch, call)
 
 
-def _tiles_of_block(of_expert: int) -> tuple[int, range]:
-    """The block of the last tile of two experts, and all tiles that it takes."""
-    last = 2 * of_expert - 1
-    block = last % MOST_BLOCKS
-    return block, range(block, last + 1, MOST_BLOCKS)
-
-
-def _hopper_weights(kernel: str, d: int, h: int, gathered: str, plain: str, product_of) -> Case:
-    """Two experts, of which the second has all rows, which are zeros but for the last columns.
+def _hopper_weights(kernel: str, E: int, d: int, h: int, gathered: str, plain: str, product_of) -> Case:
+    """The last expert has all rows, which are zeros but for the last columns.
 
     A block of rung 4_hopper takes many tiles of a weight gradient so large: zeros, and the last tile.
     """
-    layout = Layout(gemm.HOPPER, L=FEW // 257, E=2, d=d, h=h, rows=FEW // 257)
+    layout = Layout(gemm.HOPPER, L=4, E=E, d=d, h=h, rows=4)
     down_tiles, across = ceil_div(d, 128), ceil_div(h, 256)
-    block, numbers = _tiles_of_block(down_tiles * across)
+    last_tile = E * down_tiles * across - 1
+    block = last_tile % MOST_BLOCKS
+    numbers = range(block, last_tile + 1, MOST_BLOCKS)
     last = {gathered: layout.last(d, 128), plain: layout.last(h, 256)}
     arrays = {name: values(layout.L, part.stop - part.start, dtype="bfloat16", seed=len(name)) for name, part in last.items()}
     given = rows_of_tokens(layout, slice(0, layout.L))
@@ -170,7 +164,7 @@ def _hopper_weights(kernel: str, d: int, h: int, gathered: str, plain: str, prod
 
     def call(executor):
         plain_array, gathered_array = executor.empty((layout.L, h), "bfloat16"), executor.empty((layout.L, d), "bfloat16")
-        dispatch = dispatch_of(executor, layout.L, 2, 1)
+        dispatch = dispatch_of(executor, layout.L, E, 1)
         stage.weight_gradient(plain_array, gathered_array, dispatch, executor, gemm.HOPPER)
 
     name = stage.__name__.rpartition(".")[2]
@@ -179,10 +173,10 @@ def _hopper_weights(kernel: str, d: int, h: int, gathered: str, plain: str, prod
 
 def _d_w() -> Case:
     place = lambda expert, rows, columns, part: (np.s_[expert : expert + 1, rows, columns], part)
-    return _hopper_weights("d_w", 128, HOPPER_WIDE["d_w"], "x", "d_hidden", place)
+    return _hopper_weights("d_w", 2, 128, HOPPER_WIDE["d_w"], "x", "d_hidden", place)
 
 
 def _d_w3() -> Case:
     """Stored transposed."""
     place = lambda expert, rows, columns, part: (np.s_[expert : expert + 1, columns, rows], part.T)
-    return _hopper_weights("d_w3", HOPPER_WIDE["d_w3"], 256, "d_out", "gated_y", place)
+    return _hopper_weights("d_w3", 1, HOPPER_WIDE["d_w3"], 256, "d_out", "gated_y", place)

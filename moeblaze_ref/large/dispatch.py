@@ -11,13 +11,14 @@ E = 1024
 FEW = 8  # tokens of the last block
 LAST = np.s_[-FEW:]
 COLUMN = 2**21 + FEW  # tokens of which a block reads its expert's column: L E > 2**31
-# A block that writes its column touches a page for each token: fewer tokens of more experts than dispatch takes.
-WRITTEN, MANY = 2**11 + FEW, 2**20
+# A block that walks a column with a scan, or writes it, would take long and touch a page for each token. Its cases have
+# fewer tokens, and more experts than dispatch takes: the kernels themselves have no such limit.
+MANY, SHORT = 2**20, 2**12 + FEW  # MANY SHORT > 2**32
 ENTRIES = 2**22 + FEW  # tokens whose entries have a thread each: L E > 2**32
 BITS = 2**27 + 2**18 + FEW  # tokens: E L / 32 > 2**32
-# 3_single_pass with the smallest tiles that its constants allow: E tiles > 2**32
+# 3_single_pass with the smallest tiles that its constants allow
 K, STEPS, TEAMS = 32, 1, 8
-TILES = 2**22 + 2**13
+TILES = 2**22 + 2**13  # E TILES > 2**32
 TILE_TOKENS = STEPS * TEAMS
 COUNTS = {"THREADS": stage.THREADS, "SCAN_THREADS": stage.SCAN_THREADS, "K": K, "STEPS": STEPS}
 EXPERTS = np.random.default_rng(0).permuted(np.tile(np.arange(E), (FEW, 1)), axis=1).astype(np.int32)  # of each token
@@ -51,31 +52,29 @@ def _map_of_tokens() -> Case:
     return _case("1_dense_map", launch, _build("1_dense_map", tokens, k), f"L E: L={tokens}, E={E}, k={k}")
 
 
+_SHORT = f"L E: L={SHORT}, E={MANY}, k=1"
 # Every token goes to the last expert (an entry of 0 is not EMPTY), but for the last FEW.
 _MAP = [(ALL, ZEROS), (np.s_[-FEW:, -1:], EMPTY)]
-_PASSES = f"L E: L={COLUMN}, E={E}, k=1"
-_ROUTED = COLUMN - FEW
 
 
 def _lengths_of_map() -> Case:
-    launch = Launch("expert_lengths", last_block, {"dense_map": _MAP}, {"lengths": [(np.s_[-1:], _ROUTED)]})
-    return _case("1_dense_map", launch, _build("1_dense_map", COLUMN, 1), _PASSES)
+    launch = Launch("expert_lengths", last_block, {"dense_map": _MAP}, {"lengths": [(np.s_[-1:], COLUMN - FEW)]})
+    return _case("1_dense_map", launch, _build("1_dense_map", COLUMN, 1), f"L E: L={COLUMN}, E={E}, k=1")
 
 
 def _route_map() -> Case:
-    tokens = np.arange(_ROUTED, dtype=np.int32)
-    given = {"dense_map": _MAP, "topk_experts": [(ALL, E - 1)], "expert_token_offsets": [(np.s_[-2:-1], FEW)]}
+    tokens = np.arange(SHORT - FEW)
+    given = {"dense_map": _MAP, "topk_experts": [(ALL, MANY - 1)], "expert_token_offsets": [(np.s_[-2:-1], FEW)]}
     expected = {"expert_token_indices": [(np.s_[FEW:], tokens)], "token_index_map": [(np.s_[:-FEW], tokens + FEW)]}
     launch = Launch("route_indices", last_block, given, expected)
-    return _case("1_dense_map", launch, _build("1_dense_map", COLUMN, 1), _PASSES)
+    return _case("1_dense_map", launch, _build("1_dense_map", SHORT, 1, MANY), _SHORT)
 
 
 def _location_map() -> Case:
-    given = {"dense_map": [(ALL, ZEROS), (np.s_[-FEW:, -1:], EMPTY)], "expert_token_offsets": [(np.s_[-2:-1], 0)]}
-    places = np.minimum(np.arange(WRITTEN), WRITTEN - FEW)
+    given = {"dense_map": _MAP, "expert_token_offsets": [(np.s_[-2:-1], 0)]}
+    places = np.minimum(np.arange(SHORT), SHORT - FEW)
     launch = Launch("location_map", last_block, given, {"location_map": [(np.s_[:, -1:], places[:, None])]})
-    call = _build("as_printed", WRITTEN, 1, MANY)
-    return _case("as_printed", launch, call, f"L E: L={WRITTEN}, E={MANY}, k=1")
+    return _case("as_printed", launch, _build("as_printed", SHORT, 1, MANY), _SHORT)
 
 
 def _write_indices() -> Case:
@@ -94,7 +93,6 @@ def _write_indices() -> Case:
 
 # ---- the bitmap ----
 
-_WORDS = -(-BITS // stage.THREADS) * stage.WARPS
 _BIT_PASSES = f"E L / 32: L={BITS}, E={E}, k=1"
 
 
@@ -108,26 +106,30 @@ def _bitmap() -> Case:
     return _case("2_bitmap", launch, _build("2_bitmap", BITS, 1), _BIT_PASSES)
 
 
-def _bits_of_last_expert() -> list:
+def _words(tokens: int) -> int:
+    return -(-tokens // stage.THREADS) * stage.WARPS
+
+
+def _bits_of_last_expert(tokens: int) -> list:
     """The words of the last expert: the last tokens and no others."""
-    word = (BITS - 1) // 32 - _WORDS
+    word = (tokens - 1) // 32 - _words(tokens)
     return [(np.s_[-1:], ZEROS), (np.s_[-1:, word : word + 1], (1 << FEW) - 1)]
 
 
 def _lengths_of_bits() -> Case:
-    given = {"bitmap": _bits_of_last_expert()}
+    given = {"bitmap": _bits_of_last_expert(BITS)}
     launch = Launch("expert_lengths", last_block, given, {"lengths": [(np.s_[-1:], FEW)]})
     return _case("2_bitmap", launch, _build("2_bitmap", BITS, 1), _BIT_PASSES)
 
 
 def _route_bits() -> Case:
-    first = BITS - FEW
-    given = {"bitmap": _bits_of_last_expert(), "expert_token_offsets": [(np.s_[-2:-1], first)]}
-    given |= {"topk_experts": [(LAST, E - 1)]}
-    rows = np.arange(first, BITS)
+    tokens = 32 * SHORT + FEW
+    rows = np.arange(tokens - FEW, tokens)
+    given = {"bitmap": _bits_of_last_expert(tokens), "expert_token_offsets": [(np.s_[-2:-1], tokens - FEW)]}
+    given |= {"topk_experts": [(LAST, MANY - 1)]}
     expected = {"expert_token_indices": [(LAST, rows)], "token_index_map": [(LAST, rows)]}
     launch = Launch("route_indices", last_block, given, expected)
-    return _case("2_bitmap", launch, _build("2_bitmap", BITS, 1), _BIT_PASSES)
+    return _case("2_bitmap", launch, _build("2_bitmap", tokens, 1, MANY), f"E L / 32: L={tokens}, E={MANY}, k=1")
 
 
 # ---- tiles ----
@@ -140,11 +142,11 @@ _CHOSEN = EXPERTS[:TILE_TOKENS, :K]
 _COUNTS = np.bincount(_CHOSEN.ravel(), minlength=E)
 
 
-def _launch(kernel: str, grid: int, threads: int, shared_bytes: int, *names: str, **sizes: int):
+def _launch(kernel: str, grid: int, threads: int, shared_bytes: int, *names: str, bases=(E, TILES + 1), **sizes: int):
     """The launch of a kernel with those constants, which `raw_cuda.dispatch` would not choose for so many experts."""
     shapes = {
         "topk_experts": (_SLOTS // K, K),
-        "tile_bases": (E, TILES + 1),
+        "tile_bases": bases,
         "token_expert_indices": (_SLOTS,),
         "expert_token_indices": (_SLOTS,),
         "expert_token_offsets": (E + 1,),
@@ -169,10 +171,10 @@ def _count_tiles() -> Case:
 
 def _scan_tiles() -> Case:
     """The counts of the last expert are zeros, but for one tile."""
-    call = _launch("scan_tiles", E, stage.SCAN_THREADS, 0, "tile_bases", tiles=TILES)
+    call = _launch("scan_tiles", MANY, stage.SCAN_THREADS, 0, "tile_bases", bases=(MANY, SHORT + 1), tiles=SHORT)
     given = {"tile_bases": [(np.s_[-1:], ZEROS), (np.s_[-1:, -4:-3], 5)]}
     launch = Launch("scan_tiles", last_block, given, {"tile_bases": [(np.s_[-1:, -5:], (0, 0, 5, 5, 5))]})
-    return _case("3_single_pass", launch, call, _TILE_PASSES)
+    return _case("3_single_pass", launch, call, f"E tiles: {SHORT} tiles, E={MANY}")
 
 
 def _route_tiles() -> Case:

@@ -10,7 +10,9 @@ from moeblaze_ref.raw_cuda.runtime.sparse import ZEROS, Launch
 L, E, k = 2**22 + 4, 1024, 2
 FEW = 4  # tokens of the last block
 SHAPE = f"L={L}, E={E}, k={k}"
-COUNTED, SHARED = 2**30 + 4, 2**29 + 4  # tokens, for the counts (L / THREADS, E)
+COUNTED = 2**30 + 4  # tokens: the counts (L / THREADS, E) are more than 2**32
+# A block that walks a column of them touches a page for each tile: fewer tokens, and more experts than dispatch takes.
+SHARED, MANY = 2**19 + 2**11, 2**20
 LAST = np.s_[-FEW:]
 D_LOSSES = (L / E, float(L))  # of order 1 for each token
 
@@ -83,17 +85,18 @@ def _router_z_terms(rung: str) -> Case:
 
 def _expert_counts() -> Case:
     experts = np.array([3, E - 1, 3, 0])
-    counts = np.bincount(experts, minlength=E)
-    launch = Launch("expert_counts", last_block, {"topk_experts": [(LAST, experts[:, None])]}, {"counts": [(np.s_[-1:], counts)]})
-    return _case("0_sums", launch, _count(COUNTED), f"L E / 256: L={COUNTED}, E={E}, k=1")
+    given = {"topk_experts": [(LAST, experts[:, None])]}
+    launch = Launch("expert_counts", last_block, given, {"counts": [(np.s_[-1:], np.bincount(experts, minlength=E))]})
+    return _sums_case(launch, COUNTED, E)
 
 
 def _expert_shares() -> Case:
-    """The last expert's block reads its count of every tile."""
+    """The last expert's block reads its count of every tile: zeros, but for a few."""
     given = {"counts": [(ALL, ZEROS), (np.s_[-FEW:, -1:], 256)]}
     launch = Launch("expert_shares", last_block, given, {"shares": [(np.s_[-1:], FEW * 256 / SHARED)]})
-    return _case("0_sums", launch, _count(SHARED), f"L E / 256: L={SHARED}, E={E}, k=1")
+    return _sums_case(launch, SHARED, MANY)
 
 
-def _count(tokens: int):
-    return lambda executor: gating.expert_shares(executor.empty((tokens, 1), "int32"), E, executor)
+def _sums_case(launch: Launch, tokens: int, experts: int) -> Case:
+    call = lambda executor: gating.expert_shares(executor.empty((tokens, 1), "int32"), experts, executor)
+    return _case("0_sums", launch, call, f"L E / 256: L={tokens}, E={experts}, k=1")
