@@ -54,7 +54,7 @@ struct LinesOfBlockRow {
     __device__ __forceinline__ int number(int line) const { return line < count ? line : -1; }
     __device__ __forceinline__ const Scalar* chunk(int number, int at) const {
         const bool inside = number >= 0 && at < depth;
-        return inside ? values + (at / BLOCK * BLOCK + number) * BLOCK + at % BLOCK : nullptr;
+        return inside ? values + ((long long)(at / BLOCK) * BLOCK + number) * BLOCK + at % BLOCK : nullptr;
     }
 };
 

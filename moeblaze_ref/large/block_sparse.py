@@ -25,7 +25,7 @@ MANY, WIDTH, VALUES = 2**22 + 4, 1024, 2**18 + 1  # rows and their width; blocks
 def cases() -> list[Case]:
     """Every kernel whose indices can pass 2**31; those of the structures see rows, blocks and experts alone."""
     products = [product(rung) for rung in stage.RUNGS for product in (_sdd, _sdd_transposed, _dsd, _dsd_transposed, _d_rows, _dds)]
-    return [_activate(), _activate_backward(), _padded_gather(), _gate_gradient(), *products]
+    return [_activate(), _activate_backward(), _padded_gather(), _gate_gradient(), *products, _large_block()]
 
 
 # ---- what the products are given ----
@@ -266,3 +266,28 @@ def _gate_gradient() -> Case:
         stage.gate_gradient(*(executor.empty((MANY, WIDTH), "float32") for _ in range(2)), _bins(executor), executor)
 
     return _row_case("gate_gradient", given, {"d_gates": [(last, terms)]}, call)
+
+
+# ---- a block so large that its own elements pass 2**31 ----
+
+
+def _large_block() -> Case:
+    """One block of rung 3_mma, by the smallest tile: the last lines of the result."""
+    block, tile = 46_400, stage.TILES[0]  # block * block > 2**31
+    lines = np.s_[-tile.rows :]
+    stored, rhs = values(tile.rows, block, dtype="bfloat16"), values(block, tile.columns, dtype="bfloat16", seed=1)
+    given = {"offsets": [(ALL, (0, 1))], "others": [(ALL, 0)]}
+    given |= {"values": [(np.s_[:, lines], stored)], "rhs": [(ALL, rhs)]}
+    launch = Launch("dsd", last_block, given, {"result": [(lines, exactly(stored) @ exactly(rhs))]})
+    shapes = {"values": (1, block, block), "rhs": rhs.shape, "result": rhs.shape}
+    indices = {"offsets": 2, "others": 1, "transpose_indices": 1}
+    sizes = {"rows": block, "K": tile.columns, "rhs_rows": block, "rhs_width": tile.columns}
+
+    def call(executor):
+        constants = gemm.constants("bfloat16", tile=tile) | {"TRANSPOSE_LHS": 0, "TRANSPOSE_RHS": 0, "BLOCK": block}
+        module = executor.load("block_sparse/3_mma.cu", **constants)
+        arrays = {name: executor.empty(shape, "bfloat16") for name, shape in shapes.items()}
+        arrays |= {name: executor.empty((length,), "int32") for name, length in indices.items()}
+        module.launch("dsd", **gemm.per_tile(tile, (block // tile.rows, 1)), **arrays, **sizes)
+
+    return Case("block_sparse", "3_mma", f"block**2: block={block}", "bfloat16", launch, call)
