@@ -49,7 +49,7 @@ def _act() -> Case:
     a, place = values(gemm.THREADS), np.s_[-1:, -gemm.THREADS :]
     launch = Launch("act", last_block, {"a": [(place, a)]}, {"act_a": [(place, reference.act(exactly(a)[None], "silu"))]})
     call = lambda executor: activation.act(executor.empty((R, h), "float32"), "silu", executor)
-    return Case("activation", "1_elementwise", f"R h: R={R}, h={h}", "float32", launch, call)
+    return Case("layer", "1_elementwise", f"R h: R={R}, h={h}", "float32", launch, call)
 
 
 def _d_gates() -> Case:
