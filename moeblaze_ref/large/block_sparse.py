@@ -24,7 +24,7 @@ MANY, WIDTH, VALUES = 2**22 + 4, 1024, 2**18 + 1  # rows and their width; blocks
 
 def cases() -> list[Case]:
     """Every kernel whose indices can pass 2**31; those of the structures see rows, blocks and experts alone."""
-    products = [product(rung) for rung in stage.RUNGS for product in (_sdd, _sdd_transposed, _dsd, _dsd_transposed, _d_rows, _dds)]
+    products = [product(rung) for rung in stage.RUNGS for product in PRODUCTS]
     return [_activate(), _activate_backward(), _padded_gather(), _gate_gradient(), *products, _large_block()]
 
 
@@ -112,18 +112,17 @@ def _sdd_case(rung: str, rhs_parts: list, rhs: np.ndarray, shape: tuple, transpo
     K, lhs = _depth(rung), _operand(rung, B, _depth(rung))
     places = ("row_offsets", "column_indices") if rung == gemm.HOPPER else ("row_indices", "column_indices")
     given = _given(*places) | {"lhs": [(_of_matrix(rung, np.s_[-B:]), lhs)], "rhs": rhs_parts}
-    product = (exactly(lhs) @ exactly(rhs)).reshape(B, WIDE, B).swapaxes(0, 1)
-    if rung == gemm.HOPPER:
-        written = np.s_[-WIDE:]
-    else:
-        lines = {"1_naive": slice(-gemm.THREADS // B, None), "2_tiled": slice(-gemm.TILE, None), "3_mma": ALL}[rung]
-        written = np.s_[-1:, lines, lines if rung == "2_tiled" else ALL]
+    blocks = WIDE if rung == gemm.HOPPER else 1  # in a tile
+    lines = {"1_naive": slice(-gemm.THREADS // B, None), "2_tiled": slice(-gemm.TILE, None)}.get(rung, ALL)
+    columns = lines if rung == "2_tiled" else ALL
+    product = exactly(lhs[lines]) @ exactly(rhs[:, -blocks * B :][:, columns])
+    product = product.reshape(len(product), blocks, -1).swapaxes(0, 1)
 
     def call(executor):
         operands = executor.empty((P, K), _dtype(rung)), executor.empty(shape, _dtype(rung))
         stage.sdd(*operands, _topology(executor), transpose, executor, rung)
 
-    return _product(rung, "sdd", given, {"values": [(written, product[written])]}, call, BLOCK_ROWS, 1)
+    return _product(rung, "sdd", given, {"values": [(np.s_[-blocks:, lines, columns], product)]}, call, BLOCK_ROWS, 1)
 
 
 def _sdd(rung: str) -> Case:
@@ -195,6 +194,9 @@ def _dds(rung: str) -> Case:
 
     expected = {"result": [(np.s_[-1:, rows, columns], product[:, columns])]}
     return _product(rung, "dds", given, expected, call, N // B, ceil_div(K, gemm.HOPPER_COLUMNS))
+
+
+PRODUCTS = _dsd, _dsd_transposed, _d_rows, _dds, _sdd, _sdd_transposed
 
 
 # ---- element by element, and row by row ----
@@ -272,22 +274,23 @@ def _gate_gradient() -> Case:
 
 
 def _large_block() -> Case:
-    """One block of rung 3_mma, by the smallest tile: the last lines of the result."""
+    """A row of two blocks for rung 3_mma, by the smallest tile: the last lines of the result."""
     block, tile = 46_400, stage.TILES[0]  # block * block > 2**31
     lines = np.s_[-tile.rows :]
-    stored, rhs = values(tile.rows, block, dtype="bfloat16"), values(block, tile.columns, dtype="bfloat16", seed=1)
-    given = {"offsets": [(ALL, (0, 1))], "others": [(ALL, 0)]}
+    stored = values(2, tile.rows, block, dtype="bfloat16")
+    rhs = values(2 * block, tile.columns, dtype="bfloat16", seed=1)
+    product = exactly(np.hstack(list(stored))) @ exactly(rhs)
+    given = {"offsets": [(ALL, (0, 2))], "others": [(ALL, (0, 1))]}
     given |= {"values": [(np.s_[:, lines], stored)], "rhs": [(ALL, rhs)]}
-    launch = Launch("dsd", last_block, given, {"result": [(lines, exactly(stored) @ exactly(rhs))]})
-    shapes = {"values": (1, block, block), "rhs": rhs.shape, "result": rhs.shape}
-    indices = {"offsets": 2, "others": 1, "transpose_indices": 1}
-    sizes = {"rows": block, "K": tile.columns, "rhs_rows": block, "rhs_width": tile.columns}
+    launch = Launch("dsd", last_block, given, {"result": [(lines, product)]})
+    shapes = {"values": (2, block, block), "rhs": rhs.shape, "result": (block, tile.columns)}
+    sizes = {"rows": block, "K": tile.columns, "rhs_rows": 2 * block, "rhs_width": tile.columns}
 
     def call(executor):
         constants = gemm.constants("bfloat16", tile=tile) | {"TRANSPOSE_LHS": 0, "TRANSPOSE_RHS": 0, "BLOCK": block}
         module = executor.load("block_sparse/3_mma.cu", **constants)
         arrays = {name: executor.empty(shape, "bfloat16") for name, shape in shapes.items()}
-        arrays |= {name: executor.empty((length,), "int32") for name, length in indices.items()}
+        arrays |= {name: executor.empty((2,), "int32") for name in ("offsets", "others", "transpose_indices")}
         module.launch("dsd", **gemm.per_tile(tile, (block // tile.rows, 1)), **arrays, **sizes)
 
     return Case("block_sparse", "3_mma", f"block**2: block={block}", "bfloat16", launch, call)

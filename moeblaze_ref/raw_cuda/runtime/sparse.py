@@ -26,7 +26,7 @@ ZEROS = None  # in place of values: zeros, for which the operating system needs 
 Parts = Sequence[tuple[Any, Any]]  # slices of an array, and the values there
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
     """A launch of which a few blocks run.
 
