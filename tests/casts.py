@@ -20,8 +20,8 @@ UNCOMPILED = re.compile(r"\bmin\(.*\(long long\)")  # without the cast there is 
 MOST = 999
 SWITCH = """
 extern "C" {
-__attribute__((visibility("default"))) int removed_cast = 0;  // the number of the cast that is not there; 0: all are
-__attribute__((visibility("default"))) unsigned char differs[MOST_CASTS];  // whether an index was another without the cast
+__attribute__((visibility("default"))) int removed_cast = 0;               // the number of the cast that is not there
+__attribute__((visibility("default"))) unsigned char differs[MOST_CASTS];  // an index would be another without the cast
 }
 
 // An integer that cast number N made wide, and what it is in type T without the cast.

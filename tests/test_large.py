@@ -71,9 +71,7 @@ class Finder(SparseExecutor):
 @functools.cache
 def file_of(case: Case) -> str:
     """The kernel file of a case."""
-    made = []
-    case.run(lambda *arguments: made.append(Finder(*arguments)) or made[0])
-    return made[0].file
+    return case.run(Finder).file
 
 
 CASES_OF = {file: [case for case in CASES if file_of(case) == file] for file in KERNEL_FILES}
@@ -95,7 +93,7 @@ def memory_peak(reset: bool = False) -> int:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_last_blocks_of_a_large_launch_are_right(case):
     before = memory_peak(reset=True)
-    assert case.run() <= BOUNDS[case.dtype]
+    assert case.run().worst <= BOUNDS[case.dtype]
     assert memory_peak() - before < 2 * GIBIBYTE
 
 
@@ -111,16 +109,16 @@ def needed(file: str) -> dict[int, Case]:
     """The casts of a kernel file that a case needs, by number, and the first case that does."""
     found: dict[int, Case] = {}
     for case in CASES_OF[file]:
-        made = []
-        assert case.run(lambda *arguments: made.append(Switched(*arguments)) or made[0]) <= BOUNDS[case.dtype]
-        found |= {number: case for number in made[0].differing(file) if number not in found}
+        executor = case.run(Switched)
+        assert executor.worst <= BOUNDS[case.dtype]
+        found |= {number: case for number in executor.differing(file) if number not in found}
     return found
 
 
 def passes_without(case: Case, number: int) -> bool:
     """Whether a case passes without a cast of its file."""
     try:
-        error = case.run(functools.partial(Switched, removed=number))
+        error = case.run(functools.partial(Switched, removed=number)).worst
     except KernelFault:
         return False
     return error <= BOUNDS[case.dtype]
@@ -141,7 +139,11 @@ def test_a_kernel_fails_without_any_one_of_its_casts(source):
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
-        ("combine/1_gather.cu", "token_index_map[slot] * (long long)d + column]);", "token_index_map[slot] * d + column]);"),
+        (
+            "combine/1_gather.cu",
+            "token_index_map[slot] * (long long)d + column]);",
+            "token_index_map[slot] * d + column]);",
+        ),
         ("expert_up/2_tiled.cu", "(long long)tokens[row] * d", "tokens[row] * d"),
         ("expert_up/2_tiled.cu", "w1 + (long long)tile.expert * d * h", "w1 + tile.expert * d * h"),
     ],
@@ -160,7 +162,12 @@ def test_a_kernel_fails_whose_text_lacks_a_cast(file, right, wrong):
 
 @pytest.mark.parametrize(
     ("file", "line"),
-    [(file, line) for file in KERNEL_FILES for line in kernel_text(file).splitlines() if UNCOMPILED.search(code_of(line))],
+    [
+        (file, line)
+        for file in KERNEL_FILES
+        for line in kernel_text(file).splitlines()
+        if UNCOMPILED.search(code_of(line))
+    ],
 )
 def test_the_compiler_refuses_the_other_lines_without_their_cast(file, line):
     text = inlined(file).replace(line, CAST.sub("", line))
@@ -210,12 +217,16 @@ def test_zeros_need_no_memory():
 
 @pytest.mark.parametrize("shift", [-1, 1, -SIZE, 2**33])
 def test_an_access_to_any_other_element_is_a_fault(shift):
-    with pytest.raises(KernelFault, match=r"out-of-bounds read of 4 bytes at byte offset -?\d+ of x from element 42949672"):
+    with pytest.raises(
+        KernelFault, match=r"out-of-bounds read of 4 bytes at byte offset -?\d+ of x from element 42949672"
+    ):
         run_copy([(LAST, VALUES)], [(LAST, VALUES)], shift)
 
 
 def test_an_output_that_is_not_expected_is_a_fault():
-    with pytest.raises(KernelFault, match=r"out-of-bounds write .* of out from element 4294967280 on, which has 64 bytes"):
+    with pytest.raises(
+        KernelFault, match=r"out-of-bounds write .* of out from element 4294967280 on, which has 64 bytes"
+    ):
         run_copy([(LAST, VALUES)], [(np.s_[-16:], VALUES[16:])])
 
 
@@ -234,7 +245,9 @@ def of_shape(*shape, dtype="float16"):
 def test_hopper_gathers_from_as_many_elements_as_it_can_number():
     gemm.check_gathered("x", of_shape(2**25, 2**10), gemm.HOPPER)
     gemm.check_gathered("x", of_shape(2**25 + 1, 2**10), "3_mma")
-    message = r"x has 33554433 \* 1024 = 34359739392 elements, but rung 4_hopper gathers from at most 2\*\*35 = 34359738368"
+    message = (
+        r"x has 33554433 \* 1024 = 34359739392 elements, but rung 4_hopper gathers from at most 2\*\*35 = 34359738368"
+    )
     with pytest.raises(ValueError, match=message):
         gemm.check_gathered("x", of_shape(2**25 + 1, 2**10), gemm.HOPPER)
 
@@ -246,7 +259,9 @@ def test_rows_are_not_wider_than_kernels_count():
 
 def test_tiles_are_not_more_than_kernels_number():
     dispatch = SimpleNamespace(L=2**30, R=2**30, E=8)
-    with pytest.raises(ValueError, match="tiles of all rows and columns is 1099512152064, but it must be 0..1073741824"):
+    with pytest.raises(
+        ValueError, match="tiles of all rows and columns is 1099512152064, but it must be 0..1073741824"
+    ):
         gemm.rows_launch(SimpleNamespace(multiprocessors=4), "2_tiled", dispatch, 2**22)
 
 
@@ -254,7 +269,10 @@ def test_lines_of_blocks_are_not_more_than_rung_3_mma_numbers():
     nnz, block = 2**28, 8
     indices = [of_shape(length, dtype="int32") for length in (2**20 + 1, nnz, nnz, 2**8 + 1, nnz)]
     topology = Topology(*indices, block=block)
-    with doors.trusted(), pytest.raises(ValueError, match="268435456 blocks have 2147483648 lines, but rung 3_mma of block"):
+    with (
+        doors.trusted(),
+        pytest.raises(ValueError, match="268435456 blocks have 2147483648 lines, but rung 3_mma of block"),
+    ):
         block_sparse.dsd(of_shape(nnz, block, block), topology, of_shape(2**23, 8), True, rung="3_mma")
 
 

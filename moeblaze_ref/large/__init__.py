@@ -47,7 +47,7 @@ def _rows(backend: str, case: Case) -> Iterator[Row]:
     """The row of a case; one that faults is a failed row that says so."""
     shape, error, bound = case.passes, math.nan, BOUNDS[case.dtype]
     try:
-        error = case.run()
+        error = case.run().worst
     except Exception as fault:
         shape = f"{shape}: {type(fault).__name__}: {fault}"
     yield Row(case.stage, case.kernel, backend, case.rung, case.dtype, shape, error, bound, error <= bound, True)

@@ -135,7 +135,9 @@ def _sdd_transposed(rung: str) -> Case:
     return _sdd_case(rung, [(_of_matrix(rung, np.s_[-h:]), rhs)], rhs.T, (N, _depth(rung)), True)
 
 
-def _dsd_case(rung: str, rhs: list, product: np.ndarray, shape: tuple, rows: int, places: dict, transposes: tuple) -> Case:
+def _dsd_case(
+    rung: str, rhs: list, product: np.ndarray, shape: tuple, rows: int, places: dict, transposes: tuple
+) -> Case:
     stored, _ = _stored(rung)
     live = _last_rows(rung)
     expected = {"result": [(np.s_[live, _last_columns(rung)], product[live])]}
@@ -153,7 +155,9 @@ def _dsd(rung: str) -> Case:
     rhs = _operand(rung, h, columns.stop - columns.start, seed=1)
     product = _stored(rung)[1] @ exactly(rhs)
     places = _given(offsets="row_offsets", others="column_indices")
-    return _dsd_case(rung, [(_of_matrix(rung, np.s_[-h:], columns), rhs)], product, (N, _depth(rung)), P, places, (False, False))
+    return _dsd_case(
+        rung, [(_of_matrix(rung, np.s_[-h:], columns), rhs)], product, (N, _depth(rung)), P, places, (False, False)
+    )
 
 
 def _d_rows(rung: str) -> Case:
@@ -174,7 +178,15 @@ def _dsd_transposed(rung: str) -> Case:
     columns = _last_columns(rung)
     rhs = _operand(rung, OWN, columns.stop - columns.start, seed=1)
     product = _stored(rung)[1].T @ exactly(rhs)
-    return _dsd_case(rung, [(_of_matrix(rung, np.s_[-OWN:], columns), rhs)], product, (P, _depth(rung)), N, _by_column(), (True, False))
+    return _dsd_case(
+        rung,
+        [(_of_matrix(rung, np.s_[-OWN:], columns), rhs)],
+        product,
+        (P, _depth(rung)),
+        N,
+        _by_column(),
+        (True, False),
+    )
 
 
 def _dds(rung: str) -> Case:
@@ -223,7 +235,12 @@ def _blocks_of_values(executor, count: int) -> list:
 def _activate() -> Case:
     inputs = _lines("a", "b")
     outputs = {"y_swi": activation.forward(*map(exactly, inputs.values()), "swiglu")}
-    return _between("activate", inputs, outputs, lambda executor: stage.activate(*_blocks_of_values(executor, 2), "swiglu", executor))
+    return _between(
+        "activate",
+        inputs,
+        outputs,
+        lambda executor: stage.activate(*_blocks_of_values(executor, 2), "swiglu", executor),
+    )
 
 
 def _activate_backward() -> Case:

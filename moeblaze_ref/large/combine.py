@@ -51,7 +51,14 @@ def _scatter() -> Case:
     given |= {"y": _rows(y, COLUMNS)[last], "out": [(np.s_[-1:, COLUMNS], before)]}
     expected = {"out": [(np.s_[-1:, COLUMNS], before + exactly(gates[1]) * exactly(y[1]))]}
     call = lambda executor: combine.scatter(*_arguments(executor), executor)
-    return Case("combine", "lesson_atomic", f"R d and L d: {SHAPE}", "float32", Launch("scatter", last_block, given, expected), call)
+    return Case(
+        "combine",
+        "lesson_atomic",
+        f"R d and L d: {SHAPE}",
+        "float32",
+        Launch("scatter", last_block, given, expected),
+        call,
+    )
 
 
 def _backward(executor):
@@ -64,7 +71,9 @@ def _d_y() -> Case:
     given = {"d_out": [(np.s_[-1:, COLUMNS], d_out)], "gates": [(np.s_[-1:], gates)]}
     given |= {"token_index_map": [(np.s_[-1:], ROWS[1:])]}
     expected = {"d_y": [(np.s_[ROWS[1] : ROWS[1] + 1, COLUMNS], exactly(gates[1]) * exactly(d_out))]}
-    return Case("combine", "1_gather", f"R d and L d: {SHAPE}", "float32", Launch("d_y", last_block, given, expected), _backward)
+    return Case(
+        "combine", "1_gather", f"R d and L d: {SHAPE}", "float32", Launch("d_y", last_block, given, expected), _backward
+    )
 
 
 def _d_gates() -> Case:
@@ -72,7 +81,14 @@ def _d_gates() -> Case:
     d_out, y = values(d), values(k, d)
     given = {"d_out": [(np.s_[-1:], d_out)], "y": _rows(y, EVERY), "token_index_map": [(np.s_[-k:], ROWS)]}
     expected = {"d_gates": [(np.s_[-1:], exactly(y) @ exactly(d_out))]}
-    return Case("combine", "1_gather", f"R d and L d: {SHAPE}", "float32", Launch("d_gates", last_block, given, expected), _backward)
+    return Case(
+        "combine",
+        "1_gather",
+        f"R d and L d: {SHAPE}",
+        "float32",
+        Launch("d_gates", last_block, given, expected),
+        _backward,
+    )
 
 
 def _sum_rows() -> Case:
@@ -84,4 +100,11 @@ def _sum_rows() -> Case:
         rows, _, dispatch = _arguments(executor)
         gemm.sum_rows(executor, rows, dispatch.token_index_map, k, executor.empty((L, d), "float32"))
 
-    return Case("expert_up", "0_sum_rows", f"R d and L d: {SHAPE}", "float32", Launch("sum_rows", last_block, given, expected), call)
+    return Case(
+        "expert_up",
+        "0_sum_rows",
+        f"R d and L d: {SHAPE}",
+        "float32",
+        Launch("sum_rows", last_block, given, expected),
+        call,
+    )

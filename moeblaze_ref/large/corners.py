@@ -47,7 +47,9 @@ def many_terms(rung: str) -> Layout:
 def _act() -> Case:
     R, h = 2**22 + 1, 1024
     a, place = values(gemm.THREADS), np.s_[-1:, -gemm.THREADS :]
-    launch = Launch("act", last_block, {"a": [(place, a)]}, {"act_a": [(place, reference.act(exactly(a)[None], "silu"))]})
+    launch = Launch(
+        "act", last_block, {"a": [(place, a)]}, {"act_a": [(place, reference.act(exactly(a)[None], "silu"))]}
+    )
     call = lambda executor: activation.act(executor.empty((R, h), "float32"), "silu", executor)
     return Case("layer", "1_elementwise", f"R h: R={R}, h={h}", "float32", launch, call)
 
@@ -147,7 +149,9 @@ def _hopper_weights(kernel: str, E: int, d: int, h: int, gathered: str, plain: s
     block = last_tile % MOST_BLOCKS
     numbers = range(block, last_tile + 1, MOST_BLOCKS)
     last = {gathered: layout.last(d, 128), plain: layout.last(h, 256)}
-    arrays = {name: values(layout.L, part.stop - part.start, dtype="bfloat16", seed=len(name)) for name, part in last.items()}
+    arrays = {
+        name: values(layout.L, part.stop - part.start, dtype="bfloat16", seed=len(name)) for name, part in last.items()
+    }
     given = rows_of_tokens(layout, slice(0, layout.L))
     given |= {gathered: [(ALL, ZEROS), *last_tokens(arrays[gathered], last[gathered])]}
     given |= {plain: [(ALL, ZEROS), (np.s_[:, last[plain]], arrays[plain])]}
@@ -155,15 +159,20 @@ def _hopper_weights(kernel: str, E: int, d: int, h: int, gathered: str, plain: s
     expected = []
     for number in numbers:
         expert, inside = divmod(number, down_tiles * across)
-        rows, columns = (slice(at * size, min((at + 1) * size, most)) for at, size, most in
-                         ((inside % down_tiles, 128, d), (inside // down_tiles, 256, h)))
+        rows, columns = (
+            slice(at * size, min((at + 1) * size, most))
+            for at, size, most in ((inside % down_tiles, 128, d), (inside // down_tiles, 256, h))
+        )
         part = product if number == numbers[-1] else np.zeros((rows.stop - rows.start, columns.stop - columns.start))
         expected.append(product_of(expert, rows, columns, part))
     launch = Launch(kernel, lambda _: [(block, 0, 0)], given, {kernel: expected})
     stage = expert_up if kernel == "d_w" else expert_down
 
     def call(executor):
-        plain_array, gathered_array = executor.empty((layout.L, h), "bfloat16"), executor.empty((layout.L, d), "bfloat16")
+        plain_array, gathered_array = (
+            executor.empty((layout.L, h), "bfloat16"),
+            executor.empty((layout.L, d), "bfloat16"),
+        )
         dispatch = dispatch_of(executor, layout.L, E, 1)
         stage.weight_gradient(plain_array, gathered_array, dispatch, executor, gemm.HOPPER)
 

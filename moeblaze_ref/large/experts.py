@@ -155,7 +155,9 @@ def d_hidden(layout: Layout) -> Case:
     given = rows_of_tokens(layout, rows) | {"d_out": last_tokens(d_out), "gate_of_row": [(np.s_[rows], gates)]}
     given |= {"a": [(np.s_[rows, columns], a)], "b": [(np.s_[rows, columns], b)]}
     given |= {"w3": of_last_expert(w3, rows=columns)}
-    expected = {name: [(np.s_[rows, columns], array)] for name, array in (("d_a", d_a), ("d_b", d_b), ("gated_y", gate * y))}
+    expected = {
+        name: [(np.s_[rows, columns], array)] for name, array in (("d_a", d_a), ("d_b", d_b), ("gated_y", gate * y))
+    }
     terms = d_y * y
     if layout.rung != "1_naive":
         expected["gate_terms"] = [(np.s_[rows, -1:], terms.sum(axis=1, keepdims=True))]

@@ -40,7 +40,11 @@ def _softmax_top_k(rung: str) -> Case:
     probs, _, gates = reference.forward(exactly(logits), k)
     expected = {"probs": [(LAST, probs)], "topk_experts": [(LAST, chosen)], "gates": [(LAST, gates)]}
     launch = Launch("softmax_top_k", last_block, {"logits": [(LAST, logits)]}, expected)
-    return _case(rung, launch, lambda executor: gating.forward(executor.empty((L, E), "float32"), k, executor=executor, rung=rung))
+    return _case(
+        rung,
+        launch,
+        lambda executor: gating.forward(executor.empty((L, E), "float32"), k, executor=executor, rung=rung),
+    )
 
 
 def _shares(chosen: np.ndarray) -> np.ndarray:

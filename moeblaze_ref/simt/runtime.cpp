@@ -707,12 +707,14 @@ struct Worker {
     }
 
     int find_buffer(uint64_t address, unsigned bytes) {
-        const auto holds = [&](const SimtBuffer& buffer) { return Range{buffer.address, buffer.bytes}.holds(address, bytes); };
+        const auto holds = [&](const SimtBuffer& buffer) {
+            return Range{buffer.address, buffer.bytes}.holds(address, bytes);
+        };
         if (last_buffer < buffers.size() && holds(buffers[last_buffer])) return int(last_buffer);
-        const auto after = std::upper_bound(buffers.begin(), buffers.end(), address,
-                                            [](uint64_t place, const SimtBuffer& buffer) { return place < buffer.address; });
-        if (after == buffers.begin() || !holds(after[-1])) return -1;
-        return int(last_buffer = size_t(after - buffers.begin()) - 1);
+        const auto begins_after = [](uint64_t place, const SimtBuffer& buffer) { return place < buffer.address; };
+        const auto next = std::upper_bound(buffers.begin(), buffers.end(), address, begins_after);
+        if (next == buffers.begin() || !holds(next[-1])) return -1;
+        return int(last_buffer = size_t(next - buffers.begin()) - 1);
     }
 
     [[noreturn]] void out_of_bounds(uint64_t address, unsigned bytes, SimtAccess kind) {

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref.raw_cuda.runtime.poison import poison
-from moeblaze_ref.raw_cuda.runtime.simt import GUARD_BYTES, SimtExecutor, SimtModule, Staged, array_of, copy_apart
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule, Staged, array_of, copy_apart
 from moeblaze_ref.raw_cuda.runtime.source import Size
 
 LARGE_BYTES = 1 << 20  # from here on an array is reserved
+APART = 1 << 36  # bytes on either side of an array: an index without its upper 32 bits does not reach another one
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
 ZEROS = None  # in place of values: zeros, for which the operating system needs no memory until they are written
@@ -68,8 +69,8 @@ class Reservation:
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
         size = math.prod(shape) * np.dtype(dtype).itemsize
-        memory = np.frombuffer(mmap.mmap(-1, size + 2 * GUARD_BYTES, flags=_FLAGS), np.uint8)
-        self.array = memory[GUARD_BYTES : GUARD_BYTES + size].view(dtype).reshape(shape)
+        memory = np.frombuffer(mmap.mmap(-1, size + 2 * APART, flags=_FLAGS), np.uint8)
+        self.array = memory[APART : APART + size].view(dtype).reshape(shape)
         self._open: dict[int, int] = {}  # address and bytes
 
     def holds(self, array: np.ndarray) -> bool:
@@ -161,6 +162,11 @@ class SparseExecutor(SimtExecutor):
         """Refused: a few blocks say nothing of the traffic of a launch."""
         raise ValueError("this executor runs a few blocks of a launch, so it counts nothing")
 
+    @property
+    def worst(self) -> float:
+        """The largest of the errors."""
+        return max(self.errors.values())
+
     def reservation_of(self, array: np.ndarray) -> Reservation | None:
         """The reservation that an array is a part of, or None."""
         return next((each for each in self._reservations if each.holds(array)), None)
@@ -215,7 +221,7 @@ class SparseModule(SimtModule):
 
 
 def error(found: np.ndarray, expected: Any) -> float:
-    """The relative error of an array, or how many of its integers differ; NaN is expected where poison is to be left."""
+    """The relative error of an array, or how many of its integers differ; where NaN is expected, poison is right."""
     expected = np.broadcast_to(expected, found.shape)
     if found.dtype.kind in "iu":
         return float((found != expected).sum())
