@@ -13,7 +13,7 @@ from moeblaze_ref.backends import BACKENDS, STAGES
 from moeblaze_ref.check import Row, unavailable
 from moeblaze_ref.large.cases import BOUNDS, Case
 
-PARTS = {"simt": ("gating", "dispatch", "combine", "experts", "corners", "block_sparse"), "numba": ()}
+PARTS = {"simt": ("gating", "dispatch", "combine", "experts", "corners", "block_sparse"), "numba": ("numba_kernels",)}
 
 
 def cases(backend: str = "simt") -> list[Case]:
@@ -34,13 +34,25 @@ def plan(stages: Iterable[str] = STAGES, backends: Iterable[str] = tuple(PARTS))
     jobs: list[Callable[[], Iterable[Row]]] = []
     for name in backends:
         backend = BACKENDS[doors.check_name("backend of --large", name, PARTS)]
-        if backend.status().available:
-            jobs += [functools.partial(_rows, name, case) for case in cases(name) if case.stage in stages]
+        if reason := _refusal(name):
+            jobs += [functools.partial(list, [unavailable(backend, stage, None, reason)]) for stage in stages]
         else:
-            jobs += [functools.partial(list, [unavailable(backend, stage)]) for stage in stages]
+            jobs += [functools.partial(_rows, name, case) for case in cases(name) if case.stage in stages]
     if not jobs:
         raise ValueError(f"nothing to check: no large case is of stage {', '.join(stages)}")
     return jobs
+
+
+def _refusal(backend: str) -> str:
+    """Why the backend's cases do not run here, or nothing."""
+    status = BACKENDS[backend].status()
+    if not status.available:
+        return status.detail
+    if backend == "simt":
+        return ""
+    from moeblaze_ref.numba_cuda.runtime import EXECUTOR
+
+    return "" if EXECUTOR == "simulator" else "they need Numba's simulator: NUMBA_ENABLE_CUDASIM=1"
 
 
 def _rows(backend: str, case: Case) -> Iterator[Row]:

@@ -57,6 +57,26 @@ class Launch:
         """Whether this is a launch of it."""
         return kernel == self.kernel and all(arguments[name] == value for name, value in self.where.items())
 
+    def lay_out(self, opened: Callable[[str, Any], np.ndarray]):
+        """Give the arguments their values, and what is only written poison; ``opened`` opens a part of an argument."""
+        for name, parts in self.expected.items():
+            for place, _ in parts:
+                part = opened(name, place)
+                if name not in self.given:
+                    part[...] = poison(np.empty((), part.dtype))
+        for name, parts in self.given.items():
+            for place, values in parts:
+                part = opened(name, place)
+                if values is not ZEROS:
+                    part[...] = values
+
+    def errors(self, arrays: dict[str, np.ndarray]) -> dict[str, float]:
+        """Of each output, the largest error of its parts."""
+        return {
+            name: max(error(arrays[name][place], values) for place, values in parts)
+            for name, parts in self.expected.items()
+        }
+
 
 class Reservation:
     """Addresses for an array, of which the parts that are opened may be accessed.
@@ -181,19 +201,9 @@ class SparseModule(SimtModule):
         if not asked.is_one(kernel, arguments):
             return
         arrays = {name: array_of(value) for name, value in arguments.items()}
-        for name, parts in asked.expected.items():
-            for place, _ in parts:
-                part = self._opened(arrays[name], place)
-                if name not in asked.given:
-                    part[...] = poison(np.empty((), part.dtype))
-        for name, parts in asked.given.items():
-            for place, values in parts:
-                part = self._opened(arrays[name], place)
-                if values is not ZEROS:
-                    part[...] = values
+        asked.lay_out(lambda name, place: self._opened(arrays[name], place))
         super().launch(kernel, grid, block, shared_bytes, **arguments)
-        for name, parts in asked.expected.items():
-            self._executor.errors[name] = max(error(arrays[name][place], values) for place, values in parts)
+        self._executor.errors = asked.errors(arrays)
 
     def _opened(self, array: np.ndarray, place: Any) -> np.ndarray:
         """A part of an argument, which the kernel may access from now on."""
