@@ -15,7 +15,7 @@ from moeblaze_ref.structures import Dispatch
 
 ALL = slice(None)
 # Of a few results in float64 from the same, already rounded inputs.
-BOUNDS = {"int32": 0.0, "uint32": 0.0, "float32": 1e-5, "bfloat16": 2.0**-6}
+BOUNDS = {"int32": 0.0, "uint32": 0.0, "float32": 1e-5, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 
 
 @dataclass(frozen=True, eq=False)

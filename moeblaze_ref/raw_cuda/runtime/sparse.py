@@ -134,8 +134,9 @@ class _Reserved(Staged):
         """What is open of it."""
         array = self.reservation.array
         for address, size in self.reservation.ranges():
+            first = (address - array.ctypes.data) // array.itemsize
             if size:
-                yield f"{self.name} from element {(address - array.ctypes.data) // array.itemsize} on", address, size
+                yield self.name if size == array.nbytes else f"{self.name} from element {first} on", address, size
 
 
 class SparseExecutor(SimtExecutor):
