@@ -46,13 +46,13 @@ def check_build_topology(bins, h):
     check_bins(bins)
     doors.check_int("h", h, at_least=1)
     check_block(bins.block, h)
-    doors.check_int("E h, the columns of the topology,", bins.E * int(h), at_least=1, at_most=MAX_INT32)
     blocks = bins.P // bins.block * (int(h) // bins.block)
     if blocks > MAX_INT32:
         raise ValueError(
             f"h is {h}, but P h / block**2 = {blocks} blocks come of it, and int32 indices allow at most "
             f"2**31 - 1024 = {MAX_INT32}"
         )
+    doors.check_int("E h, the columns of the topology,", bins.E * int(h), at_least=1, at_most=MAX_INT32)
 
 
 def check_bins(bins):

@@ -11,8 +11,10 @@ import pytest
 from casts import CAST, UNCOMPILED, Switched, switched
 from planted import quick_builds
 
-from moeblaze_ref import doors, large
+from moeblaze_ref import doors, large, sparse_doors
 from moeblaze_ref.large.cases import BOUNDS, Case
+from moeblaze_ref.numpy_ref import block_sparse as reference_sparse
+from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.paths import kernels_dir
 from moeblaze_ref.raw_cuda import block_sparse, gemm
 from moeblaze_ref.raw_cuda.runtime.declarations import Declarations
@@ -274,6 +276,14 @@ def test_lines_of_blocks_are_not_more_than_rung_3_mma_numbers():
         pytest.raises(ValueError, match="268435456 blocks have 2147483648 lines, but rung 3_mma of block"),
     ):
         block_sparse.dsd(of_shape(nnz, block, block), topology, of_shape(2**23, 8), True, rung="3_mma")
+
+
+def test_a_topology_has_as_many_columns_as_int32_can_number():
+    bins = reference_sparse.pad(build_by_sort(np.zeros((1, 1), np.int32), 1024), block=1)
+    with pytest.raises(
+        ValueError, match="E h, the columns of the topology, is 2147483648, but it must be 1..2147482624"
+    ):
+        sparse_doors.check_build_topology(bins, 2**21)
 
 
 def test_a_large_check_names_what_it_does_not_know():
