@@ -94,7 +94,7 @@ def check_capacity(capacity, num_experts):
     if num_experts * capacity > doors.MAX_ROUTED_ROWS:
         raise ValueError(
             f"E * C rows are reserved, for E = {num_experts} experts C = {_in_short(capacity)}, but int32 indices allow at "
-            f"most 2**31 - 1 = {doors.MAX_ROUTED_ROWS}: lower the capacity factor"
+            f"most 2**31 - 1024 = {doors.MAX_ROUTED_ROWS}: lower the capacity factor"
         )
 
 

@@ -85,6 +85,9 @@ def check(
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Check the torch layers against autograd instead.")
     ] = False,
+    large: Annotated[
+        bool, typer.Option("--large", help="Check sizes past 2**31 elements instead: some blocks of each kernel.")
+    ] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
     record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
     kernel: Annotated[
@@ -119,6 +122,7 @@ def check(
 ):
     """Cross-check every stage of every backend, or judge a kernel of yours; exit with status 1 on any failure."""
     from moeblaze_ref import check as cross_check
+    from moeblaze_ref import large as large_cases
 
     options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
     options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
@@ -132,9 +136,13 @@ def check(
             provenance.check_place(record, force)
         if options:
             raise ValueError(f"{', '.join(options)}: only a kernel has these; name it with --kernel")
+        if large and (gradients or kernel):
+            raise ValueError("--large checks our kernels at large sizes: leave --gradients and --kernel out")
         if gradients and stage:
             raise ValueError("--gradients checks the whole torch layer: leave --stage out")
-        if gradients:
+        if large:
+            jobs = large_cases.plan(stage or STAGES, backend or tuple(large_cases.PARTS))
+        elif gradients:
             jobs = cross_check.plan_gradients(backend or tuple(cross_check.TORCH_DEVICES))
         else:
             jobs = cross_check.plan(stage or STAGES, backend or tuple(BACKENDS))

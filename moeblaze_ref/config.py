@@ -54,7 +54,7 @@ class MoEConfig:
     Raises
     ------
     ValueError
-        If a size is out of range, k > E, R = L * k exceeds 2**31 - 1, or a name is unknown.
+        If a size is out of range, k > E, R = L * k exceeds 2**31 - 1024, or a name is unknown.
     TypeError
         If a size is not an integer.
     """

@@ -16,7 +16,8 @@ from weakref import WeakSet
 from moeblaze_ref.arrays import dtype_of, is_contiguous, is_writable, strides_of
 from moeblaze_ref.structures import EMPTY, Dispatch
 
-MAX_ROUTED_ROWS = 2**31 - 1
+# Rows and blocks are numbered by int32, and a kernel's last tile may reach up to 1,023 beyond them.
+MAX_ROUTED_ROWS = 2**31 - 1024
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 
@@ -171,7 +172,7 @@ def check_routed_rows(num_tokens, k):
     if num_tokens * k > MAX_ROUTED_ROWS:
         raise ValueError(
             f"R = L * k = {num_tokens} * {k} = {num_tokens * k}, but int32 indices allow at most "
-            f"2**31 - 1 = {MAX_ROUTED_ROWS} routed rows"
+            f"2**31 - 1024 = {MAX_ROUTED_ROWS} routed rows"
         )
 
 

@@ -8,7 +8,7 @@ from moeblaze_ref import doors
 from moeblaze_ref.config import is_gated
 from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
 
-MAX_INT32 = 2**31 - 1  # rows that indices can name, and blocks
+MAX_INT32 = doors.MAX_ROUTED_ROWS  # rows and columns that indices can name, and blocks
 
 
 def check_block(block, h=None) -> int:
@@ -36,7 +36,7 @@ def check_pad(dispatch, block):
     if most > MAX_INT32:
         raise ValueError(
             f"block is {block}, but R + E (block - 1) = {most} padded rows may come of it, and int32 indices allow at "
-            f"most 2**31 - 1 = {MAX_INT32}"
+            f"most 2**31 - 1024 = {MAX_INT32}"
         )
 
 
@@ -50,8 +50,9 @@ def check_build_topology(bins, h):
     if blocks > MAX_INT32:
         raise ValueError(
             f"h is {h}, but P h / block**2 = {blocks} blocks come of it, and int32 indices allow at most "
-            f"2**31 - 1 = {MAX_INT32}"
+            f"2**31 - 1024 = {MAX_INT32}"
         )
+    doors.check_int("E h, the columns of the topology,", bins.E * int(h), at_least=1, at_most=MAX_INT32)
 
 
 def check_bins(bins):

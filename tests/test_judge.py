@@ -37,6 +37,13 @@ extern "C" __global__ void mine(const float* y, const float* gates, const int* t
 }
 """
 
+# The same where L d and R d are past 2**31.
+WIDE_COMBINE = (
+    COMBINE.replace("const int index = blockIdx.x", "const long long index = (long long)blockIdx.x")
+    .replace(">= L * d", ">= (long long)L * d")
+    .replace("[slot] * d", "[slot] * (long long)d")
+)
+
 # The lengths by shared memory, one block an expert: what a missing barrier or a race spoils.
 LENGTHS = """
 extern "C" __global__ void mine(const int* dense_map, int* lengths, int L, int E) {
@@ -525,7 +532,9 @@ def test_a_byte_order_mark_is_no_part_of_a_kernel(tmp_path):
 
 def test_a_function_that_is_nowhere_defined_is_no_fault_of_the_judge(tmp_path):
     kernel = combine_with(tmp_path, MARK, MARK + "    extern __device__ void later(); later();\n")
-    with pytest.raises(ValueError, match=r"does not compile:\n.*error: later is declared and used, but nowhere defined"):
+    with pytest.raises(
+        ValueError, match=r"does not compile:\n.*error: later is declared and used, but nowhere defined"
+    ):
         examine(kernel, "combine", cases=[CASE])
 
 
@@ -556,7 +565,10 @@ def test_a_budget_may_be_by_blocks():
     assert judge(COMBINE, "combine", cases=[CASE], budgets=["written <= 1024 blocks"]).ok
     blocks = -(-13 * 8 // 256)
     problem = problem_of(COMBINE, "combine", budgets=["written <= 4 blocks"]).problem
-    assert problem == f"over budget: written is 416, but written <= 4 blocks allows {4 * blocks}: {416 - 4 * blocks} too many"
+    assert (
+        problem
+        == f"over budget: written is 416, but written <= 4 blocks allows {4 * blocks}: {416 - 4 * blocks} too many"
+    )
 
 
 def test_a_block_of_no_threads_is_named_before_the_grid_is_divided_by_it():
@@ -752,6 +764,26 @@ def test_every_tensor_of_a_contract_has_the_shape_that_it_says():
         assert all(np.abs(array).sum() > 0 for array in problem.expected.values())
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("[slot] * (long long)d", "[slot] * d"), ("const long long index", "const int index")]
+)
+def test_a_combine_with_an_index_of_32_bits_is_wrong(old, new):
+    assert examine(WIDE_COMBINE, "combine").ok
+    report = examine(changed(WIDE_COMBINE, old, new), "combine")
+    assert not report.ok and "out-of-bounds read of 4 bytes at byte offset -" in report.results[-1].problem
+
+
+def test_a_combine_whose_launch_has_few_blocks_is_not_judged_at_a_large_size():
+    walks = changed(
+        COMBINE, "if (index >= L * d) return;", "if (index >= d) return;"
+    )  # a thread a column, of all tokens
+    walks = changed(
+        walks, "const int token = index / d, column = index % d;", "for (int token = 0; token < L; ++token) {"
+    )
+    walks = walks.replace("+ column]", "+ index]").replace("out[index] = sum;", "out[token * d + index] = sum; }")
+    assert examine(walks, "combine", grid="ceil(d / THREADS)").ok
+
+
 @pytest.fixture
 def mine(tmp_path):
     path = tmp_path / "mine.cu"
@@ -760,6 +792,7 @@ def mine(tmp_path):
 
 
 def test_the_command_judges(mine):
+    mine.write_text(WIDE_COMBINE)
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
     assert result.exit_code == 0 and "right in all 15 cases" in result.stdout and "sectors" in result.stdout
     over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // A warp a slot.
 extern "C" __global__ void __launch_bounds__(THREADS)
     gate_gradient(const Scalar* d_out, const Scalar* y, const int* rows, float* d_gates, int R, int d, int k) {
-    const long long slot = (long long)blockIdx.x * (THREADS / WARP) + warp_id();
+    const long long slot = blockIdx.x * (THREADS / WARP) + warp_id();
     if (slot >= R) return;
     const Scalar* const gradient = d_out + slot / k * d;
     const Scalar* const output = y + (long long)rows[slot] * d;

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     pad_slots(const int* expert_token_offsets, const int* padded_offsets, const int* token_expert_indices,
               const int* token_index_map, int* slots, int* rows, int R) {
-    const long long slot = (long long)blockIdx.x * THREADS + threadIdx.x;
+    const long long slot = blockIdx.x * THREADS + threadIdx.x;
     if (slot >= R) return;
     const int expert = token_expert_indices[slot];
     const int row = token_index_map[slot] - expert_token_offsets[expert] + padded_offsets[expert];
@@ -62,7 +62,7 @@ __device__ __forceinline__ int expert_of_row(const int* padded_offsets, int E, i
 extern "C" __global__ void __launch_bounds__(THREADS)
     blocks(const int* padded_offsets, int* column_indices, int* row_indices, int* transpose_indices, int E, int wide,
            int nnz) {
-    const long long number = (long long)blockIdx.x * THREADS + threadIdx.x;
+    const long long number = blockIdx.x * THREADS + threadIdx.x;
     if (number >= nnz) return;
     const int row = number / wide, column = number % wide;
     const int expert = expert_of_row(padded_offsets, E, row * BLOCK);

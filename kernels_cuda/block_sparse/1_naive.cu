@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (index >= (long long)nnz * BLOCK * BLOCK) return;
     const int number = index / (BLOCK * BLOCK), inside = index % (BLOCK * BLOCK);
-    const long long row = row_indices[number] * (long long)BLOCK + inside / BLOCK;
+    const long long row = row_indices[number] * BLOCK + inside / BLOCK;
     const int column = column_indices[number] * BLOCK + inside % BLOCK;
     const Dense right = {rhs, rhs_rows, rhs_width};
     float sum = 0.0f;

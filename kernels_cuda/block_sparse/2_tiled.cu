@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
         int nnz, int K, int rhs_rows, int rhs_width) {
     const int first_line = blockIdx.y / PARTS * TILE, first_column = blockIdx.y % PARTS * TILE;
-    const long long row = row_indices[blockIdx.x] * (long long)BLOCK + first_line;
+    const long long row = row_indices[blockIdx.x] * BLOCK + first_line;
     const int column = column_indices[blockIdx.x] * BLOCK + first_column;
     const Dense right = {rhs, rhs_rows, rhs_width};
     Corners<1> sums;
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 return TRANSPOSE_RHS ? right(column, first + p) : to_float(rhs[(long long)(first + p) * K + column]);
             });
     }
-    const long long row = blockIdx.x / PARTS * (long long)BLOCK;
+    const long long row = blockIdx.x / PARTS * BLOCK;
     sums.each([&](int i, int j, float sum, float) {
         i += first_line, j += first_column;
         if (i < BLOCK && j < K) result[(row + i) * K + j] = from_float<Scalar>(sum);

@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const auto right = dense_lines<TRANSPOSE_RHS>(Dense{rhs, rhs_rows, rhs_width}, first_column, columns, blocks);
     WarpResults<1> sums;
     mma_matmul<TRANSPOSE_LHS ? Along::SIDE : Along::DEPTH, RHS>(sums, blocks.count * BLOCK, left, &right);
-    const long long row = blockIdx.x / ROW_PARTS * (long long)BLOCK + first_line;
+    const long long row = blockIdx.x / ROW_PARTS * BLOCK + first_line;
     store_tile(sums, result + row * K + first_column, lines, columns, K);
 }
 

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // The textbook gate gradient: <d_out, y> of every slot.
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_gates(const Scalar* d_out, const Scalar* y, const int* token_index_map, float* d_gates, int R, int d, int k) {
-    const long long slot = (long long)blockIdx.x * THREADS + threadIdx.x;
+    const long long slot = blockIdx.x * THREADS + threadIdx.x;
     if (slot >= R) return;
     const long long token = slot / k * d, row = (long long)token_index_map[slot] * d;
     float sum = 0.0f;

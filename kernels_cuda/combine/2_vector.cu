@@ -20,7 +20,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
     combine(const Scalar* y, const float* gates, const int* token_index_map, Scalar* out, int L, int d, int k,
             int pitch, int first) {
-    const long long token = (long long)blockIdx.x * (THREADS / WARP) + warp_id();
+    const long long token = blockIdx.x * (THREADS / WARP) + warp_id();
     if (token >= L) return;
     Scalar* out_of_token = out + token * pitch + first;
     sum_rows_of_token(y, token_index_map, out_of_token, token, d, k, [&](long long slot) { return gates[slot]; });

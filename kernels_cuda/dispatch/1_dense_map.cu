@@ -22,7 +22,7 @@
 // token under its experts. token_expert_indices is written on the way.
 extern "C" __global__ void __launch_bounds__(THREADS)
     dense_map(const int* topk_experts, int* dense_map, int* token_expert_indices, int L, int E, int k) {
-    const long long first_token = (long long)blockIdx.x * THREADS + warp_id() * WARP;
+    const long long first_token = blockIdx.x * THREADS + warp_id() * WARP;
     const int tokens = min((long long)WARP, L - first_token);
     int* const rows = dense_map + first_token * E;
     for (int entry = lane_id(); entry < tokens * E; entry += WARP) rows[entry] = EMPTY;

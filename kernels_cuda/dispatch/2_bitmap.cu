@@ -37,7 +37,7 @@ __device__ __forceinline__ unsigned lanes_with_same(int expert, unsigned among) 
 // Whether no higher lane is in the mask: one lane of each group, to write for all of it.
 __device__ __forceinline__ bool is_highest_of(unsigned lanes) { return lanes >> lane_id() == 1; }
 
-__device__ __forceinline__ int words_of_expert(int L) { return (int)(((long long)L + THREADS - 1) / THREADS) * WARPS; }
+__device__ __forceinline__ int words_of_expert(int L) { return (L + THREADS - 1) / THREADS * WARPS; }
 
 // Step 1. A warp builds the words of its tile of 32 tokens, a lane for each token: the lanes that
 // name the same expert at once are bits of its word. Then the block writes WARPS neighbouring words
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int word = threadIdx.x; word < E * WARPS; word += THREADS) words[word] = 0;
     __syncthreads();
 
-    const long long first_token = (long long)blockIdx.x * THREADS + warp_id() * WARP;
+    const long long first_token = blockIdx.x * THREADS + warp_id() * WARP;
     const int tokens = min((long long)WARP, L - first_token);
     const int* const experts = topk_experts + first_token * k;  // (tokens, k)
     for (int slot = lane_id(); slot < tokens * k; slot += WARP)
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const BlockScan rank = block_exclusive_sum<THREADS>(__popc(bits));
         for (unsigned left = bits; left != 0; left &= left - 1) {
             const unsigned lowest = left & -left;
-            const long long token = word * 32LL + __popc(lowest - 1);
+            const long long token = word * WARP + __popc(lowest - 1);
             const int position = base + rank.exclusive + __popc(bits & (lowest - 1));
             const int slot = slot_of(topk_experts + token * k, expert);
             expert_token_indices[position] = token;

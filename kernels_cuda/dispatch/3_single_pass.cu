@@ -43,7 +43,7 @@ struct Tile {
 };
 
 __device__ __forceinline__ Tile tile_of_block(int R) {
-    const long long first = (long long)blockIdx.x * TILE;
+    const long long first = blockIdx.x * TILE;
     return {first, (int)min((long long)TILE, R - first)};
 }
 

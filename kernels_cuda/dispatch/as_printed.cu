@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int token = dense_map[entry];
     if (token == EMPTY) return;
     const int location = location_map[entry];
-    const int slot = slot_of(topk_experts + (long long)token * k, entry % E);
+    const int slot = slot_of(topk_experts + token * k, entry % E);
     expert_token_indices[location] = token;
-    token_index_map[(long long)token * k + slot] = location;
+    token_index_map[token * k + slot] = location;
 }

@@ -16,7 +16,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     gate_rows(const float* gates, const int* token_index_map, float* gate_of_row, int R) {
-    const long long slot = (long long)blockIdx.x * THREADS + threadIdx.x;
+    const long long slot = blockIdx.x * THREADS + threadIdx.x;
     if (slot >= R) return;
     const int row = token_index_map[slot];
     if (row != EMPTY) gate_of_row[row] = gates[slot];
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_gates(const float* gate_terms, const int* token_index_map, float* d_gates, int R, int terms) {
-    const long long slot = (long long)blockIdx.x * THREADS + threadIdx.x;
+    const long long slot = blockIdx.x * THREADS + threadIdx.x;
     if (slot >= R) return;
     const int row = token_index_map[slot];
     const long long first = (long long)row * terms;

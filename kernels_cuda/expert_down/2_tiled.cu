@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         sums, d,
         [&](int row, int p) { return row < tile.rows ? to_float(d_out[(long long)tokens[row] * d + p]) : 0.0f; },
         [&](int, int column, int p) {
-            const long long j = first_column + column;
+            const int j = first_column + column;
             return j < h ? to_float(w3[((long long)tile.expert * h + j) * d + p]) : 0.0f;
         });
     sums.each([&](int row, int column, float sum, float) {

@@ -16,7 +16,7 @@
 // Section 3.2.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sum_rows(const Scalar* rows, const int* token_index_map, Scalar* d_x, int L, int d, int k, int pitch, int first) {
-    const long long token = (long long)blockIdx.x * (THREADS / WARP) + warp_id();
+    const long long token = blockIdx.x * (THREADS / WARP) + warp_id();
     if (token >= L) return;
     Scalar* d_x_of_token = d_x + token * pitch + first;
     sum_rows_of_token(rows, token_index_map, d_x_of_token, token, d, k, [](long long) { return 1.0f; });

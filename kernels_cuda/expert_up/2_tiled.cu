@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 return row < tile.rows ? to_float(gradient[(long long)(tile.first + row) * h + p]) : 0.0f;
             },
             [&](int, int column, int p) {
-                const long long i = first_column + column;
+                const int i = first_column + column;
                 return i < d ? to_float(weights[((long long)tile.expert * d + i) * h + p]) : 0.0f;
             });
     };

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int* const histogram = histograms + warp_id() * E;
     for (int e = lane_id(); e < E; e += WARP) histogram[e] = 0;
     __syncwarp();
-    const long long first = (long long)blockIdx.x * THREADS + warp_id() * WARP;
+    const long long first = blockIdx.x * THREADS + warp_id() * WARP;
     const long long end = min(first + WARP, (long long)L);
     for (long long token = first; token < end; ++token) {
         if (lane_id() < k) histogram[topk_experts[token * k + lane_id()]] += 1;

@@ -21,7 +21,7 @@
 // and the choice alone reads the row k times.
 #include "common.cuh"
 
-__device__ __forceinline__ long long token_of_thread() { return (long long)blockIdx.x * THREADS + threadIdx.x; }
+__device__ __forceinline__ long long token_of_thread() { return blockIdx.x * THREADS + threadIdx.x; }
 
 struct Choice {
     int expert;

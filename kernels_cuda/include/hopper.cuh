@@ -25,7 +25,7 @@ constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
 // next.
 __device__ __forceinline__ unsigned long long wgmma_operand(const void* shared, int leading) {
     constexpr unsigned long long EIGHT_ROWS = 1024, SWIZZLE_128 = 1;
-    return (shared_address(shared) & 0x3ffff) >> 4 | (unsigned long long)(leading >> 4) << 16 | EIGHT_ROWS >> 4 << 32 |
+    return (shared_address(shared) & 0x3ffff) >> 4 | (leading >> 4) << 16 | EIGHT_ROWS >> 4 << 32 |
            SWIZZLE_128 << 62;
 }
 // The same operand, some bytes further on.

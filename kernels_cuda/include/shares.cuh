@@ -55,7 +55,7 @@ struct Sharing {
         }
         most = warp_max(most);
         sum = warp_sum(sum);
-        return (long long)most * gridDim.x <= sum + sum / EVEN || sum / gridDim.x + 2LL * most > MOST_LOAD;
+        return sum / gridDim.x + most > MOST_LOAD - most || int(most * gridDim.x) <= sum + sum / EVEN;
     }
 
     __device__ __forceinline__ void order_experts(int E) {

@@ -17,7 +17,7 @@ from moeblaze_ref.cases import Case, standard_cases, telling_cases
 from moeblaze_ref.judge.budgets import QUANTITIES, Budget
 from moeblaze_ref.judge.contracts import CONTRACTS, find_contract
 from moeblaze_ref.judge.kernels import choose_launch, find
-from moeblaze_ref.judge.report import Report, Wrong
+from moeblaze_ref.judge.report import Report, Result, Wrong
 from moeblaze_ref.judge.trial import Trial
 
 __all__ = ["CONTRACTS", "QUANTITIES", "Report", "Wrong", "examine", "judge"]
@@ -121,7 +121,17 @@ def examine(
     results = list(trial.results(_cases(trial, small) if cases is None else cases))
     if not results:
         raise ValueError("cases is empty, but a kernel is judged by at least one case")
+    if cases is None and not small and not any(result.problem for result in results):
+        results += _large(trial)
     return Report(task, found.label, trial.backend, dtype, str(trial.launch), trial.quantities, results)
+
+
+def _large(trial: Trial) -> list[Result]:
+    """The case past 2**31 elements, if the kernel is wrong there."""
+    from moeblaze_ref.large import readers
+
+    fault = readers.fault(trial)
+    return [Result(readers.SHAPE, fault, None, {})] if fault else []
 
 
 def _open_backend(kernel: Any, name: str | None) -> str:

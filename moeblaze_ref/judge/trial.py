@@ -140,13 +140,20 @@ class Trial:
         return np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype))
 
     def _constants(self, problem: Problem) -> dict[str, Any]:
-        terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(problem.case.renormalize), "BALANCE": 1}
-        return self.kernel.constants(self.dtype, terms | self.launch.threads, self.constants)
+        return self.constants_of(problem.case.renormalize)
 
     def _symbols(self, problem: Problem) -> dict[str, int]:
+        return self.symbols_of(self._constants(problem), problem.sizes)
+
+    def constants_of(self, renormalize: bool) -> dict[str, Any]:
+        """What the kernel is compiled with."""
+        terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(renormalize), "BALANCE": 1}
+        return self.kernel.constants(self.dtype, terms | self.launch.threads, self.constants)
+
+    def symbols_of(self, constants: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
         """What formulas may use: a kernel's own constants yield to the sizes of the case."""
         terms = {"s": ITEMSIZE[self.dtype], "G": 1 + is_gated(self.activation)}
-        return self.kernel.numbers(self._constants(problem)) | terms | problem.sizes
+        return self.kernel.numbers(constants) | terms | sizes
 
     def _peer(self, case: Case) -> Arrays:
         """What plain torch makes of the case in the same dtype, for bounds of the narrow ones."""

@@ -383,7 +383,7 @@ def largest_tokens(
 
     Counted is `Account.peak_bytes`: the activations of one layer at the worst moment of its forward. Weights,
     gradients, optimizer states and the backward's buffers are not, so a real step fits fewer tokens. L is also
-    bounded by the int32 indices: L * k is at most 2**31 - 1.
+    bounded by the int32 indices: L * k is at most 2**31 - 1024.
 
     Raises
     ------

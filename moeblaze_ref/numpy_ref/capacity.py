@@ -49,7 +49,7 @@ def fill(dispatch, gates, capacity, drop_policy="by_gate"):
     Raises
     ------
     ValueError
-        If shapes disagree, a gate is not finite, capacity is negative, E * C exceeds 2**31 - 1, or the policy is
+        If shapes disagree, a gate is not finite, capacity is negative, E * C exceeds 2**31 - 1024, or the policy is
         unknown.
     TypeError
         If a dtype is not allowed, dispatch is no Dispatch, or capacity is no integer.
@@ -275,7 +275,7 @@ def forward(
     Raises
     ------
     ValueError
-        If shapes disagree, the factor is not a finite number above 0, E * C exceeds 2**31 - 1, a value is not finite, a
+        If shapes disagree, the factor is not a finite number above 0, E * C exceeds 2**31 - 1024, a value is not finite, a
         name is unknown, or w2 is missing or superfluous.
     TypeError
         If a dtype is not allowed or dispatch is no Dispatch.

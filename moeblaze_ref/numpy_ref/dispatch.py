@@ -34,7 +34,7 @@ def dense_map(topk_experts, num_experts):
     Raises
     ------
     ValueError
-        If an id is out of range or doubled, k > E, or R = L * k exceeds 2**31 - 1.
+        If an id is out of range or doubled, k > E, or R = L * k exceeds 2**31 - 1024.
     TypeError
         If the dtype is not int32.
 
@@ -91,7 +91,7 @@ def expert_offsets(lengths):
     Raises
     ------
     ValueError
-        If a length is negative or their sum R exceeds 2**31 - 1.
+        If a length is negative or their sum R exceeds 2**31 - 1024.
     TypeError
         If the dtype is not int32.
 

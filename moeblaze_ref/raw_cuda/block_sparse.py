@@ -146,6 +146,16 @@ def _check_columns(columns: int, block: int, rung: str):
         )
 
 
+def _check_lines(topology: Topology, rung: str):
+    """The rung can number the lines of all stored blocks, as it does to walk a block column."""
+    lines = topology.nnz * topology.block
+    if rung == "3_mma" and lines > sparse_doors.MAX_INT32:
+        raise ValueError(
+            f"{topology.nnz} blocks have {lines} lines, but rung {rung} of block_sparse numbers at most 2**31 - 1024 = "
+            f"{sparse_doors.MAX_INT32}; use a larger block or rung 1_naive"
+        )
+
+
 def _structures(executor: Executor, block: int) -> Module:
     return executor.load("block_sparse/0_structures.cu", BLOCK=block, THREADS=gemm.THREADS)
 
@@ -393,6 +403,8 @@ def dsd(
     """
     sparse_doors.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, gemm.WIDE)
     rows, K = topology.shape[1 if transpose_lhs else 0], rhs.shape[-2 if transpose_rhs else 1]
+    if transpose_lhs:
+        _check_lines(topology, rung)
     transposes = {"TRANSPOSE_LHS": transpose_lhs, "TRANSPOSE_RHS": transpose_rhs}
     product = _Product(values, K, topology.block, executor, rung, **transposes)
     if not (topology.nnz and K):
@@ -461,6 +473,7 @@ def dds(
     sparse_doors.check_dds(lhs, values, topology, transpose_lhs, parts, gemm.WIDE)
     (M, N), K = topology.shape, lhs.shape[1 if transpose_lhs else 0]
     _check_columns(N // topology.block, topology.block, rung)
+    _check_lines(topology, rung)
     product = _Product(values, K, topology.block, executor, rung, TRANSPOSE_LHS=transpose_lhs)
     if not (topology.nnz and K):
         return product.zeros((parts, K, N // parts))

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref import doors
+from moeblaze_ref.arrays import size_of
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, widest_pack
 from moeblaze_ref.raw_cuda.tiles import MmaTile, Tile
 from moeblaze_ref.structures import Array, Dispatch
@@ -23,6 +24,9 @@ HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
 SHARES_BYTES = (1 + 400) * 4  # of shares.cuh: a block's tiles of a weight gradient
+MAX_WIDTH = 2**30  # of rows: kernels count the columns of two matrices in 32 bits
+MAX_TILES = 2**30  # of a launch: kernels number them in 32 bits, and blocks that stay look one turn ahead
+MAX_GATHERED = 2**35  # elements that rung 4_hopper gathers from: it counts them by 8 in 32 bits
 MANY_ELEMENTS = 2**26  # of all rows: with fewer, a second launch costs more than the memory is worth
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
 ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
@@ -136,9 +140,19 @@ def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: 
             + (f"; rungs for it: {', '.join(able)}" if able else "")
         )
     for name, width in widths.items():
+        doors.check_int(name, width, at_least=0, at_most=MAX_WIDTH)
         if rung in TENSOR_CORES and width % 8:  # they move 16 bytes at a time
             raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
     return dtype
+
+
+def check_gathered(name: str, array: Array, rung: str):
+    """The rung can gather rows of the array."""
+    if rung == HOPPER and size_of(array) > MAX_GATHERED:
+        raise ValueError(
+            f"{name} has {' * '.join(map(str, array.shape))} = {size_of(array)} elements, but rung {rung} gathers from "
+            f"at most 2**35 = {MAX_GATHERED}; use rung 3_mma"
+        )
 
 
 def check_slots(dispatch: Dispatch):
@@ -163,12 +177,13 @@ def rows_launch(
     their tiles themselves. ``results`` is the number of products that share their rows;
     ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, else four.
     """
-    if rung == HOPPER:
-        return persistent(executor.multiprocessors, crowded) | {"E": dispatch.E}
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
-    rows, columns = extent(tile, results)
+    rows, columns = (ROWS_BOX[1], HOPPER_COLUMNS // results) if rung == HOPPER else extent(tile, results)
     tiles = dispatch.R // rows + min(dispatch.E, dispatch.R)
+    doors.check_int("tiles of all rows and columns", tiles * ceil_div(width, columns), at_least=0, at_most=MAX_TILES)
+    if rung == HOPPER:
+        return persistent(executor.multiprocessors, crowded) | {"E": dispatch.E}
     return per_tile(tile, (tiles, ceil_div(width, columns))) | {"E": dispatch.E}
 
 

@@ -5,6 +5,7 @@
 // exit, wait (barrier, warp exchange) or fault. Kernel files are compiled with
 // -fsanitize=thread, whose callbacks (__tsan_*, at the end of this file) report every access
 // before it happens; this file is not.
+#include <algorithm>
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
@@ -706,11 +707,14 @@ struct Worker {
     }
 
     int find_buffer(uint64_t address, unsigned bytes) {
-        const auto holds = [&](const SimtBuffer& buffer) { return Range{buffer.address, buffer.bytes}.holds(address, bytes); };
+        const auto holds = [&](const SimtBuffer& buffer) {
+            return Range{buffer.address, buffer.bytes}.holds(address, bytes);
+        };
         if (last_buffer < buffers.size() && holds(buffers[last_buffer])) return int(last_buffer);
-        for (size_t i = 0; i < buffers.size(); ++i)
-            if (holds(buffers[i])) return int(last_buffer = i);
-        return -1;
+        const auto begins_after = [](uint64_t place, const SimtBuffer& buffer) { return place < buffer.address; };
+        const auto next = std::upper_bound(buffers.begin(), buffers.end(), address, begins_after);
+        if (next == buffers.begin() || !holds(next[-1])) return -1;
+        return int(last_buffer = size_t(next - buffers.begin()) - 1);
     }
 
     [[noreturn]] void out_of_bounds(uint64_t address, unsigned bytes, SimtAccess kind) {
@@ -774,7 +778,8 @@ struct Grid {
     std::mutex mutex;
     uint64_t first_fault = ~0ull;
 
-    explicit Grid(SimtLaunch* l) : launch(l), num_blocks(uint64_t(l->grid.x) * l->grid.y * l->grid.z) {}
+    explicit Grid(SimtLaunch* l)
+        : launch(l), num_blocks(l->blocks ? l->num_blocks : uint64_t(l->grid.x) * l->grid.y * l->grid.z) {}
 
     // Blocks start in order, so the fault of the lowest block is always among those reported.
     void run() {
@@ -784,7 +789,7 @@ struct Grid {
         while (!failed && !mine->failed) {
             const uint64_t number = next++;
             if (number >= num_blocks) break;
-            mine->run_block(number);
+            mine->run_block(launch->blocks ? launch->blocks[number] : number);
         }
         worker = nullptr;
         merge(*mine);

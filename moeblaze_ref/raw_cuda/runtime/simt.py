@@ -20,6 +20,7 @@ from moeblaze_ref.raw_cuda.runtime.source import (
     MAX_STATIC_SHARED_BYTES,
     KernelSource,
     Module,
+    Size,
     check_shared,
     edition,
 )
@@ -129,6 +130,8 @@ class _Launch(ctypes.Structure):
         ("counted", ctypes.c_uint64),
         ("num_buffers", ctypes.c_uint64),
         ("buffers", ctypes.POINTER(_Buffer)),
+        ("num_blocks", ctypes.c_uint64),
+        ("blocks", ctypes.POINTER(ctypes.c_uint64)),
         ("shared", _Shared),
         ("recorder", ctypes.POINTER(Recorder)),
         ("fault", ctypes.c_char * 1024),
@@ -136,13 +139,22 @@ class _Launch(ctypes.Structure):
 
 
 @dataclass
-class _Staged:
+class Staged:
     """One distinct array of a launch, copied to where nothing else is near."""
 
     names: list[str]
     original: np.ndarray
     writable: bool
     copy: np.ndarray
+
+    @property
+    def name(self) -> str:
+        """The parameters that it is the argument of."""
+        return " = ".join(self.names)
+
+    def ranges(self) -> Iterator[tuple[str, int, int]]:
+        """What the kernel may access of it: a name, the address and the bytes of each range."""
+        yield self.name, self.copy.ctypes.data, self.copy.nbytes
 
 
 class SimtExecutor:
@@ -224,7 +236,7 @@ class SimtExecutor:
         finally:
             self._recordings = [kept for kept in self._recordings if kept is not reports]
 
-    def _start(self, module: "SimtModule", launch: _Launch, staged: list["_Staged"]):
+    def _start(self, module: "SimtModule", launch: _Launch, staged: list["Staged"]):
         """Run a launch to its end, or to its fault."""
         if build.runtime_library().simt_launch(ctypes.byref(launch)):
             raise KernelFault(launch.fault.decode())
@@ -277,17 +289,21 @@ class SimtModule(Module):
         if all_kernels > MAX_STATIC_SHARED_BYTES or all_kernels + dynamic_bytes > MAX_SHARED_BYTES:
             check_shared(self.source.file, kernel, _static_shared_bytes(self.source, kernel), dynamic_bytes)
 
-    def _stage(self, kernel: str, values: list[Any]) -> list[_Staged]:
+    def _stage(self, kernel: str, values: list[Any]) -> list[Staged]:
         """Copy every distinct array into guarded memory."""
-        staged: dict[tuple[int, int], _Staged] = {}
+        staged: dict[tuple[int, int], Staged] = {}
         for parameter, value in zip(self.source.kernels[kernel], values, strict=True):
-            array = _array_of(value)
+            array = array_of(value)
             if array is None:
                 continue
-            item = staged.setdefault(_place(array), _Staged([], array, False, array))
+            item = staged.setdefault(place_of(array), Staged([], array, False, array))
             item.names.append(parameter.name)
             item.writable |= parameter.writable
-        return _copy_apart(_without_overlap(kernel, list(staged.values())))
+        return self._place_apart(kernel, list(staged.values()))
+
+    def _place_apart(self, kernel: str, items: list[Staged]) -> list[Staged]:
+        """Give each array a copy, far from the others."""
+        return copy_apart(_without_overlap(kernel, items))
 
     def _describe(self, kernel, grid, block, shared_bytes, pointers, buffers) -> _Launch:
         return _Launch(
@@ -304,22 +320,27 @@ class SimtModule(Module):
             counted=bool(self._executor._recordings),
             num_buffers=len(buffers),
             buffers=buffers,
+            **self._blocks(grid),
         )
 
+    def _blocks(self, grid: Size) -> dict[str, Any]:
+        """Which blocks of the grid run; all of them."""
+        return {}
 
-def _array_of(value: Any) -> np.ndarray | None:
+
+def array_of(value: Any) -> np.ndarray | None:
     """The array that an argument gives the kernel, itself or in a tensor map."""
     array = value.array if isinstance(value, TensorMap) else value
     return array if isinstance(array, np.ndarray) else None
 
 
-def _place(array: np.ndarray) -> tuple[int, int]:
+def place_of(array: np.ndarray) -> tuple[int, int]:
     """Address and bytes of an array: an empty one may have the address of another."""
     return array.ctypes.data, array.nbytes
 
 
-def _without_overlap(kernel: str, items: list[_Staged]) -> list[_Staged]:
-    not_empty = sorted((item for item in items if item.original.size), key=lambda item: _place(item.original))
+def _without_overlap(kernel: str, items: list[Staged]) -> list[Staged]:
+    not_empty = sorted((item for item in items if item.original.size), key=lambda item: place_of(item.original))
     for left, right in itertools.pairwise(not_empty):
         if byte_bounds(left.original)[1] > right.original.ctypes.data:
             raise ValueError(
@@ -329,7 +350,7 @@ def _without_overlap(kernel: str, items: list[_Staged]) -> list[_Staged]:
     return items
 
 
-def _copy_apart(items: list[_Staged]) -> list[_Staged]:
+def copy_apart(items: list[Staged]) -> list[Staged]:
     """Give each array a copy in one mapping, far from its neighbours; unused pages cost nothing."""
     places, end = [], GUARD_BYTES
     for item in items:
@@ -343,14 +364,14 @@ def _copy_apart(items: list[_Staged]) -> list[_Staged]:
     return items
 
 
-def _register(staged: list[_Staged]) -> ctypes.Array:
-    rows = [(" = ".join(item.names).encode(), item.copy.ctypes.data, item.copy.nbytes) for item in staged]
-    return _array_type(_Buffer, len(rows))(*rows)
+def _register(staged: list[Staged]) -> ctypes.Array:
+    rows = [(name.encode(), address, size) for item in staged for name, address, size in item.ranges()]
+    return _array_type(_Buffer, len(rows))(*sorted(rows, key=lambda row: row[1]))
 
 
-def _pack(values: list[Any], staged: list[_Staged]) -> ctypes.Array:
+def _pack(values: list[Any], staged: list[Staged]) -> ctypes.Array:
     """The void** that the kernel's entry unpacks: the address of each argument's value."""
-    moved = {_place(item.original): item.copy for item in staged}
+    moved = {place_of(item.original): item.copy for item in staged}
     holders = [_held(value, moved) for value in values]
     pointers = _array_type(ctypes.c_void_p, len(holders))(*(holder.ctypes.data for holder in holders))
     pointers._holders = holders  # alive as long as the pointers
@@ -364,10 +385,10 @@ def _array_type(element: type, length: int) -> type[ctypes.Array]:
 
 def _held(value: Any, moved: dict[tuple[int, int], np.ndarray]) -> np.ndarray:
     """An argument's value in memory; an array is its address, or that of its copy."""
-    array = _array_of(value)
+    array = array_of(value)
     if array is None:
         return np.array([value])
-    array = moved.get(_place(array), array)
+    array = moved.get(place_of(array), array)
     return _encoded(array, value.box) if isinstance(value, TensorMap) else np.array([array.ctypes.data], np.uint64)
 
 

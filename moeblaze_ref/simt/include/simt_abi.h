@@ -132,6 +132,8 @@ struct SimtLaunch {
     uint64_t counted;        // 0: nobody asks for the counts, which then are none
     uint64_t num_buffers;
     SimtBuffer* buffers;     // sorted by address
+    uint64_t num_blocks;
+    const uint64_t* blocks;  // numbers of those that run, ascending; null: all of the grid
     SimtShared shared;
     SimtRecorder* recorder;  // null: nothing is recorded; with one, workers is 1
     char fault[1024];        // empty unless the launch failed
@@ -140,6 +142,6 @@ struct SimtLaunch {
 // Bytes of static shared memory in the file of a kernel: that of all its kernels.
 uint64_t simt_static_shared_bytes(SimtEntry entry);
 
-// Runs the whole grid; returns 0, or 1 with the first fault's message in launch->fault.
+// Runs the grid, or the chosen blocks of it; returns 0, or 1 with the first fault's message in launch->fault.
 int simt_launch(SimtLaunch* launch);
 }
