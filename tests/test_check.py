@@ -145,6 +145,48 @@ def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
     assert not check.passed(check.run(["layer"], ["numpy"], option_cases()))
 
 
+def test_every_check_runs_two_steps_of_one_shape():
+    for case in [*standard_cases(), *option_cases()]:
+        first, second = case.steps()
+        assert first is case and second.name == f"{case.name}, second step"
+        arrays = [(step.x, *step.weights, step.d_out) for step in (first, second)]
+        for one, other in zip(*arrays, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or (one.shape == other.shape and (one.size == 0 or not np.array_equal(one, other)))
+        assert case.L == 0 or not np.array_equal(first.topk_experts, second.topk_experts), case.name
+
+
+def kept_by_shape(build):
+    """A dispatch that remembers its first result for each shape."""
+    built = {}
+
+    def faulty(topk_experts, num_experts, *arguments, **options):
+        key = topk_experts.shape, num_experts
+        if key not in built:
+            built[key] = build(topk_experts, num_experts, *arguments, **options)
+        return built[key]
+
+    return faulty
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba", "simt"])
+@pytest.mark.parametrize("stage", ["layer", "dispatch"])
+def test_a_dispatch_kept_by_shape_fails(backend, stage, monkeypatch):
+    module = BACKENDS[backend].stage("dispatch")
+    monkeypatch.setattr(module, "build", kept_by_shape(module.build))
+    (case,) = (case for case in standard_cases() if case.name == "small")
+    for rung in list(BACKENDS[backend].rungs(stage))[:1]:
+        for row in check.check_of(stage)(BACKENDS[backend], rung, case):
+            assert not row.ok and row.shape.endswith("(small, second step)"), row
+
+
+def test_a_dispatch_kept_by_shape_fails_in_the_torch_layer(monkeypatch):
+    module = BACKENDS["simt"].stage("dispatch")
+    monkeypatch.setattr(module, "build", kept_by_shape(module.build))
+    rows = list(check.check_gradients(BACKENDS["simt"], None, CASES[0], "float32"))
+    assert len(rows) == 2 and all(not row.ok and "second step" in row.shape for row in rows)
+
+
 def test_an_unavailable_backend_is_listed_and_never_ok(monkeypatch):
     absent = dataclasses.replace(BACKENDS["cuda"], status=lambda: Status(False, "no CUDA device"))
     monkeypatch.setitem(check.BACKENDS, "cuda", absent)

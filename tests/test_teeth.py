@@ -32,6 +32,16 @@ FAULTS = [
     Fault("gates never written", "gating", "1_naive", "gates[token * k + j] = weight;", ";"),
     Fault("last token dropped", "gating", "1_naive", "if (token >= L) return;", "if (token >= L - 1) return;"),
     Fault("gradient without its mean", "gating", "1_naive", " - shift - mean)", ")"),
+    Fault(
+        "renormalised gates over all experts",
+        "gating",
+        "1_naive",
+        "RENORMALIZE ? exponentials_of_chosen(row, chosen, k) : all;",
+        "all;",
+    ),
+    Fault("renormalised mean for all", "gating", "1_naive", "for_all = RENORMALIZE ? z : z - mean;", "for_all = z - mean;"),
+    Fault("renormalised weights not divided", "gating", "2_warp", "gate = weight / warp_sum(weight);", "gate = weight;"),
+    Fault("balance left out of the chosen", "gating", "1_naive", "(BALANCE ? z + balance", "(false ? z + balance"),
     Fault("peak of one lane", "gating", "2_warp", "return warp_max(peak);", "return peak;"),
     Fault(
         "column beyond the row written", "gating", "2_warp", "(column(i) < E) store_pack", "(column(i) <= E) store_pack"
