@@ -15,7 +15,7 @@ from moeblaze_ref.structures import Dispatch
 ROUTINGS = ("uniform", "zipf", "hot", "empty")
 OVERWHELMING = 50.0  # log-popularity that no noise overcomes
 D_LOSSES = (0.7, 0.3)  # gradients of the two router losses where they are on: of the order of those of the output
-# Rows are dropped; most cases drop some; none is dropped.
+# Most cases drop rows; some do; none does.
 CAPACITY_FACTORS = (0.5, capacity.DEFAULT_FACTOR, capacity.MAX)
 
 # The example of MoEBlaze's figure 2, its misprints corrected: five tokens, four experts, two each.
@@ -325,11 +325,11 @@ def option_cases() -> list[Case]:
 
 
 def paired_options() -> list[Case]:
-    """Small cases of one activation: every two values of policy, renormalisation and the two losses meet in one."""
+    """Every save policy in a small case; of renormalisation and the two losses, each pair of values meets in one."""
+    switches = ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0))
     return [
-        _with_options(policy, on, balance=(number + on) % 2, z=(number // 2 + on) % 2, seed=10 + 2 * number + on)
-        for number, policy in enumerate(POLICIES)
-        for on in (0, 1)
+        _with_options(policy, *on, seed=10 + number)
+        for number, (policy, on) in enumerate(zip(POLICIES, switches, strict=True))
     ]
 
 
@@ -347,8 +347,14 @@ def renormalised(cases: list[Case]) -> list[Case]:
     ]
 
 
+def equal_gates_case() -> Case:
+    """A router of zeros: all tokens choose the lowest experts, by gates that are equal."""
+    case = make_case(11, 8, 16, 4, 2, name="equal gates")
+    return replace(case, weights=case.weights._replace(wg=np.zeros_like(case.weights.wg)))
+
+
 def capacities(case: Case) -> list[Case]:
-    """The case under every drop policy and every capacity factor."""
+    """Return the case under every drop policy and every capacity factor."""
     return [
         replace(case, name=f"{case.name}, C by {factor}, {policy}", capacity_factor=factor, drop_policy=policy)
         for policy in capacity.DROP_POLICIES

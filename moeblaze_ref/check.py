@@ -4,7 +4,8 @@ Index structures must match bit for bit. Floating-point results are compared wit
 torch in float64 on the same, already rounded inputs: ||out - ref|| / ||ref|| per tensor,
 and a row shows the worst of them. Outputs are poisoned before every launch. Every check runs
 two steps of one shape on different numbers (`cases.Case.steps`), so that nothing may be kept
-from the first; a row shows the worse of the two.
+from the first; a row shows the worse of the two. A rung that computes in several dtypes runs
+the second step in its first.
 """
 
 import functools
@@ -95,8 +96,10 @@ def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[R
 def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> Iterator[Row]:
     """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
     run = functools.partial(comparisons.runner(stage, rung), backend.open(stage, rung))
-    for dtype in backend.rungs(stage)[rung]:
-        yield from _judged(backend, stage, rung, dtype, case, run, comparisons.expectation(stage, rung))
+    dtypes = backend.rungs(stage)[rung]
+    for dtype in dtypes:
+        steps = _rounded_steps(case, dtype)[: 2 if dtype == dtypes[0] else 1]
+        yield from _judged(backend, stage, rung, dtype, steps, run, comparisons.expectation(stage, rung))
 
 
 def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
@@ -136,22 +139,33 @@ def check_gradients(
     """Forward and backward rows of a torch layer on the backend's device, against the oracle."""
     module = comparisons.torch_layer_of(LAYER_DEVICES[backend.name], case.astype(dtype), layer)
     run = functools.partial(comparisons.step_of_torch_layer, module)
-    yield from _judged(backend, layer, rung, dtype, case, run, comparisons.TORCH_LAYERS[layer].expect)
+    steps = _rounded_steps(case, dtype)
+    yield from _judged(backend, layer, rung, dtype, steps, run, comparisons.TORCH_LAYERS[layer].expect)
 
 
-def _judged(backend, stage, rung, dtype, case, run, expect) -> Iterator[Row]:
-    """A row for each direction: of the worse of two steps, which run one after the other."""
-    steps = [step.astype(dtype) for step in case.steps()]
+@functools.lru_cache(maxsize=8)
+def _rounded_steps(case: Case, dtype: str) -> tuple[Case, ...]:
+    """Both steps of a case in a dtype: the same objects for every rung, so that `_expected` knows them."""
+    return tuple(step.astype(dtype) for step in case.steps())
+
+
+@functools.lru_cache(maxsize=32)
+def _expected(expect: Callable[[Case, torch.dtype], comparisons.Results], step: Case, dtype: str) -> comparisons.Results:
+    """What the oracle makes of a step: the same for all rungs that are given the same numbers."""
+    return expect(step, getattr(torch, dtype))
+
+
+def _judged(backend, stage, rung, dtype, steps, run, expect) -> Iterator[Row]:
+    """A row for each direction: of the worse of the steps, which run one after the other."""
     found = [run(step) for step in steps]
-    exact = [expect(step, torch.float64) for step in steps]
-    peers = [{} if dtype in comparisons.BOUNDS else expect(step, getattr(torch, dtype)) for step in steps]
+    exact = [_expected(expect, step, "float64") for step in steps]
+    peers = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
     precision = comparisons.precision(stage, rung, dtype)
     for direction in exact[0]:
         parts = [[results.get(direction) for results in kind] for kind in (found, exact, peers)]
         verdicts = [comparisons.judge(*arrays, precision, peer) for *arrays, peer in zip(*parts, strict=True)]
-        error, bound = max(verdicts, key=comparisons.badness)
-        shape = steps[verdicts.index((error, bound))].shape
-        yield _row(backend, stage, rung, direction, dtype, shape, error, bound)
+        worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
+        yield _row(backend, stage, rung, direction, dtype, step.shape, *worst)
 
 
 def _row_of_bits(backend, stage, rung, direction, case, errors: Iterable[int]) -> Row:
@@ -209,8 +223,9 @@ def plan(
             elif backend is JUDGE:
                 jobs += _plan_layer(backend, f"torch_{stage}", comparisons.fitting(stage, None, cases))
             else:
-                for rung in backend.rungs(stage):
-                    jobs += _plan_rung(backend, stage, rung, cases)
+                of_rungs = [_plan_rung(backend, stage, rung, cases) for rung in backend.rungs(stage)]
+                # Case by case, so that all rungs share what is expected of it.
+                jobs += [job for of_case in itertools.zip_longest(*of_rungs) for job in of_case if job]
     if not jobs:
         has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in asked)
         raise ValueError(f"nothing to check: no stage of {', '.join(stages)} in these backends ({has})")

@@ -20,6 +20,7 @@ from moeblaze_ref.capacity import MAX
 from moeblaze_ref.cases import (
     Case,
     capacities,
+    equal_gates_case,
     many_blocks_case,
     many_tiles_case,
     relative_error,
@@ -314,13 +315,13 @@ def sparse_block(h: int) -> int:
 def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """Return the cases for a rung of a stage.
 
-    The gating gets each with renormalised gates, too, and the capacity each under every factor and drop policy. The
-    block-sparse stage gets whole blocks of MegaBlocks' own size, too, and its rung 4_hopper only those.
+    The gating gets each with renormalised gates, too. The capacity gets each, and one with equal gates, under every
+    factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size, too, and its rung 4_hopper only those.
     """
     if stage == "gating":
         return [*cases, *renormalised(cases)]
     if stage == "capacity":
-        return [one for case in cases for one in capacities(case)]
+        return [one for case in [equal_gates_case(), *cases] for one in capacities(case)]
     if stage != "block_sparse":
         return cases
     if rung == gemm.HOPPER:

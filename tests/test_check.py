@@ -175,9 +175,10 @@ def test_a_dispatch_kept_by_shape_fails(backend, stage, monkeypatch):
     module = BACKENDS[backend].stage("dispatch")
     monkeypatch.setattr(module, "build", kept_by_shape(module.build))
     (case,) = (case for case in standard_cases() if case.name == "small")
-    for rung in list(BACKENDS[backend].rungs(stage))[:1]:
-        for row in check.check_of(stage)(BACKENDS[backend], rung, case):
-            assert not row.ok and row.shape.endswith("(small, second step)"), row
+    rung, *_ = BACKENDS[backend].rungs(stage)
+    first, *_ = rows = list(check.check_of(stage)(BACKENDS[backend], rung, case))
+    for row in (row for row in rows if row.dtype == first.dtype):
+        assert not row.ok and row.shape.endswith("(small, second step)"), row
 
 
 def test_a_dispatch_kept_by_shape_fails_in_the_torch_layer(monkeypatch):
