@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeblaze_ref import comparisons, doors
+from moeblaze_ref import comparisons, doors, orders
 from moeblaze_ref.backends import BACKENDS, CHECKED, JUDGE, STAGES, Backend
 from moeblaze_ref.cases import (
     Case,
@@ -150,9 +150,17 @@ def _rounded_steps(case: Case, dtype: str) -> tuple[Case, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _expected(expect: Callable[[Case, torch.dtype], comparisons.Results], step: Case, dtype: str) -> comparisons.Results:
+def _expected(expect: comparisons.Expect, step: Case, dtype: str) -> comparisons.Results:
     """What the oracle makes of a step: the same for all rungs that are given the same numbers."""
     return expect(step, getattr(torch, dtype))
+
+
+def check_order(backend: Backend, rung: str | None, case: orders.Sum) -> Iterator[Row]:
+    """A row for each dtype: a sum whose order is stated, bit for bit."""
+    stage = backend.open(case.stage, rung)
+    for dtype in orders.dtypes_that_tell(backend.rungs(case.stage)[rung]):
+        error = float(orders.differing_bits(case, stage, dtype))
+        yield _row(backend, case.stage, rung, "order", dtype, case.shape, error, comparisons.BOUNDS["int32"])
 
 
 def _judged(backend, stage, rung, dtype, steps, run, expect) -> Iterator[Row]:
@@ -246,8 +254,9 @@ def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]
     """One thunk for each case, or one that says why the rung does not run here."""
     if reason := backend.refusal(stage, rung):
         return [lambda: [unavailable(backend, stage, rung, reason)]]
-    check = check_of(stage)
-    return [functools.partial(_run, check, backend, stage, rung, case) for case in chosen(backend, stage, rung, cases)]
+    checks = [(check_of(stage), case) for case in chosen(backend, stage, rung, cases)]
+    checks += [(check_order, one) for one in orders.promises(stage, backend.name, rung)]
+    return [functools.partial(_run, check, backend, stage, rung, case) for check, case in checks]
 
 
 def chosen(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
@@ -303,13 +312,11 @@ def _plan_layer(
     backend: Backend, layer: str, cases: list[Case], dtypes: tuple[str, ...] = JUDGE.dtypes
 ) -> list[Callable[[], Iterable[Row]]]:
     """One thunk for each dtype and case of a torch layer."""
-    return [
-        functools.partial(_run, functools.partial(check_gradients, dtype=dtype, layer=layer), backend, layer, None, case)
-        for dtype, case in itertools.product(dtypes, cases)
-    ]
+    checks = [functools.partial(check_gradients, dtype=dtype, layer=layer) for dtype in dtypes]
+    return [functools.partial(_run, check, backend, layer, None, case) for check in checks for case in cases]
 
 
-def _run(check, backend: Backend, stage: str, rung: str | None, case: Case) -> Iterator[Row]:
+def _run(check, backend: Backend, stage: str, rung: str | None, case: Case | orders.Sum) -> Iterator[Row]:
     """The rows of one check; a kernel that faults or raises is a failed row that says so, not the end of the others."""
     try:
         yield from check(backend=backend, rung=rung, case=case)

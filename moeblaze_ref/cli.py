@@ -115,7 +115,8 @@ def check(
     from moeblaze_ref import check as cross_check
 
     if coverage:
-        _coverage({"stage": stage, "backend": backend, "gradients": gradients, "kernel": kernel, "record": record}, as_json)
+        others = {"stage": stage, "backend": backend, "gradients": gradients, "kernel": kernel, "record": record}
+        _coverage(others, as_json)
     options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
     options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
     if kernel is not None and gradients:

@@ -36,6 +36,7 @@ from moeblaze_ref.systems import system
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
+Expect = Callable[[Case, torch.dtype], Results]  # what the oracle makes of a case in a dtype
 
 # tf32 keeps 10 bits of a float's mantissa: each factor is off by at most 2^-11, a product of two by 2^-10, and a sum of
 # products by no more unless they cancel. The layer multiplies what it has multiplied before: twice that.
@@ -316,7 +317,8 @@ def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """Return the cases for a rung of a stage.
 
     The gating gets each with renormalised gates, too. The capacity gets each, and one with equal gates, under every
-    factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size, too, and its rung 4_hopper only those.
+    factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size, too; its rung 4_hopper
+    gets only those.
     """
     if stage == "gating":
         return [*cases, *renormalised(cases)]
@@ -431,7 +433,7 @@ class TorchLayer(NamedTuple):
 
     system: str
     options: Callable[[Case], dict[str, Any]]
-    expect: Callable[[Case, torch.dtype], Results]
+    expect: Expect
 
 
 def torch_layer_of(device: str, case: Case, which: str = "torch_layer") -> nn.Module:
@@ -445,7 +447,7 @@ def torch_layer_of(device: str, case: Case, which: str = "torch_layer") -> nn.Mo
 
 
 def step_of_torch_layer(layer: nn.Module, case: Case) -> Results:
-    """Write the case's weights into the layer, as an optimizer does, and return what it and autograd make of the case."""
+    """Write the case's weights into the layer, as an optimizer does, and return its results and gradients."""
     parameters = dict(layer.named_parameters())
     device = layer.wg.device
     with torch.no_grad():
@@ -522,7 +524,7 @@ RUN: dict[str, Callable[[Any, Case], Results]] = {
     "block_sparse": run_block_sparse,
     "capacity": run_capacity,
 }
-EXPECT: dict[str, Callable[[Case, torch.dtype], Results]] = {
+EXPECT: dict[str, Expect] = {
     "gating": expect_gating,
     "expert_up": expect_expert_up,
     "expert_down": expect_expert_down,
@@ -538,7 +540,7 @@ def runner(stage: str, rung: str | None) -> Callable[[Any, Case], Results]:
     return run_summed if _sums(stage, rung) else RUN[stage]
 
 
-def expectation(stage: str, rung: str | None) -> Callable[[Case, torch.dtype], Results]:
+def expectation(stage: str, rung: str | None) -> Expect:
     """Return what the results of `runner` must equal."""
     return expect_summed if _sums(stage, rung) else EXPECT[stage]
 

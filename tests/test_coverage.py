@@ -90,7 +90,7 @@ def test_a_torch_layer_reads_the_options_that_are_stated(layer):
 
 
 def test_every_kernel_file_gets_every_option_but_the_activation():
-    """The first file of a stage gets all activations; each activation is a compilation, and others have tests of theirs."""
+    """The first file of a stage gets all activations. Each is a compilation: the other files have tests of theirs."""
     all_cases = cases.standard_cases() + cases.option_cases()
     for stage in BACKENDS["simt"].stages:
         read = [option for option in coverage.OPTIONS if option.name in coverage.READS[stage]]

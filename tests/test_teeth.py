@@ -39,8 +39,8 @@ FAULTS = [
         "RENORMALIZE ? exponentials_of_chosen(row, chosen, k) : all;",
         "all;",
     ),
-    Fault("renormalised mean for all", "gating", "1_naive", "for_all = RENORMALIZE ? z : z - mean;", "for_all = z - mean;"),
-    Fault("renormalised weights not divided", "gating", "2_warp", "gate = weight / warp_sum(weight);", "gate = weight;"),
+    Fault("renormalised mean for all", "gating", "1_naive", "= RENORMALIZE ? z : z - mean;", "= z - mean;"),
+    Fault("renormalised weights not divided", "gating", "2_warp", "= weight / warp_sum(weight);", "= weight;"),
     Fault("balance left out of the chosen", "gating", "1_naive", "(BALANCE ? z + balance", "(false ? z + balance"),
     Fault("peak of one lane", "gating", "2_warp", "return warp_max(peak);", "return peak;"),
     Fault(
