@@ -127,7 +127,7 @@ def check_capacity(backend: Backend, rung: str | None, case: Case) -> Iterator[R
 
 def _differing_bins(stage, case: Case) -> int:
     gates, dispatch = comparisons.gates_of(case), comparisons.dispatch_of(case)
-    bins, mask = comparisons.kept(case, gates)
+    bins, mask = comparisons.kept(case, case.topk_experts, gates)
     found = stage.fill(dispatch, gates, bins.C, case.drop_policy)
     losses = zip(stage.dropped(bins, dispatch), comparisons.dropped_by_definition(case, mask), strict=True)
     return differing_elements(found, bins) + sum(int(np.sum(lost != wanted)) for lost, wanted in losses)

@@ -288,10 +288,16 @@ def run_layer(stage: Any, case: Case) -> Results:
     return {"forward": forward, "backward": _present(**found._asdict())}
 
 
-def expect_layer(case: Case, dtype: torch.dtype, mask: Tensor | None = None) -> Results:
-    """As `run_layer`, on the case's own choice of experts; a slot that is False in the mask (L, k) adds nothing."""
+def expect_layer(
+    case: Case, dtype: torch.dtype, topk_experts: Tensor | None = None, mask: Tensor | None = None
+) -> Results:
+    """As `run_layer`, on the case's own choice of experts or a given one.
+
+    A slot that is False in the mask (L, k) adds nothing.
+    """
     x, wg, w1, w2, w3 = (_leaf(array, dtype) for array in (case.x, *case.weights))
-    routing = oracle.route(x, wg, case.k, case.renormalize, torch.from_numpy(case.topk_experts))
+    chosen = torch.from_numpy(case.topk_experts) if topk_experts is None else topk_experts
+    routing = oracle.route(x, wg, case.k, case.renormalize, chosen)
     weighting = routing if mask is None else routing._replace(gates=routing.gates * mask)
     outputs = {"out": oracle.experts(x, weighting, w1, w2, w3, case.activation)}
     d_outputs = {"out": case.d_out}
@@ -377,9 +383,9 @@ class Kept(NamedTuple):
     mask: np.ndarray  # (L, k) bool
 
 
-def kept(case: Case, gates: np.ndarray) -> Kept:
+def kept(case: Case, topk_experts: np.ndarray, gates: np.ndarray) -> Kept:
     """Sort each expert's slots by their claim and keep the first C, with loops in place of `capacity.fill`."""
-    chosen, k = case.topk_experts.ravel(), case.k
+    chosen, k = topk_experts.ravel(), case.k
     claim = {
         "by_gate": lambda slot: (-gates.flat[slot], slot // k),
         "by_arrival": lambda slot: (slot % k, slot // k),
@@ -417,7 +423,7 @@ def run_capacity(stage: Any, case: Case) -> Results:
 
 def expect_capacity(case: Case, dtype: torch.dtype) -> Results:
     """As `run_capacity`: the gate of a dropped slot counts as 0."""
-    return _expect_experts(case, dtype, torch.from_numpy(kept(case, gates_of(case)).mask))
+    return _expect_experts(case, dtype, torch.from_numpy(kept(case, case.topk_experts, gates_of(case)).mask))
 
 
 def dispatch_of(case: Case) -> Dispatch:
@@ -474,11 +480,22 @@ def expect_torch_layer(case: Case, dtype: torch.dtype) -> Results:
     return _without_gates(expect_layer(case, dtype))
 
 
+def expect_plain_torch(case: Case, dtype: torch.dtype) -> Results:
+    """As `expect_torch_layer`, of a layer whose router computes in the case's dtype, however narrow."""
+    return _without_gates(expect_layer(case, dtype, _routing_by_torch(case).topk_experts))
+
+
 def expect_torch_capacity(case: Case, dtype: torch.dtype) -> Results:
-    """As `expect_torch_layer`, with the gates of dropped slots at 0: ranked in the layer's own dtype."""
-    x, wg = (_leaf(array, getattr(torch, str(case.x.dtype))) for array in (case.x, case.weights.wg))
-    gates = oracle.route(x, wg, case.k, case.renormalize, torch.from_numpy(case.topk_experts)).gates
-    return _without_gates(expect_layer(case, dtype, torch.from_numpy(kept(case, _array(gates)).mask)))
+    """As `expect_plain_torch`, with the gates of dropped slots at 0."""
+    routing = _routing_by_torch(case)
+    mask = kept(case, routing.topk_experts.numpy(), _array(routing.gates)).mask
+    return _without_gates(expect_layer(case, dtype, routing.topk_experts, torch.from_numpy(mask)))
+
+
+def _routing_by_torch(case: Case) -> oracle.Routing:
+    """What plain torch decides in the case's dtype."""
+    x, wg = (_exact_tensor(array, "cpu") for array in (case.x, case.weights.wg))
+    return oracle.route(x, wg, case.k, case.renormalize)
 
 
 def _without_gates(expected: Results) -> Results:
@@ -500,8 +517,8 @@ TORCH_LAYERS: dict[str, TorchLayer] = {
     "torch_block_sparse": TorchLayer("megablocks", _block_of, expect_torch_layer),
     "torch_memory_optimized": TorchLayer("megablocks_memory_optimized", _block_of, expect_torch_layer),
     "torch_capacity": TorchLayer("capacity", _capacity_of, expect_torch_capacity),
-    "torch_dynamic_capacity": TorchLayer("dynamic_capacity", lambda case: {}, expect_torch_layer),
-    "torch_sequential": TorchLayer("sequential", lambda case: {}, expect_torch_layer),
+    "torch_dynamic_capacity": TorchLayer("dynamic_capacity", lambda case: {}, expect_plain_torch),
+    "torch_sequential": TorchLayer("sequential", lambda case: {}, expect_plain_torch),
 }
 
 
