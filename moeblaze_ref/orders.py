@@ -29,7 +29,7 @@ LARGE, SMALL = 2.0**13, 2.0**-13  # a large number swallows a small one, and bot
 
 
 def telling_terms(n: int, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Terms (n, *shape) float32 of sums over the first axis that differ in almost every other order."""
+    """Terms (n, ...) float32 of sums over the first axis that differ in almost every other order."""
     rng = np.random.default_rng(seed)
     mantissa = 1 + rng.integers(0, 128, (n, *shape)) / 128  # 7 bits, as bfloat16 stores
     terms = SMALL * mantissa
