@@ -242,6 +242,14 @@ def test_the_check_catches_a_planted_fault(number, fault, record_property, monke
     record_property("caught", f"{fault.stage:12} {fault.rung:14} {fault.name:32} {caught}")
 
 
+def test_the_check_of_the_layer_catches_a_fault_of_its_gating(monkeypatch):
+    """Its cases with renormalised gates, on the gating that it runs by default."""
+    ((number, fault),) = [one for one in enumerate(FAULTS, 1) if one[1].name == "renormalised weights not divided"]
+    plant(fault.path, number, monkeypatch)
+    jobs = [job for job in check.plan(["layer"], ["simt"]) if job.args[3] == "2_tiled" and job.args[4].renormalize]
+    assert any(not row.ok for job in jobs for row in job())
+
+
 def test_every_stage_and_rung_has_a_fault():
     assert len(FAULTS) >= 25
     rungs = {(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)}
