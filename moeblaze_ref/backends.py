@@ -13,7 +13,8 @@ from moeblaze_ref import doors
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.structures import IndexArrays
 
-STAGES = ("gating", "dispatch", "expert_up", "expert_down", "combine", "layer", "block_sparse")
+STAGES = ("gating", "dispatch", "expert_up", "expert_down", "combine", "layer", "block_sparse", "capacity")
+KERNEL_STAGES = STAGES[:-1]  # a fixed capacity has no kernels: it is what the others do without
 
 
 @dataclass(frozen=True)
@@ -213,14 +214,24 @@ def _cuda_status() -> Status:
     return Status(True, f"{properties['name'].decode()}, compute capability {capability}, CuPy {cupy.__version__}")
 
 
-JUDGE = Backend("torch", "plain torch, the judge of gradients", "moeblaze_ref.oracle", (), ("float64",), _torch_status)
+# Its one stage is a whole layer, ``torch_capacity``, which `check` runs as it runs the other torch layers.
+JUDGE = Backend(
+    "torch",
+    "plain torch, the judge of gradients",
+    "moeblaze_ref.oracle",
+    ("capacity",),
+    ("float64", "float32"),
+    _torch_status,
+)
 
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("numpy", "the specification", "moeblaze_ref.numpy_ref", STAGES, ("float64", "float32"), _numpy_status),
-        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.numba_cuda", STAGES, ("float32",), _numba_status),
-        Backend("simt", "raw CUDA on the CPU", "moeblaze_ref.raw_cuda", STAGES, (), _simt_status),
-        Backend("cuda", "raw CUDA on a GPU", "moeblaze_ref.raw_cuda", STAGES, (), _cuda_status),
+        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.numba_cuda", KERNEL_STAGES, ("float32",), _numba_status),
+        Backend("simt", "raw CUDA on the CPU", "moeblaze_ref.raw_cuda", KERNEL_STAGES, (), _simt_status),
+        Backend("cuda", "raw CUDA on a GPU", "moeblaze_ref.raw_cuda", KERNEL_STAGES, (), _cuda_status),
     )
 }
+
+CHECKED = (*BACKENDS, JUDGE.name)  # those that `moeblaze check` takes

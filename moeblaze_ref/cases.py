@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref import capacity, doors
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.numpy_ref import gating
@@ -14,6 +14,9 @@ from moeblaze_ref.structures import Dispatch
 
 ROUTINGS = ("uniform", "zipf", "hot", "empty")
 OVERWHELMING = 50.0  # log-popularity that no noise overcomes
+D_LOSSES = (0.7, 0.3)  # gradients of the two router losses where they are on: of the order of those of the output
+# Most cases drop rows; some do; none does.
+CAPACITY_FACTORS = (0.5, capacity.DEFAULT_FACTOR, capacity.MAX)
 
 # The example of MoEBlaze's figure 2, its misprints corrected: five tokens, four experts, two each.
 GOLDEN_TOPK_EXPERTS = np.array([[2, 3], [0, 1], [0, 3], [1, 2], [0, 3]], np.int32)
@@ -141,6 +144,12 @@ class Case:
         The policy is what the layer keeps; it must change no result.
     renormalize : bool
         Whether the chosen gates are divided by their sum.
+    d_losses : tuple of float
+        Gradients of the load-balancing loss and of the router z-loss; 0 for a loss that is off.
+    capacity_factor : float or str
+        Of the stage ``capacity``, one of ``CAPACITY_FACTORS``.
+    drop_policy : str
+        Of the stage ``capacity``, one of ``capacity.DROP_POLICIES``.
     """
 
     name: str
@@ -151,6 +160,9 @@ class Case:
     activation: str = "swiglu"
     policy: str = "minimal"
     renormalize: bool = False
+    d_losses: tuple[float, float] = D_LOSSES
+    capacity_factor: float | str = capacity.DEFAULT_FACTOR
+    drop_policy: str = "by_gate"
 
     @property
     def L(self) -> int:
@@ -187,6 +199,16 @@ class Case:
     def head(self, tokens: int) -> "Case":
         """The same layer with the first ``tokens`` tokens only."""
         return replace(self, x=self.x[:tokens], d_out=self.d_out[:tokens])
+
+    def steps(self) -> tuple["Case", "Case"]:
+        """Return this case and a second step of the same shape: other tokens, routing, weights and gradients.
+
+        The second has every axis of every array reversed, so its numbers are as hard as those of the first. A stage
+        that keeps anything by shape from one step to the next gets the second step wrong.
+        """
+        weights = MoEWeights(*(None if w is None else np.flip(w).copy() for w in self.weights))
+        arrays = {"x": np.flip(self.x).copy(), "weights": weights, "d_out": np.flip(self.d_out).copy()}
+        return self, replace(self, name=f"{self.name}, second step", **arrays)
 
 
 def make_case(
@@ -289,15 +311,54 @@ def whole_block_cases() -> list[Case]:
 
 
 def option_cases() -> list[Case]:
-    """Every activation, save policy and renormalisation, in small cases."""
+    """Every activation, in small cases, then every other option: `paired_options`."""
     policies = itertools.cycle(POLICIES)
-    return [
+    activations = [
         replace(
             make_case(12, 8, 16, 4, 2, "zipf", f"{activation}, {policy}", activation, seed),
             policy=policy,
             renormalize=seed % 2 == 1,
         )
         for seed, (activation, policy) in enumerate(zip(ACTIVATIONS, policies, strict=False))
+    ]
+    return activations + paired_options()
+
+
+def paired_options() -> list[Case]:
+    """Every save policy in a small case; of renormalisation and the two losses, each pair of values meets in one."""
+    switches = ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0))
+    return [
+        _with_options(policy, *on, seed=10 + number)
+        for number, (policy, on) in enumerate(zip(POLICIES, switches, strict=True))
+    ]
+
+
+def _with_options(policy: str, renormalize: int, balance: int, z: int, seed: int) -> Case:
+    name = f"{policy}, renormalize {renormalize}, balance {balance}, z {z}"
+    case = make_case(12, 8, 16, 4, 2, "zipf", name, seed=seed)
+    d_losses = balance * D_LOSSES[0], z * D_LOSSES[1]
+    return replace(case, policy=policy, renormalize=bool(renormalize), d_losses=d_losses)
+
+
+def renormalised(cases: list[Case]) -> list[Case]:
+    """Those of the cases whose gates are not divided by their sum, with gates that are."""
+    return [
+        replace(case, name=f"{case.name}, renormalised", renormalize=True) for case in cases if not case.renormalize
+    ]
+
+
+def equal_gates_case() -> Case:
+    """A router of zeros: all tokens choose the lowest experts, by gates that are equal."""
+    case = make_case(11, 8, 16, 4, 2, name="equal gates")
+    return replace(case, weights=case.weights._replace(wg=np.zeros_like(case.weights.wg)))
+
+
+def capacities(case: Case) -> list[Case]:
+    """Return the case under every drop policy and every capacity factor."""
+    return [
+        replace(case, name=f"{case.name}, C by {factor}, {policy}", capacity_factor=factor, drop_policy=policy)
+        for policy in capacity.DROP_POLICIES
+        for factor in CAPACITY_FACTORS
     ]
 
 

@@ -2,7 +2,10 @@
 
 Index structures must match bit for bit. Floating-point results are compared with plain
 torch in float64 on the same, already rounded inputs: ||out - ref|| / ||ref|| per tensor,
-and a row shows the worst of them. Outputs are poisoned before every launch.
+and a row shows the worst of them. Outputs are poisoned before every launch. Every check runs
+two steps of one shape on different numbers (`cases.Case.steps`), so that nothing may be kept
+from the first; a row shows the worse of the two. A rung that computes in several dtypes runs
+the second step in its first.
 """
 
 import functools
@@ -15,16 +18,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from moeblaze_ref import comparisons, doors
-from moeblaze_ref.backends import BACKENDS, STAGES, Backend
-from moeblaze_ref.cases import Case, every_activation, every_choice, option_cases, standard_cases, whole_block_case
+from moeblaze_ref import comparisons, doors, orders
+from moeblaze_ref.backends import BACKENDS, CHECKED, JUDGE, STAGES, Backend
+from moeblaze_ref.cases import (
+    Case,
+    every_activation,
+    every_choice,
+    option_cases,
+    paired_options,
+    standard_cases,
+    whole_block_case,
+)
 from moeblaze_ref.numpy_ref import block_sparse as reference_sparse
-from moeblaze_ref.numpy_ref import dispatch as reference_dispatch
 from moeblaze_ref.raw_cuda import gemm
 
 # What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
+FIRST_RUNG = "1_naive"  # compiles fastest
 TORCH_DEVICES = {"simt": "cpu", "cuda": "cuda"}  # where each backend runs the torch layer
+LAYER_DEVICES = TORCH_DEVICES | {JUDGE.name: "cpu"}  # layers in plain torch, too
 
 
 @dataclass(frozen=True)
@@ -76,50 +88,98 @@ def differing_elements(found, wanted) -> int:
 
 def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
     """One row: the four index structures, bit for bit against a stable sort."""
-    found = backend.open("dispatch", rung).build(case.topk_experts, case.E)
-    error = differing_elements(found, reference_dispatch.build_by_sort(case.topk_experts, case.E))
-    yield _row(backend, "dispatch", rung, "forward", "int32", case.shape, float(error), comparisons.BOUNDS["int32"])
+    stage = backend.open("dispatch", rung)
+    steps = [(stage.build(step.topk_experts, step.E), comparisons.dispatch_of(step)) for step in case.steps()]
+    yield _row_of_bits(backend, "dispatch", rung, "forward", case, itertools.starmap(differing_elements, steps))
 
 
 def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> Iterator[Row]:
     """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
-    for dtype in backend.rungs(stage)[rung]:
-        rounded = case.astype(dtype)
-        found = comparisons.runner(stage, rung)(backend.open(stage, rung), rounded)
-        yield from _judged(backend, stage, rung, dtype, rounded, found, comparisons.expectation(stage, rung))
+    run = functools.partial(comparisons.runner(stage, rung), backend.open(stage, rung))
+    dtypes = backend.rungs(stage)[rung]
+    for dtype in dtypes:
+        steps = _rounded_steps(case, dtype)[: 2 if dtype == dtypes[0] else 1]
+        yield from _judged(backend, stage, rung, dtype, steps, run, comparisons.expectation(stage, rung))
 
 
 def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
     """The bins and the topology, bit for bit, then MegaBlocks' experts as any floating-point stage."""
-    stage, dispatch = backend.open("block_sparse", rung), reference_dispatch.build_by_sort(case.topk_experts, case.E)
-    h = case.weights.w1.shape[2]
+    stage = backend.open("block_sparse", rung)
+    errors = [_differing_structures(stage, step) for step in case.steps()]
+    yield _row_of_bits(backend, "block_sparse", rung, "structures", case, errors)
+    yield from check_stage(backend, rung, case, "block_sparse")
+
+
+def _differing_structures(stage, case: Case) -> int:
+    h, dispatch = case.weights.w1.shape[2], comparisons.dispatch_of(case)
     bins = reference_sparse.pad(dispatch, comparisons.sparse_block(h))
     error = differing_elements(stage.pad(dispatch, bins.block), bins)
-    error += differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
-    yield _row(
-        backend, "block_sparse", rung, "structures", "int32", case.shape, float(error), comparisons.BOUNDS["int32"]
-    )
-    yield from check_stage(backend, rung, case, "block_sparse")
+    return error + differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
+
+
+def check_capacity(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+    """Who is kept and what is dropped, bit for bit, then the experts of fixed capacity as any floating-point stage."""
+    stage = backend.open("capacity", rung)
+    errors = [_differing_bins(stage, step) for step in case.steps()]
+    yield _row_of_bits(backend, "capacity", rung, "structures", case, errors)
+    yield from check_stage(backend, rung, case, "capacity")
+
+
+def _differing_bins(stage, case: Case) -> int:
+    gates, dispatch = comparisons.gates_of(case), comparisons.dispatch_of(case)
+    bins, mask = comparisons.kept(case, case.topk_experts, gates)
+    found = stage.fill(dispatch, gates, bins.C, case.drop_policy)
+    losses = zip(stage.dropped(bins, dispatch), comparisons.dropped_by_definition(case, mask), strict=True)
+    return differing_elements(found, bins) + sum(int(np.sum(lost != wanted)) for lost, wanted in losses)
 
 
 def check_gradients(
     backend: Backend, rung: str | None, case: Case, dtype: str, layer: str = "torch_layer"
 ) -> Iterator[Row]:
     """Forward and backward rows of a torch layer on the backend's device, against the oracle."""
-    rounded = case.astype(dtype)
-    found = comparisons.run_torch_layer(TORCH_DEVICES[backend.name], rounded, layer)
-    yield from _judged(backend, layer, rung, dtype, rounded, found, comparisons.expect_torch_layer)
+    module = comparisons.torch_layer_of(LAYER_DEVICES[backend.name], case.astype(dtype), layer)
+    run = functools.partial(comparisons.step_of_torch_layer, module)
+    steps = _rounded_steps(case, dtype)
+    yield from _judged(backend, layer, rung, dtype, steps, run, comparisons.TORCH_LAYERS[layer].expect)
 
 
-def _judged(backend, stage, rung, dtype, case, found, expect) -> Iterator[Row]:
-    """A row for each direction of what was found."""
-    exact = expect(case, torch.float64)
-    peer = {} if dtype in comparisons.BOUNDS else expect(case, getattr(torch, dtype))
-    for direction in exact:
-        error, bound = comparisons.judge(
-            found[direction], exact[direction], comparisons.precision(stage, rung, dtype), peer.get(direction)
-        )
-        yield _row(backend, stage, rung, direction, dtype, case.shape, error, bound)
+@functools.lru_cache(maxsize=8)
+def _rounded_steps(case: Case, dtype: str) -> tuple[Case, ...]:
+    """Both steps of a case in a dtype: the same objects for every rung, so that `_expected` knows them."""
+    return tuple(step.astype(dtype) for step in case.steps())
+
+
+@functools.lru_cache(maxsize=32)
+def _expected(expect: comparisons.Expect, step: Case, dtype: str) -> comparisons.Results:
+    """What the oracle makes of a step: the same for all rungs that are given the same numbers."""
+    return expect(step, getattr(torch, dtype))
+
+
+def check_order(backend: Backend, rung: str | None, case: orders.Sum) -> Iterator[Row]:
+    """A row for each dtype: a sum whose order is stated, bit for bit."""
+    stage = backend.open(case.stage, rung)
+    for dtype in orders.dtypes_that_tell(backend.rungs(case.stage)[rung]):
+        error = float(orders.differing_bits(case, stage, dtype))
+        yield _row(backend, case.stage, rung, "order", dtype, case.shape, error, comparisons.BOUNDS["int32"])
+
+
+def _judged(backend, stage, rung, dtype, steps, run, expect) -> Iterator[Row]:
+    """A row for each direction: of the worse of the steps, which run one after the other."""
+    found = [run(step) for step in steps]
+    exact = [_expected(expect, step, "float64") for step in steps]
+    peers = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
+    precision = comparisons.precision(stage, rung, dtype)
+    for direction in exact[0]:
+        parts = [[results.get(direction) for results in kind] for kind in (found, exact, peers)]
+        verdicts = [comparisons.judge(*arrays, precision, peer) for *arrays, peer in zip(*parts, strict=True)]
+        worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
+        yield _row(backend, stage, rung, direction, dtype, step.shape, *worst)
+
+
+def _row_of_bits(backend, stage, rung, direction, case, errors: Iterable[int]) -> Row:
+    """The row of what must match bit for bit: of the step in which more elements differ."""
+    error, step = max(zip(errors, case.steps(), strict=True), key=lambda pair: pair[0])
+    return _row(backend, stage, rung, direction, "int32", step.shape, float(error), comparisons.BOUNDS["int32"])
 
 
 def _row(backend, stage, rung, direction, dtype, shape, error, bound) -> Row:
@@ -131,14 +191,14 @@ def unavailable(backend: Backend, stage: str, rung: str | None = None, reason: s
     return Row(stage, "forward", backend.name, rung, "-", reason, None, None, False, False)
 
 
-def in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
+def in_reach(backend: Backend, cases: Iterable[Case], rung: str | None = None) -> list[Case]:
     """The cases that the backend can run in reasonable time.
 
-    The SIMT executor compiles anew for every activation, so it gets the usual one (its tests cover the others); Numba's
-    simulator gets small cases, cut to size.
+    The SIMT executor compiles anew for every activation: the first rung gets them all, the others the usual one (their
+    tests cover the rest). Numba's simulator gets small cases, cut to size.
     """
     if backend.name == "simt":
-        return [case for case in cases if case.activation == "swiglu"]
+        return [case for case in cases if case.activation == "swiglu" or rung == FIRST_RUNG]
     if backend.name != "numba":
         return list(cases)
     from moeblaze_ref.numba_cuda.runtime import EXECUTOR
@@ -150,7 +210,7 @@ def in_reach(backend: Backend, cases: Iterable[Case]) -> list[Case]:
 
 
 def plan(
-    stages: Iterable[str] = STAGES, backends: Iterable[str] = tuple(BACKENDS), cases: list[Case] | None = None
+    stages: Iterable[str] = STAGES, backends: Iterable[str] = CHECKED, cases: list[Case] | None = None
 ) -> list[Callable[[], Iterable[Row]]]:
     """The checks to run, one thunk for each stage, backend and case.
 
@@ -160,7 +220,7 @@ def plan(
         If a stage or backend is unknown (the message proposes the nearest name), or no backend has any of the stages.
     """
     stages = [doors.check_name("stage", stage, STAGES) for stage in stages]
-    asked = [BACKENDS[doors.check_name("backend", name, BACKENDS)] for name in backends]
+    asked = [_backend(doors.check_name("backend", name, CHECKED)) for name in backends]
     cases = standard_cases() + option_cases() if cases is None else cases
     jobs: list[Callable[[], Iterable[Row]]] = []
     for backend in asked:
@@ -168,18 +228,25 @@ def plan(
         for stage in (stage for stage in stages if stage in backend.stages):
             if not available:
                 jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
-                continue
-            for rung in backend.rungs(stage):
-                jobs += _plan_rung(backend, stage, rung, cases)
+            elif backend is JUDGE:
+                jobs += _plan_layer(backend, f"torch_{stage}", comparisons.fitting(stage, None, cases))
+            else:
+                of_rungs = [_plan_rung(backend, stage, rung, cases) for rung in backend.rungs(stage)]
+                # Case by case, so that all rungs share what is expected of it.
+                jobs += [job for of_case in itertools.zip_longest(*of_rungs) for job in of_case if job]
     if not jobs:
         has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in asked)
         raise ValueError(f"nothing to check: no stage of {', '.join(stages)} in these backends ({has})")
     return jobs
 
 
+def _backend(name: str) -> Backend:
+    return JUDGE if name == JUDGE.name else BACKENDS[name]
+
+
 def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]:
     """What compares a stage with its reference: index structures bit for bit, everything else by relative error."""
-    special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse}
+    special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse, "capacity": check_capacity}
     return special.get(stage) or functools.partial(check_stage, stage=stage)
 
 
@@ -187,15 +254,21 @@ def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]
     """One thunk for each case, or one that says why the rung does not run here."""
     if reason := backend.refusal(stage, rung):
         return [lambda: [unavailable(backend, stage, rung, reason)]]
-    check = check_of(stage)
-    return [functools.partial(_run, check, backend, stage, rung, case) for case in chosen(backend, stage, rung, cases)]
+    checks = [(check_of(stage), case) for case in chosen(backend, stage, rung, cases)]
+    checks += [(check_order, one) for one in orders.promises(stage, backend.name, rung)]
+    return [functools.partial(_run, check, backend, stage, rung, case) for check, case in checks]
 
 
 def chosen(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
-    """The cases of a rung on a backend: those that fit it and are in reach, and on a GPU more tiles than it has blocks."""
+    """The cases of a rung on a backend: those of `reachable`, and on a GPU more tiles than it has blocks."""
     if backend.name == "cuda":
         cases = [*cases, *comparisons.overflowing(stage, multiprocessors())]
-    return in_reach(backend, comparisons.fitting(stage, rung, cases))
+    return reachable(backend, stage, rung, cases)
+
+
+def reachable(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
+    """The cases that fit the rung and are in reach of the backend; no device is asked."""
+    return in_reach(backend, comparisons.fitting(stage, rung, cases), rung)
 
 
 def multiprocessors() -> int:
@@ -205,31 +278,45 @@ def multiprocessors() -> int:
     return CupyExecutor().multiprocessors
 
 
-def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], Iterable[Row]]]:
-    """The checks of the torch layers: every activation under every policy, in every dtype, on every device there is.
+def cases_of_layers() -> dict[str, list[Case]]:
+    """The cases of each torch layer of `plan_gradients`.
 
     MegaBlocks has no policies: of each activation it gets one case, and one of whole blocks, which Hopper's tiles need.
+    """
+    return {
+        "torch_layer": [*every_choice(), *paired_options()],
+        "torch_block_sparse": [*every_activation(), whole_block_case(), *paired_options()],
+    }
+
+
+def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], Iterable[Row]]]:
+    """The checks of the torch layers: every activation under every policy, in every dtype, on every device there is.
 
     Raises
     ------
     ValueError
         If a backend is unknown or the torch layer does not run on it.
     """
-    asked = [BACKENDS[doors.check_name("backend of the torch layer", name, TORCH_DEVICES)] for name in backends]
+    asked = [_backend(doors.check_name("backend of the torch layer", name, TORCH_DEVICES)) for name in backends]
     jobs: list[Callable[[], Iterable[Row]]] = []
-    layers = {"torch_layer": every_choice(), "torch_block_sparse": [*every_activation(), whole_block_case()]}
     for backend in asked:
-        for layer, cases in layers.items():
+        for layer, cases in cases_of_layers().items():
             if not backend.status().available:
                 jobs.append(lambda backend=backend, layer=layer: [unavailable(backend, layer)])
-                continue
-            for dtype, case in itertools.product(gemm.WIDE, cases):
-                check = functools.partial(check_gradients, dtype=dtype, layer=layer)
-                jobs.append(functools.partial(_run, check, backend, layer, None, case))
+            else:
+                jobs += _plan_layer(backend, layer, cases, gemm.WIDE)
     return jobs
 
 
-def _run(check, backend: Backend, stage: str, rung: str | None, case: Case) -> Iterator[Row]:
+def _plan_layer(
+    backend: Backend, layer: str, cases: list[Case], dtypes: tuple[str, ...] = JUDGE.dtypes
+) -> list[Callable[[], Iterable[Row]]]:
+    """One thunk for each dtype and case of a torch layer."""
+    checks = [functools.partial(check_gradients, dtype=dtype, layer=layer) for dtype in dtypes]
+    return [functools.partial(_run, check, backend, layer, None, case) for check in checks for case in cases]
+
+
+def _run(check, backend: Backend, stage: str, rung: str | None, case: Case | orders.Sum) -> Iterator[Row]:
     """The rows of one check; a kernel that faults or raises is a failed row that says so, not the end of the others."""
     try:
         yield from check(backend=backend, rung=rung, case=case)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeblaze_ref import apart, provenance, records, source_hashes, terminal
-from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
+from moeblaze_ref.backends import BACKENDS, CHECKED, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.config import POLICIES, PRESETS
 from moeblaze_ref.lm import EVIDENCE, LAYERS
@@ -81,12 +81,15 @@ def doctor():
 @app.command()
 def check(
     stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(BACKENDS)}; repeatable.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CHECKED)}; repeatable.")] = None,
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Check the torch layers against autograd instead.")
     ] = False,
     large: Annotated[
         bool, typer.Option("--large", help="Check sizes past 2**31 elements instead: some blocks of each kernel.")
+    ] = False,
+    coverage: Annotated[
+        bool, typer.Option("--coverage", help="Count the checks of each option, stage and backend; run none.")
     ] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
     record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
@@ -124,6 +127,9 @@ def check(
     from moeblaze_ref import check as cross_check
     from moeblaze_ref import large as large_cases
 
+    if coverage:
+        others = {"stage": stage, "backend": backend, "gradients": gradients, "large": large, "kernel": kernel, "record": record}
+        _coverage(others, as_json)
     options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
     options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
     if kernel is not None and gradients:
@@ -145,7 +151,7 @@ def check(
         elif gradients:
             jobs = cross_check.plan_gradients(backend or tuple(cross_check.TORCH_DEVICES))
         else:
-            jobs = cross_check.plan(stage or STAGES, backend or tuple(BACKENDS))
+            jobs = cross_check.plan(stage or STAGES, backend or CHECKED)
     rows = terminal.run_with_bar("cross-checking", jobs)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
@@ -157,6 +163,25 @@ def check(
             parts = source_hashes.of_backends(row.backend for row in rows if row.available)
             provenance.record(record, {"rows": [row.as_dict() for row in rows]}, force, parts)
     raise typer.Exit(0 if cross_check.passed(rows) else 1)
+
+
+def _coverage(others: dict[str, object], as_json: bool):
+    """The ``check`` of the check: which options its cases switch on."""
+    from moeblaze_ref import coverage
+
+    with user_errors():
+        if given := [f"--{name}" for name, value in others.items() if value]:
+            raise ValueError(f"--coverage counts every stage of every backend: leave {', '.join(given)} out")
+    table = list(coverage.lines())
+    gaps = coverage.gaps(table)
+    if as_json:
+        print(json.dumps([asdict(line) for line in table], indent=2))
+    else:
+        stdout().print(terminal.coverage_table(table))
+        legend = [f"{cell}: {reason}" for cell, reason in coverage.REASONS.items()]
+        verdict = gaps or ["every option occurs wherever a stage reads it"]
+        stdout().print(*legend, *verdict, sep="\n", highlight=False)
+    raise typer.Exit(1 if gaps else 0)
 
 
 def _judge(

@@ -7,7 +7,8 @@ numbers that the stage was given, already rounded, so only the stage's own round
 
 import math
 from collections.abc import Callable
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,21 +16,27 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref import oracle
+from moeblaze_ref.capacity import MAX
 from moeblaze_ref.cases import (
     Case,
+    capacities,
+    equal_gates_case,
     many_blocks_case,
     many_tiles_case,
     relative_error,
+    renormalised,
     whole_block_case,
     whole_block_cases,
 )
 from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import block_sparse, expert_down, gemm
+from moeblaze_ref.structures import EMPTY, CapacityBins, Dispatch
 from moeblaze_ref.systems import system
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
+Expect = Callable[[Case, torch.dtype], Results]  # what the oracle makes of a case in a dtype
 
 # tf32 keeps 10 bits of a float's mantissa: each factor is off by at most 2^-11, a product of two by 2^-10, and a sum of
 # products by no more unless they cancel. The layer multiplies what it has multiplied before: twice that.
@@ -64,7 +71,7 @@ def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) 
         Results of plain torch in that dtype; needed for the narrow ones.
     """
     pairs = [(relative_error(found[name], exact[name]), bound_of(name, exact, dtype, peer)) for name in exact]
-    return max(pairs, key=_badness)
+    return max(pairs, key=badness)
 
 
 def bound_of(name: str, exact: Arrays, dtype: str, peer: Arrays | None) -> float:
@@ -73,7 +80,8 @@ def bound_of(name: str, exact: Arrays, dtype: str, peer: Arrays | None) -> float
     return max(bound, SMALL_TENSOR_BOUNDS.get(dtype, 0.0)) if exact[name].size < FEW_ELEMENTS else bound
 
 
-def _badness(pair: tuple[float, float]) -> float:
+def badness(pair: tuple[float, float]) -> float:
+    """Order (error, bound) from the best to the worst; NaN is the worst."""
     error, bound = pair
     if np.isnan(error):
         return np.inf
@@ -136,7 +144,7 @@ def run_gating(stage: Any, case: Case) -> Results:
     chosen = _array(exact.probs).astype(logits.dtype), case.topk_experts
     forward["load_balancing_loss"] = stage.load_balancing_loss(*chosen)
     forward["router_z_loss"] = stage.router_z_loss(logits)
-    d_logits = stage.backward(d_gates(case), logits, case.topk_experts, case.renormalize, 1.0, 1.0)
+    d_logits = stage.backward(d_gates(case), logits, case.topk_experts, case.renormalize, *case.d_losses)
     return {"forward": forward, "backward": {"d_logits": d_logits}}
 
 
@@ -151,7 +159,7 @@ def expect_gating(case: Case, dtype: torch.dtype) -> Results:
         "load_balancing_loss": oracle.load_balancing_loss(routing),
         "router_z_loss": oracle.router_z_loss(routing),
     }
-    d_outputs = {"gates": d_gates(case), "load_balancing_loss": 1.0, "router_z_loss": 1.0}
+    d_outputs = {"gates": d_gates(case)} | dict(zip(losses, case.d_losses, strict=True))
     backward = _gradients({"gates": routing.gates} | losses, d_outputs, {"logits": leaf})
     return {"forward": forward | _arrays(**losses), "backward": backward}
 
@@ -166,7 +174,7 @@ def d_gates(case: Case) -> np.ndarray:
 
 def run_expert_up(stage: Any, case: Case) -> Results:
     """a, b and y_swi; gradients of x, w1 and w2 from those of a and b."""
-    dispatch, (_, w1, w2, _) = build_by_sort(case.topk_experts, case.E), case.weights
+    dispatch, (_, w1, w2, _) = dispatch_of(case), case.weights
     a, b, y_swi = stage.forward(case.x, w1, w2, dispatch, case.activation)
     d_a, d_b = d_hidden(case)
     d_x = stage.input_gradient(d_a, d_b, w1, w2, dispatch)
@@ -198,7 +206,7 @@ def d_hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None]:
 
 def run_expert_down(stage: Any, case: Case) -> Results:
     """y from y_swi; gradients of a, b, the gates and w3 from that of the layer's output."""
-    dispatch, w3 = build_by_sort(case.topk_experts, case.E), case.weights.w3
+    dispatch, w3 = dispatch_of(case), case.weights.w3
     a, b, y_swi, gates = hidden(case)
     y = stage.forward(y_swi, w3, dispatch)
     d_a, d_b, gated_y, d_gates = stage.hidden_gradients(case.d_out, gates, a, b, w3, dispatch, case.activation)
@@ -220,7 +228,7 @@ def expect_expert_down(case: Case, dtype: torch.dtype) -> Results:
 
 def run_summed(stage: Any, case: Case) -> Results:
     """The output from y_swi and the gates, where the product sums over a token's experts: there is no backward."""
-    dispatch, (*_, y_swi, gates) = build_by_sort(case.topk_experts, case.E), hidden(case)
+    dispatch, (*_, y_swi, gates) = dispatch_of(case), hidden(case)
     return {"forward": {"out": stage.summed_forward(y_swi, case.weights.w3, gates, dispatch)}}
 
 
@@ -235,12 +243,18 @@ def expect_summed(case: Case, dtype: torch.dtype) -> Results:
 def hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
     """a, b, y_swi (R, h) of a case, rounded to its dtype, and its gates (L, k), at least float32."""
     exact = case.astype(np.float64)
-    x, wg, w1, w2, _ = (_leaf(array, torch.float64) for array in (exact.x, *exact.weights))
+    x, _, w1, w2, _ = (_leaf(array, torch.float64) for array in (exact.x, *exact.weights))
     a, b = (None if t is None else _array(t) for t in oracle.expert_up(x, _order(case), w1, w2))
     y_swi = reference_activation.forward(a, b, case.activation)
-    gates = oracle.route(x, wg, case.k, topk_experts=torch.from_numpy(case.topk_experts)).gates
     rounded = (None if array is None else array.astype(case.x.dtype) for array in (a, b, y_swi))
-    return (*rounded, _array(gates).astype(case.logits.dtype))
+    return (*rounded, gates_of(case))
+
+
+def gates_of(case: Case) -> np.ndarray:
+    """Probabilities (L, k) of the case's own choice, at least float32: what the stages after the router are given."""
+    x, wg = (_leaf(array.astype(np.float64), torch.float64) for array in (case.x, case.weights.wg))
+    gates = oracle.route(x, wg, case.k, topk_experts=torch.from_numpy(case.topk_experts)).gates
+    return _array(gates).astype(case.logits.dtype)
 
 
 # ---- combine and the layer -------------------------------------------------------------------
@@ -248,14 +262,14 @@ def hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.nd
 
 def run_combine(stage: Any, case: Case) -> Results:
     """The output from y and the gates; gradients of both."""
-    dispatch, y, gates = build_by_sort(case.topk_experts, case.E), expert_output(case), hidden(case)[-1]
+    dispatch, y, gates = dispatch_of(case), expert_output(case), gates_of(case)
     d_y, d_gates = stage.backward(case.d_out, y, gates, dispatch)
     return {"forward": {"out": stage.forward(y, gates, dispatch)}, "backward": {"d_y": d_y, "d_gates": d_gates}}
 
 
 def expect_combine(case: Case, dtype: torch.dtype) -> Results:
     """As `run_combine`."""
-    inputs = {"y": _leaf(expert_output(case), dtype), "gates": _leaf(hidden(case)[-1], dtype)}
+    inputs = {"y": _leaf(expert_output(case), dtype), "gates": _leaf(gates_of(case), dtype)}
     out = oracle.combine(inputs["y"], inputs["gates"], _order(case))
     return {"forward": _arrays(out=out), "backward": _gradients({"out": out}, {"out": case.d_out}, inputs)}
 
@@ -274,11 +288,18 @@ def run_layer(stage: Any, case: Case) -> Results:
     return {"forward": forward, "backward": _present(**found._asdict())}
 
 
-def expect_layer(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_layer`, on the case's own choice of experts."""
+def expect_layer(
+    case: Case, dtype: torch.dtype, topk_experts: Tensor | None = None, mask: Tensor | None = None
+) -> Results:
+    """As `run_layer`, on the case's own choice of experts or a given one.
+
+    A slot that is False in the mask (L, k) adds nothing.
+    """
     x, wg, w1, w2, w3 = (_leaf(array, dtype) for array in (case.x, *case.weights))
-    routing = oracle.route(x, wg, case.k, case.renormalize, torch.from_numpy(case.topk_experts))
-    outputs = {"out": oracle.experts(x, routing, w1, w2, w3, case.activation)}
+    chosen = torch.from_numpy(case.topk_experts) if topk_experts is None else topk_experts
+    routing = oracle.route(x, wg, case.k, case.renormalize, chosen)
+    weighting = routing if mask is None else routing._replace(gates=routing.gates * mask)
+    outputs = {"out": oracle.experts(x, weighting, w1, w2, w3, case.activation)}
     d_outputs = {"out": case.d_out}
     if case.L:  # the mean over no tokens has no gradient
         losses = {
@@ -299,7 +320,16 @@ def sparse_block(h: int) -> int:
 
 
 def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
-    """The cases for a rung: block_sparse gets whole blocks of MegaBlocks' own size, too, and 4_hopper only those."""
+    """Return the cases for a rung of a stage.
+
+    The gating gets each with renormalised gates, too. The capacity gets each, and one with equal gates, under every
+    factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size, too; its rung 4_hopper
+    gets only those.
+    """
+    if stage == "gating":
+        return [*cases, *renormalised(cases)]
+    if stage == "capacity":
+        return [one for case in [equal_gates_case(), *cases] for one in capacities(case)]
     if stage != "block_sparse":
         return cases
     if rung == gemm.HOPPER:
@@ -319,8 +349,8 @@ def overflowing(stage: str, multiprocessors: int) -> list[Case]:
 
 def run_block_sparse(stage: Any, case: Case) -> Results:
     """The output of MegaBlocks' experts and every gradient through them."""
-    (_, w1, w2, w3), dispatch = case.weights, build_by_sort(case.topk_experts, case.E)
-    gates = hidden(case)[-1]
+    (_, w1, w2, w3), dispatch = case.weights, dispatch_of(case)
+    gates = gates_of(case)
     out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, sparse_block(w1.shape[2]))
     found = stage.backward(case.d_out, saved, w1, w2, w3)
     return {"forward": {"out": out}, "backward": _present(**found._asdict())}
@@ -328,41 +358,108 @@ def run_block_sparse(stage: Any, case: Case) -> Results:
 
 def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
     """As `run_block_sparse`: the same experts, whatever they are stored as."""
+    return _expect_experts(case, dtype)
+
+
+def _expect_experts(case: Case, dtype: torch.dtype, mask: Tensor | None = None) -> Results:
+    """The experts alone, the gates given; a slot that is False in the mask (L, k) adds nothing."""
     (_, w1, w2, w3), order = case.weights, _order(case)
-    given = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "gates": hidden(case)[-1]}
+    given = {"x": case.x, "w1": w1, "w2": w2, "w3": w3, "gates": gates_of(case)}
     inputs = {name: _leaf(array, dtype) for name, array in given.items() if array is not None}
     a, b = oracle.expert_up(inputs["x"], order, inputs["w1"], inputs.get("w2"))
     y = oracle.expert_down(oracle.activate(a, b, case.activation), order, inputs["w3"])
-    outputs = {"out": oracle.combine(y, inputs["gates"], order)}
+    gates = inputs["gates"] if mask is None else inputs["gates"] * mask
+    outputs = {"out": oracle.combine(y, gates, order)}
     return {"forward": _arrays(**outputs), "backward": _gradients(outputs, {"out": case.d_out}, inputs)}
+
+
+# ---- capacity --------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """Which routed rows find a place in a fixed capacity, by the definition."""
+
+    bins: CapacityBins
+    mask: np.ndarray  # (L, k) bool
+
+
+def kept(case: Case, topk_experts: np.ndarray, gates: np.ndarray) -> Kept:
+    """Sort each expert's slots by their claim and keep the first C, with loops in place of `capacity.fill`."""
+    chosen, k = topk_experts.ravel(), case.k
+    claim = {
+        "by_gate": lambda slot: (-gates.flat[slot], slot // k),
+        "by_arrival": lambda slot: (slot % k, slot // k),
+    }[case.drop_policy]
+    queues = [sorted(np.flatnonzero(chosen == expert), key=claim) for expert in range(case.E)]
+    C = _rows_of_an_expert(case, max(map(len, queues)))
+    slots, rows = np.full((case.E, C), EMPTY, np.int32), np.full(chosen.size, EMPTY, np.int32)
+    for expert, queue in enumerate(queues):
+        for place, slot in enumerate(queue[:C]):
+            slots[expert, place], rows[slot] = slot, expert * C + place
+    return Kept(CapacityBins(slots, rows, k), (rows != EMPTY).reshape(case.L, k))
+
+
+def _rows_of_an_expert(case: Case, longest: int) -> int:
+    if case.capacity_factor == MAX:
+        return longest
+    return math.ceil(Fraction(str(case.capacity_factor)) * case.L * case.k / case.E)
+
+
+def dropped_by_definition(case: Case, mask: np.ndarray) -> tuple[int, int, np.ndarray]:
+    """Return how many slots and whole tokens are lost, and the slots (E,) by expert."""
+    lost = ~mask
+    of_experts = np.bincount(case.topk_experts[lost], minlength=case.E)
+    return int(lost.sum()), int(lost.all(axis=1).sum()), of_experts
+
+
+def run_capacity(stage: Any, case: Case) -> Results:
+    """The output of experts with C rows each, and every gradient through them."""
+    (_, w1, w2, w3), dispatch = case.weights, dispatch_of(case)
+    options = case.activation, case.capacity_factor, case.drop_policy
+    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates_of(case), *options)
+    found = stage.backward(case.d_out, saved, w1, w2, w3)
+    return {"forward": {"out": out}, "backward": _present(**found._asdict())}
+
+
+def expect_capacity(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_capacity`: the gate of a dropped slot counts as 0."""
+    return _expect_experts(case, dtype, torch.from_numpy(kept(case, case.topk_experts, gates_of(case)).mask))
+
+
+def dispatch_of(case: Case) -> Dispatch:
+    """The index structures of the case's own choice."""
+    return build_by_sort(case.topk_experts, case.E)
 
 
 # ---- the torch layer -------------------------------------------------------------------------
 
 
-# By the name of the check: the system, and the options of its own in a case.
-TORCH_LAYERS: dict[str, tuple[str, Callable[[Case], dict[str, Any]]]] = {
-    "torch_layer": ("moeblaze", lambda case: {"policy": case.policy}),
-    "torch_block_sparse": ("megablocks", lambda case: {"block": sparse_block(case.weights.w1.shape[2])}),
-    "torch_memory_optimized": (
-        "megablocks_memory_optimized",
-        lambda case: {"block": sparse_block(case.weights.w1.shape[2])},
-    ),
-    "torch_dynamic_capacity": ("dynamic_capacity", lambda case: {}),
-    "torch_sequential": ("sequential", lambda case: {}),
-}
+class TorchLayer(NamedTuple):
+    """A layer that is checked as a whole: its system, the options that it takes from a case, what it must equal."""
+
+    system: str
+    options: Callable[[Case], dict[str, Any]]
+    expect: Expect
 
 
-def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Results:
-    """What one of ``TORCH_LAYERS`` returns on a device, and every gradient that autograd collects from it."""
-    name, options = TORCH_LAYERS[which]
+def torch_layer_of(device: str, case: Case, which: str = "torch_layer") -> nn.Module:
+    """One of ``TORCH_LAYERS`` on a device, of the case's sizes, options and dtype; its weights are the case's."""
+    name, options, _ = TORCH_LAYERS[which]
     make = system(name, renormalize=case.renormalize, device=device, **options(case))
     layer = make(*case.weights.w1.shape[1:], case.E, case.k, case.activation)
-    inputs = _present(x=case.x, **case.weights._asdict())
-    leaves = {name: _exact_tensor(array, device).requires_grad_() for name, array in inputs.items()}
-    for weight in case.weights._fields:
-        setattr(layer, weight, nn.Parameter(leaves[weight]) if weight in leaves else None)
-    leaves |= dict(layer.named_parameters())
+    for weight, array in case.weights._asdict().items():
+        setattr(layer, weight, None if array is None else nn.Parameter(_exact_tensor(array, device)))
+    return layer
+
+
+def step_of_torch_layer(layer: nn.Module, case: Case) -> Results:
+    """Write the case's weights into the layer, as an optimizer does, and return its results and gradients."""
+    parameters = dict(layer.named_parameters())
+    device = layer.wg.device
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(_exact_tensor(getattr(case.weights, name), device))
+    leaves = {"x": _exact_tensor(case.x, device).requires_grad_()} | parameters
     result = layer(leaves["x"])
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
     outputs, d_outputs = (
@@ -373,21 +470,66 @@ def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Resu
     return {"forward": _arrays(**forward), "backward": _gradients(outputs, d_outputs, leaves)}
 
 
+def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Results:
+    """What one of ``TORCH_LAYERS`` returns on a device, and every gradient that autograd collects from it."""
+    return step_of_torch_layer(torch_layer_of(device, case, which), case)
+
+
 def expect_torch_layer(case: Case, dtype: torch.dtype) -> Results:
     """As `run_torch_layer`: autograd has no gradient of the gates to show, they never leave the layer."""
-    expected = expect_layer(case, dtype)
+    return _without_gates(expect_layer(case, dtype))
+
+
+def expect_plain_torch(case: Case, dtype: torch.dtype) -> Results:
+    """As `expect_torch_layer`, of a layer whose router computes in the case's dtype, however narrow."""
+    return _without_gates(expect_layer(case, dtype, _routing_by_torch(case).topk_experts))
+
+
+def expect_torch_capacity(case: Case, dtype: torch.dtype) -> Results:
+    """As `expect_plain_torch`, with the gates of dropped slots at 0."""
+    routing = _routing_by_torch(case)
+    mask = kept(case, routing.topk_experts.numpy(), _array(routing.gates)).mask
+    return _without_gates(expect_layer(case, dtype, routing.topk_experts, torch.from_numpy(mask)))
+
+
+def _routing_by_torch(case: Case) -> oracle.Routing:
+    """What plain torch decides in the case's dtype."""
+    x, wg = (_exact_tensor(array, "cpu") for array in (case.x, case.weights.wg))
+    return oracle.route(x, wg, case.k, case.renormalize)
+
+
+def _without_gates(expected: Results) -> Results:
     del expected["backward"]["d_gates"]
     return expected
 
 
-def _exact_tensor(array: np.ndarray, device: str) -> Tensor:
+def _block_of(case: Case) -> dict[str, Any]:
+    return {"block": sparse_block(case.weights.w1.shape[2])}
+
+
+def _capacity_of(case: Case) -> dict[str, Any]:
+    return {"capacity_factor": case.capacity_factor, "drop_policy": case.drop_policy}
+
+
+# By the name of the check.
+TORCH_LAYERS: dict[str, TorchLayer] = {
+    "torch_layer": TorchLayer("moeblaze", lambda case: {"policy": case.policy}, expect_torch_layer),
+    "torch_block_sparse": TorchLayer("megablocks", _block_of, expect_torch_layer),
+    "torch_memory_optimized": TorchLayer("megablocks_memory_optimized", _block_of, expect_torch_layer),
+    "torch_capacity": TorchLayer("capacity", _capacity_of, expect_torch_capacity),
+    "torch_dynamic_capacity": TorchLayer("dynamic_capacity", lambda case: {}, expect_plain_torch),
+    "torch_sequential": TorchLayer("sequential", lambda case: {}, expect_plain_torch),
+}
+
+
+def _exact_tensor(array: np.ndarray, device: str | torch.device) -> Tensor:
     """The array's numbers in its own dtype, which torch does not take from numpy if it is bfloat16."""
     return torch.tensor(np.asarray(array, np.float64), device=device).to(getattr(torch, str(array.dtype)))
 
 
 def _d_losses(case: Case) -> tuple[float, float]:
-    """Gradients of the load-balancing loss and of the z-loss: of the order of those of the output."""
-    return (0.7, 0.3) if case.L else (0.0, 0.0)
+    """Gradients of the load-balancing loss and of the z-loss: none of the mean over no tokens."""
+    return case.d_losses if case.L else (0.0, 0.0)
 
 
 RUN: dict[str, Callable[[Any, Case], Results]] = {
@@ -397,14 +539,16 @@ RUN: dict[str, Callable[[Any, Case], Results]] = {
     "combine": run_combine,
     "layer": run_layer,
     "block_sparse": run_block_sparse,
+    "capacity": run_capacity,
 }
-EXPECT: dict[str, Callable[[Case, torch.dtype], Results]] = {
+EXPECT: dict[str, Expect] = {
     "gating": expect_gating,
     "expert_up": expect_expert_up,
     "expert_down": expect_expert_down,
     "combine": expect_combine,
     "layer": expect_layer,
     "block_sparse": expect_block_sparse,
+    "capacity": expect_capacity,
 }
 
 
@@ -413,7 +557,7 @@ def runner(stage: str, rung: str | None) -> Callable[[Any, Case], Results]:
     return run_summed if _sums(stage, rung) else RUN[stage]
 
 
-def expectation(stage: str, rung: str | None) -> Callable[[Case, torch.dtype], Results]:
+def expectation(stage: str, rung: str | None) -> Expect:
     """Return what the results of `runner` must equal."""
     return expect_summed if _sums(stage, rung) else EXPECT[stage]
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from moeblaze_ref import records
 from moeblaze_ref.check import Row, passed
+from moeblaze_ref.coverage import Line
 from moeblaze_ref.memory import plots as memory_plots
 
 DPI = 150
@@ -48,6 +49,17 @@ def check_table(rows: list[Row], every_shape: bool = False) -> Table:
     table.add_column("shape" if every_shape else "worst shape", no_wrap=True)  # the one that may be cut
     for line in lines:
         table.add_row(*line)
+    return table
+
+
+def coverage_table(lines: list[Line]) -> Table:
+    """How many checks have each value of an option, or why none has, by backend; 0 is a gap."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("stage", "option", "value", *lines[0].cells):
+        table.add_column(name, no_wrap=True)
+    for line in lines:
+        cells = (Text("0", style="bold red") if cell == 0 else str(cell) for cell in line.cells.values())
+        table.add_row(line.stage, line.option, line.value, *cells)
     return table
 
 

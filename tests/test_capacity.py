@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from moeblaze_ref import oracle, systems, torch_capacity
+from moeblaze_ref import check, oracle, systems, torch_capacity
 from moeblaze_ref.capacity import DROP_POLICIES, check_bins, expert_capacity
 from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, make_case, relative_error
 from moeblaze_ref.config import ACTIVATIONS, MoEConfig
@@ -505,15 +505,32 @@ def test_the_examination_passes_what_is_right(room):
     examine(room)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_caught(fault, monkeypatch):
+def plant(fault, monkeypatch):
+    """Switch a fault in, and return its room."""
     owner, name, faulty = FAULTS[fault]
     if owner == "claims":
         monkeypatch.setitem(capacity._CLAIMS, name, faulty)
     else:
         monkeypatch.setattr(owner, name, faulty)
+    return fault.partition(":")[0]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
     with pytest.raises((AssertionError, IndexError, ValueError)):
-        examine(fault.partition(":")[0])
+        examine(plant(fault, monkeypatch))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_check_of_the_stage_catches_a_planted_fault(fault, monkeypatch):
+    jobs = check.plan(["capacity"], [plant(fault, monkeypatch)])
+    assert any(not row.ok for job in jobs for row in job())
+
+
+def test_the_check_compares_what_is_dropped(monkeypatch):
+    right = capacity.dropped
+    monkeypatch.setattr(capacity, "dropped", lambda bins, dispatch: right(bins, dispatch)._replace(tokens=0))
+    assert not check.passed(check.run(["capacity"], ["numpy"], [Shape(37, 12, 20, 5, 1, "zipf").case()]))
 
 
 # What the waste comes to

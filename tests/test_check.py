@@ -97,7 +97,8 @@ def test_a_faulty_stage_fails(monkeypatch, stage, function, fault):
     direction = "forward" if function == "forward" else "backward"
     assert not check.passed(rows)
     for case in CASES:  # a stage that is given the fault of another may refuse it
-        assert (direction, case.shape) in failed or any(shape.startswith(f"{case.shape}: Value") for _, shape in failed)
+        of_case = [(way, shape) for way, shape in failed if shape.startswith(case.shape.removesuffix(")"))]
+        assert any(way == direction or "): Value" in shape for way, shape in of_case)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,49 @@ def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(gating, "forward", lambda logits, k, renormalize=False: right(logits, k, False))
     assert not check.passed(check.run(["layer"], ["numpy"], option_cases()))
+
+
+def test_every_check_runs_two_steps_of_one_shape():
+    for case in [*standard_cases(), *option_cases()]:
+        first, second = case.steps()
+        assert first is case and second.name == f"{case.name}, second step"
+        arrays = [(step.x, *step.weights, step.d_out) for step in (first, second)]
+        for one, other in zip(*arrays, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or (one.shape == other.shape and (one.size == 0 or not np.array_equal(one, other)))
+        assert case.L == 0 or not np.array_equal(first.topk_experts, second.topk_experts), case.name
+
+
+def kept_by_shape(build):
+    """A dispatch that remembers its first result for each shape."""
+    built = {}
+
+    def faulty(topk_experts, num_experts, *arguments, **options):
+        key = topk_experts.shape, num_experts
+        if key not in built:
+            built[key] = build(topk_experts, num_experts, *arguments, **options)
+        return built[key]
+
+    return faulty
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba", "simt"])
+@pytest.mark.parametrize("stage", ["layer", "dispatch"])
+def test_a_dispatch_kept_by_shape_fails(backend, stage, monkeypatch):
+    module = BACKENDS[backend].stage("dispatch")
+    monkeypatch.setattr(module, "build", kept_by_shape(module.build))
+    (case,) = (case for case in standard_cases() if case.name == "small")
+    rung, *_ = BACKENDS[backend].rungs(stage)
+    first, *_ = rows = list(check.check_of(stage)(BACKENDS[backend], rung, case))
+    for row in (row for row in rows if row.dtype == first.dtype):
+        assert not row.ok and row.shape.endswith("(small, second step)"), row
+
+
+def test_a_dispatch_kept_by_shape_fails_in_the_torch_layer(monkeypatch):
+    module = BACKENDS["simt"].stage("dispatch")
+    monkeypatch.setattr(module, "build", kept_by_shape(module.build))
+    rows = list(check.check_gradients(BACKENDS["simt"], None, CASES[0], "float32"))
+    assert len(rows) == 2 and all(not row.ok and "second step" in row.shape for row in rows)
 
 
 def test_an_unavailable_backend_is_listed_and_never_ok(monkeypatch):

@@ -25,7 +25,7 @@ import torch
 import typer
 from helpers import Shape
 
-from moeblaze_ref import backends, capacity, cases, check, cli, comparisons, config, oracle, units
+from moeblaze_ref import backends, capacity, cases, check, cli, comparisons, config, coverage, oracle, units
 from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.config import MoEConfig
 from moeblaze_ref.judge import CONTRACTS
@@ -405,7 +405,7 @@ def check_backends_of_stages(notation):
     for row in rows:
         for cell, names in {"numpy": ["numpy"], "numba": ["numba"], "simt, cuda": ["simt", "cuda"]}.items():
             assert {bare(row["stage"]) in BACKENDS[name].stages for name in names} == {row[cell] == "yes"}
-            assert row[cell] in ("yes", "not yet")
+            assert row[cell] in ("yes", "not yet", "no")
 
 
 def check_presets(notation):
@@ -563,8 +563,9 @@ def check_units(notation):
 def check_output(notation):
     """The keys of the commands' JSON."""
     (rows,) = notation.tables("Machine-readable output")
-    checks, placed, memory, system, tensor = (row["keys"].split(", ") for row in rows)
+    checks, counts, placed, memory, system, tensor = (row["keys"].split(", ") for row in rows)
     assert checks == [field.name for field in fields(check.Row)]
+    assert counts == [field.name for field in fields(coverage.Line)]
     assert placed == [field.name for field in fields(methods.Row)]
     printed = json.loads(json.dumps(report.as_json("conf1", ACCOUNT_CONFIG, ACCOUNTS, [])))
     assert (memory, system) == (list(printed), list(printed["systems"][0]))

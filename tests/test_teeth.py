@@ -32,6 +32,16 @@ FAULTS = [
     Fault("gates never written", "gating", "1_naive", "gates[token * k + j] = weight;", ";"),
     Fault("last token dropped", "gating", "1_naive", "if (token >= L) return;", "if (token >= L - 1) return;"),
     Fault("gradient without its mean", "gating", "1_naive", " - shift - mean)", ")"),
+    Fault(
+        "renormalised gates over all experts",
+        "gating",
+        "1_naive",
+        "RENORMALIZE ? exponentials_of_chosen(row, chosen, k) : all;",
+        "all;",
+    ),
+    Fault("renormalised mean for all", "gating", "1_naive", "= RENORMALIZE ? z : z - mean;", "= z - mean;"),
+    Fault("renormalised weights not divided", "gating", "2_warp", "= weight / warp_sum(weight);", "= weight;"),
+    Fault("balance left out of the chosen", "gating", "1_naive", "(BALANCE ? z + balance", "(false ? z + balance"),
     Fault("peak of one lane", "gating", "2_warp", "return warp_max(peak);", "return peak;"),
     Fault(
         "column beyond the row written", "gating", "2_warp", "(column(i) < E) store_pack", "(column(i) <= E) store_pack"
@@ -230,6 +240,14 @@ def test_the_check_catches_a_planted_fault(number, fault, record_property, monke
     assert row is not None, "the check passes"
     caught = f"{row.direction} {row.dtype}: error {row.error:.1e}, {row.shape[:80]}"
     record_property("caught", f"{fault.stage:12} {fault.rung:14} {fault.name:32} {caught}")
+
+
+def test_the_check_of_the_layer_catches_a_fault_of_its_gating(monkeypatch):
+    """Its cases with renormalised gates, on the gating that it runs by default."""
+    ((number, fault),) = [one for one in enumerate(FAULTS, 1) if one[1].name == "renormalised weights not divided"]
+    plant(fault.path, number, monkeypatch)
+    jobs = [job for job in check.plan(["layer"], ["simt"]) if job.args[3] == "2_tiled" and job.args[4].renormalize]
+    assert any(not row.ok for job in jobs for row in job())
 
 
 def test_every_stage_and_rung_has_a_fault():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from moeblaze_ref import check, comparisons, oracle
 from moeblaze_ref.arrays import address_of
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import every_choice, relative_error
+from moeblaze_ref.cases import every_choice, paired_options, relative_error
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
@@ -128,8 +128,8 @@ def test_a_loss_that_sends_no_gradient_is_caught(lost, monkeypatch):
 
 def test_the_plan_has_every_activation_policy_and_dtype():
     jobs = check.plan_gradients(["simt"])
-    # MegaBlocks' layer has no policies, but a case of whole blocks
-    assert len(jobs) == (len(ACTIVATIONS) * (len(POLICIES) + 1) + 1) * 3
+    # MegaBlocks' layer has no policies, but a case of whole blocks; both have the paired options
+    assert len(jobs) == (len(ACTIVATIONS) * (len(POLICIES) + 1) + 1 + 2 * len(paired_options())) * 3
     with pytest.raises(ValueError, match="unknown backend of the torch layer 'numpy'"):
         check.plan_gradients(["numpy"])
 

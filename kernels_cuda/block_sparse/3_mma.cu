@@ -9,7 +9,7 @@
 // Constants    Scalar of s bytes: __half or __nv_bfloat16; BLOCK, a multiple of 8; TRANSPOSE_LHS and TRANSPOSE_RHS;
 //              TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see mma_matmul.cuh;
 //              THREADS, a warp for each of its parts of a tile. K is a multiple of 8.
-// Determinism  Same input, same bits: each output element has one writer, sums run in order.
+// Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel  grid                                    block    shared bytes                                    bytes read                                                           bytes written
 // sdd     n, Y X                                  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 THREADS blocks + s H K (X + Y)                                     s V

@@ -9,7 +9,7 @@
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; BLOCK, a multiple of 128; TRANSPOSE_LHS and TRANSPOSE_RHS;
 //              BAND, see hopper_gemm.cuh. K is a multiple of 8.
-// Determinism  Same input, same bits: each output element has one writer, sums run in order.
+// Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel  grid             block  shared bytes  bytes read                                       bytes written
 // sdd     multiprocessors  512    230592        3080 (M / 128 blocks + Q) + (8 + 768 K) tiles    2 V

@@ -6,7 +6,7 @@
 // Idea         Gathering gives every output element one writer: no atomics, no zeroing.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar storage type of s bytes, THREADS per block.
-// Determinism  Same input, same bits: sums run in the order of the slots.
+// Determinism  Same input, same bits: sums run in the order of the slots, those of d_gates in the order of the columns.
 //
 // kernel   grid                 block    shared bytes  bytes read           bytes written
 // combine  ceil(L d / THREADS)  THREADS  0             8 R d + s R d        s L d

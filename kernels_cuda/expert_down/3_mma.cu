@@ -12,7 +12,7 @@
 //              ACTIVATION; TILE_ROWS, TILE_COLUMNS, TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and
 //              BAND, see mma_matmul.cuh; THREADS, a warp for each of its parts of a tile. d and h
 //              are multiples of 8.
-// Determinism  Same input, same bits: each output element has one writer, sums run in order.
+// Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel       grid                                               block    shared bytes                                                                                   bytes read                                                        bytes written
 // expert_down  R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)  THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)                                            8 E blocks + s R h D + s d h tiles                                s R d

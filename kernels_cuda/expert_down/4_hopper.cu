@@ -9,7 +9,7 @@
 //              have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION. d and h are multiples of 8.
-// Determinism  Same input, same bits: each output element has one writer, sums run in order.
+// Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel       grid             block  shared bytes  bytes read                                                              bytes written
 // expert_down  multiprocessors  512    230592        (1540 E + 508) blocks + 2 h boxes D + 2 d h tiles                       2 R d

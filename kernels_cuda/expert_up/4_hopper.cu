@@ -10,7 +10,7 @@
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI. d and
 //              h are multiples of 8.
-// Determinism  Same input, same bits: each output element has one writer, sums run in order.
+// Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel     grid             block  shared bytes  bytes read                                                             bytes written
 // expert_up  multiprocessors  384    230592        1536 E blocks + (4096 + 256 d) tiles ceil(G h / 256) + 2 d h G tiles   2 R h (G P + Y)
