@@ -128,8 +128,8 @@ def check(
     from moeblaze_ref import large as large_cases
 
     if coverage:
-        others = {"stage": stage, "backend": backend, "gradients": gradients, "large": large, "kernel": kernel, "record": record}
-        _coverage(others, as_json)
+        others = {"stage": stage, "backend": backend, "gradients": gradients, "large": large, "kernel": kernel}
+        _coverage(others | {"record": record}, as_json)
     options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
     options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
     if kernel is not None and gradients:
