@@ -24,7 +24,7 @@ from moeblaze_ref.raw_cuda.runtime.sparse import ZEROS, Launch, SparseExecutor, 
 from moeblaze_ref.simt.build import SimtCompileError
 from moeblaze_ref.structures import Topology
 
-CASES = large.cases()
+CASES = large.every_case()
 GIBIBYTE = 2**30
 # Kernels of which no index can pass 2**31: they see experts, tokens, slots, blocks or their terms, one number for each.
 SMALL = {

@@ -14,7 +14,7 @@ from moeblaze_ref.numba_cuda.runtime import EXECUTOR, cuda
 def test_the_last_block_of_a_large_launch_is_right():
     if EXECUTOR != "simulator":
         return rerun(f"{__file__}::test_the_last_block_of_a_large_launch_is_right")
-    for case in large.cases("numba"):
+    for case in large.every_case("numba"):
         assert case.run().worst <= BOUNDS[case.dtype], case.kernel
 
 
@@ -27,6 +27,6 @@ def test_an_index_of_32_bits_leaves_the_elements_of_its_case():
         element = np.int64(cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x).astype(np.int32)
         act_a[element // a.shape[1], element % a.shape[1]] = a[element // a.shape[1], element % a.shape[1]]
 
-    (case,) = [case for case in large.cases("numba") if case.kernel == "act"]
+    (case,) = [case for case in large.every_case("numba") if case.kernel == "act"]
     with pytest.raises(IndexError, match=r"a\[0, 10\d\d\] is none of the elements of this case"):
         replace(case, function=narrow).run()

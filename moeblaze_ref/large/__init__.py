@@ -16,7 +16,7 @@ from moeblaze_ref.large.cases import BOUNDS, Case
 PARTS = {"simt": ("gating", "dispatch", "combine", "experts", "corners", "block_sparse"), "numba": ("numba_kernels",)}
 
 
-def cases(backend: str = "simt") -> list[Case]:
+def every_case(backend: str = "simt") -> list[Case]:
     """Every case of a backend, one of ``PARTS``."""
     modules = (importlib.import_module(f"{__name__}.{part}") for part in PARTS[backend])
     return [case for module in modules for case in module.cases()]
@@ -37,7 +37,7 @@ def plan(stages: Iterable[str] = STAGES, backends: Iterable[str] = tuple(PARTS))
         if reason := _refusal(name):
             jobs += [functools.partial(list, [unavailable(backend, stage, None, reason)]) for stage in stages]
         else:
-            jobs += [functools.partial(_rows, name, case) for case in cases(name) if case.stage in stages]
+            jobs += [functools.partial(_rows, name, case) for case in every_case(name) if case.stage in stages]
     if not jobs:
         raise ValueError(f"nothing to check: no large case is of stage {', '.join(stages)}")
     return jobs
