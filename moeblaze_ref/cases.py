@@ -141,6 +141,8 @@ class Case:
         The policy is what the layer keeps; it must change no result.
     renormalize : bool
         Whether the chosen gates are divided by their sum.
+    step : int
+        Steps that came before, of the same shape: the rows and gradients that one stage is given differ from step to step.
     """
 
     name: str
@@ -151,6 +153,7 @@ class Case:
     activation: str = "swiglu"
     policy: str = "minimal"
     renormalize: bool = False
+    step: int = 0
 
     @property
     def L(self) -> int:
@@ -183,6 +186,12 @@ class Case:
         """The same numbers rounded to ``dtype``."""
         weights = MoEWeights(*(None if w is None else w.astype(dtype) for w in self.weights))
         return replace(self, x=self.x.astype(dtype), weights=weights, d_out=self.d_out.astype(dtype))
+
+    def next_step(self) -> "Case":
+        """Another step of the same shape: tokens and experts in reverse order, weights and gradients negated."""
+        wg, *experts = self.weights
+        weights = MoEWeights(wg[:, ::-1], *(None if w is None else -w[::-1] for w in experts))
+        return replace(self, x=self.x[::-1], weights=weights, d_out=-self.d_out[::-1], step=self.step + 1)
 
     def head(self, tokens: int) -> "Case":
         """The same layer with the first ``tokens`` tokens only."""
@@ -251,6 +260,18 @@ def telling_cases(dtype: str = "float32") -> list[Case]:
         make_case(9, 8, 8, 33, 2, name="more experts than lanes of a warp"),
         replace(tied, x=np.round(tied.x), weights=whole),
         *odd,
+    ]
+
+
+def wide_cases(width: int = 8) -> list[Case]:
+    """Each with one size beyond what the others have: more tokens than a block can have threads, more experts a token than
+    a warp has lanes, rows of more elements than a block of 256 threads. Rows are ``width`` elements else, to cost little.
+    """
+    return [
+        make_case(1030, width, width, 3, 1, name="more tokens than threads of any block"),
+        make_case(5, width, width, 48, 40, name="more experts a token than lanes of a warp"),
+        make_case(2, 264, width, 2, 1, name="rows wider than 256 threads"),
+        make_case(2, width, 264, 2, 1, name="hidden rows wider than 256 threads"),
     ]
 
 

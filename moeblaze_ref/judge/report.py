@@ -9,7 +9,7 @@ import numpy as np
 
 from moeblaze_ref import comparisons
 from moeblaze_ref.cases import relative_error
-from moeblaze_ref.judge.contracts import AXES, SLOT_ORDER, Arrays, Contract, Problem
+from moeblaze_ref.judge.contracts import AXES, SLOT_ORDER, Arrays, Problem
 from moeblaze_ref.raw_cuda.runtime.poison import POISON
 
 Counts = dict[str, dict[str, int]]  # quantity, such as "written", then tensor
@@ -56,12 +56,11 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.7g}"
 
 
-def first_difference(contract: Contract, problem: Problem, found: Arrays, peer: Arrays) -> Difference | None:
+def first_difference(problem: Problem, found: Arrays, peer: Arrays) -> Difference | None:
     """Where the outputs leave the specification's by more than the project's bounds; None if they do not.
 
     Parameters
     ----------
-    contract : Contract
     problem : Problem
     found : dict of arrays
         What the kernel wrote, over poison.
