@@ -19,15 +19,17 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moeblaze_ref import guard
+from moeblaze_ref.simt import build
 
-LIMIT_SECONDS = 120  # of a judgement, the compiler included
+LIMIT_SECONDS = 120  # of a kernel's launches, the compiler included
+PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison
 SHOWN_BYTES = 2000  # of what a kernel prints
 _DIVISION = "an integer division by zero?"
 _CAUSES = {
@@ -141,23 +143,43 @@ def _server() -> BaseContext:
 def _ask(context: BaseContext, limits: guard.Limits, question: _Question) -> Verdict:
     """Start the process that compares, and return or raise what it says."""
     receiving, sending = context.Pipe()  # of sockets, which nobody can open by their names under /proc
-    with receiving, _shown(context) as printed, tempfile.TemporaryDirectory(prefix="moeblaze-") as folder:
+    with receiving, _shown(context) as printed, _temporary_folder() as folder:
         process = context.Process(target=_answer, args=(sending, printed, limits, folder, question))
         process.start()
         sending.close()
         try:
+            if not receiving.poll(limits.seconds + PREPARING_SECONDS):
+                raise TimeoutError(f"there is no verdict after {limits.seconds + PREPARING_SECONDS:g} seconds")
             found = receiving.recv()
         except EOFError:
             process.join()
             raise ChildProcessError(f"the process that compares has ended, {_how(process.exitcode)}") from None
-        finally:
+        except BaseException:
             process.terminate()  # it ends what it started first
+            raise
+        finally:
             process.join(guard.KILL_SECONDS)
             process.kill()
             process.join()
     if isinstance(found, Exception):
         raise found
     return found
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="moeblaze-")
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: str):
+    """Remove the temporary folder, and what killed compilers have left in the cache."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # no cache can be made here, so nothing was
+        build.remove_unfinished(folder)
 
 
 @contextmanager
@@ -199,7 +221,8 @@ def _answer(sending: Connection, printed: Connection, limits: guard.Limits, fold
     try:
         sending.send(_found(limits, folder, question))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # whoever asked may have ended
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now
+        _remove(folder)  # whoever asked may have ended
 
 
 def _found(limits: guard.Limits, folder: str, question: _Question) -> Verdict | Exception:

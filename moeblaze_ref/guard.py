@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -86,7 +87,7 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
         Called with the function that sends bytes.
     limits : Limits
     folder : str
-        Where the process puts temporary files (``TMPDIR``); the caller removes it.
+        Where the process and its children put temporary files (``TMPDIR``); the caller removes it.
     gone : iterable
         Sentinels of processes without which the work is for nobody.
 
@@ -159,7 +160,7 @@ def _confine(writing: int, limits: Limits, folder: str, watcher: int) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     pipe = os.dup2(writing, 3)
     os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
-    os.environ["TMPDIR"] = folder
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     cpu_seconds = int(limits.seconds * (os.cpu_count() or 1)) + 1
     for kind, most in {"CPU": cpu_seconds, "FSIZE": limits.file_bytes, "CORE": 0}.items():

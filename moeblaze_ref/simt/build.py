@@ -128,7 +128,7 @@ def _compile(
     target = cache_dir() / f"{_key((*flags, *link_flags), text, depends_on)}.so"
     if target.exists():
         return target
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with _unfinished(target.parent) as folder:
         source, object_file, built = (Path(folder) / name for name in ("driver.cpp", "driver.o", "built.so"))
         source.write_text(text)
         _run(compiler(), *flags, *folders, "-c", "-o", object_file, source)
@@ -145,7 +145,7 @@ def _precompiled(flags: tuple[str, ...], folders: list[str]) -> Path:
     """
     target = cache_dir() / _key(flags, PRELUDE, _own_headers())
     if not target.exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        with _unfinished(target.parent) as folder:
             header = Path(folder) / "prelude" / "prelude.hpp"
             header.parent.mkdir()
             header.write_text(PRELUDE)
@@ -154,6 +154,17 @@ def _precompiled(flags: tuple[str, ...], folders: list[str]) -> Path:
             with contextlib.suppress(OSError):
                 header.parent.rename(target)  # atomic, unless another process was faster
     return target / "prelude.hpp"
+
+
+def _unfinished(cache: Path) -> tempfile.TemporaryDirectory:
+    """A folder in the cache to build in, named after this process's folder for temporary files."""
+    return tempfile.TemporaryDirectory(dir=cache, prefix=f"{Path(tempfile.gettempdir()).name}-")
+
+
+def remove_unfinished(temporary: str):
+    """Remove from the cache what processes have left there whose folder for temporary files this was: they were killed."""
+    for folder in cache_dir().glob(f"{Path(temporary).name}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(*command):
