@@ -343,6 +343,26 @@ def test_the_kernel_ends_with_the_process_that_compares(mark, checking):
     assert process.returncode == 2 and "the process that compares has ended, by SIGKILL" in errors
 
 
+BEFORE_THE_FORK = """
+import sys
+import torch
+from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.judge import prepare
+
+prepare(sys.argv[1], "combine", backend="cuda")
+prepare("moeblaze_ref.numba_cuda.combine:combine_kernel", "combine", numba_runner=lambda: "numba")
+print(cuda_device_count.cache_info().currsize, torch.cuda.is_initialized(), "cupy" in sys.modules, "numba" in sys.modules)
+"""
+
+
+def test_nothing_looks_for_a_gpu_before_the_fork(tmp_path):
+    """CUDA that has started does not survive a fork: the kernel's process must be the first to start it."""
+    path = tmp_path / "mine.cu"
+    path.write_text(COMBINE)
+    done = processes.run([sys.executable, "-c", BEFORE_THE_FORK, str(path)])
+    assert done.stdout == "0 False False False\n", done.stderr
+
+
 # ---- what the process of a kernel sends -----------------------------------------------------------
 
 
