@@ -1,8 +1,8 @@
 """Judge a kernel in a process of its own: whatever the kernel does, the process that asked goes on.
 
-There are three processes. One asks. One compares: it makes the inputs, and computes what is right when the kernel and all
-that it started have ended. One, a fork of it under `guard.run`, runs the reader's code, and shares with it only the memory
-of the outputs and a pipe, through which it sends what was counted.
+There are three processes. One asks. One compares: it makes the inputs, and computes what is right when the kernel and
+all that it started have ended. One, a fork of it under `guard.run`, runs the reader's code. They share the memory of the
+outputs alone, and a pipe through which the third sends what was counted.
 
 For the exercises a server is started once and imports the judge; each judgement is a fork of it, which costs
 milliseconds. Who asks need not import the judge, nor torch.
@@ -213,8 +213,8 @@ def _shown(context: BaseContext) -> Iterator[Connection]:
 
 def _answer(sending: Connection, printed: Connection, limits: guard.Limits, folder: str, question: _Question):
     """Send the verdict, or the error that there is in its place."""
+    os.setsid()  # what ends the group of the process that asked, Ctrl-C too, leaves this one time to clear up
     guard.keep_others_out()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked gets Ctrl-C, too, and ends this process by SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)

@@ -142,7 +142,7 @@ class Case:
     renormalize : bool
         Whether the chosen gates are divided by their sum.
     step : int
-        Steps that came before, of the same shape: the rows and gradients that one stage is given differ from step to step.
+        Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.
     """
 
     name: str
@@ -264,8 +264,8 @@ def telling_cases(dtype: str = "float32") -> list[Case]:
 
 
 def wide_cases(width: int = 8) -> list[Case]:
-    """Each with one size beyond what the others have: more tokens than a block can have threads, more experts a token than
-    a warp has lanes, rows of more elements than a block of 256 threads. Rows are ``width`` elements else, to cost little.
+    """Each with one size beyond what the other cases have: more tokens than a block can have threads, more experts a
+    token than a warp has lanes, rows of more elements than a block of 256 threads. Other rows have ``width`` elements.
     """
     return [
         make_case(1030, width, width, 3, 1, name="more tokens than threads of any block"),

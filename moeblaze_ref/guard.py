@@ -1,9 +1,9 @@
 """Run code that nobody trusts in a forked process, with limits, and end everything that it started.
 
 The process gets a session of its own, no capabilities, and no open file but its output and one pipe. It ends when the
-process that watches it ends. That one is the *subreaper* of whatever it starts: a process whose parent has ended, and one
-that has called ``setsid``, is still found among the descendants. Linux has all of this; elsewhere only the process group
-is ended and only time is limited.
+process that watches it ends. That one is the *subreaper* of whatever it starts: a process whose parent has ended, and
+one that has called ``setsid``, are still found among its descendants. Linux has all of this; elsewhere only the process
+group is ended, and only time is limited.
 """
 
 import contextlib
@@ -203,7 +203,8 @@ def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> Ended:
         if any(source in ready for source in gone):
             raise ConnectionAbortedError("the process that asked has ended")
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?")
+            limit = f"{limits.seconds:g} seconds, the limit"
+            raise TimeoutError(f"there is no verdict after {limit}: does a loop never end?")
         if not ready:
             _check_size(_descendants(os.getpid()), limits)
 
@@ -222,11 +223,10 @@ def _receive(reading: int, sent: bytearray) -> bool:
 def _check_size(processes: dict[int, int], limits: Limits):
     if len(processes) > limits.processes:
         raise ChildProcessError(f"the kernel has {len(processes)} processes, but {limits.processes} is the limit")
-    held = sum(processes.values())
-    if held > limits.resident_bytes:
+    held, limit = sum(processes.values()), limits.resident_bytes
+    if held > limit:
         raise ChildProcessError(
-            f"the kernel's processes hold {held / MIB:,.0f} MiB of memory, but {limits.resident_bytes / MIB:,.0f} MiB is "
-            "the limit"
+            f"the kernel's processes hold {held / MIB:,.0f} MiB of memory, but {limit / MIB:,.0f} MiB is the limit"
         )
 
 

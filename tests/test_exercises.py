@@ -369,7 +369,7 @@ def test_cuda_kernels_that_fit_nothing_or_do_harm(old, new, message):
         ("@cuda.jit\n", "", "it must be a kernel: a function under @cuda.jit"),
         ("out[token, column] =", "out[token + 1, column] =", "out-of-bounds access to out, which has shape (13, 8)"),
         ("from moeblaze_ref", "raise SystemExit(3)\nfrom moeblaze_ref", "with status 3"),
-        ("from moeblaze_ref", "import sys; sys.exit(3)\nfrom moeblaze_ref", "combine.py, line 2: imports sys, but the file of"),
+        ("from moeblaze_ref", "import sys; sys.exit(3)\nfrom moeblaze_ref", "combine.py, line 2: imports sys, but"),
         ("from moeblaze_ref", "raise KeyboardInterrupt\nfrom moeblaze_ref", "the kernel raises KeyboardInterrupt"),
     ],
 )

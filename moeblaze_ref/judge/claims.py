@@ -73,7 +73,7 @@ def _answer(quantities: tuple[str, ...], fault: str, counts: Any, symbols: Any, 
 
 
 def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(number) is int for number in value.values())
+    return isinstance(value, dict) and all(type(number) is int and abs(number) < 2**63 for number in value.values())
 
 
 def _require(holds: Any):

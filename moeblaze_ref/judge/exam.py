@@ -72,9 +72,9 @@ class Exam:
             return Result(shape, answer.fault, None, {})
         left_out = set(self.terms.contract.extras) - set(answer.parameters)
         first, following = (_without(step, left_out) for step in (first, following))
-        difference, (instability, unstable), stale = self._difference(first), _instability(runner, first), None
-        if not difference:
-            stale = self._difference(following)
+        difference = self._difference(first)
+        instability, unstable = _instability(runner, first)
+        stale = None if difference else self._difference(following)
         problems = [str(difference or ""), instability, f"{_NEXT_STEP}{stale}" if stale else ""]
         if not any(problems):
             problems = [budget.excess(answer.counts, answer.symbols) for budget in self.terms.budgets]

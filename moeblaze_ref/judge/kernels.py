@@ -332,7 +332,7 @@ class NumbaFile:
         return find_numba(functions[_known(self.place, self.name, functions, kernels)], self.label)
 
     def _module(self) -> ModuleType:
-        from moeblaze_ref.numba_cuda import runtime  # noqa: F401  it decides where Numba runs, before anyone imports cuda
+        from moeblaze_ref.numba_cuda import runtime  # noqa: F401  it decides where Numba runs, before anyone imports it
 
         try:
             if self.text is None:

@@ -1,8 +1,7 @@
-"""What the Python file of a reader's kernel may say: numba, numpy and math, and nothing that reaches behind the checker.
+"""What the Python file of a reader's kernel may say: nothing that reaches behind the checker.
 
-The check reads the text and runs none of it. It keeps the counts honest against a careless or an impatient author. It is no
-sandbox: who wants to hide from a reader of text can. What no text can forge is the comparison of the outputs, which
-happens in another process.
+The check reads the text and runs none of it. It finds names, so an author can hide from it: it is no sandbox. What no text
+can forge is the comparison of the outputs, which happens in another process.
 """
 
 import ast
@@ -11,12 +10,12 @@ from collections.abc import Iterator
 IMPORTS = ("numba", "numpy", "math")
 OWN_NAMES = {"moeblaze_ref.numba_cuda.runtime": ("THREADS", "ZERO", "cuda"), "moeblaze_ref.structures": ("EMPTY",)}
 MODULES = (
-    *("builtins", "ctypes", "ctypeslib", "gc", "importlib", "inspect", "kernelapi", "os", "simulator", "simulator_init"),
-    *("subprocess", "sys", "threading"),
+    *("builtins", "ctypes", "ctypeslib", "gc", "importlib", "inspect", "kernelapi", "os", "simulator"),
+    *("simulator_init", "subprocess", "sys", "threading"),
 )
 FUNCTIONS = (
-    *("compile", "delattr", "eval", "exec", "format", "format_map", "getattr", "globals", "locals", "open", "setattr"),
-    "vars",
+    *("compile", "delattr", "eval", "exec", "format", "format_map", "getattr", "globals", "locals", "open"),
+    *("setattr", "vars"),
 )
 _REFUSED = {*MODULES, *FUNCTIONS}
 _IMPORT_RULE = f"may import {', '.join(IMPORTS[:-1])} and {IMPORTS[-1]} alone" + "".join(

@@ -103,7 +103,7 @@ def _refuse_negative(index):
 
 
 def _attribute(array: FakeWithinKernelCUDAArray, name: str):
-    """An attribute of an array in a kernel; ``copy_to_host`` and others that a device array has would not be counted."""
+    """An attribute of an array in a kernel; a device array has others, whose reads would not be counted."""
     return getattr(array._item, array._item.allowed(name))
 
 

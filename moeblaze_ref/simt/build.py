@@ -162,7 +162,7 @@ def _unfinished(cache: Path) -> tempfile.TemporaryDirectory:
 
 
 def remove_unfinished(temporary: str):
-    """Remove from the cache what processes have left there whose folder for temporary files this was: they were killed."""
+    """Remove from the cache what killed processes have left there, if this was their folder for temporary files."""
     for folder in cache_dir().glob(f"{Path(temporary).name}-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
