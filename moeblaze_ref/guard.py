@@ -36,6 +36,8 @@ _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2  # root reads files of others, as
 
 def most_resident_bytes() -> int:
     """Memory that code and its descendants may hold: `RESIDENT_BYTES`, or half of what the machine has."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return RESIDENT_BYTES
     return min(RESIDENT_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
 
 
@@ -158,14 +160,24 @@ def _confine(writing: int, limits: Limits, folder: str, watcher: int) -> int:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _drop_capabilities()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    pipe = os.dup2(writing, 3)
-    os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX"))
+    pipe = os.dup2(writing, 3, inheritable=False)
+    for file in map(int, os.listdir("/dev/fd")):
+        if file > pipe:
+            with contextlib.suppress(OSError):  # the listing's own is closed
+                os.close(file)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     cpu_seconds = int(limits.seconds * (os.cpu_count() or 1)) + 1
     for kind, most in {"CPU": cpu_seconds, "FSIZE": limits.file_bytes, "CORE": 0}.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
+        _lower(getattr(resource, f"RLIMIT_{kind}"), most)
     return pipe
+
+
+def _lower(kind: int, most: int):
+    """Set a limit of the process, unless it has a lower one, which it may not raise."""
+    _, hard = resource.getrlimit(kind)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
 
 
 def _drop_capabilities():

@@ -298,6 +298,14 @@ def test_limits_that_the_kernel_itself_holds(capfd):
     assert f"cpu {60 * os.cpu_count() + 1} file {100 << 20} core 0" in printed and "larger: 1" in printed
 
 
+def test_limits_that_are_lower_already_stay(tmp_path):
+    path = tmp_path / "mine.cu"
+    path.write_text(combine_that('(void)!system("ulimit -H -t >&2");', SYSTEM))
+    check = f"{sys.executable} -m moeblaze_ref.cli check --stage combine --kernel {path}:mine"
+    done = processes.run(["bash", "-c", f"ulimit -f 200000; ulimit -t 500; exec {check}"])
+    assert done.returncode == 0 and done.stderr == "500\n", done.stderr
+
+
 @pytest.fixture
 def checking(tmp_path, mark):
     """Starts the command on an endless kernel, with folders and a cache of its own; all that it starts has the mark."""
