@@ -215,8 +215,9 @@ def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> Ended:
         if any(source in ready for source in gone):
             raise ConnectionAbortedError("the process that asked has ended")
         if time.monotonic() >= deadline:
-            limit = f"{limits.seconds:g} seconds, the limit"
-            raise TimeoutError(f"there is no verdict after {limit}: does a loop never end?")
+            raise TimeoutError(
+                f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?"
+            )
         if not ready:
             _check_size(_descendants(os.getpid()), limits)
 

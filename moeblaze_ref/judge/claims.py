@@ -45,19 +45,28 @@ def read_launches(exam: Exam, sent: bytes) -> tuple[Description, list[Answer]] |
     for line in sent.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break  # the process ended while it sent this
-        try:
-            kind, said = json.loads(line)
-            error = _ERRORS[kind](said) if kind in _ERRORS else None
-            if kind == "Description":
-                description = _description(exam, **said)
-            elif kind == "Answer":
-                answers.append(_answer(RUNNERS[description.runner].quantities, **said))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise ChildProcessError("the kernel has written into the pipe of the process that runs it") from None
-        if error:
-            raise error
+        match _read(exam, description, line):
+            case Exception() as error:
+                raise error
+            case Description() as description:
+                pass
+            case answer:
+                answers.append(answer)
     done = len(answers) >= len(exam.cases) or any(answer.fault for answer in answers)
     return (description, answers[: len(exam.cases)]) if done else None
+
+
+def _read(exam: Exam, description: Description | None, line: bytes) -> Description | Answer | Exception:
+    """What one line says; the error that it says, or that it is none of ours."""
+    try:
+        kind, said = json.loads(line)
+        if kind in _ERRORS:
+            return _ERRORS[kind](said)
+        if kind == "Description":
+            return _description(exam, **said)
+        return _answer(RUNNERS[description.runner].quantities, **said)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ChildProcessError("the kernel has written into the pipe of the process that runs it")
 
 
 def _description(exam: Exam, runner: str, launch: str) -> Description:

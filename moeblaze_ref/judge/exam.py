@@ -20,7 +20,6 @@ from moeblaze_ref.judge.trial import Answer, Description, Step, Terms, Trial
 from moeblaze_ref.raw_cuda.runtime.poison import poison
 
 _MOST_RUNS = max(len(runner.orders) for runner in RUNNERS.values())
-_NEXT_STEP = "in the next step of the same shape, with other routing, weights and gradients, "
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Exam:
         difference = self._difference(first)
         instability, unstable = _instability(runner, first)
         stale = None if difference else self._difference(following)
-        problems = [str(difference or ""), instability, f"{_NEXT_STEP}{stale}" if stale else ""]
+        problems = [str(difference or ""), instability, _next_step(stale) if stale else ""]
         if not any(problems):
             problems = [budget.excess(answer.counts, answer.symbols) for budget in self.terms.budgets]
         return Result(shape, "; ".join(filter(None, problems)), difference or unstable or stale, answer.counts)
@@ -95,6 +94,10 @@ class Exam:
 def _without(step: Step, names: set[str]) -> Step:
     """The step without outputs that the kernel does not take."""
     return Step(step.problem, [{name: run[name] for name in run if name not in names} for run in step.outputs])
+
+
+def _next_step(stale: Difference) -> str:
+    return f"in the next step of the same shape, with other routing, weights and gradients, {stale}"
 
 
 def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:
