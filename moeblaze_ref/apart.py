@@ -237,8 +237,11 @@ def _found(limits: guard.Limits, folder: str, question: _Question) -> Verdict | 
 
 
 def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options: dict[str, Any]) -> Verdict:
+    import torch
+
     from moeblaze_ref.judge import claims, prepare
 
+    torch.set_num_threads(1)  # more would be none after the fork, and gain nothing on arrays so small
     exam = prepare(kernel, task, numba_runner=_numba_runner, **options)
     gone = [multiprocessing.parent_process().sentinel]
     sent, status = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, gone)
