@@ -30,6 +30,24 @@ def processes_of(mark):
     return found
 
 
+def sleeps(mark):
+    """The child of a kernel that sleeps for so many seconds as the mark says, once it does."""
+    return [process for process in processes_of(mark) if _read(process, "comm") == "sleep\n"]
+
+
+def children_of(parent):
+    """The processes whose parent this is."""
+    found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [process for process in found if f"\nPPid:\t{parent}\n" in _read(process, "status")]
+
+
+def _read(process, name):
+    try:
+        return Path(f"/proc/{process}/{name}").read_text()
+    except OSError:  # it has ended
+        return ""
+
+
 def until(holds, limit=120):
     """Wait until a function returns what is true, and return that; what it returned last after ``limit`` seconds."""
     deadline = time.monotonic() + limit
