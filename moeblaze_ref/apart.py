@@ -1,25 +1,35 @@
 """Judge a kernel in a process of its own: whatever the kernel does, the process that asked goes on.
 
+There are three processes. One asks. One compares: it makes the inputs, and computes what is right when the kernel and
+all that it started have ended. One, a fork of it under `guard.run`, runs the reader's code. They share the memory of the
+outputs alone, and a pipe through which the third sends what was counted.
+
 For the exercises a server is started once and imports the judge; each judgement is a fork of it, which costs
 milliseconds. Who asks need not import the judge, nor torch.
 """
 
-import ctypes
 import functools
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LIMIT_SECONDS = 120  # of a judgement, the compiler included
+from moeblaze_ref import guard
+from moeblaze_ref.simt import cache
+
+LIMIT_SECONDS = 120  # of a kernel's launches, the compiler included
+PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison
 SHOWN_BYTES = 2000  # of what a kernel prints
 _DIVISION = "an integer division by zero?"
 _CAUSES = {
@@ -71,14 +81,14 @@ def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any
     TimeoutError
         If there is no verdict within the limit, as of a kernel that never ends.
     ChildProcessError
-        If the process that judged was ended, as by an integer division by zero.
+        If the process that judged was ended, as by an integer division by zero, or used more than `guard.Limits` allow.
 
     Notes
     -----
     What the kernel prints goes to stderr in the end, up to `SHOWN_BYTES`. A script calls this under
     ``if __name__ == "__main__"``: `multiprocessing` imports the script in the other process.
     """
-    return _ask(multiprocessing.get_context("spawn"), limit, os.curdir, kernel, task, options)
+    return _ask(multiprocessing.get_context("spawn"), guard.Limits(limit), _Question(kernel, task, options))
 
 
 def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
@@ -102,9 +112,25 @@ def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LI
     ValueError, TypeError, OSError, TimeoutError, ChildProcessError
         As `examine`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / file).write_text(text)
-        return _ask(_server(), limit, folder, f"{file}:{kernel}", task, options | {"small": True})
+    question = _Question(f"{file}:{kernel}", task, options | {"small": True}, text)
+    return _ask(_server(), guard.Limits(limit), question)
+
+
+class _Question(NamedTuple):
+    """What is asked of the process that compares.
+
+    Parameters
+    ----------
+    kernel, task, options
+        Of `judge.prepare`.
+    text : str, optional
+        What is in the file of the kernel, if the file has yet to be written.
+    """
+
+    kernel: str
+    task: str
+    options: dict[str, Any]
+    text: str | None = None
 
 
 @functools.cache
@@ -114,17 +140,46 @@ def _server() -> BaseContext:
     return context
 
 
-def _ask(context: BaseContext, limit: float, *question: Any) -> Verdict:
-    receiving, sending = context.Pipe(duplex=False)
-    with receiving, _shown(context) as printed:
-        process = context.Process(target=_answer, args=(sending, printed, *question))
+def _ask(context: BaseContext, limits: guard.Limits, question: _Question) -> Verdict:
+    """Start the process that compares, and return or raise what it says."""
+    receiving, sending = context.Pipe()  # of sockets, which nobody can open by their names under /proc
+    with receiving, _shown(context) as printed, _temporary_folder() as folder:
+        process = context.Process(target=_answer, args=(sending, printed, limits, folder, question))
         process.start()
         sending.close()
         try:
-            return _verdict(process, receiving, limit)
+            if not receiving.poll(limits.seconds + PREPARING_SECONDS):
+                raise TimeoutError(f"there is no verdict after {limits.seconds + PREPARING_SECONDS:g} seconds")
+            found = receiving.recv()
+        except EOFError:
+            process.join()
+            raise ChildProcessError(f"the process that compares has ended, {_how(process.exitcode)}") from None
+        except BaseException:
+            process.terminate()  # it ends what it started first
+            raise
         finally:
+            process.join(guard.KILL_SECONDS)
             process.kill()
             process.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="moeblaze-")
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: str):
+    """Remove the temporary folder, and what killed compilers have left in the cache."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(cache.SimtUnavailable):  # no cache can be made here, so nothing was
+        cache.remove_unfinished(folder)
 
 
 @contextmanager
@@ -153,40 +208,56 @@ def _shown(context: BaseContext) -> Iterator[Connection]:
         sys.stderr.write(beginning.decode(errors="replace") + more)
 
 
-def _answer(sending: Connection, printed: Connection, folder: str, kernel: str, task: str, options: dict[str, Any]):
-    """The other process: sends the verdict, or the error that there is in its place."""
+# ---- the process that compares -------------------------------------------------------------------
+
+
+def _answer(sending: Connection, printed: Connection, limits: guard.Limits, folder: str, question: _Question):
+    """Send the verdict, or the error that there is in its place."""
+    os.setsid()  # what ends the group of the process that asked, Ctrl-C too, leaves this one time to clear up
+    guard.keep_others_out()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)
-    os.chdir(folder)  # so that messages name the file alone
-    found = _found(kernel, task, options)
-    sys.stdout.flush()
-    ctypes.CDLL(None).fflush(None)  # what a kernel's printf has written
-    sending.send(found)  # who asked then ends this process
-
-
-def _found(kernel: str, task: str, options: dict[str, Any]) -> Verdict | Exception:
-    from moeblaze_ref.judge import examine
-
     try:
-        report = examine(kernel, task, **options)
+        sending.send(_found(limits, folder, question))
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now
+        _remove(folder)  # whoever asked may have ended
+
+
+def _found(limits: guard.Limits, folder: str, question: _Question) -> Verdict | Exception:
+    kernel, task, options, text = question
+    if text is not None:
+        os.chdir(folder)  # so that messages name the file alone
+        Path(kernel.partition(":")[0]).write_text(text)
+    try:
+        return _examine(limits, folder, kernel, task, options)
     except (ValueError, TypeError, OSError) as error:
         return error
-    except KeyboardInterrupt:
-        return ChildProcessError("the kernel raises KeyboardInterrupt, as only Ctrl-C should")
+
+
+def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options: dict[str, Any]) -> Verdict:
+    import torch
+
+    from moeblaze_ref.judge import claims, prepare
+
+    torch.set_num_threads(1)  # more would be none after the fork, and gain nothing on arrays so small
+    exam = prepare(kernel, task, numba_runner=_numba_runner, **options)
+    gone = [multiprocessing.parent_process().sentinel]
+    sent, status = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, gone)
+    said = claims.read_launches(exam, sent)
+    if said is None:
+        raise ChildProcessError(f"the kernel ended the process that judged it, {_how(status)}")
+    report = exam.report(*said)
     return Verdict(report.first_problem, str(report), report.as_dict())
 
 
-def _verdict(process: multiprocessing.process.BaseProcess, receiving: Connection, limit: float) -> Verdict:
-    if not receiving.poll(limit):
-        raise TimeoutError(f"there is no verdict after {limit:g} seconds, the limit: does a loop never end?")
-    try:
-        found = receiving.recv()
-    except EOFError:
-        process.join()
-        raise ChildProcessError(f"the kernel ended the process that judged it, {_how(process.exitcode)}") from None
-    if isinstance(found, Exception):
-        raise found
-    return found
+def _numba_runner() -> str:
+    """Where Numba runs. Asked in a process of its own: CUDA, once looked for, does not survive the fork."""
+    from moeblaze_ref.judge.runners import runner_of
+
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(runner_of, "numba").result()
 
 
 def _how(status: int) -> str:

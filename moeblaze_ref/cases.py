@@ -150,6 +150,8 @@ class Case:
         Of the stage ``capacity``, one of ``CAPACITY_FACTORS``.
     drop_policy : str
         Of the stage ``capacity``, one of ``capacity.DROP_POLICIES``.
+    step : int
+        Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.
     """
 
     name: str
@@ -163,6 +165,7 @@ class Case:
     d_losses: tuple[float, float] = D_LOSSES
     capacity_factor: float | str = capacity.DEFAULT_FACTOR
     drop_policy: str = "by_gate"
+    step: int = 0
 
     @property
     def L(self) -> int:
@@ -208,7 +211,7 @@ class Case:
         """
         weights = MoEWeights(*(None if w is None else np.flip(w).copy() for w in self.weights))
         arrays = {"x": np.flip(self.x).copy(), "weights": weights, "d_out": np.flip(self.d_out).copy()}
-        return self, replace(self, name=f"{self.name}, second step", **arrays)
+        return self, replace(self, name=f"{self.name}, second step", step=self.step + 1, **arrays)
 
 
 def make_case(
@@ -273,6 +276,18 @@ def telling_cases(dtype: str = "float32") -> list[Case]:
         make_case(9, 8, 8, 33, 2, name="more experts than lanes of a warp"),
         replace(tied, x=np.round(tied.x), weights=whole),
         *odd,
+    ]
+
+
+def wide_cases(width: int = 8) -> list[Case]:
+    """Each with one size beyond what the other cases have: more tokens than a block can have threads, more experts a
+    token than a warp has lanes, rows of more elements than a block of 256 threads. Other rows have ``width`` elements.
+    """
+    return [
+        make_case(1030, width, width, 3, 1, name="more tokens than threads of any block"),
+        make_case(5, width, width, 48, 40, name="more experts a token than lanes of a warp"),
+        make_case(2, 264, width, 2, 1, name="rows wider than 256 threads"),
+        make_case(2, width, 264, 2, 1, name="hidden rows wider than 256 threads"),
     ]
 
 

@@ -205,6 +205,11 @@ def in_reach(backend: Backend, cases: Iterable[Case], rung: str | None = None) -
 
     if EXECUTOR == "cuda":
         return list(cases)
+    return cut_to_size(cases)
+
+
+def cut_to_size(cases: Iterable[Case]) -> list[Case]:
+    """Cases for a simulator: those of few weights, with no more tokens than it can run in reasonable time."""
     small = [case.head(SIMULATOR_ROWS // case.k) for case in cases if case.weights.w1.size <= SIMULATOR_WEIGHTS]
     return [case for case in small if case.L * case.k <= SIMULATOR_ROWS]
 

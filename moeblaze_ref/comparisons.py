@@ -122,8 +122,8 @@ def _gradients(outputs: dict[str, Tensor], d_outputs: dict[str, Any], inputs: di
     return {f"d_{name}": _array(gradient) for name, gradient in zip(inputs, found, strict=True)}
 
 
-def _random(shape: tuple[int, ...], dtype, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+def _random(shape: tuple[int, ...], dtype, case: Case, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, case.step]).standard_normal(shape).astype(dtype)
 
 
 def _order(case: Case) -> oracle.ExpertOrder:
@@ -166,7 +166,7 @@ def expect_gating(case: Case, dtype: torch.dtype) -> Results:
 
 def d_gates(case: Case) -> np.ndarray:
     """Gradient of the gates, (L, k), at least float32."""
-    return _random((case.L, case.k), case.logits.dtype, seed=1)
+    return _random((case.L, case.k), case.logits.dtype, case, seed=1)
 
 
 # ---- expert_up -------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ def expect_expert_up(case: Case, dtype: torch.dtype) -> Results:
 def d_hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None]:
     """Gradients of a and b, (R, h); that of b is None if the activation is not gated."""
     shape = (case.L * case.k, case.weights.w1.shape[2])
-    d_b = None if case.weights.w2 is None else _random(shape, case.x.dtype, seed=3)
-    return _random(shape, case.x.dtype, seed=2), d_b
+    d_b = None if case.weights.w2 is None else _random(shape, case.x.dtype, case, seed=3)
+    return _random(shape, case.x.dtype, case, seed=2), d_b
 
 
 # ---- expert_down -----------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def expect_combine(case: Case, dtype: torch.dtype) -> Results:
 
 def expert_output(case: Case) -> np.ndarray:
     """The experts' outputs y (R, d) that the combine is given."""
-    return _random((case.L * case.k, case.x.shape[1]), case.x.dtype, seed=4)
+    return _random((case.L * case.k, case.x.shape[1]), case.x.dtype, case, seed=4)
 
 
 def run_layer(stage: Any, case: Case) -> Results:

@@ -360,7 +360,7 @@ def test_a_cuda_kernel_that_does_not_compile():
         ("lengths[expert] = count;", "if (E > 0) __trap();", "__trap"),
         ("int count = 0;", "int count = 1 / (L - L);", "the kernel ended the process that judged it, by SIG"),
         ("int count = 0;", "int count = 0; exit(0);", "the kernel ended the process that judged it, "),
-        ("int count = 0;", "int count = dense_map[0];", "over budget: read is"),
+        ("int count = 0;", "int count = dense_map[0] > L;", "over budget: read is"),
     ],
 )
 def test_cuda_kernels_that_fit_nothing_or_do_harm(old, new, message):
@@ -377,7 +377,8 @@ def test_cuda_kernels_that_fit_nothing_or_do_harm(old, new, message):
         ("token_index_map, out", "token_index_mp, out", "'token_index_mp'. Did you mean 'token_index_map'?"),
         ("@cuda.jit\n", "", "it must be a kernel: a function under @cuda.jit"),
         ("out[token, column] =", "out[token + 1, column] =", "out-of-bounds access to out, which has shape (13, 8)"),
-        ("from moeblaze_ref", "import sys; sys.exit(3)\nfrom moeblaze_ref", "with status 3"),
+        ("from moeblaze_ref", "raise SystemExit(3)\nfrom moeblaze_ref", "with status 3"),
+        ("from moeblaze_ref", "import sys; sys.exit(3)\nfrom moeblaze_ref", "combine.py, line 2: imports sys, but"),
         ("from moeblaze_ref", "raise KeyboardInterrupt\nfrom moeblaze_ref", "the kernel raises KeyboardInterrupt"),
     ],
 )
@@ -446,7 +447,7 @@ def test_a_right_kernel_that_asks_for_too_much():
 
 def test_the_notebooks_own_process_goes_on():
     """After a kernel that ends its process, in a real notebook, which need not wait for torch."""
-    crash = EXERCISES["combine"].solution.replace("total = ZERO", "import os; os._exit(1)")
+    crash = "raise SystemExit(1)\n" + EXERCISES["combine"].solution
     cells = [
         "import os, sys; print(os.getpid(), 'torch' in sys.modules)",
         notebooks.SETUP,

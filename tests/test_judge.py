@@ -10,7 +10,7 @@ from numba import float32, int32
 from test_cli import moeblaze
 
 from moeblaze_ref import kernel_headers
-from moeblaze_ref.cases import make_case, standard_cases, telling_cases
+from moeblaze_ref.cases import make_case, standard_cases, telling_cases, wide_cases
 from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
 from moeblaze_ref.judge.contracts import AXES, set_problem
 from moeblaze_ref.judge.kernels import declaration
@@ -106,7 +106,7 @@ def test_the_projects_own_kernel_of_every_task_is_right(task):
 
 def test_a_kernel_that_knows_of_renormalised_gates_is_judged_on_them_too(tmp_path):
     file, kernel = OWN["gating"]
-    cases = standard_cases() + telling_cases()
+    cases = standard_cases() + telling_cases() + wide_cases()
     more = sum(case.k > 1 for case in cases)
     assert len(judge(own(file, kernel), "gating").results) == len(cases) + more
     text = inlined(f"{file}.cu")
@@ -231,6 +231,85 @@ def test_the_last_element_of_a_large_tensor():
         [case],
     )
     assert result.difference.index == (599, 15) and result.difference.differing == 1
+
+
+LIMITED = {
+    "k": ("slot < token * k + k", "slot < token * k + (k < 9 ? k : 8)"),
+    "d": ("out[index] = sum;", "out[index] = d > 72 ? 0.0f : sum;"),
+    "L": ("out[index] = sum;", "out[index] = token < 1000 ? sum : 0.0f;"),
+}
+
+
+@pytest.mark.parametrize("size", LIMITED)
+def test_a_kernel_that_is_right_for_small_sizes_only_is_wrong(size):
+    """k up to 8, d up to 72, the first 1,000 tokens."""
+    report = examine(changed(COMBINE, *LIMITED[size]), "combine")
+    (wrong,) = [result.case for result in report.results if not result.ok]
+    assert wrong in {
+        "k": "L=5 d=8 h=8 E=48 k=40 (more experts a token than lanes of a warp)",
+        "d": "L=2 d=264 h=8 E=2 k=1 (rows wider than 256 threads)",
+        "L": "L=1030 d=8 h=8 E=3 k=1 (more tokens than threads of any block)",
+    }[size]
+
+
+def test_a_kernel_that_is_right_for_narrow_hidden_rows_only_is_wrong(tmp_path):
+    path = tmp_path / "narrow.cu"
+    path.write_text(changed(inlined("expert_down/1_naive.cu"), "p < h; ++p", "p < (h > 80 ? 80 : h); ++p"))
+    report = examine(f"{path}:expert_down", "expert_down")
+    assert [result.case for result in report.results if not result.ok] == [
+        "L=2 d=8 h=264 E=2 k=1 (hidden rows wider than 256 threads)"
+    ]
+
+
+# A result that is kept between launches by the shape of its inputs: right in every first step.
+KEPT_LENGTHS = """
+static int kept[1 << 20], filled[1 << 20];
+extern "C" __global__ void mine(const int* dense_map, int* lengths, int L, int E) {
+    const int expert = blockIdx.x;
+    if (threadIdx.x > 0) return;
+    const int place = (L * 331 + E * 17 + expert) % (1 << 20);
+    if (!filled[place]) {
+        int count = 0;
+        for (int token = 0; token < L; ++token) count += dense_map[token * E + expert] >= 0;
+        kept[place] = count;
+        filled[place] = 1;
+    }
+    lengths[expert] = kept[place];
+}
+"""
+KEPT = {}
+
+
+@cuda.jit
+def keeping_kernel(y, gates, token_index_map, out, L, d, k):
+    element = cuda.grid(1)
+    if element < L * d:
+        key = (L, d, k, element)
+        if key not in KEPT:
+            total = float32(0.0)
+            for j in range(k):
+                total += gates[element // d, j] * y[token_index_map[element // d * k + j], element % d]
+            KEPT[key] = total
+        out[element // d, element % d] = KEPT[key]
+
+
+def test_what_is_kept_by_shape_from_launch_to_launch_is_wrong():
+    stale = "in the next step of the same shape, with other routing, weights and gradients, "
+    assert problem_of(KEPT_LENGTHS, "dispatch.expert_lengths").problem.startswith(f"{stale}lengths[0] is ")
+    KEPT.clear()
+    assert problem_of(keeping_kernel, "combine", [TINY]).problem.startswith(f"{stale}out[0, 0] is ")
+
+
+def test_the_next_step_differs_in_all_that_a_kernel_reads():
+    """For every task: no input has the same numbers in both steps, except where they can be no others."""
+    for contract in CONTRACTS.values():
+        case = make_case(13, 8, 16, 4, 2, "zipf").astype("float32")
+        first, following = (set_problem(contract, step) for step in case.steps())
+        for name, array in first.inputs.items():
+            assert array.shape == following.inputs[name].shape
+            assert not np.array_equal(array, following.inputs[name]), (contract.task, name)
+        for name, array in first.expected.items():
+            assert not np.allclose(array, following.expected[name]), (contract.task, name)
 
 
 # ---- budgets --------------------------------------------------------------------------------------
@@ -414,7 +493,7 @@ def test_names_that_lead_nowhere(tmp_path):
     empty = tmp_path / "empty.cu"
     empty.write_text("// nothing\n")
     broken = tmp_path / "broken.py"
-    broken.write_text("import no_such_module\n")
+    broken.write_text("import numba.no_such_module\n")
     other = tmp_path / "mine.cpp"
     other.write_text(COMBINE)
     for kernel, message in {
@@ -794,11 +873,12 @@ def mine(tmp_path):
 def test_the_command_judges(mine):
     mine.write_text(WIDE_COMBINE)
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
-    assert result.exit_code == 0 and "right in all 15 cases" in result.stdout and "sectors" in result.stdout
+    assert result.exit_code == 0 and "right in all 19 cases" in result.stdout and "sectors" in result.stdout
     over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")
     report = json.loads(over.stdout)
     assert over.exit_code == 1 and not report["ok"]
-    assert report.keys() == {"ok", "task", "kernel", "backend", "dtype", "launch", "quantities", "results"}
+    names = "ok", "task", "kernel", "backend", "dtype", "launch", "quantities", "results", "counted_by"
+    assert report.keys() == {*names} and "can forge these numbers" in report["counted_by"]
     assert report["results"][0].keys() == {"case", "problem", "difference", "counts"}
 
 
@@ -838,7 +918,7 @@ def test_the_command_judges_on_the_cases_of_the_exercises(tmp_path):
 @pytest.mark.parametrize(
     ("text", "how"),
     [
-        ("import sys; sys.exit(0)", "with status 0"),
+        ("raise SystemExit(0)", "with status 0"),
         (changed(COMBINE, "/ d, column", "/ (d - d), column"), "by SIG"),
     ],
 )

@@ -6,21 +6,24 @@
 `docs/judge_your_kernel.md` works through an example; `contracts.CONTRACTS` lists the tasks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import check, doors
-from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import Case, standard_cases, telling_cases
+from moeblaze_ref import check
+from moeblaze_ref.cases import Case, standard_cases, telling_cases, wide_cases
 from moeblaze_ref.judge.budgets import QUANTITIES, Budget
 from moeblaze_ref.judge.contracts import CONTRACTS, find_contract
-from moeblaze_ref.judge.kernels import choose_launch, find
-from moeblaze_ref.judge.report import Report, Result, Wrong
-from moeblaze_ref.judge.trial import Trial
+from moeblaze_ref.judge.exam import Exam
+from moeblaze_ref.judge.kernels import find
+from moeblaze_ref.judge.report import Report, Wrong
+from moeblaze_ref.judge.runners import runner_of
+from moeblaze_ref.judge.trial import Terms
+from moeblaze_ref.large import readers
 
-__all__ = ["CONTRACTS", "QUANTITIES", "Report", "Wrong", "examine", "judge"]
+__all__ = ["CONTRACTS", "QUANTITIES", "Exam", "Report", "Wrong", "examine", "judge", "prepare"]
 
 
 def judge(kernel: Any, task: str, **options: Any) -> Report:
@@ -49,7 +52,37 @@ def judge(kernel: Any, task: str, **options: Any) -> Report:
     return report
 
 
-def examine(
+def examine(kernel: str | Path | Any, task: str, **options: Any) -> Report:
+    """Hold a kernel against the specification, case by case, and report what is wrong.
+
+    Every output is poisoned before the launch. A case is right if the outputs are the specification's
+    within the project's bounds, if further runs on the same input give the same bits (on the SIMT
+    executor in random orders of the threads), if the next step of the same shape is right as well, and
+    if no budget is exceeded.
+
+    The kernel runs in this process: that is for kernels of your own. `apart.examine` runs a kernel in a process from
+    which it cannot reach the comparison, and ends what it leaves behind.
+
+    Parameters
+    ----------
+    kernel, task, **options
+        As `prepare` has them.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        As `prepare`, or if the kernel does not compile or does not fit the task, or the backend does not run here.
+    """
+    exam = prepare(kernel, task, **options)
+    description, *answers = exam.launches()
+    return exam.report(description, answers)
+
+
+def prepare(
     kernel: str | Path | Any,
     task: str,
     *,
@@ -63,12 +96,9 @@ def examine(
     constants: dict[str, Any] | None = None,
     cases: Iterable[Case] | None = None,
     small: bool = False,
-) -> Report:
-    """Hold a kernel against the specification, case by case, and report what is wrong.
-
-    Every output is poisoned before the launch. A case is right if the outputs are the specification's
-    within the project's bounds, if further runs on the same input give the same bits (on the SIMT
-    executor in random orders of the threads), and if no budget is exceeded.
+    numba_runner: Callable[[], str] = partial(runner_of, "numba"),
+) -> Exam:
+    """The inputs of every case for a kernel, of which nothing runs yet.
 
     Parameters
     ----------
@@ -91,66 +121,48 @@ def examine(
     constants : dict, optional
         More preprocessor constants of a .cu file.
     cases : iterable of Case, optional
-        Default: `cases.standard_cases` and `cases.telling_cases`; for a .cu file that uses the constant RENORMALIZE, each
-        with k > 1 again with renormalised gates.
+        Default: `cases.standard_cases`, `cases.telling_cases` and `cases.wide_cases`; for a .cu file that uses the
+        constant RENORMALIZE, each with k > 1 again with renormalised gates.
     small : bool
-        Leave out, or cut to size, what of the standard cases is too large for a simulator, as Numba's always does.
+        Leave out, or cut to size, what of the standard cases is too large for a simulator, as Numba's always does, and
+        leave out the wide ones.
+    numba_runner : callable
+        Says where Numba's kernels run. By default it looks for a GPU in this process.
 
     Returns
     -------
-    Report
+    Exam
 
     Raises
     ------
     ValueError, TypeError, OSError
-        If there is no case, the kernel is not found, does not compile or does not fit the task, the backend does not run
-        here, or a name, formula or budget cannot be read.
+        If there is no case, the kernel is not found or its file is refused, the backend does not take it, or a name or
+        budget cannot be read.
     """
     contract, found = find_contract(task), find(kernel)
-    asked = {"grid": grid, "block": block, "shared bytes": shared_bytes}
-    trial = Trial(
+    terms = Terms(
         contract=contract,
         kernel=found,
-        backend=_open_backend(found, backend),
-        launch=choose_launch(found.stated(), asked, contract, found.header),
+        backend=backend or found.backends[0],
+        asked={"grid": grid, "block": block, "shared bytes": shared_bytes},
         budgets=tuple(Budget.read(budget, contract) for budget in budgets),
         activation=activation,
         dtype=dtype,
         constants=constants or {},
     )
-    results = list(trial.results(_cases(trial, small) if cases is None else cases))
-    if not results:
-        raise ValueError("cases is empty, but a kernel is judged by at least one case")
-    if cases is None and not small and not any(result.problem for result in results):
-        results += _large(trial)
-    return Report(task, found.label, trial.backend, dtype, str(trial.launch), trial.quantities, results)
+    if cases is not None:
+        return Exam.of(terms, cases)
+    return Exam.of(terms, _cases(terms, small, numba_runner), large=readers.takes(terms) and not small)
 
 
-def _large(trial: Trial) -> list[Result]:
-    """The case past 2**31 elements, if the kernel is wrong there."""
-    from moeblaze_ref.large import readers
-
-    fault = readers.fault(trial)
-    return [Result(readers.SHAPE, fault, None, {})] if fault else []
-
-
-def _open_backend(kernel: Any, name: str | None) -> str:
-    """The backend to judge on, if it takes such a kernel and runs here."""
-    name = doors.check_name("backend", name or kernel.backends[0], BACKENDS)
-    if name not in kernel.backends:
-        raise ValueError(f"backend {name} does not take {kernel.label}: it runs on {' or '.join(kernel.backends)}")
-    status = BACKENDS[name].status()
-    if not status.available:
-        raise ValueError(f"backend {name} does not run here: {status.detail}{status.remedy and f'; {status.remedy}'}")
-    return name
-
-
-def _cases(trial: Trial, small: bool) -> list[Case]:
-    """The standard and the telling cases, and those with renormalised gates if a .cu file knows of these."""
-    standard = standard_cases()
-    if small or trial.backend == "numba":
-        standard = check.in_reach(BACKENDS["numba"], standard)
-    cases = standard + telling_cases(trial.dtype)
-    if trial.backend == "numba" or "RENORMALIZE" not in trial.kernel.text:
+def _cases(terms: Terms, small: bool, numba_runner: Callable[[], str]) -> list[Case]:
+    """The standard, telling and wide cases, and those with renormalised gates if a .cu file knows of these."""
+    numba, standard, wide = terms.backend == "numba", standard_cases(), wide_cases()
+    if numba and numba_runner() == "simulator":
+        standard, wide = check.cut_to_size(standard), wide_cases(width=1)
+    if small:
+        standard, wide = check.cut_to_size(standard), []
+    cases = standard + telling_cases(terms.dtype) + wide
+    if numba or "RENORMALIZE" not in terms.kernel.text:
         return cases
     return cases + [replace(case, renormalize=True) for case in cases if case.k > 1]

@@ -7,12 +7,14 @@ order is free and a kernel declares only what it needs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 
 import numpy as np
 
 from moeblaze_ref import comparisons, doors
 from moeblaze_ref.cases import Case
+from moeblaze_ref.config import is_gated
 from moeblaze_ref.numpy_ref import activation, combine, dispatch, expert_down, expert_up, gating
 from moeblaze_ref.structures import Dispatch
 
@@ -43,6 +45,7 @@ SHAPES = {
 }  # fmt: skip
 AXES = {name: tuple(shape.split()) for group in SHAPES.values() for name, shape in group.items()}
 HOLDS = {name: kind for kind, group in SHAPES.items() for name in group}
+OF_A_GATE = ("b", "d_b")  # outputs that an ungated activation lacks
 
 Arrays = dict[str, np.ndarray]
 
@@ -107,31 +110,45 @@ class Contract:
         return tuple(size for size in SIZES if size in symbols or f"{size}+1" in symbols)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """One case of one contract: what goes in, and what must come out.
 
     Parameters
     ----------
+    contract : Contract
     case : Case
         Already rounded to the dtype under judgement.
     dispatch : Dispatch
     inputs : dict of arrays
         Those of the contract that the activation has.
-    expected : dict of arrays
-        The outputs in float64, or int32.
     """
 
+    contract: Contract
     case: Case
     dispatch: Dispatch
     inputs: Arrays
-    expected: Arrays
 
     @property
     def sizes(self) -> dict[str, int]:
         """L, d, h, E, k and R by name."""
         _, d, h = self.case.weights.w1.shape
         return dict(zip(SIZES, (self.case.L, d, h, self.case.E, self.case.k, self.dispatch.R), strict=True))
+
+    @property
+    def outputs(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the outputs that the activation has, by name."""
+        sizes = self.sizes | {"E+1": self.case.E + 1, "1": 1}
+        absent = () if is_gated(self.case.activation) else OF_A_GATE
+        return {name: tuple(sizes[axis] for axis in AXES[name]) for name in self.contract.writes if name not in absent}
+
+    @cached_property
+    def expected(self) -> Arrays:
+        """The outputs by the specification, in float64 or int32. Computed when first asked for: after the launches."""
+        exact = {name: _exact(self.inputs.get(name)) for name in self.contract.inputs}
+        given = SimpleNamespace(**{**exact, "dispatch": self.dispatch, "E": self.case.E, "k": self.case.k})
+        given.activation, given.renormalize = self.case.activation, self.case.renormalize
+        return {name: array for name, array in self.contract.expect(given).items() if array is not None}
 
 
 def find_contract(task: str) -> Contract:
@@ -149,15 +166,11 @@ def find_contract(task: str) -> Contract:
 
 
 def set_problem(contract: Contract, case: Case) -> Problem:
-    """The inputs that `moeblaze_ref.check` would use for this case, and what the specification makes of them."""
+    """The inputs that `moeblaze_ref.check` would use for this case."""
     routes = dispatch.build_by_sort(case.topk_experts, case.E)
     tensors = _tensors(case, routes)
     inputs = {name: tensors[name] for name in contract.inputs if tensors[name] is not None}
-    exact = {name: _exact(tensors[name]) for name in contract.inputs}
-    given = SimpleNamespace(**{**exact, "dispatch": routes, "E": case.E, "k": case.k})
-    given.activation, given.renormalize = case.activation, case.renormalize
-    expected = {name: array for name, array in contract.expect(given).items() if array is not None}
-    return Problem(case, routes, inputs, expected)
+    return Problem(contract, case, routes, inputs)
 
 
 def _exact(array: np.ndarray | None) -> np.ndarray | None:
@@ -175,7 +188,7 @@ def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:
     tensors = routes.arrays() | {
         "logits": case.logits, "topk_experts": case.topk_experts,
         "shares": (np.diff(routes.expert_token_offsets) / max(routes.R, 1)).astype(np.float32),
-        "d_load_balancing_loss": np.float32([0.7]), "d_router_z_loss": np.float32([-0.2]),
+        "d_load_balancing_loss": np.float32([0.7 + case.step]), "d_router_z_loss": np.float32([-0.2 - case.step]),
         "gates": gates, "d_gates": comparisons.d_gates(case), "gate_of_row": gate_of_row,
         "dense_map": dense_map, "lengths": dispatch.expert_lengths(dense_map),
         "x": case.x, "w1": case.weights.w1, "w2": case.weights.w2, "w3": case.weights.w3, "d_out": case.d_out,

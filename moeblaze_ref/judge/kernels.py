@@ -1,19 +1,20 @@
 """A reader's kernel: where it is found, whether it fits a contract, and how it is launched."""
 
 import importlib
-import importlib.util
 import inspect
 import math
 import re
 import sys
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from moeblaze_ref import doors, kernel_headers
 from moeblaze_ref.judge.contracts import SIZES, Contract, dtype_of
+from moeblaze_ref.judge.sources import check_source
 from moeblaze_ref.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, Parameter, Size, check_launch, three
 
@@ -92,6 +93,10 @@ class CudaKernel:
     def label(self) -> str:
         """How a report names it."""
         return f"{self.name} in {self.file}"
+
+    def open(self) -> "CudaKernel":
+        """Itself: nothing of it runs before a launch."""
+        return self
 
     def constants(self, dtype: str, terms: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         """Preprocessor constants: Scalar, of the ``terms`` what the file does not define, and those given."""
@@ -231,6 +236,10 @@ class NumbaKernel:
         """The function's own name."""
         return self.kernel.py_func.__name__
 
+    def open(self) -> "NumbaKernel":
+        """Itself: it is imported."""
+        return self
+
     def constants(self, dtype: str, terms: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         """The threads of a block alone, for formulas: Python has no preprocessor.
 
@@ -287,11 +296,65 @@ def find_numba(function: Any, where: str) -> NumbaKernel:
     return NumbaKernel(function, where)
 
 
+@dataclass(frozen=True)
+class NumbaFile:
+    """A Numba kernel whose module has not run yet.
+
+    Parameters
+    ----------
+    place, name : str
+        The file or module, and the function in it.
+    text : bytes or None
+        The file, checked by `sources.check_source`; None of a module of the project.
+    """
+
+    place: str
+    name: str
+    text: bytes | None
+
+    backends = ("numba",)
+
+    @property
+    def label(self) -> str:
+        """How a report names it."""
+        return f"{self.place}:{self.name}"
+
+    def open(self) -> NumbaKernel:
+        """Run the module.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If it does not run to its end, or has no such kernel.
+        """
+        functions = {known: value for known, value in vars(self._module()).items() if not known.startswith("__")}
+        kernels = [known for known, value in functions.items() if hasattr(value, "py_func")]
+        return find_numba(functions[_known(self.place, self.name, functions, kernels)], self.label)
+
+    def _module(self) -> ModuleType:
+        from moeblaze_ref.numba_cuda import runtime  # noqa: F401  it decides where Numba runs, before anyone imports it
+
+        try:
+            if self.text is None:
+                return importlib.import_module(self.place)
+            return _run(self.text, _source_file(self.place))
+        except Exception as error:  # whatever a reader's module does when it is run
+            raise ValueError(f"cannot import {self.place}: {type(error).__name__}: {error}") from error
+
+
+def _run(text: bytes, file: Path) -> ModuleType:
+    """The module of a text. Python's own import would prefer a compiled file beside it, which nobody has read."""
+    module = ModuleType(file.stem)
+    module.__file__ = str(file)
+    exec(compile(text, file, "exec"), vars(module))
+    return module
+
+
 # ---- by name ----------------------------------------------------------------------------------
 
 
-def find(kernel: Any) -> CudaKernel | NumbaKernel:
-    """A reader's kernel, however it is given.
+def find(kernel: Any) -> CudaKernel | NumbaKernel | NumbaFile:
+    """A reader's kernel, however it is given. Nothing of a file runs.
 
     Parameters
     ----------
@@ -302,7 +365,7 @@ def find(kernel: Any) -> CudaKernel | NumbaKernel:
     Raises
     ------
     ValueError, TypeError, OSError
-        If there is no such file, module, function or kernel.
+        If there is no such file, module, function or kernel, or `sources.check_source` refuses the file.
     """
     if not isinstance(kernel, str | Path):
         return find_numba(kernel, f"{getattr(kernel, '__module__', '')}:{getattr(kernel, '__name__', kernel)}")
@@ -313,9 +376,11 @@ def find(kernel: Any) -> CudaKernel | NumbaKernel:
         return find_cuda(_existing(place).read_text("utf-8-sig", errors="replace"), place, name or None)
     if not name or (Path(place).is_file() and not place.endswith(".py")):
         raise ValueError(f"kernel {place!r} must be FILE.cu, FILE.cu:name, FILE.py:function or module:function")
-    functions = {known: value for known, value in vars(_import(place)).items() if not known.startswith("__")}
-    kernels = [known for known, value in functions.items() if hasattr(value, "py_func")]
-    return find_numba(functions[_known(place, name, functions, kernels)], f"{place}:{name}")
+    if place.split(".")[0] == __package__.split(".")[0] and not place.endswith(".py"):
+        return NumbaFile(place, name, None)
+    text = _source_file(place).read_bytes()
+    check_source(text, place)
+    return NumbaFile(place, name, text)
 
 
 def _known(place: str, name: str, names: Container[str], kernels: list[str]) -> str:
@@ -332,26 +397,17 @@ def _existing(place: str) -> Path:
     return path
 
 
-def _import(place: str) -> ModuleType:
-    """A module by name, also from the current folder, or by file."""
-    from moeblaze_ref.numba_cuda import runtime  # noqa: F401  it decides where Numba runs, before anyone imports cuda
-
-    try:
-        if place.endswith(".py"):
-            return _import_file(_existing(place))
-        sys.path.insert(0, "")
-        try:
-            return importlib.import_module(place)
-        finally:
-            sys.path.remove("")
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # whatever a reader's module does when it is run
-        raise ValueError(f"cannot import {place}: {type(error).__name__}: {error}") from error
-
-
-def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _source_file(place: str) -> Path:
+    """The file of a module, by its name, also from the current folder; or itself. No package on the way runs."""
+    if place.endswith(".py"):
+        return _existing(place)
+    name, folders = "", ["", *sys.path]
+    for part in place.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None:
+            raise ValueError(f"cannot import {place}: ModuleNotFoundError: there is no module {name}")
+        folders = spec.submodule_search_locations or []
+    if not str(spec.origin).endswith(".py"):
+        raise ValueError(f"cannot import {place}: it is no Python file")
+    return Path(spec.origin)

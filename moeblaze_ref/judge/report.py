@@ -9,9 +9,10 @@ import numpy as np
 
 from moeblaze_ref import comparisons
 from moeblaze_ref.cases import relative_error
-from moeblaze_ref.judge.contracts import AXES, SLOT_ORDER, Arrays, Contract, Problem
+from moeblaze_ref.judge.contracts import AXES, SLOT_ORDER, Arrays, Problem
 from moeblaze_ref.raw_cuda.runtime.poison import POISON
 
+COUNTED_BY = "counted in the process that ran the kernel: one that is made to deceive can forge these numbers"
 Counts = dict[str, dict[str, int]]  # quantity, such as "written", then tensor
 
 
@@ -56,12 +57,11 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.7g}"
 
 
-def first_difference(contract: Contract, problem: Problem, found: Arrays, peer: Arrays) -> Difference | None:
+def first_difference(problem: Problem, found: Arrays, peer: Arrays) -> Difference | None:
     """Where the outputs leave the specification's by more than the project's bounds; None if they do not.
 
     Parameters
     ----------
-    contract : Contract
     problem : Problem
     found : dict of arrays
         What the kernel wrote, over poison.
@@ -190,7 +190,7 @@ class Report:
     launch : str
         Grid, block and shared bytes as formulas, and who stated them.
     quantities : tuple of str
-        What the backend counts.
+        What the backend counts, in the process that runs the kernel: the kernel can forge it.
     results : list of Result
         A fault ends the judging: it is the last of them.
     """
@@ -215,7 +215,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON takes it; numbers that JSON lacks become strings."""
-        return {"ok": self.ok} | _json(asdict(self))
+        return {"ok": self.ok} | _json(asdict(self)) | {"counted_by": COUNTED_BY if self.quantities else None}
 
     def __str__(self):
         return "\n".join(self._lines())
@@ -229,7 +229,9 @@ class Report:
             numbers = (f"{total:>12,}" for total in result.totals.values())
             yield "".join([f"{'right' if result.ok else 'WRONG':8}", f"{result.case:{width}}", *numbers]).rstrip()
         yield self.first_problem or f"right in all {len(self.results)} cases"
-        if not self.quantities:
+        if self.quantities:
+            yield COUNTED_BY
+        else:
             yield f"nothing is counted on {self.backend}: judge on simt for bytes, sectors and budgets"
 
     def _repr_html_(self):

@@ -172,7 +172,7 @@ _SEEDS = ("their natural order", "seed 1", "seed 2", "seed 3")
 _TURNS = ("their natural order", "their reverse order", "taking turns at every write")
 _RUNS = ("the first run", "the second run")
 _BY_ORDER, _BY_RUN = "depends on the order of threads", "differs between runs on the same input"
-_RUNNERS = {
+RUNNERS = {
     "simt": Runner(_simt, _SEEDS, _BY_ORDER, tuple(QUANTITIES)),
     "cuda": Runner(_cuda, _RUNS, _BY_RUN, ()),
     "numba": Runner(_numba_on_gpu, _RUNS, _BY_RUN, ()),
@@ -180,10 +180,10 @@ _RUNNERS = {
 }
 
 
-def runner_of(backend: str) -> Runner:
-    """Where a backend's kernels run: Numba's in its simulator, unless there is a GPU."""
-    if backend == "numba":
-        from moeblaze_ref.numba_cuda import runtime
+def runner_of(backend: str) -> str:
+    """Which of ``RUNNERS`` runs a backend's kernels: Numba's run in its simulator, unless there is a GPU."""
+    if backend != "numba":
+        return backend
+    from moeblaze_ref.numba_cuda import runtime
 
-        backend = "numba" if runtime.EXECUTOR == "cuda" else "simulator"
-    return _RUNNERS[backend]
+    return "numba" if runtime.EXECUTOR == "cuda" else "simulator"

@@ -1,37 +1,83 @@
-"""One kernel before the judge: case by case, over poison, in several orders, against the specification."""
+"""A kernel's launches on the inputs of a case: all that happens in the process of a reader's code.
+
+Nothing here knows what is right. The outputs go to memory that is shared with the process that compares them; what was
+counted, and a fault, go there as an `Answer`.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
-import torch
 
-from moeblaze_ref import comparisons, doors
-from moeblaze_ref.cases import Case
+from moeblaze_ref import doors
+from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.config import ITEMSIZE, is_gated
 from moeblaze_ref.judge.budgets import Budget
-from moeblaze_ref.judge.contracts import AXES, Arrays, Contract, Problem, dtype_of, set_problem
-from moeblaze_ref.judge.kernels import CudaKernel, Launch, NumbaKernel
-from moeblaze_ref.judge.report import Counts, Difference, Result, first_difference, unlike
-from moeblaze_ref.judge.runners import Fault, runner_of
+from moeblaze_ref.judge.contracts import AXES, Arrays, Contract, Problem, dtype_of
+from moeblaze_ref.judge.kernels import CudaKernel, Launch, NumbaFile, NumbaKernel, choose_launch
+from moeblaze_ref.judge.report import Counts
+from moeblaze_ref.judge.runners import RUNNERS, Fault, runner_of
 from moeblaze_ref.raw_cuda.gemm import C_TYPE
-from moeblaze_ref.raw_cuda.runtime.poison import poison
+
+
+class Step(NamedTuple):
+    """One step of a case: the inputs, and poisoned memory for what each run on them writes."""
+
+    problem: Problem
+    outputs: list[Arrays]
+
+
+class Description(NamedTuple):
+    """What is said of a kernel before its launches.
+
+    Parameters
+    ----------
+    runner : str
+        Where it runs: one of `runners.RUNNERS`.
+    launch : str
+        Its grid, block and shared bytes.
+    """
+
+    runner: str
+    launch: str
+
+
+class Answer(NamedTuple):
+    """What is said of the launches on one case.
+
+    Parameters
+    ----------
+    fault : str
+        What the kernel did that a GPU would not survive; empty if nothing.
+    counts : dict
+        By quantity and tensor, of the first run.
+    symbols : dict of int
+        What the formula of a budget may use.
+    parameters : tuple of str
+        The tensors and sizes that the kernel takes.
+    """
+
+    fault: str
+    counts: Counts
+    symbols: dict[str, int]
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A kernel, the task that it claims to do, and the terms.
+class Terms:
+    """What is asked of a kernel. Nothing of the kernel has run.
 
     Parameters
     ----------
     contract : Contract
-    kernel : CudaKernel or NumbaKernel
+    kernel : CudaKernel, NumbaKernel or NumbaFile
     backend : str
-        As `runners.runner_of` has it.
-    launch : Launch
+        One that takes such a kernel.
+    asked : dict
+        Formulas for grid, block and shared bytes, or None.
     budgets : tuple of Budget
     activation, dtype : str
     constants : dict
@@ -40,74 +86,109 @@ class Trial:
     Raises
     ------
     ValueError
-        If an activation or dtype is unknown or not the task's, or the backend counts not what a budget limits.
+        If the backend does not take the kernel, or an activation or dtype is unknown or not the task's.
     """
 
     contract: Contract
-    kernel: CudaKernel | NumbaKernel
+    kernel: CudaKernel | NumbaKernel | NumbaFile
     backend: str
-    launch: Launch
+    asked: dict[str, str | None]
     budgets: tuple[Budget, ...]
     activation: str
     dtype: str
     constants: dict[str, Any]
 
     def __post_init__(self):
+        doors.check_name("backend", self.backend, BACKENDS)
+        if self.backend not in self.kernel.backends:
+            takes = " or ".join(self.kernel.backends)
+            raise ValueError(f"backend {self.backend} does not take {self.kernel.label}: it runs on {takes}")
         is_gated(self.activation)
         doors.check_name("dtype", self.dtype, C_TYPE)
         if self.dtype != "float32" and not self.contract.has_dtype:
             raise ValueError(
                 f"dtype is {self.dtype}, but the tensors of {self.contract.task} are float32 and int32 only"
             )
+
+    def open(self) -> "Trial":
+        """The kernel, ready to be launched here.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the backend does not run here or does not count what a budget limits, or the kernel cannot be imported.
+        """
+        status = BACKENDS[self.backend].status()
+        if not status.available:
+            remedy = status.remedy and f"; {status.remedy}"
+            raise ValueError(f"backend {self.backend} does not run here: {status.detail}{remedy}")
+        runner, kernel = runner_of(self.backend), self.kernel.open()
+        counted = RUNNERS[runner].quantities
         for budget in self.budgets:
-            if budget.quantity not in self.quantities:
-                counted = f"only {' and '.join(self.quantities)}" if self.quantities else "nothing"
-                raise ValueError(f"a budget limits {budget.quantity}, but on {self.backend} {counted} is counted")
+            if budget.quantity not in counted:
+                what = f"only {' and '.join(counted)}" if counted else "nothing"
+                raise ValueError(f"a budget limits {budget.quantity}, but on {self.backend} {what} is counted")
+        launch = choose_launch(kernel.stated(), self.asked, self.contract, kernel.header)
+        return Trial(self.contract, kernel, runner, launch, self.activation, self.dtype, self.constants)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A kernel that can be launched.
+
+    Parameters
+    ----------
+    contract : Contract
+    kernel : CudaKernel or NumbaKernel
+    runner : str
+        One of `runners.RUNNERS`.
+    launch : Launch
+    activation, dtype : str
+    constants : dict
+        As `Terms` has them.
+    """
+
+    contract: Contract
+    kernel: CudaKernel | NumbaKernel
+    runner: str
+    launch: Launch
+    activation: str
+    dtype: str
+    constants: dict[str, Any]
 
     @property
-    def quantities(self) -> tuple[str, ...]:
-        """What the backend counts."""
-        return runner_of(self.backend).quantities
+    def description(self) -> Description:
+        """What is said of it first."""
+        return Description(self.runner, str(self.launch))
 
-    def results(self, cases: Iterable[Case]) -> Iterator[Result]:
-        """The verdict on each case, up to the first fault."""
-        for case in cases:
-            try:
-                yield self._judge(_with_activation(case, self.activation).astype(self.dtype))
-            except Fault as fault:
-                yield Result(case.shape, str(fault), None, {})
+    def answers(self, cases: Iterable[Iterable[Step]]) -> Iterator[Answer]:
+        """Launch on the steps of every case, up to the first fault."""
+        for steps in cases:
+            answer = self._answer(steps)
+            yield answer
+            if answer.fault:
                 return
 
-    def _judge(self, case: Case) -> Result:
-        problem = set_problem(self.contract, case)
-        found, counts = self._run(problem, order=0)
-        difference = first_difference(self.contract, problem, found, self._peer(case))
-        instability, shown = self._instability(problem, found)
-        problems = [str(difference) if difference else "", instability]
-        if not any(problems):
-            symbols = self._symbols(problem)
-            grid, *_ = self.launch.at(self.kernel.name, symbols)
-            problems = [budget.excess(counts, symbols | {"blocks": math.prod(grid)}) for budget in self.budgets]
-        return Result(case.shape, "; ".join(filter(None, problems)), difference or shown, counts)
+    def _answer(self, steps: Iterable[Step]) -> Answer:
+        """The counts are those of the first run of the first step."""
+        orders = range(len(RUNNERS[self.runner].orders))
+        try:
+            counts = [
+                self._run(problem, memory, order) for problem, runs in steps for order, memory in zip(orders, runs)
+            ]
+        except Fault as fault:
+            return Answer(str(fault), {}, {}, ())
+        problem = next(iter(steps)).problem
+        symbols = self._symbols(problem)
+        grid, *_ = self.launch.at(self.kernel.name, symbols)
+        return Answer("", counts[0], symbols | {"blocks": math.prod(grid)}, self._parameters(problem))
 
-    def _instability(self, problem: Problem, found: Arrays) -> tuple[str, Difference | None]:
-        """How the first later run that wrote other bits differs; empty if none did."""
-        runner = runner_of(self.backend)
-        for order in range(1, len(runner.orders)):
-            again, _ = self._run(problem, order)
-            difference = unlike(problem, again, found)
-            if difference:
-                how = difference.sentence(f"in {runner.orders[0]}")
-                return f"{runner.what_differs} ({runner.orders[order]}): {how}", difference
-        return "", None
-
-    def _run(self, problem: Problem, order: int) -> tuple[Arrays, Counts]:
-        """The outputs of one launch, over poison, and what was counted."""
+    def _run(self, problem: Problem, memory: Arrays, order: int) -> Counts:
+        """Launch once, into the memory, and return what was counted."""
         constants, symbols = self._constants(problem), self._symbols(problem)
-        names = self.kernel.fit(self.contract, self.dtype, constants)
+        names = self._parameters(problem)
         inputs = {name: array.copy() for name, array in problem.inputs.items()}
-        outputs = self._poisoned(problem, names)
-        given = problem.sizes | inputs | outputs
+        given = problem.sizes | inputs | memory
         arguments = {name: given[name] if name in given else self._nothing(name) for name in names}
         launch = self.launch.at(self.kernel.name, symbols)
         counts = self._launch(constants, launch, arguments, order)
@@ -115,25 +196,20 @@ class Trial:
         for name, array in inputs.items():
             if written.get(name) or array.tobytes() != problem.inputs[name].tobytes():
                 raise Fault(f"kernel {self.kernel.name} changes its input {name}")
-        return outputs, counts
+        return counts
 
     def _launch(self, constants: dict[str, Any], launch: tuple, arguments: dict[str, Any], order: int) -> Counts:
         """What was counted; a grid without blocks, which CUDA refuses, is nothing to do."""
-        grid, *_ = launch
+        runner, (grid, *_) = RUNNERS[self.runner], launch
         if 0 in grid:
-            return {quantity: {} for quantity in self.quantities}
-        runner = runner_of(self.backend)
+            return {quantity: {} for quantity in runner.quantities}
         try:
             return runner.run(self.kernel, constants, launch, arguments, order)
         except Fault as fault:
             raise Fault(f"{fault} ({runner.orders[order]})" if order else str(fault)) from None
 
-    def _poisoned(self, problem: Problem, names: tuple[str, ...]) -> Arrays:
-        return {
-            name: poison(np.empty(problem.expected[name].shape, dtype_of(name, self.dtype)))
-            for name in names
-            if name in problem.expected
-        }
+    def _parameters(self, problem: Problem) -> tuple[str, ...]:
+        return self.kernel.fit(self.contract, self.dtype, self._constants(problem))
 
     def _nothing(self, name: str) -> np.ndarray:
         """What a kernel gets for a tensor that the activation lacks: an array that it must not follow."""
@@ -154,16 +230,3 @@ class Trial:
         """What formulas may use: a kernel's own constants yield to the sizes of the case."""
         terms = {"s": ITEMSIZE[self.dtype], "G": 1 + is_gated(self.activation)}
         return self.kernel.numbers(constants) | terms | sizes
-
-    def _peer(self, case: Case) -> Arrays:
-        """What plain torch makes of the case in the same dtype, for bounds of the narrow ones."""
-        if self.dtype in comparisons.BOUNDS:
-            return {}
-        ways = comparisons.EXPECT[self.contract.stage](case, getattr(torch, self.dtype)).values()
-        return {name: array for way in ways for name, array in way.items()}
-
-
-def _with_activation(case: Case, activation: str) -> Case:
-    """The same layer with another activation; an ungated one has no w2."""
-    weights = case.weights if is_gated(activation) else case.weights._replace(w2=None)
-    return replace(case, activation=activation, weights=weights)

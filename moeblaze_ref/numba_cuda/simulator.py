@@ -63,9 +63,19 @@ class CountingArray(FakeCUDAArray):
         super().__setitem__(index, value)
 
     def __getattr__(self, name):
+        return super().__getattr__(self.allowed(name))
+
+    def allowed(self, name: str) -> str:
+        """The name of an attribute that a kernel may ask for.
+
+        Raises
+        ------
+        TypeError
+            If it is none of ``ATTRIBUTES``.
+        """
         if name not in ATTRIBUTES:
             raise TypeError(f"{self.name} is used as a whole ({name}), but a kernel reads and writes single elements")
-        return super().__getattr__(name)
+        return name
 
     def _at(self, index):
         try:
@@ -90,6 +100,11 @@ def _refuse_negative(index):
     for axis, part in enumerate(index if isinstance(index, tuple) else (index,)):
         if isinstance(part, _WHOLE) and part < 0:
             raise IndexError(f"index {part} on axis {axis} is negative")
+
+
+def _attribute(array: FakeWithinKernelCUDAArray, name: str):
+    """An attribute of an array in a kernel; a device array has others, whose reads would not be counted."""
+    return getattr(array._item, array._item.allowed(name))
 
 
 def _shared_array(shared: kernelapi.FakeCUDAShared, shape, dtype, alignment=None) -> FakeWithinKernelCUDAArray:
@@ -229,6 +244,7 @@ def watched(order: int) -> Iterator[None]:
         (kernelapi.FakeCUDAShared, "array"): _shared_array,
         (kernelapi.FakeCUDALocal, "array"): _local_array,
         (FakeWithinKernelCUDAArray, "__array_ufunc__"): None,
+        (FakeWithinKernelCUDAArray, "__getattr__"): _attribute,
     }
     numbas = {(owner, name): getattr(owner, name) for owner, name in ours}
     try:

@@ -7,6 +7,7 @@ library would end the process. The seal is a comment of C++; libraries and preco
 
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,7 +88,7 @@ def _seal(name: str, content: bytes) -> bytes:
 
 def _make(path: Path, make: Callable[[Path], None]):
     """Another process sees the whole file or none; so does one that comes after a kill or a loss of power."""
-    with _writing(path.parent), tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    with _writing(path.parent), _unfinished(path.parent) as scratch:
         made = Path(scratch, path.name)
         make(made)
         content = made.read_bytes()
@@ -95,6 +96,17 @@ def _make(path: Path, make: Callable[[Path], None]):
         records.to_disk(made)
         os.replace(made, path)
         records.to_disk(path.parent)
+
+
+def _unfinished(cache: Path) -> tempfile.TemporaryDirectory:
+    """Return a folder in the cache to build in, named after this process's folder for temporary files."""
+    return tempfile.TemporaryDirectory(dir=cache, prefix=f"{Path(tempfile.gettempdir()).name}-")
+
+
+def remove_unfinished(temporary: str):
+    """Remove what killed processes have left in the cache, if this was their folder for temporary files."""
+    for path in folder().glob(f"{Path(temporary).name}-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

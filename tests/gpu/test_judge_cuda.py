@@ -3,6 +3,7 @@
 import pytest
 from test_judge import COMBINE, LENGTHS, OWN, TILE, changed, last_row_kernel, own, right_kernel
 
+from moeblaze_ref import apart
 from moeblaze_ref.cases import standard_cases
 from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
@@ -44,3 +45,49 @@ def test_numba_kernels():
     assert judge(right_kernel, "combine").ok
     with pytest.raises(Wrong, match="never written"):
         judge(last_row_kernel, "combine")
+
+
+def test_kernels_run_apart(tmp_path):
+    """In the fork of a process that has not looked for a GPU, without capabilities: CUDA starts there all the same."""
+    cuda, numba = tmp_path / "mine.cu", tmp_path / "mine.py"
+    cuda.write_text(COMBINE)
+    assert not apart.examine(f"{cuda}:mine", "combine", backend="cuda").first_problem
+    cuda.write_text(changed(COMBINE, "index >= L * d", "index >= L * d - d"))
+    assert "never written" in apart.examine(f"{cuda}:mine", "combine", backend="cuda").first_problem
+    numba.write_text(NUMBA)
+    verdict = apart.examine(f"{numba}:mine", "combine")
+    assert not verdict.first_problem and len(verdict.document["results"]) >= len(standard_cases())
+
+
+def test_a_result_that_is_kept_by_shape_is_wrong():
+    report = examine(KEPT_ON_A_GPU, "dispatch.expert_lengths", backend="cuda", grid="E", block="1")
+    assert "in the next step of the same shape" in report.first_problem
+
+
+NUMBA = """
+from numba import cuda, float32
+
+
+@cuda.jit
+def mine(y, gates, token_index_map, out, L, d, k):
+    element = cuda.grid(1)
+    if element < L * d:
+        total = float32(0.0)
+        for j in range(k):
+            total += gates[element // d, j] * y[token_index_map[element // d * k + j], element % d]
+        out[element // d, element % d] = total
+"""
+
+KEPT_ON_A_GPU = """
+__device__ int kept[1 << 16], filled[1 << 16];
+extern "C" __global__ void mine(const int* dense_map, int* lengths, int L, int E) {
+    const int expert = blockIdx.x, place = (L * 331 + E * 17 + expert) % (1 << 16);
+    if (!filled[place]) {
+        int count = 0;
+        for (int token = 0; token < L; ++token) count += dense_map[token * E + expert] >= 0;
+        kept[place] = count;
+        filled[place] = 1;
+    }
+    lengths[expert] = kept[place];
+}
+"""

@@ -1,0 +1,382 @@
+"""A reader's code that cheats fails to cheat, and all that it starts ends with the check."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+
+import hostile
+import processes
+import pytest
+from test_judge import COMBINE, WIDE_COMBINE, changed
+
+from moeblaze_ref import apart, guard
+from moeblaze_ref.judge import claims, prepare
+from moeblaze_ref.judge.sources import check_source
+
+RIGHT = "    out[index] = sum;\n"
+NOTHING_WRITTEN = "out[0, 0] is never written"
+NUMBA = "from numba import cuda\n\n\n@cuda.jit\ndef mine(y, gates, token_index_map, out, L, d, k):\n"
+WRITES_ZERO = "    out[0, 0] = 0\n"
+
+
+def combine_that(does, includes="", then=RIGHT):
+    """A right combine whose first thread does something, once in a process, before it writes."""
+    once = f"    static bool first = true;\n    if (index == 0 && first) {{ first = false; {does} }}\n"
+    return includes + changed(WIDE_COMBINE, RIGHT, once + then)
+
+
+def check(text, limits=guard.Limits(120)):
+    """What the checker says of a text."""
+    file = "mine.cu" if "__global__" in text else "mine.py"
+    options = {"small": True} if file == "mine.cu" else {"small": True, "grid": "1", "block": "1"}
+    return apart._ask(apart._server(), limits, apart._Question(f"{file}:mine", "combine", options, text))
+
+
+@pytest.fixture
+def mark():
+    """A text that no other process has in its command line or environment."""
+    mark = f"8{uuid.uuid4().int % 10**12}.5"  # a number of seconds
+    yield mark
+    ended = hostile.until(lambda: not hostile.processes_of(mark))
+    for process in hostile.processes_of(mark):
+        os.kill(process, signal.SIGKILL)
+    assert ended, "processes are left"
+
+
+# ---- what a text may not say ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("import gc", "imports gc, but the file of a kernel may import numba, numpy and math alone"),
+        ("import numpy, os.path", "imports os.path"),
+        ("from moeblaze_ref.numpy_ref import combine", "imports combine from moeblaze_ref.numpy_ref"),
+        ("from moeblaze_ref.numba_cuda.runtime import os", "imports os from moeblaze_ref.numba_cuda.runtime"),
+        ("import moeblaze_ref.judge.report", "imports moeblaze_ref.judge.report"),
+        ("from . import other", "imports other from ."),
+        ("from numpy import ctypeslib", "imports ctypeslib from numpy"),
+        ("import numba.cuda.simulator.kernelapi as api", "imports numba.cuda.simulator.kernelapi"),
+        ("from numba.cuda.simulator import kernelapi", "imports kernelapi from numba.cuda.simulator"),
+        ("import numpy._core", "imports numpy._core"),
+        ("gc = 1; gc.collect()", "names gc, but the file of a kernel may name no attribute with a leading underscore"),
+        ("x = sys", "names sys"),
+        ("x = numpy.f2py.sys", "names the attribute sys"),
+        ("x = numpy.ctypeslib", "names the attribute ctypeslib"),
+        ("x = y._ary[0]", "names the attribute _ary"),
+        ("y._ary[0] = 1", "names the attribute _ary"),
+        ("x = f'{y._ary}'", "names the attribute _ary"),
+        ("x = '{0._ary}'.format(y)", "names the attribute format"),
+        ("x = getattr(y, '_' + 'ary')", "names getattr"),
+        ("x = __import__('g' + 'c')", "names __import__"),
+        ("x = __builtins__", "names __builtins__"),
+        ("x = (lambda: 0).__globals__", "names the attribute __globals__"),
+        ("x = eval('y')", "names eval"),
+        ("exec('import gc')", "names exec"),
+        ("x = open('/proc/self/mem')", "names open"),
+        ("match y:\n    case object(_ary=x): pass", "names the attribute _ary"),
+    ],
+)
+def test_a_python_text_that_reaches_behind_the_checker_is_refused_by_its_line(line, message):
+    number = 4 if line.startswith("match") else 3
+    with pytest.raises(ValueError) as error:
+        check_source(f"import math\n\n{line}\n", "mine.py")
+    assert str(error.value).startswith(f"mine.py, line {number}: {message}")
+
+
+def test_a_python_text_may_use_what_kernels_use():
+    check_source(
+        "import math\nimport numpy as np\nfrom numba import cuda, float32\nimport numba.cuda\n"
+        "from moeblaze_ref.numba_cuda.runtime import THREADS, ZERO, cuda\nfrom moeblaze_ref.structures import EMPTY\n"
+        "_kept = np.float32(math.pi)\nif __name__ == '__main__':\n    print(_kept)\n",
+        "mine.py",
+    )
+    check_source("total = (0", "mine.py")  # its import says what is wrong
+
+
+def test_the_command_refuses_a_file_and_a_module_before_they_run(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("print('ran')\nimport gc\n")
+    for kernel in ("mine.py:mine", "mine:mine"):
+        command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine", "--kernel", kernel]
+        done = processes.run(command, cwd=tmp_path)
+        assert done.returncode == 2 and ", line 2: imports gc" in done.stderr and "ran" not in done.stdout + done.stderr
+
+
+def test_a_compiled_file_beside_a_text_is_not_what_runs(tmp_path):
+    """Python's import would take it: its header names the size and time of the text, which is harmless."""
+    path = tmp_path / "mine.py"
+    path.write_text("raise SystemExit(7)\n")
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "."], cwd=tmp_path, check=True)
+    stat = path.stat()
+    path.write_text(f"{'#' * (stat.st_size - 1)}\n")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ValueError, match="'mine' is wanted, but .*mine.py has no kernel"):
+        apart.examine(f"{path}:mine", "combine")
+
+
+# ---- cheats that fail, whatever a text may say ----------------------------------------------------
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """No text is refused: what the cheats do not reach must be out of reach."""
+    monkeypatch.setattr(apart, "_answer", hostile.answer_unchecked)
+
+
+def forged(cases=99):
+    """Lines that a process would send of a right kernel."""
+    counts = {"read": {}, "written": {}, "sectors": {}, "conflicts": {}}
+    answer = {"fault": "", "counts": counts, "symbols": {}, "parameters": ["out"]}
+    said = [["Description", {"runner": "simt", "launch": "grid 1"}], *[["Answer", answer]] * cases]
+    return "".join(json.dumps(line) + "\n" for line in said)
+
+
+PATCHES = {
+    "of the comparison": "from moeblaze_ref.judge import exam, report\n"
+    "exam.first_difference = exam.unlike = report.first_difference = lambda *_: None\n",
+    "of numpy": "import numpy\nnumpy.abs = lambda *_: 0\nnumpy.linalg.norm = lambda *_: 0.0\n",
+    "of the specification": "from moeblaze_ref.numpy_ref import combine\ncombine.forward = lambda *_: 0\n",
+    "of the bounds": "from moeblaze_ref import comparisons\ncomparisons.BOUNDS['float32'] = 1e30\n",
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_patched_checker_says_the_same(unchecked, patch):
+    assert "out[0, 0] is 0, but must be" in check(PATCHES[patch] + NUMBA + WRITES_ZERO).first_problem
+
+
+SEARCH = """    import gc, numpy
+    if cuda.grid(1) == 0:
+        y, gates, rows = (array.__dict__["_item"]._ary for array in (y, gates, token_index_map))
+        right = (gates[..., None] * y[rows.reshape(gates.shape)]).sum(axis=1)
+        for found in gc.get_objects():
+            parts = gc.get_referents(found)
+            parts += gc.get_referents(*(part for part in parts if isinstance(part, dict)))  # it does not track all of them
+            arrays = [part for part in parts if isinstance(part, numpy.ndarray) and part.shape == right.shape]
+            arrays = [array for array in arrays if array.size and array is not right]
+            if any(numpy.allclose(array, right, atol=1e-4) for array in arrays):
+                print("REACHED")
+        print("SEARCHED")
+"""
+
+
+def test_what_is_right_is_nowhere_in_the_process_of_the_code(unchecked, capfd):
+    """The garbage collector knows every container: none has an array that is what the kernel should write."""
+    assert "out[0, 0] is 0, but must be" in check(NUMBA + SEARCH + WRITES_ZERO).first_problem
+    printed = capfd.readouterr().err
+    assert "SEARCHED" in printed and "REACHED" not in printed
+
+
+ACCESSES = "y._ary[0, 0]", "y._item._ary[0, 0]", "y.copy_to_host()[0, 0]", "y.view('float32')[0, 0]"
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+def test_what_is_not_counted_is_refused_or_a_fault(access):
+    """Whether a text names it, or a device array's own functions, which no kernel on a GPU has."""
+    text = NUMBA + f"    out[0, 0] = {access}\n"
+    try:
+        said = check(text).first_problem
+    except ValueError as error:
+        said = str(error)
+    name = "attribute _ary" if "_ary" in access else "y is used as a whole"
+    assert name in said or "names the attribute _item" in said
+
+
+def test_the_pipe_takes_no_verdict_from_python(unchecked):
+    text = f"import os\nos.write(3, {forged()!r}.encode())\nos._exit(0)\n"
+    with pytest.raises(ChildProcessError, match="written into the pipe"):
+        check(text)  # "simt" is where no Numba kernel runs
+    text = text.replace("simt", "simulator").replace(', "sectors": {}, "conflicts": {}', "")
+    assert NOTHING_WRITTEN in check(text).first_problem
+
+
+EVERY_FILE = "for (int file = 3; file < 1024; ++file) (void)!write(file, forged, sizeof(forged) - 1); _exit(0);"
+
+
+def forged_in_c(*then):
+    return f"#include <unistd.h>\nstatic const char forged[] = {json.dumps(forged())};\n" + "".join(then)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        combine_that(EVERY_FILE, forged_in_c(), then=""),
+        forged_in_c(f"__attribute__((constructor)) static void before() {{ {EVERY_FILE} }}\n", COMBINE),
+    ],
+    ids=["in the kernel", "when it is loaded"],
+)
+def test_no_pipe_takes_a_verdict_from_cuda(text):
+    assert NOTHING_WRITTEN in check(text).first_problem
+
+
+@pytest.mark.parametrize(
+    "said", ["[" * 99_999, "7", '["Answer", {}]', '["Description", {"runner": "cuda", "launch": ""}]', '["Answer"', "\xff"]
+)
+def test_what_no_launch_sends_is_no_verdict(said):
+    write = f"(void)!write(3, said, sizeof(said) - 1); _exit(0);"
+    text = combine_that(write, f"#include <unistd.h>\nstatic const char said[] = {json.dumps(said + chr(10))};\n")
+    with pytest.raises(ChildProcessError, match="the kernel has written into the pipe of the process that runs it"):
+        check(text)
+
+
+def test_a_kernel_that_ends_its_process_is_not_right():
+    with pytest.raises(ChildProcessError, match="the kernel ended the process that judged it, with status 0"):
+        check(combine_that("_exit(0);", "#include <unistd.h>\n"))
+
+
+def test_the_processes_that_watch_are_out_of_reach(capfd):
+    """Their memory and their pipes, by their names under /proc; for root, too."""
+    reach = (
+        'char name[99]; int reached = 0; const int parent = getppid();'
+        'for (int file = 0; file < 99; ++file) {'
+        '  snprintf(name, sizeof name, "/proc/%d/fd/%d", parent, file); reached += open(name, O_WRONLY) >= 0; }'
+        'snprintf(name, sizeof name, "/proc/%d/mem", parent); reached += open(name, O_RDWR) >= 0;'
+        'reached += ptrace(PTRACE_ATTACH, parent, 0, 0) == 0;'
+        'printf("reached %d of a process\\n", reached);'
+    )
+    includes = "#include <cstdio>\n#include <fcntl.h>\n#include <sys/ptrace.h>\n#include <unistd.h>\n"
+    assert not check(combine_that(reach, includes)).first_problem
+    assert "reached 0 of a process" in capfd.readouterr().err
+
+
+# ---- limits, and what is left -------------------------------------------------------------------
+
+
+SYSTEM = "#include <cstdlib>\n"
+
+
+@pytest.mark.parametrize("how", ["sleep {} &", "setsid sleep {} &", "(setsid setsid sleep {} &) &"])
+def test_children_end_with_the_verdict(mark, how):
+    said = check(combine_that(f'(void)!system("{how.format(mark)}");', SYSTEM))
+    assert not said.first_problem and not hostile.processes_of(mark)
+
+
+def test_children_end_with_the_time(mark):
+    endless = f'(void)!system("setsid sleep {mark} & sleep {mark}");'
+    with pytest.raises(TimeoutError, match="there is no verdict after 3 seconds, the limit"):
+        check(combine_that(endless, SYSTEM), guard.Limits(3))
+    assert not hostile.processes_of(mark)
+
+
+def test_too_much_memory(mark):
+    """Of a child, too: it is what all hold together."""
+    take = (
+        "mmap(0, 3ul << 30, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);"
+        f'(void)!system("sleep {mark}");'
+    )
+    includes = "#include <cstdlib>\n#include <sys/mman.h>\n"
+    with pytest.raises(ChildProcessError, match="hold [0-9,]+ MiB of memory, but 2,048 MiB is the limit"):
+        check(combine_that(take, includes), guard.Limits(120, resident_bytes=2 << 30))
+
+
+def test_memory_that_is_reserved_and_not_used_is_no_memory():
+    reserve = "mmap(0, 1ul << 42, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);"
+    reserve = f"if ({reserve[:-1]} == MAP_FAILED) __trap();"
+    assert not check(combine_that(reserve, "#include <sys/mman.h>\n"), guard.Limits(120)).first_problem
+
+
+def test_too_many_processes(mark):
+    many = f'(void)!system("for i in 1 2 3 4 5 6 7 8 9 10 11 12; do setsid sleep {mark} & done; sleep {mark}");'
+    with pytest.raises(ChildProcessError, match=r"the kernel has \d+ processes, but 8 is the limit"):
+        check(combine_that(many, SYSTEM), guard.Limits(120, processes=8))
+
+
+def test_limits_that_the_kernel_itself_holds(capfd):
+    ask = (
+        "rlimit cpu, file, core;"
+        "getrlimit(RLIMIT_CPU, &cpu); getrlimit(RLIMIT_FSIZE, &file); getrlimit(RLIMIT_CORE, &core);"
+        'printf("cpu %ld file %ld core %ld\\n", (long)cpu.rlim_max, (long)file.rlim_max, (long)core.rlim_max);'
+        'int big = open("big", O_CREAT | O_RDWR, 0600);'
+        'printf("larger: %d\\n", posix_fallocate(big, 0, 200ul << 20) == EFBIG);'
+    )
+    includes = "#include <cerrno>\n#include <cstdio>\n#include <fcntl.h>\n#include <sys/resource.h>\n"
+    assert not check(combine_that(ask, includes), guard.Limits(60, file_bytes=100 << 20)).first_problem
+    printed = capfd.readouterr().err
+    assert f"cpu {60 * os.cpu_count() + 1} file {100 << 20} core 0" in printed and "larger: 1" in printed
+
+
+def test_limits_that_are_lower_already_stay(tmp_path):
+    path = tmp_path / "mine.cu"
+    path.write_text(combine_that('(void)!system("ulimit -H -t >&2");', SYSTEM))
+    check = f"{sys.executable} -m moeblaze_ref.cli check --stage combine --kernel {path}:mine"
+    done = processes.run(["bash", "-c", f"ulimit -f 200000; ulimit -t 500; exec {check}"])
+    assert done.returncode == 0 and done.stderr == "500\n", done.stderr
+
+
+@pytest.fixture
+def checking(tmp_path, mark):
+    """Starts the command on an endless kernel, with folders and a cache of its own; all that it starts has the mark."""
+    (tmp_path / "temporary").mkdir()
+    endless = combine_that(f'(void)!system("setsid sleep {mark} &"); for (volatile int i = 0; i < 1; i = 0);', SYSTEM)
+    (tmp_path / "mine.cu").write_text(endless)
+
+    def start(seconds, **environment):
+        command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine"]
+        command += ["--kernel", str(tmp_path / "mine.cu:mine"), "--timeout", str(seconds)]
+        own = {"MARK": mark, "TMPDIR": str(tmp_path / "temporary"), **environment}
+        options = {"env": os.environ | own, "start_new_session": True}
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+
+    yield start
+    assert hostile.until(lambda: not [*(tmp_path / "temporary").iterdir()]), "temporary files are left"
+
+
+def test_nothing_is_left_of_a_compiler_that_is_ended(tmp_path, mark, checking):
+    """The cache is empty, so that g++ is at work when the time is over."""
+    process = checking(2, MOEBLAZE_CACHE=str(tmp_path / "cache"))
+    errors = process.communicate(timeout=processes.LIMIT)[1]
+    assert process.returncode == 1 and "did not end within 2 seconds" in errors
+    assert not hostile.processes_of(mark) and not [*(tmp_path / "cache").glob("*/moeblaze-*")]
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("whom", [os.kill, os.killpg], ids=["the process", "its group"])
+def test_nothing_is_left_of_a_check_that_is_ended(mark, checking, whom, end):
+    process = checking(600)
+    assert hostile.until(lambda: hostile.sleeps(mark))
+    whom(process.pid, end)
+    process.communicate(timeout=processes.LIMIT)  # the fixtures see what is left
+
+
+def test_the_kernel_ends_with_the_process_that_compares(mark, checking):
+    process = checking(600)
+    (sleeping,) = hostile.until(lambda: hostile.sleeps(mark))
+    for child in hostile.children_of(process.pid):
+        os.kill(child, signal.SIGKILL)
+    errors = process.communicate(timeout=processes.LIMIT)[1]
+    os.kill(sleeping, signal.SIGKILL)  # of a session of its own: nobody is left who knows of it
+    assert process.returncode == 2 and "the process that compares has ended, by SIGKILL" in errors
+
+
+BEFORE_THE_FORK = """
+import sys
+import torch
+from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.judge import prepare
+
+prepare(sys.argv[1], "combine", backend="cuda")
+prepare("moeblaze_ref.numba_cuda.combine:combine_kernel", "combine", numba_runner=lambda: "numba")
+print(cuda_device_count.cache_info().currsize, torch.cuda.is_initialized(), {"cupy", "numba"} & sys.modules.keys())
+"""
+
+
+def test_nothing_looks_for_a_gpu_before_the_fork(tmp_path):
+    """CUDA that has started does not survive a fork: the kernel's process must be the first to start it."""
+    path = tmp_path / "mine.cu"
+    path.write_text(COMBINE)
+    done = processes.run([sys.executable, "-c", BEFORE_THE_FORK, str(path)])
+    assert done.stdout == "0 False set()\n", done.stderr
+
+
+# ---- what the process of a kernel sends -----------------------------------------------------------
+
+
+def test_what_is_sent_is_read_as_it_was():
+    exam, sent = prepare(COMBINE, "combine", small=True), bytearray()
+    claims.send_launches(exam, sent.extend)
+    description, answers = claims.read_launches(exam, bytes(sent))
+    assert [description, *answers] == [*exam.launches()]
+    assert claims.read_launches(exam, bytes(sent)[:-1]) is None, "the last line is not whole"
