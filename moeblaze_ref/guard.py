@@ -203,6 +203,7 @@ def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> Ended:
     """Collect what the process sends until it ends, or breaks a limit."""
     os.set_blocking(reading, False)
     sent, sources, deadline = bytearray(), [reading, *gone], time.monotonic() + limits.seconds
+    next_look = time.monotonic() + POLL_SECONDS
     while True:
         pause = POLL_SECONDS if reading in sources else END_SECONDS
         ready = wait(sources, max(min(pause, deadline - time.monotonic()), 0))
@@ -218,8 +219,9 @@ def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> Ended:
             raise TimeoutError(
                 f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?"
             )
-        if not ready:
+        if time.monotonic() >= next_look:  # whatever the process sends meanwhile
             _check_size(_descendants(os.getpid()), limits)
+            next_look = time.monotonic() + POLL_SECONDS
 
 
 def _receive(reading: int, sent: bytearray) -> bool:

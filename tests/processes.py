@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from contextlib import contextmanager
 
 LIMIT = 600  # seconds, on a slow and busy machine; pyproject.toml gives a whole test longer
 
@@ -23,14 +24,35 @@ def run(command, limit=LIMIT, **options):
     subprocess.TimeoutExpired
         If it did not end within the limit. Its process group is killed.
     """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, start_new_session=True, **pipes, **options)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    process = subprocess.Popen(command, text=True, start_new_session=True, **options)
     try:
         output, errors = process.communicate(timeout=limit)
     except BaseException:
         _kill_group(process)
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@contextmanager
+def beginning():
+    """Yield a function that starts a command in a session of its own and returns its process; errors come as text.
+
+    Those that still run in the end are killed, with their groups.
+    """
+    started = []
+
+    def begin(command, **options):
+        options |= {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        started.append(subprocess.Popen(command, **options))
+        return started[-1]
+
+    try:
+        yield begin
+    finally:
+        for process in started:
+            if process.poll() is None:
+                _kill_group(process)
 
 
 def end(process, limit=30):

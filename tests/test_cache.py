@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +27,7 @@ print("filled", set(out.tolist()))
 """
 
 
-def run(folder: Path, **environment: str) -> subprocess.CompletedProcess:
+def run(folder: Path, **environment: str):
     """Build what is not there, and run a kernel, in a process of its own."""
     return processes.run([sys.executable, "-c", RUN], env=os.environ | {"MOEBLAZE_CACHE": str(folder)} | environment)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import uuid
 
@@ -109,7 +108,7 @@ def test_a_compiled_file_beside_a_text_is_not_what_runs(tmp_path):
     """Python's import would take it: its header names the size and time of the text, which is harmless."""
     path = tmp_path / "mine.py"
     path.write_text("raise SystemExit(7)\n")
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "."], cwd=tmp_path, check=True)
+    assert processes.run([sys.executable, "-m", "compileall", "-q", "."], cwd=tmp_path).returncode == 0
     stat = path.stat()
     path.write_text(f"{'#' * (stat.st_size - 1)}\n")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -272,6 +271,28 @@ def test_too_much_memory(mark):
         check(combine_that(take, includes), guard.Limits(120, resident_bytes=2 << 30))
 
 
+SENDS_ALL_THE_TIME = """
+import sys, tempfile, time
+from moeblaze_ref import guard
+
+def work(send):
+    held = []
+    while True:
+        send(b"x")
+        time.sleep(guard.POLL_SECONDS / 10)
+        if len(held) < 64:
+            held.append(b"x" * (8 << 20))
+
+with tempfile.TemporaryDirectory() as folder:
+    guard.run(work, guard.Limits(30, resident_bytes=256 << 20), folder)
+"""
+
+
+def test_a_process_that_sends_all_the_time_is_watched_too():
+    done = processes.run([sys.executable, "-c", SENDS_ALL_THE_TIME])
+    assert "MiB of memory, but 256 MiB is the limit" in done.stderr
+
+
 def test_memory_that_is_reserved_and_not_used_is_no_memory():
     reserve = "mmap(0, 1ul << 42, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);"
     reserve = f"if ({reserve[:-1]} == MAP_FAILED) __trap();"
@@ -317,10 +338,10 @@ def checking(tmp_path, mark):
         command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine"]
         command += ["--kernel", str(tmp_path / "mine.cu:mine"), "--timeout", str(seconds)]
         own = {"MARK": mark, "TMPDIR": str(tmp_path / "temporary"), **environment}
-        options = {"env": os.environ | own, "start_new_session": True}
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+        return begin(command, env=os.environ | own)
 
-    yield start
+    with processes.beginning() as begin:
+        yield start
     assert hostile.until(lambda: not [*(tmp_path / "temporary").iterdir()]), "temporary files are left"
 
 

@@ -6,7 +6,6 @@ Each command of the table is run with the work that it would do taken out: what 
 import os
 import socket
 import stat
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from unittest.mock import patch
 
 import nbformat
 import numpy as np
+import processes
 import pytest
 import small_lm
 import typer
@@ -169,7 +169,7 @@ def of_tune(done):
 
 
 def of_paper(done):
-    job = does(done, [{"ms": 1}])
+    job = does(done, [{"preset": "conf1", "activation": "silu", "system": "moeblaze", "policy": "minimal", "step_ms": 1.0}])
     return [
         patch.object(plan, "gpu", PretendedDevice),
         patch.object(Item, "jobs", lambda *of: [job]),
@@ -393,9 +393,9 @@ def test_what_is_printed_to_goes_on_where_the_last_line_ended(tmp_path):
     )
     told = tmp_path / "told"
     with told.open("w") as file:
-        subprocess.run([sys.executable, "-c", code], stdout=file, check=True, timeout=60)
+        assert processes.run([sys.executable, "-c", code], stdout=file).returncode == 0
     assert told.read_text() == 'before\n{\n "a": 1\n}\nafter\n'
-    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    piped = processes.run([sys.executable, "-c", code])
     assert piped.stdout == told.read_text()
 
 

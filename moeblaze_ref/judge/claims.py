@@ -52,8 +52,8 @@ def read_launches(exam: Exam, sent: bytes) -> tuple[Description, list[Answer]] |
                 pass
             case answer:
                 answers.append(answer)
-    done = len(answers) >= exam.asked or any(answer.fault for answer in answers)
-    return (description, answers[: exam.asked]) if done else None
+    done = len(answers) >= exam.num_answers or any(answer.fault for answer in answers)
+    return (description, answers[: exam.num_answers]) if done else None
 
 
 def _read(exam: Exam, description: Description | None, line: bytes) -> Description | Answer | Exception:

@@ -56,7 +56,7 @@ class Exam:
         return cls(terms, steps, _poisoned(readers.OUTPUT, terms.dtype) if large else None)
 
     @property
-    def asked(self) -> int:
+    def num_answers(self) -> int:
         """How many answers there are if no case faults."""
         return len(self.cases) + (self.large is not None)
 

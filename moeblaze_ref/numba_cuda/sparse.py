@@ -45,7 +45,7 @@ class OpenArray(FakeCUDAArray):
 
 
 def run_blocks(kernel, blocks: int, threads: int, chosen: Iterable[int], arguments: Iterable[Any], shared_bytes: int):
-    """Run the chosen blocks of a one-dimensional grid; arrays are `OpenArray`s.
+    """Run the chosen blocks of a one-dimensional grid; arrays of reservations are given as `OpenArray`.
 
     Raises
     ------

@@ -291,8 +291,7 @@ def hidden_gradients(
     operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
     stage_doors.check_expert_down_hidden_gradients(*operands, overwrite, gemm.WIDE, GATE_DTYPES)
     _, h, d = w3.shape
-    dtype = gemm.check_rung("expert_down", rung, RUNGS, a, d=d, h=h)
-    gemm.check_gathered("d_out", d_out, rung)
+    dtype = gemm.check_rung("expert_down", rung, RUNGS, a, ("d_out", d_out), d=d, h=h)
     executor = executor or executor_for(a)
     d_a, d_b = (a, b) if overwrite else [like if like is None else executor.empty(like.shape, dtype) for like in (a, b)]
     gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")

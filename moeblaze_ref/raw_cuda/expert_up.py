@@ -57,8 +57,7 @@ def forward(
     """
     stage_doors.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, gemm.WIDE)
     _, d, h = w1.shape
-    dtype = gemm.check_rung("expert_up", rung, RUNGS, x, d=d, h=h)
-    gemm.check_gathered("x", x, rung)
+    dtype = gemm.check_rung("expert_up", rung, RUNGS, x, ("x", x), d=d, h=h)
     executor = executor or executor_for(x)
     stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
     a, b, y_swi = [executor.empty((dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN]

@@ -1,13 +1,13 @@
 """What the expert stages' launches share: C types, constants, and what may be absent."""
 
 import functools
+import math
 from math import gcd
 from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref import doors
-from moeblaze_ref.arrays import size_of
 from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div, widest_pack
 from moeblaze_ref.raw_cuda.tiles import MmaTile, Tile
 from moeblaze_ref.structures import Array, Dispatch
@@ -129,8 +129,18 @@ def portable_rung(dtype: str, d: int, h: int) -> str:
     return "2_tiled" if dtype not in NARROW or d % 8 or h % 8 else "3_mma"
 
 
-def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: Array, **widths: int) -> str:
-    """The array's dtype, in which the rung computes, and rows of these widths."""
+def check_rung(
+    stage: str,
+    rung: str,
+    rungs: dict[str, tuple[str, ...]],
+    array: Array,
+    gathered: tuple[str, Array] | None = None,
+    **widths: int,
+) -> str:
+    """Return the array's dtype, in which the rung computes. It must take rows of these widths, and gather from an array.
+
+    ``gathered`` has the name and the array. The checks call no function: each training step makes them.
+    """
     dtype = doors.dtype_of(array)
     if dtype not in rungs.get(rung, ()):
         doors.check_name(f"rung of {stage}", rung, rungs)
@@ -140,19 +150,16 @@ def check_rung(stage: str, rung: str, rungs: dict[str, tuple[str, ...]], array: 
             + (f"; rungs for it: {', '.join(able)}" if able else "")
         )
     for name, width in widths.items():
-        doors.check_int(name, width, at_least=0, at_most=MAX_WIDTH)
+        if width > MAX_WIDTH:
+            raise ValueError(f"{name} is {width}, but must be at most 2**30 = {MAX_WIDTH}")
         if rung in TENSOR_CORES and width % 8:  # they move 16 bytes at a time
             raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
-    return dtype
-
-
-def check_gathered(name: str, array: Array, rung: str):
-    """The rung can gather rows of the array."""
-    if rung == HOPPER and size_of(array) > MAX_GATHERED:
+    if gathered and rung == HOPPER and (elements := math.prod(gathered[1].shape)) > MAX_GATHERED:
         raise ValueError(
-            f"{name} has {' * '.join(map(str, array.shape))} = {size_of(array)} elements, but rung {rung} gathers from "
-            f"at most 2**35 = {MAX_GATHERED}; use rung 3_mma"
+            f"{gathered[0]} has {' * '.join(map(str, gathered[1].shape))} = {elements} elements, but rung {rung} gathers "
+            f"from at most 2**35 = {MAX_GATHERED}; use rung 3_mma"
         )
+    return dtype
 
 
 def check_slots(dispatch: Dispatch):
@@ -180,11 +187,15 @@ def rows_launch(
     if rung == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
     rows, columns = (ROWS_BOX[1], HOPPER_COLUMNS // results) if rung == HOPPER else extent(tile, results)
-    tiles = dispatch.R // rows + min(dispatch.E, dispatch.R)
-    doors.check_int("tiles of all rows and columns", tiles * ceil_div(width, columns), at_least=0, at_most=MAX_TILES)
+    grid = dispatch.R // rows + min(dispatch.E, dispatch.R), -(-width // columns)
+    if grid[0] * grid[1] > MAX_TILES:
+        raise ValueError(
+            f"R = {dispatch.R} rows of {width} columns are {grid[0] * grid[1]} tiles, but rung {rung} numbers at most "
+            f"2**30 = {MAX_TILES}"
+        )
     if rung == HOPPER:
         return persistent(executor.multiprocessors, crowded) | {"E": dispatch.E}
-    return per_tile(tile, (tiles, ceil_div(width, columns))) | {"E": dispatch.E}
+    return per_tile(tile, grid) | {"E": dispatch.E}
 
 
 def extent(tile: MmaTile | None, results: int = 1) -> tuple[int, int]:
