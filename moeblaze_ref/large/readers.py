@@ -18,8 +18,6 @@ SIZES = {"L": L, "d": d, "h": d, "E": k, "k": k, "R": R}
 SHAPE = f"L={L}, d={d}, k={k}: L d and R d past 2**31, the first and the last block alone"
 TOKENS = (0, L - 1)
 MOST_TOKENS = 64  # of a block, on average: with more it would take long
-
-
 OUTPUT = (len(TOKENS), d)  # what is compared: the output of these tokens
 
 
