@@ -26,6 +26,9 @@ def few_batches(monkeypatch):
     monkeypatch.setattr(capacities, "VALIDATION_BATCHES", 2)
 
 
+OTHER_SHAPES = {"dense": {"E": 1}, "larger dense": {"d": 20, "h": 20, "E": 1, "layers": 4}}
+
+
 @functools.cache
 def rows_of(name, seed=0):
     return capacities.train(name, seed, TINY, data.python_help(), CPU)
@@ -36,7 +39,8 @@ def rows_of(name, seed=0):
 def test_every_variant_trains_and_says_what_it_is(name):
     (row,) = rows_of(name)
     assert (row["variant"], row["seed"], row["capacity_factor"]) == (name, 0, VARIANTS[name].capacity_factor)
-    assert row["shape"] == {"d": 16, "h": 16, "E": 1 if name == "dense" else 4, "k": 1, "layers": 2, "sequence": 16}
+    shape = {"d": 16, "h": 16, "E": 4, "k": 1, "layers": 2, "sequence": 16}
+    assert row["shape"] == shape | OTHER_SHAPES.get(name, {})
     assert row["steps"] == list(range(0, 21, 2)) and len(row["loss"]) == 11
     assert row["held_out_loss"] == row["loss"][-1] < row["loss"][0]
     assert row["seconds_at"] is row["seconds"] is None  # of a CPU
@@ -96,6 +100,14 @@ def test_a_dense_model_has_the_active_weights_of_the_others():
         assert one.moe.w1.shape == (1, *many.moe.w1.shape[1:]) and one.moe.w3.shape == (1, *many.moe.w3.shape[1:])
 
 
+@pytest.mark.parametrize("place", capacities.SIZES)
+def test_the_larger_dense_model_is_larger_as_medium_is_larger_than_small(place):
+    base = capacities.SIZES[place].config
+    larger = capacities.larger_dense(base)
+    assert (larger.E, larger.h, larger.layers / base.layers) == (1, 4 * larger.d, 24 / 12)
+    assert larger.d / base.d == pytest.approx(1024 / 768, rel=0.05) and larger.d % larger.heads == 0
+
+
 def test_a_seed_has_one_start_whatever_the_factor():
     starts = [Trainer(capacities.settings_of(name, 1, TINY, "cpu"), data.python_help()) for name in ("1.0", "dropless")]
     first, second = (dict(trainer.model.named_parameters()) for trainer in starts)
@@ -139,7 +151,7 @@ def test_each_variant_takes_one_step_before_its_first_run(monkeypatch):
     monkeypatch.setattr(capacities, "SIZES", {"cpu": replace(TINY, steps=2)})
     monkeypatch.setattr(capacities.data, "standard_library", data.python_help)
     jobs = capacities.jobs(PretendedDevice())
-    for job in jobs[1:3] + jobs[7:8]:  # factors 1.0 and 1.5 of the first seed, then 1.0 of the second
+    for job in jobs[2:4] + jobs[9:10]:  # factors 1.0 and 1.5 of the first seed, then 1.0 of the second
         job()
     assert [step for *run, step in steps if run == [1.0, 0]] == [0, 0, 1]
     assert [step for *run, step in steps if run == [1.5, 0]] == [0, 0, 1]
@@ -147,9 +159,10 @@ def test_each_variant_takes_one_step_before_its_first_run(monkeypatch):
 
 
 def test_the_runs_of_a_gpu_have_steps_for_ten_minutes():
-    """Of 23.5 seconds a run of 600 steps took 14.2, and the rest was validations and set-up."""
-    seconds = 14.2 * capacities.SIZES["cuda"].steps / 600 + 9.3
-    assert len(capacities.jobs(PretendedDevice())) * seconds < 600
+    """Of 16.4 seconds a run of 400 steps took 9.6, and the rest was validations and set-up: of the larger model twice."""
+    seconds = 9.6 * capacities.SIZES["cuda"].steps / 400 + 6.8
+    runs = [2 if job.args[0] == "larger dense" else 1 for job in capacities.jobs(PretendedDevice())]
+    assert sum(runs) * seconds < 600
 
 
 def losses_of(**losses):

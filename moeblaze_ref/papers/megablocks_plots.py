@@ -44,7 +44,7 @@ TILE_LOOKS = {
 }
 PRODUCT_COLORS = dict(zip(PRODUCTS, (BLUE, VERMILLION, ORANGE, SKY, YELLOW, PURPLE), strict=True))
 MODEL_COLORS = dict(zip(("moe-XS", "moe-Small", "moe-Medium"), (BLUE, VERMILLION, GREEN), strict=True))
-VARIANT_COLORS = dict(zip(VARIANTS, (GREY, VERMILLION, ORANGE, GREEN, BLACK, BLUE), strict=True))
+VARIANT_COLORS = dict(zip(VARIANTS, (GREY, SKY, VERMILLION, ORANGE, GREEN, BLACK, BLUE), strict=True))
 BAND = 0.15  # opacity of a spread
 FIRST_POINT = 5  # validations in the first half of a run: their losses would flatten the rest
 
