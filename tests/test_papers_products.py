@@ -165,8 +165,8 @@ def triton(monkeypatch):
     """In the place of the module that needs Triton: the same product by torch, and what it was asked for."""
     asked = []
 
-    def multiply(left, right, result, tile, warps, stages):
-        asked.append((tile, warps, stages))
+    def multiply(left, right, result, *kernel):
+        asked.append(kernel)
         torch.mm(left, right, out=result)
 
     monkeypatch.setitem(sys.modules, "moeblaze_ref.papers.triton_matmul", fake := SimpleNamespace(multiply=multiply))
@@ -190,7 +190,7 @@ def test_the_row_of_a_tile_is_that_of_its_fastest_kernel(triton, monkeypatch):
     device = PretendedDevice(cache_bytes=1)
     cost = {(4, 3): 9.0, (4, 4): 7.0, (8, 3): 3.0, (8, 4): 5.0}
 
-    def slow(left, right, result, tile, warps, stages):
+    def slow(left, right, result, tile, warps, stages, band):
         device.now += cost[warps, stages]
         torch.mm(left, right, out=result)
 
@@ -202,14 +202,14 @@ def test_the_row_of_a_tile_is_that_of_its_fastest_kernel(triton, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["nothing", "zeros", "last row"])
 def test_a_wrong_square_is_not_timed(fault, triton):
-    def wrong(left, right, result, tile, warps, stages):
+    def wrong(left, right, result, *kernel):
         if fault == "zeros":
             result.zero_()
         if fault == "last row":
             result[:-1] = torch.mm(left, right)[:-1]
 
     triton.module.multiply = wrong
-    with pytest.raises(ArithmeticError, match="the product of size 64 by tiles of 64x64 has an error of"):
+    with pytest.raises(ArithmeticError, match="the product of size 64 by tiles of 64x64 in bands of 8 has an error of"):
         squares.time_square(64, PretendedDevice())
 
 
@@ -230,6 +230,19 @@ def test_the_papers_tile_is_compared_with_the_fastest():
         {"n": 512, "tile": None, "ms": 0.1},
     ]
     assert squares.summary(rows) == {512: 0.75, 1024: 1.0}
+
+
+def test_each_order_of_the_papers_tile_has_a_row(triton):
+    device = PretendedDevice()
+
+    def slow(left, right, result, tile, warps, stages, band):
+        device.now += {squares.BAND: 3.0, squares.ROW_BY_ROW: 4.0}[band]
+        torch.mm(left, right, out=result)
+
+    triton.module.multiply = slow
+    rows = squares.time_square(128, device, squares.ORDERS)
+    assert [(row["tile"], row["band"]) for row in rows] == [([128, 128], 8), ([128, 128], 1), (None, None)]
+    assert squares.gains_by_order(rows) == {128: pytest.approx(0.25, rel=0.01)}
 
 
 def test_nan_is_not_right():

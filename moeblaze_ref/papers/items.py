@@ -83,6 +83,13 @@ _ALL = (
         drawn_by="megablocks_plots:products",
     ),
     Item(
+        "megablocks-order",
+        "MegaBlocks, section 6.3",
+        "the order of the tiles",
+        "megablocks:order_of_tiles",
+        measured_by="squares:jobs_of_orders",
+    ),
+    Item(
         "megablocks-fig10",
         "MegaBlocks, figure 10",
         "one expert after another",

@@ -24,6 +24,7 @@ COLUMNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "moeblaze-fig6": (("preset", "activation", "system"), ("step_ms",)),
     "megablocks-fig2": (("variant", "seed"), ("steps", "loss", "held_out_loss", "seconds_at", "seconds")),
     "megablocks-fig5": (("n", "tile"), ("ms", "tflops")),
+    "megablocks-order": (("n", "tile", "band"), ("ms",)),
     "megablocks-fig9": (("model", "product"), ("pct_of_bmm",)),
     "megablocks-fig10": (("model", "E"), ("ms", "sequential_ms", "graph_ms", "sequential_graph_ms")),
 }

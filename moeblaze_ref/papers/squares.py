@@ -1,10 +1,11 @@
-"""MegaBlocks' figure 5: dense square products by the tile of a thread block, beside cuBLAS.
+"""MegaBlocks' figure 5: dense square products by the tile of a thread block and by the order of the tiles.
 
-Source: MegaBlocks (arXiv 2211.15841), section 5.1.2, which chose blocks of 128x128 because the CUTLASS tile of that
-size is on a par with the others or better. Here one Triton kernel takes every tile. Operands are bfloat16.
+Source: MegaBlocks (arXiv 2211.15841). Section 5.1.2 chose blocks of 128x128 because the CUTLASS tile of that size is on
+a par with the others or better. Section 6.3 says what the order of the tiles changes through the L2 cache. Here one
+Triton kernel takes every tile and order, beside cuBLAS. Operands are bfloat16.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -33,6 +34,8 @@ WARPS = {
 }
 STAGES = (3, 4)
 PAPERS_TILE = (128, 128)
+BAND = 8  # rows of tiles that share a column: neighbours in time find it in the L2 cache
+ROW_BY_ROW = 1
 REPETITIONS = 9
 
 
@@ -42,9 +45,11 @@ class Kernel(NamedTuple):
     tile: tuple[int, int]  # rows and columns
     warps: int
     stages: int
+    band: int = BAND  # see `triton_matmul.multiply`
 
 
 KERNELS = tuple(Kernel(tile, *way) for tile, warps in WARPS.items() for way in product(warps, STAGES))
+ORDERS = tuple(Kernel(PAPERS_TILE, *way) for way in product(WARPS[PAPERS_TILE], STAGES, (BAND, ROW_BY_ROW)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +69,7 @@ class Operands:
 
 
 def time_square(n: int, device: Device, kernels: Sequence[Kernel] = KERNELS) -> Rows:
-    """Time every tile and cuBLAS on one size, interleaved, by replays of CUDA graphs.
+    """Time every tile and order, and cuBLAS, on one size, interleaved, by replays of CUDA graphs.
 
     A graph multiplies as many pairs of operands as fill the L2 cache twice. Every result is compared with cuBLAS's.
 
@@ -74,13 +79,14 @@ def time_square(n: int, device: Device, kernels: Sequence[Kernel] = KERNELS) -> 
         Rows, columns and depth; a multiple of every tile's sides.
     device : Device
     kernels : sequence of Kernel
-        Of each tile the fastest gives the row.
+        Of each tile and order the fastest gives the row.
 
     Returns
     -------
     list of dict
-        {n, system, tile, warps, stages, ms, quartiles_ms, tflops, error, row_error}: a row for each tile, of the system
-        "triton", and one of "cublas", which has no tile and no errors. Milliseconds are of one product.
+        {n, system, tile, band, warps, stages, ms, quartiles_ms, tflops, error, row_error}: a row for each tile and
+        order, of the system "triton", and one of "cublas", which has no kernel and no errors. Milliseconds are of one
+        product.
 
     Raises
     ------
@@ -93,7 +99,7 @@ def time_square(n: int, device: Device, kernels: Sequence[Kernel] = KERNELS) -> 
     contenders = {kernel: replayed(device.captured(work)) for kernel, work in works.items()}
     samples = take_turns(contenders, REPETITIONS, device)
     times = {kernel: taken.shared_by(len(sets)) for kernel, taken in samples.items()}
-    best = [_fastest(times, [kernel for kernel in kernels if kernel.tile == tile]) for tile in _tiles(kernels)]
+    best = [_fastest(times, alike) for alike in _by_tile_and_order(kernels)]
     return [_row(n, kernel, times[kernel], errors[kernel]) for kernel in best] + [_row(n, None, times[None], {})]
 
 
@@ -114,12 +120,15 @@ def _error(kernel: Kernel, operands: Operands) -> dict[str, float]:
     operands.result.fill_(torch.nan)
     _by_triton(kernel, [operands])
     rows, columns = kernel.tile
-    what = f"the product of size {len(expected)} by tiles of {rows}x{columns}"
+    what = f"the product of size {len(expected)} by tiles of {rows}x{columns} in bands of {kernel.band}"
     return checked_errors(what, operands.result, expected)
 
 
-def _tiles(kernels: Sequence[Kernel]) -> list[tuple[int, int]]:
-    return list(dict.fromkeys(kernel.tile for kernel in kernels))
+def _by_tile_and_order(kernels: Sequence[Kernel]) -> Iterable[list[Kernel]]:
+    found = {}
+    for kernel in kernels:
+        found.setdefault((kernel.tile, kernel.band), []).append(kernel)
+    return found.values()
 
 
 def _fastest(times: Mapping[Kernel | None, Samples], kernels: Sequence[Kernel]) -> Kernel:
@@ -131,6 +140,7 @@ def _row(n: int, kernel: Kernel | None, taken: Samples, error: Mapping[str, floa
         "n": n,
         "system": "cublas" if kernel is None else "triton",
         "tile": None if kernel is None else list(kernel.tile),
+        "band": None if kernel is None else kernel.band,
         "warps": None if kernel is None else kernel.warps,
         "stages": None if kernel is None else kernel.stages,
         "ms": taken.median,
@@ -154,6 +164,18 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return {n: min(took for (size, _), took in ms.items() if size == n) / ms[n, PAPERS_TILE] for n in sizes}
 
 
+def gains_by_order(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Return, for each size, by how much of its time bands of tiles are faster than tiles row by row; below 0: slower.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `time_square` returns them of ``ORDERS``, of one device.
+    """
+    ms = {(row["n"], row["band"]): row["ms"] for row in rows if row["tile"]}
+    return {n: 1 - ms[n, BAND] / ms[n, ROW_BY_ROW] for n in sorted({n for n, _ in ms})}
+
+
 def jobs(device: Device) -> list[Callable[[], Rows]]:
     """Return a job for each size, see `time_square`.
 
@@ -161,3 +183,8 @@ def jobs(device: Device) -> list[Callable[[], Rows]]:
     times each, 8.8 TFLOP a product.
     """
     return [partial(time_square, n, device) for n in SIZES]
+
+
+def jobs_of_orders(device: Device) -> list[Callable[[], Rows]]:
+    """Return a job for each size, see `time_square`; they should take a minute on an H100."""
+    return [partial(time_square, n, device, ORDERS) for n in SIZES]

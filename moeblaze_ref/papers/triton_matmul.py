@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 DEPTH = 64  # columns of left and rows of right that one step multiplies
-BAND = 8  # rows of tiles that are computed before the next columns: neighbours in time share columns in the L2 cache
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def product_kernel(
     tl.store(result + rows * n + columns, total.to(result.dtype.element_ty))
 
 
-def multiply(left: Tensor, right: Tensor, result: Tensor, tile: tuple[int, int], warps: int, stages: int):
+def multiply(left: Tensor, right: Tensor, result: Tensor, tile: tuple[int, int], warps: int, stages: int, band: int):
     """Write the product of left and right into result.
 
     Parameters
@@ -45,6 +44,8 @@ def multiply(left: Tensor, right: Tensor, result: Tensor, tile: tuple[int, int],
         Of a thread block.
     stages : int
         Steps whose operands are in shared memory at one time.
+    band : int
+        Rows of tiles that share a column before the next column is computed; 1 is the order row by row.
 
     Raises
     ------
@@ -55,5 +56,5 @@ def multiply(left: Tensor, right: Tensor, result: Tensor, tile: tuple[int, int],
     if n == 0 or n % rows or n % columns or n % DEPTH:
         raise ValueError(f"n is {n}, but a tile of {rows}x{columns} needs a multiple of {rows}, {columns} and {DEPTH}")
     product_kernel[n // rows * (n // columns),](
-        left, right, result, n, rows, columns, DEPTH, BAND, num_warps=warps, num_stages=stages
+        left, right, result, n, rows, columns, DEPTH, band, num_warps=warps, num_stages=stages
     )

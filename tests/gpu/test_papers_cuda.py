@@ -20,7 +20,7 @@ def gpu():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", squares.KERNELS)
+@pytest.mark.parametrize("kernel", (*squares.KERNELS, *squares.ORDERS[1::2]))
 @pytest.mark.parametrize("n", [256, 768])
 def test_the_triton_product_is_the_dense_one(kernel, n, dtype):
     from moeblaze_ref.papers import triton_matmul
@@ -40,7 +40,7 @@ def test_a_size_that_the_tile_does_not_divide_is_refused():
 
     matrix = torch.zeros(192, 192, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="n is 192, but a tile of 128x64 needs a multiple of 128, 64 and 64"):
-        triton_matmul.multiply(matrix, matrix, torch.empty_like(matrix), (128, 64), warps=4, stages=3)
+        triton_matmul.multiply(matrix, matrix, torch.empty_like(matrix), (128, 64), warps=4, stages=3, band=8)
 
 
 def test_every_tile_is_timed(gpu):
