@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,9 +47,20 @@ def stdout() -> Console:
 @contextmanager
 def user_errors() -> Iterator[None]:
     """A wrong name, size or path is the user's to mend: print the message alone and exit with status 2."""
+    with _one_line(ValueError, TypeError, OSError, cache.SimtUnavailable):
+        yield
+
+
+def cache_errors() -> AbstractContextManager[None]:
+    """A cache of compiled kernels that cannot be used is the user's to mend too; other errors are ours."""
+    return _one_line(cache.SimtUnavailable)
+
+
+@contextmanager
+def _one_line(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, OSError, cache.SimtUnavailable) as error:
+    except errors as error:
         print_error(str(error))
         raise typer.Exit(2) from None
 
@@ -75,7 +86,15 @@ def doctor():
         table.add_row(backend.name, verdict, f"{backend.description}: {status.detail}{remedy}")
     stdout().print(table)
     if statuses["simt"].available:
-        stdout().print(cache.summary(), highlight=False, soft_wrap=True, markup=False)
+        stdout().print(_what_the_cache_holds(), highlight=False, soft_wrap=True, markup=False)
+
+
+def _what_the_cache_holds() -> str:
+    """Return one line on the compiled kernels, or why there is nothing to say of them."""
+    try:
+        return cache.summary()
+    except cache.SimtUnavailable as error:
+        return str(error)
 
 
 @app.command()
@@ -153,7 +172,8 @@ def check(
             jobs = cross_check.plan_gradients(backend or tuple(cross_check.TORCH_DEVICES))
         else:
             jobs = cross_check.plan(stage or STAGES, backend or CHECKED)
-    rows = terminal.run_with_bar("cross-checking", jobs)
+    with cache_errors():
+        rows = terminal.run_with_bar("cross-checking", jobs)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
