@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from moeblaze_ref import records
@@ -104,8 +104,12 @@ def summary() -> str:
     SimtUnavailable
         If the folder cannot be made or listed.
     """
-    with _using(folder(), "listed"):
+    try:
         found = [path for path in folder().iterdir() if path.suffix in ENDINGS]
+    except OSError as error:
+        raise SimtUnavailable(
+            f"the folder of compiled kernels {folder()} cannot be listed ({error}); set MOEBLAZE_CACHE to another folder"
+        ) from None
     damaged = sum(not is_whole(path) for path in found)
     what = f", {damaged} of them damaged or of an earlier version: they are built again when needed" if damaged else ""
     return f"compiled files in {folder()}: {len(found)}{what}"
@@ -139,15 +143,11 @@ def remove_unfinished(temporary: str):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _writing(path: Path) -> AbstractContextManager[None]:
-    return _using(path, "written")
-
-
 @contextmanager
-def _using(path: Path, how: str) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise SimtUnavailable(
-            f"the folder of compiled kernels {path} cannot be {how} ({error}); set MOEBLAZE_CACHE to another folder"
+            f"the folder of compiled kernels {path} cannot be written ({error}); set MOEBLAZE_CACHE to another folder"
         ) from None
