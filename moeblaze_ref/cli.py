@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,9 +47,20 @@ def stdout() -> Console:
 @contextmanager
 def user_errors() -> Iterator[None]:
     """A wrong name, size or path is the user's to mend: print the message alone and exit with status 2."""
+    with _one_line(ValueError, TypeError, OSError, cache.SimtUnavailable):
+        yield
+
+
+def cache_errors() -> AbstractContextManager[None]:
+    """A cache of compiled kernels that cannot be used is the user's to mend too; other errors are ours."""
+    return _one_line(cache.SimtUnavailable)
+
+
+@contextmanager
+def _one_line(*errors: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, OSError, cache.SimtUnavailable) as error:
+    except errors as error:
         print_error(str(error))
         raise typer.Exit(2) from None
 
@@ -75,7 +86,15 @@ def doctor():
         table.add_row(backend.name, verdict, f"{backend.description}: {status.detail}{remedy}")
     stdout().print(table)
     if statuses["simt"].available:
-        stdout().print(cache.summary(), highlight=False, soft_wrap=True, markup=False)
+        stdout().print(_what_the_cache_holds(), highlight=False, soft_wrap=True, markup=False)
+
+
+def _what_the_cache_holds() -> str:
+    """Return one line on the compiled kernels, or why there is nothing to say of them."""
+    try:
+        return cache.summary()
+    except cache.SimtUnavailable as error:
+        return str(error)
 
 
 @app.command()
@@ -138,8 +157,9 @@ def check(
     if kernel is not None:
         _judge(kernel, stage or [], backend or [], options, timeout, record, force, as_json)
     with user_errors():
+        command = _name_of_check(gradients, large)
         if record:
-            provenance.check_place(record, force)
+            provenance.check_place(record, command, force)
         if options:
             raise ValueError(f"{', '.join(options)}: only a kernel has these; name it with --kernel")
         if large and (gradients or kernel):
@@ -152,7 +172,8 @@ def check(
             jobs = cross_check.plan_gradients(backend or tuple(cross_check.TORCH_DEVICES))
         else:
             jobs = cross_check.plan(stage or STAGES, backend or CHECKED)
-    rows = terminal.run_with_bar("cross-checking", jobs)
+    with cache_errors():
+        rows = terminal.run_with_bar("cross-checking", jobs)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
@@ -161,8 +182,13 @@ def check(
     if record:
         with user_errors():
             parts = source_hashes.of_backends(row.backend for row in rows if row.available)
-            provenance.record(record, {"rows": [row.as_dict() for row in rows]}, force, parts)
+            provenance.record(record, command, {"rows": [row.as_dict() for row in rows]}, force, parts)
     raise typer.Exit(0 if cross_check.passed(rows) else 1)
+
+
+def _name_of_check(gradients: bool, large: bool) -> str:
+    """Return what a record of ``check`` is called by its options."""
+    return "check" + " --gradients" * gradients + " --large" * large
 
 
 def _coverage(others: dict[str, object], as_json: bool):
@@ -205,14 +231,14 @@ def _judge(
         if "constants" in options:
             options["constants"] = dict(_definition(text) for text in options["constants"])
         if record:
-            provenance.check_place(record, force)
+            provenance.check_place(record, "check --kernel", force)
         try:
             verdict = apart.examine(kernel, stages[0], timeout, backend=next(iter(backends), None), **options)
         except TimeoutError:
             print_error(f"{kernel} did not end within {timeout} seconds; --timeout sets another limit")
             raise typer.Exit(1) from None
         if record:
-            provenance.record(record, verdict.document, force)
+            provenance.record(record, "check --kernel", verdict.document, force)
     if as_json:
         print(json.dumps(verdict.document, indent=2))
     else:
@@ -240,14 +266,14 @@ def sanitize(
     with user_errors():
         jobs = sanitizer.plan()
         if record:
-            provenance.check_place(record, force)
+            provenance.check_place(record, "sanitize", force)
     findings = terminal.run_with_bar("sanitizing", jobs)
     for finding in findings:
         shown = finding.report[-1:] if finding.ok else finding.report[:40]
         stdout().print(f"{finding.tool}: {'clean' if finding.ok else 'NOT CLEAN'}", *shown, sep="\n  ", markup=False)
     if record:
         with user_errors():
-            provenance.record(record, {"tools": [asdict(finding) for finding in findings]}, force)
+            provenance.record(record, "sanitize", {"tools": [asdict(finding) for finding in findings]}, force)
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
@@ -313,7 +339,7 @@ def paper(
     with user_errors():
         items = command.chosen(item or [], gpu, record, plot)
         if plot:
-            command.check_plots(items, plot, force)
+            command.check_plots(items, plot, record, force)
         recorded = command.measure(items, record, terminal.progress_bar, force) if gpu else command.Recorded()
         rows = [row for one in items for row in one.rows(recorded)]
     if as_json:
@@ -469,13 +495,14 @@ def evidence(
     from moeblaze_ref.lm import evidence as gathering
     from moeblaze_ref.lm import report
 
-    request = gathering.Request(preset, steps, device, data, out, tuple(run or ()))
+    request, command = gathering.Request(preset, steps, device, data, out, tuple(run or ())), f"evidence {kind}"
     with user_errors(), finite_numbers():
+        records.check_distinct({"--record": [record], "--out": gathering.files(request)})
         if record:
-            provenance.check_place(record, force)
+            provenance.check_place(record, command, force)
         found = gathering.gather(kind, request)
         if record:
-            provenance.record(record, found, force)
+            provenance.record(record, command, found, force)
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -550,6 +577,8 @@ def place(
     from moeblaze_ref.placement.synthetic import trace_or_synthetic
 
     with user_errors():
+        pictures = terminal.pictures(plots, terminal.PLACEMENT_PLOTS)
+        records.check_distinct({"--out": [out], "--record": [record], "--plots": pictures})
         chosen = methods.named(method or ["all"])
         routed = trace_or_synthetic(trace, synthetic, num_experts, model)
         on = simulate.cluster(topology, gpus, d, h)
@@ -560,7 +589,7 @@ def place(
         if out:
             records.check_writable(out, maps.load, force)
         if record:
-            provenance.check_place(record, force)
+            provenance.check_place(record, "place", force)
         if plots:
             terminal.check_plots(plots, terminal.PLACEMENT_PLOTS, force)
         trials = terminal.run_with_bar("placing", jobs)
@@ -579,9 +608,8 @@ def place(
             named = trace.name if trace else f"synthetic {synthetic}"
             asked = {"trace": named, "model": routed.model, "gpus": gpus, "topology": topology, "d": d, "h": h}
             asked |= {"solver": solver, "time_limit": time_limit, "limit": limit}
-            provenance.record(
-                record, asked | report.content(rows, trials, along, tokens), force, (source_hashes.PLACEMENT,)
-            )
+            content = asked | report.content(rows, trials, along, tokens)
+            provenance.record(record, "place", content, force, (source_hashes.PLACEMENT,))
 
 
 @app.command()

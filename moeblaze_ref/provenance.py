@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,20 +79,26 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def check_place(path: Path, force: bool = False):
-    """Check that a record may be written here; errors as in `records.check_writable`."""
-    records.check_writable(path, load, force)
+def check_place(path: Path, command: str, force: bool = False):
+    """Check that a record of a command may be written here; errors as in `records.check_writable`."""
+    records.check_writable(path, partial(load_of, command), force)
 
 
 def record(
-    path: Path, content: dict[str, Any], force: bool = False, parts: tuple[str, ...] = source_hashes.MEASURED
+    path: Path,
+    command: str,
+    content: dict[str, Any],
+    force: bool = False,
+    parts: tuple[str, ...] = source_hashes.MEASURED,
 ) -> dict[str, Any]:
-    """Write ``content`` and the environment to a JSON file, making its folder if need be.
+    """Write ``content``, the environment and the name of the command to a JSON file, making its folder if need be.
 
     Parameters
     ----------
     path : Path
-        A record that is there is replaced; another file only with ``force``.
+        A record of the same command is replaced; another file only with ``force``.
+    command : str
+        What makes the record, such as "place" or "check --large".
     content : dict
     force : bool
     parts : tuple of str
@@ -107,11 +114,26 @@ def record(
     ValueError, OSError
         As in `records.replace`.
     """
-    whole = environment(parts) | content
-    records.write(path, whole, load, force)
+    whole = environment(parts) | {"command": command} | content
+    records.write(path, whole, partial(load_of, command), force)
     return whole
 
 
 def load(path: Path) -> dict[str, Any]:
     """Return what a record of any command holds; errors as in `records.read`."""
     return records.read(path, RECORD)
+
+
+def load_of(command: str, path: Path) -> dict[str, Any]:
+    """Return what a record of one command holds.
+
+    Raises
+    ------
+    ValueError, OSError
+        If the file is no record, or one of another command; or as in `records.read`.
+    """
+    found = load(path)
+    if (its := found.get("command")) != command:
+        named = f"of {its!r}" if its else "that names no command"
+        raise ValueError(f"{path.name} is a record {named}, but it must be one of {command!r}")
+    return found

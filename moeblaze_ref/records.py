@@ -7,20 +7,28 @@ Every file that a user names is written by `replace`, and `check_writable` decid
 - a file of the kind that the command writes, which the command's own loader reads. It is replaced;
 - another file only with ``force``, the option ``--force`` of the commands;
 - a character device or a pipe, such as /dev/stdout. It is written through, and stays what it is.
+
+A link is followed to the file that it leads to. A file that is replaced passes its mode on, and its owner where the
+system permits that. `check_distinct` keeps two options of a command from naming one file.
 """
 
+import errno
+import itertools
 import json
 import os
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from moeblaze_ref import unfinished
+
 Load = Callable[[Path], Any]  # reads a file of one kind; raises ValueError or TypeError if it is of another
+_pipes: dict[tuple[int, int], int] = {}  # descriptors of the pipes that `check_writable` has opened, by device and inode
 
 
 def check_writable(path: Path, load: Load, force: bool = False):
@@ -37,23 +45,59 @@ def check_writable(path: Path, load: Load, force: bool = False):
     Raises
     ------
     ValueError
-        If the path is a folder, a block device or a socket, or a file of another kind that is not to be replaced.
+        If the path is a folder, a block device or a socket, a pipe that no process reads, or a file of another kind
+        that is not to be replaced.
     OSError
-        If the folder or the file cannot be written.
+        If the folder or the file cannot be written, or links lead in circles.
     """
+    target = _target(path)
     if path.is_dir():
         raise ValueError(f"{path} is a folder, but a file is to be written: name one in it")
     if is_stream(path):
         _check_stream(path)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=target.parent):
         pass
-    _part_of(path)
-    if path.exists():
-        path.open("a").close()
+    if target.exists():
+        target.open("a").close()
         if not force:
             _check_kind(path, load)
+
+
+def _target(path: Path) -> Path:
+    """Return the path without links; OSError if they lead in circles."""
+    with naming(path), suppress(FileNotFoundError):
+        path.stat()
+    return Path(os.path.realpath(path))
+
+
+def check_distinct(outputs: Mapping[str, Iterable[Path | None]]):
+    """Check that no two options of a command name one file, or one a file and the other a folder of that name.
+
+    Parameters
+    ----------
+    outputs : mapping
+        The files that each option names, by the option. None stands for an option that is not given.
+
+    Raises
+    ------
+    ValueError
+        If two do, by links too. A character device such as /dev/null may be named twice.
+    OSError
+        If links lead in circles.
+    """
+    named = [(option, path) for option, paths in outputs.items() for path in paths if path is not None]
+    for (one, path), (other, second) in itertools.combinations(named, 2):
+        if one != other and _collide(path, second):
+            raise ValueError(f"{one} writes {path}, and {other} writes {second}: name two files")
+
+
+def _collide(path: Path, other: Path) -> bool:
+    first, second = _target(path), _target(other)
+    if path.exists() and other.exists():
+        return path.samefile(other) and not path.is_char_device()
+    return first == second or first in second.parents or second in first.parents
 
 
 def _check_kind(path: Path, load: Load):
@@ -93,6 +137,25 @@ def _check_stream(path: Path):
         raise ValueError(f"{path} is a {kind}, but only a file, a character device or a pipe can be written: name one")
     if not os.access(path, os.W_OK):
         raise PermissionError(f"{path} cannot be written: permission denied")
+    if _descriptor_of(path) is None and stat.S_ISFIFO(mode):
+        _open_pipe(path)
+
+
+def _open_pipe(path: Path):
+    """Open a pipe for what is written later: if it were closed until then, its reader would see the end."""
+    if (key := _key(path)) in _pipes:
+        return
+    try:
+        _pipes[key] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise ValueError(f"{path} is a pipe that no process reads: start its reader first, or name a file") from None
+
+
+def _key(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def check_regular(path: Path):
@@ -152,7 +215,7 @@ def replace(path: Path, write: Callable[[Path], Any], load: Load, force: bool = 
         if is_stream(path):
             _write_through(path, write)
         else:
-            _replace_file(path.resolve(), write)  # a link stays one
+            _replace_file(_target(path), write)  # a link stays one
 
 
 def _write_through(path: Path, write: Callable[[Path], Any]):
@@ -165,32 +228,24 @@ def _write_through(path: Path, write: Callable[[Path], Any]):
 
 def _opened(path: Path) -> BinaryIO:
     """A stream to write to; what this process prints to goes on where the last line ended."""
-    if (descriptor := _descriptor_of(path)) is None:
-        return path.open("wb")
-    sys.stdout.flush()
-    return open(os.dup(descriptor), "wb")
+    if (descriptor := _descriptor_of(path)) is not None:
+        sys.stdout.flush()
+        return open(os.dup(descriptor), "wb")
+    if path.is_fifo():
+        pipe = _pipes.pop(_key(path))
+        os.set_blocking(pipe, True)
+        return open(pipe, "wb")
+    return path.open("wb")
 
 
 def _replace_file(path: Path, write: Callable[[Path], Any]):
-    part = _part_of(path)
-    try:
+    with unfinished.beside(path) as part:
         write(part)
         to_disk(part)
+        if path.exists():
+            unfinished.pass_on(path.stat(), part)
         os.replace(part, path)
         to_disk(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _part_of(path: Path) -> Path:
-    """The file that is filled first. A killed process leaves it, and the next one writes over it."""
-    path = path.resolve()
-    part = path.with_name(f"{path.name}.part")
-    if os.path.lexists(part) and not stat.S_ISREG(part.lstat().st_mode):
-        raise ValueError(
-            f"{part} is no regular file, but {path.name} is written there first: remove it, or name another"
-        )
-    return part
 
 
 def earlier(path: Path, load: Load, force: bool = False) -> Any | None:
@@ -253,7 +308,7 @@ def read(path: Path, keys: Collection[str]) -> dict[str, Any]:
     """
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:  # no JSON, or not even text
+    except (ValueError, RecursionError) as error:  # no JSON, not even text, or nested too deep
         raise ValueError(f"{path.name} is no JSON: {error}") from None
     return check_object(path.name, found, keys)
 

@@ -125,8 +125,13 @@ def check_plots(folder: Path, names: Iterable[str], force: bool = False):
     ValueError, OSError
         As in `records.check_writable`.
     """
-    for name in names:
-        records.check_writable(_png(folder, name), _check_picture, force)
+    for path in pictures(folder, names):
+        records.check_writable(path, _check_picture, force)
+
+
+def pictures(folder: Path | None, names: Iterable[str]) -> list[Path]:
+    """Return the files of figures in a folder, and none if no folder is named."""
+    return [] if folder is None else [_png(folder, name) for name in names]
 
 
 def save(figure: Figure, folder: Path, name: str, force: bool = False) -> Path:

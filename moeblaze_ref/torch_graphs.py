@@ -12,7 +12,13 @@ from moeblaze_ref import doors
 from moeblaze_ref.layer import MoEWeights
 from moeblaze_ref.torch_capture import capture
 from moeblaze_ref.torch_layer import MoELayer, MoEOutput
-from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode, refuse_transform, transforms_active
+from moeblaze_ref.torch_transforms import (
+    check_backward,
+    refuse_forward_mode,
+    refuse_transform,
+    tracing,
+    transforms_active,
+)
 
 WARM_UP = 3  # steps before the captures: they compile the kernels, and cuBLAS takes its workspace
 
@@ -121,7 +127,7 @@ class LayerGraphs:
             If x or the weights are not those that the graphs were captured for.
         """
         doors.check_type("x", x, Tensor)
-        if transforms_active():
+        if transforms_active() or tracing():
             refuse_transform(MoELayer.__name__)
         self._check_x(x)
         self._check_weights(weights)

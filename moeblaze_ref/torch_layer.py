@@ -22,7 +22,13 @@ from moeblaze_ref.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.routed_experts import RoutedExperts
 from moeblaze_ref.structures import STRUCTURES, Array, Dispatch
 from moeblaze_ref.torch_bridge import bridge_to
-from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode, refuse_transform, transforms_active
+from moeblaze_ref.torch_transforms import (
+    check_backward,
+    refuse_forward_mode,
+    refuse_transform,
+    tracing,
+    transforms_active,
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +95,8 @@ class MoEModule(RoutedExperts):
         TypeError
             If x is no tensor, or a dtype is not allowed or differs from that of the weights.
         RuntimeError
-            If nothing can run the kernels here, or under a transform of ``torch.func`` or ``torch.export``.
+            If nothing can run the kernels here, or under a transform of ``torch.func``, ``torch.export`` or
+            ``torch.jit.trace``.
         """
         if torch.compiler.is_compiling():
             from moeblaze_ref import torch_uncompiled
@@ -107,7 +114,7 @@ class MoEModule(RoutedExperts):
     ) -> MoEOutput:
         """`forward` with wg, w1, w2 and w3 in place of the layer's own, without hooks and graphs."""
         doors.check_type("x", x, Tensor)
-        if transforms_active():
+        if transforms_active() or tracing():
             refuse_transform(type(self).__name__)
         _check_tensors(x, weights, self)
         tokens, weights = _cast(x, weights)

@@ -1,4 +1,4 @@
-"""Torch's function transforms, of a layer whose kernels torch cannot look into: each raises one line."""
+"""Torch's function transforms and its tracer, of a layer whose kernels torch cannot look into: each raises one line."""
 
 from collections.abc import Iterable
 
@@ -9,21 +9,28 @@ from torch import Tensor
 _INSTEAD = {
     "Grad": ("torch.func.grad, vjp or jacrev", "call torch.autograd.grad, or backward, on the layer's output"),
     "Vmap": ("torch.func.vmap", "pass all tokens in one call, as x of shape (..., d), and loop over several layers"),
+    "Functionalize": ("torch.func.functionalize", "call the layer as it is, since it changes none of its inputs"),
     "Jvp": ("torch.func.jvp, jacfwd or hessian", "call torch.autograd.grad on the layer's output, in reverse mode"),
 }
 
 
+# Both are functions of C, since every forward calls them.
 transforms_active = torch._C._are_functorch_transforms_active  # whether one of torch.func's transforms is running
+tracing = torch._C._get_tracing_state  # what torch.jit.trace has recorded; None if it is not running
 
 
 def refuse_transform(layer: str):
-    """Raise RuntimeError if the transform that is running is one that the layer does not run under.
+    """Raise RuntimeError if torch.jit.trace is running, or a transform that the layer does not run under.
 
     Parameters
     ----------
     layer : str
         The name of the layer, for the message.
     """
+    if tracing():
+        raise RuntimeError(
+            f"torch.jit.trace cannot record {layer}: save its state_dict, and load it into a {layer} where it runs"
+        )
     transform = torch._C._functorch.peek_interpreter_stack().key().name
     if transform in _INSTEAD:
         called, instead = _INSTEAD[transform]

@@ -229,8 +229,8 @@ def load_npz(path: Path, needed: str) -> dict[str, np.ndarray]:
         try:
             with np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
-        except Exception as error:  # what zipfile, zlib and numpy raise of a damaged file has no other type in common
-            raise ValueError(f"{Path(path).name} is truncated, or no npz of plain arrays: {error}") from None
+        except Exception:  # what zipfile, zlib and numpy raise of a damaged file has no other type in common
+            raise ValueError(f"{Path(path).name} is truncated, or no npz of plain arrays") from None
     if needed not in found:
         raise ValueError(f"{Path(path).name} has no {needed}, but only {', '.join(found) or 'nothing'}")
     return found

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,9 +28,25 @@ print("filled", set(out.tolist()))
 """
 
 
+# Runs Python without the capabilities by which root reads and writes what its mode forbids.
+BOUND = """
+import ctypes, os, sys
+CAPBSET_DROP, DAC_OVERRIDE, DAC_READ_SEARCH = 24, 1, 2
+for capability in (DAC_OVERRIDE, DAC_READ_SEARCH):
+    ctypes.CDLL(None).prctl(CAPBSET_DROP, capability, 0, 0, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
 def run(folder: Path, **environment: str):
     """Build what is not there, and run a kernel, in a process of its own."""
-    return processes.run([sys.executable, "-c", RUN], env=os.environ | {"MOEBLAZE_CACHE": str(folder)} | environment)
+    return python(folder, "-c", RUN, **environment)
+
+
+def python(folder: Path, *words: str, **environment: str):
+    """Run Python with a cache, in a process that is bound by the modes of files."""
+    command = [sys.executable, "-c", BOUND, *words]
+    return processes.run(command, env=os.environ | {"MOEBLAZE_CACHE": str(folder)} | environment)
 
 
 def assert_runs(folder: Path):
@@ -90,6 +107,104 @@ def test_a_damaged_precompiled_header_is_built_again(copy, damage):
     found["prelude"].write_bytes(DAMAGES[damage](found["prelude"], found.values()))
     found["kernel"].unlink()  # nothing reads a precompiled header while there is nothing to compile
     assert_runs(copy)
+
+
+def seal(path: Path, content: bytes):
+    """Write a file as if it had been built so."""
+    path.write_bytes(content + cache._seal(path.name, content))
+    assert cache.is_whole(path)
+
+
+@pytest.mark.parametrize("what", ["kernel", "runtime"])
+def test_a_whole_library_that_does_not_load_is_built_again(copy, what):
+    path = files(copy)[what]
+    seal(path, b"no library")
+    assert_runs(copy)
+    assert b"no library" not in path.read_bytes()
+
+
+def unreadable(path: Path):
+    path.chmod(0)
+
+
+def in_its_place(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(path: Path):
+        path.unlink()
+        make(path)
+
+    return change
+
+
+# What may be in the place of a file, and does not keep it from being built again.
+IN_ITS_PLACE = {
+    "unreadable": unreadable,
+    "an empty folder": in_its_place(Path.mkdir),
+    "a link to nothing": in_its_place(lambda path: path.symlink_to("nothing")),
+    "a link in a circle": in_its_place(lambda path: path.symlink_to(path.name)),
+    "a link to a folder": in_its_place(lambda path: path.symlink_to(path.parent.parent)),
+    "a pipe": in_its_place(os.mkfifo),
+}
+
+
+@pytest.mark.parametrize("change", IN_ITS_PLACE)
+@pytest.mark.parametrize("what", ["kernel", "runtime"])
+def test_what_is_no_readable_file_is_replaced_by_one(copy, what, change):
+    path = files(copy)[what]
+    IN_ITS_PLACE[change](path)
+    assert_runs(copy)
+    assert path.is_file() and not path.is_symlink()
+
+
+DOCTOR = ("-m", "moeblaze_ref.cli", "doctor")
+
+
+@pytest.mark.parametrize("what", ["kernel", "runtime"])
+def test_a_folder_that_holds_something_is_named_and_stays(copy, what):
+    path = files(copy)[what]
+    path.unlink()
+    path.mkdir()
+    (path / "notes").touch()
+    done = run(copy)
+    said = done.stderr.splitlines()[-1]
+    assert f"SimtUnavailable: {path} is a folder, but a compiled file must be there" in said and "; remove it" in said
+    assert (path / "notes").exists()
+
+
+def test_a_check_whose_cache_cannot_be_used_is_one_line(monkeypatch):
+    def refuse(*of):
+        raise cache.SimtUnavailable("x.so is a folder; remove it")
+
+    monkeypatch.setattr("moeblaze_ref.terminal.run_with_bar", refuse)
+    result = CliRunner().invoke(app, ["check", "--stage", "combine", "--backend", "numpy"])
+    assert (result.exit_code, result.stderr) == (2, "error: x.so is a folder; remove it\n")
+
+
+# The folder's mode; what `moeblaze doctor` says of an unreadable file in it.
+MODES = {
+    0o755: "4, 1 of them damaged or of an earlier version",
+    0o555: "4, 1 of them damaged or of an earlier version",
+    0o311: "cannot be listed",
+    0o000: "set MOEBLAZE_CACHE to another folder",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_doctor_says_what_it_cannot_read(copy, mode):
+    files(copy)["kernel"].chmod(0)
+    (copy / "simt").chmod(mode)
+    done = python(copy, *DOCTOR, COLUMNS="200")
+    (copy / "simt").chmod(0o755)
+    assert done.returncode == 0 and MODES[mode] in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("what", ["kernel", "runtime"])
+def test_an_unreadable_file_that_cannot_be_replaced_is_one_line(copy, what):
+    files(copy)[what].chmod(0)
+    (copy / "simt").chmod(0o555)
+    done = run(copy)
+    (copy / "simt").chmod(0o755)
+    assert "SimtUnavailable: the folder of compiled kernels" in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_two_processes_heal_one_file_at_once(copy):
@@ -179,14 +294,31 @@ def test_doctor_says_no_to_a_cache_that_cannot_be_written(no_folder):
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
 
 
-def test_a_library_that_cannot_be_loaded_is_one_line(monkeypatch):
+def test_a_library_that_cannot_be_loaded_is_built_once_more_and_then_one_line(copy, monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_CACHE", str(copy))
+    tried = []
+
     def refuse(*arguments, **options):
+        tried.append(Path(arguments[0]).stat().st_ino)
         raise OSError("libx.so: failed to map segment from shared object")
 
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
     monkeypatch.setattr(build, "runtime_library", build.runtime_library.__wrapped__)
     status = BACKENDS["simt"].status()
     assert not status.available and "failed to map" in status.detail and "MOEBLAZE_CACHE" in status.remedy
+    assert len(set(tried)) == 2
+
+
+def test_a_kernel_file_that_cannot_be_loaded_is_one_line(copy, monkeypatch):
+    monkeypatch.setenv("MOEBLAZE_CACHE", str(copy))
+    build.runtime_library()
+
+    def refuse(*arguments, **options):
+        raise OSError("libx.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(build.ctypes, "CDLL", refuse)
+    with pytest.raises(cache.SimtUnavailable, match="failed to map .*; set MOEBLAZE_CACHE to"):
+        build.build_kernels("one.cu", KERNEL, ["f"], [], {})
 
 
 def test_doctor_loads_the_runtime_and_looks_at_every_file(copy, monkeypatch):

@@ -76,7 +76,7 @@ def test_check_records_where_it_ran(tmp_path):
     path = tmp_path / "results" / "check.json"
     assert moeblaze("check", "--stage", "dispatch", "--backend", "numpy", "--record", path).exit_code == 0
     recorded = json.loads(path.read_text())
-    assert recorded.keys() == {"device", "clocks", "versions", "commit", "code", "rows"}
+    assert recorded.keys() == {"device", "clocks", "versions", "commit", "code", "command", "rows"}
     assert recorded["versions"]["numpy"] and len(recorded["rows"]) == CASES
 
 

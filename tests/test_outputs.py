@@ -3,13 +3,17 @@
 Each command of the table is run with the work that it would do taken out: what counts here is what becomes of the path.
 """
 
+import itertools
+import json
 import os
+import select
+import signal
 import socket
 import stat
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -336,7 +340,8 @@ def test_a_pipe_gets_all_that_a_file_would(command, tmp_path):
     if not command.streams:
         assert "no regular file" in one_line(command(tmp_path, done)) and not done
         return
-    reader = threading.Thread(target=lambda: read.append(target.read_bytes()), daemon=True)
+    pipe = os.open(target, os.O_RDONLY | os.O_NONBLOCK)
+    reader = threading.Thread(target=lambda: read.append(all_of(pipe)), daemon=True)
     reader.start()
     result = command(tmp_path, done)
     reader.join(60)
@@ -344,6 +349,58 @@ def test_a_pipe_gets_all_that_a_file_would(command, tmp_path):
     whole = tmp_path / "whole"
     whole.write_bytes(read[0])
     command.load(whole)
+
+
+def all_of(pipe: int) -> bytes:
+    """What a reader that waits gets, until the first writer closes the pipe."""
+    select.select([pipe], [], [])
+    os.set_blocking(pipe, True)
+    with open(pipe, "rb") as file:
+        return file.read()
+
+
+def test_a_pipe_that_nobody_reads_is_refused_before_any_work(command, tmp_path):
+    target, done = command.target(tmp_path), []
+    os.mkfifo(target)
+    said = one_line(command(tmp_path, done))
+    assert ("a pipe that no process reads" if command.streams else "no regular file") in said and not done
+
+
+def test_a_link_into_a_folder_that_is_not_there_makes_the_folder(command, tmp_path):
+    target = command.target(tmp_path)
+    target.symlink_to(tmp_path / "missing" / "file")
+    result = command(tmp_path, [])
+    assert result.exit_code == 0 and target.is_symlink(), result.output
+    command.load(tmp_path / "missing" / "file")
+
+
+def test_a_link_into_a_folder_that_cannot_be_made_is_refused_before_any_work(command, tmp_path):
+    target, done = command.target(tmp_path), []
+    (tmp_path / "notes").write_text(FOREIGN)
+    target.symlink_to(tmp_path / "notes" / "file")
+    one_line(command(tmp_path, done))
+    assert not done
+
+
+def test_links_in_a_circle_are_one_line_before_any_work(command, tmp_path):
+    target, done = command.target(tmp_path), []
+    target.symlink_to("circle")
+    (tmp_path / "circle").symlink_to(target.name)
+    result = command(tmp_path, done)
+    said = one_line(result)
+    assert "cannot be written" in said and "symbolic links" in said and not done
+    assert result.stderr.count("error:") == 1
+
+
+def test_a_record_of_another_command_is_refused_before_any_work(command, tmp_path):
+    target, done = command.target(tmp_path), []
+    other = {"device": "a", "versions": {}, "commit": "c", "command": "another command"}
+    for content in (other, {key: other[key] for key in other if key != "command"}):
+        target.write_text(json.dumps(content))
+        said = one_line(command(tmp_path, done))
+        assert target.name in said and "--force" in said, said
+        assert json.loads(target.read_text()) == content and not done
+    assert command(tmp_path, [], "--force").exit_code == 0
 
 
 def test_somebody_elses_file_is_refused_before_any_work(command, tmp_path):
@@ -382,6 +439,69 @@ def test_every_option_that_names_an_output_is_in_the_table():
     assert found - written == {("train", "out"), ("evidence", "out")}  # folders of runs, as below
 
 
+# Commands with several outputs -----------------------------------------------------------------------------------------
+
+EVIDENCE_OF_CURVES = ("evidence", "curves", "--json")
+PAPER = ("paper", "moeblaze-fig4", "--gpu")
+# (words, the work that is taken out, an option and its path, another and its path) in a folder.
+COLLISIONS = {
+    "place: the same": (PLACE, of_place, ("--out", "x"), ("--record", "x")),
+    "place: another spelling": (PLACE, of_place, ("--out", "x"), ("--record", "folder/../x")),
+    "place: a link": (PLACE, of_place, ("--out", "x"), ("--record", "link to x")),
+    "place: a folder's link": (PLACE, of_place, ("--out", "folder/x"), ("--record", "link to folder/x")),
+    "place: one file of two names": (PLACE, of_place, ("--out", "one"), ("--record", "other")),
+    "place: a picture": (PLACE, of_place, ("--out", "plots/load_by_gpu.png"), ("--plots", "plots")),
+    "place: the pictures' folder": (PLACE, of_place, ("--record", "plots"), ("--plots", "plots")),
+    "place: a pipe": (PLACE, of_place, ("--out", "pipe"), ("--record", "pipe")),
+    "evidence: a log": (EVIDENCE_OF_CURVES, of_evidence, ("--record", "runs/moeblaze/log.jsonl"), ("--out", "runs")),
+    "evidence: the runs' folder": (EVIDENCE_OF_CURVES, of_evidence, ("--record", "runs"), ("--out", "runs")),
+    "paper: a picture": (PAPER, of_paper, ("--record", "plots/moeblaze-fig4_H100.png"), ("--plot", "plots")),
+}
+
+
+@pytest.mark.parametrize("case", COLLISIONS)
+def test_two_options_that_name_one_file_are_refused_before_any_work(case, tmp_path, one_thread):
+    words, without, (one, path), (other, second) = COLLISIONS[case]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link to x").symlink_to("x")
+    (tmp_path / "link to folder").symlink_to("folder")
+    (tmp_path / "one").touch()
+    (tmp_path / "other").hardlink_to(tmp_path / "one")
+    os.mkfifo(tmp_path / "pipe")
+    reader, done = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), []
+    before = sorted(tmp_path.rglob("*"))
+    with ExitStack() as patches:
+        for patched in without(done):
+            patches.enter_context(patched)
+        result = CliRunner().invoke(cli.app, [*words, one, str(tmp_path / path), other, f"{tmp_path}/{second}"])
+    os.close(reader)
+    said = one_line(result)
+    assert one in said and other in said and "name two files" in said, said
+    assert not done and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_device_may_be_named_twice_and_two_files_may_share_a_folder(tmp_path, one_thread):
+    make_device(tmp_path / "null", NULL)
+    for out, record in (("null", "null"), ("new/map.npz", "new/record.json")):
+        with ExitStack() as patches:
+            for patched in of_place([]):
+                patches.enter_context(patched)
+            words = [*PLACE, "--out", str(tmp_path / out), "--record", str(tmp_path / record)]
+            result = CliRunner().invoke(cli.app, words)
+        assert result.exit_code == 0, result.output
+    maps.load(tmp_path / "new" / "map.npz"), provenance.load_of("place", tmp_path / "new" / "record.json")
+
+
+def test_every_command_with_several_outputs_is_in_the_table_of_collisions():
+    outputs, several = {"record", "out", "plots", "plot"}, {}
+    for name, one in typer.main.get_command(cli.app).commands.items():
+        options = {f"--{option.name}" for option in one.params if option.name in outputs}
+        if len(options) > 1:
+            several[name] = {frozenset(pair) for pair in itertools.combinations(options, 2)}
+    tried = {name: {frozenset((a[0], b[0])) for words, _, a, b in COLLISIONS.values() if words[0] == name} for name in several}
+    assert tried == several
+
+
 # The one mechanism ----------------------------------------------------------------------------------------------------
 
 
@@ -406,13 +526,119 @@ def test_a_socket_is_refused(tmp_path):
             records.write(tmp_path / "socket", {})
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious"), Path.mkdir])
-def test_the_place_of_the_first_bytes_is_no_trap(tmp_path, make):
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious"), Path.mkdir,
+                                  lambda path: path.write_text(FOREIGN)])  # fmt: skip
+def test_what_lies_beside_a_file_stays(tmp_path, make):
     (tmp_path / "precious").write_text(FOREIGN)
-    make(tmp_path / "x.json.part")
-    with pytest.raises(ValueError, match=r"x.json.part is no regular file, but x.json is written there first"):
-        records.write(tmp_path / "x.json", {})
+    names = [tmp_path / "x.json.part", tmp_path / ".moeblaze-notes.part"]
+    for path in names:
+        make(path)
+    before = [(path.lstat().st_ino, path.lstat().st_mode) for path in names]
+    records.write(tmp_path / "x.json", {})
+    assert [(path.lstat().st_ino, path.lstat().st_mode) for path in names] == before
     assert (tmp_path / "precious").read_text() == FOREIGN
+    assert all(path.read_text() == FOREIGN for path in names if path.is_file())
+
+
+WRITES = """
+import os, signal, sys
+from pathlib import Path
+from moeblaze_ref import records
+def write(part):
+    part.write_text("half")
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+records.replace(Path(sys.argv[1]), write, Path.read_text, True)
+"""
+
+
+@pytest.mark.parametrize(("name", "left"), [("SIGTERM", 0), ("SIGINT", 0), ("SIGKILL", 1)])
+def test_what_a_killed_write_leaves_is_gone_after_the_next(tmp_path, name, left):
+    path = tmp_path / "kept.json"
+    path.write_text(FOREIGN)
+    killed = processes.run([sys.executable, "-c", WRITES, path, name])
+    assert killed.returncode == -getattr(signal, name), killed.stderr
+    assert path.read_text() == FOREIGN and len(list(tmp_path.iterdir())) == 1 + left
+    records.write(tmp_path / "next.json", {})
+    assert {found.name for found in tmp_path.iterdir()} == {"kept.json", "next.json"}
+
+
+def test_a_write_leaves_alone_what_another_one_fills(tmp_path):
+    def write(part):
+        part.write_text("half")
+        records.write(tmp_path / "other.json", {})
+        assert part.read_text() == "half"
+
+    records.replace(tmp_path / "one.json", write, Path.read_text)
+    assert {path.name for path in tmp_path.iterdir()} == {"one.json", "other.json"}
+
+
+def test_a_program_that_handles_sigterm_keeps_its_handler(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from moeblaze_ref import records;"
+        "signal.signal(signal.SIGTERM, lambda *of: print('mine'));"
+        "fill = lambda part: (os.kill(os.getpid(), 15), part.write_text('a'));"
+        "records.replace(Path(sys.argv[1]), fill, Path.read_text);"
+        "os.kill(os.getpid(), 15)"
+    )
+    done = processes.run([sys.executable, "-c", code, tmp_path / "x"])
+    assert (done.returncode, done.stdout) == (0, "mine\nmine\n"), done.stderr
+    assert (tmp_path / "x").read_text() == "a"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o640, 0o755])
+def test_a_file_that_is_replaced_keeps_its_mode_and_its_owner(tmp_path, mode):
+    path, seen = tmp_path / "shared.json", []
+    records.write(path, {})
+    with suppress(PermissionError):  # who may not give a file away is its owner already
+        os.chown(path, 65534, 65534)
+    path.chmod(mode)
+    before = path.stat()
+    records.replace(path, lambda part: seen.append(part.stat().st_mode) or part.write_text("{}"), Path.read_text)
+    after = path.stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+    assert after.st_ino != before.st_ino and stat.S_IMODE(seen[0]) == 0o600
+
+
+def test_a_name_of_the_greatest_length_is_written(tmp_path):
+    records.write(tmp_path / ("x" * 255), {})
+
+
+def test_a_json_file_in_the_place_of_a_map_is_refused_in_words_of_our_own(tmp_path):
+    path = tmp_path / "map.npz"
+    path.write_text("{}")
+    with pytest.raises(ValueError) as refused:
+        records.check_writable(path, maps.load)
+    assert str(refused.value) == (
+        f"{path} exists and is no file that this command writes: map.npz is truncated, or no npz of plain arrays. "
+        "Name another one, or replace it by --force"
+    )
+
+
+def test_json_that_is_nested_too_deep_is_no_json(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="deep.json is no JSON"):
+        records.write(path, {})
+
+
+def test_the_records_of_the_documentation_name_their_commands():
+    """Each can therefore be written anew by its command, without --force."""
+    for path in (Path(records.__file__).parents[1] / "docs" / "results").glob("*.json"):
+        found = records.read(path, ())
+        if "kind" in found or ("code" in found and "runs" not in found):
+            named = f"evidence {found['kind']}" if "kind" in found else NAMES_OF_RECORDS[path.name.split("_")[0]]
+            provenance.load_of(named, path)
+
+
+NAMES_OF_RECORDS = {
+    "check": "check",
+    "course": "site.path",
+    "cupy": "site.cupy_by_hand",
+    "ep": "parallel.bench",
+    "gradients": "check --gradients",
+    "place": "place",
+    "sanitize": "sanitize",
+}
 
 
 @pytest.mark.parametrize("save", [lambda path, *force: traces.save(path, TRACE, *force),

@@ -27,15 +27,17 @@ def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_thereafter(tm
     fsync, rename = os.fsync, os.replace
 
     def seen(descriptor):
-        for path in (tmp_path, tmp_path / "new.json.part"):
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                done.append(path.name)
+        (part,) = tmp_path.glob(".moeblaze-*.part") if not done else [tmp_path]
+        for path, name in ((tmp_path, tmp_path.name), (part, "part")):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                done.append(name)
+                break
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", seen)
     monkeypatch.setattr(os, "replace", lambda *paths: done.append("rename") or rename(*paths))
     records.write(tmp_path / "new.json", {"a": 1})
-    assert done == ["new.json.part", "rename", tmp_path.name]
+    assert done == ["part", "rename", tmp_path.name]
     assert records.read(tmp_path / "new.json", {"a"}) == {"a": 1}
 
 

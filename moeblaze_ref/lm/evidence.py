@@ -10,6 +10,7 @@ from rich.progress import TextColumn
 from moeblaze_ref import doors, records, terminal
 from moeblaze_ref.lm import command, curves, equal_loss, wall
 from moeblaze_ref.lm.presets import preset
+from moeblaze_ref.lm.run import FILES
 from moeblaze_ref.lm.train import TrainSettings
 
 STEPS = 200  # that are compared one by one
@@ -66,6 +67,11 @@ def gather(kind: str, request: Request) -> dict[str, Any]:
         If a loss or a gradient is.
     """
     return {"kind": doors.check_name("kind of evidence", kind, KINDS)} | KINDS[kind](request)
+
+
+def files(request: Request) -> list[Path]:
+    """Return the files that the runs of a request are kept in, whether they are trained now or before."""
+    return [request.out / run / name for run in curves.RUNS for name in FILES] if request.out else []
 
 
 def load(path: Path, kind: str) -> dict[str, Any]:

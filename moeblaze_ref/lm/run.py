@@ -14,7 +14,7 @@ from moeblaze_ref.lm import checkpoint, finite, log
 from moeblaze_ref.lm.train import NonFinite, Trainer
 from moeblaze_ref.torch_capacity import CapacityMoE
 
-CHECKPOINT, LOG, LOCK = "checkpoint.safetensors", "log.jsonl", "lock"  # of a run's folder
+FILES = CHECKPOINT, LOG, LOCK = "checkpoint.safetensors", "log.jsonl", "lock"  # of a run's folder
 
 
 def run(
@@ -88,7 +88,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but a run needs a folder: name another one")
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (CHECKPOINT, LOG, LOCK):
+    for name in FILES:
         records.check_regular(folder / name)
     with (folder / LOCK).open("a") as file:  # what it holds, if it is another's file, stays
         try:

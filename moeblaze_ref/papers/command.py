@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from moeblaze_ref import provenance, terminal
+from moeblaze_ref import provenance, records, terminal
 from moeblaze_ref.papers import items, results
 from moeblaze_ref.papers.claims import failures
 from moeblaze_ref.papers.item import Item
@@ -77,11 +77,27 @@ def measure(
         return Recorded([path])
 
 
-def check_plots(found: Sequence[Item], folder: Path, force: bool = False):
-    """Check that pictures of the recorded runs and of runs here may be written; errors as in `terminal.check_plots`."""
+def check_plots(found: Sequence[Item], folder: Path, record: Path | None = None, force: bool = False):
+    """Check that pictures of the recorded runs and of runs here may be written.
+
+    Parameters
+    ----------
+    found : sequence of Item
+    folder : Path
+    record : Path, optional
+        The file that the runs are added to. It must be none of the pictures.
+    force : bool
+
+    Raises
+    ------
+    ValueError, OSError
+        As in `records.check_distinct` and `terminal.check_plots`.
+    """
     recorded, here = Recorded(), results.device_name(provenance.environment()["device"])
-    names = (item.plot_names([*(device for device, _ in recorded.runs(item.id)), here]) for item in found)
-    terminal.check_plots(folder, itertools.chain.from_iterable(names), force)
+    of_items = (item.plot_names([*(device for device, _ in recorded.runs(item.id)), here]) for item in found)
+    names = list(itertools.chain.from_iterable(of_items))
+    records.check_distinct({"--record": [record], "--plot": terminal.pictures(folder, names)})
+    terminal.check_plots(folder, names, force)
 
 
 def write_plots(found: Sequence[Item], recorded: Recorded, folder: Path, force: bool = False) -> list[Path]:

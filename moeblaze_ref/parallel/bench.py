@@ -36,6 +36,7 @@ from moeblaze_ref.placement.trace import profile, split
 from moeblaze_ref.traces import RoutingTrace
 
 WIDTHS = {"mixtral": (4096, 14336), "gpt-oss": (2880, 2880), "toy": (16, 24)}  # d and h
+COMMAND = "parallel.bench"  # in its records
 MEASURED = (source_hashes.CUDA, source_hashes.LAYERS, source_hashes.PARALLEL)
 TURNS = 4  # of each map
 
@@ -234,7 +235,7 @@ def _run(
     sample, held_out = (trace, trace) if trace.seq is None else split(trace, seed=0)
     windows = batches(held_out, ranks.size * tokens, steps)
     if record and ranks.rank == 0:
-        provenance.check_place(record, force)
+        provenance.check_place(record, COMMAND, force)
     k, dtype = trace.topk.shape[2], torch.bfloat16 if ranks.clock.torch_device.type == "cuda" else torch.float32
     costs = measure.even_costs(d, h, k, trace.num_experts, tokens, steps, ranks, dtype)
     placements = placements_of(names, trace, sample, costs.on, ranks)
@@ -248,7 +249,7 @@ def _run(
         run = asked | model | on | {"exchange_s": costs.exchange_s, "rest_s": costs.rest_s}
         stdout().print(table(found, "\n".join([findings.what(run), *findings.doubts(run)])))
         if record:
-            provenance.record(record, run | {"rows": [asdict(row) for row in found]}, force, MEASURED)
+            provenance.record(record, COMMAND, run | {"rows": [asdict(row) for row in found]}, force, MEASURED)
 
 
 if __name__ == "__main__":

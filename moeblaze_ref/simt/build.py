@@ -167,13 +167,31 @@ def runtime_library() -> ctypes.CDLL:
     text = (SIMT_DIR / "runtime.cpp").read_text()
     folders = [f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}"]
     flags = (*COMMON_FLAGS, *RUNTIME_FLAGS)
-    built = _compile(text, flags, RUNTIME_LIBRARIES, lambda: folders, _own_headers())
-    try:
-        library = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:  # such as where no file may be executed
-        raise SimtUnavailable(f"{error}; set MOEBLAZE_CACHE to a folder whose libraries can be loaded") from None
+    build = functools.partial(_compile, text, flags, RUNTIME_LIBRARIES, lambda: folders, _own_headers())
+    library = _loaded(build, _not_loaded, ctypes.RTLD_GLOBAL)
     library.simt_static_shared_bytes.restype = ctypes.c_uint64
     return library
+
+
+def _loaded(
+    build: Callable[[], Path], refusal: Callable[[OSError], Exception], mode: int = ctypes.DEFAULT_MODE
+) -> ctypes.CDLL:
+    """Load a library of the cache; one that does not load is removed and built once more."""
+    path = str(build())
+    try:
+        return ctypes.CDLL(path, mode=mode)
+    except OSError:
+        cache.discard(Path(path))
+    path = str(build())
+    try:
+        return ctypes.CDLL(path, mode=mode)
+    except OSError as error:
+        raise refusal(error) from None
+
+
+def _not_loaded(error: OSError) -> SimtUnavailable:
+    """Return the error for a new library that does not load, such as where no file may be executed."""
+    return SimtUnavailable(f"{error}; set MOEBLAZE_CACHE to a folder whose libraries can be loaded")
 
 
 def build_kernels(
@@ -205,9 +223,9 @@ def build_kernels(
     Raises
     ------
     SimtUnavailable
-        If g++ or CUDA's headers are missing.
+        If g++ or CUDA's headers are missing, or the system does not load what was built.
     SimtCompileError
-        If g++ refuses the source.
+        If g++ refuses the source, or it uses a function that nothing defines.
     """
     runtime_library()
     entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
@@ -225,24 +243,28 @@ def build_kernels(
 
     headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
     headers += _own_headers()
-    try:
-        built = _compile(own_text + entries, flags + defined, KERNEL_LIBRARIES, options, headers)
-    except SimtCompileError:
-        _compile(own_text, flags + defined, KERNEL_LIBRARIES, options, headers)  # says the same, of the file's lines
-        raise
-    try:
-        return ctypes.CDLL(str(built))
-    except OSError as error:
-        raise SimtCompileError(f"{built}\n{file}: error: {_undefined(str(error))}") from None
+
+    def compiled(text: str) -> Path:
+        return _compile(text, flags + defined, KERNEL_LIBRARIES, options, headers)
+
+    def build() -> Path:
+        try:
+            return compiled(own_text + entries)
+        except SimtCompileError:
+            compiled(own_text)  # says the same, of the file's lines
+            raise
+
+    return _loaded(build, functools.partial(_kernels_not_loaded, file))
 
 
-def _undefined(said: str) -> str:
-    """What a loader says of a name that nothing defines, by the name as it stands in the text."""
-    found = re.search(r"undefined symbol: (?:_Z(\d+))?(\w+)", said)
+def _kernels_not_loaded(file: str, error: OSError) -> Exception:
+    """Return the error for a kernel file that does not load; a name that nothing defines is the kernel's own mistake."""
+    found = re.search(r"undefined symbol: (?:_Z(\d+))?(\w+)", str(error))
     if not found:
-        return said
+        return _not_loaded(error)
     length, name = found.groups()
-    return f"{name[: int(length)] if length else name} is declared and used, but nowhere defined"
+    missing = name[: int(length)] if length else name
+    return SimtCompileError(f"{error}\n{file}: error: {missing} is declared and used, but nowhere defined")
 
 
 def _kernel_flags(instrumented: bool) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 A file's name says what it was built from. Its last line, the seal, is the SHA-256 of its name and of all bytes before.
 What was cut, emptied, or built from something else therefore counts as absent, and is never loaded: the loader of a cut
 library would end the process. The seal is a comment of C++; libraries and precompiled headers may end in any bytes.
+What cannot be read, a link that leads nowhere, a pipe and an empty folder count as absent too.
 """
 
 import hashlib
@@ -51,20 +52,48 @@ def kept(name: str, make: Callable[[Path], None]) -> Path:
     Raises
     ------
     SimtUnavailable
-        If the file must be made, and the folder cannot be written.
+        If the file must be made, and the folder cannot be written, or a folder that is not empty has the file's name.
     """
     path = folder() / name
     if not is_whole(path):
-        _make(path, make)
+        with _writing(path.parent):
+            _remove_empty_folder(path)
+            _make(path, make)
     return path
 
 
+def discard(path: Path):
+    """Remove a file of the cache, so that it is made again.
+
+    Raises
+    ------
+    SimtUnavailable
+        If the folder cannot be written.
+    """
+    with _writing(path.parent):
+        path.unlink(missing_ok=True)
+
+
 def is_whole(path: Path) -> bool:
-    """Return True if a file is there, with the seal that it was written with under this name."""
-    if not path.is_file():
+    """Return True if a readable file is there, with the seal that it was written with under this name."""
+    try:
+        whole = path.read_bytes() if path.is_file() else b""
+    except OSError:
         return False
-    whole = path.read_bytes()
     return whole[-SEAL_BYTES:] == _seal(path.name, whole[:-SEAL_BYTES])
+
+
+def _remove_empty_folder(path: Path):
+    """Make room for a file where a folder is; one that is not empty may hold what somebody needs."""
+    if not path.is_dir() or path.is_symlink():
+        return
+    try:
+        path.rmdir()
+    except OSError as error:
+        raise SimtUnavailable(
+            f"{path} is a folder, but a compiled file must be there ({error.strerror}); remove it, or set "
+            "MOEBLAZE_CACHE to another folder"
+        ) from None
 
 
 def summary() -> str:
@@ -73,9 +102,14 @@ def summary() -> str:
     Raises
     ------
     SimtUnavailable
-        As `folder`.
+        If the folder cannot be made or listed.
     """
-    found = sorted(path for path in folder().iterdir() if path.suffix in ENDINGS)
+    try:
+        found = [path for path in folder().iterdir() if path.suffix in ENDINGS]
+    except OSError as error:
+        raise SimtUnavailable(
+            f"the folder of compiled kernels {folder()} cannot be listed ({error}); set MOEBLAZE_CACHE to another folder"
+        ) from None
     damaged = sum(not is_whole(path) for path in found)
     what = f", {damaged} of them damaged or of an earlier version: they are built again when needed" if damaged else ""
     return f"compiled files in {folder()}: {len(found)}{what}"
@@ -88,7 +122,7 @@ def _seal(name: str, content: bytes) -> bytes:
 
 def _make(path: Path, make: Callable[[Path], None]):
     """Another process sees the whole file or none; so does one that comes after a kill or a loss of power."""
-    with _writing(path.parent), _unfinished(path.parent) as scratch:
+    with _unfinished(path.parent) as scratch:
         made = Path(scratch, path.name)
         make(made)
         content = made.read_bytes()

@@ -18,6 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT, RESULTS = DOCS / "cupy_by_hand.md", DOCS / "results"
 RECORDS = "cupy_*.json"
 KEYS = ("printed", "device", "versions", "commit")
+COMMAND = "site.cupy_by_hand"  # in its records
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -77,8 +78,8 @@ def main():
     given = parser.parse_args()
     if record := given.record:
         try:
-            provenance.check_place(record, given.force)
-            provenance.record(record, measure(DOCUMENT.read_text()), given.force)
+            provenance.check_place(record, COMMAND, given.force)
+            provenance.record(record, COMMAND, measure(DOCUMENT.read_text()), given.force)
         except (RuntimeError, ValueError, OSError) as error:
             parser.error(str(error))
     DOCUMENT.write_text(fill(DOCUMENT.read_text()))

@@ -23,6 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT, RECORD = DOCS / "path.md", DOCS / "results" / "course_cpu.json"
 NAMES = ("notebook", "to read", "first run", "exercises", "to solve")
 KEYS = ("rows", "cores", "device", "versions", "commit")
+COMMAND = "site.path"  # in its record
 WORDS_A_MINUTE = 130  # of a text with formulas and tables, read slowly
 MINUTES = {"predict": 5, "numba": 15, "cuda": 15, "bug": 10, "construct": 10}  # an estimate, for each kind of exercise
 
@@ -125,8 +126,8 @@ def main():
 
 
 def _measured(record: Path, force: bool) -> dict[str, Any]:
-    provenance.check_place(record, force)
-    return provenance.record(record, measure(), force)
+    provenance.check_place(record, COMMAND, force)
+    return provenance.record(record, COMMAND, measure(), force)
 
 
 if __name__ == "__main__":
