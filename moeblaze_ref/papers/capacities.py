@@ -5,7 +5,7 @@ token, as wide as the FFN of the dense model. They read Python's own text in byt
 own order of the text, both the same for every variant with experts.
 
 Sizes are ours, chosen so that the 35 runs of the item end within 10 minutes on an H100, which runs of 400 steps would
-not, and within an hour on two cores of a CPU.
+not.
 """
 
 from collections.abc import Callable, Mapping, Sequence
