@@ -49,11 +49,16 @@ def mark():
 
 # ---- what a text may not say ----------------------------------------------------------------------
 
+NUMPYS = (
+    "testing load loadtxt genfromtxt fromfile fromregex memmap save savez savetxt f2py ctypeslib lib core test DataSource "
+    "show_config info from_dlpack frombuffer typing char rec ma emath linalg"
+).split()
+
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("import gc", "imports gc, but the file of a kernel may import numba, numpy and math alone"),
+        ("import gc", "imports gc, but the file of a kernel may import math, numba, numba.cuda, numba.types, numpy and numpy.random"),
         ("import numpy, os.path", "imports os.path"),
         ("from moeblaze_ref.numpy_ref import combine", "imports combine from moeblaze_ref.numpy_ref"),
         ("from moeblaze_ref.numba_cuda.runtime import os", "imports os from moeblaze_ref.numba_cuda.runtime"),
@@ -63,10 +68,44 @@ def mark():
         ("import numba.cuda.simulator.kernelapi as api", "imports numba.cuda.simulator.kernelapi"),
         ("from numba.cuda.simulator import kernelapi", "imports kernelapi from numba.cuda.simulator"),
         ("import numpy._core", "imports numpy._core"),
-        ("gc = 1; gc.collect()", "names gc, but the file of a kernel may name no attribute with a leading underscore"),
-        ("x = sys", "names sys"),
-        ("x = numpy.f2py.sys", "names the attribute sys"),
-        ("x = numpy.ctypeslib", "names the attribute ctypeslib"),
+        ("gc = 1; gc.collect()", "names the attribute collect, but the file of a kernel may name no attributes but T, add, "),
+        ("x = numpy.f2py.sys", "names the attribute sys"), ("x = numpy.f2py", "takes f2py of numpy"),
+        ("x = numpy.ctypeslib", "takes ctypeslib of numpy"),
+        ("numpy.testing.runstring('import gc', {})", "names the attribute runstring"),
+        ("from numpy import testing as t", "imports testing from numpy, but the file of a kernel may take of numpy abs, "),
+        ("import numpy.testing", "imports numpy.testing"),
+        ("import numpy.testing as t", "imports numpy.testing"),
+        ("from numpy.testing import runstring", "imports runstring from numpy.testing"),
+        ("from numpy import *", "imports * from numpy"),
+        *[(f"x = numpy.{name}", f"takes {name} of numpy, but the file of a kernel may take of numpy abs, ") for name in NUMPYS],
+        ("x = numpy.random.mtrand", "takes mtrand of numpy.random, but the file of a kernel may take of numpy.random default_rng"),
+        ("t = numpy", "uses the module numpy as a value, but the file of a kernel may only take names of a module"),
+        ("x = [numpy][0].testing", "names the attribute testing"),
+        ("def f(m=numpy): pass", "uses the module numpy as a value"),
+        ("for m in (math, numpy): pass", "uses the module math as a value"),
+        ("import numpy as math", "gives numpy the name math, but the file of a kernel may give a name to one module alone"),
+        ("import math as __builtins__", "gives something the name __builtins__"),
+        ("def __array_interface__(): pass", "gives something the name __array_interface__"),
+        ("x = numpy.__dict__['testing']", "takes __dict__ of numpy"),
+        ("x = getattr(numpy, 'tes' + 'ting')", "names getattr"),
+        ("x = vars(numpy)", "names vars"),
+        ("x = globals()", "names globals"),
+        ("x = type('A', (), {})", "names type"),
+        ("class A: pass", "defines the class A"),
+        ("x = (y for y in ()).gi_frame.f_back", "names the attribute f_back"),
+        ("numpy.zeros(1).tofile('mine')", "names the attribute tofile"),
+        ("import numba; x = numba.core", "takes core of numba, but the file of a kernel may take of numba boolean, "),
+        ("import numba; x = numba.extending", "takes extending of numba"),
+        ("import numba; x = numba.njit", "takes njit of numba"),
+        ("import numba; x = numba.np", "takes np of numba"),
+        ("import numba.np.unsafe", "imports numba.np.unsafe"),
+        ("from numba.core import types", "imports types from numba.core"),
+        ("from numba import cuda; x = cuda.simulator", "takes simulator of numba.cuda"),
+        ("from numba import cuda as c; x = c.sys", "takes sys of numba.cuda"),
+        ("from moeblaze_ref.numba_cuda.runtime import cuda; x = cuda.kernelapi", "takes kernelapi of numba.cuda"),
+        ("import numba.cuda as c; x = c.np", "takes np of numba.cuda"),
+        ("x = breakpoint()", "names breakpoint"),
+        ("x = math.sys", "takes sys of math"),
         ("x = y._ary[0]", "names the attribute _ary"),
         ("y._ary[0] = 1", "names the attribute _ary"),
         ("x = f'{y._ary}'", "names the attribute _ary"),
@@ -78,13 +117,14 @@ def mark():
         ("x = eval('y')", "names eval"),
         ("exec('import gc')", "names exec"),
         ("x = open('/proc/self/mem')", "names open"),
-        ("match y:\n    case object(_ary=x): pass", "names the attribute _ary"),
+        ("match y:\n    case object(_ary=x): pass", "names object"),
+        ("match y:\n    case int(_ary=x): pass", "names the attribute _ary"),
     ],
 )
 def test_a_python_text_that_reaches_behind_the_checker_is_refused_by_its_line(line, message):
     number = 4 if line.startswith("match") else 3
     with pytest.raises(ValueError) as error:
-        check_source(f"import math\n\n{line}\n", "mine.py")
+        check_source(f"import math, numpy\ny = 1\n{line}\n", "mine.py")
     assert str(error.value).startswith(f"mine.py, line {number}: {message}")
 
 
@@ -95,15 +135,30 @@ def test_a_python_text_may_use_what_kernels_use():
         "_kept = np.float32(math.pi)\nif __name__ == '__main__':\n    print(_kept)\n",
         "mine.py",
     )
+    check_source(
+        "from numba import cuda, float32, types\nimport numpy as np\n\nN = 8\n\n\n@cuda.jit(device=True)\n"
+        "def half(x: np.float32):\n    return x / 2 if np.isfinite(x) else float32(0)\n\n\n@cuda.jit\ndef mine(x, out):\n"
+        "    shared = cuda.shared.array(N, dtype=types.float32)\n    column = cuda.threadIdx.x\n"
+        "    shared[column] = half(x[column])\n    cuda.syncthreads()\n    for i in range(min(N, x.shape[0])):\n"
+        "        cuda.atomic.add(out, 0, shared[i])\n\n\nif __name__ == '__main__':\n"
+        "    x = cuda.to_device(np.random.default_rng(0).standard_normal(N).astype(np.float32))\n"
+        "    out = cuda.to_device(np.zeros(1, np.float32))\n    mine[1, N](x, out)\n    print(out.copy_to_host())\n",
+        "mine.py",
+    )
     check_source("total = (0", "mine.py")  # its import says what is wrong
 
 
+def test_a_module_that_is_not_imported_has_no_name():
+    with pytest.raises(ValueError, match="cannot import mine.py: NameError: name 'sys' is not defined"):
+        check("x = sys\n" + NUMBA + WRITES_ZERO)
+
+
 def test_the_command_refuses_a_file_and_a_module_before_they_run(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("print('ran')\nimport gc\n")
+    (tmp_path / "mine.py").write_text("print('executed')\nimport gc\n")
     for kernel in ("mine.py:mine", "mine:mine"):
         command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine", "--kernel", kernel]
         done = processes.run(command, cwd=tmp_path)
-        assert done.returncode == 2 and ", line 2: imports gc" in done.stderr and "ran" not in done.stdout + done.stderr
+        assert done.returncode == 2 and ", line 2: imports gc" in done.stderr and "executed" not in done.stdout + done.stderr
 
 
 def test_a_compiled_file_beside_a_text_is_not_what_runs(tmp_path):

@@ -493,7 +493,7 @@ def test_names_that_lead_nowhere(tmp_path):
     empty = tmp_path / "empty.cu"
     empty.write_text("// nothing\n")
     broken = tmp_path / "broken.py"
-    broken.write_text("import numba.no_such_module\n")
+    broken.write_text("1 / 0\n")
     other = tmp_path / "mine.cpp"
     other.write_text(COMBINE)
     for kernel, message in {
@@ -877,7 +877,7 @@ def test_the_command_judges(mine):
     over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")
     report = json.loads(over.stdout)
     assert over.exit_code == 1 and not report["ok"]
-    names = "ok", "task", "kernel", "backend", "dtype", "launch", "quantities", "results", "counted_by"
+    names = "ok", "task", "kernel", "backend", "dtype", "launch", "quantities", "results", "counted_by", "refused"
     assert report.keys() == {*names} and "can forge these numbers" in report["counted_by"]
     assert report["results"][0].keys() == {"case", "problem", "difference", "counts"}
 
