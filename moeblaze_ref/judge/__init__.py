@@ -152,7 +152,10 @@ def prepare(
     )
     if cases is not None:
         return Exam.of(terms, cases)
-    return Exam.of(terms, _cases(terms, small, numba_runner), large=readers.takes(terms) and not small)
+    if small:
+        return Exam.of(terms, _cases(terms, small, numba_runner))
+    refusal = readers.refusal(terms)
+    return Exam.of(terms, _cases(terms, small, numba_runner), large=not refusal, unchecked=refusal)
 
 
 def _cases(terms: Terms, small: bool, numba_runner: Callable[[], str]) -> list[Case]:

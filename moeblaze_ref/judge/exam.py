@@ -34,14 +34,17 @@ class Exam:
         The case itself, with memory for every run, and the next step of the same shape, with memory for one.
     large : ndarray, optional
         Memory for what the kernel writes in the case of `large.readers`; None if that case is not asked.
+    unchecked : str
+        Why that case is not asked of a kernel of which all other cases are.
     """
 
     terms: Terms
     cases: list[tuple[Step, Step]]
     large: np.ndarray | None = None
+    unchecked: str = ""
 
     @classmethod
-    def of(cls, terms: Terms, cases: Iterable[Case], large: bool = False) -> "Exam":
+    def of(cls, terms: Terms, cases: Iterable[Case], large: bool = False, unchecked: str = "") -> "Exam":
         """Make the inputs, those of the case of `large.readers` too if ``large``.
 
         Raises
@@ -53,7 +56,7 @@ class Exam:
         steps = [(_step(terms, case, _MOST_RUNS), _step(terms, case.steps()[1], 1)) for case in adapted]
         if not steps:
             raise ValueError("cases is empty, but a kernel is judged by at least one case")
-        return cls(terms, steps, _poisoned(readers.OUTPUT, terms.dtype) if large else None)
+        return cls(terms, steps, _poisoned(readers.MEMORY, terms.dtype) if large else None, unchecked)
 
     @property
     def num_answers(self) -> int:
@@ -75,11 +78,15 @@ class Exam:
         """Compare what the launches wrote with the specification."""
         runner = RUNNERS[description.runner]
         results = [self._result(runner, *steps, answer) for steps, answer in zip(self.cases, answers, strict=False)]
-        if all(result.ok for result in results):
-            results += filter(lambda result: not result.ok, map(self._large_result, answers[len(self.cases) :]))
+        unchecked = self.unchecked
+        if self.large is not None and all(result.ok for result in results):
+            trial: Trial = self.terms.open()
+            problem = answers[-1].fault or readers.problem(trial, self.large)
+            results += [Result(readers.SHAPE, problem, None, {})] * bool(problem)
+            unchecked = "" if problem else readers.unchecked(trial, self.large)
         terms = self.terms
         names = terms.contract.task, terms.kernel.label, terms.backend, terms.dtype, description.launch
-        return Report(*names, runner.quantities, results)
+        return Report(*names, runner.quantities, results, unchecked)
 
     def _result(self, runner: Runner, first: Step, following: Step, answer: Answer) -> Result:
         shape = first.problem.case.shape
@@ -94,9 +101,6 @@ class Exam:
         if not any(problems):
             problems = [budget.excess(answer.counts, answer.symbols) for budget in self.terms.budgets]
         return Result(shape, "; ".join(filter(None, problems)), difference or unstable or stale, answer.counts)
-
-    def _large_result(self, answer: Answer) -> Result:
-        return Result(readers.SHAPE, answer.fault or readers.problem(self.large), None, {})
 
     def _difference(self, step: Step) -> Difference | None:
         return first_difference(step.problem, step.outputs[0], self._peer(step.problem.case))
