@@ -1,6 +1,7 @@
 """A reader's code that cheats fails to cheat, and all that it starts ends with the check."""
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from test_judge import COMBINE, WIDE_COMBINE, changed
 from moeblaze_ref import apart, guard
 from moeblaze_ref.judge import claims, prepare
 from moeblaze_ref.judge.sources import check_source
+from moeblaze_ref.raw_cuda.runtime.source import inlined
 
 RIGHT = "    out[index] = sum;\n"
 NOTHING_WRITTEN = "out[0, 0] is never written"
@@ -268,6 +270,25 @@ def test_no_pipe_takes_a_verdict_from_cuda(text):
     assert NOTHING_WRITTEN in check(text).first_problem
 
 
+def test_what_the_text_of_a_kernel_says_is_not_taken_from_its_process(tmp_path):
+    """Its launch, and what it takes: an output that may be left out is compared, though the process denies it."""
+    text = changed(inlined("dispatch/1_dense_map.cu"), "[first_slot + slot] = expert;", "[first_slot + slot] = expert + 1;")
+    (tmp_path / "mine.cu").write_text(text)
+    exam, sent = prepare(f"{tmp_path / 'mine.cu'}:dense_map", "dispatch.dense_map", small=True), bytearray()
+    claims.send_launches(exam, sent.extend)
+    denied = sent.replace(b'"token_expert_indices", ', b"").replace(b"grid ceil", b"grid floor")
+    assert b'"parameters": ["topk_experts", "dense_map", "L", "E", "k"]' in denied and b"grid floor" in denied
+    report = exam.report(*claims.read_launches(exam, bytes(denied)))
+    assert "token_expert_indices[0] is " in report.first_problem and report.launch.startswith("grid ceil")
+
+
+def test_the_runner_is_not_taken_from_the_process_of_a_kernel(unchecked):
+    """A kernel that runs in the simulator says that it ran on a GPU, where nothing is counted."""
+    said = forged().replace("simt", "numba").replace('{"read": {}, "written": {}, "sectors": {}, "conflicts": {}}', "{}")
+    with pytest.raises(ChildProcessError, match="written into the pipe"):
+        check(f"import os\nos.write(3, {said!r}.encode())\nos._exit(0)\n")
+
+
 @pytest.mark.parametrize(
     "said", ["[" * 99_999, "7", '["Answer", {}]', '["Description", {"runner": "cuda", "launch": ""}]', '["Answer"', "\xff"]
 )
@@ -285,6 +306,7 @@ def test_a_kernel_that_ends_its_process_is_not_right():
 
 # The first of these is the system without Landlock.
 SYSTEMS = "hostile.supervise_without_landlock", "hostile.SUPERVISE"
+OPEN = "hostile.supervise_where_all_is_refused"
 CONTEXTS = {"spawn": 3, "forkserver": 4}  # the checker's processes above the kernel's; the last is the one that asks
 CHECK = """
 import functools, multiprocessing, os, sys
@@ -322,16 +344,18 @@ def environment(**own):
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | own
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(("system", "context"), [*itertools.product(SYSTEMS, CONTEXTS), (OPEN, "spawn")])
 def test_the_checkers_processes_are_out_of_reach(system, context):
-    """Their memory and their pipes, without capabilities: of the one that compares, and of all above it."""
+    """Their memory and their pipes, without capabilities: of the one that compares, and of all above it.
+
+    Where the system refuses every protection, they are reached: the kernel tries what works.
+    """
     reach = f'int last; const int reached = reach({CONTEXTS[context]}, last); printf("reached %d up to %d\\n", reached, last);'
     command = check_command(system, context, combine_that(reach, REACH))
     done = processes.run([sys.executable, "-c", WITHOUT_CAPABILITIES, *command], env=environment())
     assert "right in all" in done.stdout and "can be opened: 1\n" in done.stdout, done.stdout
     asker = re.search(r"asked by (\d+)", done.stdout)[1]
-    assert f"reached 0 up to {asker}\n" in done.stderr
+    assert f" up to {asker}\n" in done.stderr and ("reached 0 " in done.stderr) == (system != OPEN)
 
 
 UNWATCHED = '__attribute__((no_sanitize("thread")))'  # the executor does not look at its accesses

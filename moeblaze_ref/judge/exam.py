@@ -6,6 +6,7 @@ The specification computes its results in the third part. So they do not exist w
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from moeblaze_ref import comparisons
 from moeblaze_ref.cases import Case
 from moeblaze_ref.config import is_gated
 from moeblaze_ref.judge.contracts import Arrays, Problem, dtype_of, set_problem
+from moeblaze_ref.judge.kernels import CudaKernel
 from moeblaze_ref.judge.report import Difference, Report, Result, first_difference, unlike
 from moeblaze_ref.judge.runners import RUNNERS, Runner
 from moeblaze_ref.judge.trial import Answer, Description, Step, Terms, Trial
@@ -30,6 +32,8 @@ class Exam:
     Parameters
     ----------
     terms : Terms
+    runner : str
+        Where the kernel runs: one of `runners.RUNNERS`.
     cases : list of (Step, Step)
         The case itself, with memory for every run, and the next step of the same shape, with memory for one.
     large : ndarray, optional
@@ -39,12 +43,13 @@ class Exam:
     """
 
     terms: Terms
+    runner: str
     cases: list[tuple[Step, Step]]
     large: np.ndarray | None = None
     unchecked: str = ""
 
     @classmethod
-    def of(cls, terms: Terms, cases: Iterable[Case], large: bool = False, unchecked: str = "") -> "Exam":
+    def of(cls, terms: Terms, runner: str, cases: Iterable[Case], large: bool = False, unchecked: str = "") -> "Exam":
         """Make the inputs, those of the case of `large.readers` too if ``large``.
 
         Raises
@@ -56,7 +61,12 @@ class Exam:
         steps = [(_step(terms, case, _MOST_RUNS), _step(terms, case.steps()[1], 1)) for case in adapted]
         if not steps:
             raise ValueError("cases is empty, but a kernel is judged by at least one case")
-        return cls(terms, steps, _poisoned(readers.MEMORY, terms.dtype) if large else None, unchecked)
+        return cls(terms, runner, steps, _poisoned(readers.MEMORY, terms.dtype) if large else None, unchecked)
+
+    @cached_property
+    def text_trial(self) -> Trial | None:
+        """What the text of a .cu file says of its launch and parameters. None of a Numba kernel: its text has to run."""
+        return self.terms.trial(self.runner) if isinstance(self.terms.kernel, CudaKernel) else None
 
     @property
     def num_answers(self) -> int:
@@ -80,10 +90,9 @@ class Exam:
         results = [self._result(runner, *steps, answer) for steps, answer in zip(self.cases, answers, strict=False)]
         unchecked = self.unchecked
         if self.large is not None and all(result.ok for result in results):
-            trial: Trial = self.terms.open()
-            problem = answers[-1].fault or readers.problem(trial, self.large)
+            problem = answers[-1].fault or readers.problem(self.text_trial, self.large)
             results += [Result(readers.SHAPE, problem, None, {})] * bool(problem)
-            unchecked = "" if problem else readers.unchecked(trial, self.large)
+            unchecked = "" if problem else readers.unchecked(self.text_trial, self.large)
         terms = self.terms
         names = terms.contract.task, terms.kernel.label, terms.backend, terms.dtype, description.launch
         return Report(*names, runner.quantities, results, unchecked)
@@ -92,7 +101,8 @@ class Exam:
         shape = first.problem.case.shape
         if answer.fault:
             return Result(shape, answer.fault, None, {})
-        left_out = set(self.terms.contract.extras) - set(answer.parameters)
+        taken = self.text_trial.parameters(first.problem) if self.text_trial else answer.parameters
+        left_out = set(self.terms.contract.extras) - set(taken)
         first, following = (_without(step, left_out) for step in (first, following))
         difference = self._difference(first)
         instability, unstable = _instability(runner, first)
