@@ -2,7 +2,7 @@
 
 There are four processes. One asks. One supervises the next two. One compares: it makes the inputs, and computes what is
 right when the kernel and all that it started have ended. One, a fork of it under `guard.run`, runs the reader's code.
-The last two share the memory of the outputs alone, and a pipe through which the kernel's process sends what was counted.
+The last two share the memory of the outputs alone, and a pipe through which the kernel's process sends its counts.
 
 For the exercises a server is started once and imports the judge; each judgement is a fork of it, which costs
 milliseconds. The process that asks need not import the judge, nor torch.

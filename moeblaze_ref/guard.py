@@ -8,7 +8,8 @@ that the code ends even if the watcher is killed.
 Landlock (Linux 6.12) keeps the code from sending signals to processes outside, and from opening their memory. Older
 systems lack it. There `keep_others_out` closes the memory of the processes that call it.
 
-`Ended.refused` names what a system has refused. Without Linux only the process group is ended, and only time is limited.
+`Ended.refused` names what a system has refused. Without Linux only the process group is ended, and only time is
+limited.
 """
 
 import contextlib
@@ -161,7 +162,7 @@ def supervise(work: Callable[[], Any]) -> int:
 
 
 def keep_others_out() -> bool:
-    """Let no other process of this user open this one's memory or files under /proc. Returns whether the system does."""
+    """Let no other process of this user open this one's memory or files under /proc; False if the system refuses."""
     return _prctl(_PR_SET_DUMPABLE, 0) == 0
 
 

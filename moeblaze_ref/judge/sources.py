@@ -1,7 +1,7 @@
 """What the Python file of a reader's kernel may say: names that kernels need, and nothing else.
 
-The check reads the text and runs none of it. It lists what is allowed: modules, what may be taken of each, attributes of
-all other values, and Python's own functions. A module may stand before a dot alone, so no other name can mean one.
+The check reads the text and runs none of it. It lists what is allowed: modules, what may be taken of each, attributes
+of all other values, and Python's own functions. A module may stand before a dot alone, so no other name can mean one.
 The comparison does not rely on this: it happens in another process.
 """
 
@@ -38,7 +38,7 @@ OWN_NAMES = {"moeblaze_ref.numba_cuda.runtime": ("THREADS", "ZERO", "cuda"), "mo
 ATTRIBUTES = {
     *"dtype itemsize nbytes ndim shape size strides x y z array array_like".split(),  # of arrays, blocks and memory
     *_ATOMICS.split(),
-    *"T all any astype copy copy_to_host fill item mean prod ravel reshape sum tolist view".split(),  # of numpy's arrays
+    *"T all any astype copy copy_to_host fill item mean prod ravel reshape sum tolist view".split(),  # of host arrays
     *"integers normal random standard_normal uniform".split(),  # of its random generators
     *"append extend get items join keys pop sort split startswith strip values".split(),  # of lists, dicts and strings
 }
@@ -46,7 +46,8 @@ FUNCTIONS = {
     *"abs all any bool dict divmod enumerate float int isinstance len list max min pow print range reversed".split(),
     *"round set slice sorted str sum tuple zip __name__".split(),
 }
-EXCEPTIONS = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
+_CLASSES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
+EXCEPTIONS = {name for name, value in _CLASSES.items() if issubclass(value, BaseException)}
 
 
 def check_source(text: str | bytes, file: str):
