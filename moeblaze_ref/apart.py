@@ -1,11 +1,11 @@
 """Judge a kernel in a process of its own: whatever the kernel does, the process that asked goes on.
 
-There are three processes. One asks. One compares: it makes the inputs, and computes what is right when the kernel and
-all that it started have ended. One, a fork of it under `guard.run`, runs the reader's code. They share the memory of the
-outputs alone, and a pipe through which the third sends what was counted.
+There are four processes. One asks. One supervises the next two. One compares: it makes the inputs, and computes what is
+right when the kernel and all that it started have ended. One, a fork of it under `guard.run`, runs the reader's code.
+The last two share the memory of the outputs alone, and a pipe through which the kernel's process sends its counts.
 
 For the exercises a server is started once and imports the judge; each judgement is a fork of it, which costs
-milliseconds. Who asks need not import the judge, nor torch.
+milliseconds. The process that asks need not import the judge, nor torch.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     report : str
         All cases, with what was counted.
     document : dict
-        The report as JSON takes it.
+        The report as JSON takes it, and what the system ``refused`` of the confinement.
     """
 
     first_problem: str
@@ -136,15 +136,16 @@ class _Question(NamedTuple):
 @functools.cache
 def _server() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["moeblaze_ref.simulated", "moeblaze_ref.numba_cuda", "moeblaze_ref.judge"])
+    modules = "closed", "simulated", "numba_cuda", "judge"
+    context.set_forkserver_preload([f"moeblaze_ref.{module}" for module in modules])
     return context
 
 
 def _ask(context: BaseContext, limits: guard.Limits, question: _Question) -> Verdict:
-    """Start the process that compares, and return or raise what it says."""
+    """Start the processes that supervise and compare, and return or raise what they say."""
     receiving, sending = context.Pipe()  # of sockets, which nobody can open by their names under /proc
-    with receiving, _shown(context) as printed, _temporary_folder() as folder:
-        process = context.Process(target=_answer, args=(sending, printed, limits, folder, question))
+    with guard.others_kept_out(), receiving, _shown(context) as printed, _temporary_folder() as folder:
+        process = context.Process(target=_supervise, args=(sending, printed, limits, folder, question))
         process.start()
         sending.close()
         try:
@@ -208,21 +209,26 @@ def _shown(context: BaseContext) -> Iterator[Connection]:
         sys.stderr.write(beginning.decode(errors="replace") + more)
 
 
-# ---- the process that compares -------------------------------------------------------------------
+# ---- the processes that supervise and compare -----------------------------------------------------
 
 
-def _answer(sending: Connection, printed: Connection, limits: guard.Limits, folder: str, question: _Question):
-    """Send the verdict, or the error that there is in its place."""
+def _supervise(sending: Connection, printed: Connection, limits: guard.Limits, folder: str, question: _Question):
+    """Compare in a fork, end as it ends, and leave nothing of it."""
     os.setsid()  # what ends the group of the process that asked, Ctrl-C too, leaves this one time to clear up
     guard.keep_others_out()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     for stream in (1, 2):
         os.dup2(printed.fileno(), stream)
-    try:
-        sending.send(_found(limits, folder, question))
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now
-        _remove(folder)  # whoever asked may have ended
+    status = guard.supervise(lambda: _answer(sending, limits, folder, question))
+    _remove(folder)  # the process that asked may have ended
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+def _answer(sending: Connection, limits: guard.Limits, folder: str, question: _Question):
+    """Send the verdict, or the error that there is in its place."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    sending.send(_found(limits, folder, question))
 
 
 def _found(limits: guard.Limits, folder: str, question: _Question) -> Verdict | Exception:
@@ -244,12 +250,15 @@ def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options:
     torch.set_num_threads(1)  # more would be none after the fork, and gain nothing on arrays so small
     exam = prepare(kernel, task, numba_runner=_numba_runner, **options)
     gone = [multiprocessing.parent_process().sentinel]
-    sent, status = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, gone)
+    sent, status, refused = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, gone)
     said = claims.read_launches(exam, sent)
     if said is None:
         raise ChildProcessError(f"the kernel ended the process that judged it, {_how(status)}")
     report = exam.report(*said)
-    return Verdict(report.first_problem, str(report), report.as_dict())
+    text, document = str(report), report.as_dict()
+    if refused:
+        text += f"\nthis system did not confine the kernel fully. It refuses: {'; '.join(refused)}"
+    return Verdict(report.first_problem, text, document | {"refused": refused})
 
 
 def _numba_runner() -> str:

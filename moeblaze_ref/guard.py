@@ -1,21 +1,30 @@
-"""Run code that nobody trusts in a forked process, with limits, and end everything that it started.
+"""Run untrusted code in a forked process, with limits, and end everything that it started.
 
 The process gets a session of its own, no capabilities, and no open file but its output and one pipe. It ends when the
 process that watches it ends. That one is the *subreaper* of whatever it starts: a process whose parent has ended, and
-one that has called ``setsid``, are still found among its descendants. Linux has all of this; elsewhere only the process
-group is ended, and only time is limited.
+one that has called ``setsid``, are still found among its descendants. `supervise` does the same for the watcher, so
+that the code ends even if the watcher is killed.
+
+Landlock (Linux 6.12) keeps the code from sending signals to processes outside, and from opening their memory. Older
+systems lack it. There `keep_others_out` closes the memory of the processes that call it.
+
+`Ended.refused` names what a system has refused. Without Linux only the process group is ended, and only time is
+limited.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +37,12 @@ KILL_SECONDS = 30  # that the kernel may take to end killed processes
 MOST_SENT = 16 * MIB  # bytes through the pipe
 RESIDENT_BYTES = 8 * GIB  # unless the machine has less than twice that
 
-# linux/prctl.h and linux/capability.h
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+# linux/prctl.h, linux/capability.h and linux/landlock.h
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 3, 4, 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2  # root reads files of others, as it did
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # numbers of system calls
+_LANDLOCK_SCOPE_SIGNAL = 1 << 1
 
 
 def most_resident_bytes() -> int:
@@ -71,10 +82,13 @@ class Ended(NamedTuple):
         What came through its pipe.
     status : int
         Its exit status, or minus the signal that ended it.
+    refused : tuple of str
+        Parts of the confinement that the system has refused.
     """
 
     sent: bytes
     status: int
+    refused: tuple[str, ...]
 
 
 Send = Callable[[bytes], Any]
@@ -106,33 +120,78 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
     ConnectionAbortedError
         If a process of ``gone`` has ended.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    refused = _refused({"finding processes whose parent has ended (subreaper)": _become_subreaper})
     reading, writing = os.pipe()
     watcher, child = os.getpid(), os.fork()
     if child == 0:
-        _work(work, writing, limits, folder, watcher)
+        _leave(partial(_work, work, writing, limits, folder, watcher))
     os.close(writing)
     try:
-        return _watch(child, reading, limits, list(gone))
+        told, status = _watch(child, reading, limits, list(gone))
     finally:
         _end(child)
         os.close(reading)
+    first, _, sent = told.partition(b"\n")
+    return Ended(sent, status, (*refused, *json.loads(first or b"[]")))
 
 
-def keep_others_out():
-    """Let no other process of this user open this one's memory or files under /proc."""
-    _prctl(_PR_SET_DUMPABLE, 0)
+def supervise(work: Callable[[], Any]) -> int:
+    """Fork, do the work there, and end all that is left of it, even if it was killed.
+
+    SIGTERM goes on to the process that works, which also gets it if this one is killed. It then ends what it started.
+
+    Parameters
+    ----------
+    work : callable
+
+    Returns
+    -------
+    int
+        Its exit status, or minus the signal that ended it.
+    """
+    _become_subreaper()
+    supervisor, child = os.getpid(), os.fork()
+    if child == 0:
+        _end_with(supervisor, signal.SIGTERM)
+        _leave(work)
+    signal.signal(signal.SIGTERM, lambda *_: _kill(child, signal.SIGTERM))
+    _, status = os.waitpid(child, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now
+    _end(child)
+    return os.waitstatus_to_exitcode(status)
+
+
+def keep_others_out() -> bool:
+    """Let no other process of this user open this one's memory or files under /proc; False if the system refuses."""
+    return _prctl(_PR_SET_DUMPABLE, 0) == 0
+
+
+_lock = threading.Lock()
+_before: list[int] = []  # whether the process could be opened, when each of those that are inside came
+
+
+@contextlib.contextmanager
+def others_kept_out() -> Iterator[None]:
+    """`keep_others_out` as long as a thread is inside."""
+    with _lock:
+        _before.append(_prctl(_PR_GET_DUMPABLE))
+        keep_others_out()
+    try:
+        yield
+    finally:
+        with _lock:
+            if _before.pop() == 1:  # of the first: all others found the process closed
+                _prctl(_PR_SET_DUMPABLE, 1)
 
 
 # ---- in the process ------------------------------------------------------------------------------
 
 
-def _work(work: Callable[[Send], None], writing: int, limits: Limits, folder: str, watcher: int):
-    """All that the forked process does."""
+def _leave(work: Callable[[], Any]):
+    """All that a forked process does: the work, and then it ends."""
     status = 1
     try:
-        pipe = _confine(writing, limits, folder, watcher)
-        work(lambda data: _write(pipe, data))
+        work()
         status = 0
     except SystemExit as exit:
         status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
@@ -145,22 +204,27 @@ def _work(work: Callable[[Send], None], writing: int, limits: Limits, folder: st
         os._exit(status & 0xFF)
 
 
+def _work(work: Callable[[Send], None], writing: int, limits: Limits, folder: str, watcher: int):
+    """Confine this process and tell what the system refuses of that, in a first line; then do the work."""
+    pipe = os.dup2(writing, 3, inheritable=False)
+    refused = _confine(pipe, limits, folder, watcher)
+    _write(pipe, json.dumps(refused).encode() + b"\n")
+    work(partial(_write, pipe))
+
+
 def _write(pipe: int, data: bytes):
     while data:
         data = data[os.write(pipe, data) :]
 
 
-def _confine(writing: int, limits: Limits, folder: str, watcher: int) -> int:
-    """Give up what the code must not have. Returns the pipe, the only open file beyond input, output and errors."""
+def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
+    """Give up what the code must not have: the pipe is its only open file beyond input, output and errors.
+
+    Returns what the system has refused.
+    """
     os.setsid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != watcher:
-        os._exit(1)  # it ended before it could be told so
     _prctl(_PR_SET_DUMPABLE, 1)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _drop_capabilities()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    pipe = os.dup2(writing, 3, inheritable=False)
     for file in map(int, os.listdir("/dev/fd")):
         if file > pipe:
             with contextlib.suppress(OSError):  # the listing's own is closed
@@ -168,39 +232,82 @@ def _confine(writing: int, limits: Limits, folder: str, watcher: int) -> int:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     cpu_seconds = int(limits.seconds * (os.cpu_count() or 1)) + 1
-    for kind, most in {"CPU": cpu_seconds, "FSIZE": limits.file_bytes, "CORE": 0}.items():
-        _lower(getattr(resource, f"RLIMIT_{kind}"), most)
-    return pipe
+    steps = {
+        "the end with the process that watches (PR_SET_PDEATHSIG)": partial(_end_with, watcher, signal.SIGKILL),
+        "no new rights (PR_SET_NO_NEW_PRIVS)": lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1) == 0,
+        "no capabilities (capset)": _drop_capabilities,
+        "no signals to other processes, and none of their memory (Landlock of Linux 6.12)": _keep_inside,
+        "a limit of CPU time (RLIMIT_CPU)": partial(_lower, resource.RLIMIT_CPU, cpu_seconds),
+        "a limit of file sizes (RLIMIT_FSIZE)": partial(_lower, resource.RLIMIT_FSIZE, limits.file_bytes),
+        "no core dumps (RLIMIT_CORE)": partial(_lower, resource.RLIMIT_CORE, 0),
+    }
+    return _refused(steps)
 
 
-def _lower(kind: int, most: int):
+def _refused(steps: dict[str, Callable[[], bool]]) -> list[str]:
+    """Take the steps, and return those that the system refuses."""
+    return [name for name, step in steps.items() if not step()]
+
+
+def _end_with(parent: int, number: signal.Signals) -> bool:
+    """Get this signal when the parent ends."""
+    done = _prctl(_PR_SET_PDEATHSIG, number) == 0
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before it could be told so
+    return done
+
+
+def _lower(kind: int, most: int) -> bool:
     """Set a limit of the process, unless it has a lower one, which it may not raise."""
     _, hard = resource.getrlimit(kind)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(kind, (most, most))
+    try:
+        resource.setrlimit(kind, (most, most))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
-def _drop_capabilities():
+def _drop_capabilities() -> bool:
     """Root without these is a user like another: it cannot look into the processes that watch and compare."""
     if sys.platform != "linux":
-        return
+        return False
     kept = 1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH
     libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3), (ctypes.c_uint32 * 6)()
-    libc.capget(header, sets)
+    if libc.capget(header, sets):
+        return False
     effective, permitted, *_ = sets
-    libc.capset(header, (ctypes.c_uint32 * 6)(effective & kept, permitted & kept))
+    return libc.capset(header, (ctypes.c_uint32 * 6)(effective & kept, permitted & kept)) == 0
 
 
-def _prctl(option: int, value: int):
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+def _keep_inside() -> bool:
+    """Keep this process, and those that it starts, from signals to all others and from their memory."""
+    if sys.platform != "linux":
+        return False
+    libc, scoped = ctypes.CDLL(None), (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_SIGNAL)  # no files, no network
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, scoped, ctypes.sizeof(scoped), 0)
+    if ruleset < 0:
+        return False
+    done = libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
+    os.close(ruleset)
+    return done
+
+
+def _become_subreaper() -> bool:
+    """Become the parent of descendants whose parent ends."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+
+
+def _prctl(option: int, value: int = 0) -> int:
+    """What ``prctl`` returns: -1 if the system refuses."""
+    return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) if sys.platform == "linux" else -1
 
 
 # ---- from outside --------------------------------------------------------------------------------
 
 
-def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> Ended:
-    """Collect what the process sends until it ends, or breaks a limit."""
+def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> tuple[bytes, int]:
+    """Collect what the process sends until it ends, or breaks a limit. Returns that, and how it ended."""
     os.set_blocking(reading, False)
     sent, sources, deadline = bytearray(), [reading, *gone], time.monotonic() + limits.seconds
     next_look = time.monotonic() + POLL_SECONDS
@@ -212,7 +319,7 @@ def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> Ended:
             sources.remove(reading)  # it has closed its end, or has ended
         if ended:
             _receive(reading, sent)
-            return Ended(bytes(sent), os.waitstatus_to_exitcode(status))
+            return bytes(sent), os.waitstatus_to_exitcode(status)
         if any(source in ready for source in gone):
             raise ConnectionAbortedError("the process that asked has ended")
         if time.monotonic() >= deadline:
@@ -252,9 +359,13 @@ def _end(child: int):
     deadline = time.monotonic() + KILL_SECONDS
     while _reap() and time.monotonic() < deadline:
         for process in _descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            _kill(process, signal.SIGKILL)
         time.sleep(0.001)
+
+
+def _kill(process: int, number: signal.Signals):
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(process, number)
 
 
 def _reap() -> bool:

@@ -1,20 +1,41 @@
-"""What the tests of the guard need: a checker that refuses no text, and a look at the processes of the machine."""
+"""What the tests of the guard need: checkers that lack a protection, and a look at the processes of the machine."""
 
 import os
 import time
+import types
 from pathlib import Path
 
-from moeblaze_ref import apart
+from moeblaze_ref import apart, guard
 
-CHECKED_ANSWER = apart._answer
+SUPERVISE = apart._supervise
 
 
-def answer_unchecked(*args):
-    """The process that compares, if it refused no Python text."""
+def supervise_unchecked(*args):
+    """The checker's processes, if they refused no Python text."""
     from moeblaze_ref.judge import kernels
 
     kernels.check_source = lambda *_: None
-    CHECKED_ANSWER(*args)
+    SUPERVISE(*args)
+
+
+def supervise_without_landlock(*args):
+    """The checker's processes on a system without Landlock."""
+    guard._keep_inside = lambda: False
+    SUPERVISE(*args)
+
+
+def supervise_where_all_is_refused(*args):
+    """The checker's processes where the system refuses all that it can refuse."""
+    guard._prctl = lambda *_: -1
+    guard._keep_inside = guard._drop_capabilities = guard._lower = lambda *_: False
+    SUPERVISE(*args)
+
+
+def supervise_until(path, *args):
+    """The checker's processes, whose time is over as soon as a file exists."""
+    seconds = lambda: time.monotonic() + 10**6 * Path(path).exists()
+    guard.time = types.SimpleNamespace(monotonic=seconds, sleep=time.sleep)
+    SUPERVISE(*args)
 
 
 def processes_of(mark):
@@ -30,20 +51,20 @@ def processes_of(mark):
     return found
 
 
-def sleeps(mark):
-    """The child of a kernel that sleeps for so many seconds as the mark says, once it does."""
-    return [process for process in processes_of(mark) if _read(process, "comm") == "sleep\n"]
+def running(name, mark):
+    """The processes with this name and the mark, such as the child of a kernel that sleeps as the mark says."""
+    return [process for process in processes_of(mark) if _status(process).startswith(f"Name:\t{name}\n")]
 
 
-def children_of(parent):
-    """The processes whose parent this is."""
-    found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [process for process in found if f"\nPPid:\t{parent}\n" in _read(process, "status")]
+def parent_of(process):
+    """The parent of a process."""
+    _, _, after = _status(process).partition("\nPPid:\t")
+    return int(after.partition("\n")[0])
 
 
-def _read(process, name):
+def _status(process):
     try:
-        return Path(f"/proc/{process}/{name}").read_text()
+        return Path(f"/proc/{process}/status").read_text()
     except OSError:  # it has ended
         return ""
 

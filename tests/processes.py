@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 from contextlib import contextmanager
+from pathlib import Path
 
+PIPE = subprocess.PIPE
 LIMIT = 600  # seconds, on a slow and busy machine; pyproject.toml gives a whole test longer
 
 
@@ -24,7 +26,7 @@ def run(command, limit=LIMIT, **options):
     subprocess.TimeoutExpired
         If it did not end within the limit. Its process group is killed.
     """
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    options = {"stdout": PIPE, "stderr": PIPE} | options
     process = subprocess.Popen(command, text=True, start_new_session=True, **options)
     try:
         output, errors = process.communicate(timeout=limit)
@@ -36,14 +38,14 @@ def run(command, limit=LIMIT, **options):
 
 @contextmanager
 def beginning():
-    """Yield a function that starts a command in a session of its own and returns its process; errors come as text.
+    """Yield a function that starts a command in a session of its own and returns its process; output comes as text.
 
     Those that still run in the end are killed, with their groups.
     """
     started = []
 
     def begin(command, **options):
-        options |= {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        options |= {"stderr": PIPE, "text": True, "start_new_session": True}
         started.append(subprocess.Popen(command, **options))
         return started[-1]
 
@@ -62,6 +64,14 @@ def end(process, limit=30):
         process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
         _kill_group(process)
+
+
+def runs(pid):
+    """Whether a process is there and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _kill_group(process):

@@ -1,7 +1,10 @@
 """A reader's code that cheats fails to cheat, and all that it starts ends with the check."""
 
+import functools
+import itertools
 import json
 import os
+import re
 import signal
 import sys
 import uuid
@@ -14,6 +17,7 @@ from test_judge import COMBINE, WIDE_COMBINE, changed
 from moeblaze_ref import apart, guard
 from moeblaze_ref.judge import claims, prepare
 from moeblaze_ref.judge.sources import check_source
+from moeblaze_ref.raw_cuda.runtime.source import inlined
 
 RIGHT = "    out[index] = sum;\n"
 NOTHING_WRITTEN = "out[0, 0] is never written"
@@ -39,7 +43,7 @@ def mark():
     """A text that no other process has in its command line or environment."""
     mark = f"8{uuid.uuid4().int % 10**12}.5"  # a number of seconds
     yield mark
-    ended = hostile.until(lambda: not hostile.processes_of(mark))
+    ended = hostile.until(lambda: not hostile.processes_of(mark), limit=30)
     for process in hostile.processes_of(mark):
         os.kill(process, signal.SIGKILL)
     assert ended, "processes are left"
@@ -47,11 +51,17 @@ def mark():
 
 # ---- what a text may not say ----------------------------------------------------------------------
 
+BUT = "but the file of a kernel may"
+NUMPYS = (
+    "testing load loadtxt genfromtxt fromfile fromregex memmap save savez savetxt f2py ctypeslib lib core test info "
+    "DataSource show_config from_dlpack frombuffer fromstring typing char rec ma emath linalg"
+).split()
+
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("import gc", "imports gc, but the file of a kernel may import numba, numpy and math alone"),
+        ("import gc", f"imports gc, {BUT} import math, numba, numba.cuda, numba.types, numpy and numpy.random, and THREADS"),
         ("import numpy, os.path", "imports os.path"),
         ("from moeblaze_ref.numpy_ref import combine", "imports combine from moeblaze_ref.numpy_ref"),
         ("from moeblaze_ref.numba_cuda.runtime import os", "imports os from moeblaze_ref.numba_cuda.runtime"),
@@ -61,10 +71,44 @@ def mark():
         ("import numba.cuda.simulator.kernelapi as api", "imports numba.cuda.simulator.kernelapi"),
         ("from numba.cuda.simulator import kernelapi", "imports kernelapi from numba.cuda.simulator"),
         ("import numpy._core", "imports numpy._core"),
-        ("gc = 1; gc.collect()", "names gc, but the file of a kernel may name no attribute with a leading underscore"),
-        ("x = sys", "names sys"),
-        ("x = numpy.f2py.sys", "names the attribute sys"),
-        ("x = numpy.ctypeslib", "names the attribute ctypeslib"),
+        ("gc = 1; gc.collect()", f"names the attribute collect, {BUT} name no attributes but T, add, "),
+        ("x = numpy.f2py.sys", "names the attribute sys"), ("x = numpy.f2py", "takes f2py of numpy"),
+        ("x = numpy.ctypeslib", "takes ctypeslib of numpy"),
+        ("numpy.testing.runstring('import gc', {})", "names the attribute runstring"),
+        ("from numpy import testing as t", f"imports testing from numpy, {BUT} take of numpy abs, "),
+        ("import numpy.testing", "imports numpy.testing"),
+        ("import numpy.testing as t", "imports numpy.testing"),
+        ("from numpy.testing import runstring", "imports runstring from numpy.testing"),
+        ("from numpy import *", "imports * from numpy"),
+        *[(f"x = numpy.{name}", f"takes {name} of numpy, {BUT} take of numpy abs, ") for name in NUMPYS],
+        ("x = numpy.random.mtrand", f"takes mtrand of numpy.random, {BUT} take of numpy.random default_rng"),
+        ("t = numpy", f"uses the module numpy as a value, {BUT} only take names of a module"),
+        ("x = [numpy][0].testing", "names the attribute testing"),
+        ("def f(m=numpy): pass", "uses the module numpy as a value"),
+        ("for m in (math, numpy): pass", "uses the module math as a value"),
+        ("import numpy as math", f"gives numpy the name math, {BUT} give a name to one module alone"),
+        ("import math as __builtins__", "gives something the name __builtins__"),
+        ("def __array_interface__(): pass", "gives something the name __array_interface__"),
+        ("x = numpy.__dict__['testing']", "takes __dict__ of numpy"),
+        ("x = getattr(numpy, 'tes' + 'ting')", "names getattr"),
+        ("x = vars(numpy)", "names vars"),
+        ("x = globals()", "names globals"),
+        ("x = type('A', (), {})", "names type"),
+        ("class A: pass", "defines the class A"),
+        ("x = (y for y in ()).gi_frame.f_back", "names the attribute f_back"),
+        ("numpy.zeros(1).tofile('mine')", "names the attribute tofile"),
+        ("import numba; x = numba.core", f"takes core of numba, {BUT} take of numba boolean, "),
+        ("import numba; x = numba.extending", "takes extending of numba"),
+        ("import numba; x = numba.njit", "takes njit of numba"),
+        ("import numba; x = numba.np", "takes np of numba"),
+        ("import numba.np.unsafe", "imports numba.np.unsafe"),
+        ("from numba.core import types", "imports types from numba.core"),
+        ("from numba import cuda; x = cuda.simulator", "takes simulator of numba.cuda"),
+        ("from numba import cuda as c; x = c.sys", "takes sys of numba.cuda"),
+        ("from moeblaze_ref.numba_cuda.runtime import cuda; x = cuda.kernelapi", "takes kernelapi of numba.cuda"),
+        ("import numba.cuda as c; x = c.np", "takes np of numba.cuda"),
+        ("x = breakpoint()", "names breakpoint"),
+        ("x = math.sys", "takes sys of math"),
         ("x = y._ary[0]", "names the attribute _ary"),
         ("y._ary[0] = 1", "names the attribute _ary"),
         ("x = f'{y._ary}'", "names the attribute _ary"),
@@ -76,13 +120,14 @@ def mark():
         ("x = eval('y')", "names eval"),
         ("exec('import gc')", "names exec"),
         ("x = open('/proc/self/mem')", "names open"),
-        ("match y:\n    case object(_ary=x): pass", "names the attribute _ary"),
+        ("match y:\n    case object(_ary=x): pass", "names object"),
+        ("match y:\n    case int(_ary=x): pass", "names the attribute _ary"),
     ],
 )
 def test_a_python_text_that_reaches_behind_the_checker_is_refused_by_its_line(line, message):
     number = 4 if line.startswith("match") else 3
     with pytest.raises(ValueError) as error:
-        check_source(f"import math\n\n{line}\n", "mine.py")
+        check_source(f"import math, numpy\ny = 1\n{line}\n", "mine.py")
     assert str(error.value).startswith(f"mine.py, line {number}: {message}")
 
 
@@ -93,15 +138,32 @@ def test_a_python_text_may_use_what_kernels_use():
         "_kept = np.float32(math.pi)\nif __name__ == '__main__':\n    print(_kept)\n",
         "mine.py",
     )
+    check_source(
+        "from numba import cuda, float32, types\nimport numpy as np\n\nN = 8\n\n\n@cuda.jit(device=True)\n"
+        "def half(x: np.float32):\n    return x / 2 if np.isfinite(x) else float32(0)\n\n\n"
+        "@cuda.jit\ndef mine(x, out):\n"
+        "    shared = cuda.shared.array(N, dtype=types.float32)\n    column = cuda.threadIdx.x\n"
+        "    shared[column] = half(x[column])\n    cuda.syncthreads()\n    for i in range(min(N, x.shape[0])):\n"
+        "        cuda.atomic.add(out, 0, shared[i])\n\n\nif __name__ == '__main__':\n"
+        "    x = cuda.to_device(np.random.default_rng(0).standard_normal(N).astype(np.float32))\n"
+        "    out = cuda.to_device(np.zeros(1, np.float32))\n    mine[1, N](x, out)\n    print(out.copy_to_host())\n",
+        "mine.py",
+    )
     check_source("total = (0", "mine.py")  # its import says what is wrong
 
 
+def test_a_module_that_is_not_imported_has_no_name():
+    with pytest.raises(ValueError, match="cannot import mine.py: NameError: name 'sys' is not defined"):
+        check("x = sys\n" + NUMBA + WRITES_ZERO)
+
+
 def test_the_command_refuses_a_file_and_a_module_before_they_run(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text("print('ran')\nimport gc\n")
+    (tmp_path / "mine.py").write_text("print('executed')\nimport gc\n")
     for kernel in ("mine.py:mine", "mine:mine"):
         command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine", "--kernel", kernel]
         done = processes.run(command, cwd=tmp_path)
-        assert done.returncode == 2 and ", line 2: imports gc" in done.stderr and "ran" not in done.stdout + done.stderr
+        assert done.returncode == 2 and ", line 2: imports gc" in done.stderr
+        assert "executed" not in done.stdout + done.stderr
 
 
 def test_a_compiled_file_beside_a_text_is_not_what_runs(tmp_path):
@@ -122,7 +184,7 @@ def test_a_compiled_file_beside_a_text_is_not_what_runs(tmp_path):
 @pytest.fixture
 def unchecked(monkeypatch):
     """No text is refused: what the cheats do not reach must be out of reach."""
-    monkeypatch.setattr(apart, "_answer", hostile.answer_unchecked)
+    monkeypatch.setattr(apart, "_supervise", hostile.supervise_unchecked)
 
 
 def forged(cases=99):
@@ -211,6 +273,27 @@ def test_no_pipe_takes_a_verdict_from_cuda(text):
     assert NOTHING_WRITTEN in check(text).first_problem
 
 
+def test_what_the_text_of_a_kernel_says_is_not_taken_from_its_process(tmp_path):
+    """Its launch, and what it takes: an output that may be left out is compared, though the process denies it."""
+    own, writes = inlined("dispatch/1_dense_map.cu"), "[first_slot + slot] = expert"
+    text = changed(own, f"{writes};", f"{writes} + 1;")
+    (tmp_path / "mine.cu").write_text(text)
+    exam, sent = prepare(f"{tmp_path / 'mine.cu'}:dense_map", "dispatch.dense_map", small=True), bytearray()
+    claims.send_launches(exam, sent.extend)
+    denied = sent.replace(b'"token_expert_indices", ', b"").replace(b"grid ceil", b"grid floor")
+    assert b'"parameters": ["topk_experts", "dense_map", "L", "E", "k"]' in denied and b"grid floor" in denied
+    report = exam.report(*claims.read_launches(exam, bytes(denied)))
+    assert "token_expert_indices[0] is " in report.first_problem and report.launch.startswith("grid ceil")
+
+
+def test_the_runner_is_not_taken_from_the_process_of_a_kernel(unchecked):
+    """A kernel that runs in the simulator says that it ran on a GPU, where nothing is counted."""
+    counts = '{"read": {}, "written": {}, "sectors": {}, "conflicts": {}}'
+    said = forged().replace("simt", "numba").replace(counts, "{}")
+    with pytest.raises(ChildProcessError, match="written into the pipe"):
+        check(f"import os\nos.write(3, {said!r}.encode())\nos._exit(0)\n")
+
+
 @pytest.mark.parametrize(
     "said", ["[" * 99_999, "7", '["Answer", {}]', '["Description", {"runner": "cuda", "launch": ""}]', '["Answer"', "\xff"]
 )
@@ -226,25 +309,130 @@ def test_a_kernel_that_ends_its_process_is_not_right():
         check(combine_that("_exit(0);", "#include <unistd.h>\n"))
 
 
-def test_the_processes_that_watch_are_out_of_reach(capfd):
-    """Their memory and their pipes, by their names under /proc; for root, too."""
-    reach = (
-        'char name[99]; int reached = 0; const int parent = getppid();'
-        'for (int file = 0; file < 99; ++file) {'
-        '  snprintf(name, sizeof name, "/proc/%d/fd/%d", parent, file); reached += open(name, O_WRONLY) >= 0; }'
-        'snprintf(name, sizeof name, "/proc/%d/mem", parent); reached += open(name, O_RDWR) >= 0;'
-        'reached += ptrace(PTRACE_ATTACH, parent, 0, 0) == 0;'
-        'printf("reached %d of a process\\n", reached);'
-    )
-    includes = "#include <cstdio>\n#include <fcntl.h>\n#include <sys/ptrace.h>\n#include <unistd.h>\n"
-    assert not check(combine_that(reach, includes)).first_problem
-    assert "reached 0 of a process" in capfd.readouterr().err
+# The first of these is the system without Landlock.
+SYSTEMS = "hostile.supervise_without_landlock", "hostile.SUPERVISE"
+OPEN = "hostile.supervise_where_all_is_refused"
+CONTEXTS = {"spawn": 3, "forkserver": 4}  # the checker's processes above the kernel's; the last is the one that asks
+CHECK = """
+import functools, multiprocessing, os, sys
+import hostile
+from moeblaze_ref import apart, guard
+
+_, system, context, text = sys.argv
+apart._supervise = eval(system)
+context = apart._server() if context == "forkserver" else multiprocessing.get_context(context)
+try:
+    question = apart._Question("mine.cu:mine", "combine", {"small": True}, text)
+    print(apart._ask(context, guard.Limits(600), question).report)
+except OSError as error:
+    print(f"{type(error).__name__}: {error}")
+print("asked by", os.getpid())
+print("can be opened:", guard._prctl(guard._PR_GET_DUMPABLE))
+"""
+# Root, too, is a user like another then. What it executes gains nothing.
+WITHOUT_CAPABILITIES = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+assert libc.capset((ctypes.c_uint32 * 2)(0x20080522), (ctypes.c_uint32 * 6)()) == 0
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def check_command(system, context, text):
+    """A command that checks a kernel by processes of a system."""
+    return [sys.executable, "-c", CHECK, system, context, text]
+
+
+def environment(**own):
+    """This one, where Python finds the tests' helpers, and what is added."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | own
+
+
+@pytest.mark.parametrize(("system", "context"), [*itertools.product(SYSTEMS, CONTEXTS), (OPEN, "spawn")])
+def test_the_checkers_processes_are_out_of_reach(system, context):
+    """Their memory and their pipes, without capabilities: of the one that compares, and of all above it.
+
+    Where the system refuses every protection, they are reached: the kernel tries what works.
+    """
+    reach = f"int last; const int reached = reach({CONTEXTS[context]}, last);"
+    reach += 'printf("reached %d up to %d\\n", reached, last);'
+    command = check_command(system, context, combine_that(reach, REACH))
+    done = processes.run([sys.executable, "-c", WITHOUT_CAPABILITIES, *command], env=environment())
+    assert "right in all" in done.stdout and "can be opened: 1\n" in done.stdout, done.stdout
+    asker = re.search(r"asked by (\d+)", done.stdout)[1]
+    assert f" up to {asker}\n" in done.stderr and ("reached 0 " in done.stderr) == (system != OPEN)
+
+
+UNWATCHED = '__attribute__((no_sanitize("thread")))'  # the executor does not look at its accesses
+REACH = f"""
+#include <cerrno>
+#include <cstdio>
+#include <fcntl.h>
+#include <sys/ptrace.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+{UNWATCHED} static int parent_of(int process) {{
+    char name[99], line[99];
+    snprintf(name, sizeof name, "/proc/%d/status", process);
+    int parent = 0;
+    FILE* const file = fopen(name, "r");
+    while (fgets(line, sizeof line, file) && !sscanf(line, "PPid: %d", &parent)) {{}}
+    fclose(file);
+    return parent;
+}}
+
+{UNWATCHED} static int reach(int generations, int& process) {{
+    int reached = 0;
+    char name[99], byte;
+    process = getpid();
+    while (generations--) {{
+        process = parent_of(process);
+        for (int file = 0; file < 99; ++file) {{
+            snprintf(name, sizeof name, "/proc/%d/fd/%d", process, file);
+            reached += open(name, O_WRONLY) >= 0;
+        }}
+        snprintf(name, sizeof name, "/proc/%d/mem", process);
+        reached += open(name, O_RDWR) >= 0;
+        const iovec here = {{&byte, 1}}, there = {{name, 1}};
+        reached += process_vm_readv(process, &here, 1, &there, 1, 0) >= 0 || errno != EPERM;
+        reached += ptrace(PTRACE_SEIZE, process, 0, 0) == 0;
+    }}
+    return reached;
+}}
+"""
+
+
+def test_a_process_that_is_closed_twice_opens_when_the_last_has_left():
+    """As if two threads checked at the same time, whichever ends first."""
+    is_open = lambda: guard._prctl(guard._PR_GET_DUMPABLE)
+    first, second = guard.others_kept_out(), guard.others_kept_out()
+    assert is_open() == 1
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_open() == 0
+    second.__exit__(None, None, None)
+    assert is_open() == 1
+
+
+def test_what_a_system_refuses_is_in_the_verdict(monkeypatch):
+    monkeypatch.setattr(apart, "_supervise", hostile.supervise_where_all_is_refused)
+    verdict = check(WIDE_COMBINE)
+    assert not verdict.first_problem
+    assert "this system did not confine the kernel fully. It refuses: " in verdict.report
+    names = "subreaper", "PDEATHSIG", "NO_NEW_PRIVS", "capset", "Landlock", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_CORE"
+    assert len(verdict.document["refused"]) == len(names)
+    for name, refused in zip(names, verdict.document["refused"], strict=True):
+        assert name in refused and refused in verdict.report
 
 
 # ---- limits, and what is left -------------------------------------------------------------------
 
 
 SYSTEM = "#include <cstdlib>\n"
+SIGNALS = SYSTEM + "#include <csignal>\n#include <sys/prctl.h>\n#include <unistd.h>\n"
 
 
 @pytest.mark.parametrize("how", ["sleep {} &", "setsid sleep {} &", "(setsid setsid sleep {} &) &"])
@@ -253,11 +441,15 @@ def test_children_end_with_the_verdict(mark, how):
     assert not said.first_problem and not hostile.processes_of(mark)
 
 
-def test_children_end_with_the_time(mark):
-    endless = f'(void)!system("setsid sleep {mark} & sleep {mark}");'
-    with pytest.raises(TimeoutError, match="there is no verdict after 3 seconds, the limit"):
-        check(combine_that(endless, SYSTEM), guard.Limits(3))
-    assert not hostile.processes_of(mark)
+def test_children_end_with_the_time(mark, tmp_path, monkeypatch):
+    """The time is over once both children are there."""
+    started = tmp_path / "started"
+    monkeypatch.setattr(apart, "_supervise", functools.partial(hostile.supervise_until, started))
+    endless = f"setsid sleep {mark} & sleep {mark} & until [ $(pgrep -fxc 'sleep {mark}') = 2 ]; do :; done"
+    endless = f'(void)!system("{endless}; touch {started}; wait");'
+    with pytest.raises(TimeoutError, match="there is no verdict after 600 seconds, the limit"):
+        check(combine_that(endless, SYSTEM), guard.Limits(600))
+    assert started.exists() and not hostile.processes_of(mark)
 
 
 def test_too_much_memory(mark):
@@ -328,48 +520,102 @@ def test_limits_that_are_lower_already_stay(tmp_path):
 
 
 @pytest.fixture
-def checking(tmp_path, mark):
-    """Starts the command on an endless kernel, with folders and a cache of its own; all that it starts has the mark."""
-    (tmp_path / "temporary").mkdir()
-    endless = combine_that(f'(void)!system("setsid sleep {mark} &"); for (volatile int i = 0; i < 1; i = 0);', SYSTEM)
-    (tmp_path / "mine.cu").write_text(endless)
+def temporary(tmp_path):
+    """Where a check puts its temporary files. In the end there are none."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    yield folder
+    assert hostile.until(lambda: not [*folder.iterdir()], limit=30), "temporary files are left"
 
-    def start(seconds, **environment):
-        command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine"]
-        command += ["--kernel", str(tmp_path / "mine.cu:mine"), "--timeout", str(seconds)]
-        own = {"MARK": mark, "TMPDIR": str(tmp_path / "temporary"), **environment}
-        return begin(command, env=os.environ | own)
 
+@pytest.fixture
+def beginning(mark, temporary):
+    """Starts a command whose processes all have the mark."""
     with processes.beginning() as begin:
-        yield start
-    assert hostile.until(lambda: not [*(tmp_path / "temporary").iterdir()]), "temporary files are left"
+        yield lambda command, **own: begin(
+            command, stdout=processes.PIPE, env=environment(MARK=mark, TMPDIR=str(temporary), **own)
+        )
 
 
-def test_nothing_is_left_of_a_compiler_that_is_ended(tmp_path, mark, checking):
-    """The cache is empty, so that g++ is at work when the time is over."""
-    process = checking(2, MOEBLAZE_CACHE=str(tmp_path / "cache"))
-    errors = process.communicate(timeout=processes.LIMIT)[1]
-    assert process.returncode == 1 and "did not end within 2 seconds" in errors
-    assert not hostile.processes_of(mark) and not [*(tmp_path / "cache").glob("*/moeblaze-*")]
+def endless(mark):
+    """A combine that never ends, nor its child, and that no longer wants to end with its parent."""
+    does = f'prctl(PR_SET_PDEATHSIG, 0); (void)!system("setsid sleep {mark} &");'
+    return combine_that(f"{does} for (volatile int i = 0; i < 1; i = 0);", SIGNALS)
+
+
+@pytest.fixture
+def checking(tmp_path, mark, beginning):
+    """Starts the command on an endless kernel, and waits until that one's child is there."""
+    (tmp_path / "mine.cu").write_text(endless(mark))
+
+    def start():
+        command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine", "--timeout", "600"]
+        process = beginning([*command, "--kernel", str(tmp_path / "mine.cu:mine")])
+        (sleeping,) = hostile.until(lambda: hostile.running("sleep", mark))
+        return process, sleeping
+
+    return start
+
+
+def test_nothing_is_left_of_a_compiler_that_is_ended(tmp_path, mark, beginning):
+    """The cache is empty, so that g++ must run. It is stopped, so that it is there when the time is over."""
+    over = tmp_path / "over"
+    system = f"functools.partial(hostile.supervise_until, {str(over)!r})"
+    cache = tmp_path / "cache"
+    process = beginning(check_command(system, "spawn", WIDE_COMBINE), MOEBLAZE_CACHE=str(cache), CXX="g++")
+    compiler, *_ = hostile.until(lambda: hostile.running("cc1plus", mark))
+    os.kill(compiler, signal.SIGSTOP)
+    over.touch()
+    output, _ = process.communicate(timeout=processes.LIMIT)
+    assert "TimeoutError: there is no verdict after 600 seconds, the limit" in output
+    assert not processes.runs(compiler) and not hostile.processes_of(mark)
+    assert cache.exists() and not [*cache.glob("*/moeblaze-*")]
+
+
+def assert_ended(family):
+    """All these processes end, without help."""
+    assert len(family) >= 5, "the supervising, the comparing and the kernel's process, its child, Python's tracker"
+    assert hostile.until(lambda: not any(map(processes.runs, family)), limit=60)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("whom", [os.kill, os.killpg], ids=["the process", "its group"])
-def test_nothing_is_left_of_a_check_that_is_ended(mark, checking, whom, end):
-    process = checking(600)
-    assert hostile.until(lambda: hostile.sleeps(mark))
+def test_nothing_is_left_of_a_check_that_is_ended(checking, whom, end):
+    process, _ = checking()
+    family = guard._descendants(process.pid)
     whom(process.pid, end)
-    process.communicate(timeout=processes.LIMIT)  # the fixtures see what is left
+    process.communicate(timeout=processes.LIMIT)
+    assert_ended(family)
 
 
-def test_the_kernel_ends_with_the_process_that_compares(mark, checking):
-    process = checking(600)
-    (sleeping,) = hostile.until(lambda: hostile.sleeps(mark))
-    for child in hostile.children_of(process.pid):
-        os.kill(child, signal.SIGKILL)
-    errors = process.communicate(timeout=processes.LIMIT)[1]
-    os.kill(sleeping, signal.SIGKILL)  # of a session of its own: nobody is left who knows of it
+@pytest.mark.parametrize("generations", [1, 2], ids=["the one that compares", "the one that supervises"])
+def test_nothing_is_left_of_a_check_one_of_whose_processes_is_killed(checking, generations):
+    """Though the kernel has cleared the signal that it gets when its parent ends."""
+    process, whom = checking()
+    family = guard._descendants(process.pid)
+    for _ in range(generations):
+        whom = hostile.parent_of(whom)
+    assert whom in family
+    os.kill(whom, signal.SIGKILL)
+    _, errors = process.communicate(timeout=processes.LIMIT)
     assert process.returncode == 2 and "the process that compares has ended, by SIGKILL" in errors
+    assert_ended(family)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_kernel_that_kills_its_parent_does_not_live_on(mark, beginning, system):
+    """With Landlock it cannot even kill its parent. Without, it is found all the same."""
+    kills = (
+        'prctl(PR_SET_PDEATHSIG, 0); const int parent = getppid();'
+        f'(void)!system("setsid sleep {mark} & until pgrep -fx \'sleep {mark}\' > /dev/null; do :; done");'
+        'const bool killed = kill(parent, SIGKILL) == 0; if (killed) for (volatile int i = 0; i < 1; i = 0);'
+    )
+    process = beginning(check_command(system, "spawn", combine_that(kills, SIGNALS)))
+    output, _ = process.communicate(timeout=processes.LIMIT)
+    killed = "ChildProcessError: the process that compares has ended, by SIGKILL" in output
+    assert killed or "right in all" in output and "Landlock" not in output
+    assert killed or system != SYSTEMS[0]
+    assert hostile.until(lambda: not hostile.processes_of(mark), limit=60)
 
 
 BEFORE_THE_FORK = """

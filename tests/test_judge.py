@@ -493,7 +493,7 @@ def test_names_that_lead_nowhere(tmp_path):
     empty = tmp_path / "empty.cu"
     empty.write_text("// nothing\n")
     broken = tmp_path / "broken.py"
-    broken.write_text("import numba.no_such_module\n")
+    broken.write_text("1 / 0\n")
     other = tmp_path / "mine.cpp"
     other.write_text(COMBINE)
     for kernel, message in {
@@ -852,15 +852,107 @@ def test_a_combine_with_an_index_of_32_bits_is_wrong(old, new):
     assert not report.ok and "out-of-bounds read of 4 bytes at byte offset -" in report.results[-1].problem
 
 
-def test_a_combine_whose_launch_has_few_blocks_is_not_judged_at_a_large_size():
-    walks = changed(
-        COMBINE, "if (index >= L * d) return;", "if (index >= d) return;"
-    )  # a thread a column, of all tokens
-    walks = changed(
-        walks, "const int token = index / d, column = index % d;", "for (int token = 0; token < L; ++token) {"
-    )
-    walks = walks.replace("+ column]", "+ index]").replace("out[index] = sum;", "out[token * d + index] = sum; }")
-    assert examine(walks, "combine", grid="ceil(d / THREADS)").ok
+# A combine of which the name `covered` says which elements a thread writes.
+COVERS = changed(
+    changed(WIDE_COMBINE, "    if (index >= (long long)L * d) return;\n", ""),
+    "    const int token = index / d, column = index % d;\n",
+    "    for (long long element = index; covered(element); element += stride) {\n"
+    "    const int token = element / d, column = element % d;\n",
+).replace("out[index] = sum;", "out[element] = sum; }")
+
+
+def covering(stride, covered):
+    return f"#define stride ({stride})\n#define covered(element) ({covered})\n{COVERS}"
+
+
+NUM_ELEMENTS = "(long long)L * d"
+ALL_ELEMENTS = f"element < {NUM_ELEMENTS}"
+
+
+def past_2_to_31(kernel, **options):
+    """What a report says of the large sizes, of a kernel that is right otherwise."""
+    report = examine(kernel, "combine", **options)
+    if report.ok:
+        line = f"not checked past 2**31 elements, because {report.unchecked}"
+        assert (line in str(report)) == bool(report.unchecked)
+        assert report.as_dict()["unchecked"] == report.unchecked
+        return report.unchecked
+    *right, wrong = report.results
+    assert all(result.ok for result in right) and "L d and R d past 2**31" in wrong.case and not report.unchecked
+    return wrong.problem
+
+
+@pytest.mark.parametrize("grid", ["1", "132", "min(132, ceil(L d / THREADS))", "ceil(d / THREADS)", "ceil(L / 65)"])
+def test_a_launch_with_few_blocks_is_not_checked_past_2_to_31(grid):
+    """Its blocks would do too much each: the verdict says so."""
+    walks = covering("(long long)gridDim.x * blockDim.x", ALL_ELEMENTS)
+    said = past_2_to_31(walks, grid=grid)
+    assert said.startswith("a block of its launch sums more than 64 tokens (blocks: ")
+    assert said.endswith("; tokens: 2,097,153)")
+
+
+@pytest.mark.parametrize("grid", ["ceil(L d / THREADS)", "ceil(L / 64)", "ceil(L d / THREADS) + 7"])
+def test_a_grid_that_walks_with_many_blocks_is_checked_past_2_to_31(grid):
+    """The last block of the third has nothing to do."""
+    said = past_2_to_31(covering("(long long)gridDim.x * blockDim.x", ALL_ELEMENTS), grid=grid)
+    assert said.startswith("its first and last block write nothing of the last token") == ("7" in grid)
+
+
+@pytest.mark.parametrize("block", ["416", "1000", "1024"])
+def test_a_block_with_any_number_of_threads_is_checked_past_2_to_31(block):
+    assert not past_2_to_31(WIDE_COMBINE, block=block)
+
+
+@pytest.mark.parametrize(
+    ("grid", "index", "bound"),
+    [
+        (
+            "L, ceil(d / THREADS)",
+            "blockIdx.x * (long long)d + blockIdx.y * blockDim.x + threadIdx.x",
+            "blockIdx.y * blockDim.x + threadIdx.x >= d",
+        ),
+        (
+            "ceil(L d / THREADS)",
+            "(gridDim.x - 1LL - blockIdx.x) * blockDim.x + threadIdx.x",
+            "index >= (long long)L * d",
+        ),
+    ],
+    ids=["two axes", "in reverse"],
+)
+def test_a_launch_of_another_order_is_checked_past_2_to_31(grid, index, bound):
+    right = changed(WIDE_COMBINE, "(long long)blockIdx.x * blockDim.x + threadIdx.x", index)
+    right = changed(right, "index >= (long long)L * d", bound)
+    assert not past_2_to_31(right, grid=grid)
+    assert "out-of-bounds" in past_2_to_31(changed(right, "[slot] * (long long)d", "[slot] * d"), grid=grid)
+
+
+@pytest.mark.parametrize("bound", ["L * d", "(int)((long long)L * d)"])
+def test_a_combine_that_writes_nothing_past_2_to_31_is_wrong(bound):
+    """L d of 32 bits is negative there, so that every thread returns."""
+    nothing = changed(WIDE_COMBINE, "index >= (long long)L * d", f"index >= {bound}")
+    assert past_2_to_31(nothing) == "out[0, 0] is never written, as it is with fewer tokens"
+
+
+def test_a_combine_that_leaves_the_last_token_out_past_2_to_31_is_wrong():
+    some = changed(WIDE_COMBINE, "index >= (long long)L * d", "index >= min((long long)L * d, 1LL << 31)")
+    assert past_2_to_31(some) == "out[2097152, 768] is never written, as it is with fewer tokens"
+
+
+def test_a_combine_whose_two_blocks_write_nothing_is_not_checked_past_2_to_31():
+    """The blocks between them write all."""
+    right = changed(WIDE_COMBINE, "(long long)blockIdx.x * blockDim.x", "(blockIdx.x - 1LL) * blockDim.x")
+    right = changed(right, "index >= (long long)L * d", "index < 0 || index >= (long long)L * d")
+    said = past_2_to_31(right, grid="ceil(L d / THREADS) + 2")
+    assert said.startswith("its first and last block write nothing of the last token (seen with L=")
+
+
+def test_tasks_and_backends_without_a_large_case_say_so():
+    (file, kernel) = OWN["combine.d_gates"]
+    assert examine(own(file, kernel), "combine.d_gates").unchecked == "only the task combine has a case of such a size"
+    report = examine(right_kernel, "combine")
+    assert report.ok and report.unchecked == "only the SIMT executor has arrays of such a size"
+    for chosen in ({"cases": SMALL}, {"small": True}):
+        assert not examine(WIDE_COMBINE, "combine", **chosen).unchecked
 
 
 @pytest.fixture
@@ -878,7 +970,7 @@ def test_the_command_judges(mine):
     report = json.loads(over.stdout)
     assert over.exit_code == 1 and not report["ok"]
     names = "ok", "task", "kernel", "backend", "dtype", "launch", "quantities", "results", "counted_by"
-    assert report.keys() == {*names} and "can forge these numbers" in report["counted_by"]
+    assert report.keys() == {*names, "refused", "unchecked"} and "can forge these numbers" in report["counted_by"]
     assert report["results"][0].keys() == {"case", "problem", "difference", "counts"}
 
 

@@ -19,14 +19,6 @@ time.sleep(600)
 """
 
 
-def runs(pid):
-    """Whether a process is there and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_what_a_command_prints_comes_back():
     done = processes.run([sys.executable, "-c", "import sys; print(1); print(2, file=sys.stderr); sys.exit(3)"])
     assert (done.stdout, done.stderr, done.returncode) == ("1\n", "2\n", 3)
@@ -37,17 +29,18 @@ def test_a_command_over_its_limit_is_killed_with_its_children():
         processes.run([sys.executable, "-c", PARENT], limit=5)
     child = int(expired.value.output)
     deadline = time.monotonic() + 30
-    while runs(child) and time.monotonic() < deadline:
+    while processes.runs(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not runs(child)
+    assert not processes.runs(child)
 
 
 def test_a_process_that_ignores_the_signal_to_end_is_killed():
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
-    with process.stdout:
-        process.stdout.readline()
-        processes.end(process, limit=0.2)
+    with processes.beginning() as begin:
+        process = begin([sys.executable, "-c", deaf], stdout=processes.PIPE)
+        with process.stdout:
+            process.stdout.readline()
+            processes.end(process, limit=0.2)
     assert process.returncode == -signal.SIGKILL
 
 

@@ -150,19 +150,21 @@ def prepare(
         dtype=dtype,
         constants=constants or {},
     )
-    if cases is not None:
-        return Exam.of(terms, cases)
-    return Exam.of(terms, _cases(terms, small, numba_runner), large=readers.takes(terms) and not small)
+    runner = numba_runner() if terms.backend == "numba" else terms.backend
+    if cases is not None or small:
+        return Exam.of(terms, runner, _cases(terms, runner, small) if cases is None else cases)
+    refusal = readers.refusal(terms)
+    return Exam.of(terms, runner, _cases(terms, runner, small), large=not refusal, unchecked=refusal)
 
 
-def _cases(terms: Terms, small: bool, numba_runner: Callable[[], str]) -> list[Case]:
+def _cases(terms: Terms, runner: str, small: bool) -> list[Case]:
     """The standard, telling and wide cases, and those with renormalised gates if a .cu file knows of these."""
-    numba, standard, wide = terms.backend == "numba", standard_cases(), wide_cases()
-    if numba and numba_runner() == "simulator":
+    standard, wide = standard_cases(), wide_cases()
+    if runner == "simulator":
         standard, wide = check.cut_to_size(standard), wide_cases(width=1)
     if small:
         standard, wide = check.cut_to_size(standard), []
     cases = standard + telling_cases(terms.dtype) + wide
-    if numba or "RENORMALIZE" not in terms.kernel.text:
+    if terms.backend == "numba" or "RENORMALIZE" not in terms.kernel.text:
         return cases
     return cases + [replace(case, renormalize=True) for case in cases if case.k > 1]

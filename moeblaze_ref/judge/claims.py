@@ -12,7 +12,6 @@ from moeblaze_ref.judge.runners import RUNNERS
 from moeblaze_ref.judge.trial import Answer, Description
 
 _ERRORS = {error.__name__: error for error in (ValueError, TypeError, OSError, ChildProcessError)}
-_NUMBA = ("numba", "simulator")  # the runners of that backend
 
 
 def send_launches(exam: Exam, send: Send):
@@ -70,9 +69,8 @@ def _read(exam: Exam, description: Description | None, line: bytes) -> Descripti
 
 
 def _description(exam: Exam, runner: str, launch: str) -> Description:
-    backend = exam.terms.backend
-    _require(isinstance(launch, str) and runner in (_NUMBA if backend == "numba" else (backend,)))
-    return Description(runner, launch)
+    _require(isinstance(launch, str) and runner == exam.runner)
+    return exam.text_trial.description if exam.text_trial else Description(runner, launch)
 
 
 def _answer(quantities: tuple[str, ...], fault: str, counts: Any, symbols: Any, parameters: list[str]) -> Answer:

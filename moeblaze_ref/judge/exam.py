@@ -6,6 +6,7 @@ The specification computes its results in the third part. So they do not exist w
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from moeblaze_ref import comparisons
 from moeblaze_ref.cases import Case
 from moeblaze_ref.config import is_gated
 from moeblaze_ref.judge.contracts import Arrays, Problem, dtype_of, set_problem
+from moeblaze_ref.judge.kernels import CudaKernel
 from moeblaze_ref.judge.report import Difference, Report, Result, first_difference, unlike
 from moeblaze_ref.judge.runners import RUNNERS, Runner
 from moeblaze_ref.judge.trial import Answer, Description, Step, Terms, Trial
@@ -30,18 +32,24 @@ class Exam:
     Parameters
     ----------
     terms : Terms
+    runner : str
+        Where the kernel runs: one of `runners.RUNNERS`.
     cases : list of (Step, Step)
         The case itself, with memory for every run, and the next step of the same shape, with memory for one.
     large : ndarray, optional
         Memory for what the kernel writes in the case of `large.readers`; None if that case is not asked.
+    unchecked : str
+        Why that case is not asked of a kernel of which all other cases are.
     """
 
     terms: Terms
+    runner: str
     cases: list[tuple[Step, Step]]
     large: np.ndarray | None = None
+    unchecked: str = ""
 
     @classmethod
-    def of(cls, terms: Terms, cases: Iterable[Case], large: bool = False) -> "Exam":
+    def of(cls, terms: Terms, runner: str, cases: Iterable[Case], large: bool = False, unchecked: str = "") -> "Exam":
         """Make the inputs, those of the case of `large.readers` too if ``large``.
 
         Raises
@@ -53,7 +61,12 @@ class Exam:
         steps = [(_step(terms, case, _MOST_RUNS), _step(terms, case.steps()[1], 1)) for case in adapted]
         if not steps:
             raise ValueError("cases is empty, but a kernel is judged by at least one case")
-        return cls(terms, steps, _poisoned(readers.OUTPUT, terms.dtype) if large else None)
+        return cls(terms, runner, steps, _poisoned(readers.MEMORY, terms.dtype) if large else None, unchecked)
+
+    @cached_property
+    def text_trial(self) -> Trial | None:
+        """The launch and parameters that the text of a .cu file states; None for Numba, whose text would have to run."""
+        return self.terms.trial(self.runner) if isinstance(self.terms.kernel, CudaKernel) else None
 
     @property
     def num_answers(self) -> int:
@@ -75,17 +88,21 @@ class Exam:
         """Compare what the launches wrote with the specification."""
         runner = RUNNERS[description.runner]
         results = [self._result(runner, *steps, answer) for steps, answer in zip(self.cases, answers, strict=False)]
-        if all(result.ok for result in results):
-            results += filter(lambda result: not result.ok, map(self._large_result, answers[len(self.cases) :]))
+        unchecked = self.unchecked
+        if self.large is not None and all(result.ok for result in results):
+            problem = answers[-1].fault or readers.problem(self.text_trial, self.large)
+            results += [Result(readers.SHAPE, problem, None, {})] * bool(problem)
+            unchecked = "" if problem else readers.unchecked(self.text_trial, self.large)
         terms = self.terms
         names = terms.contract.task, terms.kernel.label, terms.backend, terms.dtype, description.launch
-        return Report(*names, runner.quantities, results)
+        return Report(*names, runner.quantities, results, unchecked)
 
     def _result(self, runner: Runner, first: Step, following: Step, answer: Answer) -> Result:
         shape = first.problem.case.shape
         if answer.fault:
             return Result(shape, answer.fault, None, {})
-        left_out = set(self.terms.contract.extras) - set(answer.parameters)
+        taken = self.text_trial.parameters(first.problem) if self.text_trial else answer.parameters
+        left_out = set(self.terms.contract.extras) - set(taken)
         first, following = (_without(step, left_out) for step in (first, following))
         difference = self._difference(first)
         instability, unstable = _instability(runner, first)
@@ -94,9 +111,6 @@ class Exam:
         if not any(problems):
             problems = [budget.excess(answer.counts, answer.symbols) for budget in self.terms.budgets]
         return Result(shape, "; ".join(filter(None, problems)), difference or unstable or stale, answer.counts)
-
-    def _large_result(self, answer: Answer) -> Result:
-        return Result(readers.SHAPE, answer.fault or readers.problem(self.large), None, {})
 
     def _difference(self, step: Step) -> Difference | None:
         return first_difference(step.problem, step.outputs[0], self._peer(step.problem.case))

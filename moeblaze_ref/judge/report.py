@@ -193,6 +193,8 @@ class Report:
         What the backend counts, in the process that runs the kernel: the kernel can forge it.
     results : list of Result
         A fault ends the judging: it is the last of them.
+    unchecked : str
+        Why sizes past 2**31 elements were not checked; empty if they were, or if the caller chose the cases.
     """
 
     task: str
@@ -202,6 +204,7 @@ class Report:
     launch: str
     quantities: tuple[str, ...]
     results: list[Result]
+    unchecked: str
 
     @property
     def ok(self) -> bool:
@@ -229,6 +232,8 @@ class Report:
             numbers = (f"{total:>12,}" for total in result.totals.values())
             yield "".join([f"{'right' if result.ok else 'WRONG':8}", f"{result.case:{width}}", *numbers]).rstrip()
         yield self.first_problem or f"right in all {len(self.results)} cases"
+        if self.unchecked:
+            yield f"not checked past 2**31 elements, because {self.unchecked}"
         if self.quantities:
             yield COUNTED_BY
         else:

@@ -122,12 +122,17 @@ class Terms:
         if not status.available:
             remedy = status.remedy and f"; {status.remedy}"
             raise ValueError(f"backend {self.backend} does not run here: {status.detail}{remedy}")
-        runner, kernel = runner_of(self.backend), self.kernel.open()
+        runner = runner_of(self.backend)
         counted = RUNNERS[runner].quantities
         for budget in self.budgets:
             if budget.quantity not in counted:
                 what = f"only {' and '.join(counted)}" if counted else "nothing"
                 raise ValueError(f"a budget limits {budget.quantity}, but on {self.backend} {what} is counted")
+        return self.trial(runner)
+
+    def trial(self, runner: str) -> "Trial":
+        """The same, unchecked. Nothing of a .cu file runs."""
+        kernel = self.kernel.open()
         launch = choose_launch(kernel.stated(), self.asked, self.contract, kernel.header)
         return Trial(self.contract, kernel, runner, launch, self.activation, self.dtype, self.constants)
 
@@ -181,12 +186,12 @@ class Trial:
         problem = next(iter(steps)).problem
         symbols = self._symbols(problem)
         grid, *_ = self.launch.at(self.kernel.name, symbols)
-        return Answer("", counts[0], symbols | {"blocks": math.prod(grid)}, self._parameters(problem))
+        return Answer("", counts[0], symbols | {"blocks": math.prod(grid)}, self.parameters(problem))
 
     def _run(self, problem: Problem, memory: Arrays, order: int) -> Counts:
         """Launch once, into the memory, and return what was counted."""
         constants, symbols = self._constants(problem), self._symbols(problem)
-        names = self._parameters(problem)
+        names = self.parameters(problem)
         inputs = {name: array.copy() for name, array in problem.inputs.items()}
         given = problem.sizes | inputs | memory
         arguments = {name: given[name] if name in given else self._nothing(name) for name in names}
@@ -208,7 +213,8 @@ class Trial:
         except Fault as fault:
             raise Fault(f"{fault} ({runner.orders[order]})" if order else str(fault)) from None
 
-    def _parameters(self, problem: Problem) -> tuple[str, ...]:
+    def parameters(self, problem: Problem) -> tuple[str, ...]:
+        """The tensors and sizes that the kernel takes. Errors are those of its ``fit``."""
         return self.kernel.fit(self.contract, self.dtype, self._constants(problem))
 
     def _nothing(self, name: str) -> np.ndarray:

@@ -1,74 +1,122 @@
-"""A reader's combine past 2**31 elements, for the checker: the first and the last block of its launch."""
+"""A reader's combine past 2**31 elements, for the checker: the first and the last block of its launch.
+
+Which elements these blocks have to write is the kernel's own affair. So they run at a smaller size first. What they
+write of the last token there, they must write at the large size.
+"""
 
 import math
 
 import numpy as np
 
 from moeblaze_ref.judge.contracts import dtype_of
+from moeblaze_ref.judge.report import never_written
 from moeblaze_ref.judge.runners import RUNNERS
 from moeblaze_ref.judge.trial import Answer, Terms, Trial
 from moeblaze_ref.large.cases import ALL, BOUNDS, exactly, values
+from moeblaze_ref.raw_cuda.runtime.poison import poison
 from moeblaze_ref.raw_cuda.runtime.simt import KernelFault
 from moeblaze_ref.raw_cuda.runtime.source import Size
 from moeblaze_ref.raw_cuda.runtime.sparse import ZEROS, Launch, SparseExecutor, error
 
 L, k, d = 2**21 + 1, 2, 1024  # L d > 2**31
-R = L * k
-SIZES = {"L": L, "d": d, "h": d, "E": k, "k": k, "R": R}
 SHAPE = f"L={L}, d={d}, k={k}: L d and R d past 2**31, the first and the last block alone"
-TOKENS = (0, L - 1)
+TASK = "combine"
 MOST_TOKENS = 64  # of a block, on average: with more it would take long
-OUTPUT = (len(TOKENS), d)  # what is compared: the output of these tokens
+MEMORY = (2, 2, d)  # at the smaller size and at the large one, the output of the first and of the last token
 
 
-def takes(terms: Terms) -> bool:
-    """Return True if the case is one of the task: a combine of a .cu file on the SIMT executor."""
-    return terms.contract.task == "combine" and terms.backend == "simt"
+def refusal(terms: Terms) -> str:
+    """Return why a kernel is not checked at this size; empty if it may be."""
+    if terms.backend != "simt":
+        return "only the SIMT executor has arrays of such a size"
+    return "" if terms.contract.task == TASK else f"only the task {TASK} has a case of such a size"
 
 
-def launch(trial: Trial, out: np.ndarray) -> Answer:
-    """Launch the first and the last block of a combine at this size.
+def launch(trial: Trial, memory: np.ndarray) -> Answer:
+    """Launch the first and the last block of a combine, at the smaller and at the large size.
 
     Each token has a row of both experts. y and the gates are zeros but for the first and the last token's.
 
     Parameters
     ----------
     trial : Trial
-        Of terms that `takes` takes.
-    out : ndarray (2, d), float32, float16 or bfloat16
-        Gets the output of ``TOKENS``. It stays as it is if the launch has few blocks, which do too much each.
+        Of terms that `refusal` does not refuse.
+    memory : ndarray (2, 2, d), float32, float16 or bfloat16
+        Gets the outputs. It stays as it is if the launch has few blocks.
 
     Returns
     -------
     Answer
         Without counts: two blocks say nothing of a launch.
     """
-    constants = trial.constants_of(renormalize=False)
-    grid, block, shared_bytes = trial.launch.at(trial.kernel.name, trial.symbols_of(constants, SIZES))
-    names = trial.kernel.fit(trial.contract, trial.dtype, constants)
-    answer = Answer("", {quantity: {} for quantity in RUNNERS[trial.runner].quantities}, {}, tuple(names))
-    if math.prod(grid) * MOST_TOKENS < L:
+    answer = Answer("", {quantity: {} for quantity in RUNNERS[trial.runner].quantities}, {}, _parameters(trial))
+    if _has_few_blocks(trial):
         return answer
-    given = _given(trial.dtype)
-    chosen = Launch(trial.kernel.name, _first_and_last, {name: given[name] for name in names if name in given}, {})
-    executor = SparseExecutor(chosen)
-    arrays = {name: executor.empty(shape, dtype_of(name, trial.dtype)) for name, shape in _shapes().items()}
     try:
-        module = executor.load(trial.kernel.file, text=trial.kernel.text, **constants)
-        arguments = {name: (arrays | SIZES)[name] for name in names}
-        module.launch(trial.kernel.name, grid, block, shared_bytes, **arguments)
-    except KernelFault as found:
-        return Answer(str(found), {}, {}, ())
-    for row, token in zip(out, TOKENS, strict=True):
-        row[:] = arrays["out"][token]
+        for tokens, out in zip((_fewer_tokens(trial), L), memory, strict=True):
+            out[:] = _run(trial, tokens)
+    except KernelFault as fault:
+        return Answer(str(fault), {}, {}, ())
     return answer
 
 
-def problem(out: np.ndarray) -> str:
-    """Return what is wrong in the outputs (2, d) that `launch` gave; empty if nothing is."""
-    rows, gates = _values(str(out.dtype))
-    expected = [exactly(gates[i]) @ exactly(rows[i]) for i in range(len(TOKENS))]
-    return next(filter(None, map(_wrong, out, TOKENS, expected)), "")
+def problem(trial: Trial, memory: np.ndarray) -> str:
+    """Return what is wrong in the outputs that `launch` gave; empty if nothing is."""
+    rows, gates = _values(trial.dtype)
+    expected = [exactly(gates[i]) @ exactly(rows[i]) for i in range(2)]
+    return next(filter(None, map(_wrong, (0, L - 1), *memory, expected)), "")
+
+
+def unchecked(trial: Trial, memory: np.ndarray) -> str:
+    """Return why the outputs that `launch` gave say nothing of sizes past 2**31; empty if they do."""
+    if _has_few_blocks(trial):
+        grid, *_ = _launch(trial, L)
+        return f"a block of its launch sums more than {MOST_TOKENS} tokens (blocks: {math.prod(grid):,}; tokens: {L:,})"
+    smaller, _ = memory
+    if never_written(smaller[-1]).all():
+        return f"its first and last block write nothing of the last token (seen with L={_fewer_tokens(trial)}, d={d})"
+    return ""
+
+
+def _sizes(tokens: int) -> dict[str, int]:
+    return {"L": tokens, "d": d, "h": d, "E": k, "k": k, "R": tokens * k}
+
+
+def _launch(trial: Trial, tokens: int) -> tuple[Size, Size, int]:
+    return trial.launch.at(trial.kernel.name, trial.symbols_of(_constants(trial), _sizes(tokens)))
+
+
+def _constants(trial: Trial) -> dict:
+    return trial.constants_of(renormalize=False)
+
+
+def _parameters(trial: Trial) -> tuple[str, ...]:
+    return trial.kernel.fit(trial.contract, trial.dtype, _constants(trial))
+
+
+def _has_few_blocks(trial: Trial) -> bool:
+    grid, *_ = _launch(trial, L)
+    return math.prod(grid) * MOST_TOKENS < L
+
+
+def _fewer_tokens(trial: Trial) -> int:
+    """Tokens of which the last block has as many, and as many elements, as of L."""
+    _, block, _ = _launch(trial, L)
+    step = math.lcm(math.prod(block), MOST_TOKENS)
+    return L % step + step
+
+
+def _run(trial: Trial, tokens: int) -> np.ndarray:
+    """The output of the first and of the last token, as the first and the last block leave it."""
+    given = _given(trial.dtype, tokens)
+    names = _parameters(trial)
+    chosen = Launch(trial.kernel.name, _first_and_last, {name: given[name] for name in names if name in given}, {})
+    executor = SparseExecutor(chosen)
+    arrays = {name: executor.empty(shape, dtype_of(name, trial.dtype)) for name, shape in _shapes(tokens).items()}
+    module = executor.load(trial.kernel.file, text=trial.kernel.text, **_constants(trial))
+    arguments = {name: (arrays | _sizes(tokens))[name] for name in names}
+    module.launch(trial.kernel.name, *_launch(trial, tokens), **arguments)
+    return arrays["out"][[0, tokens - 1]]
 
 
 def _first_and_last(grid: Size) -> list[Size]:
@@ -76,14 +124,14 @@ def _first_and_last(grid: Size) -> list[Size]:
     return sorted({(0, 0, 0), (x - 1, y - 1, z - 1)})
 
 
-def _shapes() -> dict[str, tuple[int, ...]]:
+def _shapes(tokens: int) -> dict[str, tuple[int, ...]]:
     return {
-        "y": (R, d),
-        "gates": (L, k),
-        "out": (L, d),
-        "expert_token_indices": (R,),
-        "token_expert_indices": (R,),
-        "token_index_map": (R,),
+        "y": (tokens * k, d),
+        "gates": (tokens, k),
+        "out": (tokens, d),
+        "expert_token_indices": (tokens * k,),
+        "token_expert_indices": (tokens * k,),
+        "token_index_map": (tokens * k,),
         "expert_token_offsets": (k + 1,),
     }
 
@@ -93,29 +141,32 @@ def _values(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return values(2, k, d, dtype=dtype), values(2, k)
 
 
-def _given(dtype: str) -> dict[str, list]:
+def _given(dtype: str, num_tokens: int) -> dict[str, list]:
     """What the arrays hold."""
     rows, gates = _values(dtype)
-    tokens = np.arange(L, dtype=np.int32)
+    tokens = np.arange(num_tokens, dtype=np.int32)
     y, out, weights = [(ALL, ZEROS)], [(ALL, ZEROS)], [(ALL, ZEROS)]
-    for i, token in enumerate(TOKENS):
-        y += [(np.s_[token + j * L : token + j * L + 1], rows[i, j]) for j in range(k)]
+    for i, token in enumerate((0, num_tokens - 1)):
+        y += [(np.s_[token + j * num_tokens : token + j * num_tokens + 1], rows[i, j]) for j in range(k)]
         weights.append((np.s_[token : token + 1], gates[i]))
-        out.append((np.s_[token : token + 1], np.nan))
+        out.append((np.s_[token : token + 1], poison(np.empty((), rows.dtype))))
     return {
         "y": y,
         "gates": weights,
         "out": out,
         "expert_token_indices": [(ALL, np.tile(tokens, k))],
-        "token_expert_indices": [(ALL, np.tile(np.arange(k, dtype=np.int32), L))],
-        "token_index_map": [(ALL, (tokens[:, None] + L * np.arange(k, dtype=np.int32)).ravel())],
-        "expert_token_offsets": [(ALL, L * np.arange(k + 1))],
+        "token_expert_indices": [(ALL, np.tile(np.arange(k, dtype=np.int32), num_tokens))],
+        "token_index_map": [(ALL, (tokens[:, None] + num_tokens * np.arange(k, dtype=np.int32)).ravel())],
+        "expert_token_offsets": [(ALL, num_tokens * np.arange(k + 1))],
     }
 
 
-def _wrong(out: np.ndarray, token: int, expected: np.ndarray) -> str:
-    """What is wrong in the elements of a token that a block has written."""
-    written = ~np.isnan(out)
+def _wrong(token: int, smaller: np.ndarray, out: np.ndarray, expected: np.ndarray) -> str:
+    """What is wrong in the elements of a token that the two blocks have to write; empty if nothing is."""
+    written = ~never_written(out)
+    missing = ~never_written(smaller) & ~written
+    if missing.any():
+        return f"out[{token}, {np.argmax(missing)}] is never written, as it is with fewer tokens"
     if not written.any() or error(out[written], expected[written]) <= BOUNDS[str(out.dtype)]:
         return ""
     column = int(np.argmax(np.abs(np.where(written, out.astype(np.float64) - expected, 0.0))))
