@@ -61,7 +61,7 @@ def telling_terms(n: int, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Terms (n, ...) float32 of sums over the first axis that differ in almost every other order."""
     rng = np.random.default_rng(seed)
     mantissa = 1 + rng.integers(0, 128, (n, *shape)) / 128  # 7 bits, as bfloat16 stores
-    terms = SMALL * mantissa
+    terms = SMALL * mantissa * rng.choice((-1, 1), mantissa.shape)  # so that a sum of many is not much larger than each
     terms[0], terms[1] = LARGE * mantissa[0], -LARGE * mantissa[0]
     return rng.permuted(terms, axis=0).astype(np.float32)
 
