@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 # A test compares each with the constants of the kernels that it runs.
 TOKENS = Sizes(L=10, d=264, h=8, E=31)  # sums over a token's slots, by warps that take some slots and columns at a time
-FUSED = Sizes(L=264, d=264, h=16, E=3)  # the same in the epilogue of a product of tiles
+FUSED = Sizes(L=264, d=264, h=72, E=3)  # the same in the epilogue of a product of tiles
 PRODUCT = Sizes(L=72, d=72, h=136, E=2)  # sums along the depth of products of tiles; three tiles along h
 SPARSE = Sizes(L=144, d=72, h=144, E=2, block=72)  # two blocks each way, a block larger than a tile
 

@@ -16,9 +16,10 @@ from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.numba_cuda import combine as numba_combine
 from moeblaze_ref.numba_cuda.runtime import ZERO, cuda
 from moeblaze_ref.numpy_ref import capacity as numpy_capacity
-from moeblaze_ref.raw_cuda import expert_down
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.raw_cuda import expert_down, tiles
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
 from moeblaze_ref.raw_cuda.runtime.source import inlined
+from moeblaze_ref.raw_cuda.tiles import WARP
 
 ROOT = Path(check.__file__).parents[1]
 HERE = ("numpy", "numba", "simt")
@@ -204,7 +205,7 @@ OTHER_FAULTS = [
         ("a, b by depth",),
     ),
     Fault(
-        "last hidden element with w2 first",
+        "w2 before w1 of each hidden element",
         UP,
         NAIVE,
         "expert_up/1_naive.cu",
@@ -347,6 +348,109 @@ def test_experts_launched_from_the_last_to_the_first_fail(monkeypatch):
     assert all(not row.ok for row in rows("expert_down", "simt", "as_printed"))
 
 
+# ---- the sizes cross every tile and group -----------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """A kernel that a sum launches: its file, and the constants for which that is compiled."""
+
+    file: str
+    kernel: str
+    constants: dict[str, int]
+
+
+ON_THE_EXECUTOR = [
+    (one, rung)
+    for one in orders.SUMS
+    for rung in (BACKENDS["simt"].rungs(one.stage) if "simt" in one.backends else ())
+    if one.promised("simt", rung)
+]
+# Constants that cut no sum: threads, what is inside a tile, and switches.
+NO_TILES = {
+    *("WARP", "THREADS", "CORNER", "NEIGHBOURS", "STAGES", "BAND", "WARP_ROWS", "WARP_COLUMNS"),
+    *("TRANSPOSE_LHS", "TRANSPOSE_RHS"),
+}
+
+
+def launches(one, rung, monkeypatch):
+    """What a sum launches, in all dtypes; nothing runs."""
+    found = []
+
+    def note(module, kernel, *_):
+        source = module.source
+        found.append(Launch(source.file, kernel, constants_of(inlined(source.file), source.constants)))
+
+    monkeypatch.setattr(SimtModule, "_run", note)
+    list(check.check_order(BACKENDS["simt"], rung, one))
+    return found
+
+
+def constants_of(text, options):
+    """The whole numbers that a kernel file defines, or is compiled with."""
+    definitions = re.findall(r"constexpr int ([^;{}()]+);", text)
+    numbers = [pair for line in definitions for pair in re.findall(r"(\w+) = (\d+)(?=,|$)", line)]
+    options = {name: value for name, value in options.items() if isinstance(value, int)}
+    return {name: int(value) for name, value in numbers} | options
+
+
+def cuts(one, constants):
+    """By constant: how many of it are one part of a sum's sizes, these sizes, and how many parts they must have."""
+    L, d, h, E, block = one.sizes
+    of_a_tile = (block, d) if "BLOCK" in constants else (L, d, h)
+    return {
+        "IN_FLIGHT": (1, (E,), 3),
+        "PACK": (WARP, (d,), 2),
+        "TILE": (1, of_a_tile, 2),
+        "TILE_DEPTH": (1, of_a_tile, 3),
+        "TILE_ROWS": (1, (L,), 2),
+        "TILE_COLUMNS": (1, (d,), 2),
+        "BLOCK": (1, (L, h), 2),
+    }
+
+
+def uncrossed(one, constants):
+    """The sizes of a sum that have too few parts, or a last part that is full: blocks alone are never cut."""
+    known = cuts(one, constants)
+    for name in constants.keys() - NO_TILES:
+        assert name in known, f"{name} = {constants[name]}: which sizes does it cut?"
+        times, sizes, parts = known[name]
+        length = times * constants[name]
+        for size in sizes:
+            if -(-size // length) < parts or (size % length == 0) != (name == "BLOCK"):
+                yield f"{name_of(one)}: {size} by {name} = {constants[name]}"
+
+
+def stating(one, found):
+    """The launches of files whose text states the order of a sum, by its name, or else by "sums run in order"."""
+    word = one.order.partition(",")[0]
+    for statement in (f"in the order of (the|its) {word}", "sums run in order"):
+        files = files_that_state(re.compile(statement), "kernels_cuda", "cu")
+        if stated := [launch for launch in found if ROOT / "kernels_cuda" / launch.file in files]:
+            return stated
+    raise AssertionError(f"no file states the order of {name_of(one)}")
+
+
+@pytest.mark.parametrize(("one", "rung"), ON_THE_EXECUTOR, ids=lambda value: getattr(value, "result", value))
+def test_the_sizes_cross_every_tile_and_group_of_the_kernels(one, rung, monkeypatch):
+    stated = stating(one, launches(one, rung, monkeypatch))
+    assert not [line for launch in stated for line in uncrossed(one, launch.constants)]
+
+
+def test_the_sizes_cross_every_tile_that_a_gpu_may_choose():
+    largest = {name: max(getattr(tile, name) for tile in tiles.CANDIDATES["3_mma"]) for name in ("rows", "columns")}
+    assert orders.FUSED.L > largest["rows"] and orders.FUSED.d > largest["columns"]
+
+
+def test_a_larger_tile_than_the_sizes_cross_is_noticed():
+    by_name = {name_of(one): one for one in orders.SUMS if one.stage != "block_sparse"}
+    tiled, grouped = by_name["y by depth"], by_name["out by slots"]
+    assert not [*uncrossed(tiled, {"TILE": 64, "TILE_DEPTH": 16}), *uncrossed(grouped, {"IN_FLIGHT": 4})]
+    assert [*uncrossed(tiled, {"TILE": 128})] and [*uncrossed(tiled, {"TILE_DEPTH": 64})]
+    assert [*uncrossed(grouped, {"IN_FLIGHT": 16})] and [*uncrossed(grouped, {"PACK": 16})]
+    with pytest.raises(AssertionError, match="UNROLL = 4: which sizes"):
+        list(uncrossed(tiled, {"UNROLL": 4}))
+
+
 # ---- nothing is stated and not checked --------------------------------------------------------------
 
 HEADER = re.compile(r"sums run in order|in the order of (?:the slots|its experts|the columns)")
@@ -358,6 +462,18 @@ def files_that_state(pattern, folder, ending):
     """Kernel files or modules, with what their texts say in one line."""
     texts = {path: " ".join(path.read_text().split()) for path in (ROOT / folder).rglob(f"*.{ending}")}
     return [path for path, text in texts.items() if pattern.search(text)]
+
+
+KERNEL = re.compile(r"__launch_bounds__\([^)]*\)\s+(\w+)\(")
+SUM_NOTHING = {"gate_rows", "d_y", "round_sums"}
+
+
+def test_every_kernel_of_a_file_that_states_an_order_is_run(monkeypatch):
+    run = {(launch.file, launch.kernel) for one, rung in ON_THE_EXECUTOR for launch in launches(one, rung, monkeypatch)}
+    for path in files_that_state(HEADER, "kernels_cuda", "cu"):
+        file, kernels = path.relative_to(ROOT / "kernels_cuda").as_posix(), {*KERNEL.findall(path.read_text())}
+        assert kernels, file
+        assert {kernel for kernel in kernels - SUM_NOTHING if (file, kernel) not in run} == set(), file
 
 
 def test_every_order_that_a_header_states_is_checked():
