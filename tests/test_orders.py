@@ -15,7 +15,6 @@ from moeblaze_ref import check, orders
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.numba_cuda import combine as numba_combine
 from moeblaze_ref.numba_cuda.runtime import ZERO, cuda
-from moeblaze_ref.numpy_ref import capacity as numpy_capacity
 from moeblaze_ref.raw_cuda import expert_down, tiles
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
 from moeblaze_ref.raw_cuda.runtime.source import inlined
@@ -318,10 +317,21 @@ def test_another_order_in_numpy_fails(slots, monkeypatch):
     assert not row.ok and row.error > 0
 
 
-def test_another_order_in_numpys_capacity_fails(monkeypatch):
-    monkeypatch.setattr(numpy_capacity, "enumerate", lambda items: reversed([*enumerate(items)]), raising=False)
-    found = rows("capacity", "numpy")
+@pytest.mark.parametrize("stage", ["block_sparse", "capacity"])
+def test_another_order_of_the_slots_in_numpy_fails(stage, monkeypatch):
+    module = BACKENDS["numpy"].stage(stage)
+    monkeypatch.setattr(module, "enumerate", lambda items: reversed([*enumerate(items)]), raising=False)
+    found = rows(stage, "numpy")
     assert len(found) == 2 and all(not row.ok and row.error > 0 for row in found)
+
+
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_another_order_of_the_experts_in_numpy_fails(stage, monkeypatch):
+    module = BACKENDS["numpy"].stage(stage)
+    groups = module.expert_groups
+    monkeypatch.setattr(module, "expert_groups", lambda dispatch: reversed([*groups(dispatch)]))
+    (row,) = rows(stage, "numpy")
+    assert not row.ok and row.error > 0
 
 
 @cuda.jit
