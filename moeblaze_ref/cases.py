@@ -255,6 +255,7 @@ def standard_cases() -> list[Case]:
         make_case(11, 8, 16, 5, 1, "hot", "one expert gets all"),
         make_case(11, 8, 16, 6, 2, "empty", "empty experts"),
         make_case(0, 8, 16, 4, 2, name="no tokens"),
+        make_case(9, 264, 8, 3, 2, name="two tiles along d"),  # of 256 columns at most; the last is not full
         make_case(331, 24, 40, 7, 3, name="no tile divides it"),
         make_case(600, 16, 24, 16, 4, "zipf", "skewed"),
         make_case(300, 8, 16, 16, 2, "hot", "hot expert"),

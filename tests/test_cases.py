@@ -14,8 +14,10 @@ from moeblaze_ref.cases import (
     example_in_three_columns,
     random_topk,
     relative_error,
+    standard_cases,
 )
 from moeblaze_ref.numpy_ref import dispatch, layer
+from moeblaze_ref.raw_cuda import gemm, tiles
 
 
 def test_relative_error_is_relative():
@@ -95,3 +97,11 @@ def test_the_three_columns_of_the_example():
         assert (rows[name]["as printed"] == str(array.tolist())) == (rows[name]["misprint"] == "none")
     assert rows["L"]["as printed"] == "6" and rows["L"]["what the five tokens give"] == "5"
     assert rows["token_index_map"]["as printed"] == "[5, 7]"
+
+
+def test_a_standard_case_has_two_tiles_along_d_in_every_kernel():
+    """The last of them is not full. A warp of the combine takes at most 16 bytes a lane, 8 numbers of 16 bits."""
+    widths = [gemm.TILE, gemm.HOPPER_COLUMNS, 8 * gemm.WARP]
+    widths += [tile.columns for rung in ("3_mma", "3_mma_tf32") for tile in tiles.CANDIDATES[rung]]
+    rows = [case.x.shape[1] for case in standard_cases()]
+    assert any(all(d > width and d % width for width in widths) for d in rows)

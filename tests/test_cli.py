@@ -58,7 +58,7 @@ def test_check_prints_a_table_that_fits_80_columns():
     assert result.exit_code == 0 and "0 failed" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     line = next(line for line in result.stdout.splitlines() if "simt" in line)
-    assert line.split()[:8] == ["dispatch", "forward", "simt", "as_printed", "int32", "15", "0", "0"]
+    assert line.split()[:8] == ["dispatch", "forward", "simt", "as_printed", "int32", "16", "0", "0"]
 
 
 def test_check_lists_every_shape_on_request():

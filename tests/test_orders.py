@@ -15,10 +15,10 @@ from moeblaze_ref import check, orders
 from moeblaze_ref.backends import BACKENDS
 from moeblaze_ref.numba_cuda import combine as numba_combine
 from moeblaze_ref.numba_cuda.runtime import ZERO, cuda
-from moeblaze_ref.numpy_ref import capacity as numpy_capacity
-from moeblaze_ref.raw_cuda import expert_down
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.raw_cuda import expert_down, tiles
+from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
 from moeblaze_ref.raw_cuda.runtime.source import inlined
+from moeblaze_ref.raw_cuda.tiles import WARP
 
 ROOT = Path(check.__file__).parents[1]
 HERE = ("numpy", "numba", "simt")
@@ -32,6 +32,11 @@ def jobs(stage, backend, rung=None) -> Iterator:
 
 def rows(stage, backend, rung=None):
     return [row for job in jobs(stage, backend, rung) for row in job()]
+
+
+def name_of(one):
+    """Such as "d_x by slots"."""
+    return f"{one.result} by {one.order}"
 
 
 PROMISED = sorted({(one.stage, backend) for one in orders.SUMS for backend in one.backends if backend in HERE})
@@ -48,12 +53,15 @@ def test_every_stated_order_is_kept_to_the_bit(stage, backend):
 
 @pytest.mark.parametrize("one", orders.SUMS, ids=lambda one: f"{one.stage}-{one.result}-{one.order}")
 def test_no_rotated_or_reversed_order_gives_these_bits(one):
-    """Most elements differ, in every dtype."""
+    """Most elements differ, in every dtype; 500 of them and 30 rotations are enough."""
     backend = "numpy" if "numpy" in one.backends else "simt"
     rung = next(rung for rung in BACKENDS[backend].rungs(one.stage) if one.promised(backend, rung))
     for dtype in orders.dtypes_that_tell(BACKENDS[backend].rungs(one.stage)[rung]):
-        found, terms = one.run(BACKENDS[backend].open(one.stage, rung), orders.cast_to(dtype))
-        others = [terms[::-1], *(np.roll(terms, shift, axis=0) for shift in range(1, len(terms)))]
+        found, terms = one.run(BACKENDS[backend].open(one.stage, rung), orders.cast_to(dtype), one.sizes)
+        some = slice(None, None, max(1, found.size // 500))
+        found, terms = found.ravel()[some], terms.reshape(len(terms), -1)[:, some]
+        shifts = {*range(1, len(terms), -(-len(terms) // 30)), len(terms) - 1}
+        others = [terms[::-1], *(np.roll(terms, shift, axis=0) for shift in shifts)]
         assert all((orders.in_order(other).astype(found.dtype) != found).mean() > 0.5 for other in others), dtype
 
 
@@ -80,7 +88,7 @@ def test_products_and_inputs_are_exact():
 
 
 class Fault(NamedTuple):
-    """Another order in a kernel file, or in a header of it, of a rung."""
+    """Another order in a kernel file, or in a header of it, of a rung; ``fails`` are the sums that must show it."""
 
     name: str
     stage: str
@@ -88,80 +96,183 @@ class Fault(NamedTuple):
     file: str
     right: str
     wrong: str
+    fails: tuple[str, ...]
 
 
-SLOT, LANE = "const long long slot = token * k + j;", "const long long slot = token * k + lane_id();"
-ROTATED_LANE = LANE.replace("lane_id()", "(lane_id() + 1) % k")
-FAULTS = [
-    Fault("reversed", "combine", "1_gather", "combine/1_gather.cu", SLOT, SLOT.replace("+ j", "+ k - 1 - j")),
-    Fault("rotated", "combine", "1_gather", "combine/1_gather.cu", SLOT, SLOT.replace("+ j", "+ (j + 1) % k")),
-    Fault("reversed", "combine", "2_vector", "combine/2_vector.cu", LANE, LANE.replace("+ lane", "+ k - 1 - lane")),
-    Fault("rotated", "combine", "2_vector", "combine/2_vector.cu", LANE, ROTATED_LANE),
-    *(
-        Fault("reversed", "expert_up", rung, "expert_up/0_sum_rows.cu", LANE, LANE.replace("+ lane", "+ k - 1 - lane"))
-        for rung in ("2_tiled", "3_mma", "3_mma_tf32", "4_hopper")
-    ),
-    Fault(
-        "d_x reversed",
-        "expert_up",
-        "1_naive",
-        "expert_up/1_naive.cu",
-        "for (int j = 0; j < k; ++j)",
-        "for (int j = k - 1; j >= 0; --j)",
-    ),
-    Fault(
-        "depth reversed",
-        "expert_up",
-        "1_naive",
-        "expert_up/1_naive.cu",
-        "for (int p = 0; p < d; ++p)",
-        "for (int p = d - 1; p >= 0; --p)",
-    ),
-    Fault(
-        "rows rotated",
-        "expert_up",
-        "2_tiled",
-        "expert_up/2_tiled.cu",
-        "for (int p = 0; p < TILE_DEPTH; ++p)",
-        "for (int i = 1, p; p = i % TILE_DEPTH, i <= TILE_DEPTH; ++i)",
-    ),
-    Fault(
-        "depth reversed",
-        "expert_down",
-        "1_naive",
-        "expert_down/1_naive.cu",
-        "for (int p = 0; p < d; ++p)",
-        "for (int p = d - 1; p >= 0; --p)",
-    ),
-    Fault(
-        "terms reversed",
-        "expert_down",
-        "1_naive",
-        "expert_down/0_gates.cu",
-        "for (int term = 0; term < terms; ++term)",
-        "for (int term = terms - 1; term >= 0; --term)",
-    ),
-    Fault(
-        "depth reversed",
-        "block_sparse",
-        "1_naive",
-        "block_sparse/1_naive.cu",
-        "for (int p = 0; p < BLOCK; ++p)",
-        "for (int p = BLOCK - 1; p >= 0; --p)",
-    ),
-    Fault(
-        "blocks reversed",
-        "block_sparse",
-        "2_tiled",
-        "block_sparse/2_tiled.cu",
-        "for (int n = 0; n < blocks.count; ++n)",
-        "for (int n = blocks.count - 1; n >= 0; --n)",
-    ),
+class Loop(NamedTuple):
+    """A loop that adds terms, tiles, groups or blocks in their order, in a kernel file or in a header of it."""
+
+    stage: str
+    rung: str
+    file: str
+    fails: tuple[str, ...]
+    counter: str
+    end: str
+    begin: str = "0"
+    step: str = "1"
+
+    def faults(self):
+        """The same steps from the last to the first, and from the second on with the first at the end."""
+        counter, count = self.counter, f"(({self.end} - {self.begin} + {self.step} - 1) / {self.step})"
+        increment = f"++{counter}" if self.step == "1" else f"{counter} += {self.step}"
+        right = f"for (int {counter} = {self.begin}; {counter} < {self.end}; {increment})"
+        for name, place in (("reversed", f"{count} - 1 - turn"), ("rotated", f"(turn + 1) % {count}")):
+            now = f"{counter} = {self.begin} + ({place}) * {self.step}"
+            wrong = f"for (int turn = 0, {counter}; {now}, turn < {count}; ++turn)"
+            yield Fault(f"{counter} to {self.end} {name}", self.stage, self.rung, self.file, right, wrong, self.fails)
+
+
+OUT, D_X = ("out by slots",), ("d_x by slots",)
+SDD = ("sdd by depth", "sdd of D^T by depth")
+DDS = ("dds by rows", "dds of D^T by rows")
+DSD = ("dsd by depth", "dsd of D^T by depth", "dsd of S^T by rows", "dsd of S^T, D^T by rows")
+UP, DOWN, NAIVE, TILED = "expert_up", "expert_down", "1_naive", "2_tiled"
+SLOTS_IN_GROUPS = {"counter": "first", "end": "k", "step": "IN_FLIGHT"}
+DEPTH_IN_TILES = {"counter": "first", "end": "depth", "step": "TILE_DEPTH"}
+OF_UP_TILES = ("a, b by depth", "d_x by depth, w1 before w2", "d_w1 by rows")
+OF_DOWN_TILES = ("y by depth", "d_a, d_b by columns", "d_w3 by rows")
+LOOPS = [
+    Loop("combine", "1_gather", "combine/1_gather.cu", OUT, "j", "k"),
+    Loop("combine", "1_gather", "combine/1_gather.cu", ("d_gates by columns",), "p", "d"),
+    Loop("combine", "2_vector", "combine/2_vector.cu", OUT, **SLOTS_IN_GROUPS),
+    Loop(UP, TILED, "expert_up/0_sum_rows.cu", D_X, **SLOTS_IN_GROUPS),
+    Loop("block_sparse", TILED, "combine/2_vector.cu", OUT, **SLOTS_IN_GROUPS),
+    Loop("block_sparse", TILED, "expert_up/0_sum_rows.cu", D_X, **SLOTS_IN_GROUPS),
+    Loop(UP, NAIVE, "expert_up/1_naive.cu", D_X, "j", "k"),
+    Loop(UP, NAIVE, "expert_up/1_naive.cu", ("a, b by depth",), "p", "d"),
+    Loop(UP, NAIVE, "expert_up/1_naive.cu", ("d_x by depth, w1 and w2 in turn",), "p", "h"),
+    Loop(UP, NAIVE, "expert_up/1_naive.cu", ("d_w1 by rows",), "row", "end", "begin"),
+    Loop(UP, TILED, "expert_up/2_tiled.cu", OF_UP_TILES, **DEPTH_IN_TILES),
+    Loop(UP, TILED, "expert_up/2_tiled.cu", OF_UP_TILES, "p", "TILE_DEPTH"),
+    Loop(DOWN, NAIVE, "expert_down/1_naive.cu", ("y by depth",), "p", "h"),
+    Loop(DOWN, NAIVE, "expert_down/1_naive.cu", ("d_a, d_b by columns",), "p", "d"),
+    Loop(DOWN, NAIVE, "expert_down/1_naive.cu", ("d_w3 by rows",), "row", "end", "begin"),
+    Loop(DOWN, NAIVE, "expert_down/0_gates.cu", ("d_gates by depth",), "term", "terms"),
+    Loop(DOWN, TILED, "expert_down/0_gates.cu", ("d_gates by depth, tile by tile",), "term", "terms"),
+    Loop(DOWN, TILED, "expert_down/2_tiled.cu", ("d_gates by depth, tile by tile",), "column", "TILE"),
+    Loop(DOWN, TILED, "expert_down/2_tiled.cu", OF_DOWN_TILES, **DEPTH_IN_TILES),
+    Loop("block_sparse", NAIVE, "block_sparse/1_naive.cu", SDD, "p", "K"),
+    Loop("block_sparse", NAIVE, "block_sparse/1_naive.cu", DSD + DDS, "i", "blocks.count"),
+    Loop("block_sparse", NAIVE, "block_sparse/1_naive.cu", DSD + DDS, "p", "BLOCK"),
+    Loop("block_sparse", TILED, "block_sparse/2_tiled.cu", DSD + DDS, "n", "blocks.count"),
+    Loop("block_sparse", TILED, "block_sparse/2_tiled.cu", SDD + DSD + DDS, **DEPTH_IN_TILES),
 ]
 
+LANE = "const long long slot = token * k + lane_id();"
+REVERSED_LANE = LANE.replace("lane_id()", "k - 1 - lane_id()")
+LAST_GROUP = "k / IN_FLIGHT * IN_FLIGHT"
+REVERSED_LAST = LANE.replace("lane_id()", f"(lane_id() < {LAST_GROUP} ? lane_id() : {LAST_GROUP} + k - 1 - lane_id())")
+LAST_TILE = "first + TILE_DEPTH > depth ? depth - first - 1 - turn : turn"
+OTHER_FAULTS = [
+    *(
+        Fault(name, stage, rung, file, LANE, wrong, fails)
+        for stage, rung, file, fails in (
+            ("combine", "2_vector", "combine/2_vector.cu", OUT),
+            (UP, TILED, "expert_up/0_sum_rows.cu", D_X),
+        )
+        for name, wrong in (("all slots reversed", REVERSED_LANE), ("slots of the last group reversed", REVERSED_LAST))
+    ),
+    *(
+        Fault("all slots reversed", UP, rung, "expert_up/0_sum_rows.cu", LANE, REVERSED_LANE, D_X)
+        for rung in ("3_mma", "3_mma_tf32", "4_hopper")
+    ),
+    Fault(
+        "groups of the second pack of columns reversed",
+        "combine",
+        "2_vector",
+        "combine/2_vector.cu",
+        "weight_of_lane, first, column,",
+        "weight_of_lane, first_column ? (k - 1) / IN_FLIGHT * IN_FLIGHT - first : first, column,",
+        OUT,
+    ),
+    Fault(
+        "slots after the fourth reversed",
+        UP,
+        NAIVE,
+        "expert_up/1_naive.cu",
+        "for (int j = 0; j < k; ++j)",
+        "for (int turn = 0, j; j = turn < 4 ? turn : k + 3 - turn, turn < k; ++turn)",
+        D_X,
+    ),
+    Fault(
+        "b reversed",
+        UP,
+        NAIVE,
+        "expert_up/1_naive.cu",
+        "b_sum += x_p * to_float(w2[weight + (long long)p * h]);",
+        "b_sum += to_float(x_row[d - 1 - p]) * to_float(w2[weight + (long long)(d - 1 - p) * h]);",
+        ("a, b by depth",),
+    ),
+    Fault(
+        "w2 before w1 of each hidden element",
+        UP,
+        NAIVE,
+        "expert_up/1_naive.cu",
+        "for (int p = 0; p < h; ++p) {",
+        "for (int p = 0; p < h; ++p) {\n"
+        "if (GATED) sum += to_float(d_b[row + p]) * to_float(w2[weight + p]);\n"
+        "sum += to_float(d_a[row + p]) * to_float(w1[weight + p]);\n"
+        "if (p + 1) continue;",
+        ("d_x by depth, w1 and w2 in turn",),
+    ),
+    Fault(
+        "w2 before w1",
+        UP,
+        TILED,
+        "expert_up/2_tiled.cu",
+        "add(d_a, w1);\n    if (GATED) add(d_b, w2);",
+        "if (GATED) add(d_b, w2);\n    add(d_a, w1);",
+        ("d_x by depth, w1 before w2",),
+    ),
+    *(
+        Fault(
+            "last tile of the depth reversed",
+            stage,
+            TILED,
+            f"{stage}/2_tiled.cu",
+            "for (int p = 0; p < TILE_DEPTH; ++p)",
+            f"for (int turn = 0, p; p = {LAST_TILE}, turn < min(TILE_DEPTH, depth - first); ++turn)",
+            fails,
+        )
+        for stage, fails in ((UP, OF_UP_TILES), (DOWN, OF_DOWN_TILES), ("block_sparse", SDD + DSD + DDS))
+    ),
+    Fault(
+        "blocks of dds alone reversed",
+        "block_sparse",
+        NAIVE,
+        "block_sparse/1_naive.cu",
+        "number = blocks.number(i), first = row_indices[number] * BLOCK;",
+        "number = blocks.number(blocks.count - 1 - i), first = row_indices[number] * BLOCK;",
+        DDS,
+    ),
+    Fault(
+        "last block reversed",
+        "block_sparse",
+        NAIVE,
+        "block_sparse/1_naive.cu",
+        "for (int p = 0; p < BLOCK; ++p)",
+        "for (int turn = 0, p; p = i + 1 == blocks.count ? BLOCK - 1 - turn : turn, turn < BLOCK; ++turn)",
+        DSD + DDS,
+    ),
+    *(
+        Fault(
+            "blocks of a column reversed",
+            "block_sparse",
+            rung,
+            f"block_sparse/{rung}.cu",
+            "order[first + i]",
+            "order[first + count - 1 - i]",
+            (*DSD[2:], *DDS),
+        )
+        for rung in (NAIVE, TILED)
+    ),
+]
+FAULTS = [fault for loop in LOOPS for fault in loop.faults()] + OTHER_FAULTS
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.stage}-{fault.rung}-{fault.name}")
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}-{fault.rung}-{fault.name}")
 def test_another_order_in_a_kernel_fails(fault, monkeypatch):
+    """Every sum that the fault reorders, in the first of its dtypes."""
     load, text = SimtExecutor.load, inlined(fault.file)
     assert fault.right in text, f"{fault.file} no longer holds {fault.right!r}: update the fault"
 
@@ -172,8 +283,9 @@ def test_another_order_in_a_kernel_fails(fault, monkeypatch):
             return load(self, file, text=text.replace(fault.right, fault.wrong), **options)
 
     monkeypatch.setattr(SimtExecutor, "load", load_faulty)
-    found = next((row for job in jobs(fault.stage, "simt", fault.rung) for row in job() if not row.ok), None)
-    assert found is not None and found.error > 0, found
+    jobs_of = {name_of(job.args[4]): job for job in jobs(fault.stage, "simt", fault.rung)}
+    first_rows = {name: next(jobs_of[name]()) for name in fault.fails}
+    assert all(not row.ok and row.error > 0 for row in first_rows.values()), first_rows
 
 
 def in_another_order(forward, slots):
@@ -181,7 +293,7 @@ def in_another_order(forward, slots):
 
     def faulty(y, gates, dispatch):
         def permute(array):
-            return np.ascontiguousarray(array.reshape(gates.shape)[:, slots])
+            return np.ascontiguousarray(array.reshape(gates.shape)[:, slots(np.arange(dispatch.k))])
 
         maps = {name: permute(getattr(dispatch, name)).ravel() for name in ("token_index_map", "token_expert_indices")}
         return forward(y, permute(gates), replace(dispatch, **maps))
@@ -189,7 +301,15 @@ def in_another_order(forward, slots):
     return faulty
 
 
-@pytest.mark.parametrize("slots", [[3, 2, 1, 0], [1, 2, 3, 0], [0, 1, 3, 2]], ids=["reversed", "rotated", "last two"])
+OTHER_SLOTS = {
+    "reversed": np.flip,
+    "rotated": lambda slots: np.roll(slots, -1),
+    "last two": lambda slots: np.r_[slots[:-2], slots[:-3:-1]],
+    "after the fourth reversed": lambda slots: np.r_[slots[:4], slots[:3:-1]],
+}
+
+
+@pytest.mark.parametrize("slots", OTHER_SLOTS.values(), ids=OTHER_SLOTS)
 def test_another_order_in_numpy_fails(slots, monkeypatch):
     module = BACKENDS["numpy"].stage("combine")
     monkeypatch.setattr(module, "forward", in_another_order(module.forward, slots))
@@ -197,9 +317,20 @@ def test_another_order_in_numpy_fails(slots, monkeypatch):
     assert not row.ok and row.error > 0
 
 
-def test_another_order_in_numpys_capacity_fails(monkeypatch):
-    monkeypatch.setattr(numpy_capacity, "enumerate", lambda items: reversed([*enumerate(items)]), raising=False)
-    (row,) = rows("capacity", "numpy")
+@pytest.mark.parametrize("stage", ["block_sparse", "capacity"])
+def test_another_order_of_the_slots_in_numpy_fails(stage, monkeypatch):
+    module = BACKENDS["numpy"].stage(stage)
+    monkeypatch.setattr(module, "enumerate", lambda items: reversed([*enumerate(items)]), raising=False)
+    found = rows(stage, "numpy")
+    assert len(found) == 2 and all(not row.ok and row.error > 0 for row in found)
+
+
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_another_order_of_the_experts_in_numpy_fails(stage, monkeypatch):
+    module = BACKENDS["numpy"].stage(stage)
+    groups = module.expert_groups
+    monkeypatch.setattr(module, "expert_groups", lambda dispatch: reversed([*groups(dispatch)]))
+    (row,) = rows(stage, "numpy")
     assert not row.ok and row.error > 0
 
 
@@ -227,6 +358,109 @@ def test_experts_launched_from_the_last_to_the_first_fail(monkeypatch):
     assert all(not row.ok for row in rows("expert_down", "simt", "as_printed"))
 
 
+# ---- the sizes cross every tile and group -----------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """A kernel that a sum launches: its file, and the constants for which that is compiled."""
+
+    file: str
+    kernel: str
+    constants: dict[str, int]
+
+
+ON_THE_EXECUTOR = [
+    (one, rung)
+    for one in orders.SUMS
+    for rung in (BACKENDS["simt"].rungs(one.stage) if "simt" in one.backends else ())
+    if one.promised("simt", rung)
+]
+# Constants that cut no sum: threads, what is inside a tile, and switches.
+NO_TILES = {
+    *("WARP", "THREADS", "CORNER", "NEIGHBOURS", "STAGES", "BAND", "WARP_ROWS", "WARP_COLUMNS"),
+    *("TRANSPOSE_LHS", "TRANSPOSE_RHS"),
+}
+
+
+def launches(one, rung, monkeypatch):
+    """What a sum launches, in all dtypes; nothing runs."""
+    found = []
+
+    def note(module, kernel, *_):
+        source = module.source
+        found.append(Launch(source.file, kernel, constants_of(inlined(source.file), source.constants)))
+
+    monkeypatch.setattr(SimtModule, "_run", note)
+    list(check.check_order(BACKENDS["simt"], rung, one))
+    return found
+
+
+def constants_of(text, options):
+    """The whole numbers that a kernel file defines, or is compiled with."""
+    definitions = re.findall(r"constexpr int ([^;{}()]+);", text)
+    numbers = [pair for line in definitions for pair in re.findall(r"(\w+) = (\d+)(?=,|$)", line)]
+    options = {name: value for name, value in options.items() if isinstance(value, int)}
+    return {name: int(value) for name, value in numbers} | options
+
+
+def cuts(one, constants):
+    """By constant: how many of it are one part of a sum's sizes, these sizes, and how many parts they must have."""
+    L, d, h, E, block = one.sizes
+    of_a_tile = (block, d) if "BLOCK" in constants else (L, d, h)
+    return {
+        "IN_FLIGHT": (1, (E,), 3),
+        "PACK": (WARP, (d,), 2),
+        "TILE": (1, of_a_tile, 2),
+        "TILE_DEPTH": (1, of_a_tile, 3),
+        "TILE_ROWS": (1, (L,), 2),
+        "TILE_COLUMNS": (1, (d,), 2),
+        "BLOCK": (1, (L, h), 2),
+    }
+
+
+def uncrossed(one, constants):
+    """The sizes of a sum that have too few parts, or a last part that is full: blocks alone are never cut."""
+    known = cuts(one, constants)
+    for name in constants.keys() - NO_TILES:
+        assert name in known, f"{name} = {constants[name]}: which sizes does it cut?"
+        times, sizes, parts = known[name]
+        length = times * constants[name]
+        for size in sizes:
+            if -(-size // length) < parts or (size % length == 0) != (name == "BLOCK"):
+                yield f"{name_of(one)}: {size} by {name} = {constants[name]}"
+
+
+def stating(one, found):
+    """The launches of files whose text states the order of a sum, by its name, or else by "sums run in order"."""
+    word = one.order.partition(",")[0]
+    for statement in (f"in the order of (the|its) {word}", "sums run in order"):
+        files = files_that_state(re.compile(statement), "kernels_cuda", "cu")
+        if stated := [launch for launch in found if ROOT / "kernels_cuda" / launch.file in files]:
+            return stated
+    raise AssertionError(f"no file states the order of {name_of(one)}")
+
+
+@pytest.mark.parametrize(("one", "rung"), ON_THE_EXECUTOR, ids=lambda value: getattr(value, "result", value))
+def test_the_sizes_cross_every_tile_and_group_of_the_kernels(one, rung, monkeypatch):
+    stated = stating(one, launches(one, rung, monkeypatch))
+    assert not [line for launch in stated for line in uncrossed(one, launch.constants)]
+
+
+def test_the_sizes_cross_every_tile_that_a_gpu_may_choose():
+    largest = {name: max(getattr(tile, name) for tile in tiles.CANDIDATES["3_mma"]) for name in ("rows", "columns")}
+    assert orders.FUSED.L > largest["rows"] and orders.FUSED.d > largest["columns"]
+
+
+def test_a_larger_tile_than_the_sizes_cross_is_noticed():
+    by_name = {name_of(one): one for one in orders.SUMS if one.stage != "block_sparse"}
+    tiled, grouped = by_name["y by depth"], by_name["out by slots"]
+    assert not [*uncrossed(tiled, {"TILE": 64, "TILE_DEPTH": 16}), *uncrossed(grouped, {"IN_FLIGHT": 4})]
+    assert [*uncrossed(tiled, {"TILE": 128})] and [*uncrossed(tiled, {"TILE_DEPTH": 64})]
+    assert [*uncrossed(grouped, {"IN_FLIGHT": 16})] and [*uncrossed(grouped, {"PACK": 16})]
+    with pytest.raises(AssertionError, match="UNROLL = 4: which sizes"):
+        list(uncrossed(tiled, {"UNROLL": 4}))
+
+
 # ---- nothing is stated and not checked --------------------------------------------------------------
 
 HEADER = re.compile(r"sums run in order|in the order of (?:the slots|its experts|the columns)")
@@ -238,6 +472,18 @@ def files_that_state(pattern, folder, ending):
     """Kernel files or modules, with what their texts say in one line."""
     texts = {path: " ".join(path.read_text().split()) for path in (ROOT / folder).rglob(f"*.{ending}")}
     return [path for path, text in texts.items() if pattern.search(text)]
+
+
+KERNEL = re.compile(r"__launch_bounds__\([^)]*\)\s+(\w+)\(")
+SUM_NOTHING = {"gate_rows", "d_y", "round_sums"}
+
+
+def test_every_kernel_of_a_file_that_states_an_order_is_run(monkeypatch):
+    run = {(launch.file, launch.kernel) for one, rung in ON_THE_EXECUTOR for launch in launches(one, rung, monkeypatch)}
+    for path in files_that_state(HEADER, "kernels_cuda", "cu"):
+        file, kernels = path.relative_to(ROOT / "kernels_cuda").as_posix(), {*KERNEL.findall(path.read_text())}
+        assert kernels, file
+        assert {kernel for kernel in kernels - SUM_NOTHING if (file, kernel) not in run} == set(), file
 
 
 def test_every_order_that_a_header_states_is_checked():

@@ -131,6 +131,19 @@ FAULTS = [
     Fault("unscaled gate", "expert_down", "as_printed", "so_far.add(targets.gates[row], values)", "so_far.add(1.0f, values)"),
     Fault("last expert alone", "expert_down", "as_printed", "so_far.load(sums_at(row, column));", "so_far = {};"),
     Fault("last row dropped", "expert_down", "as_printed", "return row < tile.rows &&", "return row < tile.rows - 1 &&"),
+    *(
+        Fault("second tile of columns on the first", stage, rung, right, wrong)
+        for stage, rung, right, wrong in (
+            ("expert_down", "as_printed", "* d + first_column + column;", "* d + column;"),
+            ("expert_down", "2_tiled", "* h + p) * d + i])", "* h + p) * d + column])"),
+            ("expert_down", "3_mma", "* h * d + first_column,", "* h * d,"),
+            ("expert_down", "4_hopper", "&w3, full, tile.column + panel * PANEL,", "&w3, full, panel * PANEL,"),
+            ("expert_up", "2_tiled", "tile.expert * d + i) * h + p]", "tile.expert * d + column) * h + p]"),
+            ("expert_up", "3_mma", "tile.expert * d + first_column) * h;", "tile.expert * d) * h;"),
+            ("expert_up", "4_hopper", "&w1, full, p, tile.column, tile.expert);", "&w1, full, p, 0, tile.expert);"),
+            ("combine", "2_vector", "store_pack(out + column, pack);", "store_pack(out + lane_id() * PACK, pack);"),
+        )
+    ),
     Fault(
         "gates in token order",
         "expert_down",

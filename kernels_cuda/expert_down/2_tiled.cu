@@ -8,7 +8,7 @@
 //              one sum into d_a, d_b, gate * y_swi and the tile's share of the gate gradient.
 // Runs on      sm_80 and newer; SIMT executor.
 // Constants    Scalar storage of s bytes, ACTIVATION, THREADS = 256 per block.
-// Determinism  Same input, same bits: each output element has one writer, sums run in order.
+// Determinism  Same input, same bits: each output element has one writer, sums run in order, d_gates tile by tile.
 //
 // kernel       grid                              block    shared bytes  bytes read                                                        bytes written
 // expert_down  R / 64 + min(E, R), ceil(d / 64)  THREADS  8716          8 E blocks + s R h D + s d h tiles                                s R d

@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     store_hidden(a, b, y_swi, (long long)at.row * h + at.column, a_sum, b_sum);
 }
 
-// Section 3.2: the gradients of a token's k rows are summed on the fly, in the order of its slots.
+// Section 3.2: the gradients of a token's k rows are summed on the fly, in the order of its slots. A hidden element
+// adds its product with w1, then that with w2.
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_x(const Scalar* d_a, const Scalar* d_b, const Scalar* w1, const Scalar* w2, const int* token_expert_indices,
         const int* token_index_map, Scalar* d_x, int L, int d, int h, int k) {

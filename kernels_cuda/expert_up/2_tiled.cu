@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     });
 }
 
-// Section 5: d_a w1^T + d_b w2^T for every routed row.
+// Section 5: d_a w1^T + d_b w2^T for every routed row, all products with w1 before those with w2.
 extern "C" __global__ void __launch_bounds__(THREADS)
     d_x_rows(const Scalar* d_a, const Scalar* d_b, const Scalar* w1, const Scalar* w2,
              const int* expert_token_offsets, Scalar* rows, int d, int h, int E) {
