@@ -149,7 +149,7 @@ def check(
         if large:
             jobs = large_cases.plan(stage or STAGES, backend or tuple(large_cases.PARTS))
         elif gradients:
-            jobs = cross_check.plan_gradients(backend or tuple(cross_check.TORCH_DEVICES))
+            jobs = cross_check.plan_gradients(backend or tuple(cross_check.LAYER_DEVICES))
         else:
             jobs = cross_check.plan(stage or STAGES, backend or CHECKED)
     rows = terminal.run_with_bar("cross-checking", jobs)

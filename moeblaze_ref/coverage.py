@@ -92,7 +92,7 @@ def checks(backend: Backend, stage: str) -> list[Case]:
     if stage in STAGES:
         rungs = backend.rungs(stage) if stage in backend.stages else ()
         return [case for rung in rungs for case in check.reachable(backend, stage, rung, cases)]
-    return check.cases_of_layers().get(stage, []) if backend.name in check.TORCH_DEVICES else []
+    return check.cases_of_layers().get(stage, []) if backend.name in check.LAYER_DEVICES else []
 
 
 def lines() -> Iterator[Line]:
