@@ -191,13 +191,16 @@ def in_reach(backend: Backend, cases: Iterable[Case], rung: str | None = None) -
     """
     if backend.name == "simt":
         return [case for case in cases if case.activation == "swiglu" or rung == FIRST_RUNG]
+    return cut_to_size(cases) if is_simulated(backend) else list(cases)
+
+
+def is_simulated(backend: Backend) -> bool:
+    """Whether Numba's simulator runs the backend, for want of a GPU."""
     if backend.name != "numba":
-        return list(cases)
+        return False
     from moeblaze_ref.numba_cuda.runtime import EXECUTOR
 
-    if EXECUTOR == "cuda":
-        return list(cases)
-    return cut_to_size(cases)
+    return EXECUTOR != "cuda"
 
 
 def cut_to_size(cases: Iterable[Case]) -> list[Case]:

@@ -221,7 +221,8 @@ def run_expert_down(stage: Any, case: Case) -> Results:
     dispatch, w3 = dispatch_of(case), case.weights.w3
     a, b, y_swi, gates = hidden(case)
     y = stage.forward(y_swi, w3, dispatch)
-    d_a, d_b, gated_y, d_gates = stage.hidden_gradients(case.d_out, gates, a, b, w3, dispatch, case.activation)
+    given = case.d_out, gates, a, b, w3, dispatch, case.activation, None, case.overwrite
+    d_a, d_b, gated_y, d_gates = stage.hidden_gradients(*given)
     d_w3 = stage.weight_gradient(gated_y, case.d_out, dispatch)
     return {"forward": {"y": y}, "backward": _present(d_a=d_a, d_b=d_b, d_gates=d_gates, d_w3=d_w3)}
 
