@@ -356,7 +356,7 @@ def whole_block_case() -> Case:
 
 
 def whole_block_cases() -> list[Case]:
-    """Such layers for tiles that take no other blocks: an odd number of them in h, and an even one; every activation."""
+    """Such layers for tiles that take no other blocks: every activation; blocks in h of an odd and an even number."""
     return [
         *(make_case(20, 8, 128, 3, 2, "zipf", f"whole blocks, {name}", name) for name in ACTIVATIONS),
         whole_block_case(),
@@ -404,8 +404,8 @@ def paired_options() -> list[Case]:
 
 
 def _with_options(policy: str, switches: dict[str, bool], seed: int) -> Case:
-    on = [name for name, is_on in switches.items() if is_on]
-    case = make_case(12, 8, 16, 4, 2, "zipf", f"{policy}; {', '.join(on) or 'no switch'}", seed=seed)
+    bits = "".join(str(int(is_on)) for is_on in switches.values())  # in the order of `_DIFFERS`
+    case = make_case(12, 8, 16, 4, 2, "zipf", f"{policy}, switches {bits}", seed=seed)
     d_losses = switches.pop("load_balancing_loss") * D_LOSSES[0], switches.pop("router_z_loss") * D_LOSSES[1]
     return replace(case, policy=policy, d_losses=d_losses, **switches)
 

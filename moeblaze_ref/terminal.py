@@ -45,11 +45,16 @@ def check_table(rows: list[Row], every_shape: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column, name in enumerate(COLUMNS):
         width = max([len(name), *(len(line[column]) for line in lines)])
-        table.add_column(name, justify="right" if name in NUMBERS else "left", min_width=width)
-    table.add_column("shape" if every_shape else "worst shape", no_wrap=True)  # the one that may be cut
-    for line in lines:
-        table.add_row(*line)
+        table.add_column(name, justify="right" if name in NUMBERS else "left", min_width=width, no_wrap=True)
+    table.add_column(_cut("shape" if every_shape else "worst shape"))  # Rich narrows this one: no other may wrap
+    for *others, shape in lines:
+        table.add_row(*others, _cut(shape))
     return table
+
+
+def _cut(text: str) -> Text:
+    """A text on one line, cut where its column ends."""
+    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def coverage_table(lines: list[Line]) -> Table:
