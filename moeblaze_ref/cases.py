@@ -8,13 +8,16 @@ import numpy as np
 
 from moeblaze_ref import capacity, doors
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, is_gated
-from moeblaze_ref.layer import MoEWeights
+from moeblaze_ref.layer import Gradients, MoEWeights
 from moeblaze_ref.numpy_ref import gating
 from moeblaze_ref.structures import Dispatch
 
 ROUTINGS = ("uniform", "zipf", "hot", "empty")
 OVERWHELMING = 50.0  # log-popularity that no noise overcomes
 D_LOSSES = (0.7, 0.3)  # gradients of the two router losses where they are on: of the order of those of the output
+D_LOSSES_CHANGE = -0.6  # from the first step to the second
+SECOND_SEED = 2024  # of the second step's numbers; no first step has it
+GRADIENTS = tuple(name for name in Gradients._fields if name != "d_gates")  # those of a layer's inputs
 # Most cases drop rows; some do; none does.
 CAPACITY_FACTORS = (0.5, capacity.DEFAULT_FACTOR, capacity.MAX)
 
@@ -150,6 +153,16 @@ class Case:
         Of the stage ``capacity``, one of ``CAPACITY_FACTORS``.
     drop_policy : str
         Of the stage ``capacity``, one of ``capacity.DROP_POLICIES``.
+    replay : bool
+        Whether the layer is given its routing, ``topk_experts``, in place of its router's choice.
+    wanted : tuple of str
+        The gradients that are asked for, of ``GRADIENTS``.
+    overwrite : bool
+        Whether the backward may overwrite what the forward saved; of a torch layer, whether it is the last backward.
+    autocast : bool
+        Of the torch layers in a narrow dtype: whether x and the weights are float32 and ``torch.autocast`` casts them.
+    keep_routing : bool
+        Of the torch layers: whether activation checkpointing computes the forward twice, with one routing.
     step : int
         Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.
     """
@@ -165,6 +178,11 @@ class Case:
     d_losses: tuple[float, float] = D_LOSSES
     capacity_factor: float | str = capacity.DEFAULT_FACTOR
     drop_policy: str = "by_gate"
+    replay: bool = False
+    wanted: tuple[str, ...] = GRADIENTS
+    overwrite: bool = False
+    autocast: bool = False
+    keep_routing: bool = False
     step: int = 0
 
     @property
@@ -190,9 +208,21 @@ class Case:
         return self.x.astype(wide) @ self.weights.wg.astype(wide)
 
     @property
+    def replayed(self) -> np.ndarray | None:
+        """The routing (L, k) int32 that the layer is given; None if its router chooses."""
+        if not self.replay:
+            return None
+        return random_topk(self.L, self.E, self.k, "hot" if self.step else "zipf", seed=self.step)
+
+    @property
     def topk_experts(self) -> np.ndarray:
-        """Chosen experts (L, k) int32."""
-        return gating.top_k(self.logits, self.k)
+        """Chosen experts (L, k) int32: the router's choice, unless the routing is given."""
+        return gating.top_k(self.logits, self.k) if self.replayed is None else self.replayed
+
+    @property
+    def longest_queue(self) -> int:
+        """Routed rows of the expert that has most: the capacity C that drops nothing."""
+        return int(np.bincount(self.topk_experts.ravel(), minlength=self.E).max())
 
     def astype(self, dtype) -> "Case":
         """The same numbers rounded to ``dtype``."""
@@ -204,14 +234,24 @@ class Case:
         return replace(self, x=self.x[:tokens], d_out=self.d_out[:tokens])
 
     def steps(self) -> tuple["Case", "Case"]:
-        """Return this case and a second step of the same shape: other tokens, routing, weights and gradients.
+        """Return this case and a second step of the same shapes: other tokens, weights, routing and gradients.
 
-        The second has every axis of every array reversed, so its numbers are as hard as those of the first. A stage
-        that keeps anything by shape from one step to the next gets the second step wrong.
+        The second step sends all tokens to one expert, unless the first does. So the longest queue differs, and with
+        it the capacity C where that is dynamic. A stage that keeps anything from the first step gets the second wrong.
         """
-        weights = MoEWeights(*(None if w is None else np.flip(w).copy() for w in self.weights))
-        arrays = {"x": np.flip(self.x).copy(), "weights": weights, "d_out": np.flip(self.d_out).copy()}
-        return self, replace(self, name=f"{self.name}, second step", step=self.step + 1, **arrays)
+        sizes = self.L, *self.weights.w1.shape[1:], self.E, self.k
+        routing = "uniform" if self.longest_queue == self.L else "hot"
+        other = make_case(*sizes, routing, activation=self.activation, seed=SECOND_SEED).astype(self.x.dtype)
+        second = replace(
+            self,
+            name=f"{self.name}, second step",
+            x=other.x,
+            weights=other.weights,
+            d_out=other.d_out,
+            d_losses=tuple(D_LOSSES_CHANGE * d_loss for d_loss in self.d_losses),
+            step=self.step + 1,
+        )
+        return self, second
 
 
 def make_case(
@@ -317,8 +357,9 @@ def whole_block_case() -> Case:
 
 
 def whole_block_cases() -> list[Case]:
-    """Such layers for tiles that take no other blocks: an odd number of them in h, and an even one."""
+    """Such layers for tiles that take no other blocks: every activation; blocks in h of an odd and an even number."""
     return [
+        *(make_case(20, 8, 128, 3, 2, "zipf", f"whole blocks, {name}", name) for name in ACTIVATIONS),
         whole_block_case(),
         make_case(150, 24, 384, 3, 2, "zipf", "whole blocks"),
         make_case(140, 264, 256, 4, 1, "empty", "whole blocks, empty experts"),
@@ -340,20 +381,40 @@ def option_cases() -> list[Case]:
     return activations + paired_options()
 
 
+# Each switch of `paired_options` differs from ``renormalize`` under the policies that have a 1 here. No two rows are
+# equal or opposite, so both values of a switch meet both of any other, and every policy.
+_DIFFERS = {
+    "renormalize": (0, 0, 0, 0),
+    "load_balancing_loss": (0, 1, 0, 1),
+    "router_z_loss": (0, 0, 1, 1),
+    "replay": (0, 1, 1, 0),
+    "overwrite": (0, 0, 0, 1),
+    "autocast": (0, 0, 1, 0),
+    "keep_routing": (0, 1, 0, 0),
+}
+
+
 def paired_options() -> list[Case]:
-    """Every save policy in a small case; of renormalisation and the two losses, each pair of values meets in one."""
-    switches = ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0))
+    """Small cases in which any two values of two different options meet, be they policies or switches."""
     return [
-        _with_options(policy, *on, seed=10 + number)
-        for number, (policy, on) in enumerate(zip(POLICIES, switches, strict=True))
+        _with_options(policy, {name: bool(differs[number]) != renormalize for name, differs in _DIFFERS.items()}, seed)
+        for seed, (renormalize, (number, policy)) in enumerate(
+            itertools.product((False, True), enumerate(POLICIES)), start=10
+        )
     ]
 
 
-def _with_options(policy: str, renormalize: int, balance: int, z: int, seed: int) -> Case:
-    name = f"{policy}, renormalize {renormalize}, balance {balance}, z {z}"
-    case = make_case(12, 8, 16, 4, 2, "zipf", name, seed=seed)
-    d_losses = balance * D_LOSSES[0], z * D_LOSSES[1]
-    return replace(case, policy=policy, renormalize=bool(renormalize), d_losses=d_losses)
+def _with_options(policy: str, switches: dict[str, bool], seed: int) -> Case:
+    bits = "".join(str(int(is_on)) for is_on in switches.values())  # in the order of `_DIFFERS`
+    case = make_case(12, 8, 16, 4, 2, "zipf", f"{policy}, switches {bits}", seed=seed)
+    d_losses = switches.pop("load_balancing_loss") * D_LOSSES[0], switches.pop("router_z_loss") * D_LOSSES[1]
+    return replace(case, policy=policy, d_losses=d_losses, **switches)
+
+
+def single_gradients() -> list[Case]:
+    """Small cases that each ask for one gradient of a layer alone."""
+    case = make_case(12, 8, 16, 4, 2, "zipf")
+    return [replace(case, name=f"{name} alone", wanted=(name,)) for name in GRADIENTS]
 
 
 def renormalised(cases: list[Case]) -> list[Case]:
@@ -378,18 +439,30 @@ def capacities(case: Case) -> list[Case]:
     ]
 
 
-def every_activation() -> list[Case]:
-    """Every activation, every other one with renormalisation, on one shape that no tile divides."""
+def every_activation(**sizes: int) -> list[Case]:
+    """Every activation, with renormalisation and both losses, then without, on one shape that no tile divides.
+
+    Parameters
+    ----------
+    **sizes : int
+        L, d, h, E and k, where they are to be others.
+    """
     return [
-        replace(make_case(37, 16, 24, 5, 3, "zipf", activation, activation), renormalize=number % 2 == 1)
-        for number, activation in enumerate(ACTIVATIONS)
+        replace(_switched(activation, on, **sizes), name=f"{activation}, {'all on' if on else 'all off'}")
+        for activation in ACTIVATIONS
+        for on in (True, False)
     ]
 
 
-def every_choice() -> list[Case]:
-    """Every activation under every save policy, with and without renormalisation, on that shape."""
+def every_choice(**sizes: int) -> list[Case]:
+    """Every activation under every save policy: with the rest on for two of them, off for two; sizes as there."""
     return [
-        replace(case, name=f"{case.name}, {policy}", policy=policy, renormalize=number % 2 == 1)
-        for case in every_activation()
+        replace(_switched(activation, number % 2 == 0, **sizes), name=f"{activation}, {policy}", policy=policy)
+        for activation in ACTIVATIONS
         for number, policy in enumerate(POLICIES)
     ]
+
+
+def _switched(activation: str, on: bool, L: int = 37, d: int = 16, h: int = 24, E: int = 5, k: int = 3) -> Case:
+    case = make_case(L, d, h, E, k, "zipf", activation=activation)
+    return replace(case, renormalize=on, d_losses=D_LOSSES if on else (0.0, 0.0), overwrite=True)

@@ -3,9 +3,8 @@
 Index structures must match bit for bit. Floating-point results are compared with plain
 torch in float64 on the same, already rounded inputs: ||out - ref|| / ||ref|| per tensor,
 and a row shows the worst of them. Outputs are poisoned before every launch. Every check runs
-two steps of one shape on different numbers (`cases.Case.steps`), so that nothing may be kept
-from the first; a row shows the worse of the two. A rung that computes in several dtypes runs
-the second step in its first.
+two steps of one shape on different numbers (`cases.Case.steps`) in every dtype, so that nothing
+may be kept from the first; a row shows the worse of the two.
 """
 
 import functools
@@ -22,21 +21,15 @@ from moeblaze_ref import comparisons, doors, orders
 from moeblaze_ref.backends import BACKENDS, CHECKED, JUDGE, STAGES, Backend
 from moeblaze_ref.cases import (
     Case,
-    every_activation,
-    every_choice,
     option_cases,
-    paired_options,
     standard_cases,
-    whole_block_case,
 )
 from moeblaze_ref.numpy_ref import block_sparse as reference_sparse
-from moeblaze_ref.raw_cuda import gemm
 
 # What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
 FIRST_RUNG = "1_naive"  # compiles fastest
-TORCH_DEVICES = {"simt": "cpu", "cuda": "cuda"}  # where each backend runs the torch layer
-LAYER_DEVICES = TORCH_DEVICES | {JUDGE.name: "cpu"}  # layers in plain torch, too
+LAYER_DEVICES = {"simt": "cpu", "cuda": "cuda", JUDGE.name: "cpu"}  # where each backend runs the torch layers
 
 
 @dataclass(frozen=True)
@@ -96,9 +89,8 @@ def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[R
 def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> Iterator[Row]:
     """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
     run = functools.partial(comparisons.runner(stage, rung), backend.open(stage, rung))
-    dtypes = backend.rungs(stage)[rung]
-    for dtype in dtypes:
-        steps = _rounded_steps(case, dtype)[: 2 if dtype == dtypes[0] else 1]
+    for dtype in backend.rungs(stage)[rung]:
+        steps = _rounded_steps(case, dtype)
         yield from _judged(backend, stage, rung, dtype, steps, run, comparisons.expectation(stage, rung))
 
 
@@ -199,13 +191,16 @@ def in_reach(backend: Backend, cases: Iterable[Case], rung: str | None = None) -
     """
     if backend.name == "simt":
         return [case for case in cases if case.activation == "swiglu" or rung == FIRST_RUNG]
+    return cut_to_size(cases) if is_simulated(backend) else list(cases)
+
+
+def is_simulated(backend: Backend) -> bool:
+    """Whether Numba's simulator runs the backend, for want of a GPU."""
     if backend.name != "numba":
-        return list(cases)
+        return False
     from moeblaze_ref.numba_cuda.runtime import EXECUTOR
 
-    if EXECUTOR == "cuda":
-        return list(cases)
-    return cut_to_size(cases)
+    return EXECUTOR != "cuda"
 
 
 def cut_to_size(cases: Iterable[Case]) -> list[Case]:
@@ -234,7 +229,7 @@ def plan(
             if not available:
                 jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
             elif backend is JUDGE:
-                jobs += _plan_layer(backend, f"torch_{stage}", comparisons.fitting(stage, None, cases))
+                jobs += _plan_layer(backend, f"torch_{stage}")
             else:
                 of_rungs = [_plan_rung(backend, stage, rung, cases) for rung in backend.rungs(stage)]
                 # Case by case, so that all rungs share what is expected of it.
@@ -283,42 +278,35 @@ def multiprocessors() -> int:
     return CupyExecutor().multiprocessors
 
 
-def cases_of_layers() -> dict[str, list[Case]]:
-    """The cases of each torch layer of `plan_gradients`.
-
-    MegaBlocks has no policies: of each activation it gets one case, and one of whole blocks, which Hopper's tiles need.
-    """
-    return {
-        "torch_layer": [*every_choice(), *paired_options()],
-        "torch_block_sparse": [*every_activation(), whole_block_case(), *paired_options()],
-    }
-
-
-def plan_gradients(backends: Iterable[str] = tuple(TORCH_DEVICES)) -> list[Callable[[], Iterable[Row]]]:
-    """The checks of the torch layers: every activation under every policy, in every dtype, on every device there is.
+def plan_gradients(backends: Iterable[str] = tuple(LAYER_DEVICES)) -> list[Callable[[], Iterable[Row]]]:
+    """The checks of the torch layers that these backends run, each in every dtype that it computes in.
 
     Raises
     ------
     ValueError
-        If a backend is unknown or the torch layer does not run on it.
+        If a backend is unknown or no torch layer runs on it.
     """
-    asked = [_backend(doors.check_name("backend of the torch layer", name, TORCH_DEVICES)) for name in backends]
+    asked = [_backend(doors.check_name("backend of the torch layer", name, LAYER_DEVICES)) for name in backends]
     jobs: list[Callable[[], Iterable[Row]]] = []
     for backend in asked:
-        for layer, cases in cases_of_layers().items():
+        for layer in layers_of(backend):
             if not backend.status().available:
                 jobs.append(lambda backend=backend, layer=layer: [unavailable(backend, layer)])
             else:
-                jobs += _plan_layer(backend, layer, cases, gemm.WIDE)
+                jobs += _plan_layer(backend, layer)
     return jobs
 
 
-def _plan_layer(
-    backend: Backend, layer: str, cases: list[Case], dtypes: tuple[str, ...] = JUDGE.dtypes
-) -> list[Callable[[], Iterable[Row]]]:
+def layers_of(backend: Backend) -> list[str]:
+    """Names of the torch layers that a backend runs."""
+    return [name for name, layer in comparisons.TORCH_LAYERS.items() if backend.name in layer.backends]
+
+
+def _plan_layer(backend: Backend, layer: str) -> list[Callable[[], Iterable[Row]]]:
     """One thunk for each dtype and case of a torch layer."""
-    checks = [functools.partial(check_gradients, dtype=dtype, layer=layer) for dtype in dtypes]
-    return [functools.partial(_run, check, backend, layer, None, case) for check in checks for case in cases]
+    of_kind = comparisons.TORCH_LAYERS[layer]
+    checks = [functools.partial(check_gradients, dtype=dtype, layer=layer) for dtype in of_kind.dtypes]
+    return [functools.partial(_run, check, backend, layer, None, case) for check in checks for case in of_kind.cases()]
 
 
 def _run(check, backend: Backend, stage: str, rung: str | None, case: Case | orders.Sum) -> Iterator[Row]:

@@ -99,6 +99,7 @@ def _what_the_cache_holds() -> str:
 
 @app.command()
 def check(
+    context: typer.Context,
     stage: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(STAGES)}; repeatable.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CHECKED)}; repeatable.")] = None,
     gradients: Annotated[
@@ -147,8 +148,7 @@ def check(
     from moeblaze_ref import large as large_cases
 
     if coverage:
-        others = {"stage": stage, "backend": backend, "gradients": gradients, "large": large, "kernel": kernel}
-        _coverage(others | {"record": record}, as_json)
+        _coverage(context, as_json)
     options = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "budgets": budget, "activation": activation}
     options = {name: value for name, value in (options | {"dtype": dtype, "constants": define}).items() if value}
     if kernel is not None and gradients:
@@ -169,7 +169,7 @@ def check(
         if large:
             jobs = large_cases.plan(stage or STAGES, backend or tuple(large_cases.PARTS))
         elif gradients:
-            jobs = cross_check.plan_gradients(backend or tuple(cross_check.TORCH_DEVICES))
+            jobs = cross_check.plan_gradients(backend or tuple(cross_check.LAYER_DEVICES))
         else:
             jobs = cross_check.plan(stage or STAGES, backend or CHECKED)
     with cache_errors():
@@ -191,12 +191,12 @@ def _name_of_check(gradients: bool, large: bool) -> str:
     return "check" + " --gradients" * gradients + " --large" * large
 
 
-def _coverage(others: dict[str, object], as_json: bool):
+def _coverage(context: typer.Context, as_json: bool):
     """The ``check`` of the check: which options its cases switch on."""
     from moeblaze_ref import coverage
 
     with user_errors():
-        if given := [f"--{name}" for name, value in others.items() if value]:
+        if given := [name for name in _given(context) if name not in ("--coverage", "--json")]:
             raise ValueError(f"--coverage counts every stage of every backend: leave {', '.join(given)} out")
     table = list(coverage.lines())
     gaps = coverage.gaps(table)
@@ -205,9 +205,16 @@ def _coverage(others: dict[str, object], as_json: bool):
     else:
         stdout().print(terminal.coverage_table(table))
         legend = [f"{cell}: {reason}" for cell, reason in coverage.REASONS.items()]
+        others = [f"{name}, which no case chooses: {reason}" for name, reason in coverage.ELSEWHERE.items()]
         verdict = gaps or ["every option occurs wherever a stage reads it"]
-        stdout().print(*legend, *verdict, sep="\n", highlight=False)
+        stdout().print(*legend, *others, *verdict, sep="\n", highlight=False)
     raise typer.Exit(1 if gaps else 0)
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The options of a command that the command line names."""
+    named = (one for one in context.command.params if context.get_parameter_source(one.name).name == "COMMANDLINE")
+    return [one.opts[0] for one in named]
 
 
 def _judge(

@@ -7,6 +7,7 @@ numbers that the stage was given, already rounded, so only the stage's own round
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref import oracle
 from moeblaze_ref.capacity import MAX
@@ -21,10 +23,15 @@ from moeblaze_ref.cases import (
     Case,
     capacities,
     equal_gates_case,
+    every_activation,
+    every_choice,
     many_blocks_case,
     many_tiles_case,
+    paired_options,
     relative_error,
     renormalised,
+    single_gradients,
+    standard_cases,
     whole_block_case,
     whole_block_cases,
 )
@@ -32,7 +39,8 @@ from moeblaze_ref.numpy_ref import activation as reference_activation
 from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.raw_cuda import block_sparse, expert_down, gemm
 from moeblaze_ref.structures import EMPTY, CapacityBins, Dispatch
-from moeblaze_ref.systems import system
+from moeblaze_ref.systems import SYSTEMS, system
+from moeblaze_ref.torch_layer import keep_routing
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction
@@ -115,10 +123,13 @@ def _arrays(**tensors: Tensor | None) -> Arrays:
     return {name: _array(tensor) for name, tensor in _present(**tensors).items()}
 
 
-def _gradients(outputs: dict[str, Tensor], d_outputs: dict[str, Any], inputs: dict[str, Tensor]) -> Arrays:
+def _gradients(
+    outputs: dict[str, Tensor], d_outputs: dict[str, Any], inputs: dict[str, Tensor], retain_graph: bool = False
+) -> Arrays:
     """``d_<name>`` of every input by autograd, from the gradients of the outputs."""
-    cotangents = [torch.as_tensor(np.asarray(d_outputs[name], np.float64)).to(out) for name, out in outputs.items()]
-    found = torch.autograd.grad(list(outputs.values()), list(inputs.values()), cotangents)
+    of_inputs = {name: out for name, out in outputs.items() if out.requires_grad}
+    cotangents = [torch.as_tensor(np.asarray(d_outputs[name], np.float64)).to(out) for name, out in of_inputs.items()]
+    found = torch.autograd.grad([*of_inputs.values()], [*inputs.values()], cotangents, retain_graph)
     return {f"d_{name}": _array(gradient) for name, gradient in zip(inputs, found, strict=True)}
 
 
@@ -149,12 +160,13 @@ def run_gating(stage: Any, case: Case) -> Results:
 
 
 def expect_gating(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_gating`."""
+    """As `run_gating`: the forward chooses the experts, the losses and the backward are given them."""
     leaf = _leaf(case.logits, dtype)
-    routing = oracle.decide(leaf, case.k, case.renormalize)
-    forward = _arrays(probs=routing.probs, gates=routing.gates, topk_experts=routing.topk_experts)
+    choice = oracle.decide(leaf, case.k, case.renormalize)
+    forward = _arrays(probs=choice.probs, gates=choice.gates, topk_experts=choice.topk_experts)
     if case.L == 0:
         return {"forward": forward}
+    routing = oracle.decide(leaf, case.k, case.renormalize, torch.from_numpy(case.topk_experts))
     losses = {
         "load_balancing_loss": oracle.load_balancing_loss(routing),
         "router_z_loss": oracle.router_z_loss(routing),
@@ -209,7 +221,8 @@ def run_expert_down(stage: Any, case: Case) -> Results:
     dispatch, w3 = dispatch_of(case), case.weights.w3
     a, b, y_swi, gates = hidden(case)
     y = stage.forward(y_swi, w3, dispatch)
-    d_a, d_b, gated_y, d_gates = stage.hidden_gradients(case.d_out, gates, a, b, w3, dispatch, case.activation)
+    given = case.d_out, gates, a, b, w3, dispatch, case.activation, None, case.overwrite
+    d_a, d_b, gated_y, d_gates = stage.hidden_gradients(*given)
     d_w3 = stage.weight_gradient(gated_y, case.d_out, dispatch)
     return {"forward": {"y": y}, "backward": _present(d_a=d_a, d_b=d_b, d_gates=d_gates, d_w3=d_w3)}
 
@@ -280,9 +293,12 @@ def expert_output(case: Case) -> np.ndarray:
 
 
 def run_layer(stage: Any, case: Case) -> Results:
-    """The whole layer's output and every gradient."""
-    result = stage.forward(case.x, case.weights, case.k, case.activation, case.policy, case.renormalize)
-    found = stage.backward(case.d_out, result.saved, case.weights, *_d_losses(case))
+    """The whole layer's output and the gradients that the case asks for."""
+    options = case.activation, case.policy, case.renormalize, case.replayed
+    result = stage.forward(case.x, case.weights, case.k, *options)
+    found = stage.backward(
+        case.d_out, result.saved, case.weights, *_d_losses(case), case.overwrite, (*case.wanted, "d_gates")
+    )
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
     forward = {"out": result.out} | (losses if case.L else {})
     return {"forward": forward, "backward": _present(**found._asdict())}
@@ -307,8 +323,9 @@ def expect_layer(
             "router_z_loss": oracle.router_z_loss(routing),
         }
         outputs, d_outputs = outputs | losses, d_outputs | dict(zip(losses, _d_losses(case), strict=True))
-    inputs = _present(x=x, wg=wg, w1=w1, w2=w2, w3=w3, gates=routing.gates)
-    return {"forward": _arrays(**outputs), "backward": _gradients(outputs, d_outputs, inputs)}
+    inputs = {name: t for name, t in _present(x=x, wg=wg, w1=w1, w2=w2, w3=w3).items() if f"d_{name}" in case.wanted}
+    backward = _gradients(outputs, d_outputs, inputs | {"gates": routing.gates})
+    return {"forward": _arrays(**outputs), "backward": backward}
 
 
 # ---- block_sparse ----------------------------------------------------------------------------
@@ -322,12 +339,14 @@ def sparse_block(h: int) -> int:
 def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """Return the cases for a rung of a stage.
 
-    The gating gets each with renormalised gates, too. The capacity gets each, and one with equal gates, under every
-    factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size, too; its rung 4_hopper
-    gets only those.
+    The gating gets each with renormalised gates, too. The layer gets every activation under every policy, too, and each
+    gradient alone. The capacity gets each, and one with equal gates, under every factor and drop policy. The
+    block-sparse stage gets whole blocks of MegaBlocks' own size, too; its rung 4_hopper gets only those.
     """
     if stage == "gating":
         return [*cases, *renormalised(cases)]
+    if stage == "layer":
+        return [*cases, *every_choice(L=5, d=8, h=8, E=3, k=2), *single_gradients()]
     if stage == "capacity":
         return [one for case in [equal_gates_case(), *cases] for one in capacities(case)]
     if stage != "block_sparse":
@@ -435,39 +454,90 @@ def dispatch_of(case: Case) -> Dispatch:
 
 
 class TorchLayer(NamedTuple):
-    """A layer that is checked as a whole: its system, the options that it takes from a case, what it must equal."""
+    """A layer that is checked as a whole.
+
+    Parameters
+    ----------
+    system : str
+        One of ``systems.SYSTEMS``.
+    backends : tuple of str
+        The backends that run it.
+    options : callable
+        The options of its constructor that it takes from a case, besides the activation and renormalisation.
+    expect : callable
+        What its results must equal.
+    cases : callable
+        Returns its cases.
+    """
 
     system: str
+    backends: tuple[str, ...]
     options: Callable[[Case], dict[str, Any]]
     expect: Expect
+    cases: Callable[[], list[Case]]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Names of the dtypes that it computes in."""
+        return tuple(str(dtype).removeprefix("torch.") for dtype in SYSTEMS[self.system].dtypes)
 
 
 def torch_layer_of(device: str, case: Case, which: str = "torch_layer") -> nn.Module:
-    """One of ``TORCH_LAYERS`` on a device, of the case's sizes, options and dtype; its weights are the case's."""
-    name, options, _ = TORCH_LAYERS[which]
-    make = system(name, renormalize=case.renormalize, device=device, **options(case))
+    """One of ``TORCH_LAYERS`` on a device, of the case's sizes, options and dtype.
+
+    Its weights are the case's; they are float32 if autocast is to cast them.
+    """
+    of_kind = TORCH_LAYERS[which]
+    make = system(of_kind.system, renormalize=case.renormalize, device=device, **of_kind.options(case))
     layer = make(*case.weights.w1.shape[1:], case.E, case.k, case.activation)
     for weight, array in case.weights._asdict().items():
-        setattr(layer, weight, None if array is None else nn.Parameter(_exact_tensor(array, device)))
+        setattr(layer, weight, None if array is None else nn.Parameter(_stored_tensor(array, case, device)))
     return layer
 
 
 def step_of_torch_layer(layer: nn.Module, case: Case) -> Results:
-    """Write the case's weights into the layer, as an optimizer does, and return its results and gradients."""
+    """Write the case's weights into the layer, as an optimizer does; return its results and the wanted gradients."""
     parameters = dict(layer.named_parameters())
     device = layer.wg.device
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_exact_tensor(getattr(case.weights, name), device))
-    leaves = {"x": _exact_tensor(case.x, device).requires_grad_()} | parameters
-    result = layer(leaves["x"])
+    tensors = {"x": _stored_tensor(case.x, case, device)} | parameters
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(f"d_{name}" in case.wanted)
+    leaves = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    with _casting(case, device):
+        result = _call(layer, tensors["x"], case)
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
-    outputs, d_outputs = (
-        {"out": result.out} | losses,
-        {"out": case.d_out} | dict(zip(losses, _d_losses(case), strict=True)),
-    )
+    outputs = {"out": result.out} | losses
+    d_outputs = {"out": case.d_out} | dict(zip(losses, _d_losses(case), strict=True))
     forward = {"out": result.out} | (losses if case.L else {})
-    return {"forward": _arrays(**forward), "backward": _gradients(outputs, d_outputs, leaves)}
+    backward = _gradients(outputs, d_outputs, leaves, retain_graph=not case.overwrite)
+    return {"forward": _arrays(**forward), "backward": backward}
+
+
+def is_cast(case: Case) -> bool:
+    """Whether autocast casts the case: it casts to the narrow types alone."""
+    return case.autocast and case.x.dtype.itemsize == 2
+
+
+def _casting(case: Case, device: torch.device) -> AbstractContextManager:
+    dtype = getattr(torch, str(case.x.dtype)) if is_cast(case) else None
+    return torch.autocast(device.type, dtype, enabled=is_cast(case))
+
+
+def _stored_tensor(array: np.ndarray, case: Case, device: str | torch.device) -> Tensor:
+    """The array's numbers in its own dtype, or in float32 if autocast is to cast them."""
+    tensor = _exact_tensor(array, device)
+    return tensor.float() if is_cast(case) else tensor
+
+
+def _call(layer: nn.Module, x: Tensor, case: Case) -> Any:
+    """The layer's results for x, under the case's routing if that is given, checkpointed if it is to be kept."""
+    replayed = None if case.replayed is None else torch.from_numpy(case.replayed).to(x.device)
+    if not case.keep_routing:
+        return layer(x, replayed)
+    return checkpoint(layer, x, replayed, use_reentrant=False, context_fn=keep_routing)
 
 
 def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Results:
@@ -493,9 +563,10 @@ def expect_torch_capacity(case: Case, dtype: torch.dtype) -> Results:
 
 
 def _routing_by_torch(case: Case) -> oracle.Routing:
-    """What plain torch decides in the case's dtype."""
+    """What plain torch decides in the case's dtype, unless the routing is given."""
     x, wg = (_exact_tensor(array, "cpu") for array in (case.x, case.weights.wg))
-    return oracle.route(x, wg, case.k, case.renormalize)
+    replayed = None if case.replayed is None else torch.from_numpy(case.replayed)
+    return oracle.route(x, wg, case.k, case.renormalize, replayed)
 
 
 def _without_gates(expected: Results) -> Results:
@@ -511,14 +582,38 @@ def _capacity_of(case: Case) -> dict[str, Any]:
     return {"capacity_factor": case.capacity_factor, "drop_policy": case.drop_policy}
 
 
+def _with_policies() -> list[Case]:
+    return [*every_choice(), *paired_options(), *single_gradients()]
+
+
+def _without_policies() -> list[Case]:
+    return [*every_activation(), *paired_options(), *single_gradients()]
+
+
+def _in_blocks() -> list[Case]:
+    """One of whole blocks, too, which Hopper's tiles need."""
+    return [*_without_policies(), whole_block_case()]
+
+
+def _of_capacities() -> list[Case]:
+    return [*fitting("capacity", None, standard_cases()), *_without_policies()]
+
+
+KERNELS, PLAIN = ("simt", "cuda"), ("torch",)
 # By the name of the check.
 TORCH_LAYERS: dict[str, TorchLayer] = {
-    "torch_layer": TorchLayer("moeblaze", lambda case: {"policy": case.policy}, expect_torch_layer),
-    "torch_block_sparse": TorchLayer("megablocks", _block_of, expect_torch_layer),
-    "torch_memory_optimized": TorchLayer("megablocks_memory_optimized", _block_of, expect_torch_layer),
-    "torch_capacity": TorchLayer("capacity", _capacity_of, expect_torch_capacity),
-    "torch_dynamic_capacity": TorchLayer("dynamic_capacity", lambda case: {}, expect_plain_torch),
-    "torch_sequential": TorchLayer("sequential", lambda case: {}, expect_plain_torch),
+    "torch_layer": TorchLayer(
+        "moeblaze", KERNELS, lambda case: {"policy": case.policy}, expect_torch_layer, _with_policies
+    ),
+    "torch_block_sparse": TorchLayer("megablocks", KERNELS, _block_of, expect_torch_layer, _in_blocks),
+    "torch_memory_optimized": TorchLayer(
+        "megablocks_memory_optimized", KERNELS, _block_of, expect_torch_layer, _in_blocks
+    ),
+    "torch_capacity": TorchLayer("capacity", PLAIN, _capacity_of, expect_torch_capacity, _of_capacities),
+    "torch_dynamic_capacity": TorchLayer(
+        "dynamic_capacity", PLAIN, lambda case: {}, expect_plain_torch, _without_policies
+    ),
+    "torch_sequential": TorchLayer("sequential", PLAIN, lambda case: {}, expect_plain_torch, _without_policies),
 }
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moeblaze_ref import records
 from moeblaze_ref.check import Row, passed
-from moeblaze_ref.coverage import Line
+from moeblaze_ref.coverage import Cell, Line
 from moeblaze_ref.memory import plots as memory_plots
 
 DPI = 150
@@ -45,22 +45,36 @@ def check_table(rows: list[Row], every_shape: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column, name in enumerate(COLUMNS):
         width = max([len(name), *(len(line[column]) for line in lines)])
-        table.add_column(name, justify="right" if name in NUMBERS else "left", min_width=width)
-    table.add_column("shape" if every_shape else "worst shape", no_wrap=True)  # the one that may be cut
-    for line in lines:
-        table.add_row(*line)
+        table.add_column(name, justify="right" if name in NUMBERS else "left", min_width=width, no_wrap=True)
+    table.add_column(_cut("shape" if every_shape else "worst shape"))  # Rich narrows this one: no other may wrap
+    for *others, shape in lines:
+        table.add_row(*others, _cut(shape))
     return table
+
+
+def _cut(text: str) -> Text:
+    """A text on one line, cut where its column ends."""
+    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def coverage_table(lines: list[Line]) -> Table:
-    """How many checks have each value of an option, or why none has, by backend; 0 is a gap."""
+    """How many checks of a kernel file have each value of an option, or why none has, by backend; 0 is a gap."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("stage", "option", "value", *lines[0].cells):
+    for name in ("stage", "option", "value"):
         table.add_column(name, no_wrap=True)
+    for name in lines[0].cells:
+        table.add_column(name)
     for line in lines:
-        cells = (Text("0", style="bold red") if cell == 0 else str(cell) for cell in line.cells.values())
-        table.add_row(line.stage, line.option, line.value, *cells)
+        table.add_row(line.stage, line.option, line.value, *map(_of_kernels, line.cells.values()))
     return table
+
+
+def _of_kernels(cell: Cell) -> Text:
+    """The least and the largest number of the kernel files that have one, then the reasons of the others."""
+    numbers = sorted({number for number in cell.values() if not isinstance(number, str)})
+    reasons = sorted({reason for reason in cell.values() if isinstance(reason, str)})
+    parts = ["-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))] if numbers else []
+    return Text("; ".join(parts + reasons), style="bold red" if 0 in numbers else "")
 
 
 def _cells(row: Row, shapes: int) -> list[str | Text]:

@@ -6,9 +6,11 @@ import types
 
 import numpy as np
 import pytest
+import torch
 
-from moeblaze_ref import check, comparisons
-from moeblaze_ref.backends import BACKENDS, STAGES, Status
+from moeblaze_ref import cases, check, comparisons, torch_layer
+from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES, Status
+from moeblaze_ref.capacity import MAX
 from moeblaze_ref.cases import make_case, option_cases, standard_cases
 from moeblaze_ref.check import Row
 from moeblaze_ref.numpy_ref import block_sparse
@@ -18,7 +20,9 @@ from moeblaze_ref.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
 from moeblaze_ref.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
 from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
 from moeblaze_ref.raw_cuda.runtime.source import KernelSource, inlined
+from moeblaze_ref.systems import SYSTEMS
 from moeblaze_ref.terminal import verdict
+from moeblaze_ref.torch_capacity import CapacityMoE
 
 CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
 FLOATING = [stage for stage in STAGES if stage != "dispatch"]
@@ -146,15 +150,194 @@ def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
     assert not check.passed(check.run(["layer"], ["numpy"], option_cases()))
 
 
-def test_every_check_runs_two_steps_of_one_shape():
-    for case in [*standard_cases(), *option_cases()]:
-        first, second = case.steps()
-        assert first is case and second.name == f"{case.name}, second step"
-        arrays = [(step.x, *step.weights, step.d_out) for step in (first, second)]
-        for one, other in zip(*arrays, strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or (one.shape == other.shape and (one.size == 0 or not np.array_equal(one, other)))
-        assert case.L == 0 or not np.array_equal(first.topk_experts, second.topk_experts), case.name
+ALL_CASES = [
+    *standard_cases(),
+    *option_cases(),
+    *cases.telling_cases(),
+    *cases.wide_cases(),
+    *cases.whole_block_cases(),
+    *cases.every_choice(),
+    *cases.every_activation(),
+    *cases.single_gradients(),
+    cases.equal_gates_case(),
+    cases.whole_block_case(),
+    cases.many_tiles_case(8),
+    cases.many_blocks_case(8),
+]
+
+
+# Sizes that leave the longest queue no choice: one token, or so many experts a token that one expert has every token.
+ONE_LONGEST_QUEUE = ("one token", "k = E", "more experts a token than lanes of a warp")
+
+
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.shape)
+def test_nothing_of_the_first_step_is_right_in_the_second(case):
+    """Both have the same shapes; all else differs, but what the sizes alone decide."""
+    first, second = case.steps()
+    assert first is case and second.name == f"{case.name}, second step"
+    arrays = [(step.x, *step.weights, step.d_out) for step in (first, second)]
+    for one, other in zip(*arrays, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (one.shape == other.shape and one.dtype == other.dtype)
+        assert one is None or one.size == 0 or not np.array_equal(one, other)
+    for one, other in zip(first.d_losses, second.d_losses, strict=True):
+        assert (one == other) == (one == 0.0 == other)  # a loss that is off stays off
+    if case.L == 0:
+        return
+    assert not np.array_equal(first.topk_experts, second.topk_experts)
+    # With the longest queue a dynamic capacity differs.
+    assert (first.longest_queue == second.longest_queue) == (case.name in ONE_LONGEST_QUEUE)
+    losses = [comparisons.expect_layer(step, torch.float64)["forward"] for step in (first, second)]
+    balanced = case.k == case.E  # any routing to all experts has the same balance
+    assert (losses[0]["load_balancing_loss"] == pytest.approx(losses[1]["load_balancing_loss"])) == balanced
+    assert losses[0]["router_z_loss"] != pytest.approx(losses[1]["router_z_loss"], rel=1e-3)
+
+
+def test_the_second_step_keeps_the_dtype_and_the_activation():
+    for activation in ("swiglu", "relu"):
+        _, second = make_case(5, 8, 16, 4, 2, activation=activation).astype("bfloat16").steps()
+        assert second.activation == activation and (second.weights.w2 is None) == (activation == "relu")
+        assert str(second.x.dtype) == str(second.weights.w1.dtype) == "bfloat16"
+
+
+def kept_once(function):
+    """A function that returns its first result for ever."""
+    results = []
+
+    def faulty(*arguments, **options):
+        results.append(results[0] if results else function(*arguments, **options))
+        return results[0]
+
+    return faulty
+
+
+def rows_of_layer(layer, **options):
+    case = make_case(37, 16, 24, 5, 3)
+    first, second = case.steps()
+    assert first.longest_queue < second.longest_queue  # a capacity that is kept is too small
+    backend = JUDGE if comparisons.TORCH_LAYERS[layer].backends == comparisons.PLAIN else BACKENDS["simt"]
+    return list(check.check_gradients(backend, None, dataclasses.replace(case, **options), "float32", layer))
+
+
+@pytest.mark.parametrize(
+    ("layer", "options"), [("torch_capacity", {"capacity_factor": MAX}), ("torch_dynamic_capacity", {})]
+)
+def test_a_capacity_kept_on_the_module_fails(layer, options, monkeypatch):
+    assert check.passed(rows_of_layer(layer, **options))
+    monkeypatch.setattr(CapacityMoE, "_rows_of_expert", kept_once(CapacityMoE._rows_of_expert))
+    assert not check.passed(rows_of_layer(layer, **options))
+
+
+@pytest.mark.parametrize("loss", ["load_balancing_loss", "router_z_loss"])
+@pytest.mark.parametrize("backend", ["numpy", "simt"])
+@pytest.mark.parametrize("stage", ["gating", "layer"])
+def test_a_loss_kept_from_the_first_step_fails(stage, backend, loss, monkeypatch):
+    module = BACKENDS[backend].stage("gating")
+    monkeypatch.setattr(module, loss, kept_by_dtype(getattr(module, loss)))
+    rung, *_ = BACKENDS[backend].rungs(stage)
+    (case,) = (case for case in standard_cases() if case.name == "small")
+    rows = list(check.check_of(stage)(BACKENDS[backend], rung, case))
+    assert {row.ok for row in rows if row.direction == "forward"} == {False}
+
+
+@pytest.mark.parametrize("loss", ["load_balancing_loss", "router_z_loss"])
+@pytest.mark.parametrize("layer", ["torch_layer", "torch_sequential"])
+def test_a_loss_that_a_torch_layer_keeps_fails(layer, loss, monkeypatch):
+    kind = SYSTEMS[comparisons.TORCH_LAYERS[layer].system]
+    run, kept = kind._run, []
+
+    def faulty(self, *arguments):
+        result = run(self, *arguments)
+        kept.append(getattr(result, loss).detach())
+        return result._replace(**{loss: kept[0] + 0.0 * getattr(result, loss)})
+
+    monkeypatch.setattr(kind, "_run", faulty)
+    forward, _ = rows_of_layer(layer)
+    assert not forward.ok
+
+
+def kept_by_dtype(function):
+    """A function that returns its first result for each dtype of its first argument."""
+    kept = {}
+
+    def faulty(array, *arguments, **options):
+        return kept.setdefault(str(array.dtype), kept_once(function))(array, *arguments, **options)
+
+    return faulty
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_is_kept_in_one_dtype_alone_fails(dtype, monkeypatch):
+    module = BACKENDS["simt"].stage("combine")
+    forward, faulty = module.forward, kept_once(module.forward)
+    monkeypatch.setattr(
+        module, "forward", lambda y, *rest, **how: (faulty if str(y.dtype) == dtype else forward)(y, *rest, **how)
+    )
+    (case,) = (case for case in standard_cases() if case.name == "small")
+    rows = check.check_of("combine")(BACKENDS["simt"], "1_gather", case)
+    assert {row.dtype for row in rows if not row.ok} == {dtype}
+
+
+@pytest.mark.parametrize("wanted", cases.GRADIENTS)
+def test_a_gradient_that_is_wanted_alone_is_compared(wanted, monkeypatch):
+    module = BACKENDS["numpy"].stage("layer")
+    backward = module.backward
+
+    def faulty(*arguments):
+        found = backward(*arguments)
+        alone = arguments[-1] == (wanted, "d_gates")
+        return found._replace(**{wanted: 0 * getattr(found, wanted)}) if alone else found
+
+    monkeypatch.setattr(module, "backward", faulty)
+    rows = check.run(["layer"], ["numpy"], CASES)
+    assert {name for name in cases.GRADIENTS if any(f"({name} alone" in row.shape for row in rows if not row.ok)} == {
+        wanted
+    }
+
+
+def test_a_routing_that_is_given_and_ignored_fails(monkeypatch):
+    module = BACKENDS["numpy"].stage("layer")
+    forward = module.forward
+    monkeypatch.setattr(module, "forward", lambda *arguments: forward(*arguments[:-1], None))
+    rows = check.run(["layer"], ["numpy"], option_cases())
+    failed = {row.shape for row in rows if not row.ok}
+    replayed = {step.shape for case in option_cases() if case.replay for step in case.steps()}
+    assert failed and failed <= replayed
+
+
+def test_a_backward_that_needs_what_was_overwritten_fails(monkeypatch):
+    """A backward that may overwrite, and then reads what it overwrote."""
+    module = BACKENDS["numpy"].stage("expert_down")
+    gradients = module.hidden_gradients
+
+    def faulty(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
+        if overwrite:
+            a.fill(0)
+        return gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi, overwrite)
+
+    monkeypatch.setattr(module, "hidden_gradients", faulty)
+    for stage in ("expert_down", "layer"):
+        assert not check.passed(check.run([stage], ["numpy"], option_cases())), stage
+
+
+@pytest.mark.parametrize("name", ["topk_experts", "autocast", "keep_routing"])
+@pytest.mark.parametrize("layer", ["torch_layer", "torch_dynamic_capacity"])
+def test_a_torch_layer_is_called_as_the_case_says(layer, name, monkeypatch):
+    """The layer is called with the one option and with no other, and its rows pass."""
+    kind, seen = SYSTEMS[comparisons.TORCH_LAYERS[layer].system], []
+    forward = kind.forward
+
+    def watched(self, x, topk_experts=None):
+        autocast, kept = torch.is_autocast_enabled("cpu"), bool(torch_layer._tapes.get())
+        seen.append({"topk_experts": topk_experts is not None, "autocast": autocast, "keep_routing": kept})
+        return forward(self, x, topk_experts)
+
+    monkeypatch.setattr(kind, "forward", watched)
+    field = {"topk_experts": "replay"}.get(name, name)
+    backend = BACKENDS["simt"] if layer == "torch_layer" else JUDGE
+    case = dataclasses.replace(make_case(13, 8, 16, 4, 2), **{field: True})
+    assert check.passed(list(check.check_gradients(backend, None, case, "bfloat16", layer)))
+    assert seen[0] == {"topk_experts": False, "autocast": False, "keep_routing": False} | {name: True}
 
 
 def kept_by_shape(build):

@@ -7,15 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 from pretended import PretendedDevice
+from rich.console import Console
 from typer.testing import CliRunner
 
 from moeblaze_ref import check, comparisons, demo, records
 from moeblaze_ref.backends import BACKENDS, Status
 from moeblaze_ref.bench import plan, stages
 from moeblaze_ref.cases import option_cases, standard_cases
+from moeblaze_ref.check import Row
 from moeblaze_ref.cli import app
 from moeblaze_ref.config import POLICIES, preset
 from moeblaze_ref.structures import Gating
+from moeblaze_ref.terminal import check_table
 
 CASES = len(standard_cases() + option_cases())
 ROW_KEYS = {"stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"}
@@ -58,7 +61,18 @@ def test_check_prints_a_table_that_fits_80_columns():
     assert result.exit_code == 0 and "0 failed" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
     line = next(line for line in result.stdout.splitlines() if "simt" in line)
-    assert line.split()[:8] == ["dispatch", "forward", "simt", "as_printed", "int32", "16", "0", "0"]
+    assert line.split()[:8] == ["dispatch", "forward", "simt", "as_printed", "int32", "20", "0", "0"]
+
+
+@pytest.mark.parametrize("letters", [1, 66, 90, 300])
+def test_only_the_shape_of_a_row_is_cut(letters):
+    """However long the name of a case is, the other columns keep their widths."""
+    row = Row("dispatch", "forward", "simt", "3_single_pass", "bfloat16", "x" * letters, 1.2e-5, 1e-3, True, True)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(check_table([row]))
+    assert "dispatch  forward  simt 3_single_pass  bfloat16  1  1.2e-05  0.001  pass    " in capture.get()
+    assert max(map(len, capture.get().splitlines())) <= 80
 
 
 def test_check_lists_every_shape_on_request():

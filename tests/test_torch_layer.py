@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from moeblaze_ref import check, comparisons, oracle
 from moeblaze_ref.arrays import address_of
 from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import every_choice, paired_options, relative_error
+from moeblaze_ref.cases import every_choice, paired_options, relative_error, single_gradients
 from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
@@ -126,10 +126,17 @@ def test_a_loss_that_sends_no_gradient_is_caught(lost, monkeypatch):
     assert not check.passed(rows_of(every_choice()[0], "float32"))
 
 
+def job_layer(job):
+    """The name of the layer of a job; of one that cannot run here, of its row."""
+    return [job.args[2]] if hasattr(job, "args") else [row.stage for row in job()]
+
+
 def test_the_plan_has_every_activation_policy_and_dtype():
     jobs = check.plan_gradients(["simt"])
-    # MegaBlocks' layer has no policies, but a case of whole blocks; both have the paired options
-    assert len(jobs) == (len(ACTIVATIONS) * (len(POLICIES) + 1) + 1 + 2 * len(paired_options())) * 3
+    # MegaBlocks' two layers have no policies, but a case of whole blocks; all have the paired options and each gradient
+    of_activations = len(ACTIVATIONS) * len(POLICIES) + 2 * (2 * len(ACTIVATIONS) + 1)
+    assert len(jobs) == (of_activations + 3 * len([*paired_options(), *single_gradients()])) * 3
+    assert {layer for job in check.plan_gradients() for layer in job_layer(job)} == {*comparisons.TORCH_LAYERS}
     with pytest.raises(ValueError, match="unknown backend of the torch layer 'numpy'"):
         check.plan_gradients(["numpy"])
 
