@@ -254,9 +254,9 @@ def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]
     """One thunk for each case, or one that says why the rung does not run here."""
     if reason := backend.refusal(stage, rung):
         return [lambda: [unavailable(backend, stage, rung, reason)]]
-    checks = [(check_of(stage), case) for case in chosen(backend, stage, rung, cases)]
-    checks += [(check_order, one) for one in orders.promises(stage, backend.name, rung)]
-    return [functools.partial(_run, check, backend, stage, rung, case) for check, case in checks]
+    found = [(check_of(stage), case) for case in chosen(backend, stage, rung, cases)]
+    found += [(check_order, one) for one in orders.promises(stage, backend.name, rung)]
+    return [functools.partial(_run, check, backend, stage, rung, case) for check, case in found]
 
 
 def chosen(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
@@ -305,8 +305,8 @@ def layers_of(backend: Backend) -> list[str]:
 def _plan_layer(backend: Backend, layer: str) -> list[Callable[[], Iterable[Row]]]:
     """One thunk for each dtype and case of a torch layer."""
     of_kind = comparisons.TORCH_LAYERS[layer]
-    checks = [functools.partial(check_gradients, dtype=dtype, layer=layer) for dtype in of_kind.dtypes]
-    return [functools.partial(_run, check, backend, layer, None, case) for check in checks for case in of_kind.cases()]
+    in_dtypes = [functools.partial(check_gradients, dtype=dtype, layer=layer) for dtype in of_kind.dtypes]
+    return [functools.partial(_run, check, backend, layer, None, one) for check in in_dtypes for one in of_kind.cases()]
 
 
 def _run(check, backend: Backend, stage: str, rung: str | None, case: Case | orders.Sum) -> Iterator[Row]:

@@ -67,12 +67,12 @@ def page(folder: Path = DOCUMENT.with_suffix("")) -> str:
     """
     found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     files = [_file(name, record) for name, record in found.items()]
-    checks = [row for name, record in found.items() if kind_of(name) in CHECKS for row in _checks(record)]
+    of_checks = [row for name, record in found.items() if kind_of(name) in CHECKS for row in _checks(record)]
     tools = [row for name, record in found.items() if kind_of(name) == "sanitize" for row in _tools(record)]
     columns = ["backend", "stage", "dtype", "cases", "right", "largest error / allowed"]
     return _PAGE.format(
         files=documents.table(["file", "what", "device", "commit", "shown in"], files, words=5),
-        checks=documents.table(columns, checks, words=3),
+        checks=documents.table(columns, of_checks, words=3),
         tools=documents.table(["tool", "said"], tools, words=2),
     )
 
