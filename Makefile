@@ -100,17 +100,17 @@ docs: $(STAMP)
 	$(BIN)/python -m moeblaze_ref.placement.document
 	$(BIN)/python -m moeblaze_ref.parallel.document
 	$(BIN)/python -m moeblaze_ref.papers.document
-	$(BIN)/python -m moeblaze_ref.site.cupy_by_hand
-	$(BIN)/python -m moeblaze_ref.site.records
-	$(BIN)/python -m moeblaze_ref.site.path
-	$(BIN)/python -m moeblaze_ref.site.build
+	$(BIN)/python -m moeblaze_ref.course.site.cupy_by_hand
+	$(BIN)/python -m moeblaze_ref.course.site.records
+	$(BIN)/python -m moeblaze_ref.course.site.path
+	$(BIN)/python -m moeblaze_ref.course.site.build
 
 docs-serve: docs
 	$(BIN)/python -m http.server --directory build/site --bind 127.0.0.1 8000
 
 # Runs every notebook and writes it with its outputs.
 notebooks: compiler $(STAMP)
-	$(BIN)/python -m moeblaze_ref.notebook.outputs
+	$(BIN)/python -m moeblaze_ref.course.notebook.outputs
 
 lab: $(STAMP)
 	$(BIN)/jupyter-lab --LabApp.default_url=/lab/tree/notebooks

@@ -1,4 +1,4 @@
-"""Sphinx configuration; `make docs` runs it through moeblaze_ref.site.build.
+"""Sphinx configuration; `make docs` runs it through moeblaze_ref.course.site.build.
 
 Why Sphinx and MyST-NB: the notebooks, the documents and the docstrings stay the files that they are. MyST reads the
 Markdown that GitHub shows, MyST-NB the notebooks with the outputs that are committed, and autodoc the docstrings of the
@@ -6,7 +6,7 @@ imported modules, so that a signature cannot differ from the code's. Links among
 whose warnings are errors. Napoleon, a part of Sphinx, reads numpydoc's sections.
 """
 
-from moeblaze_ref.site import sources
+from moeblaze_ref.course.site import sources
 
 project = "moeblaze_ref"
 author = "The moeblaze_ref contributors"
@@ -18,7 +18,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.linkcode",
-    "moeblaze_ref.site.extension",
+    "moeblaze_ref.course.site.extension",
 ]
 linkcode_resolve = sources.linkcode_resolve
 

@@ -10,9 +10,9 @@ import re
 
 from planted import quick_builds
 
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import inlined
-from moeblaze_ref.raw_cuda.runtime.sparse import SparseExecutor, SparseModule
+from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.source import inlined
+from moeblaze_ref.runtime.sparse import SparseExecutor, SparseModule
 
 CAST = re.compile(r"(?<!\])\((?:unsigned )?long long\)|\b(\d+)LL\b")
 UNCOMPILED = re.compile(r"\bmin\(.*\(long long\)")  # without the cast there is no such min: the compiler refuses it

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.core.devices import cuda_device_count
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

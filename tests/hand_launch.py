@@ -4,9 +4,9 @@ import types
 
 import numpy as np
 
-from moeblaze_ref.raw_cuda.runtime.poison import poison
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource
+from moeblaze_ref.runtime.poison import poison
+from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.source import KernelSource
 
 
 class OnDevice(np.ndarray):

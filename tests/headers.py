@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from moeblaze_ref.kernel_headers import evaluate, table
-from moeblaze_ref.paths import kernels_dir
+from moeblaze_ref.core.kernel_headers import evaluate, table
+from moeblaze_ref.core.paths import kernels_dir
 
 __all__ = ["Stated", "evaluate", "stated"]
 

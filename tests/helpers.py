@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from moeblaze_ref.cases import ROUTINGS, Case, make_case, random_topk
+from moeblaze_ref.verify.cases import ROUTINGS, Case, make_case, random_topk
 
 
 @st.composite

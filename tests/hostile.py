@@ -5,14 +5,14 @@ import time
 import types
 from pathlib import Path
 
-from moeblaze_ref import apart, guard
+from moeblaze_ref.verify import apart, guard
 
 SUPERVISE = apart._supervise
 
 
 def supervise_unchecked(*args):
     """The checker's processes, if they refused no Python text."""
-    from moeblaze_ref.judge import kernels
+    from moeblaze_ref.verify.judge import kernels
 
     kernels.check_source = lambda *_: None
     SUPERVISE(*args)

@@ -4,9 +4,9 @@ import functools
 
 import torch
 
-from moeblaze_ref import doors
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource
-from moeblaze_ref.torch_executor import TensorBridge, TensorModule, TorchExecutor
+from moeblaze_ref.core import checks
+from moeblaze_ref.runtime.source import KernelSource
+from moeblaze_ref.runtime.torch_executor import TensorBridge, TensorModule, TorchExecutor
 
 
 class IdleExecutor(TorchExecutor):
@@ -48,4 +48,4 @@ class IdleBridge(TensorBridge):
         self.executor = executor
 
     def running(self):
-        return doors.trusted_values()
+        return checks.trusted_values()

@@ -4,8 +4,8 @@ import os
 import sys
 
 import processes
-from moeblaze_ref.kernel_headers import evaluate, in_docstring
-from moeblaze_ref.numba_cuda import runtime
+from moeblaze_ref.core.kernel_headers import evaluate, in_docstring
+from moeblaze_ref.backends.numba_cuda import runtime
 
 
 def stated_launch(kernel, sizes):
@@ -19,7 +19,7 @@ def counted_launch(kernel, blocks, threads, arguments, shared_bytes):
     """The same of a launch on the simulator; arguments that are no arrays pass as they are."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-    from moeblaze_ref.numba_cuda.simulator import CountingArray
+    from moeblaze_ref.backends.numba_cuda.simulator import CountingArray
 
     passed = [CountingArray(a._ary) if isinstance(a, FakeCUDAArray) else a for a in arguments]
     runtime.launch(kernel, blocks, threads, *passed, shared_bytes=shared_bytes)

@@ -12,13 +12,16 @@ from helpers import routings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_ref import comparisons, megablocks, oracle, sparse_doors
-from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import make_case, standard_cases
-from moeblaze_ref.config import ACTIVATIONS, is_gated
-from moeblaze_ref.numpy_ref import block_sparse
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.structures import EMPTY, PaddedBins, Topology
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.systems import megablocks
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.core import sparse_contracts
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.verify.cases import make_case, standard_cases
+from moeblaze_ref.core.config import ACTIVATIONS, is_gated
+from moeblaze_ref.backends.numpy_ref import block_sparse
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.core.structures import EMPTY, PaddedBins, Topology
 
 
 class Pace(NamedTuple):
@@ -319,8 +322,8 @@ def test_the_topology_of_a_mask_by_hand():
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_doors_let_right_structures_pass(name):
     bins, topology = GOLDEN[name].expected()
-    sparse_doors.check_bins(bins)
-    sparse_doors.check_topology(topology)
+    sparse_contracts.check_bins(bins)
+    sparse_contracts.check_topology(topology)
 
 
 @every_room
@@ -347,7 +350,7 @@ def masks(draw, most=6):
 @given(mask=masks(), block=st.sampled_from(SPECIFICATION.blocks))
 def test_transpose_indices_visit_the_blocks_of_the_transpose_row_by_row(mask, block):
     topology = block_sparse.topology_of(mask, block)
-    sparse_doors.check_topology(topology)
+    sparse_contracts.check_topology(topology)
     of_transpose = np.argwhere(mask.T)  # (nnz, 2), row by row
     order = topology.transpose_indices
     visited = np.stack([topology.column_indices[order], topology.row_indices[order]], axis=1)
@@ -368,7 +371,7 @@ def assert_structures(stage, routing, block, wide):
     """Bins and topology are what a routing, a block size and the blocks of an expert's width say."""
     topk_experts, E = routing
     bins = stage.pad(build_by_sort(topk_experts, E), block)
-    sparse_doors.check_bins(bins)
+    sparse_contracts.check_bins(bins)
     lengths, padded = np.bincount(topk_experts.ravel(), minlength=E), np.diff(bins.padded_offsets)
     assert ((padded - lengths >= 0) & (padded - lengths < block)).all()
     expert_of_row = np.repeat(np.arange(E), padded)
@@ -869,7 +872,7 @@ def changed(structure, changes):
 )
 def test_bins_that_contradict_themselves(changes, message):
     with pytest.raises(ValueError, match=message):
-        sparse_doors.check_bins(changed(BINS, changes))
+        sparse_contracts.check_bins(changed(BINS, changes))
 
 
 @pytest.mark.parametrize(
@@ -893,7 +896,7 @@ def test_bins_that_contradict_themselves(changes, message):
 )
 def test_bins_of_a_wrong_kind(replaced, error, message):
     with pytest.raises(error, match=message):
-        sparse_doors.check_bins(replace(BINS, **replaced))
+        sparse_contracts.check_bins(replace(BINS, **replaced))
 
 
 # Of GOLDEN_TOPOLOGY: block               0  1  2  3  4
@@ -942,7 +945,7 @@ def test_bins_of_a_wrong_kind(replaced, error, message):
 )
 def test_a_topology_that_contradicts_itself(changes, message):
     with pytest.raises(ValueError, match=message):
-        sparse_doors.check_topology(changed(GOLDEN_TOPOLOGY, changes))
+        sparse_contracts.check_topology(changed(GOLDEN_TOPOLOGY, changes))
 
 
 @pytest.mark.parametrize(
@@ -965,7 +968,7 @@ def test_a_topology_that_contradicts_itself(changes, message):
 )
 def test_a_topology_of_a_wrong_kind(replaced, error, message):
     with pytest.raises(error, match=message):
-        sparse_doors.check_topology(replace(GOLDEN_TOPOLOGY, **replaced))
+        sparse_contracts.check_topology(replace(GOLDEN_TOPOLOGY, **replaced))
 
 
 @st.composite
@@ -993,7 +996,7 @@ def refused(check, structure):
 @settings(deadline=None, max_examples=300)
 @given(corruptions(GOLDEN_TOPOLOGY))
 def test_a_topology_that_passes_is_that_of_its_own_mask(topology):
-    if not refused(sparse_doors.check_topology, topology):
+    if not refused(sparse_contracts.check_topology, topology):
         assert_same(topology, block_sparse.topology_of(mask_of(topology), topology.block))
 
 
@@ -1001,7 +1004,7 @@ def test_a_topology_that_passes_is_that_of_its_own_mask(topology):
 @given(corruptions(BINS))
 def test_bins_that_pass_hold_every_slot_once(bins):
     """An offset moved to another block is no contradiction: the bins of another routing are like that."""
-    if not refused(sparse_doors.check_bins, bins):
+    if not refused(sparse_contracts.check_bins, bins):
         assert_same(replace(bins, padded_offsets=BINS.padded_offsets), BINS)
         assert (np.diff(bins.padded_offsets) >= 0).all() and (bins.padded_offsets % bins.block == 0).all()
 

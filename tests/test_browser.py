@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from playwright.sync_api import expect
 
-from moeblaze_ref.notebook.execution import METADATA
+from moeblaze_ref.course.notebook.execution import METADATA
 
 NAMES = ("00_memory_wall", "01_routing", "02_dispatch_without_sorting")  # quick ones
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"

@@ -14,9 +14,9 @@ import pytest
 from test_records import files_of_at_most
 from typer.testing import CliRunner
 
-from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cli import app
-from moeblaze_ref.simt import build, cache
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.cli.app import app
+from moeblaze_ref.runtime.simt import build, cache
 
 KERNEL = 'extern "C" __global__ void f(int* out) { out[threadIdx.x] = 7; }\n'
 RUN = f"""
@@ -155,7 +155,7 @@ def test_what_is_no_readable_file_is_replaced_by_one(copy, what, change):
     assert path.is_file() and not path.is_symlink()
 
 
-DOCTOR = ("-m", "moeblaze_ref.cli", "doctor")
+DOCTOR = ("-m", "moeblaze_ref.cli.app", "doctor")
 
 
 @pytest.mark.parametrize("what", ["kernel", "runtime"])
@@ -174,7 +174,7 @@ def test_a_check_whose_cache_cannot_be_used_is_one_line(monkeypatch):
     def refuse(*of):
         raise cache.SimtUnavailable("x.so is a folder; remove it")
 
-    monkeypatch.setattr("moeblaze_ref.terminal.run_with_bar", refuse)
+    monkeypatch.setattr("moeblaze_ref.cli.terminal.run_with_bar", refuse)
     result = CliRunner().invoke(app, ["check", "--stage", "combine", "--backend", "numpy"])
     assert (result.exit_code, result.stderr) == (2, "error: x.so is a folder; remove it\n")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import SHAPES
 
-from moeblaze_ref.cases import (
+from moeblaze_ref.verify.cases import (
     GOLDEN_DISPATCH,
     GOLDEN_TOPK_EXPERTS,
     PRINTED_EXAMPLE,
@@ -16,8 +16,8 @@ from moeblaze_ref.cases import (
     relative_error,
     standard_cases,
 )
-from moeblaze_ref.numpy_ref import dispatch, layer
-from moeblaze_ref.raw_cuda import gemm, tiles
+from moeblaze_ref.backends.numpy_ref import dispatch, layer
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
 
 
 def test_relative_error_is_relative():

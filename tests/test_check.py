@@ -8,21 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from moeblaze_ref import cases, check, comparisons, torch_layer
-from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES, Status
-from moeblaze_ref.capacity import MAX
-from moeblaze_ref.cases import make_case, option_cases, standard_cases
-from moeblaze_ref.check import Row
-from moeblaze_ref.numpy_ref import block_sparse
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
-from moeblaze_ref.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
-from moeblaze_ref.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import KernelSource, inlined
-from moeblaze_ref.systems import SYSTEMS
-from moeblaze_ref.terminal import verdict
-from moeblaze_ref.torch_capacity import CapacityMoE
+from moeblaze_ref.verify import cases, check, comparisons
+from moeblaze_ref.nn import torch_layer
+from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES, Status
+from moeblaze_ref.systems.capacity import MAX
+from moeblaze_ref.verify.cases import make_case, option_cases, standard_cases
+from moeblaze_ref.verify.check import Row
+from moeblaze_ref.backends.numpy_ref import block_sparse
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
+from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
+from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.source import KernelSource, inlined
+from moeblaze_ref.nn.systems import SYSTEMS
+from moeblaze_ref.cli.terminal import verdict
+from moeblaze_ref.nn.torch_capacity import CapacityMoE
 
 CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
 FLOATING = [stage for stage in STAGES if stage != "dispatch"]
@@ -129,7 +130,7 @@ def test_a_stage_that_raises_is_a_failed_row_that_says_why(monkeypatch):
     [("gelu", np.zeros_like), ("relu2", np.sqrt), ("relu", np.zeros_like), ("geglu", np.zeros_like)],
 )
 def test_a_wrong_activation_of_the_specification_is_found(monkeypatch, activation, change):
-    from moeblaze_ref.numpy_ref import activation as stage
+    from moeblaze_ref.backends.numpy_ref import activation as stage
 
     right = dict(stage._NONLINEARITY)
     act, slope = right[activation]
@@ -140,7 +141,7 @@ def test_a_wrong_activation_of_the_specification_is_found(monkeypatch, activatio
 
 
 def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
-    from moeblaze_ref.numpy_ref import gating
+    from moeblaze_ref.backends.numpy_ref import gating
 
     right = gating.forward
     monkeypatch.setattr(gating, "router_z_loss", lambda logits: np.float64(0.0))
@@ -411,10 +412,10 @@ def test_rows_are_json_even_with_nan():
 
 
 def test_the_simulator_gets_small_cases_only(monkeypatch):
-    monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "simulator")
+    monkeypatch.setattr("moeblaze_ref.backends.numba_cuda.runtime.EXECUTOR", "simulator")
     in_reach = check.in_reach(BACKENDS["numba"], standard_cases())
     assert 5 < len(in_reach) and all(case.L * case.k <= check.SIMULATOR_ROWS for case in in_reach)
-    monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "cuda")
+    monkeypatch.setattr("moeblaze_ref.backends.numba_cuda.runtime.EXECUTOR", "cuda")
     assert len(check.in_reach(BACKENDS["numba"], standard_cases())) == len(standard_cases())
 
 
@@ -425,7 +426,7 @@ def cases_on_a_gpu(monkeypatch, rung, multiprocessors):
 
 
 def test_every_rung_is_checked_in_blocks_of_megablocks_own_size(monkeypatch):
-    monkeypatch.setattr("moeblaze_ref.numba_cuda.runtime.EXECUTOR", "cuda")
+    monkeypatch.setattr("moeblaze_ref.backends.numba_cuda.runtime.EXECUTOR", "cuda")
     monkeypatch.setattr(check, "multiprocessors", lambda: 132)
     for backend in BACKENDS.values():
         for rung in backend.rungs("block_sparse"):

@@ -10,15 +10,17 @@ from pretended import PretendedDevice
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moeblaze_ref import check, comparisons, demo, records
-from moeblaze_ref.backends import BACKENDS, Status
+from moeblaze_ref.verify import check, comparisons
+from moeblaze_ref.cli import demo
+from moeblaze_ref.core import records
+from moeblaze_ref.backends.registry import BACKENDS, Status
 from moeblaze_ref.bench import plan, stages
-from moeblaze_ref.cases import option_cases, standard_cases
-from moeblaze_ref.check import Row
-from moeblaze_ref.cli import app
-from moeblaze_ref.config import POLICIES, preset
-from moeblaze_ref.structures import Gating
-from moeblaze_ref.terminal import check_table
+from moeblaze_ref.verify.cases import option_cases, standard_cases
+from moeblaze_ref.verify.check import Row
+from moeblaze_ref.cli.app import app
+from moeblaze_ref.core.config import POLICIES, preset
+from moeblaze_ref.core.structures import Gating
+from moeblaze_ref.cli.terminal import check_table
 
 CASES = len(standard_cases() + option_cases())
 ROW_KEYS = {"stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"}
@@ -35,13 +37,13 @@ def test_doctor_names_every_backend_and_what_to_do():
 
 
 def test_doctor_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("moeblaze_ref.simt.build.compiler", lambda: (_ for _ in ()).throw(_unavailable()))
+    monkeypatch.setattr("moeblaze_ref.runtime.simt.build.compiler", lambda: (_ for _ in ()).throw(_unavailable()))
     result = moeblaze("doctor")
     assert "to mend: install g++" in result.stdout
 
 
 def _unavailable():
-    from moeblaze_ref.simt.build import SimtUnavailable
+    from moeblaze_ref.runtime.simt.build import SimtUnavailable
 
     return SimtUnavailable("there is no g++; install g++")
 
@@ -256,7 +258,7 @@ def test_where_nothing_can_be_written_nothing_is_timed(pretended_gpu, monkeypatc
 
 @pytest.mark.parametrize("command", [("check", "--stage", "gating"), ("tune",), ("check", "--kernel", "a.cu:b")])
 def test_every_record_is_tried_first(pretended_gpu, monkeypatch, tmp_path, command):
-    monkeypatch.setattr("moeblaze_ref.terminal.run_with_bar", None)
+    monkeypatch.setattr("moeblaze_ref.cli.terminal.run_with_bar", None)
     stage = ("--stage", "combine") if "--kernel" in command else ()
     result = moeblaze(*command, *stage, "--record", tmp_path)
     assert result.exit_code == 2 and "is a folder, but a file is to be written" in result.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moeblaze_ref.config import MODELS, PAPER_PRESETS, PRESETS
+from moeblaze_ref.core.config import MODELS, PAPER_PRESETS, PRESETS
 
 # MoEBlaze, Table 1: d, E, k, batch, sequence.
 MOEBLAZE = {

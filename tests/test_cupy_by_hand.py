@@ -10,9 +10,9 @@ import pytest
 from hand_launch import pretended_cupy
 from helpers import unmarked
 
-from moeblaze_ref import backends
-from moeblaze_ref.cases import relative_error
-from moeblaze_ref.site import cupy_by_hand
+from moeblaze_ref.backends import registry
+from moeblaze_ref.verify.cases import relative_error
+from moeblaze_ref.course.site import cupy_by_hand
 
 ROOT = Path(__file__).parents[1]
 PAGE = cupy_by_hand.DOCUMENT.read_text()
@@ -23,13 +23,13 @@ NOTEBOOK = ROOT / "notebooks" / "03_gather_gemm_swiglu.ipynb"
 @pytest.fixture
 def gpu(monkeypatch):
     """A pretended GPU with a pretended CuPy."""
-    monkeypatch.setattr(backends, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(registry, "cuda_device_count", lambda: 1)
     monkeypatch.setitem(sys.modules, "cupy", pretended_cupy())
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(backends, "cuda_device_count", lambda: 0)
+    monkeypatch.setattr(registry, "cuda_device_count", lambda: 0)
 
 
 def launched(launch=LAUNCH):

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda.runtime.declarations import Declarations, Parameter
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.core.paths import kernels_dir
+from moeblaze_ref.runtime.declarations import Declarations, Parameter
+from moeblaze_ref.runtime.simt_executor import SimtExecutor
 
 
 def only(text, **constants):

@@ -25,14 +25,19 @@ import torch
 import typer
 from helpers import Shape
 
-from moeblaze_ref import backends, capacity, cases, check, cli, comparisons, config, coverage, oracle, units
-from moeblaze_ref.backends import BACKENDS, JUDGE, STAGES
-from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.judge import CONTRACTS
-from moeblaze_ref.judge.contracts import ROUTES
-from moeblaze_ref.layer import intermediates
+from moeblaze_ref.backends import registry
+from moeblaze_ref.systems import capacity
+from moeblaze_ref.verify import cases, check, comparisons, coverage
+from moeblaze_ref.cli import app
+from moeblaze_ref.core import config, units
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.verify.judge import CONTRACTS
+from moeblaze_ref.verify.judge.contracts import ROUTES
+from moeblaze_ref.systems.layer import intermediates
 from moeblaze_ref.memory import accounting, report
-from moeblaze_ref.numpy_ref import gating, layer
+from moeblaze_ref.backends.numpy_ref import gating, layer
 from moeblaze_ref.placement import methods
 
 ROOT = Path(__file__).parents[1]
@@ -198,7 +203,7 @@ def python_object(dotted):
 def _command_problem(span):
     """What the command line itself says against a command, without running it."""
     _, name, *arguments = shlex.split(span)
-    commands = typer.main.get_command(cli.app).commands
+    commands = typer.main.get_command(app.app).commands
     if name not in commands:
         return f"the commands are {', '.join(commands)}"
     try:
@@ -256,7 +261,7 @@ def test_names_exist(path):
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_examples_run_and_print_what_they_say(path, monkeypatch):
     """What they say is said without a GPU."""
-    monkeypatch.setattr(backends, "cuda_device_count", lambda: 0)
+    monkeypatch.setattr(registry, "cuda_device_count", lambda: 0)
     assert list(wrong_examples(Document(path))) == []
 
 
@@ -385,9 +390,9 @@ def check_sizes(notation):
 
 def check_vocabulary(notation):
     """Every name of the code is listed, in the code's order, and no other."""
-    stages, backends = notation.tables("Stages and backends")
+    stages, registry = notation.tables("Stages and backends")
     assert column(stages, "stage") == list(STAGES)
-    assert column(backends, "backend") == [*BACKENDS, JUDGE.name]
+    assert column(registry, "backend") == [*BACKENDS, JUDGE.name]
     for heading, name, known in (
         ("Activations", "name", config.ACTIVATIONS),
         ("Save policies", "policy", config.POLICIES),
@@ -625,11 +630,11 @@ WRONG = {  # a line of a document: what must be said against it
     '<img src="missing.png">': (wrong_links, "missing.png: there is no such file"),
     "[a part](#nowhere)": (wrong_links, "#nowhere: there is no such heading"),
     "[a part](ROOT/docs/notation.md#nowhere)": (wrong_links, "#nowhere: there is no such heading"),
-    "[`biuld`](ROOT/moeblaze_ref/numpy_ref/dispatch.py)": (wrong_links, "biuld is not in"),
+    "[`biuld`](ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py)": (wrong_links, "biuld is not in"),
     "[`dense_mop`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)": (wrong_links, "dense_mop is not in"),
     "[`Purpose`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)": (wrong_links, "Purpose is not in"),
     "[`test_nothing`](ROOT/tests/test_simt.py)": (wrong_links, "test_nothing is not in"),
-    "[`layer.build`](ROOT/moeblaze_ref/numpy_ref/dispatch.py)": (wrong_links, "layer.build is not in"),
+    "[`layer.build`](ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py)": (wrong_links, "layer.build is not in"),
     "[a page][undefined]": (wrong_links, "undefined: there is no such file"),
     "[undefined][]": (wrong_links, "undefined: there is no such file"),
     "[a page][here]\n\n[here]: missing.md": (wrong_links, "missing.md: there is no such file"),
@@ -670,8 +675,8 @@ def test_a_wrong_line_is_found(line, tmp_path):
 RIGHT = """# A heading: with `code`
 
 [itself](#a-heading-with-code) [a site](https://nowhere.invalid/page) [a part](ROOT/docs/notation.md#golden-example)
-[`build`](ROOT/moeblaze_ref/numpy_ref/dispatch.py) [`block_exclusive_sum`](ROOT/kernels_cuda/include/common.cuh)
-[`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu) [`EXPECT`](ROOT/moeblaze_ref/comparisons.py)
+[`build`](ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py) [`block_exclusive_sum`](ROOT/kernels_cuda/include/common.cuh)
+[`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu) [`EXPECT`](ROOT/moeblaze_ref/verify/comparisons.py)
 [`TILE`, `dispatch.TILE`][numpy] [numpy][] [`dispatch.py`][numpy]
 `numpy_ref.dispatch.build(topk_experts, 4)` `structures.Dispatch.k` `torch.autograd.grad` `doors.MAX_TOP_K = 32`
 `dispatch/1_dense_map.cu` `kernels_cuda/` `pyproject.toml` `2 * d + 4 * h` `a.b + c`
@@ -693,7 +698,7 @@ print(x + 1)
 a diagram
 ```
 
-[numpy]: ROOT/moeblaze_ref/numpy_ref/dispatch.py
+[numpy]: ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py
 """
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeblaze_ref import doors, stage_doors
-from moeblaze_ref.cases import GOLDEN_DISPATCH, random_topk
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, random_topk
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 
 
 @pytest.mark.parametrize(
@@ -16,31 +16,31 @@ from moeblaze_ref.numpy_ref.dispatch import build_by_sort
 )
 def test_the_nearest_name_is_found_whatever_its_case(name, nearest):
     with pytest.raises(ValueError, match=f"unknown activation {name!r}. Did you mean {nearest!r}"):
-        doors.check_name("activation", name, ["SiLU", "swiglu", "gelu_tanh", "bf16"])
+        checks.check_name("activation", name, ["SiLU", "swiglu", "gelu_tanh", "bf16"])
 
 
 def test_a_name_like_no_other_has_no_nearest():
     with pytest.raises(ValueError, match="unknown activation 'XXXX'. Valid: silu, swiglu"):
-        doors.check_name("activation", "XXXX", ["silu", "swiglu"])
+        checks.check_name("activation", "XXXX", ["silu", "swiglu"])
 
 
 def test_what_is_no_string_is_an_unknown_name():
     with pytest.raises(ValueError, match=r"unknown drop policy \['by_gate'\]. Did you mean 'by_gate'"):
-        doors.check_name("drop policy", ["by_gate"], {"by_gate": 1, "by_arrival": 2})
+        checks.check_name("drop policy", ["by_gate"], {"by_gate": 1, "by_arrival": 2})
 
 
 @pytest.mark.parametrize("value", [True, False, np.True_])
 def test_a_truth_value_is_no_integer(value):
     with pytest.raises(TypeError, match=r"k is .*(True|False).* \(bool_?\), but it must be an integer"):
-        doors.check_int("k", value, at_least=0)
+        checks.check_int("k", value, at_least=0)
 
 
-@pytest.mark.parametrize("check", [doors.check_number, doors.check_positive])
+@pytest.mark.parametrize("check", [checks.check_number, checks.check_positive])
 @pytest.mark.parametrize(("value", "shown"), [(10**400, "inf"), (-(10**400), "-inf")])
 def test_an_integer_beyond_all_floats_is_not_finite(check, value, shown):
     with pytest.raises(ValueError, match=f"factor is {shown}, but it must be finite"):
         check("factor", value)
-    assert doors.check_float("factor", value) == float(shown)
+    assert checks.check_float("factor", value) == float(shown)
 
 
 # Of GOLDEN_DISPATCH:  position              0  1  2  3  4  5  6  7  8  9
@@ -62,7 +62,7 @@ def changed(name, changes):
     [(0, 4, 2, "uniform"), (1, 1, 1, "uniform"), (29, 4, 4, "uniform"), (53, 6, 1, "hot"), (41, 8, 2, "empty")],
 )
 def test_every_right_dispatch_passes(num_tokens, num_experts, k, routing):
-    doors.check_dispatch(build_by_sort(random_topk(num_tokens, num_experts, k, routing), num_experts))
+    checks.check_dispatch(build_by_sort(random_topk(num_tokens, num_experts, k, routing), num_experts))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_every_right_dispatch_passes(num_tokens, num_experts, k, routing):
 )
 def test_a_dispatch_that_contradicts_itself_is_refused(name, changes, message):
     with pytest.raises(ValueError, match=message):
-        doors.check_dispatch(changed(name, changes))
+        checks.check_dispatch(changed(name, changes))
 
 
 def test_two_slots_at_one_position_are_refused_wherever_they_are():
@@ -91,33 +91,33 @@ def test_two_slots_at_one_position_are_refused_wherever_they_are():
         positions = right.token_index_map.copy()
         positions[slot] = positions[other]
         with pytest.raises(ValueError, match=rf"token_index_map\[{slot}\] is {positions[slot]}"):
-            doors.check_dispatch(replace(right, token_index_map=positions))
+            checks.check_dispatch(replace(right, token_index_map=positions))
 
 
 # Trust
 
 
-@doors.unless_trusted
+@checks.unless_trusted
 def shut(value):
     raise ValueError(value)
 
 
 def test_trust_opens_doors_and_ends():
-    with doors.trusted():
+    with checks.trusted():
         shut("nothing is checked")
-        with doors.trusted_values():  # less trust inside more
+        with checks.trusted_values():  # less trust inside more
             shut("still nothing")
-            doors.check_finite("x", np.array([np.nan]))
-        stage_doors.check_gating_forward("no array", 3, ())
-    with doors.trusted_values():
-        doors.check_finite("x", np.array([np.nan]))
+            checks.check_finite("x", np.array([np.nan]))
+        stage_contracts.check_gating_forward("no array", 3, ())
+    with checks.trusted_values():
+        checks.check_finite("x", np.array([np.nan]))
         with pytest.raises(ValueError, match="types are"):
             shut("types are")
-        with pytest.raises(KeyError), doors.trusted():
+        with pytest.raises(KeyError), checks.trusted():
             raise KeyError
         with pytest.raises(ValueError, match="again"):
             shut("again")
     with pytest.raises(ValueError, match="all"):
         shut("all")
     with pytest.raises(ValueError, match=r"x\[0\] is nan"):
-        doors.check_finite("x", np.array([np.nan]))
+        checks.check_finite("x", np.array([np.nan]))

@@ -12,12 +12,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from test_notebooks import ROOT, execute
 from traitlets.config import Config
 
-from moeblaze_ref import apart
-from moeblaze_ref.exercises import Unsolved, notebooks
-from moeblaze_ref.exercises.desk import Desk
-from moeblaze_ref.exercises.exercise import KINDS, Construction, KernelExercise, Prediction
-from moeblaze_ref.exercises.kernels import cuda_source, helpers
-from moeblaze_ref.exercises.sheets import EXERCISES, SHEETS
+from moeblaze_ref.verify import apart
+from moeblaze_ref.course.exercises import Unsolved, notebooks
+from moeblaze_ref.course.exercises.desk import Desk
+from moeblaze_ref.course.exercises.exercise import KINDS, Construction, KernelExercise, Prediction
+from moeblaze_ref.course.exercises.kernels import cuda_source, helpers
+from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
 
 FILES = notebooks.files(ROOT / "notebooks")
 KERNELS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, KernelExercise)]
@@ -86,7 +86,7 @@ def test_every_kernel_has_a_budget_for_what_it_writes(name):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_notebooks_are_written_from_the_sheets(path):
-    """By python -m moeblaze_ref.exercises.notebooks."""
+    """By python -m moeblaze_ref.course.exercises.notebooks."""
     assert path.read_text() == FILES[path]
     notebook = nbformat.reads(FILES[path], as_version=4)
     nbformat.validate(notebook)

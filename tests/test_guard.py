@@ -14,10 +14,10 @@ import processes
 import pytest
 from test_judge import COMBINE, WIDE_COMBINE, changed
 
-from moeblaze_ref import apart, guard
-from moeblaze_ref.judge import claims, prepare
-from moeblaze_ref.judge.sources import check_source
-from moeblaze_ref.raw_cuda.runtime.source import inlined
+from moeblaze_ref.verify import apart, guard
+from moeblaze_ref.verify.judge import claims, prepare
+from moeblaze_ref.verify.judge.sources import check_source
+from moeblaze_ref.runtime.source import inlined
 
 RIGHT = "    out[index] = sum;\n"
 NOTHING_WRITTEN = "out[0, 0] is never written"
@@ -63,9 +63,9 @@ NUMPYS = (
     [
         ("import gc", f"imports gc, {BUT} import math, numba, numba.cuda, numba.types, numpy and numpy.random, and THREADS"),
         ("import numpy, os.path", "imports os.path"),
-        ("from moeblaze_ref.numpy_ref import combine", "imports combine from moeblaze_ref.numpy_ref"),
-        ("from moeblaze_ref.numba_cuda.runtime import os", "imports os from moeblaze_ref.numba_cuda.runtime"),
-        ("import moeblaze_ref.judge.report", "imports moeblaze_ref.judge.report"),
+        ("from moeblaze_ref.backends.numpy_ref import combine", "imports combine from moeblaze_ref.backends.numpy_ref"),
+        ("from moeblaze_ref.backends.numba_cuda.runtime import os", "imports os from moeblaze_ref.backends.numba_cuda.runtime"),
+        ("import moeblaze_ref.verify.judge.report", "imports moeblaze_ref.verify.judge.report"),
         ("from . import other", "imports other from ."),
         ("from numpy import ctypeslib", "imports ctypeslib from numpy"),
         ("import numba.cuda.simulator.kernelapi as api", "imports numba.cuda.simulator.kernelapi"),
@@ -105,7 +105,7 @@ NUMPYS = (
         ("from numba.core import types", "imports types from numba.core"),
         ("from numba import cuda; x = cuda.simulator", "takes simulator of numba.cuda"),
         ("from numba import cuda as c; x = c.sys", "takes sys of numba.cuda"),
-        ("from moeblaze_ref.numba_cuda.runtime import cuda; x = cuda.kernelapi", "takes kernelapi of numba.cuda"),
+        ("from moeblaze_ref.backends.numba_cuda.runtime import cuda; x = cuda.kernelapi", "takes kernelapi of numba.cuda"),
         ("import numba.cuda as c; x = c.np", "takes np of numba.cuda"),
         ("x = breakpoint()", "names breakpoint"),
         ("x = math.sys", "takes sys of math"),
@@ -134,7 +134,7 @@ def test_a_python_text_that_reaches_behind_the_checker_is_refused_by_its_line(li
 def test_a_python_text_may_use_what_kernels_use():
     check_source(
         "import math\nimport numpy as np\nfrom numba import cuda, float32\nimport numba.cuda\n"
-        "from moeblaze_ref.numba_cuda.runtime import THREADS, ZERO, cuda\nfrom moeblaze_ref.structures import EMPTY\n"
+        "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, ZERO, cuda\nfrom moeblaze_ref.core.structures import EMPTY\n"
         "_kept = np.float32(math.pi)\nif __name__ == '__main__':\n    print(_kept)\n",
         "mine.py",
     )
@@ -160,7 +160,7 @@ def test_a_module_that_is_not_imported_has_no_name():
 def test_the_command_refuses_a_file_and_a_module_before_they_run(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("print('executed')\nimport gc\n")
     for kernel in ("mine.py:mine", "mine:mine"):
-        command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine", "--kernel", kernel]
+        command = [sys.executable, "-m", "moeblaze_ref.cli.app", "check", "--stage", "combine", "--kernel", kernel]
         done = processes.run(command, cwd=tmp_path)
         assert done.returncode == 2 and ", line 2: imports gc" in done.stderr
         assert "executed" not in done.stdout + done.stderr
@@ -196,10 +196,10 @@ def forged(cases=99):
 
 
 PATCHES = {
-    "of the comparison": "from moeblaze_ref.judge import exam, report\n"
+    "of the comparison": "from moeblaze_ref.verify.judge import exam, report\n"
     "exam.first_difference = exam.unlike = report.first_difference = lambda *_: None\n",
     "of numpy": "import numpy\nnumpy.abs = lambda *_: 0\nnumpy.linalg.norm = lambda *_: 0.0\n",
-    "of the specification": "from moeblaze_ref.numpy_ref import combine\ncombine.forward = lambda *_: 0\n",
+    "of the specification": "from moeblaze_ref.backends.numpy_ref import combine\ncombine.forward = lambda *_: 0\n",
     "of the bounds": "from moeblaze_ref import comparisons\ncomparisons.BOUNDS['float32'] = 1e30\n",
 }
 
@@ -514,7 +514,7 @@ def test_limits_that_the_kernel_itself_holds(capfd):
 def test_limits_that_are_lower_already_stay(tmp_path):
     path = tmp_path / "mine.cu"
     path.write_text(combine_that('(void)!system("ulimit -H -t >&2");', SYSTEM))
-    check = f"{sys.executable} -m moeblaze_ref.cli check --stage combine --kernel {path}:mine"
+    check = f"{sys.executable} -m moeblaze_ref.cli.app check --stage combine --kernel {path}:mine"
     done = processes.run(["bash", "-c", f"ulimit -f 200000; ulimit -t 500; exec {check}"])
     assert done.returncode == 0 and done.stderr == "500\n", done.stderr
 
@@ -549,7 +549,7 @@ def checking(tmp_path, mark, beginning):
     (tmp_path / "mine.cu").write_text(endless(mark))
 
     def start():
-        command = [sys.executable, "-m", "moeblaze_ref.cli", "check", "--stage", "combine", "--timeout", "600"]
+        command = [sys.executable, "-m", "moeblaze_ref.cli.app", "check", "--stage", "combine", "--timeout", "600"]
         process = beginning([*command, "--kernel", str(tmp_path / "mine.cu:mine")])
         (sleeping,) = hostile.until(lambda: hostile.running("sleep", mark))
         return process, sleeping
@@ -625,7 +625,7 @@ from moeblaze_ref.devices import cuda_device_count
 from moeblaze_ref.judge import prepare
 
 prepare(sys.argv[1], "combine", backend="cuda")
-prepare("moeblaze_ref.numba_cuda.combine:combine_kernel", "combine", numba_runner=lambda: "numba")
+prepare("moeblaze_ref.backends.numba_cuda.combine:combine_kernel", "combine", numba_runner=lambda: "numba")
 print(cuda_device_count.cache_info().currsize, torch.cuda.is_initialized(), {"cupy", "numba"} & sys.modules.keys())
 """
 

@@ -9,19 +9,19 @@ import pytest
 from numba import float32, int32
 from test_cli import moeblaze
 
-from moeblaze_ref import kernel_headers
-from moeblaze_ref.cases import make_case, standard_cases, telling_cases, wide_cases
-from moeblaze_ref.judge import CONTRACTS, Wrong, examine, judge
-from moeblaze_ref.judge.contracts import AXES, set_problem
-from moeblaze_ref.judge.kernels import declaration
-from moeblaze_ref.judge.report import place_of
-from moeblaze_ref.numba_cuda import combine as numba_combine
-from moeblaze_ref.numba_cuda import expert_down as numba_down
-from moeblaze_ref.numba_cuda import expert_up as numba_up
-from moeblaze_ref.numba_cuda.runtime import cuda
-from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import tiles
-from moeblaze_ref.raw_cuda.runtime.source import inlined
+from moeblaze_ref.core import kernel_headers
+from moeblaze_ref.verify.cases import make_case, standard_cases, telling_cases, wide_cases
+from moeblaze_ref.verify.judge import CONTRACTS, Wrong, examine, judge
+from moeblaze_ref.verify.judge.contracts import AXES, set_problem
+from moeblaze_ref.verify.judge.kernels import declaration
+from moeblaze_ref.verify.judge.report import place_of
+from moeblaze_ref.backends.numba_cuda import combine as numba_combine
+from moeblaze_ref.backends.numba_cuda import expert_down as numba_down
+from moeblaze_ref.backends.numba_cuda import expert_up as numba_up
+from moeblaze_ref.backends.numba_cuda.runtime import cuda
+from moeblaze_ref.core.paths import kernels_dir
+from moeblaze_ref.backends.raw_cuda import tiles
+from moeblaze_ref.runtime.source import inlined
 
 SMALL = standard_cases()[:6]  # with one token, an empty expert, and no tokens
 CASE = make_case(13, 8, 16, 4, 2, "zipf")
@@ -140,10 +140,10 @@ def test_other_rungs_types_and_activations_are_right(file, task, options):
 @pytest.mark.parametrize(
     ("kernel", "task", "options"),
     [
-        ("moeblaze_ref.numba_cuda.combine:combine_kernel", "combine", {}),
+        ("moeblaze_ref.backends.numba_cuda.combine:combine_kernel", "combine", {}),
         (numba_combine.d_y_kernel, "combine.d_y", {}),
         (numba_combine.d_gates_kernel, "combine.d_gates", {}),
-        ("moeblaze_ref.numba_cuda.dispatch:expert_lengths_kernel", "dispatch.expert_lengths", {}),
+        ("moeblaze_ref.backends.numba_cuda.dispatch:expert_lengths_kernel", "dispatch.expert_lengths", {}),
         (numba_up.d_x_kernel(True), "expert_up.d_x", {}),
         (numba_up.expert_up_kernel("swiglu"), "expert_up", {"grid": "E ceil(h / TILE)"}),
         (numba_down.d_w3_kernel, "expert_down.d_w3", {}),
@@ -503,8 +503,8 @@ def test_names_that_lead_nowhere(tmp_path):
         f"{tmp_path}/none.py:mine": "there is no file",
         f"{broken}:mine": "cannot import",
         "no_such_module:mine": "cannot import no_such_module: ModuleNotFoundError",
-        "moeblaze_ref.numba_cuda.combine:combine_kernl": "'combine_kernl' is wanted, but moeblaze_ref.numba_cuda.combine has combine_kernel",
-        "moeblaze_ref.numba_cuda.combine": "must be FILE.cu",
+        "moeblaze_ref.backends.numba_cuda.combine:combine_kernl": "'combine_kernl' is wanted, but moeblaze_ref.backends.numba_cuda.combine has combine_kernel",
+        "moeblaze_ref.backends.numba_cuda.combine": "must be FILE.cu",
         f"{other}:mine": "must be FILE.cu",
     }.items():
         with pytest.raises((ValueError, OSError)) as error:
@@ -519,12 +519,12 @@ def test_names_that_lead_nowhere(tmp_path):
 @pytest.mark.parametrize("function", ["forward", "doors", "DTYPES"])
 def test_what_is_no_numba_kernel(function):
     with pytest.raises(TypeError, match="must be a kernel: a function under @cuda.jit"):
-        examine(f"moeblaze_ref.numba_cuda.combine:{function}", "combine")
+        examine(f"moeblaze_ref.backends.numba_cuda.combine:{function}", "combine")
 
 
 def test_a_device_function_is_no_kernel():
     with pytest.raises(TypeError, match="is a device function"):
-        examine("moeblaze_ref.numba_cuda.dispatch:exclusive_scan", "combine")
+        examine("moeblaze_ref.backends.numba_cuda.dispatch:exclusive_scan", "combine")
 
 
 # ---- Numba kernels of a reader --------------------------------------------------------------------
@@ -1026,7 +1026,7 @@ def test_a_kernel_that_never_ends_is_ended(mine):
     command = [
         sys.executable,
         "-m",
-        "moeblaze_ref.cli",
+        "moeblaze_ref.cli.app",
         "check",
         "--stage",
         "combine",

@@ -11,18 +11,19 @@ import pytest
 from casts import CAST, UNCOMPILED, Switched, switched
 from planted import quick_builds
 
-from moeblaze_ref import doors, large, sparse_doors
-from moeblaze_ref.large.cases import BOUNDS, Case
-from moeblaze_ref.numpy_ref import block_sparse as reference_sparse
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import block_sparse, gemm
-from moeblaze_ref.raw_cuda.runtime.declarations import Declarations
-from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import inlined, kernel_text
-from moeblaze_ref.raw_cuda.runtime.sparse import ZEROS, Launch, SparseExecutor, SparseModule
-from moeblaze_ref.simt.build import SimtCompileError
-from moeblaze_ref.structures import Topology
+from moeblaze_ref.core import checks, sparse_contracts
+from moeblaze_ref.verify import large
+from moeblaze_ref.verify.large.cases import BOUNDS, Case
+from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.core.paths import kernels_dir
+from moeblaze_ref.backends.raw_cuda import block_sparse, gemm
+from moeblaze_ref.runtime.declarations import Declarations
+from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.source import inlined, kernel_text
+from moeblaze_ref.runtime.sparse import ZEROS, Launch, SparseExecutor, SparseModule
+from moeblaze_ref.runtime.simt.build import SimtCompileError
+from moeblaze_ref.core.structures import Topology
 
 CASES = large.every_case()
 GIBIBYTE = 2**30
@@ -276,7 +277,7 @@ def test_lines_of_blocks_are_not_more_than_rung_3_mma_numbers():
     indices = [of_shape(length, dtype="int32") for length in (2**20 + 1, nnz, nnz, 2**8 + 1, nnz)]
     topology = Topology(*indices, block=block)
     with (
-        doors.trusted(),
+        checks.trusted(),
         pytest.raises(ValueError, match="268435456 blocks have 2147483648 lines, but rung 3_mma of block"),
     ):
         block_sparse.dsd(of_shape(nnz, block, block), topology, of_shape(2**23, 8), True, rung="3_mma")
@@ -287,7 +288,7 @@ def test_a_topology_has_as_many_columns_as_int32_can_number():
     with pytest.raises(
         ValueError, match="E h, the columns of the topology, is 2147483648, but it must be 1..2147482624"
     ):
-        sparse_doors.check_build_topology(bins, 2**21)
+        sparse_contracts.check_build_topology(bins, 2**21)
 
 
 def test_a_large_check_names_what_it_does_not_know():

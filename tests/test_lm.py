@@ -8,8 +8,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
 
-from moeblaze_ref import oracle
-from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.lm import data, plots
 from moeblaze_ref.lm import train as training
 from moeblaze_ref.lm.model import Attention, LMConfig, LMOutput, MoETrace, MoETransformer, rotary_angles, rotate

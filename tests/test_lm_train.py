@@ -21,14 +21,15 @@ from test_records import files_of_at_most
 from torch import nn
 from typer.testing import CliRunner
 
-from moeblaze_ref import lm, records
-from moeblaze_ref.cli import app
+from moeblaze_ref import lm
+from moeblaze_ref.core import records
+from moeblaze_ref.cli.app import app
 from moeblaze_ref.lm import checkpoint, command, data, finite, log, presets
 from moeblaze_ref.lm.checkpoint import CheckpointError
 from moeblaze_ref.lm.model import MoETransformer
 from moeblaze_ref.lm.run import CHECKPOINT, LOCK, LOG, run
 from moeblaze_ref.lm.train import NonFinite, Trainer, TrainSettings
-from moeblaze_ref.systems import SYSTEMS
+from moeblaze_ref.nn.systems import SYSTEMS
 
 SETTINGS = replace(small_lm.SETTINGS, warmup=2, final_fraction=0.1)
 EVERY = 3  # steps from one checkpoint to the next: 3, 6, 7

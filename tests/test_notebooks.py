@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moeblaze_ref.bench import document, ladder
 from moeblaze_ref.bench import layer as bench_layer
-from moeblaze_ref.capacity import expert_capacity
-from moeblaze_ref.cases import (
+from moeblaze_ref.systems.capacity import expert_capacity
+from moeblaze_ref.verify.cases import (
     GOLDEN_DISPATCH,
     GOLDEN_NUM_EXPERTS,
     GOLDEN_TOPK_EXPERTS,
@@ -40,11 +40,11 @@ from moeblaze_ref.cases import (
     random_topk,
     relative_error,
 )
-from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig, preset
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account, dropped_and_padded, largest_tokens
 from moeblaze_ref.memory.plots import VERMILLION
 from moeblaze_ref.memory.rows import megablocks_rows
-from moeblaze_ref.notebook import (
+from moeblaze_ref.course.notebook import (
     backward,
     bullets,
     dispatch,
@@ -64,20 +64,20 @@ from moeblaze_ref.notebook import (
     sources,
     table,
 )
-from moeblaze_ref.notebook.execution import METADATA, execute
-from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
-from moeblaze_ref.numpy_ref import block_sparse, gating, layer
-from moeblaze_ref.numpy_ref import dispatch as reference
+from moeblaze_ref.course.notebook.execution import METADATA, execute
+from moeblaze_ref.backends.numba_cuda import dispatch as numba_dispatch
+from moeblaze_ref.backends.numpy_ref import block_sparse, gating, layer
+from moeblaze_ref.backends.numpy_ref import dispatch as reference
 from moeblaze_ref.placement import simulate
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.raw_cuda import dispatch as raw_dispatch
-from moeblaze_ref.raw_cuda import expert_down, expert_up, tiles
-from moeblaze_ref.raw_cuda import gemm as raw_gemm
-from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import inlined, kernel_text
-from moeblaze_ref.torch_layer import MoELayer, keep_routing
-from moeblaze_ref.units import GB, GIB, MIB
+from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, tiles
+from moeblaze_ref.backends.raw_cuda import gemm as raw_gemm
+from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.source import inlined, kernel_text
+from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
+from moeblaze_ref.core.units import GB, GIB, MIB
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
@@ -423,7 +423,7 @@ def test_python_is_shown_as_it_stands_without_the_sections_of_its_docstring():
     assert code.splitlines()[:2] == ["def top_k(logits, k):", '    """Ids of the k largest logits of every token."""']
     body = code.partition('"""\n')[2]
     assert "argsort" in body and body in Path(gating.__file__).read_text()
-    caption = f"`moeblaze_ref/numpy_ref/gating.py, line {gating.top_k.__code__.co_firstlineno}`\n"
+    caption = f"`moeblaze_ref/backends/numpy_ref/gating.py, line {gating.top_k.__code__.co_firstlineno}`\n"
     assert show_source(gating.top_k).data.startswith(caption)
 
 
@@ -1705,7 +1705,7 @@ def test_what_a_legend_names_is_told_apart_without_colour(picture):
 
 
 def test_every_picture_that_a_run_shows_is_said():
-    source = "%matplotlib inline\nfrom moeblaze_ref.notebook import megablocks\nmegablocks.bins_picture(1.0, 4)"
+    source = "%matplotlib inline\nfrom moeblaze_ref.course.notebook import megablocks\nmegablocks.bins_picture(1.0, 4)"
     (output,) = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), FOLDER).cells[0].outputs
     assert output["metadata"]["image/png"]["alt"].startswith("capacity: E*C = 4 * 4 rows")
 

@@ -10,12 +10,12 @@ import pytest
 from helpers import assert_same_dispatch
 from simulator import counted_launch, rerun, stated_launch
 
-from moeblaze_ref import devices, doors, stage_doors
-from moeblaze_ref.cases import GOLDEN_TOPK_EXPERTS, random_topk
-from moeblaze_ref.numba_cuda import dispatch, runtime
-from moeblaze_ref.numba_cuda.dispatch import EMPTY, THREADS
-from moeblaze_ref.numba_cuda.runtime import POISON, cuda
-from moeblaze_ref.numpy_ref import dispatch as reference
+from moeblaze_ref.core import devices, checks, stage_contracts
+from moeblaze_ref.verify.cases import GOLDEN_TOPK_EXPERTS, random_topk
+from moeblaze_ref.backends.numba_cuda import dispatch, runtime
+from moeblaze_ref.backends.numba_cuda.dispatch import EMPTY, THREADS
+from moeblaze_ref.backends.numba_cuda.runtime import POISON, cuda
+from moeblaze_ref.backends.numpy_ref import dispatch as reference
 
 SEVERAL_TILES = 2 * THREADS + 3  # no tile divides it
 
@@ -93,13 +93,13 @@ def test_each_step_is_the_specifications(num_tokens):
 
 
 def test_offsets_of_the_most_experts():
-    lengths = np.random.default_rng(0).integers(0, 2**20, doors.MAX_EXPERTS, dtype=np.int32)
+    lengths = np.random.default_rng(0).integers(0, 2**20, checks.MAX_EXPERTS, dtype=np.int32)
     np.testing.assert_array_equal(dispatch.expert_offsets(lengths), reference.expert_offsets(lengths), strict=True)
 
 
 def test_build_checks_its_input_once(monkeypatch):
     checked = []
-    for owner, name in ((doors, "check_topk_experts"), (stage_doors, "check_route_indices")):
+    for owner, name in ((checks, "check_topk_experts"), (stage_contracts, "check_route_indices")):
         monkeypatch.setattr(owner, name, lambda *arguments, name=name: checked.append(name))
     dispatch.build(GOLDEN_TOPK_EXPERTS, 4)
     assert checked == ["check_topk_experts"]
@@ -293,7 +293,7 @@ SAY_EXECUTOR = "from moeblaze_ref import numba_cuda; print(numba_cuda.EXECUTOR, 
 
 
 def test_the_package_itself_does_not_import_numba():
-    done = python("-c", "import moeblaze_ref.devices, sys; print('numba' in sys.modules, 'torch' in sys.modules)")
+    done = python("-c", "import moeblaze_ref.core.devices, sys; print('numba' in sys.modules, 'torch' in sys.modules)")
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
@@ -306,7 +306,7 @@ def test_without_a_gpu_the_simulator_runs_even_if_numba_was_imported_first(first
 def test_numba_cuda_imported_first_for_the_other_executor_is_an_error_that_says_what_to_do():
     done = python("-c", "import numba.cuda; " + SAY_EXECUTOR, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
-    assert "RuntimeError: numba.cuda was imported before moeblaze_ref.numba_cuda and runs on 'cuda'" in done.stderr
+    assert "RuntimeError: numba.cuda was imported before moeblaze_ref.backends.numba_cuda and runs on 'cuda'" in done.stderr
     assert "start Python with NUMBA_ENABLE_CUDASIM=1" in done.stderr
 
 

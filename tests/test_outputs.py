@@ -28,22 +28,24 @@ import typer
 from pretended import PretendedDevice
 from typer.testing import CliRunner
 
-from moeblaze_ref import cli, provenance, records, sanitize, terminal, traces
+from moeblaze_ref.cli import app, terminal
+from moeblaze_ref.core import provenance, records, traces
+from moeblaze_ref.verify import sanitize
 from moeblaze_ref.bench import plan, tune
 from moeblaze_ref.lm import checkpoint, data, evidence
 from moeblaze_ref.lm import command as lm_command
 from moeblaze_ref.lm import run as lm_run
 from moeblaze_ref.lm.train import Trainer
-from moeblaze_ref.notebook import outputs
+from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.papers import command as papers_command
 from moeblaze_ref.papers.item import Item
-from moeblaze_ref.parallel import bench as parallel_bench
+from moeblaze_ref.cli import parallel_bench as parallel_bench
 from moeblaze_ref.parallel import findings
 from moeblaze_ref.placement import maps, synthetic
 from moeblaze_ref.placement.synthetic import synthetic_trace
-from moeblaze_ref.site import build as site
-from moeblaze_ref.site import cupy_by_hand
-from moeblaze_ref.site import path as course_path
+from moeblaze_ref.course.site import build as site
+from moeblaze_ref.course.site import cupy_by_hand
+from moeblaze_ref.course.site import path as course_path
 
 NULL, FULL = 3, 7  # minor numbers of Linux' /dev/null and /dev/full
 FOREIGN = "somebody's notes\n"
@@ -89,7 +91,7 @@ class Command:
     load: Callable
     without: Callable[[list], list] = lambda done: []
     file: str = ""
-    run: Callable = lambda words: CliRunner().invoke(cli.app, list(words))
+    run: Callable = lambda words: CliRunner().invoke(app.app, list(words))
     streams: bool = True
 
     def __call__(self, folder: Path, done: list, *more: str):
@@ -141,13 +143,13 @@ class CapturedText:
 def of_check(done):
     return [
         patch.object(terminal, "run_with_bar", does(done, [])),
-        patch("moeblaze_ref.check.passed", lambda rows: True),
+        patch("moeblaze_ref.verify.check.passed", lambda rows: True),
     ]
 
 
 def of_a_kernel(done):
     verdict = SimpleNamespace(document={"rows": []}, report="", first_problem=None)
-    return [patch("moeblaze_ref.apart.examine", does(done, verdict))]
+    return [patch("moeblaze_ref.verify.apart.examine", does(done, verdict))]
 
 
 def of_sanitize(done):
@@ -258,11 +260,11 @@ def of_demo(done):
     result = SimpleNamespace(model=SimpleNamespace(blocks=[SimpleNamespace(moe=None)]))
     results = (result, [SimpleNamespace(L=1)], None, None, [], figure_of_loss)
     return [
-        *(patch(f"moeblaze_ref.demo.{name}", does(done, made)) for name, made in zip(names, results, strict=True)),
-        patch("moeblaze_ref.demo.check.plan", lambda *of, **options: []),
-        patch("moeblaze_ref.demo._compare_kept_bytes"),
+        *(patch(f"moeblaze_ref.cli.demo.{name}", does(done, made)) for name, made in zip(names, results, strict=True)),
+        patch("moeblaze_ref.cli.demo.check.plan", lambda *of, **options: []),
+        patch("moeblaze_ref.cli.demo._compare_kept_bytes"),
         *(patch.object(terminal, name, lambda rows: "") for name in ("check_table", "verdict")),
-        patch("moeblaze_ref.check.passed", lambda rows: True),
+        patch("moeblaze_ref.verify.check.passed", lambda rows: True),
     ]
 
 
@@ -431,7 +433,7 @@ def test_every_option_that_names_an_output_is_in_the_table():
     """A command that writes has --force, but training, which never replaces anything."""
     outputs = {"record", "out", "plots", "plot"}
     found = set()
-    for name, one in typer.main.get_command(cli.app).commands.items():
+    for name, one in typer.main.get_command(app.app).commands.items():
         options = {option.name for option in one.params}
         assert bool(options & outputs) == ("force" in options) or name == "train", name
         found |= {(name, option) for option in options & outputs}
@@ -473,7 +475,7 @@ def test_two_options_that_name_one_file_are_refused_before_any_work(case, tmp_pa
     with ExitStack() as patches:
         for patched in without(done):
             patches.enter_context(patched)
-        result = CliRunner().invoke(cli.app, [*words, one, str(tmp_path / path), other, f"{tmp_path}/{second}"])
+        result = CliRunner().invoke(app.app, [*words, one, str(tmp_path / path), other, f"{tmp_path}/{second}"])
     os.close(reader)
     said = one_line(result)
     assert one in said and other in said and "name two files" in said, said
@@ -487,14 +489,14 @@ def test_a_device_may_be_named_twice_and_two_files_may_share_a_folder(tmp_path, 
             for patched in of_place([]):
                 patches.enter_context(patched)
             words = [*PLACE, "--out", str(tmp_path / out), "--record", str(tmp_path / record)]
-            result = CliRunner().invoke(cli.app, words)
+            result = CliRunner().invoke(app.app, words)
         assert result.exit_code == 0, result.output
     maps.load(tmp_path / "new" / "map.npz"), provenance.load_of("place", tmp_path / "new" / "record.json")
 
 
 def test_every_command_with_several_outputs_is_in_the_table_of_collisions():
     outputs, several = {"record", "out", "plots", "plot"}, {}
-    for name, one in typer.main.get_command(cli.app).commands.items():
+    for name, one in typer.main.get_command(app.app).commands.items():
         options = {f"--{option.name}" for option in one.params if option.name in outputs}
         if len(options) > 1:
             several[name] = {frozenset(pair) for pair in itertools.combinations(options, 2)}

@@ -5,7 +5,7 @@ from statistics import fmean
 import pytest
 from helpers import assert_told_apart_in_grey
 
-from moeblaze_ref.config import PAPER_PRESETS
+from moeblaze_ref.core.config import PAPER_PRESETS
 from moeblaze_ref.papers import capacities, items, megablocks_plots, moeblaze, plots, squares
 from moeblaze_ref.papers.block_products import EXPERTS, MICRO_BATCHES, PRODUCTS
 from moeblaze_ref.papers.item import function

@@ -8,7 +8,7 @@ import torch
 from pretended import PretendedDevice
 
 from moeblaze_ref.bench.stages import input_sets
-from moeblaze_ref.config import MODELS, MoEConfig
+from moeblaze_ref.core.config import MODELS, MoEConfig
 from moeblaze_ref.papers import block_products, squares
 from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.block_products import PRODUCTS, BlockSparse, Experts

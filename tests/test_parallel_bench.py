@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moeblaze_ref import traces
-from moeblaze_ref.parallel import bench, measure
+from moeblaze_ref.core import traces
+from moeblaze_ref.cli import parallel_bench
+from moeblaze_ref.parallel import measure
 from moeblaze_ref.parallel.costs import Costs, rows_of, rows_sent, travel_seconds
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
@@ -42,7 +43,7 @@ def torchrun(folder, *arguments):
     """What the command wrote, on all ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     options = ["--trace", "trace.npz", "--preset", "toy", "--tokens", str(TOKENS), "--steps", str(STEPS)]
-    command += ["-m", "moeblaze_ref.parallel.bench", *options, *arguments]
+    command += ["-m", "moeblaze_ref.cli.parallel_bench", *options, *arguments]
     environment = os.environ | {"COLUMNS": "120"}
     return processes.run(command, cwd=folder, env=environment)
 
@@ -56,7 +57,7 @@ def test_placements_are_measured_beside_their_model(folder):
     assert {"device", "versions", "commit"} <= found.keys()
     on = Cluster(np.array(found["bandwidth"]), 4 * found["d"], found["token_s"])
     costs = Costs(on, found["exchange_s"], found["rest_s"])
-    windows = bench.batches(split(TRACE, 0)[1], RANKS * TOKENS, STEPS)
+    windows = parallel_bench.batches(split(TRACE, 0)[1], RANKS * TOKENS, STEPS)
     for row, placement in zip(
         found["rows"], (maps.load(folder / "greedy.npz"), peers.contiguous(profile(TRACE), RANKS)), strict=True
     ):
@@ -82,22 +83,22 @@ def test_wrong_maps_are_refused(folder, name, message, monkeypatch):
     monkeypatch.chdir(folder)
     on = Cluster(np.ones((RANKS, RANKS)), 8, 1.0)
     with pytest.raises(ValueError, match=message):
-        bench.placement_of(name, TRACE, TRACE, on)
+        parallel_bench.placement_of(name, TRACE, TRACE, on)
 
 
 def test_a_map_for_more_gpus_is_refused(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match="greedy.npz is for 2 GPUs, but there are 3 ranks"):
-        bench.placement_of("greedy.npz", TRACE, TRACE, Cluster(np.ones((3, 3)), 8, 1.0))
+        parallel_bench.placement_of("greedy.npz", TRACE, TRACE, Cluster(np.ones((3, 3)), 8, 1.0))
 
 
 def maps_of_a_solver():
     """The maps that this rank gets where every solution is another, and what it hears of a name that is none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "placement_of", lambda name, *_: Placement(rows_of_rank(), RANKS, name))
-        found = bench.placements_of(["one", "other"], TRACE, TRACE, None, Ranks())
+        patch.setattr(parallel_bench, "placement_of", lambda name, *_: Placement(rows_of_rank(), RANKS, name))
+        found = parallel_bench.placements_of(["one", "other"], TRACE, TRACE, None, Ranks())
     with pytest.raises(ValueError, match="Did you mean 'greedy'") as refused:
-        bench.placements_of(["greedy", "gready"], TRACE, TRACE, Cluster(np.ones((RANKS, RANKS)), 8, 1.0), Ranks())
+        parallel_bench.placements_of(["greedy", "gready"], TRACE, TRACE, Cluster(np.ones((RANKS, RANKS)), 8, 1.0), Ranks())
     return [(placement.model, placement.assignment.tolist()) for placement in found], str(refused.value)
 
 
@@ -145,11 +146,11 @@ def test_experts_are_done_when_the_fullest_gpu_of_each_window_is():
 
 
 def test_windows_begin_again_and_are_never_short():
-    windows = bench.batches(TRACE, 64, 5)
+    windows = parallel_bench.batches(TRACE, 64, 5)
     assert [window.shape for window in windows] == [(64, 2, 2)] * 5
     np.testing.assert_array_equal(windows[3], windows[0])
     with pytest.raises(ValueError, match="a step has 201 tokens, but the trace only 200"):
-        bench.batches(TRACE, 201, 1)
+        parallel_bench.batches(TRACE, 201, 1)
 
 
 def test_maps_are_measured_in_turns(monkeypatch):
@@ -164,8 +165,8 @@ def test_maps_are_measured_in_turns(monkeypatch):
         def times(self, x, steps):
             return np.full((1, len(steps)), float(len(order))), np.zeros((1, len(steps), 2, 3))
 
-    monkeypatch.setattr(bench, "Model", Pretended)
+    monkeypatch.setattr(parallel_bench, "Model", Pretended)
     ranks = SimpleNamespace(size=1, rank=0, clock=measure.Host())
-    first, second = bench.replay(["one", "other"], [TRACE.topk[:8]] * 9, 4, 4, ranks, torch.float32)
-    assert order == ["one", "other"] * bench.TURNS
+    first, second = parallel_bench.replay(["one", "other"], [TRACE.topk[:8]] * 9, 4, 4, ranks, torch.float32)
+    assert order == ["one", "other"] * parallel_bench.TURNS
     assert first.whole.tolist() == [[1.0] * 3 + [3.0] * 2 + [5.0] * 2 + [7.0] * 2] and second.parts.shape == (1, 9, 2, 3)

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers import unmarked
 
-from moeblaze_ref import documents
+from moeblaze_ref.core import documents
 from moeblaze_ref.parallel import document, findings
 
 RUN = {

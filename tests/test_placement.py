@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moeblaze_ref import traces
+from moeblaze_ref.core import traces
 from moeblaze_ref.placement import annealing, clusters, exact, ilp, joint, maps, methods, peers, seats, simulate, trace
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed

@@ -6,7 +6,7 @@ import statistics
 import pytest
 from helpers import unmarked
 
-from moeblaze_ref import documents
+from moeblaze_ref.core import documents
 from moeblaze_ref.placement import document, findings, joint, methods
 
 ON_SPLITS = ("gptoss20b", "lm_small")

@@ -7,10 +7,10 @@ import pytest
 from typer.main import get_command
 
 from moeblaze_ref.bench import document
-from moeblaze_ref.cli import app
-from moeblaze_ref.config import preset
+from moeblaze_ref.cli.app import app
+from moeblaze_ref.core.config import preset
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.units import GIB
+from moeblaze_ref.core.units import GIB
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 COLUMNS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moeblaze_ref import records
+from moeblaze_ref.core import records
 
 
 @contextmanager

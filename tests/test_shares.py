@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SimtExecutor
-from moeblaze_ref.raw_cuda.runtime.source import inlined
+from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.source import inlined
 
 SIMT = SimtExecutor()
 TEXT = """// Runs on      sm_70 and later; SIMT executor.

@@ -10,9 +10,9 @@ import numpy as np
 import processes
 import pytest
 
-from moeblaze_ref.raw_cuda.runtime.poison import POISON
-from moeblaze_ref.raw_cuda.runtime.simt import KernelFault, SharedTraffic, SimtExecutor, Traffic
-from moeblaze_ref.simt import build
+from moeblaze_ref.runtime.poison import POISON
+from moeblaze_ref.runtime.simt_executor import KernelFault, SharedTraffic, SimtExecutor, Traffic
+from moeblaze_ref.runtime.simt import build
 
 SIMT = SimtExecutor()
 LANES = np.arange(32)
@@ -598,7 +598,7 @@ def test_clang_builds_kernels_too(tmp_path):
 
 
 def test_an_edited_file_or_header_is_compiled_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("moeblaze_ref.raw_cuda.runtime.source.kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr("moeblaze_ref.runtime.source.kernels_dir", lambda: tmp_path)
     file, header = tmp_path / "lesson" / "1_sum.cu", tmp_path / "include" / "value.cuh"
     for path in (file, header):
         path.parent.mkdir()

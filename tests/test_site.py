@@ -19,10 +19,10 @@ import pytest
 from helpers import unmarked
 from playwright.sync_api import expect
 
-from moeblaze_ref.exercises.sheets import SHEETS
-from moeblaze_ref.records import read
-from moeblaze_ref.site import extension, glossary, records, sources
-from moeblaze_ref.site import path as course_path
+from moeblaze_ref.course.exercises.sheets import SHEETS
+from moeblaze_ref.core.records import read
+from moeblaze_ref.course.site import extension, glossary, records, sources
+from moeblaze_ref.course.site import path as course_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +37,7 @@ def built(tmp_path_factory):
     with open(folder / "site.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not ended.exists():  # a process of its own, since Sphinx leaves it changed
-            command = [sys.executable, "-m", "moeblaze_ref.site.build", site]
+            command = [sys.executable, "-m", "moeblaze_ref.course.site.build", site]
             run = processes.run(command, cwd=ROOT)
             ended.write_text(json.dumps([run.returncode, run.stderr]))
     return (*json.loads(ended.read_text()), site)
@@ -88,7 +88,7 @@ def test_every_module_is_in_the_reference(built):
     files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "moeblaze_ref").rglob("*.py")]
     names = {".".join(file.parts).removesuffix(".__init__") for file in files}
     assert {f"module-{name}" for name in names} <= shown
-    assert "moeblaze_ref.numpy_ref.dispatch.build" in shown and "moeblaze_ref.torch_layer.MoELayer" in shown
+    assert "moeblaze_ref.backends.numpy_ref.dispatch.build" in shown and "moeblaze_ref.nn.torch_layer.MoELayer" in shown
 
 
 def test_tables_in_outputs_are_tables(built):

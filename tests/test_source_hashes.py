@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from helpers import unmarked
 
-from moeblaze_ref import documents, provenance, source_hashes
+from moeblaze_ref.core import documents, provenance, source_hashes
 from moeblaze_ref.bench import findings
-from moeblaze_ref.paths import kernels_dir
-from moeblaze_ref.raw_cuda import tiles
-from moeblaze_ref.site import records as page
-from moeblaze_ref.source_hashes import CUDA, LAYERS, NUMBA, PARTS, hashes
+from moeblaze_ref.core.paths import kernels_dir
+from moeblaze_ref.backends.raw_cuda import tiles
+from moeblaze_ref.course.site import records as page
+from moeblaze_ref.core.source_hashes import CUDA, LAYERS, NUMBA, PARTS, hashes
 
 CU = """// Purpose: copies.
 #include "../include/common.cuh"
@@ -73,7 +73,7 @@ KERNEL, MODULE = "kernels/combine/1_gather.cu", "package/numba_cuda/combine.py"
         (MODULE, '"""Launch it."""', '"""Launch."""'),
         (MODULE, "    # the first\n", ""),
         (MODULE, "  # the file", "  # a 'file'"),
-        (MODULE, "moeblaze_ref.raw_cuda import", "moeblaze_ref.backends.raw_cuda import"),
+        (MODULE, "moeblaze_ref.backends.raw_cuda import", "moeblaze_ref.backends.registry.raw_cuda import"),
         (MODULE, "import gemm, tiles", "import (\n    tiles,\n    gemm,\n)"),
         (MODULE, "combine/{", "kernels/combine/{"),
     ],

@@ -6,20 +6,22 @@ import torch
 from helpers import SHAPES, Shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeblaze_ref import capacity, check, comparisons, systems
-from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.systems import capacity
+from moeblaze_ref.verify import check, comparisons
+from moeblaze_ref.nn import systems
+from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.bench import contestants
-from moeblaze_ref.cases import make_case, relative_error
-from moeblaze_ref.config import ACTIVATIONS, PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.verify.cases import make_case, relative_error
+from moeblaze_ref.core.config import ACTIVATIONS, PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory import measure, waste
 from moeblaze_ref.memory.accounting import Assumptions, account
 from moeblaze_ref.memory.measured import measured
-from moeblaze_ref.numpy_ref import capacity as specification
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.torch_block_sparse import BlockSparseMoE
-from moeblaze_ref.torch_capacity import CapacityMoE, DynamicCapacityMoE
-from moeblaze_ref.torch_memory_optimized import MemoryOptimizedMoE
-from moeblaze_ref.torch_sequential import SequentialMoE
+from moeblaze_ref.backends.numpy_ref import capacity as specification
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.nn.torch_capacity import CapacityMoE, DynamicCapacityMoE
+from moeblaze_ref.nn.torch_memory_optimized import MemoryOptimizedMoE
+from moeblaze_ref.nn.torch_sequential import SequentialMoE
 
 NEW = {  # by the name of the system: that of its check
     "sequential": "torch_sequential",
@@ -151,13 +153,13 @@ def skips_the_last_row(rows):
 
 # A fault: where it is planted, and what takes the function's place, given the function.
 FAULTS = {
-    "sequential": ("moeblaze_ref.oracle.activate", lambda right: lambda *given: skips_the_last_row(right(*given))),
+    "sequential": ("moeblaze_ref.nn.oracle.activate", lambda right: lambda *given: skips_the_last_row(right(*given))),
     "dynamic_capacity": (
-        "moeblaze_ref.torch_capacity.DynamicCapacityMoE._rows_of_expert",
+        "moeblaze_ref.nn.torch_capacity.DynamicCapacityMoE._rows_of_expert",
         lambda right: lambda *given: right(*given) - 1,
     ),
     "megablocks_memory_optimized": (
-        "moeblaze_ref.torch_memory_optimized.MemoryOptimizedMoE._layout",
+        "moeblaze_ref.nn.torch_memory_optimized.MemoryOptimizedMoE._layout",
         lambda right: right._replace(unpack=lambda saved: _in_another_order(right.unpack(saved))),
     ),
 }

@@ -13,18 +13,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moeblaze_ref import check, comparisons, oracle
-from moeblaze_ref.arrays import address_of
-from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import every_choice, paired_options, relative_error, single_gradients
-from moeblaze_ref.config import ACTIVATIONS, POLICIES, MoEConfig
+from moeblaze_ref.verify import check, comparisons
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.core.arrays import address_of
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.verify.cases import every_choice, paired_options, relative_error, single_gradients
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.oracle import OracleMoE
-from moeblaze_ref.raw_cuda import expert_down, expert_up, gating, router
-from moeblaze_ref.raw_cuda import layer as raw_layer
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor, SimtModule
-from moeblaze_ref.torch_layer import MoELayer, keep_routing
+from moeblaze_ref.nn.oracle import OracleMoE
+from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gating, router
+from moeblaze_ref.backends.raw_cuda import layer as raw_layer
+from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
+from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 L = 37  # no tile divides it
@@ -468,7 +469,7 @@ def test_compiled_models_run_the_layer_as_it_is():
 
 
 def test_who_compiles_nothing_waits_for_no_compiler():
-    source = "import sys, moeblaze_ref.torch_layer; sys.exit('torch._dynamo' in sys.modules)"
+    source = "import sys, moeblaze_ref.nn.torch_layer; sys.exit('torch._dynamo' in sys.modules)"
     assert processes.run([sys.executable, "-c", source]).returncode == 0
 
 
@@ -504,12 +505,12 @@ def test_the_executor_is_recorded_and_logged(caplog):
         layer(make_x())
         layer(make_x())
     assert layer.executor == "simt"
-    (message,) = (record.getMessage() for record in caplog.records if record.name == "moeblaze_ref.torch_layer")
+    (message,) = (record.getMessage() for record in caplog.records if record.name == "moeblaze_ref.nn.torch_layer")
     assert message.endswith("runs on simt")
 
 
 def test_without_an_executor_it_raises_and_plain_torch_does_not_step_in():
-    program = "import torch; from moeblaze_ref.torch_layer import MoELayer; MoELayer(8, 8, 2, 1)(torch.zeros(4, 8))"
+    program = "import torch; from moeblaze_ref.nn.torch_layer import MoELayer; MoELayer(8, 8, 2, 1)(torch.zeros(4, 8))"
     environment = os.environ | {"CXX": "no-such-compiler"}
     result = processes.run([sys.executable, "-c", program], env=environment)
     assert result.returncode == 1

@@ -5,8 +5,8 @@ import torch
 from torch import func
 from torch.autograd import forward_ad
 
-from moeblaze_ref.systems import SYSTEMS
-from moeblaze_ref.torch_layer import MoELayer, MoEModule
+from moeblaze_ref.nn.systems import SYSTEMS
+from moeblaze_ref.nn.torch_layer import MoELayer, MoEModule
 
 SIZES = {"d": 16, "h": 64, "E": 5, "k": 3}
 LAYERS = sorted(name for name, system in SYSTEMS.items() if issubclass(system, MoEModule))

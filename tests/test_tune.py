@@ -9,10 +9,10 @@ from pretended import PretendedDevice
 from typer.testing import CliRunner
 
 from moeblaze_ref.bench import tune
-from moeblaze_ref.cli import app
-from moeblaze_ref.config import MoEConfig, preset
-from moeblaze_ref.raw_cuda import gemm, tiles
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.cli.app import app
+from moeblaze_ref.core.config import MoEConfig, preset
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
+from moeblaze_ref.runtime.simt_executor import SimtExecutor
 
 TINY = MoEConfig(L=40, d=16, h=24, E=3, k=2)
 LAYER = (2**20, 16, 1024, 4096)  # R, E, d, h: long groups, small weights

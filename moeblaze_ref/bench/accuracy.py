@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref import oracle
-from moeblaze_ref.routed_experts import RoutedExperts
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn.routed_experts import RoutedExperts
 
 # Plain torch loses up to 0.008 of a whole tensor in bfloat16, and 0.02 of the worst of thousands of rows: a router whose
 # logits, of up to 16, are rounded to 8 bits moves the gates of two like experts by 0.016 at most, and a row by 0.03.

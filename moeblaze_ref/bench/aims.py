@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from moeblaze_ref.bench import LAYER_PRESETS, findings, results
 from moeblaze_ref.bench.contestants import GRAPHED, OURS
 from moeblaze_ref.bench.floors import INDEX
-from moeblaze_ref.config import ITEMSIZE, MoEConfig, preset
-from moeblaze_ref.units import GIB
+from moeblaze_ref.core.config import ITEMSIZE, MoEConfig, preset
+from moeblaze_ref.core.units import GIB
 
 PEER = "grouped_mm_compiled"
 FASTER = {"conf3": 1.30, "conf4": 1.18, "conf1": 1.35, "qwen3": 1.65, "mixtral": 1.12, "fine-grained": 2.2}

@@ -1,4 +1,4 @@
-"""Every system that is timed as a layer, by name, on the weights of one: ours, of `moeblaze_ref.systems`, the peers in
+"""Every system that is timed as a layer, by name, on the weights of one: ours, of `moeblaze_ref.nn.systems`, the peers in
 plain torch, and the layers of other projects.
 
 A fixed capacity drops what has no room, so it computes another function than the others: `kept_choices` says, by the
@@ -11,18 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref import capacity, doors, oracle, systems
+from moeblaze_ref.systems import capacity
+from moeblaze_ref.core import checks
+from moeblaze_ref.nn import oracle, systems
 from moeblaze_ref.bench import foreign, peers
 from moeblaze_ref.bench.accuracy import Layer
-from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import waste
-from moeblaze_ref.numpy_ref import capacity as specification
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.routed_experts import RoutedExperts
-from moeblaze_ref.structures import EMPTY
-from moeblaze_ref.torch_block_sparse import BlockSparseMoE
-from moeblaze_ref.torch_capacity import CapacityMoE
-from moeblaze_ref.torch_layer import MoEModule
+from moeblaze_ref.backends.numpy_ref import capacity as specification
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.nn.torch_capacity import CapacityMoE
+from moeblaze_ref.nn.torch_layer import MoEModule
 
 OURS = "moeblaze"
 GRAPHED = "moeblaze_graphed"  # ours, whose forward and whose backward are a CUDA graph each
@@ -40,7 +42,7 @@ def named(name: str) -> str:
     ValueError
         If there is none; the message says which there are.
     """
-    return ALSO_CALLED.get(name, doors.check_name("system", name, (*SYSTEMS, *ALSO_CALLED)))
+    return ALSO_CALLED.get(name, checks.check_name("system", name, (*SYSTEMS, *ALSO_CALLED)))
 
 
 def module_of(system: str, parameters: RoutedExperts, **options) -> nn.Module:

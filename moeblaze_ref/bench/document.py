@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import documents
+from moeblaze_ref.core import documents
 from moeblaze_ref.bench import KINDS, aims, findings, plots, report, results
 
 DOCUMENT = results.DOCS / "performance.md"

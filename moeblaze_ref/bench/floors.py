@@ -8,7 +8,7 @@ of a device copy that were measured in the same run, before anything heated the 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.core.config import MoEConfig
 
 INDEX = 4  # bytes of an int32, and of a float32 gate, logit or probability
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.bench.accuracy import Layer, Weights
-from moeblaze_ref.config import is_gated
-from moeblaze_ref.oracle import ACTIVATION
-from moeblaze_ref.routed_experts import RoutedExperts
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.nn.oracle import ACTIVATION
+from moeblaze_ref.nn.routed_experts import RoutedExperts
 
 
 class Baseline(NamedTuple):

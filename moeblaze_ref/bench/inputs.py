@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.bench import routing
-from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.raw_cuda import dispatch
-from moeblaze_ref.structures import Array, Dispatch
-from moeblaze_ref.torch_bridge import Bridge
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.backends.raw_cuda import dispatch
+from moeblaze_ref.core.structures import Array, Dispatch
+from moeblaze_ref.runtime.torch_bridge import Bridge
 
 
 class Inputs:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from moeblaze_ref.bench import floors
 from moeblaze_ref.bench.accuracy import Error, worst
-from moeblaze_ref.bench.clock import take_turns
-from moeblaze_ref.bench.device import Device
+from moeblaze_ref.runtime.clock import take_turns
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.expected import expert_up as expert_up_by_torch
 from moeblaze_ref.bench.inputs import Inputs
-from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.raw_cuda import activation, expert_up, gemm
-from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
-from moeblaze_ref.raw_cuda.runtime.source import Module
-from moeblaze_ref.structures import HIDDEN
-from moeblaze_ref.torch_bridge import Bridge, bridge_to
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.backends.raw_cuda import activation, expert_up, gemm
+from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.source import Module
+from moeblaze_ref.core.structures import HIDDEN
+from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
 PRESETS = ("conf3", "qwen3")
 ABOVE, WHOLE = "the row above", "the whole"  # what a step is compared with

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref.bench import accuracy, contestants, floors, foreign, peers, routing
-from moeblaze_ref.bench.clock import Contender, Lap, Samples, replayed, take_turns
+from moeblaze_ref.runtime.clock import Contender, Lap, Samples, replayed, take_turns
 from moeblaze_ref.bench.contestants import GRAPHED, OURS, OWN
-from moeblaze_ref.bench.device import Device, NoGraph
-from moeblaze_ref.capacity import DEFAULT_FACTOR
-from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.runtime.device import Device, NoGraph
+from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
+from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import measure
-from moeblaze_ref.raw_cuda import block_sparse
-from moeblaze_ref.raw_cuda.layer import default_rung
-from moeblaze_ref.routed_experts import RoutedExperts
-from moeblaze_ref.torch_block_sparse import BlockSparseMoE
-from moeblaze_ref.torch_bridge import bridge_to
+from moeblaze_ref.backends.raw_cuda import block_sparse
+from moeblaze_ref.backends.raw_cuda.layer import default_rung
+from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 INPUTS = 3  # used in turn, so that none is in the L2 cache when its turn comes
 GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing, and a graph's memory is too much
@@ -167,7 +167,7 @@ class Scene:
     layer : RoutedExperts
         Whose weights all have.
     modules : dict of str to nn.Module
-        Of the other systems of ``moeblaze_ref.systems`` that were chosen.
+        Of the other systems of ``moeblaze_ref.nn.systems`` that were chosen.
     baselines : dict of str to Baseline
         Of the layers of other projects that were chosen.
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ref.oracle import activate
-from moeblaze_ref.routed_experts import RoutedExperts
+from moeblaze_ref.nn.oracle import activate
+from moeblaze_ref.nn.routed_experts import RoutedExperts
 
 
 class Order(NamedTuple):

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from moeblaze_ref import doors
-from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.core import checks
+from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.bench import KINDS, LAYER_PRESETS, contestants, counters, floors, ladder, routing, stages
 from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.contestants import OWN
-from moeblaze_ref.bench.device import Gpu
-from moeblaze_ref.capacity import check_factor
-from moeblaze_ref.config import POLICIES, PRESETS, MoEConfig, preset
-from moeblaze_ref.raw_cuda import expert_up
-from moeblaze_ref.raw_cuda import layer as raw_layer
+from moeblaze_ref.runtime.device import Gpu
+from moeblaze_ref.systems.capacity import check_factor
+from moeblaze_ref.core.config import POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.backends.raw_cuda import expert_up
+from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 
 Job = Callable[..., list[dict[str, Any]]]
 
@@ -83,13 +83,13 @@ def jobs(kind: str, request: Request) -> list[Job]:
     ValueError
         If a name is unknown, an option has no place in this kind, or a number is out of range.
     """
-    doors.check_name("kind of benchmark", kind, KINDS)
+    checks.check_name("kind of benchmark", kind, KINDS)
     for option, kinds in TAKEN_BY.items():
         if getattr(request, option) not in (None, ()) and kind not in kinds:
             raise ValueError(f"{option} {_said(getattr(request, option))}: only bench {' or '.join(kinds)} has any")
-    doors.check_int("repetitions", request.repetitions, at_least=1)
+    checks.check_int("repetitions", request.repetitions, at_least=1)
     if request.tokens is not None:
-        doors.check_int("L", request.tokens, at_least=1)
+        checks.check_int("L", request.tokens, at_least=1)
     makers = {
         "layer": _layer_jobs,
         "stage": _stage_jobs,
@@ -130,7 +130,7 @@ def layers(request: Request, default: Sequence[tuple[str, int | None]]) -> list[
 
 
 def _layer(name: str, tokens: int | None) -> tuple[str, MoEConfig]:
-    doors.check_name("preset", name, (*PRESETS, "all"))
+    checks.check_name("preset", name, (*PRESETS, "all"))
     config = preset(name).config
     if tokens in (None, config.L):
         return name, config
@@ -139,7 +139,7 @@ def _layer(name: str, tokens: int | None) -> tuple[str, MoEConfig]:
 
 def _layer_jobs(request: Request) -> list[Job]:
     for name in request.policies:
-        doors.check_name("policy", name, POLICIES)
+        checks.check_name("policy", name, POLICIES)
     systems = tuple(dict.fromkeys(map(contestants.named, request.systems)))
     if len(request.rungs) > 1:
         raise ValueError(f"rungs {_said(request.rungs)}: a layer runs on one rung")
@@ -155,8 +155,8 @@ def _layer_jobs(request: Request) -> list[Job]:
         **{name: value for name, value in given.items() if value}, repetitions=request.repetitions
     )
     if choice.rung:
-        doors.check_name("rung of layer", choice.rung, raw_layer.RUNGS)
-    doors.check_name("routing", choice.routing, routing.ROUTINGS)
+        checks.check_name("rung of layer", choice.rung, raw_layer.RUNGS)
+    checks.check_name("routing", choice.routing, routing.ROUTINGS)
     timed = [(name, config) for name, config in layers(request, ALL) if whole_layer.timed_systems(config, choice)]
     if not timed:
         raise ValueError(f"systems {_said(choice.systems)}: no layer that is asked for is small enough for graphs")
@@ -179,7 +179,7 @@ def _stage_jobs(request: Request) -> list[Job]:
     jobs = []
     for name, config in layers(request, ALL):
         for stage in request.stages or floors.stages_of(config):
-            doors.check_name("stage of a step", stage, floors.stages_of(config))
+            checks.check_name("stage of a step", stage, floors.stages_of(config))
             if rungs := _rungs(request, stage, config):
                 jobs.append(_stage_job(name, config, stage, rungs, request))
     if not jobs:
@@ -199,14 +199,14 @@ def _jobs_beside_torch(stage: str, request: Request) -> list[Job]:
     for name, config in layers(request, SHAPES[stage]):
         able = stages.rungs_of(stage, config.dtype)
         for rung in request.rungs:
-            doors.check_name(f"rung of {stage}", rung, able)
+            checks.check_name(f"rung of {stage}", rung, able)
         jobs.append(_stage_job(name, config, stage, request.rungs or able, request, beside_torch=True))
     return jobs
 
 
 def _ladder_jobs(request: Request) -> list[Job]:
     for rung in request.rungs:
-        doors.check_name("rung of the ladder", rung, expert_up.RUNGS)
+        checks.check_name("rung of the ladder", rung, expert_up.RUNGS)
     return [
         partial(ladder.time_ladder, name, config, ladder.steps_of(config, request.rungs), request.repetitions)
         for name, config in layers(request, LADDERS)

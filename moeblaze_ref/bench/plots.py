@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from moeblaze_ref.bench.report import label
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
-from moeblaze_ref.units import GIB
+from moeblaze_ref.core.units import GIB
 
 COLORS = (BLUE, SKY, VERMILLION, ORANGE, PURPLE, YELLOW, GREEN, BLACK, GREY)
 

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref.bench import accuracy
-from moeblaze_ref.units import GB, KIB, MIB
+from moeblaze_ref.core.units import GB, KIB, MIB
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]

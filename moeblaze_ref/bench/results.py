@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import doors, provenance, records
+from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.bench import KINDS, counters, ladder, layer, stages
 
 Result = dict[str, Any]
@@ -103,7 +103,7 @@ def load(path: Path) -> Result:
 def _row(name: str, row: Any, num_runs: int) -> dict[str, Any]:
     """A row as it was recorded, with None in columns that came later."""
     records.check_object(name, row, {"kind", "run"})
-    kind = doors.check_name(f"kind of {name}", str(row["kind"]), KINDS)
+    kind = checks.check_name(f"kind of {name}", str(row["kind"]), KINDS)
     if row["run"] not in range(num_runs):
         raise ValueError(f"{name} is of run {row['run']!r}, but the file has {num_runs} runs")
     columns = fields(ROWS.get(kind, stages.Row))

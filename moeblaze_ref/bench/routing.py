@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 
 # The exponent of the popularity of the experts by rank: 0 is the same for all.
 ROUTINGS = {"uniform": 0.0, "zipf": 1.0}
@@ -26,7 +26,7 @@ def wanted_logits(num_tokens: int, num_experts: int, routing: str, device: torch
     ValueError
         If the routing is unknown.
     """
-    doors.check_name("routing", routing, ROUTINGS)
+    checks.check_name("routing", routing, ROUTINGS)
     rank = torch.arange(1, num_experts + 1, device=device, dtype=torch.float32)  # (E,)
     noise = -torch.empty(num_tokens, num_experts, device=device).exponential_().clamp_min_(1e-30).log()  # (L, E) Gumbel
     return noise - ROUTINGS[routing] * rank.log()

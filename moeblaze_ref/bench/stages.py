@@ -9,14 +9,14 @@ import torch
 
 from moeblaze_ref.bench import floors
 from moeblaze_ref.bench.accuracy import NOT_COMPARED, worst
-from moeblaze_ref.bench.clock import Samples, replayed, take_turns
-from moeblaze_ref.bench.device import Device
+from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
-from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.raw_cuda import combine, dispatch, expert_down, expert_up, gating, layer, router
-from moeblaze_ref.raw_cuda.runtime import Executor, ceil_div
-from moeblaze_ref.torch_bridge import Bridge, bridge_to
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, layer, router
+from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
 OURS, TORCH = "moeblaze", "torch"
 MOST_SETS = 256  # of inputs in one graph

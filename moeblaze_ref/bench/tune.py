@@ -12,17 +12,17 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref import doors, provenance, records
-from moeblaze_ref.backends import refusal
+from moeblaze_ref.core import checks, provenance, records
+from moeblaze_ref.backends.registry import refusal
 from moeblaze_ref.bench import plan, stages
-from moeblaze_ref.bench.clock import replayed, take_turns
-from moeblaze_ref.bench.device import Device
+from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.floors import cost_of
 from moeblaze_ref.bench.inputs import Inputs
-from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.raw_cuda import gemm, tiles
-from moeblaze_ref.raw_cuda.runtime import Executor
-from moeblaze_ref.torch_bridge import bridge_to
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
+from moeblaze_ref.runtime import Executor
+from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 # Presets, some with another L: each class of layers has one at least.
 SHAPES = (("conf3", None), ("qwen3", None), ("mixtral", None), ("qwen3", 2**11), ("mixtral", 2**10))
@@ -73,10 +73,10 @@ def jobs(presets: Sequence[str], tokens: int | None, rungs: Sequence[str], repet
         If a name is unknown, a number is out of range, or a rung does not run on this GPU.
     """
     for rung in rungs:
-        doors.check_name("rung with a choice of tiles", rung, tiles.CANDIDATES)
-    doors.check_int("repetitions", repetitions, at_least=1)
+        checks.check_name("rung with a choice of tiles", rung, tiles.CANDIDATES)
+    checks.check_int("repetitions", repetitions, at_least=1)
     if tokens is not None:
-        doors.check_int("L", tokens, at_least=1)
+        checks.check_int("L", tokens, at_least=1)
     layers = plan.layers(plan.Request(presets=presets, tokens=tokens), SHAPES)
     device_rungs = _rungs(rungs, stages.executor_here())
     return [

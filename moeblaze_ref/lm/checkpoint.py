@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moeblaze_ref import records
+from moeblaze_ref.core import records
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import Trainer, TrainSettings
-from moeblaze_ref.systems import system
+from moeblaze_ref.nn.systems import system
 
 HEADER = "moeblaze_ref"  # the key of safetensors' metadata that holds the JSON header
 FORMAT = 2

@@ -11,16 +11,17 @@ import torch
 from rich.progress import TextColumn
 from torch import Tensor
 
-from moeblaze_ref import doors, records, terminal, traces
-from moeblaze_ref.backends import BACKENDS
+from moeblaze_ref.core import checks, records, traces
+from moeblaze_ref.cli import terminal
+from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.lm import data, tracing
 from moeblaze_ref.lm.checkpoint import load_model
 from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.run import run
 from moeblaze_ref.lm.train import Trainer, TrainSettings
-from moeblaze_ref.systems import SYSTEMS
-from moeblaze_ref.torch_layer import KernelMoE
-from moeblaze_ref.units import MIB
+from moeblaze_ref.nn.systems import SYSTEMS
+from moeblaze_ref.nn.torch_layer import KernelMoE
+from moeblaze_ref.core.units import MIB
 
 OWNER = {"policy": "moeblaze", "capacity_factor": "capacity"}  # which layer an option is of
 
@@ -33,7 +34,7 @@ def settings(name: str, layer: str, options: Mapping[str, Any], changes: Mapping
     ValueError, TypeError
         If there is no such preset or layer, an option is not the layer's, or a value is not allowed.
     """
-    doors.check_name("layer", layer, SYSTEMS)
+    checks.check_name("layer", layer, SYSTEMS)
     given = {option: value for option, value in options.items() if value is not None}
     for option in given:
         if OWNER[option] != layer:
@@ -156,7 +157,7 @@ def _speed(line: Mapping[str, Any]) -> str:
 def _device(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    doors.check_name("device", name, ("cpu", "cuda"))
+    checks.check_name("device", name, ("cpu", "cuda"))
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch finds no GPU here (valid: cpu)")
     return name

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.lm import checkpoint, log
 from moeblaze_ref.lm.run import CHECKPOINT, LOG
 from moeblaze_ref.lm.train import TrainSettings
@@ -41,7 +41,7 @@ def settings_of(name: str, base: TrainSettings) -> TrainSettings:
     ValueError
         If there is no such run.
     """
-    return replace(base, **RUNS[doors.check_name("run", name, RUNS)])
+    return replace(base, **RUNS[checks.check_name("run", name, RUNS)])
 
 
 def collect(base: TrainSettings, text: str, folder: Path) -> dict[str, Any]:

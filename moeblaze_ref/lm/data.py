@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 
 HELP = Path(__file__).with_name("python_help.txt")  # Python 3.11.7's topics, each after a form feed and its name
 VALIDATION_EVERY = 10  # of the topics in alphabetical order, the first of every ten; of files, a tenth
@@ -191,8 +191,8 @@ def sample_windows(text: Tensor, batch: int, length: int, generator: torch.Gener
     ValueError
         If a size is out of range or the text is shorter than a window and its next byte.
     """
-    doors.check_int("batch", batch, at_least=0)
-    doors.check_int("length", length, at_least=1, at_most=len(text) - 1)
+    checks.check_int("batch", batch, at_least=0)
+    checks.check_int("length", length, at_least=1, at_most=len(text) - 1)
     starts = torch.randint(len(text) - length, (batch, 1), generator=generator)  # (batch, 1)
     windows = text[starts + torch.arange(length + 1)].long()  # (batch, length + 1)
     return windows[:, :-1], windows[:, 1:]

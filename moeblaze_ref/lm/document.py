@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from moeblaze_ref import documents
+from moeblaze_ref.core import documents
 from moeblaze_ref.lm import EVIDENCE, evidence, evidence_plots, report
 
 DOCS = Path(__file__).parents[2] / "docs"

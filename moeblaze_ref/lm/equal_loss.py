@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref import doors, oracle
+from moeblaze_ref.core import checks
+from moeblaze_ref.nn import oracle
 from moeblaze_ref.lm.data import Corpus
 from moeblaze_ref.lm.train import Trainer, TrainSettings
-from moeblaze_ref.systems import MoEFactory
+from moeblaze_ref.nn.systems import MoEFactory
 
 BOUND = 1e-5  # of what is relative to the oracle's, while nothing but rounding parts two runs
 ORDERS = ("d", "h", "dh")  # axes that an oracle may sum backwards
@@ -50,7 +51,7 @@ class ReorderedOracle(oracle.OracleMoE):
 
     def __init__(self, *sizes, axes: str = "dh", **options):
         super().__init__(*sizes, **options)
-        self.axes = doors.check_name("axes", axes, ORDERS)
+        self.axes = checks.check_name("axes", axes, ORDERS)
 
     def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> tuple[Tensor, oracle.Routing]:
         """As the oracle's."""
@@ -300,7 +301,7 @@ def _size(losses: Sequence[float], reference: Sequence[float]) -> dict[str, floa
 
 
 def _check(settings: TrainSettings, steps: int):
-    doors.check_int("steps", steps, at_least=1, at_most=settings.steps)
+    checks.check_int("steps", steps, at_least=1, at_most=settings.steps)
     if settings.precision != "float32":
         raise ValueError(f"precision is {settings.precision}, but losses are compared step by step in float32 alone")
 

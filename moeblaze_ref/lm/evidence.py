@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.progress import TextColumn
 
-from moeblaze_ref import doors, records, terminal
+from moeblaze_ref.core import checks, records
+from moeblaze_ref.cli import terminal
 from moeblaze_ref.lm import command, curves, equal_loss, wall
 from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.run import FILES
@@ -66,7 +67,7 @@ def gather(kind: str, request: Request) -> dict[str, Any]:
     NonFinite
         If a loss or a gradient is.
     """
-    return {"kind": doors.check_name("kind of evidence", kind, KINDS)} | KINDS[kind](request)
+    return {"kind": checks.check_name("kind of evidence", kind, KINDS)} | KINDS[kind](request)
 
 
 def files(request: Request) -> list[Path]:
@@ -100,7 +101,7 @@ def _step_by_step(compare: Callable[..., dict[str, Any]]) -> Callable[[Request],
     def found(request: Request) -> dict[str, Any]:
         if request.out or request.runs:
             raise ValueError("out and run are of the kind curves: leave them out")
-        steps = doors.check_int("steps", STEPS if request.steps is None else request.steps, at_least=1)
+        steps = checks.check_int("steps", STEPS if request.steps is None else request.steps, at_least=1)
         base = preset(request.preset)
         settings = replace(base, precision="float32", steps=max(steps, base.steps))
         device, corpus = command.prepare("moeblaze", request.data, request.device)
@@ -123,7 +124,7 @@ def _curves(request: Request) -> dict[str, Any]:
         raise ValueError("curves keeps its runs in a folder: name it with --out")
     base = preset(request.preset)
     steps = base.steps if request.steps is None else request.steps
-    doors.check_int("steps", steps, at_least=curves.WINDOW)
+    checks.check_int("steps", steps, at_least=curves.WINDOW)
     base = replace(base, steps=steps)
     for name, settings in {name: curves.settings_of(name, base) for name in request.runs}.items():
         out = request.out / name

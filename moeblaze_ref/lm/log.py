@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import doors, records
+from moeblaze_ref.core import checks, records
 
 
 class Log:
@@ -66,7 +66,7 @@ def _fields(name: str, line: str) -> dict[str, Any]:
         found = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{name} is no JSON: {error}") from None
-    doors.check_int(f"{name}: step", records.check_object(name, found, {"step"})["step"], at_least=0)
+    checks.check_int(f"{name}: step", records.check_object(name, found, {"step"})["step"], at_least=0)
     return found
 
 

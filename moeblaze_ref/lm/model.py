@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moeblaze_ref import doors
-from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.systems import MoEFactory, run, system
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.nn.systems import MoEFactory, run, system
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class LMConfig:
     shared: int = 0
 
     def __post_init__(self):
-        doors.check_int("shared", self.shared, at_least=0)
+        checks.check_int("shared", self.shared, at_least=0)
         for name in ("layers", "heads", "sequence", "vocab"):
-            doors.check_int(name, getattr(self, name), at_least=1)
+            checks.check_int(name, getattr(self, name), at_least=1)
         self.moe_layer(L=0)  # checks d, h, E, k and the activation
         if self.d % (2 * self.heads):
             raise ValueError(
@@ -192,7 +192,7 @@ class MoETransformer(nn.Module):
         TypeError, ValueError
             If dtype or rank is wrong, or the replayed choices are not one a block.
         """
-        doors.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
+        checks.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
         choices = [None] * len(self.blocks) if replayed is None else replayed
         if len(choices) != len(self.blocks):
             raise ValueError(f"replayed has {len(choices)} choices, but the model has {len(self.blocks)} blocks")

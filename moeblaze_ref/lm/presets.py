@@ -1,6 +1,6 @@
 """What ``moeblaze train --preset`` trains."""
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.train import TrainSettings
 
@@ -34,4 +34,4 @@ def preset(name: str) -> TrainSettings:
     ValueError
         If there is none; the message proposes the nearest name.
     """
-    return SETTINGS[doors.check_name("preset", name, SETTINGS)]
+    return SETTINGS[checks.check_name("preset", name, SETTINGS)]

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from moeblaze_ref import doors, records
+from moeblaze_ref.core import checks, records
 from moeblaze_ref.lm import checkpoint, finite, log
 from moeblaze_ref.lm.train import NonFinite, Trainer
-from moeblaze_ref.torch_capacity import CapacityMoE
+from moeblaze_ref.nn.torch_capacity import CapacityMoE
 
 FILES = CHECKPOINT, LOG, LOCK = "checkpoint.safetensors", "log.jsonl", "lock"  # of a run's folder
 
@@ -64,10 +64,10 @@ def run(
     NonFinite
         If a loss, a gradient or, at a checkpoint, a weight is; the last checkpoint stays.
     """
-    doors.check_int("every", every, at_least=1)
+    checks.check_int("every", every, at_least=1)
     checkpoint_every = every if checkpoint_every is None else checkpoint_every
-    doors.check_int("checkpoint_every", checkpoint_every, at_least=1)
-    doors.check_int("validation_batches", validation_batches, at_least=1)
+    checks.check_int("checkpoint_every", checkpoint_every, at_least=1)
+    checks.check_int("validation_batches", validation_batches, at_least=1)
     with _alone_in(folder):
         kept = _restored(trainer, folder, resume)
         try:

@@ -2,7 +2,7 @@
 
 import torch
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.lm.model import MoETransformer
 
 
@@ -32,11 +32,11 @@ def sample(model: MoETransformer, prompt: bytes, count: int, temperature: float 
     ValueError, TypeError
         If the prompt is empty, count is negative or the temperature is not above 0.
     """
-    doors.check_type("prompt", prompt, bytes)
+    checks.check_type("prompt", prompt, bytes)
     if not prompt:
         raise ValueError("prompt is empty, but a model needs at least one byte to go on from")
-    doors.check_int("count", count, at_least=0)
-    doors.check_positive("temperature", temperature)
+    checks.check_int("count", count, at_least=0)
+    checks.check_positive("temperature", temperature)
     draws, device = torch.Generator().manual_seed(seed), model.head.weight.device
     text = torch.tensor(list(prompt))
     for _ in range(count):

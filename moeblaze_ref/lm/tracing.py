@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moeblaze_ref import doors, provenance
+from moeblaze_ref.core import checks, provenance
 from moeblaze_ref.lm.checkpoint import Trained
 from moeblaze_ref.lm.model import MoETransformer
 from moeblaze_ref.lm.train import TrainSettings, autocast
-from moeblaze_ref.traces import RoutingTrace
+from moeblaze_ref.core.traces import RoutingTrace
 
 TOKENS = 40_960  # of each kind of text
 
@@ -73,7 +73,7 @@ def trace(
         If tokens is no integer, or if it or a text is less than a window.
     """
     length = settings.config.sequence
-    doors.check_int("tokens", tokens, at_least=length)
+    checks.check_int("tokens", tokens, at_least=length)
     windows = {kind: _windows(kind, text, length, tokens // length) for kind, text in texts.items()}
     read = torch.cat(list(windows.values()))  # (sequences, length) int64
     kinds = [kind for kind, found in windows.items() for _ in found]

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.lm import data, finite
 from moeblaze_ref.lm.model import LMConfig, LMOutput, MoETrace, MoETransformer
-from moeblaze_ref.oracle import route
-from moeblaze_ref.routed_experts import RoutedExperts
-from moeblaze_ref.systems import SYSTEMS, MoEFactory, system
+from moeblaze_ref.nn.oracle import route
+from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.nn.systems import SYSTEMS, MoEFactory, system
 
 BALANCE_WEIGHT = 1e-2  # Switch Transformers (arXiv 2101.03961), section 2.2
 Z_WEIGHT = 1e-3  # ST-MoE (arXiv 2202.08906), the weight of its router z-loss
@@ -84,19 +84,19 @@ class TrainSettings:
     order_seed: int | None = None
 
     def __post_init__(self):
-        doors.check_type("config", self.config, LMConfig)
-        doors.check_int("config.vocab", self.config.vocab, at_least=256)  # every byte
+        checks.check_type("config", self.config, LMConfig)
+        checks.check_int("config.vocab", self.config.vocab, at_least=256)  # every byte
         for name, least in (("steps", 0), ("batch", 1), ("warmup", 0)):
-            doors.check_int(name, getattr(self, name), at_least=least)
-        doors.check_int("seed", self.seed, 0, MAX_SEED)
+            checks.check_int(name, getattr(self, name), at_least=least)
+        checks.check_int("seed", self.seed, 0, MAX_SEED)
         if self.order_seed is not None:
-            doors.check_int("order_seed", self.order_seed, 0, MAX_SEED)
+            checks.check_int("order_seed", self.order_seed, 0, MAX_SEED)
         for name in ("learning_rate", "weight_decay", "balance_weight", "z_weight"):
-            doors.check_within(name, getattr(self, name), at_least=0)
-        doors.check_within("final_fraction", self.final_fraction, at_least=0, at_most=1)
-        doors.check_positive("gradient_norm", self.gradient_norm)
-        doors.check_name("precision", self.precision, PRECISIONS)
-        doors.check_name("system", self.layer, SYSTEMS)
+            checks.check_within(name, getattr(self, name), at_least=0)
+        checks.check_within("final_fraction", self.final_fraction, at_least=0, at_most=1)
+        checks.check_positive("gradient_norm", self.gradient_norm)
+        checks.check_name("precision", self.precision, PRECISIONS)
+        checks.check_name("system", self.layer, SYSTEMS)
 
     def learning_rate_at(self, step: int) -> float:
         """Of a step, counted from 1: linear warm-up, then half a cosine (SGDR, arXiv 1608.03983, equation 5)."""
@@ -364,7 +364,7 @@ def train(
         If config is no LMConfig or its vocabulary lacks a byte, steps or batch is no integer or
         below 1, the text is shorter than a window, or there is no such system.
     """
-    doors.check_int("steps", steps, at_least=1)
+    checks.check_int("steps", steps, at_least=1)
     settings = TrainSettings(config, steps, batch=batch, learning_rate=learning_rate, seed=seed)
     trainer = Trainer(settings, data.python_help(), moe=moe)
     while trainer.step < steps:
@@ -429,8 +429,8 @@ def capture(model: MoETransformer, tokens: Tensor) -> list[CapturedLayer]:
     TypeError, ValueError
         If tokens has the wrong dtype or rank, or a token is outside the vocabulary.
     """
-    doors.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
-    doors.check_index("tokens", tokens.numpy(force=True), model.config.vocab, "token ids")
+    checks.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
+    checks.check_index("tokens", tokens.numpy(force=True), model.config.vocab, "token ids")
     return [_captured(trace, block.moe) for trace, block in zip(model(tokens).traces, model.blocks, strict=True)]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from moeblaze_ref import doors
-from moeblaze_ref.config import POLICIES
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.lm import data
 from moeblaze_ref.lm.train import Trainer, TrainSettings, autocast
 from moeblaze_ref.memory.measure import kept_bytes
@@ -78,8 +78,8 @@ def settings_of(settings: TrainSettings, contender: str, L: int) -> TrainSetting
     ValueError, TypeError
         If there is no such contender, or L is no multiple of the window that it is cut into.
     """
-    layer, options = CONTENDERS[doors.check_name("contender", contender, CONTENDERS)]
-    doors.check_int("L", L, at_least=1)
+    layer, options = CONTENDERS[checks.check_name("contender", contender, CONTENDERS)]
+    checks.check_int("L", L, at_least=1)
     window = min(L, WINDOW)
     if L % window:
         raise ValueError(f"L is {L}, but beyond {WINDOW} it must be a multiple of it: windows are whole")
@@ -148,7 +148,7 @@ def climb(row_of: Callable[[int], Row], first: int, most: int) -> Iterator[Row]:
     most : int
         L is doubled no further than this.
     """
-    doors.check_int("first", first, at_least=WINDOW)
+    checks.check_int("first", first, at_least=WINDOW)
     fits, fails = 0, None
     L = first
     while fails is None and L <= most:

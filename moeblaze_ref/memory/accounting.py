@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import NamedTuple
 
-from moeblaze_ref import doors, sparse_doors
-from moeblaze_ref.capacity import DEFAULT_FACTOR, MAX, capacity_for, check_factor
-from moeblaze_ref.config import ITEMSIZE, POLICIES, MoEConfig
-from moeblaze_ref.layer import intermediates
+from moeblaze_ref.core import checks, sparse_contracts
+from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, MAX, capacity_for, check_factor
+from moeblaze_ref.core.config import ITEMSIZE, POLICIES, MoEConfig
+from moeblaze_ref.systems.layer import intermediates
 from moeblaze_ref.memory.rows import capacity_rows
-from moeblaze_ref.raw_cuda import gemm
-from moeblaze_ref.units import GB
+from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.core.units import GB
 
 GPU_CAPACITIES = {"80 GB": 80 * GB, "141 GB": 141 * GB}  # H100 and H200, as their makers print them
 
@@ -145,7 +145,7 @@ class Assumptions:
 
     def __post_init__(self):
         check_factor(self.capacity_factor)
-        object.__setattr__(self, "block", sparse_doors.check_block(self.block))  # frozen
+        object.__setattr__(self, "block", sparse_contracts.check_block(self.block))  # frozen
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _Case:
         if assumptions.counts is None:
             self.counts, self.routing = uniform_counts(config), "uniform routing"
         else:
-            self.counts = doors.check_counts(assumptions.counts, config.L, config.E, config.k)
+            self.counts = checks.check_counts(assumptions.counts, config.L, config.E, config.k)
             self.routing = "the given counts"
 
 
@@ -261,7 +261,7 @@ def account(
     TypeError
         If a count is not an integer.
     """
-    doors.check_name("system", system, SYSTEMS)
+    checks.check_name("system", system, SYSTEMS)
     _check_policy(system, policy)
     case = _Case(config, policy, assumptions)
     draft = _BUILD[system](case)
@@ -271,7 +271,7 @@ def account(
 
 def _check_policy(system, policy):
     if system == "moeblaze":
-        doors.check_name("policy", policy, POLICIES)
+        checks.check_name("policy", policy, POLICIES)
     elif policy is not None:
         raise ValueError(f"policy is {policy!r}, but {system} has no save policies (only moeblaze has); pass None")
 
@@ -281,7 +281,7 @@ def accounts(
 ) -> list[Account]:
     """One account for every variant of ``systems``, in the order of ``VARIANTS``; raises as `account` does."""
     for system in systems:
-        doors.check_name("system", system, SYSTEMS)
+        checks.check_name("system", system, SYSTEMS)
     return [account(config, system, policy, assumptions) for system, policy in VARIANTS if system in systems]
 
 
@@ -392,13 +392,13 @@ def largest_tokens(
     TypeError
         If capacity_bytes is not an integer.
     """
-    doors.check_int("capacity_bytes", capacity_bytes, at_least=1)
+    checks.check_int("capacity_bytes", capacity_bytes, at_least=1)
     uniform = replace(assumptions, counts=None)
 
     def peak(tokens):
         return account(config.replace(L=tokens), system, policy, uniform).peak_bytes
 
-    fitting = bisect_right(range(doors.MAX_ROUTED_ROWS // config.k + 1), capacity_bytes, key=peak)
+    fitting = bisect_right(range(checks.MAX_ROUTED_ROWS // config.k + 1), capacity_bytes, key=peak)
     if fitting == 0:
         raise ValueError(f"capacity_bytes is {capacity_bytes}, but even L = 0 needs {peak(0)} bytes")
     return fitting - 1
@@ -651,7 +651,7 @@ def _megablocks_memory_optimized(s: _Case) -> _Draft:
 def _blocks(s):
     """T blocks of rows and W of columns, of S each."""
     block, h = s.assumptions.block, s.h.value
-    sparse_doors.check_block(block, h)
+    sparse_contracts.check_block(block, h)
     return Size("T", sum(tiles(rows, block) for rows in s.counts)), Size("W", h // block), Size("S", block)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import Account, uniform_counts
-from moeblaze_ref.systems import SYSTEMS, system
+from moeblaze_ref.nn.systems import SYSTEMS, system
 
 CPU_FLOPS = 2 * 10**10  # of one forward: seconds of the SIMT executor, which runs some millions of FLOPs a millisecond
 

@@ -7,7 +7,7 @@ bins of whole blocks; MoEBlaze (arXiv 2601.05296), section 3, for none of either
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeblaze_ref import doors, sparse_doors
+from moeblaze_ref.core import checks, sparse_contracts
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def capacity_rows(counts: Sequence[int], capacity: int) -> Rows:
     ValueError, TypeError
         If a count or the capacity is no integer of at least 0.
     """
-    counts, capacity = _checked(counts), doors.check_int("capacity", capacity, at_least=0)
+    counts, capacity = _checked(counts), checks.check_int("capacity", capacity, at_least=0)
     return Rows(counts, tuple(min(n, capacity) for n in counts), (capacity,) * len(counts))
 
 
@@ -64,7 +64,7 @@ def megablocks_rows(counts: Sequence[int], block: int = 128) -> Rows:
         If a count is no integer of at least 0, or block none of at least 1.
     """
     counts = _checked(counts)
-    block = sparse_doors.check_block(block)
+    block = sparse_contracts.check_block(block)
     return Rows(counts, counts, tuple(-(-n // block) * block for n in counts))
 
 
@@ -84,4 +84,4 @@ def moeblaze_rows(counts: Sequence[int]) -> Rows:
 
 
 def _checked(counts):
-    return tuple(doors.check_int(f"counts[{e}]", count, at_least=0) for e, count in enumerate(counts))
+    return tuple(checks.check_int(f"counts[{e}]", count, at_least=0) for e, count in enumerate(counts))

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref import doors, sparse_doors
-from moeblaze_ref.capacity import DEFAULT_FACTOR, capacity_for
-from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.core import checks, sparse_contracts
+from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, capacity_for
+from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory.accounting import BLOCK, Assumptions, account
 from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows, moeblaze_rows
-from moeblaze_ref.units import unit_for
+from moeblaze_ref.core.units import unit_for
 
 # Factors of the number of stored rows in the formulas of an account.
 _STORED = {"capacity": {"E", "C"}, "megablocks": {"T", "S"}}
@@ -57,7 +57,7 @@ def kept_bytes_per_row(config: MoEConfig, system: str, block: int = BLOCK) -> in
     ValueError, TypeError
         If no such system pads, or block does not divide h.
     """
-    doors.check_name("padding system", system, _STORED)
+    checks.check_name("padding system", system, _STORED)
     least = Assumptions(capacity_factor=1, block=block)  # one routed row: E = C = T = 1
     one = account(config.replace(L=1, E=1, k=1), system, assumptions=least)
     stored = math.prod(one.symbols[name] for name in _STORED[system])
@@ -159,15 +159,15 @@ def compare(
 
 def capacity_waste(config: MoEConfig, counts: Sequence[int], capacity_factor: float | str = DEFAULT_FACTOR) -> Waste:
     """The waste of a fixed capacity, as in `compare`."""
-    counts = doors.check_counts(counts, config.L, config.E, config.k)
+    counts = checks.check_counts(counts, config.L, config.E, config.k)
     rows = capacity_rows(counts, capacity_for(counts, capacity_factor))
     return Waste(rows, step_flops_per_row(config), kept_bytes_per_row(config, "capacity"))
 
 
 def megablocks_waste(config: MoEConfig, counts: Sequence[int], block: int = BLOCK) -> Waste:
     """The waste of bins of whole blocks, as in `compare`."""
-    counts = doors.check_counts(counts, config.L, config.E, config.k)
-    block = sparse_doors.check_block(block, config.h)
+    counts = checks.check_counts(counts, config.L, config.E, config.k)
+    block = sparse_contracts.check_block(block, config.h)
     rows = megablocks_rows(counts, block)
     return Waste(rows, step_flops_per_row(config), kept_bytes_per_row(config, "megablocks", block))
 

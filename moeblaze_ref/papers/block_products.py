@@ -21,14 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ref.bench.clock import replayed, take_turns
-from moeblaze_ref.bench.device import Device
-from moeblaze_ref.config import MODELS, MoEConfig
+from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.device import Device
+from moeblaze_ref.core.config import MODELS, MoEConfig
 from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.results import Rows
-from moeblaze_ref.raw_cuda import block_sparse, dispatch
-from moeblaze_ref.structures import Array, Topology
-from moeblaze_ref.torch_bridge import bridge_to
+from moeblaze_ref.backends.raw_cuda import block_sparse, dispatch
+from moeblaze_ref.core.structures import Array, Topology
+from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 MICRO_BATCHES = {"moe-XS": 64, "moe-Small": 32, "moe-Medium": 8}  # sequences; table 3, dMoE
 LOCAL_EXPERTS = 8  # 64 experts over 8 GPUs

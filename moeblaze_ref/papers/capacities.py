@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moeblaze_ref import doors
-from moeblaze_ref.bench.device import Device
+from moeblaze_ref.core import checks
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.lm import curves, data, run
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.train import Trainer, TrainSettings
@@ -133,7 +133,7 @@ def settings_of(name: str, seed: int, base: TrainSettings, device_type: str) -> 
     ValueError
         If there is no such variant.
     """
-    variant = VARIANTS[doors.check_name("variant", name, VARIANTS)]
+    variant = VARIANTS[checks.check_name("variant", name, VARIANTS)]
     layer = DROPLESS_ON_A_CPU if (variant.layer, device_type) == ("megablocks", "cpu") else variant.layer
     options = {} if variant.capacity_factor is None else {"capacity_factor": variant.capacity_factor}
     return replace(base, config=variant.config_of(base.config), layer=layer, layer_options=options, seed=seed)

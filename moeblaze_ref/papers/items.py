@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.papers.item import Item
 
 _ALL = (
@@ -114,5 +114,5 @@ def chosen(ids: Sequence[str]) -> list[Item]:
         If there is no such item; the message proposes the nearest id.
     """
     for name in ids:
-        doors.check_name("item", name, ITEMS)
+        checks.check_name("item", name, ITEMS)
     return [item for item in _ALL if not ids or item.id in ids]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
 
-from moeblaze_ref.config import MODELS
+from moeblaze_ref.core.config import MODELS
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.papers import block_products, capacities, squares
 from moeblaze_ref.papers.claims import (

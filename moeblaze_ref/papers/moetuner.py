@@ -23,7 +23,7 @@ from moeblaze_ref.placement.exact import best_clusters, best_seats
 from moeblaze_ref.placement.peers import contiguous
 from moeblaze_ref.placement.seats import seat_clusters
 from moeblaze_ref.placement.trace import Profile, profile, split
-from moeblaze_ref.traces import RoutingTrace
+from moeblaze_ref.core.traces import RoutingTrace
 
 LOAD = np.array([9, 1, 1, 1])  # tokens of each expert of a layer in which one is hot
 TRACED_GPUS = 4

@@ -5,7 +5,7 @@ The account's routing tensors are those of the papers. What the releases keep in
 
 from collections.abc import Callable
 
-from moeblaze_ref.config import MoEConfig
+from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory.accounting import BLOCK, Assumptions, account
 
 BETWEEN_PRODUCTS = {"x", "routed_x", "a", "b", "act_a", "y_swi", "y"}  # what the papers speak of

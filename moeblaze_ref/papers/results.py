@@ -10,7 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from moeblaze_ref import provenance, records
+from moeblaze_ref.core import provenance, records
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILES = "paper_*.json"

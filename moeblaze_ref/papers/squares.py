@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.bench.clock import Samples, replayed, take_turns
-from moeblaze_ref.bench.device import Device
+from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.stages import input_sets
 from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.results import Rows

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.parallel.ranks import Ranks
-from moeblaze_ref.structures import Array
-from moeblaze_ref.torch_bridge import Bridge
+from moeblaze_ref.core.structures import Array
+from moeblaze_ref.runtime.torch_bridge import Bridge
 
 
 class BatchGating:

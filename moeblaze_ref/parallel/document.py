@@ -1,4 +1,4 @@
-"""Fills what docs/parallel.md says of measurements from the records of ``moeblaze_ref.parallel.bench``.
+"""Fills what docs/parallel.md says of measurements from the records of ``moeblaze_ref.cli.parallel_bench``.
 
 ``python -m moeblaze_ref.parallel.document`` writes everything again.
 """
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref import documents, records
+from moeblaze_ref.core import documents, records
 from moeblaze_ref.parallel import findings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,7 +39,7 @@ def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A record of `moeblaze_ref.parallel.bench`.
+    """A record of `moeblaze_ref.cli.parallel_bench`.
 
     Raises
     ------

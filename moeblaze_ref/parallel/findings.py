@@ -1,4 +1,4 @@
-"""What a record of ``moeblaze_ref.parallel.bench`` says, in words and in the cells of tables."""
+"""What a record of ``moeblaze_ref.cli.parallel_bench`` says, in words and in the cells of tables."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_ref import documents
+from moeblaze_ref.core import documents
 
 HEADINGS = ("map", "step ms", "p99", "modelled", "simulated", "experts", "modelled", "exchange", "modelled")
 GAINS = ("step", "step, modelled", "step, simulated", "experts' tail", "exchange's tail")

@@ -16,18 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref import doors, layer
-from moeblaze_ref.config import ACTIVATIONS, POLICIES
-from moeblaze_ref.layer import MoEWeights
+from moeblaze_ref.core import checks
+from moeblaze_ref.systems import layer
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
+from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.trip import Trip
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.raw_cuda import layer as raw_layer
-from moeblaze_ref.routed_experts import RoutedExperts
-from moeblaze_ref.structures import EMPTY
-from moeblaze_ref.torch_bridge import bridge_to
-from moeblaze_ref.torch_layer import (
+from moeblaze_ref.backends.raw_cuda import layer as raw_layer
+from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.nn.torch_layer import (
     DTYPES,
     KernelMoE,
     MoEOutput,
@@ -37,7 +38,7 @@ from moeblaze_ref.torch_layer import (
     restored,
     wanted_by,
 )
-from moeblaze_ref.torch_transforms import check_backward, refuse_forward_mode
+from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
 
 
 class ExpertParallelMoE(KernelMoE):
@@ -100,14 +101,14 @@ class ExpertParallelMoE(KernelMoE):
         dtype: torch.dtype | None = None,
     ):
         ranks = ranks or Ranks()
-        doors.check_type("placement", placement, Placement)
-        doors.check_int("layer", layer, 0, placement.layers - 1)
+        checks.check_type("placement", placement, Placement)
+        checks.check_int("layer", layer, 0, placement.layers - 1)
         placement.check_fits(placement.layers, E)
         if placement.num_gpus != ranks.size:
             raise ValueError(f"the map is for {placement.num_gpus} GPUs, but the group has {ranks.size} ranks")
         experts = placement.hosts(layer)[ranks.rank]
         super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted=len(experts))
-        self.policy = doors.check_name("policy", policy, POLICIES)
+        self.policy = checks.check_name("policy", policy, POLICIES)
         self.ranks, self.experts = ranks, experts
         here = torch.full((E,), EMPTY, dtype=torch.int32)
         here[experts] = torch.arange(len(experts), dtype=torch.int32)
@@ -183,7 +184,7 @@ class _ExpertParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, x, wg, w1, w2, w3, topk_experts):
         bridge = bridge_to(x.device)
-        with bridge.running(), doors.trusted():
+        with bridge.running(), checks.trusted():
             array, *arrays, replayed = bridge.arrays([x, wg, w1, w2, w3, topk_experts])
             weights = MoEWeights(*arrays)
             stages = raw_layer.stages_for(array, weights, bridge.executor, None)
@@ -209,7 +210,7 @@ class _ExpertParallel(torch.autograd.Function):
         options, bridge, wanted = ctx.options, bridge_to(x.device), wanted_by(ctx)
         kept = dict(zip(ctx.kept, tensors[4:], strict=True))
         chosen, shares, part = [kept.pop(name) for name in ("chosen", "shares", "part")]
-        with bridge.running(), doors.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
+        with bridge.running(), checks.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
             array, *arrays = bridge.arrays([x, *tensors[:4]])
             weights = MoEWeights(*arrays)
             stages = raw_layer.stages_for(array, weights, bridge.executor, None)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeblaze_ref.bench.device import Gpu
-from moeblaze_ref.layer import MoEWeights
+from moeblaze_ref.runtime.device import Gpu
+from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.parallel.costs import Costs, rows_of, travel_seconds
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref import doors
-from moeblaze_ref.layer import Stages
+from moeblaze_ref.core import checks
+from moeblaze_ref.systems.layer import Stages
 from moeblaze_ref.parallel.ranks import Ranks
-from moeblaze_ref.structures import EMPTY, STRUCTURES, Dispatch
-from moeblaze_ref.torch_bridge import Bridge
+from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Dispatch
+from moeblaze_ref.runtime.torch_bridge import Bridge
 
 
 class Counts(NamedTuple):
@@ -59,7 +59,7 @@ class Trip:
         homes = owners[topk_experts.long()]  # (L, k)
         copies = first_slots(homes)
         counts = _counts(ranks, copies, homes)
-        doors.check_routed_rows(sum(counts.received), topk_experts.shape[1])
+        checks.check_routed_rows(sum(counts.received), topk_experts.shape[1])
         dispatch = stages.dispatch.build_part(bridge.array(copies), ranks.size, sum(counts.sent))
         return cls(ranks, stages, bridge, dispatch.map(bridge.tensor), counts)
 

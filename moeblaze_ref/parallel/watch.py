@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store  # there is no public way to it
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.parallel.ranks import LostRank, check_initialised, progress
 
 TIMEOUT = 300.0  # seconds
@@ -109,7 +109,7 @@ class Watch(AbstractContextManager):
     """
 
     def __init__(self, timeout: float = TIMEOUT):
-        self.timeout = doors.check_positive("timeout", timeout)
+        self.timeout = checks.check_positive("timeout", timeout)
         check_initialised()
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore(f"moeblaze watch {next(_watches)}", _get_default_store().clone())

@@ -9,7 +9,7 @@ of swaps are tried in a second.
 import numba
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.trace import Profile
 
@@ -58,8 +58,8 @@ def anneal(
         If the profile has no R, or the sizes do not fit.
     """
     start.check_fits(profile.layers, profile.E, profile.model)
-    doors.check_shape("cost", cost, {"G": start.num_gpus, "G ": start.num_gpus})
-    doors.check_int("steps", steps, 0)
+    checks.check_shape("cost", cost, {"G": start.num_gpus, "G ": start.num_gpus})
+    checks.check_int("steps", steps, 0)
     R = profile.transitions()
     T = np.stack([np.bincount(a, p, start.num_gpus) for a, p in zip(start.assignment, profile.P, strict=True)])
     most = np.maximum(limit * T.mean(axis=1), T.max(axis=1))  # (layers,)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Bounds:
     most: int
 
     def __post_init__(self):
-        doors.check_int("least experts per GPU", self.least, 0)
-        doors.check_int("most experts per GPU", self.most, self.least)
+        checks.check_int("least experts per GPU", self.least, 0)
+        checks.check_int("most experts per GPU", self.most, self.least)
 
     def check_feasible(self, num_experts: int, num_gpus: int):
         """E experts can be spread over G GPUs so."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.placement.bounds import Bounds, equal
 from moeblaze_ref.placement.maps import check_gpus
 from moeblaze_ref.placement.peers import pack
@@ -90,7 +90,7 @@ def cluster_experts(
     ValueError, TypeError
         If there are more clusters than experts, the bounds are infeasible, or there is no such solver.
     """
-    doors.check_array("P", P, 2, ("int64",))
+    checks.check_array("P", P, 2, ("int64",))
     layers, E = P.shape
     check_gpus(num_clusters, E)
     check_time_limit(time_limit)

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 from matplotlib.figure import Figure
 
-from moeblaze_ref import documents, records, terminal
+from moeblaze_ref.core import documents, records
+from moeblaze_ref.cli import terminal
 from moeblaze_ref.placement import findings, plots
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.links import SMALL, all_permutations, pair_times
 
@@ -65,7 +65,7 @@ def best_seats(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray) -> float:
         If there are too many GPUs, or no seats give every GPU its share of the experts.
     """
     G = sizes.shape[1]
-    doors.check_int("G", G, 1, SMALL)
+    checks.check_int("G", G, 1, SMALL)
     least, most = sizes.sum() // G, -(-sizes.sum() // G)
     orders = all_permutations(G)  # (G!, G): cluster of each GPU
     cheapest = _spread({(0,) * G: np.zeros(len(orders))}, sizes[0][orders], most)

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from moeblaze_ref.documents import table
+from moeblaze_ref.core.documents import table
 from moeblaze_ref.placement import simulate
 
 Found = Mapping[str, Any]

@@ -11,7 +11,7 @@ for every pair of experts in neighbouring layers and of GPUs, (E / G)**2 times a
 
 from collections.abc import Collection
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.placement import annealing, peers
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.maps import Placement
@@ -101,7 +101,7 @@ def search(
 
 def check_limit(limit: float):
     """``limit`` is of a fullest GPU over the mean: a finite number from 1 on."""
-    if doors.check_number("limit", limit) < 1:
+    if checks.check_number("limit", limit) < 1:
         raise ValueError(f"limit is {limit}, but no load can be more even than 1")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moeblaze_ref import doors, records
-from moeblaze_ref.traces import INTEGERS, load_npz
+from moeblaze_ref.core import checks, records
+from moeblaze_ref.core.traces import INTEGERS, load_npz
 
 NOWHERE = -1
 
@@ -37,8 +37,8 @@ class Placement:
     model: str = ""
 
     def __post_init__(self):
-        doors.check_array("assignment", self.assignment, 2, ("int32",))
-        doors.check_int("layers", self.layers, 1)
+        checks.check_array("assignment", self.assignment, 2, ("int32",))
+        checks.check_int("layers", self.layers, 1)
         check_gpus(self.num_gpus, self.E)
         _check_assigned(self.assignment, self.num_gpus)
 
@@ -79,11 +79,11 @@ def _check_assigned(assignment, num_gpus):
     """Every expert is on a GPU, and on one that exists; integers of any width."""
     nowhere = assignment == NOWHERE
     if nowhere.any():
-        layer, expert = doors.first(nowhere)
+        layer, expert = checks.first(nowhere)
         raise ValueError(f"layer {layer}: expert {expert} is on no GPU, but every expert needs one")
     beyond = (assignment < 0) | (assignment >= num_gpus)
     if beyond.any():
-        layer, expert = doors.first(beyond)
+        layer, expert = checks.first(beyond)
         raise ValueError(
             f"layer {layer}: expert {expert} is on GPU {assignment[layer, expert]}, but assignment[{layer}, {expert}] must "
             f"be one of {num_gpus} GPUs (valid: 0..{num_gpus - 1})"
@@ -92,7 +92,7 @@ def _check_assigned(assignment, num_gpus):
 
 def check_gpus(num_gpus: int, num_experts: int):
     """Every GPU can hold an expert of every layer."""
-    if doors.check_int("num_gpus", num_gpus, 1) > num_experts:
+    if checks.check_int("num_gpus", num_gpus, 1) > num_experts:
         raise ValueError(f"num_gpus is {num_gpus}, but there are only {num_experts} experts: a GPU would have none")
 
 
@@ -115,7 +115,7 @@ def from_hosts(hosts: Sequence[Sequence[Sequence[int]]], num_experts: int, model
             raise ValueError(f"layer {layer}: expert {twice[0]} is on GPUs {on}, but every expert needs exactly one")
         for gpu, experts in enumerate(gpus):
             for expert in experts:
-                assignment[layer, doors.check_int(f"an expert of layer {layer}", expert, 0, num_experts - 1)] = gpu
+                assignment[layer, checks.check_int(f"an expert of layer {layer}", expert, 0, num_experts - 1)] = gpu
     return Placement(assignment, len(hosts[0]) if hosts else 0, model)
 
 
@@ -156,10 +156,10 @@ def load(path: Path) -> Placement:
         If it is no npz, lacks an array, holds what are no integers, or `Placement` refuses what it holds.
     """
     arrays = load_npz(path, "assignment")
-    doors.check_array("assignment", arrays["assignment"], 2, INTEGERS)
+    checks.check_array("assignment", arrays["assignment"], 2, INTEGERS)
     if "num_gpus" not in arrays:
         raise ValueError(f"{Path(path).name} has no num_gpus")
-    doors.check_array("num_gpus", arrays["num_gpus"], 0, INTEGERS)
+    checks.check_array("num_gpus", arrays["num_gpus"], 0, INTEGERS)
     num_gpus = int(arrays["num_gpus"])
     check_gpus(num_gpus, arrays["assignment"].shape[1])
     _check_assigned(arrays["assignment"], num_gpus)  # before int32 would wrap what is too large for it

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.placement import annealing, peers
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.ilp import moetuner
@@ -18,7 +18,7 @@ from moeblaze_ref.placement.maps import Placement, check_gpus
 from moeblaze_ref.placement.simulate import STEP_TOKENS, Cluster, balance, cross_share, loads, step, transitions
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT, check_installed, check_time_limit
 from moeblaze_ref.placement.trace import Profile, profile, split
-from moeblaze_ref.traces import RoutingTrace
+from moeblaze_ref.core.traces import RoutingTrace
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Options:
     spare: int = 1
 
     def __post_init__(self):
-        doors.check_name("solver", self.solver, SOLVERS)
+        checks.check_name("solver", self.solver, SOLVERS)
         check_time_limit(self.time_limit)
         check_limit(self.limit)
-        doors.check_int("steps", self.steps, 0)
-        doors.check_int("spare", self.spare, 1)
+        checks.check_int("steps", self.steps, 0)
+        checks.check_int("spare", self.spare, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +131,7 @@ def named(texts: Sequence[str]) -> tuple[str, ...]:
     names = [name.strip() for text in texts for name in text.split(",")]
     if "all" in names:
         return tuple(METHODS)
-    return tuple(dict.fromkeys(doors.check_name("method", name, METHODS) for name in names))
+    return tuple(dict.fromkeys(checks.check_name("method", name, METHODS) for name in names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,8 +243,8 @@ def jobs(
     """
     methods = named(methods)
     check_installed(options.solver)
-    doors.check_int("splits", splits, 0)
-    doors.check_int("tokens", tokens, 1)
+    checks.check_int("splits", splits, 0)
+    checks.check_int("tokens", tokens, 1)
     check_gpus(on.num_gpus, trace.num_experts)
     if options.bounds is not None:
         options.bounds.check_feasible(trace.num_experts, on.num_gpus)

@@ -5,7 +5,7 @@ Each takes a profile and the number of GPUs. Loads are balanced layer by layer; 
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.placement import annealing
 from moeblaze_ref.placement.bounds import Bounds, equal
 from moeblaze_ref.placement.maps import Placement, check_gpus
@@ -94,7 +94,7 @@ def eplb(
         If one number does not divide the other as said, or there are fewer replicas than experts.
     """
     check_gpus(num_gpus, profile.E)
-    replicas = profile.E if replicas is None else doors.check_int("replicas", replicas, profile.E)
+    replicas = profile.E if replicas is None else checks.check_int("replicas", replicas, profile.E)
     num_groups = num_groups or profile.E
     for name, number, by, divisor in (
         ("num_gpus", num_gpus, "num_nodes", num_nodes),

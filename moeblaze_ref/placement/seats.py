@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 from moeblaze_ref.placement.links import chain, experts_hosted, misplaced, pair_bounds, slowest
 from moeblaze_ref.placement.solver import (
     DEFAULT_SOLVER,
@@ -81,8 +81,8 @@ def seat_clusters(
         If no seats give every GPU as many experts, there is no such solver, or the time limit is out of range.
     """
     layers, G = sizes.shape
-    doors.check_shape("C", C, {"layers - 1": layers - 1, "G": G, "G ": G})
-    doors.check_shape("cost", cost, {"G": G, "G ": G})
+    checks.check_shape("C", C, {"layers - 1": layers - 1, "G": G, "G ": G})
+    checks.check_shape("cost", cost, {"G": G, "G ": G})
     check_time_limit(time_limit)
     began = time.perf_counter()
     hosted = int(sizes.sum() // G), int(-(-sizes.sum() // G))

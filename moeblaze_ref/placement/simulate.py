@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moeblaze_ref import doors, records
+from moeblaze_ref.core import checks, records
 from moeblaze_ref.placement.trace import Profile
 
 # FLOP/s of the experts' forward on one H200, by our kernels: docs/results/bench_h200.json, preset mixtral, 6*d*h*R FLOPs.
@@ -47,7 +47,7 @@ class Cluster:
     token_s: float
 
     def __post_init__(self):
-        doors.check_array("bandwidth", self.bandwidth, 2, ("float64",), contiguous=False)
+        checks.check_array("bandwidth", self.bandwidth, 2, ("float64",), contiguous=False)
         rows, columns = self.bandwidth.shape
         if rows != columns or rows == 0:
             raise ValueError(f"bandwidth has shape {(rows, columns)}, but it must be square: (G, G)")
@@ -55,14 +55,14 @@ class Cluster:
         self._check_links(allowed, f"above 0: {SLOWEST:g} to {FASTEST:g} bytes/s")
         least = self._fastest / APART
         self._check_links(self.bandwidth >= least, f"at least {least:g} bytes/s, a millionth of the fastest link's")
-        doors.check_int("row_bytes", self.row_bytes, 1)
-        doors.check_positive("token_s", self.token_s)
+        checks.check_int("row_bytes", self.row_bytes, 1)
+        checks.check_positive("token_s", self.token_s)
 
     def _check_links(self, allowed, words):
         """All pairs of GPUs are ``allowed`` (G, G); whether a GPU is to itself is not asked."""
         wrong = ~allowed & self._others
         if wrong.any():
-            sender, receiver = doors.first(wrong)
+            sender, receiver = checks.first(wrong)
             value = self.bandwidth[sender, receiver]
             raise ValueError(f"bandwidth[{sender}, {receiver}] is {value}, but it must be {words}")
 
@@ -111,7 +111,7 @@ def one_node(num_gpus: int) -> np.ndarray:
 
 def two_nodes(num_gpus: int) -> np.ndarray:
     """Two nodes of G / 2 GPUs: NVLink inside, an InfiniBand adapter a GPU between them; (G, G) bytes/s."""
-    doors.check_int("num_gpus", num_gpus, 2)
+    checks.check_int("num_gpus", num_gpus, 2)
     if num_gpus % 2:
         raise ValueError(f"num_gpus is {num_gpus}, but two nodes need an even number")
     half = num_gpus // 2
@@ -143,14 +143,14 @@ def cluster(topology: str, num_gpus: int, d: int, h: int, itemsize: int = 2) -> 
         If there is no such topology or file, or as `Cluster`: the matrix is not (G, G), or a number is out of range.
     """
     for name, size in (("num_gpus", num_gpus), ("d", d), ("h", h), ("itemsize", itemsize)):
-        doors.check_int(name, size, 1)
+        checks.check_int(name, size, 1)
     token_s = 6 * d * h / H200_EXPERT_FLOPS
     if topology.endswith(".json"):
         measured = records.read(Path(topology), ("bandwidth",))
         token_s = measured.get("token_s", token_s)
         bandwidth = _matrix(measured["bandwidth"])
     else:
-        bandwidth = TOPOLOGIES[doors.check_name("topology", topology, TOPOLOGIES)](num_gpus)
+        bandwidth = TOPOLOGIES[checks.check_name("topology", topology, TOPOLOGIES)](num_gpus)
     found = Cluster(bandwidth, d * itemsize, token_s)
     found.check_size(num_gpus)
     return found
@@ -166,7 +166,7 @@ def _speed(sender, receiver, value) -> float:
     name = f"bandwidth[{sender}, {receiver}]"
     if isinstance(value, bool):
         raise TypeError(f"{name} is {value} (bool), but it must be a number")
-    return doors.check_float(name, value)
+    return checks.check_float(name, value)
 
 
 # What a placement does to a profile. ``shares`` (layers, E, G) says who serves an expert's tokens: Placement.shares().
@@ -174,13 +174,13 @@ def _speed(sender, receiver, value) -> float:
 
 def loads(profile: Profile, shares: np.ndarray) -> np.ndarray:
     """Tokens of each GPU in each layer, (layers, G): T of the paper."""
-    doors.check_shape("shares", shares, {"layers": profile.layers, "E": profile.E, "G": None})
+    checks.check_shape("shares", shares, {"layers": profile.layers, "E": profile.E, "G": None})
     return (profile.P[:, None, :] @ shares)[:, 0]
 
 
 def transitions(profile: Profile, shares: np.ndarray) -> np.ndarray:
     """C[l, g1, g2], tokens that go from GPU g1 in layer l to g2 in layer l + 1, (layers - 1, G, G)."""
-    doors.check_shape("shares", shares, {"layers": profile.layers, "E": profile.E, "G": None})
+    checks.check_shape("shares", shares, {"layers": profile.layers, "E": profile.E, "G": None})
     return shares[:-1].swapaxes(1, 2) @ profile.transitions() @ shares[1:]
 
 

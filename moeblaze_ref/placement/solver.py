@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ortools.math_opt.python import mathopt
 from ortools.sat import sat_parameters_pb2
 
-from moeblaze_ref import doors
+from moeblaze_ref.core import checks
 
 # Gurobi needs a licence of its own; the others come with OR-Tools.
 SOLVERS = {
@@ -62,7 +62,7 @@ def minimise(model, solver: str, time_limit: float, start: dict | None = None) -
     ValueError
         If there is no such solver, it is not installed, or the program is infeasible.
     """
-    doors.check_name("solver", solver, SOLVERS)
+    checks.check_name("solver", solver, SOLVERS)
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(time_limit, 0.01)),
         relative_gap_tolerance=0.0,  # HiGHS would stop at 1e-4
@@ -104,7 +104,7 @@ def check_installed(solver: str):
 
 def check_time_limit(time_limit: float):
     """``time_limit`` is above 0 and no more than solvers take."""
-    if doors.check_positive("time_limit", time_limit) > LONGEST:
+    if checks.check_positive("time_limit", time_limit) > LONGEST:
         raise ValueError(f"time_limit is {time_limit:g}, but it must be at most {LONGEST:g} seconds")
 
 

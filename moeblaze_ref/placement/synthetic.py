@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moeblaze_ref import doors, traces
-from moeblaze_ref.traces import RoutingTrace
+from moeblaze_ref.core import checks, traces
+from moeblaze_ref.core.traces import RoutingTrace
 
 TOKENS, SKEW = 16_384, 0.5  # of a trace that is asked for by its size: the busiest expert is no GPU of its own
 MAX_LAYERS = 128  # with as many experts as there may be, a profile of neighbouring layers then has 1 GiB
@@ -50,11 +50,11 @@ def synthetic_trace(
         If a size or a probability is out of range.
     """
     for name, size, least in (("tokens", tokens, 0), ("sequences", sequences, 1)):
-        doors.check_int(name, size, least)
-    for name, size, most in (("layers", layers, MAX_LAYERS), ("k", k, doors.MAX_TOP_K)):
-        doors.check_int(name, size, 1, most)
-    doors.check_k(k, doors.check_int("num_experts", num_experts, 1, doors.MAX_EXPERTS))
-    if not 0 <= doors.check_number("dependency", dependency) <= 1:
+        checks.check_int(name, size, least)
+    for name, size, most in (("layers", layers, MAX_LAYERS), ("k", k, checks.MAX_TOP_K)):
+        checks.check_int(name, size, 1, most)
+    checks.check_k(k, checks.check_int("num_experts", num_experts, 1, checks.MAX_EXPERTS))
+    if not 0 <= checks.check_number("dependency", dependency) <= 1:
         raise ValueError(f"dependency is {dependency}, but it must be between 0 and 1")
     rng = np.random.default_rng(seed)
     popularity = -skew * np.log(np.arange(1, num_experts + 1))  # (E,) by rank, as a logarithm
@@ -93,14 +93,14 @@ def counted_trace(counts: np.ndarray, k: int, tokens: int, seed: int = 0, model:
     ValueError, TypeError
         If a size or a count is not allowed.
     """
-    doors.check_shape("counts", counts, {"sequences": None, "layers": None, "E": None})
-    doors.check_not_negative("counts", counts)
+    checks.check_shape("counts", counts, {"sequences": None, "layers": None, "E": None})
+    checks.check_not_negative("counts", counts)
     sequences, layers, E = counts.shape
     for name, size in (("k", k), ("tokens", tokens)):
-        doors.check_int(name, size, 1)
+        checks.check_int(name, size, 1)
     short = (counts > 0).sum(axis=2) < k
     if short.any():
-        sequence, layer = doors.first(short)
+        sequence, layer = checks.first(short)
         raise ValueError(f"counts[{sequence}, {layer}] has fewer than k = {k} experts above 0")
     rng = np.random.default_rng(seed)
     with np.errstate(divide="ignore"):

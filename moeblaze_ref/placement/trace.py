@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moeblaze_ref import doors
-from moeblaze_ref.traces import RoutingTrace
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.traces import RoutingTrace
 
 
 def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTrace, RoutingTrace]:
@@ -40,7 +40,7 @@ def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTr
     sequences = np.unique(trace.seq)
     if len(sequences) < 2:
         raise ValueError(f"the trace has {len(sequences)} sequences, but a split needs at least 2")
-    if not 0 < doors.check_number("share", share) < 1:
+    if not 0 < checks.check_number("share", share) < 1:
         raise ValueError(f"share is {share}, but it must be between 0 and 1")
     sampled = min(max(int(len(sequences) * share), 1), len(sequences) - 1)
     chosen = np.isin(trace.seq, np.random.default_rng(seed).permutation(sequences)[:sampled])
@@ -74,14 +74,14 @@ class Profile:
     model: str = ""
 
     def __post_init__(self):
-        doors.check_array("P", self.P, 2, ("int64",))
-        doors.check_int("layers", self.layers, 1)
-        doors.check_int("experts", self.E, 1)
-        doors.check_not_negative("P", self.P)
+        checks.check_array("P", self.P, 2, ("int64",))
+        checks.check_int("layers", self.layers, 1)
+        checks.check_int("experts", self.E, 1)
+        checks.check_not_negative("P", self.P)
         if self.R is not None:
-            doors.check_array("R", self.R, 3, ("int64",))
-            doors.check_shape("R", self.R, {"layers - 1": self.layers - 1, "E": self.E, "E ": self.E})
-            doors.check_not_negative("R", self.R)
+            checks.check_array("R", self.R, 3, ("int64",))
+            checks.check_shape("R", self.R, {"layers - 1": self.layers - 1, "E": self.E, "E ": self.E})
+            checks.check_not_negative("R", self.R)
 
     @property
     def layers(self) -> int:
@@ -148,13 +148,13 @@ def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> 
         raise ValueError(f"logical_count has shape {counts.shape}, but it must be (layers, E) or (steps, layers, E)")
     P = counts.reshape(-1, *counts.shape[-2:]).sum(axis=0)  # (layers, E)
     if layers is not None:
-        P = P[[doors.check_int("layer", layer, 0, len(P) - 1) for layer in layers]]
+        P = P[[checks.check_int("layer", layer, 0, len(P) - 1) for layer in layers]]
     silent = ~P.any(axis=1)
     if silent.any():
-        raise ValueError(f"layer {doors.first(silent)[0]} has no counts: if it is dense, leave it out by `layers`")
+        raise ValueError(f"layer {checks.first(silent)[0]} has no counts: if it is dense, leave it out by `layers`")
     choices = P.sum(axis=1)  # (layers,)
-    torn = choices % doors.check_int("k", k, 1, P.shape[1]) != 0
+    torn = choices % checks.check_int("k", k, 1, P.shape[1]) != 0
     if torn.any():
-        (layer,) = doors.first(torn)
+        (layer,) = checks.first(torn)
         raise ValueError(f"layer {layer} has {choices[layer]} counts, but with {k} experts a token k must divide them")
     return Profile(np.ascontiguousarray(P), None, tokens=int(choices.max()) // k)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from moeblaze_ref.bench import floors, layer, report, stages, tune
-from moeblaze_ref.config import POLICIES, MoEConfig
-from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.core.config import POLICIES, MoEConfig
+from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.papers import speed
-from moeblaze_ref.raw_cuda import tiles
+from moeblaze_ref.backends.raw_cuda import tiles
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -17,7 +17,7 @@ CONFIG = MoEConfig(L=4_096, d=512, h=1_024, E=16, k=4)
 
 @pytest.fixture(scope="module")
 def gpu():
-    from moeblaze_ref.bench.device import Gpu
+    from moeblaze_ref.runtime.device import Gpu
 
     return Gpu()
 
@@ -89,7 +89,7 @@ def test_a_graph_repeats_the_work(gpu):
 
 
 def test_work_that_waits_for_the_device_is_no_graph(gpu):
-    from moeblaze_ref.bench.device import NoGraph
+    from moeblaze_ref.runtime.device import NoGraph
 
     with pytest.raises(NoGraph):
         gpu.captured(lambda: torch.ones(1, device="cuda").item())

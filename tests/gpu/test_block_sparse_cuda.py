@@ -17,14 +17,14 @@ from test_block_sparse import (
     with_activation,
 )
 
-from moeblaze_ref import comparisons
-from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import make_case
-from moeblaze_ref.config import ACTIVATIONS
-from moeblaze_ref.devices import cuda_device_count
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import block_sparse, gemm
-from moeblaze_ref.raw_cuda.runtime import cupy_executor
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.verify.cases import make_case
+from moeblaze_ref.core.config import ACTIVATIONS
+from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.raw_cuda import block_sparse, gemm
+from moeblaze_ref.runtime import cupy_executor
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeblaze_ref import doors
-from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
-from moeblaze_ref.check import differing_elements
-from moeblaze_ref.devices import cuda_device_count
-from moeblaze_ref.numpy_ref import dispatch as reference
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import dispatch
+from moeblaze_ref.core import checks
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
+from moeblaze_ref.verify.check import differing_elements
+from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.backends.numpy_ref import dispatch as reference
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.raw_cuda import dispatch
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -72,7 +72,7 @@ def test_the_result_stays_on_the_device(rung):
 def test_the_steps_of_numba_take_and_give_device_arrays(num_tokens):
     import cupy
 
-    from moeblaze_ref.numba_cuda import dispatch as numba_dispatch
+    from moeblaze_ref.backends.numba_cuda import dispatch as numba_dispatch
 
     chosen = random_topk(num_tokens, 6, 3)
     on_device = cupy.asarray(chosen)
@@ -93,19 +93,19 @@ def test_a_dispatch_on_the_device_that_contradicts_itself_is_refused():
     import cupy
 
     right = build_by_sort(random_topk(60, 7, 3, "zipf"), 7).map(cupy.asarray)
-    doors.check_dispatch(right)
+    checks.check_dispatch(right)
     positions = right.token_index_map.copy()
     positions[5] = positions[80]
     with pytest.raises(ValueError, match=rf"token_index_map\[5\] is {int(positions[5])}"):
-        doors.check_dispatch(replace(right, token_index_map=positions))
+        checks.check_dispatch(replace(right, token_index_map=positions))
 
 
 def test_an_edited_header_is_compiled_again(tmp_path, monkeypatch):
     import cupy
 
-    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
 
-    monkeypatch.setattr("moeblaze_ref.raw_cuda.runtime.source.kernels_dir", lambda: tmp_path)
+    monkeypatch.setattr("moeblaze_ref.runtime.source.kernels_dir", lambda: tmp_path)
     (tmp_path / "include").mkdir()
     text = '#include "value.cuh"\nextern "C" __global__ void f(int* out) { out[0] = VALUE; }'
     for value in (10, 20):
@@ -118,7 +118,7 @@ def test_an_edited_header_is_compiled_again(tmp_path, monkeypatch):
 def test_arrays_are_poisoned_on_request():
     import cupy
 
-    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
 
     fresh = CupyExecutor(poisoned=True).empty((1000,), "float32")
     assert bool(cupy.isnan(fresh).all())

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.lm import data, equal_loss
 from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.train import Trainer

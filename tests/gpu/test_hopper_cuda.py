@@ -17,11 +17,11 @@ from test_hopper import (
     both_shapes,
 )
 
-from moeblaze_ref import comparisons
+from moeblaze_ref.verify import comparisons
 from moeblaze_ref.bench import counters, ladder, report
-from moeblaze_ref.cases import make_case
-from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.verify.cases import make_case
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.devices import cuda_device_count
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device
 @pytest.fixture(scope="module")
 def cuda():
     """The CuPy executor, with poisoned outputs."""
-    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
 
     executor = CupyExecutor(poisoned=True)
     if executor.capability != (9, 0):
@@ -83,7 +83,7 @@ def test_ten_runs_give_the_same_bits(cuda, stage):
 
 
 def test_every_step_of_the_ladder_is_timed_and_right(cuda):
-    from moeblaze_ref.bench.device import Gpu
+    from moeblaze_ref.runtime.device import Gpu
 
     config = MoEConfig(L=2_048, d=512, h=384, E=8, k=2)
     rows = ladder.time_ladder("small", config, ladder.steps_of(config), 2, Gpu())
@@ -93,7 +93,7 @@ def test_every_step_of_the_ladder_is_timed_and_right(cuda):
 
 @pytest.mark.skipif(shutil.which("ncu") is None, reason="no Nsight Compute")
 def test_ncu_knows_every_metric(cuda):
-    from moeblaze_ref.bench.device import Gpu
+    from moeblaze_ref.runtime.device import Gpu
 
     config = MoEConfig(L=512, d=256, h=128, E=4, k=2)
     rows = counters.count("small", config, Gpu())

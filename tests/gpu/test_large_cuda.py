@@ -7,16 +7,16 @@ reads zeros in their place, or writes elsewhere. Values are not checked on the w
 import numpy as np
 import pytest
 
-from moeblaze_ref import doors
-from moeblaze_ref.backends import BACKENDS
-from moeblaze_ref.cases import relative_error
-from moeblaze_ref.check import differing_elements
-from moeblaze_ref.devices import cuda_device_count
-from moeblaze_ref.layer import MoEWeights
-from moeblaze_ref.numpy_ref import activation, gating
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.raw_cuda import block_sparse, combine, dispatch, expert_down, expert_up, layer
-from moeblaze_ref.raw_cuda import gating as gating_stage
+from moeblaze_ref.core import checks
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.verify.cases import relative_error
+from moeblaze_ref.verify.check import differing_elements
+from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.systems.layer import MoEWeights
+from moeblaze_ref.backends.numpy_ref import activation, gating
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.raw_cuda import block_sparse, combine, dispatch, expert_down, expert_up, layer
+from moeblaze_ref.backends.raw_cuda import gating as gating_stage
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -102,7 +102,7 @@ def cupy():
 def test_gating(cupy, rung):
     logits = random(FEW, MANY).astype(np.float32)
     exact = gating.forward(logits.astype(np.float64), 2)
-    with doors.trusted():
+    with checks.trusted():
         found = gating_stage.forward(ended_by(logits, cupy, "float32"), 2, rung=rung)
     np.testing.assert_array_equal(found.topk_experts[-FEW:].get(), exact.topk_experts)
     assert_near(found.probs[-FEW:], exact.probs, "float32")
@@ -119,7 +119,7 @@ def test_dispatch(cupy, rung):
 @runs("expert_up", "1_naive", "3_mma_tf32")
 def test_expert_up(cupy, rung):
     experts, x = Experts(cupy), random(FEW, d)
-    with doors.trusted():
+    with checks.trusted():
         w1, w2 = experts.on_device("w1"), experts.on_device("w2")
         found = expert_up.forward(ended_by(x, cupy), w1, w2, experts.dispatch, "swiglu", rung=rung)
     for array, expected in zip(found, experts.hidden(x).values(), strict=True):
@@ -129,7 +129,7 @@ def test_expert_up(cupy, rung):
 @runs("expert_down", "1_naive", "3_mma_tf32", "as_printed")
 def test_expert_down(cupy, rung):
     experts, y_swi = Experts(cupy), random(FEW, h)
-    with doors.trusted():
+    with checks.trusted():
         rows = experts.in_expert_order(y_swi)
         found = expert_down.forward(rows, experts.on_device("w3"), experts.dispatch, rung=rung)
     assert_near(found[experts.rows], experts.product(y_swi, "w3"), "float16")
@@ -138,7 +138,7 @@ def test_expert_down(cupy, rung):
 @runs("combine")
 def test_combine(cupy, rung):
     experts, y, gates = Experts(cupy), random(FEW, d), random(FEW, 1).astype(np.float32)
-    with doors.trusted():
+    with checks.trusted():
         rows = experts.in_expert_order(y)
         found = combine.forward(rows, ended_by(gates, cupy, "float32"), experts.dispatch, rung=rung)
     assert_near(found[-FEW:], gates.astype(np.float64) * y.astype(np.float64), "float16")
@@ -152,7 +152,7 @@ def test_layer(cupy, rung):
     routed = gating.forward(logits, 1)
     experts.experts = routed.topk_experts[:, 0]
     expected = routed.gates * experts.product(experts.hidden(x)["y_swi"], "w3")
-    with doors.trusted():
+    with checks.trusted():
         weights = MoEWeights(cupy.asarray(wg), *(experts.on_device(name) for name in ("w1", "w2", "w3")))
         found = layer.forward(ended_by(x, cupy), weights, 1, rung=rung)
     assert_near(found.out[-FEW:], expected, "float16")
@@ -162,7 +162,7 @@ def test_layer(cupy, rung):
 def test_block_sparse(cupy, rung):
     experts, x, gates = Experts(cupy), random(FEW, d), random(FEW, 1).astype(np.float32)
     expected = gates.astype(np.float64) * experts.product(experts.hidden(x)["y_swi"], "w3")
-    with doors.trusted():
+    with checks.trusted():
         weights = [experts.on_device(name) for name in ("w1", "w2", "w3")]
         operands = experts.dispatch, ended_by(gates, cupy, "float32"), "swiglu"
         found, _ = block_sparse.forward(ended_by(x, cupy), *weights, *operands, rung=rung)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.lm import data
 from moeblaze_ref.papers import block_products, capacities, squares
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device
 
 @pytest.fixture(scope="module")
 def gpu():
-    from moeblaze_ref.bench.device import Gpu
+    from moeblaze_ref.runtime.device import Gpu
 
     return Gpu()
 

@@ -5,8 +5,8 @@ import torch
 from ranks import run_to_the_end
 from test_parallel import Case, assert_as_on_one_device, ending, killed, on_a_rank, outcome
 
-from moeblaze_ref.config import POLICIES
-from moeblaze_ref.devices import cuda_device_count
+from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks

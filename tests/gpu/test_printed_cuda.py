@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from moeblaze_ref import comparisons
-from moeblaze_ref.cases import make_case
-from moeblaze_ref.config import MoEConfig
-from moeblaze_ref.devices import cuda_device_count
-from moeblaze_ref.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import make_case
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.papers import printed
-from moeblaze_ref.raw_cuda import expert_down, gemm
+from moeblaze_ref.backends.raw_cuda import expert_down, gemm
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -19,7 +19,7 @@ CONFIG = MoEConfig(L=4096, d=512, h=1024, E=16, k=4)
 
 @pytest.mark.parametrize("dtype", gemm.WIDE)
 def test_twenty_runs_give_the_same_sums(dtype):
-    from moeblaze_ref.raw_cuda.runtime.cupy import CupyExecutor
+    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
 
     executor, case = CupyExecutor(poisoned=True), CASE.astype(dtype)
     *_, y_swi, gates = comparisons.hidden(case)
@@ -35,7 +35,7 @@ def test_twenty_runs_give_the_same_sums(dtype):
 
 @pytest.mark.parametrize("measure", [printed.time_dispatch, printed.time_sums])
 def test_every_version_is_timed_and_right(measure):
-    from moeblaze_ref.bench.device import Gpu
+    from moeblaze_ref.runtime.device import Gpu
 
     rows = measure("small", CONFIG, Gpu())
     assert [row.get("message") for row in rows] == [None] * len(rows)

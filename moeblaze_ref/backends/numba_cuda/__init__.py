@@ -1,0 +1,9 @@
+"""The stages as Numba CUDA kernels, without warp operations and without atomics.
+
+Without a GPU the same kernels run on Numba's simulator, where every CUDA thread is a
+Python thread: exact, and slow enough that inputs should be tiny. ``EXECUTOR`` says which.
+"""
+
+from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, EXECUTOR_REASON
+
+__all__ = ["EXECUTOR", "EXECUTOR_REASON"]

@@ -1,0 +1,256 @@
+"""What Numba's simulator can see beyond results: each access of a kernel to an array, and who comes before whom."""
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numba.cuda.np.numpy_support import as_dtype
+from numba.cuda.simulator import kernelapi
+from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray
+from numba.cuda.simulator.kernel import BlockManager, BlockThread
+from numba.cuda.types import Type
+
+from moeblaze_ref.runtime.poison import poison
+
+NATURAL, REVERSE, TURNS = range(3)  # the orders of a block's threads; in the last they take turns at every write
+ATTRIBUTES = ("shape", "size", "ndim", "dtype", "strides", "itemsize", "nbytes")  # what a kernel may ask of an array
+_WHOLE = (int, np.integer)
+_ATOMICS = tuple(lock for lock in vars(kernelapi).values() if isinstance(lock, type(threading.Lock())))
+
+
+@dataclass
+class Accesses:
+    """Elements that threads asked for, of one array; a list, since appending is atomic and counting is not."""
+
+    reads: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+
+
+class CountingArray(FakeCUDAArray):
+    """A device array of the simulator that notes each access, and names itself if one is out of bounds.
+
+    A negative index is refused: Numba counts it from the end, but CUDA C++ does not. So is what takes the array as a
+    whole, as numpy's functions do: no kernel on a GPU has them, and their reads would not be counted.
+
+    Parameters
+    ----------
+    array : ndarray
+    name : str
+        For messages.
+    accesses : Accesses, optional
+        Where to note; a new one by default.
+    """
+
+    def __init__(self, array: np.ndarray, name: str = "the array", accesses: Accesses | None = None):
+        super().__init__(array)
+        self.name, self.accesses = name, accesses or Accesses()
+
+    def __getitem__(self, index):
+        part = self._at(index)
+        if isinstance(part, np.ndarray):
+            return CountingArray(part, self.name, self.accesses)  # nothing is read yet
+        self.accesses.reads.append(1)
+        return part
+
+    def __setitem__(self, index, value):
+        _pause()
+        self.accesses.writes.append(np.size(self._at(index)))
+        super().__setitem__(index, value)
+
+    def __getattr__(self, name):
+        return super().__getattr__(self.allowed(name))
+
+    def allowed(self, name: str) -> str:
+        """The name of an attribute that a kernel may ask for.
+
+        Raises
+        ------
+        TypeError
+            If it is none of ``ATTRIBUTES``.
+        """
+        if name not in ATTRIBUTES:
+            raise TypeError(f"{self.name} is used as a whole ({name}), but a kernel reads and writes single elements")
+        return name
+
+    def _at(self, index):
+        try:
+            _refuse_negative(index)
+            return self._ary[index]
+        except IndexError as error:
+            shape = ", ".join(map(str, self._ary.shape))
+            raise IndexError(f"out-of-bounds access to {self.name}, which has shape ({shape}): {error}") from None
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that threads asked to read."""
+        return sum(self.accesses.reads) * self._ary.itemsize
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that threads asked to write."""
+        return sum(self.accesses.writes) * self._ary.itemsize
+
+
+def _refuse_negative(index):
+    for axis, part in enumerate(index if isinstance(index, tuple) else (index,)):
+        if isinstance(part, _WHOLE) and part < 0:
+            raise IndexError(f"index {part} on axis {axis} is negative")
+
+
+def _attribute(array: FakeWithinKernelCUDAArray, name: str):
+    """An attribute of an array in a kernel; a device array has others, whose reads would not be counted."""
+    return getattr(array._item, array._item.allowed(name))
+
+
+def _shared_array(shared: kernelapi.FakeCUDAShared, shape, dtype, alignment=None) -> FakeWithinKernelCUDAArray:
+    """``cuda.shared.array``, watched: of a fixed size it is told from others by the line that asks, as Numba does."""
+    _begin_block(shared, tuple(threading.current_thread().blockIdx))
+    dtype = _numpy_dtype(dtype)
+    if shape == 0:
+        array = np.frombuffer(shared._dynshared.data, dtype, shared._dynshared_size // dtype.itemsize)
+    else:
+        caller = sys._getframe(1)
+        place = caller.f_code, caller.f_lineno
+        if place not in shared._allocations:
+            shared._allocations[place] = poison(np.empty(shape, dtype))
+        array = shared._allocations[place]
+    return FakeWithinKernelCUDAArray(CountingArray(array, "an array in shared memory"))
+
+
+def _begin_block(shared: kernelapi.FakeCUDAShared, block: tuple[int, ...]):
+    """A block finds poison in its shared memory, not zeros, nor what the block before has left."""
+    if getattr(shared, "block", None) != block:
+        shared.block = block
+        shared._allocations.clear()
+        poison(shared._dynshared[: shared._dynshared_size // 2 * 2].view(np.uint16))
+
+
+def _local_array(local: kernelapi.FakeCUDALocal, shape, dtype, alignment=None) -> np.ndarray:
+    """``cuda.local.array``, poisoned."""
+    return poison(np.empty(shape, _numpy_dtype(dtype)))
+
+
+def _numpy_dtype(dtype) -> np.dtype:
+    return as_dtype(dtype) if isinstance(dtype, Type) else np.dtype(dtype)
+
+
+class BarrierMissed(Exception):
+    """Some thread of a block met a barrier that another did not: the simulator goes on, a GPU may wait for ever."""
+
+
+class _Turn(BlockThread):
+    """A thread of a block that runs when told to, to its next stop: a barrier, its end or, if ``often``, a write."""
+
+    def __init__(self, *args: Any, often: bool):
+        super().__init__(*args)
+        self.often, self.barriers, self.waits, self.ended = often, 0, False, False
+        self.turn, self.stopped = threading.Lock(), threading.Lock()  # held until it may go, and until it has stopped
+        self.turn.acquire()
+        self.stopped.acquire()
+
+    def run(self):
+        try:
+            super().run()
+        except BaseException as error:  # such as KeyboardInterrupt, which the simulator takes for an end like any other
+            place = f"tid={list(self.threadIdx)} ctaid={list(self.blockIdx)}"
+            self.exception = RuntimeError(f"{place}: the kernel raises {type(error).__name__}"), error.__traceback__
+        self.ended = True
+        self.stopped.release()
+
+    def go(self):
+        """Run to the next stop; raises what the kernel raised."""
+        self.waits = False
+        if self.ident is None:
+            self.start()
+        else:
+            self.turn.release()
+        self.stopped.acquire()
+        if self.exception:
+            error, where = self.exception
+            raise error.with_traceback(where)
+
+    def give_up(self):
+        """End here, if on the way."""
+        self.abort = True
+        self.turn.release()
+
+    def syncthreads(self):
+        self.barriers += 1
+        self.waits = True
+        self._stop()
+
+    def pause(self):
+        """Before a write: let the others read what it is about to change, unless it is part of an atomic operation."""
+        if self.often and not any(lock.locked() for lock in _ATOMICS):
+            self._stop()
+
+    def _stop(self):
+        self.stopped.release()
+        self.turn.acquire()
+        if self.abort:
+            raise RuntimeError("another thread has failed")
+
+
+def _pause():
+    thread = threading.current_thread()
+    if isinstance(thread, _Turn):
+        thread.pause()
+
+
+def _run_block(manager: BlockManager, block: tuple[int, ...], *args: Any, order: int):
+    """A block, one thread at a time, from barrier to barrier."""
+    kernel = functools.partial(manager._f, *args)
+    points = np.ndindex(*manager._block_dim)
+    threads = [_Turn(kernel, manager, block, point, manager._debug, often=order == TURNS) for point in points]
+    threads.sort(key=lambda thread: thread.thread_id, reverse=order == REVERSE)
+    try:
+        while alive := [thread for thread in threads if not thread.ended]:
+            while alive:
+                for thread in alive:
+                    thread.go()
+                alive = [thread for thread in alive if not thread.waits and not thread.ended]
+    finally:
+        for thread in threads:
+            thread.give_up()
+    _check_barriers(block, sorted(threads, key=lambda thread: thread.thread_id))
+
+
+def _check_barriers(block: tuple[int, ...], threads: list[_Turn]):
+    most, least = (choose(threads, key=lambda thread: thread.barriers) for choose in (max, min))
+    if most.barriers != least.barriers:
+        raise BarrierMissed(
+            f"block {block}: thread {most.thread_id} reaches cuda.syncthreads() {most.barriers} times and thread "
+            f"{least.thread_id} {least.barriers} times; every thread of a block must reach every barrier"
+        )
+
+
+@contextlib.contextmanager
+def watched(order: int) -> Iterator[None]:
+    """Launches inside run a block's threads one at a time, NATURAL, REVERSE or in TURNS, and watch their shared memory,
+    which begins poisoned, as local arrays do.
+
+    Raises
+    ------
+    BarrierMissed
+        By a launch of which some thread misses a barrier.
+    """
+    ours = {
+        (BlockManager, "run"): functools.partialmethod(_run_block, order=order),
+        (kernelapi.FakeCUDAShared, "array"): _shared_array,
+        (kernelapi.FakeCUDALocal, "array"): _local_array,
+        (FakeWithinKernelCUDAArray, "__array_ufunc__"): None,
+        (FakeWithinKernelCUDAArray, "__getattr__"): _attribute,
+    }
+    numbas = {(owner, name): getattr(owner, name) for owner, name in ours}
+    try:
+        for (owner, name), value in ours.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in numbas.items():
+            setattr(owner, name, value)

@@ -1,0 +1,187 @@
+"""What happens between the two GEMMs: y_swi = act(a) * b, or act(a) without a gate.
+
+Source: MoEBlaze (arXiv 2601.05296), section 5, for SwiGLU and its derivative. Each
+nonlinearity is written beside its slope; the gated names reuse them.
+"""
+
+import math
+
+import numpy as np
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import ACTIVATIONS, is_gated
+from moeblaze_ref.backends.numpy_ref import DTYPES
+
+GELU_CUBIC = 0.044715  # of the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415)
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])  # otypes: without it, empty arrays raise
+
+
+def _sigmoid(a):
+    decay = np.exp(-np.abs(a))  # in (0, 1]: cannot overflow, and stays exact far below zero
+    return np.where(a >= 0, 1.0, decay) / (1.0 + decay)
+
+
+def _silu(a):
+    return a * _sigmoid(a)
+
+
+def _silu_slope(a):
+    s = _sigmoid(a)
+    return s * (1.0 + a * (1.0 - s))
+
+
+def _normal_cdf(a):
+    return 0.5 * _erfc(a * -math.sqrt(0.5)).astype(a.dtype)
+
+
+def _gelu(a):
+    return a * _normal_cdf(a)
+
+
+def _gelu_slope(a):
+    density = np.exp(-0.5 * a * a) / math.sqrt(2.0 * math.pi)
+    return _normal_cdf(a) + a * density
+
+
+# 0.5 (1 + tanh u) is the sigmoid of 2u: the tanh form of GELU is a SiLU of a bent argument.
+def _gelu_tanh_argument(a):
+    return math.sqrt(8.0 / math.pi) * (a + GELU_CUBIC * a * a * a)
+
+
+def _gelu_tanh(a):
+    return a * _sigmoid(_gelu_tanh_argument(a))
+
+
+def _gelu_tanh_slope(a):
+    s = _sigmoid(_gelu_tanh_argument(a))
+    argument_slope = math.sqrt(8.0 / math.pi) * (1.0 + 3.0 * GELU_CUBIC * a * a)
+    return s * (1.0 + a * (1.0 - s) * argument_slope)
+
+
+def _relu(a):
+    return np.maximum(a, 0.0)
+
+
+def _relu_slope(a):
+    return (a > 0).astype(a.dtype)  # 0 at the kink, as in torch
+
+
+def _relu2(a):
+    return np.square(_relu(a))
+
+
+def _relu2_slope(a):
+    return 2.0 * _relu(a)
+
+
+_NONLINEARITY = {  # name: (act, its slope)
+    "silu": (_silu, _silu_slope),
+    "gelu": (_gelu, _gelu_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
+    "relu": (_relu, _relu_slope),
+    "relu2": (_relu2, _relu2_slope),
+    "swiglu": (_silu, _silu_slope),
+    "geglu": (_gelu, _gelu_slope),
+    "reglu": (_relu, _relu_slope),
+}
+
+
+def _check(a, b, activation):
+    gated = is_gated(activation)
+    checks.check_second_projection("b", b, gated, activation)
+    checks.check_tensor("a", a, {"R": None, "h": None}, DTYPES)
+    if gated:
+        checks.check_tensor("b", b, {"R": a.shape[0], "h": a.shape[1]}, (str(a.dtype),))
+
+
+def act(a, activation):
+    """The nonlinearity alone, without the product by b.
+
+    Parameters
+    ----------
+    a : ndarray (R, h), float64 or float32
+        Pre-activations x w1, finite.
+    activation : str
+        One of ``config.ACTIVATIONS``; a gated name stands for the nonlinearity inside it.
+
+    Returns
+    -------
+    ndarray (R, h)
+        act(a), in the dtype of ``a``.
+
+    Raises
+    ------
+    ValueError
+        If the name is unknown, the rank is not 2, or a value is not finite.
+    TypeError
+        If the dtype is not allowed.
+    """
+    checks.check_name("activation", activation, ACTIVATIONS)
+    checks.check_tensor("a", a, {"R": None, "h": None}, DTYPES)
+    return _NONLINEARITY[activation][0](a)
+
+
+def forward(a, b, activation):
+    """The hidden activation of every routed row: act(a) * b if gated, else act(a).
+
+    Parameters
+    ----------
+    a : ndarray (R, h), float64 or float32
+        x w1 in expert order, finite.
+    b : ndarray (R, h) or None
+        x w2 in expert order, the dtype of ``a``; None exactly for the ungated activations.
+    activation : str
+        One of ``config.ACTIVATIONS``.
+
+    Returns
+    -------
+    y_swi : ndarray (R, h)
+
+    Raises
+    ------
+    ValueError
+        If the name is unknown, shapes disagree, a value is not finite, or b is missing or superfluous.
+    TypeError
+        If a dtype is not allowed.
+
+    Notes
+    -----
+    MoEBlaze, section 5: Y_swi = SiLU(A) * B.
+    """
+    _check(a, b, activation)
+    act_a = _NONLINEARITY[activation][0](a)  # (R, h)
+    return act_a if b is None else act_a * b
+
+
+def backward(d_y, a, b, activation):
+    """Gradients of a and b, with act(a) computed again instead of kept.
+
+    Parameters
+    ----------
+    d_y : ndarray (R, h)
+        Gradient of y_swi, the dtype of ``a``, finite.
+    a, b, activation
+        As they went into `forward`.
+
+    Returns
+    -------
+    d_a : ndarray (R, h)
+    d_b : ndarray (R, h) or None
+        None for the ungated activations.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+
+    Notes
+    -----
+    MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A).
+    """
+    _check(a, b, activation)
+    checks.check_tensor("d_y", d_y, {"R": a.shape[0], "h": a.shape[1]}, (str(a.dtype),))
+    nonlinearity, slope = _NONLINEARITY[activation]
+    if b is None:
+        return d_y * slope(a), None
+    return d_y * b * slope(a), d_y * nonlinearity(a)  # (R, h), (R, h)

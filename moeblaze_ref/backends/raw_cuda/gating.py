@@ -1,0 +1,338 @@
+"""Gating in raw CUDA: launches kernels_cuda/gating/."""
+
+import functools
+import math
+from numbers import Real
+from typing import Any
+
+from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
+from moeblaze_ref.core.structures import Array, Gating
+
+DTYPES = ("float32",)
+RUNGS = {"1_naive": DTYPES, "2_warp": DTYPES}
+DEFAULT_RUNG = "2_warp"
+THREADS = 256
+WARP = 32
+_NUMBERS = (float, Real)  # an abstract class alone is slow to answer
+TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
+
+
+def constants(
+    rung: str, num_experts: int, renormalize: bool = False, balance: bool = False, pack: int = 4
+) -> dict[str, int]:
+    """Preprocessor constants of a rung's file.
+
+    Parameters
+    ----------
+    rung : str
+        One of ``RUNGS``.
+    num_experts : int
+        E.
+    renormalize, balance : bool
+        Whether gates are divided by their sum, and whether the load-balancing loss has a gradient.
+    pack : int
+        Columns that may be moved at once: 1, 2 or 4.
+    """
+    chosen = {"THREADS": THREADS, "RENORMALIZE": int(bool(renormalize)), "BALANCE": int(balance)}
+    if rung == "2_warp":
+        chosen["PER_LANE"] = columns_per_lane(num_experts)
+        chosen["PACK"] = math.gcd(num_experts, chosen["PER_LANE"], pack)
+    return chosen
+
+
+@functools.cache
+def columns_per_lane(num_experts: int) -> int:
+    """Columns of a row that a lane of 2_warp holds: a power of two, so that few builds serve every E."""
+    return 1 << (ceil_div(num_experts, WARP) - 1).bit_length()
+
+
+def list_bytes(rung: str, num_experts: int) -> int:
+    """Shared memory of a block of softmax_top_k: 2_warp keeps every lane's columns there, in order, and the choices."""
+    return 8 * THREADS * (columns_per_lane(num_experts) + 2) if rung == "2_warp" else 0
+
+
+def _prepare(executor: Executor | None, rung: str, rows: Array, k: int = 1) -> Executor:
+    """The executor for an (L, E) array, once the rung and the sizes are known to be possible."""
+    checks.check_kernel_limits(rows.shape[1], k)
+    checks.check_name("rung of gating", rung, RUNGS)
+    return executor or executor_for(rows)
+
+
+def _over_tokens(
+    executor: Executor,
+    rung: str,
+    kernel: str,
+    rows: Array,
+    renormalize: bool = False,
+    balance: bool = False,
+    shared_bytes: int = 0,
+    **arguments: Any,
+):
+    """Run a kernel of the rung over every token of an (L, E) array; no token, no launch."""
+    L, E = rows.shape
+    if L:
+        module = executor.load(f"gating/{rung}.cu", **constants(rung, E, renormalize, balance, widest_pack(rows, E)))
+        launch = {"grid": ceil_div(L, TOKENS[rung]), "block": THREADS, "shared_bytes": shared_bytes}
+        module.launch(kernel, **launch, L=L, E=E, **arguments)
+
+
+def expert_shares(topk_experts: Array, num_experts: int, executor: Executor | None = None) -> Array:
+    """The part of the R routed rows that each expert gets.
+
+    Parameters
+    ----------
+    topk_experts : array (L, k), int32
+    num_experts : int
+        E.
+    executor : Executor, optional
+        Default: by where ``topk_experts`` lives.
+
+    Returns
+    -------
+    shares : array (E,), float32
+        Unwritten if there is no token.
+    """
+    executor = executor or executor_for(topk_experts)
+    L, k = topk_experts.shape
+    shares = executor.empty((num_experts,), "float32")
+    if L == 0:
+        return shares
+    tiles = ceil_div(L, THREADS)
+    counts = executor.empty((tiles, num_experts), "int32")
+    module = executor.load("gating/0_sums.cu", THREADS=THREADS)
+    module.launch(
+        "expert_counts",
+        grid=tiles,
+        block=THREADS,
+        shared_bytes=4 * num_experts * THREADS // WARP,
+        topk_experts=topk_experts,
+        counts=counts,
+        L=L,
+        E=num_experts,
+        k=k,
+    )
+    module.launch(
+        "expert_shares",
+        grid=num_experts,
+        block=THREADS,
+        counts=counts,
+        shares=shares,
+        tiles=tiles,
+        E=num_experts,
+        R=L * k,
+    )
+    return shares
+
+
+def _sum_terms(executor: Executor, terms: Array, scale: float) -> Array:
+    """scale * the sum of the blocks' terms, 0-d."""
+    total = executor.empty((), "float32")
+    module = executor.load("gating/0_sums.cu", THREADS=THREADS)
+    module.launch("sum_terms", grid=1, block=THREADS, terms=terms, total=total, scale=scale, num_terms=terms.shape[0])
+    return total
+
+
+def _empty_terms(executor: Executor, rung: str, num_tokens: int) -> Array:
+    """Room for what each block leaves of a loss."""
+    return executor.empty((ceil_div(num_tokens, TOKENS[rung]),), "float32")
+
+
+def forward(
+    logits: Array, k: int, renormalize: bool = False, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+) -> Gating:
+    """Probabilities, chosen experts and gates of every token, by one kernel.
+
+    Parameters
+    ----------
+    logits : array (L, E), float32, C-contiguous
+        x wg, finite; E is at most 1,024. A numpy array runs on the SIMT executor, a CuPy array on the GPU.
+    k : int
+        Experts per token, 1..E and at most 32.
+    renormalize : bool
+        Divide the chosen gates of a token by their sum.
+    executor : Executor, optional
+        Another executor for arrays of that kind.
+    rung : str
+        One of ``RUNGS``.
+
+    Returns
+    -------
+    Gating
+        probs (L, E) float32, topk_experts (L, k) int32, gates (L, k) float32: arrays of the same
+        kind as ``logits``. The choice is the specification's, ties to the lower expert id.
+
+    Raises
+    ------
+    ValueError
+        If a logit is NaN or infinite, k > E, a size or the rung is not allowed, or rows are not contiguous.
+    TypeError
+        If the dtype is not allowed or k is not an integer.
+
+    Notes
+    -----
+    MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E).
+    """
+    stage_contracts.check_gating_forward(logits, k, DTYPES)
+    executor = _prepare(executor, rung, logits, k)
+    L, E = logits.shape
+    gating = Gating(
+        probs=executor.empty((L, E), "float32"),
+        topk_experts=executor.empty((L, k), "int32"),
+        gates=executor.empty((L, k), "float32"),
+    )
+    arrays = {"logits": logits, **gating._asdict()}
+    _over_tokens(executor, rung, "softmax_top_k", logits, renormalize, shared_bytes=list_bytes(rung, E), **arrays, k=k)
+    return gating
+
+
+def backward(
+    d_gates: Array,
+    logits: Array,
+    topk_experts: Array,
+    renormalize: bool = False,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+    shares: Array | None = None,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
+) -> Array:
+    """Gradient of the logits from those of the gates and of both losses, by one kernel over the rows.
+
+    Parameters
+    ----------
+    d_gates : array (L, k), float32
+    logits : array (L, E), float32
+        Those of `forward`: the probabilities are made again, in registers.
+    topk_experts : array (L, k), int32
+        As `forward` chose them; the choice itself has no gradient.
+    renormalize : bool
+        As in `forward`.
+    d_load_balancing_loss, d_router_z_loss : float or array (), float32 or float64
+        Gradients of the losses. An array on the GPU is read there: the host does not wait for its value.
+    shares : array (E,), float32, optional
+        As in `load_balancing_loss`.
+    executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    d_logits : array (L, E), float32
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree, an expert id is out of range or doubled, a value is not finite, or as `forward`.
+    TypeError
+        If a dtype is not allowed.
+
+    Notes
+    -----
+    MoEBlaze, section 2, for the gates; the losses as in `load_balancing_loss` and `router_z_loss`.
+    """
+    d_losses = d_load_balancing_loss, d_router_z_loss
+    stage_contracts.check_gating_backward(d_gates, logits, topk_experts, *d_losses, DTYPES)
+    k = topk_experts.shape[1]
+    executor = _prepare(executor, rung, logits, k)
+    L, E = logits.shape
+    d_logits = executor.empty((L, E), "float32")
+    if L == 0:
+        return d_logits
+    balance = not (isinstance(d_load_balancing_loss, _NUMBERS) and d_load_balancing_loss == 0)
+    nothing = executor.empty((0,), "float32")
+    if not balance:
+        shares = nothing
+    elif shares is None:
+        shares = expert_shares(topk_experts, E, executor)
+    _over_tokens(
+        executor,
+        rung,
+        "d_logits",
+        logits,
+        renormalize,
+        balance,
+        d_gates=d_gates,
+        logits=logits,
+        topk_experts=topk_experts,
+        shares=shares,
+        d_load_balancing_loss=_on_device(executor, d_load_balancing_loss) if balance else nothing,
+        d_router_z_loss=_on_device(executor, d_router_z_loss),
+        d_logits=d_logits,
+        k=k,
+    )
+    return d_logits
+
+
+def _on_device(executor: Executor, value: float | Array) -> Array:
+    """A number as an array that a kernel can read; an array stays where it is."""
+    if isinstance(value, _NUMBERS):
+        return executor.full((1,), "float32", value)
+    return executor.cast(value, "float32")
+
+
+def load_balancing_loss(
+    probs: Array,
+    topk_experts: Array,
+    shares: Array | None = None,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
+) -> Array:
+    """Switch loss E * sum_e f_e P_e: f_e the share of routed rows, P_e the mean probability.
+
+    Parameters
+    ----------
+    probs : array (L, E), float32
+    topk_experts : array (L, k), int32
+    shares : array (E,), float32, optional
+        f_e of a larger batch, of which these tokens are a part. Default: `expert_shares`.
+    executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    array (), float32
+        1 for a perfectly balanced router, 0 for no tokens. It stays where ``probs`` is.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `backward`.
+
+    Notes
+    -----
+    Switch Transformer's auxiliary loss, with the R = L * k routed rows of a top-k router in place of its L.
+    """
+    stage_contracts.check_routing(probs, topk_experts, DTYPES)
+    executor = _prepare(executor, rung, probs, topk_experts.shape[1])
+    L, E = probs.shape
+    if shares is None:
+        shares = expert_shares(topk_experts, E, executor)
+    terms = _empty_terms(executor, rung, L)
+    _over_tokens(executor, rung, "load_balancing_terms", probs, probs=probs, shares=shares, terms=terms)
+    return _sum_terms(executor, terms, scale=E / max(L, 1))
+
+
+def router_z_loss(logits: Array, executor: Executor | None = None, rung: str = DEFAULT_RUNG) -> Array:
+    """ST-MoE's mean over tokens of logsumexp(logits)**2, which keeps the logits small.
+
+    Parameters
+    ----------
+    logits : array (L, E), float32
+    executor, rung
+        As in `forward`.
+
+    Returns
+    -------
+    array (), float32
+        0 for no tokens. It stays where ``logits`` is.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    stage_contracts.check_logits(logits, DTYPES)
+    executor = _prepare(executor, rung, logits)
+    terms = _empty_terms(executor, rung, len(logits))
+    _over_tokens(executor, rung, "router_z_terms", logits, logits=logits, terms=terms)
+    return _sum_terms(executor, terms, scale=1.0 / max(len(logits), 1))

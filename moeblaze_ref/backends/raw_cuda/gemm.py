@@ -1,0 +1,239 @@
+"""What the expert stages' launches share: C types, constants, and what may be absent."""
+
+import functools
+import math
+from math import gcd
+from typing import Any
+
+import ml_dtypes  # registers bfloat16 with numpy
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
+from moeblaze_ref.backends.raw_cuda.tiles import MmaTile, Tile
+from moeblaze_ref.core.structures import Array, Dispatch
+
+THREADS = 256
+WARP = 32
+TILE = 64  # rows and columns of a block's result in tiled_matmul.cuh
+TF32 = "3_mma_tf32"  # rung 3_mma on floats, rounded to 10 bits of mantissa before they are multiplied: by name alone
+TENSOR_CORES = ("3_mma", TF32, "4_hopper")
+ALIGNMENT = 16  # bytes: their kernels move as many at a time
+HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
+HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
+HOPPER_COLUMNS = 256
+# Boundary, stages, finished part of a tile, barriers.
+HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
+SHARES_BYTES = (1 + 400) * 4  # of shares.cuh: a block's tiles of a weight gradient
+MAX_WIDTH = 2**30  # of rows: kernels count the columns of two matrices in 32 bits
+MAX_TILES = 2**30  # of a launch: kernels number them in 32 bits, and blocks that stay look one turn ahead
+MAX_GATHERED = 2**35  # elements that rung 4_hopper gathers from: it counts them by 8 in 32 bits
+MANY_ELEMENTS = 2**26  # of all rows: with fewer, a second launch costs more than the memory is worth
+# Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
+ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
+DEPTH_BOX = (64, 64)  # rows that are the depth
+WEIGHTS_BOX = (64, 64, 1)  # of one expert's matrix, rows that are the depth
+WEIGHTS_TRANSPOSED_BOX = (64, 256, 1)  # the depth along them
+C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+WIDE = tuple(C_TYPE)  # dtypes of the rungs without tensor cores
+NARROW = ("float16", "bfloat16")  # of tensor cores
+BFLOAT16 = ml_dtypes.bfloat16
+RUNGS = {"1_naive": WIDE, "2_tiled": WIDE, "3_mma": NARROW, TF32: ("float32",), HOPPER: NARROW}  # of both projections
+
+
+@functools.cache
+def file_of(stage: str, rung: str) -> str:
+    """The kernel file of a rung."""
+    return f"{stage}/{'3_mma' if rung == TF32 else rung}.cu"
+
+
+@functools.cache
+def constants(dtype: str, activation: str | None = None, tile: Tile | None = None) -> dict[str, Any]:
+    """Preprocessor constants of a kernel file for this dtype, activation and tile."""
+    chosen = {"Scalar": C_TYPE[dtype], "THREADS": THREADS}
+    if activation is not None:
+        chosen |= {"ACTIVATION": activation}
+    return chosen if tile is None else chosen | tile.constants(2 if dtype in NARROW else 4)
+
+
+def sum_rows(
+    executor: Executor,
+    rows: Array,
+    row_of_slot: Array,
+    k: int,
+    out: Array,
+    gates: Array | None = None,
+    first: int = 0,
+):
+    """Each token's sum of its k ``rows`` (R, width), times its gates if there are any, see gather_sum.cuh.
+
+    It fills as many columns of ``out`` (L, d), from ``first`` on; the others stay as they are.
+    """
+    (L, pitch), width = out.shape, rows.shape[1]
+    if L * width == 0:
+        return
+    file, kernel, operands = "expert_up/0_sum_rows.cu", "sum_rows", {"rows": rows, "d_x": out}
+    if gates is not None:
+        file, kernel, operands = "combine/2_vector.cu", "combine", {"y": rows, "gates": gates, "out": out}
+    pack = widest_pack(rows, gcd(first, width, pitch))
+    executor.load(file, **constants(checks.dtype_of(rows)), PACK=pack).launch(
+        kernel,
+        **per_element(WARP * L),  # a warp a token
+        **operands,
+        token_index_map=row_of_slot,
+        L=L,
+        d=width,
+        k=k,
+        pitch=pitch,
+        first=first,
+    )
+
+
+def parts_of_rows(rung: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
+    """Which columns of the rows (R, d) that sum to the output or to d_x exist at one time: the first, and how many.
+
+    All of them; but two halves, one after the other, where the rows are wider than the hidden tensors that live beside
+    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. Rung 4_hopper alone
+    takes a part of a weight: its tensor maps do.
+    """
+    if rung != HOPPER or d <= h or R * d < MANY_ELEMENTS:
+        return [(0, d)]
+    half = HOPPER_COLUMNS * ceil_div(d, 2 * HOPPER_COLUMNS)  # whole tiles
+    return [(first, min(half, d - first)) for first in range(0, d, half)]
+
+
+def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
+    """The array, or an empty one where an ungated activation has none: a pointer that no kernel follows."""
+    return executor.empty((0,), checks.dtype_of(like)) if array is None else array
+
+
+def operand(executor: Executor, rung: str, array: Array, box: tuple[int, ...]) -> Any:
+    """An operand as the rung's kernel takes it: where it begins, or a tensor map of boxes."""
+    return executor.tensor_map(array, box) if rung == HOPPER else array
+
+
+def second_operand(executor: Executor, rung: str, array: Array | None, first: Array, box: tuple[int, ...]):
+    """The same of d_b or w2, which ungated activations do not have: then something that no kernel reads."""
+    if rung == HOPPER:
+        return executor.tensor_map(first if array is None else array, box)
+    return or_nothing(executor, array, first)
+
+
+def mapped_too(executor: Executor, rung: str, name: str, array: Array) -> dict[str, Any]:
+    """The argument NAME_map of a kernel that takes the array itself as well: rung 4_hopper alone has it."""
+    return {f"{name}_map": executor.tensor_map(array, DEPTH_BOX)} if rung == HOPPER else {}
+
+
+@functools.cache
+def portable_rung(dtype: str, d: int, h: int) -> str:
+    """The fastest rung that runs on every GPU and computes in this dtype at these widths; never ``TF32``."""
+    return "2_tiled" if dtype not in NARROW or d % 8 or h % 8 else "3_mma"
+
+
+def check_rung(
+    stage: str,
+    rung: str,
+    rungs: dict[str, tuple[str, ...]],
+    array: Array,
+    gathered: tuple[str, Array] | None = None,
+    **widths: int,
+) -> str:
+    """Return the array's dtype, in which the rung computes. It must take rows of these widths, and gather from an array.
+
+    ``gathered`` has the name and the array. The checks call no function: each training step makes them.
+    """
+    dtype = checks.dtype_of(array)
+    if dtype not in rungs.get(rung, ()):
+        checks.check_name(f"rung of {stage}", rung, rungs)
+        able = [name for name, dtypes in rungs.items() if dtype in dtypes]
+        raise TypeError(
+            f"rung {rung} of {stage} computes in {' or '.join(rungs[rung])}, but x is {array.dtype}"
+            + (f"; rungs for it: {', '.join(able)}" if able else "")
+        )
+    for name, width in widths.items():
+        if width > MAX_WIDTH:
+            raise ValueError(f"{name} is {width}, but must be at most 2**30 = {MAX_WIDTH}")
+        if rung in TENSOR_CORES and width % 8:  # they move 16 bytes at a time
+            raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
+    if gathered and rung == HOPPER and (elements := math.prod(gathered[1].shape)) > MAX_GATHERED:
+        raise ValueError(
+            f"{gathered[0]} has {' * '.join(map(str, gathered[1].shape))} = {elements} elements, but rung {rung} gathers "
+            f"from at most 2**35 = {MAX_GATHERED}; use rung 3_mma"
+        )
+    return dtype
+
+
+def check_slots(dispatch: Dispatch):
+    """A lane keeps a slot: the kernels that sum a token's rows have 32."""
+    checks.check_int("dispatch.k", dispatch.k, at_least=1, at_most=checks.MAX_TOP_K)
+
+
+def rows_launch(
+    executor: Executor,
+    rung: str,
+    dispatch: Dispatch,
+    width: int,
+    tile: Tile | None = None,
+    results: int = 1,
+    crowded: bool = True,
+) -> dict[str, Any]:
+    """Launch over every routed row and ``width`` columns, each expert's rows apart.
+
+    The naive rung covers the longest group that there can be (L rows) for every expert; the
+    tiled ones cover the most tiles that R rows in E groups can fill, since the device alone
+    knows the lengths. Threads or blocks beyond leave at once. Hopper's blocks stay, and find
+    their tiles themselves. ``results`` is the number of products that share their rows;
+    ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, else four.
+    """
+    if rung == "1_naive":
+        return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
+    rows, columns = (ROWS_BOX[1], HOPPER_COLUMNS // results) if rung == HOPPER else extent(tile, results)
+    grid = dispatch.R // rows + min(dispatch.E, dispatch.R), -(-width // columns)
+    if grid[0] * grid[1] > MAX_TILES:
+        raise ValueError(
+            f"R = {dispatch.R} rows of {width} columns are {grid[0] * grid[1]} tiles, but rung {rung} numbers at most "
+            f"2**30 = {MAX_TILES}"
+        )
+    if rung == HOPPER:
+        return persistent(executor.multiprocessors, crowded) | {"E": dispatch.E}
+    return per_tile(tile, grid) | {"E": dispatch.E}
+
+
+def extent(tile: MmaTile | None, results: int = 1) -> tuple[int, int]:
+    """Rows and columns of a block's tile of each result: a tile's, or those of rung 2_tiled."""
+    return (TILE, TILE) if tile is None else (tile.rows, tile.columns // results)
+
+
+def weights_launch(
+    executor: Executor, rung: str, num_experts: int, rows: int, columns: int, tile: Tile | None = None
+) -> dict[str, Any]:
+    """Launch over every element of E matrices (rows, columns)."""
+    if rung == HOPPER:
+        launch = persistent(executor.multiprocessors, crowded=True)
+        return launch | {"shared_bytes": HOPPER_SHARED_BYTES + SHARES_BYTES, "E": num_experts}
+    if rung == "1_naive":
+        return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
+    tile_rows, tile_columns = extent(tile)
+    return per_tile(tile, (ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts))
+
+
+@functools.cache
+def persistent(multiprocessors: int, crowded: bool) -> dict[str, Any]:
+    """Launch of Hopper's kernels: a block for each multiprocessor."""
+    return {"grid": multiprocessors, "block": HOPPER_THREADS[crowded], "shared_bytes": HOPPER_SHARED_BYTES}
+
+
+def per_tile(tile: MmaTile | None, grid: tuple[int, ...]) -> dict[str, Any]:
+    """Launch with a block for each tile: a tile's threads, or those of rung 2_tiled."""
+    if tile is None:
+        return {"grid": grid, "block": THREADS}
+    return {"grid": grid, "block": tile.threads, "shared_bytes": tile.shared_bytes}
+
+
+def per_element(elements: int) -> dict[str, Any]:
+    """Launch with one thread an element."""
+    return {"grid": ceil_div(elements, THREADS), "block": THREADS}
+
+
+def gate_terms(rung: str, h: int, tile: Tile | None = None) -> int:
+    """Partial sums of a row's gate gradient that the rung leaves: one an element, or one a tile of columns."""
+    return h if rung == "1_naive" else ceil_div(h, HOPPER_COLUMNS if rung == HOPPER else extent(tile)[1])

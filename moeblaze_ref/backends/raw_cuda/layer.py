@@ -1,0 +1,162 @@
+"""The whole MoE layer from the raw CUDA stages: the body of ``moeblaze_ref.systems.layer`` over these stages."""
+
+import functools
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.systems import layer
+from moeblaze_ref.systems.layer import Gradients, LayerOutput, MoEWeights, Routed, Saved
+from moeblaze_ref.backends.raw_cuda import activation as activation_stage
+from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, router
+from moeblaze_ref.runtime import Executor, executor_for
+from moeblaze_ref.core.structures import Array
+
+# Of both projections; the other stages run their default rung. "as_printed" is the default rung, but for the output.
+RUNGS = expert_up.RUNGS | expert_down.SUMMED_RUNGS
+
+
+def default_rung(dtype: str, d: int, h: int, executor: Executor) -> str:
+    """The fastest rung that computes in this dtype at these widths on this executor's device.
+
+    Never ``gemm.TF32``: whoever has float32 in mind gets it, and less only by name.
+    """
+    rung = gemm.portable_rung(dtype, d, h)
+    return "4_hopper" if rung == "3_mma" and executor.capability == (9, 0) else rung
+
+
+def forward(
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str = "swiglu",
+    policy: str = "minimal",
+    renormalize: bool = False,
+    topk_experts: Array | None = None,
+    executor: Executor | None = None,
+    rung: str | None = None,
+) -> LayerOutput:
+    """One MoE layer, as `moeblaze_ref.systems.layer.forward` describes.
+
+    Parameters
+    ----------
+    x : array (L, d), float32, float16 or bfloat16
+        A numpy array runs on the SIMT executor, a CuPy array on the GPU; so do all others.
+    weights, k, activation, policy, renormalize, topk_experts
+        As in `moeblaze_ref.systems.layer.forward`.
+    executor : Executor, optional
+        Another executor for arrays of that kind.
+    rung : str, optional
+        One of ``RUNGS``. Default: `default_rung`. ``as_printed`` runs the paper's forward: `expert_up.forward` on the
+        default rung, then `expert_down.summed_forward`. It has no y, so policy ``conventional`` keeps none.
+
+    Returns
+    -------
+    LayerOutput
+        Losses and gates are float32.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `moeblaze_ref.systems.layer.forward`, or if the rung is unknown or does not compute in this dtype.
+    """
+    stages = stages_for(x, weights, executor, rung)
+    return layer.forward(stages, gemm.WIDE, x, weights, k, activation, policy, renormalize, topk_experts)
+
+
+def backward(
+    d_out: Array,
+    saved: Saved,
+    weights: MoEWeights,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+    overwrite: bool = False,
+    wanted: Collection[str] = Gradients._fields,
+    executor: Executor | None = None,
+    rung: str | None = None,
+) -> Gradients:
+    """Every gradient, as `moeblaze_ref.systems.layer.backward` describes; executor and rung as in `forward`."""
+    checks.check_type("saved", saved, Saved)
+    stages = stages_for(saved.x, weights, executor, rung)
+    d_losses = d_load_balancing_loss, d_router_z_loss
+    return layer.backward(stages, gemm.WIDE, d_out, saved, weights, *d_losses, overwrite, wanted)
+
+
+def route(
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str = "swiglu",
+    renormalize: bool = False,
+    topk_experts: Array | None = None,
+    executor: Executor | None = None,
+) -> Routed:
+    """Who goes where, by which gates, as `moeblaze_ref.systems.layer.route` describes; executor as in `forward`."""
+    stages = stages_for(x, weights, executor, None)
+    return layer.route(stages, gemm.WIDE, x, weights, k, activation, renormalize, topk_experts)
+
+
+def router_gradients(
+    d_gates: Array,
+    x: Array,
+    weights: MoEWeights,
+    topk_experts: Array,
+    renormalize: bool = False,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+    wanted: Collection[str] = Gradients._fields,
+    executor: Executor | None = None,
+) -> tuple[Array | None, Array | None]:
+    """d_x through the router alone, and d_wg, as `moeblaze_ref.systems.layer.router_gradients`; executor as in `forward`."""
+    stages, d_losses = stages_for(x, weights, executor, None), (d_load_balancing_loss, d_router_z_loss)
+    return layer.router_gradients(stages, d_gates, x, weights.wg, topk_experts, renormalize, *d_losses, wanted)
+
+
+def stages_for(x: Array, weights: MoEWeights, executor: Executor | None, rung: str | None) -> layer.Stages:
+    """The stages with the executor and the rung already chosen."""
+    checks.check_type("weights", weights, MoEWeights)
+    executor = executor or executor_for(x)
+    kind = _SummedStages if rung in expert_down.SUMMED_RUNGS else _Stages
+    if rung is None or kind is _SummedStages:
+        rung = default_rung(checks.dtype_of(x), *weights.w1.shape[1:], executor)
+    return _bound_stages(executor, rung, kind)
+
+
+class _Stages(layer.Stages):
+    """Stages of which the last may have y in parts, where the whole would cost a step its peak."""
+
+    def output(self, tensors, w3, dispatch, gates, kept):
+        in_parts = None if "y" in kept else self.expert_down.output_in_parts(tensors["y_swi"], w3, gates, dispatch)
+        return super().output(tensors, w3, dispatch, gates, kept) if in_parts is None else in_parts
+
+
+class _SummedStages(layer.Stages):
+    """Stages of which the last sums over a token's experts in its epilogue, as the paper prints it: y never exists."""
+
+    def output(self, tensors, w3, dispatch, gates, kept):
+        y_swi = tensors["y_swi"] if "y_swi" in kept else tensors.pop("y_swi")
+        return self.expert_down.summed_forward(y_swi, w3, gates, dispatch, rung=expert_down.SUMMED_RUNG)
+
+
+@functools.cache
+def _bound_stages(executor, rung, kind) -> layer.Stages:
+    return kind(
+        router=_Bound(router, executor=executor),
+        gating=_Bound(gating, executor=executor),
+        dispatch=_Bound(dispatch, executor=executor),
+        expert_up=_Bound(expert_up, executor=executor, rung=rung),
+        activation=_Bound(activation_stage, executor=executor),
+        expert_down=_Bound(expert_down, executor=executor, rung=rung),
+        combine=_Bound(combine, executor=executor),
+    )
+
+
+class _Bound:
+    """A stage whose functions are called with these options."""
+
+    def __init__(self, module: ModuleType, **options: Any):
+        self._module, self._options = module, options
+
+    def __getattr__(self, name: str):
+        return functools.partial(getattr(self._module, name), **self._options)

@@ -1,0 +1,226 @@
+"""Which tile a tensor-core kernel is compiled for: the committed table's for this GPU and layer, or the default.
+
+Every candidate is right for every layer; they differ in time alone. ``moeblaze tune`` times them and writes the table,
+tiles.json, a run for each class of GPU that was tuned:
+
+    {"runs": [{device, clocks, versions, commit, capability, entries: [{rung, kernel, groups, weights, tile, gain}]}]}
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from moeblaze_ref.core import checks, records
+from moeblaze_ref.runtime import Executor, ceil_div
+
+TABLE = Path(__file__).with_name("tiles.json")
+KERNELS = ("expert_up", "d_x_rows", "d_w", "expert_down", "d_hidden", "d_w3")
+WARP = 32
+# Classes of layers. Short groups leave most of a tall tile empty; large weights do not stay in the L2 cache.
+GROUPS, LONG_GROUP = ("short", "long"), 512  # rows of an expert on average from which on they are long
+WEIGHTS, LARGE_WEIGHT = ("small", "large"), 2**23  # elements of one expert's matrix from which on they are large
+
+
+@dataclass(frozen=True)
+class MmaTile:
+    """The constants of mma_matmul.cuh.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of a block's tile; two results that share their rows share the columns.
+    depth : int
+        Of a stage, in elements of 16 bits.
+    stages : int
+        Of the ring in shared memory.
+    warp_rows, warp_columns : int
+        A warp's part of the tile.
+    band : int
+        Row tiles that are worked on side by side.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    depth: int = 32
+    stages: int = 4
+    warp_rows: int = 64
+    warp_columns: int = 64
+    band: int = 8
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.rows // self.warp_rows * (self.columns // self.warp_columns) * WARP
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: elements of 32 bits go half as deep."""
+        return self.stages * self.depth * (self.rows + self.columns) * 2
+
+    def constants(self, itemsize: int) -> dict[str, int]:
+        """For the preprocessor; elements have ``itemsize`` bytes."""
+        return {
+            "TILE_ROWS": self.rows,
+            "TILE_COLUMNS": self.columns,
+            "TILE_DEPTH": self.depth * 2 // itemsize,
+            "STAGES": self.stages,
+            "WARP_ROWS": self.warp_rows,
+            "WARP_COLUMNS": self.warp_columns,
+            "BAND": self.band,
+            "THREADS": self.threads,
+        }
+
+    def symbols(self, itemsize: int, d: int, h: int, projections: int) -> dict[str, int]:
+        """What the headers of rung 3_mma call the constants, and what follows from them for a layer."""
+        constants = self.constants(itemsize)
+        return constants | {
+            "K": itemsize * constants["TILE_DEPTH"] // 16,
+            "A": itemsize * self.rows // 16,
+            "B": itemsize * self.columns // 16,
+            "C": ceil_div(projections * h, self.columns),
+            "J": ceil_div(h, self.columns),
+            "D": ceil_div(d, self.columns),
+            "H": ceil_div(h, self.rows),
+            "W": ceil_div(d, self.rows),
+        }
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """The constant of hopper_gemm.cuh that may be chosen.
+
+    Parameters
+    ----------
+    band : int
+        Row tiles that are worked on side by side.
+    """
+
+    band: int = 8
+
+    def constants(self, itemsize: int) -> dict[str, int]:
+        """For the preprocessor."""
+        return {"BAND": self.band}
+
+
+Tile = MmaTile | HopperTile
+
+# By rung; the first is the default. Those of rung 3 take at most 99 KiB of shared memory, which every GPU from sm_80 on
+# gives a block.
+CANDIDATES: dict[str, tuple[Tile, ...]] = {
+    "3_mma": (MmaTile(), MmaTile(columns=256), MmaTile(columns=256, band=16), MmaTile(rows=256)),
+    "3_mma_tf32": (MmaTile(warp_rows=32), MmaTile(columns=64, warp_rows=32)),
+    "4_hopper": (HopperTile(), HopperTile(band=4), HopperTile(band=16)),
+}
+DEFAULTS = {rung: candidates[0] for rung, candidates in CANDIDATES.items()}
+
+_trial: ContextVar[Tile | None] = ContextVar("trial", default=None)
+
+
+@contextmanager
+def trying(tile: Tile) -> Iterator[None]:
+    """Within it every kernel whose rung has a choice of tiles is compiled for this one."""
+    token = _trial.set(tile)
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+
+
+def choose(executor: Executor, rung: str, kernel: str, rows: int, num_experts: int, d: int, h: int) -> Tile | None:
+    """The tile of a kernel.
+
+    Parameters
+    ----------
+    executor : Executor
+        The SIMT executor, which nobody waits for, takes the default.
+    rung, kernel : str
+        A kernel of ``KERNELS``.
+    rows, num_experts, d, h : int
+        R, E and the widths of the layer.
+
+    Returns
+    -------
+    MmaTile, HopperTile or None
+        None for a rung that leaves nothing to choose.
+
+    Raises
+    ------
+    ValueError
+        As `load`, if the table is broken.
+    """
+    if rung not in CANDIDATES:
+        return None
+    chosen = _trial.get()
+    if chosen is None and executor.name == "cuda":
+        chosen = _table().get((executor.capability, rung, kernel, *shape_class(rows, num_experts, d, h)))
+    return chosen or DEFAULTS[rung]
+
+
+def shape_class(rows: int, num_experts: int, d: int, h: int) -> tuple[str, str]:
+    """Of a layer: one of ``GROUPS`` and one of ``WEIGHTS``."""
+    return GROUPS[rows >= LONG_GROUP * num_experts], WEIGHTS[d * h >= LARGE_WEIGHT]
+
+
+@functools.cache
+def _table() -> dict[tuple, Tile]:
+    """The committed table as `choose` asks it: {(capability, rung, kernel, groups, weights): tile}."""
+    return {
+        (tuple(map(int, run["capability"].split("."))), *(entry[name] for name in KEY)): entry["tile"]
+        for run in load(TABLE)
+        for entry in run["entries"]
+    }
+
+
+KEY = ("rung", "kernel", "groups", "weights")
+RUN = {"device", "clocks", "versions", "commit", "capability", "entries"}
+ENTRY = {*KEY, "tile", "gain"}
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The runs of a table, their tiles as `MmaTile` and `HopperTile`.
+
+    Parameters
+    ----------
+    path : Path
+
+    Raises
+    ------
+    OSError
+        If there is no such file.
+    ValueError
+        If it is no table: the message names the file and the element.
+    """
+    found = records.read(path, {"runs"})
+    if others := found.keys() - {"runs"}:  # such as a file of results: one that is empty has no run that would show it
+        raise ValueError(f"{path.name} has {', '.join(sorted(others))} beside its runs, so it is no table of tiles")
+    runs = records.check_list(f"{path.name}: runs", found["runs"])
+    for number, run in enumerate(runs):
+        _check_run(f"{path.name}: runs[{number}]", run)
+    return runs
+
+
+def _check_run(name: str, run: dict[str, Any]):
+    """A run and its entries have what `RUN` and `ENTRY` name; tiles become objects."""
+    records.check_object(name, run, RUN)
+    major, dot, minor = str(run["capability"]).partition(".")
+    if not (dot and major.isdigit() and minor.isdigit()):
+        raise ValueError(f"{name} has the capability {run['capability']!r}, but it must be as '9.0'")
+    for number, entry in enumerate(records.check_list(f"{name}.entries", run["entries"])):
+        of_entry = f"{name}.entries[{number}]"
+        records.check_object(of_entry, entry, ENTRY)
+        allowed = zip(KEY, (CANDIDATES, KERNELS, GROUPS, WEIGHTS), strict=True)
+        for key, values in allowed:
+            checks.check_name(f"{key} of {of_entry}", entry[key], values)
+        entry["tile"] = _candidate(of_entry, entry["rung"], entry["tile"])
+
+
+def _candidate(name: str, rung: str, tile: Any) -> Tile:
+    """The candidate with these fields."""
+    for candidate in CANDIDATES[rung]:
+        if tile == {field.name: getattr(candidate, field.name) for field in fields(candidate)}:
+            return candidate
+    raise ValueError(f"the tile of {name} is {tile}, which is no candidate of rung {rung}: run moeblaze tune again")

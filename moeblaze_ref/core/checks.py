@@ -1,0 +1,473 @@
+"""Checks at the door: every public function states here what it accepts.
+
+Each check raises ValueError or TypeError with the element that is wrong and what is
+allowed. Arrays may be numpy's or CuPy's, or inside `trusted_values` torch's.
+"""
+
+import contextlib
+import difflib
+import functools
+import math
+import numbers
+import operator
+from contextvars import ContextVar
+from weakref import WeakSet
+
+from moeblaze_ref.core.arrays import dtype_of, is_contiguous, is_writable, strides_of
+from moeblaze_ref.core.structures import EMPTY, Dispatch
+
+# Rows and blocks are numbered by int32, and a kernel's last tile may reach up to 1,023 beyond them.
+MAX_ROUTED_ROWS = 2**31 - 1024
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+
+
+# What the doors take on trust now: nothing, the elements of arrays, or everything.
+_NOTHING, _VALUES, _EVERYTHING = range(3)
+_trusted = ContextVar("trusted", default=_NOTHING)
+
+
+class _Trusting(contextlib.AbstractContextManager):
+    """More trust than outside: a layer enters it several times in a step, and a generator would cost twice as much."""
+
+    what = _NOTHING
+
+    def __enter__(self):
+        self._token = _trusted.set(max(self.what, _trusted.get()))
+
+    def __exit__(self, *exception):
+        _trusted.reset(self._token)
+
+
+class trusted_values(_Trusting):
+    """Within it, checks of an array's elements are left out; types, dtypes, shapes and layouts are still checked.
+
+    For values that a stage has just computed from checked ones: looking at every element again would
+    cost a pass over memory, and on a GPU the wait for its verdict. NaN then travels as it does in torch.
+    """
+
+    what = _VALUES
+
+
+class trusted(_Trusting):
+    """Within it, doors marked `unless_trusted` stand open.
+
+    For what a layer's own stages give each other, once the layer has checked what it was given.
+    """
+
+    what = _EVERYTHING
+
+
+def unless_trusted(check):
+    """A check that does nothing inside `trusted`."""
+
+    @functools.wraps(check)
+    def door(*arguments, **options):
+        if _trusted.get() < _EVERYTHING:
+            check(*arguments, **options)
+
+    return door
+
+
+def scans(check):
+    """A check that looks at elements: it does nothing inside `trusted_values`."""
+
+    @functools.wraps(check)
+    def unless_values_are_trusted(*arguments):
+        if _trusted.get() < _VALUES:
+            check(*arguments)
+
+    return unless_values_are_trusted
+
+
+def check_type(name, value, expected):
+    """``value`` is an instance of the class ``expected``."""
+    if not isinstance(value, expected):
+        raise TypeError(f"{name} is a {type(value).__name__}, but it must be a {expected.__name__}")
+
+
+def check_int(name, value, at_least, at_most=None) -> int:
+    """``value`` as an int within [at_least, at_most]; True and False are none."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be an integer") from None
+    if number < at_least or (at_most is not None and number > at_most):
+        allowed = f">= {at_least}" if at_most is None else f"{at_least}..{at_most}"
+        raise ValueError(f"{name} is {number}, but it must be {allowed}")
+    return number
+
+
+def check_number(name, value) -> float:
+    """``value`` as a finite float; text is none."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number") from None
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf if value > 0 else -math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}, but it must be finite")
+    return number
+
+
+def check_float(name, value) -> float:
+    """``value`` as a float: a number, infinite or NaN too, but no array and no None."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number")
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond all floats
+        return math.inf if value > 0 else -math.inf
+
+
+def check_scalar(name, value):
+    """``value`` is a finite number, or a floating-point array of one element without dimensions."""
+    if hasattr(value, "dtype") and not isinstance(value, numbers.Real):
+        check_array(name, value, 0, ("float32", "float64"))
+        check_finite(name, value)
+    else:
+        check_number(name, value)
+
+
+def check_positive(name, value) -> float:
+    """``value`` as a finite float above zero."""
+    number = check_number(name, value)
+    if number <= 0:
+        raise ValueError(f"{name} is {number}, but it must be above 0")
+    return number
+
+
+def check_within(name, value, at_least, at_most=math.inf) -> float:
+    """``value`` as a finite float within [at_least, at_most]."""
+    number = check_number(name, value)
+    if not at_least <= number <= at_most:
+        allowed = f">= {at_least}" if at_most == math.inf else f"{at_least} to {at_most}"
+        raise ValueError(f"{name} is {number}, but it must be {allowed}")
+    return number
+
+
+def check_name(kind, name, allowed) -> str:
+    """``name`` if it is one of ``allowed``; otherwise an error with the nearest valid name."""
+    if isinstance(name, str) and name in allowed:  # what is no string may have no hash
+        return name
+    lowered = {valid.lower(): valid for valid in allowed}
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.4)
+    hint = f" Did you mean {lowered[near[0]]!r}?" if near else ""
+    raise ValueError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(allowed)}")
+
+
+def check_k(k, num_experts):
+    """k experts of num_experts can be chosen."""
+    if k > num_experts:
+        raise ValueError(f"k is {k}, but there are only {num_experts} experts (k must be 1..{num_experts})")
+
+
+def check_routed_rows(num_tokens, k):
+    """R = L * k fits the int32 index structures."""
+    if num_tokens * k > MAX_ROUTED_ROWS:
+        raise ValueError(
+            f"R = L * k = {num_tokens} * {k} = {num_tokens * k}, but int32 indices allow at most "
+            f"2**31 - 1024 = {MAX_ROUTED_ROWS} routed rows"
+        )
+
+
+def first(mask) -> tuple[int, ...]:
+    """Index of the first True of a mask, in row-major order."""
+    return tuple(int(axis[0]) for axis in mask.nonzero())
+
+
+def _at(name, index) -> str:
+    return f"{name}[{', '.join(map(str, index))}]"
+
+
+def numbers_of(indices):
+    """0, 1, ...: the place of each of the ``indices`` (n,), none negative; an array of their kind."""
+    return (indices >= 0).nonzero()[0]
+
+
+@unless_trusted
+def check_topk_experts(topk_experts, num_experts):
+    """``topk_experts`` is (L, k) int32, C-contiguous, ids in range, no expert twice in a row.
+
+    Raises
+    ------
+    TypeError
+        If it is no array or its dtype is not int32.
+    ValueError
+        If rank, layout, a value, k or R is not allowed.
+    """
+    check_array("topk_experts", topk_experts, rank=2, dtypes=("int32",))
+    check_int("num_experts", num_experts, at_least=1)
+    num_tokens, k = topk_experts.shape
+    check_int("k", k, at_least=1)
+    check_k(k, num_experts)
+    check_routed_rows(num_tokens, k)
+    if num_tokens:
+        _check_choices(topk_experts, num_experts)
+
+
+@unless_trusted
+def check_part(topk_experts, num_experts, num_routed):
+    """``topk_experts`` as in `check_topk_experts`, but ``EMPTY`` for all but ``num_routed`` of its ids."""
+    check_array("topk_experts", topk_experts, rank=2, dtypes=("int32",))
+    num_tokens, k = topk_experts.shape
+    check_int("num_experts", num_experts, at_least=0, at_most=MAX_EXPERTS)
+    check_int("k", k, at_least=1, at_most=MAX_TOP_K)
+    check_routed_rows(num_tokens, k)
+    check_int("num_routed", num_routed, at_least=0, at_most=num_tokens * k)
+    _check_part(topk_experts, num_experts, num_routed)
+
+
+@scans
+def _check_part(topk_experts, num_experts, num_routed):
+    """Each id is ``EMPTY`` or in range and once in its row; ``num_routed`` are not ``EMPTY``."""
+    there = topk_experts != EMPTY
+    _refuse("topk_experts", topk_experts, there & _outside(topk_experts, num_experts), num_experts, "experts")
+    found = int(there.sum())
+    if found != num_routed:
+        raise ValueError(f"num_routed is {num_routed}, but topk_experts names {found} experts")
+    _check_rows(topk_experts)
+
+
+@scans
+def _check_choices(topk_experts, num_experts):
+    """Ids in range, and no expert twice in a row."""
+    check_index("topk_experts", topk_experts, num_experts, "experts")
+    _check_rows(topk_experts)
+
+
+def _check_rows(topk_experts):
+    """No expert twice in a row."""
+    token, expert = _first_repeated(topk_experts)
+    if token is not None:
+        raise ValueError(
+            f"topk_experts[{token}] names expert {expert} twice, but the k = {topk_experts.shape[1]} experts of a "
+            f"token must be distinct"
+        )
+
+
+def _first_repeated(topk_experts):
+    """(token, expert) of the first row that names an expert twice; (None, None) if there is none. ``EMPTY`` is none."""
+    ordered = topk_experts.copy()
+    ordered.sort(axis=1)
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != EMPTY)
+    if not bool(repeated.any()):
+        return None, None
+    token, j = first(repeated)
+    return token, int(ordered[token, j])
+
+
+def check_counts(counts, num_tokens, num_experts, k) -> tuple[int, ...]:
+    """Rows of each expert as E ints in 0..L (an expert's tokens are distinct) that add up to L * k."""
+    if len(counts) != num_experts:
+        raise ValueError(f"counts has {len(counts)} entries, but there are {num_experts} experts")
+    checked = tuple(check_int(f"counts[{e}]", count, 0, num_tokens) for e, count in enumerate(counts))
+    if sum(checked) != num_tokens * k:
+        raise ValueError(
+            f"counts add up to {sum(checked)}, but L * k = {num_tokens} * {k} = {num_tokens * k} rows are routed"
+        )
+    return checked
+
+
+@unless_trusted
+def check_kernel_limits(num_experts, k):
+    """What the dispatch kernels were built for; the numpy specification has no such limit."""
+    check_int("num_experts", num_experts, at_least=1, at_most=MAX_EXPERTS)
+    check_int("k", k, at_least=1, at_most=MAX_TOP_K)
+
+
+def check_array(name, array, rank, dtypes, contiguous=True):
+    """``array`` is an array of this rank, one of these dtypes and, if asked, C-contiguous."""
+    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        raise TypeError(f"{name} is a {type(array).__name__}, but it must be an array of {' or '.join(dtypes)}")
+    if dtype_of(array) not in dtypes:
+        raise TypeError(f"{name} has dtype {array.dtype}, but it must be {' or '.join(dtypes)}")
+    if array.ndim != rank:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must have {rank} dimensions")
+    if contiguous and not is_contiguous(array):
+        raise ValueError(
+            f"{name} is not C-contiguous (strides {strides_of(array)}), but kernels take contiguous "
+            f"rows only; pass a contiguous copy"
+        )
+
+
+def check_shape(name, array, shape):
+    """``array`` has this shape; ``shape`` maps symbols to sizes, such as {"L": 5, "d": 8}; None is any size."""
+    sizes = tuple(shape.values())
+    if sizes == array.shape:
+        return
+    fixed = [size if size is None else n for size, n in zip(sizes, array.shape, strict=False)]
+    if len(sizes) != array.ndim or sizes != tuple(fixed):
+        expected = ", ".join(symbol if size is None else f"{symbol}={size}" for symbol, size in shape.items())
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must be ({expected})")
+
+
+@scans
+def check_equal(name, array, expected):
+    """``array`` holds the very values of ``expected``, which has its shape."""
+    differs = array != expected
+    if bool(differs.any()):
+        index = first(differs)
+        raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be {expected[index]}")
+
+
+@scans
+def check_finite(name, array):
+    """``array`` holds no NaN and no infinity."""
+    bad = ~(abs(array) < float("inf"))
+    if array.size and bool(bad.any()):
+        index = first(bad)
+        raise ValueError(f"{_at(name, index)} is {float(array[index])}, but {name} must be finite")
+
+
+def check_tensor(name, array, shape, dtypes):
+    """An activation, weight or gradient: this shape (see check_shape), one of these dtypes, finite; any strides."""
+    check_array(name, array, len(shape), dtypes, contiguous=False)
+    check_shape(name, array, shape)
+    check_finite(name, array)
+
+
+def check_second_projection(name, array, gated, owner="the layer"):
+    """``array`` (b, w2 or d_b) is there exactly if ``owner``, an activation by name, is gated."""
+    if gated and array is None:
+        raise ValueError(f"{name} is None, but {owner} is gated: pass {name}")
+    if not gated and array is not None:
+        raise ValueError(f"{name} is a {type(array).__name__}, but {owner} is not gated: {name} must be None")
+
+
+def check_offsets(offsets, num_experts, num_routed):
+    """``offsets`` (E + 1,) begin at 0, never decrease and end at R = ``num_routed``."""
+    name = "expert_token_offsets"
+    check_array(name, offsets, rank=1, dtypes=("int32",))
+    check_shape(name, offsets, {"E + 1": num_experts + 1})
+    check_rise(name, offsets, num_routed, "R")
+
+
+@scans
+def check_rise(name, offsets, last, what):
+    """From 0 to ``last``, the number of ``what``, without a step down."""
+    for index, valid in ((0, 0), (offsets.shape[0] - 1, last)):
+        if int(offsets[index]) != valid:
+            raise ValueError(f"{name}[{index}] is {int(offsets[index])}, but it must be {valid} ({what} is {last})")
+    falls = offsets[1:] < offsets[:-1]
+    if bool(falls.any()):
+        (i,) = first(falls)
+        raise ValueError(
+            f"{name}[{i + 1}] is {int(offsets[i + 1])}, but {name}[{i}] is {int(offsets[i])} and offsets never decrease"
+        )
+
+
+@scans
+def check_not_negative(name, array):
+    """Every element of ``array`` is 0 or more."""
+    negative = array < 0
+    if bool(negative.any()):
+        index = first(negative)
+        raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be >= 0")
+
+
+@scans
+def check_index(name, indices, limit, what):
+    """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
+    _refuse(name, indices, _outside(indices, limit), limit, what)
+
+
+def _outside(indices, limit):
+    return (indices < 0) | (indices >= limit)
+
+
+def _refuse(name, indices, outside, limit, what):
+    """Say which of the indices is ``outside``, if one is."""
+    if bool(outside.any()):
+        index = first(outside)
+        valid = f"valid: 0..{limit - 1}" if limit else "none is valid"
+        raise ValueError(f"{_at(name, index)} is {int(indices[index])}, but there are only {limit} {what} ({valid})")
+
+
+def check_dispatch(dispatch):
+    """A Dispatch whose four arrays fit each other and stay inside the tensors that they index.
+
+    That includes what no shape shows: every slot (token, j) has a position of its own, among those of its
+    expert, and expert_token_indices holds its token there.
+    """
+    check_type("dispatch", dispatch, Dispatch)
+    if not (_trusted.get() and dispatch in _well_formed):  # each stage of a layer asks
+        _check_form(dispatch)
+        _well_formed.add(dispatch)
+    check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
+    check_index("token_expert_indices", dispatch.token_expert_indices, dispatch.E, "experts")
+    check_index("token_index_map", dispatch.token_index_map, dispatch.R, "routed rows")
+    _check_slots(dispatch)
+
+
+_well_formed = WeakSet()  # Dispatches whose arrays fit each other
+
+
+def _check_form(dispatch):
+    """Dtypes and shapes, which a Dispatch never changes, and offsets that rise from 0 to R."""
+    check_int("dispatch.k", dispatch.k, at_least=1)
+    for name, array in dispatch.arrays().items():
+        check_array(name, array, rank=1, dtypes=("int32",))
+    for name in ("token_expert_indices", "token_index_map"):
+        check_shape(name, getattr(dispatch, name), {"R": dispatch.R})
+    if dispatch.R % dispatch.k:
+        raise ValueError(f"dispatch has R = {dispatch.R} routed rows, but R must be a multiple of k = {dispatch.k}")
+    check_int("E, one less than the expert_token_offsets,", dispatch.E, at_least=1)
+    check_offsets(dispatch.expert_token_offsets, dispatch.E, dispatch.R)
+
+
+@scans
+def _check_slots(dispatch):
+    """The map leads each slot into its expert's rows and to its token.
+
+    With distinct experts in every token, that makes it a permutation: two slots at one position would be of the
+    same token and the same expert.
+    """
+    _check_distinct(dispatch)
+    _check_positions(dispatch)
+    _check_tokens(dispatch)
+
+
+def _check_distinct(dispatch):
+    token, expert = _first_repeated(dispatch.token_expert_indices.reshape(dispatch.L, dispatch.k))
+    if token is not None:
+        first, end = token * dispatch.k, (token + 1) * dispatch.k
+        raise ValueError(
+            f"token_expert_indices[{first}:{end}] names expert {expert} twice, but the experts of a token must be "
+            f"distinct"
+        )
+
+
+def _check_positions(dispatch):
+    offsets, experts, positions = dispatch.expert_token_offsets, dispatch.token_expert_indices, dispatch.token_index_map
+    outside = (positions < offsets[experts]) | (positions >= offsets[experts + 1])
+    if bool(outside.any()):
+        (slot,) = first(outside)
+        expert = int(experts[slot])
+        begin, end = int(offsets[expert]), int(offsets[expert + 1])
+        owned = f"has the positions {begin}..{end - 1}" if begin < end else "has none"
+        raise ValueError(
+            f"token_index_map[{slot}] is {int(positions[slot])}, but the slot goes to expert {expert}, which {owned}"
+        )
+
+
+def _check_tokens(dispatch):
+    found = dispatch.expert_token_indices[dispatch.token_index_map]  # (R,)
+    wrong = found != numbers_of(dispatch.token_index_map) // dispatch.k
+    if bool(wrong.any()):
+        (slot,) = first(wrong)
+        raise ValueError(
+            f"token_index_map[{slot}] is {int(dispatch.token_index_map[slot])}, where expert_token_indices holds "
+            f"token {int(found[slot])}, but the slot is of token {slot // dispatch.k}"
+        )
+
+
+def check_writable(name, array):
+    """``array`` may be written."""
+    if not is_writable(array):
+        raise ValueError(f"{name} is read-only, but it is written to; pass a writable array")

@@ -1,0 +1,216 @@
+"""The vocabulary of the project: shapes, activations, save policies and presets.
+
+Symbols follow the MoEBlaze paper (arXiv 2601.05296): L tokens in a step, d model width,
+h expert width, E experts, k experts per token, R = L * k routed rows.
+"""
+
+from dataclasses import dataclass, replace
+
+from moeblaze_ref.core import checks
+
+GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
+UNGATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ACTIVATIONS = GATED_ACTIVATIONS + UNGATED_ACTIVATIONS
+
+# What is kept between forward and backward, besides x, the Dispatch and the gates.
+POLICIES = {
+    "conventional": "routed inputs and every intermediate",
+    "paper": "A, B and Y_swi (MoEBlaze, Algorithm 1)",
+    "minimal": "A and B; Y_swi is rebuilt in the backward's epilogue",
+    "inputs": "nothing between the GEMMs; A and B are recomputed",
+}
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def is_gated(activation: str) -> bool:
+    """Whether ``activation`` multiplies by a second projection b = x w2.
+
+    Raises
+    ------
+    ValueError
+        If there is no such activation; the message proposes the nearest name.
+    """
+    return checks.check_name("activation", activation, ACTIVATIONS) in GATED_ACTIVATIONS
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The shape of one MoE layer and of the step that runs through it.
+
+    Parameters
+    ----------
+    L : int
+        Tokens in a step (batch x sequence); 0 is valid.
+    d, h : int
+        Model width and expert width.
+    E, k : int
+        Experts, and experts per token (k <= E).
+    activation : str
+        One of ``ACTIVATIONS``. The gated ones use w1, w2 and w3, the others w1 and w3.
+    dtype : str
+        Dtype of activations and weights, one of ``ITEMSIZE``.
+
+    Raises
+    ------
+    ValueError
+        If a size is out of range, k > E, R = L * k exceeds 2**31 - 1024, or a name is unknown.
+    TypeError
+        If a size is not an integer.
+    """
+
+    L: int
+    d: int
+    h: int
+    E: int
+    k: int
+    activation: str = "swiglu"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        checks.check_int("L", self.L, at_least=0)
+        for name in ("d", "h", "E", "k"):
+            checks.check_int(name, getattr(self, name), at_least=1)
+        checks.check_k(self.k, self.E)
+        checks.check_routed_rows(self.L, self.k)
+        checks.check_name("activation", self.activation, ACTIVATIONS)
+        checks.check_name("dtype", self.dtype, ITEMSIZE)
+
+    @property
+    def R(self) -> int:
+        """Routed rows, L * k."""
+        return self.L * self.k
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of ``dtype``."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def gated(self) -> bool:
+        """Whether the layer has a second projection b = x w2."""
+        return is_gated(self.activation)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """L, d, h, E and k by name."""
+        return {name: getattr(self, name) for name in "LdhEk"}
+
+    def replace(self, **changes) -> "MoEConfig":
+        """The same configuration with some fields changed (and checked again)."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A configuration with a name, and what a reader must know about its numbers."""
+
+    config: MoEConfig
+    note: str
+
+
+# MoEBlaze, Table 1: d, E, k, batch, sequence. h is 4 d.
+_TABLE_1 = {
+    "conf1": (512, 4, 1, 32, 2048),
+    "conf2": (1024, 8, 2, 32, 2048),
+    "conf3": (1024, 16, 4, 32, 2048),
+    "conf4": (2048, 16, 4, 32, 1024),
+    "conf5": (512, 16, 4, 32, 1024),
+    "conf6": (1024, 16, 4, 16, 1024),
+    "conf7": (2048, 8, 4, 16, 512),
+}
+PAPER_PRESETS = tuple(_TABLE_1)  # the seven configurations of MoEBlaze's evaluation
+
+
+def _of_table_1(d: int, E: int, k: int, batch: int, sequence: int) -> Preset:
+    config = MoEConfig(L=batch * sequence, d=d, h=4 * d, E=E, k=k)
+    return Preset(config, f"MoEBlaze, Table 1: batch {batch} x sequence {sequence:,}")
+
+
+PRESETS = {
+    "paper-deepseek": Preset(
+        MoEConfig(L=2_000_000, d=6144, h=24_576, E=256, k=4),
+        "MoEBlaze section 2, its DeepSeek-scale example; E is not printed there, 256 is ours",
+    ),
+    **{name: _of_table_1(*row) for name, row in _TABLE_1.items()},
+    "mixtral": Preset(
+        MoEConfig(L=16_384, d=4096, h=14_336, E=8, k=2),
+        "one layer of Mixtral-8x7B; L is ours",
+    ),
+    "qwen3": Preset(
+        MoEConfig(L=32_768, d=2048, h=768, E=128, k=8),
+        "one layer of Qwen3-30B-A3B; L is ours",
+    ),
+    "fine-grained": Preset(
+        MoEConfig(L=24_576, d=1536, h=256, E=128, k=8),
+        "many narrow experts, the shape where index work and memory traffic dominate; L is ours",
+    ),
+    "deepseek-v3": Preset(
+        MoEConfig(L=16_384, d=7168, h=2048, E=256, k=8),
+        "one layer of DeepSeek-V3, routed experts only; L is ours",
+    ),
+    "olmoe": Preset(
+        MoEConfig(L=32_768, d=2048, h=1024, E=64, k=8),
+        "one layer of OLMoE-1B-7B; L is ours",
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset called ``name``.
+
+    Raises
+    ------
+    ValueError
+        If there is none; the message proposes the nearest name.
+    """
+    return PRESETS[checks.check_name("preset", name, PRESETS)]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A GPT-2-like language model of MegaBlocks' evaluation (arXiv 2211.15841, section 6, tables 1 and 2).
+
+    Parameters
+    ----------
+    d, layers : int
+        Model width and number of Transformer layers. The FFN width is 4 d.
+    E : int
+        Experts of each layer, of which a token uses one; 1 is a dense model.
+
+    Notes
+    -----
+    `weights` and `flops_per_sequence` are our count; with it every printed digit of both tables comes out.
+    """
+
+    d: int
+    layers: int
+    E: int = 1
+
+    vocabulary = 51_200
+    sequence = 1_024
+
+    @property
+    def weights(self) -> int:
+        """Parameters: embeddings, attention and FFN with biases, norms, routers. Experts 2 to E have no biases."""
+        d, one_layer = self.d, 12 * self.d**2 + 13 * self.d
+        further_experts = (self.E - 1) * 8 * d**2 + (d * self.E if self.E > 1 else 0)
+        embeddings, last_norm = (self.vocabulary + self.sequence) * d, 2 * d
+        return embeddings + self.layers * (one_layer + further_experts) + last_norm
+
+    @property
+    def flops_per_sequence(self) -> int:
+        """FLOPs of a forward and a backward of one sequence: every product 3 times, 2 FLOPs a multiply-add.
+
+        The same for a dense model and for one expert a token; the router is not counted.
+        """
+        s, d = self.sequence, self.d
+        forward = self.layers * (24 * s * d**2 + 4 * s**2 * d) + 2 * s * d * self.vocabulary
+        return 3 * forward
+
+
+_SIZES = {"XS": (512, 6), "Small": (768, 12), "Medium": (1024, 24), "Large": (1536, 24), "XL": (2048, 24)}
+MODELS = {
+    **{f"transformer-{name}": ModelConfig(*size) for name, size in _SIZES.items()},
+    **{f"moe-{name}": ModelConfig(*_SIZES[name], E=64) for name in ("XS", "Small", "Medium")},
+}

@@ -1,0 +1,143 @@
+"""What a kernel's header states of a launch, and the formulas that it is stated in.
+
+A .cu file has a table in its header, a Numba kernel the lines Grid, Shared bytes and Global bytes
+in its docstring. Both write formulas as a paper does, where neighbours are multiplied:
+
+    ceil(L h / THREADS), E        4 R + 2 s R d (1 + G)
+"""
+
+import ast
+import math
+import operator
+import re
+from fractions import Fraction
+
+from moeblaze_ref.core import checks
+
+FUNCTIONS = {"ceil": math.ceil, "floor": math.floor, "min": min, "max": max}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+_TOKEN = re.compile(r"[A-Za-z_]\w*|\d+|[()+,/*-]")
+_DOCSTRING_LINES = (
+    re.compile(r"^ *Grid +(?P<grid>.+?) blocks? of (?P<block>.+?) threads\b", re.MULTILINE),
+    re.compile(r"^ *Shared bytes +(?P<shared_bytes>.+?) *$", re.MULTILINE),
+    re.compile(r"^ *Global bytes +reads (?P<bytes_read>.+); writes (?P<bytes_written>.+?) *$", re.MULTILINE),
+)
+
+
+def table(text: str) -> dict[str, dict[str, str]]:
+    """The table in the header of a .cu file.
+
+    Parameters
+    ----------
+    text : str
+        The file. Cells are at least two blanks apart; the table ends at the first line with other
+        than the first line's number of cells.
+
+    Returns
+    -------
+    dict
+        {kernel: {column: cell}}, empty if there is no line "// kernel  grid  ...".
+    """
+    lines = [_cells(line) for line in text.splitlines()]
+    starts = [i for i, cells in enumerate(lines) if cells[:2] == ["kernel", "grid"]]
+    if not starts:
+        return {}
+    columns, rows = lines[starts[0]], {}
+    for cells in lines[starts[0] + 1 :]:
+        if len(cells) != len(columns):
+            break
+        rows[cells[0]] = dict(zip(columns, cells, strict=True))
+    return rows
+
+
+def _cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line[2:].strip()) if line.startswith("//") else []
+
+
+def in_docstring(docstring: str | None) -> dict[str, str]:
+    """What the docstring of a Numba kernel states, by the columns of `table`; empty if it states nothing."""
+    matches = (line.search(docstring or "") for line in _DOCSTRING_LINES)
+    stated = [match.groupdict() for match in matches if match]
+    return {name.replace("_", " "): formula for part in stated for name, formula in part.items()}
+
+
+def evaluate(formula: str, symbols: dict[str, int]) -> Fraction | tuple[Fraction, ...]:
+    """The value of a formula; several, if there are commas outside of all parentheses.
+
+    Parameters
+    ----------
+    formula : str
+        Numbers, symbols, + - * / // and parentheses, and the functions in ``FUNCTIONS``.
+    symbols : dict
+        What each symbol stands for.
+
+    Raises
+    ------
+    ValueError
+        If it is no such formula, or a symbol is unknown: the message proposes the nearest one.
+    """
+    try:
+        return _value(ast.parse(_with_products(formula), mode="eval").body, symbols)
+    except ZeroDivisionError:
+        raise ValueError(f"cannot read the formula {formula!r}: it divides by zero") from None
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"cannot read the formula {formula!r}: {error.args[0]}") from None
+    except ValueError as error:
+        raise ValueError(f"cannot read the formula {formula!r}: {error}") from None
+
+
+def number(formula: str, symbols: dict[str, int]) -> Fraction:
+    """The value of a formula that has one; errors as in `evaluate`."""
+    values = _values(formula, symbols)
+    if len(values) != 1:
+        raise ValueError(f"the formula {formula!r} has {len(values)} values, but it must have one")
+    return values[0]
+
+
+def sizes(formula: str, symbols: dict[str, int]) -> tuple[int, ...]:
+    """The value of a formula as whole sizes, such as those of a grid; fractions are cut off, as in C."""
+    return tuple(math.floor(value) for value in _values(formula, symbols))
+
+
+def _values(formula: str, symbols: dict[str, int]) -> tuple[Fraction, ...]:
+    values = evaluate(formula, symbols)
+    return values if isinstance(values, tuple) else (values,)
+
+
+def _with_products(formula: str) -> str:
+    """The formula with a * between neighbours."""
+    strange = _TOKEN.sub("", formula).strip()
+    if strange:
+        raise ValueError(f"it has {strange[0]!r}")
+    tokens, text = _TOKEN.findall(formula), ""
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        follows_value = before is not None and (before[-1].isalnum() or before[-1] == "_" or before == ")")
+        is_call = before in FUNCTIONS and token == "("
+        if follows_value and not is_call and (token[0].isalnum() or token[0] in "_("):
+            text += "*"
+        text += token
+    return text
+
+
+def _value(node: ast.expr, symbols: dict[str, int]):
+    match node:
+        case ast.Constant():
+            return Fraction(node.value)
+        case ast.Name():
+            return Fraction(symbols[checks.check_name("symbol", node.id, symbols)])
+        case ast.Tuple():
+            return tuple(_value(part, symbols) for part in node.elts)
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand, symbols)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](_value(node.left, symbols), _value(node.right, symbols))
+        case ast.Call(func=ast.Name(), keywords=[]):
+            function = FUNCTIONS[checks.check_name("function", node.func.id, FUNCTIONS)]
+            return Fraction(function(*(_value(argument, symbols) for argument in node.args)))
+    raise ValueError(f"it may have numbers, symbols, + - * / // and {', '.join(FUNCTIONS)} only")

@@ -1,0 +1,23 @@
+"""The exercises of the course: predict, fill a hole, find a bug, construct an example; every answer is judged.
+
+A notebook of ``notebooks/exercises`` begins with
+
+    %load_ext moeblaze_ref.course.exercises
+    from moeblaze_ref.exercises import hint, predict, solution
+
+`sheets` states the exercises, and `notebooks` writes the notebooks from them.
+"""
+
+from typing import Any
+
+from moeblaze_ref.course.exercises.desk import Desk, Unsolved
+
+__all__ = ["Unsolved", "construct", "hint", "load_ipython_extension", "predict", "solution"]
+
+_desk = Desk()
+predict, construct, hint, solution = _desk.predict, _desk.construct, _desk.hint, _desk.solution
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Add the magic ``%%judge NAME``, which hands its cell to the judge."""
+    shell.register_magic_function(_desk.judge, "cell", "judge")

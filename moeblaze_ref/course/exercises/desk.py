@@ -1,0 +1,224 @@
+"""Where answers are taken: a wrong one raises, the second brings a hint, the solution comes when it is asked for."""
+
+import math
+from collections import Counter
+from typing import Any
+
+from IPython.display import Markdown
+
+from moeblaze_ref.verify import apart
+from moeblaze_ref.core import checks
+from moeblaze_ref.course.exercises.exercise import Construction, Exercise, KernelExercise, Prediction
+from moeblaze_ref.course.exercises.sheets import EXERCISES
+from moeblaze_ref.course.notebook.markdown import table
+from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
+
+FAILURES_BEFORE_HINT = 2
+TOLERANCE = 0.01  # of a prediction that is no whole number
+FACTORS = (2, 10, 1_000)  # how far a wrong prediction is off, as a reader is told
+OTHER_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "MB": MB, "GB": GB}
+
+
+class Unsolved(AssertionError):
+    """An answer is not right; the message says how. A notebook shows the message alone."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"Unsolved: {self}"]
+
+
+class Desk:
+    """What one reader has tried."""
+
+    def __init__(self):
+        self.failures: Counter[str] = Counter()
+        self.last: Exercise | None = None
+
+    def predict(self, name: str, **said: Any) -> Markdown:
+        """Compare predictions with what the project computes.
+
+        Parameters
+        ----------
+        name : str
+            The exercise.
+        **said
+            A number, or one of the answers that there are, for each of those asked for.
+
+        Returns
+        -------
+        Markdown
+            What was right, and what it shows.
+
+        Raises
+        ------
+        Unsolved
+            If one differs; the first of them is named. What is no answer, such as a text in place of a number, does not
+            count as a failure.
+        ValueError
+            If there is no such exercise.
+        """
+        exercise = self._open(name, Prediction)
+        _check_answers(exercise, said)
+        truth = exercise.truth(**exercise.given)
+        for key, asked in exercise.asked.items():
+            _check_kind(key, said[key], truth[key], asked.unit)
+        for key, asked in exercise.asked.items():
+            if wrong := _wrong(key, said[key], truth[key], asked.unit):
+                raise self._unsolved(wrong)
+        rows = [
+            {"number": f"`{key}`", "predicted": _text(said[key]), "computed": _text(truth[key]), "": asked.unit}
+            for key, asked in exercise.asked.items()
+        ]
+        by = f"Computed by `{exercise.computed_by}`."
+        return Markdown(f"**Right.** {by}\n\n{table(rows).data}\n\n{exercise.why}")
+
+    def construct(self, name: str, **said: Any) -> Markdown:
+        """Check an example that the reader constructed.
+
+        Parameters
+        ----------
+        name : str
+            The exercise.
+        **said
+            An answer for each name that is asked for.
+
+        Returns
+        -------
+        Markdown
+            What the example shows.
+
+        Raises
+        ------
+        Unsolved
+            If the example does not do what is asked; the message says why. An answer of the wrong form does not count
+            as a failure.
+        ValueError
+            If there is no such exercise.
+        """
+        exercise = self._open(name, Construction)
+        _check_answers(exercise, said)
+        try:
+            problem = exercise.check(**exercise.given, **said)
+        except (ValueError, TypeError) as error:
+            raise Unsolved(str(error)) from None
+        if problem:
+            raise self._unsolved(problem)
+        return Markdown(f"**Right.** Checked by `{exercise.checked_by}`.\n\n{exercise.why}")
+
+    def judge(self, name: str, text: str) -> Markdown:
+        """Judge the kernel in a cell: the magic ``%%judge NAME``.
+
+        Parameters
+        ----------
+        name : str
+            The exercise.
+        text : str
+            The cell below the magic.
+
+        Returns
+        -------
+        Markdown
+            The judge's report, case by case, and what the exercise shows.
+
+        Raises
+        ------
+        Unsolved
+            If the kernel does not compile or fit, is wrong or over budget, does not end, or ends its process.
+        ValueError
+            If there is no such exercise.
+        """
+        exercise = self._open(name.strip(), KernelExercise)
+        kernel = exercise.kernel
+        lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
+        try:
+            verdict = apart.examine_text(
+                exercise.file, lines, kernel.name, exercise.task, budgets=exercise.budgets, **kernel.launch
+            )
+        except (ValueError, TypeError, OSError) as error:
+            raise self._unsolved(str(error)) from None
+        if verdict.first_problem:
+            raise self._unsolved(verdict.first_problem)
+        return Markdown(f"**Right, within budget.** {exercise.why}\n\n```text\n{verdict.report}\n```")
+
+    def hint(self, name: str | None = None) -> Markdown:
+        """The hint of an exercise, by default of the one tried last."""
+        return Markdown(f"**Hint.** {self._asked_for(name).hint}")
+
+    def solution(self, name: str | None = None) -> Markdown:
+        """The solution of an exercise, by default of the one tried last."""
+        exercise = self._asked_for(name)
+        return Markdown(f"```{exercise.language}\n{exercise.solution.rstrip()}\n```\n\n{exercise.why}")
+
+    def _open(self, name: str, kind: type) -> Any:
+        """The exercise, from now on the one tried last."""
+        exercise = EXERCISES[checks.check_name("exercise", name, EXERCISES)]
+        if not isinstance(exercise, kind):
+            raise ValueError(f"{name} is a {exercise.noun}: its cell {exercise.call}")
+        self.last = exercise
+        return exercise
+
+    def _asked_for(self, name: str | None) -> Exercise:
+        if name is not None:
+            return EXERCISES[checks.check_name("exercise", name, EXERCISES)]
+        if self.last is None:
+            raise ValueError("no exercise has been tried yet: run its cell, or name it, as in hint('NAME')")
+        return self.last
+
+    def _unsolved(self, problem: str) -> Unsolved:
+        """The failure of the exercise tried last, with its hint if it is not the first."""
+        self.failures[self.last.name] += 1
+        if self.failures[self.last.name] < FAILURES_BEFORE_HINT:
+            return Unsolved(f"{problem}\n\nhint() gives a hint, solution() the solution.")
+        return Unsolved(f"{problem}\n\nHint: {self.last.hint}\nsolution() shows the solution.")
+
+
+def _check_answers(exercise: Prediction | Construction, said: dict[str, Any]):
+    """Something is said of each number that is asked for."""
+    if said.keys() != exercise.asked.keys():
+        asked = ", ".join(exercise.asked)
+        raise Unsolved(f"{exercise.name} asks for {asked}, but was given {', '.join(said) or 'nothing'}")
+    for key, asked in exercise.asked.items():
+        if said[key] is ...:
+            raise Unsolved(f"{key} is still ...: put your {exercise.noun} in its place ({asked.unit})")
+
+
+def _check_kind(name: str, said: Any, truth: float | str, unit: str):
+    """A word is said where a word is asked for, and else a number."""
+    if isinstance(truth, str):
+        if not isinstance(said, str):
+            raise Unsolved(f"{name} is {said!r} ({type(said).__name__}), but it must be {unit}")
+        return
+    try:
+        checks.check_number(name, said)
+    except (ValueError, TypeError) as error:
+        raise Unsolved(str(error)) from None
+
+
+def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
+    """What is wrong with one prediction; empty if nothing is."""
+    if isinstance(truth, str):
+        return "" if said == truth else f"{name} is {said!r}, which is not right ({unit})"
+    if math.isclose(said, truth, rel_tol=0 if isinstance(truth, int) else TOLERANCE):
+        return ""
+    for other, size in OTHER_UNITS.items() if unit == "bytes" else ():
+        if math.isclose(said * size, truth, rel_tol=TOLERANCE):
+            return f"{name} is {_text(said)}, as if in {other}, but bytes are asked for"
+    return f"{name} is {_text(said)}, which is {_how_far(said, truth)}"
+
+
+def _how_far(said: float, truth: float) -> str:
+    """A wrong prediction beside the truth, too roughly to be divided by."""
+    if math.isclose(said, truth, rel_tol=TOLERANCE):
+        return "nearly, but not exactly, what the project computes"
+    if said * truth <= 0:
+        return "not what the project computes"
+    factor = max(said / truth, truth / said)
+    size = next((f"below {bound:,}" for bound in FACTORS if factor < bound), f"of {FACTORS[-1]:,} or more")
+    side = "more" if said > truth else "less"
+    return f"{side} than what the project computes, by a factor {size}"
+
+
+def _text(number: float | str) -> str:
+    if isinstance(number, str):
+        return number
+    return f"{number:,}" if isinstance(number, int) else f"{float(number):,.4g}"

@@ -1,0 +1,117 @@
+"""Pictures of the memory wall: those that sliders move, and the tensors of a layer drawn to scale."""
+
+from collections.abc import Sequence
+from math import ceil, log, prod
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.memory import plots
+from moeblaze_ref.memory.accounting import GPU_CAPACITIES, Account, Tensor, account
+from moeblaze_ref.core.units import GIB, unit_for
+
+GAP = 0.25  # between neighbours, as a share of d
+
+
+def memory_bars(L: int, d: int, h: int, E: int, k: int, activation: str, policy: str) -> Figure:
+    """`plots.stacked_bars` of four systems, MegaBlocks as published, moeblaze under one policy, in bfloat16.
+
+    The axis ends at a power of four, so that lengths can be compared from one position of a slider to the next.
+    GPU capacities are lines where the axis reaches them.
+    """
+    config = MoEConfig(L, d, h, E, k, activation)
+    rows = [account(config, system) for system in ("conventional", "capacity", "megablocks_published")]
+    rows.append(account(config, "moeblaze", policy))
+    figure = plots.stacked_bars(rows)
+    (axes,) = figure.axes
+    axes.set_xlim(0, 4 ** ceil(log(axes.get_xlim()[1], 4)))
+    _leave_names_to_legend(axes)
+    _mark_capacities(axes, unit_for(max(row.peak_bytes for row in rows)))
+    return figure
+
+
+def _leave_names_to_legend(axes):
+    """Remove the names inside the bars, which were placed for another axis."""
+    for text in list(axes.texts):
+        if text.get_text() in plots.TENSOR_COLORS:
+            text.remove()
+
+
+def _mark_capacities(axes, unit):
+    for gpu, capacity in GPU_CAPACITIES.items():
+        if unit.of(capacity) < axes.get_xlim()[1]:
+            axes.axvline(unit.of(capacity), color=plots.BLACK, linewidth=0.8)
+            where = {"xy": (unit.of(capacity), 0), "xycoords": ("data", "axes fraction")}
+            axes.annotate(gpu, **where, xytext=(3, 4), textcoords="offset points")
+
+
+def memory_lines(d: int, h: int, E: int, k: int, activation: str) -> Figure:
+    """`plots.bytes_against_tokens` in bfloat16; L is its axis."""
+    return plots.bytes_against_tokens(MoEConfig(0, d, h, E, k, activation))
+
+
+def tensors_to_scale(accounts: Sequence[Account]) -> Figure:
+    """A panel for each account: its tensors as rectangles, rows down and columns across, so that area is bytes.
+
+    Filled is what lives until the backward; an outline is freed within the forward; what only the first account
+    has leaves its place empty.
+
+    Parameters
+    ----------
+    accounts : sequence of Account
+        Of one configuration, at least one; the first has every tensor that is drawn. Tensors must be matrices.
+
+    Raises
+    ------
+    ValueError
+        If there is no account.
+    """
+    if not accounts:
+        raise ValueError("accounts is empty, but it must hold at least one account")
+    config = accounts[0].config
+    places = _places(_drawn(accounts[0]), GAP * config.d)
+    figure = Figure(figsize=(11, 1.5 * len(accounts) + 0.6), layout="constrained")
+    panels = figure.subplots(len(accounts), 1, squeeze=False)[:, 0]
+    for axes, one in zip(panels, accounts, strict=True):
+        tensors = _drawn(one)
+        for tensor in tensors:
+            _draw_tensor(axes, tensor, places[tensor.name])
+        _dress_panel(axes, one, max(left + width for left, width in places.values()))
+    for tensor in _drawn(accounts[0]):
+        left, width = places[tensor.name]
+        panels[0].annotate(tensor.name, (left + width / 2, 0), xytext=(0, 3), textcoords="offset points", ha="center")
+    title = f"Each tensor in GiB. Height: rows, L or R = {config.k} L. Width: columns, d or h. So area is bytes."
+    figure.suptitle(title, x=0.01, ha="left", fontsize="medium")
+    return figure
+
+
+def _drawn(one: Account) -> list[Tensor]:
+    return [tensor for tensor in one.tensors if tensor.name in plots.TENSOR_COLORS]
+
+
+def _places(tensors, gap):
+    """(left, width) of each tensor's column, in elements, in order of birth."""
+    places, left = {}, 0.0
+    for tensor in tensors:
+        places[tensor.name] = left, prod(tensor.shape[1:])
+        left += places[tensor.name][1] + gap
+    return places
+
+
+def _draw_tensor(axes, tensor, place):
+    left, width = place
+    rows, color = tensor.shape[0], plots.TENSOR_COLORS[tensor.name]
+    kept, freed = {"facecolor": color}, {"facecolor": "none", "edgecolor": plots.GREY, "linestyle": "--"}
+    axes.add_patch(Rectangle((left, 0), width, rows, clip_on=False, **(kept if tensor.kept else freed)))
+    letters = "white" if tensor.kept and color in plots.DARK else "black"
+    axes.text(left + width / 2, rows / 2, f"{tensor.bytes / GIB:,.3g}", color=letters, ha="center", va="center")
+
+
+def _dress_panel(axes, one, right):
+    axes.set_xlim(0, right)
+    axes.set_ylim(one.config.R, 0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    axes.set_ylabel(f"{one.label}\n{one.kept_bytes / GIB:,.3g} GiB kept", rotation=0, ha="right", va="center")

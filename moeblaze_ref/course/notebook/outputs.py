@@ -1,0 +1,202 @@
+"""The outputs of a notebook as they are committed, and whether another run gives the same.
+
+``python -m moeblaze_ref.course.notebook.outputs``, which is ``make notebooks``, runs every notebook and writes it with its
+outputs. What differs from run to run is left out: execution times, the state of widgets, progress bars. Where a slider
+stands, its first picture does, under a line that says so. A cell with the tag ``VARIES`` shows rounding errors, or
+where training goes after some of them: what it says depends on the processor, and is not compared.
+"""
+
+import argparse
+import base64
+import io
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+from PIL import Image
+
+from moeblaze_ref.core import records
+from moeblaze_ref.course.notebook.execution import METADATA, execute
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+MAX_BYTES = 1_000_000  # of a file
+VARIES = "varies"
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+_WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+# Another processor adds in another order: decimals may differ by this share of themselves, or be both as small as that.
+_RELATIVE, _ROUNDING = 0.01, 1e-5
+
+
+def settled(ran: NotebookNode) -> NotebookNode:
+    """A copy of an executed notebook with the outputs that every run of it has.
+
+    Parameters
+    ----------
+    ran : NotebookNode
+        As `execution.execute` returns it.
+
+    Returns
+    -------
+    NotebookNode
+        Without widgets: see the module.
+    """
+    copy = nbformat.from_dict(ran)
+    models = copy.metadata.get("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
+    copy.metadata = nbformat.from_dict(METADATA)
+    for cell in copy.cells:
+        cell.metadata = NotebookNode({name: value for name, value in cell.metadata.items() if name == "tags"})
+        if cell.cell_type == "code":
+            outputs = [part for output in cell.outputs for part in _without_widgets(output, models)]
+            cell.outputs = [_with_small_picture(output) for output in outputs]
+    return copy
+
+
+def text(notebook: NotebookNode) -> str:
+    """A notebook's file: canonical JSON."""
+    return nbformat.writes(notebook) + "\n"
+
+
+# Widgets -------------------------------------------------------------------------------------------------------------
+
+
+def _without_widgets(output: NotebookNode, models: dict[str, Any]) -> Iterator[NotebookNode]:
+    """The output itself; of a widget what it shows, under a line with its controls; of a progress bar nothing."""
+    view = output.get("data", {}).get(_WIDGET_VIEW)
+    if view is None:
+        yield output
+        return
+    tree = list(_tree(view["model_id"], models))
+    shown = [nbformat.from_dict(drawn) for model in tree for drawn in _shown(model)]
+    if shown:
+        controls = ", ".join(filter(None, map(_setting, tree)))
+        note = f"*Run the notebook to move this: {controls}.*"
+        yield nbformat.v4.new_output("display_data", {"text/markdown": note, "text/plain": note})
+        yield from shown
+
+
+def _tree(model_id: str, models: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A widget and all that it holds, in the order of the screen."""
+    model = models[model_id]
+    yield model
+    for child in model["state"].get("children", []):
+        yield from _tree(child.removeprefix("IPY_MODEL_"), models)
+
+
+def _shown(model: dict[str, Any]) -> list[dict[str, Any]]:
+    """Outputs that a widget shows by itself."""
+    if model["model_name"] == "OutputModel":
+        return model["state"]["outputs"]
+    if model["model_name"] == "HTMLModel" and (html := model["state"]["value"]):
+        return [nbformat.v4.new_output("display_data", {"text/html": html})]
+    return []
+
+
+def _setting(model: dict[str, Any]) -> str:
+    """``name = value`` of a control, as it stands at the end of a run; nothing of another widget."""
+    state = model["state"]
+    if not state.get("description") or not {"value", "index"} & state.keys():
+        return ""
+    value = state["_options_labels"][state["index"]] if "index" in state else state["value"]
+    return f"{state['description']} = {value}"
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+
+def _with_small_picture(output: NotebookNode) -> NotebookNode:
+    """The output, its picture in at most 256 colours."""
+    if "image/png" in output.get("data", {}):
+        output.data["image/png"] = base64.b64encode(_small(base64.b64decode(output.data["image/png"]))).decode()
+    return output
+
+
+def _small(png: bytes) -> bytes:
+    picture = Image.open(io.BytesIO(png))
+    if picture.mode == "P":  # it has been here before
+        return png
+    few = picture.convert("RGBA").quantize(method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    file = io.BytesIO()
+    few.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+# The same again ------------------------------------------------------------------------------------------------------
+
+
+def differences(committed: NotebookNode, again: NotebookNode) -> Iterator[str]:
+    """What another run says otherwise, a sentence for each cell: of pictures their alternative texts are compared.
+
+    Words and whole numbers must be equal. Decimals may differ by a hundredth, or be both below 1e-5: another processor
+    adds in another order. Cells with the tag ``VARIES`` are passed over.
+
+    Parameters
+    ----------
+    committed, again : NotebookNode
+        Both `settled`.
+    """
+    for one, other in zip(committed.cells, again.cells, strict=True):
+        if one.cell_type == "code" and VARIES not in one.metadata.get("tags", []):
+            said, says = list(_words(one)), list(_words(other))
+            if len(said) != len(says) or not all(map(_same, said, says)):
+                yield f"cell {one.id} said {said}, and says {says}; run `make notebooks`"
+
+
+def _words(cell: NotebookNode) -> Iterator[str]:
+    """Whatever a cell's outputs say in words."""
+    for output in cell.outputs:
+        data = output.get("data", {})
+        yield from (output.text for _ in range("text" in output))
+        yield from (data[kind] for kind in sorted(data) if kind.startswith("text/"))
+        if "image/png" in data:
+            yield output.metadata["image/png"]["alt"]
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two texts are, but for the rounding of their decimals."""
+    numbers, others = _NUMBER.findall(one), _NUMBER.findall(other)
+    return _NUMBER.sub("#", one) == _NUMBER.sub("#", other) and all(map(_close, numbers, others))
+
+
+def _close(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    if "." not in one + other and "e" not in one + other:
+        return False
+    first, second = (float(number.replace(",", "")) for number in (one, other))
+    return math.isclose(first, second, rel_tol=_RELATIVE, abs_tol=_ROUNDING)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def remake(path: Path) -> None:
+    """Run a notebook where it lies, and write it with its outputs.
+
+    Raises
+    ------
+    ValueError
+        If the path is no notebook, or the file would be larger than ``MAX_BYTES``.
+    """
+    records.check_regular(path)
+    made = text(settled(execute(nbformat.read(path, as_version=4), path.parent)))
+    if len(made) > MAX_BYTES:
+        raise ValueError(f"{path.name} would have {len(made):,} bytes, but a notebook may have {MAX_BYTES:,} at most")
+    records.replace(path, lambda part: part.write_text(made), lambda found: nbformat.read(found, as_version=4))
+
+
+def main():
+    """The command."""
+    parser = argparse.ArgumentParser(description="Run notebooks and write them with their outputs.")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="files (default: the whole course)")
+    for path in parser.parse_args().notebooks or sorted(NOTEBOOKS.glob("*.ipynb")):
+        print(path.name, flush=True)
+        remake(path)
+
+
+if __name__ == "__main__":
+    main()

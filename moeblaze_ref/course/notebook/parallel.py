@@ -1,0 +1,288 @@
+"""Experts on several ranks: what travels, as it was sent, and how many rows a map of experts to ranks sends."""
+
+from collections.abc import Mapping, Sequence
+from math import comb
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
+from moeblaze_ref.parallel.findings import short_names
+from moeblaze_ref.parallel.layer import ExpertParallelMoE
+from moeblaze_ref.parallel.local import run
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.trip import first_slots
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
+from moeblaze_ref.core.traces import RoutingTrace
+
+RANK_COLORS = (SKY, ORANGE)
+GRADIENTS = ("d_x", "d_wg", "d_w1", "d_w2", "d_w3")
+# What `ExpertParallelMoE` sends in a forward and a backward, in its order.
+FORWARD = ("how many rows come", "tokens' rows", "expert ids and gates", "weighted sums, back")
+BACKWARD = ("gradients of the output", "gradients of the rows, back", "gradients of the gates, back")
+
+
+class Lesson(NamedTuple):
+    """A small layer whose experts are on ``placement.num_gpus`` ranks, and tokens for each of them."""
+
+    placement: Placement
+    tokens: tuple[int, ...]  # of each rank
+    d: int = 16
+    h: int = 24
+    k: int = 2
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of the layer."""
+        return {"d": self.d, "h": self.h, "E": self.placement.E, "k": self.k}
+
+    def layer(self) -> MoELayer:
+        """With all experts, the same at every call."""
+        torch.manual_seed(0)
+        return MoELayer(**self.sizes)
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x (L, d) of all ranks together, and the gradient of their outputs."""
+        generator = torch.Generator().manual_seed(1)
+        x, d_out = (torch.randn(sum(self.tokens), self.d, generator=generator) for _ in range(2))
+        return x, d_out
+
+
+class Parcel(NamedTuple):
+    """What one rank sent in one exchange."""
+
+    rows: list[int]  # to each rank
+    row_bytes: int
+
+
+class Step(NamedTuple):
+    """A forward and a backward of some tokens."""
+
+    out: torch.Tensor  # (L, d)
+    gradients: dict[str, torch.Tensor]  # those of the experts: of the experts that are there
+    parcels: list[Parcel]
+
+
+class LoggedRanks(Ranks):
+    """Remembers what is sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.parcels: list[Parcel] = []
+
+    def exchange(self, rows, sent, received):
+        """As `Ranks.exchange`."""
+        self.parcels.append(Parcel(list(sent), rows[:1].numel() * rows.itemsize if len(rows) else 0))
+        return super().exchange(rows, sent, received)
+
+
+def on_one_device(lesson: Lesson) -> Step:
+    """All tokens through the layer that has all experts."""
+    return _step(lesson.layer(), *lesson.inputs(), [])
+
+
+def on_ranks(lesson: Lesson) -> list[Step]:
+    """The same on processes of this machine, one a rank, started for it."""
+    return run(_on_this_rank, lesson.placement.num_gpus, lesson)
+
+
+def _on_this_rank(lesson: Lesson) -> Step:
+    ranks = LoggedRanks()
+    layer = ExpertParallelMoE(**lesson.sizes, placement=lesson.placement, ranks=ranks)
+    layer.take(lesson.layer())
+    x, d_out = (whole.split(lesson.tokens)[dist.get_rank()] for whole in lesson.inputs())
+    return _step(layer, x, d_out, ranks.parcels)
+
+
+def _step(layer, x, d_out, parcels) -> Step:
+    x = x.clone().requires_grad_()
+    result: MoEOutput = layer(x)
+    losses = result.load_balancing_loss + result.router_z_loss
+    leaves = [x, layer.wg, layer.w1, layer.w2, layer.w3]
+    gradients = torch.autograd.grad([result.out, losses], leaves, [d_out, torch.ones(())])
+    return Step(result.out.detach(), dict(zip(GRADIENTS, gradients, strict=True)), parcels)
+
+
+def gathered(lesson: Lesson, steps: Sequence[Step]) -> dict[str, torch.Tensor]:
+    """Output and gradients of all ranks as one device has them: tokens in order, experts by their ids."""
+    order = torch.tensor(sum(lesson.placement.hosts(0), [])).argsort()
+
+    def side_by_side(name):
+        return torch.cat([step.gradients[name] for step in steps])
+
+    return {
+        "out": torch.cat([step.out for step in steps]),
+        "d_x": side_by_side("d_x"),
+        "d_wg": steps[0].gradients["d_wg"],  # summed over the ranks already, the same on each
+        **{name: side_by_side(name)[order] for name in ("d_w1", "d_w2", "d_w3")},
+    }
+
+
+def parcels_table(steps: Sequence[Step]) -> list[dict]:
+    """Every exchange of a step, with what each rank sent to each."""
+    return [
+        {
+            "what": name,
+            "bytes of a row": max(step.parcels[number].row_bytes for step in steps),
+            **{f"rank {rank} sends": str(step.parcels[number].rows) for rank, step in enumerate(steps)},
+        }
+        for number, name in enumerate((*FORWARD, *BACKWARD))
+    ]
+
+
+# Rows of a map -------------------------------------------------------------------------------------------------------
+
+
+def ranks_of(topk_experts: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """The ranks (L, k) that get a copy of each token's row, ``EMPTY`` in slots that need none; ``owners`` is (E,)."""
+    return first_slots(torch.from_numpy(owners[topk_experts])).numpy()
+
+
+def copies_by_chance(E: int, k: int, num_ranks: int) -> float:
+    """Ranks that a token visits in the mean, if k of E experts are chosen evenly and a rank has E / num_ranks."""
+    return num_ranks * (1 - comb(E - E // num_ranks, k) / comb(E, k))
+
+
+def visits_picture(topk_experts: np.ndarray, owners: np.ndarray, tokens: Sequence[int]) -> Figure:
+    """Which token's row goes to which rank; in a cell, how many of the token's experts are there.
+
+    Parameters
+    ----------
+    topk_experts : array (L, k)
+    owners : array (E,)
+        Every expert's rank.
+    tokens : sequence of int
+        Tokens of each rank, in order.
+    """
+    homes = np.repeat(np.arange(len(tokens)), tokens)  # (L,)
+    experts = (owners[topk_experts][:, :, None] == np.arange(len(tokens))).sum(axis=1)  # (L, ranks)
+    shades = np.where(experts == 0, 0, np.where(np.arange(len(tokens)) == homes[:, None], 1, 2))
+    figure = Figure(figsize=(2.2 + 0.45 * len(homes), 0.9 + 0.5 * len(tokens)), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(shades.T, cmap=ListedColormap(["white", GREY, ORANGE]), vmin=0, vmax=2, aspect="auto")
+    for token, rank in zip(*np.nonzero(experts), strict=True):
+        axes.text(token, rank, str(experts[token, rank]), ha="center", va="center")
+    axes.set_xticks(range(len(homes)), [f"{token}" for token in range(len(homes))])
+    axes.set_yticks(range(len(tokens)), [f"rank {rank}" for rank in range(len(tokens))])
+    axes.set_xticks(np.arange(len(homes) + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(len(tokens) + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="black", linewidth=0.4)
+    axes.tick_params(which="both", length=0)
+    for border in np.cumsum(tokens)[:-1]:
+        axes.axvline(border - 0.5, color="black", linewidth=2)
+    axes.set_xlabel("token; a thick line parts those of one rank from the next")
+    title = "orange: the row travels; grey: it is at home; number: its experts there"
+    axes.set_title(title, loc="left", fontsize="medium")
+    return figure
+
+
+def copies_picture(E: int, k: int) -> Figure:
+    """Rows that leave a token's own rank, in the mean, by the number of ranks: a copy a rank, and a copy an expert.
+
+    Raises
+    ------
+    ValueError
+        If k is more than E.
+    """
+    if k > E:
+        raise ValueError(f"k is {k}, but a token can choose {E} experts at most")
+    ranks = [count for count in (2, 4, 8, 16, 32, 64) if E % count == 0]
+    away = [(count - 1) / count for count in ranks]  # of what a token needs; its own rank is as likely as any other
+    by_rank = [copies_by_chance(E, k, count) * part for count, part in zip(ranks, away, strict=True)]
+    by_expert = [k * part for part in away]
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    places = np.arange(len(ranks))
+    axes.bar(places - 0.2, by_expert, 0.38, color=GREY, label="a copy for each expert", hatch="//", edgecolor="white")
+    axes.bar(places + 0.2, by_rank, 0.38, color=BLUE, label="a copy for each rank")
+    axes.set_xticks(places, [str(count) for count in ranks])
+    axes.set_xlabel(f"ranks that share {E} experts, {k} of them for each token")
+    axes.set_ylabel("rows to other ranks, of a token")
+    axes.legend()
+    return figure
+
+
+class Traffic(NamedTuple):
+    """What a map makes of recorded tokens in one layer, where every rank has as many of the tokens."""
+
+    routed: np.ndarray  # (ranks,) choices of experts that are there
+    arrived: np.ndarray  # (ranks,) rows that came, those of its own tokens not counted
+
+    @classmethod
+    def of(cls, topk_experts: np.ndarray, owners: np.ndarray, num_ranks: int) -> "Traffic":
+        """From topk_experts (L, k) and owners (E,); token i is on rank i modulo the number of ranks."""
+        copies = ranks_of(topk_experts.astype(np.int64), owners)
+        own = np.arange(len(copies))[:, None] % num_ranks
+        travelled = copies[(copies != EMPTY) & (copies != own)]
+        return cls(*(np.bincount(ranks.ravel(), minlength=num_ranks) for ranks in (owners[topk_experts], travelled)))
+
+
+def traffic_picture(trace: RoutingTrace, placements: Mapping[str, Placement]) -> Figure:
+    """For maps by name: of the fullest rank, its choices and its rows that came over links, over an even share of all.
+
+    Every point is a layer; a line is the mean over the layers.
+    """
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for place, placement in enumerate(placements.values()):
+        ranks = placement.num_gpus
+        layers = [Traffic.of(trace.topk[:, l], placement.assignment[l], ranks) for l in range(placement.layers)]
+        even = trace.topk.shape[0] / ranks
+        for shift, color, marker, values in (
+            (-0.13, BLUE, "o", [t.routed.max() / t.routed.mean() for t in layers]),
+            (0.13, VERMILLION, "^", [t.arrived.max() / even for t in layers]),
+        ):
+            axes.plot([place + shift] * len(values), values, marker, color=color, alpha=0.6)
+            axes.hlines(np.mean(values), place + shift - 0.1, place + shift + 0.1, color=color, linewidth=3)
+    axes.plot([], [], "o", color=BLUE, label="choices of its experts / mean over ranks")
+    axes.plot([], [], "^", color=VERMILLION, label="rows that came to it / tokens of a rank")
+    axes.set_xticks(range(len(placements)), placements)
+    axes.set_ylabel("fullest rank / an even share")
+    axes.legend()
+    return figure
+
+
+# Measured ------------------------------------------------------------------------------------------------------------
+
+
+def parts_of(row: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Milliseconds of a step's parts under a map, (measured, modelled), from a row of a record of `parallel.bench`.
+
+    What is left of a measured step is its rest; on the modelled side it is the cost of every layer beside the others.
+    """
+    experts, exchange = (
+        (sum(row[f"{part}_ms"]), sum(row[f"modelled_{part}_ms"])) for part in ("experts", "exchange")
+    )
+    rest = row["step_ms"] - experts[0] - exchange[0], 1e3 * found["rest_s"] * found["layers"]
+    return {"experts": experts, "exchange": exchange, "rest of the layers": rest}
+
+
+def measured_picture(records: Sequence[Mapping[str, Any]]) -> Figure:
+    """Records of `parallel.bench` beside each other: a step under each map, and thinner below it the model's."""
+    figure = Figure(figsize=(4.6 * len(records), 3.4), layout="constrained")
+    for axes, found in zip(figure.subplots(1, len(records), squeeze=False)[0], records, strict=True):
+        _bars(axes, found)
+        axes.set_title(f"{found['model']}, {found['gpus']} GPUs", loc="left", fontsize="medium")
+        axes.set_xlabel("ms of a step; thin: modelled")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def _bars(axes, found):
+    places, names = np.arange(len(found["rows"])), short_names([row["name"] for row in found["rows"]])
+    parts = [parts_of(row, found) for row in found["rows"]]  # a dict a map
+    ends = np.zeros((2, len(places)))
+    for part, color in zip(parts[0], (BLUE, VERMILLION, GREY), strict=True):
+        measured, modelled = np.array([of_one[part] for of_one in parts]).T
+        axes.barh(places - 0.12, measured, 0.44, left=ends[0], label=part, **filled(color))
+        axes.barh(places + 0.26, modelled, 0.2, left=ends[1], alpha=0.6, **filled(color))
+        ends += measured, modelled
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()

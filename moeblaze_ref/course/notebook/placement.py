@@ -1,0 +1,203 @@
+"""Experts on GPUs: recorded load and affinity, a toy whose every clustering fits on the page, what a step waits for.
+
+Source: MoETuner (arXiv 2502.06643).
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from IPython.display import Markdown
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
+from moeblaze_ref.placement import document, findings, joint, peers, simulate, trace
+from moeblaze_ref.placement.ilp import moetuner
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.placement.synthetic import synthetic_trace
+from moeblaze_ref.placement.trace import Profile
+from moeblaze_ref.core.traces import RoutingTrace
+
+HEADING = {"loc": "left", "fontsize": "medium"}
+GPU_COLORS = (SKY, ORANGE)
+
+# Sixteen tokens, two layers of four experts, one expert a token: {(expert before, expert after): tokens}.
+PATHS = {(0, 0): 3, (0, 1): 2, (1, 2): 3, (2, 1): 3, (2, 0): 1, (3, 3): 4}
+
+
+def toy() -> Profile:
+    """P and R of ``PATHS``."""
+    topk = np.array([path for path, tokens in PATHS.items() for _ in range(tokens)], np.int16)  # (tokens, layers)
+    return trace.profile(RoutingTrace(topk[:, :, None], 4))
+
+
+# What was recorded ----------------------------------------------------------------------------------------------------
+
+
+def loads_picture(counts: Mapping[str, np.ndarray]) -> Figure:
+    """Tokens of every expert over the layer's mean, a panel for each recording; the busier, the darker.
+
+    Parameters
+    ----------
+    counts : mapping of str to array (layers, E)
+        P of each recording, by its name.
+    """
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    panels = figure.subplots(1, len(counts), squeeze=False)[0]
+    for axes, (name, P) in zip(panels, counts.items(), strict=True):
+        over_mean = P / P.mean(axis=1, keepdims=True)
+        image = axes.imshow(over_mean, vmin=0, vmax=4, cmap="cividis_r", aspect="auto", interpolation="nearest")
+        axes.set_title(f"{name}: busiest expert {over_mean.max():.1f} times the mean", **HEADING)
+        axes.set_xlabel("expert")
+        axes.set_ylabel("layer")
+    figure.colorbar(image, ax=panels, label="tokens / mean of the layer", extend="max")
+    return figure
+
+
+def affinity_picture(profile: Profile, layer: int) -> Figure:
+    """R between a layer and the next, counted, and over what independent layers would give."""
+    R = profile.R[layer]
+    independent = np.outer(R.sum(axis=1), R.sum(axis=0)) / max(R.sum(), 1)
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    counted, over = figure.subplots(1, 2)
+    tokens = counted.imshow(R, cmap="Blues")
+    counted.set_title("R: tokens that use both", **HEADING)
+    figure.colorbar(tokens, ax=counted, label="tokens")
+    ratio = np.divide(R, independent, out=np.ones_like(independent), where=independent > 0)
+    shades = over.imshow(ratio, vmin=0, vmax=4, cmap="cividis_r")
+    over.set_title("R / what independent layers would give", **HEADING)
+    figure.colorbar(shades, ax=over, label="ratio", extend="max")
+    for axes in (counted, over):
+        axes.set_ylabel(f"expert in layer {layer}")
+        axes.set_xlabel(f"expert in layer {layer + 1}")
+    return figure
+
+
+# The toy --------------------------------------------------------------------------------------------------------------
+
+
+def flows_picture(profile: Profile, placements: Mapping[str, Placement]) -> Figure:
+    """Two layers of few experts, a panel a placement: boxes as tall as their tokens, coloured by GPU; bands are R.
+
+    Parameters
+    ----------
+    profile : Profile
+        Of two layers.
+    placements : mapping of str to Placement
+        By name, on two GPUs.
+    """
+    figure = Figure(figsize=(3.7 * len(placements), 4), layout="constrained")
+    for axes, (name, placement) in zip(
+        figure.subplots(1, len(placements), squeeze=False)[0], placements.items(), strict=True
+    ):
+        tops = [_draw_layer(axes, profile.P[layer], placement.assignment[layer], layer) for layer in (0, 1)]
+        _draw_bands(axes, profile.R[0], placement.assignment, tops)
+        shares = placement.shares()
+        T, C = simulate.loads(profile, shares), simulate.transitions(profile, shares)
+        crossing = C.sum() - np.trace(C[0])
+        axes.set_title(
+            f"{name}\nfullest GPU: {T[0].max():.0f}, then {T[1].max():.0f}; crossing: {crossing:.0f}", **HEADING
+        )
+        axes.set_xlim(-0.35, 1.35)
+        axes.set_ylim(profile.tokens + 2.2, -0.2)
+        axes.axis("off")
+    return figure
+
+
+def _draw_layer(axes, load, gpus, layer):
+    """Boxes of one layer, those of GPU 0 above; the top of each expert's."""
+    top, tops = 0.0, {}
+    for gpu in range(2):
+        for expert in np.flatnonzero(gpus == gpu):
+            left = layer - 0.3 * (1 - layer)
+            axes.add_patch(Rectangle((left, top), 0.3, load[expert], facecolor=GPU_COLORS[gpu], edgecolor="white"))
+            axes.text(
+                left + 0.15, top + load[expert] / 2, f"expert {expert}", ha="center", va="center", fontsize="small"
+            )
+            tops[int(expert)] = top
+            top += load[expert]
+        top += 1.5 * (gpu == 0)
+    return tops
+
+
+def _draw_bands(axes, R, gpus, tops):
+    """A band from box to box for every count of R: grey where it stays on its GPU, vermilion where it changes."""
+    leaves, arrives = dict(tops[0]), dict(tops[1])
+    for before, after in zip(*R.nonzero(), strict=True):
+        tokens, stays = R[before, after], gpus[0, before] == gpus[1, after]
+        start, end = leaves[int(before)], arrives[int(after)]
+        axes.fill_between(
+            [0, 1], [start, end], [start + tokens, end + tokens], color=GREY if stays else VERMILLION, alpha=0.55, lw=0
+        )
+        leaves[int(before)] += tokens
+        arrives[int(after)] += tokens
+
+
+# What a step waits for ------------------------------------------------------------------------------------------------
+
+
+def tails_picture(steps: Mapping[str, simulate.Step], title: str = "") -> Figure:
+    """Two bars a method: what the slowest GPUs compute and what the slowest pairs transfer, over all layers."""
+    figure = Figure(figsize=(8, 0.9 + 0.42 * len(steps)), layout="constrained")
+    axes = figure.subplots()
+    compute = np.array([1e3 * step.compute_s.sum() for step in steps.values()])
+    transfer = np.array([1e3 * step.transfer_s.sum() for step in steps.values()])
+    axes.barh(list(steps), compute, label="slowest GPU computes", **filled(BLUE))
+    axes.barh(list(steps), transfer, left=compute, label="slowest pair transfers", **filled(VERMILLION))
+    for at, whole in enumerate(compute + transfer):
+        axes.text(whole, at, f" {whole:.3g}", va="center")
+    axes.set_title(title, **HEADING)
+    axes.set_xlabel("modelled step, ms")
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.25 - 0.35 / len(steps)))
+    return figure
+
+
+def what_if(skew: float, gigabytes: float, steps: int = 300_000) -> Figure:
+    """Four placements of a synthetic trace on four GPUs, and their tails.
+
+    Parameters
+    ----------
+    skew : float
+        Of the load: 0 is even, 1 is Zipf's.
+    gigabytes : float
+        GB/s of each pair of GPUs.
+    steps : int
+        Of the annealing.
+    """
+    counted = trace.profile(synthetic_trace(3000, 6, 16, 2, skew=skew, dependency=0.7, seed=1))
+    node = simulate.cluster("nvlink", 4, d=2048, h=1024)
+    on = simulate.Cluster(np.full((4, 4), 1e9 * gigabytes), node.row_bytes, node.token_s)
+    found = joint.search(counted, on, limit=1.05, steps=steps)
+    placements = {
+        "contiguous": peers.contiguous(counted, 4),
+        "greedy": peers.greedy(counted, 4),
+        "moetuner": moetuner(counted, on, time_limit=2).placement,
+        "joint": joint.fastest(counted, on, [found, peers.greedy(counted, 4)]),
+    }
+    return tails_picture(
+        {name: simulate.step(counted, placement.shares(), on) for name, placement in placements.items()},
+        f"skew {skew:g}, {gigabytes:g} GB/s between two GPUs",
+    )
+
+
+def recorded(kind: str) -> tuple[Markdown, Figure]:
+    """A record that the repository holds: its tables and its picture.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it holds none; the message says which page names the command that makes it.
+    """
+    path = document.RECORDS[kind]
+    if not path.exists():
+        raise FileNotFoundError(f"No {path.name} yet: docs/placement.md says how it is made.")
+    found = document.load(path)
+    return Markdown(findings.summary(found)), document.picture(found)
+
+
+def clusterings(E: int) -> Sequence[np.ndarray]:
+    """Every way to split E experts between two GPUs, none empty, the names of the GPUs apart; (E,) each."""
+    return [np.array([0, *(number >> bit & 1 for bit in range(E - 1))]) for number in range(1, 2 ** (E - 1))]

@@ -1,0 +1,148 @@
+"""Pictures of a router: whom it chooses, how its losses move it, what a fixed capacity makes of skew."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from moeblaze_ref.systems.capacity import expert_capacity
+from moeblaze_ref.memory.accounting import dropped_and_padded
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREY, SKY, VERMILLION, drawn, filled
+from moeblaze_ref.backends.numpy_ref import gating
+
+VISIBLE = {" ": "␣", "\n": "¶"}  # characters that print no ink
+
+
+def choice_map(probs: np.ndarray, topk_experts: np.ndarray, text: str) -> Figure:
+    """Probabilities as shades, a column for each character of ``text``; a frame marks the chosen experts.
+
+    Parameters
+    ----------
+    probs : ndarray (L, E)
+    topk_experts : ndarray (L, k)
+    text : str
+        One character for each of the L tokens.
+    """
+    num_tokens, num_experts = probs.shape
+    figure = Figure(figsize=(1 + 0.22 * num_tokens, 1.3 + 0.28 * num_experts), layout="constrained")
+    axes = figure.subplots()
+    shades = axes.imshow(probs.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    for (token, _), expert in np.ndenumerate(topk_experts):
+        axes.add_patch(Rectangle((token - 0.5, expert - 0.5), 1, 1, fill=False, edgecolor=VERMILLION))
+    axes.set_xticks(range(num_tokens), [VISIBLE.get(character, character) for character in text])
+    axes.set_yticks(range(num_experts))
+    axes.set_xlabel("byte of the text")
+    axes.set_ylabel("expert")
+    axes.set_title(f"framed: the {topk_experts.shape[1]} experts of each byte", loc="left", fontsize="medium")
+    axes.tick_params(length=0)
+    figure.colorbar(shades, label="probability")
+    return figure
+
+
+# The two losses ------------------------------------------------------------------------------------------------------
+
+
+class Descent(NamedTuple):
+    """What a router did while its losses alone moved it; n steps."""
+
+    loads: np.ndarray  # (n, E) routed rows of each expert, as multiples of the balanced share
+    balance: np.ndarray  # (n,) load-balancing loss
+    z: np.ndarray  # (n,) router z-loss
+
+
+def descend(x, wg, k, balance_weight, z_weight, steps=100, rate=0.5) -> Descent:
+    """Gradient descent of wg (d, E) on the two router losses of x (L, d), with no task to learn; wg is not changed."""
+    wg, seen = wg.copy(), []
+    for _ in range(steps):
+        logits = x @ wg  # (L, E)
+        chosen = gating.forward(logits, k)
+        counts = np.bincount(chosen.topk_experts.ravel(), minlength=wg.shape[1])  # (E,)
+        balance = gating.load_balancing_loss(chosen.probs, chosen.topk_experts)
+        seen.append((counts / counts.mean(), balance, gating.router_z_loss(logits)))
+        d_logits = gating.load_balancing_loss_backward(chosen.probs, chosen.topk_experts, balance_weight)
+        d_logits += gating.router_z_loss_backward(logits, z_weight)
+        wg -= rate * x.T @ d_logits  # (d, E)
+    return Descent(*map(np.array, zip(*seen, strict=True)))
+
+
+def descent_picture(descent: Descent) -> Figure:
+    """Each expert's load over the steps, then both losses."""
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    loads, balance, z = figure.subplots(1, 3)
+    loads.plot(descent.loads, color=BLUE, linewidth=1)
+    loads.axhline(1, color=VERMILLION, linewidth=1)
+    loads.set_title("load of each expert / balanced share", loc="left", fontsize="medium")
+    balance.plot(descent.balance, color=BLUE)
+    balance.axhline(1, color=VERMILLION, linewidth=1)
+    balance.set_title(f"load-balancing loss: {descent.balance[-1]:.3f} at the end", loc="left", fontsize="medium")
+    z.plot(descent.z, color=BLUE)
+    z.set_title(f"router z-loss: {descent.z[-1]:.3f} at the end", loc="left", fontsize="medium")
+    for axes, name in ((loads, "load / balanced share"), (balance, "loss"), (z, "loss")):
+        axes.set_xlabel("step")
+        axes.set_ylabel(name)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+# Skew against a fixed capacity ---------------------------------------------------------------------------------------
+
+
+def zipf_counts(exponent: float, E: int, k: int, L: int = 8192, seed: int = 0) -> np.ndarray:
+    """Routed rows of each expert, (E,), when an expert's popularity is its rank to the power -exponent."""
+    return np.bincount(zipf_choices(exponent, E, k, L, seed).ravel(), minlength=E)
+
+
+def zipf_choices(exponent: float, E: int, k: int, L: int, seed: int = 0) -> np.ndarray:
+    """Experts of each token, (L, k) int32, when an expert's popularity is its rank to the power -exponent."""
+    noise = np.random.default_rng(seed).gumbel(size=(L, E))  # Gumbel noise makes top k a draw without replacement
+    logits = noise - exponent * np.log(np.arange(1, E + 1))  # (L, E)
+    return gating.top_k(logits, k)
+
+
+def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) -> Figure:
+    """Each expert's rows under Zipf routing: those that fit a fixed capacity, those over it, and the empty places."""
+    counts = zipf_counts(exponent, E, k)
+    capacity = expert_capacity(int(counts.sum()), E, capacity_factor)
+    dropped, padded = dropped_and_padded(counts.tolist(), capacity)
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes, experts = figure.subplots(), range(E)
+    fitting = np.minimum(counts, capacity)
+    empty = {"facecolor": "none", "edgecolor": GREY, "hatch": "///"}
+    axes.bar(experts, fitting, label="computed", **filled(BLUE))
+    axes.bar(experts, counts - fitting, bottom=fitting, label="dropped", **filled(VERMILLION))
+    axes.bar(experts, capacity - fitting, bottom=fitting, label="padding", **empty)
+    axes.axhline(capacity, color=BLACK, linewidth=0.8)
+    axes.annotate(f"capacity {capacity:,}", (E - 0.4, capacity), xytext=(2, 3), textcoords="offset points", ha="right")
+    rows, places = counts.sum(), capacity * E
+    title = f"{dropped / rows:.1%} of the rows are dropped, {padded / places:.1%} of the places are padding"
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.set_xlabel("expert, by popularity")
+    axes.set_ylabel("routed rows")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False)
+    return figure
+
+
+def skew_picture(E: int, k: int, factors: Sequence[float] = (1.0, 1.25, 2.0)) -> Figure:
+    """What is dropped and what is padding against the Zipf exponent, a line for each capacity factor."""
+    exponents = np.linspace(0, 2, 11)
+    counts = [zipf_counts(exponent, E, k).tolist() for exponent in exponents]
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for factor, color in zip(factors, (VERMILLION, BLUE, SKY), strict=True):
+        rows = sum(counts[0])
+        capacity = expert_capacity(rows, E, factor)
+        fates = np.array([dropped_and_padded(one, capacity) for one in counts]) / (rows, capacity * E)
+        for axes, share in zip(panels, 100 * fates.T, strict=True):
+            axes.plot(exponents, share, label=f"capacity factor {factor:g}", **drawn(color))
+    for axes, title in zip(panels, ("dropped, % of the rows", "padding, % of the places"), strict=True):
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.set_xlabel("Zipf exponent")
+        axes.set_ylim(0, 100)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("share, %")
+    panels[0].legend(frameon=False)
+    return figure

@@ -1,0 +1,153 @@
+"""Source code for a reader, from the files: Python functions, CUDA kernels, and what a kernel's header states."""
+
+import difflib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from IPython.display import Markdown
+
+import moeblaze_ref
+from moeblaze_ref.core import checks
+from moeblaze_ref.runtime.simt_executor import LaunchReport
+from moeblaze_ref.runtime.source import kernel_text
+
+PACKAGE = Path(moeblaze_ref.__file__).parent
+
+_DOCSTRING_SECTIONS = re.compile(r'\n\s*\n *\w+\n *-{3,}\n.*?(?=""")', re.DOTALL)
+
+
+def show_source(*functions: Callable) -> Markdown:
+    """Python functions and classes as their files have them; of a docstring, only the prose before its sections."""
+    return Markdown("\n\n".join(map(_python_block, functions)))
+
+
+def _python_block(function):
+    function = inspect.unwrap(function)  # a Numba kernel wraps its Python function
+    source, first = textwrap.dedent(inspect.getsource(function)), inspect.getsourcelines(function)[1]
+    path = Path(inspect.getsourcefile(function)).relative_to(PACKAGE.parent).as_posix()
+    return _block("python", f"{path}, line {first}", _DOCSTRING_SECTIONS.sub("", source, count=1))
+
+
+def _block(language, caption, code):
+    return f"`{caption}`\n```{language}\n{code.rstrip()}\n```"
+
+
+def show_kernel(file: str, *functions: str) -> Markdown:
+    """CUDA functions and structs of ``kernels_cuda/<file>``, comments included; without names, the file's header.
+
+    Raises
+    ------
+    ValueError
+        If there is no such file, or no such function in it; the message proposes the nearest name.
+    """
+    text = kernel_text(file)
+    blocks = [definition(text, name) for name in functions] or [kernel_header(file)]
+    return Markdown("\n\n".join(_cuda_block(file, text, code) for code in blocks))
+
+
+def show_difference(function: str, before: str, after: str) -> Markdown:
+    """What changes in a CUDA function from the file ``kernels_cuda/<before>`` to ``kernels_cuda/<after>``.
+
+    Raises
+    ------
+    ValueError
+        If a file or the function in it does not exist.
+    """
+    old, new = (definition(kernel_text(file), function).splitlines() for file in (before, after))
+    lines = list(difflib.unified_diff(old, new, n=len(old) + len(new), lineterm=""))[3:]  # less its own header
+    return Markdown(_block("diff", f"{function}: kernels_cuda/{before} -> kernels_cuda/{after}", "\n".join(lines)))
+
+
+def _cuda_block(file, text, code):
+    first = text[: text.index(code)].count("\n") + 1
+    return _block("c++", f"kernels_cuda/{file}, line {first}", code)
+
+
+def defined(text: str) -> list[str]:
+    """The functions and structs of a CUDA text, in its order; an overloaded name once."""
+    found = re.findall(_opening(r"\w+"), text, re.MULTILINE)
+    return list(dict.fromkeys(function or struct for function, struct in found))
+
+
+def definition(text: str, name: str) -> str:
+    """A CUDA function or struct with the comment above it; its closing brace starts a line unless all is one line.
+
+    Raises
+    ------
+    ValueError
+        If the text has none of this name; the message proposes the nearest.
+    """
+    checks.check_name("CUDA function", name, defined(text))
+    comment, template, body = r"(?:^//[^\n]*\n)*", r"(?:^template[^\n]*\n)?", r"(?:[^\n]*\}$|.*?^\};?)"
+    return re.search(comment + template + _opening(name) + body, text, re.MULTILINE | re.DOTALL).group()
+
+
+def _opening(name):
+    """Pattern of a function or struct from the start of its line to its brace; the name may stand on the line below."""
+    parameters = r"\((?:[^()]|\([^()]*\))*\)"  # one may be a reference to an array: float (&tile)[16]
+    return rf"^(?![\s/#}}])[^\n;=]*(?:\n +)?\b(?:({name}){parameters}|struct ({name})) \{{"
+
+
+def kernel_header(file: str) -> str:
+    """The comment that a kernel file opens with."""
+    return re.match(r"(?://[^\n]*\n)+", kernel_text(file)).group()
+
+
+# What a header states ------------------------------------------------------------------------------------------------
+
+
+def stated_bytes(file: str) -> dict[str, dict[str, str]]:
+    """The formulas of a header's table, {kernel: {"read": formula, "written": formula}}; it has a line a kernel."""
+    lines = kernel_header(file).splitlines()
+    top = next(number for number, line in enumerate(lines) if re.match(r"// kernel\b.*bytes read", line))
+    columns = _cells(lines[top])
+    stated: dict[str, dict[str, str]] = {}
+    for line in lines[top + 1 :]:
+        row = dict(zip(columns, _cells(line), strict=False))
+        if len(row) < len(columns):
+            break
+        stated[row["kernel"]] = {"read": row["bytes read"], "written": row["bytes written"]}
+    return stated
+
+
+def _cells(line):
+    """The cells of a header's line, which two spaces or more keep apart."""
+    return re.split(r" {2,}", line.removeprefix("//").strip())
+
+
+def evaluate(formula: str, symbols: dict[str, int]) -> int:
+    """The value of a header's formula, in which a space multiplies: ``4 L E + 2 R (k + 1)``.
+
+    Raises
+    ------
+    ValueError
+        If it uses a symbol that is not given.
+    """
+    tokens = re.findall(r"\w+|[^\w\s]", formula)
+    for token in tokens:
+        if token.isidentifier():
+            checks.check_name("symbol", token, symbols)
+    spelled = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", " ".join(tokens))
+    return eval(spelled, {"__builtins__": {}}, symbols)  # numbers, signs and checked names: nothing else is left
+
+
+def stated_beside_counted(file: str, launches: Sequence[LaunchReport], **symbols: int) -> list[dict[str, Any]]:
+    """Rows for `table`: each launch's bytes as its header states them, and as the executor counted them."""
+    rows = []
+    for launch in launches:
+        counted = {"read": launch.read_bytes, "written": launch.written_bytes}
+        for direction, formula in stated_bytes(file)[launch.kernel].items():
+            rows.append(
+                {
+                    "kernel": launch.kernel,
+                    "bytes": direction,
+                    "the header's formula": f"`{formula}`",
+                    "its value": evaluate(formula, symbols),
+                    "counted": counted[direction],
+                }
+            )
+    return rows

@@ -1,0 +1,170 @@
+"""A language model in training: whom its routers load as it learns, and what its experts read in the end."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from IPython.display import Markdown
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.lm import document, evidence, evidence_plots, report
+from moeblaze_ref.lm.data import Corpus
+from moeblaze_ref.lm.train import Trainer, TrainSettings
+from moeblaze_ref.nn.systems import MoEFactory
+from moeblaze_ref.nn.torch_layer import MoELayer
+from moeblaze_ref.core.traces import RoutingTrace
+
+# Load over time -------------------------------------------------------------------------------------------------------
+
+
+class Learned(NamedTuple):
+    """A finished run, and how it loaded its experts."""
+
+    trainer: Trainer
+    loads: np.ndarray  # (steps, layers, E) rows of each expert, as multiples of the balanced share
+    validation_loss: float  # nats per byte
+
+
+def learn(settings: TrainSettings, corpus: Corpus, on_step: Callable[[int, float], None]) -> Learned:
+    """Train to the last step, and count each step's rows."""
+    trainer, loads = Trainer(settings, corpus), []
+    while trainer.step < settings.steps:
+        done = trainer.advance()
+        loads.append([shares(chosen, settings.config.E) for chosen in trainer.chosen])
+        on_step(done.step, done.loss)
+    return Learned(trainer, np.array(loads), trainer.validate(batches=4))
+
+
+def shares(topk_experts: Tensor, E: int) -> np.ndarray:
+    """The rows of each expert (E,), as multiples of what it would have if all had as many."""
+    counts = torch.bincount(topk_experts.flatten(), minlength=E).double()  # (E,)
+    return (counts / counts.mean()).numpy()
+
+
+def loads_picture(runs: Mapping[str, Learned], layer: int) -> Figure:
+    """Each run's experts as bands over the steps: darker than the middle is more than the balanced share.
+
+    Parameters
+    ----------
+    runs : mapping of str to Learned
+        By their names.
+    layer : int
+    """
+    figure = Figure(figsize=(10, 1.2 + 1.8 * len(runs)), layout="constrained")
+    panels = figure.subplots(len(runs), sharex=True, squeeze=False)[:, 0]
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+        loads = run.loads[:, layer].T  # (E, steps)
+        shades = axes.imshow(loads, cmap="cividis_r", vmin=0, vmax=3, aspect="auto", interpolation="nearest")
+        last = loads[:, -50:].mean(axis=1)
+        title = f"{name}: over the last 50 steps {last.min():.2f} to {last.max():.2f} of the balanced share"
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.set_ylabel("expert")
+        axes.set_yticks(range(len(loads)))
+    panels[-1].set_xlabel("step")
+    figure.suptitle(f"layer {layer}", x=0.01, ha="left", fontsize="medium")
+    figure.colorbar(shades, ax=list(panels), label="rows / balanced share", extend="max")
+    return figure
+
+
+# What an expert reads -------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "space": b" ",
+    "end of line": b"\n",
+    "small letters": bytes(range(ord("a"), ord("z") + 1)),
+    "capitals": bytes(range(ord("A"), ord("Z") + 1)),
+    "digits": b"0123456789",
+    "underscore": b"_",
+    "brackets": b"()[]{}<>",
+    "quotes, hashes": b"\"'#`",
+    "other signs": b"!$%&*+,-./:;=?@\\^|~",
+}
+
+
+def reads(trace: RoutingTrace) -> np.ndarray:
+    """How each kind of byte is spread over the experts, (layers, kinds, E): each row adds up to 1, or is NaN."""
+    counts = np.zeros((trace.topk.shape[1], 256, trace.num_experts))
+    for layer in range(len(counts)):
+        for chosen in trace.topk[:, layer].T:  # (tokens,)
+            np.add.at(counts[layer], (trace.token, chosen), 1)
+    by_kind = np.stack([counts[:, list(held)].sum(axis=1) for held in KINDS.values()], axis=1)
+    with np.errstate(invalid="ignore"):  # a kind that the text lacks
+        return by_kind / by_kind.sum(axis=-1, keepdims=True)
+
+
+def reads_picture(spread: np.ndarray, layer: int) -> Figure:
+    """One layer of `reads`: a row for each kind of byte, a column for each expert, the share in each cell."""
+    shown = spread[layer]  # (kinds, E)
+    kinds, E = shown.shape
+    figure = Figure(figsize=(2.5 + 0.75 * E, 1.2 + 0.36 * kinds), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(shown, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    for (kind, expert), share in np.ndenumerate(shown):
+        if share >= 0.01:
+            axes.text(expert, kind, f"{share:.0%}", ha="center", va="center", color="white" if share > 0.5 else "black")
+    axes.set_yticks(range(kinds), list(KINDS))
+    axes.set_xticks(range(E))
+    axes.set_xlabel("expert")
+    axes.tick_params(length=0)
+    title = f"layer {layer}: of all choices for a kind of byte, the share of each expert"
+    axes.set_title(title, loc="left", fontsize="medium")
+    return figure
+
+
+# What a GPU measured --------------------------------------------------------------------------------------------------
+
+
+def measured(kind: str) -> tuple[Markdown, Figure]:
+    """The record of a kind of evidence that the repository holds: its words and its picture.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it holds none; the message says which command makes it.
+    """
+    path = document.RECORDS[checks.check_name("kind of evidence", kind, document.RECORDS)]
+    if not path.exists():
+        raise FileNotFoundError(
+            f"Not measured yet: `moeblaze evidence {kind} --preset lm-small --record docs/results/{path.name}` on a GPU"
+        )
+    found = evidence.load(path, kind)
+    place = f"Measured on {found['device']}, commit `{found['commit'][:7]}`."
+    return Markdown(f"{report.summary(found)}\n\n{place}"), evidence_plots.picture(found)
+
+
+# Layers that are wrong ------------------------------------------------------------------------------------------------
+
+
+class _Scaled(MoELayer):
+    """Its output is off by a ten-thousandth."""
+
+    def _run(self, x, weights, topk_experts):
+        result = super()._run(x, weights, topk_experts)
+        return result._replace(out=result.out * (1 + 1e-4))
+
+
+class _Forgetful(MoELayer):
+    """The last token gets nothing from its experts."""
+
+    def _run(self, x, weights, topk_experts):
+        result = super()._run(x, weights, topk_experts)
+        last = torch.arange(len(x), device=x.device)[:, None] == len(x) - 1  # (L, 1)
+        return result._replace(out=result.out.masked_fill(last, 0.0))
+
+
+class _Exchanged(MoELayer):
+    """The first two experts have each other's down-projection."""
+
+    def _run(self, x, weights, topk_experts):
+        order = [1, 0, *range(2, len(weights.w3))]
+        return super()._run(x, weights._replace(w3=weights.w3[order]), topk_experts)
+
+
+FAULTS: dict[str, MoEFactory] = {
+    "output 1.0001 times as large": _Scaled,
+    "last token forgotten": _Forgetful,
+    "two experts exchange `w3`": _Exchanged,
+}

@@ -1,0 +1,86 @@
+"""What the site adds to Sphinx: pages of source files, alternative texts of pictures, plain text in docstrings."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+
+from moeblaze_ref.course.site import sources
+
+_RULE = re.compile(r"-{3,}$")  # under the title of a numpydoc section
+_KERNEL_HEADER = re.compile(r"[A-Z][\w ]+ {2,}\S")
+
+
+def keep_as_typed(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """What a docstring says before its sections is text for people: drawings and kernel headers keep their lines.
+
+    An indented part becomes a literal block, ``Grid   ceil(R / THREADS)`` a line of its own, and ``|x|`` is a norm.
+    """
+    rules = [number for number, line in enumerate(lines) if _RULE.match(line)]
+    end = rules[0] - 1 if rules else len(lines)
+    lines[:] = [*_as_typed(lines[:end]), *map(_norms, lines[end:])]
+
+
+def _as_typed(prose):
+    drawing = False
+    for line in prose:
+        indented = line.startswith("    ")
+        if indented and not drawing:
+            yield from ("", "::", "")
+        elif drawing and line and not indented:
+            yield ""
+        drawing = indented or (drawing and not line)
+        if drawing:
+            yield line
+        else:
+            yield f"| {line}" if _KERNEL_HEADER.match(line) else _norms(line)
+
+
+def _norms(line):
+    return re.sub(r"(?<!\S)\|(?=\S)", r"\|", line)
+
+
+def alternative_texts(notebook: dict[str, Any]) -> list[str]:
+    """What the pictures in a notebook's outputs say to those who cannot see them, in their order."""
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    pictures = [output["metadata"] for output in outputs if "image/png" in output.get("data", {})]
+    return [picture["image/png"]["alt"] for picture in pictures]
+
+
+def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
+    """Pictures in outputs get the alternative texts that the notebook holds, which MyST-NB leaves out."""
+    source = Path(app.env.doc2path(app.env.docname))
+    if source.suffix != ".ipynb":
+        return
+    shown = [node for node in doctree.findall(nodes.image) if "jupyter_execute" in node["uri"]]
+    for node, text in zip(shown, alternative_texts(json.loads(source.read_text())), strict=True):
+        node["alt"] = text
+
+
+def highlight_kernels(app: Sphinx, doctree: nodes.document) -> None:
+    """A cell that holds a CUDA kernel to be judged is no Python."""
+    for node in doctree.findall(nodes.literal_block):
+        if node.astext().startswith("%%judge") and "__global__" in node.astext():
+            node["language"] = "cuda"
+
+
+def unlink_bare_names(app: Sphinx, doctree: nodes.document) -> None:
+    """``bytes`` in a signature is Python's, not the one attribute of that name which Sphinx would link it to."""
+    for node in list(doctree.findall(addnodes.pending_xref)):
+        if node["refdomain"] == "py" and "." not in node["reftarget"]:
+            node.replace_self(node.children)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx's door."""
+    app.connect("doctree-read", sources.link_documents)
+    app.connect("build-finished", sources.write_pages)
+    app.connect("doctree-read", unlink_bare_names)
+    app.connect("doctree-read", describe_pictures)
+    app.connect("doctree-read", highlight_kernels)
+    app.connect("autodoc-process-docstring", keep_as_typed, priority=400)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,109 @@
+"""Writes docs/results.md: what each file of docs/results holds, on what it was taken, and which page shows it.
+
+``python -m moeblaze_ref.course.site.records`` writes it again.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moeblaze_ref.core import documents, checks, source_hashes
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
+# By the first word of a file's name: (what it holds, the page that shows it).
+KINDS = {
+    "bench": ("times of the layer, of stages, dispatch, gating and combine", "[performance](performance.md)"),
+    "counters": ("hardware counters of the kernels", "[performance](performance.md#counters)"),
+    "ladder": ("the rungs of each product, one idea more in each", "[performance](performance.md#the-ladder)"),
+    "systems": ("times of the other systems", "[performance](performance.md#other-systems)"),
+    "trials": (
+        "what was tried on the Hopper kernels",
+        "[performance](performance.md#what-the-hopper-kernels-do-and-what-did-not-help)",
+    ),
+    "train": ("a language model trained with each layer", "[training](training.md)"),
+    "paper": ("figures of the papers, measured", "[the papers' figures, measured](paper_measurements.md)"),
+    "place": ("placements of experts on GPUs", "[placement](placement.md)"),
+    "ep": ("layers whose experts are on several GPUs, under maps", "[experts on several GPUs](parallel.md)"),
+    "cupy": ("what a kernel launched by hand prints", "[launch a kernel by hand](cupy_by_hand.md#the-launch)"),
+    "course": ("how long the notebooks take", "[path](path.md#how-long-it-takes)"),
+    "check": ("every stage held against the judge", "[below](#correctness-on-a-gpu)"),
+    "gradients": ("the torch layer held against autograd", "[below](#correctness-on-a-gpu)"),
+    "sanitize": ("every kernel under compute-sanitizer's tools", "[below](#correctness-on-a-gpu)"),
+}
+CHECKS = ("check", "gradients")
+_PAGE = """# Results
+
+Every measured number of these pages comes from a file in `docs/results/`, written by the command that measured it. This
+page is made from those files.
+
+Each file stores hashes of the code that it measured. *Code changed since* stands behind a commit where a part of that
+code has another text now, comments and docstrings aside; it does not say that a number would be another one.
+
+{files}
+
+## Correctness on a GPU
+
+`moeblaze check`, and with `--gradients`, on the device that the table above names: the cases of a stage in a dtype, how
+many of them were right, and the largest error as a share of what is allowed. Index structures have no error: they match
+bit for bit.
+
+{checks}
+
+compute-sanitizer, over every kernel:
+
+{tools}
+"""
+
+
+def page(folder: Path = DOCUMENT.with_suffix("")) -> str:
+    """The page in Markdown.
+
+    Raises
+    ------
+    ValueError
+        If the name of a file begins with none of ``KINDS``.
+    """
+    found = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    files = [_file(name, record) for name, record in found.items()]
+    of_checks = [row for name, record in found.items() if kind_of(name) in CHECKS for row in _checks(record)]
+    tools = [row for name, record in found.items() if kind_of(name) == "sanitize" for row in _tools(record)]
+    columns = ["backend", "stage", "dtype", "cases", "right", "largest error / allowed"]
+    return _PAGE.format(
+        files=documents.table(["file", "what", "device", "commit", "shown in"], files, words=5),
+        checks=documents.table(columns, of_checks, words=3),
+        tools=documents.table(["tool", "said"], tools, words=2),
+    )
+
+
+def kind_of(name: str) -> str:
+    """The first word of a file's name, one of ``KINDS``."""
+    return checks.check_name("kind of results", name.partition("_")[0], KINDS)
+
+
+def _file(name: str, record: dict[str, Any]) -> list[str]:
+    what, shown = KINDS[kind_of(name)]
+    device = record["device"].partition(",")[0]
+    commit = record.get("commit", "noted with each")[:15] + source_hashes.mark_of_all(record)
+    return [f"`{name}`", what, device, commit, shown]
+
+
+def _checks(record: dict[str, Any]) -> Iterator[list[str]]:
+    """A line for each backend, stage and dtype of a record of `moeblaze check`."""
+    groups = defaultdict(list)
+    for row in record["rows"]:
+        if row["available"]:
+            groups[row["backend"], row["stage"], row["dtype"]].append(row)
+    for group, rows in groups.items():
+        shares = [row["error"] / row["bound"] for row in rows if row["bound"]]
+        yield [*group, str(len(rows)), str(sum(row["ok"] for row in rows)), f"{max(shares):.2f}" if shares else ""]
+
+
+def _tools(record: dict[str, Any]) -> Iterator[list[str]]:
+    for tool in record["tools"]:
+        yield [tool["tool"], tool["report"][-1].strip("= ")]
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(page())

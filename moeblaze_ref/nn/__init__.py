@@ -1,0 +1,1 @@
+"""The layers as torch modules, and plain torch's oracle."""

@@ -1,0 +1,449 @@
+"""The MoE layer for torch models: the raw CUDA stages under autograd, on a GPU or, slowly, on a CPU.
+
+On a GPU the stages run on torch's own tensors, on torch's stream. On a CPU arrays pass between torch and the
+stages without a copy, and the same kernels run on the SIMT executor, or nothing does: plain
+torch is another layer (`oracle.OracleMoE`) and never steps in.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.systems.layer import MoEWeights, Saved
+from moeblaze_ref.backends.raw_cuda import layer as raw_layer
+from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
+from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.core.structures import STRUCTURES, Array, Dispatch
+from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.nn.torch_transforms import (
+    check_backward,
+    refuse_forward_mode,
+    refuse_transform,
+    tracing,
+    transforms_active,
+)
+
+log = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class MoEOutput(NamedTuple):
+    """What a layer returns."""
+
+    out: Tensor  # (..., d), as x
+    load_balancing_loss: Tensor  # () float32
+    router_z_loss: Tensor  # () float32
+    topk_experts: Tensor  # (L, k) int32
+
+
+class MoEModule(RoutedExperts):
+    """What every system's torch layer has in common: its door, autocast, replayed routing and its output.
+
+    A system says in ``dtypes`` what it computes in, and in ``_run`` how.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype, hosted
+        As in `RoutedExperts`; the dtype is one of ``dtypes``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `RoutedExperts`, or if the dtype is not allowed.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        renormalize: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        hosted: int | None = None,
+    ):
+        if dtype is not None and dtype not in self.dtypes:
+            raise TypeError(f"dtype is {dtype}, but it must be {_either(self.dtypes)}")
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted)
+
+    def forward(self, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
+        """The layer's output for the tokens x.
+
+        Parameters
+        ----------
+        x : Tensor (..., d)
+            Of the dtype and on the device of the weights.
+        topk_experts : Tensor (L, k), int32, optional
+            A routing to replay in place of the router's own choice.
+
+        Raises
+        ------
+        ValueError
+            If a shape, a device or a replayed expert is not allowed.
+        TypeError
+            If x is no tensor, or a dtype is not allowed or differs from that of the weights.
+        RuntimeError
+            If nothing can run the kernels here, or under a transform of ``torch.func``, ``torch.export`` or
+            ``torch.jit.trace``.
+        """
+        if torch.compiler.is_compiling():
+            from moeblaze_ref.nn import torch_uncompiled
+
+            if torch.compiler.is_exporting():
+                torch_uncompiled.refuse_export(type(self).__name__)
+            return torch_uncompiled.run(self._forward, x, topk_experts)
+        return self._forward(x, topk_experts)
+
+    def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
+        return self.launch(x, self.weights, topk_experts)
+
+    def launch(
+        self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None, Tensor], topk_experts: Tensor | None = None
+    ) -> MoEOutput:
+        """`forward` with wg, w1, w2 and w3 in place of the layer's own, without hooks and graphs."""
+        checks.check_type("x", x, Tensor)
+        if transforms_active() or tracing():
+            refuse_transform(type(self).__name__)
+        _check_tensors(x, weights, self)
+        tokens, weights = _cast(x, weights)
+        rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
+        if [tensor for tensor in (rows, *weights) if tensor is not None and tensor.data_ptr() % ALIGNMENT]:
+            rows, *weights = map(aligned, (rows, *weights))
+        replayed = _next_routing(rows.shape[0], self.k)
+        topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
+        result = self._run(rows, MoEWeights(*weights), topk_experts)
+        _remember_routing(result.topk_experts)
+        return result._replace(out=result.out.reshape(x.shape))
+
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        """The output for checked tokens x (L, d), contiguous like the weights and of their dtype."""
+        raise NotImplementedError
+
+
+class KernelMoE(MoEModule):
+    """A system over the raw CUDA stages, as one node of autograd's graph.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype, hosted
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+
+    Attributes
+    ----------
+    executor : str or None
+        What ran the last forward: "cuda", "simt", or None before the first.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `MoEModule`, or if E or k is more than the kernels take.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        renormalize: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        hosted: int | None = None,
+    ):
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype, hosted)
+        checks.check_kernel_limits(E, k)
+        self.executor: str | None = None
+
+    def _apply_node(self, node: type[torch.autograd.Function], options: NamedTuple, x: Tensor, *rest) -> MoEOutput:
+        """What the node makes of x, the weights and a routing to replay, and on what it ran."""
+        result = MoEOutput(*node.apply(options, x, *rest))
+        executor = bridge_to(x.device).executor.name
+        if executor != self.executor:
+            log.info("%s(%s) runs on %s", type(self).__name__, self.extra_repr(), executor)
+            self.executor = executor
+        return result
+
+
+class MoELayer(KernelMoE):
+    """A mixture of experts that keeps no routed buffer: MoEBlaze as an ``nn.Module``.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype
+        As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
+    policy : str
+        What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
+    rung : str, optional
+        One of ``raw_cuda.layer.RUNGS``. Default: the fastest for the dtype and the widths. Only ``3_mma_tf32``, which
+        is never the default, computes in less than the dtype: float32 operands are rounded to 10 bits of mantissa.
+
+    Attributes
+    ----------
+    executor : str or None
+        What ran the last forward: "cuda", "simt", or None before the first.
+    graphs : torch_graphs.LayerGraphs or None
+        What calls replay, once `torch_graphs.graphed` has captured the layer; None launches its kernels again.
+
+    Notes
+    -----
+    Works under ``torch.autocast``, ``torch.no_grad`` and ``torch.utils.checkpoint``, for which `keep_routing` keeps the
+    choice of experts. Autocast casts x and the weights, and the cast copies, whole sets of weights, are kept until the
+    backward: weights that are narrow themselves cost none. A second derivative raises, and so do ``torch.export`` and
+    the transforms of ``torch.func``; ``torch.compile`` compiles what is around the layer.
+
+    The backward overwrites what the forward kept and frees it piece by piece, unless ``retain_graph`` asks for another
+    backward. Kernel files are read once: edits are not followed. The host never waits for the GPU, but to check a
+    routing that is given, so once a step has compiled the kernels, a CUDA graph can capture the next. A small layer,
+    which waits for the host, is faster as two graphs: `torch_graphs.graphed` makes them. Capture whole steps by
+    `torch_capture.capture`: under ``torch.cuda.graph`` alone Python's garbage collector may invalidate the capture.
+
+    MoEBlaze, sections 3 and 5.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        policy: str = "minimal",
+        renormalize: bool = False,
+        rung: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(d, h, E, k, activation, renormalize, device, dtype)
+        self.policy = checks.check_name("policy", policy, POLICIES)
+        self.rung = rung if rung is None else checks.check_name("rung of layer", rung, raw_layer.RUNGS)
+        self.graphs: Any = None
+
+    def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
+        if self.graphs is None or self.graphs.training != self.training:
+            return self.launch(x, self.weights, topk_experts)
+        if topk_experts is not None or _tapes.get() or _replay.get() is not None:
+            raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
+        return self.graphs(x, self.weights)
+
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        policy = self.policy if has_backward(x, weights) else "inputs"
+        options = _Options(self.k, self.activation, policy, self.renormalize, self.rung)
+        return self._apply_node(_Layer, options, x, *weights, topk_experts)
+
+    def extra_repr(self) -> str:
+        """The sizes and choices, for ``print``."""
+        return f"{super().extra_repr()}, policy={self.policy}, rung={self.rung or 'default'}"
+
+
+class _Options(NamedTuple):
+    """What the layer is told besides tensors."""
+
+    k: int
+    activation: str
+    policy: str
+    renormalize: bool
+    rung: str | None
+
+
+class _Layer(torch.autograd.Function):
+    """The raw CUDA layer as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx, options, x, wg, w1, w2, w3, topk_experts):
+        bridge = bridge_to(x.device)
+        with bridge.running():
+            array, *weights, replayed = bridge.arrays([x, wg, w1, w2, w3, topk_experts])
+            replay = {"topk_experts": replayed, "executor": bridge.executor, "rung": options.rung}
+            *results, saved = raw_layer.forward(array, MoEWeights(*weights), *options[:-1], **replay)
+            out, *losses = bridge.tensors(results)
+            arrays = saved.tensors()
+            del arrays["x"]
+            kept = dict(zip(arrays, bridge.tensors(arrays.values()), strict=True))
+        chosen = kept["token_expert_indices"].view(x.shape[0], options.k)
+        ctx.options, ctx.kept = options, tuple(kept)
+        ctx.save_for_backward(x, wg, w1, w2, w3, *kept.values())
+        ctx.mark_non_differentiable(chosen)
+        ctx.set_materialize_grads(False)  # a loss that nobody uses costs nothing
+        return out, *losses, chosen
+
+    @staticmethod
+    def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
+        check_backward("MoELayer", (d_out, d_load_balancing_loss, d_router_z_loss))
+        x, *tensors = ctx.saved_tensors
+        kept = dict(zip(ctx.kept, tensors[4:], strict=True))
+        d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
+        bridge = bridge_to(x.device)
+        with bridge.running(), checks.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
+            d_out, *d_losses = bridge.arrays([d_out, d_load_balancing_loss, d_router_z_loss])
+            x, *arrays = bridge.arrays([x, *tensors])
+            weights = MoEWeights(*arrays[:4])
+            saved = restored(ctx.options, x, dict(zip(ctx.kept, arrays[4:], strict=True)))
+            overwrite = is_the_last_backward()
+            if overwrite:
+                give_up([kept[name] for name in saved.intermediates])
+            del tensors, arrays, kept
+            gradients = raw_layer.backward(
+                d_out,
+                saved,
+                weights,
+                *[0.0 if d_loss is None else d_loss for d_loss in d_losses],
+                overwrite=overwrite,
+                wanted=wanted_by(ctx),
+                executor=bridge.executor,
+                rung=ctx.options.rung,
+            )
+            d_x, d_wg, d_w1, d_w2, d_w3, _ = bridge.tensors(gradients)
+        return None, d_x, d_wg, d_w1, d_w2, d_w3, None
+
+    @staticmethod
+    def jvp(ctx, *_):
+        refuse_forward_mode("MoELayer")
+
+
+def has_backward(x: Tensor, weights: MoEWeights) -> bool:
+    """Whether autograd will want a gradient of one of a node's tensors."""
+    return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *weights) if t is not None])
+
+
+_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that a node is given
+
+
+def wanted_by(ctx: Any) -> list[str]:
+    """The gradients that autograd wants of a node that was given options, x and the weights: d_x, d_wg, ..."""
+    return [name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed]
+
+
+def is_the_last_backward() -> bool:
+    """Whether autograd frees the graph after this backward; with ``retain_graph=True`` another may follow."""
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def give_up(tensors: Iterable[Tensor]):
+    """Take their memory from tensors that autograd holds until the end of the backward: who has it now frees it."""
+    for tensor in tensors:
+        tensor.data = tensor.new_empty(0)
+
+
+def restored(options: Any, x: Array, arrays: dict[str, Array]) -> Saved:
+    """What a node's forward kept, by name, put together again; the options say k, activation, policy, renormalize."""
+    dispatch = Dispatch(**{name: arrays.pop(name) for name in STRUCTURES}, k=options.k)
+    gates = arrays.pop("gates")
+    return Saved(x, dispatch, gates, arrays, options.activation, options.policy, options.renormalize)
+
+
+# ---- the door ------------------------------------------------------------------------------
+
+
+def _either(dtypes):
+    return " or ".join(map(str, dtypes))
+
+
+def _check_tensors(x, weights, layer):
+    """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x is on {x.device}, but {type(layer).__name__} runs on cuda or cpu")
+    for name, tensor in zip(("x", *MoEWeights._fields), (x, *weights), strict=True):
+        if tensor is None:
+            continue
+        if tensor.dtype not in layer.dtypes:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {_either(layer.dtypes)}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
+    width = weights[0].shape[0]
+    if x.ndim == 0 or x.shape[-1] != width:
+        raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
+
+
+def _cast(x, weights):
+    """x and the weights, contiguous, in autocast's dtype where that is on; autograd casts their gradients back."""
+    device = x.device.type
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
+    dtype = torch.get_autocast_dtype(device) if casts else x.dtype
+    for name, weight in zip(MoEWeights._fields, weights, strict=True):
+        if weight is not None and weight.dtype != dtype and not casts:
+            raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
+    return x.to(dtype), tuple([None if w is None else w.to(dtype).contiguous() for w in weights])
+
+
+def aligned(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy if it begins where a kernel that moves 16 bytes at a time cannot."""
+    return tensor if tensor is None or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+def _checked_routing(topk_experts, x, layer):
+    """A routing given by the caller: this is the one place that looks at its values."""
+    checks.check_type("topk_experts", topk_experts, Tensor)
+    if topk_experts.dtype != torch.int32:
+        raise TypeError(f"topk_experts has dtype {topk_experts.dtype}, but it must be torch.int32")
+    if topk_experts.device != x.device:
+        raise ValueError(f"topk_experts is on {topk_experts.device}, but x is on {x.device}")
+    checks.check_shape("topk_experts", topk_experts, {"L": x.numel() // x.shape[-1], "k": layer.k})
+    checks.check_topk_experts(topk_experts.cpu().numpy(), layer.wg.shape[1])
+    return topk_experts.contiguous()
+
+
+# ---- routing that survives activation checkpointing ------------------------------------------
+
+_tapes: ContextVar[tuple[list[Tensor], ...]] = ContextVar("tapes", default=())  # that record the choices made now
+_replay: ContextVar[Iterator[Tensor] | None] = ContextVar("replay", default=None)  # the choices made before
+
+
+def keep_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """For ``torch.utils.checkpoint``: the recomputation replays the choice of experts instead of making it again.
+
+    Returns
+    -------
+    forward_context, recompute_context
+        As the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` returns them.
+        Each call of an `MoEModule` in the region costs the 4 L k bytes of its choice. A recomputation that calls more
+        layers than the forward did, or on another number of tokens, raises RuntimeError.
+    """
+    tape: list[Tensor] = []
+    return _Setting(_tapes, lambda: (*_tapes.get(), tape)), _Setting(_replay, lambda: iter(tape))
+
+
+class _Setting(AbstractContextManager):
+    """A context variable with another value, anew each time that the context is entered."""
+
+    def __init__(self, variable: ContextVar, make: Callable[[], Any]):
+        self._variable, self._make, self._tokens = variable, make, []
+
+    def __enter__(self):
+        self._tokens.append(self._variable.set(self._make()))
+
+    def __exit__(self, *exception):
+        self._variable.reset(self._tokens.pop())
+
+
+def _remember_routing(topk_experts: Tensor):
+    for tape in _tapes.get():
+        tape.append(topk_experts)
+
+
+def _next_routing(num_tokens: int, k: int) -> Tensor | None:
+    """The choice that the same call made in the forward; None outside a recomputation."""
+    replay = _replay.get()
+    if replay is None:
+        return None
+    routing = next(replay, None)
+    if routing is None:
+        raise RuntimeError("the recomputation calls more MoE layers than the forward did: it must repeat the forward")
+    if routing.shape != (num_tokens, k):
+        raise RuntimeError(
+            f"the recomputation routes {num_tokens} tokens to {k} experts each, but the forward's choice has shape "
+            f"{tuple(routing.shape)}: it must repeat the forward"
+        )
+    return routing

@@ -1,0 +1,75 @@
+"""MegaBlocks with its flag ``memory_optimized_mlp`` for torch models: the activation is computed again.
+
+Source: MegaBlocks (arXiv 2211.15841) and its published code, which has had the flag since August 2023, off by default.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE, Layout
+
+
+def _pack(kept: dict[str, Tensor], x: Tensor, wg: Tensor) -> dict[str, Tensor]:
+    """What the published system saves: its tables of the routing, the topology, gates, x_rows, a, b and y."""
+    experts, padded_rows, padded_offsets = [
+        kept.pop(name) for name in ("token_expert_indices", "rows", "padded_offsets")
+    ]
+    del kept["slots"], kept["y_swi"]
+    row_order = padded_rows.argsort()  # (R,) slots in expert order
+    row_experts = experts[row_order]
+    ids = torch.arange(wg.shape[1], dtype=torch.int32, device=x.device)
+    tables = {
+        "row_order": row_order.int(),
+        "row_experts": row_experts,
+        "bins": torch.searchsorted(row_experts, ids, right=True, out_int32=True),  # the end of each expert's rows
+        "padded_bins": padded_offsets[1:].clone(),  # a view would keep the whole
+    }
+    # Autograd saves the probabilities for softmax. Our backward computes them again, and does not read these.
+    return kept | tables | {"probs": torch.softmax((x @ wg).float(), dim=-1)}
+
+
+def _unpack(kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The choice of experts and the bins from their tables; y_swi is missing."""
+    names = ("row_order", "row_experts", "bins", "padded_bins")
+    row_order, row_experts, ends, padded_ends = [kept.pop(name) for name in names]
+    del kept["probs"]
+    order, experts = row_order.long(), row_experts.long()
+    starts, padded_offsets = (F.pad(table, (1, 0)) for table in (ends, padded_ends))
+    place = torch.arange(len(order), dtype=torch.int32, device=order.device) - starts[experts]  # in the expert's group
+    row = padded_offsets[experts] + place  # (R,) padded rows in expert order
+    slots = row_order.new_full((len(kept["x_rows"]),), EMPTY)
+    slots[row.long()] = row_order
+    return kept | {
+        "token_expert_indices": torch.empty_like(row_experts).index_copy(0, order, row_experts),
+        "padded_offsets": padded_offsets,
+        "slots": slots,
+        "rows": torch.empty_like(row).index_copy(0, order, row),
+    }
+
+
+class MemoryOptimizedMoE(BlockSparseMoE):
+    """MegaBlocks with ``memory_optimized_mlp``: `BlockSparseMoE` that keeps what the published system keeps.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, block, rung, device, dtype
+        As in `BlockSparseMoE`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `BlockSparseMoE`.
+
+    Notes
+    -----
+    Kept are x, the probabilities, the gates, four tables of the routing, the topology, and the padded rows x_rows, a, b
+    and y (``memory.accounting`` states the bytes). The backward computes y_swi again from a and b. That the tables are
+    int32, and which they are, is our reading of the published structure. The forward multiplies x by the router once
+    more for the probabilities, which only count as bytes here.
+
+    Outputs and gradients are those of `BlockSparseMoE`, bit for bit.
+    """
+
+    _layout = Layout(_pack, _unpack)

@@ -1,0 +1,54 @@
+"""One expert after another for torch models: dense products in a Python loop, under autograd.
+
+Source: MegaBlocks (arXiv 2211.15841), appendix A and figure 10, whose baseline computes the experts one by one.
+"""
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.systems.layer import MoEWeights
+from moeblaze_ref.nn.torch_capacity import router_losses
+from moeblaze_ref.nn.torch_layer import MoEModule, MoEOutput
+
+
+class SequentialMoE(MoEModule):
+    """A mixture of experts that computes one expert after another: nothing is dropped, nothing is padded.
+
+    Parameters
+    ----------
+    d, h, E, k, activation, renormalize, device, dtype
+        As in `RoutedExperts`; the dtype is float64, float32, bfloat16 or float16.
+
+    Raises
+    ------
+    ValueError
+        If a size is below 1, k > E, or the activation is unknown.
+    TypeError
+        If a size is no integer, or the dtype is not allowed.
+
+    Notes
+    -----
+    The host waits for the device once an expert: it must know how many rows the expert has. Same input, same bits: a
+    token occurs at most once in an expert's rows, so every addition into the output has one writer.
+    ``memory.accounting`` states the bytes that autograd keeps.
+
+    MegaBlocks, appendix A.
+    """
+
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        routing = oracle.route(x, weights.wg, self.k, self.renormalize, topk_experts)
+        gates, out = routing.gates.to(x.dtype), torch.zeros_like(x)
+        lengths = []
+        for expert in range(weights.wg.shape[1]):
+            token, choice = (routing.topk_experts == expert).nonzero(as_tuple=True)  # here the host waits
+            rows = x[token]  # (n, d)
+            a = rows @ weights.w1[expert]  # (n, h)
+            b = None if weights.w2 is None else rows @ weights.w2[expert]  # (n, h)
+            y = oracle.activate(a, b, self.activation) @ weights.w3[expert]  # (n, d)
+            out = out.index_add(0, token, y * gates[token, choice, None])
+            lengths.append(token.numel())
+        losses = router_losses(routing, torch.tensor(lengths, device=x.device))
+        return MoEOutput(out, *losses, routing.topk_experts.int())

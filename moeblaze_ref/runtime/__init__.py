@@ -1,0 +1,87 @@
+"""One launch interface: CuPy's arrays on a GPU, numpy's on the CPU, and in `torch_executor` torch's own tensors.
+
+An executor has ``name``, ``capability``, ``multiprocessors``, ``empty(shape, dtype)``, ``full(shape, dtype, value)``,
+``cast(array, dtype)``, ``from_numpy(array)``, ``to_numpy(array)``, ``matmul(left, right, dtype)``,
+``tensor_map(array, box)``, ``check(file)`` and ``load(file, **constants)``; the module that it loads has
+``launch(kernel, grid, block, shared_bytes=0, **arguments)``. The same .cu file runs through each.
+"""
+
+import functools
+import math
+from typing import Any, Protocol
+
+import numpy as np
+
+from moeblaze_ref.core.arrays import address_of
+from moeblaze_ref.runtime.source import Module
+
+
+class Executor(Protocol):
+    """What compiles and runs kernel files."""
+
+    name: str
+    capability: tuple[int, int]  # the compute capability of the device, which decides the default rungs
+    multiprocessors: int  # blocks of a kernel whose blocks stay until all its work is done
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """A new array of the executor's kind."""
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """A new array of one value."""
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        """The array in another dtype; itself if it has it."""
+
+    def from_numpy(self, array: np.ndarray) -> Any:
+        """The array where the executor's kernels can take it."""
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        """The array on the host."""
+
+    def matmul(self, left: Any, right: Any, dtype: str) -> Any:
+        """A plain dense product by a library, for what needs no kernel of ours; sums are float32."""
+
+    def check(self, file: str):
+        """The file's header lets it run here; otherwise a ValueError says why not."""
+
+    def tensor_map(self, array: Any, box: tuple[int, ...]) -> Any:
+        """Boxes of the array, or of a part of one, as a kernel's argument of type TensorMap: see `TensorMap`."""
+
+    def load(self, file: str, text: str | None = None, **constants: Any) -> Module:
+        """Compile a kernel file."""
+
+
+@functools.cache
+def simt_executor() -> Executor:
+    """The shared instrumented SIMT executor."""
+    from moeblaze_ref.runtime.simt_executor import SimtExecutor
+
+    return SimtExecutor()
+
+
+@functools.cache
+def cupy_executor() -> Executor:
+    """The shared CuPy executor."""
+    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+
+    return CupyExecutor()
+
+
+def executor_for(array: Any) -> Executor:
+    """Where an array lives decides who computes on it: numpy -> SIMT, a CUDA array -> CuPy."""
+    return cupy_executor() if hasattr(array, "__cuda_array_interface__") else simt_executor()
+
+
+def ceil_div(n: int, size: int) -> int:
+    """Blocks of ``size`` that cover ``n``."""
+    return -(-n // size)
+
+
+def widest_pack(array: Any, width: int) -> int:
+    """Neighbouring elements that one instruction can move of rows of ``width`` elements.
+
+    16 bytes of them, or fewer, so that they divide a row and the array begins at a multiple of their bytes. The SIMT
+    executor copies numpy arrays to where they may begin.
+    """
+    address = 0 if isinstance(array, np.ndarray) else address_of(array)
+    return math.gcd(16, width * array.dtype.itemsize, address) // array.dtype.itemsize

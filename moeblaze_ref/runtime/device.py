@@ -1,0 +1,150 @@
+"""The GPU that is timed: its events, its two ceilings, its allocator, its graphs."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moeblaze_ref.core import provenance
+from moeblaze_ref.runtime.clock import Clock, Contender, Samples, take_turns
+from moeblaze_ref.bench.floors import Ceilings
+from moeblaze_ref.runtime.torch_capture import capture
+from moeblaze_ref.nn.torch_graphs import graphed
+
+PRODUCT = 8192  # rows, columns and depth of the dense product that stands for all matrix products
+COPY_BYTES = 2**29  # of each side of the device copy
+LOAD_SECONDS = 1.0  # of dense products, while the clocks are read
+REST_SECONDS = 1.0  # before the ceilings are measured alone
+REST_REPETITIONS = 7  # few enough to be over before the clocks fall
+
+
+class NoGraph(RuntimeError):
+    """The work cannot be a CUDA graph."""
+
+
+class Device(Clock, Protocol):
+    """What is timed: a `Gpu`, or a pretended one in a test."""
+
+    torch_device: torch.device
+    cache_bytes: int
+    rested: Ceilings  # the rates without other load, before the clocks fall
+
+    def ceilings(self) -> dict[str, Contender]:
+        """What shows how fast the device is, to be timed in turns with what is held against it."""
+
+    def rates(self, samples: Mapping[Any, Samples]) -> Ceilings:
+        """Rates from the samples of `ceilings`, among others."""
+
+    def peak_bytes(self, work: Callable[[], Any]) -> int:
+        """The most bytes that ``work`` allocates at one time, over what was allocated before it."""
+
+    def captured(self, work: Callable[[], Any]) -> Callable[[], None]:
+        """``work`` as a graph to be replayed, whose results stay allocated; raises NoGraph if it cannot be one."""
+
+    def graphed(self, module: nn.Module, x: Tensor) -> nn.Module:
+        """The module, whose forward and backward of inputs like x are replays of a graph each from now on."""
+
+
+class Gpu:
+    """The current CUDA device.
+
+    Attributes
+    ----------
+    torch_device : torch.device
+    cache_bytes : int
+        Of the L2 cache, which inputs that are used in turn must not fit into.
+    """
+
+    def __init__(self):
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.cache_bytes = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
+
+    def settle(self):
+        """Waits until the device has done all that is in its queue."""
+        torch.cuda.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event in the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Between two events; waits for the second."""
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def ceilings(self) -> dict[str, Contender]:
+        """The dense product and the copy, to be timed in turns with whatever they are the ceilings of."""
+        options = {"device": self.torch_device, "dtype": torch.bfloat16}
+        left, right = (torch.randn(PRODUCT, PRODUCT, **options) for _ in range(2))
+        product = torch.empty_like(left)
+        source = torch.randint(256, (COPY_BYTES,), device=self.torch_device, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        return {
+            "product": lambda turn, lap: torch.mm(left, right, out=product),
+            "copy": lambda turn, lap: target.copy_(source),
+        }
+
+    def rates(self, samples: Mapping[Any, Samples]) -> Ceilings:
+        """What `ceilings` did, as rates."""
+        return Ceilings(2 * PRODUCT**3 / samples["product"].median, 2 * COPY_BYTES / samples["copy"].median)
+
+    @cached_property
+    def rested(self) -> Ceilings:
+        """The rates of a GPU that comes from a pause, once a run: at its power limit it soon clocks lower than this."""
+        torch.cuda.synchronize()
+        time.sleep(REST_SECONDS)
+        return self.rates(take_turns(self.ceilings(), REST_REPETITIONS, self))
+
+    def peak_bytes(self, work: Callable[[], Any]) -> int:
+        """The most bytes that ``work`` allocates at one time, over what was allocated before it."""
+        gc.collect()  # or work might free what others left
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def captured(self, work: Callable[[], Any]) -> Callable[[], None]:
+        """``work`` as a CUDA graph, to be replayed; its results stay allocated as long as the graph.
+
+        Raises
+        ------
+        NoGraph
+            If the work waits for the device, or does what else no graph can hold.
+        """
+        work()  # compiles, and takes workspaces, which a capture must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with capture(graph):
+                results = work()
+        except Exception as error:  # layers of other projects have exceptions of their own
+            raise NoGraph(str(error)) from error
+
+        def replay(results=results):
+            graph.replay()
+
+        return replay
+
+    def graphed(self, module: nn.Module, x: Tensor) -> nn.Module:
+        """The module by `torch_graphs.graphed`: changed in place, for inputs of the shape and dtype of x."""
+        return graphed(module, x)
+
+    def clocks(self) -> str:
+        """SM and memory clock under load, and their maxima, as nvidia-smi says while dense products run."""
+        contenders = self.ceilings()
+        start = self.mark()
+        contenders["product"](0, lambda: None)
+        once = self.milliseconds(start, self.mark())
+        for turn in range(round(1000 * LOAD_SECONDS / once)):
+            contenders["product"](turn, lambda: None)
+        clocks = provenance.clocks()
+        torch.cuda.synchronize()
+        return clocks

@@ -1,0 +1,287 @@
+"""Compile a .cu file for the CPU: g++ over simt.hpp, with a content-hashed cache.
+
+The instrumented build (``-fsanitize=thread``) reports every memory access to our own
+callbacks, libtsan is not linked; the plain build only runs.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from moeblaze_ref.runtime.simt import cache
+from moeblaze_ref.runtime.simt.cache import SimtUnavailable
+
+SIMT_DIR = Path(__file__).parent
+PRELUDE = '#include "simt.hpp"\n#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n'
+COMMON_FLAGS = ("-std=c++20", "-fPIC", "-pthread", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
+# Apart from compiling: with the sanitizer's flag, libtsan would come along. A file's own memcpy goes before libc's.
+# What no kernel uses goes, so that the static shared memory that is left is that of the kernels.
+LINK_FLAGS = ("-shared", "-Wl,-Bsymbolic", "-Wl,--gc-sections")
+RUNTIME_LIBRARIES = ("-pthread",)
+# The runtime has loaded those of C++, which to read takes most of a link. libm has several versions of one function.
+KERNEL_LIBRARIES = ("-nodefaultlibs", "-lm")
+# Names stay inside their file: a kernel may be called read, and two files may hold the same template.
+KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections")
+# A loop that does nothing and never ends hangs a GPU: the compiler may not take it for one that ends.
+INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize", "-fno-finite-loops")
+# What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU; without sinking
+# it reads where the text does, not behind the bounds check that comes too late.
+GCC_KERNEL_FLAGS = ("-fno-gnu-unique",)
+GCC_INSTRUMENTED_FLAGS = ("-fno-tree-sra", "-fno-tree-sink", "--param=tsan-instrument-func-entry-exit=0")
+# Clang's thread sanitizer would leave out a read before a write, and call what libtsan alone has for atomics.
+CLANG_INSTRUMENTED_FLAGS = (
+    "-fno-slp-vectorize",
+    *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+    *("-mllvm", "-tsan-instrument-read-before-write=1"),
+    *("-mllvm", "-tsan-instrument-atomics=0"),
+)
+# Which line an instruction is of; the instructions stay the same. binutils misreads files of DWARF 5.
+LINE_FLAGS = ("-g1", "-gdwarf-4")
+PLAIN_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast")
+RUNTIME_FLAGS = ("-O2", "-march=native", "-ffp-contract=off")  # no processor rounds otherwise than another
+
+
+class SimtCompileError(RuntimeError):
+    """g++ refused a kernel file; the message is the compiler's."""
+
+
+@functools.cache
+def compiler() -> str:
+    """Path of the C++ compiler: $CXX, or g++."""
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        raise SimtUnavailable("the SIMT executor compiles kernels with g++, which is not on the PATH; install g++")
+    return path
+
+
+@functools.cache
+def cuda_include_dirs() -> tuple[Path, ...]:
+    """Folders of CUDA's own headers (half, bfloat16, vector types), from pip or from a toolkit."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) / "cu13" for root in spec.submodule_search_locations] if spec else []
+    roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    roots.append(Path("/usr/local/cuda"))
+    for root in roots:
+        if (root / "include" / "vector_types.h").exists() and (root / "include" / "crt").exists():
+            return (root / "include", root / "include" / "cccl")
+    raise SimtUnavailable(
+        "the SIMT executor needs CUDA's headers; pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl"
+    )
+
+
+@functools.cache
+def _version() -> str:
+    """What the compiler says of itself."""
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def _toolchain() -> str:
+    """What else decides the result: the compiler, the machine that -march=native means, and CUDA's headers."""
+    native = subprocess.run(
+        [compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, check=True
+    ).stdout
+    headers = sorted(f"{path.name} {path.stat().st_size}" for path in cuda_include_dirs()[0].rglob("*.h*"))
+    return "\n".join([_version(), native, *headers])
+
+
+@functools.cache
+def is_clang() -> bool:
+    """Whether the compiler is Clang, whose own names some flags have."""
+    return "clang" in _version()
+
+
+def _key(flags: tuple[str, ...], text: str, depends_on: list[Path]) -> str:
+    """The name of a result in the cache, from all that decides it."""
+    digest = hashlib.sha256()
+    headers = [path.name + path.read_text() for path in sorted(depends_on, key=lambda path: path.name)]
+    for part in (_toolchain(), " ".join(flags), text, *headers):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _compile(
+    text: str,
+    flags: tuple[str, ...],
+    libraries: tuple[str, ...],
+    options: Callable[[], list[str]],
+    depends_on: list[Path],
+) -> Path:
+    """The shared object for a C++ text, from the cache if nothing that it depends on has changed.
+
+    ``options`` says where headers are, and is asked only if there is something to compile: what lies there decides, and
+    not where it lies.
+    """
+    link_flags = (*LINK_FLAGS, *libraries)
+
+    def make(built: Path):
+        source, object_file = built.with_name("driver.cpp"), built.with_name("driver.o")
+        source.write_text(text)
+        _run(compiler(), *flags, *options(), "-c", "-o", object_file, source)
+        _run(compiler(), "-o", built, object_file, *link_flags)
+
+    return cache.kept(f"{_key((*flags, *link_flags), text, depends_on)}.so", make)
+
+
+def _prelude(flags: tuple[str, ...], folders: list[str]) -> Path:
+    """What every kernel file includes first: a header, with g++'s own form of it, parsed once, beside it.
+
+    A file whose constants mean something in it gets the header itself: g++ sees to that. So does every file with
+    Clang, whose form of a header is bound to the folder that it was made in.
+    """
+    key = _key(flags, PRELUDE, _own_headers())
+    header = cache.kept(f"{key}.hpp", lambda made: made.write_text(PRELUDE))
+    if not is_clang():
+        cache.kept(f"{key}.hpp.gch", lambda made: _precompile(flags, folders, made))
+    return header
+
+
+def _precompile(flags: tuple[str, ...], folders: list[str], made: Path):
+    header = made.with_suffix("")
+    header.write_text(PRELUDE)
+    _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", made, header)
+
+
+def _run(*command):
+    words = [str(word) for word in command]
+    result = subprocess.run(words, capture_output=True, text=True)
+    if result.returncode:
+        first_errors = "\n".join(result.stderr.splitlines()[:40])
+        raise SimtCompileError(f"{' '.join(words)}\n{first_errors}")
+
+
+def _own_headers() -> list[Path]:
+    return [*SIMT_DIR.glob("*.hpp"), *(SIMT_DIR / "include").glob("*.h*")]
+
+
+@functools.cache
+def runtime_library() -> ctypes.CDLL:
+    """The loaded runtime; its symbols are global, so that kernel files find them."""
+    text = (SIMT_DIR / "runtime.cpp").read_text()
+    folders = [f"-I{SIMT_DIR}", f"-I{SIMT_DIR / 'include'}"]
+    flags = (*COMMON_FLAGS, *RUNTIME_FLAGS)
+    build = functools.partial(_compile, text, flags, RUNTIME_LIBRARIES, lambda: folders, _own_headers())
+    library = _loaded(build, _not_loaded, ctypes.RTLD_GLOBAL)
+    library.simt_static_shared_bytes.restype = ctypes.c_uint64
+    return library
+
+
+def _loaded(
+    build: Callable[[], Path], refusal: Callable[[OSError], Exception], mode: int = ctypes.DEFAULT_MODE
+) -> ctypes.CDLL:
+    """Load a library of the cache; one that does not load is removed and built once more."""
+    path = str(build())
+    try:
+        return ctypes.CDLL(path, mode=mode)
+    except OSError:
+        cache.discard(Path(path))
+    path = str(build())
+    try:
+        return ctypes.CDLL(path, mode=mode)
+    except OSError as error:
+        raise refusal(error) from None
+
+
+def _not_loaded(error: OSError) -> SimtUnavailable:
+    """Return the error for a new library that does not load, such as where no file may be executed."""
+    return SimtUnavailable(f"{error}; set MOEBLAZE_CACHE to a folder whose libraries can be loaded")
+
+
+def build_kernels(
+    file: str,
+    source: str,
+    kernels: list[str],
+    include_dirs: list[Path],
+    constants: dict[str, object],
+    instrumented: bool = True,
+    lines: bool = False,
+) -> ctypes.CDLL:
+    """Compile and load the text of a .cu file.
+
+    Parameters
+    ----------
+    file, source : str
+        Name of the file, for messages, and its text.
+    kernels : list of str
+        Names of those of its ``extern "C" __global__`` functions that can be launched; others are left out.
+    include_dirs : list of Path
+        Folders of its own headers; their files are part of the cache key.
+    constants : dict
+        Preprocessor constants, as nvcc's ``-DNAME=VALUE``.
+    instrumented : bool
+        Count and check every memory access (slower), or only run.
+    lines : bool
+        Keep which line of the source each instruction is of, for `symbols.frames`.
+
+    Raises
+    ------
+    SimtUnavailable
+        If g++ or CUDA's headers are missing, or the system does not load what was built.
+    SimtCompileError
+        If g++ refuses the source, or it uses a function that nothing defines.
+    """
+    runtime_library()
+    entries = "".join(f"SIMT_KERNEL({name})\n" for name in kernels)
+    own_text = f'#line 1 "{file}"\n{source}\n'
+    flags = (*COMMON_FLAGS, *_kernel_flags(instrumented))
+    defined = tuple(f"-D{name}={value}" for name, value in sorted(constants.items()))
+    own = [SIMT_DIR / "include", *include_dirs]
+    folders = [f"-I{path}" for path in own] + [f"-isystem{path}" for path in cuda_include_dirs()]
+    folders += [f"-fmacro-prefix-map={path}/=" for path in own]  # messages name a header, not where it lies
+    if lines:
+        flags += (*LINE_FLAGS, *folders)  # a line is of a file in its folder
+
+    def options() -> list[str]:
+        return [*folders, "-include", str(_prelude(flags, folders))]
+
+    headers = [header for path in include_dirs for header in path.rglob("*.cuh")]
+    headers += _own_headers()
+
+    def compiled(text: str) -> Path:
+        return _compile(text, flags + defined, KERNEL_LIBRARIES, options, headers)
+
+    def build() -> Path:
+        try:
+            return compiled(own_text + entries)
+        except SimtCompileError:
+            compiled(own_text)  # says the same, of the file's lines
+            raise
+
+    return _loaded(build, functools.partial(_kernels_not_loaded, file))
+
+
+def _kernels_not_loaded(file: str, error: OSError) -> Exception:
+    """Return the error for a kernel file that does not load; a name that nothing defines is the kernel's own mistake."""
+    found = re.search(r"undefined symbol: (?:_Z(\d+))?(\w+)", str(error))
+    if not found:
+        return _not_loaded(error)
+    length, name = found.groups()
+    missing = name[: int(length)] if length else name
+    return SimtCompileError(f"{error}\n{file}: error: {missing} is declared and used, but nowhere defined")
+
+
+def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
+    """How this compiler builds a kernel file."""
+    kernel, counted = KERNEL_FLAGS, INSTRUMENTED_FLAGS
+    if is_clang():
+        counted += CLANG_INSTRUMENTED_FLAGS
+    else:
+        kernel, counted = kernel + GCC_KERNEL_FLAGS, counted + GCC_INSTRUMENTED_FLAGS
+    return kernel + (counted if instrumented else PLAIN_FLAGS)
+
+
+def entry(built: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
+    """Address of the function through which the runtime calls a kernel of a built file."""
+    return ctypes.cast(getattr(built, f"simt_entry_{kernel}"), ctypes.c_void_p)
+
+
+def static_shared_bytes(built: ctypes.CDLL, kernel: str) -> int:
+    """Bytes of static shared memory of the built file that holds this kernel, all its kernels together."""
+    return runtime_library().simt_static_shared_bytes(entry(built, kernel))

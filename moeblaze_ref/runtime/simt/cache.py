@@ -1,0 +1,153 @@
+"""The folder of compiled kernels: each file is there whole or not at all, and a damaged one is built again.
+
+A file's name says what it was built from. Its last line, the seal, is the SHA-256 of its name and of all bytes before.
+What was cut, emptied, or built from something else therefore counts as absent, and is never loaded: the loader of a cut
+library would end the process. The seal is a comment of C++; libraries and precompiled headers may end in any bytes.
+What cannot be read, a link that leads nowhere, a pipe and an empty folder count as absent too.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moeblaze_ref.core import records
+
+ENDINGS = (".so", ".hpp", ".gch")
+SEAL_BYTES = len("\n// \n") + 2 * hashlib.sha256().digest_size
+
+
+class SimtUnavailable(RuntimeError):
+    """The SIMT executor cannot run here; the message says what to install or to set."""
+
+
+def folder() -> Path:
+    """Return the folder: simt in $MOEBLAZE_CACHE, or in the user's cache folder. Make it if need be.
+
+    Raises
+    ------
+    SimtUnavailable
+        If it cannot be made.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moeblaze_ref"
+    path = Path(os.environ.get("MOEBLAZE_CACHE", default)) / "simt"
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def kept(name: str, make: Callable[[Path], None]) -> Path:
+    """Return a file of the cache; if it is absent or damaged, make it.
+
+    Parameters
+    ----------
+    name : str
+        From all that decides the content.
+    make : callable
+        Takes the path of the file to make, in an empty folder of its own.
+
+    Raises
+    ------
+    SimtUnavailable
+        If the file must be made, and the folder cannot be written, or a folder that is not empty has the file's name.
+    """
+    path = folder() / name
+    if not is_whole(path):
+        with _writing(path.parent):
+            _remove_empty_folder(path)
+            _make(path, make)
+    return path
+
+
+def discard(path: Path):
+    """Remove a file of the cache, so that it is made again.
+
+    Raises
+    ------
+    SimtUnavailable
+        If the folder cannot be written.
+    """
+    with _writing(path.parent):
+        path.unlink(missing_ok=True)
+
+
+def is_whole(path: Path) -> bool:
+    """Return True if a readable file is there, with the seal that it was written with under this name."""
+    try:
+        whole = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        return False
+    return whole[-SEAL_BYTES:] == _seal(path.name, whole[:-SEAL_BYTES])
+
+
+def _remove_empty_folder(path: Path):
+    """Make room for a file where a folder is; one that is not empty may hold what somebody needs."""
+    if not path.is_dir() or path.is_symlink():
+        return
+    try:
+        path.rmdir()
+    except OSError as error:
+        raise SimtUnavailable(
+            f"{path} is a folder, but a compiled file must be there ({error.strerror}); remove it, or set "
+            "MOEBLAZE_CACHE to another folder"
+        ) from None
+
+
+def summary() -> str:
+    """Read every file of the cache and say in one sentence how many there are, and how many of them are damaged.
+
+    Raises
+    ------
+    SimtUnavailable
+        If the folder cannot be made or listed.
+    """
+    try:
+        found = [path for path in folder().iterdir() if path.suffix in ENDINGS]
+    except OSError as error:
+        raise SimtUnavailable(
+            f"the folder of compiled kernels {folder()} cannot be listed ({error}); set MOEBLAZE_CACHE to another folder"
+        ) from None
+    damaged = sum(not is_whole(path) for path in found)
+    what = f", {damaged} of them damaged or of an earlier version: they are built again when needed" if damaged else ""
+    return f"compiled files in {folder()}: {len(found)}{what}"
+
+
+def _seal(name: str, content: bytes) -> bytes:
+    digest = hashlib.sha256(name.encode() + b"\0" + content).hexdigest()
+    return f"\n// {digest}\n".encode()
+
+
+def _make(path: Path, make: Callable[[Path], None]):
+    """Another process sees the whole file or none; so does one that comes after a kill or a loss of power."""
+    with _unfinished(path.parent) as scratch:
+        made = Path(scratch, path.name)
+        make(made)
+        content = made.read_bytes()
+        made.write_bytes(content + _seal(path.name, content))
+        records.to_disk(made)
+        os.replace(made, path)
+        records.to_disk(path.parent)
+
+
+def _unfinished(cache: Path) -> tempfile.TemporaryDirectory:
+    """Return a folder in the cache to build in, named after this process's folder for temporary files."""
+    return tempfile.TemporaryDirectory(dir=cache, prefix=f"{Path(tempfile.gettempdir()).name}-")
+
+
+def remove_unfinished(temporary: str):
+    """Remove what killed processes have left in the cache, if this was their folder for temporary files."""
+    for path in folder().glob(f"{Path(temporary).name}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SimtUnavailable(
+            f"the folder of compiled kernels {path} cannot be written ({error}); set MOEBLAZE_CACHE to another folder"
+        ) from None

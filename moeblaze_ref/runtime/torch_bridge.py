@@ -1,0 +1,91 @@
+"""How torch tensors become arrays of the stages, and back, without a copy."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.runtime import Executor
+from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.core.structures import Array
+
+
+class Bridge:
+    """Between the tensors of one device and the arrays of its executor; None stays None."""
+
+    executor: Executor
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it the stages may run on these tensors; values travel unchecked, as in torch."""
+        with checks.trusted_values():
+            yield
+
+    def array(self, tensor: Tensor | None) -> Array | None:
+        """The tensor's own memory as an array."""
+        return self.arrays([tensor])[0]
+
+    def arrays(self, tensors: Iterable[Tensor | None]) -> list[Array | None]:
+        """The same of several."""
+        return [None if tensor is None else self._array(tensor.detach().resolve_neg()) for tensor in tensors]
+
+    def tensor(self, array: Array | None) -> Tensor | None:
+        """The array's own memory as a tensor."""
+        return self.tensors([array])[0]
+
+    def tensors(self, arrays: Iterable[Array | None]) -> list[Tensor | None]:
+        """The same of several."""
+        return [None if array is None else self._tensor(array) for array in arrays]
+
+
+class CpuBridge(Bridge):
+    """numpy arrays, and the SIMT executor without its counts; numpy's bfloat16 comes from ml_dtypes."""
+
+    def __init__(self):
+        self.executor = SimtExecutor(instrumented=False, follows_edits=False)
+
+    def _array(self, tensor):
+        return to_numpy(tensor)
+
+    def _tensor(self, array):
+        return from_numpy(array)
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The memory of a tensor on the CPU as an array."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def from_numpy(array: np.ndarray) -> Tensor:
+    """An array's memory as a tensor."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+@functools.cache
+def bridge_to(device: torch.device) -> Bridge:
+    """The bridge of a device.
+
+    Raises
+    ------
+    RuntimeError
+        If the device is a GPU and CuPy is missing.
+    """
+    if device.type == "cpu":
+        return CpuBridge()
+    try:
+        from moeblaze_ref.runtime.torch_gpu import GpuBridge
+    except ImportError as error:
+        raise RuntimeError(
+            f"x is on {device}, but CuPy, which launches the kernels there, cannot be imported: {error}; "
+            f"pip install 'moeblaze_ref[gpu]'"
+        ) from error
+    return GpuBridge(device)

@@ -1,0 +1,104 @@
+"""The kernels on a GPU over torch's own tensors, on torch's stream."""
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import cupy
+import torch
+from cuda.bindings import driver
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.runtime.cupy_executor import CupyModule, check_gpu, encode, gpu_of, source_for
+from moeblaze_ref.runtime.parameters import ParameterMemory
+from moeblaze_ref.runtime.source import KernelSource
+from moeblaze_ref.runtime.tensor_map import Layout
+from moeblaze_ref.runtime.torch_capture import without_collector_if_capturing
+from moeblaze_ref.runtime.torch_executor import TensorBridge, TensorModule, TorchExecutor
+
+
+class GpuModule(TensorModule, CupyModule):
+    """A compiled kernel file, of CuPy's making, that the driver launches on torch's current stream.
+
+    CuPy would make an object of each argument, which costs the host more than the launch itself.
+    """
+
+    def __init__(self, source: KernelSource, device: int):
+        super().__init__(source)
+        self._device = device
+        self._ready: dict[tuple[str, int], tuple[driver.CUfunction, ParameterMemory]] = {}
+
+    def _run(self, kernel, grid, block, shared_bytes, values):
+        function, parameters = self._ready.get((kernel, shared_bytes)) or self._make_ready(kernel, shared_bytes)
+        stream = _stream(torch._C._cuda_getCurrentRawStream(self._device))
+        with parameters.lock:
+            parameters.pack(*values)
+            (status,) = driver.cuLaunchKernel(function, *grid, *block, shared_bytes, stream, parameters.address, 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the driver refused kernel {kernel} of {self.source.file}: {status.name}")
+
+    def _make_ready(self, kernel, shared_bytes):
+        function = driver.CUfunction(self.function(kernel, shared_bytes).kernel.ptr)
+        self._ready[kernel, shared_bytes] = function, ParameterMemory(self.source.kernels[kernel])
+        return self._ready[kernel, shared_bytes]
+
+
+_stream = functools.cache(driver.CUstream)  # from the address of one
+
+
+class GpuExecutor(TorchExecutor):
+    """Runs kernel files on one CUDA device. Each is read once: edits are not followed.
+
+    Parameters
+    ----------
+    device : torch.device
+        With its index.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        _, self.capability, self.multiprocessors = gpu_of(device.index)
+        self.load = functools.cache(self._load)
+
+    def encode(self, layout: Layout, box: tuple[int, ...]) -> bytes:
+        """The words of a map of what lies so."""
+        return encode(layout, box).tobytes()
+
+    def check(self, file: str):
+        """``kernels_cuda/<file>`` runs on the device; otherwise a ValueError says what it needs."""
+        check_gpu(file, self.device.index)
+
+    def _load(self, file: str, text: str | None = None, **constants) -> GpuModule:
+        """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants, once."""
+        return GpuModule(source_for(file, text, constants, self.device.index), self.device.index)
+
+
+class GpuBridge(TensorBridge):
+    """Tensors on one CUDA device."""
+
+    def __init__(self, device: torch.device):
+        self._device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.executor = GpuExecutor(self._device)
+        self._threads = threading.local()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """On the tensors' device and torch's current stream, if that captures, then without the garbage collector."""
+        with checks.trusted_values(), _without_autocast(), cupy.cuda.Device(self._device.index):
+            self._bind_thread()
+            with without_collector_if_capturing():
+                yield
+
+    def _bind_thread(self):
+        """Whoever calls the driver must be bound to the device, as a thread is by its first call of the runtime."""
+        if not hasattr(self._threads, "bound"):
+            cupy.cuda.runtime.memGetInfo()
+            self._threads.bound = True
+
+
+def _without_autocast() -> AbstractContextManager:
+    """Within it products keep their operands' dtype; to turn off what is off would cost as much as a launch."""
+    return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()

@@ -1,0 +1,524 @@
+"""The whole MoE layer, forward and backward, over the stages of any backend, and what is kept in between.
+
+Source: MoEBlaze (arXiv 2601.05296), sections 3 and 5. The stages do the work; this file decides only
+what survives from forward to backward, which is the memory wall. ``numpy_ref.layer``, ``numba_cuda.layer``
+and ``raw_cuda.layer`` are this body with their own stages.
+"""
+
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.arrays import take_columns
+from moeblaze_ref.core.config import POLICIES, is_gated
+from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
+
+# What each policy keeps of a gated activation, besides x, the Dispatch and the gates. The backward
+# reads a, b and y_swi and rebuilds those that are missing; `conventional` also keeps what
+# plain autograd would keep and this backward never reads: routed_x, act_a and y.
+_OF_GATED = {
+    "conventional": ("routed_x", "a", "b", "act_a", "y_swi", "y"),
+    "paper": ("a", "b", "y_swi"),
+    "minimal": ("a", "b"),
+    "inputs": (),
+}
+assert _OF_GATED.keys() == POLICIES.keys()
+
+
+@functools.cache
+def intermediates(policy: str, activation: str) -> tuple[str, ...]:
+    """Names of the tensors between x and out that a policy saves for the backward.
+
+    Parameters
+    ----------
+    policy : str
+        One of ``config.POLICIES``.
+    activation : str
+        One of ``config.ACTIVATIONS``.
+
+    Returns
+    -------
+    tuple of str
+        In order of birth, without x, the Dispatch and the gates. ``b`` and ``act_a`` are only saved of gated
+        activations: without a gate, y_swi is act(a).
+
+    Raises
+    ------
+    ValueError
+        If there is no such policy or activation.
+
+    Notes
+    -----
+    ``paper`` is MoEBlaze's Algorithm 1 for the gated activations, A, B and Y_swi, and A and Y_swi for the others. relu
+    is the exception: ``paper`` and ``minimal`` save y_swi alone. Its slope is 1 where y_swi > 0 and 0 elsewhere, and
+    relu(y_swi) = y_swi, so the backward takes y_swi for a and gives the same bits. relu2 saves a: its slope is
+    2 relu(a), and y_swi would have to be rooted first.
+    """
+    kept = _OF_GATED[checks.check_name("policy", policy, POLICIES)]
+    if activation == "relu" and policy in ("paper", "minimal"):
+        return ("y_swi",)
+    return kept if is_gated(activation) else tuple(name for name in kept if name not in ("b", "act_a"))
+
+
+class MoEWeights(NamedTuple):
+    """The layer's parameters, all of one dtype."""
+
+    wg: Array  # (d, E) router
+    w1: Array  # (E, d, h)
+    w2: Array | None  # (E, d, h); None for the ungated activations
+    w3: Array  # (E, h, d)
+
+
+class Stages(NamedTuple):
+    """A backend's stages as the layer calls them: modules, or whatever has their functions."""
+
+    router: Any
+    gating: Any
+    dispatch: Any
+    expert_up: Any
+    activation: Any
+    expert_down: Any
+    combine: Any
+
+    def output(self, tensors: dict[str, Array], w3: Array, dispatch: Dispatch, gates: Array, kept: tuple[str, ...]):
+        """The layer's output (L, d) from y_swi; y joins the ``tensors``, and y_swi leaves them unless it is kept."""
+        tensors["y"] = self.expert_down.forward(tensors["y_swi"], w3, dispatch)  # (R, d)
+        if "y_swi" not in kept:
+            del tensors["y_swi"]
+        return self.combine.forward(tensors["y"], gates, dispatch)
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What the forward keeps for the backward: no weights, and no router probabilities.
+
+    Parameters
+    ----------
+    x : array (L, d)
+        The layer's input itself, not a copy.
+    dispatch : Dispatch
+        The routing; it is never decided again.
+    gates : array (L, k)
+    intermediates : dict of str to array
+        Those that the policy keeps, by the names of the function `intermediates`.
+    activation, policy : str
+    renormalize : bool
+    """
+
+    x: Array
+    dispatch: Dispatch
+    gates: Array
+    intermediates: dict[str, Array]
+    activation: str
+    policy: str
+    renormalize: bool
+
+    def tensors(self) -> dict[str, Array]:
+        """Every array that is kept, by name."""
+        return {"x": self.x, **self.dispatch.arrays(), "gates": self.gates, **self.intermediates}
+
+
+class Choice(NamedTuple):
+    """What the router decided."""
+
+    topk_experts: Array  # (L, k) int32
+    gates: Array  # (L, k)
+    load_balancing_loss: Array  # ()
+    router_z_loss: Array  # ()
+
+
+class Routed(NamedTuple):
+    """What the router decided, as the experts take it."""
+
+    dispatch: Dispatch
+    gates: Array  # (L, k)
+    load_balancing_loss: Array  # ()
+    router_z_loss: Array  # ()
+
+
+class LayerOutput(NamedTuple):
+    """What the forward returns."""
+
+    out: Array  # (L, d)
+    load_balancing_loss: Array  # ()
+    router_z_loss: Array  # ()
+    saved: Saved
+
+
+class Gradients(NamedTuple):
+    """What the backward returns; None for what was not wanted."""
+
+    d_x: Array | None  # (L, d)
+    d_wg: Array | None  # (d, E)
+    d_w1: Array | None  # (E, d, h)
+    d_w2: Array | None  # (E, d, h); None for the ungated activations too
+    d_w3: Array | None  # (E, h, d)
+    d_gates: Array  # (L, k); on the way to all others
+
+
+def forward(
+    stages: Stages,
+    dtypes: tuple[str, ...],
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str = "swiglu",
+    policy: str = "minimal",
+    renormalize: bool = False,
+    topk_experts: Array | None = None,
+) -> LayerOutput:
+    """One MoE layer: route, dispatch, expert MLPs, combine.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's, and ``dtypes``, the names of those that it computes in.
+    x : array (L, d)
+        Tokens, finite; L = 0 is valid.
+    weights : MoEWeights
+        Of the dtype of ``x``, finite.
+    k : int
+        Experts per token, 1..E.
+    activation : str
+        One of ``config.ACTIVATIONS``.
+    policy : str
+        What to keep for the backward, one of ``config.POLICIES``; it changes no result.
+    renormalize : bool
+        Divide the chosen gates of a token by their sum.
+    topk_experts : array (L, k), int32, optional
+        A routing to replay in place of the router's own choice; the gates are still the router's.
+
+    Returns
+    -------
+    LayerOutput
+        out (L, d), load_balancing_loss, router_z_loss, saved.
+
+    Raises
+    ------
+    ValueError
+        If shapes disagree, k > E, a value is not finite, an activation or policy is unknown, w2 is missing or
+        superfluous, or a replayed expert is out of range or named twice by a token.
+    TypeError
+        If a dtype is not allowed, or ``weights`` is no MoEWeights.
+
+    Notes
+    -----
+    MoEBlaze, sections 2, 3.1 and 5 (Algorithm 1).
+    """
+    checks.check_name("policy", policy, POLICIES)
+    dispatch, gates, *losses = route(stages, dtypes, x, weights, k, activation, renormalize, topk_experts)
+    with checks.trusted():
+        out, kept = run_experts(stages, x, weights, dispatch, gates, activation, policy)
+    return LayerOutput(out, *losses, Saved(x, dispatch, gates, kept, activation, policy, renormalize))
+
+
+def route(
+    stages: Stages,
+    dtypes: tuple[str, ...],
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str = "swiglu",
+    renormalize: bool = False,
+    topk_experts: Array | None = None,
+) -> Routed:
+    """The half of the forward that every system shares: who goes where, by which gates.
+
+    Parameters
+    ----------
+    stages, dtypes, x, weights, k, activation, renormalize, topk_experts
+        As in `forward`; all are checked here, those that only the experts use too.
+
+    Returns
+    -------
+    Routed
+        The probabilities (L, E) are not in it: `router_gradients` computes them again.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`.
+    """
+    _check(dtypes, x, weights, k, activation)
+    num_experts = weights.wg.shape[1]
+    if topk_experts is not None:
+        checks.check_topk_experts(topk_experts, num_experts)
+        checks.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
+    chosen, *others = choose(stages, x, weights.wg, k, renormalize, topk_experts)
+    with checks.trusted():
+        return Routed(stages.dispatch.build(chosen, num_experts), *others)
+
+
+def _check(dtypes, x, weights, k, activation):
+    checks.check_type("weights", weights, MoEWeights)
+    stage_contracts.check_layer(x, weights, k, activation, dtypes)
+
+
+def choose(
+    stages: Stages, x: Array, wg: Array, k: int, renormalize: bool = False, topk_experts: Array | None = None
+) -> Choice:
+    """The router alone: which experts, by which gates. What it is given is not checked, but for logits that are finite.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's.
+    x : array (L, d)
+    wg : array (d, E)
+    k, renormalize, topk_experts
+        As in `forward`.
+
+    Returns
+    -------
+    Choice
+        The logits and the probabilities (L, E) are dropped here.
+
+    Raises
+    ------
+    ValueError
+        If a logit is not finite.
+    """
+    with checks.trusted():
+        logits = stages.router.forward(x, wg)
+    checks.check_finite("logits", logits)
+    with checks.trusted():
+        probs, chosen, gates = stages.gating.forward(logits, k, renormalize)
+        if topk_experts is not None:
+            chosen, gates = topk_experts, _gates_of(probs, topk_experts, renormalize)
+        losses = stages.gating.load_balancing_loss(probs, chosen), stages.gating.router_z_loss(logits)
+    return Choice(chosen, gates, *losses)
+
+
+def _gates_of(probs, topk_experts, renormalize):
+    """The gates (L, k) of a choice that the router did not make."""
+    gates = take_columns(probs, topk_experts)
+    return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
+
+
+def run_experts(
+    stages: Stages, x: Array, weights: MoEWeights, dispatch: Dispatch, gates: Array, activation: str, policy: str
+) -> tuple[Array, dict[str, Array]]:
+    """The half of the forward after the router: every token through its experts. Nothing is checked.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's.
+    x : array (L, d)
+    weights : MoEWeights
+        Of the Dispatch's experts; wg is not looked at.
+    dispatch : Dispatch
+        A partial one gives the sums of the rows that are here.
+    gates : array (L, k)
+    activation, policy : str
+        As in `forward`.
+
+    Returns
+    -------
+    out : array (L, d)
+    kept : dict of str to array
+        The intermediates that the policy keeps; each other one is dropped after its last use.
+    """
+    kept = intermediates(policy, activation)
+    tensors = {"routed_x": x[dispatch.expert_token_indices]} if "routed_x" in kept else {}  # the first memory wall
+    stores = {*kept, "y_swi"} & {*HIDDEN}
+    projections = stages.expert_up.forward(x, weights.w1, weights.w2, dispatch, activation, stores=stores)
+    tensors |= dict(zip(HIDDEN, projections, strict=True))
+    del projections
+    if "act_a" in kept:
+        tensors["act_a"] = stages.activation.act(tensors["a"], activation)
+    out = stages.output(tensors, weights.w3, dispatch, gates, kept)
+    return out, {name: tensors[name] for name in kept if name in tensors}  # no y where the product sums
+
+
+def backward(
+    stages: Stages,
+    dtypes: tuple[str, ...],
+    d_out: Array,
+    saved: Saved,
+    weights: MoEWeights,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+    overwrite: bool = False,
+    wanted: Collection[str] = Gradients._fields,
+) -> Gradients:
+    """Every gradient of the layer, from those of its output and of its two losses.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's, and ``dtypes``, the names of those that it computes in.
+    d_out : array (L, d)
+        The dtype of x, finite.
+    saved : Saved
+        From `forward`; it is not changed, so a second backward gives the same again, unless ``overwrite``.
+    weights : MoEWeights
+        Those of the forward, unchanged since.
+    d_load_balancing_loss, d_router_z_loss : float or array ()
+        Gradients of the two losses.
+    overwrite : bool
+        The intermediates of ``saved`` are overwritten and given up: a second backward with them raises.
+    wanted : collection of str
+        Names in `Gradients`; what nobody wants is not computed.
+
+    Returns
+    -------
+    Gradients
+        d_x, d_wg, d_w1, d_w2 (None if ungated), d_w3, d_gates: the same bits under every policy. d_gates is the
+        gradient of the gates that `forward` returned in ``saved``, after renormalisation if there was one.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`, and if a loss gradient is no finite number or a wanted gradient is unknown.
+    RuntimeError
+        If an earlier backward has overwritten the intermediates of ``saved``.
+
+    Notes
+    -----
+    What is alive of size (R, h) or (R, d), step by step, and where it dies; a weight gradient is born at each ``->``:
+
+    1. a and b, kept or computed again, become d_a and d_b, in place if they are nobody else's; gate * y_swi is born.
+       Kept routed_x, act_a, y_swi and y die here; where y_swi alone is kept, it stands for a, and becomes d_a.
+    2. gate * y_swi -> d_w3, and dies.
+    3. d_a, d_b -> d_x: the tiled rungs store (R, d) rows, whole or one half of the columns after the other, which die
+       within.
+    4. d_a -> d_w1, and dies; d_b -> d_w2, and dies.
+
+    MoEBlaze, sections 3.2 and 5; the gates as in SonicMoE.
+    """
+    d_losses = {"d_load_balancing_loss": d_load_balancing_loss, "d_router_z_loss": d_router_z_loss}
+    _check_backward(dtypes, d_out, saved, weights, d_losses, wanted)
+    with checks.trusted_values():
+        d_x, _, *d_experts, d_gates = expert_gradients(stages, d_out, saved, weights, overwrite, wanted)
+        chosen = saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
+        d_x_router, d_wg = router_gradients(
+            stages, d_gates, saved.x, weights.wg, chosen, saved.renormalize, *d_losses.values(), wanted
+        )
+        if d_x is not None:
+            d_x += d_x_router
+    return Gradients(d_x, d_wg, *d_experts, d_gates)
+
+
+def expert_gradients(
+    stages: Stages,
+    d_out: Array,
+    saved: Saved,
+    weights: MoEWeights,
+    overwrite: bool = False,
+    wanted: Collection[str] = Gradients._fields,
+) -> Gradients:
+    """The half of the backward before the router; what it is given is not checked, but by the stages.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's.
+    d_out, saved, overwrite, wanted
+        As in `backward`; a partial Dispatch gives the sums of the rows that are here.
+    weights : MoEWeights
+        Of the Dispatch's experts; wg is not looked at.
+
+    Returns
+    -------
+    Gradients
+        d_wg is None, and d_x that through the experts alone.
+
+    Raises
+    ------
+    RuntimeError
+        As `backward`.
+    """
+
+    def if_wanted(name, gradient, *operands):
+        return gradient(*operands) if name in wanted else None
+
+    up, down, dispatch = stages.expert_up, stages.expert_down, saved.dispatch
+    private = overwrite or not intermediates(saved.policy, saved.activation)
+    a, b, y_swi = _rebuild(stages, saved, weights)
+    if overwrite:
+        saved.intermediates.clear()
+    d_a, d_b, gated_y, d_gates = down.hidden_gradients(
+        d_out, saved.gates, a, b, weights.w3, dispatch, saved.activation, y_swi, private
+    )
+    del a, b, y_swi
+    d_w3 = if_wanted("d_w3", down.weight_gradient, gated_y, d_out, dispatch)
+    del gated_y
+    d_x = if_wanted("d_x", up.input_gradient, d_a, d_b, weights.w1, weights.w2, dispatch)
+    d_w1 = if_wanted("d_w1", up.weight_gradient, d_a, saved.x, dispatch)
+    del d_a
+    d_w2 = None if d_b is None else if_wanted("d_w2", up.weight_gradient, d_b, saved.x, dispatch)
+    return Gradients(d_x, None, d_w1, d_w2, d_w3, d_gates)
+
+
+@checks.unless_trusted
+def _check_backward(dtypes, d_out, saved, weights, d_losses, wanted):
+    checks.check_type("saved", saved, Saved)
+    _check(dtypes, saved.x, weights, saved.dispatch.k, saved.activation)
+    L, d = saved.x.shape
+    checks.check_tensor("d_out", d_out, {"L": L, "d": d}, (checks.dtype_of(saved.x),))
+    for name, value in d_losses.items():
+        checks.check_scalar(name, value)
+    for name in wanted:
+        checks.check_name("gradient", name, Gradients._fields)
+
+
+def _rebuild(stages, saved, weights):
+    """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
+    kept, names = saved.intermediates, intermediates(saved.policy, saved.activation)
+    if not names:
+        return stages.expert_up.forward(
+            saved.x, weights.w1, weights.w2, saved.dispatch, saved.activation, stores=("a", "b")
+        )
+    if not kept:
+        raise RuntimeError("an earlier backward has overwritten what the forward kept: run the forward again")
+    if "a" not in names:  # relu: its slope, and y_swi itself, follow from y_swi
+        return kept["y_swi"], None, None
+    return tuple(map(kept.get, HIDDEN))
+
+
+def router_gradients(
+    stages: Stages,
+    d_gates: Array,
+    x: Array,
+    wg: Array,
+    topk_experts: Array,
+    renormalize: bool = False,
+    d_load_balancing_loss: float | Array = 0.0,
+    d_router_z_loss: float | Array = 0.0,
+    wanted: Collection[str] = Gradients._fields,
+) -> tuple[Array | None, Array | None]:
+    """What the backward of every system ends with: d_x through the router alone, and d_wg.
+
+    Parameters
+    ----------
+    stages : Stages
+        The backend's.
+    d_gates : array (L, k)
+        Gradient of the gates that `route` returned.
+    x : array (L, d)
+    wg : array (d, E)
+    topk_experts : array (L, k), int32
+        The choice that was made; the logits are computed again, the choice is not.
+    renormalize : bool
+        As in `route`.
+    d_load_balancing_loss, d_router_z_loss : float or array ()
+        Gradients of the two losses.
+    wanted : collection of str
+        Of both, what is in it is computed.
+
+    Returns
+    -------
+    d_x : array (L, d) or None
+    d_wg : array (d, E) or None
+    """
+    if "d_x" not in wanted and "d_wg" not in wanted:
+        return None, None
+    logits = stages.router.forward(x, wg)  # (L, E)
+    d_losses = d_load_balancing_loss, d_router_z_loss
+    d_logits = stages.gating.backward(d_gates, logits, topk_experts, renormalize, *d_losses)  # (L, E)
+    del logits
+    d_wg = stages.router.weight_gradient(d_logits, x) if "d_wg" in wanted else None
+    return stages.router.input_gradient(d_logits, wg) if "d_x" in wanted else None, d_wg

@@ -1,0 +1,277 @@
+"""Judge a kernel in a process of its own: whatever the kernel does, the process that asked goes on.
+
+There are four processes. One asks. One supervises the next two. One compares: it makes the inputs, and computes what is
+right when the kernel and all that it started have ended. One, a fork of it under `guard.run`, runs the reader's code.
+The last two share the memory of the outputs alone, and a pipe through which the kernel's process sends its counts.
+
+For the exercises a server is started once and imports the judge; each judgement is a fork of it, which costs
+milliseconds. The process that asks need not import the judge, nor torch.
+"""
+
+import functools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moeblaze_ref.verify import guard
+from moeblaze_ref.runtime.simt import cache
+
+LIMIT_SECONDS = 120  # of a kernel's launches, the compiler included
+PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison
+SHOWN_BYTES = 2000  # of what a kernel prints
+_DIVISION = "an integer division by zero?"
+_CAUSES = {
+    signal.SIGFPE: _DIVISION,
+    signal.SIGILL: _DIVISION,  # one that the compiler has seen
+    signal.SIGSEGV: "a local array that is larger than a thread's stack, an endless recursion, or exit(...)?",
+    signal.SIGKILL: "no memory left?",
+}
+
+
+class Verdict(NamedTuple):
+    """What a `judge.Report` says.
+
+    Parameters
+    ----------
+    first_problem : str
+        The first case that is wrong, and how; empty if none is.
+    report : str
+        All cases, with what was counted.
+    document : dict
+        The report as JSON takes it, and what the system ``refused`` of the confinement.
+    """
+
+    first_problem: str
+    report: str
+    document: dict[str, Any]
+
+
+def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
+    """`judge.examine` of a kernel that is named, where Numba runs as it would here.
+
+    Parameters
+    ----------
+    kernel, task
+        As of `judge.examine`; the kernel is none in memory.
+    limit : float
+        Seconds after which the judgement is given up.
+    **options
+        As of `judge.examine`, but for ``cases``.
+
+    Returns
+    -------
+    Verdict
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        As `judge.examine`.
+    TimeoutError
+        If there is no verdict within the limit, as of a kernel that never ends.
+    ChildProcessError
+        If the process that judged was ended, as by an integer division by zero, or used more than `guard.Limits` allow.
+
+    Notes
+    -----
+    What the kernel prints goes to stderr in the end, up to `SHOWN_BYTES`. A script calls this under
+    ``if __name__ == "__main__"``: `multiprocessing` imports the script in the other process.
+    """
+    return _ask(multiprocessing.get_context("spawn"), guard.Limits(limit), _Question(kernel, task, options))
+
+
+def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
+    """The same of a kernel's text, over the cases that are small enough for a simulator, where Numba runs in its own.
+
+    Parameters
+    ----------
+    file, text : str
+        What the kernel's file is called, for messages: NAME.cu or NAME.py; and what is in it.
+    kernel : str
+        The kernel's name.
+    task, limit, **options
+        As of `examine`.
+
+    Returns
+    -------
+    Verdict
+
+    Raises
+    ------
+    ValueError, TypeError, OSError, TimeoutError, ChildProcessError
+        As `examine`.
+    """
+    question = _Question(f"{file}:{kernel}", task, options | {"small": True}, text)
+    return _ask(_server(), guard.Limits(limit), question)
+
+
+class _Question(NamedTuple):
+    """What is asked of the process that compares.
+
+    Parameters
+    ----------
+    kernel, task, options
+        Of `judge.prepare`.
+    text : str, optional
+        What is in the file of the kernel, if the file has yet to be written.
+    """
+
+    kernel: str
+    task: str
+    options: dict[str, Any]
+    text: str | None = None
+
+
+@functools.cache
+def _server() -> BaseContext:
+    context = multiprocessing.get_context("forkserver")
+    modules = "closed", "simulated", "numba_cuda", "judge"
+    context.set_forkserver_preload([f"moeblaze_ref.{module}" for module in modules])
+    return context
+
+
+def _ask(context: BaseContext, limits: guard.Limits, question: _Question) -> Verdict:
+    """Start the processes that supervise and compare, and return or raise what they say."""
+    receiving, sending = context.Pipe()  # of sockets, which nobody can open by their names under /proc
+    with guard.others_kept_out(), receiving, _shown(context) as printed, _temporary_folder() as folder:
+        process = context.Process(target=_supervise, args=(sending, printed, limits, folder, question))
+        process.start()
+        sending.close()
+        try:
+            if not receiving.poll(limits.seconds + PREPARING_SECONDS):
+                raise TimeoutError(f"there is no verdict after {limits.seconds + PREPARING_SECONDS:g} seconds")
+            found = receiving.recv()
+        except EOFError:
+            process.join()
+            raise ChildProcessError(f"the process that compares has ended, {_how(process.exitcode)}") from None
+        except BaseException:
+            process.terminate()  # it ends what it started first
+            raise
+        finally:
+            process.join(guard.KILL_SECONDS)
+            process.kill()
+            process.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="moeblaze-")
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def _remove(folder: str):
+    """Remove the temporary folder, and what killed compilers have left in the cache."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(cache.SimtUnavailable):  # no cache can be made here, so nothing was
+        cache.remove_unfinished(folder)
+
+
+@contextmanager
+def _shown(context: BaseContext) -> Iterator[Connection]:
+    """Where a process may print: in the end the beginning of it goes to stderr, with how much more there was."""
+    receiving, printed = context.Pipe(duplex=False)
+    beginning = bytearray()
+    left_out = 0
+
+    def read():
+        nonlocal left_out
+        while part := os.read(receiving.fileno(), 2**16):
+            room = SHOWN_BYTES - len(beginning)
+            beginning.extend(part[:room])
+            left_out += max(len(part) - room, 0)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield printed
+    finally:
+        printed.close()
+        reader.join(timeout=5)  # unless the kernel has left a process of its own behind
+        receiving.close()
+        more = f"\n... and {left_out:,} bytes more\n" if left_out else ""
+        sys.stderr.write(beginning.decode(errors="replace") + more)
+
+
+# ---- the processes that supervise and compare -----------------------------------------------------
+
+
+def _supervise(sending: Connection, printed: Connection, limits: guard.Limits, folder: str, question: _Question):
+    """Compare in a fork, end as it ends, and leave nothing of it."""
+    os.setsid()  # what ends the group of the process that asked, Ctrl-C too, leaves this one time to clear up
+    guard.keep_others_out()
+    for stream in (1, 2):
+        os.dup2(printed.fileno(), stream)
+    status = guard.supervise(lambda: _answer(sending, limits, folder, question))
+    _remove(folder)  # the process that asked may have ended
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
+def _answer(sending: Connection, limits: guard.Limits, folder: str, question: _Question):
+    """Send the verdict, or the error that there is in its place."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    sending.send(_found(limits, folder, question))
+
+
+def _found(limits: guard.Limits, folder: str, question: _Question) -> Verdict | Exception:
+    kernel, task, options, text = question
+    if text is not None:
+        os.chdir(folder)  # so that messages name the file alone
+        Path(kernel.partition(":")[0]).write_text(text)
+    try:
+        return _examine(limits, folder, kernel, task, options)
+    except (ValueError, TypeError, OSError) as error:
+        return error
+
+
+def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options: dict[str, Any]) -> Verdict:
+    import torch
+
+    from moeblaze_ref.verify.judge import claims, prepare
+
+    torch.set_num_threads(1)  # more would be none after the fork, and gain nothing on arrays so small
+    exam = prepare(kernel, task, numba_runner=_numba_runner, **options)
+    gone = [multiprocessing.parent_process().sentinel]
+    sent, status, refused = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, gone)
+    said = claims.read_launches(exam, sent)
+    if said is None:
+        raise ChildProcessError(f"the kernel ended the process that judged it, {_how(status)}")
+    report = exam.report(*said)
+    text, document = str(report), report.as_dict()
+    if refused:
+        text += f"\nthis system did not confine the kernel fully. It refuses: {'; '.join(refused)}"
+    return Verdict(report.first_problem, text, document | {"refused": refused})
+
+
+def _numba_runner() -> str:
+    """Where Numba runs. Asked in a process of its own: CUDA, once looked for, does not survive the fork."""
+    from moeblaze_ref.verify.judge.runners import runner_of
+
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(runner_of, "numba").result()
+
+
+def _how(status: int) -> str:
+    """How a process ended."""
+    if status >= 0:
+        return f"with status {status}"
+    name = signal.Signals(-status)
+    return f"by {name.name}: {_CAUSES[name]}" if name in _CAUSES else f"by {name.name}"

@@ -1,0 +1,330 @@
+"""The cross-check: every stage of every backend against the specification and against autograd.
+
+Index structures must match bit for bit. Floating-point results are compared with plain
+torch in float64 on the same, already rounded inputs: ||out - ref|| / ||ref|| per tensor,
+and a row shows the worst of them. Outputs are poisoned before every launch. Every check runs
+two steps of one shape on different numbers (`cases.Case.steps`) in every dtype, so that nothing
+may be kept from the first; a row shows the worse of the two.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeblaze_ref.verify import comparisons, orders
+from moeblaze_ref.core import checks
+from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES, Backend
+from moeblaze_ref.verify.cases import (
+    Case,
+    option_cases,
+    standard_cases,
+)
+from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
+
+# What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
+SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
+FIRST_RUNG = "1_naive"  # compiles fastest
+LAYER_DEVICES = {"simt": "cpu", "cuda": "cuda", JUDGE.name: "cpu"}  # where each backend runs the torch layers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the cross-check table.
+
+    Parameters
+    ----------
+    stage, direction, backend : str
+    rung : str or None
+        Kernel file of a raw CUDA stage, without its ending.
+    dtype : str
+    shape : str or None
+        Sizes of the case and what is hard about it; of an unavailable rung, what it needs.
+    error, bound : float or None
+        Worst relative error over the tensors (for int32: elements that differ), and its limit.
+    ok, available : bool
+        An unavailable backend or rung is never ok.
+    """
+
+    stage: str
+    direction: str
+    backend: str
+    rung: str | None
+    dtype: str
+    shape: str | None
+    error: float | None
+    bound: float | None
+    ok: bool
+    available: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as JSON takes it; a NaN error, which JSON lacks, becomes a string."""
+        row = asdict(self)
+        if self.error is not None and not math.isfinite(self.error):
+            row["error"] = str(self.error)
+        return row
+
+
+def differing_elements(found, wanted) -> int:
+    """Elements in which two `IndexArrays` differ, over all their arrays."""
+    total = 0
+    for name, expected in wanted.arrays().items():
+        array = np.asarray(getattr(found, name))
+        same_kind = array.shape == expected.shape and array.dtype == expected.dtype
+        total += int((array != expected).sum()) if same_kind else max(array.size, expected.size, 1)
+    return total
+
+
+def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+    """One row: the four index structures, bit for bit against a stable sort."""
+    stage = backend.open("dispatch", rung)
+    steps = [(stage.build(step.topk_experts, step.E), comparisons.dispatch_of(step)) for step in case.steps()]
+    yield _row_of_bits(backend, "dispatch", rung, "forward", case, itertools.starmap(differing_elements, steps))
+
+
+def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> Iterator[Row]:
+    """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
+    run = functools.partial(comparisons.runner(stage, rung), backend.open(stage, rung))
+    for dtype in backend.rungs(stage)[rung]:
+        steps = _rounded_steps(case, dtype)
+        yield from _judged(backend, stage, rung, dtype, steps, run, comparisons.expectation(stage, rung))
+
+
+def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+    """The bins and the topology, bit for bit, then MegaBlocks' experts as any floating-point stage."""
+    stage = backend.open("block_sparse", rung)
+    errors = [_differing_structures(stage, step) for step in case.steps()]
+    yield _row_of_bits(backend, "block_sparse", rung, "structures", case, errors)
+    yield from check_stage(backend, rung, case, "block_sparse")
+
+
+def _differing_structures(stage, case: Case) -> int:
+    h, dispatch = case.weights.w1.shape[2], comparisons.dispatch_of(case)
+    bins = reference_sparse.pad(dispatch, comparisons.sparse_block(h))
+    error = differing_elements(stage.pad(dispatch, bins.block), bins)
+    return error + differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
+
+
+def check_capacity(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+    """Who is kept and what is dropped, bit for bit, then the experts of fixed capacity as any floating-point stage."""
+    stage = backend.open("capacity", rung)
+    errors = [_differing_bins(stage, step) for step in case.steps()]
+    yield _row_of_bits(backend, "capacity", rung, "structures", case, errors)
+    yield from check_stage(backend, rung, case, "capacity")
+
+
+def _differing_bins(stage, case: Case) -> int:
+    gates, dispatch = comparisons.gates_of(case), comparisons.dispatch_of(case)
+    bins, mask = comparisons.kept(case, case.topk_experts, gates)
+    found = stage.fill(dispatch, gates, bins.C, case.drop_policy)
+    losses = zip(stage.dropped(bins, dispatch), comparisons.dropped_by_definition(case, mask), strict=True)
+    return differing_elements(found, bins) + sum(int(np.sum(lost != wanted)) for lost, wanted in losses)
+
+
+def check_gradients(
+    backend: Backend, rung: str | None, case: Case, dtype: str, layer: str = "torch_layer"
+) -> Iterator[Row]:
+    """Forward and backward rows of a torch layer on the backend's device, against the oracle."""
+    module = comparisons.torch_layer_of(LAYER_DEVICES[backend.name], case.astype(dtype), layer)
+    run = functools.partial(comparisons.step_of_torch_layer, module)
+    steps = _rounded_steps(case, dtype)
+    yield from _judged(backend, layer, rung, dtype, steps, run, comparisons.TORCH_LAYERS[layer].expect)
+
+
+@functools.lru_cache(maxsize=8)
+def _rounded_steps(case: Case, dtype: str) -> tuple[Case, ...]:
+    """Both steps of a case in a dtype: the same objects for every rung, so that `_expected` knows them."""
+    return tuple(step.astype(dtype) for step in case.steps())
+
+
+@functools.lru_cache(maxsize=32)
+def _expected(expect: comparisons.Expect, step: Case, dtype: str) -> comparisons.Results:
+    """What the oracle makes of a step: the same for all rungs that are given the same numbers."""
+    return expect(step, getattr(torch, dtype))
+
+
+def check_order(backend: Backend, rung: str | None, case: orders.Sum) -> Iterator[Row]:
+    """A row for each dtype: a sum whose order is stated, bit for bit."""
+    stage = backend.open(case.stage, rung)
+    for dtype in orders.dtypes_that_tell(backend.rungs(case.stage)[rung]):
+        error = float(orders.differing_bits(case, stage, dtype))
+        yield _row(backend, case.stage, rung, "order", dtype, case.shape, error, comparisons.BOUNDS["int32"])
+
+
+def _judged(backend, stage, rung, dtype, steps, run, expect) -> Iterator[Row]:
+    """A row for each direction: of the worse of the steps, which run one after the other."""
+    found = [run(step) for step in steps]
+    exact = [_expected(expect, step, "float64") for step in steps]
+    peers = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
+    precision = comparisons.precision(stage, rung, dtype)
+    for direction in exact[0]:
+        parts = [[results.get(direction) for results in kind] for kind in (found, exact, peers)]
+        verdicts = [comparisons.judge(*arrays, precision, peer) for *arrays, peer in zip(*parts, strict=True)]
+        worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
+        yield _row(backend, stage, rung, direction, dtype, step.shape, *worst)
+
+
+def _row_of_bits(backend, stage, rung, direction, case, errors: Iterable[int]) -> Row:
+    """The row of what must match bit for bit: of the step in which more elements differ."""
+    error, step = max(zip(errors, case.steps(), strict=True), key=lambda pair: pair[0])
+    return _row(backend, stage, rung, direction, "int32", step.shape, float(error), comparisons.BOUNDS["int32"])
+
+
+def _row(backend, stage, rung, direction, dtype, shape, error, bound) -> Row:
+    return Row(stage, direction, backend.name, rung, dtype, shape, error, bound, error <= bound, True)
+
+
+def unavailable(backend: Backend, stage: str, rung: str | None = None, reason: str | None = None) -> Row:
+    """The row of a backend that cannot run here, or of one of its rungs, which says why in the shape's place."""
+    return Row(stage, "forward", backend.name, rung, "-", reason, None, None, False, False)
+
+
+def in_reach(backend: Backend, cases: Iterable[Case], rung: str | None = None) -> list[Case]:
+    """The cases that the backend can run in reasonable time.
+
+    The SIMT executor compiles anew for every activation: the first rung gets them all, the others the usual one (their
+    tests cover the rest). Numba's simulator gets small cases, cut to size.
+    """
+    if backend.name == "simt":
+        return [case for case in cases if case.activation == "swiglu" or rung == FIRST_RUNG]
+    return cut_to_size(cases) if is_simulated(backend) else list(cases)
+
+
+def is_simulated(backend: Backend) -> bool:
+    """Whether Numba's simulator runs the backend, for want of a GPU."""
+    if backend.name != "numba":
+        return False
+    from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR
+
+    return EXECUTOR != "cuda"
+
+
+def cut_to_size(cases: Iterable[Case]) -> list[Case]:
+    """Cases for a simulator: those of few weights, with no more tokens than it can run in reasonable time."""
+    small = [case.head(SIMULATOR_ROWS // case.k) for case in cases if case.weights.w1.size <= SIMULATOR_WEIGHTS]
+    return [case for case in small if case.L * case.k <= SIMULATOR_ROWS]
+
+
+def plan(
+    stages: Iterable[str] = STAGES, backends: Iterable[str] = CHECKED, cases: list[Case] | None = None
+) -> list[Callable[[], Iterable[Row]]]:
+    """The checks to run, one thunk for each stage, backend and case.
+
+    Raises
+    ------
+    ValueError
+        If a stage or backend is unknown (the message proposes the nearest name), or no backend has any of the stages.
+    """
+    stages = [checks.check_name("stage", stage, STAGES) for stage in stages]
+    asked = [_backend(checks.check_name("backend", name, CHECKED)) for name in backends]
+    cases = standard_cases() + option_cases() if cases is None else cases
+    jobs: list[Callable[[], Iterable[Row]]] = []
+    for backend in asked:
+        available = backend.status().available
+        for stage in (stage for stage in stages if stage in backend.stages):
+            if not available:
+                jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
+            elif backend is JUDGE:
+                jobs += _plan_layer(backend, f"torch_{stage}")
+            else:
+                of_rungs = [_plan_rung(backend, stage, rung, cases) for rung in backend.rungs(stage)]
+                # Case by case, so that all rungs share what is expected of it.
+                jobs += [job for of_case in itertools.zip_longest(*of_rungs) for job in of_case if job]
+    if not jobs:
+        has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in asked)
+        raise ValueError(f"nothing to check: no stage of {', '.join(stages)} in these backends ({has})")
+    return jobs
+
+
+def _backend(name: str) -> Backend:
+    return JUDGE if name == JUDGE.name else BACKENDS[name]
+
+
+def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]:
+    """What compares a stage with its reference: index structures bit for bit, everything else by relative error."""
+    special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse, "capacity": check_capacity}
+    return special.get(stage) or functools.partial(check_stage, stage=stage)
+
+
+def _plan_rung(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Callable[[], Iterable[Row]]]:
+    """One thunk for each case, or one that says why the rung does not run here."""
+    if reason := backend.refusal(stage, rung):
+        return [lambda: [unavailable(backend, stage, rung, reason)]]
+    found = [(check_of(stage), case) for case in chosen(backend, stage, rung, cases)]
+    found += [(check_order, one) for one in orders.promises(stage, backend.name, rung)]
+    return [functools.partial(_run, check, backend, stage, rung, case) for check, case in found]
+
+
+def chosen(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
+    """The cases of a rung on a backend: those of `reachable`, and on a GPU more tiles than it has blocks."""
+    if backend.name == "cuda":
+        cases = [*cases, *comparisons.overflowing(stage, multiprocessors())]
+    return reachable(backend, stage, rung, cases)
+
+
+def reachable(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
+    """The cases that fit the rung and are in reach of the backend; no device is asked."""
+    return in_reach(backend, comparisons.fitting(stage, rung, cases), rung)
+
+
+def multiprocessors() -> int:
+    """How many the current GPU has."""
+    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+
+    return CupyExecutor().multiprocessors
+
+
+def plan_gradients(backends: Iterable[str] = tuple(LAYER_DEVICES)) -> list[Callable[[], Iterable[Row]]]:
+    """The checks of the torch layers that these backends run, each in every dtype that it computes in.
+
+    Raises
+    ------
+    ValueError
+        If a backend is unknown or no torch layer runs on it.
+    """
+    asked = [_backend(checks.check_name("backend of the torch layer", name, LAYER_DEVICES)) for name in backends]
+    jobs: list[Callable[[], Iterable[Row]]] = []
+    for backend in asked:
+        for layer in layers_of(backend):
+            if not backend.status().available:
+                jobs.append(lambda backend=backend, layer=layer: [unavailable(backend, layer)])
+            else:
+                jobs += _plan_layer(backend, layer)
+    return jobs
+
+
+def layers_of(backend: Backend) -> list[str]:
+    """Names of the torch layers that a backend runs."""
+    return [name for name, layer in comparisons.TORCH_LAYERS.items() if backend.name in layer.backends]
+
+
+def _plan_layer(backend: Backend, layer: str) -> list[Callable[[], Iterable[Row]]]:
+    """One thunk for each dtype and case of a torch layer."""
+    of_kind = comparisons.TORCH_LAYERS[layer]
+    in_dtypes = [functools.partial(check_gradients, dtype=dtype, layer=layer) for dtype in of_kind.dtypes]
+    return [functools.partial(_run, check, backend, layer, None, one) for check in in_dtypes for one in of_kind.cases()]
+
+
+def _run(check, backend: Backend, stage: str, rung: str | None, case: Case | orders.Sum) -> Iterator[Row]:
+    """The rows of one check; a kernel that faults or raises is a failed row that says so, not the end of the others."""
+    try:
+        yield from check(backend=backend, rung=rung, case=case)
+    except Exception as error:
+        shape = f"{case.shape}: {type(error).__name__}: {error}"
+        yield Row(stage, "forward", backend.name, rung, "-", shape, math.nan, None, False, True)
+
+
+def run(*arguments, **options) -> list[Row]:
+    """Every row of `plan`, in order."""
+    return [row for job in plan(*arguments, **options) for row in job()]
+
+
+def passed(rows: list[Row]) -> bool:
+    """Whether something was checked and nothing failed; an unavailable backend or rung decides neither."""
+    checked = [row for row in rows if row.available]
+    return bool(checked) and all(row.ok for row in checked)

@@ -1,0 +1,393 @@
+"""Run untrusted code in a forked process, with limits, and end everything that it started.
+
+The process gets a session of its own, no capabilities, and no open file but its output and one pipe. It ends when the
+process that watches it ends. That one is the *subreaper* of whatever it starts: a process whose parent has ended, and
+one that has called ``setsid``, are still found among its descendants. `supervise` does the same for the watcher, so
+that the code ends even if the watcher is killed.
+
+Landlock (Linux 6.12) keeps the code from sending signals to processes outside, and from opening their memory. Older
+systems lack it. There `keep_others_out` closes the memory of the processes that call it.
+
+`Ended.refused` names what a system has refused. Without Linux only the process group is ended, and only time is
+limited.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moeblaze_ref.core.units import GIB, MIB
+
+POLL_SECONDS = 0.1  # between two looks at memory and processes
+END_SECONDS = 0.005  # between two looks at a process that has closed its pipe: it is about to end
+KILL_SECONDS = 30  # that the kernel may take to end killed processes
+MOST_SENT = 16 * MIB  # bytes through the pipe
+RESIDENT_BYTES = 8 * GIB  # unless the machine has less than twice that
+
+# linux/prctl.h, linux/capability.h and linux/landlock.h
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 3, 4, 36, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2  # root reads files of others, as it did
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # numbers of system calls
+_LANDLOCK_SCOPE_SIGNAL = 1 << 1
+
+
+def most_resident_bytes() -> int:
+    """Memory that code and its descendants may hold: `RESIDENT_BYTES`, or half of what the machine has."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return RESIDENT_BYTES
+    return min(RESIDENT_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+
+
+class Limits(NamedTuple):
+    """What code may use.
+
+    Parameters
+    ----------
+    seconds : float
+        Of time. Each process may use as many of CPU time on every core.
+    resident_bytes : int
+        Memory that the process and its descendants hold together, looked at every `POLL_SECONDS`.
+    processes : int
+        How many these are; a compiler is four.
+    file_bytes : int
+        Of the largest file that it may write.
+    """
+
+    seconds: float
+    resident_bytes: int = most_resident_bytes()
+    processes: int = 64
+    file_bytes: int = GIB
+
+
+class Ended(NamedTuple):
+    """How code ended.
+
+    Parameters
+    ----------
+    sent : bytes
+        What came through its pipe.
+    status : int
+        Its exit status, or minus the signal that ended it.
+    refused : tuple of str
+        Parts of the confinement that the system has refused.
+    """
+
+    sent: bytes
+    status: int
+    refused: tuple[str, ...]
+
+
+Send = Callable[[bytes], Any]
+
+
+def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterable[Any] = ()) -> Ended:
+    """Fork, do the work there, and end everything that it started.
+
+    Parameters
+    ----------
+    work : callable
+        Called with the function that sends bytes.
+    limits : Limits
+    folder : str
+        Where the process and its children put temporary files (``TMPDIR``); the caller removes it.
+    gone : iterable
+        Sentinels of processes without which the work is for nobody.
+
+    Returns
+    -------
+    Ended
+
+    Raises
+    ------
+    TimeoutError
+        If the work takes longer than it may.
+    ChildProcessError
+        If it holds more memory, has more descendants, or sends more than it may.
+    ConnectionAbortedError
+        If a process of ``gone`` has ended.
+    """
+    refused = _refused({"finding processes whose parent has ended (subreaper)": _become_subreaper})
+    reading, writing = os.pipe()
+    watcher, child = os.getpid(), os.fork()
+    if child == 0:
+        _leave(partial(_work, work, writing, limits, folder, watcher))
+    os.close(writing)
+    try:
+        told, status = _watch(child, reading, limits, list(gone))
+    finally:
+        _end(child)
+        os.close(reading)
+    first, _, sent = told.partition(b"\n")
+    return Ended(sent, status, (*refused, *json.loads(first or b"[]")))
+
+
+def supervise(work: Callable[[], Any]) -> int:
+    """Fork, do the work there, and end all that is left of it, even if it was killed.
+
+    SIGTERM goes on to the process that works, which also gets it if this one is killed. It then ends what it started.
+
+    Parameters
+    ----------
+    work : callable
+
+    Returns
+    -------
+    int
+        Its exit status, or minus the signal that ended it.
+    """
+    _become_subreaper()
+    supervisor, child = os.getpid(), os.fork()
+    if child == 0:
+        _end_with(supervisor, signal.SIGTERM)
+        _leave(work)
+    signal.signal(signal.SIGTERM, lambda *_: _kill(child, signal.SIGTERM))
+    _, status = os.waitpid(child, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now
+    _end(child)
+    return os.waitstatus_to_exitcode(status)
+
+
+def keep_others_out() -> bool:
+    """Let no other process of this user open this one's memory or files under /proc; False if the system refuses."""
+    return _prctl(_PR_SET_DUMPABLE, 0) == 0
+
+
+_lock = threading.Lock()
+_before: list[int] = []  # whether the process could be opened, when each of those that are inside came
+
+
+@contextlib.contextmanager
+def others_kept_out() -> Iterator[None]:
+    """`keep_others_out` as long as a thread is inside."""
+    with _lock:
+        _before.append(_prctl(_PR_GET_DUMPABLE))
+        keep_others_out()
+    try:
+        yield
+    finally:
+        with _lock:
+            if _before.pop() == 1:  # of the first: all others found the process closed
+                _prctl(_PR_SET_DUMPABLE, 1)
+
+
+# ---- in the process ------------------------------------------------------------------------------
+
+
+def _leave(work: Callable[[], Any]):
+    """All that a forked process does: the work, and then it ends."""
+    status = 1
+    try:
+        work()
+        status = 0
+    except SystemExit as exit:
+        status = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)  # what a kernel's printf has written
+        os._exit(status & 0xFF)
+
+
+def _work(work: Callable[[Send], None], writing: int, limits: Limits, folder: str, watcher: int):
+    """Confine this process and tell what the system refuses of that, in a first line; then do the work."""
+    pipe = os.dup2(writing, 3, inheritable=False)
+    refused = _confine(pipe, limits, folder, watcher)
+    _write(pipe, json.dumps(refused).encode() + b"\n")
+    work(partial(_write, pipe))
+
+
+def _write(pipe: int, data: bytes):
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
+    """Give up what the code must not have: the pipe is its only open file beyond input, output and errors.
+
+    Returns what the system has refused.
+    """
+    os.setsid()
+    _prctl(_PR_SET_DUMPABLE, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for file in map(int, os.listdir("/dev/fd")):
+        if file > pipe:
+            with contextlib.suppress(OSError):  # the listing's own is closed
+                os.close(file)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    cpu_seconds = int(limits.seconds * (os.cpu_count() or 1)) + 1
+    steps = {
+        "the end with the process that watches (PR_SET_PDEATHSIG)": partial(_end_with, watcher, signal.SIGKILL),
+        "no new rights (PR_SET_NO_NEW_PRIVS)": lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1) == 0,
+        "no capabilities (capset)": _drop_capabilities,
+        "no signals to other processes, and none of their memory (Landlock of Linux 6.12)": _keep_inside,
+        "a limit of CPU time (RLIMIT_CPU)": partial(_lower, resource.RLIMIT_CPU, cpu_seconds),
+        "a limit of file sizes (RLIMIT_FSIZE)": partial(_lower, resource.RLIMIT_FSIZE, limits.file_bytes),
+        "no core dumps (RLIMIT_CORE)": partial(_lower, resource.RLIMIT_CORE, 0),
+    }
+    return _refused(steps)
+
+
+def _refused(steps: dict[str, Callable[[], bool]]) -> list[str]:
+    """Take the steps, and return those that the system refuses."""
+    return [name for name, step in steps.items() if not step()]
+
+
+def _end_with(parent: int, number: signal.Signals) -> bool:
+    """Get this signal when the parent ends."""
+    done = _prctl(_PR_SET_PDEATHSIG, number) == 0
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before it could be told so
+    return done
+
+
+def _lower(kind: int, most: int) -> bool:
+    """Set a limit of the process, unless it has a lower one, which it may not raise."""
+    _, hard = resource.getrlimit(kind)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    try:
+        resource.setrlimit(kind, (most, most))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _drop_capabilities() -> bool:
+    """Root without these is a user like another: it cannot look into the processes that watch and compare."""
+    if sys.platform != "linux":
+        return False
+    kept = 1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH
+    libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3), (ctypes.c_uint32 * 6)()
+    if libc.capget(header, sets):
+        return False
+    effective, permitted, *_ = sets
+    return libc.capset(header, (ctypes.c_uint32 * 6)(effective & kept, permitted & kept)) == 0
+
+
+def _keep_inside() -> bool:
+    """Keep this process, and those that it starts, from signals to all others and from their memory."""
+    if sys.platform != "linux":
+        return False
+    libc, scoped = ctypes.CDLL(None), (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_SIGNAL)  # no files, no network
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, scoped, ctypes.sizeof(scoped), 0)
+    if ruleset < 0:
+        return False
+    done = libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
+    os.close(ruleset)
+    return done
+
+
+def _become_subreaper() -> bool:
+    """Become the parent of descendants whose parent ends."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+
+
+def _prctl(option: int, value: int = 0) -> int:
+    """What ``prctl`` returns: -1 if the system refuses."""
+    return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) if sys.platform == "linux" else -1
+
+
+# ---- from outside --------------------------------------------------------------------------------
+
+
+def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> tuple[bytes, int]:
+    """Collect what the process sends until it ends, or breaks a limit. Returns that, and how it ended."""
+    os.set_blocking(reading, False)
+    sent, sources, deadline = bytearray(), [reading, *gone], time.monotonic() + limits.seconds
+    next_look = time.monotonic() + POLL_SECONDS
+    while True:
+        pause = POLL_SECONDS if reading in sources else END_SECONDS
+        ready = wait(sources, max(min(pause, deadline - time.monotonic()), 0))
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if reading in ready and not _receive(reading, sent):
+            sources.remove(reading)  # it has closed its end, or has ended
+        if ended:
+            _receive(reading, sent)
+            return bytes(sent), os.waitstatus_to_exitcode(status)
+        if any(source in ready for source in gone):
+            raise ConnectionAbortedError("the process that asked has ended")
+        if time.monotonic() >= deadline:
+            raise TimeoutError(
+                f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?"
+            )
+        if time.monotonic() >= next_look:  # whatever the process sends meanwhile
+            _check_size(_descendants(os.getpid()), limits)
+            next_look = time.monotonic() + POLL_SECONDS
+
+
+def _receive(reading: int, sent: bytearray) -> bool:
+    """Take what is in the pipe; False if no one can write to it any more."""
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(reading, 2**16):
+            sent.extend(part)
+            if len(sent) > MOST_SENT:
+                raise ChildProcessError(f"the kernel's process has sent more than {MOST_SENT:,} bytes, the limit")
+        return False
+    return True
+
+
+def _check_size(processes: dict[int, int], limits: Limits):
+    if len(processes) > limits.processes:
+        raise ChildProcessError(f"the kernel has {len(processes)} processes, but {limits.processes} is the limit")
+    held, limit = sum(processes.values()), limits.resident_bytes
+    if held > limit:
+        raise ChildProcessError(
+            f"the kernel's processes hold {held / MIB:,.0f} MiB of memory, but {limit / MIB:,.0f} MiB is the limit"
+        )
+
+
+def _end(child: int):
+    """Kill the process, its group and all descendants, and wait until they are gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_SECONDS
+    while _reap() and time.monotonic() < deadline:
+        for process in _descendants(os.getpid()):
+            _kill(process, signal.SIGKILL)
+        time.sleep(0.001)
+
+
+def _kill(process: int, number: signal.Signals):
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(process, number)
+
+
+def _reap() -> bool:
+    """Collect the children that have ended; False if there is none left."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
+
+
+def _descendants(root: int) -> dict[int, int]:
+    """The bytes of memory that each descendant of a process holds."""
+    parents, resident = {}, {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            *_, after_name = file.read_text(errors="replace").rpartition(")")
+            fields = after_name.split()  # proc(5): the first is the state, the third field of the file
+            process = int(file.parent.name)
+            parents[process], resident[process] = int(fields[1]), int(fields[21]) * resource.getpagesize()
+    found, added = set(), {root}
+    while added:
+        added = {process for process, parent in parents.items() if parent in added} - found
+        found |= added
+    return {process: resident[process] for process in found}

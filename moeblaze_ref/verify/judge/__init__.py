@@ -1,0 +1,170 @@
+"""Judge a reader's own kernel: the specification's inputs in, poisoned outputs, and where the first element differs.
+
+    from moeblaze_ref.judge import judge
+    judge("mine.cu:mine", "combine", budgets=["written <= 4 L d"])
+
+`docs/judge_your_kernel.md` works through an example; `contracts.CONTRACTS` lists the tasks.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import Case, standard_cases, telling_cases, wide_cases
+from moeblaze_ref.verify.judge.budgets import QUANTITIES, Budget
+from moeblaze_ref.verify.judge.contracts import CONTRACTS, find_contract
+from moeblaze_ref.verify.judge.exam import Exam
+from moeblaze_ref.verify.judge.kernels import find
+from moeblaze_ref.verify.judge.report import Report, Wrong
+from moeblaze_ref.verify.judge.runners import runner_of
+from moeblaze_ref.verify.judge.trial import Terms
+from moeblaze_ref.verify.large import readers
+
+__all__ = ["CONTRACTS", "QUANTITIES", "Exam", "Report", "Wrong", "examine", "judge", "prepare"]
+
+
+def judge(kernel: Any, task: str, **options: Any) -> Report:
+    """Hold a kernel against the specification, and raise if it is wrong.
+
+    Parameters
+    ----------
+    kernel, task, **options
+        As `examine` has them.
+
+    Returns
+    -------
+    Report
+        Every case, all of them right.
+
+    Raises
+    ------
+    Wrong
+        An AssertionError, with the first element that differs.
+    ValueError, TypeError, OSError
+        As `examine`.
+    """
+    report = examine(kernel, task, **options)
+    if not report.ok:
+        raise Wrong(report)
+    return report
+
+
+def examine(kernel: str | Path | Any, task: str, **options: Any) -> Report:
+    """Hold a kernel against the specification, case by case, and report what is wrong.
+
+    Every output is poisoned before the launch. A case is right if the outputs are the specification's
+    within the project's bounds, if further runs on the same input give the same bits (on the SIMT
+    executor in random orders of the threads), if the next step of the same shape is right as well, and
+    if no budget is exceeded.
+
+    The kernel runs in this process: that is for kernels of your own. `apart.examine` runs a kernel in a process from
+    which it cannot reach the comparison, and ends what it leaves behind.
+
+    Parameters
+    ----------
+    kernel, task, **options
+        As `prepare` has them.
+
+    Returns
+    -------
+    Report
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        As `prepare`, or if the kernel does not compile or does not fit the task, or the backend does not run here.
+    """
+    exam = prepare(kernel, task, **options)
+    description, *answers = exam.launches()
+    return exam.report(description, answers)
+
+
+def prepare(
+    kernel: str | Path | Any,
+    task: str,
+    *,
+    backend: str | None = None,
+    grid: str | None = None,
+    block: str | None = None,
+    shared_bytes: str | None = None,
+    budgets: Iterable[str] = (),
+    activation: str = "swiglu",
+    dtype: str = "float32",
+    constants: dict[str, Any] | None = None,
+    cases: Iterable[Case] | None = None,
+    small: bool = False,
+    numba_runner: Callable[[], str] = partial(runner_of, "numba"),
+) -> Exam:
+    """The inputs of every case for a kernel, of which nothing runs yet.
+
+    Parameters
+    ----------
+    kernel : str, Path or Numba kernel
+        ``FILE.cu``, ``FILE.cu:name``, the text of such a file, ``module:function``,
+        ``FILE.py:function``, or a function under ``numba.cuda.jit``.
+    task : str
+        One of ``CONTRACTS``.
+    backend : str, optional
+        ``simt`` (the default of .cu files) or ``cuda``; ``numba`` for a Numba kernel.
+    grid, block, shared_bytes : str, optional
+        Formulas, such as "ceil(h / 16), E"; by default those in the kernel's header, or else the task's
+        grid of THREADS threads.
+    budgets : iterable of str
+        Such as "written <= 4 R h" or "read of x <= 4 R d"; the quantities are in ``QUANTITIES``.
+    activation : str
+        One of ``config.ACTIVATIONS``; the constant ACTIVATION of a .cu file.
+    dtype : str
+        float32, float16 or bfloat16, the type Scalar of a .cu file; Numba kernels have float32.
+    constants : dict, optional
+        More preprocessor constants of a .cu file.
+    cases : iterable of Case, optional
+        Default: `cases.standard_cases`, `cases.telling_cases` and `cases.wide_cases`; for a .cu file that uses the
+        constant RENORMALIZE, each with k > 1 again with renormalised gates.
+    small : bool
+        Leave out, or cut to size, what of the standard cases is too large for a simulator, as Numba's always does, and
+        leave out the wide ones.
+    numba_runner : callable
+        Says where Numba's kernels run. By default it looks for a GPU in this process.
+
+    Returns
+    -------
+    Exam
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        If there is no case, the kernel is not found or its file is refused, the backend does not take it, or a name or
+        budget cannot be read.
+    """
+    contract, found = find_contract(task), find(kernel)
+    terms = Terms(
+        contract=contract,
+        kernel=found,
+        backend=backend or found.backends[0],
+        asked={"grid": grid, "block": block, "shared bytes": shared_bytes},
+        budgets=tuple(Budget.read(budget, contract) for budget in budgets),
+        activation=activation,
+        dtype=dtype,
+        constants=constants or {},
+    )
+    runner = numba_runner() if terms.backend == "numba" else terms.backend
+    if cases is not None or small:
+        return Exam.of(terms, runner, _cases(terms, runner, small) if cases is None else cases)
+    refusal = readers.refusal(terms)
+    return Exam.of(terms, runner, _cases(terms, runner, small), large=not refusal, unchecked=refusal)
+
+
+def _cases(terms: Terms, runner: str, small: bool) -> list[Case]:
+    """The standard, telling and wide cases, and those with renormalised gates if a .cu file knows of these."""
+    standard, wide = standard_cases(), wide_cases()
+    if runner == "simulator":
+        standard, wide = check.cut_to_size(standard), wide_cases(width=1)
+    if small:
+        standard, wide = check.cut_to_size(standard), []
+    cases = standard + telling_cases(terms.dtype) + wide
+    if terms.backend == "numba" or "RENORMALIZE" not in terms.kernel.text:
+        return cases
+    return cases + [replace(case, renormalize=True) for case in cases if case.k > 1]

@@ -1,0 +1,342 @@
+"""What a reader's kernel is given and must write: one contract for each task that one kernel can do.
+
+A task is a stage, or a stage and one of its steps or gradients: ``expert_up``, ``expert_up.d_x``.
+Tensors and sizes have the project's names, by which a kernel's parameters are matched, so their
+order is free and a kernel declares only what it needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+
+import numpy as np
+
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.core import checks
+from moeblaze_ref.verify.cases import Case
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.backends.numpy_ref import activation, combine, dispatch, expert_down, expert_up, gating
+from moeblaze_ref.core.structures import Dispatch
+
+SIZES = ("L", "d", "h", "E", "k", "R")
+ROUTES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
+SLOT_ORDER = (
+    "token_expert_indices",
+    "token_index_map",
+)  # (R,) as (L, k), row-major; other (R, ...) are in expert order
+
+# Every tensor that a kernel may meet: its shape in symbols, by what it holds. Scalar is the dtype under judgement.
+SHAPES = {
+    "Scalar": {
+        "x": "L d", "d_x": "L d", "out": "L d", "d_out": "L d",
+        "w1": "E d h", "w2": "E d h", "d_w": "E d h", "w3": "E h d", "d_w3": "E h d",
+        "a": "R h", "b": "R h", "y_swi": "R h", "d_a": "R h", "d_b": "R h", "d_hidden": "R h", "gated_y": "R h",
+        "y": "R d", "d_y": "R d",
+    },
+    "float": {
+        "logits": "L E", "probs": "L E", "d_logits": "L E", "gates": "L k", "d_gates": "L k",
+        "gate_of_row": "R", "gate_terms": "R h",
+        "shares": "E", "d_load_balancing_loss": "1", "d_router_z_loss": "1",
+    },
+    "int": {
+        "topk_experts": "L k", "dense_map": "L E", "lengths": "E", "expert_token_offsets": "E+1",
+        "expert_token_indices": "R", "token_expert_indices": "R", "token_index_map": "R",
+    },
+}  # fmt: skip
+AXES = {name: tuple(shape.split()) for group in SHAPES.values() for name, shape in group.items()}
+HOLDS = {name: kind for kind, group in SHAPES.items() for name in group}
+OF_A_GATE = ("b", "d_b")  # outputs that an ungated activation lacks
+
+Arrays = dict[str, np.ndarray]
+
+
+def dtype_of(name: str, dtype: str) -> str:
+    """dtype of a tensor when ``dtype`` is under judgement."""
+    return {"Scalar": dtype, "float": "float32", "int": "int32"}[HOLDS[name]]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What one task's kernel is given and must write.
+
+    Parameters
+    ----------
+    task : str
+        The stage, or the stage, a dot and its step.
+    purpose : str
+    inputs, outputs : tuple of str
+        Names in `AXES`. Every output must be written, inputs may be left out.
+    grid : str
+        Formula of the grid, in blocks of THREADS threads, unless the kernel states another one.
+    expect : callable
+        From the inputs in float64 (by name, with the dispatch, k, activation and renormalize) to the
+        outputs by name, by the specification; None where the activation has no such tensor.
+    extras : tuple of str
+        Outputs that a kernel may leave out.
+    """
+
+    task: str
+    purpose: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    grid: str
+    expect: Callable[[SimpleNamespace], Arrays]
+    extras: tuple[str, ...] = ()
+
+    @property
+    def stage(self) -> str:
+        """The stage that the task belongs to."""
+        return self.task.partition(".")[0]
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """All outputs, those that may be left out at the end."""
+        return self.outputs + self.extras
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Inputs, then outputs."""
+        return self.inputs + self.writes
+
+    @property
+    def has_dtype(self) -> bool:
+        """Whether some tensor has the dtype under judgement."""
+        return any(HOLDS[name] == "Scalar" for name in self.tensors)
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The sizes that its shapes are made of."""
+        symbols = {symbol for name in self.tensors for symbol in AXES[name]}
+        return tuple(size for size in SIZES if size in symbols or f"{size}+1" in symbols)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One case of one contract: what goes in, and what must come out.
+
+    Parameters
+    ----------
+    contract : Contract
+    case : Case
+        Already rounded to the dtype under judgement.
+    dispatch : Dispatch
+    inputs : dict of arrays
+        Those of the contract that the activation has.
+    """
+
+    contract: Contract
+    case: Case
+    dispatch: Dispatch
+    inputs: Arrays
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """L, d, h, E, k and R by name."""
+        _, d, h = self.case.weights.w1.shape
+        return dict(zip(SIZES, (self.case.L, d, h, self.case.E, self.case.k, self.dispatch.R), strict=True))
+
+    @property
+    def outputs(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the outputs that the activation has, by name."""
+        sizes = self.sizes | {"E+1": self.case.E + 1, "1": 1}
+        absent = () if is_gated(self.case.activation) else OF_A_GATE
+        return {name: tuple(sizes[axis] for axis in AXES[name]) for name in self.contract.writes if name not in absent}
+
+    @cached_property
+    def expected(self) -> Arrays:
+        """The outputs by the specification, in float64 or int32. Computed when first asked for: after the launches."""
+        exact = {name: _exact(self.inputs.get(name)) for name in self.contract.inputs}
+        given = SimpleNamespace(**{**exact, "dispatch": self.dispatch, "E": self.case.E, "k": self.case.k})
+        given.activation, given.renormalize = self.case.activation, self.case.renormalize
+        return {name: array for name, array in self.contract.expect(given).items() if array is not None}
+
+
+def find_contract(task: str) -> Contract:
+    """The contract of a task.
+
+    Raises
+    ------
+    ValueError
+        If there is no such task; the message proposes the nearest one, or the steps of a stage without one kernel.
+    """
+    steps = [name for name in CONTRACTS if name.startswith(f"{task}.")]
+    if steps and task not in CONTRACTS:
+        raise ValueError(f"no one kernel does all of {task}: judge one of {', '.join(steps)}")
+    return CONTRACTS[checks.check_name("task for one kernel", task, CONTRACTS)]
+
+
+def set_problem(contract: Contract, case: Case) -> Problem:
+    """The inputs that `moeblaze_ref.verify.check` would use for this case."""
+    routes = dispatch.build_by_sort(case.topk_experts, case.E)
+    tensors = _tensors(case, routes)
+    inputs = {name: tensors[name] for name in contract.inputs if tensors[name] is not None}
+    return Problem(contract, case, routes, inputs)
+
+
+def _exact(array: np.ndarray | None) -> np.ndarray | None:
+    return array if array is None or array.dtype == np.int32 else array.astype(np.float64)
+
+
+def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:
+    """Every input of every contract; C-contiguous, none a view of another."""
+    a, b, y_swi, gates = comparisons.hidden(case)
+    d_a, d_b = comparisons.d_hidden(case)
+    gate_of_row = np.empty(routes.R, np.float32)  # (R,)
+    gate_of_row[routes.token_index_map] = gates.ravel()
+    gated_y = (gate_of_row[:, None] * y_swi.astype(np.float64)).astype(y_swi.dtype)  # (R, h)
+    dense_map = dispatch.dense_map(case.topk_experts, case.E)
+    tensors = routes.arrays() | {
+        "logits": case.logits, "topk_experts": case.topk_experts,
+        "shares": (np.diff(routes.expert_token_offsets) / max(routes.R, 1)).astype(np.float32),
+        "d_load_balancing_loss": np.float32([0.7 + case.step]), "d_router_z_loss": np.float32([-0.2 - case.step]),
+        "gates": gates, "d_gates": comparisons.d_gates(case), "gate_of_row": gate_of_row,
+        "dense_map": dense_map, "lengths": dispatch.expert_lengths(dense_map),
+        "x": case.x, "w1": case.weights.w1, "w2": case.weights.w2, "w3": case.weights.w3, "d_out": case.d_out,
+        "a": a, "b": b, "y_swi": y_swi, "d_a": d_a, "d_b": d_b, "d_hidden": d_a, "gated_y": gated_y,
+        "y": comparisons.expert_output(case),
+    }  # fmt: skip
+    return {name: None if array is None else np.array(array, order="C") for name, array in tensors.items()}
+
+
+# ---- what the specification makes of the inputs --------------------------------------------
+
+
+def _gating(given):
+    return gating.forward(given.logits, given.k, given.renormalize)._asdict()
+
+
+def _gating_backward(given):
+    routing = given.d_gates, given.logits, given.topk_experts, given.renormalize
+    return {"d_logits": gating.backward(*routing, given.d_load_balancing_loss[0], given.d_router_z_loss[0])}
+
+
+def _dense_map(given):
+    dense_map = dispatch.dense_map(given.topk_experts, given.E)
+    return {"dense_map": dense_map, "token_expert_indices": given.topk_experts.ravel()}
+
+
+def _expert_lengths(given):
+    return {"lengths": dispatch.expert_lengths(given.dense_map)}
+
+
+def _expert_offsets(given):
+    return {"expert_token_offsets": dispatch.expert_offsets(given.lengths)}
+
+
+def _route_indices(given):
+    found = dispatch.route_indices(given.dense_map, given.expert_token_offsets, given.topk_experts)
+    return dict(zip(("expert_token_indices", "token_index_map"), found, strict=True))
+
+
+def _expert_up(given):
+    found = expert_up.forward(given.x, given.w1, given.w2, given.dispatch, given.activation)
+    return dict(zip(("a", "b", "y_swi"), found, strict=True))
+
+
+def _d_x(given):
+    return {"d_x": expert_up.input_gradient(given.d_a, given.d_b, given.w1, given.w2, given.dispatch)}
+
+
+def _d_w(given):
+    return {"d_w": expert_up.weight_gradient(given.d_hidden, given.x, given.dispatch)}
+
+
+def _expert_down(given):
+    return {"y": expert_down.forward(given.y_swi, given.w3, given.dispatch)}
+
+
+def _d_hidden(given):
+    routes = given.dispatch
+    operands = given.d_out, given.gates, given.a, given.b, given.w3, routes, given.activation
+    d_a, d_b, gated_y, _ = expert_down.hidden_gradients(*operands)
+    y_swi = activation.forward(given.a, given.b, given.activation)  # (R, h)
+    gathered = given.d_out[routes.expert_token_indices]  # (R, d)
+    share = expert_down.forward(gathered, given.w3.transpose(0, 2, 1), routes) * y_swi  # of each gate's gradient
+    return {"d_a": d_a, "d_b": d_b, "gated_y": gated_y, "gate_terms": share}
+
+
+def _d_w3(given):
+    return {"d_w3": expert_down.weight_gradient(given.gated_y, given.d_out, given.dispatch)}
+
+
+def _combine(given):
+    return {"out": combine.forward(given.y, given.gates, given.dispatch)}
+
+
+def _d_y(given):
+    shape = given.dispatch.R, given.d_out.shape[1]
+    return {"d_y": combine.backward(given.d_out, np.zeros(shape), given.gates, given.dispatch)[0]}
+
+
+def _d_gates(given):
+    gates = np.zeros((given.dispatch.L, given.k))
+    return {"d_gates": combine.backward(given.d_out, given.y, gates, given.dispatch)[1]}
+
+
+_ALL = (
+    Contract(
+        "gating", "softmax over the experts and the k best of each token",
+        ("logits",), ("probs", "topk_experts", "gates"), "ceil(L / THREADS)", _gating,
+    ),
+    Contract(
+        "gating.backward", "the logits' gradient from those of the gates and of both losses",
+        ("d_gates", "logits", "topk_experts", "shares", "d_load_balancing_loss", "d_router_z_loss"), ("d_logits",),
+        "ceil(L / THREADS)", _gating_backward,
+    ),
+    Contract(
+        "dispatch.dense_map", "step 1: entry (i, e) is i if token i goes to expert e, else -1",
+        ("topk_experts",), ("dense_map",), "ceil(L / THREADS)", _dense_map, ("token_expert_indices",),
+    ),
+    Contract(
+        "dispatch.expert_lengths", "step 2a: the tokens of each expert, counted down its column",
+        ("dense_map",), ("lengths",), "E", _expert_lengths,
+    ),
+    Contract(
+        "dispatch.expert_offsets", "step 2b: the exclusive prefix sum of the lengths, and R at its end",
+        ("lengths",), ("expert_token_offsets",), "1", _expert_offsets,
+    ),
+    Contract(
+        "dispatch.route_indices", "step 3: the position of every routed row",
+        ("dense_map", "expert_token_offsets", "topk_experts"), ("expert_token_indices", "token_index_map"), "E",
+        _route_indices,
+    ),
+    Contract(
+        "expert_up", "a = x w1, b = x w2, y_swi = act(a) * b for every routed row",
+        ("x", "w1", "w2", *ROUTES), ("a", "b", "y_swi"), "ceil(R h / THREADS)", _expert_up,
+    ),
+    Contract(
+        "expert_up.d_x", "the gradient of x, summed over each token's slots",
+        ("d_a", "d_b", "w1", "w2", *ROUTES), ("d_x",), "ceil(L d / THREADS)", _d_x,
+    ),
+    Contract(
+        "expert_up.d_w", "the gradient of w1 from that of a, or of w2 from that of b; zeros for experts without rows",
+        ("d_hidden", "x", *ROUTES), ("d_w",), "ceil(E d h / THREADS)", _d_w,
+    ),
+    Contract(
+        "expert_down", "y = y_swi w3 for every routed row",
+        ("y_swi", "w3", *ROUTES), ("y",), "ceil(R d / THREADS)", _expert_down,
+    ),
+    Contract(
+        "expert_down.d_hidden", "the gradients of a and b, gate * y_swi, and each element's share of its gate's gradient",
+        ("d_out", "gates", "gate_of_row", "a", "b", "w3", *ROUTES), ("d_a", "d_b", "gated_y"), "ceil(R h / THREADS)",
+        _d_hidden, ("gate_terms",),
+    ),
+    Contract(
+        "expert_down.d_w3", "the gradient of w3 from gate * y_swi; zeros for experts without rows",
+        ("gated_y", "d_out", *ROUTES), ("d_w3",), "ceil(E h d / THREADS)", _d_w3,
+    ),
+    Contract(
+        "combine", "each token's sum of its rows of y, weighted by its gates",
+        ("y", "gates", *ROUTES), ("out",), "ceil(L d / THREADS)", _combine,
+    ),
+    Contract(
+        "combine.d_y", "the gradient of y: gate * d_out of each row's token",
+        ("d_out", "gates", *ROUTES), ("d_y",), "ceil(R d / THREADS)", _d_y,
+    ),
+    Contract(
+        "combine.d_gates", "the gradient of the gates: <d_out, y> of each slot",
+        ("d_out", "y", *ROUTES), ("d_gates",), "ceil(R / THREADS)", _d_gates,
+    ),
+)  # fmt: skip
+CONTRACTS = {contract.task: contract for contract in _ALL}

@@ -1,0 +1,170 @@
+"""What a kernel is checked by, in three parts: the inputs; the launches, which another process may do; the comparison.
+
+The specification computes its results in the third part. So they do not exist while a reader's code runs.
+"""
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import Case
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.verify.judge.contracts import Arrays, Problem, dtype_of, set_problem
+from moeblaze_ref.verify.judge.kernels import CudaKernel
+from moeblaze_ref.verify.judge.report import Difference, Report, Result, first_difference, unlike
+from moeblaze_ref.verify.judge.runners import RUNNERS, Runner
+from moeblaze_ref.verify.judge.trial import Answer, Description, Step, Terms, Trial
+from moeblaze_ref.verify.large import readers
+from moeblaze_ref.runtime.poison import poison
+
+_MOST_RUNS = max(len(runner.orders) for runner in RUNNERS.values())
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What is asked of a kernel, and the steps of every case.
+
+    Parameters
+    ----------
+    terms : Terms
+    runner : str
+        Where the kernel runs: one of `runners.RUNNERS`.
+    cases : list of (Step, Step)
+        The case itself, with memory for every run, and the next step of the same shape, with memory for one.
+    large : ndarray, optional
+        Memory for what the kernel writes in the case of `large.readers`; None if that case is not asked.
+    unchecked : str
+        Why that case is not asked of a kernel of which all other cases are.
+    """
+
+    terms: Terms
+    runner: str
+    cases: list[tuple[Step, Step]]
+    large: np.ndarray | None = None
+    unchecked: str = ""
+
+    @classmethod
+    def of(cls, terms: Terms, runner: str, cases: Iterable[Case], large: bool = False, unchecked: str = "") -> "Exam":
+        """Make the inputs, those of the case of `large.readers` too if ``large``.
+
+        Raises
+        ------
+        ValueError
+            If there is no case.
+        """
+        adapted = (_with_activation(case, terms.activation).astype(terms.dtype) for case in cases)
+        steps = [(_step(terms, case, _MOST_RUNS), _step(terms, case.steps()[1], 1)) for case in adapted]
+        if not steps:
+            raise ValueError("cases is empty, but a kernel is judged by at least one case")
+        return cls(terms, runner, steps, _poisoned(readers.MEMORY, terms.dtype) if large else None, unchecked)
+
+    @cached_property
+    def text_trial(self) -> Trial | None:
+        """The launch and parameters that the text of a .cu file states; None for Numba, whose text would have to run."""
+        return self.terms.trial(self.runner) if isinstance(self.terms.kernel, CudaKernel) else None
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers there are if no case faults."""
+        return len(self.cases) + (self.large is not None)
+
+    def launches(self) -> Iterator[Description | Answer]:
+        """Open the kernel and launch it on every case, up to the first fault. Errors are those of `Terms.open`."""
+        trial: Trial = self.terms.open()
+        yield trial.description
+        faults = ""
+        for answer in trial.answers(self.cases):
+            yield answer
+            faults = answer.fault
+        if self.large is not None and not faults:
+            yield readers.launch(trial, self.large)
+
+    def report(self, description: Description, answers: Sequence[Answer]) -> Report:
+        """Compare what the launches wrote with the specification."""
+        runner = RUNNERS[description.runner]
+        results = [self._result(runner, *steps, answer) for steps, answer in zip(self.cases, answers, strict=False)]
+        unchecked = self.unchecked
+        if self.large is not None and all(result.ok for result in results):
+            problem = answers[-1].fault or readers.problem(self.text_trial, self.large)
+            results += [Result(readers.SHAPE, problem, None, {})] * bool(problem)
+            unchecked = "" if problem else readers.unchecked(self.text_trial, self.large)
+        terms = self.terms
+        names = terms.contract.task, terms.kernel.label, terms.backend, terms.dtype, description.launch
+        return Report(*names, runner.quantities, results, unchecked)
+
+    def _result(self, runner: Runner, first: Step, following: Step, answer: Answer) -> Result:
+        shape = first.problem.case.shape
+        if answer.fault:
+            return Result(shape, answer.fault, None, {})
+        taken = self.text_trial.parameters(first.problem) if self.text_trial else answer.parameters
+        left_out = set(self.terms.contract.extras) - set(taken)
+        first, following = (_without(step, left_out) for step in (first, following))
+        difference = self._difference(first)
+        instability, unstable = _instability(runner, first)
+        stale = None if difference else self._difference(following)
+        problems = [str(difference or ""), instability, _next_step(stale) if stale else ""]
+        if not any(problems):
+            problems = [budget.excess(answer.counts, answer.symbols) for budget in self.terms.budgets]
+        return Result(shape, "; ".join(filter(None, problems)), difference or unstable or stale, answer.counts)
+
+    def _difference(self, step: Step) -> Difference | None:
+        return first_difference(step.problem, step.outputs[0], self._peer(step.problem.case))
+
+    def _peer(self, case: Case) -> Arrays:
+        """What plain torch makes of the case in the same dtype, for bounds of the narrow ones."""
+        dtype = self.terms.dtype
+        if dtype in comparisons.BOUNDS:
+            return {}
+        ways = comparisons.EXPECT[self.terms.contract.stage](case, getattr(torch, dtype)).values()
+        return {name: array for way in ways for name, array in way.items()}
+
+
+def _without(step: Step, names: set[str]) -> Step:
+    """The step without outputs that the kernel does not take."""
+    return Step(step.problem, [{name: run[name] for name in run if name not in names} for run in step.outputs])
+
+
+def _next_step(stale: Difference) -> str:
+    return f"in the next step of the same shape, with other routing, weights and gradients, {stale}"
+
+
+def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:
+    """How the first later run that wrote other bits differs; empty if none did."""
+    first = step.outputs[0]
+    for order, again in zip(runner.orders[1:], step.outputs[1:], strict=False):
+        difference = unlike(step.problem, again, first)
+        if difference:
+            how = difference.sentence(f"in {runner.orders[0]}")
+            return f"{runner.what_differs} ({order}): {how}", difference
+    return "", None
+
+
+def _step(terms: Terms, case: Case, runs: int) -> Step:
+    problem = set_problem(terms.contract, case)
+    return Step(problem, [_memory(problem, terms.dtype) for _ in range(runs)])
+
+
+def _memory(problem: Problem, dtype: str) -> Arrays:
+    return {name: _poisoned(shape, dtype_of(name, dtype)) for name, shape in problem.outputs.items()}
+
+
+def _poisoned(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return poison(_shared(shape, dtype))
+
+
+def _shared(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """An array that a forked process shares with this one. It has no name and no file that could be cut short."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = mmap.mmap(-1, max(size, 1))
+    return np.frombuffer(memory, np.uint8, size).view(dtype).reshape(shape)
+
+
+def _with_activation(case: Case, activation: str) -> Case:
+    """The same layer with another activation; an ungated one has no w2."""
+    weights = case.weights if is_gated(activation) else case.weights._replace(w2=None)
+    return replace(case, activation=activation, weights=weights)

@@ -1,0 +1,264 @@
+"""What the judge found: the first element that differs, the counts, and the verdict on each case."""
+
+import html
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import relative_error
+from moeblaze_ref.verify.judge.contracts import AXES, SLOT_ORDER, Arrays, Problem
+from moeblaze_ref.runtime.poison import POISON
+
+COUNTED_BY = "counted in the process that ran the kernel: one that is made to deceive can forge these numbers"
+Counts = dict[str, dict[str, int]]  # quantity, such as "written", then tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first element, in row-major order, of the first output that is wrong.
+
+    Parameters
+    ----------
+    tensor : str
+    index : tuple of int
+    place : dict
+        As `place_of` has it.
+    found : float or int or None
+        None if it still holds poison: never written, or only added to.
+    expected : float or int
+    differing, elements : int
+        How many elements of the tensor differ, and how many it has.
+    """
+
+    tensor: str
+    index: tuple[int, ...]
+    place: dict[str, int | list[int]]
+    found: float | int | None
+    expected: float | int
+    differing: int
+    elements: int
+
+    def __str__(self):
+        return self.sentence("must be")
+
+    def sentence(self, other: str) -> str:
+        """What was found where, and what it ``other`` ("must be") was expected."""
+        element = f"{self.tensor}[{', '.join(map(str, self.index))}]"
+        found = "is never written (or only added to)" if self.found is None else f"is {_number(self.found)}"
+        place = ", ".join(f"{name} {number}" for name, number in self.place.items())
+        count = f"{self.differing:,} of {self.elements:,} elements differ"
+        return f"{element} {found}, but {other} {_number(self.expected)}{place and f' ({place})'}; {count}"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.7g}"
+
+
+def first_difference(problem: Problem, found: Arrays, peer: Arrays) -> Difference | None:
+    """Where the outputs leave the specification's by more than the project's bounds; None if they do not.
+
+    Parameters
+    ----------
+    problem : Problem
+    found : dict of arrays
+        What the kernel wrote, over poison.
+    peer : dict of arrays
+        Results of plain torch in the same dtype, for the narrow ones.
+    """
+    for name, expected in problem.expected.items():
+        if name not in found:
+            continue
+        dtype = str(found[name].dtype)
+        bound = _bound(name, dtype, problem.expected, peer)
+        wrong = _wrong_elements(found[name], expected, dtype)
+        if not wrong.any() and not relative_error(found[name], expected) <= bound:
+            wrong = _furthest(found[name], expected)
+        if wrong.any():
+            return _element(name, problem, found[name], expected, wrong)
+    return None
+
+
+def _bound(name: str, dtype: str, expected: Arrays, peer: Arrays) -> float:
+    if dtype in comparisons.BOUNDS or name in peer:
+        return comparisons.bound_of(name, expected, dtype, peer)
+    return comparisons.SMALL_TENSOR_BOUNDS[dtype]
+
+
+def _wrong_elements(found: np.ndarray, expected: np.ndarray, dtype: str) -> np.ndarray:
+    """Elements that no rounding explains: never written, or off by more than a few roundings of their size.
+
+    The norm over a tensor hides one wrong element among thousands. An element's size is its own, or the tensor's
+    root mean square if that is larger, since sums of that size round before they cancel.
+    """
+    exact = expected.astype(np.float64)
+    root_mean_square = np.linalg.norm(exact) / max(exact.size, 1) ** 0.5
+    size = np.maximum(np.abs(exact), root_mean_square)
+    allowed = (comparisons.BOUNDS | comparisons.SMALL_TENSOR_BOUNDS)[dtype]
+    return ~(np.abs(found.astype(np.float64) - exact) <= allowed * size) | never_written(found)
+
+
+def _furthest(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """The elements that are furthest off."""
+    error = np.abs(found.astype(np.float64) - expected.astype(np.float64))
+    return error == error.max()
+
+
+def _element(name: str, problem: Problem, found: np.ndarray, expected: np.ndarray, wrong: np.ndarray) -> Difference:
+    index = tuple(int(axis[0]) for axis in wrong.nonzero())
+    value = None if never_written(found)[index] else found[index].item()
+    place = place_of(name, index, problem)
+    return Difference(name, index, place, value, expected[index].item(), int(wrong.sum()), wrong.size)
+
+
+def unlike(problem: Problem, found: Arrays, again: Arrays) -> Difference | None:
+    """The first element of which two runs on the same input wrote other bits; the second run's is the expected one."""
+    for name, array in again.items():
+        bits = [part.view(f"u{part.itemsize}") for part in (found[name], array)]
+        differs = bits[0] != bits[1]
+        if differs.any():
+            return _element(name, problem, found[name], array, differs)
+    return None
+
+
+def never_written(array: np.ndarray) -> np.ndarray:
+    """Where an array still holds poison."""
+    words = np.ascontiguousarray(array).view(np.uint16).reshape(*array.shape, array.itemsize // 2)
+    return (words == POISON).all(axis=-1)
+
+
+def place_of(name: str, index: tuple[int, ...], problem: Problem) -> dict[str, int | list[int]]:
+    """The row in expert order, token, slot and expert that an element belongs to, or all experts of its token."""
+    routes, axes = problem.dispatch, dict(zip(AXES[name], index, strict=True))
+    if name in SLOT_ORDER:
+        axes = dict(zip("Lk", divmod(axes["R"], routes.k), strict=True))
+    if "R" in axes:
+        row = axes["R"]
+        expert = int(np.searchsorted(routes.expert_token_offsets, row, side="right")) - 1
+        return {"row": row, "token": int(routes.expert_token_indices[row]), "expert": expert}
+    if "k" in axes:
+        expert = int(routes.token_expert_indices[axes["L"] * routes.k + axes["k"]])
+        return {"token": axes["L"], "slot": axes["k"], "expert": expert}
+    meanings = {"L": "token", "E": "expert", "E+1": "expert"}
+    place = {meanings[axis]: i for axis, i in axes.items() if axis in meanings}
+    if place.keys() == {"token"}:
+        place["experts"] = problem.case.topk_experts[place["token"]].tolist()
+    return place
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case.
+
+    Parameters
+    ----------
+    case : str
+        Its sizes, and what is hard about it.
+    problem : str
+        What is wrong, in a sentence; empty if the kernel is right.
+    difference : Difference or None
+        The element that shows it.
+    counts : dict
+        Bytes and sectors by quantity and tensor; empty where nothing counts.
+    """
+
+    case: str
+    problem: str
+    difference: Difference | None
+    counts: Counts
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernel is right here."""
+        return not self.problem
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The counts over all tensors, by quantity; empty after a fault."""
+        return {quantity: sum(tensors.values()) for quantity, tensors in self.counts.items()}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The judge's verdict on a kernel, case by case.
+
+    Parameters
+    ----------
+    task, kernel, backend, dtype : str
+    launch : str
+        Grid, block and shared bytes as formulas, and who stated them.
+    quantities : tuple of str
+        What the backend counts, in the process that runs the kernel: the kernel can forge it.
+    results : list of Result
+        A fault ends the judging: it is the last of them.
+    unchecked : str
+        Why sizes past 2**31 elements were not checked; empty if they were, or if the caller chose the cases.
+    """
+
+    task: str
+    kernel: str
+    backend: str
+    dtype: str
+    launch: str
+    quantities: tuple[str, ...]
+    results: list[Result]
+    unchecked: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernel is right in every case, and there was one."""
+        return bool(self.results) and all(result.ok for result in self.results)
+
+    @property
+    def first_problem(self) -> str:
+        """The first case that is wrong, and how; empty if none is."""
+        return next((f"{result.case}: {result.problem}" for result in self.results if not result.ok), "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON takes it; numbers that JSON lacks become strings."""
+        return {"ok": self.ok} | _json(asdict(self)) | {"counted_by": COUNTED_BY if self.quantities else None}
+
+    def __str__(self):
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{self.task}: {self.kernel}, {self.dtype}, on {self.backend}"
+        yield f"launch: {self.launch}"
+        width = max((len(result.case) for result in self.results), default=0)
+        yield "".join([" " * (8 + width), *(f"{quantity:>12}" for quantity in self.quantities)]).rstrip()
+        for result in self.results:
+            numbers = (f"{total:>12,}" for total in result.totals.values())
+            yield "".join([f"{'right' if result.ok else 'WRONG':8}", f"{result.case:{width}}", *numbers]).rstrip()
+        yield self.first_problem or f"right in all {len(self.results)} cases"
+        if self.unchecked:
+            yield f"not checked past 2**31 elements, because {self.unchecked}"
+        if self.quantities:
+            yield COUNTED_BY
+        else:
+            yield f"nothing is counted on {self.backend}: judge on simt for bytes, sectors and budgets"
+
+    def _repr_html_(self):
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class Wrong(AssertionError):
+    """The judged kernel is wrong; the message says how, ``report`` has every case.
+
+    Parameters
+    ----------
+    report : Report
+    """
+
+    def __init__(self, report: Report):
+        self.report = report
+        super().__init__(f"{report.kernel} is not {report.task}: {report.first_problem}")
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _json(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(part) for part in value]
+    return str(value) if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,238 @@
+"""A kernel's launches on the inputs of a case: all that happens in the process of a reader's code.
+
+Nothing here knows what is right. The outputs go to memory that is shared with the process that compares them; what was
+counted, and a fault, go there as an `Answer`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
+import numpy as np
+
+from moeblaze_ref.core import checks
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.config import ITEMSIZE, is_gated
+from moeblaze_ref.verify.judge.budgets import Budget
+from moeblaze_ref.verify.judge.contracts import AXES, Arrays, Contract, Problem, dtype_of
+from moeblaze_ref.verify.judge.kernels import CudaKernel, Launch, NumbaFile, NumbaKernel, choose_launch
+from moeblaze_ref.verify.judge.report import Counts
+from moeblaze_ref.verify.judge.runners import RUNNERS, Fault, runner_of
+from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
+
+
+class Step(NamedTuple):
+    """One step of a case: the inputs, and poisoned memory for what each run on them writes."""
+
+    problem: Problem
+    outputs: list[Arrays]
+
+
+class Description(NamedTuple):
+    """What is said of a kernel before its launches.
+
+    Parameters
+    ----------
+    runner : str
+        Where it runs: one of `runners.RUNNERS`.
+    launch : str
+        Its grid, block and shared bytes.
+    """
+
+    runner: str
+    launch: str
+
+
+class Answer(NamedTuple):
+    """What is said of the launches on one case.
+
+    Parameters
+    ----------
+    fault : str
+        What the kernel did that a GPU would not survive; empty if nothing.
+    counts : dict
+        By quantity and tensor, of the first run.
+    symbols : dict of int
+        What the formula of a budget may use.
+    parameters : tuple of str
+        The tensors and sizes that the kernel takes.
+    """
+
+    fault: str
+    counts: Counts
+    symbols: dict[str, int]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is asked of a kernel. Nothing of the kernel has run.
+
+    Parameters
+    ----------
+    contract : Contract
+    kernel : CudaKernel, NumbaKernel or NumbaFile
+    backend : str
+        One that takes such a kernel.
+    asked : dict
+        Formulas for grid, block and shared bytes, or None.
+    budgets : tuple of Budget
+    activation, dtype : str
+    constants : dict
+        Preprocessor constants beyond the project's.
+
+    Raises
+    ------
+    ValueError
+        If the backend does not take the kernel, or an activation or dtype is unknown or not the task's.
+    """
+
+    contract: Contract
+    kernel: CudaKernel | NumbaKernel | NumbaFile
+    backend: str
+    asked: dict[str, str | None]
+    budgets: tuple[Budget, ...]
+    activation: str
+    dtype: str
+    constants: dict[str, Any]
+
+    def __post_init__(self):
+        checks.check_name("backend", self.backend, BACKENDS)
+        if self.backend not in self.kernel.backends:
+            takes = " or ".join(self.kernel.backends)
+            raise ValueError(f"backend {self.backend} does not take {self.kernel.label}: it runs on {takes}")
+        is_gated(self.activation)
+        checks.check_name("dtype", self.dtype, C_TYPE)
+        if self.dtype != "float32" and not self.contract.has_dtype:
+            raise ValueError(
+                f"dtype is {self.dtype}, but the tensors of {self.contract.task} are float32 and int32 only"
+            )
+
+    def open(self) -> "Trial":
+        """The kernel, ready to be launched here.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If the backend does not run here or does not count what a budget limits, or the kernel cannot be imported.
+        """
+        status = BACKENDS[self.backend].status()
+        if not status.available:
+            remedy = status.remedy and f"; {status.remedy}"
+            raise ValueError(f"backend {self.backend} does not run here: {status.detail}{remedy}")
+        runner = runner_of(self.backend)
+        counted = RUNNERS[runner].quantities
+        for budget in self.budgets:
+            if budget.quantity not in counted:
+                what = f"only {' and '.join(counted)}" if counted else "nothing"
+                raise ValueError(f"a budget limits {budget.quantity}, but on {self.backend} {what} is counted")
+        return self.trial(runner)
+
+    def trial(self, runner: str) -> "Trial":
+        """The same, unchecked. Nothing of a .cu file runs."""
+        kernel = self.kernel.open()
+        launch = choose_launch(kernel.stated(), self.asked, self.contract, kernel.header)
+        return Trial(self.contract, kernel, runner, launch, self.activation, self.dtype, self.constants)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A kernel that can be launched.
+
+    Parameters
+    ----------
+    contract : Contract
+    kernel : CudaKernel or NumbaKernel
+    runner : str
+        One of `runners.RUNNERS`.
+    launch : Launch
+    activation, dtype : str
+    constants : dict
+        As `Terms` has them.
+    """
+
+    contract: Contract
+    kernel: CudaKernel | NumbaKernel
+    runner: str
+    launch: Launch
+    activation: str
+    dtype: str
+    constants: dict[str, Any]
+
+    @property
+    def description(self) -> Description:
+        """What is said of it first."""
+        return Description(self.runner, str(self.launch))
+
+    def answers(self, cases: Iterable[Iterable[Step]]) -> Iterator[Answer]:
+        """Launch on the steps of every case, up to the first fault."""
+        for steps in cases:
+            answer = self._answer(steps)
+            yield answer
+            if answer.fault:
+                return
+
+    def _answer(self, steps: Iterable[Step]) -> Answer:
+        """The counts are those of the first run of the first step."""
+        orders = range(len(RUNNERS[self.runner].orders))
+        try:
+            counts = [
+                self._run(problem, memory, order) for problem, runs in steps for order, memory in zip(orders, runs)
+            ]
+        except Fault as fault:
+            return Answer(str(fault), {}, {}, ())
+        problem = next(iter(steps)).problem
+        symbols = self._symbols(problem)
+        grid, *_ = self.launch.at(self.kernel.name, symbols)
+        return Answer("", counts[0], symbols | {"blocks": math.prod(grid)}, self.parameters(problem))
+
+    def _run(self, problem: Problem, memory: Arrays, order: int) -> Counts:
+        """Launch once, into the memory, and return what was counted."""
+        constants, symbols = self._constants(problem), self._symbols(problem)
+        names = self.parameters(problem)
+        inputs = {name: array.copy() for name, array in problem.inputs.items()}
+        given = problem.sizes | inputs | memory
+        arguments = {name: given[name] if name in given else self._nothing(name) for name in names}
+        launch = self.launch.at(self.kernel.name, symbols)
+        counts = self._launch(constants, launch, arguments, order)
+        written = counts.get("written", {})  # where inputs are copied to a device, what changes there does not come back
+        for name, array in inputs.items():
+            if written.get(name) or array.tobytes() != problem.inputs[name].tobytes():
+                raise Fault(f"kernel {self.kernel.name} changes its input {name}")
+        return counts
+
+    def _launch(self, constants: dict[str, Any], launch: tuple, arguments: dict[str, Any], order: int) -> Counts:
+        """What was counted; a grid without blocks, which CUDA refuses, is nothing to do."""
+        runner, (grid, *_) = RUNNERS[self.runner], launch
+        if 0 in grid:
+            return {quantity: {} for quantity in runner.quantities}
+        try:
+            return runner.run(self.kernel, constants, launch, arguments, order)
+        except Fault as fault:
+            raise Fault(f"{fault} ({runner.orders[order]})" if order else str(fault)) from None
+
+    def parameters(self, problem: Problem) -> tuple[str, ...]:
+        """The tensors and sizes that the kernel takes. Errors are those of its ``fit``."""
+        return self.kernel.fit(self.contract, self.dtype, self._constants(problem))
+
+    def _nothing(self, name: str) -> np.ndarray:
+        """What a kernel gets for a tensor that the activation lacks: an array that it must not follow."""
+        return np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype))
+
+    def _constants(self, problem: Problem) -> dict[str, Any]:
+        return self.constants_of(problem.case.renormalize)
+
+    def _symbols(self, problem: Problem) -> dict[str, int]:
+        return self.symbols_of(self._constants(problem), problem.sizes)
+
+    def constants_of(self, renormalize: bool) -> dict[str, Any]:
+        """What the kernel is compiled with."""
+        terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(renormalize), "BALANCE": 1}
+        return self.kernel.constants(self.dtype, terms | self.launch.threads, self.constants)
+
+    def symbols_of(self, constants: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
+        """What formulas may use: a kernel's own constants yield to the sizes of the case."""
+        terms = {"s": ITEMSIZE[self.dtype], "G": 1 + is_gated(self.activation)}
+        return self.kernel.numbers(constants) | terms | sizes

@@ -1,0 +1,313 @@
+"""Large cases of MegaBlocks' kernels."""
+
+import numpy as np
+
+from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
+from moeblaze_ref.verify.large.layout import number_in_bands
+from moeblaze_ref.backends.numpy_ref import activation
+from moeblaze_ref.backends.raw_cuda import block_sparse as stage
+from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.runtime import ceil_div
+from moeblaze_ref.runtime.sparse import Launch
+from moeblaze_ref.core.structures import PaddedBins, Topology
+
+B = stage.BLOCK
+E, WIDE, HIGH = 1024, 2, 2  # experts, block columns of each, block rows of the last one
+BLOCK_ROWS = 2**17 + HIGH
+P, h = BLOCK_ROWS * B, WIDE * B  # P h > 2**32
+N = E * h
+NNZ = BLOCK_ROWS * WIDE
+OWN = HIGH * B  # rows of the last expert
+BLOCKS = 2**24  # of rung 4_hopper: more than there are tiles
+MANY, WIDTH, VALUES = 2**22 + 4, 1024, 2**18 + 1  # rows and their width; blocks of values
+
+
+def cases() -> list[Case]:
+    """Every kernel whose indices can pass 2**31; those of the structures see rows, blocks and experts alone."""
+    products = [product(rung) for rung in stage.RUNGS for product in PRODUCTS]
+    return [_activate(), _activate_backward(), _padded_gather(), _gate_gradient(), *products, _large_block()]
+
+
+# ---- what the products are given ----
+
+
+def _topology(executor) -> Topology:
+    lengths = (BLOCK_ROWS + 1, NNZ, NNZ, E * WIDE + 1, NNZ)
+    return Topology(*(executor.empty((length,), "int32") for length in lengths), block=B)
+
+
+def _structures() -> dict:
+    """The indices of the last expert's blocks, and where every block row begins."""
+    rows = np.repeat(np.arange(BLOCK_ROWS - HIGH, BLOCK_ROWS), WIDE)
+    columns = np.tile(np.arange(E * WIDE - WIDE, E * WIDE), HIGH)
+    numbers = np.arange(NNZ - HIGH * WIDE, NNZ).reshape(HIGH, WIDE)
+    last = np.s_[-HIGH * WIDE :]
+    return {
+        "row_offsets": [(ALL, WIDE * np.arange(BLOCK_ROWS + 1))],
+        "row_indices": [(last, rows)],
+        "column_indices": [(last, columns)],
+        "column_offsets": [(np.s_[-WIDE - 1 :], NNZ - HIGH * np.arange(WIDE, -1, -1))],
+        "transpose_indices": [(last, numbers.T.ravel())],
+    }
+
+
+def _given(*names: str, **renamed: str) -> dict:
+    """Some of the structures, under the names of a kernel's arguments."""
+    found = _structures()
+    return {name: found[renamed.get(name, name)] for name in (*names, *renamed)}
+
+
+def _depth(rung: str) -> int:
+    """K: E h K > 2**32 where each element of a result has a thread, else 2**31, since a sum may be K deep."""
+    return 16_400 if rung == "1_naive" else 8_208
+
+
+def _dtype(rung: str) -> str:
+    return "float32" if rung in ("1_naive", "2_tiled") else "bfloat16"
+
+
+def _operand(rung: str, *shape: int, seed: int = 0) -> np.ndarray:
+    return values(*shape, dtype=_dtype(rung), seed=seed)
+
+
+def _stored(rung: str) -> tuple[list, np.ndarray]:
+    """The last expert's blocks as they are given, and the matrix (OWN, h) that they are."""
+    blocks = _operand(rung, HIGH * WIDE, B, B, seed=9)
+    matrix = exactly(blocks).reshape(HIGH, WIDE, B, B).swapaxes(1, 2).reshape(OWN, h)
+    return [(np.s_[-HIGH * WIDE :], blocks)], matrix
+
+
+def _last_rows(rung: str) -> slice:
+    """Rows of the last block of threads, in a block row or column."""
+    return slice(-{"1_naive": 1, "2_tiled": gemm.TILE}.get(rung, B), None)
+
+
+def _last_columns(rung: str) -> slice:
+    """Of K columns, those of the last block of threads."""
+    of_block = {"1_naive": gemm.THREADS, "2_tiled": gemm.TILE, "3_mma": B, gemm.HOPPER: gemm.HOPPER_COLUMNS}[rung]
+    K = _depth(rung)
+    return slice(K - gemm.THREADS if rung == "1_naive" else (ceil_div(K, of_block) - 1) * of_block, K)
+
+
+def _of_matrix(rung: str, *place: slice) -> tuple[slice, ...]:
+    """Part of a matrix, which rung 4_hopper takes as a stack of one."""
+    return (ALL, *place) if rung == gemm.HOPPER else place
+
+
+def _product(rung: str, kernel: str, given: dict, expected: dict, call, rows: int, columns: int) -> Case:
+    """Of rung 4_hopper the last block is that of the last of (rows, columns) tiles."""
+    blocks = last_block
+    if rung == gemm.HOPPER:
+        blocks = lambda _: [(number_in_bands(rows - 1, columns - 1, rows, columns), 0, 0)]
+    passes = f"P h, P K, E h K: P={P}, E={E}, h={h}, K={_depth(rung)}, block={B}"
+    launch = Launch(kernel, blocks, given, expected)
+    return Case("block_sparse", rung, passes, _dtype(rung), launch, call, BLOCKS)
+
+
+# ---- the products ----
+
+
+def _sdd_case(rung: str, rhs_parts: list, rhs: np.ndarray, shape: tuple, transpose: bool) -> Case:
+    """The last stored block: rows of the last block row times the last columns."""
+    K, lhs = _depth(rung), _operand(rung, B, _depth(rung))
+    places = ("row_offsets", "column_indices") if rung == gemm.HOPPER else ("row_indices", "column_indices")
+    given = _given(*places) | {"lhs": [(_of_matrix(rung, np.s_[-B:]), lhs)], "rhs": rhs_parts}
+    blocks = WIDE if rung == gemm.HOPPER else 1  # in a tile
+    lines = {"1_naive": slice(-gemm.THREADS // B, None), "2_tiled": slice(-gemm.TILE, None)}.get(rung, ALL)
+    columns = lines if rung == "2_tiled" else ALL
+    product = exactly(lhs[lines]) @ exactly(rhs[:, -blocks * B :][:, columns])
+    product = product.reshape(len(product), blocks, -1).swapaxes(0, 1)
+
+    def call(executor):
+        operands = executor.empty((P, K), _dtype(rung)), executor.empty(shape, _dtype(rung))
+        stage.sdd(*operands, _topology(executor), transpose, executor, rung)
+
+    return _product(rung, "sdd", given, {"values": [(np.s_[-blocks:, lines, columns], product)]}, call, BLOCK_ROWS, 1)
+
+
+def _sdd(rung: str) -> Case:
+    rhs = _operand(rung, _depth(rung), h, seed=1)
+    return _sdd_case(rung, [(np.s_[-1:], rhs)], rhs, (E, _depth(rung), h), False)
+
+
+def _sdd_transposed(rung: str) -> Case:
+    rhs = _operand(rung, h, _depth(rung), seed=1)
+    return _sdd_case(rung, [(_of_matrix(rung, np.s_[-h:]), rhs)], rhs.T, (N, _depth(rung)), True)
+
+
+def _dsd_case(
+    rung: str, rhs: list, product: np.ndarray, shape: tuple, rows: int, places: dict, transposes: tuple
+) -> Case:
+    stored, _ = _stored(rung)
+    live = _last_rows(rung)
+    expected = {"result": [(np.s_[live, _last_columns(rung)], product[live])]}
+
+    def call(executor):
+        operands = executor.empty((NNZ, B, B), _dtype(rung)), _topology(executor), executor.empty(shape, _dtype(rung))
+        stage.dsd(*operands, *transposes, executor, rung)
+
+    tiles = rows // B, ceil_div(_depth(rung), gemm.HOPPER_COLUMNS)
+    return _product(rung, "dsd", places | {"values": stored, "rhs": rhs}, expected, call, *tiles)
+
+
+def _dsd(rung: str) -> Case:
+    columns = _last_columns(rung)
+    rhs = _operand(rung, h, columns.stop - columns.start, seed=1)
+    product = _stored(rung)[1] @ exactly(rhs)
+    places = _given(offsets="row_offsets", others="column_indices")
+    return _dsd_case(
+        rung, [(_of_matrix(rung, np.s_[-h:], columns), rhs)], product, (N, _depth(rung)), P, places, (False, False)
+    )
+
+
+def _d_rows(rung: str) -> Case:
+    """The right operand transposed, and in parts."""
+    columns = _last_columns(rung)
+    rhs = _operand(rung, columns.stop - columns.start, h, seed=1)
+    product = _stored(rung)[1] @ exactly(rhs).T
+    places = _given(offsets="row_offsets", others="column_indices")
+    return _dsd_case(rung, [(np.s_[-1:, columns], rhs)], product, (E, _depth(rung), h), P, places, (False, True))
+
+
+def _by_column() -> dict:
+    return _given("transpose_indices", offsets="column_offsets", others="row_indices")
+
+
+def _dsd_transposed(rung: str) -> Case:
+    """The sparse matrix transposed."""
+    columns = _last_columns(rung)
+    rhs = _operand(rung, OWN, columns.stop - columns.start, seed=1)
+    product = _stored(rung)[1].T @ exactly(rhs)
+    return _dsd_case(
+        rung,
+        [(_of_matrix(rung, np.s_[-OWN:], columns), rhs)],
+        product,
+        (P, _depth(rung)),
+        N,
+        _by_column(),
+        (True, False),
+    )
+
+
+def _dds(rung: str) -> Case:
+    """The left operand transposed, the result in parts."""
+    stored, matrix = _stored(rung)
+    K = _depth(rung)
+    rows = slice(K - 1, K) if rung == "1_naive" else _last_columns(rung)
+    columns = ALL if rung == "1_naive" else _last_rows(rung)
+    lhs = _operand(rung, OWN, rows.stop - rows.start, seed=1)
+    product = exactly(lhs).T @ matrix
+    given = _given("column_offsets", "row_indices", "transpose_indices")
+    given |= {"lhs": [(_of_matrix(rung, np.s_[-OWN:], rows), lhs)], "values": stored}
+
+    def call(executor):
+        operands = executor.empty((P, K), _dtype(rung)), executor.empty((NNZ, B, B), _dtype(rung))
+        stage.dds(*operands, _topology(executor), True, E, executor, rung)
+
+    expected = {"result": [(np.s_[-1:, rows, columns], product[:, columns])]}
+    return _product(rung, "dds", given, expected, call, N // B, ceil_div(K, gemm.HOPPER_COLUMNS))
+
+
+PRODUCTS = _dsd, _dsd_transposed, _d_rows, _dds, _sdd, _sdd_transposed
+
+
+# ---- element by element, and row by row ----
+
+
+def _between(kernel: str, inputs: dict, outputs: dict, call) -> Case:
+    """The last block of threads has the last lines of the last block."""
+    lines = np.s_[-1:, -len(inputs["a"]) :]
+    given, expected = ({name: [(lines, array)] for name, array in arrays.items()} for arrays in (inputs, outputs))
+    passes = f"values: {VALUES} blocks of {B} x {B}"
+    return Case("block_sparse", "0_hidden", passes, "float32", Launch(kernel, last_block, given, expected), call)
+
+
+def _lines(*names: str) -> dict[str, np.ndarray]:
+    """As many lines of each as a block of threads has, which moves four elements a thread."""
+    count = 4 * gemm.THREADS // B
+    return {name: values(count, B, seed=seed) for seed, name in enumerate(names)}
+
+
+def _blocks_of_values(executor, count: int) -> list:
+    return [executor.empty((VALUES, B, B), "float32") for _ in range(count)]
+
+
+def _activate() -> Case:
+    inputs = _lines("a", "b")
+    outputs = {"y_swi": activation.forward(*map(exactly, inputs.values()), "swiglu")}
+    return _between(
+        "activate",
+        inputs,
+        outputs,
+        lambda executor: stage.activate(*_blocks_of_values(executor, 2), "swiglu", executor),
+    )
+
+
+def _activate_backward() -> Case:
+    inputs = _lines("d_y", "a", "b")
+    outputs = dict(zip(("d_a", "d_b"), activation.backward(*map(exactly, inputs.values()), "swiglu"), strict=True))
+    call = lambda executor: stage.activate_backward(*_blocks_of_values(executor, 3), "swiglu", executor)
+    return _between("activate_backward", inputs, outputs, call)
+
+
+def _bins(executor) -> PaddedBins:
+    empty = [executor.empty((length,), "int32") for length in (2, MANY, MANY)]
+    return PaddedBins(*empty, k=1, block=1)
+
+
+def _row_case(kernel: str, given: dict, expected: dict, call) -> Case:
+    passes = f"P d, L d: P={MANY}, d={WIDTH}"
+    return Case("block_sparse", "0_rows", passes, "float32", Launch(kernel, last_block, given, expected), call)
+
+
+def _padded_gather() -> Case:
+    """The last block of threads has the last row, which is of the token before the last."""
+    x, gate = values(WIDTH), np.float32(0.5)
+    place = np.s_[-2:-1]
+    given = {"x": [(place, x)], "gates": [(place, gate)], "slots": [(np.s_[-1:], MANY - 2)]}
+
+    def call(executor):
+        x, gates = executor.empty((MANY, WIDTH), "float32"), executor.empty((MANY, 1), "float32")
+        stage.padded_gather(x, _bins(executor), gates, executor)
+
+    return _row_case("padded_gather", given, {"rows": [(np.s_[-1:], gate * exactly(x))]}, call)
+
+
+def _gate_gradient() -> Case:
+    """The last block has four slots, a warp each; their rows are the last in reverse order."""
+    count = 4
+    d_out, y = (values(count, WIDTH, seed=seed) for seed in (1, 2))
+    last = np.s_[-count:]
+    given = {"d_out": [(last, d_out)], "y": [(last, y[::-1])], "rows": [(last, MANY - 1 - np.arange(count))]}
+    terms = (exactly(d_out) * exactly(y)).sum(axis=1, keepdims=True)
+
+    def call(executor):
+        stage.gate_gradient(*(executor.empty((MANY, WIDTH), "float32") for _ in range(2)), _bins(executor), executor)
+
+    return _row_case("gate_gradient", given, {"d_gates": [(last, terms)]}, call)
+
+
+# ---- a block so large that its own elements pass 2**31 ----
+
+
+def _large_block() -> Case:
+    """A row of two blocks for rung 3_mma, by the smallest tile: the last lines of the result."""
+    block, tile = 46_400, stage.TILES[0]  # block * block > 2**31
+    lines = np.s_[-tile.rows :]
+    stored = values(2, tile.rows, block, dtype="bfloat16")
+    rhs = values(2 * block, tile.columns, dtype="bfloat16", seed=1)
+    product = exactly(np.hstack(list(stored))) @ exactly(rhs)
+    given = {"offsets": [(ALL, (0, 2))], "others": [(ALL, (0, 1))]}
+    given |= {"values": [(np.s_[:, lines], stored)], "rhs": [(ALL, rhs)]}
+    launch = Launch("dsd", last_block, given, {"result": [(lines, product)]})
+    shapes = {"values": (2, block, block), "rhs": rhs.shape, "result": (block, tile.columns)}
+    sizes = {"rows": block, "K": tile.columns, "rhs_rows": 2 * block, "rhs_width": tile.columns}
+
+    def call(executor):
+        constants = gemm.constants("bfloat16", tile=tile) | {"TRANSPOSE_LHS": 0, "TRANSPOSE_RHS": 0, "BLOCK": block}
+        module = executor.load("block_sparse/3_mma.cu", **constants)
+        arrays = {name: executor.empty(shape, "bfloat16") for name, shape in shapes.items()}
+        arrays |= {name: executor.empty((2,), "int32") for name in ("offsets", "others", "transpose_indices")}
+        module.launch("dsd", **gemm.per_tile(tile, (block // tile.rows, 1)), **arrays, **sizes)
+
+    return Case("block_sparse", "3_mma", f"block**2: block={block}", "bfloat16", launch, call)

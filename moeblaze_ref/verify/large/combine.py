@@ -1,0 +1,110 @@
+"""Large cases of the combine, and of the sum that is the gradient of x."""
+
+import numpy as np
+
+from moeblaze_ref.verify.large.cases import Case, dispatch_of, exactly, last_block, values
+from moeblaze_ref.backends.raw_cuda import combine, gemm
+from moeblaze_ref.runtime.sparse import Launch
+
+L, k, d = 2**22 + 1, 2, 1024
+R = L * k
+SHAPE = f"L={L}, k={k}, d={d}"
+ROWS = np.array([R - 1, R - 3])  # of the last token
+COLUMNS = slice(d - gemm.THREADS, d)  # of the last block, if each element has a thread
+EVERY = slice(0, d)
+
+
+def cases() -> list[Case]:
+    """Every kernel of the stage."""
+    return [_combine("1_gather", COLUMNS), _combine("2_vector", EVERY), _d_y(), _d_gates(), _scatter(), _sum_rows()]
+
+
+def _rows(array: np.ndarray, columns: slice) -> list:
+    """Parts of y: rows of the last token."""
+    return [(np.s_[row : row + 1, columns], each) for row, each in zip(ROWS, array, strict=True)]
+
+
+def _inputs(columns: slice):
+    """Rows of y and gates of the last token, and what a launch is given of them."""
+    y, gates = values(k, columns.stop - columns.start), values(k)
+    given = {"gates": [(np.s_[-1:], gates)], "token_index_map": [(np.s_[-k:], ROWS)]}
+    return y, gates, given
+
+
+def _arguments(executor):
+    """y, gates and dispatch, without values."""
+    return executor.empty((R, d), "float32"), executor.empty((L, k), "float32"), dispatch_of(executor, L, 1, k)
+
+
+def _combine(rung: str, columns: slice) -> Case:
+    y, gates, given = _inputs(columns)
+    expected = {"out": [(np.s_[-1:, columns], exactly(gates) @ exactly(y))]}
+    launch = Launch("combine", last_block, given | {"y": _rows(y, columns)}, expected)
+    call = lambda executor: combine.forward(*_arguments(executor), executor, rung)
+    return Case("combine", rung, f"R d and L d: {SHAPE}", "float32", launch, call)
+
+
+def _scatter() -> Case:
+    y, gates, given = _inputs(COLUMNS)
+    before, last = values(d)[COLUMNS], slice(1, 2)  # the last block has the last slot
+    given = {"gates": [(np.s_[-1:], gates)], "token_index_map": [(np.s_[-1:], ROWS[last])]}
+    given |= {"y": _rows(y, COLUMNS)[last], "out": [(np.s_[-1:, COLUMNS], before)]}
+    expected = {"out": [(np.s_[-1:, COLUMNS], before + exactly(gates[1]) * exactly(y[1]))]}
+    call = lambda executor: combine.scatter(*_arguments(executor), executor)
+    return Case(
+        "combine",
+        "lesson_atomic",
+        f"R d and L d: {SHAPE}",
+        "float32",
+        Launch("scatter", last_block, given, expected),
+        call,
+    )
+
+
+def _backward(executor):
+    y, gates, dispatch = _arguments(executor)
+    return combine.backward(executor.empty((L, d), "float32"), y, gates, dispatch, executor)
+
+
+def _d_y() -> Case:
+    d_out, gates = values(COLUMNS.stop - COLUMNS.start), values(k)
+    given = {"d_out": [(np.s_[-1:, COLUMNS], d_out)], "gates": [(np.s_[-1:], gates)]}
+    given |= {"token_index_map": [(np.s_[-1:], ROWS[1:])]}
+    expected = {"d_y": [(np.s_[ROWS[1] : ROWS[1] + 1, COLUMNS], exactly(gates[1]) * exactly(d_out))]}
+    return Case(
+        "combine", "1_gather", f"R d and L d: {SHAPE}", "float32", Launch("d_y", last_block, given, expected), _backward
+    )
+
+
+def _d_gates() -> Case:
+    """The last block has the last R % THREADS slots: one token's."""
+    d_out, y = values(d), values(k, d)
+    given = {"d_out": [(np.s_[-1:], d_out)], "y": _rows(y, EVERY), "token_index_map": [(np.s_[-k:], ROWS)]}
+    expected = {"d_gates": [(np.s_[-1:], exactly(y) @ exactly(d_out))]}
+    return Case(
+        "combine",
+        "1_gather",
+        f"R d and L d: {SHAPE}",
+        "float32",
+        Launch("d_gates", last_block, given, expected),
+        _backward,
+    )
+
+
+def _sum_rows() -> Case:
+    y, _, given = _inputs(EVERY)
+    given = {"rows": _rows(y, EVERY), "token_index_map": given["token_index_map"]}
+    expected = {"d_x": [(np.s_[-1:], exactly(y).sum(axis=0))]}
+
+    def call(executor):
+        rows, _, dispatch = _arguments(executor)
+        gemm.sum_rows(executor, rows, dispatch.token_index_map, k, executor.empty((L, d), "float32"))
+
+    return Case(
+        "expert_up",
+        "0_sum_rows",
+        f"R d and L d: {SHAPE}",
+        "float32",
+        Launch("sum_rows", last_block, given, expected),
+        call,
+    )

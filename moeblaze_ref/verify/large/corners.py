@@ -1,0 +1,191 @@
+"""Large cases of kernels beside those of `experts`, and of indices that need sizes of their own."""
+
+import numpy as np
+
+from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
+from moeblaze_ref.verify.large.experts import (
+    RUNGS,
+    d_hidden,
+    down,
+    last_tokens,
+    of_last_expert,
+    rows_of_tokens,
+    tall,
+    weights,
+    wide_model,
+)
+from moeblaze_ref.verify.large.layout import Layout, number_in_bands
+from moeblaze_ref.backends.numpy_ref import activation as reference
+from moeblaze_ref.backends.raw_cuda import activation, expert_down, expert_up, gemm, tiles
+from moeblaze_ref.runtime import ceil_div
+from moeblaze_ref.runtime.sparse import ZEROS, Launch
+
+# A row of this many columns, and the rows of a tile of rung 4_hopper: more than 2**31 elements.
+HOPPER_WIDE = {"d_w": 16_909_440, "d_w3": 16_909_440, "d_hidden": 143_200_000}
+MOST_BLOCKS = 512  # that share out the tiles of a weight gradient
+TALLEST = tiles.MmaTile(rows=256, columns=256)
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    terms = [d_hidden(many_terms(rung)) for rung in RUNGS[1:]]
+    hopper = [d_hidden(Layout(gemm.HOPPER, L=16, E=1, d=64, h=HOPPER_WIDE["d_hidden"], rows=16)), _d_w(), _d_w3()]
+    sums = [_add_expert(layout(rung)) for layout in (wide_model, tall) for rung in ("2_tiled", "3_mma")]
+    sums += [_add_rows(layout(rung)) for layout in (wide_model, tall) for rung in ("2_tiled", "3_mma")]
+    return [_act(), _d_gates(), *terms, *hopper, *sums, _round_sums(), _tall_tile()]
+
+
+def many_terms(rung: str) -> Layout:
+    """R times the tiles of h: more than 2**32 terms of the gates' gradients, or 2**31 of rung 4_hopper."""
+    columns = {"2_tiled": 64 * 65, "3_mma": 128 * 65, gemm.HOPPER: 256 * 33}[rung]
+    return Layout(rung, L=2**26 + 4, E=1, d=8, h=columns, rows=2**26 + 4)
+
+
+# ---- element by element ----
+
+
+def _act() -> Case:
+    R, h = 2**22 + 1, 1024
+    a, place = values(gemm.THREADS), np.s_[-1:, -gemm.THREADS :]
+    launch = Launch(
+        "act", last_block, {"a": [(place, a)]}, {"act_a": [(place, reference.act(exactly(a)[None], "silu"))]}
+    )
+    call = lambda executor: activation.act(executor.empty((R, h), "float32"), "silu", executor)
+    return Case("layer", "1_elementwise", f"R h: R={R}, h={h}", "float32", launch, call)
+
+
+def _d_gates() -> Case:
+    """The last block has four slots, whose rows are the last in reverse order."""
+    layout, count = tall("1_naive"), 4
+    R, h = layout.L, layout.h
+    terms, last = values(count, h), np.s_[-count:]
+    given = {"gate_terms": [(last, terms[::-1])], "token_index_map": [(last, R - 1 - np.arange(count))]}
+    launch = Launch("d_gates", last_block, given, {"d_gates": [(last, exactly(terms).sum(axis=1, keepdims=True))]})
+
+    def call(executor):
+        hidden, d_out = (executor.empty((R, n), "float32") for n in (h, layout.d))
+        w3, gates = executor.empty((layout.E, h, layout.d), "float32"), executor.empty((R, 1), "float32")
+        dispatch, options = dispatch_of(executor, R, layout.E, 1), {"executor": executor, "rung": "1_naive"}
+        expert_down.hidden_gradients(d_out, gates, hidden, hidden, w3, dispatch, "swiglu", **options)
+
+    return Case("expert_down", "0_gates", f"R h: {layout}", "float32", launch, call)
+
+
+# ---- sums over a token's experts in the epilogue ----
+
+
+def _sums_launch(layout: Layout, kernel: str, blocks, where: dict) -> Launch:
+    rows, columns = layout.live_rows(), layout.live_columns(layout.d)
+    count, width = rows.stop - rows.start, columns.stop - columns.start
+    y_swi, gates, before = values(count, layout.h, dtype=layout.dtype), values(count), values(count, width)
+    w3 = weights(layout, layout.h, layout.h, width, seed=1)
+    sums = before + exactly(gates)[:, None] * (exactly(y_swi) @ exactly(w3))
+    given = rows_of_tokens(layout, rows) | {"gate_of_row": [(np.s_[rows], gates)]}
+    given |= {"y_swi": [(np.s_[rows], y_swi)], "w3": of_last_expert(w3, columns=columns)}
+    given |= {"sums": last_tokens(before, columns)}
+    return Launch(kernel, blocks, given, {"sums": last_tokens(sums, columns)}, where)
+
+
+def _sums_case(layout: Layout, rung: str, stage_call, launch: Launch) -> Case:
+    L, E, d, h = layout.L, layout.E, layout.d, layout.h
+
+    def call(executor):
+        y_swi, w3 = executor.empty((L, h), layout.dtype), executor.empty((E, h, d), layout.dtype)
+        stage_call(y_swi, w3, executor.empty((L, 1), "float32"), dispatch_of(executor, L, E, 1), executor)
+
+    return Case("expert_down", rung, f"L d, R h, E h d: {layout}", layout.dtype, launch, call)
+
+
+def _add_expert(layout: Layout) -> Case:
+    """The last tile of the last expert, in its own launch."""
+    rows, columns = layout.extent()
+    at = ceil_div(layout.rows, rows) - 1, ceil_div(layout.d, columns) - 1
+
+    def blocks(grid):
+        if layout.rung == "2_tiled":
+            return [(*at, 0)]
+        number = number_in_bands(*at, *grid[:2])
+        return [(number % grid[0], number // grid[0], 0)]
+
+    launch = _sums_launch(layout, "add_expert", blocks, {"expert": layout.E - 1})
+    return _sums_case(layout, "as_printed", expert_down.summed_forward, launch)
+
+
+def _add_rows(layout: Layout) -> Case:
+    launch = _sums_launch(layout, "add_rows", layout.row_blocks(layout.d), {})
+    return _sums_case(layout, "lesson_atomic", expert_down.atomic_forward, launch)
+
+
+def _round_sums() -> Case:
+    layout = tall("3_mma")
+    sums, place = values(gemm.THREADS), np.s_[-1:, -gemm.THREADS :]
+    launch = Launch("round_sums", last_block, {"sums": [(place, sums)]}, {"out": [(place, exactly(sums))]})
+    return _sums_case(layout, "as_printed", expert_down.summed_forward, launch)
+
+
+# ---- rows so wide that those of one tile have more than 2**31 elements ----
+
+
+def _tall_tile() -> Case:
+    """A tile of 256 x 256 results, as the constants of rung 3_mma allow."""
+    d = TALLEST.columns * 65_535
+    case = down(Layout("3_mma", L=136, E=1, d=d, h=64, rows=136, tile=TALLEST))
+
+    def call(executor):
+        with tiles.trying(TALLEST):
+            case.call(executor)
+
+    return Case(case.stage, case.rung, f"256 d: {case.passes}", case.dtype, case.launch, call)
+
+
+def _hopper_weights(kernel: str, E: int, d: int, h: int, gathered: str, plain: str, product_of) -> Case:
+    """The last expert has all rows, which are zeros but for the last columns.
+
+    A block of rung 4_hopper takes many tiles of a weight gradient so large: zeros, and the last tile.
+    """
+    layout = Layout(gemm.HOPPER, L=4, E=E, d=d, h=h, rows=4)
+    down_tiles, across = ceil_div(d, 128), ceil_div(h, 256)
+    last_tile = E * down_tiles * across - 1
+    block = last_tile % MOST_BLOCKS
+    numbers = range(block, last_tile + 1, MOST_BLOCKS)
+    last = {gathered: layout.last(d, 128), plain: layout.last(h, 256)}
+    arrays = {
+        name: values(layout.L, part.stop - part.start, dtype="bfloat16", seed=len(name)) for name, part in last.items()
+    }
+    given = rows_of_tokens(layout, slice(0, layout.L))
+    given |= {gathered: [(ALL, ZEROS), *last_tokens(arrays[gathered], last[gathered])]}
+    given |= {plain: [(ALL, ZEROS), (np.s_[:, last[plain]], arrays[plain])]}
+    product = exactly(arrays[gathered]).T @ exactly(arrays[plain])
+    expected = []
+    for number in numbers:
+        expert, inside = divmod(number, down_tiles * across)
+        rows, columns = (
+            slice(at * size, min((at + 1) * size, most))
+            for at, size, most in ((inside % down_tiles, 128, d), (inside // down_tiles, 256, h))
+        )
+        part = product if number == numbers[-1] else np.zeros((rows.stop - rows.start, columns.stop - columns.start))
+        expected.append(product_of(expert, rows, columns, part))
+    launch = Launch(kernel, lambda _: [(block, 0, 0)], given, {kernel: expected})
+    stage = expert_up if kernel == "d_w" else expert_down
+
+    def call(executor):
+        plain_array, gathered_array = (
+            executor.empty((layout.L, h), "bfloat16"),
+            executor.empty((layout.L, d), "bfloat16"),
+        )
+        dispatch = dispatch_of(executor, layout.L, E, 1)
+        stage.weight_gradient(plain_array, gathered_array, dispatch, executor, gemm.HOPPER)
+
+    name = stage.__name__.rpartition(".")[2]
+    return Case(name, gemm.HOPPER, f"E d h, and of one tile's rows: {layout}", "bfloat16", launch, call, MOST_BLOCKS)
+
+
+def _d_w() -> Case:
+    place = lambda expert, rows, columns, part: (np.s_[expert : expert + 1, rows, columns], part)
+    return _hopper_weights("d_w", 2, 128, HOPPER_WIDE["d_w"], "x", "d_hidden", place)
+
+
+def _d_w3() -> Case:
+    """Stored transposed."""
+    place = lambda expert, rows, columns, part: (np.s_[expert : expert + 1, columns, rows], part.T)
+    return _hopper_weights("d_w3", 1, HOPPER_WIDE["d_w3"], 256, "d_out", "gated_y", place)

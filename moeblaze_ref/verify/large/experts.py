@@ -1,0 +1,219 @@
+"""Large cases of the kernels of both projections."""
+
+import math
+
+import numpy as np
+
+from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
+from moeblaze_ref.verify.large.layout import MANY_BLOCKS, Layout
+from moeblaze_ref.backends.numpy_ref import activation
+from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm
+from moeblaze_ref.runtime.sparse import Launch
+
+RUNGS = ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)
+WIDEST = 64 * 65_535  # columns of as many tiles as a launch takes along y
+DEEP = 1032  # DEEP * WIDEST > 2**32
+FEW = 1028  # rows; FEW * WIDEST > 2**32
+MANY = 2**22 + 4
+SIDE = 1024  # MANY * SIDE > 2**32
+
+
+def wide_hidden(rung: str, rows: int = FEW) -> Layout:
+    """d h > 2**32, so that E d h and R h are too."""
+    return Layout(rung, L=FEW, E=3, d=DEEP, h=WIDEST, rows=rows)
+
+
+def wide_model(rung: str, rows: int = FEW) -> Layout:
+    """d h > 2**32, so that E h d, L d and R d are too."""
+    return Layout(rung, L=FEW, E=3, d=WIDEST, h=DEEP, rows=rows)
+
+
+def wide_experts(rung: str) -> Layout:
+    """E d > 2**31."""
+    return Layout(rung, L=FEW, E=1024, d=WIDEST, h=16, rows=FEW)
+
+
+def tall(rung: str) -> Layout:
+    """L d, R d and R h > 2**32."""
+    return Layout(rung, L=MANY, E=2, d=SIDE, h=SIDE, rows=68)
+
+
+def cases() -> list[Case]:
+    """Every kernel of both stages."""
+    found = []
+    for rung in RUNGS:
+        found += [_up(layout) for layout in (wide_hidden(rung), tall(rung))]
+        found += [_d_x(tall(rung))]
+        found += [down(layout) for layout in (wide_model(rung), tall(rung))]
+        found += [d_hidden(layout) for layout in (wide_hidden(rung), tall(rung))]
+        found += [_d_w(tall(rung)), _d_w3(tall(rung))]
+        if rung != gemm.HOPPER:
+            found += [_d_x(wide_experts(rung)), _d_w(wide_hidden(rung, rows=4)), _d_w3(wide_model(rung, rows=4))]
+    return found
+
+
+def _case(layout: Layout, stage: str, passes: str, launch: Launch, call) -> Case:
+    blocks = MANY_BLOCKS if layout.rung == gemm.HOPPER else 4
+    return Case(stage, layout.rung, f"{passes}: {layout}", layout.dtype, launch, call, blocks)
+
+
+def rows_of_tokens(layout: Layout, rows: slice) -> dict:
+    """What leads a kernel from these rows to tokens, the last tokens in reverse order."""
+    count = rows.stop - rows.start
+    tokens = layout.L - 1 - np.arange(count)
+    return {"expert_token_indices": [(np.s_[rows], tokens)], "expert_token_offsets": [(ALL, layout.offsets)]}
+
+
+def last_tokens(array: np.ndarray, columns: slice = ALL) -> list:
+    """Parts of a tensor (L, ...): the rows of those tokens."""
+    return [(np.s_[-len(array) :, columns], array[::-1])]
+
+
+def of_last_expert(array: np.ndarray, rows: slice = ALL, columns: slice = ALL) -> list:
+    return [(np.s_[-1:, rows, columns], array)]
+
+
+def weights(layout: Layout, depth: int, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Part (rows, columns) of a weight, for products of this depth that are of order 1."""
+    return (values(rows, columns, seed=seed) / math.sqrt(depth)).astype(values(1, dtype=layout.dtype).dtype)
+
+
+def _up(layout: Layout) -> Case:
+    L, E, d, h = layout.L, layout.E, layout.d, layout.h
+    rows, columns = layout.live_rows(), layout.live_columns(h, results=2)
+    width = columns.stop - columns.start
+    x = values(rows.stop - rows.start, d, dtype=layout.dtype)
+    w1, w2 = (weights(layout, d, d, width, seed) for seed in (1, 2))
+    a, b = (exactly(x) @ exactly(w) for w in (w1, w2))
+    given = rows_of_tokens(layout, rows) | {"x": last_tokens(x)}
+    given |= {name: of_last_expert(w, columns=columns) for name, w in (("w1", w1), ("w2", w2))}
+    outputs = {"a": a, "b": b, "y_swi": activation.forward(a, b, "swiglu")}
+    expected = {name: [(np.s_[rows, columns], array)] for name, array in outputs.items()}
+
+    def call(executor):
+        weights = [executor.empty((E, d, h), layout.dtype) for _ in range(2)]
+        x = executor.empty((L, d), layout.dtype)
+        expert_up.forward(x, *weights, dispatch_of(executor, L, E, 1), "swiglu", executor=executor, rung=layout.rung)
+
+    launch = Launch("expert_up", layout.row_blocks(h, results=2), given, expected)
+    return _case(layout, "expert_up", "L d, R h, d h", launch, call)
+
+
+def _d_x(layout: Layout) -> Case:
+    """Gradients of the last token (1_naive), or of the last rows."""
+    L, E, d, h = layout.L, layout.E, layout.d, layout.h
+    naive = layout.rung == "1_naive"
+    rows, columns = layout.live_rows(), layout.live_columns(d)
+    width = columns.stop - columns.start
+    d_a, d_b = (values(rows.stop - rows.start, h, dtype=layout.dtype, seed=seed) for seed in (1, 2))
+    w1, w2 = (weights(layout, 2 * h, width, h, seed) for seed in (3, 4))
+    sums = exactly(d_a) @ exactly(w1).T + exactly(d_b) @ exactly(w2).T
+    given = {name: [(np.s_[rows], array)] for name, array in (("d_a", d_a), ("d_b", d_b))}
+    given |= {name: of_last_expert(w, rows=columns) for name, w in (("w1", w1), ("w2", w2))}
+    if naive:
+        given |= {"token_expert_indices": [(np.s_[-1:], E - 1)], "token_index_map": [(np.s_[-1:], L - 1)]}
+    else:
+        given |= {"expert_token_offsets": [(ALL, layout.offsets)]}
+
+    def call(executor):
+        gradients = [executor.empty((L, h), layout.dtype) for _ in range(2)]
+        weights = [executor.empty((E, d, h), layout.dtype) for _ in range(2)]
+        expert_up.input_gradient(*gradients, *weights, dispatch_of(executor, L, E, 1), executor, layout.rung)
+
+    kernel, blocks = ("d_x", last_block) if naive else ("d_x_rows", layout.row_blocks(d))
+    expected = {"d_x" if naive else "rows": [(np.s_[rows, columns], sums)]}
+    return _case(layout, "expert_up", "R d, R h, E d h", Launch(kernel, blocks, given, expected), call)
+
+
+def down(layout: Layout) -> Case:
+    L, E, d, h = layout.L, layout.E, layout.d, layout.h
+    rows, columns = layout.live_rows(), layout.live_columns(d)
+    y_swi = values(rows.stop - rows.start, h, dtype=layout.dtype)
+    w3 = weights(layout, h, h, columns.stop - columns.start, seed=1)
+    given = {"y_swi": [(np.s_[rows], y_swi)], "w3": of_last_expert(w3, columns=columns)}
+    given |= {"expert_token_offsets": [(ALL, layout.offsets)]}
+    expected = {"y": [(np.s_[rows, columns], exactly(y_swi) @ exactly(w3))]}
+
+    def call(executor):
+        y_swi, w3 = executor.empty((L, h), layout.dtype), executor.empty((E, h, d), layout.dtype)
+        expert_down.forward(y_swi, w3, dispatch_of(executor, L, E, 1), executor, layout.rung)
+
+    launch = Launch("expert_down", layout.row_blocks(d), given, expected)
+    return _case(layout, "expert_down", "R h, R d, h d", launch, call)
+
+
+def d_hidden(layout: Layout) -> Case:
+    L, E, d, h = layout.L, layout.E, layout.d, layout.h
+    rows, columns = layout.live_rows(), layout.live_columns(h)
+    count, width = rows.stop - rows.start, columns.stop - columns.start
+    d_out, gates = values(count, d, dtype=layout.dtype), values(count)
+    a, b = (values(count, width, dtype=layout.dtype, seed=seed) for seed in (1, 2))
+    w3 = weights(layout, d, width, d, seed=3)
+    d_y = exactly(d_out) @ exactly(w3).T
+    gate, y = exactly(gates)[:, None], activation.forward(exactly(a), exactly(b), "swiglu")
+    d_a, d_b = activation.backward(gate * d_y, exactly(a), exactly(b), "swiglu")
+    given = rows_of_tokens(layout, rows) | {"d_out": last_tokens(d_out), "gate_of_row": [(np.s_[rows], gates)]}
+    given |= {"a": [(np.s_[rows, columns], a)], "b": [(np.s_[rows, columns], b)]}
+    given |= {"w3": of_last_expert(w3, rows=columns)}
+    expected = {
+        name: [(np.s_[rows, columns], array)] for name, array in (("d_a", d_a), ("d_b", d_b), ("gated_y", gate * y))
+    }
+    terms = d_y * y
+    if layout.rung != "1_naive":
+        expected["gate_terms"] = [(np.s_[rows, -1:], terms.sum(axis=1, keepdims=True))]
+    else:
+        expected["gate_terms"] = [(np.s_[rows, columns], terms)]
+
+    def call(executor):
+        arrays = [executor.empty((L, n), layout.dtype) for n in (h, h)]
+        d_out, w3 = executor.empty((L, d), layout.dtype), executor.empty((E, h, d), layout.dtype)
+        gates, dispatch = executor.empty((L, 1), "float32"), dispatch_of(executor, L, E, 1)
+        options = {"executor": executor, "rung": layout.rung}
+        expert_down.hidden_gradients(d_out, gates, *arrays, w3, dispatch, "swiglu", **options)
+
+    launch = Launch("d_hidden", layout.row_blocks(h), given, expected)
+    return _case(layout, "expert_down", "L d, R h, E h d", launch, call)
+
+
+def _d_w(layout: Layout) -> Case:
+    launch = _weight_launch(layout, "d_w", ("x", layout.d), ("d_hidden", layout.h), "d_w")
+
+    def call(executor):
+        d_hidden, x = (executor.empty((layout.L, n), layout.dtype) for n in (layout.h, layout.d))
+        expert_up.weight_gradient(d_hidden, x, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.rung)
+
+    return _weight_case(layout, "expert_up", "L d, R h, E d h", launch, call)
+
+
+def _d_w3(layout: Layout) -> Case:
+    launch = _weight_launch(layout, "d_w3", ("gated_y", layout.h), ("d_out", layout.d), "d_w3")
+
+    def call(executor):
+        gated_y, d_out = (executor.empty((layout.L, n), layout.dtype) for n in (layout.h, layout.d))
+        expert_down.weight_gradient(gated_y, d_out, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.rung)
+
+    return _weight_case(layout, "expert_down", "L d, R h, E h d", launch, call)
+
+
+def _weight_case(layout, stage, passes, launch, call) -> Case:
+    return Case(stage, layout.rung, f"{passes}: {layout}", layout.dtype, launch, call, multiprocessors=64)
+
+
+def _weight_launch(layout: Layout, kernel: str, left: tuple[str, int], right: tuple[str, int], output: str) -> Launch:
+    """left^T right over the rows of the last expert: the last rows and columns of its matrix."""
+    rows = slice(layout.L - layout.rows, layout.L)
+    sides = {}
+    for seed, (name, width) in enumerate((left, right)):
+        # rung 4_hopper has tiles of 128 columns of what it gathers, and of 256 of the other operand
+        if layout.rung == gemm.HOPPER:
+            columns = layout.last(width, 128 if name in ("x", "d_out") else 256)
+        else:
+            columns = layout.last(width, layout.extent()[0]) if name == left[0] else layout.live_columns(width)
+        sides[name] = columns, values(layout.rows, columns.stop - columns.start, dtype=layout.dtype, seed=seed)
+    given = rows_of_tokens(layout, rows)
+    for name, (columns, array) in sides.items():
+        gathered = name in ("x", "d_out")
+        given |= {name: last_tokens(array, columns) if gathered else [(np.s_[rows, columns], array)]}
+    (left_columns, left_array), (right_columns, right_array) = sides[left[0]], sides[right[0]]
+    product = exactly(left_array).T @ exactly(right_array)
+    return Launch(kernel, last_block, given, {output: of_last_expert(product, left_columns, right_columns)})

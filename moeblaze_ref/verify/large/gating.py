@@ -1,0 +1,106 @@
+"""Large cases of the gating kernels."""
+
+import numpy as np
+
+from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
+from moeblaze_ref.backends.numpy_ref import gating as reference
+from moeblaze_ref.backends.raw_cuda import gating
+from moeblaze_ref.runtime.sparse import ZEROS, Launch
+
+L, E, k = 2**22 + 4, 1024, 2
+FEW = 4  # tokens of the last block
+SHAPE = f"L={L}, E={E}, k={k}"
+COUNTED = 2**30 + 4  # tokens: the counts (L / THREADS, E) are more than 2**32
+# A block that walks a column of them touches a page for each tile: fewer tokens, and more experts than dispatch takes.
+SHARED, MANY = 2**19 + 2**11, 2**20
+LAST = np.s_[-FEW:]
+D_LOSSES = (L / E, float(L))  # of order 1 for each token
+
+
+def cases() -> list[Case]:
+    """Every kernel whose indices can pass 2**31; the others see tokens, experts or blocks alone."""
+    found = [_expert_counts(), _expert_shares()]
+    for rung in gating.RUNGS:
+        found += [_softmax_top_k(rung), _d_logits(rung), _load_balancing_terms(rung), _router_z_terms(rung)]
+    return found
+
+
+def _case(rung: str, launch: Launch, call, passes: str = f"L E: {SHAPE}") -> Case:
+    return Case("gating", rung, passes, "float32", launch, call)
+
+
+def _chosen() -> tuple[np.ndarray, np.ndarray]:
+    """Logits of the last tokens, and their choices."""
+    logits = values(FEW, E)
+    return logits, reference.top_k(logits, k)
+
+
+def _softmax_top_k(rung: str) -> Case:
+    logits, chosen = _chosen()
+    probs, _, gates = reference.forward(exactly(logits), k)
+    expected = {"probs": [(LAST, probs)], "topk_experts": [(LAST, chosen)], "gates": [(LAST, gates)]}
+    launch = Launch("softmax_top_k", last_block, {"logits": [(LAST, logits)]}, expected)
+    return _case(
+        rung,
+        launch,
+        lambda executor: gating.forward(executor.empty((L, E), "float32"), k, executor=executor, rung=rung),
+    )
+
+
+def _shares(chosen: np.ndarray) -> np.ndarray:
+    return (np.bincount(chosen.ravel(), minlength=E) / chosen.size).astype(np.float32)
+
+
+def _d_logits(rung: str) -> Case:
+    logits, chosen = _chosen()
+    d_gates, shares = values(FEW, k), _shares(chosen)
+    d_losses = (loss * FEW / L for loss in D_LOSSES)  # the reference means over these tokens alone
+    d_logits = reference.backward(exactly(d_gates), exactly(logits), chosen, False, *d_losses)
+    given = {"d_gates": [(LAST, d_gates)], "logits": [(LAST, logits)], "topk_experts": [(LAST, chosen)]}
+    launch = Launch("d_logits", last_block, given | {"shares": [(ALL, shares)]}, {"d_logits": [(LAST, d_logits)]})
+
+    def call(executor):
+        d_gates, logits = executor.empty((L, k), "float32"), executor.empty((L, E), "float32")
+        options = {"shares": executor.empty((E,), "float32"), "executor": executor, "rung": rung}
+        gating.backward(d_gates, logits, executor.empty((L, k), "int32"), False, *D_LOSSES, **options)
+
+    return _case(rung, launch, call)
+
+
+def _load_balancing_terms(rung: str) -> Case:
+    probs, shares = np.abs(values(FEW, E)), np.abs(values(E))
+    terms = exactly(probs) @ exactly(shares)
+    given = {"probs": [(LAST, probs)], "shares": [(ALL, shares)]}
+    launch = Launch("load_balancing_terms", last_block, given, {"terms": [(np.s_[-1:], terms.sum())]})
+
+    def call(executor):
+        probs, topk_experts = executor.empty((L, E), "float32"), executor.empty((L, k), "int32")
+        gating.load_balancing_loss(probs, topk_experts, executor.empty((E,), "float32"), executor, rung)
+
+    return _case(rung, launch, call)
+
+
+def _router_z_terms(rung: str) -> Case:
+    logits = values(FEW, E)
+    expected = {"terms": [(np.s_[-1:], FEW * reference.router_z_loss(exactly(logits)))]}
+    launch = Launch("router_z_terms", last_block, {"logits": [(LAST, logits)]}, expected)
+    return _case(rung, launch, lambda executor: gating.router_z_loss(executor.empty((L, E), "float32"), executor, rung))
+
+
+def _expert_counts() -> Case:
+    experts = np.array([3, E - 1, 3, 0])
+    given = {"topk_experts": [(LAST, experts[:, None])]}
+    launch = Launch("expert_counts", last_block, given, {"counts": [(np.s_[-1:], np.bincount(experts, minlength=E))]})
+    return _sums_case(launch, COUNTED, E)
+
+
+def _expert_shares() -> Case:
+    """The last expert's block reads its count of every tile: zeros, but for a few."""
+    given = {"counts": [(ALL, ZEROS), (np.s_[-FEW:, -1:], 256)]}
+    launch = Launch("expert_shares", last_block, given, {"shares": [(np.s_[-1:], FEW * 256 / SHARED)]})
+    return _sums_case(launch, SHARED, MANY)
+
+
+def _sums_case(launch: Launch, tokens: int, experts: int) -> Case:
+    call = lambda executor: gating.expert_shares(executor.empty((tokens, 1), "int32"), experts, executor)
+    return _case("0_sums", launch, call, f"L E / 256: L={tokens}, E={experts}, k=1")

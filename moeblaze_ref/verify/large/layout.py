@@ -1,0 +1,101 @@
+"""Where the last rows and columns of the experts' kernels lie, and which blocks compute them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
+from moeblaze_ref.runtime import ceil_div
+from moeblaze_ref.runtime.source import Size
+
+HOPPER_ROWS = gemm.ROWS_BOX[1]
+MANY_BLOCKS = 2**25  # more than the tiles of a case: each of the blocks that stay has one tile
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a case. Each token has one expert; the last expert has the last rows, the one before it all others.
+
+    Parameters
+    ----------
+    rung : str
+    L, E, d, h : int
+    rows : int
+        Of the last expert.
+    tile : MmaTile, optional
+        Of a rung that has tiles; its default.
+    """
+
+    rung: str
+    L: int
+    E: int
+    d: int
+    h: int
+    rows: int
+    tile: tiles.MmaTile | None = None
+
+    def __str__(self) -> str:
+        return f"L={self.L}, E={self.E}, d={self.d}, h={self.h}"
+
+    @property
+    def dtype(self) -> str:
+        """What the rung computes in."""
+        return "float32" if self.rung in ("1_naive", "2_tiled") else "bfloat16"
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """expert_token_offsets (E + 1,)."""
+        offsets = np.zeros(self.E + 1, np.int32)
+        offsets[-2], offsets[-1] = self.L - self.rows, self.L
+        return offsets
+
+    def extent(self, results: int = 1) -> tuple[int, int]:
+        """Rows and columns of a block's results."""
+        if self.rung == "1_naive":
+            return 1, gemm.THREADS
+        if self.rung == gemm.HOPPER:
+            return HOPPER_ROWS, gemm.HOPPER_COLUMNS // results
+        return gemm.extent(self._tile, results)
+
+    @property
+    def _tile(self) -> tiles.MmaTile | None:
+        return self.tile or tiles.DEFAULTS.get(self.rung)
+
+    def last(self, size: int, of_block: int) -> slice:
+        """The last rows or columns, those of a block."""
+        return slice((ceil_div(size, of_block) - 1) * of_block, size)
+
+    def live_rows(self) -> slice:
+        """The rows of the last block, in expert order."""
+        part = self.last(self.rows, self.extent()[0])
+        return slice(self.L - self.rows + part.start, self.L)
+
+    def live_columns(self, width: int, results: int = 1) -> slice:
+        """The columns of the last block, of rows that have ``width``."""
+        if self.rung == "1_naive":
+            return slice(width - gemm.THREADS, width)
+        return self.last(width, self.extent(results)[1])
+
+    def row_blocks(self, width: int, results: int = 1) -> Callable[[Size], list[Size]]:
+        """The block of the last rows and columns, where a kernel computes ``width`` columns of every row."""
+        rows, columns = self.extent(results)
+        before, own, across = ceil_div(self.L - self.rows, rows), ceil_div(self.rows, rows), ceil_div(width, columns)
+
+        def blocks(grid: Size) -> list[Size]:
+            if self.rung == "1_naive":
+                return [(ceil_div(self.rows * width, gemm.THREADS) - 1, self.E - 1, 0)]
+            if self.rung == gemm.HOPPER:
+                return [(before * across + number_in_bands(own - 1, across - 1, own, across), 0, 0)]
+            if self._tile is None:
+                return [(before + own - 1, across - 1, 0)]
+            number = number_in_bands(before + own - 1, across - 1, grid[0], grid[1])
+            return [(number % grid[0], number // grid[0], 0)]
+
+        return blocks
+
+
+def number_in_bands(row: int, column: int, rows: int, columns: int, band: int = 8) -> int:
+    """The number of a tile where tiles are taken down each column of a band of row tiles."""
+    first = row // band * band
+    return first * columns + column * min(band, rows - first) + row - first

@@ -1,0 +1,121 @@
+"""Every raw CUDA kernel under compute-sanitizer: memory errors, races, missing initialisation, barriers.
+
+The kernels run on shapes that no tile divides, in memory that no pool hands out again, so that an access
+beyond an array and a read of what nothing wrote are seen.
+"""
+
+import itertools
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.core import checks
+from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
+from moeblaze_ref.verify.cases import Case, make_case, random_topk
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.raw_cuda import combine, expert_down, gemm
+from moeblaze_ref.runtime import Executor
+
+# With each tool's options. CUDA's own bindings ask the driver for functions that it may not have: no error of ours.
+TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": (), "synccheck": ()}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one tool said.
+
+    Parameters
+    ----------
+    tool : str
+        One of ``TOOLS``.
+    ok : bool
+        Whether it found nothing, and the kernels ran to their end.
+    report : tuple of str
+        The lines that it printed.
+    """
+
+    tool: str
+    ok: bool
+    report: tuple[str, ...]
+
+
+def cases() -> list[Case]:
+    """A gated and an ungated layer; several tiles, none of them full. Their policies leave out different results."""
+    ragged = make_case(171, 24, 72, 7, 3, "empty", "gated")
+    ungated = make_case(171, 24, 72, 7, 3, "zipf", "ungated", activation="gelu")
+    return [replace(ragged, policy="conventional"), replace(ungated, policy="inputs", renormalize=True)]
+
+
+def run_every_kernel(executor: Executor):
+    """Launch each kernel of kernels_cuda/ that this executor runs at least once; results are not looked at."""
+    raw = BACKENDS["simt"]  # any backend over raw_cuda: they differ in the executor alone
+
+    def opened(stage: str, rung: str) -> OpenStage:
+        options = {"executor": executor, "rung": rung}
+        return OpenStage(raw.stage(stage), nullcontext, executor.from_numpy, executor.to_numpy, options)
+
+    with checks.trusted_values():  # the doors' own sorts and scans are not what is examined
+        for stage in (stage for stage in raw.stages if stage in comparisons.RUN):
+            rungs = {rung: able for rung, able in raw.rungs(stage).items() if not refusal(executor, stage, rung)}
+            for rung, dtypes in rungs.items():
+                for case, dtype in itertools.product(comparisons.fitting(stage, rung, cases()), dtypes):
+                    comparisons.runner(stage, rung)(opened(stage, rung), case.astype(dtype))
+        for rung in raw.rungs("dispatch"):
+            opened("dispatch", rung).build(random_topk(2_100, 7, 3), 7)
+            opened("dispatch", rung).build(random_topk(300, 300, 32), 300)
+        if not refusal(executor, "expert_up", gemm.HOPPER):
+            for stage in ("expert_up", "expert_down", "block_sparse"):  # blocks that take more than one tile
+                case = comparisons.overflowing(stage, executor.multiprocessors)[-1]
+                comparisons.RUN[stage](opened(stage, gemm.HOPPER), case.astype("bfloat16"))
+        _run_lessons(executor)
+
+
+def _run_lessons(executor: Executor):
+    """Launch the kernels that no stage uses."""
+    case = cases()[0].astype("float32")
+    dispatch = build_by_sort(case.topk_experts, case.E)
+    y, gates = case.x[dispatch.expert_token_indices], case.logits[:, : case.k].copy()
+    routes = dispatch.map(executor.from_numpy)
+    combine.scatter(*map(executor.from_numpy, (y, gates)), routes, executor=executor)
+    for dtype in gemm.WIDE:
+        y_swi, w3 = (executor.from_numpy(array.astype(dtype)) for array in (comparisons.hidden(case)[2], case.weights.w3))
+        expert_down.atomic_forward(y_swi, w3, executor.from_numpy(gates), routes, executor=executor)
+
+
+def run_on_gpu():
+    """`run_every_kernel` on the GPU, each array in an allocation of its own and nothing written beforehand."""
+    import cupy
+
+    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+
+    cupy.cuda.set_allocator(None)
+    run_every_kernel(CupyExecutor())
+    cupy.cuda.Device().synchronize()
+
+
+def plan() -> list[Callable[[], list[Finding]]]:
+    """One job a tool.
+
+    Raises
+    ------
+    ValueError
+        If there is no CUDA device, or no compute-sanitizer on the PATH.
+    """
+    status = BACKENDS["cuda"].status()
+    if not status.available:
+        raise ValueError(f"compute-sanitizer needs the backend cuda: {status.detail}")
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        raise ValueError("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
+    return [lambda tool=tool: [_examine(sanitizer, tool)] for tool in TOOLS]
+
+
+def _examine(sanitizer: str, tool: str) -> Finding:
+    program = "from moeblaze_ref.verify.sanitize import run_on_gpu; run_on_gpu()"
+    command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", sys.executable, "-c", program]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return Finding(tool, result.returncode == 0, tuple(result.stdout.splitlines()))
