@@ -4,8 +4,9 @@ import os
 import sys
 
 import processes
-from moeblaze_ref.core.kernel_headers import evaluate, in_docstring
+
 from moeblaze_ref.backends.numba_cuda import runtime
+from moeblaze_ref.core.kernel_headers import evaluate, in_docstring
 
 
 def stated_launch(kernel, sizes):

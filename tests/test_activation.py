@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from moeblaze_ref.backends.numpy_ref import activation as stage
+from moeblaze_ref.core.config import ACTIVATIONS, GATED_ACTIVATIONS, is_gated
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.core.config import ACTIVATIONS, GATED_ACTIVATIONS, is_gated
-from moeblaze_ref.backends.numpy_ref import activation as stage
 
 ROWS, WIDTH = 37, 11
 

@@ -10,8 +10,7 @@ import torch
 from helpers import assert_told_apart_in_grey, unmarked
 from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, PretendedDevice
 
-from moeblaze_ref.core import documents, provenance
-from moeblaze_ref.nn import oracle, systems
+from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.bench import (
     accuracy,
     aims,
@@ -28,14 +27,15 @@ from moeblaze_ref.bench import (
     routing,
     stages,
 )
+from moeblaze_ref.core import documents, provenance
+from moeblaze_ref.core.config import MoEConfig, preset
+from moeblaze_ref.core.structures import Dispatch
+from moeblaze_ref.memory.accounting import Assumptions, account
+from moeblaze_ref.nn import oracle, systems
+from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.runtime.clock import WARM_UP, Samples, take_turns
 from moeblaze_ref.runtime.device import NoGraph
 from moeblaze_ref.verify.cases import random_topk, relative_error
-from moeblaze_ref.core.config import MoEConfig, preset
-from moeblaze_ref.memory.accounting import Assumptions, account
-from moeblaze_ref.backends.raw_cuda import block_sparse
-from moeblaze_ref.nn.routed_experts import RoutedExperts
-from moeblaze_ref.core.structures import Dispatch
 
 TINY = MoEConfig(L=37, d=16, h=24, E=5, k=2)
 UNGATED = TINY.replace(activation="relu2")

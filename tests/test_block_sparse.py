@@ -12,16 +12,16 @@ from helpers import routings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_ref.verify import comparisons
-from moeblaze_ref.systems import megablocks
-from moeblaze_ref.nn import oracle
-from moeblaze_ref.core import sparse_contracts
-from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import make_case, standard_cases
-from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.backends.numpy_ref import block_sparse
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core import sparse_contracts
+from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.structures import EMPTY, PaddedBins, Topology
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.systems import megablocks
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import make_case, standard_cases
 
 
 class Pace(NamedTuple):

@@ -8,17 +8,17 @@ import pytest
 from planted import Planted, Quick
 from test_block_sparse import PRODUCTS, assert_activation, assert_rows, assert_same, matrix, run_layer, sparse_of
 
-from moeblaze_ref.backends.registry import OpenStage
-from moeblaze_ref.verify.cases import make_case, random_topk, relative_error
-from moeblaze_ref.core.config import is_gated
-from moeblaze_ref.core.kernel_headers import evaluate, table
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.backends.raw_cuda import block_sparse, gemm
+from moeblaze_ref.backends.registry import OpenStage
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.kernel_headers import evaluate, table
+from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime import simt_executor
 from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource
+from moeblaze_ref.verify.cases import make_case, random_topk, relative_error
 
 MASK = np.array([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], bool)  # an empty block row, an empty block column
 TALL_MASK = np.vstack([MASK, MASK[:, ::-1], MASK, ~MASK])  # more rows than a band of tiles has, and none is the widest

@@ -12,21 +12,21 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from moeblaze_ref.verify import check
-from moeblaze_ref.nn import oracle, systems, torch_capacity
-from moeblaze_ref.systems.capacity import DROP_POLICIES, check_bins, expert_capacity
-from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, make_case, relative_error
+from moeblaze_ref.backends.numpy_ref import block_sparse, capacity, dispatch, gating, router
 from moeblaze_ref.core.config import ACTIVATIONS, MoEConfig
+from moeblaze_ref.core.structures import EMPTY, CapacityBins
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import capture, language_loss, router_loss, train
 from moeblaze_ref.memory import rows, waste
 from moeblaze_ref.memory.accounting import Assumptions, account
 from moeblaze_ref.memory.measured import measured
-from moeblaze_ref.backends.numpy_ref import block_sparse, capacity, dispatch, gating, router
-from moeblaze_ref.core.structures import EMPTY, CapacityBins
+from moeblaze_ref.nn import oracle, systems, torch_capacity
 from moeblaze_ref.nn.systems import SYSTEMS, system
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_layer import MoEOutput, keep_routing
+from moeblaze_ref.systems.capacity import DROP_POLICIES, check_bins, expert_capacity
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, make_case, relative_error
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
 

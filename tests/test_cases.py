@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from helpers import SHAPES
 
+from moeblaze_ref.backends.numpy_ref import dispatch, layer
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.verify.cases import (
     GOLDEN_DISPATCH,
     GOLDEN_TOPK_EXPERTS,
@@ -16,8 +18,6 @@ from moeblaze_ref.verify.cases import (
     relative_error,
     standard_cases,
 )
-from moeblaze_ref.backends.numpy_ref import dispatch, layer
-from moeblaze_ref.backends.raw_cuda import gemm, tiles
 
 
 def test_relative_error_is_relative():

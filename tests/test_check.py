@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from moeblaze_ref.verify import cases, check, comparisons
-from moeblaze_ref.nn import torch_layer
-from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES, Status
-from moeblaze_ref.systems.capacity import MAX
-from moeblaze_ref.verify.cases import make_case, option_cases, standard_cases
-from moeblaze_ref.verify.check import Row
 from moeblaze_ref.backends.numpy_ref import block_sparse
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
+from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES, Status
+from moeblaze_ref.cli.terminal import verdict
+from moeblaze_ref.nn import torch_layer
+from moeblaze_ref.nn.systems import SYSTEMS
+from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.runtime.simt_executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource, inlined
-from moeblaze_ref.nn.systems import SYSTEMS
-from moeblaze_ref.cli.terminal import verdict
-from moeblaze_ref.nn.torch_capacity import CapacityMoE
+from moeblaze_ref.systems.capacity import MAX
+from moeblaze_ref.verify import cases, check, comparisons
+from moeblaze_ref.verify.cases import make_case, option_cases, standard_cases
+from moeblaze_ref.verify.check import Row
 
 CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
 FLOATING = [stage for stage in STAGES if stage != "dispatch"]

@@ -10,17 +10,17 @@ from pretended import PretendedDevice
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moeblaze_ref.verify import check, comparisons
-from moeblaze_ref.cli import demo
-from moeblaze_ref.core import records
 from moeblaze_ref.backends.registry import BACKENDS, Status
 from moeblaze_ref.bench import plan, stages
-from moeblaze_ref.verify.cases import option_cases, standard_cases
-from moeblaze_ref.verify.check import Row
+from moeblaze_ref.cli import demo
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.cli.terminal import check_table
+from moeblaze_ref.core import records
 from moeblaze_ref.core.config import POLICIES, preset
 from moeblaze_ref.core.structures import Gating
-from moeblaze_ref.cli.terminal import check_table
+from moeblaze_ref.verify import check, comparisons
+from moeblaze_ref.verify.cases import option_cases, standard_cases
+from moeblaze_ref.verify.check import Row
 
 CASES = len(standard_cases() + option_cases())
 ROW_KEYS = {"stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"}

@@ -5,9 +5,9 @@ import pytest
 import torch
 from helpers import RAGGED, SHAPES
 
-from moeblaze_ref.verify.cases import relative_error
 from moeblaze_ref.backends.numpy_ref import combine as stage
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.verify.cases import relative_error
 
 
 def make_inputs(shape):

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from cuda.core import Program, ProgramOptions
 
+from moeblaze_ref.backends.raw_cuda import block_sparse, combine, dispatch, expert_down, expert_up, gating, gemm, tiles
 from moeblaze_ref.bench import ladder
 from moeblaze_ref.core.config import ACTIVATIONS
-from moeblaze_ref.course.notebook.hopper import RING
 from moeblaze_ref.core.paths import kernels_dir
-from moeblaze_ref.backends.raw_cuda import block_sparse, combine, dispatch, expert_down, expert_up, gating, gemm, tiles
+from moeblaze_ref.course.notebook.hopper import RING
+from moeblaze_ref.runtime.simt.build import cuda_include_dirs
 from moeblaze_ref.runtime.simt_executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource
-from moeblaze_ref.runtime.simt.build import cuda_include_dirs
 
 FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
 EXPERT_STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}

@@ -8,11 +8,11 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from moeblaze_ref.verify import cases, check, comparisons, coverage
 from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES
 from moeblaze_ref.cli.app import app
-from moeblaze_ref.verify.comparisons import TORCH_LAYERS
 from moeblaze_ref.nn.systems import SYSTEMS
+from moeblaze_ref.verify import cases, check, comparisons, coverage
+from moeblaze_ref.verify.comparisons import TORCH_LAYERS
 
 TABLE = list(coverage.lines())
 OPTIONS = {option.name: option for option in coverage.OPTIONS}

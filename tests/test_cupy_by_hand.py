@@ -11,8 +11,8 @@ from hand_launch import pretended_cupy
 from helpers import unmarked
 
 from moeblaze_ref.backends import registry
-from moeblaze_ref.verify.cases import relative_error
 from moeblaze_ref.course.site import cupy_by_hand
+from moeblaze_ref.verify.cases import relative_error
 
 ROOT = Path(__file__).parents[1]
 PAGE = cupy_by_hand.DOCUMENT.read_text()

@@ -10,17 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planted import Planted, Quick
 
-from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
-from moeblaze_ref.verify.check import differing_elements
-from moeblaze_ref.core.checks import MAX_EXPERTS
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort, build_part
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.backends.raw_cuda.dispatch import RUNGS, THREADS
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.checks import MAX_EXPERTS
+from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.runtime import ceil_div
 from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import MAX_SHARED_BYTES
-from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
+from moeblaze_ref.verify.check import differing_elements
 
 HERE = [("numpy", None), ("numba", None), *(("simt", rung) for rung in RUNGS)]  # what needs no GPU
 

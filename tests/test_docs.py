@@ -26,19 +26,19 @@ import typer
 from helpers import Shape
 
 from moeblaze_ref.backends import registry
-from moeblaze_ref.systems import capacity
-from moeblaze_ref.verify import cases, check, comparisons, coverage
+from moeblaze_ref.backends.numpy_ref import gating, layer
+from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.cli import app
 from moeblaze_ref.core import config, units
-from moeblaze_ref.nn import oracle
-from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.memory import accounting, report
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.placement import methods
+from moeblaze_ref.systems import capacity
+from moeblaze_ref.systems.layer import intermediates
+from moeblaze_ref.verify import cases, check, comparisons, coverage
 from moeblaze_ref.verify.judge import CONTRACTS
 from moeblaze_ref.verify.judge.contracts import ROUTES
-from moeblaze_ref.systems.layer import intermediates
-from moeblaze_ref.memory import accounting, report
-from moeblaze_ref.backends.numpy_ref import gating, layer
-from moeblaze_ref.placement import methods
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))

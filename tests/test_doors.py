@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, random_topk
-from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
 from typer.testing import CliRunner
 
-from moeblaze_ref.core import documents, provenance
 from moeblaze_ref import lm
-from moeblaze_ref.nn import oracle
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.core import documents, provenance
+from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm import (
     checkpoint,
     curves,
@@ -33,8 +33,8 @@ from moeblaze_ref.lm.evidence import Request
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.run import CHECKPOINT
 from moeblaze_ref.lm.train import NonFinite, Trainer, TrainSettings
+from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.systems import system
-from moeblaze_ref.core.units import MIB
 
 CONFIG = replace(small_lm.CONFIG, h=128)  # as wide as a block of megablocks
 SETTINGS = replace(small_lm.SETTINGS, config=CONFIG, steps=12)

@@ -12,12 +12,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from test_notebooks import ROOT, execute
 from traitlets.config import Config
 
-from moeblaze_ref.verify import apart
 from moeblaze_ref.course.exercises import Unsolved, notebooks
 from moeblaze_ref.course.exercises.desk import Desk
 from moeblaze_ref.course.exercises.exercise import KINDS, Construction, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.kernels import cuda_source, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
+from moeblaze_ref.verify import apart
 
 FILES = notebooks.files(ROOT / "notebooks")
 KERNELS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, KernelExercise)]

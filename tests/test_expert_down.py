@@ -5,13 +5,13 @@ import pytest
 import torch
 from helpers import RAGGED, SHAPES
 
-from moeblaze_ref.nn import oracle
-from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.backends.numpy_ref import activation as activation_stage
 from moeblaze_ref.backends.numpy_ref import combine
 from moeblaze_ref.backends.numpy_ref import expert_down as stage
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.core.config import ACTIVATIONS, is_gated
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.verify.cases import relative_error
 
 
 def make_inputs(shape, activation="swiglu"):

@@ -11,17 +11,17 @@ import torch
 from headers import evaluate, stated
 from planted import Planted, Quick
 
-from moeblaze_ref.verify import comparisons
-from moeblaze_ref.backends.registry import OpenStage
-from moeblaze_ref.verify.cases import make_case, relative_error
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.backends.numpy_ref import activation as reference_activation
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort, expert_groups
-from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.backends.raw_cuda import activation, combine, expert_down, expert_up, gemm, layer, tiles
+from moeblaze_ref.backends.registry import OpenStage
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime import simt_executor
 from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import make_case, relative_error
 
 STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
 EVERY = [

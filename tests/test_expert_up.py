@@ -7,11 +7,11 @@ import pytest
 import torch
 from helpers import RAGGED, SHAPES
 
-from moeblaze_ref.nn import oracle
-from moeblaze_ref.verify.cases import random_topk, relative_error
-from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.backends.numpy_ref import expert_up as stage
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.core.config import ACTIVATIONS, is_gated
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.verify.cases import random_topk, relative_error
 
 
 def make_inputs(shape, activation="swiglu"):

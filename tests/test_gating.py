@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from moeblaze_ref.backends.numpy_ref import gating
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.backends.numpy_ref import gating
 
 SHAPES = [(1, 4, 2), (33, 4, 1), (29, 5, 5), (37, 7, 3), (64, 64, 8)]
 

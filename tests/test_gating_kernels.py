@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from planted import Planted, Quick
 from simulator import counted_launch, rerun, stated_launch
 
-from moeblaze_ref.verify import check
-from moeblaze_ref.backends.registry import BACKENDS, OpenStage
-from moeblaze_ref.verify.cases import relative_error
 from moeblaze_ref.backends.numba_cuda import gating as numba_gating
 from moeblaze_ref.backends.numba_cuda import runtime
 from moeblaze_ref.backends.numpy_ref import gating as reference
 from moeblaze_ref.backends.raw_cuda import gating as raw_gating
+from moeblaze_ref.backends.registry import BACKENDS, OpenStage
+from moeblaze_ref.core.structures import Gating
 from moeblaze_ref.runtime import widest_pack
 from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
-from moeblaze_ref.core.structures import Gating
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import relative_error
 
 RUNGS = tuple(raw_gating.RUNGS)
 HERE = [("numba", None), *(("simt", rung) for rung in RUNGS)]  # the backends that need no GPU

@@ -14,10 +14,10 @@ import processes
 import pytest
 from test_judge import COMBINE, WIDE_COMBINE, changed
 
+from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify import apart, guard
 from moeblaze_ref.verify.judge import claims, prepare
 from moeblaze_ref.verify.judge.sources import check_source
-from moeblaze_ref.runtime.source import inlined
 
 RIGHT = "    out[index] = sum;\n"
 NOTHING_WRITTEN = "out[0, 0] is never written"
@@ -298,7 +298,7 @@ def test_the_runner_is_not_taken_from_the_process_of_a_kernel(unchecked):
     "said", ["[" * 99_999, "7", '["Answer", {}]', '["Description", {"runner": "cuda", "launch": ""}]', '["Answer"', "\xff"]
 )
 def test_what_no_launch_sends_is_no_verdict(said):
-    write = f"(void)!write(3, said, sizeof(said) - 1); _exit(0);"
+    write = "(void)!write(3, said, sizeof(said) - 1); _exit(0);"
     text = combine_that(write, f"#include <unistd.h>\nstatic const char said[] = {json.dumps(said + chr(10))};\n")
     with pytest.raises(ChildProcessError, match="the kernel has written into the pipe of the process that runs it"):
         check(text)

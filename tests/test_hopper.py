@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from moeblaze_ref.verify.cases import relative_error
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor, Traffic
 from moeblaze_ref.runtime.tensor_map import TensorMap
+from moeblaze_ref.verify.cases import relative_error
 
 SIMT = SimtExecutor()
 HEADER = '// Runs on      sm_90a; SIMT executor.\n#include "hopper.cuh"\n'

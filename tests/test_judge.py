@@ -9,19 +9,19 @@ import pytest
 from numba import float32, int32
 from test_cli import moeblaze
 
+from moeblaze_ref.backends.numba_cuda import combine as numba_combine
+from moeblaze_ref.backends.numba_cuda import expert_down as numba_down
+from moeblaze_ref.backends.numba_cuda import expert_up as numba_up
+from moeblaze_ref.backends.numba_cuda.runtime import cuda
+from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.core import kernel_headers
+from moeblaze_ref.core.paths import kernels_dir
+from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify.cases import make_case, standard_cases, telling_cases, wide_cases
 from moeblaze_ref.verify.judge import CONTRACTS, Wrong, examine, judge
 from moeblaze_ref.verify.judge.contracts import AXES, set_problem
 from moeblaze_ref.verify.judge.kernels import declaration
 from moeblaze_ref.verify.judge.report import place_of
-from moeblaze_ref.backends.numba_cuda import combine as numba_combine
-from moeblaze_ref.backends.numba_cuda import expert_down as numba_down
-from moeblaze_ref.backends.numba_cuda import expert_up as numba_up
-from moeblaze_ref.backends.numba_cuda.runtime import cuda
-from moeblaze_ref.core.paths import kernels_dir
-from moeblaze_ref.backends.raw_cuda import tiles
-from moeblaze_ref.runtime.source import inlined
 
 SMALL = standard_cases()[:6]  # with one token, an empty expert, and no tokens
 CASE = make_case(13, 8, 16, 4, 2, "zipf")

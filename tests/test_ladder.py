@@ -10,7 +10,8 @@ import pytest
 from pretended import FLOPS_PER_MS, HOT_FLOPS_PER_MS, PretendedDevice
 from typer.testing import CliRunner
 
-from moeblaze_ref.core import provenance
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.raw_cuda import expert_up
 from moeblaze_ref.backends.registry import Status
 from moeblaze_ref.bench import (
     LAYER_PRESETS,
@@ -24,14 +25,13 @@ from moeblaze_ref.bench import (
     report,
     results,
 )
-from moeblaze_ref.verify.cases import make_case
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.core import provenance
 from moeblaze_ref.core.config import MoEConfig, preset
-from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.backends.raw_cuda import expert_up
-from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
 from moeblaze_ref.core.units import GIB
+from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
+from moeblaze_ref.verify.cases import make_case
 
 TINY = MoEConfig(L=300, d=136, h=144, E=3, k=2)
 ONE_TILE = MoEConfig(L=60, d=200, h=72, E=1, k=1)

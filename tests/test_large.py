@@ -11,19 +11,19 @@ import pytest
 from casts import CAST, UNCOMPILED, Switched, switched
 from planted import quick_builds
 
-from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.verify import large
-from moeblaze_ref.verify.large.cases import BOUNDS, Case
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.backends.raw_cuda import block_sparse, gemm
+from moeblaze_ref.core import checks, sparse_contracts
+from moeblaze_ref.core.paths import kernels_dir
+from moeblaze_ref.core.structures import Topology
 from moeblaze_ref.runtime.declarations import Declarations
+from moeblaze_ref.runtime.simt.build import SimtCompileError
 from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import inlined, kernel_text
 from moeblaze_ref.runtime.sparse import ZEROS, Launch, SparseExecutor, SparseModule
-from moeblaze_ref.runtime.simt.build import SimtCompileError
-from moeblaze_ref.core.structures import Topology
+from moeblaze_ref.verify import large
+from moeblaze_ref.verify.large.cases import BOUNDS, Case
 
 CASES = large.every_case()
 GIBIBYTE = 2**30

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from simulator import rerun
 
+from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, cuda
 from moeblaze_ref.verify import large
 from moeblaze_ref.verify.large.cases import BOUNDS
-from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, cuda
 
 
 def test_the_last_block_of_a_large_launch_is_right():

@@ -8,11 +8,11 @@ import pytest
 import torch
 from helpers import RAGGED, SHAPES
 
-from moeblaze_ref.nn import oracle
-from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig, is_gated
-from moeblaze_ref.systems.layer import Gradients, MoEWeights
 from moeblaze_ref.backends.numpy_ref import combine, expert_down, expert_up, gating, layer, router
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig, is_gated
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.systems.layer import Gradients, MoEWeights
+from moeblaze_ref.verify.cases import relative_error
 
 LOSSES = {"no losses": (0.0, 0.0), "both losses": (0.7, 0.3)}  # gradients of load-balancing loss and z-loss
 

@@ -8,12 +8,12 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import nn
 
-from moeblaze_ref.nn import oracle
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.lm import data, plots
 from moeblaze_ref.lm import train as training
 from moeblaze_ref.lm.model import Attention, LMConfig, LMOutput, MoETrace, MoETransformer, rotary_angles, rotate
 from moeblaze_ref.lm.train import capture, evaluate, language_loss, router_loss, train
+from moeblaze_ref.nn import oracle
 
 TINY = LMConfig(d=32, h=32, E=4, k=2, layers=2, heads=2, sequence=32)
 

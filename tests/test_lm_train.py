@@ -22,8 +22,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from moeblaze_ref import lm
-from moeblaze_ref.core import records
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.core import records
 from moeblaze_ref.lm import checkpoint, command, data, finite, log, presets
 from moeblaze_ref.lm.checkpoint import CheckpointError
 from moeblaze_ref.lm.model import MoETransformer

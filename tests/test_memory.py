@@ -14,9 +14,10 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moeblaze_ref.systems.capacity import expert_capacity
+from moeblaze_ref.backends.numpy_ref import layer
 from moeblaze_ref.core.config import ACTIVATIONS, ITEMSIZE, POLICIES, PRESETS, MoEConfig, is_gated, preset
-from moeblaze_ref.systems.layer import MoEWeights
+from moeblaze_ref.core.structures import STRUCTURES
+from moeblaze_ref.core.units import GB, GIB, KIB, MIB, UNITS, unit_for
 from moeblaze_ref.memory import measure, plots, report
 from moeblaze_ref.memory.accounting import (
     GPU_CAPACITIES,
@@ -34,12 +35,11 @@ from moeblaze_ref.memory.accounting import (
     uniform_counts,
 )
 from moeblaze_ref.memory.measured import Measured, measured
-from moeblaze_ref.backends.numpy_ref import layer
 from moeblaze_ref.nn.oracle import OracleMoE
-from moeblaze_ref.core.structures import STRUCTURES
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
-from moeblaze_ref.core.units import GB, GIB, KIB, MIB, UNITS, unit_for
+from moeblaze_ref.systems.capacity import expert_capacity
+from moeblaze_ref.systems.layer import MoEWeights
 
 SMALL = MoEConfig(L=6, d=4, h=8, E=3, k=2)  # swiglu, bfloat16: worked out by hand below
 BLOCKS = Assumptions(block=8)  # that divide every h of the small layers

@@ -29,21 +29,16 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch.utils.checkpoint import checkpoint
 
+from moeblaze_ref.backends.numba_cuda import dispatch as numba_dispatch
+from moeblaze_ref.backends.numpy_ref import block_sparse, gating, layer
+from moeblaze_ref.backends.numpy_ref import dispatch as reference
+from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, tiles
+from moeblaze_ref.backends.raw_cuda import gemm as raw_gemm
 from moeblaze_ref.bench import document, ladder
 from moeblaze_ref.bench import layer as bench_layer
-from moeblaze_ref.systems.capacity import expert_capacity
-from moeblaze_ref.verify.cases import (
-    GOLDEN_DISPATCH,
-    GOLDEN_NUM_EXPERTS,
-    GOLDEN_TOPK_EXPERTS,
-    make_case,
-    random_topk,
-    relative_error,
-)
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig, preset
-from moeblaze_ref.memory.accounting import account, dropped_and_padded, largest_tokens
-from moeblaze_ref.memory.plots import VERMILLION
-from moeblaze_ref.memory.rows import megablocks_rows
+from moeblaze_ref.core.units import GB, GIB, MIB
 from moeblaze_ref.course.notebook import (
     backward,
     bullets,
@@ -65,19 +60,24 @@ from moeblaze_ref.course.notebook import (
     table,
 )
 from moeblaze_ref.course.notebook.execution import METADATA, execute
-from moeblaze_ref.backends.numba_cuda import dispatch as numba_dispatch
-from moeblaze_ref.backends.numpy_ref import block_sparse, gating, layer
-from moeblaze_ref.backends.numpy_ref import dispatch as reference
+from moeblaze_ref.memory.accounting import account, dropped_and_padded, largest_tokens
+from moeblaze_ref.memory.plots import VERMILLION
+from moeblaze_ref.memory.rows import megablocks_rows
+from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
 from moeblaze_ref.placement import simulate
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
-from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, tiles
-from moeblaze_ref.backends.raw_cuda import gemm as raw_gemm
 from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import inlined, kernel_text
-from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
-from moeblaze_ref.core.units import GB, GIB, MIB
+from moeblaze_ref.systems.capacity import expert_capacity
+from moeblaze_ref.verify.cases import (
+    GOLDEN_DISPATCH,
+    GOLDEN_NUM_EXPERTS,
+    GOLDEN_TOPK_EXPERTS,
+    make_case,
+    random_topk,
+    relative_error,
+)
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"

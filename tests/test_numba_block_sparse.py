@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from simulator import counted_launch, rerun, stated_launch
 from test_numba_experts import planted, strange, wide
 
-from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.verify.comparisons import BOUNDS
-from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.backends.numba_cuda import block_sparse, combine, dispatch, runtime
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 from moeblaze_ref.core.structures import IndexArrays
+from moeblaze_ref.verify.cases import relative_error
+from moeblaze_ref.verify.comparisons import BOUNDS
 
 BOUND = BOUNDS["float32"]
 SMALL = Shape(9, 3, 4, 3, 2)  # experts of 6, 5 and 7 rows: whole blocks of 2, and padded ones

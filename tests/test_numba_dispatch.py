@@ -10,12 +10,12 @@ import pytest
 from helpers import assert_same_dispatch
 from simulator import counted_launch, rerun, stated_launch
 
-from moeblaze_ref.core import devices, checks, stage_contracts
-from moeblaze_ref.verify.cases import GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.backends.numba_cuda import dispatch, runtime
 from moeblaze_ref.backends.numba_cuda.dispatch import EMPTY, THREADS
 from moeblaze_ref.backends.numba_cuda.runtime import POISON, cuda
 from moeblaze_ref.backends.numpy_ref import dispatch as reference
+from moeblaze_ref.core import checks, devices, stage_contracts
+from moeblaze_ref.verify.cases import GOLDEN_TOPK_EXPERTS, random_topk
 
 SEVERAL_TILES = 2 * THREADS + 3  # no tile divides it
 

@@ -12,15 +12,15 @@ import pytest
 from helpers import Shape
 from simulator import counted_launch, rerun, stated_launch
 
-from moeblaze_ref.systems import layer as body
 from moeblaze_ref.backends import numba_cuda
-from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.verify.comparisons import BOUNDS
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.backends.numba_cuda import activation as activation_stage
 from moeblaze_ref.backends.numba_cuda import combine, expert_down, expert_up, layer, router, runtime
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.systems import layer as body
+from moeblaze_ref.verify.cases import relative_error
+from moeblaze_ref.verify.comparisons import BOUNDS
 
 ON_GPU = runtime.EXECUTOR == "cuda"
 SMALL = Shape(13, 7, 6, 3, 2)

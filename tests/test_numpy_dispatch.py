@@ -5,10 +5,10 @@ import pytest
 from helpers import assert_same_dispatch, routings
 from hypothesis import given, settings
 
+from moeblaze_ref.backends.numpy_ref import dispatch as stage
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, ROUTINGS, random_topk
 from moeblaze_ref.verify.cases import GOLDEN_TOPK_EXPERTS as GOLDEN_TOPK
-from moeblaze_ref.backends.numpy_ref import dispatch as stage
 
 GOLDEN = {name: array.tolist() for name, array in GOLDEN_DISPATCH.arrays().items()}
 BUILDERS = [stage.build, stage.build_by_sort]

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from planted import quick_builds
 
-from moeblaze_ref.verify import check, orders
-from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.backends.numba_cuda import combine as numba_combine
 from moeblaze_ref.backends.numba_cuda.runtime import ZERO, cuda
 from moeblaze_ref.backends.raw_cuda import expert_down, tiles
+from moeblaze_ref.backends.raw_cuda.tiles import WARP
+from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined
-from moeblaze_ref.backends.raw_cuda.tiles import WARP
+from moeblaze_ref.verify import check, orders
 
 ROOT = Path(check.__file__).parents[1]
 HERE = ("numpy", "numba", "simt")

@@ -28,24 +28,24 @@ import typer
 from pretended import PretendedDevice
 from typer.testing import CliRunner
 
-from moeblaze_ref.cli import app, terminal
-from moeblaze_ref.core import provenance, records, traces
-from moeblaze_ref.verify import sanitize
 from moeblaze_ref.bench import plan, tune
+from moeblaze_ref.cli import app, terminal
+from moeblaze_ref.cli import parallel_bench as parallel_bench
+from moeblaze_ref.core import provenance, records, traces
+from moeblaze_ref.course.notebook import outputs
+from moeblaze_ref.course.site import build as site
+from moeblaze_ref.course.site import cupy_by_hand
+from moeblaze_ref.course.site import path as course_path
 from moeblaze_ref.lm import checkpoint, data, evidence
 from moeblaze_ref.lm import command as lm_command
 from moeblaze_ref.lm import run as lm_run
 from moeblaze_ref.lm.train import Trainer
-from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.papers import command as papers_command
 from moeblaze_ref.papers.item import Item
-from moeblaze_ref.cli import parallel_bench as parallel_bench
 from moeblaze_ref.parallel import findings
 from moeblaze_ref.placement import maps, synthetic
 from moeblaze_ref.placement.synthetic import synthetic_trace
-from moeblaze_ref.course.site import build as site
-from moeblaze_ref.course.site import cupy_by_hand
-from moeblaze_ref.course.site import path as course_path
+from moeblaze_ref.verify import sanitize
 
 NULL, FULL = 3, 7  # minor numbers of Linux' /dev/null and /dev/full
 FOREIGN = "somebody's notes\n"

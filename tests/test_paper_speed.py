@@ -15,9 +15,9 @@ from pretended import PretendedDevice
 from moeblaze_ref.bench import accuracy, foreign, layer, report
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.papers import speed, trials
 from moeblaze_ref.papers.items import ITEMS
-from moeblaze_ref.nn.routed_experts import RoutedExperts
 
 LITTLE = MoEConfig(L=37, d=16, h=128, E=5, k=2)  # h: whole blocks of our MegaBlocks
 TIMED = MoEConfig(L=5, d=8, h=128, E=2, k=1)

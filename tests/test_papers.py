@@ -10,9 +10,10 @@ from helpers import unmarked
 from rich.console import Console
 from typer.testing import CliRunner
 
-from moeblaze_ref.core import provenance
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.core import provenance
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.papers import (
     claims,
     command,
@@ -30,7 +31,6 @@ from moeblaze_ref.papers.capacities import VARIANTS
 from moeblaze_ref.papers.claims import Mistake, PrintedNumber, Verdict, compared, exactly, measured, more_than, stated
 from moeblaze_ref.papers.item import function
 from moeblaze_ref.papers.results import Recorded
-from moeblaze_ref.core.traces import RoutingTrace
 
 # Each equation with a number, each table and each figure of the three papers for which there is a number.
 IDS = """

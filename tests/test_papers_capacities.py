@@ -12,9 +12,9 @@ from small_lm import CONFIG, SETTINGS
 from moeblaze_ref.lm import data
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import Trainer, evaluate
+from moeblaze_ref.nn.systems import system
 from moeblaze_ref.papers import capacities
 from moeblaze_ref.papers.capacities import FACTORS, VARIANTS
-from moeblaze_ref.nn.systems import system
 
 CPU = torch.device("cpu")
 TINY = replace(SETTINGS, config=replace(CONFIG, k=1, activation="gelu"), steps=20)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import run_to_the_end
 
 from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
@@ -20,7 +21,6 @@ from moeblaze_ref.parallel.ranks import Ranks, progress
 from moeblaze_ref.parallel.trip import Trip
 from moeblaze_ref.parallel.watch import DONE, HEARD, JUDGED, LEFT, SIGNS, WORKING, Seen, Watch, verdict
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.nn.torch_layer import MoELayer
 
 BOUND = 1e-5  # of the error's norm over the norm
 NARROW_BOUND = 2**-6  # bfloat16: partial sums are rounded before they travel

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moeblaze_ref.core import traces
 from moeblaze_ref.cli import parallel_bench
+from moeblaze_ref.core import traces
 from moeblaze_ref.parallel import measure
 from moeblaze_ref.parallel.costs import Costs, rows_of, rows_sent, travel_seconds
 from moeblaze_ref.parallel.local import run

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moeblaze_ref.core import traces
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.core import traces
 from moeblaze_ref.placement import joint, maps, methods, peers, plots, simulate, solver, synthetic, trace
 from moeblaze_ref.placement.synthetic import synthetic_trace
 

@@ -8,13 +8,13 @@ from pretended import PretendedDevice
 
 from moeblaze_ref.bench import accuracy
 from moeblaze_ref.bench.inputs import Inputs
-from moeblaze_ref.verify.cases import relative_error
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig
+from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.papers import printed
 from moeblaze_ref.papers.items import ITEMS
 from moeblaze_ref.runtime.simt_executor import SimtExecutor
 from moeblaze_ref.runtime.torch_bridge import bridge_to
-from moeblaze_ref.nn.torch_layer import MoELayer
+from moeblaze_ref.verify.cases import relative_error
 
 TINY = MoEConfig(L=301, d=16, h=24, E=5, k=2)
 ODD = TINY.replace(d=21, h=35)  # which tensor cores do not take

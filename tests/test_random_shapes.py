@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeblaze_ref.verify import check
-from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import ROUTINGS, make_case
-from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import ROUTINGS, make_case
 
 RUNS = [
     (backend, stage, rung)

@@ -9,8 +9,8 @@ from typer.main import get_command
 from moeblaze_ref.bench import document
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core.config import preset
-from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.core.units import GIB
+from moeblaze_ref.memory.accounting import account
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 COLUMNS = [

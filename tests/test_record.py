@@ -5,14 +5,14 @@ import re
 import numpy as np
 import pytest
 
-from moeblaze_ref.verify.cases import make_case, random_topk
 from moeblaze_ref.backends.numpy_ref.dispatch import build
 from moeblaze_ref.backends.raw_cuda import dispatch, expert_up
 from moeblaze_ref.runtime import record
 from moeblaze_ref.runtime.record import LANES, RecordingExecutor, Step
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.simt import symbols
 from moeblaze_ref.runtime.simt.build import SimtUnavailable
+from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.verify.cases import make_case, random_topk
 
 KERNELS = """#include "common.cuh"
 extern "C" {

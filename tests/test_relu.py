@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from planted import Quick
 
-from moeblaze_ref.verify.cases import make_case
-from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.backends.numpy_ref import layer as numpy_layer
 from moeblaze_ref.backends.raw_cuda import expert_down, expert_up
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
+from moeblaze_ref.core.config import POLICIES
+from moeblaze_ref.verify.cases import make_case
 
 SIZES = {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2}  # no tile divides the rows of an expert
 WIDE = {"L": 70, "d": 128, "h": 128, "E": 3, "k": 2}  # what 4_hopper takes

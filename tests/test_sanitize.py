@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from moeblaze_ref.verify import comparisons, sanitize
-from moeblaze_ref.backends.registry import Status
-from moeblaze_ref.verify.cases import many_blocks_case, many_tiles_case, whole_block_case
-from moeblaze_ref.cli.app import app
-from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER
+from moeblaze_ref.backends.registry import Status
+from moeblaze_ref.cli.app import app
+from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.declarations import Declarations
 from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.verify import comparisons, sanitize
+from moeblaze_ref.verify.cases import many_blocks_case, many_tiles_case, whole_block_case
 
 
 class Witness(SimtExecutor):

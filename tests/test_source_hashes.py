@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from helpers import unmarked
 
-from moeblaze_ref.core import documents, provenance, source_hashes
-from moeblaze_ref.bench import findings
-from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.backends.raw_cuda import tiles
-from moeblaze_ref.course.site import records as page
+from moeblaze_ref.bench import findings
+from moeblaze_ref.core import documents, provenance, source_hashes
+from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.core.source_hashes import CUDA, LAYERS, NUMBA, PARTS, hashes
+from moeblaze_ref.course.site import records as page
 
 CU = """// Purpose: copies.
 #include "../include/common.cuh"

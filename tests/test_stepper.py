@@ -7,12 +7,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_rgba
 
-from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS
 from moeblaze_ref.course.notebook import controls, explorer, pictures, stepper
 from moeblaze_ref.course.notebook.explorer import Routing, RoutingGrid
 from moeblaze_ref.course.notebook.stepper import Stepper, record_dispatch, sentence
 from moeblaze_ref.runtime.record import RecordingExecutor
 from moeblaze_ref.runtime.simt_executor import KernelFault
+from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS
 
 FIRST = "block 0, warp 0"
 WALK = """extern "C" __global__ void walk(const int* x, int* out, int stride) {

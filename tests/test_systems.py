@@ -6,22 +6,22 @@ import torch
 from helpers import SHAPES, Shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeblaze_ref.systems import capacity
-from moeblaze_ref.verify import check, comparisons
-from moeblaze_ref.nn import systems
+from moeblaze_ref.backends.numpy_ref import capacity as specification
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.bench import contestants
-from moeblaze_ref.verify.cases import make_case, relative_error
 from moeblaze_ref.core.config import ACTIVATIONS, PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory import measure, waste
 from moeblaze_ref.memory.accounting import Assumptions, account
 from moeblaze_ref.memory.measured import measured
-from moeblaze_ref.backends.numpy_ref import capacity as specification
-from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.nn import systems
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE, DynamicCapacityMoE
 from moeblaze_ref.nn.torch_memory_optimized import MemoryOptimizedMoE
 from moeblaze_ref.nn.torch_sequential import SequentialMoE
+from moeblaze_ref.systems import capacity
+from moeblaze_ref.verify import check, comparisons
+from moeblaze_ref.verify.cases import make_case, relative_error
 
 NEW = {  # by the name of the system: that of its check
     "sequential": "torch_sequential",

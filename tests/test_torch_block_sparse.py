@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moeblaze_ref.verify import check
-from moeblaze_ref.systems import megablocks
-from moeblaze_ref.nn import systems, torch_block_sparse, torch_layer
+from moeblaze_ref.backends.raw_cuda import block_sparse, gating
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import every_activation, relative_error
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
 from moeblaze_ref.lm.train import train
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import Assumptions, megablocks_step_account
 from moeblaze_ref.memory.waste import compare
-from moeblaze_ref.backends.raw_cuda import block_sparse, gating
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.nn import systems, torch_block_sparse, torch_layer
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
+from moeblaze_ref.runtime.simt_executor import SimtExecutor
 from moeblaze_ref.runtime.torch_bridge import to_numpy
 from moeblaze_ref.runtime.torch_executor import TensorBridge, TorchExecutor
-from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
+from moeblaze_ref.systems import megablocks
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import every_activation, relative_error
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 L = 37  # no block divides the groups of its rows

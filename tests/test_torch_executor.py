@@ -11,16 +11,16 @@ from idle import IdleBridge, IdleExecutor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import moeblaze_ref
-from moeblaze_ref.nn import torch_layer
+from moeblaze_ref.backends.raw_cuda import router
 from moeblaze_ref.bench import stages
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.backends.raw_cuda import router
+from moeblaze_ref.nn import torch_layer
+from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout
 from moeblaze_ref.runtime.torch_bridge import CpuBridge
-from moeblaze_ref.nn.torch_layer import MoELayer
 
 PACKAGE = Path(moeblaze_ref.__file__).parent
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}

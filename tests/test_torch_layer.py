@@ -13,19 +13,19 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moeblaze_ref.verify import check, comparisons
-from moeblaze_ref.nn import oracle
-from moeblaze_ref.core.arrays import address_of
+from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gating, router
+from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import every_choice, paired_options, relative_error, single_gradients
+from moeblaze_ref.core.arrays import address_of
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.oracle import OracleMoE
-from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gating, router
-from moeblaze_ref.backends.raw_cuda import layer as raw_layer
-from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
 from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
+from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
+from moeblaze_ref.verify import check, comparisons
+from moeblaze_ref.verify.cases import every_choice, paired_options, relative_error, single_gradients
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 L = 37  # no tile divides it

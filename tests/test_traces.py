@@ -14,8 +14,8 @@ import torch
 from test_records import files_of_at_most
 from typer.testing import CliRunner
 
-from moeblaze_ref.core import traces
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.core import traces
 from moeblaze_ref.lm import checkpoint, command, data, tracing
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.presets import preset

@@ -8,10 +8,10 @@ import pytest
 from pretended import PretendedDevice
 from typer.testing import CliRunner
 
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.bench import tune
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core.config import MoEConfig, preset
-from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.runtime.simt_executor import SimtExecutor
 
 TINY = MoEConfig(L=40, d=16, h=24, E=3, k=2)

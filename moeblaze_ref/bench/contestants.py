@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref.systems import capacity
-from moeblaze_ref.core import checks
-from moeblaze_ref.nn import oracle, systems
-from moeblaze_ref.bench import foreign, peers
-from moeblaze_ref.bench.accuracy import Layer
-from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.memory import waste
 from moeblaze_ref.backends.numpy_ref import capacity as specification
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.bench import foreign, peers
+from moeblaze_ref.bench.accuracy import Layer
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.memory import waste
+from moeblaze_ref.nn import oracle, systems
+from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_layer import MoEModule
+from moeblaze_ref.systems import capacity
 
 OURS = "moeblaze"
 GRAPHED = "moeblaze_graphed"  # ours, whose forward and whose backward are a CUDA graph each

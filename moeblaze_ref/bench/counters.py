@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.bench import ladder, stages
-from moeblaze_ref.runtime.device import PRODUCT, Device, Gpu
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.runtime.device import PRODUCT, Device, Gpu
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 PRESETS = ("conf3", "conf4", "mixtral", "qwen3", "fine-grained")  # what conf1 lacks is work, not speed

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.core import documents
 from moeblaze_ref.bench import KINDS, aims, findings, plots, report, results
+from moeblaze_ref.core import documents
 
 DOCUMENT = results.DOCS / "performance.md"
 README = results.DOCS.parent / "README.md"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ref.nn import oracle
 from moeblaze_ref.bench import peers
 from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.nn import oracle
 from moeblaze_ref.runtime.torch_bridge import Bridge
 
 Tensors = tuple[Tensor, ...]

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from moeblaze_ref.core import documents, source_hashes
+from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.bench import counters, ladder, report, results
 from moeblaze_ref.bench.contestants import GRAPHED, OURS
-from moeblaze_ref.backends.raw_cuda import tiles
+from moeblaze_ref.core import documents, source_hashes
 
 LINE = 120
 POLICIES = ("minimal", "inputs")

@@ -5,9 +5,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moeblaze_ref.backends.raw_cuda import dispatch
 from moeblaze_ref.bench import routing
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.backends.raw_cuda import dispatch
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime.torch_bridge import Bridge
 

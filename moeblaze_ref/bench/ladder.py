@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
+from moeblaze_ref.backends.raw_cuda import activation, expert_up, gemm
 from moeblaze_ref.bench import floors
 from moeblaze_ref.bench.accuracy import Error, worst
-from moeblaze_ref.runtime.clock import take_turns
-from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.expected import expert_up as expert_up_by_torch
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.backends.raw_cuda import activation, expert_up, gemm
-from moeblaze_ref.runtime import Executor, ceil_div
-from moeblaze_ref.runtime.source import Module
 from moeblaze_ref.core.structures import HIDDEN
+from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.clock import take_turns
+from moeblaze_ref.runtime.device import Device
+from moeblaze_ref.runtime.source import Module
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
 PRESETS = ("conf3", "qwen3")

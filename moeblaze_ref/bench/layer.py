@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref.bench import accuracy, contestants, floors, foreign, peers, routing
-from moeblaze_ref.runtime.clock import Contender, Lap, Samples, replayed, take_turns
-from moeblaze_ref.bench.contestants import GRAPHED, OURS, OWN
-from moeblaze_ref.runtime.device import Device, NoGraph
-from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
-from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.memory import measure
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda.layer import default_rung
+from moeblaze_ref.bench import accuracy, contestants, floors, foreign, peers, routing
+from moeblaze_ref.bench.contestants import GRAPHED, OURS, OWN
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.memory import measure
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.runtime.clock import Contender, Lap, Samples, replayed, take_turns
+from moeblaze_ref.runtime.device import Device, NoGraph
 from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
 
 INPUTS = 3  # used in turn, so that none is in the L2 cache when its turn comes
 GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing, and a graph's memory is too much

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from moeblaze_ref.core import checks
+from moeblaze_ref.backends.raw_cuda import expert_up
+from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.bench import KINDS, LAYER_PRESETS, contestants, counters, floors, ladder, routing, stages
 from moeblaze_ref.bench import layer as whole_layer
 from moeblaze_ref.bench.contestants import OWN
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import POLICIES, PRESETS, MoEConfig, preset
 from moeblaze_ref.runtime.device import Gpu
 from moeblaze_ref.systems.capacity import check_factor
-from moeblaze_ref.core.config import POLICIES, PRESETS, MoEConfig, preset
-from moeblaze_ref.backends.raw_cuda import expert_up
-from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 
 Job = Callable[..., list[dict[str, Any]]]
 

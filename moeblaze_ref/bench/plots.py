@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from moeblaze_ref.bench.report import label
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
 from moeblaze_ref.core.units import GIB
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
 
 COLORS = (BLUE, SKY, VERMILLION, ORANGE, PURPLE, YELLOW, GREEN, BLACK, GREY)
 

@@ -5,11 +5,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.bench import KINDS, counters, ladder, layer, stages
+from moeblaze_ref.core import checks, provenance, records
+from moeblaze_ref.core.paths import DOCS
 
 Result = dict[str, Any]
-DOCS = Path(__file__).parents[2] / "docs"
 RECORDED = DOCS / "results" / "bench_h200.json"  # what the documents and the notebooks show
 LADDER = RECORDED.with_name("ladder_h200.json")
 COUNTERS = RECORDED.with_name("counters_h200.json")

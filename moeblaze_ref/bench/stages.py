@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, layer, router
 from moeblaze_ref.bench import floors
 from moeblaze_ref.bench.accuracy import NOT_COMPARED, worst
-from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
-from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, layer, router
 from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
 OURS, TORCH = "moeblaze", "torch"

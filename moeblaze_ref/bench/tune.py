@@ -12,16 +12,16 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref.core import checks, provenance, records
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.backends.registry import refusal
 from moeblaze_ref.bench import plan, stages
-from moeblaze_ref.runtime.clock import replayed, take_turns
-from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.floors import cost_of
 from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.runtime import Executor
+from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 # Presets, some with another L: each class of layers has one at least.

@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref.verify import apart
-from moeblaze_ref.core import provenance, records, source_hashes
-from moeblaze_ref.cli import terminal
 from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
+from moeblaze_ref.cli import terminal
+from moeblaze_ref.core import provenance, records, source_hashes
 from moeblaze_ref.core.config import POLICIES, PRESETS
 from moeblaze_ref.lm import EVIDENCE, LAYERS
 from moeblaze_ref.lm import PRESETS as TRAINED
 from moeblaze_ref.runtime.simt import cache
+from moeblaze_ref.verify import apart
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",

@@ -12,19 +12,19 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import TextColumn
 
-from moeblaze_ref.verify import check
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.cli import terminal
-from moeblaze_ref.verify.cases import Case
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.lm import data, plots
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.train import TrainResult, capture, train
 from moeblaze_ref.memory import measure, report, traffic
 from moeblaze_ref.memory.accounting import Assumptions, account, accounts
-from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.nn import oracle
 from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.systems.layer import MoEWeights
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import Case
 
 STAGES = ("dispatch", "layer")  # the second runs all the others too
 PLOTS = ("loss", "expert_load", "dispatch_traffic", *terminal.MEMORY_PLOTS)

@@ -22,8 +22,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from moeblaze_ref.core import checks, provenance, source_hashes, traces
 from moeblaze_ref.cli.app import Force, stdout, user_errors
+from moeblaze_ref.core import checks, provenance, source_hashes, traces
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.parallel import findings, measure
 from moeblaze_ref.parallel.costs import Costs
 from moeblaze_ref.parallel.measure import MarkedRanks, Model
@@ -33,7 +34,6 @@ from moeblaze_ref.placement import maps
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.trace import profile, split
-from moeblaze_ref.core.traces import RoutingTrace
 
 WIDTHS = {"mixtral": (4096, 14336), "gpt-oss": (2880, 2880), "toy": (16, 24)}  # d and h
 COMMAND = "parallel.bench"  # in its records

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moeblaze_ref.core import records
+from moeblaze_ref.memory import plots as memory_plots
 from moeblaze_ref.verify.check import Row, passed
 from moeblaze_ref.verify.coverage import Cell, Line
-from moeblaze_ref.memory import plots as memory_plots
 
 DPI = 150
 PNG = b"\x89PNG\r\n\x1a\n"  # how such a file begins

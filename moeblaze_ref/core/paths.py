@@ -1,11 +1,13 @@
-"""Where the package keeps its kernels: beside it in a checkout, inside it in a wheel."""
+"""Where the package, its documentation and its kernels are."""
 
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parent  # of a checkout
+DOCS = ROOT / "docs"  # of a checkout: a wheel has none
 
 
 def kernels_dir() -> Path:
-    """Folder of the raw CUDA sources, kernels_cuda/."""
-    inside = _PACKAGE / "kernels_cuda"
-    return inside if inside.exists() else _PACKAGE.parent / "kernels_cuda"
+    """Return the folder of the raw CUDA sources: beside the package in a checkout, inside it in a wheel."""
+    inside = PACKAGE / "kernels_cuda"
+    return inside if inside.exists() else ROOT / "kernels_cuda"

@@ -11,6 +11,7 @@ from typing import Any
 
 from moeblaze_ref.core import records, source_hashes
 from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.core.paths import PACKAGE
 
 OWN = ("moeblaze_ref", "numpy", "torch", "numba", "numba-cuda", "cupy-cuda13x", "cuda-core", "triton", "ortools")
 BASELINES = ("megablocks", "grouped_gemm", "stanford-stk", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl")
@@ -74,7 +75,7 @@ def _processor() -> str:
 def _commit() -> str:
     if told := os.environ.get("MOEBLAZE_COMMIT"):
         return told
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    git = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=40"]
     found = subprocess.run(git, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
 

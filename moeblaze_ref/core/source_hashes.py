@@ -15,20 +15,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.core.paths import kernels_dir
+from moeblaze_ref.core.paths import PACKAGE, kernels_dir
 
-PACKAGE = Path(__file__).parent
 CUDA, NUMBA, NUMPY, LAYERS = "CUDA kernels", "Numba kernels", "numpy functions", "layers"
 PLACEMENT, PARALLEL = "placement", "expert parallelism"
 # Of each part the files that hold its text: patterns below the package, and for .cu and .cuh below the kernels' folder.
 PARTS: dict[str, tuple[str, ...]] = {
-    CUDA: ("**/*.cu", "**/*.cuh", "raw_cuda/*.py"),
-    NUMBA: ("numba_cuda/*.py",),
-    NUMPY: ("numpy_ref/*.py",),
+    CUDA: ("**/*.cu", "**/*.cuh", "backends/raw_cuda/*.py"),
+    NUMBA: ("backends/numba_cuda/*.py",),
+    NUMPY: ("backends/numpy_ref/*.py",),
     LAYERS: (
-        *("layer.py", "megablocks.py", "capacity.py", "oracle.py", "routed_experts.py", "torch_layer.py"),
-        *("torch_block_sparse.py", "torch_capacity.py", "torch_memory_optimized.py", "torch_sequential.py"),
-        *("torch_capture.py", "torch_graphs.py"),
+        *("systems/layer.py", "systems/megablocks.py", "systems/capacity.py", "nn/oracle.py", "nn/routed_experts.py"),
+        *("nn/torch_layer.py", "nn/torch_block_sparse.py", "nn/torch_capacity.py", "nn/torch_memory_optimized.py"),
+        *("nn/torch_sequential.py", "nn/torch_graphs.py", "runtime/torch_capture.py"),
     ),
     PLACEMENT: ("placement/*.py",),
     PARALLEL: ("parallel/*.py",),

@@ -11,9 +11,10 @@ import torch
 from rich.progress import TextColumn
 from torch import Tensor
 
-from moeblaze_ref.core import checks, records, traces
-from moeblaze_ref.cli import terminal
 from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.cli import terminal
+from moeblaze_ref.core import checks, records, traces
+from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm import data, tracing
 from moeblaze_ref.lm.checkpoint import load_model
 from moeblaze_ref.lm.presets import preset
@@ -21,7 +22,6 @@ from moeblaze_ref.lm.run import run
 from moeblaze_ref.lm.train import Trainer, TrainSettings
 from moeblaze_ref.nn.systems import SYSTEMS
 from moeblaze_ref.nn.torch_layer import KernelMoE
-from moeblaze_ref.core.units import MIB
 
 OWNER = {"policy": "moeblaze", "capacity_factor": "capacity"}  # which layer an option is of
 

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from moeblaze_ref.core import documents
+from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.lm import EVIDENCE, evidence, evidence_plots, report
 
-DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "training.md"
 # Of each block, whose name is the kind of evidence or begins with it.
 RECORDS = {kind: DOCS / "results" / f"train_{kind}_h200.json" for kind in EVIDENCE}

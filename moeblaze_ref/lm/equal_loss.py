@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.nn import oracle
 from moeblaze_ref.lm.data import Corpus
 from moeblaze_ref.lm.train import Trainer, TrainSettings
+from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.systems import MoEFactory
 
 BOUND = 1e-5  # of what is relative to the oracle's, while nothing but rounding parts two runs

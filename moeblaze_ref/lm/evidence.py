@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.progress import TextColumn
 
-from moeblaze_ref.core import checks, records
 from moeblaze_ref.cli import terminal
+from moeblaze_ref.core import checks, records
 from moeblaze_ref.lm import command, curves, equal_loss, wall
 from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.run import FILES

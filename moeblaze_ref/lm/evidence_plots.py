@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from moeblaze_ref.cli import terminal
+from moeblaze_ref.core.units import GIB
 from moeblaze_ref.lm.equal_loss import gaps
 from moeblaze_ref.lm.wall import met_wall
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, LINES, ORANGE, PURPLE, SKY, VERMILLION, dotted, drawn
-from moeblaze_ref.core.units import GIB
 
 Found = Mapping[str, Any]
 # The same run, the same colour in every picture; ours is drawn last, over the others.

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm.curves import judge
 from moeblaze_ref.lm.equal_loss import BOUND, gaps, is_among
 from moeblaze_ref.lm.wall import met_wall
-from moeblaze_ref.core.units import MIB
 
 Found = Mapping[str, Any]
 NAMES = {"loss": "loss", "first_gradients": "gradients of the first step, weight by weight"}

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.core import checks, provenance
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.lm.checkpoint import Trained
 from moeblaze_ref.lm.model import MoETransformer
 from moeblaze_ref.lm.train import TrainSettings, autocast
-from moeblaze_ref.core.traces import RoutingTrace
 
 TOKENS = 40_960  # of each kind of text
 

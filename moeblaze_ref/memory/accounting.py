@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import NamedTuple
 
-from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, MAX, capacity_for, check_factor
-from moeblaze_ref.core.config import ITEMSIZE, POLICIES, MoEConfig
-from moeblaze_ref.systems.layer import intermediates
-from moeblaze_ref.memory.rows import capacity_rows
 from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.core import checks, sparse_contracts
+from moeblaze_ref.core.config import ITEMSIZE, POLICIES, MoEConfig
 from moeblaze_ref.core.units import GB
+from moeblaze_ref.memory.rows import capacity_rows
+from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, MAX, capacity_for, check_factor
+from moeblaze_ref.systems.layer import intermediates
 
 GPU_CAPACITIES = {"80 GB": 80 * GB, "141 GB": 141 * GB}  # H100 and H200, as their makers print them
 

@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
-from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.checks import MAX_ROUTED_ROWS
+from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.units import GB, Unit, unit_for
 from moeblaze_ref.memory.accounting import (
     GPU_CAPACITIES,
     VARIANTS,
@@ -23,7 +24,6 @@ from moeblaze_ref.memory.accounting import (
     account,
     largest_tokens,
 )
-from moeblaze_ref.core.units import GB, Unit, unit_for
 
 # Okabe and Ito's eight, by their names, and a grey.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeblaze_ref.core.config import POLICIES, PRESETS, MoEConfig, preset
+from moeblaze_ref.core.units import GB, GIB, unit_for
 from moeblaze_ref.memory.accounting import (
     GPU_CAPACITIES,
     SYSTEMS,
@@ -20,7 +21,6 @@ from moeblaze_ref.memory.accounting import (
 )
 from moeblaze_ref.memory.measured import Measured
 from moeblaze_ref.memory.printed import INTERMEDIATE_GB, MEGABLOCKS_MB, MOEBLAZE_MB, ROUTED_BUFFER_GB
-from moeblaze_ref.core.units import GB, GIB, unit_for
 
 COUNTED = (
     "Counted are the activations of one layer in one forward, its input x included; weights, gradients, optimizer "

@@ -15,11 +15,11 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, capacity_for
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.units import unit_for
 from moeblaze_ref.memory.accounting import BLOCK, Assumptions, account
 from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows, moeblaze_rows
-from moeblaze_ref.core.units import unit_for
+from moeblaze_ref.systems.capacity import DEFAULT_FACTOR, capacity_for
 
 # Factors of the number of stored rows in the formulas of an account.
 _STORED = {"capacity": {"E", "C"}, "megablocks": {"T", "S"}}

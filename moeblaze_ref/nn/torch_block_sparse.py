@@ -11,12 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.systems.layer import MoEWeights
-from moeblaze_ref.systems.megablocks import FLOATS, Saved
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
-from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.core import checks, sparse_contracts
 from moeblaze_ref.nn.torch_layer import (
     KernelMoE,
     MoEOutput,
@@ -26,6 +23,9 @@ from moeblaze_ref.nn.torch_layer import (
     wanted_by,
 )
 from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
+from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.systems.layer import MoEWeights
+from moeblaze_ref.systems.megablocks import FLOATS, Saved
 
 
 class Layout(NamedTuple):

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ref.systems import capacity
-from moeblaze_ref.nn import oracle
-from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.torch_layer import MoEModule, MoEOutput
+from moeblaze_ref.systems import capacity
+from moeblaze_ref.systems.layer import MoEWeights
 
 
 class CapacityMoE(MoEModule):

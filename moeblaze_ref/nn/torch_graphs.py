@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.systems.layer import MoEWeights
-from moeblaze_ref.runtime.torch_capture import capture
 from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
 from moeblaze_ref.nn.torch_transforms import (
     check_backward,
@@ -19,6 +17,8 @@ from moeblaze_ref.nn.torch_transforms import (
     tracing,
     transforms_active,
 )
+from moeblaze_ref.runtime.torch_capture import capture
+from moeblaze_ref.systems.layer import MoEWeights
 
 WARM_UP = 3  # steps before the captures: they compile the kernels, and cuBLAS takes its workspace
 

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import POLICIES
-from moeblaze_ref.systems.layer import MoEWeights, Saved
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
-from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.structures import STRUCTURES, Array, Dispatch
-from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_transforms import (
     check_backward,
     refuse_forward_mode,
@@ -29,6 +27,8 @@ from moeblaze_ref.nn.torch_transforms import (
     tracing,
     transforms_active,
 )
+from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.systems.layer import MoEWeights, Saved
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.nn import oracle
-from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.nn.torch_capacity import router_losses
 from moeblaze_ref.nn.torch_layer import MoEModule, MoEOutput
+from moeblaze_ref.systems.layer import MoEWeights
 
 
 class SequentialMoE(MoEModule):

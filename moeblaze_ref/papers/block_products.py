@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeblaze_ref.runtime.clock import replayed, take_turns
-from moeblaze_ref.runtime.device import Device
+from moeblaze_ref.backends.raw_cuda import block_sparse, dispatch
 from moeblaze_ref.core.config import MODELS, MoEConfig
+from moeblaze_ref.core.structures import Array, Topology
 from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.results import Rows
-from moeblaze_ref.backends.raw_cuda import block_sparse, dispatch
-from moeblaze_ref.core.structures import Array, Topology
+from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 
 MICRO_BATCHES = {"moe-XS": 64, "moe-Small": 32, "moe-Medium": 8}  # sequences; table 3, dMoE

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.lm import curves, data, run
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.train import Trainer, TrainSettings
 from moeblaze_ref.papers.results import Rows
+from moeblaze_ref.runtime.device import Device
 
 ITEM = "megablocks-fig2"
 SEEDS = range(5)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from moeblaze_ref.core import provenance, records
 from moeblaze_ref.cli import terminal
+from moeblaze_ref.core import provenance, records
 from moeblaze_ref.papers import items, results
 from moeblaze_ref.papers.claims import failures
 from moeblaze_ref.papers.item import Item

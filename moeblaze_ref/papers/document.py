@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from moeblaze_ref.core import documents, source_hashes
 from moeblaze_ref.core.config import PAPER_PRESETS, preset
+from moeblaze_ref.core.units import MB
 from moeblaze_ref.papers import items, moeblaze, results
 from moeblaze_ref.papers.claims import Row
 from moeblaze_ref.papers.item import Item
 from moeblaze_ref.papers.moeblaze import ALGORITHM_1, MINIMAL, NAMES, OPTIMIZED, PUBLISHED, ratio, saving
 from moeblaze_ref.papers.results import DOCS, Recorded
-from moeblaze_ref.core.units import MB
 
 PAGE = DOCS / "what_the_papers_measured.md"
 MEASUREMENTS = DOCS / "paper_measurements.md"

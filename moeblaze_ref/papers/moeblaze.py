@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, PRINTED_EXAMPLE
+from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.core.units import GB, MB
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.memory.printed import INTERMEDIATE_GB, MEGABLOCKS_MB, MOEBLAZE_MB, ROUTED_BUFFER_GB
-from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.papers.claims import (
     Mistake,
     PrintedNumber,
@@ -29,7 +29,7 @@ from moeblaze_ref.papers.claims import (
 )
 from moeblaze_ref.papers.released import saved_bytes
 from moeblaze_ref.papers.results import Recorded, Source
-from moeblaze_ref.core.units import GB, MB
+from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, PRINTED_EXAMPLE
 
 # The systems of the memory figures: the published ones, then ours.
 KEPT = {

@@ -5,6 +5,7 @@ from itertools import product
 
 import numpy as np
 
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.papers.claims import (
     Mistake,
     PrintedNumber,
@@ -23,7 +24,6 @@ from moeblaze_ref.placement.exact import best_clusters, best_seats
 from moeblaze_ref.placement.peers import contiguous
 from moeblaze_ref.placement.seats import seat_clusters
 from moeblaze_ref.placement.trace import Profile, profile, split
-from moeblaze_ref.core.traces import RoutingTrace
 
 LOAD = np.array([9, 1, 1, 1])  # tokens of each expert of a layer in which one is hot
 TRACED_GPUS = 4

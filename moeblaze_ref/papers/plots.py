@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moeblaze_ref.core.config import PAPER_PRESETS
+from moeblaze_ref.core.units import GB
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, filled
 from moeblaze_ref.papers import moeblaze
 from moeblaze_ref.papers.results import Rows
-from moeblaze_ref.core.units import GB
 
 COLORS = {  # of a system in every picture
     moeblaze.PUBLISHED: SKY,

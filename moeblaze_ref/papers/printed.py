@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moeblaze_ref.core import kernel_headers
-from moeblaze_ref.nn import oracle
+from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, gemm, layer, tiles
 from moeblaze_ref.bench import accuracy, floors
-from moeblaze_ref.runtime.clock import replayed, take_turns
-from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.bench.stages import input_sets
+from moeblaze_ref.core import kernel_headers
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
+from moeblaze_ref.nn import oracle
 from moeblaze_ref.papers.results import Rows
-from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, gemm, layer, tiles
 from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.clock import replayed, take_turns
+from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.source import kernel_text
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 

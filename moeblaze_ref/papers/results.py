@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from moeblaze_ref.core import provenance, records
+from moeblaze_ref.core.paths import DOCS
 
-DOCS = Path(__file__).parents[2] / "docs"
 FILES = "paper_*.json"
 SAME = ("versions", "commit")  # of all parts of a run, and the code
 

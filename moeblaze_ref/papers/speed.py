@@ -13,9 +13,9 @@ from typing import Any
 
 from moeblaze_ref.bench import accuracy, foreign, layer, report
 from moeblaze_ref.bench.contestants import OURS
-from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.papers.trials import Trials
+from moeblaze_ref.runtime.device import Device
 
 Row = dict[str, Any]
 Job = Callable[[], list[Row]]

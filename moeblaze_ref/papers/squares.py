@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
-from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.bench.stages import input_sets
 from moeblaze_ref.papers.agreement import checked_errors
 from moeblaze_ref.papers.results import Rows
+from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
+from moeblaze_ref.runtime.device import Device
 
 SIZES = tuple(2**power for power in range(9, 15))  # 512 to 16,384
 # Warps of each tile's thread blocks: 64 to 128 float32 sums a thread, and 32 where the tile has no more.

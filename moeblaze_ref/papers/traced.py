@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from moeblaze_ref.core.traces import RoutingTrace, load
 from moeblaze_ref.papers.results import DOCS, Source
 from moeblaze_ref.placement.simulate import STEP_TOKENS
-from moeblaze_ref.core.traces import RoutingTrace, load
 
 TRACE = DOCS / "results" / "trace_lm_small_h200.npz"
 MISSING = f"docs/results/{TRACE.name} is not installed"

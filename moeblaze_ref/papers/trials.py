@@ -8,8 +8,8 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 
 from moeblaze_ref.bench import layer
-from moeblaze_ref.runtime.device import Device, Gpu
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.runtime.device import Device, Gpu
 
 LIMIT_SECONDS = 240  # of one trial, its compilation included
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.core.structures import Array
+from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.runtime.torch_bridge import Bridge
 
 

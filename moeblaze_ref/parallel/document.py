@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from moeblaze_ref.core import documents, records
+from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.parallel import findings
 
-DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "parallel.md"
 KEYS = ("rows", "gpus", "steps", "token_s", "bandwidth", "exchange_s", "rest_s", "device", "versions", "commit")
 RECORDS = {

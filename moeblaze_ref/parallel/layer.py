@@ -16,18 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moeblaze_ref.core import checks
-from moeblaze_ref.systems import layer
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
-from moeblaze_ref.systems.layer import MoEWeights
-from moeblaze_ref.parallel.batch import BatchGating
-from moeblaze_ref.parallel.ranks import Ranks
-from moeblaze_ref.parallel.trip import Trip
-from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
-from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.core.structures import EMPTY
-from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_layer import (
     DTYPES,
     KernelMoE,
@@ -39,6 +32,13 @@ from moeblaze_ref.nn.torch_layer import (
     wanted_by,
 )
 from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
+from moeblaze_ref.parallel.batch import BatchGating
+from moeblaze_ref.parallel.ranks import Ranks
+from moeblaze_ref.parallel.trip import Trip
+from moeblaze_ref.placement.maps import Placement
+from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.systems import layer
+from moeblaze_ref.systems.layer import MoEWeights
 
 
 class ExpertParallelMoE(KernelMoE):

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeblaze_ref.runtime.device import Gpu
-from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.parallel.costs import Costs, rows_of, travel_seconds
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster
+from moeblaze_ref.runtime.device import Gpu
+from moeblaze_ref.systems.layer import MoEWeights
 
 WARM_UP = 3  # steps that do not count
 PARTS = ("there", "experts", "back")  # of a layer

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.systems.layer import Stages
-from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Dispatch
+from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.runtime.torch_bridge import Bridge
+from moeblaze_ref.systems.layer import Stages
 
 
 class Counts(NamedTuple):

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 from matplotlib.figure import Figure
 
-from moeblaze_ref.core import documents, records
 from moeblaze_ref.cli import terminal
+from moeblaze_ref.core import documents, records
+from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.placement import findings, plots
 
-DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT = DOCS / "placement.md"
 KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
 RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "32x8", "scale")}

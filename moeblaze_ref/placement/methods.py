@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.placement import annealing, peers
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.ilp import moetuner
@@ -18,7 +19,6 @@ from moeblaze_ref.placement.maps import Placement, check_gpus
 from moeblaze_ref.placement.simulate import STEP_TOKENS, Cluster, balance, cross_share, loads, step, transitions
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, SOLVERS, TIME_LIMIT, check_installed, check_time_limit
 from moeblaze_ref.placement.trace import Profile, profile, split
-from moeblaze_ref.core.traces import RoutingTrace
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from moeblaze_ref.core import provenance
-from moeblaze_ref.runtime.clock import Clock, Contender, Samples, take_turns
 from moeblaze_ref.bench.floors import Ceilings
-from moeblaze_ref.runtime.torch_capture import capture
+from moeblaze_ref.core import provenance
 from moeblaze_ref.nn.torch_graphs import graphed
+from moeblaze_ref.runtime.clock import Clock, Contender, Samples, take_turns
+from moeblaze_ref.runtime.torch_capture import capture
 
 PRODUCT = 8192  # rows, columns and depth of the dense product that stands for all matrix products
 COPY_BYTES = 2**29  # of each side of the device copy

@@ -15,6 +15,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.runtime.poison import POISON, poison
+from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.source import (
     MAX_SHARED_BYTES,
     MAX_STATIC_SHARED_BYTES,
@@ -25,7 +26,6 @@ from moeblaze_ref.runtime.source import (
     edition,
 )
 from moeblaze_ref.runtime.tensor_map import BYTES, ITEMSIZE, Layout, TensorMap
-from moeblaze_ref.runtime.simt import build
 
 ALIGNMENT = 256  # bytes, as a GPU's allocator gives
 MAX_WORKERS = 24  # each maps up to 1,024 stacks with their guards; Linux allows a process 65,530 mappings

@@ -9,7 +9,6 @@ milliseconds. The process that asks need not import the judge, nor torch.
 """
 
 import functools
-import json
 import multiprocessing
 import os
 import shutil
@@ -25,8 +24,8 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moeblaze_ref.verify import guard
 from moeblaze_ref.runtime.simt import cache
+from moeblaze_ref.verify import guard
 
 LIMIT_SECONDS = 120  # of a kernel's launches, the compiler included
 PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison

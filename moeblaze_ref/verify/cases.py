@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moeblaze_ref.systems import capacity
+from moeblaze_ref.backends.numpy_ref import gating
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
-from moeblaze_ref.systems.layer import Gradients, MoEWeights
-from moeblaze_ref.backends.numpy_ref import gating
 from moeblaze_ref.core.structures import Dispatch
+from moeblaze_ref.systems import capacity
+from moeblaze_ref.systems.layer import Gradients, MoEWeights
 
 ROUTINGS = ("uniform", "zipf", "hot", "empty")
 OVERWHELMING = 50.0  # log-popularity that no noise overcomes

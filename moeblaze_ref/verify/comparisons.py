@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moeblaze_ref.backends.numpy_ref import activation as reference_activation
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.raw_cuda import block_sparse, expert_down, gemm
+from moeblaze_ref.core.structures import EMPTY, CapacityBins, Dispatch
 from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn.systems import SYSTEMS, system
+from moeblaze_ref.nn.torch_layer import keep_routing
 from moeblaze_ref.systems.capacity import MAX
 from moeblaze_ref.verify.cases import (
     Case,
@@ -35,12 +41,6 @@ from moeblaze_ref.verify.cases import (
     whole_block_case,
     whole_block_cases,
 )
-from moeblaze_ref.backends.numpy_ref import activation as reference_activation
-from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.backends.raw_cuda import block_sparse, expert_down, gemm
-from moeblaze_ref.core.structures import EMPTY, CapacityBins, Dispatch
-from moeblaze_ref.nn.systems import SYSTEMS, system
-from moeblaze_ref.nn.torch_layer import keep_routing
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, Arrays]  # by direction

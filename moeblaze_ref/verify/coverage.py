@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moeblaze_ref.verify import check
-from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES, Backend
-from moeblaze_ref.systems.capacity import DROP_POLICIES
-from moeblaze_ref.verify.cases import CAPACITY_FACTORS, GRADIENTS, Case, option_cases, standard_cases
-from moeblaze_ref.verify.comparisons import TORCH_LAYERS, is_cast, sparse_block
-from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK
 from moeblaze_ref.backends.raw_cuda.expert_down import SUMMED_RUNGS
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, WIDE
-
+from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, Backend
+from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
+from moeblaze_ref.systems.capacity import DROP_POLICIES
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import CAPACITY_FACTORS, GRADIENTS, Case, option_cases, standard_cases
+from moeblaze_ref.verify.comparisons import TORCH_LAYERS, is_cast, sparse_block
 
 ONE = "-"  # in place of a kernel file, where a backend has one version
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moeblaze_ref.systems import capacity
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
 from moeblaze_ref.backends.numpy_ref.capacity import fill
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core.structures import Dispatch, PaddedBins, Topology
+from moeblaze_ref.systems import capacity
 
 
 class Sizes(NamedTuple):

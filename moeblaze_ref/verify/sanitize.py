@@ -12,13 +12,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from moeblaze_ref.verify import comparisons
-from moeblaze_ref.core import checks
-from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
-from moeblaze_ref.verify.cases import Case, make_case, random_topk
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import combine, expert_down, gemm
+from moeblaze_ref.backends.registry import BACKENDS, OpenStage, refusal
+from moeblaze_ref.core import checks
 from moeblaze_ref.runtime import Executor
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import Case, make_case, random_topk
 
 # With each tool's options. CUDA's own bindings ask the driver for functions that it may not have: no error of ours.
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck": (), "synccheck": ()}

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.bench import floors, layer, report, stages, tune
 from moeblaze_ref.core.config import POLICIES, MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.papers import speed
-from moeblaze_ref.backends.raw_cuda import tiles
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

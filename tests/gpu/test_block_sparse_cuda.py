@@ -17,14 +17,14 @@ from test_block_sparse import (
     with_activation,
 )
 
-from moeblaze_ref.verify import comparisons
-from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import make_case
-from moeblaze_ref.core.config import ACTIVATIONS
-from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import block_sparse, gemm
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.config import ACTIVATIONS
+from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.runtime import cupy_executor
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import make_case
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

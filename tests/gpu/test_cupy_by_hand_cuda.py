@@ -2,10 +2,10 @@
 
 import pytest
 
-from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.backends.raw_cuda import combine
+from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.course.site import cupy_by_hand
+from moeblaze_ref.verify.cases import relative_error
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moeblaze_ref.core import checks
-from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
-from moeblaze_ref.verify.check import differing_elements
-from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.backends.numpy_ref import dispatch as reference
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import dispatch
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.verify.cases import GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
+from moeblaze_ref.verify.check import differing_elements
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.backends.numpy_ref import gating as reference
 from moeblaze_ref.backends.raw_cuda import gating
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.verify.cases import relative_error
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

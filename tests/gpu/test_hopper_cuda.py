@@ -17,11 +17,11 @@ from test_hopper import (
     both_shapes,
 )
 
-from moeblaze_ref.verify import comparisons
 from moeblaze_ref.bench import counters, ladder, report
-from moeblaze_ref.verify.cases import make_case
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import make_case
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

@@ -3,9 +3,9 @@
 import pytest
 from test_judge import COMBINE, LENGTHS, OWN, TILE, changed, last_row_kernel, own, right_kernel
 
+from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.verify import apart
 from moeblaze_ref.verify.cases import standard_cases
-from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.verify.judge import CONTRACTS, Wrong, examine, judge
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="there is no CUDA device")

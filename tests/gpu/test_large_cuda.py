@@ -7,16 +7,16 @@ reads zeros in their place, or writes elsewhere. Values are not checked on the w
 import numpy as np
 import pytest
 
-from moeblaze_ref.core import checks
-from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.verify.check import differing_elements
-from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.backends.numpy_ref import activation, gating
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import block_sparse, combine, dispatch, expert_down, expert_up, layer
 from moeblaze_ref.backends.raw_cuda import gating as gating_stage
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.systems.layer import MoEWeights
+from moeblaze_ref.verify.cases import relative_error
+from moeblaze_ref.verify.check import differing_elements
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

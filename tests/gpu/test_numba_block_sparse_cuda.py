@@ -8,8 +8,8 @@ from helpers import Shape
 from test_block_sparse import PRODUCTS, Run, assert_any_mask, assert_any_parts
 from test_numba_block_sparse import check_layer, make_inputs, run_layer
 
-from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.backends.numba_cuda import block_sparse
+from moeblaze_ref.core.devices import cuda_device_count
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

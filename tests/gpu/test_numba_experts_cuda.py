@@ -5,10 +5,10 @@ import pytest
 from helpers import Shape
 from test_numba_experts import layer_errors, run_layer
 
-from moeblaze_ref.verify.comparisons import BOUNDS
+from moeblaze_ref.backends.numba_cuda import layer
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.backends.numba_cuda import layer
+from moeblaze_ref.verify.comparisons import BOUNDS
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

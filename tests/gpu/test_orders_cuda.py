@@ -3,10 +3,10 @@
 import pytest
 from test_check import kept_by_shape
 
-from moeblaze_ref.verify import check, orders
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import make_case
 from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.verify import check, orders
+from moeblaze_ref.verify.cases import make_case
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

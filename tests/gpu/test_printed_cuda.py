@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from moeblaze_ref.verify import comparisons
-from moeblaze_ref.verify.cases import make_case
+from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
+from moeblaze_ref.backends.raw_cuda import expert_down, gemm
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.papers import printed
-from moeblaze_ref.backends.raw_cuda import expert_down, gemm
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import make_case
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

@@ -5,14 +5,14 @@ import gc
 import pytest
 import torch
 
-from moeblaze_ref.verify import check
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import every_activation
 from moeblaze_ref.core.config import ACTIVATIONS, MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.memory.accounting import Assumptions, account, megablocks_step_account
 from moeblaze_ref.memory.measured import measured
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import every_activation
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

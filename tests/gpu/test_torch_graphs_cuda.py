@@ -7,13 +7,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
-from moeblaze_ref.runtime.torch_capture import capture, without_collector
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer
+from moeblaze_ref.runtime.torch_capture import capture, without_collector
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

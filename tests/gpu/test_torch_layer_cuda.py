@@ -5,19 +5,19 @@ import gc
 import pytest
 import torch
 
-from moeblaze_ref.verify import check
+from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.backends.raw_cuda.layer import default_rung
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.verify.cases import every_choice
 from moeblaze_ref.core.config import POLICIES, MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import account, step_account
-from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.backends.raw_cuda.layer import default_rung
-from moeblaze_ref.runtime.torch_bridge import bridge_to
-from moeblaze_ref.runtime.torch_capture import capture
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
+from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.runtime.torch_capture import capture
+from moeblaze_ref.verify import check
+from moeblaze_ref.verify.cases import every_choice
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 

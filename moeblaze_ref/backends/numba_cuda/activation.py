@@ -12,8 +12,6 @@ import math
 
 import numpy as np
 
-from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS
 from moeblaze_ref.backends.numba_cuda.runtime import (
     DTYPES,
     THREADS,
@@ -26,6 +24,8 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_device,
 )
 from moeblaze_ref.backends.numpy_ref.activation import GELU_CUBIC
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import ACTIVATIONS
 
 HALF, ONE, TWO, THREE = (np.float32(value) for value in (0.5, 1.0, 2.0, 3.0))
 CUBIC = np.float32(GELU_CUBIC)

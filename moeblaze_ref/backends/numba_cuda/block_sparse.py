@@ -20,9 +20,6 @@ side by side is read where it lies. Each output element has one writer and each 
 import functools
 import sys
 
-from moeblaze_ref.systems import megablocks
-from moeblaze_ref.core import sparse_contracts
-from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.backends.numba_cuda import dispatch as dispatch_stage
 from moeblaze_ref.backends.numba_cuda.activation import NONLINEARITY
 from moeblaze_ref.backends.numba_cuda.combine import combine_kernel, d_gates_kernel
@@ -39,7 +36,10 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_caller,
     to_device,
 )
+from moeblaze_ref.core import sparse_contracts
+from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.structures import EMPTY, PaddedBins, Topology
+from moeblaze_ref.systems import megablocks
 
 # Padded bins
 

@@ -9,7 +9,6 @@ Sources: MoEBlaze (arXiv 2601.05296), section 3.1, for the reduction into (L, d)
 element has one writer, which adds in the order of the slots.
 """
 
-from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.backends.numba_cuda.runtime import (
     DTYPES,
     THREADS,
@@ -21,6 +20,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     launch,
     to_caller,
 )
+from moeblaze_ref.core import checks, stage_contracts
 
 
 @cuda.jit

@@ -15,7 +15,6 @@ and the map is nearly all of what they move: written once, read twice.
 import numpy as np
 from numba import int32
 
-from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.backends.numba_cuda.runtime import (
     THREADS,
     all_to_device,
@@ -26,6 +25,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_caller,
     to_device,
 )
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import EMPTY, Dispatch
 
 SHARED_BYTES = 4 * THREADS  # of the kernels that use any: one int32 a thread

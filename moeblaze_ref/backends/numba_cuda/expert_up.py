@@ -19,8 +19,6 @@ import functools
 
 from numba import float32
 
-from moeblaze_ref.core import stage_contracts
-from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.backends.numba_cuda.activation import NONLINEARITY
 from moeblaze_ref.backends.numba_cuda.runtime import (
     DTYPES,
@@ -34,6 +32,8 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     launch,
     to_caller,
 )
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.structures import HIDDEN, only
 
 TILE = 16 if EXECUTOR == "cuda" else 5  # rows and columns of a tile; a thread has one element of each

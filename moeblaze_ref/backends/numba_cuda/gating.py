@@ -18,8 +18,6 @@ import math
 import numpy as np
 from numba import float32, int32
 
-from moeblaze_ref.core import checks, stage_contracts
-from moeblaze_ref.core.arrays import library_of
 from moeblaze_ref.backends.numba_cuda.runtime import (
     DTYPES,
     THREADS,
@@ -32,6 +30,8 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_caller,
     to_device,
 )
+from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.arrays import library_of
 from moeblaze_ref.core.structures import Gating
 
 ZERO, INFINITY = np.float32(0.0), np.float32(np.inf)  # a bare 0.0 would be float64 to Numba

@@ -1,9 +1,9 @@
 """The whole MoE layer from the Numba stages: the body of ``moeblaze_ref.systems.layer`` over these stages."""
 
-from moeblaze_ref.systems import layer
-from moeblaze_ref.systems.layer import Gradients, LayerOutput
 from moeblaze_ref.backends.numba_cuda import activation, combine, dispatch, expert_down, expert_up, gating, router
 from moeblaze_ref.backends.numba_cuda.runtime import DTYPES
+from moeblaze_ref.systems import layer
+from moeblaze_ref.systems.layer import Gradients, LayerOutput
 
 _STAGES = layer.Stages(router, gating, dispatch, expert_up, activation, expert_down, combine)
 

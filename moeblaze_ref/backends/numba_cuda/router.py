@@ -3,7 +3,6 @@
 Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
 """
 
-from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.backends.numba_cuda.runtime import (
     DTYPES,
     THREADS,
@@ -15,6 +14,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     launch,
     to_caller,
 )
+from moeblaze_ref.core import stage_contracts
 
 
 @cuda.jit

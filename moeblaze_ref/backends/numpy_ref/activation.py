@@ -8,9 +8,9 @@ import math
 
 import numpy as np
 
+from moeblaze_ref.backends.numpy_ref import DTYPES
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
-from moeblaze_ref.backends.numpy_ref import DTYPES
 
 GELU_CUBIC = 0.044715  # of the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415)
 

@@ -12,11 +12,11 @@ import sys
 
 import numpy as np
 
-from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.systems import megablocks
 from moeblaze_ref.backends.numpy_ref import DTYPES
 from moeblaze_ref.backends.numpy_ref import activation as activation_stage
+from moeblaze_ref.core import checks, sparse_contracts
 from moeblaze_ref.core.structures import EMPTY, PaddedBins, Topology
+from moeblaze_ref.systems import megablocks
 
 # The structures -------------------------------------------------------------------------------------------------------
 

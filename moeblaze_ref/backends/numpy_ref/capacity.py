@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moeblaze_ref.systems import capacity as shared
-from moeblaze_ref.core import checks, stage_contracts
-from moeblaze_ref.systems.megablocks import Gradients
 from moeblaze_ref.backends.numpy_ref import DTYPES
 from moeblaze_ref.backends.numpy_ref import activation as activation_stage
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import EMPTY, CapacityBins
+from moeblaze_ref.systems import capacity as shared
+from moeblaze_ref.systems.megablocks import Gradients
 
 # Who has which row -----------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ Sources: MoEBlaze (arXiv 2601.05296), section 3.1, for the reduction into (L, d)
 
 import numpy as np
 
-from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.backends.numpy_ref import DTYPES
+from moeblaze_ref.core import checks, stage_contracts
 
 
 def forward(y, gates, dispatch):

@@ -7,10 +7,10 @@ saved expert output.
 
 import numpy as np
 
-from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.backends.numpy_ref import DTYPES
 from moeblaze_ref.backends.numpy_ref import activation as activation_stage
 from moeblaze_ref.backends.numpy_ref.dispatch import expert_groups
+from moeblaze_ref.core import stage_contracts
 
 
 def forward(y_swi, w3, dispatch):

@@ -8,10 +8,10 @@ kernel gathers one tile at a time. Neither holds the (R, d) buffer.
 
 import numpy as np
 
-from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.backends.numpy_ref import DTYPES
 from moeblaze_ref.backends.numpy_ref import activation as activation_stage
 from moeblaze_ref.backends.numpy_ref.dispatch import expert_groups
+from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.structures import HIDDEN, only
 
 

@@ -7,8 +7,8 @@ z-loss.
 
 import numpy as np
 
-from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.backends.numpy_ref import DTYPES
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import Gating
 
 

@@ -1,7 +1,5 @@
 """The whole MoE layer of the specification: the body of ``moeblaze_ref.systems.layer`` over these stages."""
 
-from moeblaze_ref.systems import layer
-from moeblaze_ref.systems.layer import Gradients, LayerOutput
 from moeblaze_ref.backends.numpy_ref import (
     DTYPES,
     activation,
@@ -12,6 +10,8 @@ from moeblaze_ref.backends.numpy_ref import (
     gating,
     router,
 )
+from moeblaze_ref.systems import layer
+from moeblaze_ref.systems.layer import Gradients, LayerOutput
 
 _STAGES = layer.Stages(router, gating, dispatch, expert_up, activation, expert_down, combine)
 

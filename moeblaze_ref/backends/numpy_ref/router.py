@@ -3,8 +3,8 @@
 Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
 """
 
-from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.backends.numpy_ref import DTYPES
+from moeblaze_ref.core import stage_contracts
 
 
 def forward(x, wg):

@@ -1,11 +1,11 @@
 """The activation alone in raw CUDA: launches kernels_cuda/activation/."""
 
+from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import size_of
 from moeblaze_ref.core.config import ACTIVATIONS
-from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.runtime import Executor, executor_for
 from moeblaze_ref.core.structures import Array
+from moeblaze_ref.runtime import Executor, executor_for
 
 
 def act(a: Array, activation: str, executor: Executor | None = None) -> Array:

@@ -5,14 +5,14 @@ from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.systems import megablocks
 from moeblaze_ref.core.arrays import size_of
 from moeblaze_ref.core.config import is_gated
-from moeblaze_ref.backends.raw_cuda import gemm, tiles
+from moeblaze_ref.core.structures import EMPTY, Array, Dispatch, PaddedBins, Topology
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
 from moeblaze_ref.runtime.source import Module
-from moeblaze_ref.core.structures import EMPTY, Array, Dispatch, PaddedBins, Topology
+from moeblaze_ref.systems import megablocks
 
 RUNGS = {rung: gemm.RUNGS[rung] for rung in ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)}
 DEFAULT_RUNG = "2_tiled"

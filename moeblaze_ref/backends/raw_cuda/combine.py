@@ -1,9 +1,9 @@
 """The combine in raw CUDA: launches kernels_cuda/combine/."""
 
-from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.runtime import Executor, executor_for
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import Array, Dispatch
+from moeblaze_ref.runtime import Executor, executor_for
 
 RUNGS = {"1_gather": gemm.WIDE, "2_vector": gemm.WIDE}
 DEFAULT_RUNG = "2_vector"

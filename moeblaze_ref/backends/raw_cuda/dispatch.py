@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.runtime.source import Module
-from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
 
 AS_PRINTED = "as_printed"  # step 3 with its location map; it belongs to no rung of the series
 RUNGS = dict.fromkeys((AS_PRINTED, "1_dense_map", "2_bitmap", "3_single_pass"), ("int32",))

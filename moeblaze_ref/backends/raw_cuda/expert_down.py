@@ -1,9 +1,9 @@
 """The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
 
-from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
-from moeblaze_ref.runtime import Executor, ceil_div, executor_for
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import Array, Dispatch
+from moeblaze_ref.runtime import Executor, ceil_div, executor_for
 
 RUNGS = gemm.RUNGS
 SUMMED_RUNG = "as_printed"

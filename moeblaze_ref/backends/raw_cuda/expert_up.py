@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 
-from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
-from moeblaze_ref.runtime import Executor, executor_for
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
+from moeblaze_ref.runtime import Executor, executor_for
 
 RUNGS = gemm.RUNGS
 DEFAULT_RUNG = "2_tiled"

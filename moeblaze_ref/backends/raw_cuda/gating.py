@@ -6,8 +6,8 @@ from numbers import Real
 from typing import Any
 
 from moeblaze_ref.core import checks, stage_contracts
-from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
 from moeblaze_ref.core.structures import Array, Gating
+from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
 
 DTYPES = ("float32",)
 RUNGS = {"1_naive": DTYPES, "2_warp": DTYPES}

@@ -7,10 +7,10 @@ from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
 
-from moeblaze_ref.core import checks
-from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
 from moeblaze_ref.backends.raw_cuda.tiles import MmaTile, Tile
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import Array, Dispatch
+from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
 
 THREADS = 256
 WARP = 32

@@ -5,13 +5,13 @@ from collections.abc import Collection
 from types import ModuleType
 from typing import Any
 
-from moeblaze_ref.core import checks
-from moeblaze_ref.systems import layer
-from moeblaze_ref.systems.layer import Gradients, LayerOutput, MoEWeights, Routed, Saved
 from moeblaze_ref.backends.raw_cuda import activation as activation_stage
 from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, router
-from moeblaze_ref.runtime import Executor, executor_for
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import Array
+from moeblaze_ref.runtime import Executor, executor_for
+from moeblaze_ref.systems import layer
+from moeblaze_ref.systems.layer import Gradients, LayerOutput, MoEWeights, Routed, Saved
 
 # Of both projections; the other stages run their default rung. "as_printed" is the default rung, but for the output.
 RUNGS = expert_up.RUNGS | expert_down.SUMMED_RUNGS

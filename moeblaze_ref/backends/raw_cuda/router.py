@@ -3,10 +3,10 @@
 Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
 """
 
-from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.runtime import Executor, executor_for
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import Array
+from moeblaze_ref.runtime import Executor, executor_for
 
 LOGIT_DTYPES = ("float32",)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from IPython.display import Markdown
 
-from moeblaze_ref.verify import apart
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
 from moeblaze_ref.course.exercises.exercise import Construction, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 from moeblaze_ref.course.notebook.markdown import table
-from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
+from moeblaze_ref.verify import apart
 
 FAILURES_BEFORE_HINT = 2
 TOLERANCE = 0.01  # of a prediction that is no whole number

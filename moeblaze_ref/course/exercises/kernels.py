@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeblaze_ref.core import kernel_headers
-from moeblaze_ref.course.notebook.sources import defined, definition
 from moeblaze_ref.core.paths import kernels_dir
+from moeblaze_ref.course.notebook.sources import defined, definition
 from moeblaze_ref.runtime.source import kernel_text
 
 THREADS = "64"  # of a block of the .cu exercises: two warps, and several blocks even in small cases

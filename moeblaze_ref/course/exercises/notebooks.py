@@ -9,13 +9,13 @@ from pathlib import Path
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from moeblaze_ref.verify.apart import LIMIT_SECONDS
 from moeblaze_ref.course.exercises.exercise import KINDS, Construction, Exercise, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import THREADS, Kernel, helpers
 from moeblaze_ref.course.exercises.sheets import SHEETS
-from moeblaze_ref.verify.judge.contracts import CONTRACTS
 from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.course.notebook.execution import METADATA
+from moeblaze_ref.verify.apart import LIMIT_SECONDS
+from moeblaze_ref.verify.judge.contracts import CONTRACTS
 
 SETUP = """\
 %load_ext moeblaze_ref.course.exercises

@@ -9,15 +9,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from moeblaze_ref.backends.numpy_ref import activation as activation_stage
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.course.notebook.markdown import table
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW, dotted, drawn
 from moeblaze_ref.nn import oracle
+from moeblaze_ref.systems.layer import intermediates
 from moeblaze_ref.verify.cases import Case, relative_error
 from moeblaze_ref.verify.comparisons import BOUNDS
-from moeblaze_ref.core.config import is_gated
-from moeblaze_ref.systems.layer import intermediates
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW, dotted, drawn
-from moeblaze_ref.course.notebook.markdown import table
-from moeblaze_ref.backends.numpy_ref import activation as activation_stage
 
 # Autograd's side -----------------------------------------------------------------------------------------------------
 

@@ -8,17 +8,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
+from moeblaze_ref.backends.numpy_ref import dispatch as reference
+from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.core import checks
-from moeblaze_ref.verify.cases import random_topk
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.units import MIB
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, LINES, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, drawn
 from moeblaze_ref.memory.traffic import SECTOR_BYTES
-from moeblaze_ref.backends.numpy_ref import dispatch as reference
-from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.runtime import ceil_div
 from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
-from moeblaze_ref.core.units import MIB
+from moeblaze_ref.verify.cases import random_topk
 
 EXPERT_COLORS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILLION, BLUE)
 PALE = "#EEEEEE"

@@ -7,11 +7,11 @@ import numpy as np
 from ipywidgets import Button, FloatSlider, GridBox, HBox, IntSlider, Label, Layout, ValueWidget, VBox
 from matplotlib.figure import Figure
 
+from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.core import checks
 from moeblaze_ref.course.notebook.dispatch import CELL_INCHES, EXPERT_COLORS, PALE, STEPS, board_size, draw_arrays
 from moeblaze_ref.course.notebook.megablocks import draw_bins
 from moeblaze_ref.course.notebook.routing import zipf_choices
-from moeblaze_ref.backends.numpy_ref import dispatch
 
 MAX_TOKENS, MAX_EXPERTS, MAX_CHOICES = 8, 6, 3  # what fits a picture
 WIDTH = "2.6em"  # of a button

@@ -9,16 +9,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm, tiles
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig, is_gated
-from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
+from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
-from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm, tiles
+from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
 from moeblaze_ref.runtime import ceil_div, simt_executor
 from moeblaze_ref.runtime.record import LaunchRecord, RecordingExecutor
 from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
 from moeblaze_ref.runtime.source import inlined
-from moeblaze_ref.core.structures import Dispatch
 
 # Counts --------------------------------------------------------------------------------------------------------------
 

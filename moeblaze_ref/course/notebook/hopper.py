@@ -14,19 +14,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.transforms import blended_transform_factory
 
-from moeblaze_ref.core import checks
+from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.bench import ladder, report, results
 from moeblaze_ref.bench.document import change_of, change_text, signed, trials
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.memory.accounting import uniform_counts
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, behind, filled
+from moeblaze_ref.core.units import GB
 from moeblaze_ref.course.notebook.dispatch import PALE
 from moeblaze_ref.course.notebook.markdown import bullets, table
-from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.memory.accounting import uniform_counts
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, behind, filled
 from moeblaze_ref.runtime import ceil_div
 from moeblaze_ref.runtime.simt_executor import KernelFault, SharedTraffic, SimtExecutor
 from moeblaze_ref.runtime.tensor_map import TensorMap
-from moeblaze_ref.core.units import GB
 
 # An H200's, by its maker's figures.
 MULTIPROCESSORS = 132

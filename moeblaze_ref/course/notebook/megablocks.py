@@ -15,19 +15,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from moeblaze_ref.core import checks
-from moeblaze_ref.systems.capacity import expert_capacity
-from moeblaze_ref.verify.cases import Case
-from moeblaze_ref.core.config import preset
-from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, drawn, filled, stacked_bars
-from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows
-from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.backends.numpy_ref import block_sparse, capacity, dispatch, gating
 from moeblaze_ref.backends.raw_cuda import block_sparse as raw_sparse
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
-from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import preset
 from moeblaze_ref.core.structures import EMPTY, Dispatch, Topology
+from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
+from moeblaze_ref.memory.accounting import account
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, drawn, filled, stacked_bars
+from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows
+from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
+from moeblaze_ref.systems.capacity import expert_capacity
+from moeblaze_ref.verify.cases import Case
 
 HEADING = {"loc": "left", "fontsize": "medium"}
 DIM = "#666666"  # letters of what takes no part

@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.core.units import GIB, unit_for
 from moeblaze_ref.memory import plots
 from moeblaze_ref.memory.accounting import GPU_CAPACITIES, Account, Tensor, account
-from moeblaze_ref.core.units import GIB, unit_for
 
 GAP = 0.25  # between neighbours, as a share of d
 

@@ -20,9 +20,10 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from moeblaze_ref.core import records
+from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.course.notebook.execution import METADATA, execute
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = ROOT / "notebooks"
 MAX_BYTES = 1_000_000  # of a file
 VARIES = "varies"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"

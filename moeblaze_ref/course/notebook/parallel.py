@@ -10,16 +10,16 @@ import torch.distributed as dist
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
+from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
+from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
 from moeblaze_ref.parallel.findings import short_names
 from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.trip import first_slots
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.core.structures import EMPTY
-from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
-from moeblaze_ref.core.traces import RoutingTrace
 
 RANK_COLORS = (SKY, ORANGE)
 GRADIENTS = ("d_x", "d_wg", "d_w1", "d_w2", "d_w3")

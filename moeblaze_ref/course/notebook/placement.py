@@ -10,13 +10,13 @@ from IPython.display import Markdown
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
 from moeblaze_ref.placement import document, findings, joint, peers, simulate, trace
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.synthetic import synthetic_trace
 from moeblaze_ref.placement.trace import Profile
-from moeblaze_ref.core.traces import RoutingTrace
 
 HEADING = {"loc": "left", "fontsize": "medium"}
 GPU_COLORS = (SKY, ORANGE)

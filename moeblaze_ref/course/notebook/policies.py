@@ -14,14 +14,13 @@ from IPython.display import Markdown
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from moeblaze_ref.core import checks
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
+from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.bench import results
 from moeblaze_ref.bench.contestants import OURS
-from moeblaze_ref.verify.cases import make_case
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES, MoEConfig, is_gated, preset
-from moeblaze_ref.systems.layer import intermediates
-from moeblaze_ref.memory.accounting import account, uniform_counts
-from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, dotted, drawn
+from moeblaze_ref.core.units import GB, GIB
 from moeblaze_ref.course.notebook.gemm import (
     HBM_BYTES_PER_SECOND,
     PEAK_FLOPS,
@@ -31,11 +30,12 @@ from moeblaze_ref.course.notebook.gemm import (
 )
 from moeblaze_ref.course.notebook.markdown import bullets
 from moeblaze_ref.course.notebook.sources import evaluate, stated_bytes
-from moeblaze_ref.backends.raw_cuda import gemm, tiles
-from moeblaze_ref.backends.raw_cuda import layer as raw_layer
+from moeblaze_ref.memory.accounting import account, uniform_counts
+from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, dotted, drawn
 from moeblaze_ref.runtime import ceil_div, simt_executor
 from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
-from moeblaze_ref.core.units import GB, GIB
+from moeblaze_ref.systems.layer import intermediates
+from moeblaze_ref.verify.cases import make_case
 
 POLICY_COLORS = dict(zip(POLICIES, (PURPLE, ORANGE, BLUE, GREEN), strict=True))
 

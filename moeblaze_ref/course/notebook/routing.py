@@ -7,10 +7,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from moeblaze_ref.systems.capacity import expert_capacity
+from moeblaze_ref.backends.numpy_ref import gating
 from moeblaze_ref.memory.accounting import dropped_and_padded
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREY, SKY, VERMILLION, drawn, filled
-from moeblaze_ref.backends.numpy_ref import gating
+from moeblaze_ref.systems.capacity import expert_capacity
 
 VISIBLE = {" ": "␣", "\n": "¶"}  # characters that print no ink
 

@@ -10,12 +10,10 @@ from typing import Any
 
 from IPython.display import Markdown
 
-import moeblaze_ref
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.paths import PACKAGE
 from moeblaze_ref.runtime.simt_executor import LaunchReport
 from moeblaze_ref.runtime.source import kernel_text
-
-PACKAGE = Path(moeblaze_ref.__file__).parent
 
 _DOCSTRING_SECTIONS = re.compile(r'\n\s*\n *\w+\n *-{3,}\n.*?(?=""")', re.DOTALL)
 

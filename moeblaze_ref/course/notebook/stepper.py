@@ -9,12 +9,11 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.core import checks
-from moeblaze_ref.verify.cases import random_topk
-from moeblaze_ref.memory.plots import BLACK, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW
 from moeblaze_ref.course.notebook.controls import play
 from moeblaze_ref.course.notebook.dispatch import PALE
-from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.memory.plots import BLACK, GREEN, GREY, ORANGE, SKY, VERMILLION, YELLOW
 from moeblaze_ref.runtime.record import (
     BANKS,
     LANES,
@@ -27,6 +26,7 @@ from moeblaze_ref.runtime.record import (
     Step,
 )
 from moeblaze_ref.runtime.simt.symbols import Frame
+from moeblaze_ref.verify.cases import random_topk
 
 COLORS = (SKY, YELLOW, ORANGE, GREEN)  # by turns, under black numbers; neighbours differ in grey too
 SHOWN_LINES = 13  # of the source, the current one in their middle

@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.lm import document, evidence, evidence_plots, report
 from moeblaze_ref.lm.data import Corpus
 from moeblaze_ref.lm.train import Trainer, TrainSettings
 from moeblaze_ref.nn.systems import MoEFactory
 from moeblaze_ref.nn.torch_layer import MoELayer
-from moeblaze_ref.core.traces import RoutingTrace
 
 # Load over time -------------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
 """Pages of the API reference: one a package, a section a module, written by Sphinx from the docstrings."""
 
-from pathlib import Path
+
+from moeblaze_ref.core.paths import PACKAGE
 
 HOME = "api/index"
-_ROOT = Path(__file__).parents[1]
 
 
 def modules() -> dict[str, list[str]]:
     """{package: its modules} by dotted names, in alphabetical order."""
-    files = sorted(_ROOT.rglob("*.py"))
+    files = sorted(PACKAGE.rglob("*.py"))
     packages = {_name(file.parent): [] for file in files if file.name == "__init__.py"}
     for file in files:
         if file.name != "__init__.py":
@@ -17,7 +17,7 @@ def modules() -> dict[str, list[str]]:
 
 
 def _name(path):
-    return ".".join(path.relative_to(_ROOT.parent).parts)
+    return ".".join(path.relative_to(PACKAGE.parent).parts)
 
 
 def pages() -> dict[str, str]:

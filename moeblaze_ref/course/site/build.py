@@ -11,9 +11,9 @@ from pathlib import Path
 
 from sphinx.cmd.build import main as sphinx
 
+from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.course.site import api, glossary
 
-ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
 # What a reader meets on the site as it stands in the repository.
 WRITTEN = ("*.md", "docs/*.md", "docs/images/*", "docs/results/*.npz", "notebooks/**/*.ipynb")

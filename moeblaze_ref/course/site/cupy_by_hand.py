@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.core import documents, provenance, records
 from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core import documents, provenance, records
+from moeblaze_ref.core.paths import DOCS
 
-DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT, RESULTS = DOCS / "cupy_by_hand.md", DOCS / "results"
 RECORDS = "cupy_*.json"
 KEYS = ("printed", "device", "versions", "commit")

@@ -3,9 +3,9 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
-_DOCS = Path(__file__).parents[2] / "docs"
+from moeblaze_ref.core.paths import DOCS
+
 # Tables of docs/notation.md whose first column is a word or a symbol: (heading, column of the meaning).
 NOTATION = {
     "Sizes": 1,
@@ -21,7 +21,7 @@ NOTATION = {
 
 def page() -> str:
     """The page in Markdown: each word as a term, which the search finds by its name; its meanings one after another."""
-    introduction = (_DOCS / "glossary.md").read_text().partition("\n| ")[0]
+    introduction = (DOCS / "glossary.md").read_text().partition("\n| ")[0]
     meanings = defaultdict(list)
     for word, meaning in entries():
         meanings[word].append(meaning)
@@ -32,12 +32,12 @@ def page() -> str:
 
 def entries() -> Iterator[tuple[str, str]]:
     """(word, meaning) of all documents; a word of CUDA or of the notation says where its table is."""
-    for _, cells in _rows((_DOCS / "glossary.md").read_text()):
+    for _, cells in _rows((DOCS / "glossary.md").read_text()):
         yield cells[0], cells[1]
-    for heading, cells in _rows((_DOCS / "cuda.md").read_text()):
+    for heading, cells in _rows((DOCS / "cuda.md").read_text()):
         if heading == "Words":
             yield cells[0], f"{cells[1]} ([CUDA](cuda.md#words))"
-    for heading, cells in _rows((_DOCS / "notation.md").read_text()):
+    for heading, cells in _rows((DOCS / "notation.md").read_text()):
         if heading in NOTATION:
             anchor = heading.lower().replace(" ", "-")
             meaning = cells[NOTATION[heading]].replace("](#", "](notation.md#")

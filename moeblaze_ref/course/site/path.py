@@ -15,11 +15,11 @@ from typing import Any
 import nbformat
 
 from moeblaze_ref.core import documents, provenance, records
+from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.course.exercises.sheets import SHEETS
 from moeblaze_ref.course.notebook.execution import execute
 from moeblaze_ref.course.notebook.outputs import NOTEBOOKS
 
-DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENT, RECORD = DOCS / "path.md", DOCS / "results" / "course_cpu.json"
 NAMES = ("notebook", "to read", "first run", "exercises", "to solve")
 KEYS = ("rows", "cores", "device", "versions", "commit")

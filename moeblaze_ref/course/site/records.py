@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.core import documents, checks, source_hashes
+from moeblaze_ref.core import checks, documents, source_hashes
+from moeblaze_ref.core.paths import DOCS
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "results.md"
+DOCUMENT = DOCS / "results.md"
 # By the first word of a file's name: (what it holds, the page that shows it).
 KINDS = {
     "bench": ("times of the layer, of stages, dispatch, gating and combine", "[performance](performance.md)"),

@@ -13,7 +13,8 @@ from pygments.lexers import get_lexer_by_name
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
-ROOT = Path(__file__).parents[2]
+from moeblaze_ref.core.paths import ROOT
+
 FOLDERS = ("kernels_cuda", "moeblaze_ref", "tests")
 LEXERS = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".cpp": "cpp", ".hpp": "cpp", ".h": "cpp", ".json": "json"}
 

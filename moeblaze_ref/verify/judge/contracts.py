@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from moeblaze_ref.verify import comparisons
-from moeblaze_ref.core import checks
-from moeblaze_ref.verify.cases import Case
-from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.backends.numpy_ref import activation, combine, dispatch, expert_down, expert_up, gating
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.structures import Dispatch
+from moeblaze_ref.verify import comparisons
+from moeblaze_ref.verify.cases import Case
 
 SIZES = ("L", "d", "h", "E", "k", "R")
 ROUTES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")

@@ -11,16 +11,16 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.runtime.poison import poison
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case
-from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.verify.judge.contracts import Arrays, Problem, dtype_of, set_problem
 from moeblaze_ref.verify.judge.kernels import CudaKernel
 from moeblaze_ref.verify.judge.report import Difference, Report, Result, first_difference, unlike
 from moeblaze_ref.verify.judge.runners import RUNNERS, Runner
 from moeblaze_ref.verify.judge.trial import Answer, Description, Step, Terms, Trial
 from moeblaze_ref.verify.large import readers
-from moeblaze_ref.runtime.poison import poison
 
 _MOST_RUNS = max(len(runner.orders) for runner in RUNNERS.values())
 

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 
-from moeblaze_ref.core import checks
+from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ITEMSIZE, is_gated
 from moeblaze_ref.verify.judge.budgets import Budget
 from moeblaze_ref.verify.judge.contracts import AXES, Arrays, Contract, Problem, dtype_of
 from moeblaze_ref.verify.judge.kernels import CudaKernel, Launch, NumbaFile, NumbaKernel, choose_launch
 from moeblaze_ref.verify.judge.report import Counts
 from moeblaze_ref.verify.judge.runners import RUNNERS, Fault, runner_of
-from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 
 
 class Step(NamedTuple):

@@ -8,8 +8,8 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from moeblaze_ref.core import checks
 from moeblaze_ref.backends.registry import BACKENDS, STAGES
+from moeblaze_ref.core import checks
 from moeblaze_ref.verify.check import Row, unavailable
 from moeblaze_ref.verify.large.cases import BOUNDS, Case
 

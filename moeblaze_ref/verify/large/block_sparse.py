@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
-from moeblaze_ref.verify.large.layout import number_in_bands
 from moeblaze_ref.backends.numpy_ref import activation
 from moeblaze_ref.backends.raw_cuda import block_sparse as stage
 from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.core.structures import PaddedBins, Topology
 from moeblaze_ref.runtime import ceil_div
 from moeblaze_ref.runtime.sparse import Launch
-from moeblaze_ref.core.structures import PaddedBins, Topology
+from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
+from moeblaze_ref.verify.large.layout import number_in_bands
 
 B = stage.BLOCK
 E, WIDE, HIGH = 1024, 2, 2  # experts, block columns of each, block rows of the last one

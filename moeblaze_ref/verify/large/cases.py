@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_ref.core import checks
 from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.runtime import Executor
 from moeblaze_ref.runtime.sparse import Launch, SparseExecutor
-from moeblaze_ref.core.structures import Dispatch
 
 ALL = slice(None)
 # Of a few results in float64 from the same, already rounded inputs.

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from moeblaze_ref.verify.large.cases import Case, dispatch_of, exactly, last_block, values
 from moeblaze_ref.backends.raw_cuda import combine, gemm
 from moeblaze_ref.runtime.sparse import Launch
+from moeblaze_ref.verify.large.cases import Case, dispatch_of, exactly, last_block, values
 
 L, k, d = 2**22 + 1, 2, 1024
 R = L * k

@@ -2,6 +2,10 @@
 
 import numpy as np
 
+from moeblaze_ref.backends.numpy_ref import activation as reference
+from moeblaze_ref.backends.raw_cuda import activation, expert_down, expert_up, gemm, tiles
+from moeblaze_ref.runtime import ceil_div
+from moeblaze_ref.runtime.sparse import ZEROS, Launch
 from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
 from moeblaze_ref.verify.large.experts import (
     RUNGS,
@@ -15,10 +19,6 @@ from moeblaze_ref.verify.large.experts import (
     wide_model,
 )
 from moeblaze_ref.verify.large.layout import Layout, number_in_bands
-from moeblaze_ref.backends.numpy_ref import activation as reference
-from moeblaze_ref.backends.raw_cuda import activation, expert_down, expert_up, gemm, tiles
-from moeblaze_ref.runtime import ceil_div
-from moeblaze_ref.runtime.sparse import ZEROS, Launch
 
 # A row of this many columns, and the rows of a tile of rung 4_hopper: more than 2**31 elements.
 HOPPER_WIDE = {"d_w": 16_909_440, "d_w3": 16_909_440, "d_hidden": 143_200_000}

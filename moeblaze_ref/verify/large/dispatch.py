@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from moeblaze_ref.verify.large.cases import ALL, Case, last_block
 from moeblaze_ref.backends.raw_cuda import dispatch as stage
-from moeblaze_ref.runtime.sparse import ZEROS, Launch
 from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.runtime.sparse import ZEROS, Launch
+from moeblaze_ref.verify.large.cases import ALL, Case, last_block
 
 E = 1024
 FEW = 8  # tokens of the last block

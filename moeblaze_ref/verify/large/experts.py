@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 
-from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
-from moeblaze_ref.verify.large.layout import MANY_BLOCKS, Layout
 from moeblaze_ref.backends.numpy_ref import activation
 from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm
 from moeblaze_ref.runtime.sparse import Launch
+from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
+from moeblaze_ref.verify.large.layout import MANY_BLOCKS, Layout
 
 RUNGS = ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)
 WIDEST = 64 * 65_535  # columns of as many tiles as a launch takes along y

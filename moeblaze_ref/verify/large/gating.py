@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
 from moeblaze_ref.backends.numpy_ref import gating as reference
 from moeblaze_ref.backends.raw_cuda import gating
 from moeblaze_ref.runtime.sparse import ZEROS, Launch
+from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
 
 L, E, k = 2**22 + 4, 1024, 2
 FEW = 4  # tokens of the last block

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_ref.verify.large.cases import ALL, exactly, values
 from moeblaze_ref.backends.numba_cuda import activation, block_sparse, combine, dispatch, expert_down, expert_up, gating
 from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, THREADS, _eager_thread_switching, blocks_for
 from moeblaze_ref.backends.numpy_ref import activation as reference
 from moeblaze_ref.backends.numpy_ref import gating as gating_reference
-from moeblaze_ref.runtime.sparse import Launch, Reservation
 from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.runtime.sparse import Launch, Reservation
+from moeblaze_ref.verify.large.cases import ALL, exactly, values
 
 L, d, k, E, h = 2**22 + 1, 1024, 2, 1024, 4100  # L d, E d h > 2**32
 R = L * k

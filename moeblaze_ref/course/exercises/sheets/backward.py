@@ -1,10 +1,10 @@
 """Exercises of notebook 04: gradients."""
 
+from moeblaze_ref.backends.numba_cuda import combine, expert_up
 from moeblaze_ref.bench import floors
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import cuda_kernel, numba_kernel
-from moeblaze_ref.backends.numba_cuda import combine, expert_up
 
 UP, DOWN = "expert_up/1_naive.cu", "expert_down/1_naive.cu"
 

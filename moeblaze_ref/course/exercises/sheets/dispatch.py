@@ -1,10 +1,10 @@
 """Exercises of notebook 02: the index structures, built without sorting."""
 
+from moeblaze_ref.backends.numba_cuda import dispatch
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import Kernel, cuda_grid, cuda_kernel, numba_kernel
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.backends.numba_cuda import dispatch
 
 FILE = "dispatch/1_dense_map.cu"
 NUMBA = "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, cuda\nfrom moeblaze_ref.core.structures import EMPTY"

@@ -1,11 +1,11 @@
 """Exercises of notebook 03: gather, multiply, activate, and the sum at the end."""
 
+from moeblaze_ref.backends.numba_cuda import combine, expert_down
 from moeblaze_ref.bench import floors
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import Kernel, cuda_kernel, numba_kernel
 from moeblaze_ref.course.exercises.roofline import GPU, LIMITS, limit
-from moeblaze_ref.backends.numba_cuda import combine, expert_down
 
 UP, DOWN = "expert_up/1_naive.cu", "expert_down/1_naive.cu"
 

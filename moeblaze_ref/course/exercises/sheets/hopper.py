@@ -1,10 +1,10 @@
 """Exercises of notebook 06: a tile of the Hopper rung, and what limits whole stages."""
 
+from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.bench import floors
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
 from moeblaze_ref.course.exercises.roofline import GPU, LIMITS, limit
-from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.runtime.source import MAX_SHARED_BYTES
 
 ROWS, COLUMNS, DEPTH, ITEMSIZE = gemm.ROWS_BOX[1], gemm.HOPPER_COLUMNS, gemm.ROWS_BOX[0], 2

@@ -2,14 +2,14 @@
 
 import numpy as np
 
+from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.core import checks
-from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, PRINTED_EXAMPLE
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, Construction, Prediction, Sheet
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.backends.numpy_ref import dispatch
 from moeblaze_ref.papers.moeblaze import literal_lengths
 from moeblaze_ref.placement import bounds, exact, links
+from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, PRINTED_EXAMPLE
 
 PRINTED_INDICES = PRINTED_EXAMPLE["expert_token_indices"].values
 PRINTED_CHOICES = PRINTED_EXAMPLE["token_expert_indices"].values

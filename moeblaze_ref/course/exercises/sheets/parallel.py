@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
 from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
 
 TOPK_EXPERTS = [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3], [4, 5], [2, 4], [1, 0]]
 RANK_OF_EXPERT = [0, 0, 1, 1, 2, 2]

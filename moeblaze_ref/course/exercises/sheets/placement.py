@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
 from moeblaze_ref.placement import simulate, trace
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.core.traces import RoutingTrace
 
 TOKENS = [[0, 0], [0, 0], [0, 1], [1, 1], [1, 1], [1, 0], [2, 2], [2, 3], [3, 3], [0, 1]]
 

@@ -1,9 +1,9 @@
 """Exercises of notebook 01: the router, and what a fixed capacity makes of its choice."""
 
-from moeblaze_ref.systems.capacity import expert_capacity
 from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import cuda_kernel
 from moeblaze_ref.memory.accounting import dropped_and_padded
+from moeblaze_ref.systems.capacity import expert_capacity
 
 GATING = cuda_kernel("gating/1_naive.cu", "softmax_top_k", "token_of_thread", "Choice", "BEST", "next_best")
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from moeblaze_ref.backends.numpy_ref import gating
 from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import cuda_kernel
-from moeblaze_ref.backends.numpy_ref import gating
 
 D_LOGITS = cuda_kernel(
     "gating/1_naive.cu",
