@@ -33,6 +33,7 @@ from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.memory.accounting import Assumptions, account
 from moeblaze_ref.nn import oracle, systems
 from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.runtime.ceilings import Ceilings, Cost
 from moeblaze_ref.runtime.clock import WARM_UP, Samples, take_turns
 from moeblaze_ref.runtime.device import NoGraph
 from moeblaze_ref.verify.cases import random_topk, relative_error
@@ -156,13 +157,13 @@ READ = {
 
 
 def test_the_longer_time_is_the_floor():
-    ceilings = floors.Ceilings(flops_per_ms=100.0, bytes_per_ms=10.0)
-    assert (ceilings.floor_ms(floors.Cost(500, 20)), ceilings.bound(floors.Cost(500, 20))) == (5.0, "flops")
-    assert (ceilings.floor_ms(floors.Cost(50, 20)), ceilings.bound(floors.Cost(50, 20))) == (2.0, "bytes")
-    said = floors.columns(floors.Ceilings(790e9, 4.2e9), floors.Ceilings(660e9, 4.1e9))
+    ceilings = Ceilings(flops_per_ms=100.0, bytes_per_ms=10.0)
+    assert (ceilings.floor_ms(Cost(500, 20)), ceilings.bound(Cost(500, 20))) == (5.0, "flops")
+    assert (ceilings.floor_ms(Cost(50, 20)), ceilings.bound(Cost(50, 20))) == (2.0, "bytes")
+    said = floors.columns(Ceilings(790e9, 4.2e9), Ceilings(660e9, 4.1e9))
     assert said == {"cublas_tflops": 790.0, "copy_gb_s": 4200.0, "hot_cublas_tflops": 660.0}
     million = preset("qwen3").config.replace(L=2**20)
-    copied = floors.Ceilings(1.0, 4.2e9).floor_ms(floors.cost_of("dispatch", million))
+    copied = Ceilings(1.0, 4.2e9).floor_ms(floors.cost_of("dispatch", million))
     assert copied == pytest.approx(0.032, rel=0.01)
 
 
@@ -442,7 +443,7 @@ def test_a_row_has_the_columns_that_it_should(layer_rows):
 
 def test_ratios_and_floors_follow_from_the_times(layer_rows):
     steps = {(row["system"], row["policy"], row["routing"]): row["step_ms"] for row in layer_rows}
-    ceilings = floors.Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
+    ceilings = Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
     floor = sum(ceilings.floor_ms(floors.cost_of(stage, TINY)) for stage in floors.stages_of(TINY))
     for row in layer_rows:
         step = row["step_ms"]
@@ -506,7 +507,9 @@ def graphed():
     """A device, and the rows of our layer as launched and graphed, beside a peer."""
     device = PretendedDevice()
     choice = layer.Choice(("moeblaze", "moeblaze_graphed", "grouped_mm"), POLICIES, repetitions=1)
-    return device, layer.time_layer("tiny", TINY, choice, device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "graphed", device.graphed)
+        return device, layer.time_layer("tiny", TINY, choice, device)
 
 
 def test_a_graphed_layer_has_rows_of_its_own_and_is_nobodys_peer(graphed):

@@ -174,7 +174,7 @@ def test_a_check_whose_cache_cannot_be_used_is_one_line(monkeypatch):
     def refuse(*of):
         raise cache.SimtUnavailable("x.so is a folder; remove it")
 
-    monkeypatch.setattr("moeblaze_ref.cli.terminal.run_with_bar", refuse)
+    monkeypatch.setattr("moeblaze_ref.core.progress.run_with_bar", refuse)
     result = CliRunner().invoke(app, ["check", "--stage", "combine", "--backend", "numpy"])
     assert (result.exit_code, result.stderr) == (2, "error: x.so is a folder; remove it\n")
 

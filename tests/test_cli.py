@@ -258,7 +258,7 @@ def test_where_nothing_can_be_written_nothing_is_timed(pretended_gpu, monkeypatc
 
 @pytest.mark.parametrize("command", [("check", "--stage", "gating"), ("tune",), ("check", "--kernel", "a.cu:b")])
 def test_every_record_is_tried_first(pretended_gpu, monkeypatch, tmp_path, command):
-    monkeypatch.setattr("moeblaze_ref.cli.terminal.run_with_bar", None)
+    monkeypatch.setattr("moeblaze_ref.core.progress.run_with_bar", None)
     stage = ("--stage", "combine") if "--kernel" in command else ()
     result = moeblaze(*command, *stage, "--record", tmp_path)
     assert result.exit_code == 2 and "is a folder, but a file is to be written" in result.stderr

@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 from moeblaze_ref.bench import plan, tune
 from moeblaze_ref.cli import app, terminal
 from moeblaze_ref.cli import parallel_bench as parallel_bench
-from moeblaze_ref.core import provenance, records, traces
+from moeblaze_ref.core import figures, progress, provenance, records, traces
 from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.course.site import build as site
 from moeblaze_ref.course.site import cupy_by_hand
@@ -199,7 +199,7 @@ def of_trace(done):
 
 
 def of_place(done):
-    run = terminal.run_with_bar
+    run = progress.run_with_bar
     return [
         patch.object(synthetic, "TOKENS", 64),
         patch.object(terminal, "run_with_bar", lambda *of: done.append(1) or run(*of)),
@@ -289,13 +289,13 @@ COMMANDS = {
     "trace": Command(("trace", "--checkpoint", __file__, "--device", "cpu", "--out"), traces.load, of_trace),
     "place --out": Command((*PLACE, "--out"), maps.load, of_place),
     "place --record": Command((*PLACE, "--record"), provenance.load, of_place),
-    "place --plots": Command((*PLACE, "--plots"), terminal._check_picture, of_place, "load_by_gpu.png"),
+    "place --plots": Command((*PLACE, "--plots"), figures._check_picture, of_place, "load_by_gpu.png"),
     "memory": Command(
-        ("memory", "--preset", "conf1", "--measure", "--plots"), terminal._check_picture, of_memory,
+        ("memory", "--preset", "conf1", "--measure", "--plots"), figures._check_picture, of_memory,
         "memory_against_tokens.png",
     ),
-    "paper --plot": Command(("paper", "moeblaze-fig3", "--plot"), terminal._check_picture, file="moeblaze-fig3.png"),
-    "demo": Command(("demo", "--out"), terminal._check_picture, of_demo, "loss.png"),
+    "paper --plot": Command(("paper", "moeblaze-fig3", "--plot"), figures._check_picture, file="moeblaze-fig3.png"),
+    "demo": Command(("demo", "--out"), figures._check_picture, of_demo, "loss.png"),
     "parallel.bench": Command(
         ("--trace", "t", "--map", "m", "--preset", "toy", "--tokens", "4", "--steps", "1", "--record"), provenance.load,
         of_several_gpus, run=on_several_gpus,
@@ -659,9 +659,9 @@ def test_a_picture_of_another_project_is_refused(tmp_path):
     figure = figure_of_loss()["loss"]
     figure.savefig(tmp_path / "loss.png")
     with pytest.raises(ValueError, match=r"loss.png exists .*is no picture of moeblaze_ref"):
-        terminal.save(figure, tmp_path, "loss")
-    terminal.save(figure, tmp_path, "loss", force=True)
-    assert terminal.save(figure, tmp_path, "loss") == tmp_path / "loss.png"
+        figures.save(figure, tmp_path, "loss")
+    figures.save(figure, tmp_path, "loss", force=True)
+    assert figures.save(figure, tmp_path, "loss") == tmp_path / "loss.png"
 
 
 def test_a_notebook_takes_the_place_of_a_notebook_alone(tmp_path):

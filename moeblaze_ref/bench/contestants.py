@@ -81,7 +81,7 @@ def kept_choices(module: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
     -------
     Tensor (L, k), bool
     """
-    num_experts, dispatch = module.wg.shape[1], build_by_sort(chosen.int().cpu().numpy(), module.wg.shape[1])
+    dispatch = build_by_sort(chosen.int().cpu().numpy(), module.wg.shape[1])
     gates = oracle.route(x, module.wg, module.k, module.renormalize, chosen).gates.detach()
     counts = np.diff(dispatch.expert_token_offsets).tolist()
     rows_of_expert = capacity.capacity_for(counts, module.capacity_factor)

@@ -6,51 +6,11 @@ of a device copy that were measured in the same run, before anything heated the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from moeblaze_ref.core.config import MoEConfig
+from moeblaze_ref.runtime.ceilings import Ceilings, Cost
 
 INDEX = 4  # bytes of an int32, and of a float32 gate, logit or probability
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a stage cannot do without.
-
-    Parameters
-    ----------
-    flops : int
-        Of its matrix products.
-    bytes : int
-        Inputs and outputs, each once.
-    """
-
-    flops: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """What the device was seen to do in this run.
-
-    Parameters
-    ----------
-    flops_per_ms : float
-        By cuBLAS, bf16, on random numbers.
-    bytes_per_ms : float
-        By a device copy, read plus written.
-    """
-
-    flops_per_ms: float
-    bytes_per_ms: float
-
-    def floor_ms(self, cost: Cost) -> float:
-        """Milliseconds below which no version can come by much."""
-        return max(cost.flops / self.flops_per_ms, cost.bytes / self.bytes_per_ms)
-
-    def bound(self, cost: Cost) -> str:
-        """Which of the two the floor is made of: "flops" or "bytes"."""
-        return "flops" if cost.flops / self.flops_per_ms > cost.bytes / self.bytes_per_ms else "bytes"
 
 
 def columns(ceilings: Ceilings, hot: Ceilings) -> dict[str, float]:

@@ -16,6 +16,8 @@ from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.nn.torch_graphs import graphed
+from moeblaze_ref.runtime.ceilings import Ceilings
 from moeblaze_ref.runtime.clock import Contender, Lap, Samples, replayed, take_turns
 from moeblaze_ref.runtime.device import Device, NoGraph
 from moeblaze_ref.runtime.torch_bridge import bridge_to
@@ -189,13 +191,13 @@ class Scene:
         others = [system for system in systems if system not in OWN]
         self.modules = {name: self._module(name, choice) for name in others if name in contestants.MODULES}
         self.baselines = {name: foreign.baseline(name, self.layer) for name in others if name in foreign.SYSTEMS}
-        self._layers = {row: self._own(*row, choice, device) for row in own}
+        self._layers = {row: self._own(*row, choice) for row in own}
         self._layers |= {(name, None): self._function(name) for name in others}
 
-    def _own(self, system: str, policy: str, choice: Choice, device: Device) -> contestants.Layer:
+    def _own(self, system: str, policy: str, choice: Choice) -> contestants.Layer:
         module = contestants.module_of(OURS, self.layer, policy=policy, rung=choice.rung)
         if system == GRAPHED:
-            module = device.graphed(module, self._tokens["uniform"][0])
+            module = graphed(module, self._tokens["uniform"][0])
         return contestants.layer_of(module)
 
     def _module(self, system: str, choice: Choice) -> nn.Module:
@@ -320,7 +322,7 @@ def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> d
 
 
 def _shares(
-    step_ms: float, config: MoEConfig, lost: contestants.Losses, ceilings: floors.Ceilings, hot: floors.Ceilings
+    step_ms: float, config: MoEConfig, lost: contestants.Losses, ceilings: Ceilings, hot: Ceilings
 ) -> dict[str, float]:
     """The columns in percent."""
     kept = 1 - (lost.dropped_rows or 0) / config.R

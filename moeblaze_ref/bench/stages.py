@@ -14,6 +14,7 @@ from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.runtime import Executor, ceil_div
+from moeblaze_ref.runtime.ceilings import Ceilings, Cost
 from moeblaze_ref.runtime.clock import Samples, replayed, take_turns
 from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
@@ -74,7 +75,7 @@ class Row:
     step_ms, quartiles_ms
         Median, and first and third quartile, on the device's own time.
     flops, bytes, bound, floor_ms, pct_of_floor
-        Of `floors.Cost`; which of both makes the floor; the floor over the median, in percent.
+        Of `ceilings.Cost`; which of both makes the floor; the floor over the median, in percent.
     ratio_to : dict
         How many times as fast as each other system of the stage: {"torch": 2.0}.
     error : float or None
@@ -211,7 +212,7 @@ def _errors(
     return {rung: error(rung).columns for rung in rungs}
 
 
-def _floor(cost: floors.Cost, ceilings: floors.Ceilings) -> dict[str, Any]:
+def _floor(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
     """The columns of a row that all rows of a stage share."""
     return {
         "flops": cost.flops,

@@ -19,7 +19,7 @@ from rich.text import Text
 from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.cli import terminal
-from moeblaze_ref.core import provenance, records, source_hashes
+from moeblaze_ref.core import figures, progress, provenance, records, source_hashes
 from moeblaze_ref.core.config import POLICIES, PRESETS
 from moeblaze_ref.lm import EVIDENCE, LAYERS
 from moeblaze_ref.lm import PRESETS as TRAINED
@@ -175,7 +175,7 @@ def check(
         else:
             jobs = cross_check.plan(stage or STAGES, backend or CHECKED)
     with cache_errors():
-        rows = terminal.run_with_bar("cross-checking", jobs)
+        rows = progress.run_with_bar("cross-checking", jobs)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
@@ -276,7 +276,7 @@ def sanitize(
         jobs = sanitizer.plan()
         if record:
             provenance.check_place(record, "sanitize", force)
-    findings = terminal.run_with_bar("sanitizing", jobs)
+    findings = progress.run_with_bar("sanitizing", jobs)
     for finding in findings:
         shown = finding.report[-1:] if finding.ok else finding.report[:40]
         stdout().print(f"{finding.tool}: {'clean' if finding.ok else 'NOT CLEAN'}", *shown, sep="\n  ", markup=False)
@@ -321,7 +321,7 @@ def bench(
         device = plan.gpu()
         if record:
             results.check_place(record, force)
-        rows = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
+        rows = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     result = results.result(kind, rows, device.clocks(), plan.repetitions(kind, request))
     if as_json:
         print(json.dumps(result, indent=1))
@@ -349,7 +349,7 @@ def paper(
         items = command.chosen(item or [], gpu, record, plot)
         if plot:
             command.check_plots(items, plot, record, force)
-        recorded = command.measure(items, record, terminal.progress_bar, force) if gpu else command.Recorded()
+        recorded = command.measure(items, record, progress.bar, force) if gpu else command.Recorded()
         rows = [row for one in items for row in one.rows(recorded)]
     if as_json:
         print(json.dumps(report.as_json(items, rows), indent=1))
@@ -384,7 +384,7 @@ def tune(
         device = plan.gpu()
         if record:
             tuning.check_place(record, force)
-    times = terminal.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
+    times = progress.run_with_bar("timing", [functools.partial(job, device=device) for job in jobs])
     run = tuning.run_of(times, device.clocks(), stages.executor_here().capability)
     if as_json:
         print(json.dumps(run, indent=1))
@@ -424,7 +424,7 @@ def memory(
         found = accounts(config, system or tuple(SYSTEMS), assumptions)
         notes = report.preset_notes(preset)
         if plots:
-            terminal.check_plots(plots, terminal.MEMORY_PLOTS, force)
+            figures.check(plots, terminal.MEMORY_PLOTS, force)
     measurements = measure_here(found) if measure else ()
     if as_json:
         print(json.dumps(report.as_json(preset, config, found, notes, measurements), indent=2))
@@ -432,7 +432,7 @@ def memory(
         stdout().print(report.tables(config, found, notes, measurements))
     if plots:
         with user_errors():
-            written = terminal.save_all(terminal.memory_figures(config, found, assumptions), plots, force)
+            written = figures.save_all(terminal.memory_figures(config, found, assumptions), plots, force)
         Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
 
 
@@ -586,7 +586,7 @@ def place(
     from moeblaze_ref.placement.synthetic import trace_or_synthetic
 
     with user_errors():
-        pictures = terminal.pictures(plots, terminal.PLACEMENT_PLOTS)
+        pictures = figures.pictures(plots, terminal.PLACEMENT_PLOTS)
         records.check_distinct({"--out": [out], "--record": [record], "--plots": pictures})
         chosen = methods.named(method or ["all"])
         routed = trace_or_synthetic(trace, synthetic, num_experts, model)
@@ -600,8 +600,8 @@ def place(
         if record:
             provenance.check_place(record, "place", force)
         if plots:
-            terminal.check_plots(plots, terminal.PLACEMENT_PLOTS, force)
-        trials = terminal.run_with_bar("placing", jobs)
+            figures.check(plots, terminal.PLACEMENT_PLOTS, force)
+        trials = progress.run_with_bar("placing", jobs)
         rows = methods.medians(trials)
         if as_json:
             print(json.dumps([row.as_dict() for row in rows], indent=1))
@@ -609,9 +609,9 @@ def place(
             stdout().print(report.table(rows, report.judged_on(splits, gpus, tokens)))
         if out:
             maps.save(out, methods.fastest_map(trials), force)
-        along = dict(zip(joint.LIMITS, terminal.run_with_bar("the curve", curve), strict=False))
+        along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve), strict=False))
         if plots:
-            written = terminal.save_all(terminal.placement_figures(trials, list(along.values())), plots, force)
+            written = figures.save_all(terminal.placement_figures(trials, list(along.values())), plots, force)
             Console(stderr=True).print(f"plots: {', '.join(map(str, written))}", soft_wrap=True)
         if record:
             named = trace.name if trace else f"synthetic {synthetic}"

@@ -14,6 +14,7 @@ from rich.progress import TextColumn
 
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.cli import terminal
+from moeblaze_ref.core import figures, progress
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.lm import data, plots
 from moeblaze_ref.lm.model import LMConfig
@@ -52,7 +53,7 @@ def run(steps: int, out: Path, console: Console, force: bool = False) -> list[ch
     ValueError, OSError
         If a plot cannot be written; nothing was trained then.
     """
-    terminal.check_plots(out, PLOTS, force)
+    figures.check(out, PLOTS, force)
     torch.set_num_threads(1)  # products this small lose more by waiting for other cores than they gain
     model_config = LMConfig()
     result = _train(model_config, steps, console)
@@ -64,10 +65,10 @@ def run(steps: int, out: Path, console: Console, force: bool = False) -> list[ch
     console.print(
         f"(Numba's simulator, where there is no GPU, gets the first {check.SIMULATOR_ROWS} routed rows of each)"
     )
-    rows = terminal.run_with_bar("cross-checking", check.plan(STAGES, cases=cases))
+    rows = progress.run_with_bar("cross-checking", check.plan(STAGES, cases=cases))
     blocks = zip(result.model.blocks, cases, strict=True)
     rows += [_compare_kept_bytes(layer, block.moe, case) for block, case in blocks]
-    written = terminal.save_all(_figures(result, cases, layer, reports), out, force)
+    written = figures.save_all(_figures(result, cases, layer, reports), out, force)
     console.print(terminal.check_table(rows))
     console.print(terminal.verdict(rows))
     console.print(f"plots in {out.resolve()}: {', '.join(path.name for path in written)}", soft_wrap=True)
@@ -80,9 +81,9 @@ def _heading(console: Console, text: str):
 
 def _train(config: LMConfig, steps: int, console: Console) -> TrainResult:
     _heading(console, f"Training a byte-level language model of {config.layers} MoE blocks on Python's own help text")
-    with terminal.progress_bar(TextColumn("loss {task.fields[loss]:.2f}")) as progress:
-        task = progress.add_task("training", total=steps, loss=float("nan"))
-        result = train(config, steps, on_step=lambda step, loss: progress.update(task, completed=step, loss=loss))
+    with progress.bar(TextColumn("loss {task.fields[loss]:.2f}")) as shown:
+        task = shown.add_task("training", total=steps, loss=float("nan"))
+        result = train(config, steps, on_step=lambda step, loss: shown.update(task, completed=step, loss=loss))
     console.print(
         f"{steps} steps: loss {result.losses[0]:.2f} -> {result.losses[-1]:.2f} nats per byte "
         f"(uniform guess: {np.log(config.vocab):.2f}); {result.validation_loss:.2f} on unseen text"

@@ -1,37 +1,15 @@
-"""What the commands show: the cross-check table, progress bars, and plots written to files."""
+"""What the commands show: the tables of checks, and which plots a command draws."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref.core import records
 from moeblaze_ref.memory import plots as memory_plots
 from moeblaze_ref.verify.check import Row, passed
 from moeblaze_ref.verify.coverage import Cell, Line
-
-DPI = 150
-PNG = b"\x89PNG\r\n\x1a\n"  # how such a file begins
-SOFTWARE = "moeblaze_ref"  # the metadata of every picture names it
-
-
-def progress_bar(*extra_columns) -> Progress:
-    """A bar on standard error, so that --json stays clean; it disappears when it is done."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, *extra_columns, console=Console(stderr=True), transient=True)
-
-
-def run_with_bar(title: str, jobs: list[Callable[[], list[Row]]]) -> list[Row]:
-    """The rows of every job, in order, under a progress bar."""
-    with progress_bar() as progress:
-        return [row for job in progress.track(jobs, description=title) for row in job()]
-
 
 # Short headings: with the longest cells, all but the shape fit into 80 columns.
 COLUMNS = ("stage", "way", "backend, rung", "dtype", "n", "error", "bound", "result")
@@ -121,59 +99,6 @@ def verdict(rows: list[Row]) -> Text:
     if left_out:
         text += f"; not for this GPU: {', '.join(left_out)}"
     return Text(text, style="bold green" if passed(rows) else "bold red")
-
-
-def check_plots(folder: Path, names: Iterable[str], force: bool = False):
-    """Check that figures of these names may be written into a folder; make it if need be.
-
-    Parameters
-    ----------
-    folder : Path
-    names : iterable of str
-        Without the ending .png.
-    force : bool
-        Allow to replace files that are no pictures of this project.
-
-    Raises
-    ------
-    ValueError, OSError
-        As in `records.check_writable`.
-    """
-    for path in pictures(folder, names):
-        records.check_writable(path, _check_picture, force)
-
-
-def pictures(folder: Path | None, names: Iterable[str]) -> list[Path]:
-    """Return the files of figures in a folder, and none if no folder is named."""
-    return [] if folder is None else [_png(folder, name) for name in names]
-
-
-def save(figure: Figure, folder: Path, name: str, force: bool = False) -> Path:
-    """Write a figure as PNG, making the folder if need be; parameters and errors as in `check_plots`."""
-    path = _png(folder, name)
-
-    def write(part: Path):
-        figure.savefig(part, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": SOFTWARE})
-
-    records.replace(path, write, _check_picture, force)
-    return path
-
-
-def save_all(figures: Mapping[str, Figure], folder: Path, force: bool = False) -> list[Path]:
-    """Write figures by their names, all or, if one of them may not be written, none; errors as in `check_plots`."""
-    check_plots(folder, figures, force)
-    return [save(figure, folder, name, force) for name, figure in figures.items()]
-
-
-def _png(folder: Path, name: str) -> Path:
-    return folder / f"{name}.png"
-
-
-def _check_picture(path: Path):
-    """Raise ValueError unless this project drew the picture; its metadata says so."""
-    content = path.read_bytes()
-    if not (content.startswith(PNG) and b"tEXtSoftware\0" + SOFTWARE.encode() in content):
-        raise ValueError(f"{path.name} is no picture of {SOFTWARE}")
 
 
 MEMORY_PLOTS = ("memory_by_tensor", "memory_against_tokens")

@@ -12,8 +12,7 @@ from rich.progress import TextColumn
 from torch import Tensor
 
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.cli import terminal
-from moeblaze_ref.core import checks, records, traces
+from moeblaze_ref.core import checks, progress, records, traces
 from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm import data, tracing
 from moeblaze_ref.lm.checkpoint import load_model
@@ -68,12 +67,12 @@ def train(
     device, corpus = prepare(chosen.layer, folder, device)
     trainer = Trainer(chosen, corpus, device)
     columns = TextColumn("loss {task.fields[loss]:.2f}"), TextColumn("{task.fields[speed]}")
-    with terminal.progress_bar(*columns) as progress:
-        task = progress.add_task("training", total=chosen.steps, loss=float("nan"), speed="")
+    with progress.bar(*columns) as shown:
+        task = shown.add_task("training", total=chosen.steps, loss=float("nan"), speed="")
 
         def show(line):
             if "loss" in line:
-                progress.update(task, completed=line["step"], loss=line["loss"], speed=_speed(line))
+                shown.update(task, completed=line["step"], loss=line["loss"], speed=_speed(line))
 
         return run(trainer, out, resume, on_line=show, checkpoint_every=checkpoint_every)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.progress import TextColumn
 
-from moeblaze_ref.cli import terminal
-from moeblaze_ref.core import checks, records
+from moeblaze_ref.core import checks, progress, records
 from moeblaze_ref.lm import command, curves, equal_loss, wall
 from moeblaze_ref.lm.presets import preset
 from moeblaze_ref.lm.run import FILES
@@ -105,11 +104,11 @@ def _step_by_step(compare: Callable[..., dict[str, Any]]) -> Callable[[Request],
         base = preset(request.preset)
         settings = replace(base, precision="float32", steps=max(steps, base.steps))
         device, corpus = command.prepare("moeblaze", request.data, request.device)
-        with terminal.progress_bar(TextColumn("loss {task.fields[loss]:.2f}")) as progress:
-            task = progress.add_task("training side by side", total=steps, loss=float("nan"))
+        with progress.bar(TextColumn("loss {task.fields[loss]:.2f}")) as shown:
+            task = shown.add_task("training side by side", total=steps, loss=float("nan"))
 
             def show(step, loss):
-                progress.update(task, completed=step, loss=loss)
+                shown.update(task, completed=step, loss=loss)
 
             return _head(request, settings, corpus.fingerprint, steps) | compare(
                 settings, corpus, steps, device, on_step=show
@@ -141,12 +140,12 @@ def _memory(request: Request) -> dict[str, Any]:
     device, corpus = command.prepare("moeblaze", request.data, request.device)
     if device == "cpu":
         raise ValueError("memory looks for the step that a GPU has no room for, but the device is cpu")
-    with terminal.progress_bar(TextColumn("{task.fields[step]}")) as progress:
-        task = progress.add_task("climbing", total=None, step="")
+    with progress.bar(TextColumn("{task.fields[step]}")) as shown:
+        task = shown.add_task("climbing", total=None, step="")
         rows = []
         for row in wall.rows(base, corpus, device, list(wall.CONTENDERS)):
             rows.append(row)
-            progress.update(task, step=f"{row.contender}: L = {row.L:,} {'fits' if row.fits else 'does not fit'}")
+            shown.update(task, step=f"{row.contender}: L = {row.L:,} {'fits' if row.fits else 'does not fit'}")
     return _head(request, base, corpus.fingerprint, wall.TIMED_STEPS) | wall.summarise(rows)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from moeblaze_ref.cli import terminal
+from moeblaze_ref.core import figures
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.lm.equal_loss import gaps
 from moeblaze_ref.lm.wall import met_wall
@@ -55,7 +55,7 @@ def write(found: Found, path: Path, force: bool = False) -> Path:
     force : bool
         Replace a file there that is no picture of this project.
     """
-    return terminal.save(picture(found), path.parent, path.stem, force)
+    return figures.save(picture(found), path.parent, path.stem, force)
 
 
 def replayed(found: Found) -> Figure:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from moeblaze_ref.cli import terminal
-from moeblaze_ref.core import provenance, records
+from moeblaze_ref.core import figures, provenance, records
 from moeblaze_ref.papers import items, results
 from moeblaze_ref.papers.claims import failures
 from moeblaze_ref.papers.item import Item
@@ -92,17 +91,17 @@ def check_plots(found: Sequence[Item], folder: Path, record: Path | None = None,
     Raises
     ------
     ValueError, OSError
-        As in `records.check_distinct` and `terminal.check_plots`.
+        As in `records.check_distinct` and `figures.check`.
     """
     recorded, here = Recorded(), results.device_name(provenance.environment()["device"])
     of_items = (item.plot_names([*(device for device, _ in recorded.runs(item.id)), here]) for item in found)
     names = list(itertools.chain.from_iterable(of_items))
-    records.check_distinct({"--record": [record], "--plot": terminal.pictures(folder, names)})
-    terminal.check_plots(folder, names, force)
+    records.check_distinct({"--record": [record], "--plot": figures.pictures(folder, names)})
+    figures.check(folder, names, force)
 
 
 def write_plots(found: Sequence[Item], recorded: Recorded, folder: Path, force: bool = False) -> list[Path]:
-    """Write the pictures of the items into a folder; return the files. Errors as in `terminal.save_all`."""
-    return terminal.save_all(
+    """Write the pictures of the items into a folder; return the files. Errors as in `figures.save_all`."""
+    return figures.save_all(
         {name: plot for item in found for name, plot in item.plots(recorded).items()}, folder, force
     )

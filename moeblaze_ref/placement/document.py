@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 from matplotlib.figure import Figure
 
-from moeblaze_ref.cli import terminal
-from moeblaze_ref.core import documents, records
+from moeblaze_ref.core import documents, figures, records
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.placement import findings, plots
 
@@ -90,7 +89,7 @@ def write():
     DOCUMENT.write_text(fill(DOCUMENT.read_text()))
     for path in RECORDS.values():
         if path.exists() and (found := load(path))["curve"]:
-            terminal.save(picture(found), picture_of(path).parent, path.stem, force=True)
+            figures.save(picture(found), picture_of(path).parent, path.stem, force=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The GPU that is timed: its events, its two ceilings, its allocator, its graphs."""
+"""The GPU that is timed: its events, its two ceilings, its allocator, graphs of its work."""
 
 import gc
 import time
@@ -7,11 +7,9 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
 
-from moeblaze_ref.bench.floors import Ceilings
 from moeblaze_ref.core import provenance
-from moeblaze_ref.nn.torch_graphs import graphed
+from moeblaze_ref.runtime.ceilings import Ceilings
 from moeblaze_ref.runtime.clock import Clock, Contender, Samples, take_turns
 from moeblaze_ref.runtime.torch_capture import capture
 
@@ -44,9 +42,6 @@ class Device(Clock, Protocol):
 
     def captured(self, work: Callable[[], Any]) -> Callable[[], None]:
         """``work`` as a graph to be replayed, whose results stay allocated; raises NoGraph if it cannot be one."""
-
-    def graphed(self, module: nn.Module, x: Tensor) -> nn.Module:
-        """The module, whose forward and backward of inputs like x are replays of a graph each from now on."""
 
 
 class Gpu:
@@ -132,10 +127,6 @@ class Gpu:
             graph.replay()
 
         return replay
-
-    def graphed(self, module: nn.Module, x: Tensor) -> nn.Module:
-        """The module by `torch_graphs.graphed`: changed in place, for inputs of the shape and dtype of x."""
-        return graphed(module, x)
 
     def clocks(self) -> str:
         """SM and memory clock under load, and their maxima, as nvidia-smi says while dense products run."""

@@ -1,11 +1,11 @@
 """The GPU that several sheets reason about, and which of its two limits binds."""
 
-from moeblaze_ref.bench import floors
+from moeblaze_ref.runtime.ceilings import Ceilings, Cost
 
 GPU = {"tflops": 800, "tb_per_s": 4}  # 1e12 FLOPs, 1e12 bytes in a second
 LIMITS = "'flops' or 'bytes'"
 
 
-def limit(cost: floors.Cost, tflops: float, tb_per_s: float) -> str:
+def limit(cost: Cost, tflops: float, tb_per_s: float) -> str:
     """What a stage waits for, "flops" or "bytes", on a GPU of 1e12 FLOPs and of 1e12 bytes in a second."""
-    return floors.Ceilings(flops_per_ms=tflops * 10**9, bytes_per_ms=tb_per_s * 10**9).bound(cost)
+    return Ceilings(flops_per_ms=tflops * 10**9, bytes_per_ms=tb_per_s * 10**9).bound(cost)

@@ -5,13 +5,14 @@ from moeblaze_ref.bench import floors
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
 from moeblaze_ref.course.exercises.roofline import GPU, LIMITS, limit
+from moeblaze_ref.runtime.ceilings import Cost
 from moeblaze_ref.runtime.source import MAX_SHARED_BYTES
 
 ROWS, COLUMNS, DEPTH, ITEMSIZE = gemm.ROWS_BOX[1], gemm.HOPPER_COLUMNS, gemm.ROWS_BOX[0], 2
 
 
 def _stage(rows, columns, depth, itemsize, shared_bytes):
-    cost = floors.Cost(flops=2 * rows * columns * depth, bytes=(rows + columns) * depth * itemsize)
+    cost = Cost(flops=2 * rows * columns * depth, bytes=(rows + columns) * depth * itemsize)
     return {
         "stage": cost.bytes,
         "stages": shared_bytes // cost.bytes,
@@ -75,7 +76,7 @@ SHEET = Sheet(
                 "d_w3": Asked(LIMITS, "'flops'"),
             },
             truth=_limits,
-            computed_by="moeblaze_ref.bench.floors.Ceilings.bound",
+            computed_by="moeblaze_ref.runtime.ceilings.Ceilings.bound",
             hint=(
                 "A product does `2 * d * h` FLOPs for a row of `d + h` elements. A sum does one or two for each "
                 "element that it reads."
