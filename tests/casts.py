@@ -10,7 +10,7 @@ import re
 
 from planted import quick_builds
 
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.runtime.sparse import SparseExecutor, SparseModule
 

@@ -5,7 +5,7 @@ import types
 import numpy as np
 
 from moeblaze_ref.runtime.poison import poison
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource
 
 

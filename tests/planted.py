@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from moeblaze_ref.runtime.simt import build
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import inlined, kernel_text
 
 

@@ -15,8 +15,7 @@ from moeblaze_ref.backends.registry import OpenStage
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.kernel_headers import evaluate, table
 from moeblaze_ref.core.paths import kernels_dir
-from moeblaze_ref.runtime import simt_executor
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor, _static_shared_bytes
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.verify.cases import make_case, random_topk, relative_error
 
@@ -133,7 +132,7 @@ def test_a_block_of_threads_has_the_shared_memory_that_the_header_states(rung):
     source, dynamic = KernelSource.read(file, constants), 0 if tile is None else tile.shared_bytes
     sizes = {name: value for name, value in constants.items() if isinstance(value, int)} | {"s": 2}
     for kernel, header in stated(file).items():
-        assert evaluate(header["shared bytes"], sizes) == simt_executor._static_shared_bytes(source, kernel) + dynamic, kernel
+        assert evaluate(header["shared bytes"], sizes) == _static_shared_bytes(source, kernel) + dynamic, kernel
 
 
 def test_blocks_that_stay_have_the_shared_memory_that_their_header_states():

@@ -18,7 +18,7 @@ from moeblaze_ref.cli.terminal import verdict
 from moeblaze_ref.nn import torch_layer
 from moeblaze_ref.nn.systems import SYSTEMS
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource, inlined
 from moeblaze_ref.systems.capacity import MAX
 from moeblaze_ref.verify import cases, check, comparisons

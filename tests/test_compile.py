@@ -16,7 +16,7 @@ from moeblaze_ref.core.config import ACTIVATIONS
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.course.notebook.hopper import RING
 from moeblaze_ref.runtime.simt.build import cuda_include_dirs
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource
 
 FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))

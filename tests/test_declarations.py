@@ -5,7 +5,7 @@ import pytest
 
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.declarations import Declarations, Parameter
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 
 
 def only(text, **constants):

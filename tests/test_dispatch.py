@@ -17,7 +17,7 @@ from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.checks import MAX_EXPERTS
 from moeblaze_ref.core.structures import EMPTY
 from moeblaze_ref.runtime import ceil_div
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import MAX_SHARED_BYTES
 from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.verify.check import differing_elements

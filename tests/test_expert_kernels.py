@@ -17,8 +17,7 @@ from moeblaze_ref.backends.raw_cuda import activation, combine, expert_down, exp
 from moeblaze_ref.backends.registry import OpenStage
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
 from moeblaze_ref.core.paths import kernels_dir
-from moeblaze_ref.runtime import simt_executor
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor, _static_shared_bytes
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import make_case, relative_error
@@ -371,7 +370,7 @@ def test_a_block_in_tiles_has_the_shared_memory_that_its_header_states(stage):
     constants = {"Scalar": "__half", "ACTIVATION": "swiglu"} | SMALL.constants(itemsize=2)
     source = KernelSource.read(f"{stage}/3_mma.cu", constants)
     for kernel, header in stated(f"{stage}/3_mma.cu").items():
-        static = simt_executor._static_shared_bytes(source, kernel)
+        static = _static_shared_bytes(source, kernel)
         dynamic = (
             evaluate(header.shared, {name: v for name, v in constants.items() if isinstance(v, int)} | {"s": 2})
             - static
@@ -642,7 +641,7 @@ def test_a_product_that_sums_has_the_shared_memory_that_its_header_states(file, 
     product = tile.shared_bytes if tile else 8704
     for kernel, header in stated(source.file).items():
         asked = evaluate(header.shared, {"TILE_ROWS": tile.rows if tile else 64, "Q": product})
-        static = simt_executor._static_shared_bytes(source, kernel)
+        static = _static_shared_bytes(source, kernel)
         padding = static + (tile.shared_bytes if tile and asked else 0) - asked
         assert 0 <= padding < 16  # an array may begin at a multiple of 16 bytes
 

@@ -20,7 +20,7 @@ from moeblaze_ref.backends.raw_cuda import gating as raw_gating
 from moeblaze_ref.backends.registry import BACKENDS, OpenStage
 from moeblaze_ref.core.structures import Gating
 from moeblaze_ref.runtime import widest_pack
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import relative_error
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor, Traffic
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor, Traffic
 from moeblaze_ref.runtime.tensor_map import TensorMap
 from moeblaze_ref.verify.cases import relative_error
 

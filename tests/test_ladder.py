@@ -30,7 +30,7 @@ from moeblaze_ref.core import provenance
 from moeblaze_ref.core.config import MoEConfig, preset
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.memory.accounting import account
-from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.verify.cases import make_case
 
 TINY = MoEConfig(L=300, d=136, h=144, E=3, k=2)

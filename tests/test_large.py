@@ -19,7 +19,7 @@ from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.core.structures import Topology
 from moeblaze_ref.runtime.declarations import Declarations
 from moeblaze_ref.runtime.simt.build import SimtCompileError
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import inlined, kernel_text
 from moeblaze_ref.runtime.sparse import ZEROS, Launch, SparseExecutor, SparseModule
 from moeblaze_ref.verify import large

@@ -67,7 +67,7 @@ from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
 from moeblaze_ref.placement import simulate
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import inlined, kernel_text
 from moeblaze_ref.systems.capacity import expert_capacity
 from moeblaze_ref.verify.cases import (

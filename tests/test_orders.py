@@ -16,7 +16,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import ZERO, cuda
 from moeblaze_ref.backends.raw_cuda import expert_down, tiles
 from moeblaze_ref.backends.raw_cuda.tiles import WARP
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify import check, orders
 

@@ -12,7 +12,7 @@ from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.papers import printed
 from moeblaze_ref.papers.items import ITEMS
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.verify.cases import relative_error
 

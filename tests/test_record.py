@@ -11,7 +11,7 @@ from moeblaze_ref.runtime import record
 from moeblaze_ref.runtime.record import LANES, RecordingExecutor, Step
 from moeblaze_ref.runtime.simt import symbols
 from moeblaze_ref.runtime.simt.build import SimtUnavailable
-from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.verify.cases import make_case, random_topk
 
 KERNELS = """#include "common.cuh"

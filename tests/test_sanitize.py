@@ -12,7 +12,7 @@ from moeblaze_ref.backends.registry import Status
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.declarations import Declarations
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.verify import comparisons, sanitize
 from moeblaze_ref.verify.cases import many_blocks_case, many_tiles_case, whole_block_case
 

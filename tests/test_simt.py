@@ -12,7 +12,7 @@ import pytest
 
 from moeblaze_ref.runtime.poison import POISON
 from moeblaze_ref.runtime.simt import build
-from moeblaze_ref.runtime.simt_executor import KernelFault, SharedTraffic, SimtExecutor, Traffic
+from moeblaze_ref.runtime.simt.executor import KernelFault, SharedTraffic, SimtExecutor, Traffic
 
 SIMT = SimtExecutor()
 LANES = np.arange(32)

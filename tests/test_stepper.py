@@ -11,7 +11,7 @@ from moeblaze_ref.course.notebook import controls, explorer, pictures, stepper
 from moeblaze_ref.course.notebook.explorer import Routing, RoutingGrid
 from moeblaze_ref.course.notebook.stepper import Stepper, record_dispatch, sentence
 from moeblaze_ref.runtime.record import RecordingExecutor
-from moeblaze_ref.runtime.simt_executor import KernelFault
+from moeblaze_ref.runtime.simt.executor import KernelFault
 from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS
 
 FIRST = "block 0, warp 0"

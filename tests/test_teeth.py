@@ -8,7 +8,7 @@ from planted import quick_builds
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify import check
 

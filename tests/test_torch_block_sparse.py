@@ -20,7 +20,7 @@ from moeblaze_ref.memory.waste import compare
 from moeblaze_ref.nn import systems, torch_block_sparse, torch_layer
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.torch_bridge import to_numpy
 from moeblaze_ref.runtime.torch_executor import TensorBridge, TorchExecutor
 from moeblaze_ref.systems import megablocks

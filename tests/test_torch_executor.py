@@ -17,7 +17,7 @@ from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.nn import torch_layer
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.parameters import ParameterMemory
-from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.runtime.tensor_map import EncodedMap, Layout
 from moeblaze_ref.runtime.torch_bridge import CpuBridge

@@ -23,7 +23,7 @@ from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.oracle import OracleMoE
 from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
-from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.verify import check, comparisons
 from moeblaze_ref.verify.cases import every_choice, paired_options, relative_error, single_gradients
 

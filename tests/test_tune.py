@@ -12,7 +12,7 @@ from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.bench import tune
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core.config import MoEConfig, preset
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 
 TINY = MoEConfig(L=40, d=16, h=24, E=3, k=2)
 LAYER = (2**20, 16, 1024, 4096)  # R, E, d, h: long groups, small weights

@@ -145,14 +145,14 @@ def _on_numba(rung):
 
 
 def _on_simt(rung):
-    from moeblaze_ref.runtime.simt_executor import SimtExecutor
+    from moeblaze_ref.runtime.simt.executor import SimtExecutor
 
     # In a seeded order a missing barrier shows, which threads in their own order would hide.
     return nullcontext, _as_it_is, _as_it_is, {"executor": SimtExecutor(seed=1), "rung": rung}
 
 
 def _on_cuda(rung):
-    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+    from moeblaze_ref.runtime.cupy import CupyExecutor
 
     executor = CupyExecutor(poisoned=True)
     return nullcontext, executor.from_numpy, executor.to_numpy, {"executor": executor, "rung": rung}

@@ -22,7 +22,7 @@ from moeblaze_ref.lm.train import TrainResult, capture, train
 from moeblaze_ref.memory import measure, report, traffic
 from moeblaze_ref.memory.accounting import Assumptions, account, accounts
 from moeblaze_ref.nn import oracle
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import Case

@@ -11,6 +11,7 @@ from moeblaze_ref.core import checks
 GATED_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 UNGATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 ACTIVATIONS = GATED_ACTIVATIONS + UNGATED_ACTIVATIONS
+GELU_CUBIC = 0.044715  # of the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415)
 
 # What is kept between forward and backward, besides x, the Dispatch and the gates.
 POLICIES = {

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from moeblaze_ref.core.units import unit_for
-from moeblaze_ref.runtime.simt_executor import LaunchReport
+from moeblaze_ref.runtime.simt.executor import LaunchReport
 
 SECTOR_BYTES = 32
 BLUE, SKY = "#0072B2", "#56B4E9"  # Okabe and Ito

@@ -54,7 +54,7 @@ class Executor(Protocol):
 @functools.cache
 def simt_executor() -> Executor:
     """The shared instrumented SIMT executor."""
-    from moeblaze_ref.runtime.simt_executor import SimtExecutor
+    from moeblaze_ref.runtime.simt.executor import SimtExecutor
 
     return SimtExecutor()
 
@@ -62,7 +62,7 @@ def simt_executor() -> Executor:
 @functools.cache
 def cupy_executor() -> Executor:
     """The shared CuPy executor."""
-    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+    from moeblaze_ref.runtime.cupy import CupyExecutor
 
     return CupyExecutor()
 

@@ -21,8 +21,8 @@ import numpy as np
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.simt import symbols
+from moeblaze_ref.runtime.simt.executor import Recorder, SimtExecutor
 from moeblaze_ref.runtime.simt.symbols import Frame, SharedArray
-from moeblaze_ref.runtime.simt_executor import Recorder, SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource
 
 LANES = 32

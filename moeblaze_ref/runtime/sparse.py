@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref.runtime.poison import poison
-from moeblaze_ref.runtime.simt_executor import SimtExecutor, SimtModule, Staged, array_of, copy_apart
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule, Staged, array_of, copy_apart
 from moeblaze_ref.runtime.source import Size
 
 LARGE_BYTES = 1 << 20  # from here on an array is reserved

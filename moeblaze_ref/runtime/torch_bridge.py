@@ -12,7 +12,7 @@ from torch import Tensor
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor
-from moeblaze_ref.runtime.simt_executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 
 
 class Bridge:

@@ -10,7 +10,7 @@ import torch
 from cuda.bindings import driver
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.runtime.cupy_executor import CupyModule, check_gpu, encode, gpu_of, source_for
+from moeblaze_ref.runtime.cupy import CupyModule, check_gpu, encode, gpu_of, source_for
 from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.runtime.tensor_map import Layout

@@ -30,6 +30,8 @@ from moeblaze_ref.verify import guard
 LIMIT_SECONDS = 120  # of a kernel's launches, the compiler included
 PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison
 SHOWN_BYTES = 2000  # of what a kernel prints
+# What the server of the checker's processes imports before it forks, in this order.
+PRELOADED = ("verify.closed", "backends.simulated", "backends.numba_cuda", "verify.judge")
 _DIVISION = "an integer division by zero?"
 _CAUSES = {
     signal.SIGFPE: _DIVISION,
@@ -135,8 +137,7 @@ class _Question(NamedTuple):
 @functools.cache
 def _server() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
-    modules = "closed", "simulated", "numba_cuda", "judge"
-    context.set_forkserver_preload([f"moeblaze_ref.{module}" for module in modules])
+    context.set_forkserver_preload([f"moeblaze_ref.{module}" for module in PRELOADED])
     return context
 
 

@@ -274,7 +274,7 @@ def reachable(backend: Backend, stage: str, rung: str | None, cases: list[Case])
 
 def multiprocessors() -> int:
     """How many the current GPU has."""
-    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+    from moeblaze_ref.runtime.cupy import CupyExecutor
 
     return CupyExecutor().multiprocessors
 

@@ -90,7 +90,7 @@ def run_on_gpu():
     """`run_every_kernel` on the GPU, each array in an allocation of its own and nothing written beforehand."""
     import cupy
 
-    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+    from moeblaze_ref.runtime.cupy import CupyExecutor
 
     cupy.cuda.set_allocator(None)
     run_every_kernel(CupyExecutor())

@@ -103,7 +103,7 @@ def test_a_dispatch_on_the_device_that_contradicts_itself_is_refused():
 def test_an_edited_header_is_compiled_again(tmp_path, monkeypatch):
     import cupy
 
-    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+    from moeblaze_ref.runtime.cupy import CupyExecutor
 
     monkeypatch.setattr("moeblaze_ref.runtime.source.kernels_dir", lambda: tmp_path)
     (tmp_path / "include").mkdir()
@@ -118,7 +118,7 @@ def test_an_edited_header_is_compiled_again(tmp_path, monkeypatch):
 def test_arrays_are_poisoned_on_request():
     import cupy
 
-    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+    from moeblaze_ref.runtime.cupy import CupyExecutor
 
     fresh = CupyExecutor(poisoned=True).empty((1000,), "float32")
     assert bool(cupy.isnan(fresh).all())

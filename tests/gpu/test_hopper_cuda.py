@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device
 @pytest.fixture(scope="module")
 def cuda():
     """The CuPy executor, with poisoned outputs."""
-    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+    from moeblaze_ref.runtime.cupy import CupyExecutor
 
     executor = CupyExecutor(poisoned=True)
     if executor.capability != (9, 0):

@@ -19,7 +19,7 @@ CONFIG = MoEConfig(L=4096, d=512, h=1024, E=16, k=4)
 
 @pytest.mark.parametrize("dtype", gemm.WIDE)
 def test_twenty_runs_give_the_same_sums(dtype):
-    from moeblaze_ref.runtime.cupy_executor import CupyExecutor
+    from moeblaze_ref.runtime.cupy import CupyExecutor
 
     executor, case = CupyExecutor(poisoned=True), CASE.astype(dtype)
     *_, y_swi, gates = comparisons.hidden(case)

@@ -23,9 +23,8 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_caller,
     to_device,
 )
-from moeblaze_ref.backends.numpy_ref.activation import GELU_CUBIC
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS
+from moeblaze_ref.core.config import ACTIVATIONS, GELU_CUBIC
 
 HALF, ONE, TWO, THREE = (np.float32(value) for value in (0.5, 1.0, 2.0, 3.0))
 CUBIC = np.float32(GELU_CUBIC)

@@ -10,9 +10,7 @@ import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import DTYPES
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS, is_gated
-
-GELU_CUBIC = 0.044715  # of the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415)
+from moeblaze_ref.core.config import ACTIVATIONS, GELU_CUBIC, is_gated
 
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])  # otypes: without it, empty arrays raise
 

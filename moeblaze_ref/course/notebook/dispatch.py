@@ -17,7 +17,7 @@ from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, LINES, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, drawn
 from moeblaze_ref.memory.traffic import SECTOR_BYTES
 from moeblaze_ref.runtime import ceil_div
-from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
 from moeblaze_ref.verify.cases import random_topk
 
 EXPERT_COLORS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILLION, BLUE)

@@ -17,7 +17,7 @@ from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
 from moeblaze_ref.runtime import ceil_div, simt_executor
 from moeblaze_ref.runtime.record import LaunchRecord, RecordingExecutor
-from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
 from moeblaze_ref.runtime.source import inlined
 
 # Counts --------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from moeblaze_ref.course.notebook.markdown import bullets, table
 from moeblaze_ref.memory.accounting import uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW, behind, filled
 from moeblaze_ref.runtime import ceil_div
-from moeblaze_ref.runtime.simt_executor import KernelFault, SharedTraffic, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import KernelFault, SharedTraffic, SimtExecutor
 from moeblaze_ref.runtime.tensor_map import TensorMap
 
 # An H200's, by its maker's figures.

@@ -25,7 +25,7 @@ from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, drawn, filled, stacked_bars
 from moeblaze_ref.memory.rows import Rows, capacity_rows, megablocks_rows
-from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
 from moeblaze_ref.systems.capacity import expert_capacity
 from moeblaze_ref.verify.cases import Case
 

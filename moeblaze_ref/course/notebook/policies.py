@@ -33,7 +33,7 @@ from moeblaze_ref.course.notebook.sources import evaluate, stated_bytes
 from moeblaze_ref.memory.accounting import account, uniform_counts
 from moeblaze_ref.memory.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, dotted, drawn
 from moeblaze_ref.runtime import ceil_div, simt_executor
-from moeblaze_ref.runtime.simt_executor import LaunchReport, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
 from moeblaze_ref.systems.layer import intermediates
 from moeblaze_ref.verify.cases import make_case
 

@@ -12,7 +12,7 @@ from IPython.display import Markdown
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.paths import PACKAGE
-from moeblaze_ref.runtime.simt_executor import LaunchReport
+from moeblaze_ref.runtime.simt.executor import LaunchReport
 from moeblaze_ref.runtime.source import kernel_text
 
 _DOCSTRING_SECTIONS = re.compile(r'\n\s*\n *\w+\n *-{3,}\n.*?(?=""")', re.DOTALL)

@@ -51,7 +51,7 @@ class Runner:
 
 def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):
     """``order`` is the seed of the threads' order; 0 is their natural one."""
-    from moeblaze_ref.runtime.simt_executor import KernelFault, SimtExecutor
+    from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 
     executor = SimtExecutor(seed=order)
     grid, block, shared_bytes = launch
@@ -79,7 +79,7 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
 def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int) -> str:
     """Where in its file a kernel accesses what no array holds; empty if nothing here can tell."""
     from moeblaze_ref.runtime.record import RecordingExecutor
-    from moeblaze_ref.runtime.simt_executor import KernelFault
+    from moeblaze_ref.runtime.simt.executor import KernelFault
 
     executor, (grid, block, shared_bytes) = RecordingExecutor(seed=order), launch
     with contextlib.suppress(KernelFault, SimtUnavailable):

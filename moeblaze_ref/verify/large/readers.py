@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from moeblaze_ref.runtime.poison import poison
-from moeblaze_ref.runtime.simt_executor import KernelFault
+from moeblaze_ref.runtime.simt.executor import KernelFault
 from moeblaze_ref.runtime.source import Size
 from moeblaze_ref.runtime.sparse import ZEROS, Launch, SparseExecutor, error
 from moeblaze_ref.verify.judge.contracts import dtype_of

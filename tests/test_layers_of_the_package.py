@@ -1,0 +1,51 @@
+"""Which folder imports which: the contracts of pyproject.toml, and names of modules that no linter sees."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+
+from moeblaze_ref.backends import registry
+from moeblaze_ref.core.paths import PACKAGE, ROOT
+from moeblaze_ref.verify import apart
+
+ABOVE = {"__init__.py", "__main__.py"}
+MODULES = re.compile(r"python3? -m (moeblaze_ref[\w.]*)|\$\(BIN\)/python -m (moeblaze_ref[\w.]*)")
+
+
+def test_no_folder_imports_one_above_it():
+    linter = processes.run([Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT)
+    assert linter.returncode == 0, linter.stdout
+
+
+def test_every_module_lies_in_a_folder():
+    assert {path.name for path in PACKAGE.glob("*.py")} == ABOVE
+
+
+def named_in(path: Path) -> set[str]:
+    return {name for found in MODULES.findall(path.read_text()) for name in found if name}
+
+
+@pytest.mark.parametrize("path", ["Makefile", "README.md", "CONTRIBUTING.md"])
+def test_the_modules_that_are_commands_exist(path):
+    for name in named_in(ROOT / path):
+        assert importlib.util.find_spec(name), name
+
+
+def test_the_makefile_runs_modules():
+    assert len(named_in(ROOT / "Makefile")) > 5
+
+
+@pytest.mark.parametrize("backend", registry.BACKENDS.values(), ids=lambda backend: backend.name)
+def test_the_stages_of_a_backend_are_modules(backend):
+    assert backend.stages
+    for stage in backend.stages:
+        assert importlib.util.find_spec(f"{backend.package}.{stage}"), stage
+
+
+@pytest.mark.parametrize("name", apart.PRELOADED)
+def test_what_the_server_imports_before_it_forks_exists(name):
+    assert importlib.util.find_spec(f"moeblaze_ref.{name}")
