@@ -55,7 +55,7 @@ def test_a_link_from_a_notebook_to_a_document_opens_in_jupyterlab(tmp_path):
 BROKEN = """
 from ipywidgets import IntSlider
 from matplotlib.figure import Figure
-from moeblaze_ref.notebook import explore
+from moeblaze_ref.course.notebook import explore
 %matplotlib inline
 figure, other = Figure(), Figure()
 figure.subplots()

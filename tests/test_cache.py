@@ -21,7 +21,7 @@ from moeblaze_ref.runtime.simt import build, cache
 KERNEL = 'extern "C" __global__ void f(int* out) { out[threadIdx.x] = 7; }\n'
 RUN = f"""
 import numpy as np
-from moeblaze_ref.raw_cuda.runtime.simt import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor
 out = np.zeros(32, np.int32)
 SimtExecutor().load("one.cu", text={KERNEL!r}).launch("f", 1, 32, out=out)
 print("filled", set(out.tolist()))

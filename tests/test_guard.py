@@ -200,7 +200,7 @@ PATCHES = {
     "exam.first_difference = exam.unlike = report.first_difference = lambda *_: None\n",
     "of numpy": "import numpy\nnumpy.abs = lambda *_: 0\nnumpy.linalg.norm = lambda *_: 0.0\n",
     "of the specification": "from moeblaze_ref.backends.numpy_ref import combine\ncombine.forward = lambda *_: 0\n",
-    "of the bounds": "from moeblaze_ref import comparisons\ncomparisons.BOUNDS['float32'] = 1e30\n",
+    "of the bounds": "from moeblaze_ref.verify import comparisons\ncomparisons.BOUNDS['float32'] = 1e30\n",
 }
 
 
@@ -316,7 +316,7 @@ CONTEXTS = {"spawn": 3, "forkserver": 4}  # the checker's processes above the ke
 CHECK = """
 import functools, multiprocessing, os, sys
 import hostile
-from moeblaze_ref import apart, guard
+from moeblaze_ref.verify import apart, guard
 
 _, system, context, text = sys.argv
 apart._supervise = eval(system)
@@ -465,7 +465,7 @@ def test_too_much_memory(mark):
 
 SENDS_ALL_THE_TIME = """
 import sys, tempfile, time
-from moeblaze_ref import guard
+from moeblaze_ref.verify import guard
 
 def work(send):
     held = []
@@ -621,8 +621,8 @@ def test_a_kernel_that_kills_its_parent_does_not_live_on(mark, beginning, system
 BEFORE_THE_FORK = """
 import sys
 import torch
-from moeblaze_ref.devices import cuda_device_count
-from moeblaze_ref.judge import prepare
+from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.verify.judge import prepare
 
 prepare(sys.argv[1], "combine", backend="cuda")
 prepare("moeblaze_ref.backends.numba_cuda.combine:combine_kernel", "combine", numba_runner=lambda: "numba")

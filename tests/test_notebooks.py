@@ -526,11 +526,11 @@ def test_a_doubling_slider_doubles():
 MOVES = """
 from IPython.display import Markdown
 from ipywidgets import IntSlider
-from moeblaze_ref import doors
-from moeblaze_ref.notebook import explore, progress, track
+from moeblaze_ref.core import checks
+from moeblaze_ref.course.notebook import explore, progress, track
 
 def draw(k):
-    doors.check_k(k, 4)
+    checks.check_k(k, 4)
     return Markdown(f"drawn for {k}")
 
 slider = IntSlider(value=1, max=8)

@@ -289,7 +289,7 @@ def test_the_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
 # The runtime
 
 
-SAY_EXECUTOR = "from moeblaze_ref import numba_cuda; print(numba_cuda.EXECUTOR, '|', numba_cuda.EXECUTOR_REASON)"
+SAY_EXECUTOR = "from moeblaze_ref.backends import numba_cuda; print(numba_cuda.EXECUTOR, '|', numba_cuda.EXECUTOR_REASON)"
 
 
 def test_the_package_itself_does_not_import_numba():

@@ -510,7 +510,7 @@ def test_every_command_with_several_outputs_is_in_the_table_of_collisions():
 def test_what_is_printed_to_goes_on_where_the_last_line_ended(tmp_path):
     """A redirected /dev/stdout is a regular file, which must be neither replaced nor begun again."""
     code = (
-        "from pathlib import Path; from moeblaze_ref import records; print('before');"
+        "from pathlib import Path; from moeblaze_ref.core import records; print('before');"
         "records.write(Path('/dev/stdout'), {'a': 1}); print('after')"
     )
     told = tmp_path / "told"
@@ -545,7 +545,7 @@ def test_what_lies_beside_a_file_stays(tmp_path, make):
 WRITES = """
 import os, signal, sys
 from pathlib import Path
-from moeblaze_ref import records
+from moeblaze_ref.core import records
 def write(part):
     part.write_text("half")
     os.kill(os.getpid(), getattr(signal, sys.argv[2]))
@@ -576,7 +576,7 @@ def test_a_write_leaves_alone_what_another_one_fills(tmp_path):
 
 def test_a_program_that_handles_sigterm_keeps_its_handler(tmp_path):
     code = (
-        "import os, signal, sys; from pathlib import Path; from moeblaze_ref import records;"
+        "import os, signal, sys; from pathlib import Path; from moeblaze_ref.core import records;"
         "signal.signal(signal.SIGTERM, lambda *of: print('mine'));"
         "fill = lambda part: (os.kill(os.getpid(), 15), part.write_text('a'));"
         "records.replace(Path(sys.argv[1]), fill, Path.read_text);"

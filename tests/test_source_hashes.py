@@ -23,7 +23,7 @@ extern "C" __global__ void f(int* out) {
 """
 PY = '''"""What it is for."""
 
-from moeblaze_ref.raw_cuda import gemm, tiles
+from moeblaze_ref.backends.raw_cuda import gemm, tiles
 
 
 def f(executor):

@@ -3,7 +3,7 @@
 Numba decides between the GPU and its simulator once, when ``numba.cuda`` is first imported.
 So this module decides first, and everything else takes ``cuda`` from here:
 
-    from moeblaze_ref.numba_cuda.runtime import cuda
+    from moeblaze_ref.backends.numba_cuda.runtime import cuda
 """
 
 import contextlib

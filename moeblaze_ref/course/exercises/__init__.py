@@ -3,7 +3,7 @@
 A notebook of ``notebooks/exercises`` begins with
 
     %load_ext moeblaze_ref.course.exercises
-    from moeblaze_ref.exercises import hint, predict, solution
+    from moeblaze_ref.course.exercises import hint, predict, solution
 
 `sheets` states the exercises, and `notebooks` writes the notebooks from them.
 """

@@ -21,8 +21,8 @@ SETUP = """\
 %load_ext moeblaze_ref.course.exercises
 import math
 
-from moeblaze_ref.config import preset
-from moeblaze_ref.exercises import hint, predict, solution"""
+from moeblaze_ref.core.config import preset
+from moeblaze_ref.course.exercises import hint, predict, solution"""
 SETUP_TO_CONSTRUCT = SETUP.replace("import hint", "import construct, hint")
 
 PREDICT = (

@@ -1,6 +1,6 @@
 """Judge a reader's own kernel: the specification's inputs in, poisoned outputs, and where the first element differs.
 
-    from moeblaze_ref.judge import judge
+    from moeblaze_ref.verify.judge import judge
     judge("mine.cu:mine", "combine", budgets=["written <= 4 L d"])
 
 `docs/judge_your_kernel.md` works through an example; `contracts.CONTRACTS` lists the tasks.
