@@ -2,4 +2,5 @@
 
 from moeblaze_ref.cli.app import app
 
-app()
+if __name__ == "__main__":
+    app()

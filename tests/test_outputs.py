@@ -142,7 +142,7 @@ class CapturedText:
 
 def of_check(done):
     return [
-        patch.object(terminal, "run_with_bar", does(done, [])),
+        patch.object(progress, "run_with_bar", does(done, [])),
         patch("moeblaze_ref.verify.check.passed", lambda rows: True),
     ]
 
@@ -153,11 +153,11 @@ def of_a_kernel(done):
 
 
 def of_sanitize(done):
-    return [patch.object(sanitize, "plan", list), patch.object(terminal, "run_with_bar", does(done, []))]
+    return [patch.object(sanitize, "plan", list), patch.object(progress, "run_with_bar", does(done, []))]
 
 
 def of_a_gpu(done):
-    time = patch.object(terminal, "run_with_bar", does(done, []))
+    time = patch.object(progress, "run_with_bar", does(done, []))
     table = patch("moeblaze_ref.bench.report.table", lambda rows: "")
     return [patch.object(plan, "gpu", PretendedDevice), patch.object(plan, "jobs", lambda *of: []), time, table]
 
@@ -202,7 +202,7 @@ def of_place(done):
     run = progress.run_with_bar
     return [
         patch.object(synthetic, "TOKENS", 64),
-        patch.object(terminal, "run_with_bar", lambda *of: done.append(1) or run(*of)),
+        patch.object(progress, "run_with_bar", lambda *of: done.append(1) or run(*of)),
     ]
 
 

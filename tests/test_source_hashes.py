@@ -38,9 +38,9 @@ def f(executor):
 @pytest.fixture
 def tree(tmp_path):
     """A package with one kernel, and one Numba module."""
-    (tmp_path / "package" / "numba_cuda").mkdir(parents=True)
+    (tmp_path / "package" / "backends" / "numba_cuda").mkdir(parents=True)
     (tmp_path / "kernels" / "combine").mkdir(parents=True)
-    (tmp_path / "package" / "numba_cuda" / "combine.py").write_text(PY)
+    (tmp_path / "package" / "backends" / "numba_cuda" / "combine.py").write_text(PY)
     (tmp_path / "kernels" / "combine" / "1_gather.cu").write_text(CU)
     return tmp_path
 
@@ -59,7 +59,7 @@ def edited(tree: Path, file: str, *changes: tuple[str, str]):
     path.write_text(text)
 
 
-KERNEL, MODULE = "kernels/combine/1_gather.cu", "package/numba_cuda/combine.py"
+KERNEL, MODULE = "kernels/combine/1_gather.cu", "package/backends/numba_cuda/combine.py"
 
 
 @pytest.mark.parametrize(
