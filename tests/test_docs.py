@@ -281,10 +281,10 @@ def missing_from(paper_map) -> Iterator[str]:
 
 def what_to_link() -> Iterator[tuple[Path, str]]:
     """(file, name) of every public function of the specification, every Numba kernel and every raw CUDA kernel."""
-    for file in (ROOT / "moeblaze_ref" / "numpy_ref").glob("*.py"):
+    for file in (ROOT / "moeblaze_ref" / "backends" / "numpy_ref").glob("*.py"):
         functions = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
         yield from ((file, node.name) for node in functions if not node.name.startswith("_"))
-    for file in (ROOT / "moeblaze_ref" / "numba_cuda").glob("*.py"):
+    for file in (ROOT / "moeblaze_ref" / "backends" / "numba_cuda").glob("*.py"):
         yield from ((file, name) for name in python_definitions(file) if name.endswith("_kernel"))
     for file in (ROOT / "kernels_cuda").rglob("*.cu"):
         yield from ((file, name) for name in cuda_functions(file, KERNEL))
@@ -639,11 +639,11 @@ WRONG = {  # a line of a document: what must be said against it
     "[undefined][]": (wrong_links, "undefined: there is no such file"),
     "[a page][here]\n\n[here]: missing.md": (wrong_links, "missing.md: there is no such file"),
     "[`03_nothing`](ROOT/docs/notation.md)": (wrong_links, "03_nothing is not in"),
-    "`numpy_ref.dispatch.biuld`": (wrong_names, "there is no such name"),
-    "`numpy_ref.dispotch.build(topk_experts, 4)`": (wrong_names, "there is no such name"),
-    "`structures.Dispatch.offsets`": (wrong_names, "there is no such name"),
+    "`backends.numpy_ref.dispatch.biuld`": (wrong_names, "there is no such name"),
+    "`backends.numpy_ref.dispotch.build(topk_experts, 4)`": (wrong_names, "there is no such name"),
+    "`core.structures.Dispatch.offsets`": (wrong_names, "there is no such name"),
     "`moeblaze_ref.nothing`": (wrong_names, "there is no such name"),
-    "`doors.MAX_TOP_K = 33`": (wrong_names, "doors.MAX_TOP_K is 32"),
+    "`core.checks.MAX_TOP_K = 33`": (wrong_names, "core.checks.MAX_TOP_K is 32"),
     "`2_bitmap_of_dreams.cu`": (wrong_names, "there is no such file"),
     "`kernels_cuda/dreams/`": (wrong_names, "there is no such file or folder"),
     "`notebooks/99_nothing.ipynb`": (wrong_names, "there is no such file"),
@@ -678,7 +678,7 @@ RIGHT = """# A heading: with `code`
 [`build`](ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py) [`block_exclusive_sum`](ROOT/kernels_cuda/include/common.cuh)
 [`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu) [`EXPECT`](ROOT/moeblaze_ref/verify/comparisons.py)
 [`TILE`, `dispatch.TILE`][numpy] [numpy][] [`dispatch.py`][numpy]
-`numpy_ref.dispatch.build(topk_experts, 4)` `structures.Dispatch.k` `torch.autograd.grad` `doors.MAX_TOP_K = 32`
+`backends.numpy_ref.dispatch.build(topk_experts, 4)` `core.structures.Dispatch.k` `torch.autograd.grad` `core.checks.MAX_TOP_K = 32`
 `dispatch/1_dense_map.cu` `kernels_cuda/` `pyproject.toml` `2 * d + 4 * h` `a.b + c`
 `moeblaze memory --preset conf1 --json`
 

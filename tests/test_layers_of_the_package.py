@@ -8,8 +8,10 @@ from pathlib import Path
 import processes
 import pytest
 
+import moeblaze_ref
 from moeblaze_ref.backends import registry
 from moeblaze_ref.core.paths import PACKAGE, ROOT
+from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.verify import apart
 
 ABOVE = {"__init__.py", "__main__.py"}
@@ -49,3 +51,16 @@ def test_the_stages_of_a_backend_are_modules(backend):
 @pytest.mark.parametrize("name", apart.PRELOADED)
 def test_what_the_server_imports_before_it_forks_exists(name):
     assert importlib.util.find_spec(f"moeblaze_ref.{name}")
+
+
+def test_importing_the_package_costs_nothing():
+    command = [sys.executable, "-X", "importtime", "-c", "import moeblaze_ref; print('MoELayer' in dir(moeblaze_ref))"]
+    done = processes.run(command, cwd=ROOT)
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert done.stdout == "True\n" and "moeblaze_ref" in imported and not imported & {"torch", "numpy", "typer"}
+
+
+def test_the_layer_comes_from_the_package():
+    assert moeblaze_ref.MoELayer is MoELayer
+    with pytest.raises(AttributeError, match="module 'moeblaze_ref' has no attribute 'MoELayr'"):
+        moeblaze_ref.MoELayr  # noqa: B018

@@ -1,6 +1,6 @@
 """What the block-sparse stage accepts, in every backend: whole blocks, indices that agree, one dtype, finite values.
 
-Inside a layer they look at no element, `doors.trusted_values`: it has checked what it was given, and its stages made
+Inside a layer they look at no element, `checks.trusted_values`: it has checked what it was given, and its stages made
 the rest.
 """
 

@@ -33,7 +33,7 @@ def synthetic_trace(
     Parameters
     ----------
     tokens, layers, num_experts, k : int
-        Sizes: at most ``MAX_LAYERS`` layers of ``doors.MAX_EXPERTS`` experts, and ``doors.MAX_TOP_K`` choices a token;
+        Sizes: at most ``MAX_LAYERS`` layers of ``checks.MAX_EXPERTS`` experts, and ``checks.MAX_TOP_K`` choices a token;
         k <= num_experts.
     skew : float
         0 is uniform, 1 is Zipf's law.

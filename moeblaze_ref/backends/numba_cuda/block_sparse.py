@@ -113,7 +113,7 @@ def pad(dispatch, block=128):
     Raises
     ------
     ValueError, TypeError
-        If block is no integer of at least 1, or as `doors.check_dispatch`.
+        If block is no integer of at least 1, or as `checks.check_dispatch`.
 
     Notes
     -----
@@ -207,7 +207,7 @@ def build_topology(bins, h):
     Raises
     ------
     ValueError, TypeError
-        If the block size does not divide h, or as `sparse_doors.check_bins`.
+        If the block size does not divide h, or as `sparse_contracts.check_bins`.
 
     Notes
     -----
@@ -295,7 +295,7 @@ def padded_gather(x, bins, gates=None):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_gather`; the dtype is float32.
+        As `sparse_contracts.check_gather`; the dtype is float32.
 
     Notes
     -----
@@ -329,7 +329,7 @@ def padded_scatter(y, bins, gates=None):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_scatter`; the dtype is float32.
+        As `sparse_contracts.check_scatter`; the dtype is float32.
 
     Notes
     -----
@@ -364,7 +364,7 @@ def gate_gradient(d_out, y, bins):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_gate_gradient`; the dtype is float32.
+        As `sparse_contracts.check_gate_gradient`; the dtype is float32.
     """
     sparse_contracts.check_gate_gradient(d_out, y, bins, DTYPES)
     d_gates = float32_output((bins.L, bins.k))
@@ -524,7 +524,7 @@ def sdd(lhs, rhs, topology, transpose_rhs=False):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_sdd`; the dtype is float32.
+        As `sparse_contracts.check_sdd`; the dtype is float32.
 
     Notes
     -----
@@ -562,7 +562,7 @@ def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dsd`; the dtype is float32.
+        As `sparse_contracts.check_dsd`; the dtype is float32.
 
     Notes
     -----
@@ -601,7 +601,7 @@ def dds(lhs, values, topology, transpose_lhs=False, parts=1):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dds`; the dtype is float32.
+        As `sparse_contracts.check_dds`; the dtype is float32.
 
     Notes
     -----
@@ -717,7 +717,7 @@ def activate(a, b, activation):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_activate`; the dtype is float32.
+        As `sparse_contracts.check_activate`; the dtype is float32.
     """
     sparse_contracts.check_activate(a, b, activation, DTYPES)
     y_swi = float32_output(a.shape)
@@ -745,7 +745,7 @@ def activate_backward(d_y, a, b, activation):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_activate_backward`; the dtype is float32.
+        As `sparse_contracts.check_activate_backward`; the dtype is float32.
     """
     sparse_contracts.check_activate_backward(d_y, a, b, activation, DTYPES)
     d_a, d_b = (None if like is None else float32_output(like.shape) for like in (a, b))

@@ -97,7 +97,7 @@ def forward(y, gates, dispatch):
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_combine`; the dtype is float32.
+        As `stage_contracts.check_combine`; the dtype is float32.
     """
     stage_contracts.check_combine(y, gates, dispatch, DTYPES)
     out = float32_output((dispatch.L, y.shape[1]))

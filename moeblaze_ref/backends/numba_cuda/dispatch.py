@@ -326,7 +326,7 @@ def expert_lengths(dense_map):
     Raises
     ------
     TypeError, ValueError
-        As `stage_doors.check_dense_map`.
+        As `stage_contracts.check_dense_map`.
 
     Notes
     -----
@@ -351,7 +351,7 @@ def expert_offsets(lengths):
     Raises
     ------
     TypeError, ValueError
-        As `stage_doors.check_lengths`.
+        As `stage_contracts.check_lengths`.
 
     Notes
     -----
@@ -383,7 +383,7 @@ def route_indices(dense_map, offsets, topk_experts):
     Raises
     ------
     TypeError, ValueError
-        As `stage_doors.check_route_indices`.
+        As `stage_contracts.check_route_indices`.
 
     Notes
     -----
@@ -411,7 +411,7 @@ def location_map(dense_map, offsets):
     Raises
     ------
     TypeError, ValueError
-        As `stage_doors.check_location_map`.
+        As `stage_contracts.check_location_map`.
 
     Notes
     -----
@@ -441,7 +441,7 @@ def write_indices(dense_map, location_map, topk_experts):
     Raises
     ------
     TypeError, ValueError
-        As `stage_doors.check_write_indices`.
+        As `stage_contracts.check_write_indices`.
 
     Notes
     -----
@@ -475,7 +475,7 @@ def build(topk_experts, num_experts) -> Dispatch:
     Raises
     ------
     TypeError, ValueError
-        From ``doors.check_topk_experts`` and ``doors.check_kernel_limits``.
+        From ``checks.check_topk_experts`` and ``checks.check_kernel_limits``.
     """
     _check_choices(topk_experts, num_experts)
     num_tokens, k = topk_experts.shape

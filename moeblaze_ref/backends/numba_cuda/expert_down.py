@@ -154,7 +154,7 @@ def forward(y_swi, w3, dispatch):
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_forward`; the dtype is float32.
+        As `stage_contracts.check_expert_down_forward`; the dtype is float32.
 
     Notes
     -----
@@ -201,7 +201,7 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_hidden_gradients`; the dtype is float32.
+        As `stage_contracts.check_expert_down_hidden_gradients`; the dtype is float32.
 
     Notes
     -----
@@ -242,7 +242,7 @@ def weight_gradient(gated_y, d_out, dispatch):
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_weight_gradient`; the dtype is float32.
+        As `stage_contracts.check_expert_down_weight_gradient`; the dtype is float32.
 
     Notes
     -----

@@ -178,7 +178,7 @@ def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_up_forward`; the dtype is float32.
+        As `stage_contracts.check_expert_up_forward`; the dtype is float32.
 
     Notes
     -----
@@ -223,7 +223,7 @@ def input_gradient(d_a, d_b, w1, w2, dispatch):
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_up_input_gradient`; the dtype is float32.
+        As `stage_contracts.check_expert_up_input_gradient`; the dtype is float32.
 
     Notes
     -----
@@ -255,7 +255,7 @@ def weight_gradient(d_hidden, x, dispatch):
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_up_weight_gradient`; the dtype is float32.
+        As `stage_contracts.check_expert_up_weight_gradient`; the dtype is float32.
 
     Notes
     -----

@@ -289,7 +289,7 @@ def forward(logits, k, renormalize=False):
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_gating_forward` and `doors.check_kernel_limits`; the dtype is float32.
+        As `stage_contracts.check_gating_forward` and `checks.check_kernel_limits`; the dtype is float32.
 
     Notes
     -----
@@ -327,7 +327,7 @@ def backward(d_gates, logits, topk_experts, renormalize=False, d_load_balancing_
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_gating_backward` and `doors.check_kernel_limits`; the dtype is float32.
+        As `stage_contracts.check_gating_backward` and `checks.check_kernel_limits`; the dtype is float32.
     """
     d_losses = d_load_balancing_loss, d_router_z_loss
     stage_contracts.check_gating_backward(d_gates, logits, topk_experts, *d_losses, DTYPES)

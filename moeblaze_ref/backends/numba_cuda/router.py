@@ -53,7 +53,7 @@ def forward(x, wg):
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_router`; the dtype is float32.
+        As `stage_contracts.check_router`; the dtype is float32.
     """
     stage_contracts.check_router(x, wg, DTYPES)
     return _matmul(x, wg)

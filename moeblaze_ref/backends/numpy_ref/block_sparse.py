@@ -38,7 +38,7 @@ def pad(dispatch, block=128):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_pad`.
+        As `sparse_contracts.check_pad`.
 
     Notes
     -----
@@ -74,7 +74,7 @@ def build_topology(bins, h):
     Raises
     ------
     ValueError, TypeError
-        If the block size does not divide h, or as `sparse_doors.check_build_topology`.
+        If the block size does not divide h, or as `sparse_contracts.check_build_topology`.
 
     Notes
     -----
@@ -158,7 +158,7 @@ def to_dense(values, topology):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_topology`, or if the values are not the topology's.
+        As `sparse_contracts.check_topology`, or if the values are not the topology's.
     """
     sparse_contracts.check_topology(topology)
     sparse_contracts.check_values("values", values, topology, DTYPES)
@@ -183,7 +183,7 @@ def from_dense(dense, topology):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_topology`, or if the shapes disagree.
+        As `sparse_contracts.check_topology`, or if the shapes disagree.
     """
     sparse_contracts.check_topology(topology)
     checks.check_tensor("dense", dense, dict(zip("MN", topology.shape, strict=True)), DTYPES)
@@ -211,7 +211,7 @@ def padded_gather(x, bins, gates=None):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_gather`.
+        As `sparse_contracts.check_gather`.
 
     Notes
     -----
@@ -244,7 +244,7 @@ def padded_scatter(y, bins, gates=None):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_scatter`.
+        As `sparse_contracts.check_scatter`.
 
     Notes
     -----
@@ -274,7 +274,7 @@ def gate_gradient(d_out, y, bins):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_gate_gradient`.
+        As `sparse_contracts.check_gate_gradient`.
     """
     sparse_contracts.check_gate_gradient(d_out, y, bins, DTYPES)
     d_gates = np.empty((bins.L, bins.k), y.dtype)  # (L, k)
@@ -306,7 +306,7 @@ def sdd(lhs, rhs, topology, transpose_rhs=False):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_sdd`.
+        As `sparse_contracts.check_sdd`.
 
     Notes
     -----
@@ -343,7 +343,7 @@ def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dsd`.
+        As `sparse_contracts.check_dsd`.
 
     Notes
     -----
@@ -383,7 +383,7 @@ def dds(lhs, values, topology, transpose_lhs=False, parts=1):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dds`.
+        As `sparse_contracts.check_dds`.
 
     Notes
     -----
@@ -439,7 +439,7 @@ def activate(a, b, activation):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_activate`.
+        As `sparse_contracts.check_activate`.
     """
     sparse_contracts.check_activate(a, b, activation, DTYPES)
     return activation_stage.forward(*map(_as_rows, (a, b)), activation).reshape(a.shape)
@@ -463,7 +463,7 @@ def activate_backward(d_y, a, b, activation):
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_activate_backward`.
+        As `sparse_contracts.check_activate_backward`.
     """
     sparse_contracts.check_activate_backward(d_y, a, b, activation, DTYPES)
     found = activation_stage.backward(*map(_as_rows, (d_y, a, b)), activation)

@@ -97,7 +97,7 @@ def dropped(bins, dispatch):
     Raises
     ------
     ValueError, TypeError
-        As `doors.check_dispatch` and ``capacity.check_bins``, or if the two do not belong together.
+        As `checks.check_dispatch` and ``capacity.check_bins``, or if the two do not belong together.
     """
     checks.check_dispatch(dispatch)
     shared.check_bins(bins)

@@ -310,7 +310,7 @@ def build_part(topk_experts, num_experts, num_routed) -> Dispatch:
     Raises
     ------
     ValueError, TypeError
-        As `doors.check_part`.
+        As `checks.check_part`.
     """
     checks.check_part(topk_experts, num_experts, num_routed)
     chosen = topk_experts.flatten()  # (L * k,)

@@ -54,7 +54,7 @@ def pad(
     ------
     ValueError, TypeError
         If block is no integer of at least 1, the padded rows could exceed what int32 counts, or as
-        `doors.check_dispatch`.
+        `checks.check_dispatch`.
 
     Notes
     -----
@@ -104,7 +104,7 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     ------
     ValueError, TypeError
         If the block size does not divide h, rows, columns or blocks exceed what int32 counts, or as
-        `sparse_doors.check_bins`. Also if there are more block columns than the rung's `dds` takes: at most
+        `sparse_contracts.check_bins`. Also if there are more block columns than the rung's `dds` takes: at most
         ``MAX_COLUMN_TILES`` tiles of 2_tiled or 3_mma. A layer would find out in its backward.
 
     Notes
@@ -188,7 +188,7 @@ def padded_gather(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_gather`, or if the rung does not compute in this dtype.
+        As `sparse_contracts.check_gather`, or if the rung does not compute in this dtype.
 
     Notes
     -----
@@ -242,7 +242,7 @@ def padded_scatter(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_scatter`, or if the rung does not compute in this dtype.
+        As `sparse_contracts.check_scatter`, or if the rung does not compute in this dtype.
 
     Notes
     -----
@@ -277,7 +277,7 @@ def gate_gradient(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_gate_gradient`, or if the rung does not compute in this dtype.
+        As `sparse_contracts.check_gate_gradient`, or if the rung does not compute in this dtype.
     """
     sparse_contracts.check_gate_gradient(d_out, y, bins, gemm.WIDE)
     d, dtype = y.shape[1], gemm.check_rung("block_sparse", rung, RUNGS, y)
@@ -329,7 +329,7 @@ def sdd(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_sdd`, or if the rung does not compute in this dtype, these widths or these blocks.
+        As `sparse_contracts.check_sdd`, or if the rung does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
@@ -396,7 +396,7 @@ def dsd(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dsd`, or if the rung does not compute in this dtype, these widths or these blocks.
+        As `sparse_contracts.check_dsd`, or if the rung does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
@@ -464,7 +464,7 @@ def dds(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks, or as
+        As `sparse_contracts.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks, or as
         `build_topology` if there are too many block columns.
 
     Notes
@@ -571,7 +571,7 @@ def activate(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_doors.check_activate`, or if the rung does not compute in this dtype.
+        As `sparse_contracts.check_activate`, or if the rung does not compute in this dtype.
     """
     sparse_contracts.check_activate(a, b, activation, gemm.WIDE)
     dtype, executor = gemm.check_rung("block_sparse", rung, RUNGS, a), executor or executor_for(a)

@@ -34,7 +34,7 @@ def forward(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_combine`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_combine`, or if the rung does not compute in this dtype.
 
     Notes
     -----

@@ -107,7 +107,7 @@ def build(
     Raises
     ------
     TypeError, ValueError
-        As `doors.check_topk_experts` and `doors.check_kernel_limits` say, or if the rung is unknown.
+        As `checks.check_topk_experts` and `checks.check_kernel_limits` say, or if the rung is unknown.
     """
     checks.check_topk_experts(topk_experts, num_experts)
     L, k = topk_experts.shape
@@ -135,7 +135,7 @@ def build_part(topk_experts: Array, num_experts: int, num_routed: int, executor:
     Raises
     ------
     TypeError, ValueError
-        As `doors.check_part`, or if E or k is more than the kernels take.
+        As `checks.check_part`, or if E or k is more than the kernels take.
     """
     checks.check_part(topk_experts, num_experts, num_routed)
     return _build(executor or executor_for(topk_experts), DEFAULT_RUNG, topk_experts, num_experts, num_routed)

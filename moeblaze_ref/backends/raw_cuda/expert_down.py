@@ -35,7 +35,7 @@ def forward(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_forward`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_forward`, or if the rung does not compute in this dtype.
 
     Notes
     -----
@@ -94,7 +94,7 @@ def output_in_parts(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_output`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_output`, or if the rung does not compute in this dtype.
 
     Notes
     -----
@@ -145,7 +145,7 @@ def summed_forward(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_output`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_output`, or if the rung does not compute in this dtype.
 
     Notes
     -----
@@ -282,7 +282,7 @@ def hidden_gradients(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_hidden_gradients`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_hidden_gradients`, or if the rung does not compute in this dtype.
 
     Notes
     -----
@@ -351,7 +351,7 @@ def weight_gradient(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_down_weight_gradient`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_weight_gradient`, or if the rung does not compute in this dtype.
 
     Notes
     -----

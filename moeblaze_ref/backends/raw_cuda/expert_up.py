@@ -49,7 +49,7 @@ def forward(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_up_forward`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_up_forward`, or if the rung does not compute in this dtype.
 
     Notes
     -----
@@ -112,7 +112,7 @@ def input_gradient(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_up_input_gradient`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_up_input_gradient`, or if the rung does not compute in this dtype.
 
     Notes
     -----
@@ -202,7 +202,7 @@ def weight_gradient(
     Raises
     ------
     ValueError, TypeError
-        As `stage_doors.check_expert_up_weight_gradient`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_up_weight_gradient`, or if the rung does not compute in this dtype.
 
     Notes
     -----
