@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +15,11 @@ from moeblaze_ref.backends.numba_cuda.runtime import ZERO, cuda
 from moeblaze_ref.backends.raw_cuda import expert_down, tiles
 from moeblaze_ref.backends.raw_cuda.tiles import WARP
 from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify import check, orders
 
-ROOT = Path(check.__file__).parents[1]
 HERE = ("numpy", "numba", "simt")
 
 
@@ -471,6 +470,7 @@ DOCSTRING = re.compile(rf"{BY_NAME}|slots of a token in their order|ascending ex
 def files_that_state(pattern, folder, ending):
     """Kernel files or modules, with what their texts say in one line."""
     texts = {path: " ".join(path.read_text().split()) for path in (ROOT / folder).rglob(f"*.{ending}")}
+    assert texts, folder
     return [path for path, text in texts.items() if pattern.search(text)]
 
 
@@ -496,7 +496,7 @@ def test_every_order_that_a_header_states_is_checked():
 
 @pytest.mark.parametrize("backend", HERE)
 def test_every_order_that_a_docstring_states_is_checked(backend):
-    folder = "moeblaze_ref/" + BACKENDS[backend].package.rpartition(".")[2]
+    folder = BACKENDS[backend].package.replace(".", "/")
     stated = {path.stem for path in files_that_state(DOCSTRING, folder, "py")}
     assert stated == {one.stage for one in orders.SUMS if backend in one.backends}
 

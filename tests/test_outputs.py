@@ -32,6 +32,7 @@ from moeblaze_ref.bench import plan, tune
 from moeblaze_ref.cli import app, terminal
 from moeblaze_ref.cli import parallel_bench as parallel_bench
 from moeblaze_ref.core import figures, progress, provenance, records, traces
+from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.course.site import build as site
 from moeblaze_ref.course.site import cupy_by_hand
@@ -625,7 +626,7 @@ def test_json_that_is_nested_too_deep_is_no_json(tmp_path):
 
 def test_the_records_of_the_documentation_name_their_commands():
     """Each can therefore be written anew by its command, without --force."""
-    for path in (Path(records.__file__).parents[1] / "docs" / "results").glob("*.json"):
+    for path in (DOCS / "results").glob("*.json"):
         found = records.read(path, ())
         if "kind" in found or ("code" in found and "runs" not in found):
             named = f"evidence {found['kind']}" if "kind" in found else NAMES_OF_RECORDS[path.name.split("_")[0]]
