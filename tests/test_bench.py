@@ -668,9 +668,7 @@ def test_what_is_dropped_and_padded_is_counted(rows_of_systems, counts):
     assert losses == {
         "capacity": (dropped, lost_tokens, WIDE.E * C - (WIDE.R - dropped)),
         "dynamic_capacity": (0, 0, WIDE.E * max(counts) - WIDE.R),
-        **dict.fromkeys(
-            ("megablocks", "megablocks_memory_optimized"), (0, 0, sum(-count % 128 for count in counts))
-        ),
+        **dict.fromkeys(("megablocks", "megablocks_memory_optimized"), (0, 0, sum(-count % 128 for count in counts))),
         **dict.fromkeys(("moeblaze", "sequential", "oracle", "grouped_mm"), (None, None, None)),
     }
     assert 0 < lost_tokens <= dropped // WIDE.k

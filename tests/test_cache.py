@@ -155,7 +155,7 @@ def test_what_is_no_readable_file_is_replaced_by_one(copy, what, change):
     assert path.is_file() and not path.is_symlink()
 
 
-DOCTOR = ("-m", "moeblaze_ref.cli.app", "doctor")
+DOCTOR = ("-m", "moeblaze_ref", "doctor")
 
 
 @pytest.mark.parametrize("what", ["kernel", "runtime"])

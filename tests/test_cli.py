@@ -237,7 +237,10 @@ def test_systems_are_listed_with_commas_or_one_by_one(pretended_gpu):
         assert [row["system"] for row in json.loads(result.stdout)["rows"]] == ["oracle", "grouped_mm"]
     result = moeblaze(*of_layer, "--system", "oracle,megablock")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "unknown system 'megablock'. Did you mean 'megablocks'? Valid: moeblaze, megablocks_memory_optimized," in result.stderr
+    assert (
+        "unknown system 'megablock'. Did you mean 'megablocks'? Valid: moeblaze, megablocks_memory_optimized,"
+        in result.stderr
+    )
 
 
 def test_where_nothing_can_be_written_nothing_is_timed(pretended_gpu, monkeypatch, tmp_path):

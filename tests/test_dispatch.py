@@ -139,7 +139,9 @@ def test_the_kernels_ask_for_the_bytes_that_their_header_states(rung, num_tokens
         raw_dispatch.build(topk_experts, num_experts, executor=executor, rung=rung)
     headers, sizes = stated(f"dispatch/{rung}.cu"), symbols(num_tokens, num_experts, k)
     if rung == raw_dispatch.AS_PRINTED:  # its first two steps are another file's
-        headers = {name: row for name, row in stated("dispatch/1_dense_map.cu").items() if name != "route_indices"} | headers
+        headers = {
+            name: row for name, row in stated("dispatch/1_dense_map.cu").items() if name != "route_indices"
+        } | headers
     assert [launch.kernel for launch in launches] == list(headers)
     for launch in launches:
         header = headers[launch.kernel]
@@ -160,7 +162,12 @@ class Allocating(SimtExecutor):
 
 @pytest.mark.parametrize(
     ("rung", "formula"),
-    [("as_printed", "8 L E + 4 E"), ("1_dense_map", "4 L E + 4 E"), ("2_bitmap", "4 E WORDS + 4 E"), ("3_single_pass", "4 E (TILES + 1)")],
+    [
+        ("as_printed", "8 L E + 4 E"),
+        ("1_dense_map", "4 L E + 4 E"),
+        ("2_bitmap", "4 E WORDS + 4 E"),
+        ("3_single_pass", "4 E (TILES + 1)"),
+    ],
 )
 def test_what_each_rung_needs_beside_its_outputs(rung, formula):
     executor = Allocating()

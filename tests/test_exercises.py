@@ -187,7 +187,11 @@ def test_another_unit_is_recognised():
     ("name", "said", "message"),
     [
         ("missing-pair", [2, 3, 0, 1, 1, 2, 0, 3], "token_expert_indices has 8 entries, but five tokens with two"),
-        ("missing-pair", [2, 3, 0, 1, 1, 2, 0, 3, 0, 3], r"token_expert_indices\[4\] is 1, which is not the expert of token 2"),
+        (
+            "missing-pair",
+            [2, 3, 0, 1, 1, 2, 0, 3, 0, 3],
+            r"token_expert_indices\[4\] is 1, which is not the expert of token 2",
+        ),
         ("missing-pair", [0] * 10, r"token_expert_indices\[0\] is 0, which is not the expert of token 0 in slot 0"),
         ("lost-expert", [[0, 1], [1, 0]], r"finds tokens of every expert that has some: it counts \[1, 1, 0, 0\]"),
         ("lost-expert", [[0, 1]], "topk_experts has one token, but the routing must have at least two"),
@@ -389,7 +393,9 @@ def test_numba_kernels_that_fit_nothing_or_do_harm(old, new, message):
 @pytest.mark.parametrize("name", ["missing-barrier", "combine"])
 def test_an_empty_cell(name):
     said = verdict(name, new="")
-    assert re.search("^missing-barrier.cu has no kernel:|^'combine_kernel' is wanted, but combine.py has no kernel", said)
+    assert re.search(
+        "^missing-barrier.cu has no kernel:|^'combine_kernel' is wanted, but combine.py has no kernel", said
+    )
 
 
 @pytest.mark.parametrize(
@@ -399,7 +405,12 @@ def test_an_empty_cell(name):
         ("share-the-row", "for (int p = threadIdx.x; p < d; p += THREADS)", "if (int p = threadIdx.x; p < d)", "wider"),
         ("in-order", "counts[1024]", "counts[16]", "more experts than lanes"),
         ("next-best", "|| (ordered == last.ordered && e > last.expert)", "", "equal logits"),
-        ("tree-sum", "        cuda.syncthreads()\n        half", "            cuda.syncthreads()\n        half", "every barrier"),
+        (
+            "tree-sum",
+            "        cuda.syncthreads()\n        half",
+            "            cuda.syncthreads()\n        half",
+            "every barrier",
+        ),
     ],
 )
 def test_a_mistake_that_tiny_cases_forgive_is_found(name, old, new, message):

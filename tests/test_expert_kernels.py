@@ -265,7 +265,11 @@ def test_d_x_in_parts_of_its_columns_is_the_same_from_half_the_rows(dtype, activ
 def output_in_parts(executor, dtype):
     """The output of a case in one part, and in two."""
     case = IN_PARTS.astype(dtype)
-    dispatch, (*_, y_swi, gates), w3 = build_by_sort(case.topk_experts, case.E), comparisons.hidden(case), case.weights.w3
+    dispatch, (*_, y_swi, gates), w3 = (
+        build_by_sort(case.topk_experts, case.E),
+        comparisons.hidden(case),
+        case.weights.w3,
+    )
     options = {"executor": executor, "rung": "4_hopper"}
     y = expert_down.forward(y_swi, w3, dispatch, **options)
     whole = combine.forward(y, gates, dispatch, executor=executor)
@@ -1529,7 +1533,9 @@ def test_a_planted_fault_of_one_stage_is_caught(fault):
     assert_caught(fault, "expert_up", "4_hopper", SEVERAL_TILES, "float16", RING_STAGES=1)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in PART_FAULTS | OUTPUT_PART_FAULTS | ONE_STAGE_FAULTS])
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault not in PART_FAULTS | OUTPUT_PART_FAULTS | ONE_STAGE_FAULTS]
+)
 def test_a_planted_fault_is_caught(fault):
     stage, rung = FAULTS[fault][:2]
     case = {"2_vector": SEVERAL_TURNS, "0_sum_rows": SEVERAL_TURNS, "4_hopper": SEVERAL_TILES}.get(rung, RAGGED)

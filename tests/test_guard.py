@@ -61,10 +61,16 @@ NUMPYS = (
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("import gc", f"imports gc, {BUT} import math, numba, numba.cuda, numba.types, numpy and numpy.random, and THREADS"),
+        (
+            "import gc",
+            f"imports gc, {BUT} import math, numba, numba.cuda, numba.types, numpy and numpy.random, and THREADS",
+        ),
         ("import numpy, os.path", "imports os.path"),
         ("from moeblaze_ref.backends.numpy_ref import combine", "imports combine from moeblaze_ref.backends.numpy_ref"),
-        ("from moeblaze_ref.backends.numba_cuda.runtime import os", "imports os from moeblaze_ref.backends.numba_cuda.runtime"),
+        (
+            "from moeblaze_ref.backends.numba_cuda.runtime import os",
+            "imports os from moeblaze_ref.backends.numba_cuda.runtime",
+        ),
         ("import moeblaze_ref.verify.judge.report", "imports moeblaze_ref.verify.judge.report"),
         ("from . import other", "imports other from ."),
         ("from numpy import ctypeslib", "imports ctypeslib from numpy"),
@@ -72,7 +78,8 @@ NUMPYS = (
         ("from numba.cuda.simulator import kernelapi", "imports kernelapi from numba.cuda.simulator"),
         ("import numpy._core", "imports numpy._core"),
         ("gc = 1; gc.collect()", f"names the attribute collect, {BUT} name no attributes but T, add, "),
-        ("x = numpy.f2py.sys", "names the attribute sys"), ("x = numpy.f2py", "takes f2py of numpy"),
+        ("x = numpy.f2py.sys", "names the attribute sys"),
+        ("x = numpy.f2py", "takes f2py of numpy"),
         ("x = numpy.ctypeslib", "takes ctypeslib of numpy"),
         ("numpy.testing.runstring('import gc', {})", "names the attribute runstring"),
         ("from numpy import testing as t", f"imports testing from numpy, {BUT} take of numpy abs, "),
@@ -105,7 +112,10 @@ NUMPYS = (
         ("from numba.core import types", "imports types from numba.core"),
         ("from numba import cuda; x = cuda.simulator", "takes simulator of numba.cuda"),
         ("from numba import cuda as c; x = c.sys", "takes sys of numba.cuda"),
-        ("from moeblaze_ref.backends.numba_cuda.runtime import cuda; x = cuda.kernelapi", "takes kernelapi of numba.cuda"),
+        (
+            "from moeblaze_ref.backends.numba_cuda.runtime import cuda; x = cuda.kernelapi",
+            "takes kernelapi of numba.cuda",
+        ),
         ("import numba.cuda as c; x = c.np", "takes np of numba.cuda"),
         ("x = breakpoint()", "names breakpoint"),
         ("x = math.sys", "takes sys of math"),
@@ -160,7 +170,7 @@ def test_a_module_that_is_not_imported_has_no_name():
 def test_the_command_refuses_a_file_and_a_module_before_they_run(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("print('executed')\nimport gc\n")
     for kernel in ("mine.py:mine", "mine:mine"):
-        command = [sys.executable, "-m", "moeblaze_ref.cli.app", "check", "--stage", "combine", "--kernel", kernel]
+        command = [sys.executable, "-m", "moeblaze_ref", "check", "--stage", "combine", "--kernel", kernel]
         done = processes.run(command, cwd=tmp_path)
         assert done.returncode == 2 and ", line 2: imports gc" in done.stderr
         assert "executed" not in done.stdout + done.stderr
@@ -295,7 +305,8 @@ def test_the_runner_is_not_taken_from_the_process_of_a_kernel(unchecked):
 
 
 @pytest.mark.parametrize(
-    "said", ["[" * 99_999, "7", '["Answer", {}]', '["Description", {"runner": "cuda", "launch": ""}]', '["Answer"', "\xff"]
+    "said",
+    ["[" * 99_999, "7", '["Answer", {}]', '["Description", {"runner": "cuda", "launch": ""}]', '["Answer"', "\xff"],
 )
 def test_what_no_launch_sends_is_no_verdict(said):
     write = "(void)!write(3, said, sizeof(said) - 1); _exit(0);"
@@ -514,7 +525,7 @@ def test_limits_that_the_kernel_itself_holds(capfd):
 def test_limits_that_are_lower_already_stay(tmp_path):
     path = tmp_path / "mine.cu"
     path.write_text(combine_that('(void)!system("ulimit -H -t >&2");', SYSTEM))
-    check = f"{sys.executable} -m moeblaze_ref.cli.app check --stage combine --kernel {path}:mine"
+    check = f"{sys.executable} -m moeblaze_ref check --stage combine --kernel {path}:mine"
     done = processes.run(["bash", "-c", f"ulimit -f 200000; ulimit -t 500; exec {check}"])
     assert done.returncode == 0 and done.stderr == "500\n", done.stderr
 
@@ -549,7 +560,7 @@ def checking(tmp_path, mark, beginning):
     (tmp_path / "mine.cu").write_text(endless(mark))
 
     def start():
-        command = [sys.executable, "-m", "moeblaze_ref.cli.app", "check", "--stage", "combine", "--timeout", "600"]
+        command = [sys.executable, "-m", "moeblaze_ref", "check", "--stage", "combine", "--timeout", "600"]
         process = beginning([*command, "--kernel", str(tmp_path / "mine.cu:mine")])
         (sleeping,) = hostile.until(lambda: hostile.running("sleep", mark))
         return process, sleeping
@@ -606,9 +617,9 @@ def test_nothing_is_left_of_a_check_one_of_whose_processes_is_killed(checking, g
 def test_a_kernel_that_kills_its_parent_does_not_live_on(mark, beginning, system):
     """With Landlock it cannot even kill its parent. Without, it is found all the same."""
     kills = (
-        'prctl(PR_SET_PDEATHSIG, 0); const int parent = getppid();'
-        f'(void)!system("setsid sleep {mark} & until pgrep -fx \'sleep {mark}\' > /dev/null; do :; done");'
-        'const bool killed = kill(parent, SIGKILL) == 0; if (killed) for (volatile int i = 0; i < 1; i = 0);'
+        "prctl(PR_SET_PDEATHSIG, 0); const int parent = getppid();"
+        f"(void)!system(\"setsid sleep {mark} & until pgrep -fx 'sleep {mark}' > /dev/null; do :; done\");"
+        "const bool killed = kill(parent, SIGKILL) == 0; if (killed) for (volatile int i = 0; i < 1; i = 0);"
     )
     process = beginning(check_command(system, "spawn", combine_that(kills, SIGNALS)))
     output, _ = process.communicate(timeout=processes.LIMIT)

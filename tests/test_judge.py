@@ -1026,7 +1026,7 @@ def test_a_kernel_that_never_ends_is_ended(mine):
     command = [
         sys.executable,
         "-m",
-        "moeblaze_ref.cli.app",
+        "moeblaze_ref",
         "check",
         "--stage",
         "combine",

@@ -267,7 +267,8 @@ def test_rows_are_not_wider_than_kernels_count():
 def test_tiles_are_not_more_than_kernels_number():
     dispatch = SimpleNamespace(L=2**30, R=2**30, E=8)
     with pytest.raises(
-        ValueError, match=r"R = 1073741824 rows of 4194304 columns are 1099512152064 tiles, but rung 2_tiled numbers at most"
+        ValueError,
+        match=r"R = 1073741824 rows of 4194304 columns are 1099512152064 tiles, but rung 2_tiled numbers at most",
     ):
         gemm.rows_launch(SimpleNamespace(multiprocessors=4), "2_tiled", dispatch, 2**22)
 

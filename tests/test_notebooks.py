@@ -403,7 +403,9 @@ def test_a_notebook_that_is_too_large_is_not_written(tmp_path, monkeypatch):
     path = tmp_path / "00_large.ipynb"
     path.write_text(outputs.text(said("before")))
     monkeypatch.setattr(outputs, "execute", lambda notebook, folder: said("x" * outputs.MAX_BYTES))
-    with pytest.raises(ValueError, match="00_large.ipynb would have 1,000,.* but a notebook may have 1,000,000 at most"):
+    with pytest.raises(
+        ValueError, match="00_large.ipynb would have 1,000,.* but a notebook may have 1,000,000 at most"
+    ):
         outputs.remake(path)
     assert "before" in path.read_text()
     monkeypatch.setattr(outputs, "execute", lambda notebook, folder: said("after"))

@@ -289,7 +289,9 @@ def test_the_kernels_move_the_bytes_that_their_headers_state(monkeypatch):
 # The runtime
 
 
-SAY_EXECUTOR = "from moeblaze_ref.backends import numba_cuda; print(numba_cuda.EXECUTOR, '|', numba_cuda.EXECUTOR_REASON)"
+SAY_EXECUTOR = (
+    "from moeblaze_ref.backends import numba_cuda; print(numba_cuda.EXECUTOR, '|', numba_cuda.EXECUTOR_REASON)"
+)
 
 
 def test_the_package_itself_does_not_import_numba():
@@ -306,7 +308,10 @@ def test_without_a_gpu_the_simulator_runs_even_if_numba_was_imported_first(first
 def test_numba_cuda_imported_first_for_the_other_executor_is_an_error_that_says_what_to_do():
     done = python("-c", "import numba.cuda; " + SAY_EXECUTOR, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
-    assert "RuntimeError: numba.cuda was imported before moeblaze_ref.backends.numba_cuda and runs on 'cuda'" in done.stderr
+    assert (
+        "RuntimeError: numba.cuda was imported before moeblaze_ref.backends.numba_cuda and runs on 'cuda'"
+        in done.stderr
+    )
     assert "start Python with NUMBA_ENABLE_CUDASIM=1" in done.stderr
 
 

@@ -142,7 +142,6 @@ def test_the_kernels_are_plain(path):
     ]
 
 
-
 def test_the_same_bits_every_time():
     inputs = make_inputs(RAGGED)
     for (stage, function), names in CALLS.items():

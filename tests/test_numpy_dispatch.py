@@ -183,7 +183,11 @@ BAD_STEPS = [  # (a call of a room's dispatch module, the error, its message)
     (lambda room: room.location_map(DENSE, OFFSETS + 1), ValueError, r"offsets\[0\] is 1, .* must be 0"),
     (lambda room: room.location_map(DENSE, OFFSETS / 1.0), TypeError, "offsets has dtype float64"),
     (lambda room: room.write_indices(DENSE + 1, LOCATIONS, GOLDEN_TOPK), ValueError, r"dense_map\[0, 0\] is 0, .* -1"),
-    (lambda room: room.write_indices(DENSE, LOCATIONS + 1, GOLDEN_TOPK), ValueError, r"location_map\[0, 0\] is 1, .* 0"),
+    (
+        lambda room: room.write_indices(DENSE, LOCATIONS + 1, GOLDEN_TOPK),
+        ValueError,
+        r"location_map\[0, 0\] is 1, .* 0",
+    ),
     (lambda room: room.write_indices(DENSE, LOCATIONS[:4], GOLDEN_TOPK), ValueError, r"must be \(L=5, E=4\)"),
     (lambda room: room.write_indices(DENSE, LOCATIONS.astype(int), GOLDEN_TOPK), TypeError, "location_map has dtype"),
 ]

@@ -29,8 +29,7 @@ from pretended import PretendedDevice
 from typer.testing import CliRunner
 
 from moeblaze_ref.bench import plan, tune
-from moeblaze_ref.cli import app, terminal
-from moeblaze_ref.cli import parallel_bench as parallel_bench
+from moeblaze_ref.cli import app, parallel_bench, terminal
 from moeblaze_ref.core import figures, progress, provenance, records, traces
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.course.notebook import outputs
@@ -176,7 +175,9 @@ def of_tune(done):
 
 
 def of_paper(done):
-    job = does(done, [{"preset": "conf1", "activation": "silu", "system": "moeblaze", "policy": "minimal", "step_ms": 1.0}])
+    job = does(
+        done, [{"preset": "conf1", "activation": "silu", "system": "moeblaze", "policy": "minimal", "step_ms": 1.0}]
+    )
     return [
         patch.object(plan, "gpu", PretendedDevice),
         patch.object(Item, "jobs", lambda *of: [job]),
@@ -362,7 +363,7 @@ def all_of(pipe: int) -> bytes:
         return file.read()
 
 
-def test_a_pipe_that_nobody_reads_is_refused_before_any_work(command, tmp_path):
+def test_a_pipe_without_a_reader_is_refused_before_any_work(command, tmp_path):
     target, done = command.target(tmp_path), []
     os.mkfifo(target)
     said = one_line(command(tmp_path, done))
@@ -501,7 +502,10 @@ def test_every_command_with_several_outputs_is_in_the_table_of_collisions():
         options = {f"--{option.name}" for option in one.params if option.name in outputs}
         if len(options) > 1:
             several[name] = {frozenset(pair) for pair in itertools.combinations(options, 2)}
-    tried = {name: {frozenset((a[0], b[0])) for words, _, a, b in COLLISIONS.values() if words[0] == name} for name in several}
+    tried = {
+        name: {frozenset((a[0], b[0])) for words, _, a, b in COLLISIONS.values() if words[0] == name}
+        for name in several
+    }
     assert tried == several
 
 

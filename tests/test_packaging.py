@@ -26,7 +26,13 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # What `make setup` needs on any machine; it builds the project without a download of its own.
-NEEDED = PROJECT["dependencies"] + EXTRAS["notebooks"] + EXTRAS["docs"] + EXTRAS["test"] + PYPROJECT["build-system"]["requires"]
+NEEDED = (
+    PROJECT["dependencies"]
+    + EXTRAS["notebooks"]
+    + EXTRAS["docs"]
+    + EXTRAS["test"]
+    + PYPROJECT["build-system"]["requires"]
+)
 
 # Where the locks must work.
 PLATFORMS = [

@@ -309,9 +309,12 @@ def test_the_seating_of_equation_8_costs_what_loops_say():
     C = np.random.default_rng(0).integers(1, 100, (3, 3, 3))
     cost = [[0, 1, 9], [1, 0, 9], [9, 9, 0]]
     slowest = [max(C[layer][a][b] * cost[a][b] for a in range(3) for b in range(3)) for layer in range(3)]
-    assert str(sum(slowest)) == {row.what: row.formula for row in items.ITEMS["moetuner-ilp2"].rows(Recorded())}[
-        "equation 8 for one seating: sum over layers of the slowest pair"
-    ]
+    assert (
+        str(sum(slowest))
+        == {row.what: row.formula for row in items.ITEMS["moetuner-ilp2"].rows(Recorded())}[
+            "equation 8 for one seating: sum over layers of the slowest pair"
+        ]
+    )
 
 
 def test_measured_bytes_that_are_not_the_formulas_fail():
@@ -692,9 +695,7 @@ def test_every_baseline_of_figure_6_has_its_worse_run(tmp_path, on_h100):
     ],
 )
 @pytest.mark.parametrize("wrong_run", [None, 0, 1])
-def test_every_run_saves_what_the_formula_gives(
-    figure, name, activation, label, verdict, wrong_run, tmp_path, on_h100
-):
+def test_every_run_saves_what_the_formula_gives(figure, name, activation, label, verdict, wrong_run, tmp_path, on_h100):
     path, what = tmp_path / "paper.json", f"{name}, {moeblaze.NAMES[activation]}, {label}"
     config = preset(name).config.replace(activation=activation)
     least, most = released.saved_bytes(config, *moeblaze.ACCOUNTED[label])

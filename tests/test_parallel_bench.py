@@ -98,7 +98,9 @@ def maps_of_a_solver():
         patch.setattr(parallel_bench, "placement_of", lambda name, *_: Placement(rows_of_rank(), RANKS, name))
         found = parallel_bench.placements_of(["one", "other"], TRACE, TRACE, None, Ranks())
     with pytest.raises(ValueError, match="Did you mean 'greedy'") as refused:
-        parallel_bench.placements_of(["greedy", "gready"], TRACE, TRACE, Cluster(np.ones((RANKS, RANKS)), 8, 1.0), Ranks())
+        parallel_bench.placements_of(
+            ["greedy", "gready"], TRACE, TRACE, Cluster(np.ones((RANKS, RANKS)), 8, 1.0), Ranks()
+        )
     return [(placement.model, placement.assignment.tolist()) for placement in found], str(refused.value)
 
 
@@ -169,4 +171,9 @@ def test_maps_are_measured_in_turns(monkeypatch):
     ranks = SimpleNamespace(size=1, rank=0, clock=measure.Host())
     first, second = parallel_bench.replay(["one", "other"], [TRACE.topk[:8]] * 9, 4, 4, ranks, torch.float32)
     assert order == ["one", "other"] * parallel_bench.TURNS
-    assert first.whole.tolist() == [[1.0] * 3 + [3.0] * 2 + [5.0] * 2 + [7.0] * 2] and second.parts.shape == (1, 9, 2, 3)
+    assert first.whole.tolist() == [[1.0] * 3 + [3.0] * 2 + [5.0] * 2 + [7.0] * 2] and second.parts.shape == (
+        1,
+        9,
+        2,
+        3,
+    )

@@ -97,7 +97,9 @@ def test_every_version_is_timed_and_compared(item):
 
 def test_what_is_printed_asks_for_more_bytes_than_ours():
     printed_dispatch, *_, ours = printed.time_dispatch("tiny", TINY, PretendedDevice())
-    assert printed_dispatch["bytes_read"] + printed_dispatch["bytes_written"] > ours["bytes_read"] + ours["bytes_written"]
+    assert (
+        printed_dispatch["bytes_read"] + printed_dispatch["bytes_written"] > ours["bytes_read"] + ours["bytes_written"]
+    )
     assert printed_dispatch["extra_bytes"] == 8 * TINY.L * TINY.E + 4 * TINY.E
 
 

@@ -636,7 +636,9 @@ def test_an_executor_that_follows_no_edits_looks_at_no_file_again(monkeypatch):
 
 def test_a_function_that_is_nowhere_defined_is_named():
     text = '__device__ void later(int* x);\nextern "C" __global__ void f(int* x) { later(x); }\n'
-    with pytest.raises(build.SimtCompileError, match=r"\ntest\.cu: error: later is declared and used, but nowhere defined"):
+    with pytest.raises(
+        build.SimtCompileError, match=r"\ntest\.cu: error: later is declared and used, but nowhere defined"
+    ):
         build.build_kernels("test.cu", text, ["f"], [], {}, True)
 
 

@@ -108,7 +108,10 @@ def test_where_a_file_lies_and_its_name_do_not_count(tree):
     before = hashed(tree)
     shutil.move(tree / "kernels" / "combine", tree / "kernels" / "gather_sum")
     shutil.move(tree / "kernels" / "gather_sum" / "1_gather.cu", tree / "kernels" / "gather_sum" / "first.cu")
-    shutil.move(tree / "package" / "backends" / "numba_cuda" / "combine.py", tree / "package" / "backends" / "numba_cuda" / "sums.py")
+    shutil.move(
+        tree / "package" / "backends" / "numba_cuda" / "combine.py",
+        tree / "package" / "backends" / "numba_cuda" / "sums.py",
+    )
     assert hashed(tree) == before
     (tree / "package" / "backends" / "numba_cuda" / "__init__.py").write_text('"""Nothing but words."""\n')
     assert hashed(tree) == before

@@ -62,7 +62,13 @@ FAULTS = [
         "gating/0_sums.cu",
     ),
     Fault("earlier tiles forgotten", "dispatch", "as_printed", "base += rank.total;", ";"),
-    Fault("locations of the wrong expert", "dispatch", "as_printed", "= location_map[entry];", "= location_map[token * E];"),
+    Fault(
+        "locations of the wrong expert",
+        "dispatch",
+        "as_printed",
+        "= location_map[entry];",
+        "= location_map[token * E];",
+    ),
     Fault("writes past its buffer", "dispatch", "1_dense_map", "rank.exclusive;", "rank.exclusive + 1;"),
     Fault("map not cleared", "dispatch", "1_dense_map", "rows[entry] = EMPTY;", ";"),
     Fault(
@@ -128,9 +134,17 @@ FAULTS = [
         "column < 1; ++column) term",
     ),
     Fault("last columns dropped", "expert_down", "3_mma", "d, h, d - first_column}", "d, h, d - first_column - 8}"),
-    Fault("unscaled gate", "expert_down", "as_printed", "so_far.add(targets.gates[row], values)", "so_far.add(1.0f, values)"),
+    Fault(
+        "unscaled gate",
+        "expert_down",
+        "as_printed",
+        "so_far.add(targets.gates[row], values)",
+        "so_far.add(1.0f, values)",
+    ),
     Fault("last expert alone", "expert_down", "as_printed", "so_far.load(sums_at(row, column));", "so_far = {};"),
-    Fault("last row dropped", "expert_down", "as_printed", "return row < tile.rows &&", "return row < tile.rows - 1 &&"),
+    Fault(
+        "last row dropped", "expert_down", "as_printed", "return row < tile.rows &&", "return row < tile.rows - 1 &&"
+    ),
     *(
         Fault("second tile of columns on the first", stage, rung, right, wrong)
         for stage, rung, right, wrong in (

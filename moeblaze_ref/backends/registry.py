@@ -227,8 +227,22 @@ JUDGE = Backend(
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("numpy", "the specification", "moeblaze_ref.backends.numpy_ref", STAGES, ("float64", "float32"), _numpy_status),
-        Backend("numba", "Numba CUDA kernels", "moeblaze_ref.backends.numba_cuda", KERNEL_STAGES, ("float32",), _numba_status),
+        Backend(
+            "numpy",
+            "the specification",
+            "moeblaze_ref.backends.numpy_ref",
+            STAGES,
+            ("float64", "float32"),
+            _numpy_status,
+        ),
+        Backend(
+            "numba",
+            "Numba CUDA kernels",
+            "moeblaze_ref.backends.numba_cuda",
+            KERNEL_STAGES,
+            ("float32",),
+            _numba_status,
+        ),
         Backend("simt", "raw CUDA on the CPU", "moeblaze_ref.backends.raw_cuda", KERNEL_STAGES, (), _simt_status),
         Backend("cuda", "raw CUDA on a GPU", "moeblaze_ref.backends.raw_cuda", KERNEL_STAGES, (), _cuda_status),
     )

@@ -189,7 +189,9 @@ class _Reference:
         self.out.index_add_(0, token, out.detach())
         self._d_x.index_add_(0, token, d_rows)
         if self._parameters.activation in KINKED:
-            self._slack.index_add_(0, token, _slack(rows.detach(), gates.detach() * self._d_out[token].float(), weights))
+            self._slack.index_add_(
+                0, token, _slack(rows.detach(), gates.detach() * self._d_out[token].float(), weights)
+            )
         self._d_gates[slots] = d_gates[:, 0]
         return d_weights
 

@@ -635,7 +635,3 @@ def demo(
     from moeblaze_ref.verify.check import passed
 
     raise typer.Exit(0 if passed(rows) else 1)
-
-
-if __name__ == "__main__":
-    app()

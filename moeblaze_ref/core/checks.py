@@ -50,7 +50,7 @@ class trusted_values(_Trusting):
 
 
 class trusted(_Trusting):
-    """Within it, doors marked `unless_trusted` stand open.
+    """Within it, functions marked `unless_trusted` check nothing.
 
     For what a layer's own stages give each other, once the layer has checked what it was given.
     """

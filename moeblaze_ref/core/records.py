@@ -28,7 +28,9 @@ from typing import Any, BinaryIO
 from moeblaze_ref.core import unfinished
 
 Load = Callable[[Path], Any]  # reads a file of one kind; raises ValueError or TypeError if it is of another
-_pipes: dict[tuple[int, int], int] = {}  # descriptors of the pipes that `check_writable` has opened, by device and inode
+_pipes: dict[
+    tuple[int, int], int
+] = {}  # descriptors of the pipes that `check_writable` has opened, by device and inode
 
 
 def check_writable(path: Path, load: Load, force: bool = False):

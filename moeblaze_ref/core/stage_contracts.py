@@ -1,6 +1,6 @@
 """What the stages accept, in every backend: shapes that agree, one dtype, finite values.
 
-Inside a layer these doors stand open, `checks.trusted`: it has checked what it was given, and its stages made the rest.
+A layer checks its own arguments, and its stages make the rest. So inside a layer (`checks.trusted`) nothing is checked.
 """
 
 from moeblaze_ref.core import checks

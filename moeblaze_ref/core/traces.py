@@ -224,7 +224,9 @@ def load_npz(path: Path, needed: str) -> dict[str, np.ndarray]:
     with Path(path).open("rb") as file:
         if file.read(len(NPY)) == NPY:
             name = Path(path).name
-            raise ValueError(f"{name} is a single array, but an npz is needed: numpy.savez(path, {needed}=array) makes it")
+            raise ValueError(
+                f"{name} is a single array, but an npz is needed: numpy.savez(path, {needed}=array) makes it"
+            )
         file.seek(0)
         try:
             with np.load(file, allow_pickle=False) as arrays:

@@ -735,7 +735,9 @@ def _moeblaze(s: _Case) -> _Draft:
         notes.append("moeblaze: of relu y_swi alone is kept: the slope is 1 where y_swi > 0, and relu(y_swi) is y_swi")
     (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R.value, s.d.value, s.h.value)
     if others and "y" not in s.saved:
-        notes.append(f"moeblaze: y is counted whole; rung 4_hopper has {columns:,} of its {s.d.value:,} columns at one time")
+        notes.append(
+            f"moeblaze: y is counted whole; rung 4_hopper has {columns:,} of its {s.d.value:,} columns at one time"
+        )
     return _Draft(tensors, notes=tuple(notes))
 
 

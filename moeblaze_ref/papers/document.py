@@ -159,7 +159,9 @@ def baselines(recorded: Recorded) -> str:
 
 def _least_runs(recorded: Recorded, item: str, system: str, device: str) -> int:
     """How often a system was timed on the configuration on which it was timed least."""
-    timed = Counter(row["preset"] for row in _rows(recorded, item, device) if row["system"] == system and "step_ms" in row)
+    timed = Counter(
+        row["preset"] for row in _rows(recorded, item, device) if row["system"] == system and "step_ms" in row
+    )
     return min(timed[name] for name in PAPER_PRESETS)
 
 

@@ -138,6 +138,7 @@ def second_wall(_: Recorded) -> Iterator[Row]:
 
 # Section 4: the example and the steps -------------------------------------------------------------------------------
 
+
 def _listed(numbers) -> str:
     return "[" + ", ".join(str(int(number)) for number in numbers) + "]"
 

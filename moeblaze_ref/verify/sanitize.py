@@ -82,7 +82,9 @@ def _run_lessons(executor: Executor):
     routes = dispatch.map(executor.from_numpy)
     combine.scatter(*map(executor.from_numpy, (y, gates)), routes, executor=executor)
     for dtype in gemm.WIDE:
-        y_swi, w3 = (executor.from_numpy(array.astype(dtype)) for array in (comparisons.hidden(case)[2], case.weights.w3))
+        y_swi, w3 = (
+            executor.from_numpy(array.astype(dtype)) for array in (comparisons.hidden(case)[2], case.weights.w3)
+        )
         expert_down.atomic_forward(y_swi, w3, executor.from_numpy(gates), routes, executor=executor)
 
 

@@ -229,8 +229,9 @@ def exponentials_of_chosen(logits, topk_experts, token):
 def d_logits_kernel(d_gates, logits, topk_experts, shares, d_losses, scales, renormalize, d_logits):
     """Carry the gradients of gates and losses through the softmax: p (d_p - mean of d_p).
 
-    Of the gates, d_p is 0 for who was not chosen; renormalised gates are a softmax over the chosen experts: the
-    others get nothing, and of all d_p that of the best choice is taken away, whose gate may be near 1. Of the balancing loss, d_p is its share times a constant. The z-loss adds 2 p logsumexp.
+    Of the gates, d_p is 0 for who was not chosen. Renormalised gates are a softmax over the chosen experts: the others
+    get nothing, and of all d_p that of the best choice is taken away, whose gate may be near 1. Of the balancing loss,
+    d_p is its share times a constant. The z-loss adds 2 p logsumexp.
     The bytes are those without renormalisation.
 
     Source        MoEBlaze, section 2; Switch Transformer, section 2.2; ST-MoE, router z-loss

@@ -59,7 +59,9 @@ ASK = (
 def exercise_notebook(sheet: Sheet) -> NotebookNode:
     """The sheet as a reader finds it."""
     other = f"Solutions, when you are done: [{sheet.title}](../solutions/{sheet.course}.ipynb)."
-    return _notebook(sheet, "Exercises", f"{_how(sheet)}\n\n{other}", lambda exercise: exercise.unsolved, lambda exercise: "")
+    return _notebook(
+        sheet, "Exercises", f"{_how(sheet)}\n\n{other}", lambda exercise: exercise.unsolved, lambda exercise: ""
+    )
 
 
 def solution_notebook(sheet: Sheet) -> NotebookNode:

@@ -79,5 +79,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, cell_seconds: int = 6
         client = NotebookClient(
             copy, timeout=cell_seconds, kernel_manager_class=_ThisPython, record_timing=False, resources=where
         )
-        client.execute(env={**os.environ, "IPYTHONDIR": home, "OMP_NUM_THREADS": "1"})  # more would add in another order
+        client.execute(
+            env={**os.environ, "IPYTHONDIR": home, "OMP_NUM_THREADS": "1"}
+        )  # more would add in another order
     return copy

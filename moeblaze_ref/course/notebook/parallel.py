@@ -256,9 +256,7 @@ def parts_of(row: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, tupl
 
     What is left of a measured step is its rest; on the modelled side it is the cost of every layer beside the others.
     """
-    experts, exchange = (
-        (sum(row[f"{part}_ms"]), sum(row[f"modelled_{part}_ms"])) for part in ("experts", "exchange")
-    )
+    experts, exchange = ((sum(row[f"{part}_ms"]), sum(row[f"modelled_{part}_ms"])) for part in ("experts", "exchange"))
     rest = row["step_ms"] - experts[0] - exchange[0], 1e3 * found["rest_s"] * found["layers"]
     return {"experts": experts, "exchange": exchange, "rest of the layers": rest}
 

@@ -1,6 +1,5 @@
 """Pages of the API reference: one a package, a section a module, written by Sphinx from the docstrings."""
 
-
 from moeblaze_ref.core.paths import PACKAGE
 
 HOME = "api/index"

@@ -78,7 +78,8 @@ def _block(found):
     if missing := [path.name for path in paths if path.name not in seconds]:
         raise ValueError(f"the record has no time of {', '.join(missing)}")
     lines = [
-        [_link(path), f"{reading_minutes(path)} min", _rounded(seconds[path.name]), *_exercises(path.stem)] for path in paths
+        [_link(path), f"{reading_minutes(path)} min", _rounded(seconds[path.name]), *_exercises(path.stem)]
+        for path in paths
     ]
     total = sum(reading_minutes(path) for path in paths), sum(seconds[path.name] for path in paths)
     lines += [_sheet_of_its_own(sheet) for sheet in SHEETS if sheet.number is None]

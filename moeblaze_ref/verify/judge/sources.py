@@ -34,7 +34,10 @@ MODULES = {
         *"threadfence_block threadfence_system warpsize device_array device_array_like to_device".split(),
     },
 }  # fmt: skip
-OWN_NAMES = {"moeblaze_ref.backends.numba_cuda.runtime": ("THREADS", "ZERO", "cuda"), "moeblaze_ref.core.structures": ("EMPTY",)}
+OWN_NAMES = {
+    "moeblaze_ref.backends.numba_cuda.runtime": ("THREADS", "ZERO", "cuda"),
+    "moeblaze_ref.core.structures": ("EMPTY",),
+}
 ATTRIBUTES = {
     *"dtype itemsize nbytes ndim shape size strides x y z array array_like".split(),  # of arrays, blocks and memory
     *_ATOMICS.split(),
@@ -128,7 +131,7 @@ class _Text:
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
                 return self.modules.get(name)
-            case ast.Attribute(value=value, attr=name) if (module := self._module(value)):
+            case ast.Attribute(value=value, attr=name) if module := self._module(value):
                 return f"{module}.{name}" if f"{module}.{name}" in MODULES else None
         return None
 

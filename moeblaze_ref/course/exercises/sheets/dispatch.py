@@ -7,7 +7,9 @@ from moeblaze_ref.course.exercises.kernels import Kernel, cuda_grid, cuda_kernel
 from moeblaze_ref.memory.accounting import account
 
 FILE = "dispatch/1_dense_map.cu"
-NUMBA = "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, cuda\nfrom moeblaze_ref.core.structures import EMPTY"
+NUMBA = (
+    "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, cuda\nfrom moeblaze_ref.core.structures import EMPTY"
+)
 INDICES = ("expert_token_indices", "expert_token_offsets", "token_expert_indices", "token_index_map")
 
 LENGTHS = """\
