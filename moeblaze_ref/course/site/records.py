@@ -31,6 +31,7 @@ KINDS = {
     "course": ("how long the notebooks take", "[path](path.md#how-long-it-takes)"),
     "check": ("every stage held against the judge", "[below](#correctness-on-a-gpu)"),
     "gradients": ("the torch layer held against autograd", "[below](#correctness-on-a-gpu)"),
+    "tests": ("tests of the layers on a GPU, many times in a row", "[below](#correctness-on-a-gpu)"),
     "sanitize": ("every kernel under compute-sanitizer's tools", "[below](#correctness-on-a-gpu)"),
 }
 CHECKS = ("check", "gradients")
@@ -55,6 +56,10 @@ bit for bit.
 compute-sanitizer, over every kernel:
 
 {tools}
+
+Tests, run again and again, each time in a new process:
+
+{tests}
 """
 
 
@@ -70,11 +75,13 @@ def page(folder: Path = DOCUMENT.with_suffix("")) -> str:
     files = [_file(name, record) for name, record in found.items()]
     of_checks = [row for name, record in found.items() if kind_of(name) in CHECKS for row in _checks(record)]
     tools = [row for name, record in found.items() if kind_of(name) == "sanitize" for row in _tools(record)]
+    repeated = [_repeated(record) for name, record in found.items() if kind_of(name) == "tests"]
     columns = ["backend", "stage", "dtype", "cases", "right", "largest error / allowed"]
     return _PAGE.format(
         files=documents.table(["file", "what", "device", "commit", "shown in"], files, words=5),
         checks=documents.table(columns, of_checks, words=3),
         tools=documents.table(["tool", "said"], tools, words=2),
+        tests=documents.table(["command", "runs", "tests of a run", "runs with a failure"], repeated, words=1),
     )
 
 
@@ -104,6 +111,13 @@ def _checks(record: dict[str, Any]) -> Iterator[list[str]]:
 def _tools(record: dict[str, Any]) -> Iterator[list[str]]:
     for tool in record["tools"]:
         yield [tool["tool"], tool["report"][-1].strip("= ")]
+
+
+def _repeated(record: dict[str, Any]) -> list[str]:
+    runs = record["runs"]
+    tests = sorted({run["tests"] - run["skipped"] for run in runs})
+    failed = sum(bool(run["returncode"] or run["failures"] or run["errors"]) for run in runs)
+    return [f"`{record['command']}`", str(len(runs)), " to ".join(map(str, sorted({tests[0], tests[-1]}))), str(failed)]
 
 
 if __name__ == "__main__":
