@@ -607,6 +607,13 @@ def test_the_measurements_have_every_item_and_run():
     assert document.runs("moeblaze-fig4").count("`paper_h100.json`") >= 2
 
 
+def test_rows_of_several_runs_on_one_device_name_their_runs():
+    lines = [line for line in document.measured(Recorded()).splitlines() if line.startswith("| held-out loss")]
+    claims = [line.split(" | ")[0] for line in lines]
+    assert len(set(claims)) < len(claims) == len(set(lines))
+    assert all(re.search(r"\((CPU|H\d00) at [0-9a-f]{7}\) \| ", line) for line in lines)
+
+
 def test_the_share_of_dispatch_is_of_all_seven_configurations():
     shares = document.dispatch_shares(Recorded())
     assert list(shares) == list(PAPER_PRESETS)

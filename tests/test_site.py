@@ -174,6 +174,19 @@ def test_wrong_cases_are_counted(tmp_path):
     assert "| cuda | combine | float32 | 2 | 1 | 3.00 |" in records.page(tmp_path)
 
 
+@pytest.mark.parametrize("bad", ["returncode", "failures", "errors"])
+def test_runs_with_a_failure_are_counted(bad, tmp_path):
+    run = {"returncode": 0, "tests": 9, "failures": 0, "errors": 0, "skipped": 0}
+    record = {
+        "device": "a GPU",
+        "commit": "abc",
+        "command": "pytest x",
+        "runs": [run, run | {bad: 1}, run | {"skipped": 2}],
+    }
+    (tmp_path / "tests_gpu.json").write_text(json.dumps(record))
+    assert "| `pytest x` | 3 | 7 | 1 |" in records.page(tmp_path)
+
+
 def test_the_glossary_has_the_words_of_all_documents():
     words = dict(glossary.entries())
     assert "roofline" in words and "](notation.md#save-policies)" in words["minimal"]

@@ -119,6 +119,15 @@ class Row:
         """Return the row with the runs that ``ours`` comes from."""
         return replace(self, sources=tuple(dict.fromkeys(sources)))
 
+    @property
+    def ours_with_runs(self) -> str:
+        """What we measured, and the short commits that it was measured at on each device."""
+        commits: dict[str, list[str]] = {}
+        for device, commit in self.sources:
+            commits.setdefault(device, []).append(commit[:7])
+        places = (f"{device} at {', '.join(dict.fromkeys(found))}" for device, found in commits.items())
+        return f"{self.ours} ({'; '.join(places)})" if commits else self.ours
+
     def as_dict(self) -> dict[str, Any]:
         """Return the row as plain data."""
         sources = [source._asdict() for source in self.sources]

@@ -210,7 +210,7 @@ def _section(item: Item, recorded: Recorded) -> str:
 
 def _claim(row: Row) -> Sequence[str]:
     verdict = f"{row.verdict}: {row.why}" if row.why else str(row.verdict)
-    return [cell.replace("|", "\\|") for cell in (row.what, row.printed, row.ours, verdict)]
+    return [cell.replace("|", "\\|") for cell in (row.what, row.printed, row.ours_with_runs, verdict)]
 
 
 def runs(item: str) -> str:

@@ -49,18 +49,9 @@ def _of_item(item: Item, rows: Sequence[Row]) -> Table:
     found.expand = True
     for row in rows:
         said = Text(str(row.verdict), style=STYLES.get(row.verdict, "dim"))
-        cells = map(Text, (row.what, row.printed, row.formula, _ours(row)))  # no markup: an array's [3] stays
+        cells = map(Text, (row.what, row.printed, row.formula, row.ours_with_runs))  # no markup: an array's [3] stays
         found.add_row(*cells, said.append(f": {row.why}" if row.why else "", style="default"))
     return found
-
-
-def _ours(row: Row) -> str:
-    """What we measured, and the short commits that it was measured at on each device."""
-    commits: dict[str, list[str]] = {}
-    for device, commit in row.sources:
-        commits.setdefault(device, []).append(commit[:7])
-    places = (f"{device} at {', '.join(dict.fromkeys(found))}" for device, found in commits.items())
-    return f"{row.ours} ({'; '.join(places)})" if commits else row.ours
 
 
 def verdicts(rows: Sequence[Row]) -> Text:
