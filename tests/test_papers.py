@@ -3,18 +3,23 @@
 import io
 import json
 import re
+from collections import Counter
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from helpers import unmarked
+from pretended import PretendedDevice
 from rich.console import Console
 from typer.testing import CliRunner
 
+from moeblaze_ref.bench import plan
 from moeblaze_ref.cli.app import app
-from moeblaze_ref.core import provenance
+from moeblaze_ref.core import progress, provenance
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.papers import (
+    capacities,
     claims,
     command,
     document,
@@ -541,6 +546,7 @@ def losing(variant, seconds, *losses):
     return [
         {"variant": variant, "seed": seed, "loss": list(losses), "held_out_loss": losses[-1] + shift}
         | {"seconds_at": [0.0, seconds], "seconds": seconds, "steps": [0, 100]}
+        | {"shape": {"d": 8}, "precision": "float32", "tokens_of_step": 4}
         for seed, shift in enumerate((0.0, 0.01, -0.01, 0.02, -0.02))
     ]
 
@@ -580,6 +586,76 @@ def test_figures_2_and_8_are_of_the_same_runs(tmp_path, on_h100):
     assert {row.verdict for row in speeds.values()} == {Verdict.DIFFERS}
 
 
+def stepwise(first, second):
+    """A run whose loss falls by these from factor 1.0 to 1.5, and from 1.5 to 2.0, seed by seed."""
+    of_variant = {name: losing(name, 1.0, 5.0, 2.0) for name in VARIANTS}
+    of_factor = (of_variant[name] for name in ("1.5", "1.0", "2.0"))
+    for one, two, least, *drops in zip(*of_factor, first, second, strict=True):
+        least["held_out_loss"] = 2.0
+        one["held_out_loss"] = 2.0 + drops[1]
+        two["held_out_loss"] = 2.0 + drops[1] + drops[0]
+    return [row for rows in of_variant.values() for row in rows]
+
+
+CLEAR = [0.010, 0.011, 0.009, 0.010, 0.010]
+ONE_STEP, NEXT_STEP = (f"held-out loss from capacity factor {step}" for step in ("1.0 to 1.5", "1.5 to 2.0"))
+
+
+@pytest.mark.parametrize(
+    ("noisy", "verdict"),
+    [
+        ([0.012, -0.002, 0.008, 0.000, 0.003], Verdict.AGREES),  # together 0.0071 +- 0.0012
+        ([0.030, -0.030, 0.020, -0.020, 0.000], Verdict.DIFFERS),
+    ],
+)
+def test_runs_that_contradict_each_other_have_one_verdict_together(tmp_path, on_h100, monkeypatch, noisy, verdict):
+    together, runs = tmp_path / "together.json", {"a" * 40: stepwise(CLEAR, noisy), "b" * 40: stepwise(noisy, CLEAR)}
+    singly = {}
+    for commit, rows in runs.items():
+        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit})
+        for path in (together, tmp_path / f"{commit}.json"):
+            list(results.record(path, "megablocks-fig2", [lambda rows=rows: rows]))
+        found = {row.what: row for row in items.ITEMS["megablocks-fig2"].rows(Recorded([path]))}
+        singly[commit] = [found[step].verdict for step in (ONE_STEP, NEXT_STEP)]
+    assert singly == {"a" * 40: [Verdict.AGREES, Verdict.DIFFERS], "b" * 40: [Verdict.DIFFERS, Verdict.AGREES]}
+    for step in (ONE_STEP, NEXT_STEP):
+        (row,) = (row for row in items.ITEMS["megablocks-fig2"].rows(Recorded([together])) if row.what == step)
+        assert row.verdict is verdict and "(H100 at aaaaaaa, bbbbbbb)" in row.ours_with_runs
+        assert "(5 seeds, 100 steps)" in row.ours
+
+
+def test_a_claim_of_figure_2_agrees_if_it_does_on_every_device(tmp_path, on_h100, monkeypatch):
+    paths = [tmp_path / "h100.json", tmp_path / "h200.json"]
+    unclear = [-0.01, 0.02, -0.01, 0.02, 0.0]
+    for path, device, second in zip(paths, (HERE["device"], "NVIDIA H200, 1, 2"), (CLEAR, unclear), strict=True):
+        monkeypatch.setattr(provenance, "environment", lambda device=device: HERE | {"device": device})
+        list(results.record(path, "megablocks-fig2", [lambda second=second: stepwise(CLEAR, second)]))
+    found = {row.what: row for row in items.ITEMS["megablocks-fig2"].rows(Recorded(paths))}
+    assert (found[ONE_STEP].verdict, found[NEXT_STEP].verdict) == (Verdict.AGREES, Verdict.DIFFERS)
+    assert found[NEXT_STEP].why == "not resolved on H200: 3 standard errors are more than the step"
+    assert re.match(r"H100: -0\.0100 .*; H200: -0\.0100 ", found[ONE_STEP].ours)
+
+
+def test_a_further_run_of_a_file_has_new_seeds_and_an_interrupted_one_its_own(tmp_path, on_h100, monkeypatch):
+    started = []
+
+    def train(name, seed, *_):
+        started.append(seed)
+        if len(started) == 50:
+            raise KeyboardInterrupt
+        return [losing(name, 1.0, 5.0, 2.0)[0] | {"seed": seed}]
+
+    monkeypatch.setattr(plan, "gpu", PretendedDevice)
+    monkeypatch.setattr(capacities, "_train_compiled", train)
+    path, found = tmp_path / "paper.json", items.chosen(["megablocks-fig2"])
+    for run in range(3):
+        with pytest.raises(KeyboardInterrupt) if run == 1 else nullcontext():
+            command.measure(found, path, progress.bar)
+    seeds = [[row["seed"] for row in rows] for _, rows in Recorded([path]).runs("megablocks-fig2")]
+    assert seeds == [[seed for seed in range(first, first + 5) for _ in VARIANTS] for first in (0, 5)]
+    assert len(started) == 2 * 5 * len(VARIANTS) + 1, "only what was interrupted begins again"
+
+
 # The page -------------------------------------------------------------------------------------------------------------
 
 
@@ -607,11 +683,14 @@ def test_the_measurements_have_every_item_and_run():
     assert document.runs("moeblaze-fig4").count("`paper_h100.json`") >= 2
 
 
-def test_rows_of_several_runs_on_one_device_name_their_runs():
-    lines = [line for line in document.measured(Recorded()).splitlines() if line.startswith("| held-out loss")]
-    claims = [line.split(" | ")[0] for line in lines]
-    assert len(set(claims)) < len(claims) == len(set(lines))
-    assert all(re.search(r"\((CPU|H\d00) at [0-9a-f]{7}\) \| ", line) for line in lines)
+def test_a_claim_has_one_verdict_over_all_its_runs(rows):
+    claimed = Counter((row.item, row.what, row.printed) for row in rows if row.verdict is not Verdict.NOT_PRINTED)
+    assert [claim for claim, count in claimed.items() if count > 1] == []
+
+
+def test_rows_of_several_runs_name_all_of_them():
+    lines = [line for line in document.measured(Recorded()).splitlines() if line.startswith("| held-out loss from")]
+    assert len(lines) == 3 and all(re.search(r"; H100 at [0-9a-f]{7}(, [0-9a-f]{7})+\) \| ", line) for line in lines)
 
 
 def test_the_share_of_dispatch_is_of_all_seven_configurations():

@@ -15,6 +15,8 @@ from moeblaze_ref.lm.train import Trainer, evaluate
 from moeblaze_ref.nn.systems import system
 from moeblaze_ref.papers import capacities
 from moeblaze_ref.papers.capacities import FACTORS, VARIANTS
+from moeblaze_ref.papers.items import ITEMS
+from moeblaze_ref.papers.results import Run, Source
 
 CPU = torch.device("cpu")
 TINY = replace(SETTINGS, config=replace(CONFIG, k=1, activation="gelu"), steps=20)
@@ -138,6 +140,11 @@ def test_there_is_a_job_for_each_variant_and_seed():
     assert all(job.args[2] == capacities.SIZES["cpu"] and job.args[4] == CPU for job in jobs)
 
 
+def test_a_further_run_has_the_seeds_that_follow():
+    jobs = ITEMS[capacities.ITEM].jobs(PretendedDevice(), [{"seed": 7}, {"seed": 3}])
+    assert [job.args[:2] for job in jobs] == [(name, seed) for seed in range(8, 13) for name in VARIANTS]
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_each_variant_takes_one_step_before_its_first_run(monkeypatch):
     steps = []
@@ -174,19 +181,55 @@ def losses_of(**losses):
 
 
 def test_a_gain_is_paired_over_the_seeds():
-    rows = losses_of(dense=[2.0, 4.0, 6.0], max=[1.5, 3.6, 5.4], dropless=[1.0])
-    gain = capacities.gain(rows, "dense", "max")
+    runs = [losses_of(dense=[2.0, 4.0, 6.0], max=[1.5, 3.6, 5.4], dropless=[1.0])]
+    gain = capacities.gain(runs, "dense", "max")
     assert gain == (pytest.approx(0.5), pytest.approx(0.1 / 3**0.5), 3) and gain.resolved
-    assert not capacities.gain(rows, "dense", "dropless").resolved, "one seed says nothing"
-    assert not capacities.gain(rows, "dense", "dense").resolved, "no difference is no gain"
+    assert not capacities.gain(runs, "dense", "dropless").resolved, "one seed says nothing"
+    assert not capacities.gain(runs, "dense", "dense").resolved, "no difference is no gain"
     with pytest.raises(ValueError, match="variants dense and 2.0 have no seed in common"):
-        capacities.gain(rows, "dense", "2.0")
+        capacities.gain(runs, "dense", "2.0")
+
+
+def test_a_seed_counts_once_however_often_it_runs():
+    first = losses_of(dense=[2.0, 4.0, 6.0], max=[1.5, 3.6, 5.4])  # gains 0.5, 0.4, 0.6
+    assert capacities.gain([first] * 4, "dense", "max") == capacities.gain([first], "dense", "max")
+    second = losses_of(dense=[1.0, 1.0, 1.0], max=[0.7, 1.0, 0.8])  # a longer one: gains 0.3, 0, 0.2
+    means = [0.4, 0.2, 0.4]
+    expected = (pytest.approx(fmean(means)), pytest.approx(stdev(means) / 3**0.5), 3)
+    assert capacities.gain([first, second], "dense", "max") == expected
+
+
+def test_new_seeds_count_as_more_of_them():
+    first = losses_of(dense=[2.0, 4.0, 6.0], max=[1.5, 3.6, 5.4])
+    others = [row | {"seed": row["seed"] + 3} for row in first]
+    gains = [0.5, 0.4, 0.6] * 2
+    expected = (pytest.approx(0.5), pytest.approx(stdev(gains) / 6**0.5), 6)
+    assert capacities.gain([first, others], "dense", "max") == expected
+
+
+def test_losses_are_never_paired_across_runs():
+    apart = [losses_of(dense=[2.0, 2.0]), losses_of(max=[1.0, 1.0])]
+    with pytest.raises(ValueError, match="variants dense and max have no seed in common"):
+        capacities.gain(apart, "dense", "max")
+
+
+def run_of(device="H100", variants=("dense", "max"), **changes):
+    """A finished run with one seed of these variants."""
+    model = {"shape": {"d": 8}, "precision": "float32", "tokens_of_step": 4} | changes
+    return Run(Source(device, "c"), [{"variant": name, "seed": 0, "held_out_loss": 1.0} | model for name in variants])
+
+
+def test_runs_of_one_device_and_model_are_pooled():
+    here, other_commit = run_of(), run_of()._replace(source=Source("H100", "d"))
+    apart = [run_of("H200"), run_of(shape={"d": 16}), run_of(precision="bfloat16"), run_of(tokens_of_step=8)]
+    found = capacities.pools([here, *apart, other_commit, run_of(variants=("dense", "1.0"))], "dense", "max")
+    assert found == [[here, other_commit], *([run] for run in apart)]
 
 
 def test_a_gain_within_three_standard_errors_is_not_resolved():
     differences = [0.01, -0.02, 0.015, 0.0, 0.01]
     rows = losses_of(dense=[2 + difference for difference in differences], max=[2.0] * 5)
-    gain = capacities.gain(rows, "dense", "max")
+    gain = capacities.gain([rows], "dense", "max")
     assert 0 < gain.mean < capacities.RESOLVED * gain.error and not gain.resolved
 
 

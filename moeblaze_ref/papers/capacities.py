@@ -8,7 +8,8 @@ Sizes are ours, chosen so that the 35 runs of the item end within 10 minutes on 
 not.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -24,11 +25,11 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.lm import curves, data, run
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.train import Trainer, TrainSettings
-from moeblaze_ref.papers.results import Rows
+from moeblaze_ref.papers.results import Rows, Run
 from moeblaze_ref.runtime.device import Device
 
 ITEM = "megablocks-fig2"
-SEEDS = range(5)
+SEEDS = 5  # of a run
 POINTS = 10  # validations of a run
 VALIDATION_BATCHES = 32
 
@@ -102,15 +103,22 @@ SIZES = {
 }
 
 
-def jobs(device: Device) -> list[Callable[[], Rows]]:
+def jobs(device: Device, earlier: Sequence[Mapping[str, Any]] = ()) -> list[Callable[[], Rows]]:
     """Return a job for each variant and seed; each returns one row, see `row_of`.
 
     Before its first run a variant takes a step that is thrown away, so that no compilation is in the time of a run.
+
+    Parameters
+    ----------
+    device : Device
+    earlier : sequence of dict
+        The rows of earlier runs. The seeds are the ``SEEDS`` that follow theirs.
     """
     place, compiled = device.torch_device, set()
+    first = max((row["seed"] + 1 for row in earlier), default=0)
     return [
         partial(_train_compiled, name, seed, SIZES[place.type], data.standard_library(), place, compiled)
-        for seed in SEEDS
+        for seed in range(first, first + SEEDS)
         for name in VARIANTS
     ]
 
@@ -207,6 +215,31 @@ def row_of(name: str, settings: TrainSettings, lines: Sequence[Mapping[str, Any]
     }
 
 
+def pools(runs: Iterable[Run], *variants: str) -> list[list[Run]]:
+    """Return the runs that trained all of these variants, in groups of one device and the same models.
+
+    The runs of a group may differ in their steps and commits. Our kernels have no part in a loss of these variants:
+    all but the dropless one are plain torch.
+
+    Parameters
+    ----------
+    runs : iterable of Run
+        Of this item.
+    *variants : str
+    """
+    groups = defaultdict(list)
+    for found in runs:
+        models = {row["variant"]: _model(row) for row in found.rows if row["variant"] in variants}
+        if len(models) == len(variants):
+            groups[found.source.device, *(models[name] for name in variants)].append(found)
+    return list(groups.values())
+
+
+def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two rows of one variant have in common if they train the same model on batches of one size."""
+    return tuple(sorted(row["shape"].items())), row["precision"], row["tokens_of_step"]
+
+
 class Gain(NamedTuple):
     """How much less one variant loses than another, paired seed by seed.
 
@@ -217,6 +250,7 @@ class Gain(NamedTuple):
     error : float
         Standard error of the mean; infinite of a single seed.
     seeds : int
+        Different ones.
     """
 
     mean: float
@@ -229,13 +263,17 @@ class Gain(NamedTuple):
         return abs(self.mean) > RESOLVED * self.error
 
 
-def gain(rows: Sequence[Mapping[str, Any]], before: str, after: str) -> Gain:
-    """Return the gain in held-out loss of the variant ``after`` over ``before``.
+def gain(runs: Iterable[Sequence[Mapping[str, Any]]], before: str, after: str) -> Gain:
+    """Return the gain in held-out loss of the variant ``after`` over ``before``, of all runs together.
+
+    The two losses of a difference are of one seed and one run. A seed counts once, by the mean of its differences: its
+    runs begin with the same weights and read the same text, so they are not independent, however long they train. The
+    seeds are, and the standard error is that of their means.
 
     Parameters
     ----------
-    rows : sequence of dict
-        As `row_of` returns them, of one device.
+    runs : iterable of sequence of dict
+        The rows of each run, as `row_of` returns them: of one of the `pools`.
     before, after : str
         Variants.
 
@@ -244,13 +282,17 @@ def gain(rows: Sequence[Mapping[str, Any]], before: str, after: str) -> Gain:
     ValueError
         If they have no seed in common.
     """
-    of_seed = {(row["variant"], row["seed"]): row["held_out_loss"] for row in rows}
-    seeds = [seed for variant, seed in of_seed if variant == before and (after, seed) in of_seed]
-    differences = [of_seed[before, seed] - of_seed[after, seed] for seed in seeds]
-    if not differences:
+    of_seed = defaultdict(list)
+    for rows in runs:
+        losses = {(row["variant"], row["seed"]): row["held_out_loss"] for row in rows}
+        for variant, seed in losses:
+            if variant == before and (after, seed) in losses:
+                of_seed[seed].append(losses[before, seed] - losses[after, seed])
+    if not of_seed:
         raise ValueError(f"variants {before} and {after} have no seed in common")
-    error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("inf")
-    return Gain(fmean(differences), error, len(differences))
+    means = [fmean(differences) for differences in of_seed.values()]
+    error = stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("inf")
+    return Gain(fmean(means), error, len(means))
 
 
 class EqualLoss(NamedTuple):

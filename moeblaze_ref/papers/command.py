@@ -70,7 +70,7 @@ def measure(
         path = record or Path(folder, "paper.json")
         results.check_place(path, force)
         for item in found:
-            jobs = item.jobs(device)
+            jobs = item.jobs(device, results.earlier_rows(path, item.id, force))
             with progress_bar() as progress:
                 for _ in progress.track(results.record(path, item.id, jobs, force), len(jobs), description=item.id):
                     pass

@@ -31,7 +31,9 @@ class Item:
     claims : str
         Makes its rows from what is recorded.
     measured_by : str, optional
-        Takes a ``bench.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
+        Takes a ``runtime.device.Device`` and returns what to run on a GPU. Default: nothing is measured there.
+    continued : bool
+        Whether a further run goes on after the earlier ones, with new seeds: then ``measured_by`` takes their rows too.
     drawn_by : str, optional
         Draws the recorded runs of one device, given the rows of each; draws the formulas if the item is not measured.
     """
@@ -41,15 +43,17 @@ class Item:
     title: str
     claims: str
     measured_by: str | None = None
+    continued: bool = False
     drawn_by: str | None = None
 
     def rows(self, recorded: Recorded) -> list[Row]:
         """Return the rows of the item."""
         return [replace(row, item=self.id) for row in function(self.claims)(recorded)]
 
-    def jobs(self, device: Any) -> Sequence[Job]:
-        """Return what measures the item on a GPU, piece by piece."""
-        return function(self.measured_by)(device)
+    def jobs(self, device: Any, earlier: Rows = ()) -> Sequence[Job]:
+        """Return what measures the item on a GPU, piece by piece; ``earlier`` are the rows of earlier runs."""
+        measured_by = function(self.measured_by)
+        return measured_by(device, earlier) if self.continued else measured_by(device)
 
     def plots(self, recorded: Recorded) -> dict[str, Figure]:
         """Return the item's pictures by name: of its runs on each device, or of its formulas if it is not measured."""

@@ -58,6 +58,7 @@ _ALL = (
         "loss by capacity factor",
         "megablocks:figure_2",
         measured_by="capacities:jobs",
+        continued=True,
         drawn_by="megablocks_plots:capacities",
     ),
     Item("megablocks-metadata", "MegaBlocks, section 5.1", "bytes of the sparse format", "megablocks:metadata"),

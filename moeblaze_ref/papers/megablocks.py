@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 from moeblaze_ref.core.config import MODELS
 from moeblaze_ref.memory.accounting import account
@@ -19,7 +20,7 @@ from moeblaze_ref.papers.claims import (
     not_reproduced,
     observed,
 )
-from moeblaze_ref.papers.results import Recorded, Rows, Run
+from moeblaze_ref.papers.results import Recorded, Rows, Run, Source
 from moeblaze_ref.papers.traced import MISSING, needed_factors, our_trace, traced_at
 
 # Tables 1 and 2: millions of weights, GFLOPs of a sequence.
@@ -190,51 +191,69 @@ GAINS = (("1.0", exactly(0.15, "0.15", 0.01)), ("max", exactly(0.26, "0.26", 0.0
 def figure_2(recorded: Recorded) -> Iterator[Row]:
     """The loss of capacity factors 1, 1.5, 2 and max and of a dense model; what a capacity without drops costs."""
     runs = list(recorded.finished(capacities.ITEM))
-    for source, rows in runs:
-        yield from (_step(source.device, rows, *factors).by([source]) for factors in STEPS)
-        yield from (_gain(source.device, rows, *claim).by([source]) for claim in GAINS)
-    yield from _gains_over_the_larger(runs)
-    if not runs:
-        yield from (not_measured(_step_name(*factors), "falls with capacity") for factors in STEPS)
-        yield from (not_measured(_gain_name(factor), printed.text) for factor, printed in GAINS)
+    yield from (_step(_Gains.of(runs, *factors), *factors) for factors in STEPS)
+    yield from (_gain(_Gains.of(runs, "dense", factor), factor, printed) for factor, printed in GAINS)
+    yield _gain_over_the_larger(_Gains.of(runs, "larger dense", "max"))
     yield from _capacity_without_drops()
 
 
-def _step_name(before: str, after: str) -> str:
-    return f"held-out loss from capacity factor {before} to {after}"
+class _Gains(NamedTuple):
+    """The gain of one variant over another on each device, and the runs that it comes from."""
+
+    pools: list[list[Run]]
+    gains: list[capacities.Gain]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], before: str, after: str) -> "_Gains":
+        pools = capacities.pools(runs, before, after)
+        return cls(pools, [capacities.gain((run.rows for run in pool), before, after) for pool in pools])
+
+    @property
+    def sources(self) -> list[Source]:
+        return [run.source for pool in self.pools for run in pool]
+
+    @property
+    def ours(self) -> str:
+        """Each gain as the change of the loss, with its device."""
+        return "; ".join(map(_change, self.pools, self.gains))
+
+    @property
+    def all_fall(self) -> bool:
+        """Whether the loss falls on every device."""
+        return all(gain.resolved and gain.mean > 0 for gain in self.gains)
+
+    @property
+    def unresolved(self) -> list[str]:
+        """The devices on which the seeds do not tell the gain from 0."""
+        return [pool[0].source.device for pool, gain in zip(self.pools, self.gains, strict=True) if not gain.resolved]
 
 
-def _step(device: str, rows: Rows, before: str, after: str) -> Row:
-    gain = capacities.gain(rows, before, after)
-    unresolved = f"not resolved: {capacities.RESOLVED} standard errors are more than the step"
-    falls, why = gain.resolved and gain.mean > 0, OTHER_MODELS if gain.resolved else unresolved
-    return observed(_step_name(before, after), "falls with capacity", falls, f"{device}: {_nats(gain)}", why)
+def _change(pool: Sequence[Run], gain: capacities.Gain) -> str:
+    lengths = dict.fromkeys(f"{run.rows[0]['steps'][-1]:,}" for run in pool)
+    trained = f"{gain.seeds} seeds, {' and '.join(lengths)} steps"
+    return f"{pool[0].source.device}: {-gain.mean:+.4f} +- {gain.error:.4f} nats a byte ({trained})"
 
 
-def _nats(gain: capacities.Gain) -> str:
-    """A gain as the change of the loss."""
-    return f"{-gain.mean:+.4f} +- {gain.error:.4f} nats a byte, {gain.seeds} seeds"
+def _step(found: _Gains, before: str, after: str) -> Row:
+    what, printed = f"held-out loss from capacity factor {before} to {after}", "falls with capacity"
+    if not found.gains:
+        return not_measured(what, printed)
+    unresolved = f"not resolved on {' and '.join(found.unresolved)}: {capacities.RESOLVED} standard errors are more"
+    why = f"{unresolved} than the step" if found.unresolved else OTHER_MODELS
+    return observed(what, printed, found.all_fall, found.ours, why).by(found.sources)
 
 
-def _gain_name(factor: str) -> str:
-    return f"held-out loss of capacity factor {factor}: gain over dense"
+def _gain(found: _Gains, factor: str, printed: PrintedNumber) -> Row:
+    what, gains = f"held-out loss of capacity factor {factor}: gain over dense", [gain.mean for gain in found.gains]
+    return measured(what, printed, gains, found.ours, OTHER_MODELS).by(found.sources)
 
 
-def _gain(device: str, rows: Rows, factor: str, printed: PrintedNumber) -> Row:
-    gain = capacities.gain(rows, "dense", factor)
-    ours = f"{device}: loss {_nats(gain)}"
-    return measured(_gain_name(factor), printed, [gain.mean], ours, OTHER_MODELS)
-
-
-def _gains_over_the_larger(runs: Sequence[Run]) -> Iterator[Row]:
+def _gain_over_the_larger(found: _Gains) -> Row:
     """Section 3: the mixture of the largest capacity gains more over a dense model than the next dense model does."""
-    runs = [run for run in runs if any(row["variant"] == "larger dense" for row in run.rows)]
-    for source, rows in runs:
-        gain = capacities.gain(rows, "larger dense", "max")
-        ours = f"{source.device}: loss {_nats(gain)}, beside the larger dense model"
-        yield observed(LARGER, GAINS_LESS, gain.resolved and gain.mean > 0, ours, OTHER_MODELS).by([source])
-    if not runs:
-        yield not_measured(LARGER, GAINS_LESS, why="no recorded run trains a dense model of the next size")
+    if not found.gains:
+        return not_measured(LARGER, GAINS_LESS, why="no recorded run trains a dense model of the next size")
+    ours = f"{found.ours}, beside the larger dense model"
+    return observed(LARGER, GAINS_LESS, found.all_fall, ours, OTHER_MODELS).by(found.sources)
 
 
 def _capacity_without_drops() -> Iterator[Row]:
@@ -260,13 +279,18 @@ FIGURE_8 = {"MoE-XS": 1.38, "MoE-Small": 1.37, "MoE-Medium": 1.18}
 def figure_8(recorded: Recorded) -> Iterator[Row]:
     """The time of the dropless model beside the best capacity factor, at equal loss, from the runs of figure 2."""
     runs = [run for run in recorded.finished(capacities.ITEM) if run.rows[0]["seconds"] is not None]
+    found = [capacities.equal_loss(run.rows) for run in runs]
     for model, times in FIGURE_8.items():
         what = f"{model}: speed over the best capacity factor, at equal loss"
         printed = exactly(times, f"{times}x", 0.01)
-        for source, rows in runs:
-            found = capacities.equal_loss(rows)
-            there = f"over factor {found.best_factor}, at {found.loss:.3f} nats a byte"
-            ours = f"{source.device}: {found.speed:.2f}x {there}"
-            yield measured(what, printed, [found.speed], ours, OTHER_MODELS).by([source])
         if not runs:
             yield not_measured(what, printed.text, why=f"no recorded run of {capacities.ITEM} on a GPU")
+            continue
+        ours = "; ".join(map(_speed, runs, found))
+        speeds = [one.speed for one in found]
+        yield measured(what, printed, speeds, ours, OTHER_MODELS).by(run.source for run in runs)
+
+
+def _speed(run: Run, found: capacities.EqualLoss) -> str:
+    there = f"over factor {found.best_factor}, at {found.loss:.3f} nats a byte"
+    return f"{run.source.device}: {found.speed:.2f}x {there}"

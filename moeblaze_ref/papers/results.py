@@ -22,7 +22,10 @@ COLUMNS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "moeblaze-4.2": (("preset", "kernel"), ("ms",)),
     "moeblaze-fig4": (("preset", "activation", "system"), ("step_ms",)),
     "moeblaze-fig6": (("preset", "activation", "system"), ("step_ms",)),
-    "megablocks-fig2": (("variant", "seed"), ("steps", "loss", "held_out_loss", "seconds_at", "seconds")),
+    "megablocks-fig2": (
+        ("variant", "seed", "shape", "precision", "tokens_of_step"),
+        ("steps", "loss", "held_out_loss", "seconds_at", "seconds"),
+    ),
     "megablocks-fig5": (("n", "tile"), ("ms", "tflops")),
     "megablocks-order": (("n", "tile", "band"), ("ms",)),
     "megablocks-fig9": (("model", "product"), ("pct_of_bmm",)),
@@ -74,10 +77,7 @@ class Recorded:
     def finished(self, item: str) -> Iterator[Run]:
         """Yield each finished run of an item, file by file."""
         for found in self._files:
-            for run in found["items"].get(item, []):
-                if run["finished"]:
-                    source = Source(device_name(found["device"]), run["commit"])
-                    yield Run(source, [row for rows in run["jobs"] for row in rows])
+            yield from _finished(found, item)
 
     def sources(self, *items: str) -> list[Source]:
         """Return the sources of all finished runs of these items, each once."""
@@ -92,6 +92,14 @@ class Recorded:
         """Yield each row of an item's finished runs, with the short name of its device."""
         for device, rows in self.runs(item):
             yield from ((device, row) for row in rows)
+
+
+def _finished(content: dict[str, Any], item: str) -> Iterator[Run]:
+    """Yield each finished run of an item in a file."""
+    for run in content["items"].get(item, []):
+        if run["finished"]:
+            source = Source(device_name(content["device"]), run["commit"])
+            yield Run(source, [row for rows in run["jobs"] for row in rows])
 
 
 def recorded_files() -> list[Path]:
@@ -169,6 +177,11 @@ def check_place(path: Path, force: bool = False):
 def _existing(path: Path, force: bool) -> dict[str, Any]:
     """Return what a file holds. A missing or empty file counts as one of this device without runs."""
     return records.earlier(path, load, force) or {"device": provenance.environment()["device"], "items": {}}
+
+
+def earlier_rows(path: Path, item: str, force: bool = False) -> Rows:
+    """Return the rows of an item's finished runs in a file that a run is to be added to; arguments as in `record`."""
+    return [row for run in _finished(_existing(path, force), item) for row in run.rows]
 
 
 def record(path: Path, item: str, jobs: Sequence[Callable[[], Rows]], force: bool = False) -> Iterator[Rows]:
