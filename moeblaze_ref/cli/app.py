@@ -337,12 +337,12 @@ def bench(
 def paper(
     item: Annotated[list[str] | None, typer.Argument(help="Such as moeblaze-fig3; all of them by default.")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
-    record: Annotated[Path | None, typer.Option(help="Of --gpu: add the runs to this file.")] = None,
+    record: Annotated[Path | None, typer.Option(help="With --gpu: add the runs to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):
-    """Compare the papers with their formulas and with ours, claim by claim; exit with status 1 if one fails."""
+    """Compare each claim of the papers with its formula and with our measurements; exit with status 1 if one fails."""
     from moeblaze_ref.papers import command, report
 
     with user_errors():

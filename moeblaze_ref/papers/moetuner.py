@@ -72,7 +72,7 @@ def first_program(_: Recorded) -> Iterator[Row]:
         "the same by our solver, each expert in exactly one cluster",
         "",
         float(solved.objective[0]) == meant,
-        f"{float(solved.objective[0]):g}; by trying everything {meant:g}",
+        f"{float(solved.objective[0]):g}; by exhaustive search {meant:g}",
     )
     meant = "T[c, l] = sum over e of P[e, l] x[c, e, l]"
     yield defect("equation 2: index t of its sum", "undefined", meant, "a misprint")

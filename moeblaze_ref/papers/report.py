@@ -38,7 +38,7 @@ def table(items: Sequence[Item], rows: Sequence[Row], details: bool) -> Renderab
 
 def _of_item(item: Item, rows: Sequence[Row]) -> Table:
     found = Table(
-        title=Text(f"\n{item.id}: {item.place}, {item.title}"),
+        title=Text(f"\n{item.id} ({item.place}): {item.title}"),
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -55,10 +55,12 @@ def _of_item(item: Item, rows: Sequence[Row]) -> Table:
 
 
 def verdicts(rows: Sequence[Row]) -> Text:
-    """Return one line: how many rows have each verdict."""
+    """Return one line: how many rows have each verdict. A bar without a printed number is no claim."""
     counted = Counter(row.verdict for row in rows)
-    text = ", ".join(f"{counted[verdict]} {verdict}" for verdict in Verdict if counted[verdict])
-    return Text(f"\n{len(rows)} claims: {text}", style="bold red" if failures(rows) else "bold green")
+    bars = counted.pop(Verdict.NOT_PRINTED, 0)
+    claims = ", ".join(f"{verdict}: {counted[verdict]}" for verdict in Verdict if counted[verdict])
+    shown = f"; bars without a printed number: {bars}" if bars else ""
+    return Text(f"\nclaims: {len(rows) - bars} ({claims}){shown}", style="bold red" if failures(rows) else "bold green")
 
 
 def as_json(items: Sequence[Item], rows: Sequence[Row]) -> list[dict[str, Any]]:
