@@ -1,9 +1,11 @@
 """The cache of compiled kernels: damaged files are built again in one run, and a build is whole or not there."""
 
 import os
+import pwd
 import re
 import shutil
 import sys
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -292,6 +294,61 @@ def test_doctor_says_no_to_a_cache_that_cannot_be_written(no_folder):
     status = BACKENDS["simt"].status()
     assert not status.available and "cannot be written" in status.detail and "MOEBLAZE_CACHE" in status.remedy
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """A process without HOME, whose user the password database does not know."""
+
+    def unknown(user):
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "MOEBLAZE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(build, "runtime_library", build.runtime_library.__wrapped__)
+
+
+def test_a_named_folder_needs_no_home(homeless, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.folder() == tmp_path / "xdg/moeblaze_ref/simt"
+    monkeypatch.setenv("MOEBLAZE_CACHE", str(tmp_path / "named"))
+    assert cache.folder() == tmp_path / "named/simt"
+
+
+@pytest.mark.parametrize("home", [None, "", "relative"])
+def test_without_a_home_one_line_says_what_to_set(homeless, home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    with pytest.raises(
+        cache.SimtUnavailable, match=r"HOME is not set, and user \d+ has no home .*; set MOEBLAZE_CACHE to"
+    ):
+        cache.folder()
+    status = BACKENDS["simt"].status()
+    assert not status.available and "HOME" in status.detail and status.remedy == "set MOEBLAZE_CACHE to a folder"
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+    result = CliRunner().invoke(app, ["train", "--device", "cpu", "--steps", "1", "--out", "run"])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1 and "MOEBLAZE_CACHE" in result.stderr
+
+
+def test_without_home_the_password_database_says_where_it_is(homeless, tmp_path, monkeypatch):
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: types.SimpleNamespace(pw_dir=str(tmp_path)))
+    assert cache.folder() == tmp_path / ".cache/moeblaze_ref/simt"
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: types.SimpleNamespace(pw_dir=""))
+    with pytest.raises(cache.SimtUnavailable):
+        cache.folder()
+
+
+@pytest.mark.parametrize("named", ["", "relative", "./relative"])
+def test_a_cache_folder_that_is_not_absolute_does_not_count(homeless, named, tmp_path, monkeypatch):
+    """As the XDG base directory specification demands; an empty name of ours is none either."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    monkeypatch.setenv("MOEBLAZE_CACHE", "")
+    assert cache.folder() == tmp_path / "home/.cache/moeblaze_ref/simt"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
 def test_a_library_that_cannot_be_loaded_is_built_once_more_and_then_one_line(copy, monkeypatch):

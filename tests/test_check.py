@@ -1,5 +1,6 @@
 """The cross-check: it passes what is right, and nothing that is wrong, missing or NaN."""
 
+import contextlib
 import dataclasses
 import json
 import types
@@ -13,7 +14,8 @@ from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
-from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES, Status
+from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES, OpenStage, Status
+from moeblaze_ref.backends.step_memory import StepMemory
 from moeblaze_ref.cli.terminal import verdict
 from moeblaze_ref.nn import torch_layer
 from moeblaze_ref.nn.systems import SYSTEMS
@@ -21,6 +23,7 @@ from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import KernelSource, inlined
 from moeblaze_ref.systems.capacity import MAX
+from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.verify import cases, check, comparisons
 from moeblaze_ref.verify.cases import make_case, option_cases, standard_cases
 from moeblaze_ref.verify.check import Row
@@ -29,13 +32,18 @@ CASES = [make_case(37, 8, 12, 5, 2), make_case(11, 8, 12, 6, 2, "empty")]
 FLOATING = [stage for stage in STAGES if stage != "dispatch"]
 
 
+def opened(module):
+    """A stage whose functions take numpy arrays as they are."""
+    return OpenStage(module, contextlib.nullcontext, np.asarray, np.asarray, {})
+
+
 def faulty(monkeypatch, stage, function, change):
     """Replace a function of a numpy stage by one whose result is changed; returns the rows of that stage."""
     module = BACKENDS["numpy"].stage(stage)
     right = getattr(module, function)
     wrong = types.SimpleNamespace(**vars(module))
     setattr(wrong, function, lambda *arguments, **options: change(right(*arguments, **options)))
-    monkeypatch.setattr(check.Backend, "open", lambda self, name, rung: wrong)
+    monkeypatch.setattr(check.Backend, "open", lambda self, name, rung: opened(wrong))
     return check.run([stage], ["numpy"], CASES)
 
 
@@ -118,7 +126,7 @@ def test_a_stage_that_raises_is_a_failed_row_that_says_why(monkeypatch):
     def fault(*arguments):
         raise RuntimeError("kernel k, block (0, 0, 0): out-of-bounds write")
 
-    monkeypatch.setattr(check.Backend, "open", lambda self, name, rung: types.SimpleNamespace(build=fault))
+    monkeypatch.setattr(check.Backend, "open", lambda self, name, rung: opened(types.SimpleNamespace(build=fault)))
     rows = check.run(["dispatch"], ["numpy"], CASES)
     assert not check.passed(rows) and len(rows) == len(CASES)
     assert all("RuntimeError: kernel k" in row.shape and not row.ok and row.available for row in rows)
@@ -371,6 +379,100 @@ def test_a_dispatch_kept_by_shape_fails_in_the_torch_layer(monkeypatch):
     monkeypatch.setattr(module, "build", kept_by_shape(module.build))
     rows = list(check.check_gradients(BACKENDS["simt"], None, CASES[0], "float32"))
     assert len(rows) == 2 and all(not row.ok and "second step" in row.shape for row in rows)
+
+
+def stale(packed, array):
+    """What was packed of the first array at this address, of this shape and dtype, as of weights that never change."""
+    if array is None:
+        return None
+    key = array.__array_interface__["data"][0], array.shape, str(array.dtype)
+    return packed.setdefault(key, (array.copy(), array))[0]  # the array keeps its address its own
+
+
+@pytest.mark.parametrize("backend", ["numpy", "simt"])
+@pytest.mark.parametrize(
+    ("function", "position"),
+    [
+        ("forward", "x"),
+        ("forward", "weights"),
+        ("forward", "topk_experts"),
+        ("backward", "d_out"),
+        ("backward", "weights"),
+    ],
+)
+def test_what_a_layer_packs_by_its_address_and_shape_fails(backend, function, position, monkeypatch):
+    """A step's arrays overwrite those of the step before, as an optimizer overwrites the weights."""
+    module = BACKENDS[backend].stage("layer")
+    right, packed = getattr(module, function), {}
+    place = ["x", "weights", 2, 3, 4, 5, "topk_experts"] if function == "forward" else ["d_out", 1, "weights"]
+
+    def faulty(*arguments, **options):
+        number = place.index(position)
+        given = arguments[number]
+        parts = MoEWeights(*(stale(packed, part) for part in given)) if position == "weights" else stale(packed, given)
+        return right(*arguments[:number], parts, *arguments[number + 1 :], **options)
+
+    case = make_case(13, 8, 16, 4, 2)
+    case = dataclasses.replace(case, replay=position == "topk_experts")
+    rung, *_ = BACKENDS[backend].rungs("layer")
+    assert check.passed(list(check.check_of("layer")(BACKENDS[backend], rung, case)))
+    monkeypatch.setattr(module, function, faulty)
+    rows = list(check.check_of("layer")(BACKENDS[backend], rung, case))
+    wrong = [row for row in rows if row.direction == "backward" or function == "forward"]
+    assert wrong and all(not row.ok and "second step" in row.shape for row in wrong)
+
+
+def stale_tensor(packed, tensor):
+    """As `stale`, of a tensor; its gradient is the given one's."""
+    first, _ = packed.setdefault((tensor.data_ptr(), tensor.shape), (tensor.detach().clone(), tensor))
+    return tensor + (first - tensor).detach()
+
+
+@pytest.mark.parametrize("what", ["x", "topk_experts", "d_out", "w1"])
+@pytest.mark.parametrize("layer", ["torch_layer", "torch_sequential"])
+def test_what_a_torch_layer_packs_by_its_address_and_shape_fails(layer, what, monkeypatch):
+    kind, packed = SYSTEMS[comparisons.TORCH_LAYERS[layer].system], {}
+    forward = kind.forward
+
+    def faulty(self, x, topk_experts=None):
+        x = stale_tensor(packed, x) if what == "x" else x
+        topk_experts = stale_tensor(packed, topk_experts) if what == "topk_experts" else topk_experts
+        if what == "w1":
+            self.w1.data.copy_(stale_tensor(packed, self.w1.data))
+        result = forward(self, x, topk_experts)
+        if what == "d_out":
+            result.out.register_hook(lambda d_out: stale_tensor(packed, d_out))
+        return result
+
+    options = {"replay": what == "topk_experts"}
+    assert check.passed(rows_of_layer(layer, **options))
+    monkeypatch.setattr(kind, "forward", faulty)
+    found = rows_of_layer(layer, **options)
+    assert [row.ok for row in found] == [what == "d_out", False]
+    assert all("second step" in row.shape for row in found if not row.ok)
+
+
+class OnDevice:
+    """An array that is filled as one of CuPy is."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array.copy(), array.shape, array.dtype
+
+    def set(self, array):
+        self.array[...] = array
+
+
+@pytest.mark.parametrize("kind", [np.asarray, OnDevice])
+def test_the_memory_of_steps_is_overwritten_in_the_order_in_which_arrays_come(kind):
+    memory = StepMemory(kind)
+    numbers = lambda held: (held if kind is np.asarray else held.array).tolist()
+    one, two, wide = np.zeros(2), np.ones(2), np.ones(3)
+    first = [memory.place(array) for array in (one, two, one)]
+    assert first[0] is first[2] is not first[1] and [numbers(held) for held in first] == [[0, 0], [1, 1], [0, 0]]
+    memory.begin_step()
+    assert memory.place(two) is first[0] and numbers(first[0]) == [1, 1]
+    assert memory.place(wide) is not first[1] and numbers(first[1]) == [1, 1]  # another shape has other memory
+    assert one.tolist() == [0, 0]  # what the caller has stays as it is
 
 
 def test_an_unavailable_backend_is_listed_and_never_ok(monkeypatch):

@@ -54,8 +54,26 @@ def mark():
 BUT = "but the file of a kernel may"
 NUMPYS = (
     "testing load loadtxt genfromtxt fromfile fromregex memmap save savez savetxt f2py ctypeslib lib core test info "
-    "DataSource show_config from_dlpack frombuffer fromstring typing char rec ma emath linalg"
+    "DataSource show_config from_dlpack frombuffer fromstring typing char rec ma emath linalg ndarray dtype object_"
 ).split()
+ASSIGNMENTS = (
+    "numpy.zeros = f",
+    "numpy.zeros: int = f",
+    "numpy.zeros += 1",
+    "del numpy.zeros",
+    "x, [numpy.zeros, *z] = y",
+    "x, *numpy.zeros = y",
+    "x = numpy.zeros = f",
+    "for numpy.zeros in y: pass",
+    "for x, numpy.zeros in y: pass",
+    "x = [0 for numpy.zeros in y]",
+    "x = {0: 0 for x in y for x, numpy.zeros in y}",
+    "with y as numpy.zeros: pass",
+    "with y as x, y as (x, numpy.zeros): pass",
+    "def f(): numpy.zeros = f",
+    "async def f():\n    async for numpy.zeros in y: pass",
+    "async def f():\n    async with y as numpy.zeros: pass",
+)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +129,9 @@ NUMPYS = (
         ("import numba.np.unsafe", "imports numba.np.unsafe"),
         ("from numba.core import types", "imports types from numba.core"),
         ("from numba import cuda; x = cuda.simulator", "takes simulator of numba.cuda"),
+        ("from numba import cuda; x = cuda.device_array((1,), 'O', y)", "takes device_array of numba.cuda"),
+        ("from numba.cuda import mapped_array", "imports mapped_array from numba.cuda"),
+        ("x = numpy.zeros(1, object)", "names object"),
         ("from numba import cuda as c; x = c.sys", "takes sys of numba.cuda"),
         (
             "from moeblaze_ref.backends.numba_cuda.runtime import cuda; x = cuda.kernelapi",
@@ -141,6 +162,30 @@ def test_a_python_text_that_reaches_behind_the_checker_is_refused_by_its_line(li
     assert str(error.value).startswith(f"mine.py, line {number}: {message}")
 
 
+@pytest.mark.parametrize("text", ASSIGNMENTS)
+def test_a_python_text_that_changes_an_attribute_is_refused_by_its_line(text):
+    does = "deletes" if text.startswith("del") else "assigns to"
+    rule = f"{BUT} change names and elements alone, and no attribute"
+    before = "import numpy\nfrom numba import cuda\n"
+    number = 4 if text.startswith("async") else 3
+    with pytest.raises(ValueError) as error:
+        check_source(before + text, "mine.py")
+    assert str(error.value) == f"mine.py, line {number}: {does} zeros of numpy, {rule}"
+    for owner, attribute in (("cuda", "grid"), ("numpy.random", "default_rng")):
+        with pytest.raises(ValueError, match=f"{does} {attribute} of "):
+            check_source(before + text.replace("numpy.zeros", f"{owner}.{attribute}"), "mine.py")
+    with pytest.raises(ValueError, match=f"{does} the attribute shape, "):
+        check_source(before + text.replace("numpy.zeros", "y[0].shape"), "mine.py")
+
+
+def test_names_and_elements_may_be_changed():
+    check_source(
+        "import numpy\nx = y = [0, 1]\nx[0], *y = y\nx[y[0]] += 1\nfor x[0] in y: pass\ndel x[0], y\n"
+        "x[numpy.argmax(x)] = 2\nif (n := 1): n += 1\n",
+        "mine.py",
+    )
+
+
 def test_a_python_text_may_use_what_kernels_use():
     check_source(
         "import math\nimport numpy as np\nfrom numba import cuda, float32\nimport numba.cuda\n"
@@ -160,6 +205,32 @@ def test_a_python_text_may_use_what_kernels_use():
         "mine.py",
     )
     check_source("total = (0", "mine.py")  # its import says what is wrong
+
+
+REPLACED = """import numpy as np
+arrays = []
+
+
+def empty_like(array):
+    arrays.append(array)
+    if len(arrays) == 4:
+        y, gates, rows, out = arrays
+        out[:] = (gates[..., None] * y[rows.reshape(gates.shape)]).sum(axis=1)
+        del arrays[:]
+    return np.zeros(array.shape, array.dtype)
+
+
+np.empty_like = empty_like
+"""
+
+
+def test_a_function_of_numpy_that_computes_uncounted_is_refused(monkeypatch):
+    """Numba's simulator calls it for every array after the launch, with the array's memory, and the kernel is empty."""
+    text = REPLACED + changed(NUMBA, ", L, d, k", "") + "    pass\n"
+    with pytest.raises(ValueError, match="mine.py, line 14: assigns to empty_like of numpy, but the file of a kernel "):
+        check(text)
+    monkeypatch.setattr(apart, "_supervise", hostile.supervise_unchecked)
+    assert check(text).document["ok"]  # which is why it is refused
 
 
 def test_a_module_that_is_not_imported_has_no_name():

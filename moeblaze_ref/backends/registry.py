@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from moeblaze_ref.backends.step_memory import StepMemory
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.core.structures import IndexArrays
@@ -107,12 +108,23 @@ class OpenStage:
     def __init__(self, module: ModuleType, context, to_backend: Callable, to_numpy: Callable, options: dict[str, Any]):
         self._module, self._context, self._options = module, context, options
         self._to_backend, self._to_numpy = to_backend, to_numpy
+        self._memory = None
+
+    def begin_step(self):
+        """Let the arrays of the calls from here on overwrite those of the step before, in the memory where they lay."""
+        if self._memory is None:
+            self._memory = StepMemory(self._to_backend)
+        self._memory.begin_step()
+
+    def _moved(self, array: Any) -> Any:
+        place = self._memory is not None and isinstance(array, np.ndarray)
+        return self._memory.place(array) if place else self._to_backend(array)
 
     def __getattr__(self, name: str) -> Callable:
         function = getattr(self._module, name)
 
         def call(*arguments, **options):
-            moved = (_each_array(argument, self._to_backend) for argument in arguments)
+            moved = (_each_array(argument, self._moved) for argument in arguments)
             with self._context():
                 result = function(*moved, **options, **self._options)
             return _each_array(result, self._to_numpy)

@@ -4,7 +4,8 @@ Index structures must match bit for bit. Floating-point results are compared wit
 torch in float64 on the same, already rounded inputs: ||out - ref|| / ||ref|| per tensor,
 and a row shows the worst of them. Outputs are poisoned before every launch. Every check runs
 two steps of one shape on different numbers (`cases.Case.steps`) in every dtype, so that nothing
-may be kept from the first; a row shows the worse of the two.
+may be kept from the first; a row shows the worse of the two. The arrays of the second step overwrite
+those of the first, so that nothing may be found again by its address either.
 """
 
 import functools
@@ -12,13 +13,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
-from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES, Backend
+from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES, Backend, OpenStage
 from moeblaze_ref.core import checks
 from moeblaze_ref.verify import comparisons, orders
 from moeblaze_ref.verify.cases import (
@@ -31,6 +32,8 @@ from moeblaze_ref.verify.cases import (
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
 FIRST_RUNG = "1_naive"  # compiles fastest
 LAYER_DEVICES = {"simt": "cpu", "cuda": "cuda", JUDGE.name: "cpu"}  # where each backend runs the torch layers
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -83,22 +86,34 @@ def differing_elements(found, wanted) -> int:
 def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
     """One row: the four index structures, bit for bit against a stable sort."""
     stage = backend.open("dispatch", rung)
-    steps = [(stage.build(step.topk_experts, step.E), comparisons.dispatch_of(step)) for step in case.steps()]
-    yield _row_of_bits(backend, "dispatch", rung, "forward", case, itertools.starmap(differing_elements, steps))
+    errors = _step_by_step(stage, _differing_dispatch, case.steps())
+    yield _row_of_bits(backend, "dispatch", rung, "forward", case, errors)
+
+
+def _differing_dispatch(stage: OpenStage, case: Case) -> int:
+    return differing_elements(stage.build(case.topk_experts, case.E), comparisons.dispatch_of(case))
+
+
+def _step_by_step(stage: OpenStage, run: Callable[[OpenStage, Case], Found], steps: Iterable[Case]) -> Iterator[Found]:
+    """Yield what ``run`` finds of the stage on each step, whose arrays overwrite those of the step before."""
+    for step in steps:
+        stage.begin_step()
+        yield run(stage, step)
 
 
 def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> Iterator[Row]:
     """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
-    run = functools.partial(comparisons.runner(stage, rung), backend.open(stage, rung))
+    opened = backend.open(stage, rung)
     for dtype in backend.rungs(stage)[rung]:
         steps = _rounded_steps(case, dtype)
-        yield from _judged(backend, stage, rung, dtype, steps, run, comparisons.expectation(stage, rung))
+        found = _step_by_step(opened, comparisons.runner(stage, rung), steps)
+        yield from _judged(backend, stage, rung, dtype, steps, found, comparisons.expectation(stage, rung))
 
 
 def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
     """The bins and the topology, bit for bit, then MegaBlocks' experts as any floating-point stage."""
     stage = backend.open("block_sparse", rung)
-    errors = [_differing_structures(stage, step) for step in case.steps()]
+    errors = _step_by_step(stage, _differing_structures, case.steps())
     yield _row_of_bits(backend, "block_sparse", rung, "structures", case, errors)
     yield from check_stage(backend, rung, case, "block_sparse")
 
@@ -113,7 +128,7 @@ def _differing_structures(stage, case: Case) -> int:
 def check_capacity(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
     """Who is kept and what is dropped, bit for bit, then the experts of fixed capacity as any floating-point stage."""
     stage = backend.open("capacity", rung)
-    errors = [_differing_bins(stage, step) for step in case.steps()]
+    errors = _step_by_step(stage, _differing_bins, case.steps())
     yield _row_of_bits(backend, "capacity", rung, "structures", case, errors)
     yield from check_stage(backend, rung, case, "capacity")
 
@@ -131,9 +146,9 @@ def check_gradients(
 ) -> Iterator[Row]:
     """Forward and backward rows of a torch layer on the backend's device, against the oracle."""
     module = comparisons.torch_layer_of(LAYER_DEVICES[backend.name], case.astype(dtype), layer)
-    run = functools.partial(comparisons.step_of_torch_layer, module)
-    steps = _rounded_steps(case, dtype)
-    yield from _judged(backend, layer, rung, dtype, steps, run, comparisons.TORCH_LAYERS[layer].expect)
+    steps, memory = _rounded_steps(case, dtype), comparisons.TensorMemory()
+    found = (comparisons.step_of_torch_layer(module, step, memory) for step in steps)
+    yield from _judged(backend, layer, rung, dtype, steps, found, comparisons.TORCH_LAYERS[layer].expect)
 
 
 @functools.lru_cache(maxsize=8)
@@ -156,9 +171,9 @@ def check_order(backend: Backend, rung: str | None, case: orders.Sum) -> Iterato
         yield _row(backend, case.stage, rung, "order", dtype, case.shape, error, comparisons.BOUNDS["int32"])
 
 
-def _judged(backend, stage, rung, dtype, steps, run, expect) -> Iterator[Row]:
+def _judged(backend, stage, rung, dtype, steps, found, expect) -> Iterator[Row]:
     """A row for each direction: of the worse of the steps, which run one after the other."""
-    found = [run(step) for step in steps]
+    found = [_copied(results) for results in found]  # a step may overwrite what the one before returned
     exact = [_expected(expect, step, "float64") for step in steps]
     peers = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
     precision = comparisons.precision(stage, rung, dtype)
@@ -167,6 +182,10 @@ def _judged(backend, stage, rung, dtype, steps, run, expect) -> Iterator[Row]:
         verdicts = [comparisons.judge(*arrays, precision, peer) for *arrays, peer in zip(*parts, strict=True)]
         worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
         yield _row(backend, stage, rung, direction, dtype, step.shape, *worst)
+
+
+def _copied(results: comparisons.Results) -> comparisons.Results:
+    return {way: {name: np.array(array) for name, array in arrays.items()} for way, arrays in results.items()}
 
 
 def _row_of_bits(backend, stage, rung, direction, case, errors: Iterable[int]) -> Row:

@@ -123,13 +123,26 @@ def _arrays(**tensors: Tensor | None) -> Arrays:
     return {name: _array(tensor) for name, tensor in _present(**tensors).items()}
 
 
-def _gradients(
-    outputs: dict[str, Tensor], d_outputs: dict[str, Any], inputs: dict[str, Tensor], retain_graph: bool = False
-) -> Arrays:
+def _gradients(outputs: dict[str, Tensor], d_outputs: dict[str, Any], inputs: dict[str, Tensor]) -> Arrays:
     """``d_<name>`` of every input by autograd, from the gradients of the outputs."""
-    of_inputs = {name: out for name, out in outputs.items() if out.requires_grad}
-    cotangents = [torch.as_tensor(np.asarray(d_outputs[name], np.float64)).to(out) for name, out in of_inputs.items()]
-    found = torch.autograd.grad([*of_inputs.values()], [*inputs.values()], cotangents, retain_graph)
+    return _gradients_from(outputs, _cotangents(outputs, d_outputs), inputs)
+
+
+def _cotangents(outputs: dict[str, Tensor], d_outputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The gradients of the outputs as tensors of their dtypes and devices; of those that autograd knows alone."""
+    return {
+        name: torch.as_tensor(np.asarray(d_outputs[name], np.float64)).to(out)
+        for name, out in outputs.items()
+        if out.requires_grad
+    }
+
+
+def _gradients_from(
+    outputs: dict[str, Tensor], cotangents: dict[str, Tensor], inputs: dict[str, Tensor], retain_graph: bool = False
+) -> Arrays:
+    """As `_gradients`, from the cotangents of `_cotangents`."""
+    of_inputs = [outputs[name] for name in cotangents]
+    found = torch.autograd.grad(of_inputs, [*inputs.values()], [*cotangents.values()], retain_graph)
     return {f"d_{name}": _array(gradient) for name, gradient in zip(inputs, found, strict=True)}
 
 
@@ -495,24 +508,46 @@ def torch_layer_of(device: str, case: Case, which: str = "torch_layer") -> nn.Mo
     return layer
 
 
-def step_of_torch_layer(layer: nn.Module, case: Case) -> Results:
-    """Write the case's weights into the layer, as an optimizer does; return its results and the wanted gradients."""
+class TensorMemory:
+    """The tensors of a layer's steps, by name: a step's overwrite those of the step before, the very same objects."""
+
+    def __init__(self):
+        self._held: dict[str, Tensor] = {}
+
+    def place(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the held tensor of this name with these numbers; hold the given one if none of this shape is held."""
+        held = self._held.setdefault(name, tensor)
+        if (held.shape, held.dtype, held.device) != (tensor.shape, tensor.dtype, tensor.device):
+            held = self._held[name] = tensor
+        if held is not tensor:
+            with torch.no_grad():
+                held.copy_(tensor)
+        return held
+
+
+def step_of_torch_layer(layer: nn.Module, case: Case, memory: TensorMemory) -> Results:
+    """Return the layer's results and the wanted gradients.
+
+    The case's numbers overwrite those of the step before: in the layer's weights, as an optimizer does, and in the input,
+    a given routing and the outputs' gradients, which the memory holds.
+    """
     parameters = dict(layer.named_parameters())
     device = layer.wg.device
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_exact_tensor(getattr(case.weights, name), device))
-    tensors = {"x": _stored_tensor(case.x, case, device)} | parameters
+    tensors = {"x": memory.place("x", _stored_tensor(case.x, case, device))} | parameters
     for name, tensor in tensors.items():
         tensor.requires_grad_(f"d_{name}" in case.wanted)
     leaves = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
     with _casting(case, device):
-        result = _call(layer, tensors["x"], case)
+        result = _call(layer, tensors["x"], case, memory)
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
     outputs = {"out": result.out} | losses
     d_outputs = {"out": case.d_out} | dict(zip(losses, _d_losses(case), strict=True))
     forward = {"out": result.out} | (losses if case.L else {})
-    backward = _gradients(outputs, d_outputs, leaves, retain_graph=not case.overwrite)
+    cotangents = {name: memory.place(f"d_{name}", d) for name, d in _cotangents(outputs, d_outputs).items()}
+    backward = _gradients_from(outputs, cotangents, leaves, retain_graph=not case.overwrite)
     return {"forward": _arrays(**forward), "backward": backward}
 
 
@@ -532,9 +567,10 @@ def _stored_tensor(array: np.ndarray, case: Case, device: str | torch.device) ->
     return tensor.float() if is_cast(case) else tensor
 
 
-def _call(layer: nn.Module, x: Tensor, case: Case) -> Any:
+def _call(layer: nn.Module, x: Tensor, case: Case, memory: TensorMemory) -> Any:
     """The layer's results for x, under the case's routing if that is given, checkpointed if it is to be kept."""
-    replayed = None if case.replayed is None else torch.from_numpy(case.replayed).to(x.device)
+    given = case.replayed
+    replayed = None if given is None else memory.place("topk_experts", torch.from_numpy(given).to(x.device))
     if not case.keep_routing:
         return layer(x, replayed)
     return checkpoint(layer, x, replayed, use_reentrant=False, context_fn=keep_routing)
@@ -542,7 +578,7 @@ def _call(layer: nn.Module, x: Tensor, case: Case) -> Any:
 
 def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Results:
     """What one of ``TORCH_LAYERS`` returns on a device, and every gradient that autograd collects from it."""
-    return step_of_torch_layer(torch_layer_of(device, case, which), case)
+    return step_of_torch_layer(torch_layer_of(device, case, which), case, TensorMemory())
 
 
 def expect_torch_layer(case: Case, dtype: torch.dtype) -> Results:

@@ -8,10 +8,11 @@ What cannot be read, a link that leads nowhere, a pipe and an empty folder count
 
 import hashlib
 import os
+import pwd
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moeblaze_ref.core import records
@@ -25,18 +26,44 @@ class SimtUnavailable(RuntimeError):
 
 
 def folder() -> Path:
-    """Return the folder: simt in $MOEBLAZE_CACHE, or in the user's cache folder. Make it if need be.
+    """Return the folder: simt in $MOEBLAZE_CACHE, or in moeblaze_ref of the user's cache folder. Make it if need be.
 
     Raises
     ------
     SimtUnavailable
-        If it cannot be made.
+        If it cannot be made, or nothing says where the user's cache folder is.
+
+    Notes
+    -----
+    An empty variable counts as one that is not set. So does a relative $XDG_CACHE_HOME, as the XDG base directory
+    specification demands, and a relative $HOME.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moeblaze_ref"
-    path = Path(os.environ.get("MOEBLAZE_CACHE", default)) / "simt"
+    named = os.environ.get("MOEBLAZE_CACHE")
+    path = (Path(named) if named else _caches_of_user() / "moeblaze_ref") / "simt"
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _caches_of_user() -> Path:
+    return _absolute("XDG_CACHE_HOME") or (_absolute("HOME") or _home_by_password_database()) / ".cache"
+
+
+def _absolute(variable: str) -> Path | None:
+    """Return the path that an environment variable names; None if it names none, or a relative one."""
+    named = os.environ.get(variable, "")
+    return Path(named) if os.path.isabs(named) else None
+
+
+def _home_by_password_database() -> Path:
+    with suppress(KeyError):  # a container may run under a number that no user has
+        home = pwd.getpwuid(os.getuid()).pw_dir
+        if os.path.isabs(home):
+            return Path(home)
+    raise SimtUnavailable(
+        f"there is no folder for compiled kernels: HOME is not set, and user {os.getuid()} has no home folder; "
+        "set MOEBLAZE_CACHE to a folder"
+    )
 
 
 def kept(name: str, make: Callable[[Path], None]) -> Path:

@@ -2,6 +2,9 @@
 
 The check reads the text and runs none of it. It lists what is allowed: modules, what may be taken of each, attributes
 of all other values, and Python's own functions. A module may stand before a dot alone, so no other name can mean one.
+No attribute is assigned to or deleted: a function of numpy or Numba that a text replaces would run among the checker's
+own code. What makes an array over the memory of another value is left out, with its type (``ndarray``, ``dtype``,
+``device_array``): an array of objects over such memory shows and forges addresses.
 The comparison does not rely on this: it happens in another process.
 """
 
@@ -16,7 +19,7 @@ _ATOMICS = "add and_ cas compare_and_swap dec exch inc max min nanmax nanmin or_
 MODULES = {
     "math": {name for name in dir(math) if not name.startswith("_")},
     "numpy": _TYPES | {
-        *"bool_ dtype finfo floating iinfo integer intp ndarray e inf nan newaxis pi random".split(),
+        *"bool_ finfo floating iinfo integer intp e inf nan newaxis pi random".split(),
         *"arange array asarray ascontiguousarray empty empty_like eye full full_like linspace ones ones_like".split(),
         *"zeros zeros_like abs all allclose any argmax argmin argsort array_equal broadcast_to ceil clip".split(),
         *"concatenate cos cumsum diff dot einsum exp exp2 expm1 floor isclose isfinite isinf isnan log log10".split(),
@@ -31,7 +34,7 @@ MODULES = {
         *"fma grid gridDim gridsize is_available jit laneid lanemask_lt local match_all_sync match_any_sync".split(),
         *"nanosleep popc selp shared shfl_down_sync shfl_sync shfl_up_sync shfl_xor_sync synchronize".split(),
         *"syncthreads syncthreads_and syncthreads_count syncthreads_or syncwarp threadIdx threadfence".split(),
-        *"threadfence_block threadfence_system warpsize device_array device_array_like to_device".split(),
+        *"threadfence_block threadfence_system warpsize device_array_like to_device".split(),
     },
 }  # fmt: skip
 OWN_NAMES = {
@@ -117,11 +120,14 @@ class _Text:
                 yield f"defines the class {name}", "may define functions alone"
             case ast.Name(id=name) if _is_pythons(name) and name not in FUNCTIONS | EXCEPTIONS:
                 yield f"names {name}", f"may name of Python exceptions, {_listed(FUNCTIONS)}"
+            case ast.Attribute(value=value, attr=name, ctx=ast.Store() | ast.Del() as context):
+                does = "deletes" if isinstance(context, ast.Del) else "assigns to"
+                yield f"{does} {_named(name, self._module(value))}", _ASSIGNMENT_RULE
             case ast.Attribute(value=value, attr=name):
                 module = self._module(value)
                 if name not in MODULES.get(module, ATTRIBUTES):
-                    what = f"takes {name} of {module}" if module else f"names the attribute {name}"
-                    yield what, _of_a_module(module) if module else _ATTRIBUTE_RULE
+                    does = "takes" if module else "names"
+                    yield f"{does} {_named(name, module)}", _of_a_module(module) if module else _ATTRIBUTE_RULE
             case ast.MatchClass(kwd_attrs=names):
                 refused = [name for name in names if name not in ATTRIBUTES]
                 yield from ((f"names the attribute {name}", _ATTRIBUTE_RULE) for name in refused)
@@ -134,6 +140,11 @@ class _Text:
             case ast.Attribute(value=value, attr=name) if module := self._module(value):
                 return f"{module}.{name}" if f"{module}.{name}" in MODULES else None
         return None
+
+
+def _named(attribute: str, module: str | None) -> str:
+    """How a message names an attribute: of a module, or of any other value."""
+    return f"{attribute} of {module}" if module else f"the attribute {attribute}"
 
 
 def _is_pythons(name: str) -> bool:
@@ -189,3 +200,4 @@ _IMPORTS = f"may import {_listed(MODULES)}" + "".join(
     f", and {', '.join(names)} from {module}" for module, names in OWN_NAMES.items()
 )
 _ATTRIBUTE_RULE = f"may name no attributes but {_listed(ATTRIBUTES)}"
+_ASSIGNMENT_RULE = "may change names and elements alone, and no attribute"
