@@ -7,7 +7,6 @@ References: landlock(7), linux/landlock.h.
 
 import ctypes
 import os
-import stat
 import struct
 import sys
 from collections.abc import Iterable
@@ -72,14 +71,20 @@ def keep_files(opened: Iterable[Opened]) -> bool:
         return False
     for entry in opened:
         for path in glob(entry.path):
-            _allow(ruleset, path)
+            _allow(ruleset, path, _WRITING if os.path.isdir(path) else _WRITING_A_FILE)
     return _restrict(ruleset)
 
 
 def keep_signals_inside() -> bool:
-    """Keep this process, and those that it starts, from signals to all others; False if the system refuses."""
-    ruleset = _ruleset(0, 0, _SCOPE_SIGNAL)  # no files, no network
-    return ruleset >= 0 and _restrict(ruleset)
+    """Keep this process, and those that it starts, from signals to all others; False if the system refuses.
+
+    Beside rules of files, rules that do not mention files would refuse to move them between folders. These allow it.
+    """
+    ruleset = _ruleset(_REFER, 0, _SCOPE_SIGNAL)
+    if ruleset < 0:
+        return False
+    _allow(ruleset, "/", _REFER)
+    return _restrict(ruleset)
 
 
 def _version() -> int:
@@ -92,13 +97,12 @@ def _ruleset(*handled: int) -> int:
     return _call(_CREATE_RULESET, attributes, ctypes.sizeof(attributes), 0)
 
 
-def _allow(ruleset: int, path: str):
-    """Allow writing a path.
+def _allow(ruleset: int, path: str, rights: int):
+    """Allow these rights below a path.
 
     The path stays open. A rule belongs to an inode, and one of /proc is forgotten once nothing uses it.
     """
     file = os.open(path, os.O_PATH)
-    rights = _WRITING if stat.S_ISDIR(os.fstat(file).st_mode) else _WRITING_A_FILE
     _call(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, file), 0)
 
 
