@@ -1,8 +1,10 @@
 """What the tests of the guard need: checkers that lack a protection, and a look at the processes of the machine."""
 
 import os
+import signal
 import time
 import types
+from contextlib import suppress
 from pathlib import Path
 
 from moeblaze_ref.verify import apart, guard, landlock, seccomp
@@ -67,6 +69,14 @@ def processes_of(mark):
 def running(name, mark):
     """The processes with this name and the mark, such as the child of a kernel that sleeps as the mark says."""
     return [process for process in processes_of(mark) if _status(process).startswith(f"Name:\t{name}\n")]
+
+
+def stopped(name, mark):
+    """One of these processes, which is stopped now; None if there is none."""
+    for process in running(name, mark):
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(process, signal.SIGSTOP)
+            return process
 
 
 def parent_of(process):

@@ -574,8 +574,7 @@ def test_nothing_is_left_of_a_compiler_that_is_ended(tmp_path, mark, beginning):
     system = f"functools.partial(hostile.supervise_until, {str(over)!r})"
     cache = tmp_path / "cache"
     process = beginning(check_command(system, "spawn", WIDE_COMBINE), MOEBLAZE_CACHE=str(cache), CXX="g++")
-    compiler, *_ = hostile.until(lambda: hostile.running("cc1plus", mark))
-    os.kill(compiler, signal.SIGSTOP)
+    compiler = hostile.until(lambda: hostile.stopped("cc1plus", mark))
     over.touch()
     output, _ = process.communicate(timeout=processes.LIMIT)
     assert "TimeoutError: there is no verdict after 600 seconds, the limit" in output
