@@ -1,11 +1,13 @@
 """What the tests of the guard need: checkers that lack a protection, and a look at the processes of the machine."""
 
 import os
+import signal
 import time
 import types
+from contextlib import suppress
 from pathlib import Path
 
-from moeblaze_ref.verify import apart, guard
+from moeblaze_ref.verify import apart, guard, landlock, seccomp
 
 SUPERVISE = apart._supervise
 
@@ -20,20 +22,33 @@ def supervise_unchecked(*args):
 
 def supervise_without_landlock(*args):
     """The checker's processes on a system without Landlock."""
-    guard._keep_inside = lambda: False
+    landlock.keep_files = landlock.keep_signals_inside = lambda *_: False
     SUPERVISE(*args)
+
+
+def supervise_without_seccomp(*args):
+    """The checker's processes on a system without filters of system calls."""
+    seccomp.refuse_calls = lambda: False
+    SUPERVISE(*args)
+
+
+def supervise_without_landlock_and_seccomp(*args):
+    """The checker's processes on a system with neither."""
+    landlock.keep_files = landlock.keep_signals_inside = lambda *_: False
+    supervise_without_seccomp(*args)
 
 
 def supervise_where_all_is_refused(*args):
     """The checker's processes where the system refuses all that it can refuse."""
     guard._prctl = lambda *_: -1
-    guard._keep_inside = guard._drop_capabilities = guard._lower = lambda *_: False
-    SUPERVISE(*args)
+    guard._drop_capabilities = guard._lower = lambda *_: False
+    supervise_without_landlock_and_seccomp(*args)
 
 
 def supervise_until(path, *args):
-    """The checker's processes, whose time is over as soon as a file exists."""
-    seconds = lambda: time.monotonic() + 10**6 * Path(path).exists()
+    """The checker's processes, whose time is over as soon as a file exists, in their temporary folder unless absolute."""
+    _, _, _, folder, _ = args
+    seconds = lambda: time.monotonic() + 10**6 * Path(folder, path).exists()
     guard.time = types.SimpleNamespace(monotonic=seconds, sleep=time.sleep)
     SUPERVISE(*args)
 
@@ -54,6 +69,14 @@ def processes_of(mark):
 def running(name, mark):
     """The processes with this name and the mark, such as the child of a kernel that sleeps as the mark says."""
     return [process for process in processes_of(mark) if _status(process).startswith(f"Name:\t{name}\n")]
+
+
+def stopped(name, mark):
+    """One of these processes, which is stopped now; None if there is none."""
+    for process in running(name, mark):
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(process, signal.SIGSTOP)
+            return process
 
 
 def parent_of(process):

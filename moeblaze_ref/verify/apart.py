@@ -11,7 +11,6 @@ milliseconds. The process that asks need not import the judge, nor torch.
 import functools
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moeblaze_ref.core import folders
 from moeblaze_ref.runtime.simt import cache
 from moeblaze_ref.verify import guard
 
@@ -177,10 +177,12 @@ def _temporary_folder() -> Iterator[str]:
 
 
 def _remove(folder: str):
-    """Remove the temporary folder, and what killed compilers have left in the cache."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove the temporary folder, and what killed compilers have left in the cache; say what could not be removed."""
+    left = [folders.remove(folder)]
     with suppress(cache.SimtUnavailable):  # no cache can be made here, so nothing was
-        cache.remove_unfinished(folder)
+        left += cache.remove_unfinished(folder)
+    for line in filter(None, left):
+        print(line, file=sys.stderr)
 
 
 @contextmanager

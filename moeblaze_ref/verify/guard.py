@@ -5,8 +5,9 @@ process that watches it ends. That one is the *subreaper* of whatever it starts:
 one that has called ``setsid``, are still found among its descendants. `supervise` does the same for the watcher, so
 that the code ends even if the watcher is killed.
 
-Landlock (Linux 6.12) keeps the code from sending signals to processes outside, and from opening their memory. Older
-systems lack it. There `keep_others_out` closes the memory of the processes that call it.
+`verify.landlock` keeps the code from writing files, from signals to processes outside, and from their memory.
+`verify.seccomp` refuses other calls that act on processes outside. Where a system lacks Landlock, `keep_others_out`
+closes the memory of the processes that call it.
 
 `Ended.refused` names what a system has refused. Without Linux only the process group is ended, and only time is
 limited.
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moeblaze_ref.core.units import GIB, MIB
+from moeblaze_ref.verify import landlock, seccomp
 
 POLL_SECONDS = 0.1  # between two looks at memory and processes
 END_SECONDS = 0.005  # between two looks at a process that has closed its pipe: it is about to end
@@ -37,12 +39,10 @@ KILL_SECONDS = 30  # that the kernel may take to end killed processes
 MOST_SENT = 16 * MIB  # bytes through the pipe
 RESIDENT_BYTES = 8 * GIB  # unless the machine has less than twice that
 
-# linux/prctl.h, linux/capability.h and linux/landlock.h
+# linux/prctl.h and linux/capability.h
 _PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 3, 4, 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2  # root reads files of others, as it did
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446  # numbers of system calls
-_LANDLOCK_SCOPE_SIGNAL = 1 << 1
 
 
 def most_resident_bytes() -> int:
@@ -60,7 +60,8 @@ class Limits(NamedTuple):
     seconds : float
         Of time. Each process may use as many of CPU time on every core.
     resident_bytes : int
-        Memory that the process and its descendants hold together, looked at every `POLL_SECONDS`.
+        Memory that the process and its descendants hold together, looked at every `POLL_SECONDS`. Files in memory, of
+        ``memfd_create`` and of /dev/shm, count too.
     processes : int
         How many these are; a compiler is four.
     file_bytes : int
@@ -122,15 +123,16 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
     """
     refused = _refused({"finding processes whose parent has ended (subreaper)": _become_subreaper})
     reading, writing = os.pipe()
-    watcher, child = os.getpid(), os.fork()
-    if child == 0:
-        _leave(partial(_work, work, writing, limits, folder, watcher))
-    os.close(writing)
-    try:
-        told, status = _watch(child, reading, limits, list(gone))
-    finally:
-        _end(child)
-        os.close(reading)
+    with _list_of_children() as children:
+        watcher, child = os.getpid(), os.fork()
+        if child == 0:
+            _leave(partial(_work, work, writing, limits, folder, watcher))
+        os.close(writing)
+        try:
+            told, status = _watch(child, reading, limits, list(gone))
+        finally:
+            _end(child, children)
+            os.close(reading)
     first, _, sent = told.partition(b"\n")
     return Ended(sent, status, (*refused, *json.loads(first or b"[]")))
 
@@ -150,14 +152,15 @@ def supervise(work: Callable[[], Any]) -> int:
         Its exit status, or minus the signal that ended it.
     """
     _become_subreaper()
-    supervisor, child = os.getpid(), os.fork()
-    if child == 0:
-        _end_with(supervisor, signal.SIGTERM)
-        _leave(work)
-    signal.signal(signal.SIGTERM, lambda *_: _kill(child, signal.SIGTERM))
-    _, status = os.waitpid(child, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now
-    _end(child)
+    with _list_of_children() as children:
+        supervisor, child = os.getpid(), os.fork()
+        if child == 0:
+            _end_with(supervisor, signal.SIGTERM)
+            _leave(work)
+        signal.signal(signal.SIGTERM, lambda *_: _kill(child, signal.SIGTERM))
+        _, status = os.waitpid(child, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends by itself now
+        _end(child, children)
     return os.waitstatus_to_exitcode(status)
 
 
@@ -229,14 +232,19 @@ def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
         if file > pipe:
             with contextlib.suppress(OSError):  # the listing's own is closed
                 os.close(file)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    tempfile.tempdir = folder
+    os.environ |= dict.fromkeys(("TMPDIR", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH"), folder)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     cpu_seconds = int(limits.seconds * (os.cpu_count() or 1)) + 1
     steps = {
         "the end with the process that watches (PR_SET_PDEATHSIG)": partial(_end_with, watcher, signal.SIGKILL),
         "no new rights (PR_SET_NO_NEW_PRIVS)": lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1) == 0,
         "no capabilities (capset)": _drop_capabilities,
-        "no signals to other processes, and none of their memory (Landlock of Linux 6.12)": _keep_inside,
+        "no writing to files, and no memory of other processes (Landlock of Linux 6.2)": partial(
+            landlock.keep_files, landlock.opened(folder)
+        ),
+        "no signals to other processes (Landlock of Linux 6.12)": landlock.keep_signals_inside,
+        "no other calls that act on other processes (seccomp)": seccomp.refuse_calls,
         "a limit of CPU time (RLIMIT_CPU)": partial(_lower, resource.RLIMIT_CPU, cpu_seconds),
         "a limit of file sizes (RLIMIT_FSIZE)": partial(_lower, resource.RLIMIT_FSIZE, limits.file_bytes),
         "no core dumps (RLIMIT_CORE)": partial(_lower, resource.RLIMIT_CORE, 0),
@@ -280,19 +288,6 @@ def _drop_capabilities() -> bool:
     return libc.capset(header, (ctypes.c_uint32 * 6)(effective & kept, permitted & kept)) == 0
 
 
-def _keep_inside() -> bool:
-    """Keep this process, and those that it starts, from signals to all others and from their memory."""
-    if sys.platform != "linux":
-        return False
-    libc, scoped = ctypes.CDLL(None), (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_SIGNAL)  # no files, no network
-    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, scoped, ctypes.sizeof(scoped), 0)
-    if ruleset < 0:
-        return False
-    done = libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
-    os.close(ruleset)
-    return done
-
-
 def _become_subreaper() -> bool:
     """Become the parent of descendants whose parent ends."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
@@ -327,7 +322,7 @@ def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> tuple[b
                 f"there is no verdict after {limits.seconds:g} seconds, the limit: does a loop never end?"
             )
         if time.monotonic() >= next_look:  # whatever the process sends meanwhile
-            _check_size(_descendants(os.getpid()), limits)
+            _look(limits)
             next_look = time.monotonic() + POLL_SECONDS
 
 
@@ -342,25 +337,63 @@ def _receive(reading: int, sent: bytearray) -> bool:
     return True
 
 
+def _look(limits: Limits):
+    """Look at what all descendants hold."""
+    try:
+        processes = _descendants(os.getpid())
+    except OSError as error:  # as of a limit of open files that the code has lowered
+        raise ChildProcessError(f"the kernel's processes cannot be watched any more ({error}), so they end") from None
+    _check_size(processes, limits)
+
+
 def _check_size(processes: dict[int, int], limits: Limits):
     if len(processes) > limits.processes:
         raise ChildProcessError(f"the kernel has {len(processes)} processes, but {limits.processes} is the limit")
-    held, limit = sum(processes.values()), limits.resident_bytes
+    held, limit = sum(processes.values()) + _bytes_of_files_in_memory(processes), limits.resident_bytes
     if held > limit:
         raise ChildProcessError(
             f"the kernel's processes hold {held / MIB:,.0f} MiB of memory, but {limit / MIB:,.0f} MiB is the limit"
         )
 
 
-def _end(child: int):
-    """Kill the process, its group and all descendants, and wait until they are gone."""
+@contextlib.contextmanager
+def _list_of_children() -> Iterator[int]:
+    """A file that lists this process's children. It is open before the code runs, which may lower limits; else -1."""
+    try:
+        file = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
+    except OSError:  # a system without it
+        yield -1
+        return
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _end(child: int, children: int):
+    """Kill the process, its group and all descendants, and wait until they are gone.
+
+    If the descendants cannot be listed, kill the children until there are none: each kill makes children of theirs ours.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
+    list_them = partial(_descendants, os.getpid())
     deadline = time.monotonic() + KILL_SECONDS
     while _reap() and time.monotonic() < deadline:
-        for process in _descendants(os.getpid()):
+        try:
+            processes = list_them()
+        except OSError as error:
+            print(f"the processes of the kernel cannot be listed ({error}); its children are ended", file=sys.stderr)
+            list_them = partial(_read_children, children)
+            continue
+        for process in processes:
             _kill(process, signal.SIGKILL)
         time.sleep(0.001)
+
+
+def _read_children(file: int) -> list[int]:
+    """The children that an open list names; none if there is no list."""
+    return [*map(int, os.pread(file, MIB, 0).split())] if file >= 0 else []
 
 
 def _kill(process: int, number: signal.Signals):
@@ -378,16 +411,58 @@ def _reap() -> bool:
 
 
 def _descendants(root: int) -> dict[int, int]:
-    """The bytes of memory that each descendant of a process holds."""
+    """The bytes of memory that each descendant of a process holds.
+
+    Raises
+    ------
+    OSError
+        If the system does not let this process look.
+    """
     parents, resident = {}, {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            *_, after_name = file.read_text(errors="replace").rpartition(")")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            *_, after_name = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")
             fields = after_name.split()  # proc(5): the first is the state, the third field of the file
-            process = int(file.parent.name)
+            process = int(name)
             parents[process], resident[process] = int(fields[1]), int(fields[21]) * resource.getpagesize()
     found, added = set(), {root}
     while added:
         added = {process for process, parent in parents.items() if parent in added} - found
         found |= added
     return {process: resident[process] for process in found}
+
+
+def _bytes_of_files_in_memory(processes: Iterable[int]) -> int:
+    """The bytes of all files in memory that processes have open or mapped, each file once.
+
+    What a process has mapped and touched is among the bytes that it holds, too: it counts twice.
+    """
+    found = {}
+    for process in processes:
+        for path in (*_open_files(process), *_mapped_files(process)):
+            with contextlib.suppress(OSError):  # it is closed meanwhile
+                file = os.stat(path)
+                found[file.st_dev, file.st_ino] = file.st_blocks * 512
+    return sum(found.values())
+
+
+_IN_MEMORY = "/memfd:", "/dev/shm/"
+
+
+def _open_files(process: int) -> Iterator[str]:
+    """The links under /proc to the files in memory that a process has open."""
+    folder = f"/proc/{process}/fd"
+    with contextlib.suppress(OSError):  # the process has ended
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"{folder}/{name}").startswith(_IN_MEMORY):
+                    yield f"{folder}/{name}"
+
+
+def _mapped_files(process: int) -> Iterator[str]:
+    """The links under /proc to the files in memory that a process has mapped; only root may follow them."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
+            addresses, *_, path = line.split(maxsplit=5)
+            if path.startswith(_IN_MEMORY):
+                yield f"/proc/{process}/map_files/{addresses}"

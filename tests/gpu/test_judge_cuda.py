@@ -1,5 +1,8 @@
 """The judge on a GPU: the same files, the same verdicts, and no counts."""
 
+import sys
+
+import processes
 import pytest
 from test_judge import COMBINE, LENGTHS, OWN, TILE, changed, last_row_kernel, own, right_kernel
 
@@ -60,10 +63,70 @@ def test_kernels_run_apart(tmp_path):
     assert not verdict.first_problem and len(verdict.document["results"]) >= len(standard_cases())
 
 
+def test_cuda_starts_under_each_part_of_the_confinement(tmp_path):
+    """If it does not, the output says which part, and which call or path of it, is in the way."""
+    done = processes.run([sys.executable, "-c", PARTS, str(tmp_path)])
+    assert done.returncode == 0 and done.stdout.endswith("all: 0\n"), done.stdout + done.stderr
+
+
 def test_a_result_that_is_kept_by_shape_is_wrong():
     report = examine(KEPT_ON_A_GPU, "dispatch.expert_lengths", backend="cuda", grid="E", block="1")
     assert "in the next step of the same shape" in report.first_problem
 
+
+# Starts CUDA in a fork under each part of the confinement, and prints what cuInit and cuCtxCreate return.
+PARTS = """
+import ctypes, os, sys
+from moeblaze_ref.verify import guard, landlock, seccomp
+
+folder = sys.argv[1]
+os.environ["CUDA_CACHE_PATH"] = folder
+OPENED = landlock.opened(folder)
+MORE = "/dev/shm", "/dev", "/proc", "/sys", "/run", "/var", "/tmp", os.path.expanduser("~"), "/"
+
+def cuda():
+    driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    error = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+    return error or driver.cuCtxCreate_v2(ctypes.byref(context), 0, device)
+
+def files(*more):
+    return lambda: landlock.keep_files([*OPENED, *(landlock.Opened(path, "") for path in more)])
+
+def under(*steps):
+    "The error of CUDA in a process that takes these steps; 255 if it was ended."
+    child = os.fork()
+    if child == 0:
+        guard._prctl(guard._PR_SET_NO_NEW_PRIVS, 1)
+        for step in steps:
+            if not step():
+                print("    the system refuses a step", flush=True)
+        error = cuda()
+        print("    error", error, flush=True)
+        os._exit(min(error, 254))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return status if status >= 0 else 255
+
+def show(name, *steps):
+    error = under(*steps)
+    print(f"{name}: {error}", flush=True)
+    return error
+
+show("none")
+show("no capabilities", guard._drop_capabilities)
+if show("files", files()):
+    for path in MORE:
+        show(f"  files, {path} opened", files(path))
+show("signals", landlock.keep_signals_inside)
+if show("calls", seccomp.refuse_calls):
+    for name in seccomp.CALLS:
+        if not under(lambda: seccomp.refuse_calls([other for other in seccomp.CALLS if other != name])):
+            print(f"  the call in the way is {name}")
+    for name in seccomp.CALLS:
+        if under(lambda: seccomp.refuse_calls([name])):
+            print(f"  {name} alone is in the way")
+show("files and calls", files(), seccomp.refuse_calls)
+show("all", guard._drop_capabilities, files(), landlock.keep_signals_inside, seccomp.refuse_calls)
+"""
 
 NUMBA = """
 from numba import cuda, float32

@@ -9,13 +9,12 @@ What cannot be read, a link that leads nowhere, a pipe and an empty folder count
 import hashlib
 import os
 import pwd
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moeblaze_ref.core import records
+from moeblaze_ref.core import folders, records
 
 ENDINGS = (".so", ".hpp", ".gch")
 SEAL_BYTES = len("\n// \n") + 2 * hashlib.sha256().digest_size
@@ -164,10 +163,16 @@ def _unfinished(cache: Path) -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(dir=cache, prefix=f"{Path(tempfile.gettempdir()).name}-")
 
 
-def remove_unfinished(temporary: str):
-    """Remove what killed processes have left in the cache, if this was their folder for temporary files."""
-    for path in folder().glob(f"{Path(temporary).name}-*"):
-        shutil.rmtree(path, ignore_errors=True)
+def remove_unfinished(temporary: str) -> list[str]:
+    """Remove what killed processes have left in the cache, if this was their folder for temporary files.
+
+    Returns
+    -------
+    list of str
+        A line for each folder that could not be removed.
+    """
+    left = [folders.remove(path) for path in folder().glob(f"{Path(temporary).name}-*")]
+    return [*filter(None, left)]
 
 
 @contextmanager

@@ -1,0 +1,192 @@
+"""A filter of system calls, which the kernel of Linux (seccomp) runs before each call of untrusted code.
+
+The filter refuses calls that act on other processes, on the whole machine, or on memory that outlives all processes.
+Many of these calls take a process id. The filter allows them for 0, which is the caller, and for the id of the process
+that installed it. It cannot tell the threads and children of that process from foreign processes, so it refuses calls
+that name those. It sees numbers only, never what a pointer leads to.
+
+References: seccomp(2), linux/filter.h, linux/seccomp.h, linux/audit.h, and the tables of system calls of Linux.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+import sys
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000  # what a filter returns
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # operations, on 32-bit words
+_CALL, _MACHINE, _ARGUMENTS = 0, 4, 16  # offsets into struct seccomp_data
+_X32 = 0x40000000  # the bit of calls with 32-bit pointers on x86-64
+_NAMESPACES = 0x7E020000  # CLONE_NEWNS, -NEWCGROUP, -NEWUTS, -NEWIPC, -NEWUSER, -NEWPID and -NEWNET
+_PR_SET_DUMPABLE, _PRIO_USER, _IOPRIO_WHO_USER = 4, 2, 3
+
+_MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_..., and the place in `Call.numbers`
+
+Block = list[bytes]  # instructions, of which the last one returns
+
+
+def _instruction(operation: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    """One ``struct sock_filter``: a jump skips ``then`` or ``otherwise`` instructions."""
+    return struct.pack("=HBBI", operation, then, otherwise, value)
+
+
+def _argument(index: int) -> bytes:
+    """Load the low word of an argument: all that the kernel reads of an int."""
+    return _instruction(_LOAD, _ARGUMENTS + 8 * index)
+
+
+_ALLOWED = [_instruction(_RETURN, _ALLOW)]
+_REFUSED = [_instruction(_RETURN, _ERRNO | errno.EPERM)]
+_ABSENT = [_instruction(_RETURN, _ERRNO | errno.ENOSYS)]
+
+
+def _always(process: int) -> Block:
+    return _REFUSED
+
+
+def _absent(process: int) -> Block:
+    """The C library then uses the older call, whose arguments the filter sees."""
+    return _ABSENT
+
+
+def _aimed_at_others(process: int, index: int = 0) -> Block:
+    return [
+        _argument(index),
+        _instruction(_EQUAL, 0, then=2),
+        _instruction(_EQUAL, process, then=1),
+        *_REFUSED,
+        *_ALLOWED,
+    ]
+
+
+def _with_value(value: int, otherwise: Callable[[int], Block] = lambda process: _ALLOWED) -> Callable[[int], Block]:
+    """Refuse a call whose first argument is this value."""
+    return lambda process: [_argument(0), _instruction(_EQUAL, value, otherwise=1), *_REFUSED, *otherwise(process)]
+
+
+def _with_bits(bits: int) -> Callable[[int], Block]:
+    """Refuse a call whose first argument has any of these bits."""
+    return lambda process: [_argument(0), _instruction(_ANY_BIT, bits, otherwise=1), *_REFUSED, *_ALLOWED]
+
+
+def _second_aimed_at_others(process: int) -> Block:
+    return _aimed_at_others(process, index=1)
+
+
+class Call(NamedTuple):
+    """A system call that the filter refuses.
+
+    Parameters
+    ----------
+    numbers : tuple of int
+        On x86-64 and on aarch64.
+    block : callable
+        Takes the id of the process and returns the instructions that decide.
+    """
+
+    numbers: tuple[int, int]
+    block: Callable[[int], Block] = _always
+
+
+CALLS = {
+    # Limits, priorities, cores and memory of another process.
+    "prlimit64": Call((302, 261), _aimed_at_others),
+    "setpriority": Call((141, 140), _with_value(_PRIO_USER, _second_aimed_at_others)),
+    "ioprio_set": Call((251, 30), _with_value(_IOPRIO_WHO_USER, _second_aimed_at_others)),
+    "sched_setaffinity": Call((203, 122), _aimed_at_others),
+    "sched_setscheduler": Call((144, 119), _aimed_at_others),
+    "sched_setparam": Call((142, 118), _aimed_at_others),
+    "sched_setattr": Call((314, 274), _aimed_at_others),
+    "migrate_pages": Call((256, 238), _aimed_at_others),
+    "move_pages": Call((279, 239), _aimed_at_others),
+    "process_vm_readv": Call((310, 270), _aimed_at_others),
+    "process_vm_writev": Call((311, 271), _aimed_at_others),
+    "process_madvise": Call((440, 440)),
+    "process_mrelease": Call((448, 448)),
+    "ptrace": Call((101, 117)),
+    "kcmp": Call((312, 272)),
+    "pidfd_open": Call((434, 434)),
+    "pidfd_getfd": Call((438, 438)),
+    "pidfd_send_signal": Call((424, 424)),
+    "perf_event_open": Call((298, 241)),
+    "bpf": Call((321, 280)),
+    # The process that watches must be able to see the open files.
+    "prctl": Call((157, 167), _with_value(_PR_SET_DUMPABLE)),
+    # Keys of the user.
+    "add_key": Call((248, 217)),
+    "request_key": Call((249, 218)),
+    "keyctl": Call((250, 219)),
+    # Mounts and namespaces, where a process may get capabilities.
+    "mount": Call((165, 40)),
+    "umount2": Call((166, 39)),
+    "pivot_root": Call((155, 41)),
+    "chroot": Call((161, 51)),
+    "open_tree": Call((428, 428)),
+    "move_mount": Call((429, 429)),
+    "fsopen": Call((430, 430)),
+    "fsconfig": Call((431, 431)),
+    "fsmount": Call((432, 432)),
+    "fspick": Call((433, 433)),
+    "mount_setattr": Call((442, 442)),
+    "unshare": Call((272, 97)),
+    "setns": Call((308, 268)),
+    "clone": Call((56, 220), _with_bits(_NAMESPACES)),
+    "clone3": Call((435, 435), _absent),
+    # Memory that outlives all processes, is another's, or that the process that watches does not see.
+    "shmget": Call((29, 194)),
+    "shmat": Call((30, 196)),
+    "shmctl": Call((31, 195)),
+    "semget": Call((64, 190)),
+    "semop": Call((65, 193)),
+    "semctl": Call((66, 191)),
+    "semtimedop": Call((220, 192)),
+    "msgget": Call((68, 186)),
+    "msgsnd": Call((69, 189)),
+    "msgrcv": Call((70, 188)),
+    "msgctl": Call((71, 187)),
+    "mq_open": Call((240, 180)),
+    "mq_unlink": Call((241, 181)),
+    "memfd_secret": Call((447, 447)),
+}
+
+
+def refuse_calls(calls: Iterable[str] = tuple(CALLS)) -> bool:
+    """Install the filter for this process and all that it starts; False if the system refuses.
+
+    Parameters
+    ----------
+    calls : iterable of str
+        Names in `CALLS`.
+
+    Notes
+    -----
+    The process must have set ``PR_SET_NO_NEW_PRIVS``, and has one thread.
+    """
+    if sys.platform != "linux" or platform.machine() not in _MACHINES:
+        return False
+    program = b"".join(_program(calls, platform.machine(), os.getpid()))
+    code = ctypes.create_string_buffer(program, len(program))
+    header = _Program(len(program) // len(_ALLOWED[0]), ctypes.addressof(code))
+    return ctypes.CDLL(None).prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(header), 0, 0) == 0
+
+
+class _Program(ctypes.Structure):
+    """``struct sock_fprog``."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+
+
+def _program(calls: Iterable[str], machine: str, process: int) -> Block:
+    """The filter's instructions. A call of another architecture, such as a 32-bit one, is refused."""
+    architecture, place = _MACHINES[machine]
+    program = [_instruction(_LOAD, _MACHINE), _instruction(_EQUAL, architecture, then=1), *_REFUSED]
+    program += [_instruction(_LOAD, _CALL), _instruction(_AT_LEAST, _X32, otherwise=1), *_REFUSED]
+    for name in calls:
+        block = CALLS[name].block(process)
+        program += [_instruction(_EQUAL, CALLS[name].numbers[place], otherwise=len(block)), *block]
+    return program + _ALLOWED
