@@ -174,7 +174,7 @@ FAULTS = [
     Fault("some rows alone", "combine", "2_vector", "lane_id() < k;", "lane_id() < k - 1;"),
     Fault("first column ignored", "combine", "2_vector", "out + token * pitch + first;", "out + token * pitch;"),
     Fault(
-        "first column ignored",
+        "first column of d_x ignored",
         "combine",
         "2_vector",
         "d_x + token * pitch + first;",
