@@ -1,10 +1,13 @@
 """Kernels for tests that ask whether a result is right, and not what it cost; and kernels with a fault planted in them."""
 
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
 from moeblaze_ref.runtime.simt import build
-from moeblaze_ref.runtime.simt.executor import SimtExecutor
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined, kernel_text
 
 
@@ -38,3 +41,44 @@ class Planted(Quick):
         if file != self.file:
             return super().load(file, text=text, **constants)
         return super().load(file, text=self.faulty_text, **constants, **self.constants)
+
+
+@dataclass
+class Effort:
+    """What a check does until a row fails: it stands for the time, which depends on the machine.
+
+    Parameters
+    ----------
+    rows : int
+        Rows of the check, with the one that fails.
+    threads : int
+        CUDA threads that the executor simulates.
+    files : int
+        Kernel files that it loads, once for each set of constants: it compiles as many if none is compiled yet.
+    """
+
+    rows: int = 0
+    threads: int = 0
+    files: int = 0
+
+    def within(self, most: "Effort") -> bool:
+        """Whether no count is larger than the other's."""
+        return self.rows <= most.rows and self.threads <= most.threads and self.files <= most.files
+
+
+@contextmanager
+def counted_effort() -> Iterator[Effort]:
+    """Count what the executor loads and simulates inside the ``with`` block; its user counts the rows."""
+    effort, loaded, load, run = Effort(), set(), SimtExecutor.load, SimtModule._run
+
+    def count_load(self, file, text=None, **constants):
+        loaded.add((file, *sorted(constants.items())))
+        effort.files = len(loaded)
+        return load(self, file, text=text, **constants)
+
+    def count_run(self, kernel, grid, block, *arguments):
+        effort.threads += math.prod((*grid, *block))
+        return run(self, kernel, grid, block, *arguments)
+
+    with mock.patch.object(SimtExecutor, "load", count_load), mock.patch.object(SimtModule, "_run", count_run):
+        yield effort

@@ -723,7 +723,7 @@ SMALL = [case for case in standard_cases() if case.L < 20]
         pytest.param(case, run, id=f"{case.name}-{run}")
         for run in RUNS
         if run.backend == "simt"
-        for case in comparisons.fitting("block_sparse", run.rung, SMALL)
+        for case in comparisons.extended("block_sparse", run.rung, SMALL)
     ],
 )
 def test_the_raw_layer_agrees_with_autograd(case, run):

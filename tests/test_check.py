@@ -148,6 +148,29 @@ def test_a_wrong_activation_of_the_specification_is_found(monkeypatch, activatio
     assert any(not row.ok and activation in row.shape for row in rows)
 
 
+def cases_of(jobs):
+    """The cases of planned checks, without the sums whose order is checked."""
+    return [job.args[4] for job in jobs if isinstance(job.args[4], cases.Case)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_list_of_cases_stays_as_it_is_given(stage):
+    """In its order, and with nothing added; without a list, the check adds its own."""
+    given = [make_case(37, 8, 16, 5, 2), make_case(1, 8, 16, 6, 2), make_case(11, 8, 16, 6, 2, "empty")]
+    assert cases_of(check.plan([stage], ["numpy"], given)) == given
+    assert len(cases_of(check.plan([stage], ["numpy"]))) >= len(standard_cases() + option_cases())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_cheap_cases_run_first(stage):
+    for rung in BACKENDS["simt"].rungs(stage) if stage in BACKENDS["simt"].stages else ():
+        planned = cases_of(job for job in check.plan([stage], ["simt"]) if job.args[3] == rung)
+        usual = [case.L * case.k for case in planned if case.activation == "swiglu"]
+        tokens = [rows for rows in usual if rows]
+        assert len(tokens) < len(usual) and usual == sorted(tokens) + [0] * (len(usual) - len(tokens)), rung
+        assert all(case.activation == "swiglu" for case in planned[: len(usual)])
+
+
 def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
     from moeblaze_ref.backends.numpy_ref import gating
 

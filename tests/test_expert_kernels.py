@@ -294,6 +294,47 @@ def test_the_output_in_parts_of_its_columns_is_the_same_from_half_the_rows(dtype
         assert y.read_bytes + y.written_bytes == 2 * IN_PARTS.L * IN_PARTS.k * width
 
 
+def parts_of_combine(widths=(4, 12), dtypes=("float32", "float32")):
+    """Parts of y, the gates and the Dispatch of a small case."""
+    case = RAGGED.astype("float32")
+    dispatch = build_by_sort(case.topk_experts, case.E)
+    rng = np.random.default_rng(0)
+    parts = tuple(rng.standard_normal((dispatch.R, width)).astype(dtype) for width, dtype in zip(widths, dtypes))
+    return parts, comparisons.gates_of(case), dispatch
+
+
+@pytest.mark.parametrize("widths", [(4, 12), (0, 8), (8, 0), (3, 5)])
+def test_a_combine_in_parts_has_the_bits_of_the_whole(widths):
+    parts, gates, dispatch = parts_of_combine(widths)
+    y, executor = np.concatenate(parts, axis=1), Quick()
+    np.testing.assert_array_equal(
+        combine.forward_in_parts(parts, gates, dispatch, executor=executor),
+        combine.forward(y, gates, dispatch, executor=executor),
+    )
+    ones = np.ones_like(gates)
+    np.testing.assert_array_equal(
+        combine.forward_in_parts(parts, None, dispatch, executor=executor),
+        combine.forward(y, ones, dispatch, executor=executor),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"parts": ()}, ValueError, "parts is empty, but it must have at least one array"),
+        ({"parts": parts_of_combine(dtypes=("float32", "float16"))[0]}, TypeError, r"parts\[1\] has dtype float16"),
+        ({"parts": (np.ones((5, 8), np.float32),)}, ValueError, r"parts\[0\] has shape \(5, 8\)"),
+        ({"gates": np.ones((2, 2), np.float32)}, ValueError, "gates has shape"),
+        ({"dispatch": None}, TypeError, "dispatch is a NoneType"),
+        ({"rung": "1_gather"}, ValueError, "unknown rung of combine in parts '1_gather'"),
+    ],
+)
+def test_a_combine_in_parts_of_wrong_operands_raises(change, error, message):
+    parts, gates, dispatch = parts_of_combine()
+    with pytest.raises(error, match=message):
+        combine.forward_in_parts(**{"parts": parts, "gates": gates, "dispatch": dispatch} | change)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_layer_in_parts_of_its_columns_is_the_same(policy, monkeypatch):
     case = IN_PARTS.astype("bfloat16")

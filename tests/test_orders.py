@@ -1,17 +1,21 @@
 """The stated order of sums: numpy's float32, Numba and the executor give the same bits, and another order does not."""
 
+import inspect
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from planted import quick_builds
 
+from moeblaze_ref.backends.numba_cuda import block_sparse as numba_block_sparse
 from moeblaze_ref.backends.numba_cuda import combine as numba_combine
-from moeblaze_ref.backends.numba_cuda.runtime import ZERO, cuda
+from moeblaze_ref.backends.numba_cuda import expert_up as numba_expert_up
 from moeblaze_ref.backends.raw_cuda import expert_down, tiles
 from moeblaze_ref.backends.raw_cuda.tiles import WARP
 from moeblaze_ref.backends.registry import BACKENDS
@@ -46,22 +50,26 @@ def test_every_stated_order_is_kept_to_the_bit(stage, backend):
     found = rows(stage, backend)
     assert found and all(row.ok and row.error == row.bound == 0.0 and row.direction == "order" for row in found), found
     for rung in BACKENDS[backend].rungs(stage):
-        stated = {one.shape for one in orders.promises(stage, backend, rung)}
+        stated = {one.shape_at(one.sizes[0]) for one in orders.promises(stage, backend, rung)}
         assert {row.shape for row in found if row.rung == rung} == stated
 
 
 @pytest.mark.parametrize("one", orders.SUMS, ids=lambda one: f"{one.stage}-{one.result}-{one.order}")
 def test_no_rotated_or_reversed_order_gives_these_bits(one):
-    """Most elements differ, in every dtype; 500 of them and 30 rotations are enough."""
+    """Most elements differ, in every dtype and at all sizes; 500 of them and 30 rotations are enough."""
     backend = "numpy" if "numpy" in one.backends else "simt"
     rung = next(rung for rung in BACKENDS[backend].rungs(one.stage) if one.promised(backend, rung))
-    for dtype in orders.dtypes_that_tell(BACKENDS[backend].rungs(one.stage)[rung]):
-        found, terms = one.run(BACKENDS[backend].open(one.stage, rung), orders.cast_to(dtype), one.sizes)
+    dtypes = orders.dtypes_that_tell(BACKENDS[backend].rungs(one.stage)[rung])
+    for dtype, sizes in itertools.product(dtypes, one.sizes):
+        found, terms = one.run(BACKENDS[backend].open(one.stage, rung), orders.cast_to(dtype), sizes)
         some = slice(None, None, max(1, found.size // 500))
         found, terms = found.ravel()[some], terms.reshape(len(terms), -1)[:, some]
         shifts = {*range(1, len(terms), -(-len(terms) // 30)), len(terms) - 1}
         others = [terms[::-1], *(np.roll(terms, shift, axis=0) for shift in shifts)]
-        assert all((orders.in_order(other).astype(found.dtype) != found).mean() > 0.5 for other in others), dtype
+        assert all((orders.in_order(other).astype(found.dtype) != found).mean() > 0.5 for other in others), (
+            dtype,
+            sizes,
+        )
 
 
 def test_four_terms_tell_every_order():
@@ -161,6 +169,21 @@ LANE = "const long long slot = token * k + lane_id();"
 REVERSED_LANE = LANE.replace("lane_id()", "k - 1 - lane_id()")
 LAST_GROUP = "k / IN_FLIGHT * IN_FLIGHT"
 REVERSED_LAST = LANE.replace("lane_id()", f"(lane_id() < {LAST_GROUP} ? lane_id() : {LAST_GROUP} + k - 1 - lane_id())")
+SLOTS = "for (int j = 0; j < k; ++j)"
+# The slots of some tokens alone are in another order.
+SOME = {"for small k": "k <= 8", "from the tenth token on": "token >= 10", "after the first block": "blockIdx.x > 0"}
+
+
+def slots_of_some_reversed(stage, rung, file, fails):
+    """The slots reversed under each condition of ``SOME``: of a warp's lanes, or of a thread's loop."""
+    for name, condition in SOME.items():
+        if LANE in inlined(file):
+            right, wrong = LANE, LANE.replace("lane_id()", f"({condition} ? k - 1 - lane_id() : lane_id())")
+        else:
+            right, wrong = SLOTS, f"for (int turn = 0, j; j = {condition} ? k - 1 - turn : turn, turn < k; ++turn)"
+        yield Fault(f"slots reversed {name}", stage, rung, file, right, wrong, fails)
+
+
 LAST_TILE = "first + TILE_DEPTH > depth ? depth - first - 1 - turn : turn"
 OTHER_FAULTS = [
     *(
@@ -175,6 +198,12 @@ OTHER_FAULTS = [
         Fault("all slots reversed", UP, rung, "expert_up/0_sum_rows.cu", LANE, REVERSED_LANE, D_X)
         for rung in ("3_mma", "3_mma_tf32", "4_hopper")
     ),
+    *slots_of_some_reversed("combine", "1_gather", "combine/1_gather.cu", OUT),
+    *slots_of_some_reversed("combine", "2_vector", "combine/2_vector.cu", OUT),
+    *slots_of_some_reversed(UP, NAIVE, "expert_up/1_naive.cu", D_X),
+    *slots_of_some_reversed(UP, TILED, "expert_up/0_sum_rows.cu", D_X),
+    *slots_of_some_reversed("block_sparse", TILED, "combine/2_vector.cu", OUT),
+    *slots_of_some_reversed("block_sparse", TILED, "expert_up/0_sum_rows.cu", D_X),
     Fault(
         "groups of the second pack of columns reversed",
         "combine",
@@ -287,12 +316,17 @@ def test_another_order_in_a_kernel_fails(fault, monkeypatch):
     assert all(not row.ok and row.error > 0 for row in first_rows.values()), first_rows
 
 
-def in_another_order(forward, slots):
-    """A numpy combine that adds a token's slots in another order."""
+def in_another_order(forward, slots, first_token=0, most_slots=np.inf):
+    """A numpy combine that adds the slots of tokens in another order, from one token on and up to one k."""
 
     def faulty(y, gates, dispatch):
+        if dispatch.k > most_slots:
+            return forward(y, gates, dispatch)
+
         def permute(array):
-            return np.ascontiguousarray(array.reshape(gates.shape)[:, slots(np.arange(dispatch.k))])
+            found = array.reshape(gates.shape).copy()
+            found[first_token:] = found[first_token:, slots(np.arange(dispatch.k))]
+            return found
 
         maps = {name: permute(getattr(dispatch, name)).ravel() for name in ("token_index_map", "token_expert_indices")}
         return forward(y, permute(gates), replace(dispatch, **maps))
@@ -316,44 +350,90 @@ def test_another_order_in_numpy_fails(slots, monkeypatch):
     assert not row.ok and row.error > 0
 
 
+@pytest.mark.parametrize("where", [{"first_token": 10}, {"most_slots": 8}], ids=str)
+def test_another_order_of_some_tokens_in_numpy_fails(where, monkeypatch):
+    module = BACKENDS["numpy"].stage("combine")
+    monkeypatch.setattr(module, "forward", in_another_order(module.forward, np.flip, **where))
+    (row,) = rows("combine", "numpy")
+    assert not row.ok and row.error > 0
+
+
+def reversed_if(some, items):
+    """The items, from the last to the first if ``some`` says so of their number."""
+    items = [*items]
+    return items[::-1] if some(len(items)) else items
+
+
+HOW_MANY = {
+    "any": lambda number: True,
+    "at most 8": lambda number: number <= 8,
+    "4 to 8": lambda number: 3 < number < 9,
+}
+how_many = pytest.mark.parametrize("some", HOW_MANY.values(), ids=HOW_MANY)
+
+
+@how_many
 @pytest.mark.parametrize("stage", ["block_sparse", "capacity"])
-def test_another_order_of_the_slots_in_numpy_fails(stage, monkeypatch):
+def test_another_order_of_the_slots_in_numpy_fails(stage, some, monkeypatch):
     module = BACKENDS["numpy"].stage(stage)
-    monkeypatch.setattr(module, "enumerate", lambda items: reversed([*enumerate(items)]), raising=False)
+    monkeypatch.setattr(module, "enumerate", lambda items: reversed_if(some, enumerate(items)), raising=False)
     found = rows(stage, "numpy")
     assert len(found) == 2 and all(not row.ok and row.error > 0 for row in found)
 
 
+@how_many
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
-def test_another_order_of_the_experts_in_numpy_fails(stage, monkeypatch):
+def test_another_order_of_the_experts_in_numpy_fails(stage, some, monkeypatch):
     module = BACKENDS["numpy"].stage(stage)
     groups = module.expert_groups
-    monkeypatch.setattr(module, "expert_groups", lambda dispatch: reversed([*groups(dispatch)]))
+    monkeypatch.setattr(module, "expert_groups", lambda dispatch: reversed_if(some, groups(dispatch)))
     (row,) = rows(stage, "numpy")
     assert not row.ok and row.error > 0
 
 
-@cuda.jit
-def reversed_combine(y, gates, token_index_map, out):
-    """The kernel of the combine, from the last slot to the first."""
-    element = cuda.grid(1)
-    token, column = element // out.shape[1], element % out.shape[1]
-    if token < out.shape[0]:
-        k = gates.shape[1]
-        total = ZERO
-        for j in range(k - 1, -1, -1):
-            total += gates[token, j] * y[token_index_map[token * k + j], column]
-        out[token, column] = total
+class NumbaLoop(NamedTuple):
+    """A loop over a token's slots in the module of a stage, and the function that holds or makes the kernel."""
+
+    stage: str
+    module: ModuleType
+    kernel: str
+    counter: str
+    begin: str
+    end: str
+
+    def reversed_where(self, condition):
+        """The kernel that takes the slots from the last to the first where the condition holds."""
+        ends = self.end if self.begin == "0" else f"{self.begin}, {self.end}"
+        right, text = f"for {self.counter} in range({ends}):", inspect.getsource(self.module)
+        assert right in text, f"{self.module.__name__} no longer holds {right!r}: update the fault"
+        first, last = (
+            f"{self.end} - 1 if {condition} else {self.begin}",
+            f"{self.begin} - 1 if {condition} else {self.end}",
+        )
+        names = {"__name__": self.module.__name__}
+        wrong = f"for {self.counter} in range({first}, {last}, -1 if {condition} else 1):"
+        exec(compile(text.replace(right, wrong), self.module.__file__, "exec"), names)
+        return names[self.kernel]
 
 
-def test_another_order_in_numba_fails(monkeypatch):
-    monkeypatch.setattr(numba_combine, "combine_kernel", reversed_combine)
-    (row,) = rows("combine", "numba")
-    assert not row.ok and row.error > 0
+OF_A_TOKEN = {"counter": "slot", "begin": "token * k", "end": "(token + 1) * k"}
+IN_NUMBA = [
+    NumbaLoop("combine", numba_combine, "combine_kernel", "j", "0", "k"),
+    NumbaLoop("expert_up", numba_expert_up, "d_x_kernel", **OF_A_TOKEN),
+    NumbaLoop("block_sparse", numba_block_sparse, "sum_rows_kernel", **OF_A_TOKEN),
+]
 
 
-def test_experts_launched_from_the_last_to_the_first_fail(monkeypatch):
-    monkeypatch.setattr(expert_down, "range", lambda count: reversed(range(count)), raising=False)
+@pytest.mark.parametrize("condition", ["True", "k <= 8", "token >= 10", "cuda.blockIdx.x > 0"])
+@pytest.mark.parametrize("loop", IN_NUMBA, ids=lambda loop: loop.stage)
+def test_another_order_in_numba_fails(loop, condition, monkeypatch):
+    monkeypatch.setattr(loop.module, loop.kernel, loop.reversed_where(condition))
+    assert any(not row.ok and row.error > 0 for job in jobs(loop.stage, "numba") for row in job())
+
+
+@how_many
+def test_experts_launched_from_the_last_to_the_first_fail(some, monkeypatch):
+    monkeypatch.setattr(expert_down, "range", lambda count: reversed_if(some, range(count)), raising=False)
     assert all(not row.ok for row in rows("expert_down", "simt", "as_printed"))
 
 
@@ -361,11 +441,12 @@ def test_experts_launched_from_the_last_to_the_first_fail(monkeypatch):
 
 
 class Launch(NamedTuple):
-    """A kernel that a sum launches: its file, and the constants for which that is compiled."""
+    """A kernel that a sum launches: its file, the constants for which that is compiled, and its blocks."""
 
     file: str
     kernel: str
     constants: dict[str, int]
+    blocks: int
 
 
 ON_THE_EXECUTOR = [
@@ -385,9 +466,9 @@ def launches(one, rung, monkeypatch):
     """What a sum launches, in all dtypes; nothing runs."""
     found = []
 
-    def note(module, kernel, *_):
+    def note(module, kernel, grid, *_):
         source = module.source
-        found.append(Launch(source.file, kernel, constants_of(inlined(source.file), source.constants)))
+        found.append(Launch(source.file, kernel, constants_of(inlined(source.file), source.constants), math.prod(grid)))
 
     monkeypatch.setattr(SimtModule, "_run", note)
     list(check.check_order(BACKENDS["simt"], rung, one))
@@ -402,9 +483,9 @@ def constants_of(text, options):
     return {name: int(value) for name, value in numbers} | options
 
 
-def cuts(one, constants):
-    """By constant: how many of it are one part of a sum's sizes, these sizes, and how many parts they must have."""
-    L, d, h, E, block = one.sizes
+def cuts(sizes, constants):
+    """By constant: how many of it are one part of some of the sizes, these, and how many parts they must have."""
+    L, d, h, E, block = sizes
     of_a_tile = (block, d) if "BLOCK" in constants else (L, d, h)
     return {
         "IN_FLIGHT": (1, (E,), 3),
@@ -418,15 +499,21 @@ def cuts(one, constants):
 
 
 def uncrossed(one, constants):
-    """The sizes of a sum that have too few parts, or a last part that is full: blocks alone are never cut."""
-    known = cuts(one, constants)
+    """What has too few parts, or a last part that is full, at each of the sum's sizes: blocks alone are never cut."""
     for name in constants.keys() - NO_TILES:
-        assert name in known, f"{name} = {constants[name]}: which sizes does it cut?"
-        times, sizes, parts = known[name]
-        length = times * constants[name]
-        for size in sizes:
-            if -(-size // length) < parts or (size % length == 0) != (name == "BLOCK"):
-                yield f"{name_of(one)}: {size} by {name} = {constants[name]}"
+        at_each = [[*uncrossed_by(name, constants, sizes)] for sizes in one.sizes]
+        if all(at_each):
+            yield from (f"{name_of(one)}: {line}" for line in at_each[0])
+
+
+def uncrossed_by(name, constants, sizes):
+    known = cuts(sizes, constants)
+    assert name in known, f"{name} = {constants[name]}: which sizes does it cut?"
+    times, lengths, parts = known[name]
+    part = times * constants[name]
+    for length in lengths:
+        if -(-length // part) < parts or (length % part == 0) != (name == "BLOCK"):
+            yield f"{length} by {name} = {constants[name]}"
 
 
 def stating(one, found):
@@ -447,7 +534,27 @@ def test_the_sizes_cross_every_tile_and_group_of_the_kernels(one, rung, monkeypa
 
 def test_the_sizes_cross_every_tile_that_a_gpu_may_choose():
     largest = {name: max(getattr(tile, name) for tile in tiles.CANDIDATES["3_mma"]) for name in ("rows", "columns")}
-    assert orders.FUSED.L > largest["rows"] and orders.FUSED.d > largest["columns"]
+    assert any(sizes.L > largest["rows"] and sizes.d > largest["columns"] for sizes in orders.FUSED)
+
+
+OVER_SLOTS = [(one, rung) for one, rung in ON_THE_EXECUTOR if one.order == "slots"]
+NUMBA_THREADS = 128  # of a block on a GPU; the simulator has fewer
+
+
+@pytest.mark.parametrize("k", range(3, 9))
+@pytest.mark.parametrize(("one", "rung"), OVER_SLOTS, ids=lambda value: getattr(value, "result", value))
+def test_sums_over_slots_run_for_every_small_k_on_more_tokens_than_a_block_has(one, rung, k, monkeypatch):
+    """In each kernel that states the order, so that a block after the first has the last tokens."""
+    (sizes,) = (sizes for sizes in one.sizes if sizes.k == k)
+    stated = stating(one, launches(replace(one, sizes=(sizes,)), rung, monkeypatch))
+    assert all(launch.blocks > 1 for launch in stated) and sizes.L * sizes.d > NUMBA_THREADS
+
+
+@pytest.mark.parametrize("one", orders.SUMS, ids=lambda one: f"{one.stage}-{one.result}-{one.order}")
+def test_sums_over_slots_or_experts_run_for_small_k_and_for_a_larger_one(one):
+    if one.order in ("slots", "experts"):
+        found = {sizes.k for sizes in one.sizes}
+        assert found > {*range(3, 9)} and max(found) > 8
 
 
 def test_a_larger_tile_than_the_sizes_cross_is_noticed():

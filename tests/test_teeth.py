@@ -1,10 +1,11 @@
 """The teeth of `moeblaze check`: faults in every stage, each switched in by its number, the constant FAULT."""
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from planted import quick_builds
+from planted import Effort, counted_effort, quick_builds
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.backends.registry import BACKENDS
@@ -171,6 +172,15 @@ FAULTS = [
     Fault("one slot alone", "combine", "1_gather", "for (int j = 0; j < k; ++j)", "for (int j = 0; j < 1; ++j)"),
     Fault("unscaled gate", "combine", "2_vector", "return gates[slot];", "return 1.0f;"),
     Fault("some rows alone", "combine", "2_vector", "lane_id() < k;", "lane_id() < k - 1;"),
+    Fault("first column ignored", "combine", "2_vector", "out + token * pitch + first;", "out + token * pitch;"),
+    Fault(
+        "first column of d_x ignored",
+        "combine",
+        "2_vector",
+        "d_x + token * pitch + first;",
+        "d_x + token * pitch;",
+        "expert_up/0_sum_rows.cu",
+    ),
     Fault("rows in token order", "combine", "1_gather", "to_float(y[token_index_map[slot] *", "to_float(y[slot *"),
     Fault(
         "transposed order ignored",
@@ -251,9 +261,28 @@ def plant(path, number, monkeypatch):
     monkeypatch.setattr(SimtExecutor, "load", switched)
 
 
+# In place of "in under 60 s, where nothing was compiled before", which no clock of a busy machine can tell.
+MOST = Effort(rows=32, threads=2**19, files=24)
+
+
 def first_failure(fault):
-    """The first row that the check fails, or None."""
-    return next((row for job in jobs_of(fault) for row in job() if not row.ok), None)
+    """The first row that the check fails, or None, and the effort until then."""
+    with counted_effort() as effort:
+        for row in (row for job in jobs_of(fault) for row in job()):
+            effort.rows += 1
+            if not row.ok:
+                return row, effort
+    return None, effort
+
+
+def test_the_effort_counts_each_file_and_thread_of_the_check():
+    jobs = [job for job in check.plan(["combine"], ["simt"]) if job.args[3] == "1_gather"]
+    with counted_effort() as effort:
+        list(jobs[0]())
+    launches = 3 * 2 * len(gemm.WIDE)  # kernels, steps and dtypes, each of one block
+    assert (effort.threads, effort.files) == (launches * gemm.THREADS, len(gemm.WIDE))
+    for name in ("threads", "files"):
+        assert effort.within(effort) and not effort.within(replace(effort, **{name: getattr(effort, name) - 1}))
 
 
 @pytest.mark.parametrize(
@@ -261,10 +290,12 @@ def first_failure(fault):
 )
 def test_the_check_catches_a_planted_fault(number, fault, record_property, monkeypatch):
     plant(fault.path, 0, monkeypatch)
-    assert all(row.ok for row in jobs_of(fault)[0]()), "the switches themselves break the kernel"
+    several_rows = next(job for job in jobs_of(fault) if job.args[4].L > 9)
+    assert all(row.ok for row in several_rows()), "the switches themselves break the kernel"
     plant(fault.path, number, monkeypatch)
-    row = first_failure(fault)
+    row, effort = first_failure(fault)
     assert row is not None, "the check passes"
+    assert effort.within(MOST), effort
     caught = f"{row.direction} {row.dtype}: error {row.error:.1e}, {row.shape[:80]}"
     record_property("caught", f"{fault.stage:12} {fault.rung:14} {fault.name:32} {caught}")
 

@@ -300,6 +300,26 @@ def expect_combine(case: Case, dtype: torch.dtype) -> Results:
     return {"forward": _arrays(out=out), "backward": _gradients({"out": out}, {"out": case.d_out}, inputs)}
 
 
+def run_combine_in_parts(stage: Any, case: Case) -> Results:
+    """As `run_combine`, and what the kernels write into one half of the columns after the other.
+
+    That is the output again, and the sum without gates, which is what the gradient of x is of its rows.
+    """
+    results, dispatch = run_combine(stage, case), dispatch_of(case)
+    halves = tuple(map(np.ascontiguousarray, np.array_split(expert_output(case), 2, axis=1)))
+    in_parts = {"out_in_parts": gates_of(case), "sum_in_parts": None}
+    found = {name: stage.forward_in_parts(halves, gates, dispatch) for name, gates in in_parts.items()}
+    return results | {"forward": results["forward"] | found}
+
+
+def expect_combine_in_parts(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_combine_in_parts`."""
+    results, ones = expect_combine(case, dtype), np.ones_like(gates_of(case))
+    summed = oracle.combine(_leaf(expert_output(case), dtype), _leaf(ones, dtype), _order(case))
+    found = {"out_in_parts": results["forward"]["out"]} | _arrays(sum_in_parts=summed)
+    return results | {"forward": results["forward"] | found}
+
+
 def expert_output(case: Case) -> np.ndarray:
     """The experts' outputs y (R, d) that the combine is given."""
     return _random((case.L * case.k, case.x.shape[1]), case.x.dtype, case, seed=4)
@@ -349,8 +369,8 @@ def sparse_block(h: int) -> int:
     return math.gcd(h, 8) if h % block_sparse.BLOCK else block_sparse.BLOCK
 
 
-def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
-    """Return the cases for a rung of a stage.
+def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
+    """Return the cases and those that the check adds for a rung of a stage.
 
     The gating gets each with renormalised gates, too. The layer gets every activation under every policy, too, and each
     gradient alone. The capacity gets each, and one with equal gates, under every factor and drop policy. The
@@ -364,9 +384,15 @@ def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
         return [one for case in [equal_gates_case(), *cases] for one in capacities(case)]
     if stage != "block_sparse":
         return cases
-    if rung == gemm.HOPPER:
-        return [*filter(_in_whole_blocks, cases), *whole_block_cases()]
-    return [*cases, whole_block_case()]
+    added = whole_block_cases() if rung == gemm.HOPPER else [whole_block_case()]
+    return [*fitting(stage, rung, cases), *added]
+
+
+def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
+    """Return those of the cases that a rung of a stage can run."""
+    if (stage, rung) == ("block_sparse", gemm.HOPPER):
+        return [*filter(_in_whole_blocks, cases)]
+    return cases
 
 
 def _in_whole_blocks(case: Case) -> bool:
@@ -632,7 +658,7 @@ def _in_blocks() -> list[Case]:
 
 
 def _of_capacities() -> list[Case]:
-    return [*fitting("capacity", None, standard_cases()), *_without_policies()]
+    return [*extended("capacity", None, standard_cases()), *_without_policies()]
 
 
 KERNELS, PLAIN = ("simt", "cuda"), ("torch",)
@@ -683,13 +709,20 @@ EXPECT: dict[str, Expect] = {
 }
 
 
+IN_PARTS = ("combine", "2_vector")  # a stage and its rung that can write some columns of the output alone
+
+
 def runner(stage: str, rung: str | None) -> Callable[[Any, Case], Results]:
-    """Return what runs a stage on a rung: that of ``RUN``, unless the rung sums over a token's experts."""
+    """Return what runs a stage on a rung: that of ``RUN``, unless the rung does what the others of the stage do not."""
+    if (stage, rung) == IN_PARTS:
+        return run_combine_in_parts
     return run_summed if _sums(stage, rung) else RUN[stage]
 
 
 def expectation(stage: str, rung: str | None) -> Expect:
     """Return what the results of `runner` must equal."""
+    if (stage, rung) == IN_PARTS:
+        return expect_combine_in_parts
     return expect_summed if _sums(stage, rung) else EXPECT[stage]
 
 

@@ -16,7 +16,7 @@ from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.systems.capacity import DROP_POLICIES
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import CAPACITY_FACTORS, GRADIENTS, Case, option_cases, standard_cases
-from moeblaze_ref.verify.comparisons import TORCH_LAYERS, is_cast, sparse_block
+from moeblaze_ref.verify.comparisons import TORCH_LAYERS, extended, is_cast, sparse_block
 
 ONE = "-"  # in place of a kernel file, where a backend has one version
 
@@ -158,7 +158,7 @@ def checks(backend: Backend, stage: str) -> dict[str, list[Check]]:
         return {}
     cases = standard_cases() + option_cases()
     return {
-        rung or ONE: _in_dtypes(dtypes, check.reachable(backend, stage, rung, cases))
+        rung or ONE: _in_dtypes(dtypes, check.reachable(backend, stage, rung, extended(stage, rung, cases)))
         for rung, dtypes in backend.rungs(stage).items()
     }
 

@@ -7,7 +7,9 @@ equal numpy's float32, added one by one in the stated order, bit for bit.
 
 All inputs fit float16, bfloat16 and tf32 without rounding. Every token chooses every expert, each in its own order.
 
-The sizes cross what the kernels tile or group, with a last part that is not full: `Sizes`.
+The sizes cross what the kernels tile or group, with a last part that is not full: `Sizes`. Sums over a token's slots
+run for every k from 3 to 8, and for one k that is larger, on more tokens than a block handles. A sum of one or two
+terms is the same in both orders, so k = 1 and k = 2 can show none.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,10 +51,14 @@ class Sizes(NamedTuple):
 
 
 # A test compares each with the constants of the kernels that it runs.
-TOKENS = Sizes(L=10, d=264, h=8, E=31)  # sums over a token's slots, by warps that take some slots and columns at a time
-FUSED = Sizes(L=264, d=264, h=72, E=3)  # the same in the epilogue of a product of tiles
-PRODUCT = Sizes(L=72, d=72, h=136, E=2)  # sums along the depth of products of tiles; three tiles along h
-SPARSE = Sizes(L=144, d=72, h=144, E=2, block=72)  # two blocks each way, a block larger than a tile
+WIDE = Sizes(L=10, d=264, h=8, E=31)  # sums over a token's slots, by warps that take some slots and columns at a time
+SMALL_K = range(3, 9)  # of most layers; the order of fewer terms changes no sum
+# The same in rows so narrow that 42 tokens are more than a block's.
+NARROW = tuple(Sizes(L=42, d=8, h=8, E=k) for k in (*SMALL_K, WIDE.k))
+TOKENS = (WIDE, *NARROW)
+FUSED = (Sizes(L=264, d=264, h=72, E=3), *NARROW)  # sums over a token's experts, in the epilogue of a product of tiles
+PRODUCT = (Sizes(L=72, d=72, h=136, E=2),)  # sums along the depth of products of tiles; three tiles along h
+SPARSE = (Sizes(L=144, d=72, h=144, E=2, block=72),)  # two blocks each way, a block larger than a tile
 
 LARGE, SMALL = 2.0**13, 2.0**-13  # a large number swallows a small one, and both fit float16
 
@@ -336,7 +342,8 @@ class Sum:
         Such as "combine", "out", "slots".
     run : callable
         Takes the stage, a cast to its dtype and the sizes; returns what it finds, and the terms in order.
-    sizes : Sizes
+    sizes : tuple of Sizes
+        The check runs all of them.
     backends : tuple of str
     rungs : tuple of str, optional
         Of raw CUDA; default: all.
@@ -346,15 +353,19 @@ class Sum:
     result: str
     order: str
     run: Callable[[Any, Callable[[np.ndarray], np.ndarray], Sizes], Found]
-    sizes: Sizes
+    sizes: tuple[Sizes, ...]
     backends: tuple[str, ...]
     rungs: tuple[str, ...] | None = None
 
     @property
     def shape(self) -> str:
-        """The sizes, and what is summed in which order."""
-        L, d, h, E, _ = self.sizes
-        return f"L={L} d={d} h={h} E={E} k={E} ({self.result} in the order of the {self.order})"
+        """All sizes, and what is summed in which order."""
+        return self.shape_at(*self.sizes)
+
+    def shape_at(self, *sizes: Sizes) -> str:
+        """Some of the sizes, and what is summed in which order."""
+        each = "; ".join(f"L={L} d={d} h={h} E={E} k={E}" for L, d, h, E, _ in sizes)
+        return f"{each} ({self.result} in the order of the {self.order})"
 
     def promised(self, backend: str, rung: str | None) -> bool:
         """Whether a rung of a backend keeps the order."""
@@ -402,9 +413,9 @@ def cast_to(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
     return lambda array: np.ascontiguousarray(array, dtype)
 
 
-def differing_bits(one: Sum, stage: Any, dtype: str) -> int:
+def differing_bits(one: Sum, stage: Any, dtype: str, sizes: Sizes) -> int:
     """Elements of which a stage's bits are not those of the sum in its order."""
-    found, terms = one.run(stage, cast_to(dtype), one.sizes)
+    found, terms = one.run(stage, cast_to(dtype), sizes)
     wanted = in_order(terms).astype(found.dtype)
     bits = f"u{found.dtype.itemsize}"
     return int((np.ascontiguousarray(found).view(bits) != wanted.view(bits)).sum())

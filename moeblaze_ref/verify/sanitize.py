@@ -62,7 +62,7 @@ def run_every_kernel(executor: Executor):
         for stage in (stage for stage in raw.stages if stage in comparisons.RUN):
             rungs = {rung: able for rung, able in raw.rungs(stage).items() if not refusal(executor, stage, rung)}
             for rung, dtypes in rungs.items():
-                for case, dtype in itertools.product(comparisons.fitting(stage, rung, cases()), dtypes):
+                for case, dtype in itertools.product(comparisons.extended(stage, rung, cases()), dtypes):
                     comparisons.runner(stage, rung)(opened(stage, rung), case.astype(dtype))
         for rung in raw.rungs("dispatch"):
             opened("dispatch", rung).build(random_topk(2_100, 7, 3), 7)

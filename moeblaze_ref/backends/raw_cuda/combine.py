@@ -53,6 +53,57 @@ def forward(
     return out
 
 
+def forward_in_parts(
+    parts: tuple[Array, ...],
+    gates: Array | None,
+    dispatch: Dispatch,
+    executor: Executor | None = None,
+    rung: str = DEFAULT_RUNG,
+) -> Array:
+    """`forward` of expert outputs of which some columns come after the others; without gates, their sum.
+
+    The layer sums so where `gemm.parts_of_rows` divides the columns; without gates, the sum is the gradient of x.
+
+    Parameters
+    ----------
+    parts : tuple of arrays (R, width), float32, float16 or bfloat16
+        All columns of y, or of the rows that sum to the gradient of x.
+    gates : array (L, k), float32, or None
+    dispatch, executor
+        As in `forward`.
+    rung : str
+        "2_vector": the only one that writes some columns of its output.
+
+    Returns
+    -------
+    out : array (L, d)
+        d is the sum of the widths.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `forward`, or if there is no part, the parts differ in dtype or the rung is another.
+    """
+    checks.check_name("rung of combine in parts", rung, (DEFAULT_RUNG,))
+    checks.check_dispatch(dispatch)
+    if not parts:
+        raise ValueError("parts is empty, but it must have at least one array")
+    if gates is not None:
+        checks.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, GATE_DTYPES)
+    dtypes = gemm.WIDE
+    for number, part in enumerate(parts):
+        checks.check_tensor(f"parts[{number}]", part, {"R": dispatch.R, "width": None}, dtypes)
+        dtypes = (checks.dtype_of(part),)
+    gemm.check_slots(dispatch)
+    executor = executor or executor_for(parts[0])
+    out = executor.empty((dispatch.L, sum(part.shape[1] for part in parts)), *dtypes)
+    first = 0
+    for part in parts:
+        gemm.sum_rows(executor, part, dispatch.token_index_map, dispatch.k, out, gates, first)
+        first += part.shape[1]
+    return out
+
+
 def backward(
     d_out: Array,
     y: Array,
