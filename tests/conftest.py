@@ -6,6 +6,8 @@ Inside it they are allowed only where CUDA's driver finds no device.
 
 import gc
 import os
+import signal
+import uuid
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,19 @@ def one_autograd_thread():
 
     with torch.autograd.set_multithreading_enabled(False):
         yield
+
+
+@pytest.fixture
+def mark():
+    """A text that no other process has in its command line or environment."""
+    import hostile
+
+    mark = f"8{uuid.uuid4().int % 10**12}.5"  # a number of seconds
+    yield mark
+    ended = hostile.until(lambda: not hostile.processes_of(mark), limit=30)
+    for process in hostile.processes_of(mark):
+        os.kill(process, signal.SIGKILL)
+    assert ended, "processes are left"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import mmap
 import os
-import signal
 import sys
 import uuid
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import hostile
 import processes
 import pytest
-from test_guard import SYSTEM, WITHOUT_CAPABILITIES, check, combine_that, environment
+from test_guard import SYSTEM, WITHOUT_CAPABILITIES, check, check_command, combine_that, environment
 
 from moeblaze_ref.core import folders
 from moeblaze_ref.verify import apart, guard, landlock, seccomp
@@ -129,15 +128,6 @@ def test_a_watcher_that_can_open_no_more_files_ends_all_the_same(mark, monkeypat
     assert hostile.until(lambda: not hostile.processes_of(mark), limit=30)
     printed = capfd.readouterr().err
     assert "the processes of the kernel cannot be listed" in printed and "Traceback" not in printed
-
-
-@pytest.fixture
-def mark():
-    """A number of seconds that no other process sleeps. What still has it in the end is killed."""
-    mark = f"8{uuid.uuid4().int % 10**12}.5"
-    yield mark
-    for process in hostile.processes_of(mark):
-        os.kill(process, signal.SIGKILL)
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -320,23 +310,14 @@ LEAVES = {
     "a closed folder": '(void)!(mkdir("d", 0700) + mkdir("d/d", 0700) + chmod("d", 0));',
     "a link in its place": '(void)!system("rm -r \\"$TMPDIR\\" && ln -s / \\"$TMPDIR\\"");',
 }
-COMMAND = """
-import sys
-import hostile
-from test_guard import check
-from moeblaze_ref.verify import apart
-
-apart._supervise = hostile.supervise_without_landlock
-print("wrong:", check(sys.argv[1]).first_problem)
-"""
 
 
 @pytest.mark.parametrize("what", LEAVES)
 def test_no_temporary_folder_is_left(place, what):
     """Nor a traceback; without the rights of root, and where the system does not keep the code from its own folder."""
     includes = "#include <cstdlib>\n#include <sys/stat.h>\n#include <unistd.h>\n"
-    command = [sys.executable, "-c", COMMAND, combine_that(LEAVES[what], includes)]
+    command = check_command("hostile.supervise_without_landlock", "spawn", combine_that(LEAVES[what], includes))
     command = [sys.executable, "-c", WITHOUT_CAPABILITIES, *command]
     done = processes.run(command, env=environment(TMPDIR=str(place)))
-    assert done.stdout == "wrong: \n" and done.stderr == "", done.stderr
+    assert "right in all" in done.stdout and done.stderr == "", done.stdout + done.stderr
     assert hostile.until(lambda: not [*place.iterdir()], limit=30), [*place.iterdir()]

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import uuid
 
 import hostile
 import processes
@@ -36,17 +35,6 @@ def check(text, limits=guard.Limits(120)):
     file = "mine.cu" if "__global__" in text else "mine.py"
     options = {"small": True} if file == "mine.cu" else {"small": True, "grid": "1", "block": "1"}
     return apart._ask(apart._server(), limits, apart._Question(f"{file}:mine", "combine", options, text))
-
-
-@pytest.fixture
-def mark():
-    """A text that no other process has in its command line or environment."""
-    mark = f"8{uuid.uuid4().int % 10**12}.5"  # a number of seconds
-    yield mark
-    ended = hostile.until(lambda: not hostile.processes_of(mark), limit=30)
-    for process in hostile.processes_of(mark):
-        os.kill(process, signal.SIGKILL)
-    assert ended, "processes are left"
 
 
 # ---- what a text may not say ----------------------------------------------------------------------
