@@ -41,6 +41,14 @@ Force = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+def file(text: str) -> Path:
+    """Parse an option that names a file to write."""
+    try:
+        return records.file_named(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def stdout() -> Console:
     """Where tables go; a pipe has no width of its own, so it gets one unless COLUMNS says otherwise."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
@@ -114,7 +122,9 @@ def check(
         bool, typer.Option("--coverage", help="Count the checks of each option, stage and backend; run none.")
     ] = False,
     every_shape: Annotated[bool, typer.Option("--all", help="List every shape, not the worst alone.")] = False,
-    record: Annotated[Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write the rows here, with GPU, versions, commit.", parser=file)
+    ] = None,
     kernel: Annotated[
         str | None,
         typer.Option(
@@ -265,7 +275,7 @@ def _definition(text: str) -> tuple[str, str]:
 @app.command()
 def sanitize(
     record: Annotated[
-        Path | None, typer.Option(help="Also write the findings here, with GPU, versions, commit.")
+        Path | None, typer.Option(help="Also write the findings here, with GPU, versions, commit.", parser=file)
     ] = None,
     force: Force = False,
 ):
@@ -301,7 +311,8 @@ def bench(
     rung: Annotated[list[str] | None, typer.Option(help="Only this rung of the kernels; repeatable.")] = None,
     repetitions: Annotated[int, typer.Option(help="Of each row; medians are shown.")] = 15,
     record: Annotated[
-        Path | None, typer.Option("--record", "--out", help="Also write the rows here, after those of earlier runs.")
+        Path | None,
+        typer.Option("--record", "--out", help="Also write the rows here, after those of earlier runs.", parser=file),
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -337,7 +348,7 @@ def bench(
 def paper(
     item: Annotated[list[str] | None, typer.Argument(help="Such as moeblaze-fig3; all of them by default.")] = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Measure the items on this GPU first.")] = False,
-    record: Annotated[Path | None, typer.Option(help="With --gpu: add the runs to this file.")] = None,
+    record: Annotated[Path | None, typer.Option(help="With --gpu: add the runs to this file.", parser=file)] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the items' pictures into this folder.")] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -369,7 +380,8 @@ def tune(
     rung: Annotated[list[str] | None, typer.Option(help="Only this rung of the kernels; repeatable.")] = None,
     repetitions: Annotated[int, typer.Option(help="Of each tile; medians are shown.")] = 5,
     record: Annotated[
-        Path | None, typer.Option(help="Also write the table here, in the place of what it says of this class of GPU.")
+        Path | None,
+        typer.Option(help="Also write the table here, in the place of what it says of this class of GPU.", parser=file),
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -496,7 +508,9 @@ def evidence(
     out: Annotated[Path | None, typer.Option(help="Of curves: the folder of the runs' folders.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of text files, in place of Python's own.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Also write it here, with GPU, versions, commit.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write it here, with GPU, versions, commit.", parser=file)
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):
@@ -522,7 +536,7 @@ def evidence(
 @app.command()
 def trace(
     checkpoint: Annotated[Path, typer.Option(help="Of a training run: checkpoint.safetensors in its folder.")],
-    out: Annotated[Path, typer.Option(help="The npz file to write.")],
+    out: Annotated[Path, typer.Option(help="The npz file to write.", parser=file)],
     data: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of text files, in place of Python's prose, code and tables; repeatable."),
@@ -570,11 +584,15 @@ def place(
     solver: Annotated[str, typer.Option(help="Of moetuner: cp_sat, highs, scip, gurobi.")] = "cp_sat",
     time_limit: Annotated[float, typer.Option(help="Seconds of each of moetuner's two programs.")] = 60.0,
     limit: Annotated[float, typer.Option(help="Of joint: a layer's fullest GPU over the mean.")] = 1.02,
-    out: Annotated[Path | None, typer.Option(help="Write the map of the fastest method, fitted to split 0.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the map of the fastest method, fitted to split 0.", parser=file)
+    ] = None,
     plots: Annotated[
         Path | None, typer.Option(help="Write load_by_gpu.png into this folder, and load_against_crossings.png.")
     ] = None,
-    record: Annotated[Path | None, typer.Option(help="Also write every split here, with versions and commit.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Also write every split here, with versions and commit.", parser=file)
+    ] = None,
     force: Force = False,
     as_json: AsJson = False,
 ):

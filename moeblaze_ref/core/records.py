@@ -9,7 +9,8 @@ Every file that a user names is written by `replace`, and `check_writable` decid
 - a character device or a pipe, such as /dev/stdout. It is written through, and stays what it is.
 
 A link is followed to the file that it leads to. A file that is replaced passes its mode on, and its owner where the
-system permits that. `check_distinct` keeps two options of a command from naming one file.
+system permits that. A file with several names (hard links) is refused: only the named one would get what is new. With
+``force`` it is replaced so, and its other names keep what was there. `check_distinct` keeps two options of a command from naming one file.
 """
 
 import errno
@@ -42,15 +43,15 @@ def check_writable(path: Path, load: Load, force: bool = False):
     load : callable
         Reads a file of the kind that is to be written.
     force : bool
-        Allow to replace a regular file of any kind.
+        Allow to replace a regular file of any kind. Its other hard links keep what was there.
 
     Raises
     ------
     ValueError
         If the path is a folder, a block device or a socket, a pipe that no process reads, or a file of another kind
-        that is not to be replaced.
+        or with several hard links that is not to be replaced.
     OSError
-        If the folder or the file cannot be written, or links lead in circles.
+        If the folder or the file cannot be written, or links lead in circles. The message names ``path``.
     """
     target = _target(path)
     if path.is_dir():
@@ -58,13 +59,38 @@ def check_writable(path: Path, load: Load, force: bool = False):
     if is_stream(path):
         _check_stream(path)
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=target.parent):
+    with naming(path):
+        _open_beside(target)
+    if target.exists() and not force:
+        _check_links(path)
+        _check_kind(path, load)
+
+
+def file_named(text: str) -> Path:
+    """Return the path of a file that is to be written.
+
+    Parameters
+    ----------
+    text : str
+        As the user wrote it: a `Path` forgets a slash at the end.
+
+    Raises
+    ------
+    ValueError
+        If it ends in a slash, or in a slash and a dot, as the name of a folder does.
+    """
+    if text.endswith(("/", "/.")):
+        raise ValueError(f"{text} ends as a folder's name does, but a file is to be written: name one in it")
+    return Path(text)
+
+
+def _open_beside(path: Path):
+    """Make the folder if need be, and show that a file can be made in it, and that one that is there can be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
         pass
-    if target.exists():
-        target.open("a").close()
-        if not force:
-            _check_kind(path, load)
+    if path.exists():
+        path.open("a").close()
 
 
 def _target(path: Path) -> Path:
@@ -100,6 +126,15 @@ def _collide(path: Path, other: Path) -> bool:
     if path.exists() and other.exists():
         return path.samefile(other) and not path.is_char_device()
     return first == second or first in second.parents or second in first.parents
+
+
+def _check_links(path: Path):
+    names = path.stat().st_nlink
+    if names > 1:
+        raise ValueError(
+            f"{path} has {names} names (hard links), and the others would not change with it: name another file, or "
+            "replace this one by --force"
+        )
 
 
 def _check_kind(path: Path, load: Load):
@@ -276,11 +311,14 @@ def earlier(path: Path, load: Load, force: bool = False) -> Any | None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What keeps a file from being written, as an OSError that says which: a full disk does not."""
+    """What keeps a file from being written, as an OSError that says which: a full disk does not.
+
+    The system's own message may name a temporary file instead, so its reason alone is kept.
+    """
     try:
         yield
     except OSError as error:
-        raise OSError(f"{path} cannot be written: {error}") from None
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def to_disk(path: Path):

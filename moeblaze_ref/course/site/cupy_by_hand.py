@@ -73,11 +73,12 @@ def _shown(found: dict[str, Any]) -> str:
 def main():
     """The command."""
     parser = argparse.ArgumentParser(description="Write what the launch prints on a GPU into docs/cupy_by_hand.md.")
-    parser.add_argument("--record", type=Path, help="run the page's code first, and write what it prints here")
+    parser.add_argument("--record", help="run the page's code first, and write what it prints here")
     parser.add_argument("--force", action="store_true", help="replace a file there that is no record")
     given = parser.parse_args()
-    if record := given.record:
+    if given.record:
         try:
+            record = records.file_named(given.record)
             provenance.check_place(record, COMMAND, given.force)
             provenance.record(record, COMMAND, measure(DOCUMENT.read_text()), given.force)
         except (RuntimeError, ValueError, OSError) as error:

@@ -116,11 +116,11 @@ def _rounded(seconds: float) -> str:
 def main():
     """The command."""
     parser = argparse.ArgumentParser(description="Write how long the notebooks take into docs/path.md.")
-    parser.add_argument("--record", type=Path, help="measure first, and write the times here, too")
+    parser.add_argument("--record", help="measure first, and write the times here, too")
     parser.add_argument("--force", action="store_true", help="replace a file there that is no record")
     given = parser.parse_args()
     try:
-        found = _measured(given.record, given.force) if given.record else records.read(RECORD, KEYS)
+        found = _measured(records.file_named(given.record), given.force) if given.record else records.read(RECORD, KEYS)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     DOCUMENT.write_text(fill(DOCUMENT.read_text(), found))
