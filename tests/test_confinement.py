@@ -132,6 +132,15 @@ def test_a_watcher_that_can_open_no_more_files_ends_all_the_same(mark, monkeypat
 
 # ---- files --------------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def shared_file():
+    """The path of a file that is not there, in /dev/shm."""
+    path = Path("/dev/shm", f"moeblaze-{uuid.uuid4().hex}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
 WRITES_FILES = """
 def found():
     files = [os.path.join(folder, "own"), "/dev/null", outside[0], os.path.join(outside[1], "new")]
@@ -146,17 +155,17 @@ def found():
         "moved": [failure(os.replace, outside[0], files[0]), failure(os.replace, files[0], os.path.join(own, "own"))],
         "removed": failure(os.unlink, outside[0]),
         "named": named,
-        "shared": failure(open, "/dev/shm/" + os.path.basename(folder), "w"),
+        "shared": failure(open, outside[2], "w"),
         "system": failure(open, "/proc/sys/kernel/core_pattern", "r+"),
         "watcher": failure(open, f"/proc/{watcher}/comm", "w"),
     }
 """
 
 
-def test_only_temporary_files_and_what_cuda_needs_can_be_written(tmp_path):
+def test_only_temporary_files_and_what_cuda_needs_can_be_written(tmp_path, shared_file):
     outside = tmp_path / "outside"
     outside.write_text("mine\n")
-    told, refused = confined(WRITES_FILES, outside, tmp_path)
+    told, refused = confined(WRITES_FILES, outside, tmp_path, shared_file)
     assert not any("Linux 6.2" in name for name in refused)
     assert told["written"] == ["", "", "EACCES", "EACCES"]
     assert told["moved"][0] in ("EACCES", "EXDEV") and told["moved"][1] == ""
@@ -186,14 +195,6 @@ TOO_MUCH = r"hold [0-9,]+ MiB of memory, but 1,024 MiB is the limit"
 def test_a_file_in_memory_without_a_name_is_memory(mark):
     with pytest.raises(ChildProcessError, match=TOO_MUCH):
         check(fill('const int file = memfd_create("mine", 0);', mark), guard.Limits(120, resident_bytes=1 << 30))
-
-
-@pytest.fixture
-def shared_file():
-    """The path of a file that is not there, in /dev/shm."""
-    path = Path("/dev/shm", f"moeblaze-{uuid.uuid4().hex}")
-    yield path
-    path.unlink(missing_ok=True)
 
 
 def opening(shared_file):
