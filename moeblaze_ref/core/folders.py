@@ -14,8 +14,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 def remove(path: str | Path) -> str:
     """Remove a folder with all that is in it, or the link or file in its place. Links are not followed.
 
-    Folders may be nested to any depth, and may be closed by their modes: no folder is opened by a path, and at most
-    three are open at a time.
+    Folders may be nested to any depth, and may be closed by their modes: each is opened from the one that holds it, and
+    only a few are open at a time.
 
     Parameters
     ----------
