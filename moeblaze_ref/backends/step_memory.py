@@ -29,13 +29,13 @@ class StepMemory:
         self._placed = {}
 
     def place(self, array: np.ndarray) -> Any:
-        """Return an array on the backend with these numbers, the same one for an array that the step has given before."""
+        """Return an array on the backend with these numbers: the same one if the step has given this array before."""
         if id(array) not in self._placed:
             self._placed[id(array)] = array, self._overwritten(len(self._placed), array)
         return self._placed[id(array)][1]
 
     def _overwritten(self, number: int, array: np.ndarray) -> Any:
-        """Return the held array of this number with these numbers: a new one if there is none of this shape and dtype."""
+        """Return the held array of this number with these numbers; a new one if none has its shape and dtype."""
         held = self._held[number] if number < len(self._held) else None
         if held is None or (held.shape, held.dtype) != (array.shape, array.dtype):
             held = self._to_backend(np.array(array, order="C"))

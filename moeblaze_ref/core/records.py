@@ -9,8 +9,9 @@ Every file that a user names is written by `replace`, and `check_writable` decid
 - a character device or a pipe, such as /dev/stdout. It is written through, and stays what it is.
 
 A link is followed to the file that it leads to. A file that is replaced passes its mode on, and its owner where the
-system permits that. A file with several names (hard links) is refused: only the named one would get what is new. With
-``force`` it is replaced so, and its other names keep what was there. `check_distinct` keeps two options of a command from naming one file.
+system permits that. A file with several names (hard links) is refused, because only the named one would change. With
+``force`` it is replaced, and its other names keep what was there. `check_distinct` keeps two options of a command from
+naming one file.
 """
 
 import errno

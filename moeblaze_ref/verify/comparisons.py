@@ -554,8 +554,8 @@ class TensorMemory:
 def step_of_torch_layer(layer: nn.Module, case: Case, memory: TensorMemory) -> Results:
     """Return the layer's results and the wanted gradients.
 
-    The case's numbers overwrite those of the step before: in the layer's weights, as an optimizer does, and in the input,
-    a given routing and the outputs' gradients, which the memory holds.
+    The case's numbers overwrite those of the step before: in the layer's weights, as an optimizer does, and in the
+    input, a given routing and the outputs' gradients, which the memory holds.
     """
     parameters = dict(layer.named_parameters())
     device = layer.wg.device
