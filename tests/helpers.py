@@ -1,6 +1,8 @@
 """What the tests of several stages share: routings and shapes to try, and what every Dispatch must be."""
 
 import re
+import resource
+from contextlib import contextmanager
 from itertools import combinations
 from typing import NamedTuple
 
@@ -85,6 +87,17 @@ SHAPES = (
     Shape(131, 16, 8, 16, 4, "zipf"),
     Shape(300, 8, 4, 3, 2),  # two scan tiles
 )
+
+
+@contextmanager
+def files_of_at_most(size):
+    """The system refuses to let a file grow further, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def assert_told_apart_in_grey(figure):

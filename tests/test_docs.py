@@ -633,7 +633,7 @@ WRONG = {  # a line of a document: what must be said against it
     "[`biuld`](ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py)": (wrong_links, "biuld is not in"),
     "[`dense_mop`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)": (wrong_links, "dense_mop is not in"),
     "[`Purpose`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)": (wrong_links, "Purpose is not in"),
-    "[`test_nothing`](ROOT/tests/test_simt.py)": (wrong_links, "test_nothing is not in"),
+    "[`test_nothing`](ROOT/tests/runtime/test_simt.py)": (wrong_links, "test_nothing is not in"),
     "[`layer.build`](ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py)": (wrong_links, "layer.build is not in"),
     "[a page][undefined]": (wrong_links, "undefined: there is no such file"),
     "[undefined][]": (wrong_links, "undefined: there is no such file"),

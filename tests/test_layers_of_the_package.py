@@ -27,6 +27,11 @@ def test_every_module_lies_in_a_folder():
     assert {path.name for path in PACKAGE.glob("*.py")} == ABOVE
 
 
+def test_the_tests_have_a_folder_for_each_folder_of_the_package():
+    folders = {path.parent.name for path in PACKAGE.glob("*/*.py")}
+    assert {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} == folders | {"gpu"}
+
+
 def named_in(path: Path) -> set[str]:
     return {name for found in MODULES.findall(path.read_text()) for name in found if name}
 

@@ -1,17 +1,17 @@
 """Notebooks in JupyterLab, as a reader has them: run by the menu, their sliders moved, in a real browser."""
 
 import shutil
-from pathlib import Path
 
 import browser
 import nbformat
 import pytest
 from playwright.sync_api import expect
 
+from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.course.notebook.execution import METADATA
 
 NAMES = ("00_memory_wall", "01_routing", "02_dispatch_without_sorting")  # quick ones
-NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = ROOT / "notebooks"
 
 
 def write_cleared(notebook, path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
-from test_records import files_of_at_most
+from helpers import files_of_at_most
 from typer.testing import CliRunner
 
 from moeblaze_ref.backends.registry import BACKENDS

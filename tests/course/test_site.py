@@ -19,12 +19,11 @@ import pytest
 from helpers import unmarked
 from playwright.sync_api import expect
 
+from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.core.records import read
 from moeblaze_ref.course.exercises.sheets import SHEETS
 from moeblaze_ref.course.site import extension, glossary, records, sources
 from moeblaze_ref.course.site import path as course_path
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

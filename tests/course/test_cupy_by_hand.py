@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
@@ -11,10 +10,10 @@ from hand_launch import pretended_cupy
 from helpers import unmarked
 
 from moeblaze_ref.backends import registry
+from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.course.site import cupy_by_hand
 from moeblaze_ref.verify.cases import relative_error
 
-ROOT = Path(__file__).parents[1]
 PAGE = cupy_by_hand.DOCUMENT.read_text()
 IMPORTS, INPUTS, LAUNCH = cupy_by_hand.blocks(PAGE)
 NOTEBOOK = ROOT / "notebooks" / "03_gather_gemm_swiglu.ipynb"

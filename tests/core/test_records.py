@@ -3,29 +3,17 @@
 import errno
 import os
 import re
-import resource
 import shutil
 import stat
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers import files_of_at_most
 from typer.testing import CliRunner
 
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import records
-
-
-@contextmanager
-def files_of_at_most(size):
-    """The system refuses to let a file grow further, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_thereafter(tmp_path, monkeypatch):

@@ -11,11 +11,12 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from test_records import files_of_at_most
+from helpers import files_of_at_most
 from typer.testing import CliRunner
 
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import traces
+from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.lm import checkpoint, command, data, tracing
 from moeblaze_ref.lm.model import LMConfig
 from moeblaze_ref.lm.presets import preset
@@ -338,7 +339,7 @@ def test_bad_input_to_the_command_is_named(trainer, tmp_path, monkeypatch, argum
 
 # The trace that the project publishes
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = DOCS / "results"
 CURVES = RESULTS / "train_curves_h200.json"
 
 

@@ -38,6 +38,7 @@ from moeblaze_ref.backends.raw_cuda import gemm as raw_gemm
 from moeblaze_ref.bench import document, ladder
 from moeblaze_ref.bench import layer as bench_layer
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig, preset
+from moeblaze_ref.core.paths import ROOT
 from moeblaze_ref.core.units import GB, GIB, MIB
 from moeblaze_ref.course.notebook import (
     backward,
@@ -79,7 +80,6 @@ from moeblaze_ref.verify.cases import (
     relative_error,
 )
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 KERNELS = "dispatch/1_dense_map.cu"

@@ -14,10 +14,10 @@ import processes
 import pytest
 import small_lm
 import torch
+from helpers import files_of_at_most
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_lm import CONFIG
-from test_records import files_of_at_most
 from torch import nn
 from typer.testing import CliRunner
 
@@ -160,7 +160,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 torch.set_num_threads(1)
 from moeblaze_ref.lm import log
 import test_lm_train as tests
@@ -210,7 +210,7 @@ MOMENTS = {  # and the step that the folder's checkpoint then holds
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_at_any_moment_changes_no_loss(moment, tmp_path, uninterrupted):
-    folder, script = tmp_path / "run", KILLED.format(tests=str(Path(__file__).parent))
+    folder, script = tmp_path / "run", KILLED.format(tests=[str(folder) for folder in Path(__file__).parents[:2]])
     killed = processes.run([sys.executable, "-c", script, moment, folder])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     saved = checkpoint.step_of(folder / CHECKPOINT) if (folder / CHECKPOINT).exists() else None
