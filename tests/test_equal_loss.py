@@ -109,6 +109,61 @@ def test_the_gradients_that_are_judged_are_the_first_steps(kind):
     assert compare(kind, moe=Late)["verdict"]["first_gradients"]["worst"] == 0
 
 
+def test_later_steps_are_compared_from_the_oracles_weights(monkeypatch):
+    """A fault that begins after the first step hardly moves the loss; the gradients at the same weights show it."""
+    monkeypatch.setattr(equal_loss, "EVERY", 2)
+    verdict = compare("replayed", moe=Late)["verdict"]
+    assert verdict["loss"]["worst"] < 1e-4 and verdict["first_gradients"]["passed"]
+    gradients = verdict["same_weights_gradients"]
+    assert not gradients["passed"] and gradients["worst"] > 1e-4 and gradients["at"].startswith("step ")
+    found = compare("replayed")
+    assert [row["step"] for row in found["same_weights"]["moeblaze"]] == [2, 4]
+    assert found["same_weights"].keys() == found["loss"].keys() - {"oracle"} and found["passed"]
+    assert "same_weights_loss" in found["verdict"]
+    shown = report.summary(records()["replayed"] | found)
+    assert shown.count("gradients from the oracle's weights") == shown.count("loss from the oracle's weights") == 4
+
+
+def test_the_comparison_at_the_same_weights_moves_no_run(monkeypatch):
+    with_it, without = (
+        (monkeypatch.setattr(equal_loss, "EVERY", every), compare("replayed", moe="oracle"))[1] for every in (1, 100)
+    )
+    assert with_it["loss"] == without["loss"] and not without["same_weights"]["moeblaze"]
+    assert "same_weights_loss" not in without["verdict"] and "same_weights_loss" in with_it["verdict"]
+    assert {row["gradients"] for row in with_it["same_weights"]["moeblaze"]} == {0.0}
+
+
+def test_the_weights_of_the_comparison_are_the_oracles():
+    """Two runs of other weights on the same windows: from the first one's weights they are one."""
+    run, other = (Trainer(replace(SETTINGS, seed=seed, order_seed=0), data.python_help()) for seed in (0, 1))
+    (found,) = equal_loss._from_same_weights(run, {"other": other}).values()
+    assert found["loss"] == found["gradients"] == 0
+
+
+def test_looking_ahead_sees_the_next_step_and_stays():
+    run, other = (Trainer(replace(SETTINGS, seed=seed), data.python_help()) for seed in (0, 1))
+    weights = dict(run.model.named_parameters())
+    ahead = run.look_ahead(weights)
+    assert all(one.grad is None for one in weights.values()) and run.step == 0
+    elsewhere = run.look_ahead(dict(other.model.named_parameters()))
+    assert elsewhere.loss != ahead.loss
+    step = run.advance()
+    assert step.loss == ahead.loss and all(map(torch.equal, run.chosen, ahead.chosen))
+    cut = min(1, SETTINGS.gradient_norm / step.gradient_norm)
+    for name, weight in run.model.named_parameters():
+        torch.testing.assert_close(weight.grad, cut * ahead.gradients[name])
+
+
+def test_a_gradient_that_is_no_number_is_the_worst():
+    reference = {"a": torch.ones(2), "b": torch.ones(2)}
+    worst, at = equal_loss.worst_gap({"a": torch.tensor([1.0, math.nan]), "b": torch.zeros(2)}, reference)
+    assert math.isnan(worst) and at == "a"
+    rows = [{"step": step, "loss": 0.0, "gradients": gap, "at": "a"} for step, gap in ((10, 1.0), (20, math.nan))]
+    verdict = equal_loss.judge_same_weights(rows)
+    assert verdict["same_weights_gradients"]["at"] == "step 20, a" and verdict["same_weights_loss"]["passed"]
+    assert not verdict["same_weights_gradients"]["passed"]
+
+
 class Scaled(oracle.OracleMoE):
     """An output that is a little too large."""
 
@@ -798,6 +853,7 @@ def test_what_the_page_says_of_replayed_choices_is_what_their_records_hold():
     assert h100["verdict"]["first_gradients"]["passed"] and not h100["verdict"]["loss"]["passed"]
     assert all(worst > BOUND for worst in h100["oracles"].values())
     assert sum(worst > h200["verdict"]["loss"]["worst"] for worst in h200["oracles"].values()) == 2
+    assert not any("same_weights" in found for found in (h200, h100))
     assert not drift.drifts(h200["loss"])
     found = drift.drifts(h100["loss"])
     assert {one.since for one in found.values()} == {110}

@@ -10,12 +10,17 @@ from moeblaze_ref.core import documents
 from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm import drift
 from moeblaze_ref.lm.curves import judge
-from moeblaze_ref.lm.equal_loss import BOUND, ORACLES, gaps, is_among, judge_loss
+from moeblaze_ref.lm.equal_loss import BOUND, EVERY, ORACLES, gaps, is_among, judge_loss, judge_same_weights
 from moeblaze_ref.lm.wall import met_wall
 
 Found = Mapping[str, Any]
 Rows = Iterator[list[str]]
-NAMES = {"loss": "loss", "first_gradients": "gradients of the first step, weight by weight"}
+NAMES = {
+    "loss": "loss",
+    "first_gradients": "gradients of the first step, weight by weight",
+    "same_weights_loss": f"loss from the oracle's weights, every {EVERY}th step",
+    "same_weights_gradients": f"gradients from the oracle's weights, every {EVERY}th step, weight by weight",
+}
 RESULTS = {True: "pass", False: "FAIL", None: "open"}
 TEXTS_DIFFER = (
     "The devices read different texts. Compare the runs of one device; do not compare losses between devices."
@@ -81,12 +86,17 @@ def replayed(found: Sequence[Found]) -> list[str]:
 
 
 def _replayed_rows(found: Found) -> Rows:
-    """Ours, on which the verdict is, and the reordered oracles under the rule for its loss."""
-    of_oracles = {run: {"loss": judge_loss(gaps(found["loss"][run], found["loss"]["oracle"]))} for run in ORACLES[1:]}
-    for run, verdict in {"moeblaze": found["verdict"], **of_oracles}.items():
-        for name, one in verdict.items():
+    """Ours, on which the verdict is, and the reordered oracles under the same rules, as far as they were measured."""
+    for run in ("moeblaze", *ORACLES[1:]):
+        for name, one in (found["verdict"] if run == "moeblaze" else _verdict_on(found, run)).items():
             first = _first_beyond(found, run) if name == "loss" else ""
             yield [run, NAMES[name], f"{one['worst']:.1e}", _at(one), first, f"{one['bound']:.0e}", _result(one)]
+
+
+def _verdict_on(found: Found, run: str) -> Found:
+    """What the rules say of an oracle; a record may be older than the comparison at the same weights."""
+    loss = judge_loss(gaps(found["loss"][run], found["loss"]["oracle"]))
+    return {"loss": loss} | judge_same_weights(found.get("same_weights", {}).get(run, []))
 
 
 def _drift_rows(found: Found) -> Rows:
