@@ -803,6 +803,12 @@ def _legends(owner):
     return owner.legends if hasattr(owner, "legends") else [legend for legend in [owner.get_legend()] if legend]
 
 
+@pytest.mark.parametrize("kind", ["curves", "memory"])
+def test_a_picture_of_whole_runs_names_its_device(kind):
+    figure = evidence_plots.picture(records()[kind] | {"device": "NVIDIA H100, 580"})
+    assert any(axes.get_title(loc="left").endswith(", NVIDIA H100") for axes in figure.axes)
+
+
 def test_the_lines_are_the_records():
     found = records()
     gap, _ = evidence_plots.free(found["free"]).axes
