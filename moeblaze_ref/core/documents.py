@@ -35,6 +35,11 @@ def fill(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
     return _BLOCK.sub(written, text)
 
 
+def device(found: Mapping[str, Any]) -> str:
+    """The name of the device that a result was measured on, without its driver and its memory."""
+    return found["device"].partition(",")[0]
+
+
 def place(found: Mapping[str, Any]) -> list[str]:
     """Where a result was measured, a line of a list each: of what `provenance.environment` says.
 

@@ -3,18 +3,27 @@
 ``python -m moeblaze_ref.lm.document`` writes everything again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moeblaze_ref.core import documents
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.lm import EVIDENCE, evidence, evidence_plots, report
 
 DOCUMENT = DOCS / "training.md"
-# Of each block, whose name is the kind of evidence or begins with it.
-RECORDS = {kind: DOCS / "results" / f"train_{kind}_h200.json" for kind in EVIDENCE}
-RECORDS |= {f"{kind}_tiny": DOCS / "results" / f"train_{kind}_tiny_cpu.json" for kind in ("free", "curves")}
+# The section of each kind.
+HEADINGS = {
+    "replayed": "the-same-choices",
+    "free": "every-router-by-itself",
+    "curves": "whole-runs",
+    "memory": "the-memory-wall",
+}
+RESULTS = DOCS / "results"
+# Of each block, whose name is the kind of evidence or begins with it: a record from each device.
+RECORDS = {kind: [RESULTS / f"train_{kind}_{gpu}.json" for gpu in ("h200", "h100")] for kind in EVIDENCE}
+RECORDS |= {f"{kind}_tiny": [RESULTS / f"train_{kind}_tiny_cpu.json"] for kind in ("free", "curves")}
 # What a reader who does not see the pictures is told.
 PICTURED = {
     "replayed": "Loss of moeblaze and of the oracle at each step, and their gap, with the oracle's choices replayed",
@@ -24,21 +33,34 @@ PICTURED = {
 }
 
 
-def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
+def fill(text: str, paths: Mapping[str, Sequence[Path]] = RECORDS) -> str:
     """The document with every block written anew.
 
     Parameters
     ----------
     text : str
     paths : mapping
-        Of each block's record, which need not be there yet.
+        Of each block's records, which need not be there yet.
 
     Raises
     ------
     ValueError
         If there is no block of that name, or a file is no record of the kind.
     """
-    return documents.fill(text, {name: partial(_block, kind_of(name), path) for name, path in paths.items()})
+    blocks = {name: partial(_block, kind_of(name), given) for name, given in paths.items()}
+    return documents.fill(text, blocks | {"verdicts": partial(_verdicts, paths)})
+
+
+def _verdicts(paths: Mapping[str, Sequence[Path]]) -> str:
+    """The verdict of every record on one page."""
+    found = [evidence.load(path, kind_of(name)) for name, given in paths.items() for path in filter(Path.exists, given)]
+    columns = ["evidence", "preset", "device", "commit", "verdict"]
+    return documents.table(columns, map(_verdict, found), words=len(columns)) if found else ""
+
+
+def _verdict(found: Mapping[str, Any]) -> list[str]:
+    kind, preset = f"[{found['kind']}](#{HEADINGS[found['kind']]})", found["preset"]
+    return [kind, preset, documents.device(found), found["commit"][:7], report.RESULTS[found["passed"]]]
 
 
 def kind_of(block: str) -> str:
@@ -51,20 +73,24 @@ def picture_of(path: Path) -> Path:
     return path.parents[1] / "images" / f"{path.stem}.png"
 
 
-def _block(kind: str, path: Path) -> str:
-    """What a record says, its picture, and where it was measured; nothing while there is none."""
-    if not path.exists():
-        return ""
-    found = evidence.load(path, kind)
-    picture = f"![{PICTURED[kind]}](images/{picture_of(path).name})"
-    return "\n\n".join([report.summary(found), picture, "\n".join(documents.place(found))])
+def _block(kind: str, paths: Sequence[Path]) -> str:
+    """What the records say together, and the picture and the place of each; nothing while there is none."""
+    found = {path: evidence.load(path, kind) for path in paths if path.exists()}
+    return "\n\n".join([report.summary(*found.values()), *map(_measured, found, found.values())]) if found else ""
+
+
+def _measured(path: Path, found: Mapping[str, Any]) -> str:
+    """The picture of a record, where it was measured, and the fingerprint of the text that was read."""
+    of_device = f"{PICTURED[found['kind']]}; {documents.device(found)}"
+    picture = f"![{of_device}](images/{picture_of(path).name})"
+    return "\n\n".join([picture, "\n".join([*documents.place(found), f"- text: {found['text']}"])])
 
 
 def write():
     """The document, and a picture of every record."""
     DOCUMENT.write_text(fill(DOCUMENT.read_text(), RECORDS))
-    for name, path in RECORDS.items():
-        if path.exists():
+    for name, paths in RECORDS.items():
+        for path in filter(Path.exists, paths):
             evidence_plots.write(evidence.load(path, kind_of(name)), picture_of(path), force=True)
 
 

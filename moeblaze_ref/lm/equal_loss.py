@@ -6,9 +6,11 @@ another expert at some step, and from there on the two are different runs: as di
 another order, which is what they are held against.
 
 The loss alone is blunt: early in training a layer whose output is a ten-thousandth too large hardly moves it. So the
-first step's gradients, of each weight and at the same weights, must be the same too.
+gradients of each weight must be the same too, in the first step and, with the choices replayed, from the oracle's
+weights at every tenth.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +27,7 @@ from moeblaze_ref.lm.train import Trainer, TrainSettings
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.systems import MoEFactory
 
+EVERY = 10  # steps from one comparison at the same weights to the next
 BOUND = 1e-5  # of what is relative to the oracle's, while nothing but rounding parts two runs
 ORDERS = ("d", "h", "dh")  # axes that an oracle may sum backwards
 ORACLES = ("oracle", *(f"oracle, {axes} backwards" for axes in ORDERS))  # runs that differ in summation order alone
@@ -109,10 +112,54 @@ def judge_gradients(model: nn.Module, reference: nn.Module) -> dict[str, Any]:
     dict
         {worst, at, bound, passed}: the largest ||d_w - reference|| / ||reference||, and the weight's name.
     """
-    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
-    found = {name: ((mine.grad - other.grad).norm() / other.grad.norm()).item() for (name, mine), other in pairs}
-    at = max(found, key=found.__getitem__)
-    return {"worst": found[at], "at": at, "bound": BOUND, "passed": all(gap <= BOUND for gap in found.values())}
+    worst, at = worst_gap(*({name: one.grad for name, one in of.named_parameters()} for of in (model, reference)))
+    return {"worst": worst, "at": at, "bound": BOUND, "passed": worst <= BOUND}
+
+
+def worst_gap(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest ||d_w - reference|| / ||reference|| of any weight, and the weight's name; NaN is the largest."""
+    found = {name: ((gradients[name] - other).norm() / other.norm()).item() for name, other in reference.items()}
+    at = max(found, key=lambda name: (math.isnan(found[name]), found[name]))
+    return found[at], at
+
+
+def judge_same_weights(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether a layer computes the oracle's loss and gradients from the oracle's weights, all along the run.
+
+    Each row begins with the same weights, so no rounding of earlier steps adds up, and the bound asks the same of every
+    step, however fast training amplifies rounding on a text.
+
+    Parameters
+    ----------
+    found : sequence of dict
+        {step, loss, gradients, at} of a run, as `replayed` has it.
+
+    Returns
+    -------
+    dict
+        {worst, at, bound, passed} of ``same_weights_loss`` and of ``same_weights_gradients``; empty without rows.
+    """
+    if not found:
+        return {}
+    return {f"same_weights_{of}": _judge_rows(found, of) for of in ("loss", "gradients")}
+
+
+def _judge_rows(found: Sequence[Mapping[str, Any]], of: str) -> dict[str, Any]:
+    row = max(found, key=lambda row: (math.isnan(row[of]), row[of]))
+    at = row["step"] if of == "loss" else f"step {row['step']}, {row['at']}"
+    return {"worst": row[of], "at": at, "bound": BOUND, "passed": row[of] <= BOUND}
+
+
+def _from_same_weights(reference: Trainer, others: Mapping[str, Trainer]) -> dict[str, dict[str, Any]]:
+    """How far each run's next step is from the oracle's, were it at the oracle's weights; no run moves."""
+    weights = dict(reference.model.named_parameters())
+    expected = reference.look_ahead(weights)
+    found = {}
+    for name, run in others.items():
+        ahead = run.look_ahead(weights, expected.chosen)
+        worst, at = worst_gap(ahead.gradients, expected.gradients)
+        found[name] = {"loss": gaps([ahead.loss], [expected.loss])[0], "gradients": worst, "at": at}
+    return found
 
 
 # With the oracle's choices ----------------------------------------------------------------------------------------------
@@ -129,7 +176,8 @@ def replayed(
     """Train a model with the oracle's layers, and others that replay its choice of experts at every step.
 
     The others are one with the layers in question, and the oracle in three other orders of summation, which shows how
-    far rounding alone leads.
+    far rounding alone leads. Before every step of a number that `EVERY` divides, each of them also computes the loss
+    and the gradients of that step from the oracle's weights, and then goes on from its own.
 
     Parameters
     ----------
@@ -147,9 +195,11 @@ def replayed(
     Returns
     -------
     dict
-        ``loss`` of each run at each step; ``verdict`` on the losses of ``moeblaze``, `judge_loss`, and on its gradients
-        of the first step, `judge_gradients`; whether both ``passed``; and ``oracles``, the worst gap of each of the
-        reordered oracles.
+        ``loss`` of each run at each step; ``same_weights`` of each run but the oracle, a row {step, loss, gradients,
+        at} for every `EVERY` steps: the relative gap of the loss, the largest of any weight's gradient, and the
+        weight's name; ``verdict`` on the losses of ``moeblaze``, `judge_loss`, on its gradients of the first step,
+        `judge_gradients`, and on its rows, `judge_same_weights`; whether all ``passed``; and ``oracles``, the worst gap
+        of each of the reordered oracles.
 
     Raises
     ------
@@ -161,19 +211,24 @@ def replayed(
     _check(settings, steps)
     with exact_products():
         runs = _runs(settings, corpus, device, moe)
-        reference, *others = runs.values()
+        reference = runs["oracle"]
+        others = {name: run for name, run in runs.items() if name != "oracle"}
+        same_weights: dict[str, list[dict[str, Any]]] = {name: [] for name in others}
         for step in range(1, steps + 1):
+            for name, found in (_from_same_weights(reference, others) if step % EVERY == 0 else {}).items():
+                same_weights[name].append({"step": step, **found})
             reference.advance()
-            for run in others:
+            for run in others.values():
                 run.advance(reference.chosen)
             if step == 1:
                 gradients = judge_gradients(runs["moeblaze"].model, reference.model)
             _tell(on_step, step, reference)
     losses = {name: run.losses for name, run in runs.items()}
     verdict = {"loss": judge_loss(gaps(losses["moeblaze"], losses["oracle"])), "first_gradients": gradients}
+    verdict |= judge_same_weights(same_weights["moeblaze"])
     worst = {name: max(gaps(losses[name], losses["oracle"])) for name in ORACLES[1:]}
     passed = all(one["passed"] for one in verdict.values())
-    return {"loss": losses, "verdict": verdict, "oracles": worst, "passed": passed}
+    return {"loss": losses, "same_weights": same_weights, "verdict": verdict, "oracles": worst, "passed": passed}
 
 
 # With free routing ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from moeblaze_ref.core import figures
+from moeblaze_ref.core import documents, figures
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.lm.equal_loss import gaps
 from moeblaze_ref.lm.wall import met_wall
@@ -104,7 +104,8 @@ def curves(found: Found) -> Figure:
             if "oracle" in runs and name != "oracle":
                 lower.plot(*_above(run[loss], runs["oracle"][loss]), label=name, **drawn(COLORS[name]))
         lower.axhline(0, color=BLACK, linewidth=0.8, zorder=1)
-        _dress(upper, "cross entropy, nats per byte", f"{loss} loss, {found['settings']['precision']}")
+        where = f"{found['settings']['precision']}, {documents.device(found)}"
+        _dress(upper, "cross entropy, nats per byte", f"{loss} loss, {where}")
         _dress(lower, "above the oracle, nats per byte", "")
         lower.set_xlabel("step")
     names = panels[0, 0].get_legend_handles_labels()
@@ -140,7 +141,7 @@ def memory(found: Found) -> Figure:
     walls.set_xticks([])
     walls.spines["bottom"].set_visible(False)
     walls.set_xlabel("tokens of a step, L")
-    _dress(walls, "", "the largest step that fits")
+    _dress(walls, "", f"the largest step that fits, {documents.device(found)}")
     return figure
 
 

@@ -1,71 +1,116 @@
-"""What a record of evidence says, in Markdown: for the terminal and for docs/training.md."""
+"""What records of evidence say, in Markdown: for the terminal and for docs/training.md.
 
-from collections.abc import Mapping
+Records of one kind that were measured on several devices share their tables, which then begin with the device.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from moeblaze_ref.core import documents
 from moeblaze_ref.core.units import MIB
+from moeblaze_ref.lm import drift
 from moeblaze_ref.lm.curves import judge
-from moeblaze_ref.lm.equal_loss import BOUND, gaps, is_among
+from moeblaze_ref.lm.equal_loss import BOUND, EVERY, ORACLES, gaps, is_among, judge_loss, judge_same_weights
 from moeblaze_ref.lm.wall import met_wall
 
 Found = Mapping[str, Any]
-NAMES = {"loss": "loss", "first_gradients": "gradients of the first step, weight by weight"}
+Rows = Iterator[list[str]]
+NAMES = {
+    "loss": "loss",
+    "first_gradients": "gradients of the first step, weight by weight",
+    "same_weights_loss": f"loss from the oracle's weights, every {EVERY}th step",
+    "same_weights_gradients": f"gradients from the oracle's weights, every {EVERY}th step, weight by weight",
+}
+RESULTS = {True: "pass", False: "FAIL", None: "open"}
+TEXTS_DIFFER = (
+    "The devices read different texts. Compare the runs of one device; do not compare losses between devices."
+)
 
 
-def summary(found: Found) -> str:
-    """A record of `evidence.gather` in words and tables."""
-    return REPORTS[found["kind"]](found)
+def summary(*found: Found) -> str:
+    """Records of `evidence.gather`, all of one kind, in words and tables."""
+    return "\n\n".join([_runs_and_texts(found), *REPORTS[found[0]["kind"]](found)])
 
 
-def replayed(found: Found) -> str:
-    """The worst gaps of the loss and of the first gradients, and of oracles that sum in another order."""
-    oracles = "; ".join(f"{name}: {worst:.1e}" for name, worst in found["oracles"].items())
-    return (
-        f"{_run(found)} Of {found['steps']:,} steps, moeblaze beside the oracle:\n\n{_worst_gaps(found)}\n\n"
-        f"Worst gap of the loss of oracles that sum in another order: {oracles}."
-    )
+def _runs_and_texts(found: Sequence[Found]) -> str:
+    """What was trained, and whether all devices read the same text, where losses are shown."""
+    texts = {one["text"] for one in found if one["kind"] != "memory"}
+    return "\n\n".join([*dict.fromkeys(map(_run, found)), *([TEXTS_DIFFER] if len(texts) > 1 else [])])
 
 
 def _run(found: Found) -> str:
     settings = found["settings"]
     config = settings["config"]
+    tokens = " Here a step has L tokens instead." if found["kind"] == "memory" else ""
     return (
         f"Preset {found['preset']}: {config['layers']} layers, d = {config['d']:,}, h = {config['h']:,}, "
         f"E = {config['E']}, k = {config['k']}; {settings['batch']} windows of {config['sequence']:,} bytes a step; "
-        f"{settings['precision']}."
+        f"{settings['precision']}.{tokens}"
     )
 
 
-def _worst_gaps(found: Found) -> str:
-    lines = ["| of | worst relative gap | at | bound | result |", "| --- | ---: | ---: | ---: | --- |"]
-    for name, one in found["verdict"].items():
-        at = f"step {one['at']}" if isinstance(one["at"], int) else f"`{one['at']}`"
-        lines.append(f"| {NAMES[name]} | {one['worst']:.1e} | {at} | {one['bound']:.0e} | {_result(one)} |")
-    return "\n".join(lines)
+def _table(columns: Sequence[str], rows: Callable[[Found], Rows], found: Sequence[Found], words: int = 1) -> str:
+    """One table of several records; the first column names the device if there is more than one."""
+    if len(found) == 1:
+        return documents.table(columns, rows(found[0]), words)
+    marked = ([documents.device(one), *row] for one in found for row in rows(one))
+    return documents.table(["device", *columns], marked, words + 1)
+
+
+def _each(sentence: Callable[[Found], str], found: Sequence[Found]) -> str:
+    """A sentence about each record, with its device before it if there is more than one."""
+    if len(found) == 1:
+        return sentence(found[0])
+    return "\n".join(f"- {documents.device(one)}: {sentence(one)}" for one in found)
+
+
+# Losses step by step ----------------------------------------------------------------------------------------------------
+
+
+def replayed(found: Sequence[Found]) -> list[str]:
+    """The worst gaps of the loss and of the first gradients, of oracles that sum in another order, and their growth."""
+    columns = ["run", "of", "worst relative gap", "at", "first beyond the bound", "bound", "result"]
+    steps = " and ".join(dict.fromkeys(f"{one['steps']:,}" for one in found))
+    parts = [f"Of {steps} steps, each run beside the oracle:", _table(columns, _replayed_rows, found, words=2)]
+    if any(drift.drifts(one["loss"]) for one in found):
+        columns = [
+            "run",
+            "from step",
+            "doublings in 100 steps",
+            "correlation with moeblaze's",
+            "size beside moeblaze's",
+        ]
+        parts += [f"Growth of the gaps, from the first of moeblaze above {drift.LEFT:.0e} on:"]
+        parts += [_table(columns, _drift_rows, found)]
+    return parts
+
+
+def _replayed_rows(found: Found) -> Rows:
+    """Ours, on which the verdict is, and the reordered oracles under the same rules, as far as they were measured."""
+    for run in ("moeblaze", *ORACLES[1:]):
+        for name, one in (found["verdict"] if run == "moeblaze" else _verdict_on(found, run)).items():
+            first = _first_beyond(found, run) if name == "loss" else ""
+            yield [run, NAMES[name], f"{one['worst']:.1e}", _at(one), first, f"{one['bound']:.0e}", _result(one)]
+
+
+def _verdict_on(found: Found, run: str) -> Found:
+    """What the rules say of an oracle; a record may be older than the comparison at the same weights."""
+    loss = judge_loss(gaps(found["loss"][run], found["loss"]["oracle"]))
+    return {"loss": loss} | judge_same_weights(found.get("same_weights", {}).get(run, []))
+
+
+def _drift_rows(found: Found) -> Rows:
+    for run, one in drift.drifts(found["loss"]).items():
+        cells = f"{one.since:,}", f"{100 * one.growth:.1f}", f"{one.correlation:.3f}", f"{one.size:.2f}"
+        yield [run, *cells]
+
+
+def _at(one: Found) -> str:
+    return f"step {one['at']}" if isinstance(one["at"], int) else f"`{one['at']}`"
 
 
 def _result(one: Found) -> str:
-    return {True: "pass", False: "FAIL", None: "open"}[one["passed"]]
-
-
-def free(found: Found) -> str:
-    """When a token first chose other experts, the gaps before, and the gaps since beside those of oracles."""
-    parts = [_run(found), _first_changes(found), _until_the_first_change(found)]
-    if found["after"] is not None:
-        since = found["first_change"]["moeblaze"]["step"]
-        parts.append(f"From step {since:,} on, relative gaps of the loss:\n\n{_gaps_since(found)}")
-    return "\n\n".join(parts)
-
-
-def _first_changes(found: Found) -> str:
-    lines = [
-        f"| run | first step with other experts | tokens, layer by layer | first gap of the loss above {BOUND:.0e} |",
-        "| --- | ---: | --- | ---: |",
-    ]
-    for run, first in found["first_change"].items():
-        step, tokens = ("none", "") if first is None else (first["step"], ", ".join(map(str, first["tokens"])))
-        lines.append(f"| {run} | {step} | {tokens} | {_first_beyond(found, run)} |")
-    return "\n".join(lines)
+    return RESULTS[one["passed"]]
 
 
 def _first_beyond(found: Found, run: str) -> str:
@@ -74,46 +119,83 @@ def _first_beyond(found: Found, run: str) -> str:
     return next((f"step {n}" for n in beyond), "none")
 
 
-def _until_the_first_change(found: Found) -> str:
+def free(found: Sequence[Found]) -> list[str]:
+    """When a token first chose other experts, the gaps before, and the gaps since beside those of oracles."""
+    columns = ["run", "first step with other experts", "tokens, layer by layer"]
+    parts = [_table([*columns, f"first gap of the loss above {BOUND:.0e}"], _first_changes, found)]
+    parts.append(_each(_before_the_first_change, found))
+    if any(map(_same_steps, found)):
+        parts.append(_table(["of", "worst relative gap", "at", "bound", "result"], _gaps_before, found))
+    if changed := [one for one in found if one["after"] is not None]:
+        parts.append("From the first token of moeblaze with other experts on, relative gaps of the loss:")
+        parts.append(_table(["runs", "from step", "mean", "worst"], _gaps_since, found))
+        parts.append(_each(_among, changed))
+    return parts
+
+
+def _first_changes(found: Found) -> Rows:
+    for run, first in found["first_change"].items():
+        step, tokens = ("none", "") if first is None else (str(first["step"]), ", ".join(map(str, first["tokens"])))
+        yield [run, step, tokens, _first_beyond(found, run)]
+
+
+def _same_steps(found: Found) -> int:
+    """Steps before the first token of moeblaze that has other experts."""
     first = found["first_change"]["moeblaze"]
-    if first is not None and first["step"] == 1:
+    return found["steps"] if first is None else first["step"] - 1
+
+
+def _before_the_first_change(found: Found) -> str:
+    steps = _same_steps(found)
+    if not steps:
         return "The first step already has a token with other experts: there is no step before it to judge."
-    until = f"{found['steps']:,} steps" if first is None else f"the {first['step'] - 1:,} steps before"
-    return f"Of {until}, moeblaze beside the oracle:\n\n{_worst_gaps(found)}"
+    return f"No token has other experts in the first {steps:,} steps. There, moeblaze beside the oracle:"
 
 
-def _gaps_since(found: Found) -> str:
+def _gaps_before(found: Found) -> Rows:
+    for name, one in found["verdict"].items() if _same_steps(found) else ():
+        yield [NAMES[name], f"{one['worst']:.1e}", _at(one), f"{one['bound']:.0e}", _result(one)]
+
+
+def _gaps_since(found: Found) -> Rows:
+    if found["after"] is None:
+        return
+    since = f"{found['first_change']['moeblaze']['step']:,}"
     ours = {f"moeblaze | {oracle}": size for oracle, size in found["after"].items()}
-    lines = ["| runs | mean | worst |", "| --- | ---: | ---: |"]
     for pair, size in {**ours, **found["after_oracles"]}.items():
-        lines.append(f"| {pair.replace(' | ', ' and ')} | {size['mean']:.1e} | {size['worst']:.1e} |")
-    verdict = "pass" if is_among(found["after"], found["after_oracles"]) else "FAIL"
-    return "\n".join(lines) + f"\n\nmoeblaze nearer to one of the oracles than two of them to each other: {verdict}."
+        yield [pair.replace(" | ", " and "), since, f"{size['mean']:.1e}", f"{size['worst']:.1e}"]
 
 
-def curves(found: Found) -> str:
+def _among(found: Found) -> str:
+    verdict = RESULTS[is_among(found["after"], found["after_oracles"])]
+    return f"moeblaze nearer to one of the oracles than two of them to each other: {verdict}."
+
+
+# Whole runs -------------------------------------------------------------------------------------------------------------
+
+
+def curves(found: Sequence[Found]) -> list[str]:
     """Where each run leads, and its gap to the oracle's."""
-    judged = judge(found["runs"], found["steps"])
-    parts = [_run(found), _runs(found, judged["ends"])]
-    if judged["unfinished"]:
-        parts.append(f"Not finished, or not begun: {', '.join(judged['unfinished'])}.")
-    if judged["verdict"] is not None:
-        parts.append(f"Gaps to the oracle's run, nats per byte:\n\n{_gaps_to_oracle(judged['verdict'])}")
-    return "\n\n".join(parts)
+    columns = ["run", "steps", "lowest validation loss", "at step", "last", "mean of the second half"]
+    parts = [_table([*columns, "above oracle's", "rows dropped", "peak, MiB"], _runs, found)]
+    if unfinished := [one for one in found if _judged(one)["unfinished"]]:
+        parts.append(_each(_unfinished, unfinished))
+    if any(_judged(one)["verdict"] is not None for one in found):
+        columns = ["loss", "run", "mean", "worst", "at step", "within luck"]
+        parts += ["Gaps to the oracle's run, nats per byte:", _table(columns, _gaps_to_oracle, found, words=2)]
+    return parts
 
 
-def _runs(found: Found, ends: Found) -> str:
-    lines = [
-        "| run | steps | lowest validation loss | at step | last | mean of the second half | above oracle's "
-        "| rows dropped | peak, MiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+def _judged(found: Found) -> Found:
+    return judge(found["runs"], found["steps"])
+
+
+def _runs(found: Found) -> Rows:
+    ends = _judged(found)["ends"]
     for name, run in found["runs"].items():
         dropped = "" if run["dropped_share"] is None else f"{run['dropped_share']:.1%}"
         peak = "" if run["peak_bytes"] is None else f"{run['peak_bytes'] / MIB:,.0f}"
-        cells = [name, f"{run['steps']:,}", *_end(name, ends), dropped, peak]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        yield [name, f"{run['steps']:,}", *_end(name, ends), dropped, peak]
 
 
 def _end(name: str, ends: Found) -> list[str]:
@@ -125,29 +207,33 @@ def _end(name: str, ends: Found) -> list[str]:
     return [f"{end['lowest']:.4f}", f"{end['at']:,}", f"{end['last']:.4f}", f"{end['second_half']:.4f}", above]
 
 
-def _gaps_to_oracle(verdict: Found) -> str:
-    lines = ["| loss | run | mean | worst | at step | within luck |", "| --- | --- | ---: | ---: | ---: | --- |"]
-    for loss, gaps_of in verdict.items():
+def _unfinished(found: Found) -> str:
+    return f"Not finished, or not begun: {', '.join(_judged(found)['unfinished'])}."
+
+
+def _gaps_to_oracle(found: Found) -> Rows:
+    for loss, gaps_of in (_judged(found)["verdict"] or {}).items():
         for run, gap in gaps_of.items():
-            within = "is the measure" if run == "oracle-other-order" else "pass" if gap["within"] else "FAIL"
-            lines.append(f"| {loss} | {run} | {gap['mean']:.4f} | {gap['worst']:.4f} | {gap['at']:,} | {within} |")
-    return "\n".join(lines)
+            within = "is the measure" if run == "oracle-other-order" else RESULTS[gap["within"]]
+            yield [loss, run, f"{gap['mean']:.4f}", f"{gap['worst']:.4f}", f"{gap['at']:,}", within]
 
 
-def memory(found: Found) -> str:
+# The memory wall --------------------------------------------------------------------------------------------------------
+
+
+def memory(found: Sequence[Found]) -> list[str]:
     """The largest step of each layer, and what the largest step that all can make costs it."""
+    columns = ["layer", "largest L", "times the oracle's", "kept, MiB", "peak, MiB", "step, ms", "at L"]
+    where = "Kept, peak and time are those at the largest L that every layer can make, which the last column names."
+    return [where, _table(columns, _walls, found), _each(_farthest, found)]
+
+
+def _walls(found: Found) -> Rows:
     shared = max((row["L"] for row in found["rows"] if _all_make(found, row["L"])), default=None)
-    lines = [
-        "| layer | largest L | times the oracle's | kept, MiB | peak, MiB | step, ms |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
     for name, L in found["largest"].items():
         times = f"{L / found['largest']['oracle']:.2f}" if found["largest"].get("oracle") else ""
         reached = f"{L:,}" if met_wall(found["rows"], name) else f"{L:,} or more"
-        lines.append(f"| {' | '.join([name, reached, times, *_costs(found, name, shared)])} |")
-    where = "" if shared is None else f" Kept, peak and time are those at L = {shared:,}, which every layer can make."
-    verdict = f"moeblaze, minimal makes as large a step as any other system: {_result(found)}."
-    return "\n\n".join([f"{_run(found)} Here a step has L tokens instead.{where}", "\n".join(lines), verdict])
+        yield [name, reached, times, *_costs(found, name, shared)]
 
 
 def _all_make(found: Found, L: int) -> bool:
@@ -156,11 +242,16 @@ def _all_make(found: Found, L: int) -> bool:
 
 
 def _costs(found: Found, name: str, L: int | None) -> list[str]:
-    """What autograd keeps, the peak and the time of a step of L tokens."""
+    """What autograd keeps, the peak and the time of a step of L tokens, and L."""
     for row in found["rows"]:
         if (row["contender"], row["L"]) == (name, L):
-            return [f"{row['kept_bytes'] / MIB:,.0f}", f"{row['peak_bytes'] / MIB:,.0f}", f"{row['step_ms']:,.0f}"]
-    return ["", "", ""]
+            MiB = (f"{row[of] / MIB:,.0f}" for of in ("kept_bytes", "peak_bytes"))
+            return [*MiB, f"{row['step_ms']:,.0f}", f"{L:,}"]
+    return [""] * 4
+
+
+def _farthest(found: Found) -> str:
+    return f"moeblaze, minimal makes as large a step as any other system: {_result(found)}."
 
 
 REPORTS = {"replayed": replayed, "free": free, "curves": curves, "memory": memory}

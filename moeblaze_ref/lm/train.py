@@ -124,6 +124,14 @@ class Step(NamedTuple):
     gradient_norm: float  # before it is cut
 
 
+class Ahead(NamedTuple):
+    """What a step sees before it moves the weights."""
+
+    loss: float  # cross entropy, nats per token
+    gradients: dict[str, Tensor]  # by the weights' names, before they are cut
+    chosen: tuple[Tensor, ...]  # the experts of every token in each block, (L, k) int32
+
+
 class Trainer:
     """A training run between two steps.
 
@@ -191,14 +199,10 @@ class Trainer:
             If the loss or the gradient is; the weights are then those before the step.
         """
         settings, step = self.settings, self.step + 1
-        inputs, targets = data.sample_windows(
-            self.corpus.training, settings.batch, settings.config.sequence, self.windows
-        )
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        inputs, targets = self._next_windows()
         with autocast(self.settings.precision, self.device):
             output = self.model(inputs, replayed)
-            loss = language_loss(output, targets)
-            total = loss + router_loss(output, settings.balance_weight, settings.z_weight)
+            loss, total = self._losses(output, targets)
         self.optimizer.zero_grad()
         total.backward()
         norm = torch.nn.utils.get_total_norm(p.grad for p in self.model.parameters() if p.grad is not None)
@@ -213,6 +217,39 @@ class Trainer:
         self.losses.append(seen[0])
         self.chosen = tuple(trace.topk_experts for trace in output.traces)
         return Step(step, seen[0], rate, seen[2])
+
+    def look_ahead(self, weights: Mapping[str, Tensor], replayed: Sequence[Tensor] | None = None) -> Ahead:
+        """What the next step would see at other weights; the run stays where it is, to the bit.
+
+        Parameters
+        ----------
+        weights : mapping
+            Parameters by their names, such as another run's.
+        replayed : sequence of Tensor (L, k) int32, optional
+            As in `advance`.
+        """
+        state = self.windows.get_state()
+        inputs, targets = self._next_windows()
+        self.windows.set_state(state)
+        with autocast(self.settings.precision, self.device):
+            output = torch.func.functional_call(self.model, dict(weights), (inputs, replayed))
+            loss, total = self._losses(output, targets)
+        gradients = torch.autograd.grad(total, list(weights.values()))
+        chosen = tuple(trace.topk_experts for trace in output.traces)
+        return Ahead(loss.item(), dict(zip(weights, gradients, strict=True)), chosen)
+
+    def _next_windows(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, each (batch, length)."""
+        drawn = data.sample_windows(
+            self.corpus.training, self.settings.batch, self.settings.config.sequence, self.windows
+        )
+        inputs, targets = (one.to(self.device) for one in drawn)
+        return inputs, targets
+
+    def _losses(self, output: LMOutput, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross entropy, and with both router losses what is minimised."""
+        loss = language_loss(output, targets)
+        return loss, loss + router_loss(output, self.settings.balance_weight, self.settings.z_weight)
 
     def _blame(self, step: int, seen: list[float], forward: Callable[[], Any]) -> str:
         loss, total, norm = seen

@@ -117,22 +117,24 @@ def reads_picture(spread: np.ndarray, layer: int) -> Figure:
 # What a GPU measured --------------------------------------------------------------------------------------------------
 
 
-def measured(kind: str) -> tuple[Markdown, Figure]:
-    """The record of a kind of evidence that the repository holds: its words and its picture.
+def measured(kind: str) -> tuple[Markdown | Figure, ...]:
+    """The records of a kind of evidence that the repository holds: their words, and the picture of each.
 
     Raises
     ------
     FileNotFoundError
-        If it holds none; the message says which command makes it.
+        If it holds none; the message says which command makes one.
     """
-    path = document.RECORDS[checks.check_name("kind of evidence", kind, document.RECORDS)]
-    if not path.exists():
+    paths = document.RECORDS[checks.check_name("kind of evidence", kind, document.RECORDS)]
+    found = [evidence.load(path, kind) for path in paths if path.exists()]
+    if not found:
         raise FileNotFoundError(
-            f"Not measured yet: `moeblaze evidence {kind} --preset lm-small --record docs/results/{path.name}` on a GPU"
+            f"Not measured yet: `moeblaze evidence {kind} --preset lm-small --record docs/results/{paths[0].name}` "
+            "on a GPU"
         )
-    found = evidence.load(path, kind)
-    place = f"Measured on {found['device']}, commit `{found['commit'][:7]}`."
-    return Markdown(f"{report.summary(found)}\n\n{place}"), evidence_plots.picture(found)
+    places = [f"Measured on {one['device']}, commit `{one['commit'][:7]}`." for one in found]
+    words = Markdown("\n\n".join([report.summary(*found), *places]))
+    return words, *map(evidence_plots.picture, found)
 
 
 # Layers that are wrong ------------------------------------------------------------------------------------------------

@@ -47,9 +47,8 @@ code has another text now, comments and docstrings aside; it does not say that a
 
 ## Correctness on a GPU
 
-`moeblaze check`, and with `--gradients`, on the device that the table above names: the cases of a stage in a dtype, how
-many of them were right, and the largest error as a share of what is allowed. Index structures have no error: they match
-bit for bit.
+`moeblaze check`, and with `--gradients`: the cases of a stage in a dtype, how many of them were right, and the largest
+error as a share of what is allowed. Index structures have no error: they match bit for bit.
 
 {checks}
 
@@ -76,10 +75,10 @@ def page(folder: Path = DOCUMENT.with_suffix("")) -> str:
     of_checks = [row for name, record in found.items() if kind_of(name) in CHECKS for row in _checks(record)]
     tools = [row for name, record in found.items() if kind_of(name) == "sanitize" for row in _tools(record)]
     repeated = [_repeated(record) for name, record in found.items() if kind_of(name) == "tests"]
-    columns = ["backend", "stage", "dtype", "cases", "right", "largest error / allowed"]
+    columns = ["device", "backend", "stage", "dtype", "cases", "right", "largest error / allowed"]
     return _PAGE.format(
         files=documents.table(["file", "what", "device", "commit", "shown in"], files, words=5),
-        checks=documents.table(columns, of_checks, words=3),
+        checks=documents.table(columns, of_checks, words=4),
         tools=documents.table(["tool", "said"], tools, words=2),
         tests=documents.table(
             ["command", "runs", "tests in each run, at least", "runs with a failure"], repeated, words=1
@@ -94,9 +93,8 @@ def kind_of(name: str) -> str:
 
 def _file(name: str, record: dict[str, Any]) -> list[str]:
     what, shown = KINDS[kind_of(name)]
-    device = record["device"].partition(",")[0]
     commit = record.get("commit", "noted with each")[:15] + source_hashes.mark_of_all(record)
-    return [f"`{name}`", what, device, commit, shown]
+    return [f"`{name}`", what, documents.device(record), commit, shown]
 
 
 def _checks(record: dict[str, Any]) -> Iterator[list[str]]:
@@ -107,7 +105,8 @@ def _checks(record: dict[str, Any]) -> Iterator[list[str]]:
             groups[row["backend"], row["stage"], row["dtype"]].append(row)
     for group, rows in groups.items():
         shares = [row["error"] / row["bound"] for row in rows if row["bound"]]
-        yield [*group, str(len(rows)), str(sum(row["ok"] for row in rows)), f"{max(shares):.2f}" if shares else ""]
+        right, largest = sum(row["ok"] for row in rows), f"{max(shares):.2f}" if shares else ""
+        yield [documents.device(record), *group, str(len(rows)), str(right), largest]
 
 
 def _tools(record: dict[str, Any]) -> Iterator[list[str]]:
