@@ -11,12 +11,16 @@
 //              THREADS, a warp for each of its parts of a tile. K is a multiple of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel  grid                                    block    shared bytes                                    bytes read                                                           bytes written
-// sdd     n, Y X                                  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 THREADS blocks + s H K (X + Y)                                     s V
-// dsd     rows Y / BLOCK, ceil(K / TILE_COLUMNS)  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 THREADS blocks + s V C + s H K Y + 4 H (A Y C (I - 1) + G I)       s rows K
-// dds     ceil(K / TILE_ROWS), N X / BLOCK        THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 THREADS blocks + s V R + s H K X + 4 H (B X R + 2 G)               s N K
-// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others a
-// dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. Tiles:
+// kernel  grid                                    block    shared bytes
+//         bytes read                                                      bytes written
+// sdd     n, Y X                                  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//         8 THREADS blocks + s H K (X + Y)                                s V
+// dsd     rows Y / BLOCK, ceil(K / TILE_COLUMNS)  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//         8 THREADS blocks + s V C + s H K Y + 4 H (A Y C (I - 1) + G I)  s rows K
+// dds     ceil(K / TILE_ROWS), N X / BLOCK        THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//         8 THREADS blocks + s V R + s H K X + 4 H (B X R + 2 G)          s N K
+// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others
+// a dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. Tiles:
 // Y = ceil(BLOCK / TILE_ROWS) and X = ceil(BLOCK / TILE_COLUMNS) along a block's sides, R = ceil(K / TILE_ROWS) and
 // C = ceil(K / TILE_COLUMNS) along K; blocks is the whole grid. Indices are read for each 16 bytes that they lead to:
 // A = s TILE_ROWS / 16 or B = s TILE_COLUMNS / 16 in a line across a tile. G such places meet a line of a block in the

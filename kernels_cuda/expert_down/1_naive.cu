@@ -9,10 +9,14 @@
 // Constants    Scalar storage type of s bytes, ACTIVATION, THREADS per block.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel       grid                    block    shared bytes  bytes read                                       bytes written
-// expert_down  ceil(L d / THREADS), E  THREADS  0             8 THREADS blocks + 2 s R d h                     s R d
-// d_hidden     ceil(L h / THREADS), E  THREADS  0             8 THREADS blocks + 8 R h + 2 s R d h + s R h G   s R h (1 + G) + 4 R h
-// d_w3         ceil(h d / THREADS), E  THREADS  0             8 THREADS blocks + 4 R d h + 2 s R d h           s E h d
+// kernel       grid                    block    shared bytes
+//              bytes read                                      bytes written
+// expert_down  ceil(L d / THREADS), E  THREADS  0
+//              8 THREADS blocks + 2 s R d h                    s R d
+// d_hidden     ceil(L h / THREADS), E  THREADS  0
+//              8 THREADS blocks + 8 R h + 2 s R d h + s R h G  s R h (1 + G) + 4 R h
+// d_w3         ceil(h d / THREADS), E  THREADS  0
+//              8 THREADS blocks + 4 R d h + 2 s R d h          s E h d
 // G is 2 with a gated activation, else 1; blocks is the whole grid. 2 R d h FLOPs a GEMM.
 // Bound: memory, as in expert_up.
 #include "expert_rows.cuh"
