@@ -29,7 +29,7 @@
 #include "mma_matmul.cuh"
 #include "sparse.cuh"
 
-constexpr int ROW_PARTS = (BLOCK + TILE_ROWS - 1) / TILE_ROWS;           // tiles along a block's side
+constexpr int ROW_PARTS = (BLOCK + TILE_ROWS - 1) / TILE_ROWS;  // tiles along a block's side
 constexpr int COLUMN_PARTS = (BLOCK + TILE_COLUMNS - 1) / TILE_COLUMNS;
 constexpr Along RHS = TRANSPOSE_RHS ? Along::DEPTH : Along::SIDE;
 
@@ -101,7 +101,8 @@ __device__ __forceinline__ auto dense_lines(const Dense& dense, int first, int c
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
         int nnz, int K, int rhs_rows, int rhs_width) {
-    const int first_line = blockIdx.y / COLUMN_PARTS * TILE_ROWS, first_column = blockIdx.y % COLUMN_PARTS * TILE_COLUMNS;
+    const int first_line = blockIdx.y / COLUMN_PARTS * TILE_ROWS,
+              first_column = blockIdx.y % COLUMN_PARTS * TILE_COLUMNS;
     const int lines = BLOCK - first_line, columns = BLOCK - first_column;
     const int row = row_indices[blockIdx.x] * BLOCK + first_line;
     const int column = column_indices[blockIdx.x] * BLOCK + first_column;

@@ -27,8 +27,8 @@ constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
 #include "sparse.cuh"
 
 static_assert(SIDE % TILE_ROWS == 0, "a tile's rows are those of one block");
-constexpr int TILES_DOWN = SIDE / TILE_ROWS;       // a block
-constexpr int STEPS_OF_BLOCK = SIDE / TILE_DEPTH;  // if it is the depth
+constexpr int TILES_DOWN = SIDE / TILE_ROWS;             // a block
+constexpr int STEPS_OF_BLOCK = SIDE / TILE_DEPTH;        // if it is the depth
 constexpr int HALVES = 2, HALF = TILE_COLUMNS / HALVES;  // of a tile's columns: what storers take over at once
 
 template <template <int> class Finished>

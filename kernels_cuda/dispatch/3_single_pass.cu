@@ -174,9 +174,9 @@ struct __align__(4) Row {
 extern "C" __global__ void __launch_bounds__(THREADS)
     route_tiles(const int* topk_experts, const int* tile_bases, int* expert_token_indices, int* expert_token_offsets,
                 int* token_index_map, int R, int E) {
-    DYNAMIC_SHARED(Row, ordered);                                // (TILE,)
-    int* const shift = reinterpret_cast<int*>(ordered + TILE);   // (E,)
-    Count* const counts = reinterpret_cast<Count*>(shift + E);   // (TEAMS, E)
+    DYNAMIC_SHARED(Row, ordered);                               // (TILE,)
+    int* const shift = reinterpret_cast<int*>(ordered + TILE);  // (E,)
+    Count* const counts = reinterpret_cast<Count*>(shift + E);  // (TEAMS, E)
     const Tile tile = tile_of_block(R);
     const Slots slots = count_runs(topk_experts, tile, E, counts);
     const int rows = place_experts(tile_bases, E, counts, shift, expert_token_offsets);

@@ -26,7 +26,8 @@
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
+    expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h,
+                int E) {
     const RowTile tile = find_row_tile<TILE>(expert_token_offsets, E, blockIdx.x);
     if (tile.rows == 0) return;
     const int first_column = blockIdx.y * TILE;

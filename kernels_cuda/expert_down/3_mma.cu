@@ -37,7 +37,8 @@
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
+    expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h,
+                int E) {
     const Place place = place_in_bands();
     const RowTile& tile = find_row_tile<TILE_ROWS>(expert_token_offsets, E, place.row_tile);
     if (tile.rows == 0) return;
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return hidden;
     };
     float terms[WarpResults<1>::LINES] = {};  // of the gates' gradients
-    sums.each(load, [&](int line, int row, int column, const float(&values)[1][8], Hidden& hidden) {
+    sums.each(load, [&](int line, int row, int column, const float (&values)[1][8], Hidden& hidden) {
         if (!inside(row, column)) return;
         Eight y;
 #pragma unroll

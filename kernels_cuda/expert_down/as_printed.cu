@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (inside(row, column)) so_far.load(sums_at(row, column));
         return so_far;
     };
-    each_product(products, load, [&](int row, int column, const float(&values)[NEIGHBOURS], TokenSums& so_far) {
+    each_product(products, load, [&](int row, int column, const float (&values)[NEIGHBOURS], TokenSums& so_far) {
         if (!inside(row, column)) return;
         so_far.add(targets.gates[row], values);
         so_far.store(sums_at(row, column));

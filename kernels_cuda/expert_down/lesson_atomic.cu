@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     struct Unread {};
     auto load = [](int, int) { return Unread{}; };
-    each_product(products, load, [&](int row, int column, const float(&values)[NEIGHBOURS], Unread&) {
+    each_product(products, load, [&](int row, int column, const float (&values)[NEIGHBOURS], Unread&) {
         const int i = first_column + column;
         if (row >= tile.rows || i >= d) return;
         float* const sums_of_row = sums + (long long)targets.tokens[row] * d + i;
