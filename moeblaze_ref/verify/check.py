@@ -120,7 +120,7 @@ def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterat
 
 def _differing_structures(stage, case: Case) -> int:
     h, dispatch = case.weights.w1.shape[2], comparisons.dispatch_of(case)
-    bins = reference_sparse.pad(dispatch, comparisons.sparse_block(h))
+    bins = reference_sparse.pad(dispatch, comparisons.block_of(case))
     error = differing_elements(stage.pad(dispatch, bins.block), bins)
     return error + differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
 
@@ -205,13 +205,14 @@ def unavailable(backend: Backend, stage: str, rung: str | None = None, reason: s
     return Row(stage, "forward", backend.name, rung, "-", reason, None, None, False, False)
 
 
-def in_reach(backend: Backend, cases: Iterable[Case], rung: str | None = None) -> list[Case]:
+def in_reach(backend: Backend, stage: str, cases: Iterable[Case], rung: str | None = None) -> list[Case]:
     """The cases that the backend can run in reasonable time.
 
-    The SIMT executor compiles anew for every activation: the first rung gets them all, the others the usual one (their
-    tests cover the rest). Numba's simulator gets small cases, cut to size.
+    The SIMT executor compiles anew for every activation and save policy: the layer's first rung gets all activations,
+    its others the usual one (the stages of the experts check the rest). Numba's simulator gets small cases, cut to
+    size.
     """
-    if backend.name == "simt":
+    if backend.name == "simt" and stage == "layer":
         return [case for case in cases if case.activation == "swiglu" or rung == FIRST_RUNG]
     return cut_to_size(cases) if is_simulated(backend) else list(cases)
 
@@ -308,7 +309,7 @@ def cost(case: Case) -> tuple[bool, bool, int]:
 
 def reachable(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """The cases that fit the rung and are in reach of the backend; no device is asked."""
-    return in_reach(backend, comparisons.fitting(stage, rung, cases), rung)
+    return in_reach(backend, stage, comparisons.fitting(stage, rung, cases), rung)
 
 
 def multiprocessors() -> int:
