@@ -192,6 +192,8 @@ ALL_CASES = [
     *cases.every_activation(),
     *cases.single_gradients(),
     cases.equal_gates_case(),
+    cases.many_tokens_case(8_448),
+    *cases.wide_block_cases(),
     cases.whole_block_case(),
     cases.many_tiles_case(8),
     cases.many_blocks_case(8),
@@ -538,10 +540,10 @@ def test_rows_are_json_even_with_nan():
 
 def test_the_simulator_gets_small_cases_only(monkeypatch):
     monkeypatch.setattr("moeblaze_ref.backends.numba_cuda.runtime.EXECUTOR", "simulator")
-    in_reach = check.in_reach(BACKENDS["numba"], standard_cases())
+    in_reach = check.in_reach(BACKENDS["numba"], "layer", standard_cases())
     assert 5 < len(in_reach) and all(case.L * case.k <= check.SIMULATOR_ROWS for case in in_reach)
     monkeypatch.setattr("moeblaze_ref.backends.numba_cuda.runtime.EXECUTOR", "cuda")
-    assert len(check.in_reach(BACKENDS["numba"], standard_cases())) == len(standard_cases())
+    assert len(check.in_reach(BACKENDS["numba"], "layer", standard_cases())) == len(standard_cases())
 
 
 def cases_on_a_gpu(monkeypatch, rung, multiprocessors):
@@ -556,8 +558,8 @@ def test_every_rung_is_checked_in_blocks_of_megablocks_own_size(monkeypatch):
     for backend in BACKENDS.values():
         for rung in backend.rungs("block_sparse"):
             cases = check.chosen(backend, "block_sparse", rung, standard_cases())
-            blocks = {comparisons.sparse_block(case.weights.w1.shape[2]) for case in cases if case.L}
-            assert blocks == {BLOCK} if rung == HOPPER else {8, BLOCK} <= blocks, (backend.name, rung)
+            blocks = {comparisons.block_of(case) for case in cases if case.L}
+            assert blocks == ({BLOCK, 256} if rung == HOPPER else {8, BLOCK, 136, 256}), (backend.name, rung)
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 108, 132, 148])

@@ -251,12 +251,13 @@ FAULTS = [
         "tile = {expert, begin,",
     ),
     *(
-        Fault("experts beyond a scan forgotten", stage, rung, right, ";", file)
-        for stage, rung, right, file in (
-            ("dispatch", "1_dense_map", "base += scan.total;", None),
-            ("dispatch", "2_bitmap", "base += scan.total;", None),
-            ("dispatch", "3_single_pass", "offset_below += length.total;", None),
-            ("block_sparse", "1_naive", "before += scan.total;", "block_sparse/0_structures.cu"),
+        Fault("first scan forgotten by the second", stage, rung, f"= {before} + {scan};", f"= {scan};", file)
+        for stage, rung, before, scan, file in (
+            ("dispatch", "1_dense_map", "base", "scan.exclusive", None),
+            ("dispatch", "2_bitmap", "base", "scan.exclusive", None),
+            ("dispatch", "3_single_pass", "base", "scan.exclusive", None),  # of tiles, not of experts
+            ("dispatch", "3_single_pass", "offset_below", "length.exclusive", None),
+            ("block_sparse", "1_naive", "before", "scan.exclusive", "block_sparse/0_structures.cu"),
         )
     ),
     *(
@@ -305,8 +306,8 @@ FAULTS = [
         "ties to the higher expert",
         "gating",
         "1_naive",
-        "if (after && ordered > best.ordered)",
-        "if (after && ordered >= best.ordered)",
+        "e > last.expert);\n        if (after && ordered > best",
+        "e < last.expert);\n        if (after && ordered >= best",
     ),
     Fault("ties to the higher lane", "gating", "2_warp", "(1u << lane_id()) - 1;", "~((2u << lane_id()) - 1);"),
     Fault(
@@ -354,7 +355,6 @@ FAULTS = [
         "word < words; word += THREADS) tokens",
         "word < min(words, THREADS); word += THREADS) tokens",
     ),
-    Fault("earlier tiles of a scan forgotten", "dispatch", "3_single_pass", "base += scan.total;", ";"),
 ]
 
 

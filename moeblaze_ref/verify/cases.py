@@ -378,9 +378,9 @@ def kink_cases(h: int = 16) -> list[Case]:
     ]
 
 
-def many_tokens_case() -> Case:
-    """Return more tokens than a dispatch's first level has room for; too many weights for a simulator."""
-    return make_case(MANY_TOKENS, 8, 48, 3, 2, "zipf", "more tokens than a bitmap's pass")
+def many_tokens_case(L: int = MANY_TOKENS) -> Case:
+    """Return more tokens than a pass over a bitmap takes, in a layer of more weights than a simulator is given."""
+    return make_case(L, 8, 48, 3, 2, "zipf", "more tokens than a bitmap's pass")
 
 
 def wide_cases(width: int = 8) -> list[Case]:
