@@ -964,7 +964,7 @@ def mine(tmp_path):
 def test_the_command_judges(mine):
     mine.write_text(WIDE_COMBINE)
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
-    assert result.exit_code == 0 and "right in all 20 cases" in result.stdout and "sectors" in result.stdout
+    assert result.exit_code == 0 and "right in all 25 cases" in result.stdout and "sectors" in result.stdout
     over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")
     report = json.loads(over.stdout)
     assert over.exit_code == 1 and not report["ok"]

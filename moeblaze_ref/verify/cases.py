@@ -345,7 +345,7 @@ def logit_cases() -> list[Case]:
     """
     return [
         _with_equal_logits(make_case(13, 8, 16, 6, 3, name="equal logits")),
-        _with_equal_logits(make_case(13, 8, 8, 40, 3, name="equal logits, more experts than lanes of a warp")),
+        _with_equal_logits(make_case(13, 8, 8, 40, 3, name="equal logits of 40 experts")),
         _with_far_logits(make_case(13, 8, 16, 6, 3, name="logits far from 0")),
     ]
 
