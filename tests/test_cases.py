@@ -12,6 +12,7 @@ from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.backends.raw_cuda import gating as raw_gating
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.verify import check, comparisons
 from moeblaze_ref.verify.cases import (
     GOLDEN_DISPATCH,
@@ -138,6 +139,14 @@ def widest_tiles(stage, rung):
     if stage == "block_sparse":
         return of_experts | {"block": ROWS["4_hopper"] if rung == "4_hopper" else WIDEST_BLOCK_TILE}
     return of_experts | {"E": gemm.WARP}
+
+
+@pytest.mark.parametrize("rung", COLUMNS)
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_two_tiles_along_h_are_checked_with_and_without_a_gate(stage, rung):
+    """Without one, all columns of a tile are of a."""
+    found = check.reachable(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
+    assert {is_gated(case.activation) for case in found if sizes(case)["h"] > COLUMNS[rung]} == {False, True}
 
 
 def sizes(case):

@@ -256,7 +256,8 @@ def test_a_kernel_that_is_right_for_narrow_hidden_rows_only_is_wrong(tmp_path):
     path.write_text(changed(inlined("expert_down/1_naive.cu"), "p < h; ++p", "p < (h > 80 ? 80 : h); ++p"))
     report = examine(f"{path}:expert_down", "expert_down")
     assert [result.case for result in report.results if not result.ok] == [
-        "L=2 d=8 h=264 E=2 k=1 (hidden rows wider than 256 threads)"
+        "L=9 d=8 h=264 E=3 k=2 (two tiles along h)",
+        "L=2 d=8 h=264 E=2 k=1 (hidden rows wider than 256 threads)",
     ]
 
 

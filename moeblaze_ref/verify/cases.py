@@ -322,6 +322,11 @@ def tile_cases() -> list[Case]:
     ]
 
 
+def ungated_tiles_case() -> Case:
+    """Return two tiles along h where a and b do not share a tile's columns."""
+    return make_case(9, 8, 264, 3, 2, name="two tiles along h, ungated", activation="silu")
+
+
 def telling_cases(dtype: str = "float32") -> list[Case]:
     """Small, with what the small standard ones lack: more tokens and wider rows than a block of two warps has threads,
     more experts than a warp has lanes, `logit_cases`, and `with_kinks`; in float32 odd widths, too, while the narrow
@@ -437,7 +442,7 @@ def whole_block_cases() -> list[Case]:
 
 
 def option_cases() -> list[Case]:
-    """Every activation, in small cases, those of `kink_cases`, then every other option: `paired_options`."""
+    """Every activation, in small cases, `kink_cases`, `ungated_tiles_case`, then other options: `paired_options`."""
     policies = itertools.cycle(POLICIES)
     activations = [
         replace(
@@ -447,7 +452,7 @@ def option_cases() -> list[Case]:
         )
         for seed, (activation, policy) in enumerate(zip(ACTIVATIONS, policies, strict=False))
     ]
-    return activations + kink_cases() + paired_options()
+    return activations + kink_cases() + [ungated_tiles_case()] + paired_options()
 
 
 # Each switch of `paired_options` differs from ``renormalize`` under the policies that have a 1 here. No two rows are
