@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moeblaze_ref.backends.numpy_ref import block_sparse
+from moeblaze_ref.backends.numpy_ref import block_sparse, gating
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
@@ -17,6 +17,7 @@ from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
 from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES, OpenStage, Status
 from moeblaze_ref.backends.step_memory import StepMemory
 from moeblaze_ref.cli.terminal import verdict
+from moeblaze_ref.core.structures import Gating
 from moeblaze_ref.nn import torch_layer
 from moeblaze_ref.nn.systems import SYSTEMS
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
@@ -171,9 +172,44 @@ def test_cheap_cases_run_first(stage):
         assert all(case.activation == "swiglu" for case in planned[: len(usual)])
 
 
-def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
-    from moeblaze_ref.backends.numpy_ref import gating
+def without_the_peak(logits):
+    weights = np.exp(logits)
+    return weights / weights.sum(axis=1, keepdims=True)
 
+
+def ties_to_the_higher_expert(logits, k):
+    worst_first = np.argsort(logits, axis=1, kind="stable")  # equal ones by their id
+    return worst_first[:, ::-1][:, :k].astype(np.int32, order="C")
+
+
+def router_of(softmax=gating.softmax, top_k=gating.top_k):
+    """The forward of the gating, made of these."""
+
+    def forward(logits, k, renormalize=False):
+        probs, topk_experts = softmax(logits), top_k(logits, k)
+        gates = np.take_along_axis(probs, topk_experts, axis=1)
+        return Gating(probs, topk_experts, gates / gates.sum(axis=1, keepdims=True) if renormalize else gates)
+
+    return forward
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize(
+    ("parts", "case"),
+    [
+        ({"softmax": without_the_peak}, "logits far from 0"),
+        ({"top_k": ties_to_the_higher_expert}, "equal logits"),
+    ],
+)
+def test_a_router_that_is_wrong_on_hard_logits_alone_fails(parts, case, monkeypatch):
+    monkeypatch.setattr(gating, "forward", router_of())
+    assert check.passed(check.run(["gating"], ["numpy"]))
+    monkeypatch.setattr(gating, "forward", router_of(**parts))
+    failed = [row.shape for row in check.run(["gating"], ["numpy"]) if not row.ok]
+    assert failed and all(f"({case}" in shape for shape in failed)
+
+
+def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
     right = gating.forward
     monkeypatch.setattr(gating, "router_z_loss", lambda logits: np.float64(0.0))
     assert not check.passed(check.run(["layer"], ["numpy"], CASES))
