@@ -145,7 +145,7 @@ def widest_tiles(stage, rung):
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
 def test_two_tiles_along_h_are_checked_with_and_without_a_gate(stage, rung):
     """Without one, all columns of a tile are of a."""
-    found = check.reachable(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
+    found = check.chosen(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
     assert {is_gated(case.activation) for case in found if sizes(case)["h"] > COLUMNS[rung]} == {False, True}
 
 
@@ -158,7 +158,7 @@ def sizes(case):
 @pytest.mark.parametrize(("stage", "rung"), TILED)
 def test_every_version_is_checked_on_a_second_tile_along_every_axis(stage, rung):
     """The last tile is not full, except of a block: Hopper's tiles take no others."""
-    found = check.reachable(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
+    found = check.chosen(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
     for axis, width in widest_tiles(stage, rung).items():
         of_cases = [sizes(case)[axis] for case in found if case.L]
         assert any(size > width and (size % width or axis == "block") for size in of_cases), (axis, width)

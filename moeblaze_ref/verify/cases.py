@@ -297,12 +297,12 @@ def standard_cases() -> list[Case]:
     """
     return [
         make_case(13, 8, 16, 4, 2, "zipf", "small"),
+        *tile_cases(),
         make_case(1, 8, 16, 4, 2, name="one token"),
         make_case(9, 8, 16, 4, 4, name="k = E"),
         make_case(11, 8, 16, 5, 1, "hot", "one expert gets all"),
         make_case(11, 8, 16, 6, 2, "empty", "empty experts"),
         make_case(0, 8, 16, 4, 2, name="no tokens"),
-        *tile_cases(),
         make_case(331, 24, 40, 7, 3, name="no tile divides it"),
         make_case(600, 16, 24, 16, 4, "zipf", "skewed"),
         make_case(300, 8, 16, 16, 2, "hot", "hot expert"),
