@@ -1,4 +1,4 @@
-"""The teeth of `moeblaze check`: faults in every stage, each switched in by its number, the constant FAULT."""
+"""Planted faults that `moeblaze check` must catch, in every operation; the constant FAULT switches one on."""
 
 import functools
 from dataclasses import replace

@@ -3,8 +3,8 @@
 Index structures must match bit for bit. Floating-point results are compared with plain
 torch in float64 on the same, already rounded inputs: ||out - ref|| / ||ref|| per tensor,
 and a row shows the worst of them. Outputs are poisoned before every launch. Every check runs
-two steps of one shape on different numbers (`cases.Case.steps`) in every dtype, so that nothing
-may be kept from the first; a row shows the worse of the two. The arrays of the second step overwrite
+two training steps of one shape on different numbers (`cases.Case.steps`) in every dtype, so that
+nothing may be kept from the first; a row shows the worse of the two. The arrays of the second step overwrite
 those of the first, so that nothing may be found again by its address either.
 """
 
@@ -153,13 +153,13 @@ def check_gradients(
 
 @functools.lru_cache(maxsize=8)
 def _rounded_steps(case: Case, dtype: str) -> tuple[Case, ...]:
-    """Both steps of a case in a dtype: the same objects for every rung, so that `_expected` knows them."""
+    """Both training steps of a case in a dtype: the same objects for every rung, so that `_expected` knows them."""
     return tuple(step.astype(dtype) for step in case.steps())
 
 
 @functools.lru_cache(maxsize=32)
 def _expected(expect: comparisons.Expect, step: Case, dtype: str) -> comparisons.Results:
-    """What the oracle makes of a step: the same for all rungs that are given the same numbers."""
+    """What the oracle computes for a training step: the same for all rungs that are given the same numbers."""
     return expect(step, getattr(torch, dtype))
 
 
