@@ -162,14 +162,36 @@ def test_a_list_of_cases_stays_as_it_is_given(stage):
     assert len(cases_of(check.plan([stage], ["numpy"]))) >= len(standard_cases() + option_cases())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_cheap_cases_run_first(stage):
-    for rung in BACKENDS["simt"].rungs(stage) if stage in BACKENDS["simt"].stages else ():
-        planned = cases_of(job for job in check.plan([stage], ["simt"]) if job.args[3] == rung)
-        usual = [case.L * case.k for case in planned if case.activation == "swiglu"]
-        tokens = [rows for rows in usual if rows]
-        assert len(tokens) < len(usual) and usual == sorted(tokens) + [0] * (len(usual) - len(tokens)), rung
-        assert all(case.activation == "swiglu" for case in planned[: len(usual)])
+RUNGS = [(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)]
+
+
+def planned_cases(stage, rung):
+    return cases_of(job for job in check.plan([stage], ["simt"]) if job.args[3] == rung)
+
+
+@pytest.mark.parametrize(("stage", "rung"), RUNGS)
+def test_cheap_cases_follow_those_that_run_first(stage, rung):
+    planned = planned_cases(stage, rung)
+    places = [comparisons.turn(stage, rung, case) for case in planned]
+    assert places == sorted(places)
+    others = [case for case, place in zip(planned, places, strict=True) if place == max(places)]
+    usual = [case.L * case.k for case in others if case.activation == "swiglu"]
+    tokens = [rows for rows in usual if rows]
+    assert len(tokens) < len(usual) and usual == sorted(tokens) + [0] * (len(usual) - len(tokens))
+    assert all(case.activation == "swiglu" for case in others[: len(usual)])
+
+
+@pytest.mark.parametrize("of", comparisons.FIRST_CASES)
+def test_the_cases_that_run_first_are_cases_of_the_stage(of):
+    stage, _, file = of.partition("/")
+    of_rungs = [planned_cases(stage, rung) for rung in BACKENDS["simt"].rungs(stage) if rung == file or not file]
+    assert {case.name for planned in of_rungs for case in planned} >= set(comparisons.FIRST_CASES[of])
+
+
+def test_the_dispatch_gets_more_tokens_than_a_pass_over_a_bitmap():
+    assert all(
+        max(case.L for case in planned_cases("dispatch", rung)) > 8_192 for rung in BACKENDS["simt"].rungs("dispatch")
+    )
 
 
 def without_the_peak(logits):

@@ -291,11 +291,12 @@ def _plan_rung(
 def chosen(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """The cases, and what the check adds for a rung on a backend, such as more tiles than a GPU has blocks.
 
-    Cheap cases come first, so that a kernel that is wrong fails soon.
+    `comparisons.FIRST_CASES` come first and cheap cases follow, so that a kernel that is wrong fails soon.
     """
     if backend.name == "cuda":
         cases = [*cases, *comparisons.overflowing(stage, multiprocessors())]
-    return sorted(reachable(backend, stage, rung, comparisons.extended(stage, rung, cases)), key=cost)
+    found = reachable(backend, stage, rung, comparisons.extended(stage, rung, cases))
+    return sorted(found, key=lambda case: (comparisons.turn(stage, rung, case), cost(case)))
 
 
 def cost(case: Case) -> tuple[bool, bool, int]:

@@ -377,6 +377,22 @@ def block_of(case: Case) -> int:
     return case.block or sparse_block(case.weights.w1.shape[2])
 
 
+_OF_EXPERTS = "small", "two tiles along h", "two tiles along d", "relu of zeros", "geglu, paper", "hot expert"
+# By stage, or by kernel file, names of the cases that run first: each shows faults that those before it do not.
+FIRST_CASES: dict[str, tuple[str, ...]] = {
+    "gating": ("small", "equal logits", "logits far from 0", "equal logits of 40 experts"),
+    "dispatch": ("small", "hot expert", "two tiles along E", "more tokens than a bitmap's pass"),
+    "expert_up": (*_OF_EXPERTS, "two tiles along h, ungated"),
+    "expert_down": _OF_EXPERTS,
+    "block_sparse": ("small", "relu of zeros", "blocks of 136", "geglu, paper", "blocks of 256"),
+    "block_sparse/1_naive": (
+        "small",
+        "two tiles along E",
+        "relu of zeros",
+    ),  # whose blocks cost most; all share the scan
+}
+
+
 def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """Return the cases and those that the check adds for a rung of a stage.
 
@@ -409,6 +425,12 @@ def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
 
 def _in_whole_tiles(case: Case) -> bool:
     return block_of(case) % block_sparse.HOPPER_BLOCK == 0
+
+
+def turn(stage: str, rung: str | None, case: Case) -> int:
+    """Return a case's place among those that run first on a rung of a stage; the others share the last place."""
+    first = FIRST_CASES.get(f"{stage}/{rung}", FIRST_CASES.get(stage, ()))
+    return first.index(case.name) if case.name in first else len(first)
 
 
 def overflowing(stage: str, multiprocessors: int) -> list[Case]:
