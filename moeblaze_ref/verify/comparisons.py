@@ -31,8 +31,10 @@ from moeblaze_ref.verify.cases import (
     equal_gates_case,
     every_activation,
     every_choice,
+    logit_cases,
     many_blocks_case,
     many_tiles_case,
+    many_tokens_case,
     paired_options,
     relative_error,
     renormalised,
@@ -40,6 +42,7 @@ from moeblaze_ref.verify.cases import (
     standard_cases,
     whole_block_case,
     whole_block_cases,
+    wide_block_cases,
 )
 
 Arrays = dict[str, np.ndarray]
@@ -369,15 +372,40 @@ def sparse_block(h: int) -> int:
     return math.gcd(h, 8) if h % block_sparse.BLOCK else block_sparse.BLOCK
 
 
+def block_of(case: Case) -> int:
+    """The block size of a case: its own, or `sparse_block`."""
+    return case.block or sparse_block(case.weights.w1.shape[2])
+
+
+_OF_EXPERTS = "small", "two tiles along h", "two tiles along d", "relu of zeros", "geglu, paper", "hot expert"
+# By stage, or by kernel file, names of the cases that run first: each shows faults that those before it do not.
+FIRST_CASES: dict[str, tuple[str, ...]] = {
+    "gating": ("small", "equal logits", "logits far from 0", "equal logits of 40 experts"),
+    "dispatch": ("small", "hot expert", "two tiles along E", "more tokens than a bitmap's pass"),
+    "expert_up": (*_OF_EXPERTS, "two tiles along h, ungated"),
+    "expert_down": _OF_EXPERTS,
+    "block_sparse": ("small", "relu of zeros", "blocks of 136", "geglu, paper", "blocks of 256"),
+    "block_sparse/1_naive": (
+        "small",
+        "two tiles along E",
+        "relu of zeros",
+    ),  # whose blocks cost most; all share the scan
+}
+
+
 def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """Return the cases and those that the check adds for a rung of a stage.
 
-    The gating gets each with renormalised gates, too. The layer gets every activation under every policy, too, and each
-    gradient alone. The capacity gets each, and one with equal gates, under every factor and drop policy. The
-    block-sparse stage gets whole blocks of MegaBlocks' own size, too; its rung 4_hopper gets only those.
+    The gating gets `logit_cases`, too, and each case with renormalised gates. The dispatch gets many tokens. The layer
+    gets every activation under every policy, too, and each gradient alone. The capacity gets each, and one with equal
+    gates, under every factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size and
+    wider ones, too; its rung 4_hopper gets only those that its tiles divide.
     """
     if stage == "gating":
+        cases = [*cases, *logit_cases()]
         return [*cases, *renormalised(cases)]
+    if stage == "dispatch":
+        return [*cases, many_tokens_case()]
     if stage == "layer":
         return [*cases, *every_choice(L=5, d=8, h=8, E=3, k=2), *single_gradients()]
     if stage == "capacity":
@@ -385,18 +413,24 @@ def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     if stage != "block_sparse":
         return cases
     added = whole_block_cases() if rung == gemm.HOPPER else [whole_block_case()]
-    return [*fitting(stage, rung, cases), *added]
+    return fitting(stage, rung, [*cases, *wide_block_cases(), *added])
 
 
 def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """Return those of the cases that a rung of a stage can run."""
     if (stage, rung) == ("block_sparse", gemm.HOPPER):
-        return [*filter(_in_whole_blocks, cases)]
+        return [*filter(_in_whole_tiles, cases)]
     return cases
 
 
-def _in_whole_blocks(case: Case) -> bool:
-    return sparse_block(case.weights.w1.shape[2]) == block_sparse.BLOCK
+def _in_whole_tiles(case: Case) -> bool:
+    return block_of(case) % block_sparse.HOPPER_BLOCK == 0
+
+
+def turn(stage: str, rung: str | None, case: Case) -> int:
+    """Return a case's place among those that run first on a rung of a stage; the others share the last place."""
+    first = FIRST_CASES.get(f"{stage}/{rung}", FIRST_CASES.get(stage, ()))
+    return first.index(case.name) if case.name in first else len(first)
 
 
 def overflowing(stage: str, multiprocessors: int) -> list[Case]:
@@ -409,7 +443,7 @@ def run_block_sparse(stage: Any, case: Case) -> Results:
     """The output of MegaBlocks' experts and every gradient through them."""
     (_, w1, w2, w3), dispatch = case.weights, dispatch_of(case)
     gates = gates_of(case)
-    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, sparse_block(w1.shape[2]))
+    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, block_of(case))
     found = stage.backward(case.d_out, saved, w1, w2, w3)
     return {"forward": {"out": out}, "backward": _present(**found._asdict())}
 
@@ -637,7 +671,7 @@ def _without_gates(expected: Results) -> Results:
 
 
 def _block_of(case: Case) -> dict[str, Any]:
-    return {"block": sparse_block(case.weights.w1.shape[2])}
+    return {"block": block_of(case)}
 
 
 def _capacity_of(case: Case) -> dict[str, Any]:
@@ -653,8 +687,8 @@ def _without_policies() -> list[Case]:
 
 
 def _in_blocks() -> list[Case]:
-    """One of whole blocks, too, which Hopper's tiles need."""
-    return [*_without_policies(), whole_block_case()]
+    """Whole blocks, too, which Hopper's tiles need, and wider ones than any tile."""
+    return [*_without_policies(), whole_block_case(), *wide_block_cases()]
 
 
 def _of_capacities() -> list[Case]:
