@@ -1193,7 +1193,7 @@ def test_a_file_without_our_rows_is_refused(tmp_path):
 
 
 def test_a_box_lies_in_shared_memory_as_the_kernels_place_it():
-    """hopper_gemm.cuh's `swizzled`, by which cp.async puts rows where TMA would."""
+    """hopper/ring.cuh's `swizzled`, by which cp.async puts rows where TMA would."""
     rows, chunks = np.indices((16, 8))
     expected = np.empty((16, 8), int)
     expected[rows, chunks ^ rows % 8] = 8 * rows + chunks

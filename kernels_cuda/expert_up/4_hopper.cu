@@ -24,7 +24,8 @@
 // weight gradient they read an expert's begin and end for each of its tiles, and a block all ends once if
 // it has at most 64 tiles, to share them out. 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
 #include "hidden.cuh"
-#include "hopper_gemm.cuh"
+#include "hopper/gradients.cuh"
+#include "hopper/grouped_matmul.cuh"
 
 constexpr int PROJECTIONS = GATED ? 2 : 1;
 constexpr int WIDTH = TILE_COLUMNS / PROJECTIONS;  // columns of a tile of a and b

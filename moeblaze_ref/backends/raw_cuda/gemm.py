@@ -18,7 +18,7 @@ TILE = 64  # rows and columns of a block's result in tiled_matmul.cuh
 TF32 = "3_mma_tf32"  # rung 3_mma on floats, rounded to 10 bits of mantissa before they are multiplied: by name alone
 TENSOR_CORES = ("3_mma", TF32, "4_hopper")
 ALIGNMENT = 16  # bytes: their kernels move as many at a time
-HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
+HOPPER = "4_hopper"  # the sizes below are those of hopper/grouped_matmul.cuh
 HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.

@@ -91,7 +91,7 @@ class MmaTile:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The constant of hopper_gemm.cuh that may be chosen.
+    """The constant of hopper/scheduler.cuh that may be chosen.
 
     Parameters
     ----------

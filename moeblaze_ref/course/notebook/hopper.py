@@ -38,7 +38,8 @@ ITEMSIZE = 2  # bytes of an element, in all that follows
 CHUNKS = 8  # of 16 bytes, in a row of 128
 CHUNK_COLORS = (BLUE, ORANGE, GREEN, YELLOW, SKY, VERMILLION, PURPLE, GREY)
 LOAD = """// Runs on      sm_90a; SIMT executor.
-#include "hopper.cuh"
+#include "common.cuh"
+#include "hopper/tma.cuh"
 
 extern "C" __global__ void load(const __grid_constant__ TensorMap matrix, unsigned short* out, int bytes) {
     DYNAMIC_SHARED(unsigned char, memory);
@@ -123,7 +124,7 @@ def _draw_chunks(axes, numbers, chosen):
 
 
 READ = """// Runs on      sm_90a; SIMT executor.
-#include "hopper.cuh"
+#include "ptx.cuh"
 
 extern "C" __global__ void read(unsigned* out, int chunk) {
     __shared__ Chunk lines[8 * 8];
@@ -358,7 +359,7 @@ class Tile(NamedTuple):
 
 
 def tiles(lengths: Sequence[int], columns: int, band: int) -> Iterator[Tile]:
-    """The tiles of all experts in the order of `RowTiles` in include/hopper_gemm.cuh: down each column of a band.
+    """The tiles of all experts in the order of `RowTiles` in include/hopper/scheduler.cuh: down each column of a band.
 
     Parameters
     ----------
