@@ -47,28 +47,10 @@ struct Hidden {
             if (column < h)
 #pragma unroll 2
                 for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE)
-                    store(finished.at(row, a_chunk), finished.at(row, a_chunk + PANEL_CHUNKS * (PROJECTIONS - 1)),
-                          (long long)(tile.first + first + row) * h + column);
+                    store_hidden(a, b, y_swi, (long long)(tile.first + first + row) * h + column,
+                                 finished.at(row, a_chunk),
+                                 finished.at(row, a_chunk + PANEL_CHUNKS * (PROJECTIONS - 1)));
             pieces.give_back(piece);
-        }
-    }
-
-    __device__ __forceinline__ void store(Chunk a_chunk, Chunk b_chunk, long long at) const {
-        if (STORE_PROJECTIONS) {
-            *reinterpret_cast<Chunk*>(a + at) = a_chunk;
-            if (GATED) *reinterpret_cast<Chunk*>(b + at) = b_chunk;
-        }
-        if (STORE_Y_SWI) {
-            Chunk y;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float a_pair[2], b_pair[2];
-                unpack<Scalar>(a_chunk.words[i], a_pair);
-                unpack<Scalar>(b_chunk.words[i], b_pair);
-                y.words[i] =
-                    packed<Scalar>(hidden_activation(a_pair[0], b_pair[0]), hidden_activation(a_pair[1], b_pair[1]));
-            }
-            *reinterpret_cast<Chunk*>(y_swi + at) = y;
         }
     }
 };

@@ -4,6 +4,7 @@
 #include "hopper/epilogue.cuh"
 #include "hopper/ring.cuh"
 #include "hopper/stmatrix.cuh"
+#include "hopper/wgmma.cuh"
 
 // One for the whole warp, as the compiler sees by the shuffle: what follows from it needs no register a lane.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(FULL_WARP, value, 0); }

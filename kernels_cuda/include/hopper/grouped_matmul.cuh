@@ -14,6 +14,7 @@ constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
 #include "hopper/ring.cuh"
 #include "hopper/scheduler.cuh"
 #include "hopper/tma.cuh"
+#include "hopper/wgmma.cuh"
 
 // Who does what in a block: warps that load, warps that store, and two warpgroups that multiply. COPYING: all lanes of
 // the loaders copy, not one alone. A_ALONG_M, B_ALONG_N: as in wgmma.
@@ -44,12 +45,10 @@ struct Shared {
 };
 
 template <class Crew, class Shared>
-__device__ __forceinline__ void open_ring(Shared& shared) {
+__device__ __forceinline__ void open_barriers(Shared& shared) {
     if (threadIdx.x == 0) {
-        for (int stage = 0; stage < Shared::STAGES; ++stage) {
-            barrier_init(&shared.full[stage], 1 + Crew::COPIERS);  // each of these arrives when its copies are there
-            barrier_init(&shared.empty[stage], Crew::CONSUMERS);
-        }
+        // Each of the copiers arrives when its copies are there.
+        open_ring(shared.full, shared.empty, 1 + Crew::COPIERS, Crew::CONSUMERS);
         for (int piece = 0; piece < PIECES; ++piece) {
             barrier_init(&shared.done[piece], 1);
             barrier_init(&shared.stored[piece], 1);
@@ -81,7 +80,7 @@ __device__ __forceinline__ void load_tiles(Shared& shared, Tiles tiles, Load loa
 // The whole block.
 template <class Crew, class Shared, class Tiles, class Load, class Store>
 __device__ __forceinline__ void grouped_matmul(Shared& shared, Tiles tiles, Load load, Store store) {
-    open_ring<Crew>(shared);
+    open_barriers<Crew>(shared);
     if (warp_id() >= Crew::FIRST_CONSUMER) {
         if constexpr (Crew::CROWDED) registers_up<Crew::CONSUMER_REGISTERS>();
         multiply_tiles<Crew>(shared, tiles);

@@ -1,46 +1,32 @@
-// What a block loads: stages of a ring in shared memory, whose operands lie in panels under the 128-byte swizzle.
-// sm_90a.
-//
-// Constants    Scalar, 16 bits; TILE_ROWS and TILE_COLUMNS of a tile of the result, TILE_DEPTH of a stage.
+// A ring of stages: who fills them and who empties them, and rows that are gathered into a stage. sm_90a.
 #pragma once
 #include "hopper/barrier.cuh"
-#include "hopper/wgmma.cuh"
-#include "scalar.cuh"
+#include "hopper/stage.cuh"
 
-constexpr int CHUNK = 8;               // elements of 16 bytes
-constexpr int PANEL = 64;              // elements of 128 bytes: a row of the swizzle
-constexpr int PANEL_BYTES = 64 * 128;  // 64 such rows
-constexpr int A_BYTES = TILE_ROWS * TILE_DEPTH * 2, B_BYTES = TILE_COLUMNS * TILE_DEPTH * 2;
-
-// One step of the depth. Operands lie in panels: rows of 128 bytes under TMA's swizzle.
-struct Stage {
-    unsigned char a[A_BYTES], b[B_BYTES];
-};
-
-constexpr int SHARED_ALIGNMENT = 1024;
-
-template <class Shared>
-__device__ __forceinline__ Shared& shared_memory() {
-    DYNAMIC_SHARED(unsigned char, memory);
-    const unsigned beyond = shared_address(memory) % SHARED_ALIGNMENT;
-    return *reinterpret_cast<Shared*>(memory + (SHARED_ALIGNMENT - beyond) % SHARED_ALIGNMENT);
+// Initialises the barriers of a ring, for one thread; a barrier_init_fence() and a __syncthreads() follow. A stage is full
+// after so many arrivals, and empty after so many.
+template <int COUNT>
+__device__ __forceinline__ void open_ring(Barrier (&full)[COUNT], Barrier (&empty)[COUNT], int arrivals_full,
+                                          int arrivals_empty) {
+    for (int stage = 0; stage < COUNT; ++stage) {
+        barrier_init(&full[stage], arrivals_full);
+        barrier_init(&empty[stage], arrivals_empty);
+    }
 }
 
 // Where a role stands in the ring: the stage, and the parity of its phase.
-template <int STAGES>
+template <int COUNT>
 struct Turn {
     int stage = 0;
     unsigned parity = 0;
     __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++stage == COUNT) stage = 0, parity ^= 1;
     }
 };
 
-// Where 16 bytes lie in panels: TMA's 128-byte swizzle.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return row * 128 + (chunk ^ row % 8) * 16; }
-
-// Operand A whose 128 rows lie anywhere in x: thread t brings chunk t % 8 of rows t / 8, t / 8 + AT_ONCE, ...
-template <int COPIERS>
+// Operand A whose 128 rows lie anywhere in x. Threads bring them from FIRST on: thread t of these brings chunk t % 8 of
+// rows t / 8, t / 8 + AT_ONCE, ...
+template <int COPIERS, int FIRST = 0>
 struct GatheredRows {
     static constexpr int AT_ONCE = COPIERS / 8, COUNT = TILE_ROWS / AT_ONCE;
     unsigned chunks[COUNT];  // where the thread's chunks of each row begin, in 16 bytes
@@ -48,10 +34,11 @@ struct GatheredRows {
     int target;  // of the first, in the stage
 
     __device__ __forceinline__ GatheredRows(const Scalar* x, int d, const int* tokens, int rows)
-        : x(reinterpret_cast<const Chunk*>(x)), target(swizzled(threadIdx.x / 8, threadIdx.x % 8)) {
+        : x(reinterpret_cast<const Chunk*>(x)), target(swizzled((threadIdx.x - FIRST) / 8, threadIdx.x % 8)) {
+        static_assert(FIRST % 8 == 0, "chunk t % 8 of all threads is that of these");
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {  // rows beyond the last are read again: no one stores their results
-            const int token = tokens[min(int(threadIdx.x) / 8 + i * AT_ONCE, rows - 1)];
+            const int token = tokens[min(int(threadIdx.x - FIRST) / 8 + i * AT_ONCE, rows - 1)];
             chunks[i] = unsigned(token) * unsigned(d / CHUNK) + threadIdx.x % 8;
         }
     }
