@@ -481,7 +481,11 @@ def step_table(measured: Measured, *ideas: str) -> Markdown:
     return table(rows)
 
 
-COMPARED = {ladder.ABOVE: "times as fast as the step before", ladder.WHOLE: "times as fast as the whole"}
+COMPARED = {
+    ladder.ABOVE: "times as fast as the step before",
+    ladder.BELOW: "times as fast as the version below",
+    ladder.WHOLE: "times as fast as the whole",
+}
 
 
 def _step_row(row, counters):
