@@ -42,6 +42,7 @@ HOSTS = {
     "include/hopper/epilogue.cuh": ["expert_up/4_hopper.cu"],
     "include/hopper/gradients.cuh": ["expert_up/4_hopper.cu", "expert_down/4_hopper.cu"],
     "include/mma_matmul.cuh": ["expert_down/3_mma.cu"],
+    "include/stages.cuh": ["expert_down/3_mma.cu"],
     "include/sparse.cuh": ["block_sparse/1_naive.cu"],
 }
 

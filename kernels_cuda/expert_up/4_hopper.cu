@@ -4,9 +4,10 @@
 //              of x, w1 and w2.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5 (Algorithm 1); the gather inside the
 //              load and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
-// Idea         The products of rung 3 on grouped_matmul: some warps load, weights by TMA and gathered
-//              rows by cp.async, while two warpgroups multiply by wgmma and other warps store what
-//              those have finished; a block stays and takes tile after tile.
+// Idea         The ring of 6_specialized, in blocks that stay: each takes tile after tile. What this version adds:
+//              a tile scheduler (hopper/scheduler.cuh); a second consumer, so that a tile has 256 columns
+//              (hopper/consumers.cuh); epilogue warps, which store a finished tile while the next one is
+//              multiplied (hopper/epilogue.cuh); and the gradients (hopper/gradients.cuh).
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI. d and
 //              h are multiples of 8.
