@@ -79,7 +79,9 @@ def test_each_step_is_compared_with_the_one_above_or_with_the_whole(rows):
     assert [row["rung"] for row in series] == ["3_mma", *gemm.TEACHING, gemm.HOPPER] and series[-1] is whole
     for row, below in zip(series[1:], series, strict=False):
         assert row["ratio_to"]["the version below"] == pytest.approx(row["tflops"] / below["tflops"])
-    assert {row["idea"] for row in rows if "the version below" in row["ratio_to"]} == {row["idea"] for row in series[1:]}
+    assert {row["idea"] for row in rows if "the version below" in row["ratio_to"]} == {
+        row["idea"] for row in series[1:]
+    }
     without = rows[rows.index(whole) + 1 :]
     assert len(without) == 5
     for row in without:
