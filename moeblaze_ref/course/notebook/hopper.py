@@ -524,7 +524,15 @@ def _change_of_counters(preset, before, after):
     )
 
 
-RUNG_COLORS = {"1_naive": GREY, "2_tiled": PURPLE, "3_mma": ORANGE, "4_hopper": BLUE}
+RUNG_COLORS = {
+    "1_naive": GREY,
+    "2_tiled": PURPLE,
+    "3_mma": ORANGE,
+    "4_wgmma": YELLOW,
+    "5_tma": GREEN,
+    "6_specialized": SKY,
+    gemm.HOPPER: BLUE,
+}
 
 
 def ladder_picture(measured: Measured) -> Figure:
@@ -545,7 +553,8 @@ def ladder_picture(measured: Measured) -> Figure:
         axes.set(xlim=(0, 1.12 * cublas), ylim=(len(mine) - 0.4, -1.1), xlabel="TFLOP/s (1e12 FLOPs a second)")
         axes.set_title(name, loc="left", fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
-    marks = [Patch(label=rung, **filled(color)) for rung, color in RUNG_COLORS.items()]
+    shown = {row["rung"] for row in rows}
+    marks = [Patch(label=rung, **filled(color)) for rung, color in RUNG_COLORS.items() if rung in shown]
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False)
     return figure
 
