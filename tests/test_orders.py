@@ -16,7 +16,7 @@ from planted import quick_builds
 from moeblaze_ref.backends.numba_cuda import block_sparse as numba_block_sparse
 from moeblaze_ref.backends.numba_cuda import combine as numba_combine
 from moeblaze_ref.backends.numba_cuda import expert_up as numba_expert_up
-from moeblaze_ref.backends.raw_cuda import expert_down, tiles
+from moeblaze_ref.backends.raw_cuda import expert_down, gemm, tiles
 from moeblaze_ref.backends.raw_cuda.tiles import WARP
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.paths import ROOT
