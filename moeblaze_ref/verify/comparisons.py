@@ -210,6 +210,18 @@ def run_expert_up(stage: Any, case: Case) -> Results:
     return {"forward": _present(a=a, b=b, y_swi=y_swi), "backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
 
 
+def run_forward(stage: Any, case: Case) -> Results:
+    """Of `run_expert_up` the forward: the teaching versions have no backward."""
+    _, w1, w2, _ = case.weights
+    a, b, y_swi = stage.forward(case.x, w1, w2, dispatch_of(case), case.activation)
+    return {"forward": _present(a=a, b=b, y_swi=y_swi)}
+
+
+def expect_forward(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_forward`."""
+    return {"forward": expect_expert_up(case, dtype)["forward"]}
+
+
 def expect_expert_up(case: Case, dtype: torch.dtype) -> Results:
     """As `run_expert_up`."""
     inputs = _present(x=_leaf(case.x, dtype), w1=_leaf(case.weights.w1, dtype), w2=_leaf(case.weights.w2, dtype))
@@ -750,6 +762,8 @@ def runner(stage: str, rung: str | None) -> Callable[[Any, Case], Results]:
     """Return what runs a stage on a rung: that of ``RUN``, unless the rung does what the others of the stage do not."""
     if (stage, rung) == IN_PARTS:
         return run_combine_in_parts
+    if _is_forward_alone(stage, rung):
+        return run_forward
     return run_summed if _sums(stage, rung) else RUN[stage]
 
 
@@ -757,7 +771,13 @@ def expectation(stage: str, rung: str | None) -> Expect:
     """Return what the results of `runner` must equal."""
     if (stage, rung) == IN_PARTS:
         return expect_combine_in_parts
+    if _is_forward_alone(stage, rung):
+        return expect_forward
     return expect_summed if _sums(stage, rung) else EXPECT[stage]
+
+
+def _is_forward_alone(stage, rung):
+    return stage == "expert_up" and rung in gemm.TEACHING
 
 
 def _sums(stage, rung):
