@@ -36,10 +36,8 @@ class Backward(NamedTuple):
     d_losses: dict[str, Array]  # d_load_balancing_loss and d_router_z_loss, where they are not zero
     x: Array  # (L, d)
     weights: MoEWeights
-    arrays: dict[
-        str, Array
-    ]  # what the forward saved, by name; the floats that leave this dict in the last backward are freed
-    counts: Any
+    arrays: dict[str, Array]  # what the forward saved; a float that leaves the dict is freed, if this is the last
+    counts: Any  # as the forward returned them
     wanted: set[str]  # names of gradients
     last: bool  # no other backward follows: what was saved may be overwritten
 
