@@ -75,7 +75,8 @@ def run(
     executor : str
         The name of the executor that ran the kernels.
     """
-    return _Node.apply(system, layer, x, *weights, topk_experts), bridge_to(x.device).executor.name
+    outputs = _Node.apply(system, layer, x, *weights, topk_experts)  # type: ignore[no-untyped-call]
+    return outputs, bridge_to(x.device).executor.name
 
 
 def has_backward(x: Tensor, weights: MoEWeights) -> bool:
