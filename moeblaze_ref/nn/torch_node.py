@@ -75,8 +75,9 @@ def run(
     executor : str
         The name of the executor that ran the kernels.
     """
-    outputs = _Node.apply(system, layer, x, *weights, topk_experts)  # type: ignore[no-untyped-call]
-    return outputs, bridge_to(x.device).executor.name
+    bridge = bridge_to(x.device)
+    outputs = _Node.apply(system, layer, bridge, x, *weights, topk_experts)  # type: ignore[no-untyped-call]
+    return outputs, bridge.executor.name
 
 
 def has_backward(x: Tensor, weights: MoEWeights) -> bool:
@@ -89,19 +90,21 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
+_LOSSES = ("d_load_balancing_loss", "d_router_z_loss")
 _GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))
 
 
 class _Node(torch.autograd.Function):
-    """The node: its inputs are a system, the layer's name, x, wg, w1, w2, w3 and a routing to replay or None."""
+    """The node; ``others`` are wg, w1, w2, w3, and a routing to replay or None."""
 
     @staticmethod
-    def forward(ctx: Any, system: System, layer: str, x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-        bridge = bridge_to(x.device)
+    def forward(
+        ctx: Any, system: System, layer: str, bridge: Bridge, x: Tensor, *others: Tensor | None
+    ) -> tuple[Tensor, ...]:
         with bridge.running():
             array, *weights, replayed = bridge.arrays([x, *others])
             *outputs, saved, ctx.counts = system.forward(bridge, array, MoEWeights(*weights), replayed)
-        ctx.system, ctx.layer, ctx.names = system, layer, tuple(saved)
+        ctx.system, ctx.layer, ctx.bridge, ctx.names = system, layer, bridge, tuple(saved)
         ctx.save_for_backward(x, *others[:4], *saved.values())
         ctx.mark_non_differentiable(outputs[3])
         ctx.set_materialize_grads(False)  # a loss that nobody uses costs nothing
@@ -113,20 +116,19 @@ class _Node(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         d_out, d_balance, d_z, _ = d_outputs
         d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
-        wanted = {name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[2:7], strict=True) if needed}
+        wanted = {name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[3:8], strict=True) if needed}
         last = not torch._C._autograd._get_current_graph_task_keep_graph()  # without retain_graph no other can follow
-        bridge = bridge_to(x.device)
+        bridge = ctx.bridge
         with bridge.running(), checks.trusted():  # autograd vouches for what it saved, and for d_out's shape and dtype
             d_out, d_balance, d_z, x, wg, w1, w2, w3, *saved = bridge.arrays([d_out, d_balance, d_z, x, *tensors])
             if last:
                 _give_up(tensors[4:])
-            d_losses = {"d_load_balancing_loss": d_balance, "d_router_z_loss": d_z}
-            d_losses = {name: d_loss for name, d_loss in d_losses.items() if d_loss is not None}
+            d_losses = {name: d for name, d in zip(_LOSSES, (d_balance, d_z), strict=True) if d is not None}
             arrays = dict(zip(ctx.names, saved, strict=True))
             del saved  # the system frees what it takes out of the dict
             given = Backward(d_out, d_losses, x, MoEWeights(wg, w1, w2, w3), arrays, ctx.counts, wanted, last)
             gradients = ctx.system.backward(bridge, given)
-            return None, None, *bridge.tensors(gradients), None
+            return None, None, None, *bridge.tensors(gradients), None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
