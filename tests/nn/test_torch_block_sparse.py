@@ -17,7 +17,7 @@ from moeblaze_ref.lm.train import train
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import Assumptions, megablocks_step_account
 from moeblaze_ref.memory.waste import compare
-from moeblaze_ref.nn import systems, torch_block_sparse, torch_layer
+from moeblaze_ref.nn import systems, torch_node
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
@@ -190,8 +190,7 @@ class BridgeOverTensors(TensorBridge):
 def test_torchs_own_tensors_give_what_numpys_arrays_give(activation, dtype, monkeypatch):
     layer, x = make_layer(activation=activation, dtype=dtype), make_x(dtype=dtype)
     expected = gradients(layer, x) | {"out": layer(x).out}
-    for module in (torch_block_sparse, torch_layer):
-        monkeypatch.setattr(module, "bridge_to", lambda device: BridgeOverTensors())
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: BridgeOverTensors())
     found = gradients(layer, x) | {"out": layer(x).out}
     kept = measure.kept_storages(layer, x)
     monkeypatch.undo()
@@ -211,8 +210,7 @@ def test_the_peak_of_a_step_is_the_accountings(activation, largest, monkeypatch)
     """To the 16 bytes that sums take: of the output, and of the two losses, which nobody uses."""
     sizes = SIZES | PEAKS[largest]
     layer, x = make_layer(activation=activation, **PEAKS[largest]), make_x(L, sizes["d"])
-    for module in (torch_block_sparse, torch_layer):
-        monkeypatch.setattr(module, "bridge_to", lambda device: BridgeOverTensors())
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: BridgeOverTensors())
     counts = layer(x).topk_experts.flatten().bincount(minlength=sizes["E"]).tolist()
     one = megablocks_step_account(
         MoEConfig(L, **sizes, activation=activation, dtype="float32"), Assumptions(counts, block=8)
