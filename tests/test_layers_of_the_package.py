@@ -9,9 +9,10 @@ import processes
 import pytest
 
 import moeblaze_ref
+from moeblaze_ref import nn
 from moeblaze_ref.backends import registry
 from moeblaze_ref.core.paths import PACKAGE, ROOT
-from moeblaze_ref.nn.torch_layer import MoELayer
+from moeblaze_ref.nn import SYSTEMS, MoELayer
 from moeblaze_ref.verify import apart
 
 ABOVE = {"__init__.py", "__main__.py"}
@@ -69,3 +70,48 @@ def test_the_layer_comes_from_the_package():
     assert moeblaze_ref.MoELayer is MoELayer
     with pytest.raises(AttributeError, match="module 'moeblaze_ref' has no attribute 'MoELayr'"):
         moeblaze_ref.MoELayr  # noqa: B018
+
+
+# Public places --------------------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_of_the_layers_exists():
+    assert len(nn.__all__) > 10
+    for name in nn.__all__:
+        assert getattr(nn, name) is not None, name
+    assert {*SYSTEMS.values()} <= {getattr(nn, name) for name in nn.__all__ if name.endswith(("MoE", "Layer"))}
+
+
+IMPORTS = re.compile(r"(?:from|import) (moeblaze_ref\.nn[\w.]*)(?: import ([^(\n\\\"]+|\([^)]*\)))?")
+
+
+def imports_of_layers(text: str) -> list[tuple[str, set[str]]]:
+    """Return each import from `moeblaze_ref.nn` or below: the module, and the names that it takes from there."""
+    return [(module, set(re.findall(r"\w{2,}", names))) for module, names in IMPORTS.findall(text)]
+
+
+def readers_files() -> list[Path]:
+    """README, the pages of the documentation and the notebooks."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").rglob("*.ipynb"))]
+
+
+def test_readers_import_the_layers_from_public_places():
+    found = {path: imports_of_layers(path.read_text()) for path in readers_files()}
+    assert sum(map(bool, found.values())) >= 4
+    for path, imports in found.items():
+        for module, names in imports:
+            assert module == "moeblaze_ref.nn" and names <= {*nn.__all__}, (path.name, module, names)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from moeblaze_ref.nn.torch_layer import MoELayer", [("moeblaze_ref.nn.torch_layer", {"MoELayer"})]),
+        ("import moeblaze_ref.nn.systems", [("moeblaze_ref.nn.systems", set())]),
+        ("from moeblaze_ref.nn import (\n    graphed,\n    system,\n)", [("moeblaze_ref.nn", {"graphed", "system"})]),
+        (r'"from moeblaze_ref.nn import SYSTEMS\n",', [("moeblaze_ref.nn", {"SYSTEMS"})]),
+        ("from moeblaze_ref import MoELayer", []),
+    ],
+)
+def test_an_import_of_a_layer_is_found(text, found):
+    assert imports_of_layers(text) == found

@@ -26,7 +26,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     NUMPY: ("backends/numpy_ref/*.py",),
     LAYERS: (
         *("systems/layer.py", "systems/megablocks.py", "systems/capacity.py", "nn/oracle.py", "nn/routed_experts.py"),
-        *("nn/torch_layer.py", "nn/torch_block_sparse.py", "nn/torch_capacity.py", "nn/torch_memory_optimized.py"),
+        *(
+            "nn/torch_node.py",
+            "nn/torch_layer.py",
+            "nn/torch_block_sparse.py",
+            "nn/torch_capacity.py",
+            "nn/torch_memory_optimized.py",
+        ),
         *("nn/torch_sequential.py", "nn/torch_graphs.py", "runtime/torch_capture.py"),
     ),
     PLACEMENT: ("placement/*.py",),

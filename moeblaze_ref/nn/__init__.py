@@ -1,1 +1,36 @@
-"""The layers as torch modules, and plain torch's oracle."""
+"""The layers as torch modules: every system, the oracle, and what calls of a layer need.
+
+Import them from here; ``from moeblaze_ref import MoELayer`` is the short way to the layer. The systems by name are
+``SYSTEMS``; `system` fixes options of one.
+"""
+
+from moeblaze_ref.nn import oracle
+from moeblaze_ref.nn.oracle import OracleMoE
+from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.nn.systems import SYSTEMS, MoEFactory, system
+from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.nn.torch_capacity import CapacityMoE, DynamicCapacityMoE
+from moeblaze_ref.nn.torch_graphs import graphed
+from moeblaze_ref.nn.torch_layer import KernelMoE, MoELayer, MoEModule, MoEOutput, keep_routing
+from moeblaze_ref.nn.torch_memory_optimized import MemoryOptimizedMoE
+from moeblaze_ref.nn.torch_sequential import SequentialMoE
+
+__all__ = [
+    "SYSTEMS",
+    "BlockSparseMoE",
+    "CapacityMoE",
+    "DynamicCapacityMoE",
+    "KernelMoE",
+    "MemoryOptimizedMoE",
+    "MoEFactory",
+    "MoELayer",
+    "MoEModule",
+    "MoEOutput",
+    "OracleMoE",
+    "RoutedExperts",
+    "SequentialMoE",
+    "graphed",
+    "keep_routing",
+    "oracle",
+    "system",
+]

@@ -5,7 +5,7 @@ two layers differ by their experts alone: here routed rows are copied into padde
 projections is a block-sparse matrix.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,36 +14,49 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.nn.torch_layer import (
-    KernelMoE,
-    MoEOutput,
-    aligned,
-    give_up,
-    is_the_last_backward,
-    wanted_by,
-)
-from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
-from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.core.structures import Array
+from moeblaze_ref.nn.torch_layer import KernelMoE
+from moeblaze_ref.nn.torch_node import Backward, Forward, System
+from moeblaze_ref.runtime.torch_bridge import Bridge
+from moeblaze_ref.systems import megablocks
 from moeblaze_ref.systems.layer import MoEWeights
-from moeblaze_ref.systems.megablocks import FLOATS, Saved
 
 
-class Layout(NamedTuple):
-    """What a layer saves of the tensors that the stages leave for the backward, and how it gets them back.
+class MegaBlocks(NamedTuple):
+    """The router, the dispatch and MegaBlocks' experts as a `System`."""
 
-    Parameters
-    ----------
-    pack : callable
-        (kept, x, wg) to what is saved, tensors by name; ``kept`` has token_expert_indices and `megablocks.Saved`.
-    unpack : callable
-        What was saved to ``kept``, without what the backward computes again.
-    """
+    k: int
+    activation: str
+    renormalize: bool
+    block: int
+    rung: str | None
 
-    pack: Callable[[dict[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
-    unpack: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
+        k, activation, renormalize, block, rung = self
+        dispatch, gates, *losses = raw_layer.route(
+            x, weights, k, activation, renormalize, topk_experts, bridge.executor
+        )
+        out, kept = block_sparse.forward(x, *weights[1:], dispatch, gates, activation, block, bridge.executor, rung)
+        saved = bridge.by_name({"token_expert_indices": dispatch.token_expert_indices, **kept.tensors()})
+        chosen = saved["token_expert_indices"].view(-1, k)
+        return Forward(*bridge.tensors([out, *losses]), chosen, saved)
 
-
-_AS_IT_IS = Layout(lambda kept, x, wg: kept, lambda kept: kept)
+    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+        x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted
+        kept = megablocks.Saved.of(arrays, self.k, self.block, self.activation)
+        chosen = arrays["token_expert_indices"].reshape(len(x), self.k)
+        arrays.clear()  # those of ``kept`` are freed piece by piece
+        of_experts = wanted - {"d_wg"}
+        if wanted & {"d_x", "d_wg"}:
+            of_experts.add("d_gates")  # through which the router hears of the output
+        experts = block_sparse.backward(
+            given.d_out, kept, *weights[1:], of_experts, given.last, bridge.executor, self.rung
+        )
+        options = {"wanted": wanted, "executor": bridge.executor, **given.d_losses}
+        d_x, d_wg = raw_layer.router_gradients(experts.d_gates, x, weights, chosen, self.renormalize, **options)
+        if d_x is not None:
+            d_x += experts.d_x
+        return d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3
 
 
 class BlockSparseMoE(KernelMoE):
@@ -87,7 +100,7 @@ class BlockSparseMoE(KernelMoE):
     MegaBlocks, sections 4 and 5.
     """
 
-    _layout: Layout = _AS_IT_IS
+    _kind = MegaBlocks
 
     def __init__(
         self,
@@ -106,89 +119,9 @@ class BlockSparseMoE(KernelMoE):
         self.block = sparse_contracts.check_block(block, h)
         self.rung = rung if rung is None else checks.check_name("rung of block_sparse", rung, block_sparse.RUNGS)
 
-    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
-        options = _Options(self.k, self.activation, self.renormalize, self.block, self.rung, self._layout)
-        return self._apply_node(_BlockSparse, options, x, *weights, topk_experts)
+    def _system(self, x: Tensor, weights: MoEWeights) -> System:
+        return self._kind(self.k, self.activation, self.renormalize, self.block, self.rung)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
         return f"{super().extra_repr()}, block={self.block}, rung={self.rung or 'default'}"
-
-
-class _Options(NamedTuple):
-    """What the layer is told besides tensors."""
-
-    k: int
-    activation: str
-    renormalize: bool
-    block: int
-    rung: str | None
-    layout: Layout
-
-
-class _BlockSparse(torch.autograd.Function):
-    """The router, the dispatch and MegaBlocks' experts as one node of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx, options, x, wg, w1, w2, w3, topk_experts):
-        bridge = bridge_to(x.device)
-        k, activation, renormalize, block, rung, layout = options
-        with bridge.running():
-            array, *weights, replayed = bridge.arrays([x, wg, w1, w2, w3, topk_experts])
-            dispatch, gates, *losses = raw_layer.route(
-                array, MoEWeights(*weights), k, activation, renormalize, replayed, bridge.executor
-            )
-            out, saved = block_sparse.forward(
-                array, *weights[1:], dispatch, gates, activation, block, bridge.executor, rung
-            )
-            arrays = {"token_expert_indices": dispatch.token_expert_indices, **saved.tensors()}
-            kept = dict(zip(arrays, bridge.tensors(arrays.values()), strict=True))
-            out, *losses = bridge.tensors([out, *losses])
-        chosen = kept["token_expert_indices"].view(x.shape[0], k)
-        kept = layout.pack(kept, x, wg)
-        ctx.options, ctx.kept = options, tuple(kept)
-        ctx.save_for_backward(x, wg, w1, w2, w3, *kept.values())
-        ctx.mark_non_differentiable(chosen)
-        ctx.set_materialize_grads(False)  # a loss that nobody uses costs nothing
-        return out, *losses, chosen
-
-    @staticmethod
-    def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        check_backward("BlockSparseMoE", (d_out, d_load_balancing_loss, d_router_z_loss))
-        x, *tensors = ctx.saved_tensors
-        k, activation, renormalize, block, rung, layout = ctx.options
-        unpacked = layout.unpack(dict(zip(ctx.kept, tensors[4:], strict=True)))
-        floats = [tensor for name, tensor in unpacked.items() if name in FLOATS]
-        d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
-        wanted, bridge = set(wanted_by(ctx)), bridge_to(x.device)
-        with bridge.running(), checks.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
-            d_out, *d_losses = bridge.arrays([d_out, d_load_balancing_loss, d_router_z_loss])
-            x, *arrays = bridge.arrays([x, *tensors[:4], *unpacked.values()])
-            weights = MoEWeights(*arrays[:4])
-            kept = dict(zip(unpacked, arrays[4:], strict=True))
-            saved, chosen = Saved.of(kept, k, block, activation), kept["token_expert_indices"].reshape(x.shape[0], k)
-            if last := is_the_last_backward():
-                give_up(floats)
-            del tensors, unpacked, arrays, kept, floats
-            of_experts = wanted - {"d_wg"}
-            if wanted & {"d_x", "d_wg"}:
-                of_experts.add("d_gates")  # through which the router hears of the output
-            experts = block_sparse.backward(d_out, saved, *weights[1:], of_experts, last, bridge.executor, rung)
-            d_x, d_wg = raw_layer.router_gradients(
-                experts.d_gates,
-                x,
-                weights,
-                chosen,
-                renormalize,
-                *[0.0 if d_loss is None else d_loss for d_loss in d_losses],
-                wanted=wanted,
-                executor=bridge.executor,
-            )
-            if d_x is not None:
-                d_x += experts.d_x
-            gradients = bridge.tensors([d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3])
-        return None, *gradients, None
-
-    @staticmethod
-    def jvp(ctx, *_):
-        refuse_forward_mode("BlockSparseMoE")

@@ -6,7 +6,7 @@ torch is another layer (`oracle.OracleMoE`) and never steps in.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -18,17 +18,14 @@ from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES
-from moeblaze_ref.core.structures import STRUCTURES, Array, Dispatch
+from moeblaze_ref.core.structures import Array
+from moeblaze_ref.nn import torch_node
 from moeblaze_ref.nn.routed_experts import RoutedExperts
-from moeblaze_ref.nn.torch_transforms import (
-    check_backward,
-    refuse_forward_mode,
-    refuse_transform,
-    tracing,
-    transforms_active,
-)
-from moeblaze_ref.runtime.torch_bridge import bridge_to
-from moeblaze_ref.systems.layer import MoEWeights, Saved
+from moeblaze_ref.nn.torch_node import Backward, Forward, System, aligned, has_backward
+from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
+from moeblaze_ref.runtime.torch_bridge import Bridge
+from moeblaze_ref.systems import layer
+from moeblaze_ref.systems.layer import MoEWeights
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +117,7 @@ class MoEModule(RoutedExperts):
         tokens, weights = _cast(x, weights)
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
         if [tensor for tensor in (rows, *weights) if tensor is not None and tensor.data_ptr() % ALIGNMENT]:
-            rows, *weights = map(aligned, (rows, *weights))
+            rows, *weights = [None if tensor is None else aligned(tensor) for tensor in (rows, *weights)]
         replayed = _next_routing(rows.shape[0], self.k)
         topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
         result = self._run(rows, MoEWeights(*weights), topk_experts)
@@ -167,14 +164,17 @@ class KernelMoE(MoEModule):
         checks.check_kernel_limits(E, k)
         self.executor: str | None = None
 
-    def _apply_node(self, node: type[torch.autograd.Function], options: NamedTuple, x: Tensor, *rest) -> MoEOutput:
-        """What the node makes of x, the weights and a routing to replay, and on what it ran."""
-        result = MoEOutput(*node.apply(options, x, *rest))
-        executor = bridge_to(x.device).executor.name
+    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+        system, name = self._system(x, weights), type(self).__name__
+        outputs, executor = torch_node.run(system, name, x, weights, topk_experts)
         if executor != self.executor:
-            log.info("%s(%s) runs on %s", type(self).__name__, self.extra_repr(), executor)
+            log.info("%s(%s) runs on %s", name, self.extra_repr(), executor)
             self.executor = executor
-        return result
+        return MoEOutput(*outputs)
+
+    def _system(self, x: Tensor, weights: MoEWeights) -> System:
+        """Return the system that runs x."""
+        raise NotImplementedError
 
 
 class MoELayer(KernelMoE):
@@ -238,18 +238,17 @@ class MoELayer(KernelMoE):
             raise ValueError("a graphed layer chooses the experts itself: it takes no topk_experts and no keep_routing")
         return self.graphs(x, self.weights)
 
-    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+    def _system(self, x: Tensor, weights: MoEWeights) -> System:
         policy = self.policy if has_backward(x, weights) else "inputs"
-        options = _Options(self.k, self.activation, policy, self.renormalize, self.rung)
-        return self._apply_node(_Layer, options, x, *weights, topk_experts)
+        return _MoEBlaze(self.k, self.activation, policy, self.renormalize, self.rung)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
         return f"{super().extra_repr()}, policy={self.policy}, rung={self.rung or 'default'}"
 
 
-class _Options(NamedTuple):
-    """What the layer is told besides tensors."""
+class _MoEBlaze(NamedTuple):
+    """The raw CUDA layer as a `System`."""
 
     k: int
     activation: str
@@ -257,91 +256,18 @@ class _Options(NamedTuple):
     renormalize: bool
     rung: str | None
 
+    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
+        *options, rung = self
+        *outputs, kept = raw_layer.forward(x, weights, *options, topk_experts, bridge.executor, rung)
+        saved = bridge.by_name(kept.tensors())
+        del saved["x"]
+        return Forward(*bridge.tensors(outputs), saved["token_expert_indices"].view(-1, self.k), saved)
 
-class _Layer(torch.autograd.Function):
-    """The raw CUDA layer as one node of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx, options, x, wg, w1, w2, w3, topk_experts):
-        bridge = bridge_to(x.device)
-        with bridge.running():
-            array, *weights, replayed = bridge.arrays([x, wg, w1, w2, w3, topk_experts])
-            replay = {"topk_experts": replayed, "executor": bridge.executor, "rung": options.rung}
-            *results, saved = raw_layer.forward(array, MoEWeights(*weights), *options[:-1], **replay)
-            out, *losses = bridge.tensors(results)
-            arrays = saved.tensors()
-            del arrays["x"]
-            kept = dict(zip(arrays, bridge.tensors(arrays.values()), strict=True))
-        chosen = kept["token_expert_indices"].view(x.shape[0], options.k)
-        ctx.options, ctx.kept = options, tuple(kept)
-        ctx.save_for_backward(x, wg, w1, w2, w3, *kept.values())
-        ctx.mark_non_differentiable(chosen)
-        ctx.set_materialize_grads(False)  # a loss that nobody uses costs nothing
-        return out, *losses, chosen
-
-    @staticmethod
-    def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        check_backward("MoELayer", (d_out, d_load_balancing_loss, d_router_z_loss))
-        x, *tensors = ctx.saved_tensors
-        kept = dict(zip(ctx.kept, tensors[4:], strict=True))
-        d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
-        bridge = bridge_to(x.device)
-        with bridge.running(), checks.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
-            d_out, *d_losses = bridge.arrays([d_out, d_load_balancing_loss, d_router_z_loss])
-            x, *arrays = bridge.arrays([x, *tensors])
-            weights = MoEWeights(*arrays[:4])
-            saved = restored(ctx.options, x, dict(zip(ctx.kept, arrays[4:], strict=True)))
-            overwrite = is_the_last_backward()
-            if overwrite:
-                give_up([kept[name] for name in saved.intermediates])
-            del tensors, arrays, kept
-            gradients = raw_layer.backward(
-                d_out,
-                saved,
-                weights,
-                *[0.0 if d_loss is None else d_loss for d_loss in d_losses],
-                overwrite=overwrite,
-                wanted=wanted_by(ctx),
-                executor=bridge.executor,
-                rung=ctx.options.rung,
-            )
-            d_x, d_wg, d_w1, d_w2, d_w3, _ = bridge.tensors(gradients)
-        return None, d_x, d_wg, d_w1, d_w2, d_w3, None
-
-    @staticmethod
-    def jvp(ctx, *_):
-        refuse_forward_mode("MoELayer")
-
-
-def has_backward(x: Tensor, weights: MoEWeights) -> bool:
-    """Whether autograd will want a gradient of one of a node's tensors."""
-    return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *weights) if t is not None])
-
-
-_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))  # of the tensors that a node is given
-
-
-def wanted_by(ctx: Any) -> list[str]:
-    """The gradients that autograd wants of a node that was given options, x and the weights: d_x, d_wg, ..."""
-    return [name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[1:6], strict=True) if needed]
-
-
-def is_the_last_backward() -> bool:
-    """Whether autograd frees the graph after this backward; with ``retain_graph=True`` another may follow."""
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-def give_up(tensors: Iterable[Tensor]):
-    """Take their memory from tensors that autograd holds until the end of the backward: who has it now frees it."""
-    for tensor in tensors:
-        tensor.data = tensor.new_empty(0)
-
-
-def restored(options: Any, x: Array, arrays: dict[str, Array]) -> Saved:
-    """What a node's forward kept, by name, put together again; the options say k, activation, policy, renormalize."""
-    dispatch = Dispatch(**{name: arrays.pop(name) for name in STRUCTURES}, k=options.k)
-    gates = arrays.pop("gates")
-    return Saved(x, dispatch, gates, arrays, options.activation, options.policy, options.renormalize)
+    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+        *options, rung = self
+        kept = layer.Saved.of(given.x, given.arrays, *options)
+        more = {"wanted": given.wanted, "executor": bridge.executor, "rung": rung, **given.d_losses}
+        return raw_layer.backward(given.d_out, kept, given.weights, overwrite=given.last, **more)[:5]
 
 
 # ---- the door ------------------------------------------------------------------------------
@@ -376,11 +302,6 @@ def _cast(x, weights):
         if weight is not None and weight.dtype != dtype and not casts:
             raise TypeError(f"{name} is {weight.dtype}, but x is {x.dtype}: cast one of them, or use torch.autocast")
     return x.to(dtype), tuple([None if w is None else w.to(dtype).contiguous() for w in weights])
-
-
-def aligned(tensor: Tensor | None) -> Tensor | None:
-    """The tensor, or a copy if it begins where a kernel that moves 16 bytes at a time cannot."""
-    return tensor if tensor is None or tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def _checked_routing(topk_experts, x, layer):

@@ -11,6 +11,7 @@ for the index structures.
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,24 +20,15 @@ from torch import Tensor
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
-from moeblaze_ref.core.structures import EMPTY
+from moeblaze_ref.core.structures import EMPTY, Array
 from moeblaze_ref.nn.routed_experts import RoutedExperts
-from moeblaze_ref.nn.torch_layer import (
-    DTYPES,
-    KernelMoE,
-    MoEOutput,
-    give_up,
-    has_backward,
-    is_the_last_backward,
-    restored,
-    wanted_by,
-)
-from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
+from moeblaze_ref.nn.torch_layer import DTYPES, KernelMoE
+from moeblaze_ref.nn.torch_node import Backward, Forward, System, has_backward
 from moeblaze_ref.parallel.batch import BatchGating
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.parallel.trip import Trip
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.runtime.torch_bridge import bridge_to
+from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import MoEWeights
 
@@ -128,10 +120,9 @@ class ExpertParallelMoE(KernelMoE):
             if mine is not None:
                 mine.copy_(theirs[self.experts])
 
-    def _run(self, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None) -> MoEOutput:
+    def _system(self, x: Tensor, weights: MoEWeights) -> System:
         policy = self.policy if has_backward(x, weights) else "inputs"
-        options = _Options(self.k, self.activation, policy, self.renormalize, self.ranks, self.owners, self.here)
-        return self._apply_node(_ExpertParallel, options, x, *weights, topk_experts)
+        return _OverRanks(self.k, self.activation, policy, self.renormalize, self.ranks, self.owners, self.here)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
@@ -166,8 +157,8 @@ def _digest(placement, layer):
     return int.from_bytes(found.digest())
 
 
-class _Options(NamedTuple):
-    """What the layer is told besides tensors that have gradients."""
+class _OverRanks(NamedTuple):
+    """The raw CUDA layer over several ranks as a `System`."""
 
     k: int
     activation: str
@@ -177,86 +168,60 @@ class _Options(NamedTuple):
     owners: Tensor
     here: Tensor
 
-
-class _ExpertParallel(torch.autograd.Function):
-    """The raw CUDA layer over several ranks as one node of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx, options, x, wg, w1, w2, w3, topk_experts):
-        bridge = bridge_to(x.device)
-        with bridge.running(), checks.trusted():
-            array, *arrays, replayed = bridge.arrays([x, wg, w1, w2, w3, topk_experts])
-            weights = MoEWeights(*arrays)
-            stages = raw_layer.stages_for(array, weights, bridge.executor, None)
-            batch = BatchGating(stages.gating, bridge, options.ranks)
+    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
+        with checks.trusted():
+            stages = raw_layer.stages_for(x, weights, bridge.executor, None)
+            batch = BatchGating(stages.gating, bridge, self.ranks)
             router = stages._replace(gating=batch)
-            choice = layer.choose(router, array, weights.wg, options.k, options.renormalize, replayed)
+            choice = layer.choose(router, x, weights.wg, self.k, self.renormalize, topk_experts)
             chosen, gates, *losses = bridge.tensors(choice)
-            losses = options.ranks.total(torch.stack(losses) * batch.part).unbind()
-            trip = Trip.planned(options.ranks, stages, bridge, chosen, options.owners)
-            sums, arrived = _visit(trip, stages, bridge, x, chosen, gates, weights, options)
+            losses = self.ranks.total(torch.stack(losses) * batch.part).unbind()
+            trip = Trip.planned(self.ranks, stages, bridge, chosen, self.owners)
+            sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), chosen, gates, weights, self)
             out = trip.back(sums)
-        kept = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
-        ctx.options, ctx.kept, ctx.counts = options, tuple(kept), trip.counts
-        ctx.save_for_backward(x, wg, w1, w2, w3, *kept.values())
-        ctx.mark_non_differentiable(chosen)
-        ctx.set_materialize_grads(False)  # a loss that nobody uses costs nothing
-        return out, *losses, chosen
+        saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
+        return Forward(out, *losses, chosen, saved, trip.counts)
 
-    @staticmethod
-    def backward(ctx, d_out, d_load_balancing_loss, d_router_z_loss, _):
-        check_backward("ExpertParallelMoE", (d_out, d_load_balancing_loss, d_router_z_loss))
-        x, *tensors = ctx.saved_tensors
-        options, bridge, wanted = ctx.options, bridge_to(x.device), wanted_by(ctx)
-        kept = dict(zip(ctx.kept, tensors[4:], strict=True))
-        chosen, shares, part = [kept.pop(name) for name in ("chosen", "shares", "part")]
-        with bridge.running(), checks.trusted():  # autograd vouches for what it kept, and for d_out's shape and dtype
-            array, *arrays = bridge.arrays([x, *tensors[:4]])
-            weights = MoEWeights(*arrays)
-            stages = raw_layer.stages_for(array, weights, bridge.executor, None)
-            trip = Trip.again(options.ranks, stages, bridge, kept, options.k, ctx.counts)
-            d_sums = bridge.array(trip.there(torch.zeros_like(x) if d_out is None else d_out))
-            arrived = {name: bridge.array(kept[name]) for name in kept.keys() - trip.tensors().keys()}
-            saved = restored(options, arrived.pop("rows"), arrived)
-            overwrite = is_the_last_backward()
-            if overwrite:
-                give_up([kept[name] for name in saved.intermediates])
-            del tensors, kept, arrived
-            experts = layer.expert_gradients(stages, d_sums, saved, weights, overwrite, wanted)
-            d_x, d_gates = [None if d is None else trip.back(bridge.tensor(d)) for d in (experts.d_x, experts.d_gates)]
-            d_x_router, d_wg = layer.router_gradients(
-                stages._replace(gating=BatchGating(stages.gating, bridge, options.ranks, shares)),
+    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+        x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted
+        chosen = arrays.pop("chosen")
+        shares, part = bridge.tensors([arrays.pop("shares"), arrays.pop("part")])
+        stages = raw_layer.stages_for(x, weights, bridge.executor, None)
+        trip = Trip.again(self.ranks, stages, bridge, arrays, self.k, given.counts)
+        d_sums = bridge.array(trip.there(bridge.tensor(given.d_out)))
+        saved = layer.Saved.of(arrays.pop("rows"), arrays, *self[:4])
+        experts = layer.expert_gradients(stages, d_sums, saved, weights, given.last, wanted)
+        d_x, d_gates = [None if d is None else trip.back(bridge.tensor(d)) for d in (experts.d_x, experts.d_gates)]
+        d_losses = {name: bridge.array(bridge.tensor(d_loss) * part) for name, d_loss in given.d_losses.items()}
+        d_x_router, d_wg = bridge.tensors(
+            layer.router_gradients(
+                stages._replace(gating=BatchGating(stages.gating, bridge, self.ranks, shares)),
                 bridge.array(d_gates),
-                array,
+                x,
                 weights.wg,
-                bridge.array(chosen),
-                options.renormalize,
-                *[0.0 if d is None else bridge.array(d * part) for d in (d_load_balancing_loss, d_router_z_loss)],
-                wanted,
+                chosen,
+                self.renormalize,
+                wanted=wanted,
+                **d_losses,
             )
-            d_x_router, d_wg, *d_experts = bridge.tensors([d_x_router, d_wg, *experts[2:5]])
+        )
         if d_x is not None:
             d_x += d_x_router
         if d_wg is not None:
-            d_wg = options.ranks.total(d_wg.float()).to(d_wg.dtype)
-        return None, d_x, d_wg, *d_experts, None
-
-    @staticmethod
-    def jvp(ctx, *_):
-        refuse_forward_mode("ExpertParallelMoE")
+            d_wg = self.ranks.total(d_wg.float()).to(d_wg.dtype)
+        return *bridge.arrays([d_x, d_wg]), *experts[2:5]
 
 
-def _visit(trip, stages, bridge, x, chosen, gates, weights, options):
-    """The weighted sums of the rows that came here, in their order, and what is kept of them, by name."""
-    k, num_experts = options.k, weights.w1.shape[0]
+def _visit(trip, stages, bridge, x, chosen, gates, weights, system):
+    """The weighted sums of the rows that came here, in their order, and what is saved of them, by name."""
+    k, num_experts = system.k, weights.w1.shape[0]
     rows = trip.there(x)
     slots = trip.there(torch.cat([chosen, gates.view(torch.int32)], dim=1))  # 2k words of a row
-    here = options.here[slots[:, :k].long()]  # (rows, k)
+    here = system.here[slots[:, :k].long()]  # (rows, k)
     gates = slots[:, k:].contiguous().view(torch.float32)
     dispatch = stages.dispatch.build_part(bridge.array(here), num_experts, trip.counts.choices)
     sums, intermediates = layer.run_experts(
-        stages, bridge.array(rows), weights, dispatch, bridge.array(gates), options.activation, options.policy
+        stages, bridge.array(rows), weights, dispatch, bridge.array(gates), system.activation, system.policy
     )
-    made = dispatch.arrays() | intermediates
-    kept = dict(zip(made, bridge.tensors(made.values()), strict=True))
-    return bridge.tensor(sums), {"rows": rows, "gates": gates, **kept}
+    made = bridge.by_name(dispatch.arrays() | intermediates)
+    return bridge.tensor(sums), {"rows": rows, "gates": gates, **made}

@@ -1,13 +1,12 @@
 """A batch of tokens that visits the ranks of its experts and comes back: a dispatch whose experts are the ranks."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Dispatch
+from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Array, Dispatch
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems.layer import Stages
@@ -65,11 +64,11 @@ class Trip:
 
     @classmethod
     def again(
-        cls, ranks: Ranks, stages: Stages, bridge: Bridge, tensors: Mapping[str, Tensor], k: int, counts: Counts
+        cls, ranks: Ranks, stages: Stages, bridge: Bridge, arrays: dict[str, Array], k: int, counts: Counts
     ) -> "Trip":
-        """The same trip, from what `tensors` and `counts` gave."""
-        copies = {name: tensors[_kept(name)] for name in STRUCTURES}
-        return cls(ranks, stages, bridge, Dispatch.of(copies, k=k), counts)
+        """The same trip, from what `tensors` and `counts` gave; ``arrays`` loses those of `tensors`."""
+        copies = Dispatch(**{name: arrays.pop(_kept(name)) for name in STRUCTURES}, k=k)
+        return cls(ranks, stages, bridge, copies.map(bridge.tensor), counts)
 
     def tensors(self) -> dict[str, Tensor]:
         """What to keep of it, by name."""

@@ -1,7 +1,7 @@
 """How torch tensors become arrays of the stages, and back, without a copy."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import ml_dtypes
@@ -41,6 +41,10 @@ class Bridge:
     def tensors(self, arrays: Iterable[Array | None]) -> list[Tensor | None]:
         """The same of several."""
         return [None if array is None else self._tensor(array) for array in arrays]
+
+    def by_name(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+        """The same of several, by name."""
+        return dict(zip(arrays, self.tensors(arrays.values()), strict=True))
 
 
 class CpuBridge(Bridge):

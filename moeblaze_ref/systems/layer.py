@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.arrays import take_columns
 from moeblaze_ref.core.config import POLICIES, is_gated
-from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
+from moeblaze_ref.core.structures import HIDDEN, STRUCTURES, Array, Dispatch
 
 # What each policy keeps of a gated activation, besides x, the Dispatch and the gates. The backward
 # reads a, b and y_swi and rebuilds those that are missing; `conventional` also keeps what
@@ -118,6 +118,14 @@ class Saved:
     def tensors(self) -> dict[str, Array]:
         """Every array that is kept, by name."""
         return {"x": self.x, **self.dispatch.arrays(), "gates": self.gates, **self.intermediates}
+
+    @classmethod
+    def of(
+        cls, x: Array, tensors: dict[str, Array], k: int, activation: str, policy: str, renormalize: bool
+    ) -> "Saved":
+        """What `tensors` took apart, put together again; of the ``tensors`` the intermediates are left."""
+        dispatch = Dispatch(**{name: tensors.pop(name) for name in STRUCTURES}, k=k)
+        return cls(x, dispatch, tensors.pop("gates"), tensors, activation, policy, renormalize)
 
 
 class Choice(NamedTuple):

@@ -159,17 +159,17 @@ FAULTS = {
         lambda right: lambda *given: right(*given) - 1,
     ),
     "megablocks_memory_optimized": (
-        "moeblaze_ref.nn.torch_memory_optimized.MemoryOptimizedMoE._layout",
-        lambda right: right._replace(unpack=lambda saved: _in_another_order(right.unpack(saved))),
+        "moeblaze_ref.nn.torch_memory_optimized._bins",
+        lambda right: lambda *tables, rows: _in_another_order(right(*tables, rows)),
     ),
 }
 
 
-def _in_another_order(unpacked):
+def _in_another_order(bins):
     """The first two routed rows have each other's slot."""
-    rows = unpacked["rows"].clone()
+    rows = bins["rows"].clone()
     rows[[0, 1]] = rows[[1, 0]]
-    return unpacked | {"rows": rows}
+    return bins | {"rows": rows}
 
 
 @pytest.mark.parametrize("system", NEW)

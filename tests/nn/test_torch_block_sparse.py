@@ -17,7 +17,7 @@ from moeblaze_ref.lm.train import train
 from moeblaze_ref.memory import measure
 from moeblaze_ref.memory.accounting import Assumptions, megablocks_step_account
 from moeblaze_ref.memory.waste import compare
-from moeblaze_ref.nn import systems, torch_block_sparse, torch_layer
+from moeblaze_ref.nn import systems, torch_node
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
@@ -88,7 +88,7 @@ def test_the_gradients_of_rung_4_are_checked_on_hopper(dtype, monkeypatch):
     monkeypatch.setattr(SimtExecutor, "load", witnessed)
     (job,) = [job for job in check.plan_gradients(["simt"]) if in_whole_blocks(job, dtype)]
     assert check.passed([*job()])
-    assert "block_sparse/4_hopper.cu" in loaded
+    assert "block_sparse/7_persistent.cu" in loaded
 
 
 @pytest.mark.parametrize("integer", [np.int8, np.uint8])
@@ -190,8 +190,7 @@ class BridgeOverTensors(TensorBridge):
 def test_torchs_own_tensors_give_what_numpys_arrays_give(activation, dtype, monkeypatch):
     layer, x = make_layer(activation=activation, dtype=dtype), make_x(dtype=dtype)
     expected = gradients(layer, x) | {"out": layer(x).out}
-    for module in (torch_block_sparse, torch_layer):
-        monkeypatch.setattr(module, "bridge_to", lambda device: BridgeOverTensors())
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: BridgeOverTensors())
     found = gradients(layer, x) | {"out": layer(x).out}
     kept = measure.kept_storages(layer, x)
     monkeypatch.undo()
@@ -211,8 +210,7 @@ def test_the_peak_of_a_step_is_the_accountings(activation, largest, monkeypatch)
     """To the 16 bytes that sums take: of the output, and of the two losses, which nobody uses."""
     sizes = SIZES | PEAKS[largest]
     layer, x = make_layer(activation=activation, **PEAKS[largest]), make_x(L, sizes["d"])
-    for module in (torch_block_sparse, torch_layer):
-        monkeypatch.setattr(module, "bridge_to", lambda device: BridgeOverTensors())
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: BridgeOverTensors())
     counts = layer(x).topk_experts.flatten().bincount(minlength=sizes["E"]).tolist()
     one = megablocks_step_account(
         MoEConfig(L, **sizes, activation=activation, dtype="float32"), Assumptions(counts, block=8)
@@ -428,7 +426,7 @@ CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
         ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
         ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
         (
-            {"rung": "4_hopper", "dtype": torch.float16},
+            {"rung": "7_persistent", "dtype": torch.float16},
             (X.half(),),
             ValueError,
             "needs a multiple of 128; use rung 3_mma",

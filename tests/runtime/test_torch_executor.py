@@ -14,7 +14,7 @@ import moeblaze_ref
 from moeblaze_ref.backends.raw_cuda import router
 from moeblaze_ref.bench import stages
 from moeblaze_ref.core.config import MoEConfig
-from moeblaze_ref.nn import torch_layer
+from moeblaze_ref.nn import torch_node
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
@@ -49,7 +49,7 @@ def make_step(dtype=torch.bfloat16, **options):
 def idle(monkeypatch, **options):
     """The layer runs on an idle executor from now on."""
     executor = IdleExecutor(**options)
-    monkeypatch.setattr(torch_layer, "bridge_to", lambda device: IdleBridge(executor))
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: IdleBridge(executor))
     return executor
 
 
@@ -61,14 +61,14 @@ def plain(value):
     return (type(value), value.item()) if isinstance(value, np.generic) else "address"
 
 
-@pytest.mark.parametrize("rung", ["2_tiled", "3_mma", "4_hopper"])
+@pytest.mark.parametrize("rung", ["2_tiled", "3_mma", "7_persistent"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_a_step_launches_what_it_launches_on_numpy_arrays(rung, activation, monkeypatch):
     launches, multiprocessors = [], IdleExecutor.multiprocessors
     monkeypatch.setattr(SimtModule, "_run", lambda module, *launch: launches.append(launch))
     monkeypatch.setattr(SimtExecutor, "multiprocessors", multiprocessors)
     bridge = CpuBridge()
-    monkeypatch.setattr(torch_layer, "bridge_to", lambda device: bridge)
+    monkeypatch.setattr(torch_node, "bridge_to", lambda device: bridge)
     make_step(rung=rung, activation=activation)(with_losses=True)
     executor = idle(monkeypatch)
     make_step(rung=rung, activation=activation)(with_losses=True)

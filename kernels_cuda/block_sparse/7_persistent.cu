@@ -1,4 +1,4 @@
-// block_sparse, rung 4: Hopper.
+// block_sparse, version 7: persistent blocks.
 //
 // Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
 // Source       MegaBlocks (arXiv 2211.15841), sections 5.1, 5.1.3 and 5.1.4.
@@ -8,7 +8,7 @@
 //              tiles, too, meet the blocks of one block column only, and is turned round as it is stored.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; BLOCK, a multiple of 128; TRANSPOSE_LHS and TRANSPOSE_RHS;
-//              BAND, see hopper_gemm.cuh. K is a multiple of 8.
+//              BAND, see hopper/scheduler.cuh. K is a multiple of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel  grid             block  shared bytes  bytes read                                       bytes written
@@ -23,7 +23,8 @@
 // 2 V K FLOPs each. Bound: tensor cores.
 constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
 #undef BLOCK
-#include "hopper_gemm.cuh"
+#include "hopper/gradients.cuh"
+#include "hopper/grouped_matmul.cuh"
 #include "sparse.cuh"
 
 static_assert(SIDE % TILE_ROWS == 0, "a tile's rows are those of one block");

@@ -1,0 +1,145 @@
+"""One node of autograd's graph for every layer that runs kernels: a system says what to run and what to save.
+
+The node owns everything that torch asks of an autograd function: saving tensors, freeing them in the last backward,
+refusing second derivatives, forward mode and batches of gradients. A `System` knows the kernels.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moeblaze_ref.backends.raw_cuda.gemm import ALIGNMENT
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.structures import Array
+from moeblaze_ref.nn.torch_transforms import check_backward, refuse_forward_mode
+from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
+from moeblaze_ref.systems.layer import MoEWeights
+
+
+class Forward(NamedTuple):
+    """What a system's forward returns."""
+
+    out: Tensor  # (L, d)
+    load_balancing_loss: Tensor  # () float32
+    router_z_loss: Tensor  # () float32
+    topk_experts: Tensor  # (L, k) int32
+    saved: dict[str, Tensor]  # for the backward, by name, besides x and the weights
+    counts: Any = None  # numbers of the host for the backward
+
+
+class Backward(NamedTuple):
+    """What a system's backward is given."""
+
+    d_out: Array  # (L, d), contiguous
+    d_losses: dict[str, Array]  # d_load_balancing_loss and d_router_z_loss, where they are not zero
+    x: Array  # (L, d)
+    weights: MoEWeights
+    arrays: dict[str, Array]  # what the forward saved; a float that leaves the dict is freed, if this is the last
+    counts: Any  # as the forward returned them
+    wanted: set[str]  # names of gradients
+    last: bool  # no other backward follows: what was saved may be overwritten
+
+
+class System(Protocol):
+    """A layer's kernels, forward and backward, on the arrays of a bridge that is running."""
+
+    def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
+        """Run the layer on x (L, d), with a routing (L, k) to replay or None."""
+
+    def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
+        """Return d_x, d_wg, d_w1, d_w2 and d_w3; None for each that is not wanted."""
+
+
+def run(
+    system: System, layer: str, x: Tensor, weights: MoEWeights, topk_experts: Tensor | None
+) -> tuple[Sequence[Tensor], str]:
+    """Run a system as one node.
+
+    Parameters
+    ----------
+    system : System
+    layer : str
+        The name of the layer, for messages.
+    x : Tensor (L, d)
+    weights : MoEWeights
+        Of tensors; like x they are contiguous, of one dtype, and begin at multiples of 16 bytes.
+    topk_experts : Tensor (L, k) int32 or None
+        A routing to replay.
+
+    Returns
+    -------
+    outputs : sequence of Tensor
+        The output, the load-balancing loss, the router z-loss and the choice of experts.
+    executor : str
+        The name of the executor that ran the kernels.
+    """
+    bridge = bridge_to(x.device)
+    outputs = _Node.apply(system, layer, bridge, x, *weights, topk_experts)  # type: ignore[no-untyped-call]
+    return outputs, bridge.executor.name
+
+
+def has_backward(x: Tensor, weights: MoEWeights) -> bool:
+    """Return True if autograd will want a gradient of one of a node's tensors."""
+    return torch.is_grad_enabled() and any([t.requires_grad for t in (x, *weights) if t is not None])
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied if its address is not a multiple of 16 bytes."""
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+
+
+_LOSSES = ("d_load_balancing_loss", "d_router_z_loss")
+_GRADIENTS = ("d_x", *(f"d_{name}" for name in MoEWeights._fields))
+
+
+class _Node(torch.autograd.Function):
+    """The node; ``others`` are wg, w1, w2, w3, and a routing to replay or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, system: System, layer: str, bridge: Bridge, x: Tensor, *others: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        with bridge.running():
+            array, *weights, replayed = bridge.arrays([x, *others])
+            *outputs, saved, ctx.counts = system.forward(bridge, array, MoEWeights(*weights), replayed)
+        ctx.system, ctx.layer, ctx.bridge, ctx.names = system, layer, bridge, tuple(saved)
+        ctx.save_for_backward(x, *others[:4], *saved.values())
+        ctx.mark_non_differentiable(outputs[3])
+        ctx.set_materialize_grads(False)  # a loss that nobody uses costs nothing
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        check_backward(ctx.layer, d_outputs)
+        x, *tensors = ctx.saved_tensors
+        d_out, d_balance, d_z, _ = d_outputs
+        d_out = torch.zeros_like(x) if d_out is None else aligned(d_out.contiguous())
+        wanted = {name for name, needed in zip(_GRADIENTS, ctx.needs_input_grad[3:8], strict=True) if needed}
+        last = not torch._C._autograd._get_current_graph_task_keep_graph()  # without retain_graph no other can follow
+        bridge = ctx.bridge
+        with bridge.running(), checks.trusted():  # autograd vouches for what it saved, and for d_out's shape and dtype
+            d_out, d_balance, d_z, x, wg, w1, w2, w3, *saved = bridge.arrays([d_out, d_balance, d_z, x, *tensors])
+            if last:
+                _give_up(tensors[4:])
+            d_losses = {name: d for name, d in zip(_LOSSES, (d_balance, d_z), strict=True) if d is not None}
+            arrays = dict(zip(ctx.names, saved, strict=True))
+            del saved  # the system frees what it takes out of the dict
+            given = Backward(d_out, d_losses, x, MoEWeights(wg, w1, w2, w3), arrays, ctx.counts, wanted, last)
+            gradients = ctx.system.backward(bridge, given)
+            return None, None, None, *bridge.tensors(gradients), None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        refuse_forward_mode(ctx.layer)
+
+
+def _give_up(tensors: Sequence[Tensor]) -> None:
+    """Take the floats' memory from tensors that autograd holds until the end of the backward.
+
+    The indices stay: the choice of experts is an output too.
+    """
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.new_empty(0)
