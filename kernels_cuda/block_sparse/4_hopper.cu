@@ -8,7 +8,7 @@
 //              tiles, too, meet the blocks of one block column only, and is turned round as it is stored.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; BLOCK, a multiple of 128; TRANSPOSE_LHS and TRANSPOSE_RHS;
-//              BAND, see hopper_gemm.cuh. K is a multiple of 8.
+//              BAND, see hopper/scheduler.cuh. K is a multiple of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
 // kernel  grid             block  shared bytes  bytes read                                       bytes written
@@ -23,7 +23,8 @@
 // FLOPs each. Bound: tensor cores.
 constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
 #undef BLOCK
-#include "hopper_gemm.cuh"
+#include "hopper/gradients.cuh"
+#include "hopper/grouped_matmul.cuh"
 #include "sparse.cuh"
 
 static_assert(SIDE % TILE_ROWS == 0, "a tile's rows are those of one block");

@@ -22,7 +22,8 @@
 // alone. In a weight gradient they read an expert's begin and end for each of its tiles, and a block all
 // ends once if it has at most 64 tiles, to share them out. 2 R d h FLOPs a GEMM. Bound: tensor cores.
 #include "hidden.cuh"
-#include "hopper_gemm.cuh"
+#include "hopper/gradients.cuh"
+#include "hopper/grouped_matmul.cuh"
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 using DownCrew = Crew<4, 4, false, false, true>;

@@ -4,9 +4,10 @@
 //              of x, w1 and w2.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5 (Algorithm 1); the gather inside the
 //              load and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
-// Idea         The products of rung 3 on grouped_matmul: some warps load, weights by TMA and gathered
-//              rows by cp.async, while two warpgroups multiply by wgmma and other warps store what
-//              those have finished; a block stays and takes tile after tile.
+// Idea         The ring of 6_specialized, in blocks that stay: each takes tile after tile. What this version adds:
+//              a tile scheduler (hopper/scheduler.cuh); a second consumer, so that a tile has 256 columns
+//              (hopper/consumers.cuh); epilogue warps, which store a finished tile while the next one is
+//              multiplied (hopper/epilogue.cuh); and the gradients (hopper/gradients.cuh).
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION; STORE_PROJECTIONS and STORE_Y_SWI. d and
 //              h are multiples of 8.
@@ -24,7 +25,8 @@
 // weight gradient they read an expert's begin and end for each of its tiles, and a block all ends once if
 // it has at most 64 tiles, to share them out. 2 R d h G FLOPs a GEMM, in d_w 2 R d h. Bound: tensor cores.
 #include "hidden.cuh"
-#include "hopper_gemm.cuh"
+#include "hopper/gradients.cuh"
+#include "hopper/grouped_matmul.cuh"
 
 constexpr int PROJECTIONS = GATED ? 2 : 1;
 constexpr int WIDTH = TILE_COLUMNS / PROJECTIONS;  // columns of a tile of a and b
@@ -46,28 +48,10 @@ struct Hidden {
             if (column < h)
 #pragma unroll 2
                 for (int row = lane_id() / CHUNKS; row < min(WARP_ROWS, tile.rows - first); row += AT_ONCE)
-                    store(finished.at(row, a_chunk), finished.at(row, a_chunk + PANEL_CHUNKS * (PROJECTIONS - 1)),
-                          (long long)(tile.first + first + row) * h + column);
+                    store_hidden(a, b, y_swi, (long long)(tile.first + first + row) * h + column,
+                                 finished.at(row, a_chunk),
+                                 finished.at(row, a_chunk + PANEL_CHUNKS * (PROJECTIONS - 1)));
             pieces.give_back(piece);
-        }
-    }
-
-    __device__ __forceinline__ void store(Chunk a_chunk, Chunk b_chunk, long long at) const {
-        if (STORE_PROJECTIONS) {
-            *reinterpret_cast<Chunk*>(a + at) = a_chunk;
-            if (GATED) *reinterpret_cast<Chunk*>(b + at) = b_chunk;
-        }
-        if (STORE_Y_SWI) {
-            Chunk y;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float a_pair[2], b_pair[2];
-                unpack<Scalar>(a_chunk.words[i], a_pair);
-                unpack<Scalar>(b_chunk.words[i], b_pair);
-                y.words[i] =
-                    packed<Scalar>(hidden_activation(a_pair[0], b_pair[0]), hidden_activation(a_pair[1], b_pair[1]));
-            }
-            *reinterpret_cast<Chunk*>(y_swi + at) = y;
         }
     }
 };

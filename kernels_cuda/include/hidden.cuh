@@ -32,6 +32,26 @@ __device__ __forceinline__ void store_hidden(Scalar* a, Scalar* b, Scalar* y_swi
     if (STORE_Y_SWI) y_swi[at] = from_float<Scalar>(hidden_activation(to_float(a_value), to_float(b_value)));
 }
 
+// The same of eight neighbours that are rounded already.
+__device__ __forceinline__ void store_hidden(Scalar* a, Scalar* b, Scalar* y_swi, long long at, Chunk a_chunk,
+                                             Chunk b_chunk) {
+    if (STORE_PROJECTIONS) {
+        *reinterpret_cast<Chunk*>(a + at) = a_chunk;
+        if (GATED) *reinterpret_cast<Chunk*>(b + at) = b_chunk;
+    }
+    if (STORE_Y_SWI) {
+        Chunk y;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float a_pair[2], b_pair[2];
+            unpack<Scalar>(a_chunk.words[i], a_pair);
+            unpack<Scalar>(b_chunk.words[i], b_pair);
+            y.words[i] = packed<Scalar>(hidden_activation(a_pair[0], b_pair[0]), hidden_activation(a_pair[1], b_pair[1]));
+        }
+        *reinterpret_cast<Chunk*>(y_swi + at) = y;
+    }
+}
+
 // Section 5 and SonicMoE: from d = <d_out, w3> of an element and the row's gate, everything that the backward needs of
 // the hidden layer. `gate` is the element's term of the gate's gradient.
 struct HiddenGradient {

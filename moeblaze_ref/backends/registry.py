@@ -74,7 +74,8 @@ class Backend:
     def rungs(self, stage: str) -> dict[str | None, tuple[str, ...]]:
         """The rungs of a stage and the dtypes of each; one rung without a name where there is no ladder."""
         module = self.stage(stage)
-        return getattr(module, "RUNGS", {None: self.dtypes}) | getattr(module, "SUMMED_RUNGS", {})
+        rungs = getattr(module, "FORWARD_RUNGS", getattr(module, "RUNGS", {None: self.dtypes}))
+        return rungs | getattr(module, "SUMMED_RUNGS", {})
 
     def refusal(self, stage: str, rung: str | None) -> str:
         """Why a rung does not run here although the backend does, as Hopper's on another GPU; empty if it does."""

@@ -25,9 +25,10 @@ from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
 PRESETS = ("conf3", "qwen3")
 ABOVE, WHOLE = "the row above", "the whole"  # what a step is compared with
+BELOW = "the version below"
 
 Constants = tuple[tuple[str, int], ...]  # of a kernel file: names and values
-# Those of expert_up/4_hopper.cu and hopper_gemm.cuh, in place of their own choice; what is not named stays.
+# Those of expert_up/4_hopper.cu and hopper/scheduler.cuh, in place of their own choice; what is not named stays.
 ONE_STAGE: Constants = (("RING_STAGES", 1),)
 TWO_STAGES: Constants = (("RING_STAGES", 2),)
 NO_BANDS: Constants = (("BAND", 1),)
@@ -40,7 +41,7 @@ class Step:
     Parameters
     ----------
     rung : str
-        Of ``expert_up.RUNGS``.
+        Of ``expert_up.FORWARD_RUNGS``.
     idea : str
         What is different from the step before, or from the whole.
     constants : tuple of (name, value)
@@ -52,7 +53,7 @@ class Step:
         Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
         and torch multiplies that by b.
     against : str
-        What it is compared with: ``ABOVE`` or ``WHOLE``.
+        What it is compared with: ``ABOVE``, ``WHOLE``, or ``BELOW``, which the whole is compared with, too.
     most_tokens : int, optional
         A layer with more is timed with this many.
     """
@@ -80,6 +81,9 @@ LADDER = (
     Step("1_naive", "a thread an element", most_tokens=2048),
     Step("2_tiled", "tiles in shared memory"),
     Step("3_mma", "tensor cores by mma.sync"),
+    Step("4_wgmma", "wgmma on the stages of 3_mma", against=BELOW),
+    Step("5_tma", "weights by TMA, two mbarriers a stage", against=BELOW),
+    Step("6_specialized", "producer and consumer warps", against=BELOW),
     Step(HOPPER, "wgmma and TMA, one stage", ONE_STAGE + NO_BANDS, persistent=False, fused=False),
     Step(HOPPER, "two stages", TWO_STAGES + NO_BANDS, persistent=False, fused=False),
     Step(HOPPER, "all stages", NO_BANDS, persistent=False, fused=False),
@@ -94,6 +98,8 @@ LADDER = (
 )
 
 TOP = next(step for step in reversed(LADDER) if step.against == ABOVE)
+# The series from 3_mma on, a step for each kernel file; those before are compared with the row above.
+VERSIONS = [step for step in LADDER if step.rung == "3_mma" or step.against == BELOW] + [TOP]
 
 
 class Altered:
@@ -143,8 +149,8 @@ class Row:
     tflops, pct_of_cublas
         1e12 FLOPs of both products in a second; that in percent of the dense product's rate.
     ratio_to : dict
-        How many times the rate of what it is compared with: {"the row above": 2.0} or {"the whole": 0.9}; a rate and
-        no time, since the first step may have fewer tokens.
+        How many times the rate of what it is compared with: {"the row above": 2.0}, {"the version below": 1.3} or
+        {"the whole": 0.9}; a rate and no time, since the first step may have fewer tokens.
     error : float
         As `accuracy.Error`, the largest of a, b and y_swi against plain torch.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
@@ -173,8 +179,8 @@ class Row:
 
 def steps_of(config: MoEConfig, rungs: Sequence[str] = ()) -> list[Step]:
     """The steps of these rungs, or of all, that compute in the layer's dtype."""
-    able = [step for step in LADDER if config.dtype in expert_up.RUNGS[step.rung]]
-    return [step for step in able if step.rung in (rungs or expert_up.RUNGS)]
+    able = [step for step in LADDER if config.dtype in expert_up.FORWARD_RUNGS[step.rung]]
+    return [step for step in able if step.rung in (rungs or expert_up.FORWARD_RUNGS)]
 
 
 def time_ladder(
@@ -230,12 +236,17 @@ def _flops(config: MoEConfig) -> int:
 
 
 def _ratio(rates: Mapping[Step, float], step: Step) -> dict[str, float]:
-    """A step's rate over that of what it is compared with, if that was timed."""
-    ladder = [other for other in rates if other.against == ABOVE]
+    """A step's rate over that of each that it is compared with and that was timed."""
     if step.against == WHOLE:
         return {WHOLE: rates[step] / rates[TOP]} if TOP in rates else {}
-    place = ladder.index(step)
-    return {ABOVE: rates[step] / rates[ladder[place - 1]]} if place else {}
+    above = _before(step, [other for other in rates if other.against == ABOVE])
+    below = _before(step, [other for other in VERSIONS if other in rates])
+    return {name: rates[step] / rates[other] for name, other in ((ABOVE, above), (BELOW, below)) if other}
+
+
+def _before(step: Step, steps: Sequence[Step]) -> Step | None:
+    """The step before this one among these, if it is one of them and not the first."""
+    return steps[steps.index(step) - 1] if step in steps[1:] else None
 
 
 # The work -------------------------------------------------------------------------------------------------------------

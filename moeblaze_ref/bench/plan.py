@@ -206,7 +206,7 @@ def _jobs_beside_torch(stage: str, request: Request) -> list[Job]:
 
 def _ladder_jobs(request: Request) -> list[Job]:
     for rung in request.rungs:
-        checks.check_name("rung of the ladder", rung, expert_up.RUNGS)
+        checks.check_name("rung of the ladder", rung, expert_up.FORWARD_RUNGS)
     return [
         partial(ladder.time_ladder, name, config, ladder.steps_of(config, request.rungs), request.repetitions)
         for name, config in layers(request, LADDERS)

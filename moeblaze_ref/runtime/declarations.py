@@ -14,7 +14,7 @@ import numpy as np
 from moeblaze_ref.core import checks
 from moeblaze_ref.runtime.tensor_map import TensorMap
 
-TENSOR_MAP = "TensorMap"  # hopper.cuh
+TENSOR_MAP = "TensorMap"  # hopper/tma.cuh
 DTYPE_OF_C = {  # as `_canonical` writes the types
     "bool": "bool",
     "char": "int8",

@@ -45,7 +45,8 @@ RECORD = np.dtype(
 )
 STATIC_SHARED, DYNAMIC_SHARED, NOWHERE = -1, -2, -3  # enum SimtSpace
 ACCESSES = {1: "load", 2: "store", 3: "atomic"}  # enum SimtAccess
-WRAPPERS = ("include/ptx.cuh", "include/hopper.cuh")  # headers whose functions are single instructions
+# Headers whose functions are single instructions.
+WRAPPERS = ("include/ptx.cuh", *(f"include/hopper/{part}.cuh" for part in ("barrier", "tma", "wgmma", "stmatrix")))
 
 
 @dataclass(frozen=True)

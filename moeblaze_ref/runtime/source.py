@@ -143,14 +143,14 @@ def edition(file: str, text: str | None = None) -> tuple[tuple[str, int, int], .
 
 def kernel_text(file: str) -> str:
     """The text of ``kernels_cuda/<file>``; a ValueError if there is no such file."""
-    known = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu*"))
+    known = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().rglob("*.cu*"))
     return (kernels_dir() / checks.check_name("kernel file", file, known)).read_text()
 
 
 def inlined(file: str) -> str:
     """``kernels_cuda/<file>`` with the project's own headers in it, so that any line of them can be replaced."""
     text, included = kernel_text(file), set()
-    while match := re.search(r'#include "([\w.]+)"\n', text):
+    while match := re.search(r'#include "([\w./]+)"\n', text):
         name = match.group(1)
         body = "" if name in included else kernel_text(f"include/{name}").replace("#pragma once\n", "")
         text = text[: match.start()] + body + text[match.end() :]
@@ -171,7 +171,7 @@ def _include_dir() -> Path:
 
 
 def _headers() -> list[Path]:
-    return sorted(_include_dir().glob("*.cuh"))
+    return sorted(_include_dir().rglob("*.cuh"))
 
 
 class Module(ABC):

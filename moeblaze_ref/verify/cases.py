@@ -19,6 +19,9 @@ D_LOSSES = (0.7, 0.3)  # gradients of the two router losses where they are on: o
 D_LOSSES_CHANGE = -0.6  # from the first step to the second
 SECOND_SEED = 2024  # of the second step's numbers; no first step has it
 GRADIENTS = tuple(name for name in Gradients._fields if name != "d_gates")  # those of a layer's inputs
+WIDE_BLOCKS = (136, 256)  # of block_sparse: no tile is as wide; the last tile of the first is nearly empty
+FAR = 200.0  # a logit whose exponential no float32 holds, and whose negative's is 0 there
+MANY_TOKENS = 256 * 257  # blocks of 256 tokens are more than a block has threads; a bitmap's pass takes 8,192 tokens
 # Most cases drop rows; some do; none does.
 CAPACITY_FACTORS = (0.5, capacity.DEFAULT_FACTOR, capacity.MAX)
 
@@ -164,6 +167,8 @@ class Case:
         Of the torch layers in a narrow dtype: whether x and the weights are float32 and ``torch.autocast`` casts them.
     keep_routing : bool
         Of the torch layers: whether activation checkpointing computes the forward twice, with one routing.
+    block : int, optional
+        Of the stage ``block_sparse``, a divisor of h; by default `comparisons.sparse_block`.
     step : int
         Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.
     """
@@ -184,6 +189,7 @@ class Case:
     overwrite: bool = False
     autocast: bool = False
     keep_routing: bool = False
+    block: int | None = None
     step: int = 0
 
     @property
@@ -291,12 +297,12 @@ def standard_cases() -> list[Case]:
     """
     return [
         make_case(13, 8, 16, 4, 2, "zipf", "small"),
+        *tile_cases(),
         make_case(1, 8, 16, 4, 2, name="one token"),
         make_case(9, 8, 16, 4, 4, name="k = E"),
         make_case(11, 8, 16, 5, 1, "hot", "one expert gets all"),
         make_case(11, 8, 16, 6, 2, "empty", "empty experts"),
         make_case(0, 8, 16, 4, 2, name="no tokens"),
-        make_case(9, 264, 8, 3, 2, name="two tiles along d"),  # of 256 columns at most; the last is not full
         make_case(331, 24, 40, 7, 3, name="no tile divides it"),
         make_case(600, 16, 24, 16, 4, "zipf", "skewed"),
         make_case(300, 8, 16, 16, 2, "hot", "hot expert"),
@@ -304,21 +310,82 @@ def standard_cases() -> list[Case]:
     ]
 
 
+def tile_cases() -> list[Case]:
+    """Return small cases with a second tile along one axis: of 256 columns or 256 experts at most, the last not full.
+
+    "hot expert" of `standard_cases` has a second tile along the rows of one expert.
+    """
+    return [
+        make_case(9, 8, 264, 3, 2, name="two tiles along h"),
+        make_case(9, 264, 8, 3, 2, name="two tiles along d"),
+        make_case(9, 8, 8, 264, 2, name="two tiles along E"),
+    ]
+
+
+def ungated_tiles_case() -> Case:
+    """Return two tiles along h where a and b do not share a tile's columns."""
+    return make_case(9, 8, 264, 3, 2, name="two tiles along h, ungated", activation="silu")
+
+
 def telling_cases(dtype: str = "float32") -> list[Case]:
     """Small, with what the small standard ones lack: more tokens and wider rows than a block of two warps has threads,
-    more experts than a warp has lanes, and logits that are equal, since they are sums of whole numbers; in float32 odd
-    widths, too, while the narrow types are those of tensor cores, which need multiples of 8.
+    more experts than a warp has lanes, `logit_cases`, and `with_kinks`; in float32 odd widths, too, while the narrow
+    types are those of tensor cores, which need multiples of 8.
     """
     odd = [make_case(13, 13, 11, 4, 2, name="odd widths")] if dtype == "float32" else []
-    tied = make_case(13, 8, 16, 6, 3, name="equal logits")
-    whole = tied.weights._replace(wg=np.round(3 * tied.weights.wg))
     return [
         make_case(70, 8, 16, 3, 1, name="more tokens than threads of two warps"),
         make_case(5, 72, 80, 2, 1, name="wider than two warps"),
         make_case(9, 8, 8, 33, 2, name="more experts than lanes of a warp"),
-        replace(tied, x=np.round(tied.x), weights=whole),
+        *logit_cases(),
+        with_kinks(make_case(12, 8, 16, 4, 2, "zipf", "pre-activations of 0")),
         *odd,
     ]
+
+
+def logit_cases() -> list[Case]:
+    """Return small cases that are hard for the router alone: logits that are equal, and logits far from 0.
+
+    A warp that holds a token's logits has one a lane of the first case's, and two a lane of the second's.
+    """
+    return [
+        _with_equal_logits(make_case(13, 8, 16, 6, 3, name="equal logits")),
+        _with_equal_logits(make_case(13, 8, 8, 40, 3, name="equal logits of 40 experts")),
+        _with_far_logits(make_case(13, 8, 16, 6, 3, name="logits far from 0")),
+    ]
+
+
+def _with_equal_logits(case: Case) -> Case:
+    """Return the case with logits that are sums of few whole numbers."""
+    return replace(case, x=np.round(case.x), weights=case.weights._replace(wg=np.round(3 * case.weights.wg)))
+
+
+def _with_far_logits(case: Case) -> Case:
+    """Return the case with logits around ``FAR`` and around ``-FAR``, by turns, and differences of every size."""
+    x, wg = case.x.copy(), 10 * case.weights.wg
+    x[:, 1] = (-1.0) ** np.arange(case.L)
+    wg[1] = FAR
+    return replace(case, x=x, weights=case.weights._replace(wg=wg))
+
+
+def with_kinks(case: Case) -> Case:
+    """Return the case with pre-activations of exactly 0 in every second column, where the slope of ReLU jumps."""
+    w1 = case.weights.w1.copy()
+    w1[..., ::2] = 0.0
+    return replace(case, weights=case.weights._replace(w1=w1))
+
+
+def kink_cases(h: int = 16) -> list[Case]:
+    """Return a small case of `with_kinks` for each activation that is made of ReLU."""
+    return [
+        with_kinks(make_case(12, 8, h, 4, 2, "zipf", f"{activation} of zeros", activation))
+        for activation in ("relu", "relu2", "reglu")
+    ]
+
+
+def many_tokens_case(L: int = MANY_TOKENS) -> Case:
+    """Return more tokens than a pass over a bitmap takes, in a layer of more weights than a simulator is given."""
+    return make_case(L, 8, 48, 3, 2, "zipf", "more tokens than a bitmap's pass")
 
 
 def wide_cases(width: int = 8) -> list[Case]:
@@ -357,9 +424,15 @@ def whole_block_case() -> Case:
     return make_case(20, 8, 256, 3, 2, "empty", "whole blocks, few tokens")
 
 
+def wide_block_cases() -> list[Case]:
+    """Return layers whose blocks are wider than any tile; one expert has more rows than a tile."""
+    return [replace(make_case(140, 8, block, 2, 1, "hot", f"blocks of {block}"), block=block) for block in WIDE_BLOCKS]
+
+
 def whole_block_cases() -> list[Case]:
     """Such layers for tiles that take no other blocks: every activation; blocks in h of an odd and an even number."""
     return [
+        *kink_cases(h=128),
         *(make_case(20, 8, 128, 3, 2, "zipf", f"whole blocks, {name}", name) for name in ACTIVATIONS),
         whole_block_case(),
         make_case(150, 24, 384, 3, 2, "zipf", "whole blocks"),
@@ -369,7 +442,7 @@ def whole_block_cases() -> list[Case]:
 
 
 def option_cases() -> list[Case]:
-    """Every activation, in small cases, then every other option: `paired_options`."""
+    """Every activation, in small cases, `kink_cases`, `ungated_tiles_case`, then other options: `paired_options`."""
     policies = itertools.cycle(POLICIES)
     activations = [
         replace(
@@ -379,7 +452,7 @@ def option_cases() -> list[Case]:
         )
         for seed, (activation, policy) in enumerate(zip(ACTIVATIONS, policies, strict=False))
     ]
-    return activations + paired_options()
+    return activations + kink_cases() + [ungated_tiles_case()] + paired_options()
 
 
 # Each switch of `paired_options` differs from ``renormalize`` under the policies that have a 1 here. No two rows are

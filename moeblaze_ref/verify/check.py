@@ -3,8 +3,8 @@
 Index structures must match bit for bit. Floating-point results are compared with plain
 torch in float64 on the same, already rounded inputs: ||out - ref|| / ||ref|| per tensor,
 and a row shows the worst of them. Outputs are poisoned before every launch. Every check runs
-two steps of one shape on different numbers (`cases.Case.steps`) in every dtype, so that nothing
-may be kept from the first; a row shows the worse of the two. The arrays of the second step overwrite
+two training steps of one shape on different numbers (`cases.Case.steps`) in every dtype, so that
+nothing may be kept from the first; a row shows the worse of the two. The arrays of the second step overwrite
 those of the first, so that nothing may be found again by its address either.
 """
 
@@ -120,7 +120,7 @@ def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterat
 
 def _differing_structures(stage, case: Case) -> int:
     h, dispatch = case.weights.w1.shape[2], comparisons.dispatch_of(case)
-    bins = reference_sparse.pad(dispatch, comparisons.sparse_block(h))
+    bins = reference_sparse.pad(dispatch, comparisons.block_of(case))
     error = differing_elements(stage.pad(dispatch, bins.block), bins)
     return error + differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
 
@@ -153,13 +153,13 @@ def check_gradients(
 
 @functools.lru_cache(maxsize=8)
 def _rounded_steps(case: Case, dtype: str) -> tuple[Case, ...]:
-    """Both steps of a case in a dtype: the same objects for every rung, so that `_expected` knows them."""
+    """Both training steps of a case in a dtype: the same objects for every rung, so that `_expected` knows them."""
     return tuple(step.astype(dtype) for step in case.steps())
 
 
 @functools.lru_cache(maxsize=32)
 def _expected(expect: comparisons.Expect, step: Case, dtype: str) -> comparisons.Results:
-    """What the oracle makes of a step: the same for all rungs that are given the same numbers."""
+    """What the oracle computes for a training step: the same for all rungs that are given the same numbers."""
     return expect(step, getattr(torch, dtype))
 
 
@@ -205,13 +205,14 @@ def unavailable(backend: Backend, stage: str, rung: str | None = None, reason: s
     return Row(stage, "forward", backend.name, rung, "-", reason, None, None, False, False)
 
 
-def in_reach(backend: Backend, cases: Iterable[Case], rung: str | None = None) -> list[Case]:
+def in_reach(backend: Backend, stage: str, cases: Iterable[Case], rung: str | None = None) -> list[Case]:
     """The cases that the backend can run in reasonable time.
 
-    The SIMT executor compiles anew for every activation: the first rung gets them all, the others the usual one (their
-    tests cover the rest). Numba's simulator gets small cases, cut to size.
+    The SIMT executor compiles anew for every activation and save policy: the layer's first rung gets all activations,
+    its others the usual one (the stages of the experts check the rest). Numba's simulator gets small cases, cut to
+    size.
     """
-    if backend.name == "simt":
+    if backend.name == "simt" and stage == "layer":
         return [case for case in cases if case.activation == "swiglu" or rung == FIRST_RUNG]
     return cut_to_size(cases) if is_simulated(backend) else list(cases)
 
@@ -290,11 +291,12 @@ def _plan_rung(
 def chosen(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """The cases, and what the check adds for a rung on a backend, such as more tiles than a GPU has blocks.
 
-    Cheap cases come first, so that a kernel that is wrong fails soon.
+    `comparisons.FIRST_CASES` come first and cheap cases follow, so that a kernel that is wrong fails soon.
     """
     if backend.name == "cuda":
         cases = [*cases, *comparisons.overflowing(stage, multiprocessors())]
-    return sorted(reachable(backend, stage, rung, comparisons.extended(stage, rung, cases)), key=cost)
+    found = reachable(backend, stage, rung, comparisons.extended(stage, rung, cases))
+    return sorted(found, key=lambda case: (comparisons.turn(stage, rung, case), cost(case)))
 
 
 def cost(case: Case) -> tuple[bool, bool, int]:
@@ -308,7 +310,7 @@ def cost(case: Case) -> tuple[bool, bool, int]:
 
 def reachable(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """The cases that fit the rung and are in reach of the backend; no device is asked."""
-    return in_reach(backend, comparisons.fitting(stage, rung, cases), rung)
+    return in_reach(backend, stage, comparisons.fitting(stage, rung, cases), rung)
 
 
 def multiprocessors() -> int:

@@ -31,8 +31,10 @@ from moeblaze_ref.verify.cases import (
     equal_gates_case,
     every_activation,
     every_choice,
+    logit_cases,
     many_blocks_case,
     many_tiles_case,
+    many_tokens_case,
     paired_options,
     relative_error,
     renormalised,
@@ -40,6 +42,7 @@ from moeblaze_ref.verify.cases import (
     standard_cases,
     whole_block_case,
     whole_block_cases,
+    wide_block_cases,
 )
 
 Arrays = dict[str, np.ndarray]
@@ -207,6 +210,18 @@ def run_expert_up(stage: Any, case: Case) -> Results:
     return {"forward": _present(a=a, b=b, y_swi=y_swi), "backward": _present(d_x=d_x, d_w1=d_w1, d_w2=d_w2)}
 
 
+def run_forward(stage: Any, case: Case) -> Results:
+    """Of `run_expert_up` the forward: the teaching versions have no backward."""
+    _, w1, w2, _ = case.weights
+    a, b, y_swi = stage.forward(case.x, w1, w2, dispatch_of(case), case.activation)
+    return {"forward": _present(a=a, b=b, y_swi=y_swi)}
+
+
+def expect_forward(case: Case, dtype: torch.dtype) -> Results:
+    """As `run_forward`."""
+    return {"forward": expect_expert_up(case, dtype)["forward"]}
+
+
 def expect_expert_up(case: Case, dtype: torch.dtype) -> Results:
     """As `run_expert_up`."""
     inputs = _present(x=_leaf(case.x, dtype), w1=_leaf(case.weights.w1, dtype), w2=_leaf(case.weights.w2, dtype))
@@ -369,15 +384,40 @@ def sparse_block(h: int) -> int:
     return math.gcd(h, 8) if h % block_sparse.BLOCK else block_sparse.BLOCK
 
 
+def block_of(case: Case) -> int:
+    """The block size of a case: its own, or `sparse_block`."""
+    return case.block or sparse_block(case.weights.w1.shape[2])
+
+
+_OF_EXPERTS = "small", "two tiles along h", "two tiles along d", "relu of zeros", "geglu, paper", "hot expert"
+# By stage, or by kernel file, names of the cases that run first: each shows faults that those before it do not.
+FIRST_CASES: dict[str, tuple[str, ...]] = {
+    "gating": ("small", "equal logits", "logits far from 0", "equal logits of 40 experts"),
+    "dispatch": ("small", "hot expert", "two tiles along E", "more tokens than a bitmap's pass"),
+    "expert_up": (*_OF_EXPERTS, "two tiles along h, ungated"),
+    "expert_down": _OF_EXPERTS,
+    "block_sparse": ("small", "relu of zeros", "blocks of 136", "geglu, paper", "blocks of 256"),
+    "block_sparse/1_naive": (
+        "small",
+        "two tiles along E",
+        "relu of zeros",
+    ),  # whose blocks cost most; all share the scan
+}
+
+
 def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """Return the cases and those that the check adds for a rung of a stage.
 
-    The gating gets each with renormalised gates, too. The layer gets every activation under every policy, too, and each
-    gradient alone. The capacity gets each, and one with equal gates, under every factor and drop policy. The
-    block-sparse stage gets whole blocks of MegaBlocks' own size, too; its rung 4_hopper gets only those.
+    The gating gets `logit_cases`, too, and each case with renormalised gates. The dispatch gets many tokens. The layer
+    gets every activation under every policy, too, and each gradient alone. The capacity gets each, and one with equal
+    gates, under every factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size and
+    wider ones, too; its rung 4_hopper gets only those that its tiles divide.
     """
     if stage == "gating":
+        cases = [*cases, *logit_cases()]
         return [*cases, *renormalised(cases)]
+    if stage == "dispatch":
+        return [*cases, many_tokens_case()]
     if stage == "layer":
         return [*cases, *every_choice(L=5, d=8, h=8, E=3, k=2), *single_gradients()]
     if stage == "capacity":
@@ -385,18 +425,24 @@ def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     if stage != "block_sparse":
         return cases
     added = whole_block_cases() if rung == gemm.HOPPER else [whole_block_case()]
-    return [*fitting(stage, rung, cases), *added]
+    return fitting(stage, rung, [*cases, *wide_block_cases(), *added])
 
 
 def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     """Return those of the cases that a rung of a stage can run."""
     if (stage, rung) == ("block_sparse", gemm.HOPPER):
-        return [*filter(_in_whole_blocks, cases)]
+        return [*filter(_in_whole_tiles, cases)]
     return cases
 
 
-def _in_whole_blocks(case: Case) -> bool:
-    return sparse_block(case.weights.w1.shape[2]) == block_sparse.BLOCK
+def _in_whole_tiles(case: Case) -> bool:
+    return block_of(case) % block_sparse.HOPPER_BLOCK == 0
+
+
+def turn(stage: str, rung: str | None, case: Case) -> int:
+    """Return a case's place among those that run first on a rung of a stage; the others share the last place."""
+    first = FIRST_CASES.get(f"{stage}/{rung}", FIRST_CASES.get(stage, ()))
+    return first.index(case.name) if case.name in first else len(first)
 
 
 def overflowing(stage: str, multiprocessors: int) -> list[Case]:
@@ -409,7 +455,7 @@ def run_block_sparse(stage: Any, case: Case) -> Results:
     """The output of MegaBlocks' experts and every gradient through them."""
     (_, w1, w2, w3), dispatch = case.weights, dispatch_of(case)
     gates = gates_of(case)
-    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, sparse_block(w1.shape[2]))
+    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, block_of(case))
     found = stage.backward(case.d_out, saved, w1, w2, w3)
     return {"forward": {"out": out}, "backward": _present(**found._asdict())}
 
@@ -637,7 +683,7 @@ def _without_gates(expected: Results) -> Results:
 
 
 def _block_of(case: Case) -> dict[str, Any]:
-    return {"block": sparse_block(case.weights.w1.shape[2])}
+    return {"block": block_of(case)}
 
 
 def _capacity_of(case: Case) -> dict[str, Any]:
@@ -653,8 +699,8 @@ def _without_policies() -> list[Case]:
 
 
 def _in_blocks() -> list[Case]:
-    """One of whole blocks, too, which Hopper's tiles need."""
-    return [*_without_policies(), whole_block_case()]
+    """Whole blocks, too, which Hopper's tiles need, and wider ones than any tile."""
+    return [*_without_policies(), whole_block_case(), *wide_block_cases()]
 
 
 def _of_capacities() -> list[Case]:
@@ -716,6 +762,8 @@ def runner(stage: str, rung: str | None) -> Callable[[Any, Case], Results]:
     """Return what runs a stage on a rung: that of ``RUN``, unless the rung does what the others of the stage do not."""
     if (stage, rung) == IN_PARTS:
         return run_combine_in_parts
+    if _is_forward_alone(stage, rung):
+        return run_forward
     return run_summed if _sums(stage, rung) else RUN[stage]
 
 
@@ -723,7 +771,13 @@ def expectation(stage: str, rung: str | None) -> Expect:
     """Return what the results of `runner` must equal."""
     if (stage, rung) == IN_PARTS:
         return expect_combine_in_parts
+    if _is_forward_alone(stage, rung):
+        return expect_forward
     return expect_summed if _sums(stage, rung) else EXPECT[stage]
+
+
+def _is_forward_alone(stage, rung):
+    return stage == "expert_up" and rung in gemm.TEACHING
 
 
 def _sums(stage, rung):

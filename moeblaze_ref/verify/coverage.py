@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK
+from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
 from moeblaze_ref.backends.raw_cuda.expert_down import SUMMED_RUNGS
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, WIDE
 from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, Backend
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.systems.capacity import DROP_POLICIES
 from moeblaze_ref.verify import check
-from moeblaze_ref.verify.cases import CAPACITY_FACTORS, GRADIENTS, Case, option_cases, standard_cases
-from moeblaze_ref.verify.comparisons import TORCH_LAYERS, extended, is_cast, sparse_block
+from moeblaze_ref.verify.cases import CAPACITY_FACTORS, GRADIENTS, WIDE_BLOCKS, Case, option_cases, standard_cases
+from moeblaze_ref.verify.comparisons import TORCH_LAYERS, block_of, extended, is_cast
 
 ONE = "-"  # in place of a kernel file, where a backend has one version
 
@@ -70,7 +70,7 @@ OPTIONS = (
     _switch("overwrite", lambda case: case.overwrite, "overwrite"),
     _switch("autocast", is_cast, ""),
     _switch("keep_routing", lambda case: case.keep_routing, ""),
-    Option("block", ("8", str(BLOCK)), lambda check: sparse_block(check.case.weights.w1.shape[2]), "block"),
+    Option("block", tuple(map(str, (8, BLOCK, *WIDE_BLOCKS))), lambda check: block_of(check.case), "block"),
     Option("dtype", ("float64", *WIDE), lambda check: check.dtype, "dtype"),
 )
 
@@ -120,10 +120,10 @@ REASONS = {
     NO_STAGE: "the backend has no such stage",
     NO_FILE: "the backend has no such kernel file",
     NO_DTYPE: "the kernel does not compute in this dtype",
-    COMPILED: "each activation is compiled anew: the check of 1_naive has all, the tests of the stage have the rest",
+    COMPILED: "each activation is compiled anew: 1_naive has all; the stages expert_up and expert_down check each file",
     DEFAULT: "the layer runs on its default file; the stages layer and block_sparse check each file",
     FORWARD: "the kernel has no backward",
-    WHOLE_BLOCKS: f"the kernel's tiles need blocks of {BLOCK}",
+    WHOLE_BLOCKS: f"the kernel's tiles need multiples of {HOPPER_BLOCK}",
     SIMULATED: "too large for Numba's simulator; checked where Numba finds a GPU",
 }
 
@@ -205,11 +205,16 @@ def _number(backend: str, stage: str, kernel: str, option: Option, value: str, f
 
 def _never(backend: str, stage: str, kernel: str, option: str, value: str) -> str:
     """Why no check of a kernel file has this value; empty if one must."""
-    if option == "activation" and backend == "simt" and ONE != kernel != check.FIRST_RUNG and value != "swiglu":
+    if (
+        option == "activation"
+        and (backend, stage) == ("simt", "layer")
+        and value != "swiglu"
+        and kernel != check.FIRST_RUNG
+    ):
         return COMPILED
-    if option == "block" and kernel == HOPPER and value != str(BLOCK):
+    if option == "block" and kernel == HOPPER and int(value) % HOPPER_BLOCK:
         return WHOLE_BLOCKS
-    if option == "block" and backend == "numba" and value == str(BLOCK) and check.is_simulated(BACKENDS[backend]):
+    if option == "block" and backend == "numba" and int(value) >= BLOCK and check.is_simulated(BACKENDS[backend]):
         return SIMULATED
     if option == "dtype" and value not in _dtypes(backend, stage, kernel):
         return NO_DTYPE

@@ -376,7 +376,7 @@ ALL = ("numpy", "numba", *KERNELS)
 SUMS = (
     Sum("combine", "out", "slots", _combine, TOKENS, ALL),
     Sum("combine", "d_gates", "columns", _gate_gradient_of_combine, TOKENS, KERNELS),
-    Sum("expert_up", "d_x", "slots", _input_gradient_by_slot, TOKENS, ("numba", *KERNELS)),
+    Sum("expert_up", "d_x", "slots", _input_gradient_by_slot, TOKENS, ("numba", *KERNELS), tuple(gemm.RUNGS)),
     Sum("expert_up", "d_x", "experts", _input_gradient, TOKENS, ("numpy",)),
     Sum("expert_up", "d_x", "depth, w1 and w2 in turn", _input_gradient_in_turn, PRODUCT, KERNELS, ("1_naive",)),
     Sum("expert_up", "d_x", "depth, w1 before w2", _input_gradient_by_weight, PRODUCT, KERNELS, ("2_tiled",)),

@@ -728,7 +728,7 @@ SMALL = [case for case in standard_cases() if case.L < 20]
 )
 def test_the_raw_layer_agrees_with_autograd(case, run):
     """On small cases: the cross-check runs all of them."""
-    assert_layer(run.open(), case, comparisons.sparse_block(case.weights.w1.shape[2]), run.dtype)
+    assert_layer(run.open(), case, comparisons.block_of(case), run.dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -23,14 +23,14 @@ from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import make_case, relative_error
 
 STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
-EVERY = [
-    (stage, rung, dtype) for stage, module in STAGES.items() for rung, able in module.RUNGS.items() for dtype in able
-]
+RUNGS = {stage: getattr(module, "FORWARD_RUNGS", module.RUNGS) for stage, module in STAGES.items()}
+EVERY = [(stage, rung, dtype) for stage, rungs in RUNGS.items() for rung, able in rungs.items() for dtype in able]
 RAGGED = make_case(137, 24, 72, 5, 3, "zipf", "no tile divides it")
 IN_PARTS_SIZES = 70, 304, 16, 3, 2
 IN_PARTS = make_case(*IN_PARTS_SIZES)
 SMALL = tiles.MmaTile(64, 128, 32, 3, 32, 64, band=3)  # of which RAGGED has several, and bands that do not fill up
 SEVERAL_TILES = make_case(333, 136, 264, 5, 2, "empty", "several tiles of the Hopper kernels, two experts without rows")
+DEEP = make_case(150, 328, 136, 3, 2, "empty", "more steps than a ring has stages")
 
 
 def opened(stage, rung, seed=0):
@@ -44,11 +44,22 @@ def on(stage, rung, executor):
     return OpenStage(STAGES[stage], nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
+# What the teaching versions have: the forward alone.
+FORWARD = dict.fromkeys(gemm.TEACHING, comparisons.run_forward)
+EXPECT = dict.fromkeys(gemm.TEACHING, comparisons.expect_forward)
+
+
+def run(stage, rung, executor, case):
+    """Results of a rung on a given executor."""
+    return FORWARD.get(rung, comparisons.RUN[stage])(on(stage, rung, executor), case)
+
+
 def verdicts(stage, rung, case, dtype, executor=None):
     """{direction: (error, bound)} of a rung on a case in a dtype."""
     rounded = case.astype(dtype)
-    found = comparisons.RUN[stage](on(stage, rung, executor or Quick()), rounded)
-    exact, peer = (comparisons.EXPECT[stage](rounded, t) for t in (torch.float64, getattr(torch, dtype)))
+    found = run(stage, rung, executor or Quick(), rounded)
+    expect = EXPECT.get(rung, comparisons.EXPECT[stage])
+    exact, peer = (expect(rounded, t) for t in (torch.float64, getattr(torch, dtype)))
     return {d: comparisons.judge(found[d], exact[d], comparisons.precision(stage, rung, dtype), peer[d]) for d in exact}
 
 
@@ -90,7 +101,7 @@ def test_a_token_of_more_slots_than_lanes_is_refused():
         expert_up.input_gradient(rows, rows, w1, w2, dispatch)
 
 
-@pytest.mark.parametrize(("stage", "rung"), [(s, r) for s, module in STAGES.items() for r in module.RUNGS])
+@pytest.mark.parametrize(("stage", "rung"), [(stage, rung) for stage, rungs in RUNGS.items() for rung in rungs])
 @pytest.mark.parametrize(
     "case",
     [
@@ -105,7 +116,7 @@ def test_a_token_of_more_slots_than_lanes_is_refused():
     ids=lambda case: case.name,
 )
 def test_hard_shapes(stage, rung, case):
-    assert_right(stage, rung, case, STAGES[stage].RUNGS[rung][-1])
+    assert_right(stage, rung, case, RUNGS[stage][rung][-1])
 
 
 def blocks_that_stay(blocks, seed):
@@ -132,17 +143,57 @@ def test_the_plain_build_of_the_hopper_kernels_is_right_too(stage):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("stage", "rung"), [(s, r) for s in ("expert_up", "expert_down") for r in expert_up.RUNGS])
+@pytest.mark.parametrize(
+    ("stage", "rung"), [(stage, rung) for stage in ("expert_up", "expert_down") for rung in RUNGS[stage]]
+)
 def test_every_activation(stage, rung, activation):
     case = make_case(37, 16, 24, 5, 2, activation=activation)
-    assert_right(stage, rung, case, STAGES[stage].RUNGS[rung][0])
+    assert_right(stage, rung, case, RUNGS[stage][rung][0])
 
 
 @pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
 def test_every_order_of_threads_gives_the_same_bits(stage, rung, dtype):
     case = make_case(70, 16, 24, 3, 2).astype(dtype)
-    first, second = (comparisons.RUN[stage](opened(stage, rung, seed), case) for seed in (0, 7))
+    first, second = (run(stage, rung, Quick(seed=seed), case) for seed in (0, 7))
     assert_same_bits(second, first)
+
+
+@pytest.mark.parametrize("dtype", gemm.NARROW)
+@pytest.mark.parametrize("rung", gemm.TEACHING)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_teaching_versions_have_the_bits_of_the_hopper_kernel(rung, dtype, activation):
+    """Each result is the same chain of products, 16 of the depth at a time."""
+    case = make_case(150, 328, 264, 3, 2, "empty", activation=activation).astype(dtype)
+    found, expected = (run_forward_on(version, case) for version in (rung, gemm.HOPPER))
+    assert_same_bits(found, expected)
+
+
+def run_forward_on(rung, case):
+    return comparisons.run_forward(opened("expert_up", rung, seed=2), case)
+
+
+@pytest.mark.parametrize("rung", gemm.TEACHING)
+def test_what_a_teaching_version_stores_depends_on_no_policy(rung):
+    case = RAGGED.astype("bfloat16")
+    arguments = case.x, *case.weights[1:3], build_by_sort(case.topk_experts, case.E), case.activation
+    whole = expert_up.forward(*arguments, executor=Quick(), rung=rung)
+    for stores in (("a",), ("y_swi",)):
+        part = expert_up.forward(*arguments, stores, executor=Quick(), rung=rung)
+        kept = [array is not None for array in part]
+        assert kept == ([True, True, False] if stores == ("a",) else [False, False, True])
+        for found, expected in zip(part, whole, strict=True):
+            assert found is None or np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("rung", gemm.TEACHING)
+def test_a_teaching_version_has_no_backward(rung):
+    case = RAGGED.astype("bfloat16")
+    dispatch, (d_a, d_b) = build_by_sort(case.topk_experts, case.E), comparisons.d_hidden(case)
+    with pytest.raises(ValueError, match=f"unknown rung of expert_up '{rung}'"):
+        expert_up.input_gradient(d_a, d_b, *case.weights[1:3], dispatch, rung=rung)
+    with pytest.raises(ValueError, match=f"unknown rung of expert_up '{rung}'"):
+        expert_up.weight_gradient(d_a, case.x, dispatch, rung=rung)
+    assert rung not in layer.RUNGS and rung not in expert_down.RUNGS
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
@@ -170,7 +221,7 @@ def counted(stage, rung, case):
     """The launches of a stage's forward and backward."""
     executor = SimtExecutor()
     with executor.recording() as launches:
-        comparisons.RUN[stage](on(stage, rung, executor), case)
+        run(stage, rung, executor, case)
     return launches
 
 
@@ -186,7 +237,11 @@ def header_symbols(rung, case, tile=None):
         **{"s": s, "G": G, "P": 1, "Y": 1},
         **{"C": -(-h // columns), "D": -(-d // columns), "W": -(-d // 128)},
     }
-    if "mma" in rung:
+    if rung in gemm.TEACHING:
+        tile = tiles.FIXED[rung]
+        rows = tile.rows
+        symbols |= tile.constants(s) | {"C": -(-G * h // tile.columns)}
+    elif "mma" in rung:
         tile = tile or tiles.DEFAULTS[rung]
         rows, columns = tile.rows, tile.columns
         symbols |= tile.symbols(s, d, h, G)
@@ -215,7 +270,7 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dty
     headers = stated(gemm.file_of(stage, rung))
     if stage == "expert_down":
         headers |= stated("expert_down/0_gates.cu")
-    if stage == "expert_up" and rung != "1_naive":
+    if stage == "expert_up" and rung != "1_naive" and rung not in gemm.TEACHING:
         headers |= stated("expert_up/0_sum_rows.cu")
     if rung == "2_vector":  # its backward is the first rung's
         headers = stated("combine/1_gather.cu") | headers
@@ -223,6 +278,21 @@ def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dty
     assert {launch.kernel for launch in launches} == headers.keys()
     for launch in launches:
         assert_as_stated(launch, headers[launch.kernel], header_symbols(rung, case))
+
+
+@pytest.mark.parametrize("rung", gemm.TEACHING)
+def test_the_teaching_versions_launch_what_their_headers_state(rung):
+    case = SEVERAL_TILES.astype("float16")
+    (launch,), symbols = counted("expert_up", rung, case), header_symbols(rung, case)
+    header = stated(f"expert_up/{rung}.cu")["expert_up"]
+    assert_as_stated(launch, header, symbols)
+    assert launch.block == (tiles.FIXED[rung].threads, 1, 1)
+    static = _static_shared_bytes(KernelSource.read(f"expert_up/{rung}.cu", CONSTANTS_OF[rung]), "expert_up")
+    assert 0 <= static + tiles.FIXED[rung].shared_bytes - evaluate(header.shared, symbols) < 16
+    assert launch.shared.bank_conflicts == 0
+
+
+CONSTANTS_OF = {rung: gemm.constants("float16", "swiglu", tile) for rung, tile in tiles.FIXED.items()}
 
 
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
@@ -1514,6 +1584,67 @@ FAULTS = {
     "sum rows: last slot": ("expert_up", "0_sum_rows", "has_slot = lane_id() < k;", "has_slot = lane_id() < k - 1;"),
     "sum rows: stale sums": ("expert_up", "0_sum_rows", "float sums[PACK] = {};", "static float sums[PACK];"),
 }
+TEACHING_FAULTS = {
+    "4_wgmma": {
+        "does not wait": ("cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();"),
+        "no barrier": ("        __syncthreads();      // this stage", "        // this stage"),
+        "no fence": ("fence_async_proxy();  // what", "// what"),
+        "stage filled too early": ("load(step + STAGES - 1);", "load(step + STAGES);"),
+        "product not awaited": ("wgmma_wait<0>();", ";"),
+        "product in no group": ("wgmma_commit();\n", ";\n"),
+        "upper half twice": ("half * PANEL_BYTES + i * 32", "i * 32"),
+        "depth of rows stands still": ("half * PANEL_BYTES + i * 32", "half * PANEL_BYTES"),
+        "depth of weights stands still": ("i * 16 * 128", "0"),
+        "every product begins anew": ("step + i > 0", "i > 0"),
+        "the first product adds": ("step + i > 0", "true"),
+        "last step dropped": ("(d + TILE_DEPTH - 1) / TILE_DEPTH", "d / TILE_DEPTH"),
+        "w1 for w2": ("panel % RESULTS ? w2 : w1", "w1"),
+        "weights of the first expert": ("(long long)tile.expert * d * h;", "0;"),
+        "weights beyond the last column": ("h - column}", "h}"),
+        "rows of another expert stored": ("if (row >= tile.rows || j >= h) return;", "if (j >= h) return;"),
+        "columns of the next row stored": ("if (row >= tile.rows || j >= h) return;", "if (row >= tile.rows) return;"),
+        "rows not gathered": ("expert_token_indices + tile.first}", "expert_token_indices}"),
+    },
+    "5_tma": {
+        "no wait for a full stage": ("barrier_wait(&shared.full[turn.stage], turn.parity);", ";"),
+        "no wait for an empty stage": ("barrier_wait(&shared.empty[filling.stage], filling.parity ^ 1);", ";"),
+        "no fence": ("fence_async_proxy();  // what", "// what"),
+        "stage free before it is read": ("        wgmma_wait<0>();\n", ""),
+        "every lane frees a stage": ("if (lane_id() == 0) barrier_arrive", "barrier_arrive"),
+        "rows do not arrive": ("cp_async_arrive(full);", "barrier_arrive(full);"),
+        "full without the rows": ("1 + THREADS, THREADS / WARP", "1, THREADS / WARP"),
+        "empty after one warp": ("1 + THREADS, THREADS / WARP", "1 + THREADS, 1"),
+        "too few bytes": ("expecting(full, B_BYTES)", "expecting(full, B_BYTES / 2)"),
+        "the same stage again": ("        filling.next();\n", ""),
+        "w1 for w2": ("panel % RESULTS ? &w2 : &w1", "&w1"),
+        "weights of the first expert": ("step * TILE_DEPTH, tile.expert);", "step * TILE_DEPTH, 0);"),
+        "depth not cut off": ("% 8 * CHUNK < d;", "% 8 * CHUNK < d + 64;"),
+        "one step ahead of the stages": ("load(step + STAGES);", "load(step + STAGES + 1);"),
+    },
+    "6_specialized": {
+        "no wait for a full stage": ("barrier_wait(&shared.full[turn.stage], turn.parity);", ";"),
+        "no wait for an empty stage": ("barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);", ";"),
+        "no fence": ("fence_async_proxy();  // what", "// what"),
+        "stage free while it is read": ("wgmma_wait<1>();", ";"),
+        "stage free before it is read": (
+            "if (step > 0 && lane_id() == 0) barrier_arrive(read);",
+            "if (lane_id() == 0) barrier_arrive(&shared.empty[turn.stage]);",
+        ),
+        "last product not awaited": ("    wgmma_wait<0>();\n", ""),
+        "no stage is freed": ("if (step > 0 && lane_id() == 0) barrier_arrive(read);", ";"),
+        "rows of the consumer's threads": ("(threadIdx.x - FIRST)", "(threadIdx.x)"),
+        "full without the rows": ("1 + PRODUCERS, WARPGROUP", "1, WARPGROUP"),
+        "nobody asks for the weights": ("if (threadIdx.x == WARPGROUP)", "if (threadIdx.x == 0)"),
+        "quads not transposed": ("low = upper ? other : low;", "low = other;"),
+        "b for a": ("(quad + QUADS * (RESULTS - 1)) * 16", "quad * 16"),
+        "lower rows twice": ("+ row % 2 * 2;", ";"),
+    },
+}
+FAULTS |= {
+    f"{rung}: {fault}": ("expert_up", rung, *change)
+    for rung, faults in TEACHING_FAULTS.items()
+    for fault, change in faults.items()
+}
 # Where d_x is made in two parts, the second of 48 columns.
 PART_FAULTS = {
     "sum rows: the first columns twice": ("pitch + first", "pitch"),
@@ -1579,7 +1710,11 @@ def test_a_planted_fault_of_one_stage_is_caught(fault):
 )
 def test_a_planted_fault_is_caught(fault):
     stage, rung = FAULTS[fault][:2]
-    case = {"2_vector": SEVERAL_TURNS, "0_sum_rows": SEVERAL_TURNS, "4_hopper": SEVERAL_TILES}.get(rung, RAGGED)
+    case = {"2_vector": SEVERAL_TURNS, "0_sum_rows": SEVERAL_TURNS}.get(rung, RAGGED)
+    if rung == gemm.HOPPER:
+        case = SEVERAL_TILES
+    if rung in gemm.TEACHING:
+        case = DEEP
     rung = {"0_gates": "1_naive", "0_sum_rows": "2_tiled"}.get(rung, rung)
-    with tiles.trying(SMALL) if "mma" in rung else nullcontext():
-        assert_caught(fault, stage, rung, case, STAGES[stage].RUNGS[rung][0])
+    with tiles.trying(SMALL) if rung in tiles.CANDIDATES and "mma" in rung else nullcontext():
+        assert_caught(fault, stage, rung, case, RUNGS[stage][rung][0])

@@ -9,7 +9,7 @@ from moeblaze_ref.runtime.tensor_map import TensorMap
 from moeblaze_ref.verify.cases import relative_error
 
 SIMT = SimtExecutor()
-HEADER = '// Runs on      sm_90a; SIMT executor.\n#include "hopper.cuh"\n'
+HEADER = '// Runs on      sm_90a; SIMT executor.\n#include "hopper/stmatrix.cuh"\n#include "hopper/tma.cuh"\n#include "hopper/wgmma.cuh"\n'
 PANEL_BYTES = 64 * 128
 both_dtypes = pytest.mark.parametrize("dtype", gemm.NARROW)
 both_shapes = pytest.mark.parametrize("columns", [128, 256])

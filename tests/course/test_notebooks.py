@@ -862,7 +862,8 @@ def test_two_readers_of_a_header_agree(file):
 
 
 def test_structs_and_functions_of_array_references_are_shown():
-    struct, function = code_of(show_kernel("include/mma_matmul.cuh", "Operand", "mma_matmul"))
+    (struct,) = code_of(show_kernel("include/stages.cuh", "Operand"))
+    (function,) = code_of(show_kernel("include/mma_matmul.cuh", "mma_matmul"))
     assert struct.startswith("// An operand's stage") and struct.endswith("\n};") and "int place(" in struct
     assert "multiply<Scalar>" in function and function.endswith("\n}")
     (function,) = code_of(show_kernel("include/tiled_matmul.cuh", "load_tile"))
@@ -1193,7 +1194,7 @@ def test_a_file_without_our_rows_is_refused(tmp_path):
 
 
 def test_a_box_lies_in_shared_memory_as_the_kernels_place_it():
-    """hopper_gemm.cuh's `swizzled`, by which cp.async puts rows where TMA would."""
+    """hopper/stage.cuh's `swizzled`, by which cp.async puts rows where TMA would."""
     rows, chunks = np.indices((16, 8))
     expected = np.empty((16, 8), int)
     expected[rows, chunks ^ rows % 8] = 8 * rows + chunks

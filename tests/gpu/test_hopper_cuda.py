@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from test_expert_kernels import SEVERAL_TILES, assert_right, assert_same_bits, on
+from test_expert_kernels import SEVERAL_TILES, assert_right, assert_same_bits, on, run
 from test_hopper import (
     BOXES,
     COPIED,
@@ -17,6 +17,7 @@ from test_hopper import (
     both_shapes,
 )
 
+from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.bench import counters, ladder, report
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
@@ -80,6 +81,17 @@ def test_ten_runs_give_the_same_bits(cuda, stage):
     first = comparisons.RUN[stage](on(stage, "4_hopper", cuda), case)
     for _ in range(9):
         assert_same_bits(comparisons.RUN[stage](on(stage, "4_hopper", cuda), case), first)
+
+
+@both_dtypes
+@pytest.mark.parametrize("rung", gemm.TEACHING)
+def test_the_teaching_versions_are_right_and_have_the_bits_of_the_hopper_kernel(cuda, rung, dtype):
+    for case in (SEVERAL_TILES, LARGE):
+        assert_right("expert_up", rung, case, dtype, executor=cuda)
+    rounded = LARGE.astype(dtype)
+    expected = comparisons.run_forward(on("expert_up", gemm.HOPPER, cuda), rounded)
+    for _ in range(5):
+        assert_same_bits(run("expert_up", rung, cuda, rounded), expected)
 
 
 def test_every_step_of_the_ladder_is_timed_and_right(cuda):

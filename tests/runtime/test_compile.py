@@ -17,7 +17,7 @@ from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.course.notebook.hopper import RING
 from moeblaze_ref.runtime.simt.build import cuda_include_dirs
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
-from moeblaze_ref.runtime.source import KernelSource
+from moeblaze_ref.runtime.source import KernelSource, kernel_text
 
 FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
 EXPERT_STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
@@ -42,6 +42,9 @@ USAGE = re.compile(
     r"(?:[^\n]*? (?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )
+
+
+SERIALIZED = "wgmma.mma_async instructions are serialized"  # then each product waits for the one before
 
 
 def read(file):
@@ -71,6 +74,7 @@ def _usage(text, constants, include_dirs, architecture):
         ptxas_options="-v",
     )
     assert Program(text, "c++", options).compile("cubin", logs=log).code
+    assert SERIALIZED not in log.getvalue(), log.getvalue()
     reports = (match.groupdict() for match in USAGE.finditer(log.getvalue()))
     return {report.pop("kernel"): {name: int(number or 0) for name, number in report.items()} for report in reports}
 
@@ -114,8 +118,8 @@ def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
     [
         (stage, rung, dtype)
         for stage, module in EXPERT_STAGES.items()
-        for rung in module.RUNGS
-        for dtype in module.RUNGS[rung]
+        for rung, dtypes in getattr(module, "FORWARD_RUNGS", module.RUNGS).items()
+        for dtype in dtypes
         if dtype != DTYPE
     ],
 )
@@ -204,6 +208,26 @@ def test_every_activation_fits_into_registers(activation, architecture):
 def test_the_hopper_kernels_fit_into_registers(stage, dtype, activation):
     constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "ACTIVATION": activation}
     assert_fits(KernelSource.read(f"{stage}/4_hopper.cu", constants))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "reglu", "silu", "swiglu"])
+@pytest.mark.parametrize("rung", gemm.TEACHING)
+def test_two_blocks_of_each_teaching_version_fit_on_a_multiprocessor(rung, activation):
+    tile = tiles.FIXED[rung]
+    source = KernelSource.read(f"expert_up/{rung}.cu", gemm.constants("bfloat16", activation, tile))
+    assert_fits(source)
+    used = usage(source, "sm_90a")["expert_up"]
+    assert 2 * tile.threads * -(-used["registers"] // 8) * 8 <= 2**16
+    assert 2 * (tile.shared_bytes + used["shared"] + 1024) <= 228 * 1024  # of each block the driver takes 1 KiB
+
+
+def test_a_serialized_product_is_seen():
+    """A product that adds to sums which other instructions have set, while the one before it is under way."""
+    file = "expert_up/6_specialized.cu"
+    text = kernel_text(file).replace("TileSums sums;", "TileSums sums = {};").replace("step + i > 0", "true")
+    source = KernelSource.read(file, gemm.constants("bfloat16", "swiglu", tiles.FIXED["6_specialized"]), text)
+    with pytest.raises(AssertionError, match=SERIALIZED):
+        usage(source, "sm_90a")
 
 
 SUMMING = ("expert_down/as_printed.cu", "expert_down/lesson_atomic.cu")

@@ -7,13 +7,20 @@ import pytest
 from helpers import SHAPES
 
 from moeblaze_ref.backends.numpy_ref import dispatch, layer
+from moeblaze_ref.backends.raw_cuda import block_sparse as raw_sparse
+from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
+from moeblaze_ref.backends.raw_cuda import gating as raw_gating
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
+from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.verify import check, comparisons
 from moeblaze_ref.verify.cases import (
     GOLDEN_DISPATCH,
     GOLDEN_TOPK_EXPERTS,
     PRINTED_EXAMPLE,
     ROUTINGS,
     example_in_three_columns,
+    option_cases,
     random_topk,
     relative_error,
     standard_cases,
@@ -99,9 +106,59 @@ def test_the_three_columns_of_the_example():
     assert rows["token_index_map"]["as printed"] == "[5, 7]"
 
 
-def test_a_standard_case_has_two_tiles_along_d_in_every_kernel():
-    """The last of them is not full. A warp of the combine takes at most 16 bytes a lane, 8 numbers of 16 bits."""
-    widths = [gemm.TILE, gemm.HOPPER_COLUMNS, 8 * gemm.WARP]
-    widths += [tile.columns for rung in ("3_mma", "3_mma_tf32") for tile in tiles.CANDIDATES[rung]]
-    rows = [case.x.shape[1] for case in standard_cases()]
-    assert any(all(d > width and d % width for width in widths) for d in rows)
+# Tiles ----------------------------------------------------------------------------------------------------------------
+
+MMA = ("3_mma", "3_mma_tf32")
+ROWS = {"2_tiled": gemm.TILE, "4_hopper": gemm.ROWS_BOX[1]} | {
+    rung: max(tile.rows for tile in tiles.CANDIDATES[rung]) for rung in MMA
+}
+COLUMNS = {"2_tiled": gemm.TILE, "4_hopper": gemm.HOPPER_COLUMNS} | {
+    rung: max(tile.columns for tile in tiles.CANDIDATES[rung]) for rung in MMA
+}
+WIDEST_BLOCK_TILE = max(max(tile.rows, tile.columns) for tile in raw_sparse.TILES)
+TILED = [(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)]
+
+
+def widest_tiles(stage, rung):
+    """The widest tile along every axis that a version of a stage cuts into tiles.
+
+    Scans over the experts take THREADS at a time. A warp looks for a row tile among 32 experts. A warp of the combine
+    takes 16 bytes a lane, 8 numbers of 16 bits.
+    """
+    if stage == "dispatch":
+        return {"L": raw_dispatch.THREADS * gemm.WARP, "E": raw_dispatch.THREADS}
+    if stage == "gating":
+        return {"L": raw_gating.TOKENS[rung], "E": gemm.WARP}
+    if stage == "combine":
+        return {"d": 8 * gemm.WARP}
+    if rung == "1_naive":
+        return {"E": gemm.THREADS} if stage == "block_sparse" else {}
+    of_product = "3_mma" if rung == "as_printed" else rung
+    rows, widest = ROWS[of_product], max(ROWS[of_product], COLUMNS[of_product])
+    of_experts = {"rows": rows, "d": widest, "h": widest}
+    if stage == "block_sparse":
+        return of_experts | {"block": ROWS["4_hopper"] if rung == "4_hopper" else WIDEST_BLOCK_TILE}
+    return of_experts | {"E": gemm.WARP}
+
+
+@pytest.mark.parametrize("rung", COLUMNS)
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
+def test_two_tiles_along_h_are_checked_with_and_without_a_gate(stage, rung):
+    """Without one, all columns of a tile are of a."""
+    found = check.chosen(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
+    assert {is_gated(case.activation) for case in found if sizes(case)["h"] > COLUMNS[rung]} == {False, True}
+
+
+def sizes(case):
+    _, d, h = case.weights.w1.shape
+    block = comparisons.block_of(case)
+    return {"L": case.L, "rows": case.longest_queue, "d": d, "h": h, "E": case.E, "block": block}
+
+
+@pytest.mark.parametrize(("stage", "rung"), TILED)
+def test_every_version_is_checked_on_a_second_tile_along_every_axis(stage, rung):
+    """The last tile is not full, except of a block: Hopper's tiles take no others."""
+    found = check.chosen(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
+    for axis, width in widest_tiles(stage, rung).items():
+        of_cases = [sizes(case)[axis] for case in found if case.L]
+        assert any(size > width and (size % width or axis == "block") for size in of_cases), (axis, width)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moeblaze_ref.backends.numpy_ref import block_sparse
+from moeblaze_ref.backends.numpy_ref import block_sparse, gating
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
@@ -17,6 +17,7 @@ from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
 from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES, OpenStage, Status
 from moeblaze_ref.backends.step_memory import StepMemory
 from moeblaze_ref.cli.terminal import verdict
+from moeblaze_ref.core.structures import Gating
 from moeblaze_ref.nn import torch_layer
 from moeblaze_ref.nn.systems import SYSTEMS
 from moeblaze_ref.nn.torch_capacity import CapacityMoE
@@ -161,19 +162,76 @@ def test_a_list_of_cases_stays_as_it_is_given(stage):
     assert len(cases_of(check.plan([stage], ["numpy"]))) >= len(standard_cases() + option_cases())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_cheap_cases_run_first(stage):
-    for rung in BACKENDS["simt"].rungs(stage) if stage in BACKENDS["simt"].stages else ():
-        planned = cases_of(job for job in check.plan([stage], ["simt"]) if job.args[3] == rung)
-        usual = [case.L * case.k for case in planned if case.activation == "swiglu"]
-        tokens = [rows for rows in usual if rows]
-        assert len(tokens) < len(usual) and usual == sorted(tokens) + [0] * (len(usual) - len(tokens)), rung
-        assert all(case.activation == "swiglu" for case in planned[: len(usual)])
+RUNGS = [(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)]
+
+
+def planned_cases(stage, rung):
+    return cases_of(job for job in check.plan([stage], ["simt"]) if job.args[3] == rung)
+
+
+@pytest.mark.parametrize(("stage", "rung"), RUNGS)
+def test_cheap_cases_follow_those_that_run_first(stage, rung):
+    planned = planned_cases(stage, rung)
+    places = [comparisons.turn(stage, rung, case) for case in planned]
+    assert places == sorted(places)
+    others = [case for case, place in zip(planned, places, strict=True) if place == max(places)]
+    usual = [case.L * case.k for case in others if case.activation == "swiglu"]
+    tokens = [rows for rows in usual if rows]
+    assert len(tokens) < len(usual) and usual == sorted(tokens) + [0] * (len(usual) - len(tokens))
+    assert all(case.activation == "swiglu" for case in others[: len(usual)])
+
+
+@pytest.mark.parametrize("of", comparisons.FIRST_CASES)
+def test_the_cases_that_run_first_are_cases_of_the_stage(of):
+    stage, _, file = of.partition("/")
+    of_rungs = [planned_cases(stage, rung) for rung in BACKENDS["simt"].rungs(stage) if rung == file or not file]
+    assert {case.name for planned in of_rungs for case in planned} >= set(comparisons.FIRST_CASES[of])
+
+
+def test_the_dispatch_gets_more_tokens_than_a_pass_over_a_bitmap():
+    assert all(
+        max(case.L for case in planned_cases("dispatch", rung)) > 8_192 for rung in BACKENDS["simt"].rungs("dispatch")
+    )
+
+
+def without_the_peak(logits):
+    weights = np.exp(logits)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def ties_to_the_higher_expert(logits, k):
+    worst_first = np.argsort(logits, axis=1, kind="stable")  # equal ones by their id
+    return worst_first[:, ::-1][:, :k].astype(np.int32, order="C")
+
+
+def router_of(softmax=gating.softmax, top_k=gating.top_k):
+    """The forward of the gating, made of these."""
+
+    def forward(logits, k, renormalize=False):
+        probs, topk_experts = softmax(logits), top_k(logits, k)
+        gates = np.take_along_axis(probs, topk_experts, axis=1)
+        return Gating(probs, topk_experts, gates / gates.sum(axis=1, keepdims=True) if renormalize else gates)
+
+    return forward
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+@pytest.mark.parametrize(
+    ("parts", "case"),
+    [
+        ({"softmax": without_the_peak}, "logits far from 0"),
+        ({"top_k": ties_to_the_higher_expert}, "equal logits"),
+    ],
+)
+def test_a_router_that_is_wrong_on_hard_logits_alone_fails(parts, case, monkeypatch):
+    monkeypatch.setattr(gating, "forward", router_of())
+    assert check.passed(check.run(["gating"], ["numpy"]))
+    monkeypatch.setattr(gating, "forward", router_of(**parts))
+    failed = [row.shape for row in check.run(["gating"], ["numpy"]) if not row.ok]
+    assert failed and all(f"({case}" in shape for shape in failed)
 
 
 def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
-    from moeblaze_ref.backends.numpy_ref import gating
-
     right = gating.forward
     monkeypatch.setattr(gating, "router_z_loss", lambda logits: np.float64(0.0))
     assert not check.passed(check.run(["layer"], ["numpy"], CASES))
@@ -192,6 +250,8 @@ ALL_CASES = [
     *cases.every_activation(),
     *cases.single_gradients(),
     cases.equal_gates_case(),
+    cases.many_tokens_case(8_448),
+    *cases.wide_block_cases(),
     cases.whole_block_case(),
     cases.many_tiles_case(8),
     cases.many_blocks_case(8),
@@ -538,10 +598,10 @@ def test_rows_are_json_even_with_nan():
 
 def test_the_simulator_gets_small_cases_only(monkeypatch):
     monkeypatch.setattr("moeblaze_ref.backends.numba_cuda.runtime.EXECUTOR", "simulator")
-    in_reach = check.in_reach(BACKENDS["numba"], standard_cases())
+    in_reach = check.in_reach(BACKENDS["numba"], "layer", standard_cases())
     assert 5 < len(in_reach) and all(case.L * case.k <= check.SIMULATOR_ROWS for case in in_reach)
     monkeypatch.setattr("moeblaze_ref.backends.numba_cuda.runtime.EXECUTOR", "cuda")
-    assert len(check.in_reach(BACKENDS["numba"], standard_cases())) == len(standard_cases())
+    assert len(check.in_reach(BACKENDS["numba"], "layer", standard_cases())) == len(standard_cases())
 
 
 def cases_on_a_gpu(monkeypatch, rung, multiprocessors):
@@ -556,8 +616,8 @@ def test_every_rung_is_checked_in_blocks_of_megablocks_own_size(monkeypatch):
     for backend in BACKENDS.values():
         for rung in backend.rungs("block_sparse"):
             cases = check.chosen(backend, "block_sparse", rung, standard_cases())
-            blocks = {comparisons.sparse_block(case.weights.w1.shape[2]) for case in cases if case.L}
-            assert blocks == {BLOCK} if rung == HOPPER else {8, BLOCK} <= blocks, (backend.name, rung)
+            blocks = {comparisons.block_of(case) for case in cases if case.L}
+            assert blocks == ({BLOCK, 256} if rung == HOPPER else {8, BLOCK, 136, 256}), (backend.name, rung)
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 108, 132, 148])

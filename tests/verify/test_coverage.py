@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES
 from moeblaze_ref.cli.app import app
+from moeblaze_ref.core.config import ACTIVATIONS
 from moeblaze_ref.nn.systems import SYSTEMS
 from moeblaze_ref.verify import cases, check, comparisons, coverage
 from moeblaze_ref.verify.comparisons import TORCH_LAYERS
@@ -62,7 +63,7 @@ def test_a_reason_stands_for_no_more_than_it_says():
     for line in TABLE:
         for backend, cell in line.cells.items():
             if coverage.COMPILED in cell.values():
-                assert line.option == "activation" and line.value != "swiglu" and backend == "simt"
+                assert (line.stage, line.option, backend) == ("layer", "activation", "simt") and line.value != "swiglu"
                 assert cell[check.FIRST_RUNG] > 0
             for kernel, reason in cell.items():
                 if reason == coverage.NO_DTYPE and line.stage in STAGES:
@@ -106,6 +107,22 @@ def test_one_kernel_file_does_not_hide_another(monkeypatch):
     assert {gap for gap in gaps if gap.startswith("layer on simt")} == {"layer on simt 2_tiled: policy is never paper"}
 
 
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down", "block_sparse"])
+def test_every_kernel_file_of_the_experts_meets_every_activation(stage):
+    for backend in BACKENDS.values():
+        for kernel, found in coverage.checks(backend, stage).items():
+            assert {one.case.activation for one in found} == set(ACTIVATIONS), (backend.name, kernel)
+
+
+@pytest.mark.parametrize("stage", ["expert_up", "expert_down", "block_sparse"])
+def test_every_kernel_file_of_the_experts_meets_pre_activations_of_zero(stage):
+    """The slope of ReLU jumps there."""
+    for backend in BACKENDS.values():
+        for kernel, found in coverage.checks(backend, stage).items():
+            kinks = {one.case.activation for one in found if (comparisons.hidden(one.case)[0] == 0).any()}
+            assert {"relu", "relu2", "reglu"} <= kinks, (backend.name, kernel)
+
+
 # What a check reads ---------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +138,7 @@ class Watched:
 
 
 FIELDS = {"d_losses": ("load_balancing_loss", "router_z_loss"), "replayed": ("topk_experts",), "topk_experts": ()}
-OF_THE_CALL = {"block", "dtype", "rung"}  # not read of a case, but chosen by its sizes or for all cases
+OF_THE_CALL = {"dtype", "rung"}  # not read of a case, but chosen for all cases
 
 
 def options_read(seen):

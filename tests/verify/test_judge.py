@@ -18,12 +18,14 @@ from moeblaze_ref.core import kernel_headers
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify.cases import make_case, standard_cases, telling_cases, wide_cases
+from moeblaze_ref.verify.check import SIMULATOR_WEIGHTS
 from moeblaze_ref.verify.judge import CONTRACTS, Wrong, examine, judge
 from moeblaze_ref.verify.judge.contracts import AXES, set_problem
 from moeblaze_ref.verify.judge.kernels import declaration
 from moeblaze_ref.verify.judge.report import place_of
 
-SMALL = standard_cases()[:6]  # with one token, an empty expert, and no tokens
+# With one token, an empty expert, and no tokens.
+SMALL = [case for case in standard_cases() if case.L < 20 and case.weights.w1.size <= SIMULATOR_WEIGHTS]
 CASE = make_case(13, 8, 16, 4, 2, "zipf")
 
 COMBINE = """
@@ -256,7 +258,8 @@ def test_a_kernel_that_is_right_for_narrow_hidden_rows_only_is_wrong(tmp_path):
     path.write_text(changed(inlined("expert_down/1_naive.cu"), "p < h; ++p", "p < (h > 80 ? 80 : h); ++p"))
     report = examine(f"{path}:expert_down", "expert_down")
     assert [result.case for result in report.results if not result.ok] == [
-        "L=2 d=8 h=264 E=2 k=1 (hidden rows wider than 256 threads)"
+        "L=9 d=8 h=264 E=3 k=2 (two tiles along h)",
+        "L=2 d=8 h=264 E=2 k=1 (hidden rows wider than 256 threads)",
     ]
 
 
@@ -964,7 +967,7 @@ def mine(tmp_path):
 def test_the_command_judges(mine):
     mine.write_text(WIDE_COMBINE)
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
-    assert result.exit_code == 0 and "right in all 20 cases" in result.stdout and "sectors" in result.stdout
+    assert result.exit_code == 0 and "right in all 25 cases" in result.stdout and "sectors" in result.stdout
     over = moeblaze("check", "--stage", "combine", "--kernel", mine, "--budget", "written <= 3 L d", "--json")
     report = json.loads(over.stdout)
     assert over.exit_code == 1 and not report["ok"]

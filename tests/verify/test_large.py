@@ -39,8 +39,10 @@ SMALL = {
 HOSTS = {
     "include/down_product.cuh": ["expert_down/as_printed.cu"],
     "include/expert_rows.cuh": ["expert_up/1_naive.cu"],
-    "include/hopper_gemm.cuh": ["expert_up/4_hopper.cu", "expert_down/4_hopper.cu"],
+    "include/hopper/epilogue.cuh": ["expert_up/4_hopper.cu"],
+    "include/hopper/gradients.cuh": ["expert_up/4_hopper.cu", "expert_down/4_hopper.cu"],
     "include/mma_matmul.cuh": ["expert_down/3_mma.cu"],
+    "include/stages.cuh": ["expert_down/3_mma.cu"],
     "include/sparse.cuh": ["block_sparse/1_naive.cu"],
 }
 
@@ -56,7 +58,7 @@ def casts_of(source: str) -> list[str]:
 
 
 KERNEL_FILES = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("*/*.cu"))
-HEADERS = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("include/*.cuh"))
+HEADERS = sorted(path.relative_to(kernels_dir()).as_posix() for path in kernels_dir().glob("include/**/*.cuh"))
 
 
 class Finder(SparseExecutor):

@@ -8,6 +8,8 @@ from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
 
 RUNGS = gemm.RUNGS
+# Of the forward: those and the teaching versions, in the order of the series.
+FORWARD_RUNGS = dict(sorted((RUNGS | dict.fromkeys(gemm.TEACHING, gemm.NARROW)).items()))
 DEFAULT_RUNG = "2_tiled"
 _STORE = {"STORE_PROJECTIONS": "a", "STORE_Y_SWI": "y_swi"}
 
@@ -39,7 +41,8 @@ def forward(
     executor : Executor, optional
         Default: by where ``x`` lives.
     rung : str
-        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
+        One of ``FORWARD_RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by
+        itself, nor the versions between ``3_mma`` and Hopper's, which have no backward.
 
     Returns
     -------
@@ -57,7 +60,7 @@ def forward(
     """
     stage_contracts.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, gemm.WIDE)
     _, d, h = w1.shape
-    dtype = gemm.check_rung("expert_up", rung, RUNGS, x, ("x", x), d=d, h=h)
+    dtype = gemm.check_rung("expert_up", rung, FORWARD_RUNGS, x, ("x", x), d=d, h=h)
     executor = executor or executor_for(x)
     stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
     a, b, y_swi = [executor.empty((dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN]
@@ -99,8 +102,10 @@ def input_gradient(
         Gradient of a, in expert order.
     d_b : array (R, h) or None
         Gradient of b; None exactly if w2 is None.
-    w1, w2, dispatch, executor, rung
+    w1, w2, dispatch, executor
         As in `forward`.
+    rung : str
+        One of ``RUNGS``.
 
     Returns
     -------
@@ -191,8 +196,10 @@ def weight_gradient(
     ----------
     d_hidden : array (R, h), float32, float16 or bfloat16
         d_a or d_b, in expert order.
-    x, dispatch, executor, rung
+    x, dispatch, executor
         As in `forward`.
+    rung : str
+        One of ``RUNGS``.
 
     Returns
     -------

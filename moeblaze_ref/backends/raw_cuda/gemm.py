@@ -16,9 +16,8 @@ THREADS = 256
 WARP = 32
 TILE = 64  # rows and columns of a block's result in tiled_matmul.cuh
 TF32 = "3_mma_tf32"  # rung 3_mma on floats, rounded to 10 bits of mantissa before they are multiplied: by name alone
-TENSOR_CORES = ("3_mma", TF32, "4_hopper")
 ALIGNMENT = 16  # bytes: their kernels move as many at a time
-HOPPER = "4_hopper"  # the sizes below are those of hopper_gemm.cuh
+HOPPER = "4_hopper"  # the sizes below are those of hopper/grouped_matmul.cuh
 HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
@@ -26,7 +25,7 @@ HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) 
 SHARES_BYTES = (1 + 400) * 4  # of shares.cuh: a block's tiles of a weight gradient
 MAX_WIDTH = 2**30  # of rows: kernels count the columns of two matrices in 32 bits
 MAX_TILES = 2**30  # of a launch: kernels number them in 32 bits, and blocks that stay look one turn ahead
-MAX_GATHERED = 2**35  # elements that rung 4_hopper gathers from: it counts them by 8 in 32 bits
+MAX_GATHERED = 2**35  # elements that versions of BY_TMA gather from: they count them by 8 in 32 bits
 MANY_ELEMENTS = 2**26  # of all rows: with fewer, a second launch costs more than the memory is worth
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
 ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
@@ -36,6 +35,9 @@ WEIGHTS_TRANSPOSED_BOX = (64, 256, 1)  # the depth along them
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 WIDE = tuple(C_TYPE)  # dtypes of the rungs without tensor cores
 NARROW = ("float16", "bfloat16")  # of tensor cores
+TEACHING = ("4_wgmma", "5_tma", "6_specialized")  # between 3_mma and Hopper's: of expert_up's forward alone
+TENSOR_CORES = ("3_mma", TF32, *TEACHING, HOPPER)
+BY_TMA = ("5_tma", "6_specialized", HOPPER)  # weights come by TMA, gathered rows by `GatheredRows` of hopper/ring.cuh
 BFLOAT16 = ml_dtypes.bfloat16
 RUNGS = {"1_naive": WIDE, "2_tiled": WIDE, "3_mma": NARROW, TF32: ("float32",), HOPPER: NARROW}  # of both projections
 
@@ -108,12 +110,12 @@ def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
 
 def operand(executor: Executor, rung: str, array: Array, box: tuple[int, ...]) -> Any:
     """An operand as the rung's kernel takes it: where it begins, or a tensor map of boxes."""
-    return executor.tensor_map(array, box) if rung == HOPPER else array
+    return executor.tensor_map(array, box) if rung in BY_TMA else array
 
 
 def second_operand(executor: Executor, rung: str, array: Array | None, first: Array, box: tuple[int, ...]):
     """The same of d_b or w2, which ungated activations do not have: then something that no kernel reads."""
-    if rung == HOPPER:
+    if rung in BY_TMA:
         return executor.tensor_map(first if array is None else array, box)
     return or_nothing(executor, array, first)
 
@@ -154,7 +156,7 @@ def check_rung(
             raise ValueError(f"{name} is {width}, but must be at most 2**30 = {MAX_WIDTH}")
         if rung in TENSOR_CORES and width % 8:  # they move 16 bytes at a time
             raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
-    if gathered and rung == HOPPER and (elements := math.prod(gathered[1].shape)) > MAX_GATHERED:
+    if gathered and rung in BY_TMA and (elements := math.prod(gathered[1].shape)) > MAX_GATHERED:
         raise ValueError(
             f"{gathered[0]} has {' * '.join(map(str, gathered[1].shape))} = {elements} elements, but rung {rung} gathers "
             f"from at most 2**35 = {MAX_GATHERED}; use rung 3_mma"

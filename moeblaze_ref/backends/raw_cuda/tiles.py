@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from moeblaze_ref.core import checks, records
 from moeblaze_ref.runtime import Executor, ceil_div
@@ -91,7 +91,7 @@ class MmaTile:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The constant of hopper_gemm.cuh that may be chosen.
+    """The constant of hopper/scheduler.cuh that may be chosen.
 
     Parameters
     ----------
@@ -106,7 +106,46 @@ class HopperTile:
         return {"BAND": self.band}
 
 
-Tile = MmaTile | HopperTile
+@dataclass(frozen=True)
+class WarpgroupTile:
+    """The constants of expert_up/4_wgmma.cu, 5_tma.cu and 6_specialized.cu: one warpgroup multiplies (128, 128).
+
+    Parameters
+    ----------
+    threads : int
+        Of a block.
+    stages : int
+        In shared memory.
+    stage_barriers : int
+        mbarriers of each stage.
+    """
+
+    threads: int
+    stages: int
+    stage_barriers: int
+    rows: ClassVar[int] = 128
+    columns: ClassVar[int] = 128
+    depth: ClassVar[int] = 64
+    band: ClassVar[int] = 8
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: the stages begin at a multiple of 1024 bytes."""
+        return 1024 + self.stages * (self.depth * (self.rows + self.columns) * 2 + self.stage_barriers * 8)
+
+    def constants(self, itemsize: int) -> dict[str, int]:
+        """For the preprocessor."""
+        return {
+            "TILE_ROWS": self.rows,
+            "TILE_COLUMNS": self.columns,
+            "TILE_DEPTH": self.depth,
+            "STAGES": self.stages,
+            "BAND": self.band,
+            "THREADS": self.threads,
+        }
+
+
+Tile = MmaTile | HopperTile | WarpgroupTile
 
 # By rung; the first is the default. Those of rung 3 take at most 99 KiB of shared memory, which every GPU from sm_80 on
 # gives a block.
@@ -115,7 +154,13 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "3_mma_tf32": (MmaTile(warp_rows=32), MmaTile(columns=64, warp_rows=32)),
     "4_hopper": (HopperTile(), HopperTile(band=4), HopperTile(band=16)),
 }
-DEFAULTS = {rung: candidates[0] for rung, candidates in CANDIDATES.items()}
+# Of versions that leave nothing to choose. Two blocks of each fit on a multiprocessor, or more.
+FIXED: dict[str, Tile] = {
+    "4_wgmma": WarpgroupTile(threads=128, stages=2, stage_barriers=0),
+    "5_tma": WarpgroupTile(threads=128, stages=2, stage_barriers=2),
+    "6_specialized": WarpgroupTile(threads=192, stages=3, stage_barriers=2),
+}
+DEFAULTS = {rung: candidates[0] for rung, candidates in CANDIDATES.items()} | FIXED
 
 _trial: ContextVar[Tile | None] = ContextVar("trial", default=None)
 
@@ -144,8 +189,8 @@ def choose(executor: Executor, rung: str, kernel: str, rows: int, num_experts: i
 
     Returns
     -------
-    MmaTile, HopperTile or None
-        None for a rung that leaves nothing to choose.
+    MmaTile, HopperTile, WarpgroupTile or None
+        None for a version without tile constants.
 
     Raises
     ------
@@ -153,7 +198,7 @@ def choose(executor: Executor, rung: str, kernel: str, rows: int, num_experts: i
         As `load`, if the table is broken.
     """
     if rung not in CANDIDATES:
-        return None
+        return FIXED.get(rung)
     chosen = _trial.get()
     if chosen is None and executor.name == "cuda":
         chosen = _table().get((executor.capability, rung, kernel, *shape_class(rows, num_experts, d, h)))

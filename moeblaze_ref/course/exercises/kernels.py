@@ -76,7 +76,7 @@ def helpers(text: str) -> str:
 def _included(text: str) -> str:
     """The headers that a text includes, those that they include before them."""
     folder = kernels_dir() / "include"
-    read = [(folder / name).read_text() for name in re.findall(r'#include "(\w+\.cuh)"', text)]
+    read = [(folder / name).read_text() for name in re.findall(r'#include "([\w/]+\.cuh)"', text)]
     return "".join(_included(header) + header for header in read)
 
 

@@ -38,7 +38,8 @@ ITEMSIZE = 2  # bytes of an element, in all that follows
 CHUNKS = 8  # of 16 bytes, in a row of 128
 CHUNK_COLORS = (BLUE, ORANGE, GREEN, YELLOW, SKY, VERMILLION, PURPLE, GREY)
 LOAD = """// Runs on      sm_90a; SIMT executor.
-#include "hopper.cuh"
+#include "common.cuh"
+#include "hopper/tma.cuh"
 
 extern "C" __global__ void load(const __grid_constant__ TensorMap matrix, unsigned short* out, int bytes) {
     DYNAMIC_SHARED(unsigned char, memory);
@@ -123,7 +124,7 @@ def _draw_chunks(axes, numbers, chosen):
 
 
 READ = """// Runs on      sm_90a; SIMT executor.
-#include "hopper.cuh"
+#include "ptx.cuh"
 
 extern "C" __global__ void read(unsigned* out, int chunk) {
     __shared__ Chunk lines[8 * 8];
@@ -358,7 +359,7 @@ class Tile(NamedTuple):
 
 
 def tiles(lengths: Sequence[int], columns: int, band: int) -> Iterator[Tile]:
-    """The tiles of all experts in the order of `RowTiles` in include/hopper_gemm.cuh: down each column of a band.
+    """The tiles of all experts in the order of `RowTiles` in include/hopper/scheduler.cuh: down each column of a band.
 
     Parameters
     ----------
@@ -480,7 +481,11 @@ def step_table(measured: Measured, *ideas: str) -> Markdown:
     return table(rows)
 
 
-COMPARED = {ladder.ABOVE: "times as fast as the step before", ladder.WHOLE: "times as fast as the whole"}
+COMPARED = {
+    ladder.ABOVE: "times as fast as the step before",
+    ladder.BELOW: "times as fast as the version below",
+    ladder.WHOLE: "times as fast as the whole",
+}
 
 
 def _step_row(row, counters):
@@ -519,7 +524,15 @@ def _change_of_counters(preset, before, after):
     )
 
 
-RUNG_COLORS = {"1_naive": GREY, "2_tiled": PURPLE, "3_mma": ORANGE, "4_hopper": BLUE}
+RUNG_COLORS = {
+    "1_naive": GREY,
+    "2_tiled": PURPLE,
+    "3_mma": ORANGE,
+    "4_wgmma": YELLOW,
+    "5_tma": GREEN,
+    "6_specialized": SKY,
+    gemm.HOPPER: BLUE,
+}
 
 
 def ladder_picture(measured: Measured) -> Figure:
@@ -540,7 +553,8 @@ def ladder_picture(measured: Measured) -> Figure:
         axes.set(xlim=(0, 1.12 * cublas), ylim=(len(mine) - 0.4, -1.1), xlabel="TFLOP/s (1e12 FLOPs a second)")
         axes.set_title(name, loc="left", fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
-    marks = [Patch(label=rung, **filled(color)) for rung, color in RUNG_COLORS.items()]
+    shown = {row["rung"] for row in rows}
+    marks = [Patch(label=rung, **filled(color)) for rung, color in RUNG_COLORS.items() if rung in shown]
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False)
     return figure
 

@@ -3,7 +3,8 @@
 //
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; STAGES.
-#include "hopper.cuh"
+#include "hopper/tma.cuh"
+#include "hopper/wgmma.cuh"
 
 constexpr int COLUMNS = 256, DEPTH = 64;  // of the tile, and of a step
 constexpr int PANEL = 64, PANEL_BYTES = 64 * 128;

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moeblaze_ref.verify import check
-from moeblaze_ref.verify.cases import Case, standard_cases, telling_cases, wide_cases
+from moeblaze_ref.verify.cases import Case, many_tokens_case, standard_cases, telling_cases, wide_cases
 from moeblaze_ref.verify.judge.budgets import QUANTITIES, Budget
 from moeblaze_ref.verify.judge.contracts import CONTRACTS, find_contract
 from moeblaze_ref.verify.judge.exam import Exam
@@ -22,6 +22,8 @@ from moeblaze_ref.verify.judge.report import Report, Wrong
 from moeblaze_ref.verify.judge.runners import runner_of
 from moeblaze_ref.verify.judge.trial import Terms
 from moeblaze_ref.verify.large import readers
+
+TOKENS = 33 * 256  # a little more than the 8,192 that a bitmap's pass takes
 
 __all__ = ["CONTRACTS", "QUANTITIES", "Exam", "Report", "Wrong", "examine", "judge", "prepare"]
 
@@ -121,8 +123,9 @@ def prepare(
     constants : dict, optional
         More preprocessor constants of a .cu file.
     cases : iterable of Case, optional
-        Default: `cases.standard_cases`, `cases.telling_cases` and `cases.wide_cases`; for a .cu file that uses the
-        constant RENORMALIZE, each with k > 1 again with renormalised gates.
+        Default: `cases.standard_cases`, `cases.telling_cases` and `cases.wide_cases`, and of the dispatch
+        ``TOKENS`` tokens, except in Numba's simulator; for a .cu file that uses the constant RENORMALIZE, each with
+        k > 1 again with renormalised gates.
     small : bool
         Leave out, or cut to size, what of the standard cases is too large for a simulator, as Numba's always does, and
         leave out the wide ones.
@@ -160,6 +163,8 @@ def prepare(
 def _cases(terms: Terms, runner: str, small: bool) -> list[Case]:
     """The standard, telling and wide cases, and those with renormalised gates if a .cu file knows of these."""
     standard, wide = standard_cases(), wide_cases()
+    if terms.contract.stage == "dispatch":
+        wide.append(many_tokens_case(TOKENS))
     if runner == "simulator":
         standard, wide = check.cut_to_size(standard), wide_cases(width=1)
     if small:

@@ -42,14 +42,18 @@ def cases() -> list[Case]:
     """Every kernel of both stages."""
     found = []
     for rung in RUNGS:
-        found += [_up(layout) for layout in (wide_hidden(rung), tall(rung))]
+        found += _up_cases(rung)
         found += [_d_x(tall(rung))]
         found += [down(layout) for layout in (wide_model(rung), tall(rung))]
         found += [d_hidden(layout) for layout in (wide_hidden(rung), tall(rung))]
         found += [_d_w(tall(rung)), _d_w3(tall(rung))]
         if rung != gemm.HOPPER:
             found += [_d_x(wide_experts(rung)), _d_w(wide_hidden(rung, rows=4)), _d_w3(wide_model(rung, rows=4))]
-    return found
+    return found + [case for rung in gemm.TEACHING for case in _up_cases(rung)]
+
+
+def _up_cases(rung: str) -> list[Case]:
+    return [_up(layout) for layout in (wide_hidden(rung), tall(rung))]
 
 
 def _case(layout: Layout, stage: str, passes: str, launch: Launch, call) -> Case:

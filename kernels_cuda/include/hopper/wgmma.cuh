@@ -1,19 +1,12 @@
-// Every Hopper instruction that the kernels use, wrapped once: mbarriers, TMA, wgmma, register reallocation.
+// wgmma: products of a warpgroup, from operands in shared memory; and the registers of a warp.
 //
-// sm_90a; the SIMT executor takes the plain C++ branch. Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix
-// Instructions", "mbarrier", "cp.async.bulk.tensor".
+// sm_90a; the SIMT executor takes the plain C++ branch. Source: PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Instructions".
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
 constexpr int WARPGROUP = 128;  // threads that issue one wgmma together
-
-// What cuTensorMapEncodeTiled makes on the host: a matrix in global memory and the box that one copy moves.
-struct alignas(64) TensorMap {
-    unsigned long long opaque[16];
-};
-
-using Barrier = unsigned long long;  // an mbarrier
 
 template <class Element>
 constexpr bool IS_BFLOAT16 = false;
@@ -35,76 +28,8 @@ __device__ __forceinline__ unsigned long long wgmma_advance(unsigned long long o
 
 #ifndef MOEBLAZE_SIMT
 
-// ---- mbarrier: arrivals and bytes that a phase waits for ----
-
-__device__ __forceinline__ void barrier_init(Barrier* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-// Makes initialised barriers visible to the copy engine; a __syncthreads() makes them so to the block.
-__device__ __forceinline__ void barrier_init_fence() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-// Arrives, and makes the phase wait for this many bytes of TMA copies too.
-__device__ __forceinline__ void barrier_arrive_expecting(Barrier* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
-}
-// Waits until the phase with this parity is complete.
-__device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(shared_address(barrier)),
-        "r"(parity)
-        : "memory");
-}
-
-// ---- copies into shared memory ----
-
-// One box of the matrix, from element (c0, c1, c2) on, innermost first; beyond the matrix it reads zeros.
-__device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c0, int c1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            shared_address(shared)),
-        "l"(map), "r"(c0), "r"(c1), "r"(shared_address(barrier))
-        : "memory");
-}
-__device__ __forceinline__ void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c0, int c1, int c2) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(shared)),
-        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(shared_address(barrier))
-        : "memory");
-}
-
-// Arrives once all that this thread has copied by cp.async so far is there.
-__device__ __forceinline__ void cp_async_arrive(Barrier* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
 // Orders shared memory written by threads (cp.async too) before what tensor cores and TMA read next.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Four 8 x 8 matrices of 16-bit elements, the reverse of ldmatrix_x4: lane i brings the address of row i % 8 of matrix
-// i / 8 and, of each matrix, two neighbours of row i / 4.
-__device__ __forceinline__ void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(r0),
-                 "r"(r1), "r"(r2), "r"(r3)
-                 : "memory");
-}
-// The same, each matrix transposed: lane i brings the address of what was column i % 8.
-__device__ __forceinline__ void stmatrix_x4_transposed(void* column, unsigned r0, unsigned r1, unsigned r2,
-                                                       unsigned r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(column)),
-                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-                 : "memory");
-}
-
-// ---- wgmma ----
 
 // Orders registers and shared memory before the next wgmma of the warpgroup.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -189,52 +114,7 @@ __device__ __forceinline__ void registers_up() {
 
 #else
 
-inline void barrier_init(Barrier* barrier, int arrivals) { simt_mbarrier_init(barrier, arrivals); }
-inline void barrier_init_fence() {}
-inline void barrier_arrive(Barrier* barrier, SIMT_HERE) { simt_mbarrier_arrive(barrier, 0, SIMT_AT("barrier_arrive")); }
-inline void barrier_arrive_expecting(Barrier* barrier, int bytes, SIMT_HERE) {
-    simt_mbarrier_arrive(barrier, bytes, SIMT_AT("barrier_arrive_expecting"));
-}
-inline void barrier_wait(Barrier* barrier, unsigned parity, SIMT_HERE) {
-    simt_mbarrier_wait(barrier, parity, SIMT_AT("barrier_wait"));
-}
-
-inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c0, int c1, SIMT_HERE) {
-    simt_tma_load(shared, map, barrier, 2, {c0, c1, 0}, SIMT_AT("tma_load"));
-}
-inline void tma_load(void* shared, const TensorMap* map, Barrier* barrier, int c0, int c1, int c2, SIMT_HERE) {
-    simt_tma_load(shared, map, barrier, 3, {c0, c1, c2}, SIMT_AT("tma_load"));
-}
-inline void cp_async_arrive(Barrier* barrier, SIMT_HERE) { simt_async_arrive(barrier, SIMT_AT("cp_async_arrive")); }
 inline void fence_async_proxy() { simt_fence_async_proxy(); }
-
-struct SimtStmatrix {
-    unsigned short* line;
-    unsigned registers[4];
-    bool transposed;
-
-    static void exchange(void* const* lanes) {
-        simt_each_lane<SimtStmatrix>(lanes, [lanes](unsigned lane, SimtStmatrix& mine) {
-            const unsigned g = lane / 4, t = lane % 4;
-            for (unsigned matrix = 0; matrix < 4; ++matrix)
-                for (unsigned i = 0; i < 2; ++i) {
-                    const unsigned row = g, column = 2 * t + i, line = mine.transposed ? column : row;
-                    static_cast<SimtStmatrix*>(lanes[8 * matrix + line])->line[row + column - line] =
-                        mine.registers[matrix] >> 16 * i;
-                }
-        });
-    }
-};
-inline void simt_stmatrix(SimtStmatrix mine, SimtSite site) {
-    simt_access(mine.line, 16, SIMT_WRITE);
-    simt_warp(0xffffffffu, SimtStmatrix::exchange, &mine, site);
-}
-inline void stmatrix_x4(void* row, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
-    simt_stmatrix({static_cast<unsigned short*>(row), {r0, r1, r2, r3}, false}, SIMT_AT("stmatrix_x4"));
-}
-inline void stmatrix_x4_transposed(void* column, unsigned r0, unsigned r1, unsigned r2, unsigned r3, SIMT_HERE) {
-    simt_stmatrix({static_cast<unsigned short*>(column), {r0, r1, r2, r3}, true}, SIMT_AT("stmatrix_x4_transposed"));
-}
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { simt_wgmma_commit(); }
