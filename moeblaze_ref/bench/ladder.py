@@ -28,7 +28,7 @@ ABOVE, WHOLE = "the row above", "the whole"  # what a step is compared with
 BELOW = "the version below"
 
 Constants = tuple[tuple[str, int], ...]  # of a kernel file: names and values
-# Those of expert_up/4_hopper.cu and hopper/scheduler.cuh, in place of their own choice; what is not named stays.
+# Those of expert_up/7_persistent.cu and hopper/scheduler.cuh, in place of their own choice; what is not named stays.
 ONE_STAGE: Constants = (("RING_STAGES", 1),)
 TWO_STAGES: Constants = (("RING_STAGES", 2),)
 NO_BANDS: Constants = (("BAND", 1),)

@@ -235,7 +235,7 @@ def account(
 ) -> Account:
     """The activation bytes of ``system`` for one layer and one step.
 
-    Those of ``moeblaze`` have y whole, as most rungs do; where rung 4_hopper has half of it at a time, `step_account` says.
+    Those of ``moeblaze`` have y whole, as most rungs do; where rung 7_persistent has half of it at a time, `step_account` says.
 
     Parameters
     ----------
@@ -736,7 +736,7 @@ def _moeblaze(s: _Case) -> _Draft:
     (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R.value, s.d.value, s.h.value)
     if others and "y" not in s.saved:
         notes.append(
-            f"moeblaze: y is counted whole; rung 4_hopper has {columns:,} of its {s.d.value:,} columns at one time"
+            f"moeblaze: y is counted whole; rung 7_persistent has {columns:,} of its {s.d.value:,} columns at one time"
         )
     return _Draft(tensors, notes=tuple(notes))
 

@@ -210,7 +210,7 @@ def steps(recorded: Recorded) -> Iterator[Row]:
 # faster.
 STORED = {
     "3_mma + combine": "each launch adds one expert's rows to float32 sums, which costs more than storing y",
-    "4_hopper + combine": "the fused sum has 3_mma's products, not wgmma's, and adds one expert's rows a launch",
+    "7_persistent + combine": "the fused sum has 3_mma's products, not wgmma's, and adds one expert's rows a launch",
 }
 
 

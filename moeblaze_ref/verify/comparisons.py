@@ -411,7 +411,7 @@ def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
     The gating gets `logit_cases`, too, and each case with renormalised gates. The dispatch gets many tokens. The layer
     gets every activation under every policy, too, and each gradient alone. The capacity gets each, and one with equal
     gates, under every factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size and
-    wider ones, too; its rung 4_hopper gets only those that its tiles divide.
+    wider ones, too; its rung 7_persistent gets only those that its tiles divide.
     """
     if stage == "gating":
         cases = [*cases, *logit_cases()]

@@ -73,8 +73,8 @@ RUNS = [  # what needs no GPU; the executor compiles anew for every block size
     Run("simt", "2_tiled", "float32", (1, 3, 8)),
     Run("simt", "3_mma", "bfloat16", (8,), step=8),
     Run("simt", "3_mma", "float16", (8,), step=8),
-    Run("simt", "4_hopper", "bfloat16", (128,), step=8),
-    Run("simt", "4_hopper", "float16", (128,), step=8),
+    Run("simt", "7_persistent", "bfloat16", (128,), step=8),
+    Run("simt", "7_persistent", "float16", (128,), step=8),
 ]
 SPECIFICATION, TILED = RUNS[0], RUNS[3]
 ROOMS = [SPECIFICATION, TILED]  # for what all rungs share: the structures and the doors
@@ -565,7 +565,7 @@ def test_parts_side_by_side_are_one_matrix(product, run):
         Run("simt", "1_naive", "bfloat16", (20,)),
         Run("simt", "2_tiled", "float16", (72,)),
         Run("simt", "3_mma", "bfloat16", (136,), step=8),
-        Run("simt", "4_hopper", "bfloat16", (256,), step=8),
+        Run("simt", "7_persistent", "bfloat16", (256,), step=8),
     ],
     ids=str,
 )

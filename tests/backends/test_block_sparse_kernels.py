@@ -70,7 +70,7 @@ def product_symbols(one, rung, transpose_lhs=False, transpose_rhs=False):
 
 
 def stored_tiles(topology):
-    """Tiles of rung 4_hopper that hold stored blocks, and their places: bands of 8 rows, as wide as the widest."""
+    """Tiles of rung 7_persistent that hold stored blocks, and their places: bands of 8 rows, as wide as the widest."""
     wide = np.repeat(-(-np.diff(topology.row_offsets) * topology.block // 256), topology.block // 128)
     bands = [wide[top : top + 8] for top in range(0, len(wide), 8)]
     return {"tiles": int(wide.sum()), "Q": sum(len(band) * int(band.max()) for band in bands)}
@@ -109,8 +109,8 @@ def met(kernel, symbols, transpose_lhs, transpose_rhs):
         ("3_mma", "float16", 8, 136),
         ("3_mma", "bfloat16", 40, 72),
         ("3_mma", "bfloat16", 136, 24),
-        ("4_hopper", "float16", 128, 264),
-        ("4_hopper", "bfloat16", 256, 72),
+        ("7_persistent", "float16", 128, 264),
+        ("7_persistent", "bfloat16", 256, 72),
     ],
 )
 def test_the_products_ask_for_the_bytes_that_their_headers_state(rung, dtype, block, K):
@@ -271,18 +271,20 @@ def test_tensor_cores_take_whole_eights(block, K, message):
 def test_hopper_takes_blocks_as_high_as_its_tiles(block):
     one = sparse_of(MASK, block, 8, "float16")
     M, N, K = one.extents
-    message = f"block is {block}, but rung 4_hopper needs a multiple of 128; use rung 3_mma"
+    message = f"block is {block}, but rung 7_persistent needs a multiple of 128; use rung 3_mma"
     with pytest.raises(ValueError, match=message):
-        block_sparse.sdd(numbers(0, (M, K), "float16"), numbers(1, (K, N), "float16"), one.topology, rung="4_hopper")
+        block_sparse.sdd(
+            numbers(0, (M, K), "float16"), numbers(1, (K, N), "float16"), one.topology, rung="7_persistent"
+        )
     with pytest.raises(ValueError, match=message):
-        block_sparse.dsd(one.values, one.topology, numbers(0, (N, K), "float16"), rung="4_hopper")
+        block_sparse.dsd(one.values, one.topology, numbers(0, (N, K), "float16"), rung="7_persistent")
     with pytest.raises(ValueError, match=message):
-        block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, rung="4_hopper")
+        block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, rung="7_persistent")
 
 
 def test_a_layer_takes_the_rung_that_it_can():
     ampere, hopper, blackwell = (SimpleNamespace(capability=(major, 0)) for major in (8, 9, 10))
-    assert block_sparse.default_rung("bfloat16", 64, 128, hopper) == "4_hopper"
+    assert block_sparse.default_rung("bfloat16", 64, 128, hopper) == "7_persistent"
     for block, executor in ((128, ampere), (128, blackwell), (64, hopper)):
         assert block_sparse.default_rung("float16", 64, block, executor) == "3_mma"
     for dtype, d, block in (("float32", 64, 128), ("bfloat16", 60, 128), ("bfloat16", 64, 12)):

@@ -120,7 +120,7 @@ def test_hard_shapes(stage, rung, case):
 
 
 def blocks_that_stay(blocks, seed):
-    """An executor of a device with so many multiprocessors, each of which keeps a block of rung 4_hopper."""
+    """An executor of a device with so many multiprocessors, each of which keeps a block of rung 7_persistent."""
     executor = SimtExecutor(seed=seed)
     executor.multiprocessors = blocks
     return executor
@@ -131,7 +131,7 @@ def blocks_that_stay(blocks, seed):
 def test_any_number_of_blocks_that_stay_gives_the_same_bits(stage, blocks):
     case = SEVERAL_TILES.astype("bfloat16")
     first, second = (
-        comparisons.RUN[stage](on(stage, "4_hopper", executor), case)
+        comparisons.RUN[stage](on(stage, "7_persistent", executor), case)
         for executor in (SimtExecutor(), blocks_that_stay(blocks, seed=blocks))
     )
     assert_same_bits(second, first)
@@ -139,7 +139,7 @@ def test_any_number_of_blocks_that_stay_gives_the_same_bits(stage, blocks):
 
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
 def test_the_plain_build_of_the_hopper_kernels_is_right_too(stage):
-    assert_right(stage, "4_hopper", RAGGED, "float16", executor=SimtExecutor(instrumented=False))
+    assert_right(stage, "7_persistent", RAGGED, "float16", executor=SimtExecutor(instrumented=False))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -230,7 +230,7 @@ def header_symbols(rung, case, tile=None):
     offsets = build_by_sort(case.topk_experts, case.E).expert_token_offsets
     lengths = np.diff(offsets)
     d, h = case.weights.w1.shape[1:]
-    rows, columns = {"2_tiled": (64, 64), "4_hopper": (128, 256)}.get(rung, (1, 64))
+    rows, columns = {"2_tiled": (64, 64), "7_persistent": (128, 256)}.get(rung, (1, 64))
     s, G = np.dtype(case.x.dtype).itemsize, 1 + is_gated(case.activation)
     symbols = {
         **{"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256},
@@ -297,15 +297,15 @@ CONSTANTS_OF = {rung: gemm.constants("float16", "swiglu", tile) for rung, tile i
 
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
 def test_blocks_that_stay_ask_for_what_their_headers_state(stage):
-    case, headers = SEVERAL_TILES.astype("float16"), stated(f"{stage}/4_hopper.cu")
-    dispatch, symbols = build_by_sort(case.topk_experts, case.E), header_symbols("4_hopper", case)
-    launches = [launch for launch in counted(stage, "4_hopper", case) if launch.kernel in headers]
+    case, headers = SEVERAL_TILES.astype("float16"), stated(f"{stage}/7_persistent.cu")
+    dispatch, symbols = build_by_sort(case.topk_experts, case.E), header_symbols("7_persistent", case)
+    launches = [launch for launch in counted(stage, "7_persistent", case) if launch.kernel in headers]
     assert {launch.kernel for launch in launches} == headers.keys()
     for launch in launches:
         assert_as_stated(launch, headers[launch.kernel], symbols)
         assert launch.grid == (SimtExecutor.multiprocessors, 1, 1) and launch.block[0] in gemm.HOPPER_THREADS.values()
-    of_rows = gemm.rows_launch(SimtExecutor(), "4_hopper", dispatch, 0)["shared_bytes"]
-    of_weights = gemm.weights_launch(SimtExecutor(), "4_hopper", case.E, 0, 0)["shared_bytes"]
+    of_rows = gemm.rows_launch(SimtExecutor(), "7_persistent", dispatch, 0)["shared_bytes"]
+    of_weights = gemm.weights_launch(SimtExecutor(), "7_persistent", case.E, 0, 0)["shared_bytes"]
     for kernel, header in headers.items():
         asked = of_weights if kernel in ("d_w", "d_w3") else of_rows
         assert evaluate(header.shared, symbols) == asked
@@ -315,18 +315,18 @@ def test_blocks_that_stay_ask_for_what_their_headers_state(stage):
 @pytest.mark.parametrize("dtype", gemm.NARROW)
 def test_d_x_in_parts_of_its_columns_is_the_same_from_half_the_rows(dtype, activation, monkeypatch):
     case = make_case(*IN_PARTS_SIZES, activation=activation).astype(dtype)
-    assert gemm.parts_of_rows("4_hopper", case.L * case.k, 304, 16) == [(0, 304)]  # too few rows
-    whole = comparisons.RUN["expert_up"](opened("expert_up", "4_hopper"), case)
+    assert gemm.parts_of_rows("7_persistent", case.L * case.k, 304, 16) == [(0, 304)]  # too few rows
+    whole = comparisons.RUN["expert_up"](opened("expert_up", "7_persistent"), case)
     monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
     executor = SimtExecutor(seed=1)
     with executor.recording() as launches:
-        parts = comparisons.RUN["expert_up"](on("expert_up", "4_hopper", executor), case)
+        parts = comparisons.RUN["expert_up"](on("expert_up", "7_persistent", executor), case)
     assert_same_bits(parts, whole)
-    headers = stated("expert_up/4_hopper.cu") | stated("expert_up/0_sum_rows.cu")
+    headers = stated("expert_up/7_persistent.cu") | stated("expert_up/0_sum_rows.cu")
     launches = [launch for launch in launches if launch.kernel in ("d_x_rows", "sum_rows")]
     assert [launch.kernel for launch in launches] == ["d_x_rows", "sum_rows"] * 2
     for launch, width in zip(launches, (256, 256, 48, 48), strict=True):
-        symbols = header_symbols("4_hopper", case) | {"d": width, "D": 1}
+        symbols = header_symbols("7_persistent", case) | {"d": width, "D": 1}
         assert_as_stated(launch, headers[launch.kernel], symbols)
         rows = launch.buffers["rows"]
         assert rows.read_bytes + rows.written_bytes == 2 * case.L * case.k * width
@@ -340,7 +340,7 @@ def output_in_parts(executor, dtype):
         comparisons.hidden(case),
         case.weights.w3,
     )
-    options = {"executor": executor, "rung": "4_hopper"}
+    options = {"executor": executor, "rung": "7_persistent"}
     y = expert_down.forward(y_swi, w3, dispatch, **options)
     whole = combine.forward(y, gates, dispatch, executor=executor)
     return whole, expert_down.output_in_parts(y_swi, w3, gates, dispatch, **options)
@@ -354,11 +354,11 @@ def test_the_output_in_parts_of_its_columns_is_the_same_from_half_the_rows(dtype
     with executor.recording() as launches:
         whole, parts = output_in_parts(executor, dtype)
     np.testing.assert_array_equal(parts, whole)
-    headers = stated("expert_down/4_hopper.cu") | stated("combine/2_vector.cu")
+    headers = stated("expert_down/7_persistent.cu") | stated("combine/2_vector.cu")
     launches = launches[2:]
     assert [launch.kernel for launch in launches] == ["expert_down", "combine"] * 2
     for launch, width in zip(launches, (256, 256, 48, 48), strict=True):
-        symbols = header_symbols("4_hopper", IN_PARTS.astype(dtype)) | {"d": width, "D": 1}
+        symbols = header_symbols("7_persistent", IN_PARTS.astype(dtype)) | {"d": width, "D": 1}
         assert_as_stated(launch, headers[launch.kernel], symbols)
         y = launch.buffers["y"]
         assert y.read_bytes + y.written_bytes == 2 * IN_PARTS.L * IN_PARTS.k * width
@@ -413,7 +413,7 @@ def test_a_layer_in_parts_of_its_columns_is_the_same(policy, monkeypatch):
         executor = Quick()
         with executor.recording() as launches:
             out, *_, saved = layer.forward(
-                case.x, case.weights, case.k, policy=policy, executor=executor, rung="4_hopper"
+                case.x, case.weights, case.k, policy=policy, executor=executor, rung="7_persistent"
             )
         return out, saved.tensors(), [launch.kernel for launch in launches].count("combine")
 
@@ -438,7 +438,7 @@ def test_an_output_in_parts_of_wrong_operands_raises(change, error, message, mon
     monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
     case = IN_PARTS.astype("float16")
     *_, y_swi, gates = comparisons.hidden(case)
-    operands = {"y_swi": y_swi, "w3": case.weights.w3, "gates": gates, "rung": "4_hopper"} | change
+    operands = {"y_swi": y_swi, "w3": case.weights.w3, "gates": gates, "rung": "7_persistent"} | change
     with pytest.raises(error, match=message):
         expert_down.output_in_parts(**operands, dispatch=build_by_sort(case.topk_experts, case.E))
 
@@ -446,14 +446,14 @@ def test_an_output_in_parts_of_wrong_operands_raises(change, error, message, mon
 @pytest.mark.parametrize(
     ("rung", "sizes", "parts"),
     [
-        ("4_hopper", (2**18, 2048, 768), [(0, 1024), (1024, 1024)]),  # qwen3
-        ("4_hopper", (2**18, 1536, 256), [(0, 768), (768, 768)]),
-        ("4_hopper", (2**18, 1280, 256), [(0, 768), (768, 512)]),  # whole tiles
-        ("4_hopper", (2**18, 1024, 4096), [(0, 1024)]),  # no wider than a and b
-        ("4_hopper", (2**18, 256, 64), [(0, 256)]),  # one tile
-        ("4_hopper", (2**14, 2048, 768), [(0, 2048)]),  # few rows
+        ("7_persistent", (2**18, 2048, 768), [(0, 1024), (1024, 1024)]),  # qwen3
+        ("7_persistent", (2**18, 1536, 256), [(0, 768), (768, 768)]),
+        ("7_persistent", (2**18, 1280, 256), [(0, 768), (768, 512)]),  # whole tiles
+        ("7_persistent", (2**18, 1024, 4096), [(0, 1024)]),  # no wider than a and b
+        ("7_persistent", (2**18, 256, 64), [(0, 256)]),  # one tile
+        ("7_persistent", (2**14, 2048, 768), [(0, 2048)]),  # few rows
         ("3_mma", (2**18, 2048, 768), [(0, 2048)]),
-        ("4_hopper", (0, 2048, 768), [(0, 2048)]),
+        ("7_persistent", (0, 2048, 768), [(0, 2048)]),
     ],
 )
 def test_which_columns_of_the_rows_exist_together(rung, sizes, parts):
@@ -512,7 +512,7 @@ def conflicts(executor):
     case = SEVERAL_TILES.astype("float16")
     with executor.recording() as launches:
         for stage in ("expert_up", "expert_down"):
-            comparisons.RUN[stage](on(stage, "4_hopper", executor), case)
+            comparisons.RUN[stage](on(stage, "7_persistent", executor), case)
     found = {launch.kernel: launch.shared.bank_conflicts for launch in launches}
     return {kernel: found[kernel] for kernel in ("expert_up", "d_x_rows", "expert_down")}
 
@@ -522,7 +522,7 @@ def test_finished_tiles_are_handed_over_without_bank_conflicts():
 
 
 def test_finished_tiles_in_plain_rows_would_meet_bank_conflicts(monkeypatch):
-    plain = "expert_up", "4_hopper", "lines[row][chunk ^ row % 8]", "lines[row][chunk]"
+    plain = "expert_up", "7_persistent", "lines[row][chunk ^ row % 8]", "lines[row][chunk]"
     monkeypatch.setitem(FAULTS, "plain rows", plain)
     monkeypatch.setattr("planted.quick_builds", nullcontext)  # conflicts are counted
     found = conflicts(planted("plain rows"))
@@ -1039,23 +1039,28 @@ FAULTS = {
         "(long long)row * terms",
         "slot * terms",
     ),
-    "hopper: no wait for the operands": ("expert_up", "4_hopper", "barrier_wait(&shared.full[now], turn.parity);", ";"),
+    "hopper: no wait for the operands": (
+        "expert_up",
+        "7_persistent",
+        "barrier_wait(&shared.full[now], turn.parity);",
+        ";",
+    ),
     "hopper: no wait for a free stage": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);",
         ";",
     ),
     "hopper: wrong parity": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "barrier_wait(&shared.full[now], turn.parity);",
         "barrier_wait(&shared.full[now], turn.parity ^ 1);",
     ),
-    "hopper: stage free before it is read": ("expert_up", "4_hopper", "wgmma_wait<BEHIND>();", ";"),
+    "hopper: stage free before it is read": ("expert_up", "7_persistent", "wgmma_wait<BEHIND>();", ";"),
     "hopper: stage free while it is read": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         (
             "            if (step >= BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[BEHIND ? read : now]);\n"
             "            read = now;\n"
@@ -1068,35 +1073,40 @@ FAULTS = {
     ),
     "hopper: every lane frees the stage": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "if (step >= BEHIND && lane_id() == 0) barrier_arrive",
         "if (step >= BEHIND) barrier_arrive",
     ),
     "hopper: last stage of a tile never free": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "if (BEHIND && tile.steps > 0 && lane_id() == 0) barrier_arrive(&shared.empty[read]);",
         ";",
     ),
     "hopper: a tile without steps frees a stage": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "if (BEHIND && tile.steps > 0 && lane_id() == 0)",
         "if (BEHIND && lane_id() == 0)",
     ),
-    "hopper: no last wait": ("expert_down", "4_hopper", "wgmma_wait<0>();", ";"),
-    "hopper: products in no group": ("expert_up", "4_hopper", "wgmma_commit();\n", ";\n"),
-    "hopper: no fence before the product": ("expert_up", "4_hopper", "if (Crew::COPIERS) fence_async_proxy();", ";"),
-    "hopper: copies never arrive": ("expert_up", "4_hopper", "if (Crew::COPIERS) cp_async_arrive(full);", ";"),
+    "hopper: no last wait": ("expert_down", "7_persistent", "wgmma_wait<0>();", ";"),
+    "hopper: products in no group": ("expert_up", "7_persistent", "wgmma_commit();\n", ";\n"),
+    "hopper: no fence before the product": (
+        "expert_up",
+        "7_persistent",
+        "if (Crew::COPIERS) fence_async_proxy();",
+        ";",
+    ),
+    "hopper: copies never arrive": ("expert_up", "7_persistent", "if (Crew::COPIERS) cp_async_arrive(full);", ";"),
     "hopper: arrives without its copies": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "if (Crew::COPIERS) cp_async_arrive(full);",
         "if (Crew::COPIERS) barrier_arrive(full);",
     ),
     "hopper: arrives before its copies": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         (
             "            fill(step, shared.stages[turn.stage], full);\n"
             "            if (Crew::COPIERS) cp_async_arrive(full);"
@@ -1106,210 +1116,230 @@ FAULTS = {
             "            fill(step, shared.stages[turn.stage], full);"
         ),
     ),
-    "hopper: waits for one arrival only": ("expert_up", "4_hopper", "1 + Crew::COPIERS", "1"),
+    "hopper: waits for one arrival only": ("expert_up", "7_persistent", "1 + Crew::COPIERS", "1"),
     "hopper: waits for one arrival too few": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "1 + Crew::COPIERS",
         "Crew::COPIERS ? Crew::COPIERS : 1",
     ),
     "hopper: waits for loaders that are not there": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "1 + Crew::COPIERS",
         "1 + (Crew::COPIERS ? WARPGROUP : 0)",
     ),
     "hopper: one lane copies for all": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "if (Crew::COPIERS || threadIdx.x == 0)",
         "if (threadIdx.x == 0)",
     ),
     "hopper: expects no bytes": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "barrier_arrive_expecting(full, B_BYTES);",
         "barrier_arrive(full);",
     ),
     "hopper: expects half": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "barrier_arrive_expecting(full, A_BYTES + B_BYTES);",
         "barrier_arrive_expecting(full, B_BYTES);",
     ),
     "hopper: expects boxes that do not come": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "whole ? B_BYTES : 0",
         "B_BYTES",
     ),
     "hopper: no barrier after the ring is made": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "        barrier_init_fence();\n    }\n    __syncthreads();",
         "        barrier_init_fence();\n    }",
     ),
-    "hopper: copies not swizzled": ("expert_up", "4_hopper", "(chunk ^ row % 8) * 16", "chunk * 16"),
-    "hopper: half of the swizzle": ("expert_down", "4_hopper", "(chunk ^ row % 8) * 16", "(chunk ^ row % 4) * 16"),
-    "hopper: stages begin anywhere": ("expert_up", "4_hopper", "SHARED_ALIGNMENT = 1024", "SHARED_ALIGNMENT = 128"),
+    "hopper: copies not swizzled": ("expert_up", "7_persistent", "(chunk ^ row % 8) * 16", "chunk * 16"),
+    "hopper: half of the swizzle": ("expert_down", "7_persistent", "(chunk ^ row % 8) * 16", "(chunk ^ row % 4) * 16"),
+    "hopper: stages begin anywhere": ("expert_up", "7_persistent", "SHARED_ALIGNMENT = 1024", "SHARED_ALIGNMENT = 128"),
     "hopper: along the wrong axis": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "Crew<4, 4, false, false, false>",
         "Crew<4, 4, false, false, true>",
     ),
     "hopper: wrong place in the depth": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "B_STEP = Crew::B_ALONG_N ? 16 * 128 : 32",
         "B_STEP = Crew::B_ALONG_N ? 8 * 128 : 32",
     ),
     "hopper: wrong distance of panels": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "wgmma_operand(stage.b, PANEL_BYTES)",
         "wgmma_operand(stage.b, PANEL_BYTES / 2)",
     ),
     "hopper: both consumers multiply the same rows": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "stage.a + consumer * PANEL_BYTES",
         "stage.a",
     ),
-    "hopper: half of the columns twice": ("expert_up", "4_hopper", "wgmma_advance(b_now, HALF_BYTES)", "b_now"),
-    "hopper: half of the sums twice": ("expert_down", "4_hopper", "sums + HALF / 2, a_now", "sums, a_now"),
+    "hopper: half of the columns twice": ("expert_up", "7_persistent", "wgmma_advance(b_now, HALF_BYTES)", "b_now"),
+    "hopper: half of the sums twice": ("expert_down", "7_persistent", "sums + HALF / 2, a_now", "sums, a_now"),
     "hopper: half of the columns left out": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "wgmma_m64n256k16<Scalar, Crew",
         "wgmma_m64n128k16<Scalar, Crew",
     ),
     "hopper: last step dropped": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "steps((depth + TILE_DEPTH - 1) / TILE_DEPTH)",
         "steps(depth / TILE_DEPTH)",
     ),
     "hopper: last step of the rows dropped": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "(end - begin + TILE_DEPTH - 1) / TILE_DEPTH",
         "(end - begin) / TILE_DEPTH",
     ),
-    "hopper: depth not cut off": ("expert_up", "4_hopper", "% 8 * CHUNK < d;", "% 8 * CHUNK < d + 64;"),
-    "hopper: depth has the next expert's rows": ("expert_up", "4_hopper", "inside && row(i) < rows", "inside"),
+    "hopper: depth not cut off": ("expert_up", "7_persistent", "% 8 * CHUNK < d;", "% 8 * CHUNK < d + 64;"),
+    "hopper: depth has the next expert's rows": ("expert_up", "7_persistent", "inside && row(i) < rows", "inside"),
     "hopper: rows of other tokens": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "/ 8 + i * AT_ONCE, rows - 1)",
         "/ 8 + i * 16, rows - 1)",
     ),
     "hopper: rows not gathered": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "return tokens[min(row, tile.end - tile.begin - 1)];",
         "return min(row, tile.end - tile.begin - 1);",
     ),
-    "hopper: tokens of the step before": ("expert_up", "4_hopper", "now = __shfl_down_sync(FULL_WARP, now, 16);", ";"),
-    "hopper: tokens not read ahead": ("expert_down", "4_hopper", "later = read(step + 2);", "later = read(step);"),
-    "hopper: weights of another expert": ("expert_down", "4_hopper", "p, tile.expert);", "p, 0);"),
-    "hopper: second weights are the first": ("expert_up", "4_hopper", "second ? &w2 : &w1, full, p", "&w1, full, p"),
-    "hopper: columns of w1 for those of w2": ("expert_up", "4_hopper", "second ? &w2 : &w1, full,\n", "&w1, full,\n"),
+    "hopper: tokens of the step before": (
+        "expert_up",
+        "7_persistent",
+        "now = __shfl_down_sync(FULL_WARP, now, 16);",
+        ";",
+    ),
+    "hopper: tokens not read ahead": ("expert_down", "7_persistent", "later = read(step + 2);", "later = read(step);"),
+    "hopper: weights of another expert": ("expert_down", "7_persistent", "p, tile.expert);", "p, 0);"),
+    "hopper: second weights are the first": (
+        "expert_up",
+        "7_persistent",
+        "second ? &w2 : &w1, full, p",
+        "&w1, full, p",
+    ),
+    "hopper: columns of w1 for those of w2": (
+        "expert_up",
+        "7_persistent",
+        "second ? &w2 : &w1, full,\n",
+        "&w1, full,\n",
+    ),
     "hopper: panels of w1 and w2 a tile apart": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "tile.column + panel / PROJECTIONS * PANEL",
         "tile.column + panel * PANEL",
     ),
     "hopper: sums of the tile before": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "    while (tiles.next(tile)) {\n        float sums[TILE_COLUMNS / 2] = {};",
         "    float sums[TILE_COLUMNS / 2] = {};\n    while (tiles.next(tile)) {",
     ),
     "hopper: every second tile of a block dropped": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "number += gridDim.x;",
         "number += 2 * gridDim.x;",
     ),
     "hopper: last expert dropped": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "if (++expert == E) return false;",
         "if (++expert == E - 1) return false;",
     ),
     "hopper: expert without rows has no gradient": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "if (expert >= E) return false;",
         "if (expert >= E || expert_token_offsets[expert] == expert_token_offsets[expert + 1]) return false;",
     ),
     "hopper: tiles of the experts before counted again": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "            first += tiles;",
         ";",
     ),
-    "hopper: rows of the experts before": ("expert_up", "4_hopper", "            begin = end;", ";"),
+    "hopper: rows of the experts before": ("expert_up", "7_persistent", "            begin = end;", ";"),
     "hopper: turns of more blocks than there are": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "taken * gridDim.x;",
         "taken * (gridDim.x + 1);",
     ),
     "hopper: a band always full": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "high = min(BAND, row_tiles() - band * BAND)",
         "high = BAND",
     ),
-    "hopper: storer does not wait": ("expert_down", "4_hopper", "barrier_wait(&shared.done[number(i)], parity);", ";"),
+    "hopper: storer does not wait": (
+        "expert_down",
+        "7_persistent",
+        "barrier_wait(&shared.done[number(i)], parity);",
+        ";",
+    ),
     "hopper: storer waits for the first consumer alone": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "barrier_wait(&shared.done[number(i)], parity);",
         "barrier_wait(&shared.done[number(i) % 4], parity);",
     ),
     "hopper: storer waits for the first part alone": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "++part, parity ^= 1)\n            store(",
         "++part)\n            store(",
     ),
     "hopper: consumer does not wait for the storer": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "barrier_wait(&shared.stored[warp], parity);",
         ";",
     ),
     "hopper: consumer waits for the first part alone": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "++part, parity ^= 1) {\n            barrier_wait(&shared.stored",
         "++part) {\n            barrier_wait(&shared.stored",
     ),
     "hopper: consumer waits before there is a part": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "unsigned parity = 1;  // of the part before",
         "unsigned parity = 0;",
     ),
     "hopper: consumer never done": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "if (lane_id() == 0) barrier_arrive(&shared.done[warp]);",
         ";",
     ),
     "hopper: every lane is done": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "if (lane_id() == 0) barrier_arrive(&shared.done[warp]);",
         "barrier_arrive(&shared.done[warp]);",
     ),
     "hopper: piece done before it is there": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         (
             "            hand_over(finished, sums + part * TILE_COLUMNS / 2 / Shared::PARTS);\n"
             "            __syncwarp();\n"
@@ -1322,19 +1352,19 @@ FAULTS = {
     ),
     "hopper: piece never given back": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "if (lane_id() == 0) barrier_arrive(&shared.stored[number(i)]);",
         ";",
     ),
     "hopper: every lane gives the piece back": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "if (lane_id() == 0) barrier_arrive(&shared.stored[number(i)]);",
         "barrier_arrive(&shared.stored[number(i)]);",
     ),
     "hopper: piece given back before it is stored": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         (
             "        barrier_wait(&shared.done[number(i)], parity);\n"
             "        return shared.finished[number(i)];\n"
@@ -1354,203 +1384,213 @@ FAULTS = {
     ),
     "hopper: piece given back before every lane has stored": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "void give_back(int i) const {\n        __syncwarp();",
         "void give_back(int i) const {",
     ),
     "hopper: rows of the second consumer not stored": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "COUNT = PIECES / Crew::STORERS",
         "COUNT = PIECES / Crew::STORERS / 2",
     ),
-    "hopper: piece taken by two storers": ("expert_down", "4_hopper", "+ i * Crew::STORERS;", "+ i;"),
+    "hopper: piece taken by two storers": ("expert_down", "7_persistent", "+ i * Crew::STORERS;", "+ i;"),
     "hopper: piece of another consumer": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "return shared.finished[number(i)];",
         "return shared.finished[(number(i) + 4) % PIECES];",
     ),
     "hopper: piece stored as if it were the first": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "return number(i) * WARP_ROWS;",
         "return i * WARP_ROWS;",
     ),
     "hopper: another piece given back": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "barrier_arrive(&shared.stored[number(i)]);",
         "barrier_arrive(&shared.stored[i]);",
     ),
     "hopper: second part is the first": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "sums + part * TILE_COLUMNS / 2 / Shared::PARTS",
         "sums",
     ),
     "hopper: second part in the first one's place": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "store(tile, part * TILE_COLUMNS / Shared::PARTS,",
         "store(tile, 0,",
     ),
     "hopper: lower rows in the place of the upper": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "half * 8 + lane_id() % 8",
         "lane_id() % 8",
     ),
     "hopper: upper rows in the place of the lower": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "const int i = (first + j) * 4 + half * 2;",
         "const int i = (first + j) * 4;",
     ),
     "hopper: finished rows where no one looks": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "lane_id() % 8, first + lane_id() / 8)",
         "lane_id() % 8, first + (lane_id() / 8 ^ 1))",
     ),
     "hopper: pair packed the other way round": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "{from_float<T>(first), from_float<T>(second)}",
         "{from_float<T>(second), from_float<T>(first)}",
     ),
     "hopper: pair unpacked the other way round": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "    pair[0] = to_float(values[0]);\n    pair[1] = to_float(values[1]);\n",
         "    pair[0] = to_float(values[1]);\n    pair[1] = to_float(values[0]);\n",
     ),
     "hopper: row tail stored": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "width, tile.rows, width - column);",
         "width, TILE_ROWS, width - column);",
     ),
     "hopper: transposed piece not transposed": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "stmatrix_x4_transposed(&finished",
         "stmatrix_x4(&finished",
     ),
     "hopper: halves of a transposed piece alike": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "at(first * CHUNK + lane_id(), half)",
         "at(first * CHUNK + lane_id(), 0)",
     ),
     "hopper: transposed, tail of the columns stored": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "width, rows - column, width - tile.row);",
         "width, TILE_COLUMNS, width - tile.row);",
     ),
-    "hopper: transposed, tail of the rows stored": ("expert_down", "4_hopper", "if (row < rows)\n", "if (true)\n"),
-    "hopper: column tail stored": ("expert_up", "4_hopper", "tile.rows, width - column);", "tile.rows, TILE_COLUMNS);"),
+    "hopper: transposed, tail of the rows stored": ("expert_down", "7_persistent", "if (row < rows)\n", "if (true)\n"),
+    "hopper: column tail stored": (
+        "expert_up",
+        "7_persistent",
+        "tile.rows, width - column);",
+        "tile.rows, TILE_COLUMNS);",
+    ),
     "hopper: row tail of weights stored": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "width, rows - tile.row, width - column);",
         "width, TILE_ROWS, width - column);",
     ),
     "hopper: column tail of weights stored": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "rows - tile.row, width - column);",
         "rows - tile.row, TILE_COLUMNS);",
     ),
     "hopper: row tail of y_swi stored": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "row < min(WARP_ROWS, tile.rows - first);",
         "row < WARP_ROWS;",
     ),
-    "hopper: column tail of y_swi stored": ("expert_up", "4_hopper", "if (column < h)\n", "\n"),
-    "hopper: a stored as b": ("expert_up", "4_hopper", "chunk + PANEL_CHUNKS * (PROJECTIONS - 1)", "chunk"),
+    "hopper: column tail of y_swi stored": ("expert_up", "7_persistent", "if (column < h)\n", "\n"),
+    "hopper: a stored as b": ("expert_up", "7_persistent", "chunk + PANEL_CHUNKS * (PROJECTIONS - 1)", "chunk"),
     "hopper: y_swi of its first element twice": (
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "hidden_activation(a_pair[1], b_pair[1])",
         "hidden_activation(a_pair[0], b_pair[0])",
     ),
     "hopper: row tail of hidden gradients stored": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "count = min(WARP_ROWS, tile.rows - first)",
         "count = WARP_ROWS",
     ),
     "hopper: column tail of hidden gradients stored": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "present = column < h ? count : 0;",
         "present = count;",
     ),
-    "hopper: a and b not awaited": ("expert_down", "4_hopper", "cp_async_wait<ROWS_AHEAD - 1>();", ";"),
+    "hopper: a and b not awaited": ("expert_down", "7_persistent", "cp_async_wait<ROWS_AHEAD - 1>();", ";"),
     "hopper: one row of a and b too many under way": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "cp_async_wait<ROWS_AHEAD - 1>();",
         "cp_async_wait<ROWS_AHEAD>();",
     ),
-    "hopper: a and b in no group": ("expert_down", "4_hopper", "        cp_async_commit();\n    }\n", "    }\n"),
+    "hopper: a and b in no group": ("expert_down", "7_persistent", "        cp_async_commit();\n    }\n", "    }\n"),
     "hopper: a and b of the row before": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "a + begin + (long long)row * h",
         "a + begin + (long long)max(row - 1, 0) * h",
     ),
-    "hopper: a and b of no row": ("expert_down", "4_hopper", "if (row < present) {", "if (present > 0) {"),
+    "hopper: a and b of no row": ("expert_down", "7_persistent", "if (row < present) {", "if (present > 0) {"),
     "hopper: a and b in the next row's slot": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "now = ahead[row % ROWS_AHEAD];",
         "now = ahead[(row + 1) % ROWS_AHEAD];",
     ),
-    "hopper: warps share a and b": ("expert_down", "4_hopper", "return threadIdx.x % WARPGROUP;", "return lane_id();"),
+    "hopper: warps share a and b": (
+        "expert_down",
+        "7_persistent",
+        "return threadIdx.x % WARPGROUP;",
+        "return lane_id();",
+    ),
     "hopper: unscaled gate": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "gate_of_row[tile.first + first + lane_id()] : 0.0f",
         "1.0f : 0.0f",
     ),
     "hopper: gate of another row": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "__shfl_sync(FULL_WARP, gates, row)",
         "__shfl_sync(FULL_WARP, gates, 0)",
     ),
     "hopper: gradient of its first element twice": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "hidden_gradient(a_pair[1], b_pair[1], d_pair[1], gate)",
         "hidden_gradient(a_pair[0], b_pair[0], d_pair[0], gate)",
     ),
     "hopper: gate term of every second element": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "term += low.gate + high.gate;",
         "term += low.gate;",
     ),
-    "hopper: gate term not left": ("expert_down", "4_hopper", "d.words[0] = __float_as_int(term);", ";"),
+    "hopper: gate term not left": ("expert_down", "7_persistent", "d.words[0] = __float_as_int(term);", ";"),
     "hopper: gate term without the last lane": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "lane < WARP; ++lane) sum",
         "lane < WARP - 1; ++lane) sum",
     ),
     "hopper: gate term before every lane has left its own": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "            __syncwarp();\n            const int column_tiles",
         "            const int column_tiles",
     ),
     "hopper: gate terms of all tiles in one place": (
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "gate_terms[place + tile.column / TILE_COLUMNS]",
         "gate_terms[place]",
     ),
@@ -1663,7 +1703,7 @@ ONE_STAGE_FAULTS = {
     "hopper: only stage free while it is read": ("wgmma_wait<BEHIND>();", "wgmma_wait<1>();"),
     "hopper: only stage free once more at the end": ("if (BEHIND && tile.steps > 0 &&", "if (tile.steps > 0 &&"),
 }
-FAULTS |= {fault: ("expert_up", "4_hopper", *change) for fault, change in ONE_STAGE_FAULTS.items()}
+FAULTS |= {fault: ("expert_up", "7_persistent", *change) for fault, change in ONE_STAGE_FAULTS.items()}
 SEVERAL_TURNS = make_case(21, 264, 8, 7, 6, "zipf")  # of packs and of rows in flight, where a token's rows are summed
 
 
@@ -1671,7 +1711,7 @@ def planted(fault, **constants):
     """An executor with this fault."""
     stage, rung, right, wrong = FAULTS[fault]
     executor = Planted(gemm.file_of(stage, rung), right, wrong, seed=3, **constants)
-    executor.multiprocessors = 2  # so that a block of rung 4_hopper has several tiles
+    executor.multiprocessors = 2  # so that a block of rung 7_persistent has several tiles
     return executor
 
 
@@ -1690,7 +1730,7 @@ def assert_caught(fault, stage, rung, case, dtype, **constants):
 @pytest.mark.parametrize("fault", PART_FAULTS)
 def test_a_planted_fault_of_parts_is_caught(fault, monkeypatch):
     monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
-    assert_caught(fault, "expert_up", "4_hopper", IN_PARTS, "bfloat16")
+    assert_caught(fault, "expert_up", "7_persistent", IN_PARTS, "bfloat16")
 
 
 @pytest.mark.parametrize("fault", OUTPUT_PART_FAULTS)
@@ -1702,7 +1742,7 @@ def test_a_planted_fault_of_the_outputs_parts_is_caught(fault, monkeypatch):
 
 @pytest.mark.parametrize("fault", ONE_STAGE_FAULTS)
 def test_a_planted_fault_of_one_stage_is_caught(fault):
-    assert_caught(fault, "expert_up", "4_hopper", SEVERAL_TILES, "float16", RING_STAGES=1)
+    assert_caught(fault, "expert_up", "7_persistent", SEVERAL_TILES, "float16", RING_STAGES=1)
 
 
 @pytest.mark.parametrize(

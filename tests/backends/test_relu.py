@@ -14,7 +14,7 @@ from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.verify.cases import make_case
 
 SIZES = {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2}  # no tile divides the rows of an expert
-WIDE = {"L": 70, "d": 128, "h": 128, "E": 3, "k": 2}  # what 4_hopper takes
+WIDE = {"L": 70, "d": 128, "h": 128, "E": 3, "k": 2}  # what 7_persistent takes
 
 # version of the expert kernels (None: numpy), dtype, sizes
 VERSIONS = [
@@ -22,7 +22,7 @@ VERSIONS = [
     (None, "float32", SIZES),
     *((rung, "float32", SIZES) for rung in ("1_naive", "2_tiled", "3_mma_tf32")),
     *((rung, "bfloat16", SIZES) for rung in ("1_naive", "2_tiled", "3_mma")),
-    ("4_hopper", "bfloat16", WIDE),
+    ("7_persistent", "bfloat16", WIDE),
 ]
 
 

@@ -1059,7 +1059,7 @@ def test_steps_stand_beside_their_graphs(recorded):
     assert lines[0] == "| tiny | minimal | uniform | 0 | 2.00 | 5.0 | 1.75 | 0.25 |"
 
 
-def counted(kernel, busy, clock, waits, rung="4_hopper", preset="tiny"):
+def counted(kernel, busy, clock, waits, rung="7_persistent", preset="tiny"):
     idea = {"d_hidden": "d_hidden", "expert_down": "expert_down"}.get(kernel, "dense product by cuBLAS")
     row = {"kind": "counters", "run": 0, "preset": preset, "rung": rung, "kernel": kernel, "idea": idea}
     row |= {

@@ -288,8 +288,8 @@ def test_jobs_of_the_ladder():
     jobs = plan.jobs("ladder", plan.Request(repetitions=3))
     assert [job.args[0] for job in jobs] == ["conf3", "qwen3"]
     assert jobs[0].args[2:] == (list(ladder.LADDER), 3)
-    (job,) = plan.jobs("ladder", plan.Request(presets=("conf1",), rungs=("3_mma", "4_hopper")))
-    assert {step.rung for step in job.args[2]} == {"3_mma", "4_hopper"}
+    (job,) = plan.jobs("ladder", plan.Request(presets=("conf1",), rungs=("3_mma", "7_persistent")))
+    assert {step.rung for step in job.args[2]} == {"3_mma", "7_persistent"}
     assert [job.args[0] for job in plan.jobs("counters", plan.Request(presets=("qwen3",), tokens=64))] == [
         "qwen3, L=64"
     ]
@@ -401,7 +401,7 @@ def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
         "stalls": [("wait", 60.0)],
     }
     rows = [
-        made | {"rung": "4_hopper", "kernel": kernel, "idea": idea, "tensor_pct": busy, "sm_clock_ghz": clock}
+        made | {"rung": "7_persistent", "kernel": kernel, "idea": idea, "tensor_pct": busy, "sm_clock_ghz": clock}
         for kernel, idea, busy, clock in (
             ("expert_up", ladder.TOP.idea, 45.0, 2.0),
             ("expert_up", "two stages", 10.0, 1.0),

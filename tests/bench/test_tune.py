@@ -218,7 +218,7 @@ class Uneven(PretendedDevice):
 
 
 @pytest.mark.parametrize(
-    ("rung", "kernel"), [("3_mma", "d_w"), ("3_mma_tf32", "d_x_rows"), ("4_hopper", "expert_down")]
+    ("rung", "kernel"), [("3_mma", "d_w"), ("3_mma_tf32", "d_x_rows"), ("7_persistent", "expert_down")]
 )
 def test_every_candidate_is_compiled_and_timed(rung, kernel):
     config = TINY.replace(dtype=gemm.RUNGS[rung][-1])
@@ -247,7 +247,10 @@ def test_jobs_are_of_every_layer_rung_and_kernel():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--rung", "2_tiled"), "unknown rung with a choice of tiles '2_tiled'. Valid: 3_mma, 3_mma_tf32, 4_hopper"),
+        (
+            ("--rung", "2_tiled"),
+            "unknown rung with a choice of tiles '2_tiled'. Valid: 3_mma, 3_mma_tf32, 7_persistent",
+        ),
         (("--preset", "conf9"), "unknown preset 'conf9'. Did you mean 'conf7'?"),
         (("--repetitions", "0"), "repetitions is 0, but it must be >= 1"),
         (("--tokens", "0"), "L is 0, but it must be >= 1"),

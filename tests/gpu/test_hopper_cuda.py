@@ -72,15 +72,15 @@ every_stage = pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
 @pytest.mark.parametrize("case", [SEVERAL_TILES, LARGE], ids=lambda case: case.name)
 @every_stage
 def test_the_stages_are_right(cuda, stage, case, dtype):
-    assert_right(stage, "4_hopper", case, dtype, executor=cuda)
+    assert_right(stage, "7_persistent", case, dtype, executor=cuda)
 
 
 @every_stage
 def test_ten_runs_give_the_same_bits(cuda, stage):
     case = LARGE.astype("bfloat16")
-    first = comparisons.RUN[stage](on(stage, "4_hopper", cuda), case)
+    first = comparisons.RUN[stage](on(stage, "7_persistent", cuda), case)
     for _ in range(9):
-        assert_same_bits(comparisons.RUN[stage](on(stage, "4_hopper", cuda), case), first)
+        assert_same_bits(comparisons.RUN[stage](on(stage, "7_persistent", cuda), case), first)
 
 
 @both_dtypes

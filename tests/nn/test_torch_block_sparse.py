@@ -88,7 +88,7 @@ def test_the_gradients_of_rung_4_are_checked_on_hopper(dtype, monkeypatch):
     monkeypatch.setattr(SimtExecutor, "load", witnessed)
     (job,) = [job for job in check.plan_gradients(["simt"]) if in_whole_blocks(job, dtype)]
     assert check.passed([*job()])
-    assert "block_sparse/4_hopper.cu" in loaded
+    assert "block_sparse/7_persistent.cu" in loaded
 
 
 @pytest.mark.parametrize("integer", [np.int8, np.uint8])
@@ -426,7 +426,7 @@ CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
         ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
         ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
         (
-            {"rung": "4_hopper", "dtype": torch.float16},
+            {"rung": "7_persistent", "dtype": torch.float16},
             (X.half(),),
             ValueError,
             "needs a multiple of 128; use rung 3_mma",

@@ -745,7 +745,7 @@ def sums_of(path, **versions):
 
 
 def test_the_fused_sum_is_beside_every_stored_one(tmp_path, on_h100):
-    times = {"as_printed": 3.0, "3_mma_and_combine": 2.5, "4_hopper_and_combine": 1.5}
+    times = {"as_printed": 3.0, "3_mma_and_combine": 2.5, "7_persistent_and_combine": 1.5}
     found = sums_of(tmp_path / "paper.json", **times)
     assert [row.ours for row in found.values()] == ["H100: conf1 1.20x", "H100: conf1 2.00x"]
     assert [stored in what for what, stored in zip(found, moeblaze.STORED, strict=True)] == [True, True]
@@ -755,10 +755,10 @@ def test_the_fused_sum_is_beside_every_stored_one(tmp_path, on_h100):
 
 
 def test_a_version_that_failed_shows_its_message(tmp_path, on_h100):
-    versions = {"as_printed": "out of memory", "3_mma_and_combine": 2.5, "4_hopper_and_combine": 1.5}
+    versions = {"as_printed": "out of memory", "3_mma_and_combine": 2.5, "7_persistent_and_combine": 1.5}
     for row in sums_of(tmp_path / "paper.json", **versions).values():
         assert (row.ours, row.verdict) == ("H100: conf1 as_printed failed: out of memory", Verdict.DIFFERS)
-    versions = {"as_printed": 1.0, "3_mma_and_combine": "no kernel", "4_hopper_and_combine": 2.0}
+    versions = {"as_printed": 1.0, "3_mma_and_combine": "no kernel", "7_persistent_and_combine": 2.0}
     found = [row.ours for row in sums_of(tmp_path / "other.json", **versions).values()]
     assert found == ["H100: conf1 3_mma + combine failed: no kernel", "H100: conf1 0.50x"]
 

@@ -49,7 +49,7 @@ def versions_of(item, config):
     if item == "moeblaze-4.2":
         return printed.dispatch_versions()
     executor = SimtExecutor()
-    executor.capability = (9, 0)  # whose default rung is 4_hopper, where dtype and widths allow
+    executor.capability = (9, 0)  # whose default rung is 7_persistent, where dtype and widths allow
     return printed.sum_versions(config, executor)
 
 
@@ -65,7 +65,7 @@ def test_the_bytes_of_every_version_are_counted_ones(item, config):
     inputs = Inputs(config, bridge, PretendedDevice.torch_device)
     offsets = inputs.dispatch.expert_token_offsets.tolist()
     versions = versions_of(item, config)
-    assert ("4_hopper + combine" in versions) == (item == "moeblaze-3.1" and config == TINY)
+    assert ("7_persistent + combine" in versions) == (item == "moeblaze-3.1" and config == TINY)
     for name, version in versions.items():
         if item == "moeblaze-3.1":
             assert (inputs.y_swi.shape, inputs.w3.shape) == ((config.R, config.h), (config.E, config.h, config.d))

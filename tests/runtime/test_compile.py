@@ -207,7 +207,7 @@ def test_every_activation_fits_into_registers(activation, architecture):
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
 def test_the_hopper_kernels_fit_into_registers(stage, dtype, activation):
     constants = CONSTANTS[stage] | {"Scalar": gemm.C_TYPE[dtype], "ACTIVATION": activation}
-    assert_fits(KernelSource.read(f"{stage}/4_hopper.cu", constants))
+    assert_fits(KernelSource.read(f"{stage}/7_persistent.cu", constants))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "reglu", "silu", "swiglu"])
@@ -249,7 +249,7 @@ def test_every_dtype_of_the_products_that_sum_fits_into_registers(file, dtype):
 
 @pytest.mark.parametrize("constants", sorted({step.constants for step in ladder.LADDER if step.rung == ladder.HOPPER}))
 def test_every_step_of_the_ladder_fits_into_registers(constants):
-    assert_fits(KernelSource.read("expert_up/4_hopper.cu", CONSTANTS["expert_up"] | dict(constants)))
+    assert_fits(KernelSource.read("expert_up/7_persistent.cu", CONSTANTS["expert_up"] | dict(constants)))
 
 
 def test_the_ring_of_the_notebook_fits_into_registers():

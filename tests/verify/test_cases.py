@@ -109,10 +109,10 @@ def test_the_three_columns_of_the_example():
 # Tiles ----------------------------------------------------------------------------------------------------------------
 
 MMA = ("3_mma", "3_mma_tf32")
-ROWS = {"2_tiled": gemm.TILE, "4_hopper": gemm.ROWS_BOX[1]} | {
+ROWS = {"2_tiled": gemm.TILE, "7_persistent": gemm.ROWS_BOX[1]} | {
     rung: max(tile.rows for tile in tiles.CANDIDATES[rung]) for rung in MMA
 }
-COLUMNS = {"2_tiled": gemm.TILE, "4_hopper": gemm.HOPPER_COLUMNS} | {
+COLUMNS = {"2_tiled": gemm.TILE, "7_persistent": gemm.HOPPER_COLUMNS} | {
     rung: max(tile.columns for tile in tiles.CANDIDATES[rung]) for rung in MMA
 }
 WIDEST_BLOCK_TILE = max(max(tile.rows, tile.columns) for tile in raw_sparse.TILES)
@@ -137,7 +137,7 @@ def widest_tiles(stage, rung):
     rows, widest = ROWS[of_product], max(ROWS[of_product], COLUMNS[of_product])
     of_experts = {"rows": rows, "d": widest, "h": widest}
     if stage == "block_sparse":
-        return of_experts | {"block": ROWS["4_hopper"] if rung == "4_hopper" else WIDEST_BLOCK_TILE}
+        return of_experts | {"block": ROWS["7_persistent"] if rung == "7_persistent" else WIDEST_BLOCK_TILE}
     return of_experts | {"E": gemm.WARP}
 
 

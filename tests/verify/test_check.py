@@ -574,12 +574,14 @@ def test_a_rung_that_needs_another_gpu_is_left_out_with_a_word(monkeypatch):
 
     monkeypatch.setattr(SimtExecutor, "check", check_as_an_a100)
     rows = check.run(["expert_down", "layer"], ["simt"], [make_case(33, 8, 16, 4, 2)])
-    (down, layer) = [row for row in rows if row.rung == "4_hopper"]
+    (down, layer) = [row for row in rows if row.rung == "7_persistent"]
     needs = "needs compute capability 9.0 exactly, but NVIDIA A100 has 8.0"
-    assert down.shape == f"expert_down/4_hopper.cu {needs}" and layer.shape == f"expert_down/4_hopper.cu {needs}"
+    assert (
+        down.shape == f"expert_down/7_persistent.cu {needs}" and layer.shape == f"expert_down/7_persistent.cu {needs}"
+    )
     assert not (down.available or down.ok or layer.available or layer.ok)
     assert check.passed(rows) and {row.rung for row in rows if row.ok} >= {"1_naive", "2_tiled", "3_mma"}
-    assert str(verdict(rows)).endswith("; not for this GPU: simt 4_hopper")
+    assert str(verdict(rows)).endswith("; not for this GPU: simt 7_persistent")
 
 
 def test_a_failure_of_one_row_fails_the_whole():

@@ -39,8 +39,8 @@ SMALL = {
 HOSTS = {
     "include/down_product.cuh": ["expert_down/as_printed.cu"],
     "include/expert_rows.cuh": ["expert_up/1_naive.cu"],
-    "include/hopper/epilogue.cuh": ["expert_up/4_hopper.cu"],
-    "include/hopper/gradients.cuh": ["expert_up/4_hopper.cu", "expert_down/4_hopper.cu"],
+    "include/hopper/epilogue.cuh": ["expert_up/7_persistent.cu"],
+    "include/hopper/gradients.cuh": ["expert_up/7_persistent.cu", "expert_down/7_persistent.cu"],
     "include/mma_matmul.cuh": ["expert_down/3_mma.cu"],
     "include/stages.cuh": ["expert_down/3_mma.cu"],
     "include/sparse.cuh": ["block_sparse/1_naive.cu"],
@@ -254,9 +254,7 @@ def test_hopper_gathers_from_as_many_elements_as_it_can_number():
 
     check(2**25, gemm.HOPPER)
     check(2**25 + 1, "3_mma")
-    message = (
-        r"x has 33554433 \* 1024 = 34359739392 elements, but rung 4_hopper gathers from at most 2\*\*35 = 34359738368"
-    )
+    message = r"x has 33554433 \* 1024 = 34359739392 elements, but rung 7_persistent gathers from at most 2\*\*35 = 34359738368"
     with pytest.raises(ValueError, match=message):
         check(2**25 + 1, gemm.HOPPER)
 

@@ -196,7 +196,7 @@ OTHER_FAULTS = [
     ),
     *(
         Fault("all slots reversed", UP, rung, "expert_up/0_sum_rows.cu", LANE, REVERSED_LANE, D_X)
-        for rung in ("3_mma", "3_mma_tf32", "4_hopper")
+        for rung in ("3_mma", "3_mma_tf32", "7_persistent")
     ),
     *slots_of_some_reversed("combine", "1_gather", "combine/1_gather.cu", OUT),
     *slots_of_some_reversed("combine", "2_vector", "combine/2_vector.cu", OUT),

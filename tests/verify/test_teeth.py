@@ -119,18 +119,20 @@ FAULTS = [
     Fault("wrong expert's weights", "expert_up", "5_tma", "TILE_DEPTH, tile.expert);", "TILE_DEPTH, 0);"),
     Fault("last product not awaited", "expert_up", "6_specialized", "    wgmma_wait<0>();\n", ""),
     Fault("no stage is freed", "expert_up", "6_specialized", "barrier_arrive(read);", ";"),
-    Fault("last step dropped", "expert_up", "4_hopper", "(depth + TILE_DEPTH - 1) / TILE_DEPTH", "depth / TILE_DEPTH"),
-    Fault("wrong expert's weights", "expert_up", "4_hopper", "PANEL, p, tile.expert);", "PANEL, p, 0);"),
-    Fault("copies not awaited", "expert_up", "4_hopper", "cp_async_arrive(full);", "barrier_arrive(full);"),
-    Fault("missing wait", "expert_down", "4_hopper", "barrier_wait(&shared.full[now], turn.parity);", ";"),
+    Fault(
+        "last step dropped", "expert_up", "7_persistent", "(depth + TILE_DEPTH - 1) / TILE_DEPTH", "depth / TILE_DEPTH"
+    ),
+    Fault("wrong expert's weights", "expert_up", "7_persistent", "PANEL, p, tile.expert);", "PANEL, p, 0);"),
+    Fault("copies not awaited", "expert_up", "7_persistent", "cp_async_arrive(full);", "barrier_arrive(full);"),
+    Fault("missing wait", "expert_down", "7_persistent", "barrier_wait(&shared.full[now], turn.parity);", ";"),
     Fault(
         "row tail stored",
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "width, tile.rows, width - column);",
         "width, TILE_ROWS, width - column);",
     ),
-    Fault("unscaled gate", "expert_down", "4_hopper", "gate_of_row[tile.first + first + lane_id()]", "1.0f"),
+    Fault("unscaled gate", "expert_down", "7_persistent", "gate_of_row[tile.first + first + lane_id()]", "1.0f"),
     Fault("unscaled gate", "expert_down", "1_naive", "d_y = gate * d;", "d_y = d;"),
     Fault("slope left out", "expert_down", "1_naive", "d_y * b * slope", "d_y * b"),
     Fault(
@@ -158,10 +160,10 @@ FAULTS = [
             ("expert_down", "as_printed", "* d + first_column + column;", "* d + column;"),
             ("expert_down", "2_tiled", "* h + p) * d + i])", "* h + p) * d + column])"),
             ("expert_down", "3_mma", "* h * d + first_column,", "* h * d,"),
-            ("expert_down", "4_hopper", "&w3, full, tile.column + panel * PANEL,", "&w3, full, panel * PANEL,"),
+            ("expert_down", "7_persistent", "&w3, full, tile.column + panel * PANEL,", "&w3, full, panel * PANEL,"),
             ("expert_up", "2_tiled", "tile.expert * d + i) * h + p]", "tile.expert * d + column) * h + p]"),
             ("expert_up", "3_mma", "tile.expert * d + first_column) * h;", "tile.expert * d) * h;"),
-            ("expert_up", "4_hopper", "&w1, full, p, tile.column, tile.expert);", "&w1, full, p, 0, tile.expert);"),
+            ("expert_up", "7_persistent", "&w1, full, p, tile.column, tile.expert);", "&w1, full, p, 0, tile.expert);"),
             ("combine", "2_vector", "store_pack(out + column, pack);", "store_pack(out + lane_id() * PACK, pack);"),
         )
     ),
@@ -215,11 +217,11 @@ FAULTS = [
         "lines, columns, BLOCK);",
         "lines, TILE_COLUMNS, BLOCK);",
     ),
-    Fault("half a tile twice", "block_sparse", "4_hopper", "= tile.column + half * HALF;", "= tile.column;"),
+    Fault("half a tile twice", "block_sparse", "7_persistent", "= tile.column + half * HALF;", "= tile.column;"),
     Fault(
         "last block left out",
         "block_sparse",
-        "4_hopper",
+        "7_persistent",
         "blocks.count * STEPS_OF_BLOCK}",
         "(blocks.count - 1) * STEPS_OF_BLOCK}",
     ),
@@ -237,22 +239,27 @@ FAULTS = [
             ("expert_up", "2_tiled", "[(long long)p * h + j]) : 0.0f;", "[(long long)p * h + column]) : 0.0f;"),
             ("expert_up", "3_mma", "tile.expert * d * h + first_column;", "tile.expert * d * h;"),
             ("expert_up", "3_mma_tf32", "d_hidden + (long long)begin * h + first_column,", "d_hidden + begin * h,"),
-            ("expert_up", "4_hopper", "tile.column + panel / PROJECTIONS", "panel / PROJECTIONS"),
+            ("expert_up", "7_persistent", "tile.column + panel / PROJECTIONS", "panel / PROJECTIONS"),
             ("expert_down", "2_tiled", "tile.expert * h + j) * d + p]", "tile.expert * h + column) * d + p]"),
             ("expert_down", "3_mma", "tile.expert * h + first_column) * d, d,", "tile.expert * h) * d, d,"),
             ("expert_down", "3_mma_tf32", "gated_y + (long long)begin * h + first_row,", "gated_y + begin * h,"),
-            ("expert_down", "4_hopper", "&w3, full, p, tile.column, tile.expert);", "&w3, full, p, 0, tile.expert);"),
+            (
+                "expert_down",
+                "7_persistent",
+                "&w3, full, p, tile.column, tile.expert);",
+                "&w3, full, p, 0, tile.expert);",
+            ),
         )
     ),
     Fault(
         "gate terms of one tile", "expert_down", "3_mma", "gridDim.y + place.column_tile] = term", "gridDim.y] = term"
     ),
-    Fault("gate terms of one tile", "expert_down", "4_hopper", "[place + tile.column / TILE_COLUMNS]", "[place]"),
+    Fault("gate terms of one tile", "expert_down", "7_persistent", "[place + tile.column / TILE_COLUMNS]", "[place]"),
     Fault("second tile of rows on the first", "expert_up", "2_tiled", "begin + index * SIZE, min(", "begin, min("),
     Fault(
         "second tile of rows on the first",
         "expert_down",
-        "4_hopper",
+        "7_persistent",
         "tile = {expert, begin + row,",
         "tile = {expert, begin,",
     ),
@@ -301,7 +308,7 @@ FAULTS = [
                 "LinesOfBlocks<true, false>{values + first,",
                 "LinesOfBlocks<true, false>{values,",
             ),
-            ("4_hopper", "lines", "row % TILES_DOWN * TILE_ROWS,", "0,"),
+            ("7_persistent", "lines", "row % TILES_DOWN * TILE_ROWS,", "0,"),
         )
     ),
     Fault("peak not taken off", "gating", "1_naive", "if (j == 0) peak = logit;", ";"),
@@ -326,8 +333,8 @@ FAULTS = [
     *(
         Fault("slope 1 at the kink", stage, rung, "a > 0.0f ? 1.0f", "a >= 0.0f ? 1.0f", file)
         for stage, rungs, file in (
-            ("expert_down", ("1_naive", "2_tiled", "3_mma", "3_mma_tf32", "4_hopper"), None),
-            ("block_sparse", ("1_naive", "2_tiled", "3_mma", "4_hopper"), "block_sparse/0_hidden.cu"),
+            ("expert_down", ("1_naive", "2_tiled", "3_mma", "3_mma_tf32", "7_persistent"), None),
+            ("block_sparse", ("1_naive", "2_tiled", "3_mma", "7_persistent"), "block_sparse/0_hidden.cu"),
         )
         for rung in rungs
     ),
@@ -335,14 +342,14 @@ FAULTS = [
         Fault("geglu as swiglu", stage, rung, "struct geglu : gelu {", "struct geglu : silu {", file)
         for stage, rung, file in (
             ("expert_up", "2_tiled", None),
-            ("expert_down", "4_hopper", None),
+            ("expert_down", "7_persistent", None),
             ("block_sparse", "3_mma", "block_sparse/0_hidden.cu"),
         )
     ),
     Fault(
         "ungated panels as gated ones",
         "expert_up",
-        "4_hopper",
+        "7_persistent",
         "tile.column + panel / PROJECTIONS",
         "tile.column + panel / 2",
     ),
@@ -453,6 +460,6 @@ def test_every_stage_and_rung_has_a_fault():
         ("layer", "1_naive"),
         ("layer", "3_mma"),
         ("layer", "3_mma_tf32"),
-        ("layer", "4_hopper"),
+        ("layer", "7_persistent"),
         ("layer", "as_printed"),
     }  # the kernels of the expert stages

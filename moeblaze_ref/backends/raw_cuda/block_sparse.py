@@ -18,7 +18,7 @@ RUNGS = {rung: gemm.RUNGS[rung] for rung in ("1_naive", "2_tiled", "3_mma", gemm
 DEFAULT_RUNG = "2_tiled"
 BLOCK = 128  # of MegaBlocks, section 5.1.2: a tile of its products
 GATE_DTYPES = ("float32",)
-HOPPER_BLOCK = gemm.ROWS_BOX[1]  # rung 4_hopper takes multiples of it: the rows of a tile are those of one block
+HOPPER_BLOCK = gemm.ROWS_BOX[1]  # rung 7_persistent takes multiples of it: the rows of a tile are those of one block
 MAX_COLUMN_TILES = 65_535  # a launch's extent along y, where rungs 2_tiled and 3_mma number the column tiles of dds
 # Of rung 3_mma, by the block: what a tile has beyond its block is computed for nothing.
 TILES = (

@@ -17,7 +17,7 @@ WARP = 32
 TILE = 64  # rows and columns of a block's result in tiled_matmul.cuh
 TF32 = "3_mma_tf32"  # rung 3_mma on floats, rounded to 10 bits of mantissa before they are multiplied: by name alone
 ALIGNMENT = 16  # bytes: their kernels move as many at a time
-HOPPER = "4_hopper"  # the sizes below are those of hopper/grouped_matmul.cuh
+HOPPER = "7_persistent"  # the sizes below are those of hopper/grouped_matmul.cuh
 HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
@@ -94,7 +94,7 @@ def parts_of_rows(rung: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
     """Which columns of the rows (R, d) that sum to the output or to d_x exist at one time: the first, and how many.
 
     All of them; but two halves, one after the other, where the rows are wider than the hidden tensors that live beside
-    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. Rung 4_hopper alone
+    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. Rung 7_persistent alone
     takes a part of a weight: its tensor maps do.
     """
     if rung != HOPPER or d <= h or R * d < MANY_ELEMENTS:
@@ -121,7 +121,7 @@ def second_operand(executor: Executor, rung: str, array: Array | None, first: Ar
 
 
 def mapped_too(executor: Executor, rung: str, name: str, array: Array) -> dict[str, Any]:
-    """The argument NAME_map of a kernel that takes the array itself as well: rung 4_hopper alone has it."""
+    """The argument NAME_map of a kernel that takes the array itself as well: rung 7_persistent alone has it."""
     return {f"{name}_map": executor.tensor_map(array, DEPTH_BOX)} if rung == HOPPER else {}
 
 

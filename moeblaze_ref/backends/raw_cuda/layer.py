@@ -23,7 +23,7 @@ def default_rung(dtype: str, d: int, h: int, executor: Executor) -> str:
     Never ``gemm.TF32``: whoever has float32 in mind gets it, and less only by name.
     """
     rung = gemm.portable_rung(dtype, d, h)
-    return "4_hopper" if rung == "3_mma" and executor.capability == (9, 0) else rung
+    return "7_persistent" if rung == "3_mma" and executor.capability == (9, 0) else rung
 
 
 def forward(

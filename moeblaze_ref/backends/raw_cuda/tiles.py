@@ -152,7 +152,7 @@ Tile = MmaTile | HopperTile | WarpgroupTile
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "3_mma": (MmaTile(), MmaTile(columns=256), MmaTile(columns=256, band=16), MmaTile(rows=256)),
     "3_mma_tf32": (MmaTile(warp_rows=32), MmaTile(columns=64, warp_rows=32)),
-    "4_hopper": (HopperTile(), HopperTile(band=4), HopperTile(band=16)),
+    "7_persistent": (HopperTile(), HopperTile(band=4), HopperTile(band=16)),
 }
 # Of versions that leave nothing to choose. Two blocks of each fit on a multiprocessor, or more.
 FIXED: dict[str, Tile] = {

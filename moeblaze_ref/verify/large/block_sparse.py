@@ -18,7 +18,7 @@ P, h = BLOCK_ROWS * B, WIDE * B  # P h > 2**32
 N = E * h
 NNZ = BLOCK_ROWS * WIDE
 OWN = HIGH * B  # rows of the last expert
-BLOCKS = 2**24  # of rung 4_hopper: more than there are tiles
+BLOCKS = 2**24  # of rung 7_persistent: more than there are tiles
 MANY, WIDTH, VALUES = 2**22 + 4, 1024, 2**18 + 1  # rows and their width; blocks of values
 
 
@@ -90,12 +90,12 @@ def _last_columns(rung: str) -> slice:
 
 
 def _of_matrix(rung: str, *place: slice) -> tuple[slice, ...]:
-    """Part of a matrix, which rung 4_hopper takes as a stack of one."""
+    """Part of a matrix, which rung 7_persistent takes as a stack of one."""
     return (ALL, *place) if rung == gemm.HOPPER else place
 
 
 def _product(rung: str, kernel: str, given: dict, expected: dict, call, rows: int, columns: int) -> Case:
-    """Of rung 4_hopper the last block is that of the last of (rows, columns) tiles."""
+    """Of rung 7_persistent the last block is that of the last of (rows, columns) tiles."""
     blocks = last_block
     if rung == gemm.HOPPER:
         blocks = lambda _: [(number_in_bands(rows - 1, columns - 1, rows, columns), 0, 0)]

@@ -20,7 +20,7 @@ from moeblaze_ref.verify.large.experts import (
 )
 from moeblaze_ref.verify.large.layout import Layout, number_in_bands
 
-# A row of this many columns, and the rows of a tile of rung 4_hopper: more than 2**31 elements.
+# A row of this many columns, and the rows of a tile of rung 7_persistent: more than 2**31 elements.
 HOPPER_WIDE = {"d_w": 16_909_440, "d_w3": 16_909_440, "d_hidden": 143_200_000}
 MOST_BLOCKS = 512  # that share out the tiles of a weight gradient
 TALLEST = tiles.MmaTile(rows=256, columns=256)
@@ -36,7 +36,7 @@ def cases() -> list[Case]:
 
 
 def many_terms(rung: str) -> Layout:
-    """R times the tiles of h: more than 2**32 terms of the gates' gradients, or 2**31 of rung 4_hopper."""
+    """R times the tiles of h: more than 2**32 terms of the gates' gradients, or 2**31 of rung 7_persistent."""
     columns = {"2_tiled": 64 * 65, "3_mma": 128 * 65, gemm.HOPPER: 256 * 33}[rung]
     return Layout(rung, L=2**26 + 4, E=1, d=8, h=columns, rows=2**26 + 4)
 
@@ -141,7 +141,7 @@ def _tall_tile() -> Case:
 def _hopper_weights(kernel: str, E: int, d: int, h: int, gathered: str, plain: str, product_of) -> Case:
     """The last expert has all rows, which are zeros but for the last columns.
 
-    A block of rung 4_hopper takes many tiles of a weight gradient so large: zeros, and the last tile.
+    A block of rung 7_persistent takes many tiles of a weight gradient so large: zeros, and the last tile.
     """
     layout = Layout(gemm.HOPPER, L=4, E=E, d=d, h=h, rows=4)
     down_tiles, across = ceil_div(d, 128), ceil_div(h, 256)

@@ -208,7 +208,7 @@ def _weight_launch(layout: Layout, kernel: str, left: tuple[str, int], right: tu
     rows = slice(layout.L - layout.rows, layout.L)
     sides = {}
     for seed, (name, width) in enumerate((left, right)):
-        # rung 4_hopper has tiles of 128 columns of what it gathers, and of 256 of the other operand
+        # rung 7_persistent has tiles of 128 columns of what it gathers, and of 256 of the other operand
         if layout.rung == gemm.HOPPER:
             columns = layout.last(width, 128 if name in ("x", "d_out") else 256)
         else:

@@ -1,0 +1,49 @@
+"""Names in the results files were converted once; every value is the one that was measured."""
+
+import hashlib
+import json
+
+import pytest
+
+from moeblaze_ref.core.paths import DOCS
+
+NEW_NAMES = {"4_hopper": "7_persistent"}
+# Of each file before its names were converted: a hash of its values. A file that is measured again leaves this table.
+BEFORE = {
+    "bench_h200": "1f8d646c9830beca",
+    "check_h200": "c788d03411a8057d",
+    "counters_h200": "f8a47b44e5b111c7",
+    "ladder_h200": "dcdbe06714f4b860",
+    "paper_h100": "94f42c4043e24e35",
+    "paper_h200": "13f6424ad046846e",
+    "systems_h200": "eb4cd1ff2ff8c683",
+}
+
+
+def values_of(document):
+    """Every value of a JSON document, in order and without the keys; names that were converted as they are now."""
+    if isinstance(document, dict):
+        document = list(document.values())
+    if isinstance(document, list):
+        return [value for part in document for value in values_of(part)]
+    if isinstance(document, str):
+        for old, new in NEW_NAMES.items():
+            document = document.replace(old, new)
+    return [document]
+
+
+def hash_of(document):
+    return hashlib.sha256(json.dumps(values_of(document)).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_converted_file_holds_the_values_that_were_measured(name):
+    text = (DOCS / "results" / f"{name}.json").read_text()
+    assert hash_of(json.loads(text)) == BEFORE[name]
+    assert not any(old in text for old in NEW_NAMES)
+
+
+def test_a_changed_value_shows():
+    document = {"rung": "4_hopper", "rows": [{"ms": 1.5}, {"ms": None}]}
+    assert hash_of(document) == hash_of({"version": "7_persistent", "rows": [{"step_ms": 1.5}, {"ms": None}]})
+    assert hash_of(document) != hash_of({"rung": "4_hopper", "rows": [{"ms": None}, {"ms": 1.5}]})
