@@ -29,6 +29,38 @@ def _lines(text: str) -> str:
     )
 
 
+# The series ------------------------------------------------------------------------------------------------------------
+
+
+def speeds_of_series(found: results.Result) -> dict[str, dict[str, Row]]:
+    """Return the row of each version of expert_up's forward as a whole, in the order of the series: {preset: {rung: row}}.
+
+    Of the last version, which the benchmark takes apart, it is the step that lacks nothing.
+    """
+    whole = {step.rung: step.idea for step in ladder.LADDER if step.against != ladder.WHOLE}
+    series: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in results.rows_of(found, "ladder"):
+        if whole.get(row["rung"]) == row["idea"]:
+            series[row["preset"]][row["rung"]] = row
+    return dict(series)
+
+
+def series(found: results.Result) -> str:
+    """Each version of expert_up's forward beside the version below, by its rate: some are timed on fewer tokens."""
+    lines = []
+    for preset, versions in speeds_of_series(found).items():
+        below = None
+        for rung, row in versions.items():
+            ratio = report.ratio(row["tflops"] / below["tflops"]) if below else ""
+            tokens, rate, of_cublas = row["shape"]["L"], row["tflops"], row["pct_of_cublas"]
+            lines.append(
+                [preset, rung, f"{tokens:,}", f"{row['step_ms']:.2f}", f"{rate:.3g}", f"{of_cublas:.3g}", ratio]
+            )
+            below = row
+    columns = ["preset", "version", "L", "ms", "TFLOP/s", "% of cuBLAS", "times as fast as the version below"]
+    return documents.table(columns, lines, words=2) if lines else ""
+
+
 # The layer ------------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import json
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,6 +29,7 @@ from moeblaze_ref.bench import (
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import provenance
 from moeblaze_ref.core.config import MoEConfig, preset
+from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.core.units import GIB
 from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
@@ -355,6 +357,19 @@ def test_committed_results_have_every_step_of_every_preset():
         if one.rung not in UNMEASURED
     }
     assert counted == expected
+
+
+def test_each_version_of_the_series_is_faster_than_the_one_below_but_for_the_one_that_says_so():
+    series = findings.speeds_of_series(results.load(results.SERIES))
+    files = [path.stem for path in sorted((kernels_dir() / "expert_up").glob("[1-9]_*.cu"))]
+    said = (kernels_dir() / "expert_up" / "6_specialized.cu").read_text()
+    for versions in series.values():
+        assert list(versions) == files
+        rates = [row["tflops"] for row in versions.values()]
+        slower = {files[i + 1]: high / low for i, (low, high) in enumerate(pairwise(rates)) if high < low}
+        assert list(slower) == ["6_specialized"] and max(rates) == rates[-1]
+        assert f"it is {slower['6_specialized']:.2f} times as fast as 5_tma" in said
+    assert tuple(series) == ladder.PRESETS
 
 
 def counted_by_preset():

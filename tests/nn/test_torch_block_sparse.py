@@ -25,7 +25,7 @@ from moeblaze_ref.runtime.torch_bridge import to_numpy
 from moeblaze_ref.runtime.torch_executor import TensorBridge, TorchExecutor
 from moeblaze_ref.systems import megablocks
 from moeblaze_ref.verify import check
-from moeblaze_ref.verify.cases import every_activation, relative_error
+from moeblaze_ref.verify.cases import every_activation, relative_error, wide_block_cases
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 L = 37  # no block divides the groups of its rows
@@ -77,7 +77,7 @@ def test_every_activation_and_dtype_agrees_with_autograd(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_gradients_of_rung_4_are_checked_on_hopper(dtype, monkeypatch):
+def test_the_gradients_of_7_persistent_are_checked_on_hopper(dtype, monkeypatch):
     load, loaded = SimtExecutor.load, []
 
     def witnessed(self, file, *arguments, **constants):
@@ -86,9 +86,12 @@ def test_the_gradients_of_rung_4_are_checked_on_hopper(dtype, monkeypatch):
 
     monkeypatch.setattr(SimtExecutor, "capability", (9, 0))
     monkeypatch.setattr(SimtExecutor, "load", witnessed)
-    (job,) = [job for job in check.plan_gradients(["simt"]) if in_whole_blocks(job, dtype)]
-    assert check.passed([*job()])
-    assert "block_sparse/7_persistent.cu" in loaded
+    jobs = [job for job in check.plan_gradients(["simt"]) if in_whole_blocks(job, dtype)]
+    assert len(jobs) == 1 + len(wide_block_cases())
+    for job in jobs:
+        loaded.clear()
+        assert check.passed([*job()])
+        assert "block_sparse/7_persistent.cu" in loaded
 
 
 @pytest.mark.parametrize("integer", [np.int8, np.uint8])
@@ -114,7 +117,7 @@ def test_a_truth_value_is_no_size():
 
 
 def in_whole_blocks(job, dtype):
-    """Whether a job of the plan is MegaBlocks' layer in this dtype on a case that rung 4 takes."""
+    """Whether a job of the plan is MegaBlocks' layer in this dtype on a case that 7_persistent takes."""
     checks, _, layer, _, case = job.args
     whole = case.weights.w1.shape[2] % block_sparse.BLOCK == 0
     return layer == "torch_block_sparse" and checks.keywords["dtype"] == dtype and whole

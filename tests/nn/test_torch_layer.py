@@ -25,7 +25,7 @@ from moeblaze_ref.nn.oracle import OracleMoE
 from moeblaze_ref.nn.torch_layer import MoELayer, keep_routing
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.verify import check, comparisons
-from moeblaze_ref.verify.cases import every_choice, paired_options, relative_error, single_gradients
+from moeblaze_ref.verify.cases import every_choice, paired_options, relative_error, single_gradients, wide_block_cases
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 L = 37  # no tile divides it
@@ -134,8 +134,8 @@ def job_layer(job):
 
 def test_the_plan_has_every_activation_policy_and_dtype():
     jobs = check.plan_gradients(["simt"])
-    # MegaBlocks' two layers have no policies, but a case of whole blocks; all have the paired options and each gradient
-    of_activations = len(ACTIVATIONS) * len(POLICIES) + 2 * (2 * len(ACTIVATIONS) + 1)
+    # MegaBlocks' two layers have no policies, but cases of whole and of wide blocks; all have the paired options and each gradient
+    of_activations = len(ACTIVATIONS) * len(POLICIES) + 2 * (2 * len(ACTIVATIONS) + 1 + len(wide_block_cases()))
     assert len(jobs) == (of_activations + 3 * len([*paired_options(), *single_gradients()])) * 3
     assert {layer for job in check.plan_gradients() for layer in job_layer(job)} == {*comparisons.TORCH_LAYERS}
     with pytest.raises(ValueError, match="unknown backend of the torch layer 'numpy'"):
