@@ -29,11 +29,11 @@ def _lines(text: str) -> str:
     )
 
 
-# The series ------------------------------------------------------------------------------------------------------------
+# The series -----------------------------------------------------------------------------------------------------------
 
 
 def speeds_of_series(found: results.Result) -> dict[str, dict[str, Row]]:
-    """Return the row of each version of expert_up's forward as a whole, in the order of the series: {preset: {rung: row}}.
+    """Return the row of each version of expert_up's forward as a whole, in their order: {preset: {rung: row}}.
 
     Of the last version, which the benchmark takes apart, it is the step that lacks nothing.
     """

@@ -134,7 +134,8 @@ def job_layer(job):
 
 def test_the_plan_has_every_activation_policy_and_dtype():
     jobs = check.plan_gradients(["simt"])
-    # MegaBlocks' two layers have no policies, but cases of whole and of wide blocks; all have the paired options and each gradient
+    # MegaBlocks' two layers have no policies, but cases of whole and of wide blocks; all have the paired options and
+    # each gradient
     of_activations = len(ACTIVATIONS) * len(POLICIES) + 2 * (2 * len(ACTIVATIONS) + 1 + len(wide_block_cases()))
     assert len(jobs) == (of_activations + 3 * len([*paired_options(), *single_gradients()])) * 3
     assert {layer for job in check.plan_gradients() for layer in job_layer(job)} == {*comparisons.TORCH_LAYERS}

@@ -62,7 +62,7 @@ SHEET = Sheet(
             asked={
                 "bytes": Asked("bytes", "moved"),
                 "flops_per_byte": Asked("FLOPs for each byte", "4 * layer.R * layer.d * layer.h / moved"),
-                "limit": Asked(LIMITS, "'flops'"),
+                "limit": Asked(LIMITS, '"flops"'),
             },
             truth=_intensity,
             computed_by="moeblaze_ref.bench.floors.cost_of",

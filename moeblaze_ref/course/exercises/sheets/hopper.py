@@ -71,9 +71,9 @@ SHEET = Sheet(
             ),
             given={"layer": preset("mixtral").config, **GPU},
             asked={
-                "expert_down": Asked(LIMITS, "'flops'"),
-                "combine": Asked(LIMITS, "'bytes'"),
-                "d_w3": Asked(LIMITS, "'flops'"),
+                "expert_down": Asked(LIMITS, '"flops"'),
+                "combine": Asked(LIMITS, '"bytes"'),
+                "d_w3": Asked(LIMITS, '"flops"'),
             },
             truth=_limits,
             computed_by="moeblaze_ref.runtime.ceilings.Ceilings.bound",

@@ -62,7 +62,7 @@ SHEET = Sheet(
             given={"layer": preset("fine-grained").config},
             asked={
                 "hidden": Asked("bytes", "4 * layer.R * layer.h * layer.itemsize"),
-                "larger": Asked("'routed_x' or 'hidden'", "'routed_x'"),
+                "larger": Asked("'routed_x' or 'hidden'", '"routed_x"'),
             },
             truth=_second_wall,
             computed_by="moeblaze_ref.memory.accounting.account",

@@ -234,7 +234,7 @@ SHEET = Sheet(
             asked={
                 "buffer_if_d": Asked("bytes", "layer.R * 24_576 * layer.itemsize"),
                 "hidden_if_h": Asked("bytes", "layer.L * 24_576 * layer.itemsize"),
-                "symbol": Asked("'d' or 'h'", "'h'"),
+                "symbol": Asked("'d' or 'h'", '"h"'),
             },
             truth=_d_for_h,
             computed_by="moeblaze_ref.memory.accounting.account",
