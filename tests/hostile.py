@@ -46,7 +46,7 @@ def supervise_where_all_is_refused(*args):
 
 
 def supervise_until(path, *args):
-    """The checker's processes, whose time is over as soon as a file exists, in their temporary folder unless absolute."""
+    """The checker's processes: time is over as soon as a file exists, in their temporary folder unless absolute."""
     _, _, _, folder, _ = args
     seconds = lambda: time.monotonic() + 10**6 * Path(folder, path).exists()
     guard.time = types.SimpleNamespace(monotonic=seconds, sleep=time.sleep)

@@ -1,4 +1,4 @@
-"""Kernels for tests that ask whether a result is right, and not what it cost; and kernels with a fault planted in them."""
+"""Kernels for tests that ask whether a result is right, not what it cost; and kernels with a planted fault."""
 
 import math
 from collections.abc import Iterator

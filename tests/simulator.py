@@ -29,7 +29,7 @@ def counted_launch(kernel, blocks, threads, arguments, shared_bytes):
 
 
 def rerun(test):
-    """Run one test, such as "tests/test_x.py::test_y", in a fresh interpreter on the simulator, and expect it to pass."""
+    """Run one test, such as "tests/test_x.py::test_y", in a fresh interpreter on the simulator; it must pass."""
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}
     pytest = [sys.executable, "-m", "pytest", test]
     done = processes.run(pytest, env=environment)

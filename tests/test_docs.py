@@ -675,10 +675,13 @@ def test_a_wrong_line_is_found(line, tmp_path):
 RIGHT = """# A heading: with `code`
 
 [itself](#a-heading-with-code) [a site](https://nowhere.invalid/page) [a part](ROOT/docs/notation.md#golden-example)
-[`build`](ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py) [`block_exclusive_sum`](ROOT/kernels_cuda/include/common.cuh)
-[`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu) [`EXPECT`](ROOT/moeblaze_ref/verify/comparisons.py)
+[`build`](ROOT/moeblaze_ref/backends/numpy_ref/dispatch.py)
+[`block_exclusive_sum`](ROOT/kernels_cuda/include/common.cuh)
+[`dense_map`, `1_dense_map.cu`](ROOT/kernels_cuda/dispatch/1_dense_map.cu)
+[`EXPECT`](ROOT/moeblaze_ref/verify/comparisons.py)
 [`TILE`, `dispatch.TILE`][numpy] [numpy][] [`dispatch.py`][numpy]
-`backends.numpy_ref.dispatch.build(topk_experts, 4)` `core.structures.Dispatch.k` `torch.autograd.grad` `core.checks.MAX_TOP_K = 32`
+`backends.numpy_ref.dispatch.build(topk_experts, 4)` `core.structures.Dispatch.k` `torch.autograd.grad`
+`core.checks.MAX_TOP_K = 32`
 `dispatch/1_dense_map.cu` `kernels_cuda/` `pyproject.toml` `2 * d + 4 * h` `a.b + c`
 `moeblaze memory --preset conf1 --json`
 

@@ -1,4 +1,4 @@
-"""What is installed is what is written down: pyproject.toml, the locks, conda's environments, the Makefile, the wheel."""
+"""What is installed is what is written down: pyproject.toml, locks, conda's environments, the Makefile, the wheel."""
 
 import importlib.metadata
 import json

@@ -23,7 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Pack<Scalar, PACK> y_pack;
 #pragma unroll
     for (int i = 0; i < PACK; ++i)
-        y_pack.elements[i] = from_float<Scalar>(hidden_activation(to_float(a_pack.elements[i]), to_float(b_pack.elements[i])));
+        y_pack.elements[i] =
+            from_float<Scalar>(hidden_activation(to_float(a_pack.elements[i]), to_float(b_pack.elements[i])));
     store_pack(y_swi + at, y_pack);
 }
 

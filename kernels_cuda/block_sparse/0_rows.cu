@@ -1,7 +1,8 @@
 // block_sparse, shared by all rungs: rows into the bins, and the gradient of the gates.
 //
 // Purpose      rows[p] = x of the row's token, times its gate if there are gates, or zero in padding; and
-//              d_gates[slot] = <d_out, y> of every slot. The scatter back is the combine, or sum_rows, by the bins' rows.
+//              d_gates[slot] = <d_out, y> of every slot. The scatter back is the combine, or sum_rows, by the bins'
+//              rows.
 // Source       MegaBlocks (arXiv 2211.15841), section 5.2.
 // Idea         The routed rows are copied: this is the buffer (P, d) that MoEBlaze does without.
 // Runs on      sm_80 and newer; SIMT executor.
@@ -9,9 +10,12 @@
 //              whole warps.
 // Determinism  Same input, same bits: each element has one writer, sums run in a fixed order.
 //
-// kernel         grid                        block    shared bytes  bytes read                              bytes written
-// padded_gather  ceil(P d / PACK / THREADS)  THREADS  0             4 P d / PACK + s R d + 4 W R d / PACK   s P d
-// gate_gradient  ceil(32 R / THREADS)        THREADS  0             128 R + 2 s R d                         4 R
+// kernel         grid                        block    shared bytes
+//                bytes read                             bytes written
+// padded_gather  ceil(P d / PACK / THREADS)  THREADS  0
+//                4 P d / PACK + s R d + 4 W R d / PACK  s P d
+// gate_gradient  ceil(32 R / THREADS)        THREADS  0
+//                128 R + 2 s R d                        4 R
 // W is 1 if the rows are weighted by gates, else 0. Bound: memory.
 #include "common.cuh"
 #include "pack.cuh"

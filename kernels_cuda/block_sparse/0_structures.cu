@@ -15,8 +15,8 @@
 // pad_slots    ceil(R / THREADS)               THREADS  0             16 R         8 R
 // blocks       ceil(n / THREADS)               THREADS  0             8 n + 4 S    12 n
 // offsets      ceil((max(M, N) + 1) / THREADS)  THREADS  0             8 N + 4      4 (M + 1) + 4 (N + 1)
-// n stored blocks in M block rows and N = E h / BLOCK block columns; S steps that the searches of all n blocks for their
-// experts take, at most ceil(log2(E)) each. Bound: latency.
+// n stored blocks in M block rows and N = E h / BLOCK block columns; S steps that the searches of all n blocks for
+// their experts take, at most ceil(log2(E)) each. Bound: latency.
 #include "common.cuh"
 
 // Section 5.2: where the bins begin. One block of threads.

@@ -13,9 +13,9 @@
 // sdd     ceil(V / THREADS)       THREADS  0             8 V + 2 s V K                    s V
 // dsd     ceil(rows K / THREADS)  THREADS  0             8 rows K + 4 I H K + 2 s V K     s rows K
 // dds     ceil(N K / THREADS)     THREADS  0             8 N K + 8 H K + 2 s V K          s N K
-// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others a
-// dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. 2 V K FLOPs
-// each. Bound: memory.
+// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others
+// a dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. 2 V K
+// FLOPs each. Bound: memory.
 #include "sparse.cuh"
 
 // Sections 5.1 and 5.1.3: lhs (M, K), rhs (K, N) or, transposed, (N, K).

@@ -5,17 +5,22 @@
 // Idea         A block of threads computes 64 x 64 results inside one block row or column of S, so that all of them
 //              walk the same blocks: one of the matrix after another goes through shared memory.
 // Runs on      sm_80 and newer; SIMT executor.
-// Constants    Scalar storage type of s bytes; BLOCK; TRANSPOSE_LHS and TRANSPOSE_RHS; THREADS = 256 per block of threads.
+// Constants    Scalar storage type of s bytes; BLOCK; TRANSPOSE_LHS and TRANSPOSE_RHS; THREADS = 256 threads
+//              per block.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order.
 //
-// kernel  grid                          block    shared bytes  bytes read                                                    bytes written
-// sdd     n, T T                        THREADS  8704          8 THREADS blocks + 2 s H K T                                  s V
-// dsd     rows T / BLOCK, ceil(K / 64)  THREADS  8704          8 THREADS blocks + 4 I THREADS n T C + s V C + s H K T        s rows K
-// dds     ceil(K / 64), N T / BLOCK     THREADS  8704          8 THREADS blocks + 8 THREADS n T C + s V C + s H K T          s N K
-// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others a
-// dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. Tiles:
-// T = ceil(BLOCK / 64) along a block's side, C = ceil(K / 64) along K; blocks is the whole grid. 2 V K FLOPs each. Bound:
-// shared memory: a thread reads 8 floats for 16 products.
+// kernel  grid                          block    shared bytes
+//         bytes read                                              bytes written
+// sdd     n, T T                        THREADS  8704
+//         8 THREADS blocks + 2 s H K T                            s V
+// dsd     rows T / BLOCK, ceil(K / 64)  THREADS  8704
+//         8 THREADS blocks + 4 I THREADS n T C + s V C + s H K T  s rows K
+// dds     ceil(K / 64), N T / BLOCK     THREADS  8704
+//         8 THREADS blocks + 8 THREADS n T C + s V C + s H K T    s N K
+// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others
+// a dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. Tiles:
+// T = ceil(BLOCK / 64) along a block's side, C = ceil(K / 64) along K; blocks is the whole grid. 2 V K FLOPs each.
+// Bound: shared memory: a thread reads 8 floats for 16 products.
 #include "sparse.cuh"
 #include "tiled_matmul.cuh"
 

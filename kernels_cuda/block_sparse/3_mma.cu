@@ -11,12 +11,16 @@
 //              THREADS, a warp for each of its parts of a tile. K is a multiple of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel  grid                                    block    shared bytes                                    bytes read                                                           bytes written
-// sdd     n, Y X                                  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 THREADS blocks + s H K (X + Y)                                     s V
-// dsd     rows Y / BLOCK, ceil(K / TILE_COLUMNS)  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 THREADS blocks + s V C + s H K Y + 4 H (A Y C (I - 1) + G I)       s rows K
-// dds     ceil(K / TILE_ROWS), N X / BLOCK        THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)  8 THREADS blocks + s V R + s H K X + 4 H (B X R + 2 G)               s N K
-// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others a
-// dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. Tiles:
+// kernel  grid                                    block    shared bytes
+//         bytes read                                                      bytes written
+// sdd     n, Y X                                  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//         8 THREADS blocks + s H K (X + Y)                                s V
+// dsd     rows Y / BLOCK, ceil(K / TILE_COLUMNS)  THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//         8 THREADS blocks + s V C + s H K Y + 4 H (A Y C (I - 1) + G I)  s rows K
+// dds     ceil(K / TILE_ROWS), N X / BLOCK        THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//         8 THREADS blocks + s V R + s H K X + 4 H (B X R + 2 G)          s N K
+// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others
+// a dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. Tiles:
 // Y = ceil(BLOCK / TILE_ROWS) and X = ceil(BLOCK / TILE_COLUMNS) along a block's sides, R = ceil(K / TILE_ROWS) and
 // C = ceil(K / TILE_COLUMNS) along K; blocks is the whole grid. Indices are read for each 16 bytes that they lead to:
 // A = s TILE_ROWS / 16 or B = s TILE_COLUMNS / 16 in a line across a tile. G such places meet a line of a block in the
@@ -25,7 +29,7 @@
 #include "mma_matmul.cuh"
 #include "sparse.cuh"
 
-constexpr int ROW_PARTS = (BLOCK + TILE_ROWS - 1) / TILE_ROWS;           // tiles along a block's side
+constexpr int ROW_PARTS = (BLOCK + TILE_ROWS - 1) / TILE_ROWS;  // tiles along a block's side
 constexpr int COLUMN_PARTS = (BLOCK + TILE_COLUMNS - 1) / TILE_COLUMNS;
 constexpr Along RHS = TRANSPOSE_RHS ? Along::DEPTH : Along::SIDE;
 
@@ -97,7 +101,8 @@ __device__ __forceinline__ auto dense_lines(const Dense& dense, int first, int c
 extern "C" __global__ void __launch_bounds__(THREADS)
     sdd(const Scalar* lhs, const Scalar* rhs, const int* row_indices, const int* column_indices, Scalar* values,
         int nnz, int K, int rhs_rows, int rhs_width) {
-    const int first_line = blockIdx.y / COLUMN_PARTS * TILE_ROWS, first_column = blockIdx.y % COLUMN_PARTS * TILE_COLUMNS;
+    const int first_line = blockIdx.y / COLUMN_PARTS * TILE_ROWS,
+              first_column = blockIdx.y % COLUMN_PARTS * TILE_COLUMNS;
     const int lines = BLOCK - first_line, columns = BLOCK - first_column;
     const int row = row_indices[blockIdx.x] * BLOCK + first_line;
     const int column = column_indices[blockIdx.x] * BLOCK + first_column;

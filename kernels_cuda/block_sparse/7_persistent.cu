@@ -15,12 +15,12 @@
 // sdd     multiprocessors  512    230592        3080 (M / 128 blocks + Q) + (8 + 768 K) tiles    2 V
 // dsd     multiprocessors  512    230592        2056 rows / 128 C + 2 V C + 2 H K P + 4 I n P C  2 rows K
 // dds     multiprocessors  512    230592        2056 N / 128 C + 2 V C + 2 H K P + 8 n P C       2 N K
-// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others a
-// dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. There are
-// P = BLOCK / 128 tiles down a block and C = ceil(K / 256) along K. tiles are those of sdd, P ceil(BLOCK m / 256) in a
-// block row of m blocks, and Q their places in bands of BAND rows, each as wide as its widest row; blocks is the whole
-// grid. Threads that follow the tiles read both ends of a block row or column; of the storers only those of sdd. 2 V K
-// FLOPs each. Bound: tensor cores.
+// S is a matrix (M, N) of n blocks, which have H = n BLOCK lines and V = H BLOCK values. SDD has a depth K, the others
+// a dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. There
+// are P = BLOCK / 128 tiles down a block and C = ceil(K / 256) along K. tiles are those of sdd, P ceil(BLOCK m / 256)
+// in a block row of m blocks, and Q their places in bands of BAND rows, each as wide as its widest row; blocks is the
+// whole grid. Threads that follow the tiles read both ends of a block row or column; of the storers only those of sdd.
+// 2 V K FLOPs each. Bound: tensor cores.
 constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
 #undef BLOCK
 #include "hopper/gradients.cuh"
@@ -28,8 +28,8 @@ constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
 #include "sparse.cuh"
 
 static_assert(SIDE % TILE_ROWS == 0, "a tile's rows are those of one block");
-constexpr int TILES_DOWN = SIDE / TILE_ROWS;       // a block
-constexpr int STEPS_OF_BLOCK = SIDE / TILE_DEPTH;  // if it is the depth
+constexpr int TILES_DOWN = SIDE / TILE_ROWS;             // a block
+constexpr int STEPS_OF_BLOCK = SIDE / TILE_DEPTH;        // if it is the depth
 constexpr int HALVES = 2, HALF = TILE_COLUMNS / HALVES;  // of a tile's columns: what storers take over at once
 
 template <template <int> class Finished>

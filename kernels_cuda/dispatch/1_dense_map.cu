@@ -36,12 +36,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // Step 2a. A block counts the tokens in its expert's column.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_lengths(const int* dense_map, int* lengths, int L, int E) {
+extern "C" __global__ void __launch_bounds__(THREADS) expert_lengths(const int* dense_map, int* lengths, int L, int E) {
     const int expert = blockIdx.x;
     int tokens = 0;
-    for (long long token = threadIdx.x; token < L; token += THREADS)
-        tokens += dense_map[token * E + expert] != EMPTY;
+    for (long long token = threadIdx.x; token < L; token += THREADS) tokens += dense_map[token * E + expert] != EMPTY;
     const int length = block_sum<THREADS>(tokens);
     if (threadIdx.x == 0) lengths[expert] = length;
 }

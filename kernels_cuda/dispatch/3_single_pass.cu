@@ -14,10 +14,14 @@
 //
 // R counts the slots.
 //
-// kernel       grid   block         shared bytes                                        bytes read       bytes written
-// count_tiles  TILES  THREADS       2 E TEAMS                                           4 R              4 R + 4 E TILES
-// scan_tiles   E      SCAN_THREADS  4 SCAN_THREADS / 32                                 4 E TILES        4 E TILES + 4 E
-// route_tiles  TILES  THREADS       4 TEAMS STEPS K + 4 E + 2 E TEAMS + 4 THREADS / 32  4 R + 8 E TILES  8 R + 4 E + 4
+// kernel       grid   block         shared bytes
+//              bytes read       bytes written
+// count_tiles  TILES  THREADS       2 E TEAMS
+//              4 R              4 R + 4 E TILES
+// scan_tiles   E      SCAN_THREADS  4 SCAN_THREADS / 32
+//              4 E TILES        4 E TILES + 4 E
+// route_tiles  TILES  THREADS       4 TEAMS STEPS K + 4 E + 2 E TEAMS + 4 THREADS / 32
+//              4 R + 8 E TILES  8 R + 4 E + 4
 // TEAMS = THREADS / 32 floor(32 / K), TILES = ceil(L / (STEPS TEAMS)). Bytes are those that threads ask
 // for. Bound: 20 R bytes, since nothing grows as L E; the counts add 20 E TILES, 1/32 of that when a
 // tile has 32 rows for each expert. At L = 2**20, E = 128, k = 8: 168 + 5 MB, 41 us at 4.2 TB/s, and
@@ -170,9 +174,9 @@ struct __align__(4) Row {
 extern "C" __global__ void __launch_bounds__(THREADS)
     route_tiles(const int* topk_experts, const int* tile_bases, int* expert_token_indices, int* expert_token_offsets,
                 int* token_index_map, int R, int E) {
-    DYNAMIC_SHARED(Row, ordered);                                // (TILE,)
-    int* const shift = reinterpret_cast<int*>(ordered + TILE);   // (E,)
-    Count* const counts = reinterpret_cast<Count*>(shift + E);   // (TEAMS, E)
+    DYNAMIC_SHARED(Row, ordered);                               // (TILE,)
+    int* const shift = reinterpret_cast<int*>(ordered + TILE);  // (E,)
+    Count* const counts = reinterpret_cast<Count*>(shift + E);  // (TEAMS, E)
     const Tile tile = tile_of_block(R);
     const Slots slots = count_runs(topk_experts, tile, E, counts);
     const int rows = place_experts(tile_bases, E, counts, shift, expert_token_offsets);

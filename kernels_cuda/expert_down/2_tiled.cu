@@ -10,10 +10,14 @@
 // Constants    Scalar storage of s bytes, ACTIVATION, THREADS = 256 per block.
 // Determinism  Same input, same bits: each output element has one writer, sums run in order, d_gates tile by tile.
 //
-// kernel       grid                              block    shared bytes  bytes read                                                        bytes written
-// expert_down  R / 64 + min(E, R), ceil(d / 64)  THREADS  8716          8 E blocks + s R h D + s d h tiles                                s R d
-// d_hidden     R / 64 + min(E, R), ceil(h / 64)  THREADS  25612         8 E blocks + 8 R C + s R d C + s d h tiles + s R h G              s R h (1 + G) + 4 R C
-// d_w3         ceil(h / 64), ceil(d / 64), E     THREADS  8704          8 THREADS blocks + s R h D + 4 R d C + s R d C                    s E h d
+// kernel       grid                              block    shared bytes
+//              bytes read                                            bytes written
+// expert_down  R / 64 + min(E, R), ceil(d / 64)  THREADS  8716
+//              8 E blocks + s R h D + s d h tiles                    s R d
+// d_hidden     R / 64 + min(E, R), ceil(h / 64)  THREADS  25612
+//              8 E blocks + 8 R C + s R d C + s d h tiles + s R h G  s R h (1 + G) + 4 R C
+// d_w3         ceil(h / 64), ceil(d / 64), E     THREADS  8704
+//              8 THREADS blocks + s R h D + 4 R d C + s R d C        s E h d
 // G is 2 with a gated activation, else 1; C = ceil(h / 64), D = ceil(d / 64); tiles is the sum
 // over the experts of ceil(rows / 64); blocks is the whole grid. 2 R d h FLOPs a GEMM.
 #include "expert_rows.cuh"
@@ -22,7 +26,8 @@
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
+    expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h,
+                int E) {
     const RowTile tile = find_row_tile<TILE>(expert_token_offsets, E, blockIdx.x);
     if (tile.rows == 0) return;
     const int first_column = blockIdx.y * TILE;

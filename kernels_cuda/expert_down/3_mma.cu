@@ -14,10 +14,18 @@
 //              are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel       grid                                               block    shared bytes                                                                                   bytes read                                                        bytes written
-// expert_down  R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)  THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)                                            8 E blocks + s R h D + s d h tiles                                s R d
-// d_hidden     R / TILE_ROWS + min(E, R), ceil(h / TILE_COLUMNS)  THREADS  12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS) + 4 TILE_ROWS TILE_COLUMNS / WARP_COLUMNS  8 E blocks + 4 K R J + s R d J + s d h tiles + s R h G + R h / 2  s R h (1 + G) + 4 R J
-// d_w3         ceil(h / TILE_ROWS), ceil(d / TILE_COLUMNS), E     THREADS  s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)                                                 8 THREADS blocks + s R h D + s R d H + 4 B R H D                  s E h d
+// kernel       grid                                               block
+//              shared bytes
+//              bytes read                                                        bytes written
+// expert_down  R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)  THREADS
+//              12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//              8 E blocks + s R h D + s d h tiles                                s R d
+// d_hidden     R / TILE_ROWS + min(E, R), ceil(h / TILE_COLUMNS)  THREADS
+//              12 + s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS) + 4 TILE_ROWS TILE_COLUMNS / WARP_COLUMNS
+//              8 E blocks + 4 K R J + s R d J + s d h tiles + s R h G + R h / 2  s R h (1 + G) + 4 R J
+// d_w3         ceil(h / TILE_ROWS), ceil(d / TILE_COLUMNS), E     THREADS
+//              s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS)
+//              8 THREADS blocks + s R h D + s R d H + 4 B R H D                  s E h d
 // G is 2 with a gated activation, else 1. D = ceil(d / TILE_COLUMNS), J = ceil(h / TILE_COLUMNS),
 // H = ceil(h / TILE_ROWS). A line's number in a list is read for each 16 bytes of it: K = s TILE_DEPTH / 16 of a
 // stage, B = s TILE_COLUMNS / 16 of a tile; a gate for each eight elements of its row. tiles is the sum over the
@@ -29,7 +37,8 @@
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
+    expert_down(const Scalar* y_swi, const Scalar* w3, const int* expert_token_offsets, Scalar* y, int d, int h,
+                int E) {
     const Place place = place_in_bands();
     const RowTile& tile = find_row_tile<TILE_ROWS>(expert_token_offsets, E, place.row_tile);
     if (tile.rows == 0) return;
@@ -71,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return hidden;
     };
     float terms[WarpResults<1>::LINES] = {};  // of the gates' gradients
-    sums.each(load, [&](int line, int row, int column, const float(&values)[1][8], Hidden& hidden) {
+    sums.each(load, [&](int line, int row, int column, const float (&values)[1][8], Hidden& hidden) {
         if (!inside(row, column)) return;
         Eight y;
 #pragma unroll

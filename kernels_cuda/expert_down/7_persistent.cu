@@ -11,10 +11,14 @@
 // Constants    Scalar, __half or __nv_bfloat16; ACTIVATION. d and h are multiples of 8.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel       grid             block  shared bytes  bytes read                                                              bytes written
-// expert_down  multiprocessors  512    230592        (1540 E + 508) blocks + 2 h boxes D + 2 d h tiles                       2 R d
-// d_hidden     multiprocessors  512    230592        2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G  2 R h (1 + G) + 4 R C
-// d_w3         multiprocessors  512    232196        4 (E + 1) blocks + (3072 E + 512 (tiles + X)) W C + 2 R d C + 2 R h W   2 E h d
+// kernel       grid             block  shared bytes
+//              bytes read                                                              bytes written
+// expert_down  multiprocessors  512    230592
+//              (1540 E + 508) blocks + 2 h boxes D + 2 d h tiles                       2 R d
+// d_hidden     multiprocessors  512    230592
+//              2048 E blocks + (4096 + 256 d) tiles C + 2 d h tiles + 4 R C + 2 R h G  2 R h (1 + G) + 4 R C
+// d_w3         multiprocessors  512    232196
+//              4 (E + 1) blocks + (3072 E + 512 (tiles + X)) W C + 2 R d C + 2 R h W   2 E h d
 // G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
@@ -165,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(HiddenCrew::BLOCK, 1)
         HiddenGradients{gate_of_row, a, b, d_a, d_b, gated_y, gate_terms, h, shared.ahead});
 }
 
-// Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered. Made transposed: the gathered operand
-// is the smaller one, since a copy by cp.async costs more than one by TMA.
+// Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered. Made transposed: the gathered
+// operand is the smaller one, since a copy by cp.async costs more than one by TMA.
 using WeightCrew = Crew<4, 4, true, true, true>;
 extern "C" __global__ void __launch_bounds__(WeightCrew::BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,

@@ -10,9 +10,12 @@
 //              TILE_DEPTH, STAGES, WARP_ROWS, WARP_COLUMNS and BAND, see mma_matmul.cuh; d and h are multiples of 8.
 // Determinism  Same input, same bits: a token's rows are added in the order of its experts.
 //
-// kernel      grid                                         block    shared bytes     bytes read                                              bytes written
-// add_expert  ceil(L / TILE_ROWS), ceil(d / TILE_COLUMNS)  THREADS  8 TILE_ROWS + Q  8 THREADS blocks + (s h + 8) R D + s d h tiles + 4 R d  4 R d
-// round_sums  ceil(L d / THREADS)                          THREADS  0                4 L d                                                   s L d
+// kernel      grid                                         block    shared bytes
+//             bytes read                                              bytes written
+// add_expert  ceil(L / TILE_ROWS), ceil(d / TILE_COLUMNS)  THREADS  8 TILE_ROWS + Q
+//             8 THREADS blocks + (s h + 8) R D + s d h tiles + 4 R d  4 R d
+// round_sums  ceil(L d / THREADS)                          THREADS  0
+//             4 L d                                                   s L d
 // Bytes of add_expert are those of its E launches together; blocks is the grid of all of them. D = ceil(d /
 // TILE_COLUMNS); tiles is the sum over the experts of ceil(rows / TILE_ROWS). Without tensor cores a tile is 64 x 64.
 // Q is the product's: s STAGES TILE_DEPTH (TILE_ROWS + TILE_COLUMNS) on tensor cores, else 8704. 2 R d h FLOPs.
@@ -45,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (inside(row, column)) so_far.load(sums_at(row, column));
         return so_far;
     };
-    each_product(products, load, [&](int row, int column, const float(&values)[NEIGHBOURS], TokenSums& so_far) {
+    each_product(products, load, [&](int row, int column, const float (&values)[NEIGHBOURS], TokenSums& so_far) {
         if (!inside(row, column)) return;
         so_far.add(targets.gates[row], values);
         so_far.store(sums_at(row, column));

@@ -8,8 +8,10 @@
 // Constants    As in as_printed.cu.
 // Determinism  None: float sums depend on their order, and the order on which block comes first.
 //
-// kernel    grid                                                 block    shared bytes          bytes read                                        bytes written
-// add_rows  R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)    THREADS  12 + 8 TILE_ROWS + Q  8 E blocks + (s h + 8) R D + s d h tiles + 4 R d  4 R d
+// kernel    grid                                               block    shared bytes
+//           bytes read                                        bytes written
+// add_rows  R / TILE_ROWS + min(E, R), ceil(d / TILE_COLUMNS)  THREADS  12 + 8 TILE_ROWS + Q
+//           8 E blocks + (s h + 8) R D + s d h tiles + 4 R d  4 R d
 // Symbols as in as_printed.cu. An atomic addition reads and writes its 4 bytes. Bound: as there.
 #include "down_product.cuh"
 
@@ -27,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     struct Unread {};
     auto load = [](int, int) { return Unread{}; };
-    each_product(products, load, [&](int row, int column, const float(&values)[NEIGHBOURS], Unread&) {
+    each_product(products, load, [&](int row, int column, const float (&values)[NEIGHBOURS], Unread&) {
         const int i = first_column + column;
         if (row >= tile.rows || i >= d) return;
         float* const sums_of_row = sums + (long long)targets.tokens[row] * d + i;

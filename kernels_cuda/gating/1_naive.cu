@@ -11,11 +11,16 @@
 //              if the load-balancing loss has a gradient.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel                grid               block    shared bytes    bytes read                                                           bytes written
-// softmax_top_k         ceil(L / THREADS)  THREADS  0               4 L E (k + 2) + 4 R                                                  4 L E + 12 R
-// d_logits              ceil(L / THREADS)  THREADS  0               (12 L E + 4 L) (1 + BALANCE) + 4 R (6 + BALANCE) + 16 R RENORMALIZE  4 L E + 4 R
-// load_balancing_terms  ceil(L / THREADS)  THREADS  4 THREADS / 32  8 L E                                                                4 blocks
-// router_z_terms        ceil(L / THREADS)  THREADS  4 THREADS / 32  8 L E                                                                4 blocks
+// kernel                grid               block    shared bytes
+//                       bytes read                                                           bytes written
+// softmax_top_k         ceil(L / THREADS)  THREADS  0
+//                       4 L E (k + 2) + 4 R                                                  4 L E + 12 R
+// d_logits              ceil(L / THREADS)  THREADS  0
+//                       (12 L E + 4 L) (1 + BALANCE) + 4 R (6 + BALANCE) + 16 R RENORMALIZE  4 L E + 4 R
+// load_balancing_terms  ceil(L / THREADS)  THREADS  4 THREADS / 32
+//                       8 L E                                                                4 blocks
+// router_z_terms        ceil(L / THREADS)  THREADS  4 THREADS / 32
+//                       8 L E                                                                4 blocks
 // Bytes are those that threads ask for; blocks is the whole grid. Bound: memory. Neighbouring
 // threads read 4 E bytes apart: from E = 8 on, every logit asks for a 32-byte sector of its own,
 // and the choice alone reads the row k times.

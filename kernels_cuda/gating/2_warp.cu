@@ -14,11 +14,16 @@
 //              load-balancing loss has a gradient.
 // Determinism  Same input, same bits: each output element has one writer, sums have a fixed order.
 //
-// kernel                grid                  block    shared bytes              bytes read                                                     bytes written
-// softmax_top_k         ceil(32 L / THREADS)  THREADS  8 THREADS (PER_LANE + 2)  4 L E                                                          4 L E + 8 R
-// d_logits              ceil(32 L / THREADS)  THREADS  0                         4 L E (1 + BALANCE) + 4 R (3 + BALANCE) + 128 L (1 + BALANCE)  4 L E + 4 R
-// load_balancing_terms  ceil(32 L / THREADS)  THREADS  4 THREADS / 32            8 L E                                                          4 blocks
-// router_z_terms        ceil(32 L / THREADS)  THREADS  4 THREADS / 32            4 L E                                                          4 blocks
+// kernel                grid                  block    shared bytes
+//                       bytes read                                                     bytes written
+// softmax_top_k         ceil(32 L / THREADS)  THREADS  8 THREADS (PER_LANE + 2)
+//                       4 L E                                                          4 L E + 8 R
+// d_logits              ceil(32 L / THREADS)  THREADS  0
+//                       4 L E (1 + BALANCE) + 4 R (3 + BALANCE) + 128 L (1 + BALANCE)  4 L E + 4 R
+// load_balancing_terms  ceil(32 L / THREADS)  THREADS  4 THREADS / 32
+//                       8 L E                                                          4 blocks
+// router_z_terms        ceil(32 L / THREADS)  THREADS  4 THREADS / 32
+//                       4 L E                                                          4 blocks
 // Bytes are those that threads ask for; blocks is the whole grid. Bound: memory, 8 L E + 8 R bytes
 // for softmax_top_k and 8 L E + 12 R for d_logits; they find the shares, and the losses' gradients that
 // every lane asks for, in the cache. At L = 262,144, E = 128, k = 8: 285 MB, 68 us at 4.2 TB/s. Each

@@ -2,7 +2,7 @@
 #pragma once
 
 #ifndef MOEBLAZE_SIMT
-#define DYNAMIC_SHARED(type, name)                                   \
+#define DYNAMIC_SHARED(type, name)                                  \
     extern __shared__ __align__(16) unsigned char dynamic_shared[]; \
     type* const name = reinterpret_cast<type*>(dynamic_shared)
 #endif

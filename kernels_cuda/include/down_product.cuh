@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiply_rows(Products& products, const Scalar* 
 template <class Load, class Visit>
 __device__ __forceinline__ void each_product(const Products& products, Load load, Visit visit) {
     using Loaded = decltype(load(0, 0));
-    products.each(load, [&](int, int row, int column, const float(&values)[1][NEIGHBOURS], Loaded& loaded) {
+    products.each(load, [&](int, int row, int column, const float (&values)[1][NEIGHBOURS], Loaded& loaded) {
         visit(row, column, values[0], loaded);
     });
 }

@@ -38,7 +38,8 @@ __device__ const RowTile& find_row_tile(const int* expert_token_offsets, int E, 
             const int end = expert < E ? expert_token_offsets[expert + 1] : 0;
             const int tiles = (end - begin + SIZE - 1) / SIZE;
             const int index = number - tiles_before - warp_exclusive_sum(tiles);  // inside this expert
-            if (index >= 0 && index < tiles) found = {expert, begin + index * SIZE, min(SIZE, end - begin - index * SIZE)};
+            if (index >= 0 && index < tiles)
+                found = {expert, begin + index * SIZE, min(SIZE, end - begin - index * SIZE)};
             tiles_before += warp_sum(tiles);
         }
     }

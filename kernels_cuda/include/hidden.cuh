@@ -46,7 +46,8 @@ __device__ __forceinline__ void store_hidden(Scalar* a, Scalar* b, Scalar* y_swi
             float a_pair[2], b_pair[2];
             unpack<Scalar>(a_chunk.words[i], a_pair);
             unpack<Scalar>(b_chunk.words[i], b_pair);
-            y.words[i] = packed<Scalar>(hidden_activation(a_pair[0], b_pair[0]), hidden_activation(a_pair[1], b_pair[1]));
+            y.words[i] =
+                packed<Scalar>(hidden_activation(a_pair[0], b_pair[0]), hidden_activation(a_pair[1], b_pair[1]));
         }
         *reinterpret_cast<Chunk*>(y_swi + at) = y;
     }

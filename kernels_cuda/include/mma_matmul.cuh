@@ -79,8 +79,7 @@ struct WarpResults {
 #pragma unroll
             for (int r = 0; r < RESULTS; ++r) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    eights[r][i] = values[r][line / 2][4 * group + i / 2][line % 2 * 2 + i % 2];
+                for (int i = 0; i < 8; ++i) eights[r][i] = values[r][line / 2][4 * group + i / 2][line % 2 * 2 + i % 2];
                 regroup_in_quad(eights[r]);
             }
             visit(line, row(line), column(group), eights, loaded[now]);
@@ -94,7 +93,7 @@ __device__ __forceinline__ Nothing load_nothing(int, int) { return {}; }
 // Stores a tile, rounded, from where `target` points on: its rows and columns that lie inside; rows are `pitch` apart.
 __device__ __forceinline__ void store_tile(const WarpResults<1>& results, Scalar* target, int rows, int columns,
                                            int pitch) {
-    results.each(load_nothing, [&](int, int row, int column, const float(&values)[1][8], Nothing) {
+    results.each(load_nothing, [&](int, int row, int column, const float (&values)[1][8], Nothing) {
         if (row >= rows || column >= columns) return;
         Eight rounded;
 #pragma unroll
@@ -174,7 +173,7 @@ __device__ __forceinline__ void mma_matmul(WarpResults<RESULTS>& results, int de
                 for (int m = 0; m < M; ++m)
 #pragma unroll
                     for (int n = 0; n < N; ++n) {
-                        const unsigned(&both)[4] = b_fragments[part % 2][r][n];
+                        const unsigned (&both)[4] = b_fragments[part % 2][r][n];
                         multiply<Scalar>(results.values[r][m][2 * n], a_fragments[part % 2][m], {both[0], both[1]});
                         multiply<Scalar>(results.values[r][m][2 * n + 1], a_fragments[part % 2][m], {both[2], both[3]});
                     }

@@ -33,7 +33,7 @@ template <class Element>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
 template <>
 __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const unsigned (&a)[4],
-                                                           const unsigned (&b)[2]) {
+                                                            const unsigned (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -112,9 +112,7 @@ struct SimtMma {
     unsigned a[4], b[2];
     float* d;
 
-    static float element(unsigned word, unsigned half) {
-        return float(reinterpret_cast<const Element*>(&word)[half]);
-    }
+    static float element(unsigned word, unsigned half) { return float(reinterpret_cast<const Element*>(&word)[half]); }
     // Lane 4 g + t holds rows g and g + 8 of A and D, column g of B; t says which neighbours.
     static void exchange(void* const* lanes) {
         float a[16][16], b[16][8];
@@ -145,7 +143,8 @@ struct SimtMmaTf32 {
             for (unsigned i = 0; i < 4; ++i) a[g + 8 * (i % 2)][t + 4 * (i / 2)] = __int_as_float(mine.a[i]);
             for (unsigned i = 0; i < 2; ++i) b[t + 4 * i][g] = __int_as_float(mine.b[i]);
         });
-        simt_each_lane<SimtMmaTf32>(lanes, [&](unsigned lane, SimtMmaTf32& mine) { simt_multiply(a, b, lane, mine.d); });
+        simt_each_lane<SimtMmaTf32>(lanes,
+                                    [&](unsigned lane, SimtMmaTf32& mine) { simt_multiply(a, b, lane, mine.d); });
     }
 };
 inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMT_HERE) {
@@ -171,8 +170,8 @@ struct SimtLdmatrix {
                 auto at = [&](unsigned r, unsigned c) {
                     return unsigned(static_cast<SimtLdmatrix*>(lanes[8 * matrix + r])->row[c]);
                 };
-                mine.registers[matrix] = TRANSPOSED ? at(2 * t, g) | at(2 * t + 1, g) << 16
-                                                    : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
+                mine.registers[matrix] =
+                    TRANSPOSED ? at(2 * t, g) | at(2 * t + 1, g) << 16 : at(g, 2 * t) | at(g, 2 * t + 1) << 16;
             }
         });
     }

@@ -30,7 +30,8 @@ struct Blocks {
 };
 
 template <bool BY_COLUMN>
-__device__ __forceinline__ Blocks<BY_COLUMN> blocks_of(const int* offsets, const int* others, const int* order, int index) {
+__device__ __forceinline__ Blocks<BY_COLUMN> blocks_of(const int* offsets, const int* others, const int* order,
+                                                       int index) {
     const int first = offsets[index];
     return {others, order, first, offsets[index + 1] - first};
 }

@@ -36,9 +36,7 @@ struct Lines {
     const int* list = nullptr;
 
     // The line's number in the matrix, or -1. A list is read here, one step ahead of the line itself.
-    __device__ __forceinline__ int number(int line) const {
-        return line < count ? (GATHERED ? list[line] : line) : -1;
-    }
+    __device__ __forceinline__ int number(int line) const { return line < count ? (GATHERED ? list[line] : line) : -1; }
     // Where a line's elements from `at` on begin, or null.
     __device__ __forceinline__ const Scalar* chunk(int number, int at) const {
         return number >= 0 && at < width ? matrix + (long long)number * pitch + at : nullptr;

@@ -16,7 +16,8 @@ enum class Along { DEPTH, SIDE };  // the axis along which an operand's elements
 
 // element(side, depth) -> float, copied so that neighbouring threads read neighbouring elements.
 template <Along ALONG, class Element>
-__device__ __forceinline__ void load_tile(float (&tile)[TILE_DEPTH][TILE + CORNER], int first, int depth, Element element) {
+__device__ __forceinline__ void load_tile(float (&tile)[TILE_DEPTH][TILE + CORNER], int first, int depth,
+                                          Element element) {
     for (int i = threadIdx.x; i < TILE * TILE_DEPTH; i += TILE_THREADS) {
         const int side = ALONG == Along::DEPTH ? i / TILE_DEPTH : i % TILE;
         const int p = ALONG == Along::DEPTH ? i % TILE_DEPTH : i / TILE;

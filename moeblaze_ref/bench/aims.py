@@ -215,7 +215,8 @@ def _on_products(found: results.Result) -> str:
         return ""
     said = ", ".join(f"{name} {percent:.0f}%" for name, percent in asked.items())
     return (
-        f"\n\nTo be so many times as fast as `{PEER}` asks for this much of the rate that cuBLAS's dense product had in "
+        f"\n\nTo be so many times as fast as `{PEER}` asks for this much of the rate that "
+        "cuBLAS's dense product had in "
         f"turns with it, when the clocks had fallen: {said}. Beyond 100% a step, with all its gathers, activations and "
         "sums, would have to outrun the dense product."
     )

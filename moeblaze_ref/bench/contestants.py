@@ -1,5 +1,6 @@
-"""Every system that is timed as a layer, by name, on the weights of one: ours, of `moeblaze_ref.nn.systems`, the peers in
-plain torch, and the layers of other projects.
+"""Every system that is timed as a layer, by name, on the weights of one.
+
+These are ours, of `moeblaze_ref.nn.systems`, the peers in plain torch, and the layers of other projects.
 
 A fixed capacity drops what has no room, so it computes another function than the others: `kept_choices` says, by the
 specification, which choices it computes, and it is compared with the oracle over those alone.

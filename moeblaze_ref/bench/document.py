@@ -88,8 +88,8 @@ def _is_skewed(row: dict[str, Any]) -> bool:
     return row.get("routing", "uniform") != "uniform"
 
 
-# What became of a trial: its kernel works so now; it did, until something else came in its place; it does not; or it was
-# never meant to, and shows what a part of the work costs.
+# What became of a trial: its kernel works so now; it did, until something else came in its place; it does not; or it
+# was never meant to, and shows what a part of the work costs.
 VERDICTS = ("adopted", "replaced", "rejected", "measured")
 
 
@@ -117,8 +117,8 @@ def signed(percent: float) -> str:
 def _trials() -> str:
     """The table of `trials`: single ones, noted when they were made."""
     rows = [
-        f"| {trial['verdict']} | {trial['trial']} | {trial['kernel']} | {trial['preset']} | {trial['without_ms']:.2f} | "
-        f"{trial['with_ms']:.2f} | {change_text(trial)} | {trial['commit']} |"
+        f"| {trial['verdict']} | {trial['trial']} | {trial['kernel']} | {trial['preset']} | {trial['without_ms']:.2f} "
+        f"| {trial['with_ms']:.2f} | {change_text(trial)} | {trial['commit']} |"
         for trial in trials()
     ]
     head = [

@@ -197,7 +197,8 @@ def why(found: results.Result) -> str:
     names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %", "L2 link %")
     cells = [
         (preset, name, f"{_share(row, dense, report.busy_ghz):.0f}",
-         f"{_share(row, dense, lambda r: r['tensor_pct']):.0f}", f"{_share(row, dense, lambda r: r['sm_clock_ghz']):.0f}",
+         f"{_share(row, dense, lambda r: r['tensor_pct']):.0f}",
+         f"{_share(row, dense, lambda r: r['sm_clock_ghz']):.0f}",
          f"{row['duration_ms']:.2f}", f"{_behind_ms(row, dense):.2f}", f"{row['dram_pct']:.0f}", f"{row['l2_pct']:.0f}",
          f"{row['l2_link_pct']:.0f}")
         for preset, (rows, dense) in _by_preset(found).items()
@@ -221,7 +222,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def facts(found: results.Result) -> str:
-    """What the counters say of idle cycles and clocks, an item for each layer, and of the warps' waits in all of them."""
+    """Idle cycles and clocks by the counters, an item for each layer, and the warps' waits in all layers."""
     shown = _by_preset(found)
     if not shown:
         return ""
@@ -234,8 +235,8 @@ def _furthest(rows: Sequence[Row], dense: Row) -> str:
     first, *_ = rows
     behind = sum(max(0.0, _behind_ms(row, dense)) for row in rows)
     return (
-        f"furthest behind: `{first['kernel']}`, {_behind_ms(first, dense):.2f} ms of the {behind:.2f} that these launches "
-        f"are behind"
+        f"furthest behind: `{first['kernel']}`, {_behind_ms(first, dense):.2f} ms of the {behind:.2f} that these "
+        f"launches are behind"
     )
 
 

@@ -2,7 +2,8 @@
 
 Counted is what no implementation can leave out: every input read once, every output written once, two FLOPs for each
 multiply-add of a product. A stage's floor is the longer of the two times, at the rates of a large dense product and
-of a device copy that were measured in the same run, before anything heated the device. Symbols as in the MoEBlaze paper.
+of a device copy that were measured in the same run, before anything heated the device. Symbols as in the MoEBlaze
+paper.
 """
 
 from collections.abc import Callable

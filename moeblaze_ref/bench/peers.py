@@ -138,7 +138,7 @@ SYSTEMS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, str] | 
 
 
 def peer(system: str, parameters: RoutedExperts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A peer as a function of x, on the weights of ``parameters``; compiled anew, for the shapes that it meets alone."""
+    """A peer as a function of x, on the weights of ``parameters``; compiled anew for the shapes that it meets."""
     layer, options = SYSTEMS[system]
     if options is not None:
         layer = torch.compile(layer, dynamic=False, fullgraph=True, **options)

@@ -1,4 +1,4 @@
-"""The ``moeblaze`` command: doctor, check, sanitize, bench, paper, tune, memory, train, evidence, trace, place, demo."""
+"""The ``moeblaze`` command and its subcommands."""
 
 import functools
 import json
@@ -386,7 +386,7 @@ def tune(
     force: Force = False,
     as_json: AsJson = False,
 ):
-    """Time every tile that a tensor-core kernel may be compiled for, on a GPU, and choose one for each kind of layer."""
+    """Time every tile that a tensor-core kernel may have, on a GPU, and choose one for each kind of layer."""
     from moeblaze_ref.bench import plan, stages
     from moeblaze_ref.bench import tune as tuning
 

@@ -1,4 +1,4 @@
-"""Documents with blocks that are written from results: all between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``."""
+"""Documents with blocks that are written from results, between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

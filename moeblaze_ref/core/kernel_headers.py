@@ -7,6 +7,7 @@ in its docstring. Both write formulas as a paper does, where neighbours are mult
 """
 
 import ast
+import itertools
 import math
 import operator
 import re
@@ -36,23 +37,37 @@ def table(text: str) -> dict[str, dict[str, str]]:
     Parameters
     ----------
     text : str
-        The file. Cells are at least two blanks apart; the table ends at the first line with other
-        than the first line's number of cells.
+        The file. Cells are at least two blanks apart. A row may go on in indented lines below it, as in
+
+            // kernel  grid                     block
+            //         bytes read               bytes written
+            // d_w     ceil(d / 64), E          THREADS
+            //         8 THREADS blocks + 4 R   s E d h
+
+        The table ends at the first row with other than the first row's number of cells.
 
     Returns
     -------
     dict
         {kernel: {column: cell}}, empty if there is no line "// kernel  grid  ...".
     """
-    lines = [_cells(line) for line in text.splitlines()]
-    starts = [i for i, cells in enumerate(lines) if cells[:2] == ["kernel", "grid"]]
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if _cells(line)[:2] == ["kernel", "grid"]]
     if not starts:
         return {}
-    columns, rows = lines[starts[0]], {}
-    for cells in lines[starts[0] + 1 :]:
-        if len(cells) != len(columns):
-            break
-        rows[cells[0]] = dict(zip(columns, cells, strict=True))
+    columns, *below = _rows(lines[starts[0] :])
+    rows = itertools.takewhile(lambda cells: len(cells) == len(columns), below)
+    return {cells[0]: dict(zip(columns, cells, strict=True)) for cells in rows}
+
+
+def _rows(lines: list[str]) -> list[list[str]]:
+    """The cells of each row, those of its indented lines included."""
+    rows: list[list[str]] = []
+    for line in lines:
+        if rows and line.startswith("//  "):
+            rows[-1] += _cells(line)
+        else:
+            rows.append(_cells(line))
     return rows
 
 

@@ -1,9 +1,9 @@
 """Routing traces: which experts every token chose in every MoE layer, as one npz file.
 
 A file holds `topk` (tokens, layers, k) and, if known, `seq` and `pos` (tokens,): which sequence a token belongs to and
-where in it; `token` (tokens,) uint8, the byte that was read; `seq_kind`, what kind of text each sequence is. `info` is a
-JSON object: `experts` is E, `model` names the model; all else in it says where the trace comes from. `num_experts` and
-`model` may be arrays of their own instead.
+where in it; `token` (tokens,) uint8, the byte that was read; `seq_kind`, what kind of text each sequence is. `info` is
+a JSON object: `experts` is E, `model` names the model; all else in it says where the trace comes from. `num_experts`
+and `model` may be arrays of their own instead.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Files that are being filled, each beside the place that it is for.
 
-A file is locked as long as its process fills it. One that is not locked was left by a killed process, and the next write
-into its folder removes it.
+A file is locked as long as its process fills it. One that is not locked was left by a killed process, and the next
+write into its folder removes it.
 """
 
 import fcntl

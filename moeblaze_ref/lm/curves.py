@@ -16,7 +16,8 @@ from moeblaze_ref.lm import checkpoint, log
 from moeblaze_ref.lm.run import CHECKPOINT, LOG
 from moeblaze_ref.lm.train import TrainSettings
 
-# What each run changes in the settings. Other weights would be another model: the order of the text has a seed of its own.
+# What each run changes in the settings. Other weights would be another model: the order of the text has a seed of its
+# own.
 RUNS: dict[str, dict[str, Any]] = {
     "oracle": {"layer": "oracle"},
     "oracle-other-order": {"layer": "oracle", "order_seed": 1},

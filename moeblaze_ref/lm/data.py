@@ -48,8 +48,8 @@ class Corpus:
 def python_help() -> Corpus:
     """Python's help topics (those that ``help("LOOPING")`` and its like print), split by topic.
 
-    The two parts share no paragraph. Topics quote each other: a paragraph is kept once, and not for training if a validation
-    topic has it. The text, about 370 kB, is the same with every Python: the package carries it.
+    The two parts share no paragraph. Topics quote each other: a paragraph is kept once, and not for training if a
+    validation topic has it. The text, about 370 kB, is the same with every Python: the package carries it.
     """
     topics = dict(topic.split("\n", 1) for topic in HELP.read_text("utf-8").split("\f")[1:])
     names = sorted(topics)

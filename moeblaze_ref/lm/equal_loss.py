@@ -1,9 +1,9 @@
 """Whether a layer trains as the oracle does: models that start with the same weights, on the same text, step by step.
 
 Two layers that compute the same function in float32 still round differently, and training carries the difference on.
-With the oracle's choice of experts replayed nothing else can part them. With free routing, rounding makes a token choose
-another expert at some step, and from there on the two are different runs: as different as two oracles that only sum in
-another order, which is what they are held against.
+With the oracle's choice of experts replayed nothing else can part them. With free routing, rounding makes a token
+choose another expert at some step, and from there on the two are different runs: as different as two oracles that only
+sum in another order, which is what they are held against.
 
 The loss alone is blunt: early in training a layer whose output is a ten-thousandth too large hardly moves it. So the
 gradients of each weight must be the same too, in the first step and, with the choices replayed, from the oracle's
@@ -162,7 +162,7 @@ def _from_same_weights(reference: Trainer, others: Mapping[str, Trainer]) -> dic
     return found
 
 
-# With the oracle's choices ----------------------------------------------------------------------------------------------
+# With the oracle's choices --------------------------------------------------------------------------------------------
 
 
 def replayed(
@@ -231,7 +231,7 @@ def replayed(
     return {"loss": losses, "same_weights": same_weights, "verdict": verdict, "oracles": worst, "passed": passed}
 
 
-# With free routing ------------------------------------------------------------------------------------------------------
+# With free routing ----------------------------------------------------------------------------------------------------
 
 
 def free(
@@ -253,8 +253,8 @@ def free(
     -------
     dict
         ``loss`` of each run at each step; ``changed``, for each run but the oracle, how many tokens, over all layers,
-        had other experts than in the oracle at each step; ``first_change``, for the same runs, {step, tokens}: the first
-        step with such a token and how many in each layer (None if there was none); and what `judge_free` says.
+        had other experts than in the oracle at each step; ``first_change``, for the same runs, {step, tokens}: the
+        first step with such a token and how many in each layer (None if there was none); and what `judge_free` says.
 
     Raises
     ------

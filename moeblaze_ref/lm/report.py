@@ -64,7 +64,7 @@ def _each(sentence: Callable[[Found], str], found: Sequence[Found]) -> str:
     return "\n".join(f"- {documents.device(one)}: {sentence(one)}" for one in found)
 
 
-# Losses step by step ----------------------------------------------------------------------------------------------------
+# Losses step by step --------------------------------------------------------------------------------------------------
 
 
 def replayed(found: Sequence[Found]) -> list[str]:
@@ -171,7 +171,7 @@ def _among(found: Found) -> str:
     return f"moeblaze nearer to one of the oracles than two of them to each other: {verdict}."
 
 
-# Whole runs -------------------------------------------------------------------------------------------------------------
+# Whole runs -----------------------------------------------------------------------------------------------------------
 
 
 def curves(found: Sequence[Found]) -> list[str]:
@@ -218,7 +218,7 @@ def _gaps_to_oracle(found: Found) -> Rows:
             yield [loss, run, f"{gap['mean']:.4f}", f"{gap['worst']:.4f}", f"{gap['at']:,}", within]
 
 
-# The memory wall --------------------------------------------------------------------------------------------------------
+# The memory wall ------------------------------------------------------------------------------------------------------
 
 
 def memory(found: Sequence[Found]) -> list[str]:

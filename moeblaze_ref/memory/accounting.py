@@ -235,7 +235,8 @@ def account(
 ) -> Account:
     """The activation bytes of ``system`` for one layer and one step.
 
-    Those of ``moeblaze`` have y whole, as most rungs do; where rung 7_persistent has half of it at a time, `step_account` says.
+    Those of ``moeblaze`` have y whole, as most rungs do; where rung 7_persistent has half of it at a time,
+    `step_account` says.
 
     Parameters
     ----------

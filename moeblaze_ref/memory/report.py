@@ -208,8 +208,8 @@ def _printed_deepseek():
         f"{where}: the routed-token buffer is {routed.formula} = {_both_units(routed.bytes)}; the paper prints about "
         f"{ROUTED_BUFFER_GB} GB",
         f"{where}: the intermediate is, by the paper's formula, L*h*2 = {_both_units(hidden.bytes // config.k)}; the "
-        f"paper prints about {INTERMEDIATE_GB} GB. That is one row per token: the experts compute k = {config.k} rows per token, so "
-        f"each saved tensor is {hidden.formula} = {_both_units(hidden.bytes)}",
+        f"paper prints about {INTERMEDIATE_GB} GB. That is one row per token: the experts compute k = {config.k} rows "
+        f"per token, so each saved tensor is {hidden.formula} = {_both_units(hidden.bytes)}",
     ]
 
 

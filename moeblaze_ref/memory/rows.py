@@ -71,8 +71,8 @@ def megablocks_rows(counts: Sequence[int], block: int = 128) -> Rows:
 def moeblaze_rows(counts: Sequence[int]) -> Rows:
     """All rows stay and no other is stored (MoEBlaze, section 3).
 
-    Stored is the word: a tile of its products has as many rows as a block of MegaBlocks, so the FLOPs of an expert's last
-    tile are spent here too, in registers and shared memory.
+    Stored is the word: a tile of its products has as many rows as a block of MegaBlocks, so the FLOPs of an expert's
+    last tile are spent here too, in registers and shared memory.
 
     Raises
     ------

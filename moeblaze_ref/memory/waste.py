@@ -2,9 +2,9 @@
 
 Three systems side by side: a fixed capacity drops rows and pads to C (GShard, arXiv 2006.16668), MegaBlocks pads each
 expert to whole blocks (arXiv 2211.15841, section 5.2), MoEBlaze stores neither (arXiv 2601.05296, section 3). Waste is
-counted against the routed rows that stay. Its FLOPs are those of rows that are stored: what a tile of a product computes
-beyond the rows that it is given is counted for no system. Its bytes are those of the torch layers, `CapacityMoE` and
-`BlockSparseMoE`, from their accounts.
+counted against the routed rows that stay. Its FLOPs are those of rows that are stored: what a tile of a product
+computes beyond the rows that it is given is counted for no system. Its bytes are those of the torch layers,
+`CapacityMoE` and `BlockSparseMoE`, from their accounts.
 """
 
 import math
@@ -39,9 +39,9 @@ def kept_bytes_per_row(config: MoEConfig, system: str, block: int = BLOCK) -> in
     """Bytes that a row of padding keeps from forward to backward in a torch layer, by the layer's account.
 
     They depend on the activation: in bfloat16, `CapacityMoE` keeps (d + 4*h)*2 + 5 bytes of a row with swiglu,
-    (d + 2*h)*2 + 5 with silu and (d + h)*2 + 5 with relu, whose input autograd need not keep. `BlockSparseMoE` keeps the
-    outputs y of padding too, and act(a) never. An entry of the topology belongs to a block, of which a row at least is
-    real, and is not counted.
+    (d + 2*h)*2 + 5 with silu and (d + h)*2 + 5 with relu, whose input autograd need not keep. `BlockSparseMoE` keeps
+    the outputs y of padding too, and act(a) never. An entry of the topology belongs to a block, of which a row at least
+    is real, and is not counted.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Fixed expert capacity for torch models: the system before MegaBlocks, in plain torch under autograd.
 
 Sources: GShard (arXiv 2006.16668), section 2.2 and algorithm 1; Switch Transformer (arXiv 2101.03961), section 2.2;
-Tutel (arXiv 2206.03382) for a row number per slot in place of one-hot masks (L, E, C). The definition, and what it means
-that a slot is dropped, is in ``numpy_ref.capacity``.
+Tutel (arXiv 2206.03382) for a row number per slot in place of one-hot masks (L, E, C). The definition, and what it
+means that a slot is dropped, is in ``numpy_ref.capacity``.
 """
 
 from typing import Any, NamedTuple
@@ -48,8 +48,8 @@ class CapacityMoE(MoEModule):
     -----
     The host waits for the device to check a routing that is given, and with ``capacity_factor="max"`` once a forward,
     for C; else C depends on L alone, and the host never waits. Same input, same
-    bits: rows are gathered by sorted indices, and every sum runs in a fixed order, in the backward too. Gates keep their
-    values when another slot of their token is dropped.
+    bits: rows are gathered by sorted indices, and every sum runs in a fixed order, in the backward too. Gates keep
+    their values when another slot of their token is dropped.
     """
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -130,7 +130,7 @@ class DynamicCapacityMoE(CapacityMoE):
         super().__init__(d, h, E, k, activation, renormalize, capacity.MAX, device=device, dtype=dtype)
 
 
-# Who has which row -----------------------------------------------------------------------------------------------------
+# Who has which row ----------------------------------------------------------------------------------------------------
 
 
 class Bins(NamedTuple):
@@ -172,7 +172,7 @@ def _bounds(sorted_experts: Tensor, num_experts: int) -> Tensor:
     return torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=sorted_experts.device))
 
 
-# Rows into bins and back ------------------------------------------------------------------------------------------------
+# Rows into bins and back ----------------------------------------------------------------------------------------------
 
 
 def _take(matrix: Tensor, index: Tensor) -> Tensor:

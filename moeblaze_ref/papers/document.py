@@ -1,7 +1,7 @@
 """Generates the tables of docs/what_the_papers_measured.md and docs/paper_measurements.md.
 
-``python -m moeblaze_ref.papers.document`` writes them again, from the memory account and from docs/results. README quotes
-`summary`; a test compares the two.
+``python -m moeblaze_ref.papers.document`` writes them again, from the memory account and from docs/results. README
+quotes `summary`; a test compares the two.
 """
 
 from collections import Counter, defaultdict

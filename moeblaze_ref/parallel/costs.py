@@ -1,8 +1,8 @@
 """What a step of expert parallelism takes, foretold from costs on even loads and from the rows of each GPU and link.
 
-In every layer the experts are done when the GPU with the most rows is, and the exchange when the slowest pair of GPUs is:
-the two tails of MoETuner (arXiv 2502.06643). Unlike in its model, `placement.simulate`, a token comes home after every
-layer, one row goes for all its experts on a GPU, and the rest of a layer takes time.
+In every layer the experts are done when the GPU with the most rows is, and the exchange when the slowest pair of GPUs
+is: the two tails of MoETuner (arXiv 2502.06643). Unlike in its model, `placement.simulate`, a token comes home after
+every layer, one row goes for all its experts on a GPU, and the rest of a layer takes time.
 """
 
 from collections.abc import Sequence

@@ -62,8 +62,8 @@ def doubts(run: Mapping[str, Any]) -> list[str]:
     """A warning for each fitted cost that is below zero."""
     costs = {"the exchange": run["exchange_s"], "the rest": run["rest_s"]}
     return [
-        f"Warning: the fitted cost of {name} is negative ({1e6 * seconds:.0f} us in each layer): noise exceeded it, and "
-        f"what is modelled with it means nothing."
+        f"Warning: the fitted cost of {name} is negative ({1e6 * seconds:.0f} us in each layer): noise exceeded it, "
+        f"and what is modelled with it means nothing."
         for name, seconds in costs.items()
         if seconds < 0
     ]
@@ -134,9 +134,10 @@ def _of_one_map(names, rows):
         _apart([np.sum(row[key]) for row in rows]) for key in ("step_ms", "experts_ms", "exchange_ms")
     )
     return (
-        f"{' and '.join(names)} are one map here, or differ in which GPU has which number alone: the same is foretold of "
-        f"both in every layer. Their measured steps are {steps:.1%} apart, their experts' tails {experts:.1%} and their "
-        f"exchange's {exchanges:.1%}: at least so far is a map from itself, and gains below that say nothing."
+        f"{' and '.join(names)} are one map here, or differ in which GPU has which number alone: "
+        f"the same is foretold of both in every layer. Their measured steps are {steps:.1%} apart, "
+        f"their experts' tails {experts:.1%} and their exchange's {exchanges:.1%}: "
+        "at least so far is a map from itself, and gains below that say nothing."
     )
 
 

@@ -2,8 +2,8 @@
 
 A collective that waits for a lost rank says at most that a connection is gone; on a GPU it says nothing and waits. Here
 every rank gives signs of life through the store of ``torch.distributed``: how often it has done so, how many
-collectives it has begun, and whether it is done. A rank whose signs stop has died; one that gives signs, but stays where
-others wait for it, in a collective or at the end, hangs.
+collectives it has begun, and whether it is done. A rank whose signs stop has died; one that gives signs, but stays
+where others wait for it, in a collective or at the end, hangs.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """Search over whole placements: experts of a layer swap GPUs, under a limit on the load, by simulated annealing.
 
-Clusters that follow each other over many layers may sit on other GPUs before a layer than after it. No swap of two experts
-mends that, so now and then two GPUs exchange all they have, from a random layer to the last: the loads stay, and one
-transition changes. The number of experts on a GPU stays too, if all have as many. Compiled by Numba for the CPU: millions
-of swaps are tried in a second.
+Clusters that follow each other over many layers may sit on other GPUs before a layer than after it. No swap of two
+experts mends that, so now and then two GPUs exchange all they have, from a random layer to the last: the loads stay,
+and one transition changes. The number of experts on a GPU stays too, if all have as many. Compiled by Numba for the
+CPU: millions of swaps are tried in a second.
 """
 
 import numba
@@ -96,7 +96,7 @@ def _flows(a, R, G):
 
 @numba.njit(cache=True)
 def _time(C, cost, tail):
-    """Of one transition: all pairs' times, and the slowest pair's as often as there are pairs, ``tail`` of the latter."""
+    """Of one transition: all pairs' times, and ``tail`` times the slowest pair's for as many pairs as there are."""
     G = len(C)
     every, slowest = 0.0, 0.0
     for g in range(G):

@@ -31,8 +31,8 @@ class Bounds:
         """E experts can be spread over G GPUs so."""
         if self.least * num_gpus > num_experts:
             raise ValueError(
-                f"infeasible: at least {self.least} experts on each of {num_gpus} GPUs are {self.least * num_gpus}, but "
-                f"a layer has only {num_experts}; lower the least experts per GPU"
+                f"infeasible: at least {self.least} experts on each of {num_gpus} GPUs are {self.least * num_gpus}, "
+                f"but a layer has only {num_experts}; lower the least experts per GPU"
             )
         if self.most * num_gpus < num_experts:
             raise ValueError(

@@ -108,7 +108,9 @@ def scale(found: Found) -> str:
 
 
 def constants(measured: Found) -> str:
-    """What a step of `moeblaze place` is modelled with, beside what `parallel.bench` measured of experts of the same size.
+    """What a step of `moeblaze place` is modelled with, beside what `parallel.bench` measured.
+
+    Both are of experts of the same size.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """MoETuner (arXiv 2502.06643): two integer programs, one after the other.
 
-ILP 1 (`clusters`) makes clusters of experts whose loads are alike, layer by layer; ILP 2 (`seats`) gives every cluster a
-GPU, over all layers. Both are written once, for every solver of `solver`.
+ILP 1 (`clusters`) makes clusters of experts whose loads are alike, layer by layer; ILP 2 (`seats`) gives every cluster
+a GPU, over all layers. Both are written once, for every solver of `solver`.
 """
 
 from dataclasses import dataclass

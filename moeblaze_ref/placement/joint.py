@@ -1,12 +1,14 @@
-"""Balance and crossings in one search, beyond the paper: MoETuner's first program fixes clusters before it sees affinity.
+"""Balance and crossings in one search, beyond the paper.
+
+MoETuner's first program fixes clusters before it sees affinity.
 
 Many clusterings balance a layer almost equally well. Among the placements whose fullest GPU stays under a limit, this
 looks for few crossings and a fast slowest pair, by simulated annealing over whole placements (`annealing.anneal`). It
-starts from longest-first packing, the most even of the peers. Where the model says that a peer's placement is faster all
-the same, the slowest pair counts for more, and in the end that placement is given back.
+starts from longest-first packing, the most even of the peers. Where the model says that a peer's placement is faster
+all the same, the slowest pair counts for more, and in the end that placement is given back.
 
-A heuristic: no integer program, and nothing is proven. Load and crossings in one program would be products of two choices
-for every pair of experts in neighbouring layers and of GPUs, (E / G)**2 times as many as in ILP 2.
+A heuristic: no integer program, and nothing is proven. Load and crossings in one program would be products of two
+choices for every pair of experts in neighbouring layers and of GPUs, (E / G)**2 times as many as in ILP 2.
 """
 
 from collections.abc import Collection
@@ -19,8 +21,8 @@ from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.trace import Profile
 
 # Chosen on random halves of other seeds, 100 and up, than those that are published.
-# The slowest pair's part of what a transition costs, see annealing.anneal: the less, the fewer crossings there are, and the
-# more, the faster is the step. Tried in turn until no peer is the faster one.
+# The slowest pair's part of what a transition costs, see annealing.anneal: the less, the fewer crossings there are, and
+# the more, the faster is the step. Tried in turn until no peer is the faster one.
 TAILS = (0.1, 0.15, 0.2, 0.3, 0.6)
 LIMIT = 1.02  # of a layer's fullest GPU over the mean
 LIMITS = (1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.09, 1.13, 1.2)  # of the curve
@@ -37,8 +39,9 @@ def joint(
 ) -> Placement:
     """A placement under a limit on the load, of few crossings, and by the model never slower than any of its peers'.
 
-    What `search` finds with the first of ``TAILS`` with which none of `rivals` and of ``others`` is faster by the model;
-    if there is none, the fastest of those, which may exceed the limit. It is so on the profile alone, not on other tokens.
+    What `search` finds with the first of ``TAILS`` with which none of `rivals` and of ``others`` is faster by the
+    model; if there is none, the fastest of those, which may exceed the limit. It is so on the profile alone, not on
+    other tokens.
 
     Parameters
     ----------
@@ -108,7 +111,9 @@ def check_limit(limit: float):
 def rivals(
     profile: Profile, num_gpus: int, bounds: Bounds | None = None, steps: int = annealing.STEPS
 ) -> dict[str, Placement]:
-    """The peers without a solver that place every expert exactly once, by name; ``steps`` of `peers.exflow`'s annealing.
+    """The peers without a solver that place every expert exactly once, by name.
+
+    ``steps`` is of `peers.exflow`'s annealing.
 
     `peers.eplb` without replicas is `greedy` on one node.
     """

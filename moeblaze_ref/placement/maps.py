@@ -85,8 +85,8 @@ def _check_assigned(assignment, num_gpus):
     if beyond.any():
         layer, expert = checks.first(beyond)
         raise ValueError(
-            f"layer {layer}: expert {expert} is on GPU {assignment[layer, expert]}, but assignment[{layer}, {expert}] must "
-            f"be one of {num_gpus} GPUs (valid: 0..{num_gpus - 1})"
+            f"layer {layer}: expert {expert} is on GPU {assignment[layer, expert]}, but assignment[{layer}, {expert}] "
+            f"must be one of {num_gpus} GPUs (valid: 0..{num_gpus - 1})"
         )
 
 

@@ -67,8 +67,8 @@ class Fitted:
     placement : Placement or None
         None where experts are replicated.
     gap : float or None
-        Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above its
-        least. None where nothing is proven.
+        Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above
+        its least. None where nothing is proven.
     load_gap : float or None
         What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
         from the mean, which may be unproven where this is small.
@@ -271,7 +271,9 @@ def curve(
     limits: Sequence[float] = LIMITS,
     tokens: int = STEP_TOKENS,
 ) -> list[Callable[[], list[Trial]]]:
-    """Jobs for the Pareto curve of load against crossings: the search of `joint` under each limit, no peer in its place.
+    """Jobs for the Pareto curve of load against crossings.
+
+    Each is the search of `joint` under one limit, and no peer takes its place.
 
     The trace's first split decides: fitted to one half of the sequences, judged on the other.
     """

@@ -13,7 +13,7 @@ from moeblaze_ref.placement.trace import Profile
 
 
 def contiguous(profile: Profile, num_gpus: int) -> Placement:
-    """Megatron-LM: the first E / G experts on GPU 0, the next on GPU 1, and so on; rounded where G does not divide E."""
+    """Megatron-LM: the first E / G experts on GPU 0, the next on GPU 1, ...; rounded where G does not divide E."""
     check_gpus(num_gpus, profile.E)
     return _every_layer(profile, np.arange(profile.E) * num_gpus // profile.E, num_gpus)
 
@@ -69,7 +69,9 @@ def pack(load: np.ndarray, num_bins: int, bounds: Bounds) -> np.ndarray:
 def eplb(
     profile: Profile, num_gpus: int, replicas: int | None = None, num_nodes: int = 1, num_groups: int | None = None
 ):
-    """DeepSeek's expert-parallel load balancer: groups packed to nodes, hot experts replicated, replicas packed to GPUs.
+    """DeepSeek's expert-parallel load balancer.
+
+    It packs groups to nodes, replicates hot experts, and packs replicas to GPUs.
 
     Parameters
     ----------
@@ -132,9 +134,12 @@ def replicate(load: np.ndarray, replicas: int) -> np.ndarray:
 
 
 def exflow(profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: int = 0) -> Placement:
-    """ExFlow's aim: as many transitions as possible stay on their GPU, all GPUs with equally many experts, load ignored.
+    """ExFlow's aim: as many transitions as possible stay on their GPU.
 
-    Its authors solve an integer program; here the aim alone is theirs, and `annealing.anneal` searches, without a bound.
+    All GPUs have equally many experts; their load is ignored.
+
+    Its authors solve an integer program; here the aim alone is theirs, and `annealing.anneal` searches, without a
+    bound.
 
     Parameters
     ----------

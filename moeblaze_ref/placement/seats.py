@@ -1,9 +1,9 @@
 """MoETuner's second integer program (arXiv 2502.06643, ILP 2): clusters onto GPUs, over all layers at once.
 
-y[l, c, g] = 1 if cluster c of layer l is on GPU g; minimise the sum over transitions of the slowest pair's time, max over
-g1 != g2 of C[l, c1, c2] / bandwidth[g1, g2], every GPU hosting as many experts as the others over all layers. It starts
-from a chain of matchings, and from a bound that needs no solver (`links`). As printed, equation 8 has its sums over
-clusters inside the maximum, which leaves no index to take it over: here the maximum is over pairs of GPUs.
+y[l, c, g] = 1 if cluster c of layer l is on GPU g; minimise the sum over transitions of the slowest pair's time, max
+over g1 != g2 of C[l, c1, c2] / bandwidth[g1, g2], every GPU hosting as many experts as the others over all layers. It
+starts from a chain of matchings, and from a bound that needs no solver (`links`). As printed, equation 8 has its sums
+over clusters inside the maximum, which leaves no index to take it over: here the maximum is over pairs of GPUs.
 """
 
 import time
@@ -130,8 +130,8 @@ def _seat(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
 class _Seating:
     """The model of ILP 2, with the product of two binaries y y' written as y + y' - 1.
 
-    ``time`` (layers - 1, G, G, G, G) holds C[l, c1, c2] times the cost of (g1, g2) in whole numbers, or what is as bad as
-    that; z[l] is at least ``least``[l], so that a constraint matters only where the time is more.
+    ``time`` (layers - 1, G, G, G, G) holds C[l, c1, c2] times the cost of (g1, g2) in whole numbers, or what is as bad
+    as that; z[l] is at least ``least``[l], so that a constraint matters only where the time is more.
     """
 
     def __init__(self, C, time, sizes, hosted, least):

@@ -1,8 +1,8 @@
 """What a step takes under a placement, by a model of the cluster: the slowest GPU and the slowest link of each layer.
 
-MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU with the most of them is, its tail; between two layers
-the tokens that change GPU travel, and the slowest pair of GPUs ends last, the second tail. As in the paper's R, a token
-with k experts counts once for each of its k * k pairs between neighbouring layers.
+MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU with the most of them is, its tail; between two
+layers the tokens that change GPU travel, and the slowest pair of GPUs ends last, the second tail. As in the paper's R,
+a token with k experts counts once for each of its k * k pairs between neighbouring layers.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ import numpy as np
 from moeblaze_ref.core import checks, records
 from moeblaze_ref.placement.trace import Profile
 
-# FLOP/s of the experts' forward on one H200, by our kernels: docs/results/bench_h200.json, preset mixtral, 6*d*h*R FLOPs.
+# FLOP/s of the experts' forward on one H200, by our kernels: docs/results/bench_h200.json, preset mixtral, 6*d*h*R
+# FLOPs.
 H200_EXPERT_FLOPS = 6.7e14
 NVLINK = 450e9  # bytes/s of one GPU in one direction, all its links together: as its maker prints
 INFINIBAND = 50e9  # bytes/s of one 400 Gb/s adapter, one a GPU: as its maker prints
@@ -100,7 +101,8 @@ class Cluster:
         """The matrix is of so many GPUs."""
         if self.num_gpus != num_gpus:
             raise ValueError(
-                f"bandwidth is of {self.num_gpus} GPUs, but {num_gpus} are placed on: it must be ({num_gpus}, {num_gpus})"
+                f"bandwidth is of {self.num_gpus} GPUs, but {num_gpus} are placed on: "
+                f"it must be ({num_gpus}, {num_gpus})"
             )
 
 
@@ -185,7 +187,7 @@ def transitions(profile: Profile, shares: np.ndarray) -> np.ndarray:
 
 
 def balance(T: np.ndarray) -> np.ndarray:
-    """The fullest GPU's load over the mean, of each layer, (layers,): 1 is perfect, and so is a layer without tokens."""
+    """The fullest GPU's load over the mean, of each layer, (layers,): 1 is perfect, as is a layer without tokens."""
     mean = T.mean(axis=1)  # (layers,)
     return np.divide(T.max(axis=1), mean, out=np.ones_like(mean), where=mean > 0)
 

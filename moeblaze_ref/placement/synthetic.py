@@ -33,8 +33,8 @@ def synthetic_trace(
     Parameters
     ----------
     tokens, layers, num_experts, k : int
-        Sizes: at most ``MAX_LAYERS`` layers of ``checks.MAX_EXPERTS`` experts, and ``checks.MAX_TOP_K`` choices a token;
-        k <= num_experts.
+        Sizes: at most ``MAX_LAYERS`` layers of ``checks.MAX_EXPERTS`` experts, and ``checks.MAX_TOP_K`` choices a
+        token; k <= num_experts.
     skew : float
         0 is uniform, 1 is Zipf's law.
     dependency : float
@@ -113,7 +113,7 @@ def counted_trace(counts: np.ndarray, k: int, tokens: int, seed: int = 0, model:
 def trace_or_synthetic(
     path: Path | None, size: str | None, num_experts: int | None = None, model: str | None = None
 ) -> RoutingTrace:
-    """A trace from a file, or one of ``TOKENS`` tokens and ``SKEW`` made from "LAYERSxExK": whichever of the two is given.
+    """A trace from a file, or one made from "LAYERSxExK", of ``TOKENS`` tokens and ``SKEW``, whichever is given.
 
     Parameters
     ----------

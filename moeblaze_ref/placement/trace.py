@@ -34,8 +34,8 @@ def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTr
     """
     if trace.seq is None:
         raise ValueError(
-            "the trace has no seq, but it is split by sequence, never by token: record seq, or fit to the whole of it and "
-            "judge on the same (--splits 0)"
+            "the trace has no seq, but it is split by sequence, never by token: record seq, or fit to the whole of it "
+            "and judge on the same (--splits 0)"
         )
     sequences = np.unique(trace.seq)
     if len(sequences) < 2:
@@ -116,7 +116,8 @@ def profile(trace: RoutingTrace) -> Profile:
 def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> Profile:
     """The counts of an expert-distribution record that SGLang wrote: P alone, without R.
 
-    Enough for the peers that look at loads, not for `moeblaze place`: its model of a step needs R, and a split sequences.
+    Enough for the peers that look at loads, not for `moeblaze place`: its model of a step needs R, and a split
+    sequences.
 
     Parameters
     ----------
@@ -125,8 +126,8 @@ def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> 
     layers : sequence of int, optional
         Only these, in this order: a model's dense layers have no counts.
     k : int
-        Experts of a token, which the record does not hold: a layer's counts are of k choices a token. With 1, `tokens` of
-        the profile are those choices.
+        Experts of a token, which the record does not hold: a layer's counts are of k choices a token. With 1, `tokens`
+        of the profile are those choices.
 
     Raises
     ------

@@ -78,7 +78,8 @@ class KernelSource:
         named = int(needed[1]), int(needed[2])
         if capability < named or (needed[3] and capability != named):
             raise ValueError(
-                f"{self.file} needs compute capability {named[0]}.{named[1]}{' exactly' if needed[3] else ' or newer'}, "
+                f"{self.file} needs compute capability "
+                f"{named[0]}.{named[1]}{' exactly' if needed[3] else ' or newer'}, "
                 f"but {device} has {capability[0]}.{capability[1]}"
             )
 

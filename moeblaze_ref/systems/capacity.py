@@ -93,8 +93,8 @@ def check_capacity(capacity, num_experts):
     checks.check_int("capacity", capacity, at_least=0)
     if num_experts * capacity > checks.MAX_ROUTED_ROWS:
         raise ValueError(
-            f"E * C rows are reserved, for E = {num_experts} experts C = {_in_short(capacity)}, but int32 indices allow at "
-            f"most 2**31 - 1024 = {checks.MAX_ROUTED_ROWS}: lower the capacity factor"
+            f"E * C rows are reserved, for E = {num_experts} experts C = {_in_short(capacity)}, but int32 indices "
+            f"allow at most 2**31 - 1024 = {checks.MAX_ROUTED_ROWS}: lower the capacity factor"
         )
 
 
@@ -138,7 +138,8 @@ def _check_inverse(bins):
         row = int(bins.rows[slot])
         expert, place = divmod(row, bins.C)
         raise ValueError(
-            f"rows[{slot}] is {row}, but slots[{expert}, {place}] is {int(bins.slots[expert, place])}: it must be {slot}"
+            f"rows[{slot}] is {row}, but slots[{expert}, {place}] is {int(bins.slots[expert, place])}: it must be "
+            f"{slot}"
         )
     slots = bins.slots.reshape(-1)
     stray = slots != EMPTY
@@ -147,8 +148,8 @@ def _check_inverse(bins):
         (row,) = checks.first(stray)
         slot, (expert, place) = int(slots[row]), divmod(int(row), bins.C)
         raise ValueError(
-            f"slots[{expert}, {place}] is {slot}, but rows[{slot}] is {int(bins.rows[slot])}: it must be {int(row)}, or "
-            f"slots[{expert}, {place}] must be {EMPTY}"
+            f"slots[{expert}, {place}] is {slot}, but rows[{slot}] is {int(bins.rows[slot])}: it must be {int(row)}, "
+            f"or slots[{expert}, {place}] must be {EMPTY}"
         )
 
 

@@ -403,8 +403,8 @@ def wide_cases(width: int = 8) -> list[Case]:
 def many_tiles_case(blocks: int) -> Case:
     """More tiles of every product than a GPU with so many multiprocessors has blocks, deeper than a ring of stages.
 
-    So that blocks that stay for tile after tile do. On the tiles of rung 7_persistent: 128 rows, at most 256 columns, 64 of
-    the depth.
+    So that blocks that stay for tile after tile do. On the tiles of rung 7_persistent: 128 rows, at most 256 columns,
+    64 of the depth.
     """
     E, k = max(4, blocks // 4), 3
     return make_case(128 * blocks // k + 1, 328, 328, E, k, "zipf", "more tiles than blocks")

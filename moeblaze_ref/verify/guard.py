@@ -373,7 +373,8 @@ def _list_of_children() -> Iterator[int]:
 def _end(child: int, children: int):
     """Kill the process, its group and all descendants, and wait until they are gone.
 
-    If the descendants cannot be listed, kill the children until there are none: each kill makes children of theirs ours.
+    If the descendants cannot be listed, kill the children until there are none: each kill makes children of theirs
+    ours.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)

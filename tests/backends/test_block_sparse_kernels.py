@@ -386,7 +386,9 @@ def parts(kernel):
 
 FAULTS = {  # what goes wrong: (file, text that stands there, text in its place, what must see it)
     "bins: not padded": (STRUCTURES, "(rows + BLOCK - 1) / BLOCK * BLOCK", "rows", structures),
-    "bins: last one left out": (STRUCTURES, "padded_offsets[E] = before;", "padded_offsets[E] = before - BLOCK;", structures),
+    "bins: last one left out": (
+        STRUCTURES, "padded_offsets[E] = before;", "padded_offsets[E] = before - BLOCK;", structures,
+    ),
     "bins: unpadded offset": (STRUCTURES, "+ padded_offsets[expert];", "+ expert_token_offsets[expert];", structures),
     "bins: last slot left out": (STRUCTURES, "if (slot >= R) return;", "if (slot >= R - 1) return;", structures),
     "topology: an empty expert's bin": (STRUCTURES, "[middle] <= row)", "[middle] < row)", structures),
@@ -406,35 +408,45 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
     "gate gradient: of the next row": (ROWS, "(long long)rows[slot] * d;", "(long long)(rows[slot] ^ 1) * d;", rows),
     "gate gradient: of another token": (ROWS, "d_out + slot / k * d;", "d_out + slot % k * d;", rows),
     "gate gradient: of one lane": (ROWS, "sum = warp_sum(sum);", ";", rows),
-    "gate gradient: last slot left out": (ROWS, "if (slot >= R) return;\n    const Scalar", "if (slot >= R - 1) return;\n    const Scalar", rows),
+    "gate gradient: last slot left out": (
+        ROWS, "if (slot >= R) return;\n    const Scalar", "if (slot >= R - 1) return;\n    const Scalar", rows,
+    ),
     "scatter: unscaled gate": (COMBINE, "return gates[slot];", "return 1.0f;", rows),
     "scatter: zeros": (SUMS, "return 1.0f;", "return 0.0f;", rows),
     "activation: without b": (HIDDEN, "hidden_activation(to_float(a_pack.elements[i]), to_float(b_pack.elements[i]))",
                               "hidden_activation(to_float(a_pack.elements[i]), 1.0f)", hidden),
     "activation: gradient of b not stored": (HIDDEN, "if (GATED) store_pack(d_b + at, d_b_pack);", "", hidden),
     "activation: last pack left out": (HIDDEN, "if (at >= values) return;", "if (at >= values - PACK) return;", hidden),
-    "naive: last block left out": (NAIVE, "i < blocks.count;", "i < blocks.count - 1;", product("dsd", "float32", 3, 5)),
+    "naive: last block left out": (
+        NAIVE, "i < blocks.count;", "i < blocks.count - 1;", product("dsd", "float32", 3, 5),
+    ),
     "naive: transpose indices ignored": (
-        NAIVE, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dsd", "float32", 3, 5, **TURNED),
+        NAIVE, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;",
+        product("dsd", "float32", 3, 5, **TURNED),
     ),
     "naive: block not transposed": (
-        NAIVE, "TRANSPOSE_LHS ? p * BLOCK + line : line * BLOCK + p", "line * BLOCK + p", product("dsd", "float32", 3, 5, **TURNED),
+        NAIVE, "TRANSPOSE_LHS ? p * BLOCK + line : line * BLOCK + p", "line * BLOCK + p",
+        product("dsd", "float32", 3, 5, **TURNED),
     ),
     "naive: last of the depth left out": (NAIVE, "p < K; ++p", "p < K - 1; ++p", product("sdd", "float32", 3, 5)),
     "naive: last block never computed": (
         NAIVE, "(long long)nnz * BLOCK", "(long long)(nnz - 1) * BLOCK", product("sdd", "float32", 3, 5),
     ),
     "naive: parts below each other": (
-        NAIVE, "result[Dense{nullptr, K, width}.at(row, column)]", "result[index]", product("dds", "float32", 3, 5, parts=2),
+        NAIVE, "result[Dense{nullptr, K, width}.at(row, column)]", "result[index]",
+        product("dds", "float32", 3, 5, parts=2),
     ),
     "tiled: no barrier before the product": (
-        TILED, "return b(r, side, p); });\n        __syncthreads();", "return b(r, side, p); });", product("sdd", "float32", 8, 20),
+        TILED, "return b(r, side, p); });\n        __syncthreads();", "return b(r, side, p); });",
+        product("sdd", "float32", 8, 20),
     ),
     "tiled: no barrier after the product": (
-        TILED, "        __syncthreads();  // all have read", "        // all have read", product("dsd", "float32", 8, 20),
+        TILED, "        __syncthreads();  // all have read", "        // all have read",
+        product("dsd", "float32", 8, 20),
     ),
     "tiled: transpose indices ignored": (
-        TILED, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dds", "float32", 8, 20),
+        TILED, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;",
+        product("dds", "float32", 8, 20),
     ),
     "tiled: columns beyond the block stored": (
         TILED, "if (i < BLOCK && j < BLOCK) block", "if (i < BLOCK) block", product("sdd", "float32", 8, 20),
@@ -443,9 +455,12 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
         TILED, "if (i < BLOCK && j < K) result", "if (j < K) result", product("dsd", "float32", 8, 20),
     ),
     "tiled: second part of a block is the first": (
-        TILED, "blockIdx.y % PARTS * TILE;\n    const long long row", "0;\n    const long long row", product("sdd", "float32", 72, 5),
+        TILED, "blockIdx.y % PARTS * TILE;\n    const long long row", "0;\n    const long long row",
+        product("sdd", "float32", 72, 5),
     ),
-    "tiled: last block left out": (TILED, "n < blocks.count;", "n < blocks.count - 1;", product("dsd", "float32", 8, 20)),
+    "tiled: last block left out": (
+        TILED, "n < blocks.count;", "n < blocks.count - 1;", product("dsd", "float32", 8, 20),
+    ),
     "mma: columns beyond the block stored": (
         MMA, "lines, columns, BLOCK);", "lines, TILE_COLUMNS, BLOCK);", product("sdd", *SMALL),
     ),
@@ -453,7 +468,8 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
         MMA, "+ first_column, lines, columns, K);", "+ first_column, TILE_ROWS, columns, K);", product("dsd", *SMALL),
     ),
     "mma: columns beyond the block of dds stored": (
-        MMA, "store_tile(sums, target, lines, columns, width);", "store_tile(sums, target, lines, TILE_COLUMNS, width);", product("dds", *SMALL),
+        MMA, "store_tile(sums, target, lines, columns, width);",
+        "store_tile(sums, target, lines, TILE_COLUMNS, width);", product("dds", *SMALL),
     ),
     "mma: last block left out": (
         MMA, "depth = blocks.count * BLOCK, count", "depth = (blocks.count - 1) * BLOCK, count", product("dsd", *SMALL),
@@ -462,50 +478,85 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
         MMA, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dsd", *SMALL, **TURNED),
     ),
     "mma: first block for all": (
-        MMA, "(OTHER ? blocks.other(i) : blocks.number(i))", "(OTHER ? blocks.other(0) : blocks.number(i))", product("dsd", *SMALL),
+        MMA, "(OTHER ? blocks.other(i) : blocks.number(i))", "(OTHER ? blocks.other(0) : blocks.number(i))",
+        product("dsd", *SMALL),
     ),
-    "mma: place in the block forgotten": (MMA, "* BLOCK + at % BLOCK) : nullptr;", "* BLOCK) : nullptr;", product("dds", *TALL)),
-    "mma: next line of a block row": (MMA, "* BLOCK + number) * BLOCK + at", "* BLOCK + number / 2) * BLOCK + at", product("dsd", *SMALL)),
-    "mma: copies not awaited": (MMA, "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();", product("sdd", *TALL)),
+    "mma: place in the block forgotten": (
+        MMA, "* BLOCK + at % BLOCK) : nullptr;", "* BLOCK) : nullptr;", product("dds", *TALL),
+    ),
+    "mma: next line of a block row": (
+        MMA, "* BLOCK + number) * BLOCK + at", "* BLOCK + number / 2) * BLOCK + at", product("dsd", *SMALL),
+    ),
+    "mma: copies not awaited": (
+        MMA, "cp_async_wait<STAGES - 2>();", "cp_async_wait<STAGES - 1>();", product("sdd", *TALL),
+    ),
     "mma: missing barrier": (
-        MMA, "        __syncthreads();  // the next stage has arrived", "        // the next stage has arrived", product("sdd", *TALL),
+        MMA, "        __syncthreads();  // the next stage has arrived", "        // the next stage has arrived",
+        product("sdd", *TALL),
     ),
     "mma: second tile of K is the first": (
         MMA, "first_column = blockIdx.y * TILE_COLUMNS;", "first_column = 0;", product("dsd", *TALL),
     ),
-    "hopper: last block left out": (HOPPER, "blocks.count * STEPS_OF_BLOCK}", "(blocks.count - 1) * STEPS_OF_BLOCK}", product("dsd", *WHOLE)),
-    "hopper: a block again in place of the next": (HOPPER, "if (p == 0) read(i + 1);", "if (p == 0) read(i);", product("dsd", *WHOLE)),
+    "hopper: last block left out": (
+        HOPPER, "blocks.count * STEPS_OF_BLOCK}", "(blocks.count - 1) * STEPS_OF_BLOCK}", product("dsd", *WHOLE),
+    ),
+    "hopper: a block again in place of the next": (
+        HOPPER, "if (p == 0) read(i + 1);", "if (p == 0) read(i);", product("dsd", *WHOLE),
+    ),
     "hopper: next block too early": (HOPPER, "if (p == 0) number =", "number =", product("dsd", *WHOLE)),
     "hopper: transpose indices ignored": (
-        HOPPER, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;", product("dsd", *WHOLE, **TURNED),
+        HOPPER, "return BY_COLUMN ? order[first + i] : first + i;", "return first + i;",
+        product("dsd", *WHOLE, **TURNED),
     ),
-    "hopper: what a block meets by its number": (HOPPER, "tile.blocks.others[next_number];", "next_number;", product("dds", *WHOLE)),
+    "hopper: what a block meets by its number": (
+        HOPPER, "tile.blocks.others[next_number];", "next_number;", product("dds", *WHOLE),
+    ),
     "hopper: block not transposed": (
-        HOPPER, "tma_load(panels + at / PANEL * PANEL_BYTES, &map, full, ALONG_SIDE ? side + at : depth,\n                 ALONG_SIDE ? depth : side + at, matrix);",
-        "tma_load(panels + at / PANEL * PANEL_BYTES, &map, full, depth, side + at, matrix);", product("dsd", *WHOLE, **TURNED),
+        HOPPER,
+        ("tma_load(panels + at / PANEL * PANEL_BYTES, &map, full, ALONG_SIDE ? side + at : depth,\n                 "
+         "ALONG_SIDE ? depth : side + at, matrix);"),
+        "tma_load(panels + at / PANEL * PANEL_BYTES, &map, full, depth, side + at, matrix);",
+        product("dsd", *WHOLE, **TURNED),
     ),
     "hopper: expects A alone": (HOPPER, "A_BYTES + B_BYTES);", "A_BYTES);", product("sdd", *WHOLE)),
-    "hopper: second half as the first": (HOPPER, "= tile.column + half * HALF;", "= tile.column;", product("sdd", *WHOLE)),
-    "hopper: a block beyond the row stored": (HOPPER, "i < tile.blocks.count ? HALF : 0", "HALF", product("sdd", *WHOLE)),
-    "hopper: columns beyond K stored": (HOPPER, "width, TILE_ROWS, width - column);", "width, TILE_ROWS, HALF);", product("dsd", *WHOLE)),
-    "hopper: every band begins anew": (HOPPER, "number -= high * wide;", ";", product("dsd", *WHOLE)),
-    "hopper: band as wide as its first row": (HOPPER, "wide = max(wide, width(top + i));", "wide = width(top);", product("sdd", *WHOLE)),
-    "hopper: a short row ends the walk": (
-        HOPPER, "if (tile.column < blocks.count * SIDE) return true;", "return tile.column < blocks.count * SIDE;", product("sdd", *WHOLE),
+    "hopper: second half as the first": (
+        HOPPER, "= tile.column + half * HALF;", "= tile.column;", product("sdd", *WHOLE),
     ),
-    "hopper: last step of the depth left out": (HOPPER, "(K + TILE_DEPTH - 1) / TILE_DEPTH, {{row", "K / TILE_DEPTH, {{row", product("sdd", *WHOLE)),
+    "hopper: a block beyond the row stored": (
+        HOPPER, "i < tile.blocks.count ? HALF : 0", "HALF", product("sdd", *WHOLE),
+    ),
+    "hopper: columns beyond K stored": (
+        HOPPER, "width, TILE_ROWS, width - column);", "width, TILE_ROWS, HALF);", product("dsd", *WHOLE),
+    ),
+    "hopper: every band begins anew": (HOPPER, "number -= high * wide;", ";", product("dsd", *WHOLE)),
+    "hopper: band as wide as its first row": (
+        HOPPER, "wide = max(wide, width(top + i));", "wide = width(top);", product("sdd", *WHOLE),
+    ),
+    "hopper: a short row ends the walk": (
+        HOPPER, "if (tile.column < blocks.count * SIDE) return true;", "return tile.column < blocks.count * SIDE;",
+        product("sdd", *WHOLE),
+    ),
+    "hopper: last step of the depth left out": (
+        HOPPER, "(K + TILE_DEPTH - 1) / TILE_DEPTH, {{row", "K / TILE_DEPTH, {{row", product("sdd", *WHOLE),
+    ),
     "hopper: not turned": (HOPPER, "stmatrix_x4_transposed(&finished", "stmatrix_x4(&finished", product("dds", *WHOLE)),
-    "hopper: turned beyond K": (HOPPER, "place, width, K - column, TILE_ROWS);", "place, width, HALF, TILE_ROWS);", product("dds", *WHOLE)),
+    "hopper: turned beyond K": (
+        HOPPER, "place, width, K - column, TILE_ROWS);", "place, width, HALF, TILE_ROWS);", product("dds", *WHOLE),
+    ),
     "hopper: upper half of a block twice": (
-        HOPPER, "row % TILES_DOWN * TILE_ROWS, column * TILE_COLUMNS,\n", "0, column * TILE_COLUMNS,\n", product("dsd", *HALVED),
+        HOPPER, "row % TILES_DOWN * TILE_ROWS, column * TILE_COLUMNS,\n", "0, column * TILE_COLUMNS,\n",
+        product("dsd", *HALVED),
     ),
     "hopper: upper half of a stored block twice": (
         HOPPER, "first + i) * SIDE + tile.line) * SIDE", "first + i) * SIDE) * SIDE", product("sdd", *HALVED),
     ),
     "hopper: first part of rhs for all": (HOPPER, "parts[half] = column / part;", "parts[half] = 0;", parts("sdd")),
-    "hopper: first part of the depth for all": (HOPPER, "depth % part, depth / part);", "depth % part, 0);", parts("dsd")),
+    "hopper: first part of the depth for all": (
+        HOPPER, "depth % part, depth / part);", "depth % part, 0);", parts("dsd"),
+    ),
     "hopper: parts of the result below each other": (
-        HOPPER, "result + Dense{nullptr, K, width}.at(column, tile.row)", "result + (long long)column * width + tile.row", parts("dds"),
+        HOPPER, "result + Dense{nullptr, K, width}.at(column, tile.row)",
+        "result + (long long)column * width + tile.row", parts("dds"),
     ),
 }  # fmt: skip
 

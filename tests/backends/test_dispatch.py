@@ -356,7 +356,10 @@ def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
     topk_experts = np.zeros((40, 1), np.int32)
     with pytest.raises(
         KernelFault,
-        match=r"kernel route_indices, block \(0, 0, 0\), thread \(39, 0, 0\): .*of expert_token_indices, which has 160 bytes",
+        match=(
+            r"kernel route_indices, block \(0, 0, 0\), thread \(39, 0, 0\): .*of expert_token_indices, which has "
+            r"160 bytes"
+        ),
     ):
         executor = planted("1_dense_map", "writes past its buffer", 0)
         raw_dispatch.build(topk_experts, 1, executor=executor, rung="1_dense_map")

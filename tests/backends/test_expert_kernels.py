@@ -369,7 +369,9 @@ def parts_of_combine(widths=(4, 12), dtypes=("float32", "float32")):
     case = RAGGED.astype("float32")
     dispatch = build_by_sort(case.topk_experts, case.E)
     rng = np.random.default_rng(0)
-    parts = tuple(rng.standard_normal((dispatch.R, width)).astype(dtype) for width, dtype in zip(widths, dtypes))
+    parts = tuple(
+        rng.standard_normal((dispatch.R, width)).astype(dtype) for width, dtype in zip(widths, dtypes, strict=False)
+    )
     return parts, comparisons.gates_of(case), dispatch
 
 

@@ -9,7 +9,11 @@ from moeblaze_ref.runtime.tensor_map import TensorMap
 from moeblaze_ref.verify.cases import relative_error
 
 SIMT = SimtExecutor()
-HEADER = '// Runs on      sm_90a; SIMT executor.\n#include "hopper/stmatrix.cuh"\n#include "hopper/tma.cuh"\n#include "hopper/wgmma.cuh"\n'
+HEADER = """// Runs on      sm_90a; SIMT executor.
+#include "hopper/stmatrix.cuh"
+#include "hopper/tma.cuh"
+#include "hopper/wgmma.cuh"
+"""
 PANEL_BYTES = 64 * 128
 both_dtypes = pytest.mark.parametrize("dtype", gemm.NARROW)
 both_shapes = pytest.mark.parametrize("columns", [128, 256])
@@ -139,7 +143,8 @@ def test_a_box_counts_what_the_array_has_of_it(columns, sectors):
 
 def test_an_array_may_be_an_argument_twice():
     text = """
-    extern "C" __global__ void twice(const __grid_constant__ TensorMap tensor, const unsigned short* array, unsigned short* out) {
+    extern "C" __global__ void twice(const __grid_constant__ TensorMap tensor, const unsigned short* array,
+                                     unsigned short* out) {
         out[threadIdx.x] = array[threadIdx.x];
     }"""
     array, out = random(2, 64, dtype="float16"), np.zeros(128, np.uint16)
@@ -266,10 +271,20 @@ def test_an_arrival_ends_no_group_of_copies():
 SECOND = "    cp_async_or_zero(&chunks[1][t], x + (128 + t) * 4, true);\n"
 ARRIVAL_FAULTS = {
     "no arrival": ("cp_async_arrive(&both);", "", "barrier_wait at test.cu:.* lacks 128 of 128 arrivals and 0 bytes"),
-    "a thread less arrives": ("    cp_async_arrive(&both);", "    if (t != 9) cp_async_arrive(&both);", "lacks 1 of 128 arrivals"),
-    "twice": ("cp_async_arrive(&both);", "cp_async_arrive(&both); barrier_arrive(&both);", "arrival too many|not done when the block ends"),
-    "a barrier that counts a thread too many": ("barrier_init(&both, 128)", "barrier_init(&both, 129)", "lacks 1 of 129 arrivals"),
-    "a barrier that counts a thread too few": ("barrier_init(&both, 128)", "barrier_init(&both, 127)", "cp_async_arrive at test.cu:.* is not done when the block ends"),
+    "a thread less arrives": (
+        "    cp_async_arrive(&both);", "    if (t != 9) cp_async_arrive(&both);", "lacks 1 of 128 arrivals",
+    ),
+    "twice": (
+        "cp_async_arrive(&both);", "cp_async_arrive(&both); barrier_arrive(&both);",
+        "arrival too many|not done when the block ends",
+    ),
+    "a barrier that counts a thread too many": (
+        "barrier_init(&both, 128)", "barrier_init(&both, 129)", "lacks 1 of 129 arrivals",
+    ),
+    "a barrier that counts a thread too few": (
+        "barrier_init(&both, 128)", "barrier_init(&both, 127)",
+        "cp_async_arrive at test.cu:.* is not done when the block ends",
+    ),
     "no barrier": ("barrier_init(&both, 128);", "", "cp_async_arrive at test.cu:.* meets no initialised barrier"),
 }  # fmt: skip
 
@@ -415,7 +430,8 @@ STORED = """
 PRODUCT = (
     ALIGNED
     + """
-extern "C" __global__ void __launch_bounds__(128) product(const unsigned* a, const unsigned* b, float* out, int accumulate) {
+extern "C" __global__ void __launch_bounds__(128)
+    product(const unsigned* a, const unsigned* b, float* out, int accumulate) {
     unsigned char* const memory = aligned_memory();
     unsigned* const words = reinterpret_cast<unsigned*>(memory);
 """
@@ -557,12 +573,27 @@ def test_a_fence_before_the_copies_have_arrived_is_none():
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        ("wgmma_operand(memory, 8192)", "wgmma_operand(memory + 16 * (threadIdx.x == 40), 8192)", r"thread \(40, 0, 0\): WGMMA at test.cu:\d+ is not the same for all lanes"),
-        ("wgmma_operand(memory, 8192)", "(wgmma_operand(memory, 8192) & ~(3ull << 62))", r"WGMMA at test.cu:\d+ has descriptors of another swizzle"),
-        ("wgmma_operand(memory + 8192, 8192)", "wgmma_operand(memory + 2 * 8192, 16384)", "reads shared memory at address .*, where there is none"),
+        (
+            "wgmma_operand(memory, 8192)", "wgmma_operand(memory + 16 * (threadIdx.x == 40), 8192)",
+            r"thread \(40, 0, 0\): WGMMA at test.cu:\d+ is not the same for all lanes",
+        ),
+        (
+            "wgmma_operand(memory, 8192)", "(wgmma_operand(memory, 8192) & ~(3ull << 62))",
+            r"WGMMA at test.cu:\d+ has descriptors of another swizzle",
+        ),
+        (
+            "wgmma_operand(memory + 8192, 8192)", "wgmma_operand(memory + 2 * 8192, 16384)",
+            "reads shared memory at address .*, where there is none",
+        ),
         ("wgmma_operand(memory, 8192)", "wgmma_operand(a, 8192)", r"the address 0x\w+ is not one of shared memory"),
-        ("fence_async_proxy();", ";", r"WGMMA at test.cu:\d+ reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy"),
-        ("    wgmma_wait<0>();", "    if (threadIdx.x % 32 != 5) wgmma_wait<0>();", "waits at wgmma_wait at test.cu|wgmma_wait at test.cu:.* lacks lane 5"),
+        (
+            "fence_async_proxy();", ";",
+            r"WGMMA at test.cu:\d+ reads what thread \(\d+, 0, 0\) wrote, and no fence_async_proxy",
+        ),
+        (
+            "    wgmma_wait<0>();", "    if (threadIdx.x % 32 != 5) wgmma_wait<0>();",
+            "waits at wgmma_wait at test.cu|wgmma_wait at test.cu:.* lacks lane 5",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_product_is_named(right, wrong, message, columns):
@@ -574,14 +605,35 @@ def test_a_wrong_product_is_named(right, wrong, message, columns):
 # ---- waits that never end, and what is not there -----------------------------------------------
 
 WRONG_LOADS = {
-    "expects too much": ("(&arrived, BYTES)", "(&arrived, BYTES + 16)", r"thread \(0, 0, 0\): barrier_wait at test.cu:\d+ waits for phase 0 of a barrier that lacks 0 of 1 arrivals and 16 bytes"),
-    "expects nothing": ("barrier_arrive_expecting(&arrived, BYTES)", "barrier_arrive(&arrived)", "tma_load at test.cu:.* is not done when the block ends"),
+    "expects too much": (
+        "(&arrived, BYTES)", "(&arrived, BYTES + 16)",
+        (r"thread \(0, 0, 0\): barrier_wait at test.cu:\d+ waits for phase 0 of a barrier that lacks 0 of 1 arrivals "
+         r"and 16 bytes"),
+    ),
+    "expects nothing": (
+        "barrier_arrive_expecting(&arrived, BYTES)", "barrier_arrive(&arrived)",
+        "tma_load at test.cu:.* is not done when the block ends",
+    ),
     "never arrives": ("barrier_arrive_expecting(&arrived, BYTES);", "", "lacks 1 of 1 arrivals and -512 bytes"),
-    "arrives twice": ("barrier_arrive_expecting(&arrived, BYTES);", "barrier_arrive_expecting(&arrived, BYTES); barrier_arrive(&arrived);", r"barrier_arrive at test.cu:\d+ is an arrival too many: the phase has had its 1"),
-    "no barrier": ("barrier_init(&arrived, 1);", "", r"barrier_arrive_expecting at test.cu:\d+ meets no initialised barrier"),
-    "one coordinate too few": ("DIMENSIONS == 2", "DIMENSIONS == 3", "tma_load at test.cu:.* has 3 coordinates, but its tensor has 2"),
-    "no row of 128 bytes": ("tma_load(memory,", "tma_load(memory + 64,", r"tma_load at test.cu:\d+ writes to shared address \d+, which is no multiple of 128"),
-    "beyond shared memory": ("tma_load(memory,", "tma_load(memory + 256,", "out-of-bounds write of 512 bytes at byte offset 1152 of dynamic shared memory, which has 1536 bytes"),
+    "arrives twice": (
+        "barrier_arrive_expecting(&arrived, BYTES);",
+        "barrier_arrive_expecting(&arrived, BYTES); barrier_arrive(&arrived);",
+        r"barrier_arrive at test.cu:\d+ is an arrival too many: the phase has had its 1",
+    ),
+    "no barrier": (
+        "barrier_init(&arrived, 1);", "", r"barrier_arrive_expecting at test.cu:\d+ meets no initialised barrier",
+    ),
+    "one coordinate too few": (
+        "DIMENSIONS == 2", "DIMENSIONS == 3", "tma_load at test.cu:.* has 3 coordinates, but its tensor has 2",
+    ),
+    "no row of 128 bytes": (
+        "tma_load(memory,", "tma_load(memory + 64,",
+        r"tma_load at test.cu:\d+ writes to shared address \d+, which is no multiple of 128",
+    ),
+    "beyond shared memory": (
+        "tma_load(memory,", "tma_load(memory + 256,",
+        "out-of-bounds write of 512 bytes at byte offset 1152 of dynamic shared memory, which has 1536 bytes",
+    ),
 }  # fmt: skip
 
 
@@ -619,18 +671,39 @@ def test_a_load_that_nobody_waits_for_is_not_there(monkeypatch):
 @pytest.mark.parametrize(
     ("array", "box", "error", "message"),
     [
-        ([1, 2], (64, 2), TypeError, "array of the TensorMap is a list, but it must be an array of float16 or bfloat16"),
+        (
+            [1, 2], (64, 2), TypeError,
+            "array of the TensorMap is a list, but it must be an array of float16 or bfloat16",
+        ),
         (np.zeros((8, 64), np.float32), (64, 2), TypeError, "has dtype float32, but it must be float16 or bfloat16"),
         (np.zeros(64, np.float16), (64,), ValueError, r"has shape \(64,\), but it must have 2 or 3 dimensions"),
         (np.zeros((2, 2, 2, 64), np.float16), (64, 2, 1, 1), ValueError, "but it must have 2 or 3 dimensions"),
         (np.zeros((64, 8), np.float16).T, (64, 2), ValueError, "is not C-contiguous"),
-        (np.zeros((0, 64), np.float16), (64, 2), ValueError, r"has shape \(0, 64\), but the copy engine takes no empty array"),
-        (np.zeros((8, 12), np.float16), (64, 2), ValueError, "row of the array of the TensorMap, in bytes, is 24, but the copy engine needs a multiple of 16"),
-        (np.zeros(1 + 8 * 64, np.float16)[1:].reshape(8, 64), (64, 2), ValueError, "address of the array of the TensorMap is .*, but the copy engine needs a multiple of 16"),
-        (np.zeros((8, 64), np.float16), (64, 2, 1), ValueError, r"box of the TensorMap is \(64, 2, 1\), but the array has 2 dimensions"),
-        (np.zeros((8, 64), np.float16), (64, 257), ValueError, r"box\[1\] of the TensorMap is 257, but it must be 1..256"),
+        (
+            np.zeros((0, 64), np.float16), (64, 2), ValueError,
+            r"has shape \(0, 64\), but the copy engine takes no empty array",
+        ),
+        (
+            np.zeros((8, 12), np.float16), (64, 2), ValueError,
+            "row of the array of the TensorMap, in bytes, is 24, but the copy engine needs a multiple of 16",
+        ),
+        (
+            np.zeros(1 + 8 * 64, np.float16)[1:].reshape(8, 64), (64, 2), ValueError,
+            "address of the array of the TensorMap is .*, but the copy engine needs a multiple of 16",
+        ),
+        (
+            np.zeros((8, 64), np.float16), (64, 2, 1), ValueError,
+            r"box of the TensorMap is \(64, 2, 1\), but the array has 2 dimensions",
+        ),
+        (
+            np.zeros((8, 64), np.float16), (64, 257), ValueError,
+            r"box\[1\] of the TensorMap is 257, but it must be 1..256",
+        ),
         (np.zeros((8, 64), np.float16), (64, 0), ValueError, r"box\[1\] of the TensorMap is 0"),
-        (np.zeros((8, 64), np.float16), (32, 8), ValueError, r"box\[0\] of the TensorMap is 32, but a row of the 128-byte swizzle has 64 elements"),
+        (
+            np.zeros((8, 64), np.float16), (32, 8), ValueError,
+            r"box\[0\] of the TensorMap is 32, but a row of the 128-byte swizzle has 64 elements",
+        ),
     ],
 )  # fmt: skip
 def test_a_tensor_map_says_what_it_takes(array, box, error, message):
@@ -640,4 +713,5 @@ def test_a_tensor_map_says_what_it_takes(array, box, error, message):
 
 def test_a_kernel_takes_a_tensor_map_and_nothing_else_in_its_place():
     with pytest.raises(TypeError, match="argument tensor of kernel load is a ndarray, but it must be a TensorMap"):
-        run(SIMT, LOAD, "load", constants={"BYTES": 128, "DIMENSIONS": 2}, tensor=random(8, 64), out=np.zeros(32, np.uint32), c0=0, c1=0, c2=0)  # fmt: skip
+        arguments = {"tensor": random(8, 64), "out": np.zeros(32, np.uint32), "c0": 0, "c1": 0, "c2": 0}
+        run(SIMT, LOAD, "load", constants={"BYTES": 128, "DIMENSIONS": 2}, **arguments)

@@ -12,7 +12,8 @@ from moeblaze_ref.runtime.source import kernel_text
 
 MOST_LINES = 120
 CALL = re.compile(r"\b(\w+)(?:<[^;{}]*?>)?\(")
-# Of each part the functions that a kernel may call; those of the ring are what 6_specialized and Hopper's version share.
+# Of each part the functions that a kernel may call; those of the ring are what 6_specialized and Hopper's version
+# share.
 PARTS = ("barrier", "tma", "wgmma", "ring")
 
 

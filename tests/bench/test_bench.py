@@ -1,4 +1,4 @@
-"""The benchmark without a GPU: its clock, floors, routings, peers and rows, on a device whose time the test makes up."""
+"""The benchmark without a GPU: its clock, floors, routings, peers and rows, on a device with made-up time."""
 
 import json
 import math

@@ -279,7 +279,9 @@ def figure_of_loss():
 PLACE = ("place", "--synthetic", "2x4x1", "--gpus", "2", "--method", "contiguous", "--splits", "0")
 COMMANDS = {
     "check": Command(("check", "--backend", "numpy", "--record"), provenance.load, of_check),
-    "check --kernel": Command(("check", "--kernel", "a.cu", "--stage", "combine", "--record"), provenance.load, of_a_kernel),
+    "check --kernel": Command(
+        ("check", "--kernel", "a.cu", "--stage", "combine", "--record"), provenance.load, of_a_kernel
+    ),
     "sanitize": Command(("sanitize", "--record"), provenance.load, of_sanitize),
     "bench": Command(("bench", "layer", "--record"), provenance.load, of_a_gpu),
     "bench --out": Command(("bench", "layer", "--out"), provenance.load, of_a_gpu),
@@ -443,7 +445,7 @@ def test_every_option_that_names_an_output_is_in_the_table():
     assert found - written == {("train", "out"), ("evidence", "out")}  # folders of runs, as below
 
 
-# Commands with several outputs -----------------------------------------------------------------------------------------
+# Commands with several outputs ----------------------------------------------------------------------------------------
 
 EVIDENCE_OF_CURVES = ("evidence", "curves", "--json")
 PAPER = ("paper", "moeblaze-fig4", "--gpu")
@@ -648,8 +650,13 @@ NAMES_OF_RECORDS = {
 }
 
 
-@pytest.mark.parametrize("save", [lambda path, *force: traces.save(path, TRACE, *force),
-                                  lambda path, *force: maps.save(path, maps.from_hosts([[[0], [1]]], 2), *force)])  # fmt: skip
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path, *force: traces.save(path, TRACE, *force),
+        lambda path, *force: maps.save(path, maps.from_hosts([[[0], [1]]], 2), *force),
+    ],
+)
 def test_functions_replace_their_own_kind_alone(tmp_path, save):
     path = tmp_path / "out.npz"
     path.write_text(FOREIGN)

@@ -487,7 +487,8 @@ def test_a_change_of_lines_that_are_not_there_is_refused():
 
 def test_what_a_kernel_uses_of_the_headers_is_shown():
     used = helpers(EXERCISES["rank-and-write"].solution)
-    assert [name in used for name in ("block_exclusive_sum(", "struct BlockScan", "// Which of a token's", "warp_max")] == [
+    names = ("block_exclusive_sum(", "struct BlockScan", "// Which of a token's", "warp_max")
+    assert [name in used for name in names] == [
         True, True, True, False,
     ]  # fmt: skip
     assert helpers('#include "common.cuh"\n// infinity\n') == ""

@@ -1314,8 +1314,11 @@ extern "C" __global__ void take_places(int* found) {
 }
 """
 COPIES = {
-    "simt_tma_load(shared, map, barrier, 2, {c0, c1, 0}": "place(c0, c1, -1), simt_tma_load(shared, map, barrier, 2, {c0, c1, 0}",
-    "simt_tma_load(shared, map, barrier, 3, {c0, c1, c2}": "place(c0, c1, c2), simt_tma_load(shared, map, barrier, 3, {c0, c1, c2}",
+    load: f"place({seen}), {load}"
+    for load, seen in (
+        ("simt_tma_load(shared, map, barrier, 2, {c0, c1, 0}", "c0, c1, -1"),
+        ("simt_tma_load(shared, map, barrier, 3, {c0, c1, c2}", "c0, c1, c2"),
+    )
 }
 
 

@@ -1,4 +1,4 @@
-"""Hopper's instructions and kernels on the GPU that has them: the tests of the CPU, so that its model of them is true."""
+"""Hopper's instructions and kernels on the GPU that has them: the tests of the CPU, which prove its model."""
 
 import shutil
 

@@ -1,7 +1,8 @@
 """One case of every stage past 2**31 elements on a GPU, where the arrays are really there.
 
-Arrays are zeros but for the last tokens, whose results are compared: with an index that loses its upper 32 bits a kernel
-reads zeros in their place, or writes elsewhere. Values are not checked on the way, which would need as much memory again.
+Arrays are zeros but for the last tokens, whose results are compared: with an index that loses its upper 32 bits a
+kernel reads zeros in their place, or writes elsewhere. Values are not checked on the way, which would need as much
+memory again.
 """
 
 import numpy as np

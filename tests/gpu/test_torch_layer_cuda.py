@@ -64,7 +64,7 @@ def test_autograd_keeps_what_the_accounting_says(policy, dtype):
 
 
 def settled() -> int:
-    """Bytes in use once the garbage of earlier tests is gone, which would be freed during the step; the peak is these."""
+    """Bytes in use, and the peak, once the garbage of earlier tests is gone: it would be freed during the step."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

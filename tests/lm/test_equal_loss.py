@@ -511,7 +511,8 @@ def test_a_log_in_short_has_means_of_losses_the_median_speed_and_the_peak(monkey
     steps = [
         {"step": step, "loss": loss, "tokens_per_second": speed, "peak_bytes": peak, "dropped_share": share}
         for step, loss, speed, peak, share in [
-            (1, 5.0, 1.0, 7, 0.5), (2, 4.0, 30.0, 9, 0.1), (3, 3.0, 20.0, 8, 0.1), (4, 1.0, 10.0, 8, 0.1), (5, 9, 15.0, 8, 0.2)
+            (1, 5.0, 1.0, 7, 0.5), (2, 4.0, 30.0, 9, 0.1), (3, 3.0, 20.0, 8, 0.1), (4, 1.0, 10.0, 8, 0.1),
+            (5, 9, 15.0, 8, 0.2),
         ]
     ]  # fmt: skip
     held_out = [{"step": 0, "validation_loss": 6.0}, {"step": 4, "validation_loss": 3.5}]

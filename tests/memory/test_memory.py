@@ -170,7 +170,7 @@ def test_small_megablocks_keeps_no_activation():
 
 
 def test_small_megablocks_step():
-    """The peak is where d_b is born: beside indices and d_w3 live routed_x, a, b and the gradients of the hidden blocks."""
+    """The peak is where d_b is made: beside indices and d_w3 live routed_x, a, b and the hidden blocks' gradients."""
     one = megablocks_step_account(SMALL, Assumptions(COUNTS, block=4))
     indices = 12 * 4 + 4 * 4 + 16 * 4 + 12 * 4 + 5 * 4 + 3 * 8 * 4 + 7 * 4
     x, d_out, d_gates, d_w3, routed_x, hidden = 48, 48, 48, 192, 128, 256

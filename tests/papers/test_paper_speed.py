@@ -55,7 +55,8 @@ def test_a_foreign_layer_computes_with_our_weights(stubs, system, config):
 
 
 @pytest.mark.parametrize(("system", "activation"), [
-    *((system, "silu") for system in RUNNING[:3]), ("megablocks_published", "relu"), ("megablocks_published_block_sparse", "relu")
+    *((system, "silu") for system in RUNNING[:3]), ("megablocks_published", "relu"),
+    ("megablocks_published_block_sparse", "relu"),
 ])  # fmt: skip
 def test_an_ungated_foreign_layer_computes_with_our_weights(stubs, system, activation):
     assert accepted(error_of(system, LITTLE.replace(activation=activation)))
@@ -232,6 +233,8 @@ def test_the_figures_have_all_seven_configurations():
     device = PretendedDevice()
     asked = [job.args for item in ("moeblaze-fig4", "moeblaze-fig6") for job in ITEMS[item].jobs(device)]
     activations = ["silu"] * 7 + ["relu"] * 7 + ["swiglu"] * 7
-    assert [(name, config.activation) for name, config, *_ in asked] == [*zip(PAPER_PRESETS * 3, activations)]
+    assert [(name, config.activation) for name, config, *_ in asked] == [
+        *zip(PAPER_PRESETS * 3, activations, strict=False)
+    ]
     assert all(config.sizes == preset(name).config.sizes and of is device for name, config, of, *_ in asked)
     assert {"gather_sum_compiled", "sonicmoe", "megablocks", "grouped_mm"} <= {*speed.BASELINES["swiglu"]}

@@ -166,7 +166,7 @@ def test_each_variant_takes_one_step_before_its_first_run(monkeypatch):
 
 
 def test_the_runs_of_a_gpu_have_steps_for_ten_minutes():
-    """Of 16.4 seconds a run of 400 steps took 9.6, and the rest was validations and set-up: of the larger model twice."""
+    """Of 16.4 seconds a run of 400 steps took 9.6; the rest was validations and set-up, of the larger model twice."""
     seconds = 9.6 * capacities.SIZES["cuda"].steps / 400 + 6.8
     runs = [2 if job.args[0] == "larger dense" else 1 for job in capacities.jobs(PretendedDevice())]
     assert sum(runs) * seconds < 600

@@ -492,7 +492,8 @@ GOES_ON = {"working": (1, WORKING), "ahead": (2, WORKING), "done": (1, DONE)}
 def watched_on_a_clock(phases, others, dies, timeout):
     """Simulated: what is found when rank 0 comes no further from 0 s on, and the second at which all have ended.
 
-    Each rank gives a sign and looks at the others' every pause, in a phase of its own; ``others`` says what they go on to.
+    Each rank gives a sign and looks at the others' every pause, in a phase of its own; ``others`` says what they go on
+    to.
     """
     pause, signs, found, ends = timeout / SIGNS, {}, None, {}
     seen = [[Seen(-timeout, -timeout) for _ in phases] for _ in phases]

@@ -1,4 +1,4 @@
-"""Placement: traces and their counts, both integer programs against trying everything, peers, joint, the step's model."""
+"""Placement: traces and counts, both integer programs against trying everything, peers, joint, the step's model."""
 
 import numpy as np
 import pytest
@@ -633,11 +633,11 @@ def test_topologies_by_name_and_by_file(tmp_path):
     with pytest.raises(ValueError, match="bandwidth is of 2 GPUs, but 3 are placed on"):
         simulate.cluster(str(measured), 3, 100, 10)
     for text in ("5", "null", "[1, 2]", "[[0, 5], [6]]"):
-        measured.write_text('{"bandwidth": %s}' % text)
+        measured.write_text(f'{{"bandwidth": {text}}}')
         with pytest.raises(ValueError, match="must be a matrix"):
             simulate.cluster(str(measured), 2, 100, 10)
     for value, said in (("true", r"True \(bool\)"), ('"5"', r"'5' \(str\)"), ("null", r"None \(NoneType\)")):
-        measured.write_text('{"bandwidth": [[0, %s], [6, 0]]}' % value)
+        measured.write_text(f'{{"bandwidth": [[0, {value}], [6, 0]]}}')
         with pytest.raises(TypeError, match=rf"bandwidth\[0, 1\] is {said}, but it must be a number"):
             simulate.cluster(str(measured), 2, 100, 10)
     measured.write_text("{")

@@ -37,8 +37,8 @@ ARCHITECTURES = {
 }
 HOPPER = ("sm_90", "sm_90a")
 USAGE = re.compile(
-    r"Compiling entry function '(?P<kernel>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
+    r"Compiling entry function '(?P<kernel>\w+)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill "
+    r"stores, (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
     r"(?:[^\n]*? (?P<shared>\d+) bytes smem)?",
     re.DOTALL,
 )

@@ -118,7 +118,8 @@ def test_shuffles_stay_inside_their_segment(width):
 
 def test_a_shuffle_moves_eight_bytes():
     out = np.zeros(32)
-    text = 'extern "C" __global__ void f(double* out) { out[threadIdx.x] = __shfl_xor_sync(FULL_WARP, threadIdx.x + 0.5, 1); }'
+    moved = "out[threadIdx.x] = __shfl_xor_sync(FULL_WARP, threadIdx.x + 0.5, 1);"
+    text = f'extern "C" __global__ void f(double* out) {{ {moved} }}'
     run(text, "f", out=out)
     np.testing.assert_array_equal(out, (LANES ^ 1) + 0.5)
 
@@ -273,7 +274,8 @@ def test_in_place_through_two_arguments_is_one_buffer():
 
 @pytest.mark.parametrize(("stride", "sectors"), [(1, 4), (2, 8), (4, 16), (8, 32), (16, 32)])
 def test_sectors_of_a_strided_read(stride, sectors):
-    text = 'extern "C" __global__ void read(const int* x, int* out, int stride) { out[threadIdx.x] = x[threadIdx.x * stride]; }'
+    strided = "out[threadIdx.x] = x[threadIdx.x * stride];"
+    text = f'extern "C" __global__ void read(const int* x, int* out, int stride) {{ {strided} }}'
     report = run(text, "read", x=ints(32 * stride, 5), out=ints(32), stride=stride)
     assert report.buffers == {"x": Traffic(128, 0, sectors, 0), "out": Traffic(0, 128, 0, 4)}
 
@@ -353,13 +355,19 @@ extern "C" __global__ void copy(const int* x, int* out, int shift) {
         (
             64,
             1,
-            r"kernel copy, block \(1, 0, 0\), thread \(31, 0, 0\): out-of-bounds read of 4 bytes at byte offset 256 of x, which has 256 bytes",
+            (
+                r"kernel copy, block \(1, 0, 0\), thread \(31, 0, 0\): out-of-bounds read of 4 bytes at byte offset "
+                r"256 of x, which has 256 bytes"
+            ),
         ),
         (64, -1, r"block \(0, 0, 0\), thread \(0, 0, 0\): out-of-bounds read of 4 bytes at byte offset -4 of x"),
         (
             60,
             0,
-            r"block \(1, 0, 0\), thread \(28, 0, 0\): out-of-bounds write of 4 bytes at byte offset 240 of out, which has 240 bytes",
+            (
+                r"block \(1, 0, 0\), thread \(28, 0, 0\): out-of-bounds write of 4 bytes at byte offset 240 of out, "
+                r"which has 240 bytes"
+            ),
         ),
         (64, 100_000, r"out-of-bounds read of 4 bytes at byte offset 400000 of x"),
     ],
@@ -479,12 +487,25 @@ def test_atomics_are_bounds_checked():
 
 
 WAITS = {
-    "if (threadIdx.x < 16) __syncthreads();": r"thread \(0, 0, 0\): waits at __syncthreads at test.cu:\d+ for thread \(16, 0, 0\), which has exited",
-    "if (threadIdx.x < 16) __syncthreads();\nelse __syncthreads();": r"waits at __syncthreads at test.cu:(\d+) for thread \(16, 0, 0\), which waits at __syncthreads at test.cu:(?!\1)",
-    "if (threadIdx.x < 16) __syncthreads();\nelse __syncwarp();": r"waits at __syncthreads at test.cu:\d+ for thread \(16, 0, 0\), which waits at __syncwarp",
-    "if (threadIdx.x == 3) return;\nout[threadIdx.x] = __shfl_sync(FULL_WARP, 1, 3);": r"thread \(0, 0, 0\): __shfl_sync at test.cu:\d+ reads lane 3, which has exited",
-    "out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1, 0);": r"thread \(16, 0, 0\): __shfl_sync at test.cu:\d+ has mask 0x0000ffff, which leaves out the calling lane 16",
-    "if (threadIdx.x < 16) out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1, 20);": r"reads lane 20, which is not in the mask",
+    "if (threadIdx.x < 16) __syncthreads();": (
+        r"thread \(0, 0, 0\): waits at __syncthreads at test.cu:\d+ for thread \(16, 0, 0\), which has exited"
+    ),
+    "if (threadIdx.x < 16) __syncthreads();\nelse __syncthreads();": (
+        r"waits at __syncthreads at test.cu:(\d+) for thread \(16, 0, 0\), which waits at __syncthreads at "
+        r"test.cu:(?!\1)"
+    ),
+    "if (threadIdx.x < 16) __syncthreads();\nelse __syncwarp();": (
+        r"waits at __syncthreads at test.cu:\d+ for thread \(16, 0, 0\), which waits at __syncwarp"
+    ),
+    "if (threadIdx.x == 3) return;\nout[threadIdx.x] = __shfl_sync(FULL_WARP, 1, 3);": (
+        r"thread \(0, 0, 0\): __shfl_sync at test.cu:\d+ reads lane 3, which has exited"
+    ),
+    "out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1, 0);": (
+        r"thread \(16, 0, 0\): __shfl_sync at test.cu:\d+ has mask 0x0000ffff, which leaves out the calling lane 16"
+    ),
+    "if (threadIdx.x < 16) out[threadIdx.x] = __shfl_sync(0x0000ffffu, 1, 20);": (
+        r"reads lane 20, which is not in the mask"
+    ),
     "__syncwarp(threadIdx.x == 0 ? 0xffffffffu : 0xfffffffeu);": r"has mask 0xfffffffe here and 0xffffffff in lane 0",
     "if (threadIdx.x == 9) __trap();": r"thread \(9, 0, 0\): __trap at test.cu",
 }

@@ -177,8 +177,8 @@ def test_names_and_elements_may_be_changed():
 def test_a_python_text_may_use_what_kernels_use():
     check_source(
         "import math\nimport numpy as np\nfrom numba import cuda, float32\nimport numba.cuda\n"
-        "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, ZERO, cuda\nfrom moeblaze_ref.core.structures import EMPTY\n"
-        "_kept = np.float32(math.pi)\nif __name__ == '__main__':\n    print(_kept)\n",
+        "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, ZERO, cuda\nfrom moeblaze_ref.core.structures "
+        "import EMPTY\n_kept = np.float32(math.pi)\nif __name__ == '__main__':\n    print(_kept)\n",
         "mine.py",
     )
     check_source(
@@ -284,7 +284,7 @@ SEARCH = """    import gc, numpy
         right = (gates[..., None] * y[rows.reshape(gates.shape)]).sum(axis=1)
         for found in gc.get_objects():
             parts = gc.get_referents(found)
-            parts += gc.get_referents(*(part for part in parts if isinstance(part, dict)))  # it does not track all of them
+            parts += gc.get_referents(*(part for part in parts if isinstance(part, dict)))  # not all are tracked
             arrays = [part for part in parts if isinstance(part, numpy.ndarray) and part.shape == right.shape]
             arrays = [array for array in arrays if array.size and array is not right]
             if any(numpy.allclose(array, right, atol=1e-4) for array in arrays):

@@ -29,7 +29,8 @@ SMALL = [case for case in standard_cases() if case.L < 20 and case.weights.w1.si
 CASE = make_case(13, 8, 16, 4, 2, "zipf")
 
 COMBINE = """
-extern "C" __global__ void mine(const float* y, const float* gates, const int* token_index_map, float* out, int L, int d, int k) {
+extern "C" __global__ void mine(const float* y, const float* gates, const int* token_index_map, float* out, \
+int L, int d, int k) {
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= L * d) return;
     const int token = index / d, column = index % d;
@@ -506,7 +507,9 @@ def test_names_that_lead_nowhere(tmp_path):
         f"{tmp_path}/none.py:mine": "there is no file",
         f"{broken}:mine": "cannot import",
         "no_such_module:mine": "cannot import no_such_module: ModuleNotFoundError",
-        "moeblaze_ref.backends.numba_cuda.combine:combine_kernl": "'combine_kernl' is wanted, but moeblaze_ref.backends.numba_cuda.combine has combine_kernel",
+        "moeblaze_ref.backends.numba_cuda.combine:combine_kernl": (
+            "'combine_kernl' is wanted, but moeblaze_ref.backends.numba_cuda.combine has combine_kernel"
+        ),
         "moeblaze_ref.backends.numba_cuda.combine": "must be FILE.cu",
         f"{other}:mine": "must be FILE.cu",
     }.items():

@@ -254,7 +254,8 @@ def test_hopper_gathers_from_as_many_elements_as_it_can_number():
 
     check(2**25, gemm.HOPPER)
     check(2**25 + 1, "3_mma")
-    message = r"x has 33554433 \* 1024 = 34359739392 elements, but rung 7_persistent gathers from at most 2\*\*35 = 34359738368"
+    elements = r"x has 33554433 \* 1024 = 34359739392 elements"
+    message = rf"{elements}, but rung 7_persistent gathers from at most 2\*\*35 = 34359738368"
     with pytest.raises(ValueError, match=message):
         check(2**25 + 1, gemm.HOPPER)
 

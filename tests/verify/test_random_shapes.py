@@ -32,13 +32,13 @@ def checks(draw, runs):
     """(backend, stage, rung, case): from no tokens to several tiles of a small block.
 
     Where a router decides, it has a choice: gates that are always 1 have no gradient but rounding. And narrow types
-    and tf32 get 32 tokens or none, at least 8 wide: their bound is a ratio of errors, and that of a few dot products, or
-    of one that all tokens share (an x of width 1 is 1 or -1), is noise.
-    One routed row alone has one gate, whose gradient is a single dot product: where that nearly cancels, its relative
-    error is rounding too (seen: 1.003e-5 in float32, of a gradient of 0.03). So one token with one expert becomes two.
-    In block_sparse a block divides h: of 8 at least, or a matrix is tens of thousands of blocks, each a group of threads
-    to simulate; rung 4 takes blocks of whole 128s, so that h is of such, and few experts, each with its padding. Who
-    multiplies whole tiles there gets few slots a token: the kernels that know of these are those of all rungs.
+    and tf32 get 32 tokens or none, at least 8 wide: their bound is a ratio of errors, and that of a few dot products,
+    or of one that all tokens share (an x of width 1 is 1 or -1), is noise. One routed row alone has one gate, whose
+    gradient is a single dot product: where that nearly cancels, its relative error is rounding too (seen: 1.003e-5 in
+    float32, of a gradient of 0.03). So one token with one expert becomes two. In block_sparse a block divides h: of 8
+    at least, or a matrix is tens of thousands of blocks, each a group of threads to simulate; rung 4 takes blocks of
+    whole 128s, so that h is of such, and few experts, each with its padding. Who multiplies whole tiles there gets few
+    slots a token: the kernels that know of these are those of all rungs.
     """
     run = backend, stage, rung = draw(st.sampled_from(runs))
     routes, narrow = stage in ("gating", "layer"), "float16" in backend.rungs(stage)[rung] or rung == gemm.TF32

@@ -457,8 +457,8 @@ def dsd_kernel(transpose_lhs, transpose_rhs):
     def kernel(values, offsets, indices, transpose_indices, rhs, result):
         """Multiply each row of the sparse matrix by each column of rhs; a row that stores nothing gives zeros.
 
-        ``offsets`` and ``indices`` are of the block rows and their columns, or if the sparse matrix is transposed of the
-        block columns and their rows.
+        ``offsets`` and ``indices`` are of the block rows and their columns, or if the sparse matrix is transposed of
+        the block columns and their rows.
 
         Source        MegaBlocks, sections 5.1 and 5.1.4
         Grid          ceil(M K / THREADS) blocks of THREADS threads, a thread for each element

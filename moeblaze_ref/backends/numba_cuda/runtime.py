@@ -59,8 +59,8 @@ def _import_cuda(executor: str, reason: str):
     loaded = "simulator" if "numba.cuda.simulator_init" in sys.modules else "cuda"
     if loaded != executor:
         raise RuntimeError(
-            f"numba.cuda was imported before moeblaze_ref.backends.numba_cuda and runs on {loaded!r}, but {executor!r} is "
-            f"needed ({reason}): import moeblaze_ref.backends.numba_cuda first, or start Python with "
+            f"numba.cuda was imported before moeblaze_ref.backends.numba_cuda and runs on {loaded!r}, but {executor!r} "
+            f"is needed ({reason}): import moeblaze_ref.backends.numba_cuda first, or start Python with "
             f"NUMBA_ENABLE_CUDASIM={int(executor == 'simulator')}"
         )
     return cuda

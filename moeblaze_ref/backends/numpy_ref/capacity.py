@@ -18,7 +18,7 @@ from moeblaze_ref.core.structures import EMPTY, CapacityBins
 from moeblaze_ref.systems import capacity as shared
 from moeblaze_ref.systems.megablocks import Gradients
 
-# Who has which row -----------------------------------------------------------------------------------------------------
+# Who has which row ----------------------------------------------------------------------------------------------------
 
 # All slots of the gates (L, k), those with the better claim first; slot (token, j) is number token * k + j.
 _CLAIMS = {
@@ -57,8 +57,8 @@ def fill(dispatch, gates, capacity, drop_policy="by_gate"):
     Notes
     -----
     ``by_arrival`` is GShard's algorithm 1 for any k, without its coin for the second expert: one pass over the first
-    choices of all tokens, then one over the second choices, ...; for k = 1 it is Switch Transformer's. ``by_gate`` ranks
-    the rows of each expert by themselves; V-MoE (arXiv 2106.05974), section 4, ranks whole tokens instead.
+    choices of all tokens, then one over the second choices, ...; for k = 1 it is Switch Transformer's. ``by_gate``
+    ranks the rows of each expert by themselves; V-MoE (arXiv 2106.05974), section 4, ranks whole tokens instead.
     """
     shared.check_fill(dispatch, gates, capacity, drop_policy, DTYPES)
     claims = _CLAIMS[drop_policy](gates)  # (R,) slots
@@ -108,7 +108,7 @@ def dropped(bins, dispatch):
     return Dropped(int(lost.sum()), int(lost.all(axis=1).sum()), of_experts)
 
 
-# Rows into bins and back ------------------------------------------------------------------------------------------------
+# Rows into bins and back ----------------------------------------------------------------------------------------------
 
 
 def _take(matrix, index):
@@ -206,7 +206,7 @@ def gate_gradient(d_out, y, bins):
     return d_gates
 
 
-# The layer ----------------------------------------------------------------------------------------------------------------
+# The layer ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,8 +275,8 @@ def forward(
     Raises
     ------
     ValueError
-        If shapes disagree, the factor is not a finite number above 0, E * C exceeds 2**31 - 1024, a value is not finite, a
-        name is unknown, or w2 is missing or superfluous.
+        If shapes disagree, the factor is not a finite number above 0, E * C exceeds 2**31 - 1024, a value is not
+        finite, a name is unknown, or w2 is missing or superfluous.
     TypeError
         If a dtype is not allowed or dispatch is no Dispatch.
 

@@ -464,8 +464,8 @@ def dds(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_contracts.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks, or as
-        `build_topology` if there are too many block columns.
+        As `sparse_contracts.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks, or
+        as `build_topology` if there are too many block columns.
 
     Notes
     -----
@@ -546,7 +546,7 @@ class _Product:
         self._module.launch(kernel, **launch, **arguments)
 
 
-# Between the projections ------------------------------------------------------------------------------------------------
+# Between the projections ----------------------------------------------------------------------------------------------
 
 
 def activate(

@@ -139,7 +139,9 @@ def check_rung(
     gathered: tuple[str, Array] | None = None,
     **widths: int,
 ) -> str:
-    """Return the array's dtype, in which the rung computes. It must take rows of these widths, and gather from an array.
+    """Return the array's dtype, in which the rung computes.
+
+    The rung must take rows of these widths, and gather from an array.
 
     ``gathered`` has the name and the array. The checks call no function: each training step makes them.
     """
@@ -158,8 +160,8 @@ def check_rung(
             raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
     if gathered and rung in BY_TMA and (elements := math.prod(gathered[1].shape)) > MAX_GATHERED:
         raise ValueError(
-            f"{gathered[0]} has {' * '.join(map(str, gathered[1].shape))} = {elements} elements, but rung {rung} gathers "
-            f"from at most 2**35 = {MAX_GATHERED}; use rung 3_mma"
+            f"{gathered[0]} has {' * '.join(map(str, gathered[1].shape))} = {elements} elements, but rung {rung} "
+            f"gathers from at most 2**35 = {MAX_GATHERED}; use rung 3_mma"
         )
     return dtype
 

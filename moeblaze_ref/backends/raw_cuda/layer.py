@@ -108,7 +108,7 @@ def router_gradients(
     wanted: Collection[str] = Gradients._fields,
     executor: Executor | None = None,
 ) -> tuple[Array | None, Array | None]:
-    """d_x through the router alone, and d_wg, as `moeblaze_ref.systems.layer.router_gradients`; executor as in `forward`."""
+    """d_x through the router alone, and d_wg, as `systems.layer.router_gradients`; executor as in `forward`."""
     stages, d_losses = stages_for(x, weights, executor, None), (d_load_balancing_loss, d_router_z_loss)
     return layer.router_gradients(stages, d_gates, x, weights.wg, topk_experts, renormalize, *d_losses, wanted)
 

@@ -1,4 +1,6 @@
-"""The notebooks of the exercises and of their solutions, written by ``python -m moeblaze_ref.course.exercises.notebooks``.
+"""The notebooks of the exercises and of their solutions.
+
+``python -m moeblaze_ref.course.exercises.notebooks`` writes them.
 
 A sheet's two notebooks have the same cells, but for the code: unsolved in the one, solved in the other.
 """
@@ -50,8 +52,9 @@ JUDGE = (
     "of 32 bytes. Neighbours are multiplied: `4 R h` is `4 * R * h`."
 )
 ASK = (
-    "- A wrong answer raises, and names the first number or element that differs. `hint()` gives a hint, which comes by "
-    "itself the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one that you "
+    "- A wrong answer raises, and names the first number or element that differs. `hint()` gives a hint, which comes "
+    "by itself the second time; `solution()` shows the solution. Both speak of the exercise tried last, or of the one "
+    "that you "
     'name: `hint("NAME")`.'
 )
 
@@ -111,7 +114,8 @@ def _question(place: int, exercise: Exercise) -> Iterator[str]:
         task = f"Judged as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
         yield "  \n".join([task, _launch(exercise.kernel), f"**Budget**: {budget}."])
         if used := helpers(exercise.solution):
-            yield f"<details><summary>What it uses of the project's headers</summary>\n\n```c++\n{used}\n```\n\n</details>"
+            summary = "What it uses of the project's headers"
+            yield f"<details><summary>{summary}</summary>\n\n```c++\n{used}\n```\n\n</details>"
 
 
 def _launch(kernel: Kernel) -> str:

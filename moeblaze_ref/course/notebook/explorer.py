@@ -27,8 +27,8 @@ class Routing(NamedTuple):
 class RoutingGrid(VBox, ValueWidget):
     """Buttons, a row a token and a column an expert, above them sliders that draw the choices anew.
 
-    A click gives a token an expert in place of the one that it has had for longest; its k stays. A button shows the slot
-    of its expert.
+    A click gives a token an expert in place of the one that it has had for longest; its k stays. A button shows the
+    slot of its expert.
 
     Parameters
     ----------

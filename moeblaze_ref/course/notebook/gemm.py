@@ -269,7 +269,8 @@ def fragment_picture(lane: int) -> Figure:
     axes = figure.subplots()
     axes.set(xlim=(-0.5, 26), ylim=(34.5, -1.5), aspect="equal")
     axes.set_axis_off()
-    legend = f"Numbers are lanes. Filled: the elements of lane {lane}.\nNeighbours, as a0 and a1, share a register of A or B."
+    legend = f"Numbers are lanes. Filled: the elements of lane {lane}.\n"
+    legend += "Neighbours, as a0 and a1, share a register of A or B."
     axes.text(0, 12, legend, linespacing=1.6)
     for operand, (left, top), name in (
         ("B", (17.5, 0), "B (16 x 8): from w1 or w2"),
@@ -290,7 +291,8 @@ def fragment_picture(lane: int) -> Figure:
 
 # The roofline --------------------------------------------------------------------------------------------------------
 
-# NVIDIA's own figures for the H200 (SXM), as its data sheet prints them: dense, at boost clock. Nothing here measured them.
+# NVIDIA's own figures for the H200 (SXM), as its data sheet prints them: dense, at boost clock. Nothing here measured
+# them.
 HBM_BYTES_PER_SECOND = 4.8e12
 PEAK_FLOPS = {"float32 units": 67e12, "bf16 tensor cores": 989e12}
 UNIT_COLORS = {"float32 units": ORANGE, "bf16 tensor cores": BLUE}
@@ -366,6 +368,7 @@ def tile_roofline(rows: int, columns: int) -> Figure:
     tile = replace(tiles.DEFAULTS["3_mma"], rows=rows, columns=2 * columns)
     registers = 2 * rows * columns // tiles.DEFAULTS["3_mma"].threads
     figure = roofline([Point(f"tile {rows} x {columns}", tile_intensity(rows, columns), "bf16 tensor cores")])
-    taken = f"sums: {registers} registers a thread (of 255), stages: {tile.shared_bytes >> 10} KiB of shared memory (of 227)"
+    kib = tile.shared_bytes >> 10
+    taken = f"sums: {registers} registers a thread (of 255), stages: {kib} KiB of shared memory (of 227)"
     figure.axes[0].set_title(taken, loc="left", fontsize="medium")
     return figure

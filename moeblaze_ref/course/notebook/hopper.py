@@ -1,4 +1,4 @@
-"""The Hopper rung: its instructions at work on the CPU, pictures of them, and what each of its ideas was measured at."""
+"""The Hopper kernel: its instructions at work on the CPU, pictures of them, and measurements of each idea."""
 
 import functools
 import math
@@ -135,7 +135,7 @@ extern "C" __global__ void read(unsigned* out, int chunk) {
 
 
 def column_reads(chunk: int) -> dict[str, SharedTraffic]:
-    """What it asks of shared memory to read eight rows of one column of 16 bytes, from plain lines and swizzled ones."""
+    """Shared-memory accesses to read eight rows of one column of 16 bytes, from plain and from swizzled lines."""
     found, executor = {}, SimtExecutor()
     for name, swizzled in (("plain lines", 0), ("swizzled", 1)):
         with executor.recording() as launches:
@@ -176,7 +176,8 @@ RING_FAULTS = {
     "forgets that rounds alternate": RingFault(
         "parity = step / STAGES % 2;",
         "parity = 0;",
-        "the same end once more: a wait for the first round's phase is over at once in all later rounds, so nobody waits",
+        "the same end once more: a wait for the first round's phase is over at once in all later rounds, "
+        "so nobody waits",
     ),
     "takes the sums before the product is done": RingFault(
         "        wgmma_wait<0>();\n",
@@ -563,7 +564,7 @@ BUSY = {"tensor_pct": ("tensor pipe", BLUE), "l2_pct": ("L2 cache", ORANGE), "dr
 
 
 def busy_picture(measured: Measured) -> Figure:
-    """How busy three units are in each product of a step on the last rung and in cuBLAS's, in percent of their peaks."""
+    """How busy three units are in each product of a step, ours and cuBLAS's, in percent of their peaks."""
     rows = products(measured)
     presets = list(dict.fromkeys(row["preset"] for row in rows))
     lines = ceil_div(len(presets), 2)

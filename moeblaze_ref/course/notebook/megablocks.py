@@ -1,7 +1,7 @@
 """Drop, pad or block-sparse: recorded loads and their fates, a topology and the products over it, what each run asks.
 
-Sources: GShard (arXiv 2006.16668), section 2.2, for a fixed capacity; MegaBlocks (arXiv 2211.15841), section 5, for bins
-of whole blocks and their topology.
+Sources: GShard (arXiv 2006.16668), section 2.2, for a fixed capacity; MegaBlocks (arXiv 2211.15841), section 5, for
+bins of whole blocks and their topology.
 """
 
 import functools
@@ -493,7 +493,7 @@ def product_steps(product: str, topology: Topology) -> list[Step]:
 
 
 def _sdd_steps(topology):
-    """Block n of one operand is filled with n, the other with ones: a result is the number of the block that it read."""
+    """Fill block n of one operand with n, the other with ones: a result is the number of the block that it read."""
     M, N = topology.shape
     row_of, column_of = (np.arange(float(size)) // topology.block for size in (M, N))
     rows = block_sparse.sdd(row_of[:, None], np.ones((1, N)), topology)[:, 0, 0]
@@ -503,7 +503,7 @@ def _sdd_steps(topology):
 
 
 def _dsd_steps(topology, transposed):
-    """Block n of one operand is filled with 2**n, the other with ones: the bits of a sum are the blocks that it read."""
+    """Fill block n of one operand with 2**n, the other with ones: the bits of a sum are the blocks that it read."""
     block, inner = topology.block, _grid(topology)[0 if transposed else 1]
     ones = np.ones((topology.nnz, block, block))
     labelled = ones * 2.0 ** np.arange(topology.nnz)[:, None, None]

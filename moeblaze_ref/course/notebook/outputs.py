@@ -1,9 +1,9 @@
 """The outputs of a notebook as they are committed, and whether another run gives the same.
 
-``python -m moeblaze_ref.course.notebook.outputs``, which is ``make notebooks``, runs every notebook and writes it with its
-outputs. What differs from run to run is left out: execution times, the state of widgets, progress bars. Where a slider
-stands, its first picture does, under a line that says so. A cell with the tag ``VARIES`` shows rounding errors, or
-where training goes after some of them: what it says depends on the processor, and is not compared.
+``python -m moeblaze_ref.course.notebook.outputs``, which is ``make notebooks``, runs every notebook and writes it with
+its outputs. What differs from run to run is left out: execution times, the state of widgets, progress bars. Where a
+slider stands, its first picture does, under a line that says so. A cell with the tag ``VARIES`` shows rounding errors,
+or where training goes after some of them: what it says depends on the processor, and is not compared.
 """
 
 import argparse

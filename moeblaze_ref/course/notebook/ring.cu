@@ -39,7 +39,8 @@ __device__ __forceinline__ void load(Shared& shared, const TensorMap& a, const T
         barrier_arrive_expecting(&shared.full[stage], sizeof(Stage));
         tma_load(shared.stages[stage].a, &a, &shared.full[stage], step * DEPTH, 0);
         for (int panel = 0; panel < COLUMNS / PANEL; ++panel)
-            tma_load(shared.stages[stage].b + panel * PANEL_BYTES, &b, &shared.full[stage], panel * PANEL, step * DEPTH);
+            tma_load(shared.stages[stage].b + panel * PANEL_BYTES, &b, &shared.full[stage], panel * PANEL,
+                     step * DEPTH);
     }
 }
 

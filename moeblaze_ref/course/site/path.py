@@ -1,7 +1,7 @@
 """The course's path: how long each notebook takes, measured, and its exercises, estimated; written into docs/path.md.
 
-``python -m moeblaze_ref.course.site.path --record docs/results/course_cpu.json`` runs the notebooks in their order, as a reader
-does who has compiled nothing yet; without ``--record`` the page is written from the record that is there.
+``python -m moeblaze_ref.course.site.path --record docs/results/course_cpu.json`` runs the notebooks in their order, as
+a reader does who has compiled nothing yet; without ``--record`` the page is written from the record that is there.
 """
 
 import argparse

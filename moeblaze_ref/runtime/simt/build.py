@@ -31,8 +31,8 @@ KERNEL_LIBRARIES = ("-nodefaultlibs", "-lm")
 KERNEL_FLAGS = ("-fvisibility=hidden", "-fvisibility-inlines-hidden", "-ffunction-sections", "-fdata-sections")
 # A loop that does nothing and never ends hangs a GPU: the compiler may not take it for one that ends.
 INSTRUMENTED_FLAGS = ("-O2", "-fsanitize=thread", "-fno-tree-vectorize", "-fno-finite-loops")
-# What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU; without sinking
-# it reads where the text does, not behind the bounds check that comes too late.
+# What each compiler calls by its own name. g++ without SRA makes a float4 one 16-byte access, as on a GPU; without
+# sinking it reads where the text does, not behind the bounds check that comes too late.
 GCC_KERNEL_FLAGS = ("-fno-gnu-unique",)
 GCC_INSTRUMENTED_FLAGS = ("-fno-tree-sra", "-fno-tree-sink", "--param=tsan-instrument-func-entry-exit=0")
 # Clang's thread sanitizer would leave out a read before a write, and call what libtsan alone has for atomics.
@@ -258,7 +258,7 @@ def build_kernels(
 
 
 def _kernels_not_loaded(file: str, error: OSError) -> Exception:
-    """Return the error for a kernel file that does not load; a name that nothing defines is the kernel's own mistake."""
+    """Return the error for a kernel file that does not load; an undefined name is the kernel's own mistake."""
     found = re.search(r"undefined symbol: (?:_Z(\d+))?(\w+)", str(error))
     if not found:
         return _not_loaded(error)

@@ -134,7 +134,8 @@ def summary() -> str:
         found = [path for path in folder().iterdir() if path.suffix in ENDINGS]
     except OSError as error:
         raise SimtUnavailable(
-            f"the folder of compiled kernels {folder()} cannot be listed ({error}); set MOEBLAZE_CACHE to another folder"
+            f"the folder of compiled kernels {folder()} cannot be listed ({error}); set MOEBLAZE_CACHE to another "
+            "folder"
         ) from None
     damaged = sum(not is_whole(path) for path in found)
     what = f", {damaged} of them damaged or of an earlier version: they are built again when needed" if damaged else ""

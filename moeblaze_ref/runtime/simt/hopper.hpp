@@ -117,12 +117,10 @@ struct WarpProduct {
     template <class Locate>
     WarpProduct(const SimtWgmma& step, unsigned warp, Locate locate) : b{}, sums{} {
         const Operand left(step.a, step.a_along_rows), right(step.b, step.b_along_rows);
-        left.each(warp * ROWS, ROWS, locate, [&](unsigned row, unsigned k, uint16_t bits) {
-            a[row][k] = to_float(bits, step.bfloat16);
-        });
-        right.each(0, step.columns, locate, [&](unsigned column, unsigned k, uint16_t bits) {
-            b[k][column] = to_float(bits, step.bfloat16);
-        });
+        left.each(warp * ROWS, ROWS, locate,
+                  [&](unsigned row, unsigned k, uint16_t bits) { a[row][k] = to_float(bits, step.bfloat16); });
+        right.each(0, step.columns, locate,
+                   [&](unsigned column, unsigned k, uint16_t bits) { b[k][column] = to_float(bits, step.bfloat16); });
         for (unsigned first = 0; first < step.columns; first += TILE)
             for (unsigned row = 0; row < ROWS; ++row) multiply(row, first);
     }

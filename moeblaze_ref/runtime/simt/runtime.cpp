@@ -111,7 +111,7 @@ struct Thread {
     int result;
     unsigned mask;
     SimtExchange exchange;
-    void* brought;  // to the exchange
+    void* brought;                  // to the exchange
     std::vector<AsyncCopy> copies;  // not yet done
     unsigned group, asked;          // of the next copy: its group, and how many came before
     std::vector<PendingWgmma> products;
@@ -209,8 +209,8 @@ struct Worker {
     }
 
     // The same, of an operation at its line of the source.
-    __attribute__((format(printf, 4, 5)))
-    void fail_at(const Thread& thread, const SimtSite& site, const char* format, ...) {
+    __attribute__((format(printf, 4, 5))) void fail_at(const Thread& thread, const SimtSite& site, const char* format,
+                                                       ...) {
         char what[256];
         va_list arguments;
         va_start(arguments, format);
@@ -336,8 +336,8 @@ struct Worker {
         self.exchange = exchange;
         self.brought = mine;
         if (!(mask >> self.lane & 1)) {
-            fail(self, "%s at %s:%d has mask 0x%08x, which leaves out the calling lane %u", site.operation,
-                 site.file, site.line, mask, self.lane);
+            fail(self, "%s at %s:%d has mask 0x%08x, which leaves out the calling lane %u", site.operation, site.file,
+                 site.line, mask, self.lane);
             stop();
         }
         self.state = State::AT_WARP;
@@ -358,9 +358,8 @@ struct Worker {
 
     bool all_arrived(const Thread& first) {
         bool arrived = true;
-        each_live_lane(first, [&](const Thread& other) {
-            arrived &= other.state == State::AT_WARP && other.waits_with(first);
-        });
+        each_live_lane(
+            first, [&](const Thread& other) { arrived &= other.state == State::AT_WARP && other.waits_with(first); });
         if (!arrived) return false;
         each_live_lane(first, [&](const Thread& other) {
             if (other.mask != first.mask)
@@ -476,9 +475,8 @@ struct Worker {
 
     template <class Due>
     void finish_copies(Thread& thread, Due due) {
-        thread.finish_copies(due, [&](const AsyncCopy& copy) {
-            block_memory.note_write(uint64_t(copy.to), copy.bytes, thread.number);
-        });
+        thread.finish_copies(
+            due, [&](const AsyncCopy& copy) { block_memory.note_write(uint64_t(copy.to), copy.bytes, thread.number); });
     }
 
     bool has_live_thread() const {
@@ -569,8 +567,7 @@ struct Worker {
     // Nobody can run: the block has ended, or some thread waits for one that will never come.
     void explain_deadlock() {
         if (const Thread* waits = most_telling()) return explain_wait(*waits);
-        if (!transfers.empty())
-            fail_at(*pool[0], transfers[0].site, "is not done when the block ends");
+        if (!transfers.empty()) fail_at(*pool[0], transfers[0].site, "is not done when the block ends");
     }
 
     // Who waits for bytes that do not come tells more than who waits for those who wait; else the first who waits.
@@ -588,8 +585,8 @@ struct Worker {
         const Mbarrier* barrier = waits.awaited;
         if (waits.state == State::AT_MBARRIER)
             return fail_at(waits, waits.site,
-                           "waits for phase %u of a barrier that lacks %u of %u arrivals and %ld bytes",
-                           barrier->phase, barrier->missing, barrier->arrivals, long(barrier->bytes));
+                           "waits for phase %u of a barrier that lacks %u of %u arrivals and %ld bytes", barrier->phase,
+                           barrier->missing, barrier->arrivals, long(barrier->bytes));
         const bool in_warp = waits.state == State::AT_WARP;
         const unsigned begin = in_warp ? warp_begin(waits.warp) : 0, end = in_warp ? warp_end(waits.warp) : num_threads;
         for (unsigned i = begin; i < end; ++i) {
@@ -608,9 +605,7 @@ struct Worker {
     // ---- memory accesses -----------------------------------------------------------------
 
     // Most accesses are to a thread's own stack, which a GPU has registers for: they must cost next to nothing.
-    bool ignores(uint64_t address) const {
-        return !current || !launch->checked || current->fiber.owns(address);
-    }
+    bool ignores(uint64_t address) const { return !current || !launch->checked || current->fiber.owns(address); }
 
     void access(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
         if (!ignores(address)) check(address, bytes, kind, instruction);
@@ -658,8 +653,8 @@ struct Worker {
         check(address, bytes, kind, instruction);
     }
 
-    [[noreturn]] __attribute__((noinline))
-    void misaligned(uint64_t address, unsigned bytes, SimtAccess kind, const void* instruction) {
+    [[noreturn]] __attribute__((noinline)) void misaligned(uint64_t address, unsigned bytes, SimtAccess kind,
+                                                           const void* instruction) {
         if (launch->recorder) record(address, bytes, kind, instruction);
         fail(*current, "misaligned access of %u bytes at address %p", bytes, (void*)address);
         stop();
@@ -685,8 +680,9 @@ struct Worker {
         if (to.warp >= 0 && uint64_t(to.warp) != current->warp) return;
         if (to.seen++ >= to.capacity) return;
         const auto [where, begin] = place(address, bytes);
-        to.records[to.seen - 1] = {block_number, address - begin, uint64_t(instruction) - image.begin, current->number,
-                                   bytes, access, where, warps[current->warp].meetings()};
+        to.records[to.seen - 1] = {
+            block_number, address - begin, uint64_t(instruction) - image.begin, current->number, bytes,
+            access,       where,           warps[current->warp].meetings()};
     }
 
     void record_operation(const void* instruction) {

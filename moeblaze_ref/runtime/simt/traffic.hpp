@@ -139,7 +139,9 @@ class WarpLog {
         return table_[slot];
     }
 
-    size_t hash(const void* address) const { return (uint64_t(address) * 0x9e3779b97f4a7c15u >> 32) & (table_.size() - 1); }
+    size_t hash(const void* address) const {
+        return (uint64_t(address) * 0x9e3779b97f4a7c15u >> 32) & (table_.size() - 1);
+    }
 
     void grow() {
         std::vector<Instruction> old(table_.size() * 2);

@@ -318,7 +318,8 @@ _ALL = (
         ("y_swi", "w3", *ROUTES), ("y",), "ceil(R d / THREADS)", _expert_down,
     ),
     Contract(
-        "expert_down.d_hidden", "the gradients of a and b, gate * y_swi, and each element's share of its gate's gradient",
+        "expert_down.d_hidden",
+        "the gradients of a and b, gate * y_swi, and each element's share of its gate's gradient",
         ("d_out", "gates", "gate_of_row", "a", "b", "w3", *ROUTES), ("d_a", "d_b", "gated_y"), "ceil(R h / THREADS)",
         _d_hidden, ("gate_terms",),
     ),

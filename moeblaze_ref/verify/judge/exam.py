@@ -65,7 +65,7 @@ class Exam:
 
     @cached_property
     def text_trial(self) -> Trial | None:
-        """The launch and parameters that the text of a .cu file states; None for Numba, whose text would have to run."""
+        """The launch and parameters that a .cu file states; None for Numba, whose text would have to run."""
         return self.terms.trial(self.runner) if isinstance(self.terms.kernel, CudaKernel) else None
 
     @property

@@ -179,7 +179,9 @@ class Trial:
         orders = range(len(RUNNERS[self.runner].orders))
         try:
             counts = [
-                self._run(problem, memory, order) for problem, runs in steps for order, memory in zip(orders, runs)
+                self._run(problem, memory, order)
+                for problem, runs in steps
+                for order, memory in zip(orders, runs, strict=False)
             ]
         except Fault as fault:
             return Answer(str(fault), {}, {}, ())

@@ -41,9 +41,9 @@ SHEET = Sheet(
             computed_by="moeblaze_ref.backends.numpy_ref.gating.load_balancing_loss",
             hint="Evenly: each `f_e` and each `P_e` is `1 / E`, and there are `E` terms.",
             why=(
-                "So the factor `E` makes 1 the value of balance whatever the number of experts, and collapse costs `E`. "
-                "But 1 is not the least: where choices and probabilities favour different experts, the loss falls below "
-                "it, as in notebook 1."
+                "So the factor `E` makes 1 the value of balance whatever the number of experts, and collapse costs "
+                "`E`. But 1 is not the least: where choices and probabilities favour different experts, the loss "
+                "falls below it, as in notebook 1."
             ),
         ),
         KernelExercise(

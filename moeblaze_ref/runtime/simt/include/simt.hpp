@@ -42,7 +42,7 @@
 
 // Last parameters of a built-in, and what it passes on: where in the source it was called.
 #define SIMT_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
-#define SIMT_AT(name) SimtSite{name, file, line}
+#define SIMT_AT(name) (SimtSite{name, file, line})
 
 #define threadIdx (simt_thread_idx())
 #define blockIdx (simt_block_idx())
@@ -73,9 +73,7 @@ SIMT_LIBRARY void* memset(void* to, int value, size_t bytes) noexcept {
 
 // ---- synchronisation ---------------------------------------------------------------------
 
-inline void __syncthreads(SIMT_HERE) {
-    simt_barrier(SIMT_BARRIER, 0, SIMT_AT("__syncthreads"));
-}
+inline void __syncthreads(SIMT_HERE) { simt_barrier(SIMT_BARRIER, 0, SIMT_AT("__syncthreads")); }
 inline int __syncthreads_or(int predicate, SIMT_HERE) {
     return simt_barrier(SIMT_BARRIER_OR, predicate, SIMT_AT("__syncthreads_or"));
 }
@@ -88,7 +86,10 @@ inline int __syncthreads_count(int predicate, SIMT_HERE) {
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_HERE) {
     simt_warp(mask, nullptr, nullptr, SIMT_AT("__syncwarp"));
 }
-inline void __threadfence() { __asm__ __volatile__("" ::: "memory"); __sync_synchronize(); }
+inline void __threadfence() {
+    __asm__ __volatile__("" ::: "memory");
+    __sync_synchronize();
+}
 inline void __threadfence_block() { __asm__ __volatile__("" ::: "memory"); }
 
 // ---- warp exchanges ----------------------------------------------------------------------
@@ -206,11 +207,11 @@ struct SimtReduction {
         simt_each_lane<SimtReduction>(lanes, [total](unsigned, SimtReduction& mine) { mine.value = total; });
     }
 };
-#define SIMT_REDUCTION(name, type, expression)                                          \
-    inline type name(unsigned mask, type value, SIMT_HERE) {                            \
+#define SIMT_REDUCTION(name, type, expression)                                              \
+    inline type name(unsigned mask, type value, SIMT_HERE) {                                \
         SimtReduction<type> mine{value, [](type a, type b) -> type { return expression; }}; \
-        simt_warp(mask, SimtReduction<type>::exchange, &mine, SIMT_AT(#name));          \
-        return mine.value;                                                              \
+        simt_warp(mask, SimtReduction<type>::exchange, &mine, SIMT_AT(#name));              \
+        return mine.value;                                                                  \
     }
 SIMT_REDUCTION(__reduce_max_sync, int, a < b ? b : a)
 SIMT_REDUCTION(__reduce_max_sync, unsigned, a < b ? b : a)
@@ -227,7 +228,9 @@ inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits)
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(unsigned(bits)) : 32; }
 template <class T>
-inline T __ldg(const T* address) { return *address; }
+inline T __ldg(const T* address) {
+    return *address;
+}
 
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
@@ -256,16 +259,16 @@ __forceinline__ T simt_atomic(T* address, Update update) {
     simt_access(address, sizeof(T), SIMT_ATOMIC);
     return simt_update(address, update);
 }
-#define SIMT_ATOMIC_OP(name, expression)                                  \
-    template <class T>                                                    \
-    __forceinline__ T name(T* address, std::type_identity_t<T> operand) { \
+#define SIMT_ATOMIC_OP(name, expression)                                           \
+    template <class T>                                                             \
+    __forceinline__ T name(T* address, std::type_identity_t<T> operand) {          \
         return simt_atomic(address, [operand](T old) -> T { return expression; }); \
     }
 SIMT_ATOMIC_OP(atomicAdd, old + operand)
 SIMT_ATOMIC_OP(atomicSub, old - operand)
 SIMT_ATOMIC_OP(atomicMax, old < operand ? operand : old)
 SIMT_ATOMIC_OP(atomicMin, operand < old ? operand : old)
-SIMT_ATOMIC_OP(atomicAnd, old & operand)
+SIMT_ATOMIC_OP(atomicAnd, (old & operand))
 SIMT_ATOMIC_OP(atomicOr, old | operand)
 SIMT_ATOMIC_OP(atomicXor, old ^ operand)
 SIMT_ATOMIC_OP(atomicExch, ((void)old, operand))
@@ -277,9 +280,7 @@ __forceinline__ T atomicCAS(T* address, std::type_identity_t<T> compare, std::ty
 
 // ---- faults ------------------------------------------------------------------------------
 
-inline void __trap(SIMT_HERE) {
-    simt_trap(SIMT_AT("__trap"));
-}
+inline void __trap(SIMT_HERE) { simt_trap(SIMT_AT("__trap")); }
 #undef assert
 #define assert(condition) ((condition) ? void(0) : __trap())
 

@@ -121,17 +121,17 @@ typedef void (*SimtEntry)(void** arguments);
 
 struct SimtLaunch {
     const char* kernel;
-    SimtEntry entry;         // calls the kernel with its unpacked arguments
+    SimtEntry entry;  // calls the kernel with its unpacked arguments
     void** arguments;
     SimtDim grid, block;
     uint64_t dynamic_shared_bytes;
-    uint64_t workers;        // operating-system threads
-    uint64_t poison;         // 16 bits, repeated: what shared memory holds when a block begins
-    uint64_t seed;           // 0: threads run in order; otherwise a random order
-    uint64_t checked;        // 0: the buffers are not registered, and no access is looked at
-    uint64_t counted;        // 0: nobody asks for the counts, which then are none
+    uint64_t workers;  // operating-system threads
+    uint64_t poison;   // 16 bits, repeated: what shared memory holds when a block begins
+    uint64_t seed;     // 0: threads run in order; otherwise a random order
+    uint64_t checked;  // 0: the buffers are not registered, and no access is looked at
+    uint64_t counted;  // 0: nobody asks for the counts, which then are none
     uint64_t num_buffers;
-    SimtBuffer* buffers;     // sorted by address
+    SimtBuffer* buffers;  // sorted by address
     uint64_t num_blocks;
     const uint64_t* blocks;  // numbers of those that run, ascending; null: all of the grid
     SimtShared shared;
