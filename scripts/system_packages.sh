@@ -32,7 +32,7 @@ lacking() {
     make) found make || echo 'make: every command is a target of the Makefile' ;;
     venv)
         "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
-            echo "${PYTHON##*/} ${PYTHON##*/}-venv: $PYTHON cannot create virtual environments"
+            echo "${PYTHON##*/}-venv: $PYTHON cannot create virtual environments"
         ;;
     compiler)
         found "${CXX%% *}" || [ "$CXX" = g++ ] || fail "CXX names $CXX, and there is no such program"
