@@ -10,7 +10,7 @@ from typing import Any
 
 from IPython.display import Markdown
 
-from moeblaze_ref.core import checks
+from moeblaze_ref.core import checks, kernel_headers
 from moeblaze_ref.core.paths import PACKAGE
 from moeblaze_ref.runtime.simt.executor import LaunchReport
 from moeblaze_ref.runtime.source import kernel_text
@@ -99,22 +99,9 @@ def kernel_header(file: str) -> str:
 
 
 def stated_bytes(file: str) -> dict[str, dict[str, str]]:
-    """The formulas of a header's table, {kernel: {"read": formula, "written": formula}}; it has a line a kernel."""
-    lines = kernel_header(file).splitlines()
-    top = next(number for number, line in enumerate(lines) if re.match(r"// kernel\b.*bytes read", line))
-    columns = _cells(lines[top])
-    stated: dict[str, dict[str, str]] = {}
-    for line in lines[top + 1 :]:
-        row = dict(zip(columns, _cells(line), strict=False))
-        if len(row) < len(columns):
-            break
-        stated[row["kernel"]] = {"read": row["bytes read"], "written": row["bytes written"]}
-    return stated
-
-
-def _cells(line):
-    """The cells of a header's line, which two spaces or more keep apart."""
-    return re.split(r" {2,}", line.removeprefix("//").strip())
+    """The formulas of a header's table, {kernel: {"read": formula, "written": formula}}; it has a row a kernel."""
+    rows = kernel_headers.table(kernel_text(file))
+    return {name: {"read": row["bytes read"], "written": row["bytes written"]} for name, row in rows.items()}
 
 
 def evaluate(formula: str, symbols: dict[str, int]) -> int:
@@ -125,12 +112,7 @@ def evaluate(formula: str, symbols: dict[str, int]) -> int:
     ValueError
         If it uses a symbol that is not given.
     """
-    tokens = re.findall(r"\w+|[^\w\s]", formula)
-    for token in tokens:
-        if token.isidentifier():
-            checks.check_name("symbol", token, symbols)
-    spelled = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", " ".join(tokens))
-    return eval(spelled, {"__builtins__": {}}, symbols)  # numbers, signs and checked names: nothing else is left
+    return int(kernel_headers.number(formula, symbols))
 
 
 def stated_beside_counted(file: str, launches: Sequence[LaunchReport], **symbols: int) -> list[dict[str, Any]]:
