@@ -3,6 +3,7 @@
 // A CUDA thread is a fiber, a block runs on one operating-system thread, and static shared
 // memory is that thread's thread_local storage. Warps have 32 lanes.
 #pragma once
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdio>

@@ -1,0 +1,89 @@
+"""Every file is formatted, and passes the linters: the checks of .pre-commit-config.yaml, on all files."""
+
+import json
+import re
+import shutil
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import processes
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("docs", "kernels_cuda", "moeblaze_ref", "notebooks", "tests")
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*")
+    if path.is_file() and not {"__pycache__", ".ipynb_checkpoints"} & {*path.parts}
+)
+CPP = r"\.(cu|cuh|h|hpp|cpp)$"
+(REPOSITORY,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+HOOKS = {hook["id"]: hook for hook in REPOSITORY["hooks"]}
+
+
+def command(hook):
+    """The words of a hook's command, with the tools of this environment, which is .venv in a checkout."""
+    tool, *arguments = HOOKS[hook]["entry"].split()
+    assert tool.startswith(".venv/bin/")
+    return [Path(sys.executable).with_name(tool.removeprefix(".venv/bin/")), *arguments]
+
+
+def run(hook, files, cwd=ROOT):
+    """Run a hook on files, relative to a folder, as pre-commit does."""
+    return processes.run([*command(hook), *files], cwd=cwd)
+
+
+def matching(pattern):
+    return [file for file in FILES if re.search(pattern, file)]
+
+
+# The hooks
+
+
+def test_the_hooks_are_local_and_call_tools_that_are_installed():
+    assert REPOSITORY["repo"] == "local"
+    for name, hook in HOOKS.items():
+        assert hook["language"] == "system" and shutil.which(command(name)[0]), name
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_finds_nothing_in_any_file(hook):
+    files = matching(HOOKS[hook]["files"])
+    assert files
+    result = run(hook, files)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+WRONG_NOTEBOOK = {"cells": [], "metadata": {"title": "x"}, "nbformat": 4, "nbformat_minor": 5}
+WRONG = {  # for each hook a file that it refuses
+    "ruff-check": ("a.py", "import os\n"),
+    "ruff-format": ("a.py", "x = 'quoted'\n"),
+    "clang-format": ("a.cu", "int  x;\n"),
+    "notebooks": ("notebooks/a.ipynb", json.dumps(WRONG_NOTEBOOK)),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_refuses_what_is_wrong(hook, tmp_path):
+    for settings in ("pyproject.toml", ".clang-format", ".clang-format-ignore"):
+        shutil.copy(ROOT / settings, tmp_path)
+    name, text = WRONG[hook]
+    assert re.search(HOOKS[hook]["files"], name)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    result = run(hook, [name], tmp_path)
+    assert result.returncode == 1 and Path(name).name in result.stdout + result.stderr
+
+
+# What no formatter does
+
+
+def test_no_line_of_a_kernel_has_more_than_120_columns():
+    """Comments too, which clang-format leaves as they are."""
+    later = [line for line in (ROOT / ".clang-format-ignore").read_text().splitlines() if not line.startswith("#")]
+    files = [file for file in matching(CPP) if not any(fnmatch(file, pattern) for pattern in later)]
+    lines = {f"{file}:{n}": line for file in files for n, line in enumerate((ROOT / file).open(), 1)}
+    assert [place for place, line in lines.items() if len(line.rstrip("\n")) > 120] == []
