@@ -39,3 +39,15 @@ def test_the_table_ends_at_a_row_without_all_cells():
 
 def test_a_file_may_have_no_table():
     assert kernel_headers.table("// prose\nint x;\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"), [("8 R", 48), ("4 L E + 2 R (k + 1)", 96), ("4 E + 4", 24), ("8 R / 4", 12)]
+)
+def test_a_space_multiplies(formula, value):
+    assert kernel_headers.number(formula, {"L": 3, "E": 5, "R": 6, "k": 2}) == value
+
+
+def test_a_formula_may_use_its_symbols_only():
+    with pytest.raises(ValueError, match="unknown symbol 'exit'"):
+        kernel_headers.number("exit (L)", {"L": 3})

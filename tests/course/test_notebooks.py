@@ -16,7 +16,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import headers
 import nbformat
 import numpy as np
 import pytest
@@ -479,18 +478,6 @@ def test_formulas_of_a_header_are_read_from_its_table():
     assert stated["route_indices"] == {"read": "4 L E + 4 E THREADS + 2 R (k + 1)", "written": "8 R"}
 
 
-@pytest.mark.parametrize(
-    ("formula", "value"), [("8 R", 48), ("4 L E + 2 R (k + 1)", 96), ("4 E + 4", 24), ("8 R / 4", 12)]
-)
-def test_a_space_multiplies(formula, value):
-    assert sources.evaluate(formula, {"L": 3, "E": 5, "R": 6, "k": 2}) == value
-
-
-def test_a_formula_may_use_its_symbols_only():
-    with pytest.raises(ValueError, match="unknown symbol 'exit'"):
-        sources.evaluate("exit (L)", {"L": 3})
-
-
 @pytest.mark.parametrize(("L", "E", "k"), [(1000, 16, 4), (513, 8, 1)])
 def test_what_is_stated_is_what_is_counted(L, E, k):
     symbols = {"L": L, "E": E, "k": k, "R": L * k, "THREADS": raw_dispatch.THREADS}
@@ -851,14 +838,6 @@ LADDER_CASE = make_case(LADDER.L, LADDER.d, LADDER.h, LADDER.E, LADDER.k, "zipf"
 LADDER_DISPATCH = reference.build(LADDER_CASE.topk_experts, LADDER.E)
 LENGTHS = np.diff(LADDER_DISPATCH.expert_token_offsets).tolist()
 UP = (LADDER_CASE.x, LADDER_CASE.weights.w1, LADDER_CASE.weights.w2, LADDER_DISPATCH)
-
-
-@pytest.mark.parametrize(
-    "file", sorted({raw_gemm.file_of(stage, rung) for stage in ("expert_up", "expert_down") for rung in raw_gemm.RUNGS})
-)
-def test_two_readers_of_a_header_agree(file):
-    stated = {kernel: {"read": row.read, "written": row.written} for kernel, row in headers.stated(file).items()}
-    assert sources.stated_bytes(file) == stated and len(stated) >= 3
 
 
 def test_structs_and_functions_of_array_references_are_shown():

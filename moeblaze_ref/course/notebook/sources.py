@@ -99,9 +99,9 @@ def kernel_header(file: str) -> str:
 
 
 def stated_bytes(file: str) -> dict[str, dict[str, str]]:
-    """The formulas of a header's table, {kernel: {"read": formula, "written": formula}}."""
+    """The formulas of a header's table, {kernel: {"read": formula, "written": formula}}; it has a row a kernel."""
     rows = kernel_headers.table(kernel_text(file))
-    return {kernel: {"read": row["bytes read"], "written": row["bytes written"]} for kernel, row in rows.items()}
+    return {name: {"read": row["bytes read"], "written": row["bytes written"]} for name, row in rows.items()}
 
 
 def evaluate(formula: str, symbols: dict[str, int]) -> int:
@@ -112,12 +112,7 @@ def evaluate(formula: str, symbols: dict[str, int]) -> int:
     ValueError
         If it uses a symbol that is not given.
     """
-    tokens = re.findall(r"\w+|[^\w\s]", formula)
-    for token in tokens:
-        if token.isidentifier():
-            checks.check_name("symbol", token, symbols)
-    spelled = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", " ".join(tokens))
-    return eval(spelled, {"__builtins__": {}}, symbols)  # numbers, signs and checked names: nothing else is left
+    return int(kernel_headers.number(formula, symbols))
 
 
 def stated_beside_counted(file: str, launches: Sequence[LaunchReport], **symbols: int) -> list[dict[str, Any]]:
