@@ -1,5 +1,5 @@
-# Thin targets over the `moeblaze` command of .venv. `make demo` and `make test` need Python 3.11 or newer, g++ and
-# make, `make test` Chromium and Clang too; everything else comes from requirements.lock.
+# Thin targets over the `moeblaze` command of .venv; `make help` lists them. What the machine lacks, such as g++, comes by
+# scripts/system_packages.sh from apt-get, everything else from requirements.lock.
 #
 #   make setup PYTHON=python3.12        builds .venv with another Python, once .venv is removed
 #   make setup TORCH_INDEX_URL=URL      takes torch's build for the CPU, or for another CUDA, from that package index
@@ -14,9 +14,14 @@ LAST_INDEX := $(shell cat $(STAMP) 2>/dev/null)
 TORCH_INDEX_URL ?= $(LAST_INDEX)
 TORCH_INDEX := $(addprefix --extra-index-url ,$(TORCH_INDEX_URL))
 
-.PHONY: setup setup-gpu demo test check sanitize bench docs docs-serve notebooks lab lock compiler clang browser
+.PHONY: help setup setup-gpu demo test test-portable check sanitize bench docs docs-serve notebooks lab lock
+.PHONY: machine-for-demo machine-for-notebooks machine-for-tests any-compiler
 
-setup: $(STAMP)
+help: ## List these targets
+	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' Makefile | while IFS='|' read -r name text; do \
+	    printf '%-15s %s\n' "$$name" "$$text"; done
+
+setup: $(STAMP) ## Install the pinned packages into .venv
 
 # Another index means another build of the same torch version, which pip would not exchange: start from nothing.
 ifneq ($(TORCH_INDEX_URL),$(LAST_INDEX))
@@ -30,48 +35,47 @@ $(STAMP): requirements.lock pyproject.toml | $(BIN)/pip
 
 # Made once, and kept when the lock changes: another Python laid over an environment would break it.
 $(BIN)/pip:
+	@$(SYSTEM) venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo 'error: Python 3.11 or newer is needed, and $(PYTHON) is missing or older.' \
 	         'Name another one: make setup PYTHON=python3.12' >&2; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' || { \
-	    echo 'error: $(PYTHON) cannot create virtual environments.' \
-	         'On Debian and Ubuntu: sudo apt install $(notdir $(PYTHON))-venv' >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
 
 # What a machine with a GPU adds: CuPy, and the libraries of CUDA 13 that Numba needs.
-setup-gpu: $(STAMP)
+setup-gpu: $(STAMP) ## Add CuPy, for a machine with a GPU
 	$(BIN)/pip install $(TORCH_INDEX) -r requirements.lock -r requirements-gpu.lock
 
-compiler:
-	@command -v $(firstword $(CXX)) >/dev/null || { \
-	    echo 'error: the CUDA kernels run on the CPU through a C++ compiler, and $(firstword $(CXX)) is missing.' \
-	         'On Debian and Ubuntu: sudo apt install g++' >&2; exit 1; }
-
-clang:
-	@command -v clang++ >/dev/null || { \
-	    echo 'error: the tests build kernels with clang++ too, and it is missing.' \
-	         'On Debian and Ubuntu: sudo apt install clang' >&2; exit 1; }
-
-# What tests/browser.py looks for.
+# The programs of the machine. BROWSERS are what tests/browser.py looks for.
 BROWSERS := chromium chromium-browser google-chrome
-browser:
-	@{ $(foreach name,$(BROWSERS),command -v $(name) ||) false; } >/dev/null || { \
-	    echo 'error: the tests open JupyterLab and the site in a browser, and Chromium is missing.' \
-	         'On Debian: sudo apt install chromium; on Ubuntu: chromium-browser' >&2; exit 1; }
+SYSTEM := PYTHON='$(PYTHON)' CXX='$(CXX)' BROWSERS='$(BROWSERS)' scripts/system_packages.sh
 
-demo: compiler $(STAMP)
+machine-for-demo:
+	@$(SYSTEM) venv compiler?
+
+machine-for-notebooks:
+	@$(SYSTEM) venv compiler
+
+machine-for-tests:
+	@$(SYSTEM) venv compiler clang browser
+
+# Where no g++ can be installed, Clang as PyPI has it serves.
+ZIG := ziglang==0.17.1
+any-compiler: machine-for-demo $(STAMP)
+	@command -v $(firstword $(CXX)) >/dev/null || $(BIN)/pip install $(ZIG)
+
+demo: any-compiler ## Train a tiny model, then check and account for its layers: two minutes, no GPU
 	$(BIN)/moeblaze demo
 
 # A process a core and one more, of about a GiB each. What needs a GPU has it, and the clock, to itself.
-test: compiler clang browser $(STAMP)
+test: machine-for-tests $(STAMP) ## Run every test that can run on this machine
 	$(BIN)/python -m pytest tests/gpu
 	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --maxprocesses 8 --dist worksteal
 
-check: compiler $(STAMP)
+check: any-compiler ## Check every stage of every backend against the oracle
 	$(BIN)/moeblaze check
 
 # On a GPU, with the CUDA toolkit: every kernel under compute-sanitizer's four tools.
-sanitize: $(STAMP)
+sanitize: $(STAMP) ## Run every kernel under compute-sanitizer, on a GPU
 	$(BIN)/moeblaze sanitize
 
 # On a GPU, with Nsight Compute: every table of docs/performance.md, the layer twice, so that the spread shows.
@@ -79,7 +83,7 @@ BENCH := $(BIN)/moeblaze bench
 SYSTEMS := moeblaze,megablocks,capacity,torch_grouped
 POLICIES := --policy minimal --policy inputs
 SKEWED := --preset conf3 --preset conf4 --preset qwen3 --system $(SYSTEMS) --routing zipf
-bench: $(STAMP)
+bench: $(STAMP) ## Measure every table of docs/performance.md, on a GPU
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
 	$(BENCH) layer --preset all --system moeblaze --routing zipf --record build/bench.json
@@ -94,7 +98,7 @@ bench: $(STAMP)
 	$(BENCH) counters --record build/counters.json
 
 # The tables and the pictures of the documents, from docs/results; then the site, in build/site.
-docs: $(STAMP)
+docs: $(STAMP) ## Write the generated pages, and the site in build/site
 	$(BIN)/python -m moeblaze_ref.bench.document
 	$(BIN)/python -m moeblaze_ref.lm.document
 	$(BIN)/python -m moeblaze_ref.placement.document
@@ -105,20 +109,20 @@ docs: $(STAMP)
 	$(BIN)/python -m moeblaze_ref.course.site.path
 	$(BIN)/python -m moeblaze_ref.course.site.build
 
-docs-serve: docs
+docs-serve: docs ## Show the site at http://127.0.0.1:8000
 	$(BIN)/python -m http.server --directory build/site --bind 127.0.0.1 8000
 
 # Runs every notebook and writes it with its outputs.
-notebooks: compiler $(STAMP)
+notebooks: machine-for-notebooks $(STAMP) ## Run every notebook and write it with its outputs
 	$(BIN)/python -m moeblaze_ref.course.notebook.outputs
 
-lab: $(STAMP)
+lab: $(STAMP) ## Open the notebooks in JupyterLab
 	$(BIN)/jupyter-lab --LabApp.default_url=/lab/tree/notebooks
 
 COMPILE := build/uv/bin/uv pip compile --quiet --python-version 3.11 $(UPGRADE)
 
 # One version of everything for every Python and platform; the GPU's lock holds only what it adds.
-lock:
+lock: ## Pin the versions of all packages in requirements.lock
 	$(PYTHON) -m venv build/uv
 	build/uv/bin/pip install --quiet uv==0.13.8
 	$(COMPILE) --universal --fork-strategy fewest --annotation-style line --custom-compile-command 'make lock' \

@@ -254,6 +254,7 @@ def age(path, seconds):
 def set_up(tmp_path):
     """A folder whose set-up has finished, with torch from the default index."""
     shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     for path in ("requirements.lock", "pyproject.toml", ".venv/bin/pip"):
         age(tmp_path / path, 1)
     age(tmp_path / STAMP, 2)
@@ -294,35 +295,63 @@ def test_setup_starts_from_nothing_for_another_torch_index_only(set_up):
     assert must_set_up(set_up, "TORCH_INDEX_URL=") and starts_from_nothing(set_up, "TORCH_INDEX_URL=")
 
 
-@pytest.mark.parametrize(
-    ("refused", "advice"),
-    [("version_info", "Python 3.11 or newer is needed"), ("ensurepip", "sudo apt install python3-venv")],
-)
-def test_setup_says_what_python_lacks(set_up, refused, advice):
+def test_setup_refuses_an_old_python(set_up):
     (set_up / ".venv/bin/pip").unlink()
     (set_up / STAMP).unlink()
-    python = set_up / "python3"  # fails when its command mentions what is refused, and does nothing otherwise
-    python.write_text(f'#!/bin/sh\ncase "$*" in *{refused}*) exit 1;; esac\n')
+    python = set_up / "python3"  # fails when it is asked for its version, and does nothing otherwise
+    python.write_text('#!/bin/sh\ncase "$*" in *version_info*) exit 1;; esac\n')
     python.chmod(0o755)
     result = make("setup", f"PYTHON={python}", cwd=set_up)
-    assert result.returncode != 0 and advice in result.stderr
+    assert result.returncode != 0 and "Python 3.11 or newer is needed" in result.stderr
     assert not (set_up / STAMP).exists()
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check"])
-def test_the_missing_compiler_is_named_before_anything_is_installed(set_up, target):
-    (set_up / STAMP).unlink()
-    result = make(target, "CXX=no-such-compiler", cwd=set_up)
-    assert result.returncode != 0 and "sudo apt install g++" in result.stderr
-    assert "install" not in result.stdout
+NEEDS = {  # what a target needs of the machine
+    "setup": "venv",
+    "demo": "venv compiler?",
+    "check": "venv compiler?",
+    "notebooks": "venv compiler",
+    "test": "venv compiler clang browser",
+}
 
 
-def test_the_missing_browser_is_named_before_anything_is_installed(set_up):
+@pytest.mark.parametrize("target", NEEDS)
+def test_a_target_looks_for_what_it_needs_before_anything_is_installed(set_up, target):
+    """The script says so, and that it is missing."""
     (set_up / STAMP).unlink()
-    result = make("test", "BROWSERS=no-such-browser nor-this", cwd=set_up)
-    assert result.returncode != 0 and "sudo apt install chromium" in result.stderr
-    assert "install" not in result.stdout
+    (set_up / ".venv/bin/pip").unlink()
+    script = set_up / "scripts" / "system_packages.sh"
+    script.write_text('#!/bin/sh\necho "$CXX, $PYTHON, $BROWSERS: $*"\nexit 1\n')
+    result = make(target, "CXX=c++ -m64", "PYTHON=python3.12", "BROWSERS=one another", cwd=set_up)
+    assert result.returncode != 0 and result.stdout == f"c++ -m64, python3.12, one another: {NEEDS[target]}\n"
+
+
+def test_the_makefile_knows_the_browsers_of_the_tests():
     assert f"\nBROWSERS := {' '.join(browser.NAMES)}\n" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("target", ["demo", "check"])
+def test_the_compiler_of_pypi_is_installed_where_no_other_is(set_up, target):
+    """For what a command of the venv then runs; the version is that of the extra."""
+    (zig,) = EXTRAS["compiler"]
+    pip = f".venv/bin/pip install {zig}\n"
+    assert pip in make("--dry-run", target, cwd=set_up).stdout
+    for name, text in (("pip", 'echo pip "$@"'), ("moeblaze", 'echo moeblaze "$@"')):
+        (set_up / ".venv/bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (set_up / ".venv/bin" / name).chmod(0o755)
+    age(set_up / STAMP, 2**31)
+    (set_up / "scripts" / "system_packages.sh").write_text("#!/bin/sh\n")
+    missing = make(target, "CXX=no-such-compiler", cwd=set_up).stdout
+    assert f"\npip install {zig}\n" in f"\n{missing}" and missing.endswith(f"\nmoeblaze {target}\n")
+    assert "pip install" not in make(target, cwd=set_up).stdout
+
+
+def test_help_lists_every_target_that_is_no_step_of_another():
+    makefile = (ROOT / "Makefile").read_text()
+    first, second = re.findall(r"^\.PHONY: (.*)", makefile, re.MULTILINE)[:2]
+    shown = re.findall(r"^([a-z-]+)  +\S", make("help").stdout, re.MULTILINE)
+    assert sorted(shown) == sorted(first.split())
+    assert {*first.split(), *second.split()} == {*re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE)}
 
 
 def test_the_makefile_accepts_the_pythons_that_the_project_does():

@@ -204,7 +204,7 @@ def _simt_status() -> Status:
 
     try:
         build.cuda_include_dirs()
-        compiled_by = build.compiler()
+        compiled_by = " ".join(build.compiler())
         build.runtime_library()  # the part that every kernel needs: built if need be, and loaded
     except build.SimtUnavailable as error:
         detail, _, remedy = str(error).partition("; ")

@@ -348,12 +348,20 @@ def said_by_make(path):
     return re.findall(r"echo '([^']*)'", re.sub(r"\$\([^()]*(?:\([^()]*\))?\)", "...", path.read_text()))
 
 
+def said_by_shell(path):
+    """Every string of a shell script, variables and commands as ``...``; lines of comments are none."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    text = re.sub(r"\$(?:\w+|\{[^}]*\}|\([^()]*\))", "...", "\n".join(lines))
+    return [double or single for double, single in re.findall(r'"([^"]*)"|\'([^\']*)\'', text)]
+
+
 @functools.cache
 def said():
     """Whatever the code can say, one string a line."""
     package = ROOT / "moeblaze_ref"
     strings = [string for path in package.rglob("*.py") for string in said_by_python(path)]
     strings += said_by_c(package / "runtime" / "simt" / "runtime.cpp") + said_by_make(ROOT / "Makefile")
+    strings += said_by_shell(ROOT / "scripts" / "system_packages.sh")
     return "\n".join(strings)
 
 

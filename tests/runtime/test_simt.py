@@ -774,11 +774,44 @@ def test_unknown_files_and_kernels_name_the_nearest():
         run(COPY, "cpy", x=ints(32), out=ints(32), shift=0)
 
 
-def test_a_compiler_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
+@pytest.fixture
+def found_anew():
+    """The compiler is looked for again, during the test and after it."""
     build.compiler.cache_clear()
-    try:
-        with pytest.raises(build.SimtUnavailable, match="install g\\+\\+"):
-            build.compiler()
-    finally:
-        build.compiler.cache_clear()
+    yield
+    build.compiler.cache_clear()
+
+
+def test_a_compiler_that_is_missing_is_named(monkeypatch, found_anew):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.SimtUnavailable, match=r"with no-such-compiler, .*; install g\+\+"):
+        build.compiler()
+
+
+def test_the_compiler_of_pypi_serves_where_no_other_is(monkeypatch, found_anew, tmp_path):
+    """Only there: not in place of g++, nor of a compiler that $CXX names."""
+    monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "ziglang.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build.compiler() == (shutil.which("g++"),)
+    build.compiler.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.compiler() == (sys.executable, "-m", "ziglang", "c++")
+    build.compiler.cache_clear()
+    monkeypatch.setenv("CXX", "g++")
+    with pytest.raises(build.SimtUnavailable):
+        build.compiler()
+
+
+def test_a_compiler_may_be_a_command_of_several_words(tmp_path):
+    """From nothing: the runtime and a kernel."""
+    words = (sys.executable, "-c", "import os, sys; os.execvp('g++', ['g++', *sys.argv[1:]])")
+    program = f"""
+from moeblaze_ref.runtime.simt import build
+build.compiler = lambda: {words!r}
+built = build.build_kernels("test.cu", 'extern "C" __global__ void f() {{}}', ["f"], [], {{}})
+assert build.entry(built, "f") and not build.is_clang()
+"""
+    environment = os.environ | {"MOEBLAZE_CACHE": str(tmp_path)}
+    done = processes.run([sys.executable, "-c", program], env=environment)
+    assert done.returncode == 0, done.stderr

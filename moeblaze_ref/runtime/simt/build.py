@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,12 +54,23 @@ class SimtCompileError(RuntimeError):
 
 
 @functools.cache
-def compiler() -> str:
-    """Path of the C++ compiler: $CXX, or g++."""
-    path = shutil.which(os.environ.get("CXX", "g++"))
-    if path is None:
-        raise SimtUnavailable("the SIMT executor compiles kernels with g++, which is not on the PATH; install g++")
-    return path
+def compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler: $CXX, else g++, else Clang as the package ziglang has it.
+
+    Raises
+    ------
+    SimtUnavailable
+        If $CXX names a program that is not there, or there is none of the others.
+    """
+    named = os.environ.get("CXX")
+    if path := shutil.which(named or "g++"):
+        return (path,)
+    if not named and importlib.util.find_spec("ziglang"):
+        return (sys.executable, "-m", "ziglang", "c++")
+    raise SimtUnavailable(
+        f"the SIMT executor compiles kernels with {named or 'g++'}, "
+        "which is not on the PATH; install g++, or pip install ziglang"
+    )
 
 
 @functools.cache
@@ -79,15 +91,13 @@ def cuda_include_dirs() -> tuple[Path, ...]:
 @functools.cache
 def _version() -> str:
     """What the compiler says of itself."""
-    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    return _called("--version").stdout
 
 
 @functools.cache
 def _toolchain() -> str:
     """What else decides the result: the compiler, the machine that -march=native means, and CUDA's headers."""
-    native = subprocess.run(
-        [compiler(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, check=True
-    ).stdout
+    native = _called("-march=native", "-dM", "-E", "-x", "c++", os.devnull).stdout
     headers = sorted(f"{path.name} {path.stat().st_size}" for path in cuda_include_dirs()[0].rglob("*.h*"))
     return "\n".join([_version(), native, *headers])
 
@@ -124,8 +134,8 @@ def _compile(
     def make(built: Path):
         source, object_file = built.with_name("driver.cpp"), built.with_name("driver.o")
         source.write_text(text)
-        _run(compiler(), *flags, *options(), "-c", "-o", object_file, source)
-        _run(compiler(), "-o", built, object_file, *link_flags)
+        _run(*flags, *options(), "-c", "-o", object_file, source)
+        _run("-o", built, object_file, *link_flags)
 
     return cache.kept(f"{_key((*flags, *link_flags), text, depends_on)}.so", make)
 
@@ -146,15 +156,23 @@ def _prelude(flags: tuple[str, ...], folders: list[str]) -> Path:
 def _precompile(flags: tuple[str, ...], folders: list[str], made: Path):
     header = made.with_suffix("")
     header.write_text(PRELUDE)
-    _run(compiler(), *flags, *folders, "-x", "c++-header", "-o", made, header)
+    _run(*flags, *folders, "-x", "c++-header", "-o", made, header)
 
 
-def _run(*command):
-    words = [str(word) for word in command]
-    result = subprocess.run(words, capture_output=True, text=True)
-    if result.returncode:
-        first_errors = "\n".join(result.stderr.splitlines()[:40])
-        raise SimtCompileError(f"{' '.join(words)}\n{first_errors}")
+def _run(*arguments):
+    try:
+        _called(*arguments)
+    except subprocess.CalledProcessError as error:
+        first_errors = "\n".join(error.stderr.splitlines()[:40])
+        raise SimtCompileError(f"{' '.join(error.cmd)}\n{first_errors}") from None
+
+
+def _called(*arguments) -> subprocess.CompletedProcess:
+    """Run the compiler. Zig keeps what it has built in our cache, where confined processes may write."""
+    words = [*compiler(), *map(str, arguments)]
+    place = str(cache.folder() / "zig")
+    environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": place, "ZIG_LOCAL_CACHE_DIR": place}
+    return subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
 
 
 def _own_headers() -> list[Path]:
