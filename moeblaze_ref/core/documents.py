@@ -40,6 +40,15 @@ def device(found: Mapping[str, Any]) -> str:
     return found["device"].partition(",")[0]
 
 
+def devices(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The device of each result, and its commit where another one has the same device."""
+    names = [device(one) for one in found]
+    commits = [
+        f", {one['commit'][:7]}" if names.count(name) > 1 else "" for name, one in zip(names, found, strict=True)
+    ]
+    return [name + commit for name, commit in zip(names, commits, strict=True)]
+
+
 def place(found: Mapping[str, Any]) -> list[str]:
     """Where a result was measured, a line of a list each: of what `provenance.environment` says.
 

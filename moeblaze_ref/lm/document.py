@@ -21,8 +21,9 @@ HEADINGS = {
     "memory": "the-memory-wall",
 }
 RESULTS = DOCS / "results"
-# Of each block, whose name is the kind of evidence or begins with it: a record from each device.
-RECORDS = {kind: [RESULTS / f"train_{kind}_{gpu}.json" for gpu in ("h200", "h100")] for kind in EVIDENCE}
+RUNS = ("h200", "h100", "h100_2")  # the end of a record's name; further records of a device are numbered
+# Of each block, whose name is the kind of evidence or begins with it: its records, in the order of the tables.
+RECORDS = {kind: [RESULTS / f"train_{kind}_{run}.json" for run in RUNS] for kind in EVIDENCE}
 RECORDS |= {f"{kind}_tiny": [RESULTS / f"train_{kind}_tiny_cpu.json"] for kind in ("free", "curves")}
 # What a reader who does not see the pictures is told.
 PICTURED = {
@@ -76,13 +77,15 @@ def picture_of(path: Path) -> Path:
 def _block(kind: str, paths: Sequence[Path]) -> str:
     """What the records say together, and the picture and the place of each; nothing while there is none."""
     found = {path: evidence.load(path, kind) for path in paths if path.exists()}
-    return "\n\n".join([report.summary(*found.values()), *map(_measured, found, found.values())]) if found else ""
+    if not found:
+        return ""
+    measured = map(_measured, found, documents.devices([*found.values()]), found.values())
+    return "\n\n".join([report.summary(*found.values()), *measured])
 
 
-def _measured(path: Path, found: Mapping[str, Any]) -> str:
+def _measured(path: Path, device: str, found: Mapping[str, Any]) -> str:
     """The picture of a record, where it was measured, and the fingerprint of the text that was read."""
-    of_device = f"{PICTURED[found['kind']]}; {documents.device(found)}"
-    picture = f"![{of_device}](images/{picture_of(path).name})"
+    picture = f"![{PICTURED[found['kind']]}; {device}](images/{picture_of(path).name})"
     return "\n\n".join([picture, "\n".join([*documents.place(found), f"- text: {found['text']}"])])
 
 

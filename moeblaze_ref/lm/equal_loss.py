@@ -127,7 +127,7 @@ def judge_same_weights(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Whether a layer computes the oracle's loss and gradients from the oracle's weights, all along the run.
 
     Each row begins with the same weights, so no rounding of earlier steps adds up, and the bound asks the same of every
-    step, however fast training amplifies rounding on a text.
+    step, however fast a run amplifies rounding.
 
     Parameters
     ----------

@@ -1,9 +1,10 @@
 """What records of evidence say, in Markdown: for the terminal and for docs/training.md.
 
-Records of one kind that were measured on several devices share their tables, which then begin with the device.
+Records of one kind share their tables, which then begin with the device, and with the commit too where a device has two.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from moeblaze_ref.core import documents
@@ -21,6 +22,8 @@ NAMES = {
     "same_weights_loss": f"loss from the oracle's weights, every {EVERY}th step",
     "same_weights_gradients": f"gradients from the oracle's weights, every {EVERY}th step, weight by weight",
 }
+SAME = ("device", "text", "settings", "steps")  # in records of which one repeats the other
+AT = (10, 50, 100, 110, 150, 200)  # steps at which such records are compared
 RESULTS = {True: "pass", False: "FAIL", None: "open"}
 TEXTS_DIFFER = (
     "The devices read different texts. Compare the runs of one device; do not compare losses between devices."
@@ -50,10 +53,10 @@ def _run(found: Found) -> str:
 
 
 def _table(columns: Sequence[str], rows: Callable[[Found], Rows], found: Sequence[Found], words: int = 1) -> str:
-    """One table of several records; the first column names the device if there is more than one."""
+    """One table of several records; the first column tells them apart if there is more than one."""
     if len(found) == 1:
         return documents.table(columns, rows(found[0]), words)
-    marked = ([documents.device(one), *row] for one in found for row in rows(one))
+    marked = ([device, *row] for device, one in zip(documents.devices(found), found, strict=True) for row in rows(one))
     return documents.table(["device", *columns], marked, words + 1)
 
 
@@ -61,7 +64,8 @@ def _each(sentence: Callable[[Found], str], found: Sequence[Found]) -> str:
     """A sentence about each record, with its device before it if there is more than one."""
     if len(found) == 1:
         return sentence(found[0])
-    return "\n".join(f"- {documents.device(one)}: {sentence(one)}" for one in found)
+    devices = documents.devices(found)
+    return "\n".join(f"- {device}: {sentence(one)}" for device, one in zip(devices, found, strict=True))
 
 
 # Losses step by step --------------------------------------------------------------------------------------------------
@@ -82,7 +86,24 @@ def replayed(found: Sequence[Found]) -> list[str]:
         ]
         parts += [f"Growth of the gaps, from the first of moeblaze above {drift.LEFT:.0e} on:"]
         parts += [_table(columns, _drift_rows, found)]
-    return parts
+    return parts + [part for pair in combinations(found, 2) if _is_repeated(*pair) for part in _repeated(*pair)]
+
+
+def _is_repeated(one: Found, other: Found) -> bool:
+    return all(one[name] == other[name] for name in SAME)
+
+
+def _repeated(one: Found, other: Found) -> list[str]:
+    """How far each run of a record is from the same run of a record that repeats it."""
+    records = " and ".join(documents.devices([one, other]))
+    at = [step for step in AT if step <= one["steps"]]
+    columns = ["run", "first other loss", "first beyond the bound", *(f"at step {step}" for step in at)]
+    rows = (_repeated_row(run, gaps(other["loss"][run], one["loss"][run]), at) for run in one["loss"])
+    return [f"Relative gap of the loss between the same run of {records}:", documents.table(columns, rows)]
+
+
+def _repeated_row(run: str, found: Sequence[float], at: Sequence[int]) -> list[str]:
+    return [run, _first_above(0, found), _first_above(BOUND, found), *(f"{found[step - 1]:.1e}" for step in at)]
 
 
 def _replayed_rows(found: Found) -> Rows:
@@ -106,7 +127,11 @@ def _drift_rows(found: Found) -> Rows:
 
 
 def _at(one: Found) -> str:
-    return f"step {one['at']}" if isinstance(one["at"], int) else f"`{one['at']}`"
+    """A step, a weight, or both."""
+    if isinstance(one["at"], int):
+        return f"step {one['at']}"
+    step, comma, weight = one["at"].rpartition(", ")
+    return f"{step}{comma}`{weight}`"
 
 
 def _result(one: Found) -> str:
@@ -115,8 +140,11 @@ def _result(one: Found) -> str:
 
 def _first_beyond(found: Found, run: str) -> str:
     """The first step at which the loss is further from the oracle's than the bound."""
-    beyond = (n for n, gap in enumerate(gaps(found["loss"][run], found["loss"]["oracle"]), start=1) if gap > BOUND)
-    return next((f"step {n}" for n in beyond), "none")
+    return _first_above(BOUND, gaps(found["loss"][run], found["loss"]["oracle"]))
+
+
+def _first_above(least: float, found: Sequence[float]) -> str:
+    return next((f"step {number}" for number, gap in enumerate(found, start=1) if gap > least), "none")
 
 
 def free(found: Sequence[Found]) -> list[str]:

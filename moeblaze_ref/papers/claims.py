@@ -206,6 +206,11 @@ def observed(what: str, printed: str, holds: bool, ours: str, differs: str) -> R
     return Row("", what, printed, "", ours, verdict, why)
 
 
+def beyond(row: Row) -> Row:
+    """Return the row of a comparison that the paper does not make: it is not its error if its claim does not hold."""
+    return replace(row, verdict=Verdict.DIFFERS) if row.verdict is Verdict.PAPER_ERROR else row
+
+
 def stated(what: str, printed: str, holds: bool, formula: str, mistake: Mistake | None = None) -> Row:
     """Compare a printed definition or sentence, which ``holds`` or not, with what ``formula`` says in its place."""
     verdict, why = _judged(holds, formula, mistake)

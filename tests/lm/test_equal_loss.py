@@ -3,6 +3,8 @@
 import json
 import math
 from dataclasses import asdict, replace
+from itertools import combinations
+from pathlib import Path
 
 import pytest
 import small_lm
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 from moeblaze_ref import lm
 from moeblaze_ref.cli.app import app
-from moeblaze_ref.core import documents, provenance
+from moeblaze_ref.core import documents, provenance, source_hashes
 from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm import (
     checkpoint,
@@ -748,6 +750,51 @@ def test_records_of_two_devices_share_their_tables(kind, tmp_path):
     assert verdicts.count(f"| [{kind}](#") == verdicts.count("| pass |") == 2
 
 
+def repeated_record(commit, losses, **fields):
+    return records()["replayed"] | {"commit": commit * 40, "device": "NVIDIA H100, 580", "loss": losses} | fields
+
+
+def test_two_records_of_a_device_are_told_apart_by_their_commits(tmp_path):
+    paths = [tmp_path / "results" / f"train_replayed_{name}.json" for name in ("h200", "h100", "h100_2")]
+    losses = records()["replayed"]["loss"]
+    h100 = [repeated_record(commit, losses) for commit in "ab"]
+    paths[0].parent.mkdir()
+    for path, found in zip(paths, [repeated_record("c", losses, device="NVIDIA H200, 580"), *h100], strict=True):
+        path.write_text(json.dumps(found))
+    text = document.fill("<!-- begin replayed -->\n<!-- end replayed -->", {"replayed": paths})
+    named = {line.split(" | ")[0] for line in text.splitlines() if line.startswith("| NVIDIA")}
+    assert named == {"| NVIDIA H200", f"| NVIDIA H100, {'a' * 7}", f"| NVIDIA H100, {'b' * 7}"}
+    assert f"; NVIDIA H100, {'b' * 7}](images/train_replayed_h100_2.png)" in text
+    assert "; NVIDIA H200](images/train_replayed_h200.png)" in text
+    assert report._each(lambda one: one["commit"][0], h100) == (
+        f"- NVIDIA H100, {'a' * 7}: a\n- NVIDIA H100, {'b' * 7}: b"
+    )
+
+
+def test_records_that_repeat_one_another_are_compared_run_by_run(monkeypatch):
+    monkeypatch.setattr(report, "AT", (2, 4, 100))
+    first = {name: [5.0, 4.0, 2.0, 2.0] for name in LOSSES | {"moeblaze": None}}
+    other = first | {"oracle": [5.0, 4.0 + 2e-5, 2.0, 3.0]}
+    one, two = repeated_record("a", first), repeated_record("b", other)
+    shown = report.summary(one, two)
+    assert f"between the same run of NVIDIA H100, {'a' * 7} and NVIDIA H100, {'b' * 7}:" in shown
+    assert "| run | first other loss | first beyond the bound | at step 2 | at step 4 |\n" in shown
+    assert "\n| oracle | step 2 | step 4 | 5.0e-06 | 5.0e-01 |\n" in shown
+    assert shown.count(" | none | none | 0.0e+00 | 0.0e+00 |") == 4
+    for name, value in (("text", "1" * 16), ("device", "NVIDIA H200, 580"), ("settings", asdict(TIED)), ("steps", 3)):
+        assert "the same run of" not in report.summary(one, two | {name: value})
+
+
+def test_every_record_of_training_is_on_the_page():
+    shown = {path for paths in document.RECORDS.values() for path in paths if path.exists()}
+    assert shown == set(document.RESULTS.glob("train_*.json"))
+
+
+def test_a_weight_and_its_step_are_told_apart():
+    at = [report._at({"at": at}) for at in (7, "blocks.7.moe.w3", "step 170, blocks.3.moe.w2")]
+    assert at == ["step 7", "`blocks.7.moe.w3`", "step 170, `blocks.3.moe.w2`"]
+
+
 def test_every_kind_has_its_section():
     assert document.HEADINGS.keys() == lm.EVIDENCE.keys()
     headings = [
@@ -796,7 +843,7 @@ def test_every_run_has_a_line_with_its_name_and_the_axes_have_units(kind):
 
 @pytest.mark.parametrize("name", document.RECORDS)
 def test_what_is_recorded_is_told_apart_in_grey(name):
-    for path in document.RECORDS[name]:
+    for path in filter(Path.exists, document.RECORDS[name]):
         assert_told_apart_in_grey(evidence_plots.picture(evidence.load(path, document.kind_of(name))))
 
 
@@ -837,30 +884,33 @@ def test_the_document_and_a_picture_of_every_record_are_written(tmp_path, monkey
 
 
 def recorded(block):
-    """The records of a block by the end of their names: h200, h100, cpu."""
-    return {path.stem.split("_")[-1]: evidence.load(path, document.kind_of(block)) for path in document.RECORDS[block]}
+    """The records of a block by the end of their names: h200, h100, h100_2, cpu."""
+    return {
+        path.stem.removeprefix(f"train_{block}_"): evidence.load(path, document.kind_of(block))
+        for path in filter(Path.exists, document.RECORDS[block])
+    }
 
 
 def test_what_the_page_says_of_all_records_is_what_they_hold():
     passed = {kind: {gpu: found["passed"] for gpu, found in recorded(kind).items()} for kind in lm.EVIDENCE}
     assert passed == {
-        "replayed": {"h200": True, "h100": False},
+        "replayed": {"h200": True, "h100": False, "h100_2": True},
         "free": {"h200": True, "h100": True},
         "curves": {"h200": True, "h100": False},
         "memory": {"h200": True, "h100": True},
     }
     for kind in lm.EVIDENCE:
-        h200, h100 = recorded(kind).values()
-        assert h200["text"] != h100["text"]
+        h200, *h100 = recorded(kind).values()
+        assert len({one["text"] for one in h100}) == 1 and h200["text"] != h100[0]["text"]
 
 
 def test_what_the_page_says_of_replayed_choices_is_what_their_records_hold():
     """The sentences below the block follow from the figures."""
-    h200, h100 = (found for found in recorded("replayed").values())
+    h200, h100, again = recorded("replayed").values()
     assert h100["verdict"]["first_gradients"]["passed"] and not h100["verdict"]["loss"]["passed"]
     assert all(worst > BOUND for worst in h100["oracles"].values())
     assert sum(worst > h200["verdict"]["loss"]["worst"] for worst in h200["oracles"].values()) == 2
-    assert not any("same_weights" in found for found in (h200, h100))
+    assert not any("same_weights" in found for found in (h200, h100)) and "same_weights" in again
     assert not drift.drifts(h200["loss"])
     found = drift.drifts(h100["loss"])
     assert {one.since for one in found.values()} == {110}
@@ -875,6 +925,44 @@ def test_what_the_page_says_of_replayed_choices_is_what_their_records_hold():
             for a, b in ((100, 107), (109, 110))
         )
         assert after > (8.5 if run == "moeblaze" else 1.5) * before
+
+
+def worst_between(found, a, b):
+    return max(equal_loss.gaps(found["loss"][a], found["loss"][b]))
+
+
+def test_what_the_page_says_of_the_failing_run_is_what_its_record_holds():
+    """Not the oracle's run alone went elsewhere: its gaps would be equal, and two reordered oracles stay together."""
+    h100 = recorded("replayed")["h100"]
+    d, h, _ = ORACLES[1:]
+    assert worst_between(h100, d, h) < BOUND / 8
+    pairs = combinations(h100["loss"], 2)
+    assert all(worst_between(h100, *pair) > BOUND for pair in pairs if set(pair) != {d, h})
+
+
+def test_what_the_page_says_of_the_passing_run_is_what_its_record_holds():
+    again = recorded("replayed")["h100_2"]
+    worst = {run: max(row["gradients"] for row in rows) for run, rows in again["same_weights"].items()}
+    ours = worst.pop("moeblaze")
+    assert max(worst.values()) < ours < 1.1 * max(worst.values()) and ours < BOUND / 6
+    steps = [row["step"] for row in again["same_weights"]["moeblaze"]]
+    assert steps == list(range(equal_loss.EVERY, 201, equal_loss.EVERY))
+    loss = again["verdict"]["loss"]["worst"]
+    assert max(again["oracles"].values()) < loss < 1.1 * max(again["oracles"].values()) and loss < BOUND / 6
+    found = drift.drifts(again["loss"]).values()
+    assert all(abs(one.growth) < 0.04 for one in found) and min(one.correlation for one in found) < 0
+
+
+def test_what_the_page_says_of_both_runs_is_what_their_records_hold():
+    """The same layer, text and settings; each run goes with the oracle of its record."""
+    one, other = recorded("replayed")["h100"], recorded("replayed")["h100_2"]
+    assert report._is_repeated(one, other) and one["versions"] == other["versions"]
+    assert one["code"][source_hashes.LAYERS] == other["code"][source_hashes.LAYERS]
+    assert one["code"][source_hashes.CUDA] != other["code"][source_hashes.CUDA]
+    apart = {run: equal_loss.gaps(other["loss"][run], one["loss"][run]) for run in one["loss"]}
+    for gaps in apart.values():
+        assert not any(gaps[:5]) and gaps[5] and max(gaps[:23]) <= BOUND < gaps[23]
+        assert gaps[99] > 300 * BOUND and gaps[99] == pytest.approx(apart["oracle"][99], rel=1e-3)
 
 
 def test_what_the_page_says_of_free_routing_is_what_its_records_hold():

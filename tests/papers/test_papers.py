@@ -101,6 +101,19 @@ def test_verdicts_occur_only_where_they_may(rows):
         assert row.why or row.verdict is Verdict.AGREES, row
 
 
+def test_what_is_not_reproduced_or_not_printed_has_no_other_verdict(rows):
+    for row in rows:
+        if row.item in NOT_REPRODUCED:
+            assert row.verdict is Verdict.NOT_REPRODUCED, row
+        if row.item in NOT_PRINTED and not row.printed:
+            assert row.verdict is Verdict.NOT_PRINTED, row
+
+
+def test_what_the_paper_does_not_compare_is_not_its_error(rows):
+    flag = [row for row in rows if "against memory_optimized_mlp" in row.what and row.item == "moeblaze-abstract"]
+    assert [(row.verdict, row.formula) for row in flag] == [(Verdict.DIFFERS, "32.0%"), (Verdict.DIFFERS, "19.6%")]
+
+
 def test_every_configuration_activation_and_system_has_its_bar(rows):
     for item, activations in (("moeblaze-fig3", ("ReLU", "SiLU")), ("moeblaze-fig5", ("SwiGLU",))):
         found = {row.what for row in rows if row.item == item}
