@@ -42,6 +42,12 @@ def test_doctor_says_what_to_install(monkeypatch):
     assert "to mend: install g++" in result.stdout
 
 
+def test_doctor_names_the_compiler(monkeypatch):
+    monkeypatch.setattr("moeblaze_ref.runtime.simt.build.compiler", lambda: ("python", "-m", "ziglang", "c++"))
+    monkeypatch.setattr("moeblaze_ref.runtime.simt.build.runtime_library", lambda: None)
+    assert "compiled by python -m ziglang c++, with CUDA's own headers" in moeblaze("doctor").stdout
+
+
 def _unavailable():
     from moeblaze_ref.runtime.simt.build import SimtUnavailable
 
