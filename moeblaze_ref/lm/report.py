@@ -1,7 +1,6 @@
 """What records of evidence say, in Markdown: for the terminal and for docs/training.md.
 
-Records of one kind share their tables, which then begin with the device, and with the commit too where a device has
-two.
+Records of one kind share their tables, which then begin with the device, and its commit where a device has two records.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -115,6 +115,9 @@ ROWS = {"2_tiled": gemm.TILE, "7_persistent": gemm.ROWS_BOX[1]} | {
 COLUMNS = {"2_tiled": gemm.TILE, "7_persistent": gemm.HOPPER_COLUMNS} | {
     rung: max(tile.columns for tile in tiles.CANDIDATES[rung]) for rung in MMA
 }
+OF_BOTH_PROJECTIONS = [*COLUMNS]
+ROWS |= {rung: tiles.FIXED[rung].rows for rung in gemm.TEACHING}
+COLUMNS |= {rung: tiles.FIXED[rung].columns for rung in gemm.TEACHING}
 WIDEST_BLOCK_TILE = max(max(tile.rows, tile.columns) for tile in raw_sparse.TILES)
 TILED = [(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)]
 
@@ -141,7 +144,7 @@ def widest_tiles(stage, rung):
     return of_experts | {"E": gemm.WARP}
 
 
-@pytest.mark.parametrize("rung", COLUMNS)
+@pytest.mark.parametrize("rung", OF_BOTH_PROJECTIONS)
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
 def test_two_tiles_along_h_are_checked_with_and_without_a_gate(stage, rung):
     """Without one, all columns of a tile are of a."""

@@ -28,9 +28,8 @@ struct Crew {
     // registers are dealt out anew, 128 at first, too few for ptxas to take a wgmma of all columns.
     static constexpr bool CROWDED = FIRST_CONSUMER > WARPGROUP / WARP;
     static constexpr int LOADER_REGISTERS = 72, CONSUMER_REGISTERS = 168, STORER_REGISTERS = 104;  // if crowded
-    static_assert(!CROWDED ||
-                      LOADERS * LOADER_REGISTERS + STORERS * STORER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <=
-                          BLOCK / WARP * 128,
+    static_assert(!CROWDED || LOADERS * LOADER_REGISTERS + STORERS * STORER_REGISTERS +
+                                      CONSUMERS * CONSUMER_REGISTERS <= BLOCK / WARP * 128,
                   "who asks for more than the block began with waits for ever");
 };
 
