@@ -977,6 +977,23 @@ TSAN_CALLBACKS(8)
 TSAN_CALLBACKS(16)
 void __tsan_read_range(void* p, unsigned long bytes) { REPORT_RANGE(SIMT_READ); }
 void __tsan_write_range(void* p, unsigned long bytes) { REPORT_RANGE(SIMT_WRITE); }
+// What newer versions of Clang call in place of memset, memcpy and memmove. A copy reads, then writes, inside the call.
+#define TSAN_COPY(name)                                                                  \
+    void* __tsan_##name(void* to, const void* from, unsigned long bytes) {               \
+        const char* const after = static_cast<const char*>(__builtin_return_address(0)); \
+        if (worker) {                                                                    \
+            worker->range_access(uint64_t(from), bytes, SIMT_READ, after - 1);           \
+            worker->range_access(uint64_t(to), bytes, SIMT_WRITE, after);                \
+        }                                                                                \
+        return name(to, from, bytes);                                                    \
+    }
+TSAN_COPY(memcpy)
+TSAN_COPY(memmove)
+void* __tsan_memset(void* p, int value, unsigned long bytes) {
+    REPORT_RANGE(SIMT_WRITE);
+    return memset(p, value, bytes);
+}
+#undef TSAN_COPY
 #undef TSAN_CALLBACKS
 #undef REPORT
 #undef REPORT_ALIGNED
