@@ -56,12 +56,8 @@ constexpr int warpSize = 32;
 
 // memcpy and memset of a size known at run time become calls, which the sanitizer leaves out. They access as who called
 // them; reading and writing are two accesses, both inside the call.
-#ifdef __SANITIZE_THREAD__
-#ifdef __clang__  // which makes no call of memcpy in a function of this name
-#define SIMT_LIBRARY extern "C" SIMT_PLAIN
-#else
+#if defined(__SANITIZE_THREAD__) && !defined(__clang__)
 #define SIMT_LIBRARY extern "C" __attribute__((optimize("no-tree-loop-distribute-patterns"))) SIMT_PLAIN
-#endif
 SIMT_LIBRARY void* memcpy(void* to, const void* from, size_t bytes) noexcept {
     const char* const after = static_cast<const char*>(__builtin_return_address(0));
     simt_access_range(from, bytes, SIMT_READ, after - 1);
