@@ -2,8 +2,8 @@
 
 Two layers that compute the same function in float32 still round differently, and training carries the difference on.
 With the oracle's choice of experts replayed nothing else can part them. With free routing, rounding makes a token
-choose another expert at some step, and from there on the two are different runs: as different as two oracles that only
-sum in another order, which is what they are held against.
+choose another expert at some step, and from there on the two are different runs. Their gap is compared with that of
+oracles that only sum in another order.
 
 The loss alone is blunt: early in training a layer whose output is a ten-thousandth too large hardly moves it. So the
 gradients of each weight must be the same too, in the first step and, with the choices replayed, from the oracle's
@@ -188,7 +188,7 @@ def replayed(
         How far to go into the run that the settings describe.
     device : str or torch.device
     moe : str or callable
-        The layers that are held against the oracle's, as `model.MoETransformer` takes them.
+        The layers that are compared with the oracle's, as `model.MoETransformer` takes them.
     on_step : callable, optional
         Called after every step with its number, from 1, and the oracle's loss.
 

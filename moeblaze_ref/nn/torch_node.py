@@ -1,7 +1,7 @@
 """One node of autograd's graph for every layer that runs kernels: a system says what to run and what to save.
 
-The node owns everything that torch asks of an autograd function: saving tensors, freeing them in the last backward,
-refusing second derivatives, forward mode and batches of gradients. A `System` knows the kernels.
+The node saves tensors, frees them in the last backward, and refuses second derivatives, forward mode and batches of
+gradients. A `System` runs the kernels.
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ class _Node(torch.autograd.Function):
         ctx.system, ctx.layer, ctx.bridge, ctx.names = system, layer, bridge, tuple(saved)
         ctx.save_for_backward(x, *others[:4], *saved.values())
         ctx.mark_non_differentiable(outputs[3])
-        ctx.set_materialize_grads(False)  # a loss that nobody uses costs nothing
+        ctx.set_materialize_grads(False)  # an output without a gradient costs nothing
         return tuple(outputs)
 
     @staticmethod

@@ -177,7 +177,7 @@ RING_FAULTS = {
         "parity = step / STAGES % 2;",
         "parity = 0;",
         "the same end once more: a wait for the first round's phase is over at once in all later rounds, "
-        "so nobody waits",
+        "so no thread waits",
     ),
     "takes the sums before the product is done": RingFault(
         "        wgmma_wait<0>();\n",

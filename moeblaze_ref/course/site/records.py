@@ -29,7 +29,7 @@ KINDS = {
     "ep": ("layers whose experts are on several GPUs, under maps", "[experts on several GPUs](parallel.md)"),
     "cupy": ("what a kernel launched by hand prints", "[launch a kernel by hand](cupy_by_hand.md#the-launch)"),
     "course": ("how long the notebooks take", "[path](path.md#how-long-it-takes)"),
-    "check": ("every stage held against the judge", "[below](#correctness-on-a-gpu)"),
+    "check": ("every stage compared with the oracle", "[below](#correctness-on-a-gpu)"),
     "gradients": ("the torch layer held against autograd", "[below](#correctness-on-a-gpu)"),
     "tests": ("tests of the layers on a GPU, many times in a row", "[below](#correctness-on-a-gpu)"),
     "sanitize": ("every kernel under compute-sanitizer's tools", "[below](#correctness-on-a-gpu)"),

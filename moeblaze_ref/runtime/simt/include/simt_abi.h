@@ -129,7 +129,7 @@ struct SimtLaunch {
     uint64_t poison;   // 16 bits, repeated: what shared memory holds when a block begins
     uint64_t seed;     // 0: threads run in order; otherwise a random order
     uint64_t checked;  // 0: the buffers are not registered, and no access is looked at
-    uint64_t counted;  // 0: nobody asks for the counts, which then are none
+    uint64_t counted;  // 0: the launch makes no counts
     uint64_t num_buffers;
     SimtBuffer* buffers;  // sorted by address
     uint64_t num_blocks;
