@@ -39,6 +39,6 @@ def test_the_development_container_calls_the_set_up_script():
 
 
 def test_the_portable_tests_are_there():
-    ran = processes.run(["make", "--dry-run", "test-portable"], cwd=ROOT).stdout.splitlines()[-1]
-    _, paths = ran.split(" -m pytest ")
+    make = ["make", "--no-print-directory", "--dry-run", "test-portable"]
+    _, paths = processes.run(make, cwd=ROOT).stdout.splitlines()[-1].split(" -m pytest ")
     assert paths.split() and all((ROOT / path).exists() for path in paths.split())
