@@ -7,14 +7,14 @@ import types
 from contextlib import suppress
 from pathlib import Path
 
-from moeblaze_ref.verify import apart, guard, landlock, seccomp
+from moeblaze_ref.verify import guard, in_subprocess, landlock, seccomp
 
-SUPERVISE = apart._supervise
+SUPERVISE = in_subprocess._supervise
 
 
 def supervise_unchecked(*args):
     """The checker's processes, if they refused no Python text."""
-    from moeblaze_ref.verify.judge import kernels
+    from moeblaze_ref.verify.checker import kernels
 
     kernels.check_source = lambda *_: None
     SUPERVISE(*args)

@@ -37,8 +37,8 @@ from moeblaze_ref.placement import methods
 from moeblaze_ref.systems import capacity
 from moeblaze_ref.systems.layer import intermediates
 from moeblaze_ref.verify import cases, check, comparisons, coverage
-from moeblaze_ref.verify.judge import CONTRACTS
-from moeblaze_ref.verify.judge.contracts import ROUTES
+from moeblaze_ref.verify.checker import CONTRACTS
+from moeblaze_ref.verify.checker.contracts import ROUTES
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -610,7 +610,7 @@ def test_notation_is_the_codes(compare):
 
 
 def test_the_judges_page_lists_its_tasks():
-    document = Document(ROOT / "docs" / "judge_your_kernel.md")
+    document = Document(ROOT / "docs" / "check_your_kernel.md")
     ((*rows,),) = document.tables("The tasks")
     assert [bare(row["task"]) for row in rows] == list(CONTRACTS)
     for row, contract in zip(rows, CONTRACTS.values(), strict=True):

@@ -13,7 +13,7 @@ from moeblaze_ref import nn
 from moeblaze_ref.backends import registry
 from moeblaze_ref.core.paths import PACKAGE, ROOT
 from moeblaze_ref.nn import SYSTEMS, MoELayer
-from moeblaze_ref.verify import apart
+from moeblaze_ref.verify import in_subprocess
 
 ABOVE = {"__init__.py", "__main__.py"}
 MODULES = re.compile(r"python3? -m (moeblaze_ref[\w.]*)|\$\(BIN\)/python -m (moeblaze_ref[\w.]*)")
@@ -54,7 +54,7 @@ def test_the_stages_of_a_backend_are_modules(backend):
         assert importlib.util.find_spec(f"{backend.package}.{stage}"), stage
 
 
-@pytest.mark.parametrize("name", apart.PRELOADED)
+@pytest.mark.parametrize("name", in_subprocess.PRELOADED)
 def test_what_the_server_imports_before_it_forks_exists(name):
     assert importlib.util.find_spec(f"moeblaze_ref.{name}")
 

@@ -5,8 +5,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from moeblaze_ref.bench import LAYER_PRESETS, findings, results
-from moeblaze_ref.bench.contestants import GRAPHED, OURS
-from moeblaze_ref.bench.floors import INDEX
+from moeblaze_ref.bench.roofline import INDEX
+from moeblaze_ref.bench.timed_systems import GRAPHED, OURS
 from moeblaze_ref.core.config import ITEMSIZE, MoEConfig, preset
 from moeblaze_ref.core.units import GIB
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeblaze_ref.bench import peers
+from moeblaze_ref.bench import baselines
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.runtime.torch_bridge import Bridge
@@ -53,7 +53,7 @@ def _gating(inputs: Inputs) -> Tensors:
 
 def _dispatch(inputs: Inputs) -> Tensors:
     """A stable sort of the ids, the inverse of its order, and the groups' ends."""
-    order = peers.sort_rows(inputs.tensor("topk_experts"), inputs.config.E)
+    order = baselines.sort_rows(inputs.tensor("topk_experts"), inputs.config.E)
     return order.token, order.row, order.ends
 
 

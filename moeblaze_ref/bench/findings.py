@@ -8,7 +8,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.bench import counters, ladder, report, results
-from moeblaze_ref.bench.contestants import GRAPHED, OURS
+from moeblaze_ref.bench.timed_systems import GRAPHED, OURS
 from moeblaze_ref.core import documents, source_hashes
 
 LINE = 120

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import activation, expert_up, gemm
-from moeblaze_ref.bench import floors
+from moeblaze_ref.bench import roofline
 from moeblaze_ref.bench.accuracy import Error, worst
 from moeblaze_ref.bench.expected import expert_up as expert_up_by_torch
 from moeblaze_ref.bench.inputs import Inputs
@@ -154,7 +154,7 @@ class Row:
     error : float
         As `accuracy.Error`, the largest of a, b and y_swi against plain torch.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
-        As `floors.columns`.
+        As `roofline.columns`.
     row_error : float or None
         As `accuracy.Error`.
     """
@@ -207,7 +207,7 @@ def time_ladder(
     ceilings = device.rested
     contenders = {trial.step: lambda turn, lap, trial=trial: trial.run() for trial in trials}
     samples = take_turns(device.ceilings() | contenders, repetitions, device)
-    seen = floors.columns(ceilings, device.rates(samples))
+    seen = roofline.columns(ceilings, device.rates(samples))
     rates = {step: _flops(step.config(config)) / samples[step].median / 1e9 for step in steps}  # TFLOP/s
     return [
         asdict(
@@ -232,7 +232,7 @@ def time_ladder(
 
 
 def _flops(config: MoEConfig) -> int:
-    return floors.cost_of("expert_up", config).flops
+    return roofline.cost_of("expert_up", config).flops
 
 
 def _ratio(rates: Mapping[Step, float], step: Step) -> dict[str, float]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda.layer import default_rung
-from moeblaze_ref.bench import accuracy, contestants, floors, foreign, peers, routing
-from moeblaze_ref.bench.contestants import GRAPHED, OURS, OWN
+from moeblaze_ref.bench import accuracy, baselines, foreign, roofline, routing, timed_systems
+from moeblaze_ref.bench.timed_systems import GRAPHED, OURS, OWN
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.nn.routed_experts import RoutedExperts
@@ -34,7 +34,7 @@ class Choice:
     Parameters
     ----------
     systems : sequence of str
-        Of ``contestants.SYSTEMS``; `timed_systems` says which of them a layer is timed on.
+        Of ``timed_systems.SYSTEMS``; `systems_to_time` says which of them a layer is timed on.
     policies : sequence of str
         Of ``config.POLICIES``: one row of each of `OWN` for each.
     rung : str, optional
@@ -91,7 +91,7 @@ class Row:
     error : float
         As `accuracy.worst_error` has it of whole tensors; of ``capacity`` over the choices that it should compute.
     floor_ms, pct_of_floor
-        Of `floors.layer_floor_ms`; the floor over the median, in percent.
+        Of `roofline.layer_floor_ms`; the floor over the median, in percent.
     pct_of_cublas, pct_of_hot_cublas : float
         FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and in turns. Of
         rows that are dropped there are none, and those of padding do not count.
@@ -100,7 +100,7 @@ class Row:
     time_over_uniform : float or None
         The median over that of the same system on uniform routing; None on uniform routing itself.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
-        As `floors.columns`.
+        As `roofline.columns`.
     row_error : float or None
         As `accuracy.worst_error` has it of rows.
     activation : str
@@ -108,7 +108,7 @@ class Row:
     capacity_factor : float or None
         Of ``capacity``.
     dropped_rows, lost_tokens, padding_rows : int or None
-        As `contestants.losses` has it of the input that is compared.
+        As `timed_systems.losses` has it of the input that is compared.
     """
 
     kind: str
@@ -149,7 +149,7 @@ def is_small(config: MoEConfig) -> bool:
     return config.R * config.h * config.itemsize <= GRAPH_BYTES
 
 
-def timed_systems(config: MoEConfig, choice: Choice) -> list[str]:
+def systems_to_time(config: MoEConfig, choice: Choice) -> list[str]:
     """The chosen systems, without `GRAPHED` if the layer is large."""
     return [system for system in choice.systems if system != GRAPHED or is_small(config)]
 
@@ -186,28 +186,28 @@ class Scene:
         self.d_out = torch.randn(c.L, c.d, **place)  # (L, d)
         self._routings = tuple(dict.fromkeys(("uniform", choice.routing)))
         self._tokens = {name: [self._routed(c, name) for _ in range(INPUTS)] for name in self._routings}
-        systems = timed_systems(c, choice)
+        systems = systems_to_time(c, choice)
         own = [(system, policy) for system in OWN if system in systems for policy in choice.policies]
         others = [system for system in systems if system not in OWN]
-        self.modules = {name: self._module(name, choice) for name in others if name in contestants.MODULES}
+        self.modules = {name: self._module(name, choice) for name in others if name in timed_systems.MODULES}
         self.baselines = {name: foreign.baseline(name, self.layer) for name in others if name in foreign.SYSTEMS}
         self._layers = {row: self._own(*row, choice) for row in own}
         self._layers |= {(name, None): self._function(name) for name in others}
 
-    def _own(self, system: str, policy: str, choice: Choice) -> contestants.Layer:
-        module = contestants.module_of(OURS, self.layer, policy=policy, rung=choice.rung)
+    def _own(self, system: str, policy: str, choice: Choice) -> timed_systems.Layer:
+        module = timed_systems.module_of(OURS, self.layer, policy=policy, rung=choice.rung)
         if system == GRAPHED:
             module = graphed(module, self._tokens["uniform"][0])
-        return contestants.layer_of(module)
+        return timed_systems.layer_of(module)
 
     def _module(self, system: str, choice: Choice) -> nn.Module:
         options = {"capacity_factor": choice.capacity_factor} if system == "capacity" else {}
-        return contestants.module_of(system, self.layer, **options)
+        return timed_systems.module_of(system, self.layer, **options)
 
-    def _function(self, system: str) -> contestants.Layer:
+    def _function(self, system: str) -> timed_systems.Layer:
         if system in self.modules:
-            return contestants.layer_of(self.modules[system])
-        return self.baselines[system].layer if system in self.baselines else peers.peer(system, self.layer)
+            return timed_systems.layer_of(self.modules[system])
+        return self.baselines[system].layer if system in self.baselines else baselines.peer(system, self.layer)
 
     def _routed(self, config: MoEConfig, name: str) -> Tensor:
         """Tokens (L, d) that the router sends where this routing wants them."""
@@ -275,7 +275,7 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     graphs = _graph_times(scene, subjects, config, choice, device)
     head = {"kind": "layer", "preset": preset, "shape": config.sizes}
     head |= {"dtype": config.dtype, "activation": config.activation}
-    head |= {"floor_ms": floors.layer_floor_ms(config, ceilings), **floors.columns(ceilings, hot)}
+    head |= {"floor_ms": roofline.layer_floor_ms(config, ceilings), **roofline.columns(ceilings, hot)}
     lost = {subject: _losses(scene, subject, config) for subject in subjects}
     rungs = _rungs(scene, config, choice, device)
     return [
@@ -299,16 +299,16 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
 
 def _error(scene: Scene, subject: Subject) -> accuracy.Error:
     x = scene.tokens(subject).detach()
-    keeps = partial(contestants.kept_choices, scene.modules["capacity"], x) if subject.system == "capacity" else None
+    keeps = partial(timed_systems.kept_choices, scene.modules["capacity"], x) if subject.system == "capacity" else None
     return accuracy.worst_error(partial(scene.run, subject), scene.layer, x, scene.d_out, keeps, scene.weights(subject))
 
 
-def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> contestants.Losses:
+def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> timed_systems.Losses:
     if subject.system not in scene.modules:
-        return contestants.Losses()
+        return timed_systems.Losses()
     with torch.no_grad():
         _, chosen = scene.run(subject, scene.tokens(subject))
-    return contestants.losses(scene.modules[subject.system], config, chosen)
+    return timed_systems.losses(scene.modules[subject.system], config, chosen)
 
 
 def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> dict[str, str]:
@@ -322,13 +322,13 @@ def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> d
 
 
 def _shares(
-    step_ms: float, config: MoEConfig, lost: contestants.Losses, ceilings: Ceilings, hot: Ceilings
+    step_ms: float, config: MoEConfig, lost: timed_systems.Losses, ceilings: Ceilings, hot: Ceilings
 ) -> dict[str, float]:
     """The columns in percent."""
     kept = 1 - (lost.dropped_rows or 0) / config.R
-    flops_per_ms = kept * floors.layer_flops(config) / step_ms
+    flops_per_ms = kept * roofline.layer_flops(config) / step_ms
     return {
-        "pct_of_floor": 100 * floors.layer_floor_ms(config, ceilings) / step_ms,
+        "pct_of_floor": 100 * roofline.layer_floor_ms(config, ceilings) / step_ms,
         "pct_of_cublas": 100 * flops_per_ms / ceilings.flops_per_ms,
         "pct_of_hot_cublas": 100 * flops_per_ms / hot.flops_per_ms,
     }

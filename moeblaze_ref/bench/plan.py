@@ -8,9 +8,9 @@ from typing import Any
 from moeblaze_ref.backends.raw_cuda import expert_up
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.bench import KINDS, LAYER_PRESETS, contestants, counters, floors, ladder, routing, stages
+from moeblaze_ref.bench import KINDS, LAYER_PRESETS, counters, ladder, roofline, routing, stages, timed_systems
 from moeblaze_ref.bench import layer as whole_layer
-from moeblaze_ref.bench.contestants import OWN
+from moeblaze_ref.bench.timed_systems import OWN
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES, PRESETS, MoEConfig, preset
 from moeblaze_ref.runtime.device import Gpu
@@ -44,9 +44,9 @@ class Request:
     tokens : int, optional
         L, in place of that of each preset.
     policies, systems, routing, capacity_factor
-        Of a layer: see `layer.Choice`; systems may be named as `contestants.named` knows them.
+        Of a layer: see `layer.Choice`; systems may be named as `timed_systems.named` knows them.
     stages : sequence of str
-        Of a step: see `floors.stages_of`.
+        Of a step: see `roofline.stages_of`.
     rungs : sequence of str
         Of the kernels; of a layer at most one.
     repetitions : int
@@ -140,7 +140,7 @@ def _layer(name: str, tokens: int | None) -> tuple[str, MoEConfig]:
 def _layer_jobs(request: Request) -> list[Job]:
     for name in request.policies:
         checks.check_name("policy", name, POLICIES)
-    systems = tuple(dict.fromkeys(map(contestants.named, request.systems)))
+    systems = tuple(dict.fromkeys(map(timed_systems.named, request.systems)))
     if len(request.rungs) > 1:
         raise ValueError(f"rungs {_said(request.rungs)}: a layer runs on one rung")
     _check_owners(request, systems or whole_layer.Choice.systems)
@@ -157,7 +157,7 @@ def _layer_jobs(request: Request) -> list[Job]:
     if choice.rung:
         checks.check_name("rung of layer", choice.rung, raw_layer.RUNGS)
     checks.check_name("routing", choice.routing, routing.ROUTINGS)
-    timed = [(name, config) for name, config in layers(request, ALL) if whole_layer.timed_systems(config, choice)]
+    timed = [(name, config) for name, config in layers(request, ALL) if whole_layer.systems_to_time(config, choice)]
     if not timed:
         raise ValueError(f"systems {_said(choice.systems)}: no layer that is asked for is small enough for graphs")
     return [partial(whole_layer.time_layer, name, config, choice) for name, config in timed]
@@ -178,8 +178,8 @@ def _check_owners(request: Request, systems: Sequence[str]):
 def _stage_jobs(request: Request) -> list[Job]:
     jobs = []
     for name, config in layers(request, ALL):
-        for stage in request.stages or floors.stages_of(config):
-            checks.check_name("stage of a step", stage, floors.stages_of(config))
+        for stage in request.stages or roofline.stages_of(config):
+            checks.check_name("stage of a step", stage, roofline.stages_of(config))
             if rungs := _rungs(request, stage, config):
                 jobs.append(_stage_job(name, config, stage, rungs, request))
     if not jobs:

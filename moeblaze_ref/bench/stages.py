@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, layer, router
-from moeblaze_ref.bench import floors
+from moeblaze_ref.bench import roofline
 from moeblaze_ref.bench.accuracy import NOT_COMPARED, worst
 from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
@@ -56,7 +56,7 @@ MODULES = {
     "d_w2": expert_up,
     "gating_backward": gating,
 }
-assert RUN.keys() == {*floors.FORWARD, *floors.BACKWARD} == EXPECTED.keys()
+assert RUN.keys() == {*roofline.FORWARD, *roofline.BACKWARD} == EXPECTED.keys()
 PEERS = ("gating", "dispatch", "combine")  # which plain torch has as stages of their own, so that it is timed too
 
 
@@ -71,7 +71,7 @@ class Row:
     preset, shape, dtype
         The layer: a name, {L, d, h, E, k}, and the dtype of its activations.
     stage, system, rung
-        What ran: one of `floors.stages_of`, "moeblaze" or "torch", and the rung; None where there is no ladder.
+        What ran: one of `roofline.stages_of`, "moeblaze" or "torch", and the rung; None where there is no ladder.
     step_ms, quartiles_ms
         Median, and first and third quartile, on the device's own time.
     flops, bytes, bound, floor_ms, pct_of_floor
@@ -81,7 +81,7 @@ class Row:
     error : float or None
         As `accuracy.Error`, of the result against plain torch's; None for torch.
     cublas_tflops, copy_gb_s, hot_cublas_tflops
-        As `floors.columns`.
+        As `roofline.columns`.
     row_error : float or None
         As `accuracy.Error`.
     """
@@ -147,7 +147,7 @@ def time_stage(
     preset, config
         The layer, and its name in the rows.
     stage : str
-        One of `floors.stages_of`.
+        One of `roofline.stages_of`.
     rungs : sequence of str or None
         Of `rungs_of`.
     repetitions : int
@@ -166,7 +166,7 @@ def time_stage(
     A graph holds one call for each of as many inputs as fill the L2 cache twice, and every call has outputs of its
     own, so that each finds its inputs in memory.
     """
-    cost = floors.cost_of(stage, config)
+    cost = roofline.cost_of(stage, config)
     bridge = bridge_to(device.torch_device)
     sets = [Inputs(config, bridge, device.torch_device) for _ in range(input_sets(cost.bytes, device.cache_bytes))]
     works = {(OURS, rung): partial(run_ours, stage, rung, sets, bridge) for rung in rungs}
@@ -178,7 +178,7 @@ def time_stage(
     ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, repetitions, device)
     head = {"kind": stage if beside_torch else "stage", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
-    head |= {"stage": stage, **_floor(cost, ceilings), **floors.columns(ceilings, device.rates(samples))}
+    head |= {"stage": stage, **_floor(cost, ceilings), **roofline.columns(ceilings, device.rates(samples))}
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
     return [asdict(Row(**head, **_time(subject, times, head["floor_ms"]), **errors[subject])) for subject in works]
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.backends.registry import refusal
 from moeblaze_ref.bench import plan, stages
-from moeblaze_ref.bench.floors import cost_of
 from moeblaze_ref.bench.inputs import Inputs
+from moeblaze_ref.bench.roofline import cost_of
 from moeblaze_ref.core import checks, provenance, records
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.runtime import Executor

@@ -24,7 +24,7 @@ from moeblaze_ref.core.config import POLICIES, PRESETS
 from moeblaze_ref.lm import EVIDENCE, LAYERS
 from moeblaze_ref.lm import PRESETS as TRAINED
 from moeblaze_ref.runtime.simt import cache
-from moeblaze_ref.verify import apart
+from moeblaze_ref.verify import in_subprocess
 
 app = typer.Typer(
     help="The Mixture-of-Experts memory wall: a reference that proves itself.",
@@ -240,7 +240,7 @@ def _judge(
     as_json: bool,
 ):
     """The ``check`` of one kernel from outside the project."""
-    from moeblaze_ref.verify.judge.contracts import CONTRACTS
+    from moeblaze_ref.verify.checker.contracts import CONTRACTS
 
     with user_errors():
         if len(stages) != 1:
@@ -252,7 +252,7 @@ def _judge(
         if record:
             provenance.check_place(record, "check --kernel", force)
         try:
-            verdict = apart.examine(kernel, stages[0], timeout, backend=next(iter(backends), None), **options)
+            verdict = in_subprocess.examine(kernel, stages[0], timeout, backend=next(iter(backends), None), **options)
         except TimeoutError:
             print_error(f"{kernel} did not end within {timeout} seconds; --timeout sets another limit")
             raise typer.Exit(1) from None

@@ -19,10 +19,10 @@ from moeblaze_ref.papers.claims import (
 from moeblaze_ref.papers.results import Recorded
 from moeblaze_ref.papers.traced import MISSING, our_trace, traced_at
 from moeblaze_ref.placement import bounds, ilp, simulate
+from moeblaze_ref.placement.baselines import contiguous
 from moeblaze_ref.placement.clusters import cluster_experts
 from moeblaze_ref.placement.exact import best_clusters, best_seats
-from moeblaze_ref.placement.peers import contiguous
-from moeblaze_ref.placement.seats import seat_clusters
+from moeblaze_ref.placement.gpu_assignment import seat_clusters
 from moeblaze_ref.placement.trace import Profile, profile, split
 
 LOAD = np.array([9, 1, 1, 1])  # tokens of each expert of a layer in which one is hot

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, gemm, layer, tiles
-from moeblaze_ref.bench import accuracy, floors
+from moeblaze_ref.bench import accuracy, roofline
 from moeblaze_ref.bench.expected import EXPECTED, results_of
 from moeblaze_ref.bench.inputs import Inputs
 from moeblaze_ref.bench.stages import input_sets
@@ -233,7 +233,7 @@ def time_versions(stage: str, name: str, config: MoEConfig, versions: dict[str, 
     bridge = bridge_to(device.torch_device)
     sets = [
         Inputs(config, bridge, device.torch_device)
-        for _ in range(input_sets(floors.cost_of(stage, config).bytes, device.cache_bytes))
+        for _ in range(input_sets(roofline.cost_of(stage, config).bytes, device.cache_bytes))
     ]
     head = {"preset": name, "stage": stage, "shape": config.sizes, "dtype": config.dtype}
     expected = _expected_sums(sets[0]) if stage == "expert_down" else EXPECTED[stage](sets[0])

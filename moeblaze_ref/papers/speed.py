@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from moeblaze_ref.bench import accuracy, foreign, layer, report
-from moeblaze_ref.bench.contestants import OURS
+from moeblaze_ref.bench.timed_systems import OURS
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.papers.trials import Trials
 from moeblaze_ref.runtime.device import Device

@@ -32,7 +32,7 @@ class Trials:
         Parameters
         ----------
         system : str
-            One of ``bench.contestants.SYSTEMS``.
+            One of ``bench.timed_systems.SYSTEMS``.
         config : MoEConfig
 
         Returns

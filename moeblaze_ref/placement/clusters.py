@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.placement.baselines import pack
 from moeblaze_ref.placement.bounds import Bounds, equal
 from moeblaze_ref.placement.maps import check_gpus
-from moeblaze_ref.placement.peers import pack
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT, check_time_limit, minimise, new_model, total
 
 Track = Callable[[Iterable], Iterable]  # shows progress over what it passes on

@@ -10,8 +10,8 @@ import numpy as np
 
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.clusters import Clusters, Track, cluster_experts
+from moeblaze_ref.placement.gpu_assignment import Seats, seat_clusters
 from moeblaze_ref.placement.maps import Placement
-from moeblaze_ref.placement.seats import Seats, seat_clusters
 from moeblaze_ref.placement.simulate import Cluster
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT
 from moeblaze_ref.placement.trace import Profile

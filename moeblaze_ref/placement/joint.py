@@ -14,7 +14,7 @@ choices for every pair of experts in neighbouring layers and of GPUs, (E / G)**2
 from collections.abc import Collection
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.placement import annealing, peers
+from moeblaze_ref.placement import annealing, baselines
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, step
@@ -98,7 +98,7 @@ def search(
         If there are more GPUs than experts, the profile has no R, or a number is out of range.
     """
     check_limit(limit)
-    packed = peers.greedy(profile, on.num_gpus, bounds)
+    packed = baselines.greedy(profile, on.num_gpus, bounds)
     return annealing.anneal(profile, packed, on.cost, limit, tail, steps=steps, seed=seed)
 
 
@@ -113,15 +113,15 @@ def rivals(
 ) -> dict[str, Placement]:
     """The peers without a solver that place every expert exactly once, by name.
 
-    ``steps`` is of `peers.exflow`'s annealing.
+    ``steps`` is of `baselines.exflow`'s annealing.
 
-    `peers.eplb` without replicas is `greedy` on one node.
+    `baselines.eplb` without replicas is `greedy` on one node.
     """
     return {
-        "greedy": peers.greedy(profile, num_gpus, bounds),
-        "contiguous": peers.contiguous(profile, num_gpus),
-        "round-robin": peers.round_robin(profile, num_gpus),
-        "exflow": peers.exflow(profile, num_gpus, steps),
+        "greedy": baselines.greedy(profile, num_gpus, bounds),
+        "contiguous": baselines.contiguous(profile, num_gpus),
+        "round-robin": baselines.round_robin(profile, num_gpus),
+        "exflow": baselines.exflow(profile, num_gpus, steps),
     }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.traces import RoutingTrace
-from moeblaze_ref.placement import annealing, peers
+from moeblaze_ref.placement import annealing, baselines
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.joint import LIMIT, LIMITS, check_limit, joint, search
@@ -86,7 +86,7 @@ def _placed(placement: Placement, gap: float | None = None, load_gap: float | No
 
 def _eplb(sample: Profile, on: Cluster, spare: int) -> np.ndarray:
     per_gpu = -(-sample.E // on.num_gpus) + spare
-    return peers.eplb(sample, on.num_gpus, per_gpu * on.num_gpus, on.num_nodes)
+    return baselines.eplb(sample, on.num_gpus, per_gpu * on.num_gpus, on.num_nodes)
 
 
 def _packed_by_eplb(sample: Profile, on: Cluster, options: Options) -> Fitted:
@@ -109,12 +109,12 @@ def _joint(sample: Profile, on: Cluster, options: Options) -> Fitted:
 
 
 METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
-    "contiguous": lambda sample, on, options: _placed(peers.contiguous(sample, on.num_gpus)),
-    "round-robin": lambda sample, on, options: _placed(peers.round_robin(sample, on.num_gpus)),
-    "greedy": lambda sample, on, options: _placed(peers.greedy(sample, on.num_gpus, options.bounds)),
+    "contiguous": lambda sample, on, options: _placed(baselines.contiguous(sample, on.num_gpus)),
+    "round-robin": lambda sample, on, options: _placed(baselines.round_robin(sample, on.num_gpus)),
+    "greedy": lambda sample, on, options: _placed(baselines.greedy(sample, on.num_gpus, options.bounds)),
     "eplb": _packed_by_eplb,
     "eplb-replicas": lambda sample, on, options: Fitted(_eplb(sample, on, options.spare), None),
-    "exflow": lambda sample, on, options: _placed(peers.exflow(sample, on.num_gpus, options.steps)),
+    "exflow": lambda sample, on, options: _placed(baselines.exflow(sample, on.num_gpus, options.steps)),
     "moetuner": _moetuner,
     "joint": _joint,
 }

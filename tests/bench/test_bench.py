@@ -14,18 +14,18 @@ from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.bench import (
     accuracy,
     aims,
-    contestants,
+    baselines,
     document,
     findings,
-    floors,
     layer,
-    peers,
     plan,
     plots,
     report,
     results,
+    roofline,
     routing,
     stages,
+    timed_systems,
 )
 from moeblaze_ref.core import documents, provenance
 from moeblaze_ref.core.config import MoEConfig, preset
@@ -112,9 +112,9 @@ def test_nobody_inherits_a_lead_of_the_host(order):
 
 @pytest.mark.parametrize("config", [TINY, UNGATED])
 def test_the_products_of_the_stages_are_those_of_the_layer(config):
-    experts = [stage for stage in floors.stages_of(config) if stage not in ("router", "router_backward")]
-    assert sum(floors.cost_of(stage, config).flops for stage in experts) == floors.layer_flops(config)
-    assert floors.layer_flops(config) == (18 if config.gated else 12) * config.R * config.d * config.h
+    experts = [stage for stage in roofline.stages_of(config) if stage not in ("router", "router_backward")]
+    assert sum(roofline.cost_of(stage, config).flops for stage in experts) == roofline.layer_flops(config)
+    assert roofline.layer_flops(config) == (18 if config.gated else 12) * config.R * config.d * config.h
     assert ("d_w2" in experts) == config.gated
 
 
@@ -125,13 +125,13 @@ def _bytes_of(value):
 
 
 @pytest.mark.parametrize("config", [TINY, UNGATED])
-@pytest.mark.parametrize("stage", floors.stages_of(TINY))
+@pytest.mark.parametrize("stage", roofline.stages_of(TINY))
 def test_the_bytes_are_those_of_the_arrays_that_go_in_and_come_out(stage, config):
-    if stage not in floors.stages_of(config):
+    if stage not in roofline.stages_of(config):
         return
     inputs = stages.Inputs(config, bridge := stages.bridge_to(torch.device("cpu")), torch.device("cpu"))
     (result,) = stages.run_ours(stage, stages.default_rung(stage, config), [inputs], bridge)
-    assert floors.cost_of(stage, config).bytes == _bytes_of(result) + sum(
+    assert roofline.cost_of(stage, config).bytes == _bytes_of(result) + sum(
         (inputs.dispatch.arrays()[name] if name in LISTS else getattr(inputs, name)).nbytes
         for name in READ[stage]
         if name in LISTS or getattr(inputs, name) is not None
@@ -160,10 +160,10 @@ def test_the_longer_time_is_the_floor():
     ceilings = Ceilings(flops_per_ms=100.0, bytes_per_ms=10.0)
     assert (ceilings.floor_ms(Cost(500, 20)), ceilings.bound(Cost(500, 20))) == (5.0, "flops")
     assert (ceilings.floor_ms(Cost(50, 20)), ceilings.bound(Cost(50, 20))) == (2.0, "bytes")
-    said = floors.columns(Ceilings(790e9, 4.2e9), Ceilings(660e9, 4.1e9))
+    said = roofline.columns(Ceilings(790e9, 4.2e9), Ceilings(660e9, 4.1e9))
     assert said == {"cublas_tflops": 790.0, "copy_gb_s": 4200.0, "hot_cublas_tflops": 660.0}
     million = preset("qwen3").config.replace(L=2**20)
-    copied = Ceilings(1.0, 4.2e9).floor_ms(floors.cost_of("dispatch", million))
+    copied = Ceilings(1.0, 4.2e9).floor_ms(roofline.cost_of("dispatch", million))
     assert copied == pytest.approx(0.032, rel=0.01)
 
 
@@ -217,18 +217,18 @@ def make_tokens(config, dtype=torch.float32):
 @pytest.mark.parametrize("system", ["grouped_mm", "gather_sum"])
 def test_the_peers_are_the_oracle(system, config):
     parameters = make_parameters(config)
-    assert max(accuracy.worst_error(peers.peer(system, parameters), parameters, *make_tokens(config))) < 1e-5
+    assert max(accuracy.worst_error(baselines.peer(system, parameters), parameters, *make_tokens(config))) < 1e-5
 
 
 @pytest.mark.parametrize("system", ["grouped_mm_compiled", "gather_sum_compiled"])
 def test_the_compiled_peers_are_the_oracle(system):
     parameters, tokens = make_parameters(TINY, torch.bfloat16), make_tokens(TINY, torch.bfloat16)
-    assert accepted(accuracy.worst_error(peers.peer(system, parameters), parameters, *tokens))
+    assert accepted(accuracy.worst_error(baselines.peer(system, parameters), parameters, *tokens))
 
 
 def test_sorted_rows_know_their_tokens_slots_and_groups():
     topk_experts = torch.from_numpy(random_topk(53, 7, 3, "empty"))
-    order, expected = peers.sort_rows(topk_experts, 7), oracle.expert_order(topk_experts.long(), 7)
+    order, expected = baselines.sort_rows(topk_experts, 7), oracle.expert_order(topk_experts.long(), 7)
     assert torch.equal(order.slot, expected.slot) and torch.equal(order.token, expected.token)
     assert torch.equal(order.slot[order.row], torch.arange(53 * 3))
     assert order.ends.dtype == torch.int32 and order.ends.diff(prepend=torch.zeros(1)).tolist() == expected.lengths
@@ -243,7 +243,7 @@ def spoiled(change):
     def layer_of(parameters):
         def forward(x):
             wg, w1, w2, w3 = parameters.weights
-            out, chosen = peers.gather_sum_layer(x, (wg, w1, w2, w3), parameters.k, parameters.activation)
+            out, chosen = baselines.gather_sum_layer(x, (wg, w1, w2, w3), parameters.k, parameters.activation)
             return change(x, out, parameters), chosen
 
         return forward
@@ -354,7 +354,7 @@ def test_a_dropped_row_shows_in_its_row_alone(large):
 
 def test_the_reference_does_not_depend_on_its_pieces(large, monkeypatch):
     parameters, tokens = large
-    layer = peers.peer("gather_sum", parameters)
+    layer = baselines.peer("gather_sum", parameters)
     whole = accuracy.worst_error(layer, parameters, *tokens)
     monkeypatch.setattr(accuracy, "ROWS", 100)
     monkeypatch.setattr(accuracy, "ELEMENTS", 1000)
@@ -444,7 +444,7 @@ def test_a_row_has_the_columns_that_it_should(layer_rows):
 def test_ratios_and_floors_follow_from_the_times(layer_rows):
     steps = {(row["system"], row["policy"], row["routing"]): row["step_ms"] for row in layer_rows}
     ceilings = Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
-    floor = sum(ceilings.floor_ms(floors.cost_of(stage, TINY)) for stage in floors.stages_of(TINY))
+    floor = sum(ceilings.floor_ms(roofline.cost_of(stage, TINY)) for stage in roofline.stages_of(TINY))
     for row in layer_rows:
         step = row["step_ms"]
         assert step == pytest.approx(row["fwd_ms"] + row["bwd_ms"])  # the pretended laps grow evenly
@@ -528,8 +528,8 @@ def test_a_graphed_layer_has_rows_of_its_own_and_is_nobodys_peer(graphed):
 
 def test_a_large_layer_is_not_graphed():
     chosen = layer.Choice(("moeblaze", "moeblaze_graphed"))
-    assert layer.timed_systems(TINY, chosen) == ["moeblaze", "moeblaze_graphed"]
-    assert layer.timed_systems(LARGE_HIDDEN, chosen) == ["moeblaze"]
+    assert layer.systems_to_time(TINY, chosen) == ["moeblaze", "moeblaze_graphed"]
+    assert layer.systems_to_time(LARGE_HIDDEN, chosen) == ["moeblaze"]
     only_graphed = plan.Request(presets=("conf1", "conf3"), systems=("moeblaze_graphed",), policies=("inputs",))
     assert [job.args[0] for job in plan.jobs("layer", only_graphed)] == ["conf1"]
 
@@ -571,7 +571,7 @@ FACTOR = 0.4
 def capacity_of(factor, policy="by_gate", dtype=torch.float32):
     """A fixed capacity over the weights of `make_parameters`, which it is returned with."""
     parameters = make_parameters(TINY, dtype)
-    module = contestants.module_of("capacity", parameters, capacity_factor=factor, drop_policy=policy)
+    module = timed_systems.module_of("capacity", parameters, capacity_factor=factor, drop_policy=policy)
     return module, parameters
 
 
@@ -579,17 +579,17 @@ def capacity_of(factor, policy="by_gate", dtype=torch.float32):
 @pytest.mark.parametrize("system", [name for name in systems.SYSTEMS if name != "capacity"])
 def test_the_systems_that_drop_nothing_are_the_oracle(system, config):
     parameters = make_parameters(config)
-    module = contestants.module_of(system, parameters)
+    module = timed_systems.module_of(system, parameters)
     assert all(mine is of_all for mine, of_all in zip(module.parameters(), parameters.parameters(), strict=True))
-    assert max(accuracy.worst_error(contestants.layer_of(module), parameters, *make_tokens(config))) < 1e-5
+    assert max(accuracy.worst_error(timed_systems.layer_of(module), parameters, *make_tokens(config))) < 1e-5
 
 
 @pytest.mark.parametrize("policy", ["by_gate", "by_arrival"])
 @pytest.mark.parametrize("factor", [FACTOR, 0.9, TINY.E / TINY.k])
 def test_a_fixed_capacity_is_the_oracle_over_what_it_keeps(factor, policy):
     (module, parameters), (x, d_out) = capacity_of(factor, policy), make_tokens(TINY)
-    keeps = partial(contestants.kept_choices, module, x)
-    layer_of_module = contestants.layer_of(module)
+    keeps = partial(timed_systems.kept_choices, module, x)
+    layer_of_module = timed_systems.layer_of(module)
     assert max(accuracy.worst_error(layer_of_module, parameters, x, d_out, keeps)) < 1e-5
     kept = keeps(layer_of_module(x)[1])
     assert int((~kept).sum()) == int(module.dropped_slots) and bool(kept.all()) == (factor * TINY.k >= TINY.E)
@@ -611,17 +611,17 @@ def test_a_capacity_that_drops_one_choice_too_many_or_too_few_is_found(change):
     (module, parameters), (x, d_out) = capacity_of(FACTOR), make_tokens(TINY)
 
     def keeps(chosen):
-        kept = contestants.kept_choices(module, x, chosen)
+        kept = timed_systems.kept_choices(module, x, chosen)
         change(kept)
         return kept
 
-    assert not accepted(accuracy.worst_error(contestants.layer_of(module), parameters, x, d_out, keeps))
+    assert not accepted(accuracy.worst_error(timed_systems.layer_of(module), parameters, x, d_out, keeps))
 
 
 def test_a_capacity_that_drops_others_is_found():
     (module, parameters), (x, d_out) = capacity_of(FACTOR, "by_arrival"), make_tokens(TINY)
-    keeps = partial(contestants.kept_choices, capacity_of(FACTOR, "by_gate")[0], x)
-    assert not accepted(accuracy.worst_error(contestants.layer_of(module), parameters, x, d_out, keeps))
+    keeps = partial(timed_systems.kept_choices, capacity_of(FACTOR, "by_gate")[0], x)
+    assert not accepted(accuracy.worst_error(timed_systems.layer_of(module), parameters, x, d_out, keeps))
 
 
 OTHERS = ("moeblaze", *(name for name in reversed(systems.SYSTEMS) if name != "moeblaze"), "grouped_mm")
@@ -663,7 +663,7 @@ def test_what_is_dropped_and_padded_is_counted(rows_of_systems, counts):
     C = math.ceil(FACTOR * WIDE.R / WIDE.E)
     dropped = sum(max(count - C, 0) for count in counts)
     by_system = {row["system"]: row for row in rows_of_systems}
-    losses = {name: tuple(row[field] for field in contestants.Losses._fields) for name, row in by_system.items()}
+    losses = {name: tuple(row[field] for field in timed_systems.Losses._fields) for name, row in by_system.items()}
     lost_tokens = losses["capacity"][1]
     assert losses == {
         "capacity": (dropped, lost_tokens, WIDE.E * C - (WIDE.R - dropped)),
@@ -699,8 +699,8 @@ def test_a_table_says_what_is_lost_only_where_something_may_be(rows_of_systems, 
 def test_a_system_is_named_once():
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("torch_grouped", "megablocks", "grouped_mm")))
     assert job.args[2].systems == ("grouped_mm", "megablocks")
-    assert contestants.SYSTEMS[: len(systems.SYSTEMS)] == tuple(reversed(systems.SYSTEMS))
-    assert set(contestants.SYSTEMS) >= {*peers.SYSTEMS, *layer.Choice.systems}
+    assert timed_systems.SYSTEMS[: len(systems.SYSTEMS)] == tuple(reversed(systems.SYSTEMS))
+    assert set(timed_systems.SYSTEMS) >= {*baselines.SYSTEMS, *layer.Choice.systems}
     (job,) = plan.jobs("layer", plan.Request(presets=("conf1",), systems=("capacity",), capacity_factor=2.0))
     assert job.args[2].capacity_factor == 2.0
 
@@ -747,7 +747,7 @@ def test_stages_are_timed_beside_torch(stage):
     rows = stages.time_stage("tiny", TINY, stage, rungs, 3, PretendedDevice(), beside_torch=True)
     assert all(row.keys() == {field.name for field in fields(stages.Row)} for row in rows)
     assert [(row["system"], row["rung"]) for row in rows] == [*(("moeblaze", rung) for rung in rungs), ("torch", None)]
-    cost = floors.cost_of(stage, TINY)
+    cost = roofline.cost_of(stage, TINY)
     *ours, torchs = rows
     for row in ours:
         assert row["kind"] == row["stage"] == stage and row["error"] <= 2**-7
@@ -759,14 +759,14 @@ def test_stages_are_timed_beside_torch(stage):
 
 
 @pytest.mark.parametrize("config", [TINY, UNGATED], ids=["gated", "ungated"])
-@pytest.mark.parametrize("stage", floors.stages_of(TINY))
+@pytest.mark.parametrize("stage", roofline.stages_of(TINY))
 def test_every_stage_is_timed_and_compared(stage, config):
-    if stage not in floors.stages_of(config):
+    if stage not in roofline.stages_of(config):
         return
     rung = stages.default_rung(stage, config)
     (row,) = stages.time_stage("tiny", config, stage, [rung], 1, PretendedDevice())
     assert (row["kind"], row["stage"], row["rung"]) == ("stage", stage, rung)
-    assert row["flops"] == floors.cost_of(stage, config).flops and row["step_ms"] > 0
+    assert row["flops"] == roofline.cost_of(stage, config).flops and row["step_ms"] > 0
     # Of rows below the mean the error is one of the mean: all rows together may be off by up to the root of 2 more.
     assert 0 <= row["error"] <= 2**0.5 * row["row_error"] and report.wrong([row]) == []
 
@@ -775,7 +775,7 @@ def test_the_time_is_that_of_one_call_among_the_inputs():
     assert [stages.input_sets(moved, 100) for moved in (1000, 200, 199, 50, 1)] == [1, 1, 2, 4, 200]
     assert stages.input_sets(1, 10**9) == stages.MOST_SETS
     device = PretendedDevice()
-    device.cache_bytes = 2 * floors.cost_of("gating", TINY).bytes  # four inputs fill it twice
+    device.cache_bytes = 2 * roofline.cost_of("gating", TINY).bytes  # four inputs fill it twice
     assert stages.time_stage("tiny", TINY, "gating", ["2_warp"], 1, device)[0]["step_ms"] == pytest.approx(
         stages.time_stage("tiny", TINY, "gating", ["2_warp"], 1, PretendedDevice(cache_bytes=1))[0]["step_ms"] / 4
     )
@@ -788,7 +788,7 @@ def arrays_of(result):
     return [array for array in (result if isinstance(result, tuple) else (result,)) if array is not None]
 
 
-@pytest.mark.parametrize("stage", floors.stages_of(TINY))
+@pytest.mark.parametrize("stage", roofline.stages_of(TINY))
 def test_a_wrong_stage_is_found(stage, monkeypatch):
     """Each of its results in turn is wrong in its last row, or an expert's matrix."""
     torch.manual_seed(0)  # whose last rows are not so small that nobody would miss them
@@ -954,7 +954,7 @@ def test_a_file_of_another_kind_is_refused(content, message, tmp_path):
         results.check_place(file)
 
 
-LATER = ("row_error", "activation", "capacity_factor", *contestants.Losses._fields)
+LATER = ("row_error", "activation", "capacity_factor", *timed_systems.Losses._fields)
 
 
 def test_a_row_from_before_a_column_has_none_there(tmp_path, layer_rows):

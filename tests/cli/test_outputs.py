@@ -149,7 +149,7 @@ def of_check(done):
 
 def of_a_kernel(done):
     verdict = SimpleNamespace(document={"rows": []}, report="", first_problem=None)
-    return [patch("moeblaze_ref.verify.apart.examine", does(done, verdict))]
+    return [patch("moeblaze_ref.verify.in_subprocess.examine", does(done, verdict))]
 
 
 def of_sanitize(done):

@@ -18,7 +18,7 @@ from moeblaze_ref.parallel import measure
 from moeblaze_ref.parallel.costs import Costs, rows_of, rows_sent, travel_seconds
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks
-from moeblaze_ref.placement import annealing, maps, peers
+from moeblaze_ref.placement import annealing, baselines, maps
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster, step
 from moeblaze_ref.placement.synthetic import synthetic_trace
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     """A trace, a map for it, and a map for another model."""
     folder = tmp_path_factory.mktemp("bench")
     traces.save(folder / "trace.npz", TRACE)
-    fitted = peers.greedy(profile(split(TRACE, 0)[0]), RANKS)
+    fitted = baselines.greedy(profile(split(TRACE, 0)[0]), RANKS)
     maps.save(folder / "greedy.npz", fitted)
     maps.save(folder / "other.npz", Placement(fitted.assignment, RANKS, "another"))
     return folder
@@ -59,7 +59,7 @@ def test_placements_are_measured_beside_their_model(folder):
     costs = Costs(on, found["exchange_s"], found["rest_s"])
     windows = parallel_bench.batches(split(TRACE, 0)[1], RANKS * TOKENS, STEPS)
     for row, placement in zip(
-        found["rows"], (maps.load(folder / "greedy.npz"), peers.contiguous(profile(TRACE), RANKS)), strict=True
+        found["rows"], (maps.load(folder / "greedy.npz"), baselines.contiguous(profile(TRACE), RANKS)), strict=True
     ):
         assert min(row["experts_ms"] + row["exchange_ms"]) > 0
         assert row["step_ms"] <= row["step_p99_ms"]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import traces
-from moeblaze_ref.placement import joint, maps, methods, peers, plots, simulate, solver, synthetic, trace
+from moeblaze_ref.placement import baselines, joint, maps, methods, plots, simulate, solver, synthetic, trace
 from moeblaze_ref.placement.synthetic import synthetic_trace
 
 KEYS = ["method", "balance_mean", "balance_worst", "cross_share", "step_ms", "solve_s", "gap", "load_gap"]
@@ -52,7 +52,7 @@ def test_rows_are_medians_of_halves_that_were_held_out(file):
     assert [trial.seed for trial in trials] == [0, 1, 2]
     for trial in trials:
         fit, rest = map(trace.profile, trace.split(routed, trial.seed))
-        placed = peers.greedy(fit, 2)
+        placed = baselines.greedy(fit, 2)
         np.testing.assert_array_equal(trial.fitted.placement.assignment, placed.assignment)
         np.testing.assert_array_equal(trial.load, simulate.loads(rest, placed.shares()))
         assert trial.step_ms == simulate.step(rest, placed.shares(), on).ms

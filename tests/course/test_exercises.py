@@ -17,7 +17,7 @@ from moeblaze_ref.course.exercises.desk import Desk
 from moeblaze_ref.course.exercises.exercise import KINDS, Construction, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.kernels import cuda_source, helpers
 from moeblaze_ref.course.exercises.sheets import EXERCISES, SHEETS
-from moeblaze_ref.verify import apart
+from moeblaze_ref.verify import in_subprocess
 
 FILES = notebooks.files(ROOT / "notebooks")
 KERNELS = [name for name, exercise in EXERCISES.items() if isinstance(exercise, KernelExercise)]
@@ -427,7 +427,7 @@ def test_a_mistake_that_tiny_cases_forgive_is_found(name, old, new, message):
 def test_what_a_kernel_prints_is_cut_short(capsys, name, old, new):
     Desk().judge(name, EXERCISES[name].solution.replace(old, new))
     beginning, how_much_more = capsys.readouterr().err.split("\n... and ")
-    assert beginning.startswith("counts 0\ncounts") and len(beginning) == apart.SHOWN_BYTES
+    assert beginning.startswith("counts 0\ncounts") and len(beginning) == in_subprocess.SHOWN_BYTES
     assert re.fullmatch(r"[\d,]{5,} bytes more\n", how_much_more)
 
 
@@ -446,7 +446,7 @@ def test_the_little_that_a_kernel_prints_is_shown(capsys, name, old, new):
 def test_a_kernel_that_never_ends_is_given_up():
     endless = EXERCISES["combine"].solution.replace("total = ZERO", "while True: pass")
     with pytest.raises(TimeoutError, match="no verdict after 0.5 seconds, the limit: does a loop never end?"):
-        apart.examine_text("combine.py", endless, "combine_kernel", "combine", limit=0.5)
+        in_subprocess.examine_text("combine.py", endless, "combine_kernel", "combine", limit=0.5)
 
 
 def test_a_right_kernel_that_asks_for_too_much():

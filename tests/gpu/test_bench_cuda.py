@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moeblaze_ref.backends.raw_cuda import tiles
-from moeblaze_ref.bench import floors, layer, report, stages, tune
+from moeblaze_ref.bench import layer, report, roofline, stages, tune
 from moeblaze_ref.core.config import POLICIES, MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.memory.accounting import account
@@ -58,7 +58,7 @@ def test_the_papers_comparison_is_timed_and_right(gpu, activation, monkeypatch):
     assert report.wrong(rows) == [] and [row["policy"] for row in rows] == [*speed.POLICIES, None, None]
 
 
-@pytest.mark.parametrize("stage", floors.stages_of(CONFIG))
+@pytest.mark.parametrize("stage", roofline.stages_of(CONFIG))
 def test_every_stage_is_timed_and_right(gpu, stage):
     rungs = [stages.default_rung(stage, CONFIG)]
     rows = stages.time_stage("small", CONFIG, stage, rungs, 3, gpu, beside_torch=stage in stages.PEERS)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moeblaze_ref.backends.numpy_ref import capacity as specification
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.bench import contestants
+from moeblaze_ref.bench import timed_systems
 from moeblaze_ref.core.config import ACTIVATIONS, PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.memory import measure, waste
 from moeblaze_ref.memory.accounting import Assumptions, account
@@ -268,10 +268,10 @@ def test_the_dynamic_capacity_drops_nothing_where_a_fixed_one_does():
     assert dynamic.dropped_slots == dynamic.lost_tokens == 0 < fixed.dropped_slots
     counts = np.bincount(case.topk_experts.ravel(), minlength=5).tolist()
     config = MoEConfig(37, 16, 24, 5, 2)
-    lost = contestants.losses(dynamic, config, chosen)
-    assert lost == contestants.Losses(0, 0, 5 * max(counts) - 74) and lost.padding_rows > 0
-    assert contestants.kept_choices(dynamic, x, chosen).all()
-    assert contestants.losses(sequential, config, chosen) == contestants.Losses()
+    lost = timed_systems.losses(dynamic, config, chosen)
+    assert lost == timed_systems.Losses(0, 0, 5 * max(counts) - 74) and lost.padding_rows > 0
+    assert timed_systems.kept_choices(dynamic, x, chosen).all()
+    assert timed_systems.losses(sequential, config, chosen) == timed_systems.Losses()
 
 
 def test_the_specification_takes_the_longest_queue_too():

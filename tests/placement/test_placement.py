@@ -5,7 +5,19 @@ import pytest
 import torch
 
 from moeblaze_ref.core import traces
-from moeblaze_ref.placement import annealing, clusters, exact, ilp, joint, maps, methods, peers, seats, simulate, trace
+from moeblaze_ref.placement import (
+    annealing,
+    baselines,
+    clusters,
+    exact,
+    gpu_assignment,
+    ilp,
+    joint,
+    maps,
+    methods,
+    simulate,
+    trace,
+)
 from moeblaze_ref.placement.annealing import anneal
 from moeblaze_ref.placement.bounds import Bounds, equal, printed
 from moeblaze_ref.placement.solver import SOLVERS
@@ -121,7 +133,7 @@ def test_a_trace_without_sequences_is_not_split(routed):
 def test_no_tokens_are_counted_and_placed():
     empty = trace.profile(traces.RoutingTrace(np.zeros((0, 3, 2), np.int16), 4))
     assert not empty.P.any() and not empty.R.any()
-    placed = peers.greedy(empty, 2)
+    placed = baselines.greedy(empty, 2)
     assert simulate.balance(simulate.loads(empty, placed.shares())).tolist() == [1, 1, 1]
     assert simulate.cross_share(simulate.transitions(empty, placed.shares())) == 0
     assert simulate.step(empty, placed.shares(), cluster(2)).ms == 0
@@ -159,7 +171,7 @@ def test_sglangs_records_are_counts_without_transitions(tmp_path):
     torch.save({"rank": 0, "logical_count": counts}, tmp_path / "record.pt")
     found = trace.from_sglang(tmp_path / "record.pt")
     np.testing.assert_array_equal(found.P, counts.sum(0).numpy())
-    assert peers.greedy(found, 2).layers == 3
+    assert baselines.greedy(found, 2).layers == 3
     assert found.tokens == counts.sum(0).sum(1).max()  # choices
     with pytest.raises(ValueError, match="holds counts alone"):
         ilp.moetuner(found, cluster(2))
@@ -187,7 +199,7 @@ def test_sglangs_records_are_counts_without_transitions(tmp_path):
 
 
 def test_a_map_survives_its_file_under_the_very_name_given(counted, tmp_path):
-    placed = peers.greedy(counted, 4)
+    placed = baselines.greedy(counted, 4)
     maps.save(tmp_path / "map", placed)
     found = maps.load(tmp_path / "map")
     np.testing.assert_array_equal(found.assignment, placed.assignment)
@@ -197,7 +209,7 @@ def test_a_map_survives_its_file_under_the_very_name_given(counted, tmp_path):
 
 
 def test_a_map_that_cannot_be_written_leaves_the_one_before(counted, tmp_path, monkeypatch):
-    maps.save(tmp_path / "map.npz", peers.greedy(counted, 4))
+    maps.save(tmp_path / "map.npz", baselines.greedy(counted, 4))
 
     def full(file, **arrays):
         file.write(b"half of it")
@@ -205,8 +217,8 @@ def test_a_map_that_cannot_be_written_leaves_the_one_before(counted, tmp_path, m
 
     monkeypatch.setattr(np, "savez_compressed", full)
     with pytest.raises(OSError, match=r"map\.npz cannot be written: no space left"):
-        maps.save(tmp_path / "map.npz", peers.contiguous(counted, 4))
-    np.testing.assert_array_equal(maps.load(tmp_path / "map.npz").assignment, peers.greedy(counted, 4).assignment)
+        maps.save(tmp_path / "map.npz", baselines.contiguous(counted, 4))
+    np.testing.assert_array_equal(maps.load(tmp_path / "map.npz").assignment, baselines.greedy(counted, 4).assignment)
     assert [path.name for path in tmp_path.iterdir()] == ["map.npz"]
 
 
@@ -248,7 +260,7 @@ def test_a_wrong_map_file_is_refused(tmp_path):
 
 
 def test_a_map_for_another_model_is_refused(counted):
-    placed = peers.contiguous(counted, 4)
+    placed = baselines.contiguous(counted, 4)
     placed.check_fits(5, 16, counted.model)
     placed.check_fits(5, 16)
     with pytest.raises(ValueError, match="is for 5 layers of 16 experts, but the model has 5 layers of 32"):
@@ -307,11 +319,11 @@ def test_bounds_that_nothing_meets_are_named(within, message):
     with pytest.raises(ValueError, match=message):
         clusters.cluster_experts(np.ones((2, 8), np.int64), 3, within)
     with pytest.raises(ValueError, match=message):
-        peers.greedy(trace.Profile(np.ones((2, 8), np.int64), None, 1), 3, within)
+        baselines.greedy(trace.Profile(np.ones((2, 8), np.int64), None, 1), 3, within)
 
 
 def test_more_gpus_than_experts_are_refused(counted):
-    for place in (peers.contiguous, peers.round_robin, peers.greedy, peers.eplb, peers.exflow):
+    for place in (baselines.contiguous, baselines.round_robin, baselines.greedy, baselines.eplb, baselines.exflow):
         with pytest.raises(ValueError, match="num_gpus is 17, but there are only 16 experts"):
             place(counted, 17)
     with pytest.raises(ValueError, match="num_gpus is 17, but there are only 16 experts"):
@@ -328,7 +340,7 @@ LOPSIDED = np.random.default_rng(9).random((4, 4)) + 0.3
 @pytest.mark.parametrize("bandwidth", [np.ones((4, 4)), TWO_NODES], ids=["one node", "two nodes"])
 def test_seats_are_as_fast_as_any(solver, bandwidth):
     C, cost, sizes = random_flows(5, 4, seed=1), cluster(4, bandwidth).cost, np.full((5, 4), 2)
-    found = seats.seat_clusters(C, cost, sizes, solver)
+    found = gpu_assignment.seat_clusters(C, cost, sizes, solver)
     assert found.objective == pytest.approx(exact.best_seats(C, cost, sizes))
     assert found.gap == pytest.approx(0, abs=1e-6)
     assert (np.sort(found.gpus, axis=1) == np.arange(4)).all()
@@ -340,7 +352,7 @@ def test_seats_of_uneven_clusters_host_as_many_experts_everywhere(bandwidth, see
     rng = np.random.default_rng(seed)
     C, cost = random_flows(6, 3, seed), cluster(3, bandwidth).cost
     sizes = np.array([rng.permutation([1, 2, 3]) for _ in range(6)])
-    found = seats.seat_clusters(C, cost, sizes)
+    found = gpu_assignment.seat_clusters(C, cost, sizes)
     assert np.bincount(found.gpus.ravel(), sizes.ravel()).tolist() == [12, 12, 12]
     best = exact.best_seats(C, cost, sizes)
     assert found.objective == pytest.approx(best, rel=1e-3)
@@ -349,22 +361,22 @@ def test_seats_of_uneven_clusters_host_as_many_experts_everywhere(bandwidth, see
 
 def test_five_gpus_agree_with_the_dynamic_program():
     C, cost, sizes = random_flows(7, 5, seed=4), cluster(5).cost, np.full((7, 5), 2)
-    found = seats.seat_clusters(C, cost, sizes)
+    found = gpu_assignment.seat_clusters(C, cost, sizes)
     assert found.objective == pytest.approx(exact.best_seats(C, cost, sizes)) and found.gap == 0
 
 
 def test_seats_that_cannot_be_fair_are_refused():
     with pytest.raises(ValueError, match=r"infeasible: no seats .* 4 to 4 experts .*ILP 2's constraint on memory"):
-        seats.seat_clusters(np.ones((1, 2, 2), np.int64), cluster(2).cost, np.array([[1, 3], [0, 4]]))
+        gpu_assignment.seat_clusters(np.ones((1, 2, 2), np.int64), cluster(2).cost, np.array([[1, 3], [0, 4]]))
     with pytest.raises(ValueError, match="infeasible"):
         exact.best_seats(np.ones((1, 2, 2)), cluster(2).cost, np.array([[1, 3], [0, 4]]))
 
 
 def test_beyond_five_gpus_the_bound_still_holds():
     C, sizes = random_flows(4, 6, seed=7), np.full((4, 6), 1)
-    found = seats.seat_clusters(C, cluster(6).cost, sizes)
+    found = gpu_assignment.seat_clusters(C, cluster(6).cost, sizes)
     assert found.gap == 0
-    apart = seats.seat_clusters(
+    apart = gpu_assignment.seat_clusters(
         C, cluster(6, 1 + 3.0 * (np.arange(6)[:, None] // 3 == np.arange(6) // 3)).cost, sizes, time_limit=1
     )
     assert found.objective <= apart.bound + 1e-6 <= apart.objective + 1e-6
@@ -400,34 +412,34 @@ def test_both_programs_are_solved_to_the_optimum_for_32_layers_of_8_experts(rout
 def test_peers_by_hand():
     P = np.array([[9, 1, 1, 5, 4, 4]])
     counted = trace.Profile(P, np.zeros((0, 6, 6), np.int64), 24)
-    assert peers.contiguous(counted, 2).assignment.tolist() == [[0, 0, 0, 1, 1, 1]]
-    assert peers.contiguous(counted, 4).assignment.tolist() == [[0, 0, 1, 2, 2, 3]]
-    assert peers.round_robin(counted, 4).assignment.tolist() == [[0, 1, 2, 3, 0, 1]]
-    assert peers.greedy(counted, 2).assignment.tolist() == [[0, 1, 0, 1, 1, 0]]
-    assert peers.greedy(counted, 2, printed(6)).assignment.tolist() == [[0, 1, 1, 1, 1, 0]]
-    assert peers.greedy(counted, 2, Bounds(1, 5)).sizes().min() >= 1
+    assert baselines.contiguous(counted, 2).assignment.tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert baselines.contiguous(counted, 4).assignment.tolist() == [[0, 0, 1, 2, 2, 3]]
+    assert baselines.round_robin(counted, 4).assignment.tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert baselines.greedy(counted, 2).assignment.tolist() == [[0, 1, 0, 1, 1, 0]]
+    assert baselines.greedy(counted, 2, printed(6)).assignment.tolist() == [[0, 1, 1, 1, 1, 0]]
+    assert baselines.greedy(counted, 2, Bounds(1, 5)).sizes().min() >= 1
 
 
 def test_packing_keeps_its_bounds():
     load = np.array([100, 1, 1, 1, 1, 1, 1, 1])
-    assert sorted(np.bincount(peers.pack(load, 3, Bounds(2, 5)), minlength=3)) == [2, 3, 3]
-    assert np.bincount(peers.pack(np.zeros(7), 7, Bounds(1, 7))).tolist() == [1] * 7
+    assert sorted(np.bincount(baselines.pack(load, 3, Bounds(2, 5)), minlength=3)) == [2, 3, 3]
+    assert np.bincount(baselines.pack(np.zeros(7), 7, Bounds(1, 7))).tolist() == [1] * 7
 
 
 def test_eplb_replicates_the_hot_and_packs_the_rest(counted):
-    assert peers.replicate(np.array([90, 20, 10]), 6).tolist() == [4, 1, 1]
-    packed = peers.eplb(counted, 4)
-    np.testing.assert_array_equal(packed, peers.greedy(counted, 4).shares())  # replicas = E: packing alone
-    shares = peers.eplb(counted, 4, replicas=24)
+    assert baselines.replicate(np.array([90, 20, 10]), 6).tolist() == [4, 1, 1]
+    packed = baselines.eplb(counted, 4)
+    np.testing.assert_array_equal(packed, baselines.greedy(counted, 4).shares())  # replicas = E: packing alone
+    shares = baselines.eplb(counted, 4, replicas=24)
     np.testing.assert_allclose(shares.sum(axis=2), 1)
     even = [simulate.balance(simulate.loads(counted, s)).mean() for s in (packed, shares)]
     assert even[1] < even[0]
     with pytest.raises(ValueError, match="replicas is 18, but it must be a multiple of num_gpus = 4"):
-        peers.eplb(counted, 4, replicas=18)
+        baselines.eplb(counted, 4, replicas=18)
 
 
 def test_eplb_keeps_groups_on_their_node(counted):
-    shares = peers.eplb(counted, 4, num_nodes=2, num_groups=4)
+    shares = baselines.eplb(counted, 4, num_nodes=2, num_groups=4)
     on_node_0 = shares[:, :, :2].sum(axis=2)
     groups = on_node_0.reshape(5, 4, 4)
     assert (groups == groups[:, :, :1]).all() and (groups[:, :, 0].sum(axis=1) == 2).all()
@@ -435,17 +447,17 @@ def test_eplb_keeps_groups_on_their_node(counted):
 
 def test_eplb_counts_all_as_one_node_where_groups_do_not_divide():
     odd = trace.profile(synthetic_trace(500, 2, 7, 2))
-    np.testing.assert_array_equal(peers.eplb(odd, 4, 8, num_nodes=2), peers.eplb(odd, 4, 8))
+    np.testing.assert_array_equal(baselines.eplb(odd, 4, 8, num_nodes=2), baselines.eplb(odd, 4, 8))
     with pytest.raises(ValueError, match="num_gpus is 4, but it must be a multiple of num_nodes = 3"):
-        peers.eplb(odd, 4, 8, num_nodes=3)
+        baselines.eplb(odd, 4, 8, num_nodes=3)
 
 
 def test_exflow_finds_the_experts_that_follow_each_other():
     led = trace.profile(synthetic_trace(2000, 4, 8, 1, skew=0, dependency=1))
-    found = peers.exflow(led, 4, steps=200_000)
+    found = baselines.exflow(led, 4, steps=200_000)
     assert simulate.cross_share(simulate.transitions(led, found.shares())) == 0
     assert (found.sizes() == 2).all()
-    assert simulate.cross_share(simulate.transitions(led, peers.contiguous(led, 4).shares())) > 0.3
+    assert simulate.cross_share(simulate.transitions(led, baselines.contiguous(led, 4).shares())) > 0.3
 
 
 # Joint ----------------------------------------------------------------------------------------------------------------
@@ -458,15 +470,17 @@ def test_joint_is_under_its_limit_and_no_slower_than_any_peer(alike, topology):
     times = [simulate.step(alike, rival.shares(), on).ms for rival in joint.rivals(alike, 4, steps=200_000).values()]
     assert simulate.step(alike, found.shares(), on).ms <= min(times)
     even = simulate.balance(simulate.loads(alike, found.shares()))
-    packed = simulate.balance(simulate.loads(alike, peers.greedy(alike, 4).shares()))
+    packed = simulate.balance(simulate.loads(alike, baselines.greedy(alike, 4).shares()))
     assert (even <= np.maximum(packed, 1.1) + 1e-9).all()
-    crossing = [simulate.cross_share(simulate.transitions(alike, p.shares())) for p in (found, peers.greedy(alike, 4))]
+    crossing = [
+        simulate.cross_share(simulate.transitions(alike, p.shares())) for p in (found, baselines.greedy(alike, 4))
+    ]
     assert crossing[0] < crossing[1] - 0.05
 
 
 def test_joint_gives_a_faster_peers_placement(counted, monkeypatch):
     slow = cluster(4, np.full((4, 4), 1e6))  # transfers are all that matters, and exflow has the fewest
-    monkeypatch.setattr(joint, "search", lambda profile, on, *rest: peers.round_robin(profile, 4))
+    monkeypatch.setattr(joint, "search", lambda profile, on, *rest: baselines.round_robin(profile, 4))
     found = joint.joint(counted, slow, steps=100_000)
     rivals = joint.rivals(counted, 4, steps=100_000)
     best = min(simulate.step(counted, rival.shares(), slow).ms for rival in rivals.values())
@@ -476,8 +490,8 @@ def test_joint_gives_a_faster_peers_placement(counted, monkeypatch):
 def test_joint_gives_a_faster_placement_that_it_is_shown(counted, monkeypatch):
     slow = cluster(4, np.full((4, 4), 1e6))
     shown = joint.search(counted, slow, limit=4.0, steps=1_000_000)
-    monkeypatch.setattr(joint, "search", lambda profile, on, *rest: peers.round_robin(profile, 4))
-    found = joint.joint(counted, slow, steps=2_000, others=[peers.contiguous(counted, 4), shown])
+    monkeypatch.setattr(joint, "search", lambda profile, on, *rest: baselines.round_robin(profile, 4))
+    found = joint.joint(counted, slow, steps=2_000, others=[baselines.contiguous(counted, 4), shown])
     np.testing.assert_array_equal(found.assignment, shown.assignment)
     with pytest.raises(ValueError, match="the map is for 1 layers of 8 experts, but the model has"):
         joint.joint(counted, slow, steps=2_000, others=[maps.Placement(np.arange(8, dtype=np.int32)[None] % 4, 4)])
@@ -489,7 +503,7 @@ def test_joint_lets_the_slowest_pair_count_for_more_where_a_peer_is_faster(count
 
     def search(profile, on, limit, bounds, steps, seed, tail):
         tails.append(tail)
-        return peers.round_robin(profile, 4) if tail < joint.TAILS[1] else fast
+        return baselines.round_robin(profile, 4) if tail < joint.TAILS[1] else fast
 
     monkeypatch.setattr(joint, "search", search)
     assert joint.joint(counted, on, steps=2_000) is fast
@@ -510,7 +524,7 @@ def test_a_limit_below_the_mean_is_refused(counted):
 
 
 def test_annealing_is_seeded_keeps_the_numbers_of_experts_and_never_worsens(counted):
-    start, cost = peers.greedy(counted, 4), cluster(4).cost
+    start, cost = baselines.greedy(counted, 4), cluster(4).cost
     found = [anneal(counted, start, cost, 1.1, tail=0, steps=50_000, seed=seed).assignment for seed in (1, 1, 2)]
     assert (found[0] == found[1]).all() and (found[0] != found[2]).any()
     none = anneal(counted, start, cost, 1.1, steps=0)
@@ -524,7 +538,7 @@ def test_annealing_is_seeded_keeps_the_numbers_of_experts_and_never_worsens(coun
 
 def test_a_relabelling_keeps_the_books_and_the_loads(counted):
     """What is carried along equals what is counted afresh, on links of different speeds."""
-    start, cost, tail = peers.greedy(counted, 4), cluster(4, LOPSIDED).cost, 0.3
+    start, cost, tail = baselines.greedy(counted, 4), cluster(4, LOPSIDED).cost, 0.3
     a, T = start.assignment.copy(), simulate.loads(counted, start.shares())
     to, came, C = annealing._flows(a, counted.R.astype(float), 4)
     times = np.array([annealing._time(flow, cost, tail) for flow in C])
@@ -584,7 +598,7 @@ def test_a_gpus_link_to_itself_is_not_looked_at(counted):
     for itself in (np.nan, np.inf, 0.0, -1.0):
         np.fill_diagonal(bandwidth, itself)
         assert (cluster(4, bandwidth).cost == 1 - np.eye(4)).all()
-        assert np.isfinite(simulate.step(counted, peers.greedy(counted, 4).shares(), cluster(4, bandwidth)).ms)
+        assert np.isfinite(simulate.step(counted, baselines.greedy(counted, 4).shares(), cluster(4, bandwidth)).ms)
 
 
 @pytest.mark.parametrize("solver", INCLUDED)
@@ -593,14 +607,14 @@ def test_seats_on_links_as_different_as_may_be(solver):
     bandwidth = np.full((4, 4), 1e9)
     bandwidth[0, 1] = 3e3
     C, cost = 10_000_000 * random_flows(4, 4, seed=2), cluster(4, bandwidth).cost
-    found = seats.seat_clusters(C, cost, np.full((4, 4), 2), solver, time_limit=20)
+    found = gpu_assignment.seat_clusters(C, cost, np.full((4, 4), 2), solver, time_limit=20)
     best = exact.best_seats(C, cost, np.full((4, 4), 2))
     assert found.bound <= best * (1 + 1e-5) and found.objective == pytest.approx(best, rel=1e-5)
 
 
 def test_bandwidths_of_another_size_are_refused(counted):
     with pytest.raises(ValueError, match="bandwidth is of 3 GPUs, but 4 are placed on"):
-        simulate.step(counted, peers.greedy(counted, 4).shares(), cluster(3))
+        simulate.step(counted, baselines.greedy(counted, 4).shares(), cluster(3))
 
 
 @pytest.mark.parametrize(
@@ -656,6 +670,6 @@ def test_the_model_scales_on_paper():
     large = trace.Profile(P, R, 4096)
     on = simulate.cluster("two-nodes", 64, d=7168, h=2048)
     assert (
-        simulate.step(large, peers.greedy(large, 64).shares(), on).ms
-        < simulate.step(large, peers.contiguous(large, 64).shares(), on).ms
+        simulate.step(large, baselines.greedy(large, 64).shares(), on).ms
+        < simulate.step(large, baselines.contiguous(large, 64).shares(), on).ms
     )

@@ -14,7 +14,7 @@ import pytest
 from test_guard import SYSTEM, WITHOUT_CAPABILITIES, check, check_command, combine_that, environment
 
 from moeblaze_ref.core import folders
-from moeblaze_ref.verify import apart, guard, landlock, seccomp
+from moeblaze_ref.verify import guard, in_subprocess, landlock, seccomp
 
 # Runs a function `work(send)` under `guard.run`, and shows what it sends.
 CONFINED = """
@@ -117,7 +117,7 @@ NO_MORE_FILES = """
 @pytest.mark.parametrize("supervise", ["without_seccomp", "without_landlock_and_seccomp"])
 def test_a_watcher_that_can_open_no_more_files_ends_all_the_same(mark, monkeypatch, capfd, supervise):
     """As a kernel does to it where no system call is refused."""
-    monkeypatch.setattr(apart, "_supervise", getattr(hostile, f"supervise_{supervise}"))
+    monkeypatch.setattr(in_subprocess, "_supervise", getattr(hostile, f"supervise_{supervise}"))
     lowers = (
         f'(void)!system("setsid setsid sleep {mark} &");'
         "const rlimit none = {0, 0}; prlimit(getppid(), RLIMIT_NOFILE, &none, nullptr);"
@@ -204,7 +204,7 @@ def opening(shared_file):
 
 def test_a_file_in_shared_memory_is_memory(mark, monkeypatch, shared_file):
     """Where the system does not refuse to make it."""
-    monkeypatch.setattr(apart, "_supervise", hostile.supervise_without_landlock)
+    monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_without_landlock)
     with pytest.raises(ChildProcessError, match=TOO_MUCH):
         check(fill(opening(shared_file), mark), guard.Limits(120, resident_bytes=1 << 30))
 

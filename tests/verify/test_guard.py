@@ -11,12 +11,12 @@ import sys
 import hostile
 import processes
 import pytest
-from test_judge import COMBINE, WIDE_COMBINE, changed
+from test_checker import COMBINE, WIDE_COMBINE, changed
 
 from moeblaze_ref.runtime.source import inlined
-from moeblaze_ref.verify import apart, guard
-from moeblaze_ref.verify.judge import claims, prepare
-from moeblaze_ref.verify.judge.sources import check_source
+from moeblaze_ref.verify import guard, in_subprocess
+from moeblaze_ref.verify.checker import claims, prepare
+from moeblaze_ref.verify.checker.sources import check_source
 
 RIGHT = "    out[index] = sum;\n"
 NOTHING_WRITTEN = "out[0, 0] is never written"
@@ -34,7 +34,9 @@ def check(text, limits=guard.Limits(120)):
     """What the checker says of a text."""
     file = "mine.cu" if "__global__" in text else "mine.py"
     options = {"small": True} if file == "mine.cu" else {"small": True, "grid": "1", "block": "1"}
-    return apart._ask(apart._server(), limits, apart._Question(f"{file}:mine", "combine", options, text))
+    return in_subprocess._ask(
+        in_subprocess._server(), limits, in_subprocess._Question(f"{file}:mine", "combine", options, text)
+    )
 
 
 # ---- what a text may not say ----------------------------------------------------------------------
@@ -77,7 +79,7 @@ ASSIGNMENTS = (
             "from moeblaze_ref.backends.numba_cuda.runtime import os",
             "imports os from moeblaze_ref.backends.numba_cuda.runtime",
         ),
-        ("import moeblaze_ref.verify.judge.report", "imports moeblaze_ref.verify.judge.report"),
+        ("import moeblaze_ref.verify.checker.report", "imports moeblaze_ref.verify.checker.report"),
         ("from . import other", "imports other from ."),
         ("from numpy import ctypeslib", "imports ctypeslib from numpy"),
         ("import numba.cuda.simulator.kernelapi as api", "imports numba.cuda.simulator.kernelapi"),
@@ -217,7 +219,7 @@ def test_a_function_of_numpy_that_computes_uncounted_is_refused(monkeypatch):
     text = REPLACED + changed(NUMBA, ", L, d, k", "") + "    pass\n"
     with pytest.raises(ValueError, match="mine.py, line 14: assigns to empty_like of numpy, but the file of a kernel "):
         check(text)
-    monkeypatch.setattr(apart, "_supervise", hostile.supervise_unchecked)
+    monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_unchecked)
     assert check(text).document["ok"]  # which is why it is refused
 
 
@@ -244,7 +246,7 @@ def test_a_compiled_file_beside_a_text_is_not_what_runs(tmp_path):
     path.write_text(f"{'#' * (stat.st_size - 1)}\n")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(ValueError, match="'mine' is wanted, but .*mine.py has no kernel"):
-        apart.examine(f"{path}:mine", "combine")
+        in_subprocess.examine(f"{path}:mine", "combine")
 
 
 # ---- cheats that fail, whatever a text may say ----------------------------------------------------
@@ -253,7 +255,7 @@ def test_a_compiled_file_beside_a_text_is_not_what_runs(tmp_path):
 @pytest.fixture
 def unchecked(monkeypatch):
     """No text is refused: what the cheats do not reach must be out of reach."""
-    monkeypatch.setattr(apart, "_supervise", hostile.supervise_unchecked)
+    monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_unchecked)
 
 
 def forged(cases=99):
@@ -265,7 +267,7 @@ def forged(cases=99):
 
 
 PATCHES = {
-    "of the comparison": "from moeblaze_ref.verify.judge import exam, report\n"
+    "of the comparison": "from moeblaze_ref.verify.checker import exam, report\n"
     "exam.first_difference = exam.unlike = report.first_difference = lambda *_: None\n",
     "of numpy": "import numpy\nnumpy.abs = lambda *_: 0\nnumpy.linalg.norm = lambda *_: 0.0\n",
     "of the specification": "from moeblaze_ref.backends.numpy_ref import combine\ncombine.forward = lambda *_: 0\n",
@@ -386,14 +388,14 @@ CONTEXTS = {"spawn": 3, "forkserver": 4}  # the checker's processes above the ke
 CHECK = """
 import functools, multiprocessing, os, sys
 import hostile
-from moeblaze_ref.verify import apart, guard
+from moeblaze_ref.verify import in_subprocess, guard
 
 _, system, context, text = sys.argv
-apart._supervise = eval(system)
-context = apart._server() if context == "forkserver" else multiprocessing.get_context(context)
+in_subprocess._supervise = eval(system)
+context = in_subprocess._server() if context == "forkserver" else multiprocessing.get_context(context)
 try:
-    question = apart._Question("mine.cu:mine", "combine", {"small": True}, text)
-    print(apart._ask(context, guard.Limits(600), question).report)
+    question = in_subprocess._Question("mine.cu:mine", "combine", {"small": True}, text)
+    print(in_subprocess._ask(context, guard.Limits(600), question).report)
 except OSError as error:
     print(f"{type(error).__name__}: {error}")
 print("asked by", os.getpid())
@@ -488,7 +490,7 @@ def test_a_process_that_is_closed_twice_opens_when_the_last_has_left():
 
 
 def test_what_a_system_refuses_is_in_the_verdict(monkeypatch):
-    monkeypatch.setattr(apart, "_supervise", hostile.supervise_where_all_is_refused)
+    monkeypatch.setattr(in_subprocess, "_supervise", hostile.supervise_where_all_is_refused)
     verdict = check(WIDE_COMBINE)
     assert not verdict.first_problem
     assert "this system did not confine the kernel fully. It refuses: " in verdict.report
@@ -514,7 +516,7 @@ def test_children_end_with_the_verdict(mark, how):
 
 def test_children_end_with_the_time(mark, monkeypatch):
     """The time is over once both children are there."""
-    monkeypatch.setattr(apart, "_supervise", functools.partial(hostile.supervise_until, "started"))
+    monkeypatch.setattr(in_subprocess, "_supervise", functools.partial(hostile.supervise_until, "started"))
     endless = f"setsid sleep {mark} & sleep {mark} & until [ $(pgrep -fxc 'sleep {mark}') = 2 ]; do :; done"
     endless = f'(void)!system("{endless}; touch $TMPDIR/started; wait");'
     with pytest.raises(TimeoutError, match="there is no verdict after 600 seconds, the limit"):
@@ -691,7 +693,7 @@ BEFORE_THE_FORK = """
 import sys
 import torch
 from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.verify.judge import prepare
+from moeblaze_ref.verify.checker import prepare
 
 prepare(sys.argv[1], "combine", backend="cuda")
 prepare("moeblaze_ref.backends.numba_cuda.combine:combine_kernel", "combine", numba_runner=lambda: "numba")

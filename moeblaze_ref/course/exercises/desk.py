@@ -11,7 +11,7 @@ from moeblaze_ref.core.units import GB, GIB, KIB, MB, MIB
 from moeblaze_ref.course.exercises.exercise import Construction, Exercise, KernelExercise, Prediction
 from moeblaze_ref.course.exercises.sheets import EXERCISES
 from moeblaze_ref.course.notebook.markdown import table
-from moeblaze_ref.verify import apart
+from moeblaze_ref.verify import in_subprocess
 
 FAILURES_BEFORE_HINT = 2
 TOLERANCE = 0.01  # of a prediction that is no whole number
@@ -131,7 +131,7 @@ class Desk:
         kernel = exercise.kernel
         lines = f"\n{text}"  # the magic is the cell's first line: compilers count as the reader does
         try:
-            verdict = apart.examine_text(
+            verdict = in_subprocess.examine_text(
                 exercise.file, lines, kernel.name, exercise.task, budgets=exercise.budgets, **kernel.launch
             )
         except (ValueError, TypeError, OSError) as error:

@@ -16,8 +16,8 @@ from moeblaze_ref.course.exercises.kernels import THREADS, Kernel, helpers
 from moeblaze_ref.course.exercises.sheets import SHEETS
 from moeblaze_ref.course.notebook import outputs
 from moeblaze_ref.course.notebook.execution import METADATA
-from moeblaze_ref.verify.apart import LIMIT_SECONDS
-from moeblaze_ref.verify.judge.contracts import CONTRACTS
+from moeblaze_ref.verify.checker.contracts import CONTRACTS
+from moeblaze_ref.verify.in_subprocess import LIMIT_SECONDS
 
 SETUP = """\
 %load_ext moeblaze_ref.course.exercises

@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE, SKY, VERMILLION, filled
-from moeblaze_ref.placement import document, findings, joint, peers, simulate, trace
+from moeblaze_ref.placement import baselines, document, findings, joint, simulate, trace
 from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.synthetic import synthetic_trace
@@ -172,10 +172,10 @@ def what_if(skew: float, gigabytes: float, steps: int = 300_000) -> Figure:
     on = simulate.Cluster(np.full((4, 4), 1e9 * gigabytes), node.row_bytes, node.token_s)
     found = joint.search(counted, on, limit=1.05, steps=steps)
     placements = {
-        "contiguous": peers.contiguous(counted, 4),
-        "greedy": peers.greedy(counted, 4),
+        "contiguous": baselines.contiguous(counted, 4),
+        "greedy": baselines.greedy(counted, 4),
         "moetuner": moetuner(counted, on, time_limit=2).placement,
-        "joint": joint.fastest(counted, on, [found, peers.greedy(counted, 4)]),
+        "joint": joint.fastest(counted, on, [found, baselines.greedy(counted, 4)]),
     }
     return tails_picture(
         {name: simulate.step(counted, placement.shares(), on) for name, placement in placements.items()},

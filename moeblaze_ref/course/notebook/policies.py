@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.bench import results
-from moeblaze_ref.bench.contestants import OURS
+from moeblaze_ref.bench.timed_systems import OURS
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES, MoEConfig, is_gated, preset
 from moeblaze_ref.core.units import GB, GIB

@@ -12,10 +12,10 @@ from moeblaze_ref.runtime.poison import poison
 from moeblaze_ref.runtime.simt.executor import KernelFault
 from moeblaze_ref.runtime.source import Size
 from moeblaze_ref.runtime.sparse import ZEROS, Launch, SparseExecutor, error
-from moeblaze_ref.verify.judge.contracts import dtype_of
-from moeblaze_ref.verify.judge.report import never_written
-from moeblaze_ref.verify.judge.runners import RUNNERS
-from moeblaze_ref.verify.judge.trial import Answer, Terms, Trial
+from moeblaze_ref.verify.checker.contracts import dtype_of
+from moeblaze_ref.verify.checker.report import never_written
+from moeblaze_ref.verify.checker.runners import RUNNERS
+from moeblaze_ref.verify.checker.trial import Answer, Terms, Trial
 from moeblaze_ref.verify.large.cases import ALL, BOUNDS, exactly, values
 
 L, k, d = 2**21 + 1, 2, 1024  # L d > 2**31

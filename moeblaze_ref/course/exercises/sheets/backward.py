@@ -1,7 +1,7 @@
 """Exercises of notebook 04: gradients."""
 
 from moeblaze_ref.backends.numba_cuda import combine, expert_up
-from moeblaze_ref.bench import floors
+from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import cuda_kernel, numba_kernel
@@ -10,7 +10,7 @@ UP, DOWN = "expert_up/1_naive.cu", "expert_down/1_naive.cu"
 
 
 def _weight_gradient(layer):
-    cost = floors.cost_of("d_w1", layer)
+    cost = roofline.cost_of("d_w1", layer)
     return {"flops": cost.flops, "written": layer.E * layer.d * layer.h * layer.itemsize}
 
 
@@ -32,7 +32,7 @@ SHEET = Sheet(
                 "written": Asked("bytes", "layer.E * layer.d * layer.h * layer.itemsize"),
             },
             truth=_weight_gradient,
-            computed_by="moeblaze_ref.bench.floors.cost_of",
+            computed_by="moeblaze_ref.bench.roofline.cost_of",
             hint="Each routed row adds one product to every element of its expert's `(d, h)` matrix.",
             why=(
                 "The FLOPs grow with the rows, the bytes with the experts. With few tokens for each expert the "

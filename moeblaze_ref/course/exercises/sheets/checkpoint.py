@@ -1,6 +1,6 @@
 """Exercises of notebook 05: what is kept, what is computed again."""
 
-from moeblaze_ref.bench import floors
+from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import Kernel, cuda_grid
@@ -40,7 +40,7 @@ def _freed(layer):
 
 
 def _price(layer):
-    flops = floors.cost_of("expert_up", layer).flops
+    flops = roofline.cost_of("expert_up", layer).flops
     return {"repeated": flops, "flops_per_byte": flops / _freed(layer)["inputs"]}
 
 
@@ -84,7 +84,7 @@ SHEET = Sheet(
                 "flops_per_byte": Asked("FLOPs for each byte", "2 * layer.d / layer.itemsize"),
             },
             truth=_price,
-            computed_by="moeblaze_ref.bench.floors.cost_of",
+            computed_by="moeblaze_ref.bench.roofline.cost_of",
             hint="Two products of `2 * R * d * h` FLOPs, for two tensors of `R * h` elements: what cancels?",
             why="Rows and expert width cancel: the price of a byte grows with `d` alone.",
         ),

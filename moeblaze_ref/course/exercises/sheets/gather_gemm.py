@@ -1,7 +1,7 @@
 """Exercises of notebook 03: gather, multiply, activate, and the sum at the end."""
 
 from moeblaze_ref.backends.numba_cuda import combine, expert_down
-from moeblaze_ref.bench import floors
+from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, KernelExercise, Prediction, Sheet
 from moeblaze_ref.course.exercises.kernels import Kernel, cuda_kernel, numba_kernel
@@ -37,7 +37,7 @@ extern "C" __global__ void expert_up(const float* x, const float* w1, const floa
 
 
 def _intensity(layer, tflops, tb_per_s):
-    cost = floors.cost_of("expert_up", layer)
+    cost = roofline.cost_of("expert_up", layer)
     return {"bytes": cost.bytes, "flops_per_byte": cost.flops / cost.bytes, "limit": limit(cost, tflops, tb_per_s)}
 
 
@@ -65,7 +65,7 @@ SHEET = Sheet(
                 "limit": Asked(LIMITS, '"flops"'),
             },
             truth=_intensity,
-            computed_by="moeblaze_ref.bench.floors.cost_of",
+            computed_by="moeblaze_ref.bench.roofline.cost_of",
             hint=(
                 "The two products have `4 * R * d * h` FLOPs. The GPU needs `tflops / tb_per_s` FLOPs for each byte to "
                 "be busy computing; with fewer, it waits for bytes."

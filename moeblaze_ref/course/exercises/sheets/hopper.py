@@ -1,7 +1,7 @@
 """Exercises of notebook 06: a tile of the Hopper rung, and what limits whole stages."""
 
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.bench import floors
+from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
 from moeblaze_ref.course.exercises.roofline import GPU, LIMITS, limit
@@ -22,7 +22,7 @@ def _stage(rows, columns, depth, itemsize, shared_bytes):
 
 def _limits(layer, tflops, tb_per_s):
     stages = ("expert_down", "combine", "d_w3")
-    return {stage: limit(floors.cost_of(stage, layer), tflops, tb_per_s) for stage in stages}
+    return {stage: limit(roofline.cost_of(stage, layer), tflops, tb_per_s) for stage in stages}
 
 
 SHEET = Sheet(

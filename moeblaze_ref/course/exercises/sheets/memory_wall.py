@@ -1,6 +1,6 @@
 """Exercises of notebook 00: bytes and FLOPs of one layer."""
 
-from moeblaze_ref.bench import floors
+from moeblaze_ref.bench import roofline
 from moeblaze_ref.core.config import preset
 from moeblaze_ref.course.exercises.exercise import Asked, Prediction, Sheet
 from moeblaze_ref.memory.accounting import account
@@ -23,8 +23,8 @@ def _second_wall(layer):
 
 
 def _step_flops(layer):
-    forward = sum(floors.cost_of(stage, layer).flops for stage in ("expert_up", "expert_down"))
-    return {"forward": forward, "step": floors.layer_flops(layer)}
+    forward = sum(roofline.cost_of(stage, layer).flops for stage in ("expert_up", "expert_down"))
+    return {"forward": forward, "step": roofline.layer_flops(layer)}
 
 
 SHEET = Sheet(
@@ -86,7 +86,7 @@ SHEET = Sheet(
                 "step": Asked("FLOPs", "9 * 2 * layer.R * layer.d * layer.h"),
             },
             truth=_step_flops,
-            computed_by="moeblaze_ref.bench.floors.layer_flops",
+            computed_by="moeblaze_ref.bench.roofline.layer_flops",
             hint=(
                 "The forward multiplies by `w1`, `w2` and `w3`. In the backward each of these products has two "
                 "gradients, that of its input and that of its weights, and each is a product of the same size."

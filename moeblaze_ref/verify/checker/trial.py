@@ -16,11 +16,11 @@ from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ITEMSIZE, is_gated
-from moeblaze_ref.verify.judge.budgets import Budget
-from moeblaze_ref.verify.judge.contracts import AXES, Arrays, Contract, Problem, dtype_of
-from moeblaze_ref.verify.judge.kernels import CudaKernel, Launch, NumbaFile, NumbaKernel, choose_launch
-from moeblaze_ref.verify.judge.report import Counts
-from moeblaze_ref.verify.judge.runners import RUNNERS, Fault, runner_of
+from moeblaze_ref.verify.checker.budgets import Budget
+from moeblaze_ref.verify.checker.contracts import AXES, Arrays, Contract, Problem, dtype_of
+from moeblaze_ref.verify.checker.kernels import CudaKernel, Launch, NumbaFile, NumbaKernel, choose_launch
+from moeblaze_ref.verify.checker.report import Counts
+from moeblaze_ref.verify.checker.runners import RUNNERS, Fault, runner_of
 
 
 class Step(NamedTuple):

@@ -12,10 +12,10 @@ import numpy as np
 
 from moeblaze_ref.runtime.simt.build import SimtCompileError, SimtUnavailable
 from moeblaze_ref.runtime.source import Size
-from moeblaze_ref.verify.judge.budgets import QUANTITIES
-from moeblaze_ref.verify.judge.contracts import Arrays
-from moeblaze_ref.verify.judge.kernels import CudaKernel, NumbaKernel
-from moeblaze_ref.verify.judge.report import Counts
+from moeblaze_ref.verify.checker.budgets import QUANTITIES
+from moeblaze_ref.verify.checker.contracts import Arrays
+from moeblaze_ref.verify.checker.kernels import CudaKernel, NumbaKernel
+from moeblaze_ref.verify.checker.report import Counts
 
 _COMPILED_COPY = re.compile(r"\S+\.cubin\.cu")  # CuPy's name for the file
 _NOT_SIMULATED = re.compile(r"'FakeCUDAModule' object has no attribute '(?P<name>\w+)'")

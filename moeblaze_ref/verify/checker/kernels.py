@@ -15,8 +15,8 @@ from typing import Any
 from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.core import checks, kernel_headers
 from moeblaze_ref.runtime.source import KernelSource, Parameter, Size, check_launch, three
-from moeblaze_ref.verify.judge.contracts import SIZES, Contract, dtype_of
-from moeblaze_ref.verify.judge.sources import check_source
+from moeblaze_ref.verify.checker.contracts import SIZES, Contract, dtype_of
+from moeblaze_ref.verify.checker.sources import check_source
 
 THREADS = 256  # of a block, where a .cu file does not say
 C_TYPES = C_TYPE | {"int32": "int"}

@@ -6,10 +6,10 @@ The kernel may write such lines itself. So each is read as what it must be, and 
 import json
 from typing import Any
 
+from moeblaze_ref.verify.checker.exam import Exam
+from moeblaze_ref.verify.checker.runners import RUNNERS
+from moeblaze_ref.verify.checker.trial import Answer, Description
 from moeblaze_ref.verify.guard import Send
-from moeblaze_ref.verify.judge.exam import Exam
-from moeblaze_ref.verify.judge.runners import RUNNERS
-from moeblaze_ref.verify.judge.trial import Answer, Description
 
 _ERRORS = {error.__name__: error for error in (ValueError, TypeError, OSError, ChildProcessError)}
 

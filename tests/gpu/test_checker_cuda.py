@@ -4,12 +4,12 @@ import sys
 
 import processes
 import pytest
-from test_judge import COMBINE, LENGTHS, OWN, TILE, changed, last_row_kernel, own, right_kernel
+from test_checker import COMBINE, LENGTHS, OWN, TILE, changed, last_row_kernel, own, right_kernel
 
 from moeblaze_ref.core.devices import cuda_device_count
-from moeblaze_ref.verify import apart
+from moeblaze_ref.verify import in_subprocess
 from moeblaze_ref.verify.cases import standard_cases
-from moeblaze_ref.verify.judge import CONTRACTS, Wrong, examine, judge
+from moeblaze_ref.verify.checker import CONTRACTS, Wrong, examine, judge
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="there is no CUDA device")
 
@@ -55,11 +55,11 @@ def test_kernels_run_apart(tmp_path):
     """In the fork of a process that has not looked for a GPU, without capabilities: CUDA starts there all the same."""
     cuda, numba = tmp_path / "mine.cu", tmp_path / "mine.py"
     cuda.write_text(COMBINE)
-    assert not apart.examine(f"{cuda}:mine", "combine", backend="cuda").first_problem
+    assert not in_subprocess.examine(f"{cuda}:mine", "combine", backend="cuda").first_problem
     cuda.write_text(changed(COMBINE, "index >= L * d", "index >= L * d - d"))
-    assert "never written" in apart.examine(f"{cuda}:mine", "combine", backend="cuda").first_problem
+    assert "never written" in in_subprocess.examine(f"{cuda}:mine", "combine", backend="cuda").first_problem
     numba.write_text(NUMBA)
-    verdict = apart.examine(f"{numba}:mine", "combine")
+    verdict = in_subprocess.examine(f"{numba}:mine", "combine")
     assert not verdict.first_problem and len(verdict.document["results"]) >= len(standard_cases())
 
 

@@ -31,7 +31,7 @@ LIMIT_SECONDS = 120  # of a kernel's launches, the compiler included
 PREPARING_SECONDS = 120  # beyond that limit, for the inputs and the comparison
 SHOWN_BYTES = 2000  # of what a kernel prints
 # What the server of the checker's processes imports before it forks, in this order.
-PRELOADED = ("verify.closed", "backends.simulated", "backends.numba_cuda", "verify.judge")
+PRELOADED = ("verify.closed", "backends.simulated", "backends.numba_cuda", "verify.checker")
 _DIVISION = "an integer division by zero?"
 _CAUSES = {
     signal.SIGFPE: _DIVISION,
@@ -247,7 +247,7 @@ def _found(limits: guard.Limits, folder: str, question: _Question) -> Verdict | 
 def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options: dict[str, Any]) -> Verdict:
     import torch
 
-    from moeblaze_ref.verify.judge import claims, prepare
+    from moeblaze_ref.verify.checker import claims, prepare
 
     torch.set_num_threads(1)  # more would be none after the fork, and gain nothing on arrays so small
     exam = prepare(kernel, task, numba_runner=_numba_runner, **options)
@@ -265,7 +265,7 @@ def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options:
 
 def _numba_runner() -> str:
     """Where Numba runs. Asked in a process of its own: CUDA, once looked for, does not survive the fork."""
-    from moeblaze_ref.verify.judge.runners import runner_of
+    from moeblaze_ref.verify.checker.runners import runner_of
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(runner_of, "numba").result()

@@ -19,10 +19,10 @@ from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify.cases import make_case, standard_cases, telling_cases, wide_cases
 from moeblaze_ref.verify.check import SIMULATOR_WEIGHTS
-from moeblaze_ref.verify.judge import CONTRACTS, Wrong, examine, judge
-from moeblaze_ref.verify.judge.contracts import AXES, set_problem
-from moeblaze_ref.verify.judge.kernels import declaration
-from moeblaze_ref.verify.judge.report import place_of
+from moeblaze_ref.verify.checker import CONTRACTS, Wrong, examine, judge
+from moeblaze_ref.verify.checker.contracts import AXES, set_problem
+from moeblaze_ref.verify.checker.kernels import declaration
+from moeblaze_ref.verify.checker.report import place_of
 
 # With one token, an empty expert, and no tokens.
 SMALL = [case for case in standard_cases() if case.L < 20 and case.weights.w1.size <= SIMULATOR_WEIGHTS]
@@ -707,7 +707,7 @@ def warp_kernel(out):
     ("kernel", "message"),
     [
         (warp_kernel, "Numba's simulator has no cuda.syncwarp, nor any function of a warp: use cuda.syncthreads()"),
-        (negative_kernel, "out, which has shape (5, 4): index -5 on axis 0 is negative (test_judge.py, line "),
+        (negative_kernel, "out, which has shape (5, 4): index -5 on axis 0 is negative (test_checker.py, line "),
         (negative_shared_kernel, "shared memory, which has shape (8): index -1 on axis 0 is negative"),
         (whole_rows_kernel, "gates is used as a whole"),
         (sum_of_a_row_kernel, "gates is used as a whole (sum), but a kernel reads and writes single elements"),

@@ -10,7 +10,7 @@ import numpy as np
 from moeblaze_ref.runtime.poison import POISON
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import relative_error
-from moeblaze_ref.verify.judge.contracts import AXES, SLOT_ORDER, Arrays, Problem
+from moeblaze_ref.verify.checker.contracts import AXES, SLOT_ORDER, Arrays, Problem
 
 COUNTED_BY = "counted in the process that ran the kernel: one that is made to deceive can forge these numbers"
 Counts = dict[str, dict[str, int]]  # quantity, such as "written", then tensor

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moeblaze_ref.backends.numpy_ref import capacity as specification
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
-from moeblaze_ref.bench import foreign, peers
+from moeblaze_ref.bench import baselines, foreign
 from moeblaze_ref.bench.accuracy import Layer
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig
@@ -31,7 +31,7 @@ OURS = "moeblaze"
 GRAPHED = "moeblaze_graphed"  # ours, whose forward and whose backward are a CUDA graph each
 MODULES = tuple(reversed(systems.SYSTEMS))
 OWN = (OURS, GRAPHED)  # the systems that have policies, and are nobody's peers
-SYSTEMS = (*MODULES, GRAPHED, *peers.SYSTEMS, *foreign.SYSTEMS)
+SYSTEMS = (*MODULES, GRAPHED, *baselines.SYSTEMS, *foreign.SYSTEMS)
 ALSO_CALLED = {"torch_grouped": "grouped_mm"}  # rows have the second name
 
 

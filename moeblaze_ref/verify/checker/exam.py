@@ -15,11 +15,11 @@ from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.runtime.poison import poison
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case
-from moeblaze_ref.verify.judge.contracts import Arrays, Problem, dtype_of, set_problem
-from moeblaze_ref.verify.judge.kernels import CudaKernel
-from moeblaze_ref.verify.judge.report import Difference, Report, Result, first_difference, unlike
-from moeblaze_ref.verify.judge.runners import RUNNERS, Runner
-from moeblaze_ref.verify.judge.trial import Answer, Description, Step, Terms, Trial
+from moeblaze_ref.verify.checker.contracts import Arrays, Problem, dtype_of, set_problem
+from moeblaze_ref.verify.checker.kernels import CudaKernel
+from moeblaze_ref.verify.checker.report import Difference, Report, Result, first_difference, unlike
+from moeblaze_ref.verify.checker.runners import RUNNERS, Runner
+from moeblaze_ref.verify.checker.trial import Answer, Description, Step, Terms, Trial
 from moeblaze_ref.verify.large import readers
 
 _MOST_RUNS = max(len(runner.orders) for runner in RUNNERS.values())

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from moeblaze_ref.core import checks, kernel_headers
-from moeblaze_ref.verify.judge.contracts import Contract
+from moeblaze_ref.verify.checker.contracts import Contract
 
 QUANTITIES = {
     "read": "bytes that threads ask to read of global memory",

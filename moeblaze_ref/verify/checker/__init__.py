@@ -1,9 +1,9 @@
 """Judge a reader's own kernel: the specification's inputs in, poisoned outputs, and where the first element differs.
 
-    from moeblaze_ref.verify.judge import judge
+    from moeblaze_ref.verify.checker import judge
     judge("mine.cu:mine", "combine", budgets=["written <= 4 L d"])
 
-`docs/judge_your_kernel.md` works through an example; `contracts.CONTRACTS` lists the tasks.
+`docs/check_your_kernel.md` works through an example; `contracts.CONTRACTS` lists the tasks.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,13 +14,13 @@ from typing import Any
 
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import Case, many_tokens_case, standard_cases, telling_cases, wide_cases
-from moeblaze_ref.verify.judge.budgets import QUANTITIES, Budget
-from moeblaze_ref.verify.judge.contracts import CONTRACTS, find_contract
-from moeblaze_ref.verify.judge.exam import Exam
-from moeblaze_ref.verify.judge.kernels import find
-from moeblaze_ref.verify.judge.report import Report, Wrong
-from moeblaze_ref.verify.judge.runners import runner_of
-from moeblaze_ref.verify.judge.trial import Terms
+from moeblaze_ref.verify.checker.budgets import QUANTITIES, Budget
+from moeblaze_ref.verify.checker.contracts import CONTRACTS, find_contract
+from moeblaze_ref.verify.checker.exam import Exam
+from moeblaze_ref.verify.checker.kernels import find
+from moeblaze_ref.verify.checker.report import Report, Wrong
+from moeblaze_ref.verify.checker.runners import runner_of
+from moeblaze_ref.verify.checker.trial import Terms
 from moeblaze_ref.verify.large import readers
 
 TOKENS = 33 * 256  # a little more than the 8,192 that a bitmap's pass takes
@@ -62,8 +62,8 @@ def examine(kernel: str | Path | Any, task: str, **options: Any) -> Report:
     executor in random orders of the threads), if the next step of the same shape is right as well, and
     if no budget is exceeded.
 
-    The kernel runs in this process: that is for kernels of your own. `apart.examine` runs a kernel in a process from
-    which it cannot reach the comparison, and ends what it leaves behind.
+    The kernel runs in this process: use this for kernels that you wrote. `in_subprocess.examine` runs a kernel in a
+    process from which it cannot reach the comparison, and ends what it leaves behind.
 
     Parameters
     ----------
