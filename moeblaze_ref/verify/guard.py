@@ -308,7 +308,8 @@ def _watch(child: int, reading: int, limits: Limits, gone: list[Any]) -> tuple[b
     next_look = time.monotonic() + POLL_SECONDS
     while True:
         pause = POLL_SECONDS if reading in sources else END_SECONDS
-        ready = wait(sources, max(min(pause, deadline - time.monotonic()), 0))
+        with _open_files_needed():
+            ready = wait(sources, max(min(pause, deadline - time.monotonic()), 0))
         ended, status = os.waitpid(child, os.WNOHANG)
         if reading in ready and not _receive(reading, sent):
             sources.remove(reading)  # it has closed its end, or has ended
@@ -339,11 +340,21 @@ def _receive(reading: int, sent: bytearray) -> bool:
 
 def _look(limits: Limits):
     """Look at what all descendants hold."""
-    try:
+    with _open_files_needed():
         processes = _descendants(os.getpid())
-    except OSError as error:  # as of a limit of open files that the code has lowered
-        raise ChildProcessError(f"the kernel's processes cannot be watched any more ({error}), so they end") from None
     _check_size(processes, limits)
+
+
+@contextlib.contextmanager
+def _open_files_needed() -> Iterator[None]:
+    """Raise ChildProcessError if the system refuses: the code may have lowered the watcher's limit of open files.
+
+    /proc then does not open (EMFILE), and the system call poll takes no file descriptor (EINVAL).
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ChildProcessError(f"the kernel's processes cannot be watched any more ({error}), so they end") from None
 
 
 def _check_size(processes: dict[int, int], limits: Limits):

@@ -1,6 +1,7 @@
 """What code under `guard.run` can and cannot do to processes, files and memory outside, and what is left of it."""
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -128,6 +129,25 @@ def test_a_watcher_that_can_open_no_more_files_ends_all_the_same(mark, monkeypat
     assert hostile.until(lambda: not hostile.processes_of(mark), limit=30)
     printed = capfd.readouterr().err
     assert "the processes of the kernel cannot be listed" in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("refused", ["wait", "_descendants"])
+def test_a_watcher_says_what_the_system_refuses_it(monkeypatch, refused):
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(guard, refused, refuse)
+    reading, writing = os.pipe()
+    watch = {
+        "wait": lambda: guard._watch(0, reading, guard.Limits(60), []),
+        "_descendants": lambda: guard._look(guard.Limits(60)),
+    }
+    with (
+        contextlib.closing(open(reading, "rb")),
+        contextlib.closing(open(writing, "wb")),
+        pytest.raises(ChildProcessError, match="cannot be watched any more .*Invalid argument"),
+    ):
+        watch[refused]()
 
 
 # ---- files --------------------------------------------------------------------------------------
