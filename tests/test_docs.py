@@ -751,7 +751,7 @@ MISTAKES = [  # (the check that must find it, what stands in notation.md, what t
     (check_units, "`10**6`", "`2**20`"),
     (check_units, "`141 * 10**9`", "`141 * 2**30`"),
     (check_units, "bfloat16 2, float16 2", "bfloat16 2, float16 4"),
-    (check_output, "rung, dtype, shape,", "rung, shape, dtype,"),
+    (check_output, "version, dtype, shape,", "version, shape, dtype,"),
     (check_output, "cross_share, step_ms,", "step_ms, cross_share,"),
     (check_output, "formula, bytes, kept |", "formula, bytes |"),
     (check_kernel_headers, "| `Idea` |", "| `Thought` |"),

@@ -1,4 +1,4 @@
-// activation, rung 1: one thread an element.
+// activation, version 1: one thread an element.
 //
 // Purpose      act(a) as a tensor of its own, which only the policy `conventional` keeps.
 // Source       MoEBlaze (arXiv 2601.05296), section 5: SiLU(A).

@@ -1,4 +1,4 @@
-// block_sparse, shared by all rungs: what happens between the two products, element by element.
+// block_sparse, shared by all versions: what happens between the two products, element by element.
 //
 // Purpose      y_swi = act(a) * b, or act(a) without a gate; and the gradients of a and b.
 // Source       MegaBlocks (arXiv 2211.15841), section 5.1; MoEBlaze (arXiv 2601.05296), section 5, for the derivative.

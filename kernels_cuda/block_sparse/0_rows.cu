@@ -1,4 +1,4 @@
-// block_sparse, shared by all rungs: rows into the bins, and the gradient of the gates.
+// block_sparse, shared by all versions: rows into the bins, and the gradient of the gates.
 //
 // Purpose      rows[p] = x of the row's token, times its gate if there are gates, or zero in padding; and
 //              d_gates[slot] = <d_out, y> of every slot. The scatter back is the combine, or sum_rows, by the bins'

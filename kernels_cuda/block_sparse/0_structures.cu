@@ -1,4 +1,4 @@
-// block_sparse, shared by all rungs: the bins and the topology.
+// block_sparse, shared by all versions: the bins and the topology.
 //
 // Purpose      Where each routed row lies once every expert's group is padded to whole blocks, and which blocks of the
 //              matrix (P, E h) are stored: hybrid blocked-CSR-COO with transpose indices.

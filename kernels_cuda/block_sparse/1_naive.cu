@@ -1,4 +1,4 @@
-// block_sparse, rung 1: one thread an element, straight from global memory.
+// block_sparse, version 1: one thread an element, straight from global memory.
 //
 // Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
 // Source       MegaBlocks (arXiv 2211.15841), sections 5.1, 5.1.3 and 5.1.4.

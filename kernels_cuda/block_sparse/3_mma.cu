@@ -1,8 +1,8 @@
-// block_sparse, rung 3: tensor cores.
+// block_sparse, version 3: tensor cores.
 //
 // Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
 // Source       MegaBlocks (arXiv 2211.15841), sections 5.1, 5.1.3 and 5.1.4.
-// Idea         The products of rung 2 on mma_matmul. The depth of a result is that of all its blocks, one behind the
+// Idea         The products of version 2 on mma_matmul. The depth of a result is that of all its blocks, one behind the
 //              other: an operand's lines say in which block a place of it lies, so that copies never pause between two
 //              blocks. A tile is as large as a block, of the usual ones.
 // Runs on      sm_80 and newer; SIMT executor.

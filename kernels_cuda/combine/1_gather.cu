@@ -1,4 +1,4 @@
-// combine, rung 1: each token gathers its k expert outputs and sums them.
+// combine, version 1: each token gathers its k expert outputs and sums them.
 //
 // Purpose      out = sum over j of gates[token, j] * y[row of (token, j)]; and the textbook
 //              gradients of y and the gates, which need y kept.

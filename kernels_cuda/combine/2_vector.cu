@@ -1,4 +1,4 @@
-// combine, rung 2: a warp a token, 16 bytes a lane.
+// combine, version 2: a warp a token, 16 bytes a lane.
 //
 // Purpose      out = sum over j of gates[token, j] * y[row of (token, j)].
 // Source       MoEBlaze (arXiv 2601.05296), section 3.1; gather-and-sum: SonicMoE (arXiv 2512.14080).

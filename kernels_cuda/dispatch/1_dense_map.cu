@@ -1,4 +1,4 @@
-// dispatch, rung 1: the paper's three steps without atomics, both phases of step 3 in one kernel.
+// dispatch, version 1: the paper's three steps without atomics, both phases of step 3 in one kernel.
 //
 // Purpose      topk_experts (L, k) -> the four index structures of a Dispatch.
 // Source       MoEBlaze (arXiv 2601.05296), sections 4.1 and 4.2.
@@ -15,7 +15,7 @@
 // route_indices   E                  THREADS  4 THREADS / 32  4 L E + 4 E THREADS + 2 R (k + 1)  8 R
 // Bytes are those that threads ask for. Bound: the map, written once and read twice column by
 // column (12 L E bytes). A column's entries lie 4 E bytes apart, so from E = 8 on every 4-byte
-// entry costs a 32-byte sector: that is what the next rungs remove.
+// entry costs a 32-byte sector: that is what the next versions remove.
 #include "dispatch.cuh"
 
 // Step 1. A warp fills the map's rows of its tile of 32 tokens with EMPTY, then enters each

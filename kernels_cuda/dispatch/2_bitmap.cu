@@ -1,4 +1,4 @@
-// dispatch, rung 2: the paper's three steps over bits.
+// dispatch, version 2: the paper's three steps over bits.
 //
 // Purpose      topk_experts (L, k) -> the four index structures of a Dispatch.
 // Source       Beyond MoEBlaze (arXiv 2601.05296), section 4.2, whose dense map grows as 4 L E bytes.

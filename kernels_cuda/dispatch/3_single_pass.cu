@@ -1,4 +1,4 @@
-// dispatch, rung 3: no map at all. Every tile of tokens is counted, then sorted where it lies.
+// dispatch, version 3: no map at all. Every tile of tokens is counted, then sorted where it lies.
 //
 // Purpose      topk_experts (L, k) -> the four index structures of a Dispatch.
 // Source       Beyond MoEBlaze (arXiv 2601.05296), section 4.2: its tile-wise scan, for all experts at

@@ -1,4 +1,4 @@
-// expert_down, shared by all rungs: gates between slot order and expert order.
+// expert_down, shared by all versions: gates between slot order and expert order.
 //
 // Purpose      Give every row in expert order its gate; add up each slot's gate gradient.
 // Source       SonicMoE (arXiv 2512.14080): d_gate = <d_out w3^T, y_swi> per row.

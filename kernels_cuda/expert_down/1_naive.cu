@@ -1,4 +1,4 @@
-// expert_down, rung 1: one thread an element, straight from global memory.
+// expert_down, version 1: one thread an element, straight from global memory.
 //
 // Purpose      y = y_swi w3 for every routed row; in the backward the gradients of a, b, the
 //              gates and w3 from that of the layer's output.

@@ -1,4 +1,4 @@
-// expert_down, rung 2: tiles in shared memory.
+// expert_down, version 2: tiles in shared memory.
 //
 // Purpose      y = y_swi w3 for every routed row; in the backward the gradients of a, b, the
 //              gates and w3 from that of the layer's output.

@@ -1,10 +1,10 @@
-// expert_down, rung 3: tensor cores.
+// expert_down, version 3: tensor cores.
 //
 // Purpose      y = y_swi w3 for every routed row; in the backward the gradients of a, b, the
 //              gates and w3 from that of the layer's output.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5; the gate gradient without
 //              any kept expert output: SonicMoE (arXiv 2512.14080).
-// Idea         The products of rung 2 on mma_matmul: tiles arrive by cp.async while others are
+// Idea         The products of version 2 on mma_matmul: tiles arrive by cp.async while others are
 //              multiplied by mma.sync, gathered rows like any other. Tiles are taken in bands that
 //              share operands in the L2 cache.
 // Runs on      sm_80 and newer; SIMT executor.

@@ -4,7 +4,7 @@
 //              gates and w3 from that of the layer's output.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5; the gate gradient without any kept
 //              expert output, and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
-// Idea         The products of rung 3 on grouped_matmul: some warps load, by TMA and gathered rows by
+// Idea         The products of version 3 on grouped_matmul: some warps load, by TMA and gathered rows by
 //              cp.async, while two warpgroups multiply by wgmma and other warps store what those
 //              have finished; a block stays and takes tile after tile.
 // Runs on      sm_90a; SIMT executor.

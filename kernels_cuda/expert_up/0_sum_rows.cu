@@ -1,4 +1,4 @@
-// expert_up, shared by the tiled rungs: the gradient of x from those of its rows.
+// expert_up, shared by the tiled versions: the gradient of x from those of its rows.
 //
 // Purpose      d_x = sum over j of rows[row of (token, j)].
 // Source       MoEBlaze (arXiv 2601.05296), section 3.2; gather-and-sum: SonicMoE (arXiv 2512.14080).

@@ -1,4 +1,4 @@
-// expert_up, rung 1: one thread an element, straight from global memory.
+// expert_up, version 1: one thread an element, straight from global memory.
 //
 // Purpose      a = x w1, b = x w2, y_swi = act(a) * b for every routed row, and the gradients
 //              of x, w1 and w2.

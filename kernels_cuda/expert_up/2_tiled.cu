@@ -1,4 +1,4 @@
-// expert_up, rung 2: tiles in shared memory.
+// expert_up, version 2: tiles in shared memory.
 //
 // Purpose      a = x w1, b = x w2, y_swi = act(a) * b for every routed row, and the gradients
 //              of x, w1 and w2.

@@ -1,9 +1,9 @@
-// expert_up, rung 3: tensor cores.
+// expert_up, version 3: tensor cores.
 //
 // Purpose      a = x w1, b = x w2, y_swi = act(a) * b for every routed row, and the gradients
 //              of x, w1 and w2.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5 (Algorithm 1).
-// Idea         The products of rung 2 on mma_matmul: tiles arrive by cp.async while others are
+// Idea         The products of version 2 on mma_matmul: tiles arrive by cp.async while others are
 //              multiplied by mma.sync, gathered rows like any other. The columns of a tile are
 //              shared by a and b, and tiles are taken in bands that share operands in the L2 cache.
 // Runs on      sm_80 and newer; SIMT executor.

@@ -1,4 +1,4 @@
-// gating, for every rung: the sums over all tokens that the auxiliary losses need.
+// gating, for every version: the sums over all tokens that the auxiliary losses need.
 //
 // Purpose      topk_experts (L, k) -> shares (E,), the part of the R routed rows that each expert
 //              gets; terms -> their sum.

@@ -1,4 +1,4 @@
-// gating, rung 1: one thread a token, which walks along the token's row.
+// gating, version 1: one thread a token, which walks along the token's row.
 //
 // Purpose      logits (L, E) -> probs (L, E), topk_experts and gates (L, k); gradients of the logits
 //              from those of the gates and of both auxiliary losses; the terms of these losses.

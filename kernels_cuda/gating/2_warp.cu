@@ -1,4 +1,4 @@
-// gating, rung 2: one warp a token, which holds the token's row in its registers.
+// gating, version 2: one warp a token, which holds the token's row in its registers.
 //
 // Purpose      logits (L, E) -> probs (L, E), topk_experts and gates (L, k); gradients of the logits
 //              from those of the gates and of both auxiliary losses; the terms of these losses.

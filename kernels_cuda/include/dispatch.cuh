@@ -1,4 +1,4 @@
-// What the rungs of dispatch share. Runs everywhere.
+// What the versions of dispatch share. Runs everywhere.
 #pragma once
 #include "common.cuh"
 

@@ -48,7 +48,7 @@ class Backend:
     stages : tuple of str
         Those that it implements.
     dtypes : tuple of str
-        Those of its floating-point stages, unless a stage has rungs with dtypes of their own.
+        Those of its floating-point stages, unless a stage has versions with dtypes of their own.
     status : callable
         Looks at the machine and returns a `Status`.
     """
@@ -71,29 +71,29 @@ class Backend:
         checks.check_name(f"stage of backend {self.name}", name, self.stages)
         return importlib.import_module(f"{self.package}.{name}")
 
-    def rungs(self, stage: str) -> dict[str | None, tuple[str, ...]]:
-        """The rungs of a stage and the dtypes of each; one rung without a name where there is no ladder."""
+    def versions(self, stage: str) -> dict[str | None, tuple[str, ...]]:
+        """The versions of a stage and the dtypes of each; one version without a name where there is no ladder."""
         module = self.stage(stage)
-        rungs = getattr(module, "FORWARD_RUNGS", getattr(module, "RUNGS", {None: self.dtypes}))
-        return rungs | getattr(module, "SUMMED_RUNGS", {})
+        versions = getattr(module, "FORWARD_VERSIONS", getattr(module, "VERSIONS", {None: self.dtypes}))
+        return versions | getattr(module, "SUMMED_VERSIONS", {})
 
-    def refusal(self, stage: str, rung: str | None) -> str:
-        """Why a rung does not run here although the backend does, as Hopper's on another GPU; empty if it does."""
-        options = _SURROUNDINGS[self.name](rung)[-1]
-        return refusal(options["executor"], stage, rung) if "executor" in options else ""
+    def refusal(self, stage: str, version: str | None) -> str:
+        """Why a version does not run here although the backend does, as Hopper's on another GPU; empty if it does."""
+        options = _SURROUNDINGS[self.name](version)[-1]
+        return refusal(options["executor"], stage, version) if "executor" in options else ""
 
-    def open(self, stage: str, rung: str | None = None) -> "OpenStage":
+    def open(self, stage: str, version: str | None = None) -> "OpenStage":
         """The stage as functions of numpy arrays, with every output poisoned before a kernel writes it."""
-        return OpenStage(self.stage(stage), *_SURROUNDINGS[self.name](rung))
+        return OpenStage(self.stage(stage), *_SURROUNDINGS[self.name](version))
 
 
-def refusal(executor: Any, stage: str, rung: str) -> str:
-    """Why an executor of raw CUDA does not run a rung, by its file's header; empty if it does."""
+def refusal(executor: Any, stage: str, version: str) -> str:
+    """Why an executor of raw CUDA does not run a version, by its file's header; empty if it does."""
     from moeblaze_ref.backends.raw_cuda.gemm import file_of
 
-    folder = "expert_down" if stage == "layer" else stage  # the layer's rungs are its projections', and as printed
+    folder = "expert_down" if stage == "layer" else stage  # the layer's versions are its projections', and as printed
     try:
-        executor.check(file_of(folder, rung))
+        executor.check(file_of(folder, version))
     except ValueError as error:
         return str(error)
     return ""
@@ -147,28 +147,28 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _on_numpy(rung):
+def _on_numpy(version):
     return nullcontext, _as_it_is, _as_it_is, {}
 
 
-def _on_numba(rung):
+def _on_numba(version):
     from moeblaze_ref.backends.numba_cuda.runtime import poisoned_outputs
 
     return poisoned_outputs, _as_it_is, _as_it_is, {}
 
 
-def _on_simt(rung):
+def _on_simt(version):
     from moeblaze_ref.runtime.simt.executor import SimtExecutor
 
     # In a seeded order a missing barrier shows, which threads in their own order would hide.
-    return nullcontext, _as_it_is, _as_it_is, {"executor": SimtExecutor(seed=1), "rung": rung}
+    return nullcontext, _as_it_is, _as_it_is, {"executor": SimtExecutor(seed=1), "version": version}
 
 
-def _on_cuda(rung):
+def _on_cuda(version):
     from moeblaze_ref.runtime.cupy import CupyExecutor
 
     executor = CupyExecutor(poisoned=True)
-    return nullcontext, executor.from_numpy, executor.to_numpy, {"executor": executor, "rung": rung}
+    return nullcontext, executor.from_numpy, executor.to_numpy, {"executor": executor, "version": version}
 
 
 # (context of a call, numpy to backend, backend to numpy, options of every call)

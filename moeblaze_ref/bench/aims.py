@@ -17,7 +17,7 @@ PEAK_GIB = {"conf3": 7.0, "qwen3": 2.3, "mixtral": 4.1}
 RECOMPUTED, SKEWED = 1.30, 1.10  # times as long as without
 SPARSE, DENSE = "megablocks", "grouped_mm"
 AS_LONG = {"conf4": 1.25}  # times as long as the peer a step of MegaBlocks takes, at most
-# Of stages beside torch, on their fastest rung: the least percent of the floor, and the most microseconds.
+# Of stages beside torch, on their fastest version: the least percent of the floor, and the most microseconds.
 STAGES = {("dispatch", "qwen3, L=1,048,576"): 100 / 3, ("gating", "qwen3, L=262,144"): 60, ("combine", "qwen3"): 80}
 MICROSECONDS = {("dispatch", "conf4"): 20}
 
@@ -78,7 +78,7 @@ def aims(found: results.Result, others: results.Result | None = None) -> list[Ai
     ]
     for (stage, name), percent in STAGES.items():
         listed += _of_presets(
-            {name: percent}, f"{stage}, % of its floor", 1, _stage(found, stage), itemgetter("pct_of_floor")
+            {name: percent}, f"{stage}, % of its floor", 1, _stage(found, stage), itemgetter("pct_of_roofline")
         )
     for (stage, name), most in MICROSECONDS.items():
         rows = _stage(found, stage)
@@ -151,7 +151,7 @@ def _faster(ratios: dict[tuple[str, str, str], list[float]], how: str) -> list[A
 
 
 def _stage(found: results.Result, stage: str) -> list[Row]:
-    """Of our rungs of a stage, the fastest in each run."""
+    """Of our versions of a stage, the fastest in each run."""
     best: dict[tuple[int, str], Row] = {}
     for row in results.rows_of(found, stage):
         key = row["run"], row["preset"]

@@ -73,8 +73,8 @@ class Row:
     preset, shape, dtype
         The layer: a name, {L, d, h, E, k}, and the dtype of its activations. Of the dense product the shape is
         {M, N, K}.
-    rung, kernel : str
-        "" is the rung of the dense product.
+    version, kernel : str
+        "" is the version of the dense product.
     idea : str
         Which step of the ladder it is, or which stage of a training step; or that it is the dense product.
     duration_ms : float
@@ -100,7 +100,7 @@ class Row:
     preset: str
     shape: dict[str, int]
     dtype: str
-    rung: str
+    version: str
     kernel: str
     idea: str
     duration_ms: float
@@ -125,14 +125,16 @@ class Launch(NamedTuple):
     """A launch that is counted, and the work that it is a part of."""
 
     idea: str
-    rung: str
+    version: str
     kernel: str  # a pattern
     shape: dict[str, int]
 
 
 def launches(config: MoEConfig) -> list[Launch]:
     """What is counted of a layer, in the order in which it is launched."""
-    steps = [Launch(step.idea, step.rung, "expert_up", step.config(config).sizes) for step in ladder.steps_of(config)]
+    steps = [
+        Launch(step.idea, step.version, "expert_up", step.config(config).sizes) for step in ladder.steps_of(config)
+    ]
     halves = {"d_x": len(gemm.parts_of_rows(ladder.HOPPER, config.R, config.d, config.h))}  # of its columns
     products = [
         Launch(stage, ladder.HOPPER, kernel, config.sizes)
@@ -221,7 +223,7 @@ def rows_of(text: str, expected: Sequence[Launch]) -> Iterator[dict[str, Any]]:
     for launch, row in zip(expected, counted, strict=True):
         values = {column: _number(row, name) / unit for column, (name, unit) in METRICS.items()}
         whole = {column: round(value) for column, value in values.items() if column.endswith(("bytes", "registers"))}
-        own = {"rung": launch.rung, "kernel": row["Kernel Name"], "idea": launch.idea, "shape": launch.shape}
+        own = {"version": launch.version, "kernel": row["Kernel Name"], "idea": launch.idea, "shape": launch.shape}
         yield own | values | whole | {"stalls": _stalls(row)}
 
 

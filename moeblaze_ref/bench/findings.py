@@ -14,7 +14,7 @@ from moeblaze_ref.core import documents, source_hashes
 LINE = 120
 POLICIES = ("minimal", "inputs")
 WAYS = ("", ", ours graphed", ", as CUDA graphs")  # of running ours and a peer; in the first two the peer is launched
-# Kernels of the last rung by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
+# Kernels of the last version by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
 SPREAD = dict(report.LAYER_COLUMNS)["± %"]
@@ -33,15 +33,15 @@ def _lines(text: str) -> str:
 
 
 def speeds_of_series(found: results.Result) -> dict[str, dict[str, Row]]:
-    """Return the row of each version of expert_up's forward as a whole, in their order: {preset: {rung: row}}.
+    """Return the row of each version of expert_up's forward as a whole, in their order: {preset: {version: row}}.
 
     Of the last version, which the benchmark takes apart, it is the step that lacks nothing.
     """
-    whole = {step.rung: step.idea for step in ladder.LADDER if step.against != ladder.WHOLE}
+    whole = {step.version: step.idea for step in ladder.LADDER if step.against != ladder.WHOLE}
     series: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in results.rows_of(found, "ladder"):
-        if whole.get(row["rung"]) == row["idea"]:
-            series[row["preset"]][row["rung"]] = row
+        if whole.get(row["version"]) == row["idea"]:
+            series[row["preset"]][row["version"]] = row
     return dict(series)
 
 
@@ -50,11 +50,11 @@ def series(found: results.Result) -> str:
     lines = []
     for preset, versions in speeds_of_series(found).items():
         below = None
-        for rung, row in versions.items():
+        for version, row in versions.items():
             ratio = report.ratio(row["tflops"] / below["tflops"]) if below else ""
             tokens, rate, of_cublas = row["shape"]["L"], row["tflops"], row["pct_of_cublas"]
             lines.append(
-                [preset, rung, f"{tokens:,}", f"{row['step_ms']:.2f}", f"{rate:.3g}", f"{of_cublas:.3g}", ratio]
+                [preset, version, f"{tokens:,}", f"{row['step_ms']:.2f}", f"{rate:.3g}", f"{of_cublas:.3g}", ratio]
             )
             below = row
     columns = ["preset", "version", "L", "ms", "TFLOP/s", "% of cuBLAS", "times as fast as the version below"]
@@ -150,7 +150,7 @@ def host(found: results.Result) -> str:
 
 
 def chosen_tiles() -> str:
-    """What stands in the table of tiles, rung by rung, for each GPU that was tuned."""
+    """What stands in the table of tiles, version by version, for each GPU that was tuned."""
     runs = json.loads(tiles.TABLE.read_text())["runs"]
     return "\n".join(
         _lines(f"- {run['device']}, at commit {run['commit'][:7]}{source_hashes.mark(run)}: {'; '.join(_entries(run))}")
@@ -159,24 +159,24 @@ def chosen_tiles() -> str:
 
 
 def _entries(run: Row) -> Iterator[str]:
-    for rung in tiles.CANDIDATES:
-        gains = [entry["gain"] for entry in run["entries"] if entry["rung"] == rung]
+    for version in tiles.CANDIDATES:
+        gains = [entry["gain"] for entry in run["entries"] if entry["version"] == version]
         said = f"{len(gains)}, with gains of {min(gains) - 1:.0%} to {max(gains) - 1:.0%}" if gains else "none"
-        yield f"entries for `{rung}`: {said}"
+        yield f"entries for `{version}`: {said}"
 
 
 # Counters -------------------------------------------------------------------------------------------------------------
 
 
 def _by_preset(found: results.Result) -> dict[str, tuple[list[Row], Row]]:
-    """Each preset's products of a step on the last rung, the furthest behind first, and cuBLAS's dense product."""
+    """Each preset's products of a step on the last version, the furthest behind first, and cuBLAS's dense product."""
     by_run = defaultdict(list)
     for row in results.rows_of(found, "counters"):
         by_run[row["run"], row["preset"]].append(row)
     ideas, shown = (*counters.PRODUCTS, ladder.TOP.idea), {}
     for (_, preset), rows in by_run.items():
-        ours = [row for row in rows if row["rung"] == ladder.HOPPER and row["idea"] in ideas]
-        dense = [row for row in rows if not row["rung"]]
+        ours = [row for row in rows if row["version"] == ladder.HOPPER and row["idea"] in ideas]
+        dense = [row for row in rows if not row["version"]]
         if ours and dense:
             shown.setdefault(preset, (sorted(ours, key=report.busy_ghz), dense[0]))
     return shown

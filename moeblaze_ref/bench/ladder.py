@@ -1,6 +1,6 @@
-"""The up-projection's forward on every rung, and on the last one idea by idea: what each is worth.
+"""The up-projection's forward on every version, and on the last one idea by idea: what each is worth.
 
-The steps within the last rung are all made from its one file: by its constants, and by how many blocks are launched.
+The steps within the last version are all made from its one file: by its constants, and by how many blocks are launched.
 They are timed like whole layers, launch by launch in turns: each takes milliseconds, so the host is always ahead.
 """
 
@@ -40,15 +40,15 @@ class Step:
 
     Parameters
     ----------
-    rung : str
-        Of ``expert_up.FORWARD_RUNGS``.
+    version : str
+        Of ``expert_up.FORWARD_VERSIONS``.
     idea : str
         What is different from the step before, or from the whole.
     constants : tuple of (name, value)
-        With which the rung's file is compiled, beside its usual ones.
+        With which the version's file is compiled, beside its usual ones.
     persistent : bool
         A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
-        rung; the others always have a block for each tile.
+        version; the others always have a block for each tile.
     fused : bool
         Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
         and torch multiplies that by b.
@@ -58,7 +58,7 @@ class Step:
         A layer with more is timed with this many.
     """
 
-    rung: str
+    version: str
     idea: str
     constants: Constants = ()
     persistent: bool = True
@@ -99,7 +99,7 @@ LADDER = (
 
 TOP = next(step for step in reversed(LADDER) if step.against == ABOVE)
 # The series from 3_mma on, a step for each kernel file; those before are compared with the row above.
-VERSIONS = [step for step in LADDER if step.rung == "3_mma" or step.against == BELOW] + [TOP]
+VERSIONS = [step for step in LADDER if step.version == "3_mma" or step.against == BELOW] + [TOP]
 
 
 class Altered:
@@ -126,7 +126,7 @@ class Altered:
 
 
 def most_tiles(config: MoEConfig) -> int:
-    """The most tiles of the last rung that R rows in E groups can fill: a block for each."""
+    """The most tiles of the last version that R rows in E groups can fill: a block for each."""
     columns = gemm.HOPPER_COLUMNS // (1 + config.gated)
     rows = gemm.ROWS_BOX[1]
     return (config.R // rows + min(config.E, config.R)) * ceil_div(config.h, columns)
@@ -142,7 +142,7 @@ class Row:
         "ladder".
     preset, shape, dtype
         The layer as it was timed: a name, {L, d, h, E, k}, and the dtype of its activations.
-    rung, idea
+    version, idea
         As in `Step`.
     step_ms, quartiles_ms
         Median, and first and third quartile.
@@ -163,7 +163,7 @@ class Row:
     preset: str
     shape: dict[str, int]
     dtype: str
-    rung: str
+    version: str
     idea: str
     step_ms: float
     quartiles_ms: tuple[float, float]
@@ -177,10 +177,10 @@ class Row:
     row_error: float | None = None
 
 
-def steps_of(config: MoEConfig, rungs: Sequence[str] = ()) -> list[Step]:
-    """The steps of these rungs, or of all, that compute in the layer's dtype."""
-    able = [step for step in LADDER if config.dtype in expert_up.FORWARD_RUNGS[step.rung]]
-    return [step for step in able if step.rung in (rungs or expert_up.FORWARD_RUNGS)]
+def steps_of(config: MoEConfig, versions: Sequence[str] = ()) -> list[Step]:
+    """The steps of these versions, or of all, that compute in the layer's dtype."""
+    able = [step for step in LADDER if config.dtype in expert_up.FORWARD_VERSIONS[step.version]]
+    return [step for step in able if step.version in (versions or expert_up.FORWARD_VERSIONS)]
 
 
 def time_ladder(
@@ -216,7 +216,7 @@ def time_ladder(
                 preset=preset,
                 shape=step.config(config).sizes,
                 dtype=config.dtype,
-                rung=step.rung,
+                version=step.version,
                 idea=step.idea,
                 step_ms=samples[step].median,
                 quartiles_ms=samples[step].quartiles,
@@ -265,7 +265,7 @@ class Trial:
         i, kind = self.inputs, self.inputs.config.activation
         executor, stores = self.step.executor(self.bridge.executor, i.config), HIDDEN if self.step.fused else ("a",)
         with self.bridge.running():
-            how = {"executor": executor, "rung": self.step.rung}
+            how = {"executor": executor, "version": self.step.version}
             a, b, y_swi = expert_up.forward(i.x, i.w1, i.w2, i.dispatch, kind, stores, **how)
             act_a = None if self.step.fused else activation.act(a, kind, executor)
         a, b, y_swi, act_a = map(self.bridge.tensor, (a, b, y_swi, act_a))

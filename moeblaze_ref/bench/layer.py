@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moeblaze_ref.backends.raw_cuda import block_sparse
-from moeblaze_ref.backends.raw_cuda.layer import default_rung
+from moeblaze_ref.backends.raw_cuda.layer import default_version
 from moeblaze_ref.bench import accuracy, baselines, foreign, roofline, routing, timed_systems
 from moeblaze_ref.bench.timed_systems import GRAPHED, OURS, OWN
 from moeblaze_ref.core.config import MoEConfig
@@ -37,7 +37,7 @@ class Choice:
         Of ``timed_systems.SYSTEMS``; `systems_to_time` says which of them a layer is timed on.
     policies : sequence of str
         Of ``config.POLICIES``: one row of each of `OWN` for each.
-    rung : str, optional
+    version : str, optional
         Of `OWN`. Default: the layer's own.
     routing : str
         One of ``routing.ROUTINGS``; any but "uniform" is timed beside that, in turns.
@@ -49,7 +49,7 @@ class Choice:
 
     systems: Sequence[str] = (OURS, GRAPHED, "grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
     policies: Sequence[str] = ("minimal",)
-    rung: str | None = None
+    version: str | None = None
     routing: str = "uniform"
     capacity_factor: float = DEFAULT_FACTOR
     repetitions: int = 15
@@ -73,8 +73,8 @@ class Row:
         "layer".
     preset, shape, dtype
         The layer: a name, {L, d, h, E, k}, and the dtype of its activations and weights.
-    system, policy, rung, routing
-        What ran, and where the router sent the tokens; who has no policies has none, nor a rung who has no rungs.
+    system, policy, version, routing
+        What ran, and where the router sent the tokens; who has no policies has none, nor a version who has no versions.
     step_ms, quartiles_ms
         A forward and a backward: median, and first and third quartile.
     fwd_ms, bwd_ms
@@ -90,8 +90,8 @@ class Row:
         `GRAPHED`.
     error : float
         As `accuracy.worst_error` has it of whole tensors; of ``capacity`` over the choices that it should compute.
-    floor_ms, pct_of_floor
-        Of `roofline.layer_floor_ms`; the floor over the median, in percent.
+    roofline_ms, pct_of_roofline
+        Of `roofline.layer_roofline_ms`; the floor over the median, in percent.
     pct_of_cublas, pct_of_hot_cublas : float
         FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and in turns. Of
         rows that are dropped there are none, and those of padding do not count.
@@ -117,7 +117,7 @@ class Row:
     dtype: str
     system: str
     policy: str | None
-    rung: str | None
+    version: str | None
     routing: str
     step_ms: float
     quartiles_ms: tuple[float, float]
@@ -127,8 +127,8 @@ class Row:
     kept_bytes: int | None
     peak_bytes: int | None
     error: float
-    floor_ms: float
-    pct_of_floor: float
+    roofline_ms: float
+    pct_of_roofline: float
     pct_of_cublas: float
     pct_of_hot_cublas: float
     ratio_to: dict[str, float]
@@ -195,7 +195,7 @@ class Scene:
         self._layers |= {(name, None): self._function(name) for name in others}
 
     def _own(self, system: str, policy: str, choice: Choice) -> timed_systems.Layer:
-        module = timed_systems.module_of(OURS, self.layer, policy=policy, rung=choice.rung)
+        module = timed_systems.module_of(OURS, self.layer, policy=policy, version=choice.version)
         if system == GRAPHED:
             module = graphed(module, self._tokens["uniform"][0])
         return timed_systems.layer_of(module)
@@ -275,15 +275,15 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     graphs = _graph_times(scene, subjects, config, choice, device)
     head = {"kind": "layer", "preset": preset, "shape": config.sizes}
     head |= {"dtype": config.dtype, "activation": config.activation}
-    head |= {"floor_ms": roofline.layer_floor_ms(config, ceilings), **roofline.columns(ceilings, hot)}
+    head |= {"roofline_ms": roofline.layer_roofline_ms(config, ceilings), **roofline.columns(ceilings, hot)}
     lost = {subject: _losses(scene, subject, config) for subject in subjects}
-    rungs = _rungs(scene, config, choice, device)
+    versions = _versions(scene, config, choice, device)
     return [
         asdict(
             Row(
                 **head,
                 **subject._asdict(),
-                rung=rungs.get(subject.system),
+                version=versions.get(subject.system),
                 capacity_factor=choice.capacity_factor if subject.system == "capacity" else None,
                 **_times(subject, samples),
                 **_shares(samples[subject].median, config, lost[subject], ceilings, hot),
@@ -311,14 +311,14 @@ def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> timed_systems.
     return timed_systems.losses(scene.modules[subject.system], config, chosen)
 
 
-def _rungs(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> dict[str, str]:
-    """Of the systems that have rungs."""
+def _versions(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> dict[str, str]:
+    """Of the systems that have versions."""
     executor = bridge_to(device.torch_device).executor
-    rungs = dict.fromkeys(OWN, choice.rung or default_rung(config.dtype, config.d, config.h, executor))
+    versions = dict.fromkeys(OWN, choice.version or default_version(config.dtype, config.d, config.h, executor))
     for name, module in scene.modules.items():
         if isinstance(module, BlockSparseMoE):
-            rungs[name] = block_sparse.default_rung(config.dtype, config.d, module.block, executor)
-    return rungs
+            versions[name] = block_sparse.default_version(config.dtype, config.d, module.block, executor)
+    return versions
 
 
 def _shares(
@@ -328,7 +328,7 @@ def _shares(
     kept = 1 - (lost.dropped_rows or 0) / config.R
     flops_per_ms = kept * roofline.layer_flops(config) / step_ms
     return {
-        "pct_of_floor": 100 * roofline.layer_floor_ms(config, ceilings) / step_ms,
+        "pct_of_roofline": 100 * roofline.layer_roofline_ms(config, ceilings) / step_ms,
         "pct_of_cublas": 100 * flops_per_ms / ceilings.flops_per_ms,
         "pct_of_hot_cublas": 100 * flops_per_ms / hot.flops_per_ms,
     }

@@ -47,7 +47,7 @@ class Request:
         Of a layer: see `layer.Choice`; systems may be named as `timed_systems.named` knows them.
     stages : sequence of str
         Of a step: see `roofline.stages_of`.
-    rungs : sequence of str
+    versions : sequence of str
         Of the kernels; of a layer at most one.
     repetitions : int
         Of each row.
@@ -60,7 +60,7 @@ class Request:
     routing: str | None = None
     capacity_factor: float | None = None
     stages: Sequence[str] = ()
-    rungs: Sequence[str] = ()
+    versions: Sequence[str] = ()
     repetitions: int = 15
 
 
@@ -141,21 +141,21 @@ def _layer_jobs(request: Request) -> list[Job]:
     for name in request.policies:
         checks.check_name("policy", name, POLICIES)
     systems = tuple(dict.fromkeys(map(timed_systems.named, request.systems)))
-    if len(request.rungs) > 1:
-        raise ValueError(f"rungs {_said(request.rungs)}: a layer runs on one rung")
+    if len(request.versions) > 1:
+        raise ValueError(f"versions {_said(request.versions)}: a layer runs on one version")
     _check_owners(request, systems or whole_layer.Choice.systems)
     given = {
         "systems": systems,
         "policies": request.policies,
-        "rung": next(iter(request.rungs), None),
+        "version": next(iter(request.versions), None),
         "routing": request.routing,
         "capacity_factor": request.capacity_factor,
     }
     choice = whole_layer.Choice(
         **{name: value for name, value in given.items() if value}, repetitions=request.repetitions
     )
-    if choice.rung:
-        checks.check_name("rung of layer", choice.rung, raw_layer.RUNGS)
+    if choice.version:
+        checks.check_name("version of layer", choice.version, raw_layer.VERSIONS)
     checks.check_name("routing", choice.routing, routing.ROUTINGS)
     timed = [(name, config) for name, config in layers(request, ALL) if whole_layer.systems_to_time(config, choice)]
     if not timed:
@@ -165,7 +165,7 @@ def _layer_jobs(request: Request) -> list[Job]:
 
 def _check_owners(request: Request, systems: Sequence[str]):
     """The options that only some systems have are given where one of those is."""
-    for option, owners in (("policies", OWN), ("rungs", OWN), ("capacity_factor", ("capacity",))):
+    for option, owners in (("policies", OWN), ("versions", OWN), ("capacity_factor", ("capacity",))):
         asked = getattr(request, option)
         if asked not in (None, ()) and not set(owners).intersection(systems):
             raise ValueError(
@@ -180,45 +180,45 @@ def _stage_jobs(request: Request) -> list[Job]:
     for name, config in layers(request, ALL):
         for stage in request.stages or roofline.stages_of(config):
             checks.check_name("stage of a step", stage, roofline.stages_of(config))
-            if rungs := _rungs(request, stage, config):
-                jobs.append(_stage_job(name, config, stage, rungs, request))
+            if versions := _versions(request, stage, config):
+                jobs.append(_stage_job(name, config, stage, versions, request))
     if not jobs:
-        raise ValueError(f"rungs {_said(request.rungs)}: no stage that is asked for has such a rung")
+        raise ValueError(f"versions {_said(request.versions)}: no stage that is asked for has such a version")
     return jobs
 
 
-def _rungs(request: Request, stage: str, config: MoEConfig) -> list[str | None]:
+def _versions(request: Request, stage: str, config: MoEConfig) -> list[str | None]:
     """Those that are asked for and that the stage has; if none is asked for, the one that the layer runs."""
-    if not request.rungs:
-        return [stages.default_rung(stage, config)]
-    return [rung for rung in stages.rungs_of(stage, config.dtype) if rung in request.rungs]
+    if not request.versions:
+        return [stages.default_version(stage, config)]
+    return [version for version in stages.versions_of(stage, config.dtype) if version in request.versions]
 
 
 def _jobs_beside_torch(stage: str, request: Request) -> list[Job]:
     jobs = []
     for name, config in layers(request, SHAPES[stage]):
-        able = stages.rungs_of(stage, config.dtype)
-        for rung in request.rungs:
-            checks.check_name(f"rung of {stage}", rung, able)
-        jobs.append(_stage_job(name, config, stage, request.rungs or able, request, beside_torch=True))
+        able = stages.versions_of(stage, config.dtype)
+        for version in request.versions:
+            checks.check_name(f"version of {stage}", version, able)
+        jobs.append(_stage_job(name, config, stage, request.versions or able, request, beside_torch=True))
     return jobs
 
 
 def _ladder_jobs(request: Request) -> list[Job]:
-    for rung in request.rungs:
-        checks.check_name("rung of the ladder", rung, expert_up.FORWARD_RUNGS)
+    for version in request.versions:
+        checks.check_name("version of the ladder", version, expert_up.FORWARD_VERSIONS)
     return [
-        partial(ladder.time_ladder, name, config, ladder.steps_of(config, request.rungs), request.repetitions)
+        partial(ladder.time_ladder, name, config, ladder.steps_of(config, request.versions), request.repetitions)
         for name, config in layers(request, LADDERS)
     ]
 
 
 def _counter_jobs(request: Request) -> list[Job]:
-    if request.rungs:
-        raise ValueError(f"rungs {_said(request.rungs)}: bench counters has all of them")
+    if request.versions:
+        raise ValueError(f"versions {_said(request.versions)}: bench counters has all of them")
     return [partial(counters.count, name, config) for name, config in layers(request, COUNTED)]
 
 
-def _stage_job(name, config, stage, rungs, request, beside_torch=False) -> Job:
-    options = {"rungs": rungs, "repetitions": request.repetitions, "beside_torch": beside_torch}
+def _stage_job(name, config, stage, versions, request, beside_torch=False) -> Job:
+    options = {"versions": versions, "repetitions": request.repetitions, "beside_torch": beside_torch}
     return partial(stages.time_stage, name, config, stage, **options)

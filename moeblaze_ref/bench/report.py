@@ -13,7 +13,7 @@ Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
 
 # Columns that are no numbers.
-WORDS = ("preset", "activation", "system", "stage", "rung", "routing", "bound", "idea", "kernel", "warps wait for")
+WORDS = ("preset", "activation", "system", "stage", "version", "routing", "bound", "idea", "kernel", "warps wait for")
 
 
 def label(row: Row) -> str:
@@ -54,7 +54,7 @@ def _padding(row: Row) -> str:
 LAYER_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
     ("system", label),
-    ("rung", lambda row: row["rung"] or ""),
+    ("version", lambda row: row["version"] or ""),
     ("routing", lambda row: row["routing"]),
     ("step ms", _number("step_ms", ".2f")),
     ("± %", _half_spread),
@@ -62,7 +62,7 @@ LAYER_COLUMNS: tuple[Column, ...] = (
     ("as graph ms", _number("graph_ms", ".2f")),
     ("% of cuBLAS", _number("pct_of_cublas", ".0f")),
     ("% of hot cuBLAS", _number("pct_of_hot_cublas", ".0f")),
-    ("% of floor", _number("pct_of_floor", ".0f")),
+    ("% of floor", _number("pct_of_roofline", ".0f")),
     ("over uniform", lambda row: "" if row["time_over_uniform"] is None else ratio(row["time_over_uniform"])),
     ("dropped rows", _number("dropped_rows", ",.0f")),
     ("lost tokens", _number("lost_tokens", ",.0f")),
@@ -76,18 +76,18 @@ STAGE_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
     ("stage", lambda row: row["stage"]),
     ("system", label),
-    ("rung", lambda row: row["rung"] or ""),
+    ("version", lambda row: row["version"] or ""),
     ("ms", _number("step_ms", ".4g")),
     ("± %", _half_spread),
-    ("floor ms", _number("floor_ms", ".4g")),
+    ("floor ms", _number("roofline_ms", ".4g")),
     ("bound", lambda row: row["bound"]),
-    ("% of floor", _number("pct_of_floor", ".0f")),
+    ("% of floor", _number("pct_of_roofline", ".0f")),
     ("error", _number("error", ".1e")),
     ("row error", _number("row_error", ".1e")),
 )
 LADDER_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
-    ("rung", lambda row: row["rung"]),
+    ("version", lambda row: row["version"]),
     ("idea", lambda row: row["idea"]),
     ("L", lambda row: f"{row['shape']['L']:,}"),
     ("ms", _number("step_ms", ".4g")),
@@ -99,7 +99,7 @@ LADDER_COLUMNS: tuple[Column, ...] = (
 )
 COUNTER_COLUMNS: tuple[Column, ...] = (
     ("preset", lambda row: row["preset"]),
-    ("rung", lambda row: row["rung"]),
+    ("version", lambda row: row["version"]),
     ("kernel", lambda row: row["kernel"]),
     ("idea", lambda row: row["idea"]),
     ("ms under ncu", _number("duration_ms", ".4g")),

@@ -142,9 +142,9 @@ def layer_flops(config: MoEConfig) -> int:
     return 6 * (2 + config.gated) * config.R * config.d * config.h
 
 
-def layer_floor_ms(config: MoEConfig, ceilings: Ceilings) -> float:
+def layer_roofline_ms(config: MoEConfig, ceilings: Ceilings) -> float:
     """Milliseconds of a step whose every stage runs at its floor.
 
     What a policy recomputes is no part of it: the floor is that of the result, not of the way to it.
     """
-    return sum(ceilings.floor_ms(cost_of(stage, config)) for stage in stages_of(config))
+    return sum(ceilings.roofline_ms(cost_of(stage, config)) for stage in stages_of(config))

@@ -22,7 +22,7 @@ from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 OURS, TORCH = "moeblaze", "torch"
 MOST_SETS = 256  # of inputs in one graph
 
-# What each stage runs, as ``run(inputs, **options)``, and the module whose rungs it has.
+# What each stage runs, as ``run(inputs, **options)``, and the module whose versions it has.
 RUN: dict[str, Callable[..., Any]] = {
     "router": lambda i, **o: router.forward(i.x, i.wg, **o),
     "gating": lambda i, **o: gating.forward(i.logits, i.config.k, **o),
@@ -70,11 +70,11 @@ class Row:
         "stage", or the stage's name where that is timed with peers.
     preset, shape, dtype
         The layer: a name, {L, d, h, E, k}, and the dtype of its activations.
-    stage, system, rung
-        What ran: one of `roofline.stages_of`, "moeblaze" or "torch", and the rung; None where there is no ladder.
+    stage, system, version
+        What ran: one of `roofline.stages_of`, "moeblaze" or "torch", and the version; None where there is no ladder.
     step_ms, quartiles_ms
         Median, and first and third quartile, on the device's own time.
-    flops, bytes, bound, floor_ms, pct_of_floor
+    flops, bytes, bound, roofline_ms, pct_of_roofline
         Of `ceilings.Cost`; which of both makes the floor; the floor over the median, in percent.
     ratio_to : dict
         How many times as fast as each other system of the stage: {"torch": 2.0}.
@@ -92,14 +92,14 @@ class Row:
     dtype: str
     stage: str
     system: str
-    rung: str | None
+    version: str | None
     step_ms: float
     quartiles_ms: tuple[float, float]
     flops: int
     bytes: int
     bound: str
-    floor_ms: float
-    pct_of_floor: float
+    roofline_ms: float
+    pct_of_roofline: float
     ratio_to: dict[str, float]
     error: float | None
     cublas_tflops: float
@@ -108,13 +108,13 @@ class Row:
     row_error: float | None = None
 
 
-def rungs_of(stage: str, dtype: str) -> list[str | None]:
-    """The rungs of a stage that compute in this dtype; one without a name where there is no ladder."""
+def versions_of(stage: str, dtype: str) -> list[str | None]:
+    """The versions of a stage that compute in this dtype; one without a name where there is no ladder."""
     if stage not in MODULES:
         return [None]
-    rungs = MODULES[stage].RUNGS
-    sees_activations = any(dtype in dtypes for dtypes in rungs.values())
-    return [rung for rung, dtypes in rungs.items() if dtype in dtypes or not sees_activations]
+    versions = MODULES[stage].VERSIONS
+    sees_activations = any(dtype in dtypes for dtypes in versions.values())
+    return [version for version, dtypes in versions.items() if dtype in dtypes or not sees_activations]
 
 
 def executor_here() -> Executor:
@@ -122,25 +122,25 @@ def executor_here() -> Executor:
     return bridge_to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).executor
 
 
-def default_rung(stage: str, config: MoEConfig) -> str | None:
-    """The rung that the layer runs this stage on."""
+def default_version(stage: str, config: MoEConfig) -> str | None:
+    """The version that the layer runs this stage on."""
     if stage not in MODULES:
         return None
     if MODULES[stage] in (expert_up, expert_down):
-        return layer.default_rung(config.dtype, config.d, config.h, executor_here())
-    return MODULES[stage].DEFAULT_RUNG
+        return layer.default_version(config.dtype, config.d, config.h, executor_here())
+    return MODULES[stage].DEFAULT_VERSION
 
 
 def time_stage(
     preset: str,
     config: MoEConfig,
     stage: str,
-    rungs: Sequence[str | None],
+    versions: Sequence[str | None],
     repetitions: int,
     device: Device,
     beside_torch: bool = False,
 ) -> list[dict[str, Any]]:
-    """One stage on several rungs, in turns, by replays of CUDA graphs; each result is compared with plain torch's.
+    """One stage on several versions, in turns, by replays of CUDA graphs; each result is compared with plain torch's.
 
     Parameters
     ----------
@@ -148,8 +148,8 @@ def time_stage(
         The layer, and its name in the rows.
     stage : str
         One of `roofline.stages_of`.
-    rungs : sequence of str or None
-        Of `rungs_of`.
+    versions : sequence of str or None
+        Of `versions_of`.
     repetitions : int
         Replays of each.
     device : Device
@@ -169,8 +169,8 @@ def time_stage(
     cost = roofline.cost_of(stage, config)
     bridge = bridge_to(device.torch_device)
     sets = [Inputs(config, bridge, device.torch_device) for _ in range(input_sets(cost.bytes, device.cache_bytes))]
-    works = {(OURS, rung): partial(run_ours, stage, rung, sets, bridge) for rung in rungs}
-    errors = {(OURS, rung): error for rung, error in _errors(stage, rungs, sets[0], bridge).items()}
+    works = {(OURS, version): partial(run_ours, stage, version, sets, bridge) for version in versions}
+    errors = {(OURS, version): error for version, error in _errors(stage, versions, sets[0], bridge).items()}
     if beside_torch:
         works[TORCH, None] = partial(_run_torch, stage, sets)
         errors[TORCH, None] = NOT_COMPARED
@@ -180,7 +180,7 @@ def time_stage(
     head = {"kind": stage if beside_torch else "stage", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
     head |= {"stage": stage, **_floor(cost, ceilings), **roofline.columns(ceilings, device.rates(samples))}
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
-    return [asdict(Row(**head, **_time(subject, times, head["floor_ms"]), **errors[subject])) for subject in works]
+    return [asdict(Row(**head, **_time(subject, times, head["roofline_ms"]), **errors[subject])) for subject in works]
 
 
 def input_sets(bytes_moved: int, cache_bytes: int) -> int:
@@ -188,9 +188,9 @@ def input_sets(bytes_moved: int, cache_bytes: int) -> int:
     return min(MOST_SETS, max(1, ceil_div(2 * cache_bytes, bytes_moved)))
 
 
-def run_ours(stage: str, rung: str | None, sets: Sequence[Inputs], bridge: Bridge) -> list[Any]:
-    """Our results of a stage on a rung, None where there is no ladder, for each of the inputs."""
-    options = {"executor": bridge.executor} | ({} if rung is None else {"rung": rung})
+def run_ours(stage: str, version: str | None, sets: Sequence[Inputs], bridge: Bridge) -> list[Any]:
+    """Our results of a stage on a version, None where there is no ladder, for each of the inputs."""
+    options = {"executor": bridge.executor} | ({} if version is None else {"version": version})
     with bridge.running():
         return [RUN[stage](inputs, **options) for inputs in sets]
 
@@ -200,16 +200,16 @@ def _run_torch(stage: str, sets: Sequence[Inputs]) -> list[tuple[torch.Tensor, .
 
 
 def _errors(
-    stage: str, rungs: Sequence[str | None], inputs: Inputs, bridge: Bridge
+    stage: str, versions: Sequence[str | None], inputs: Inputs, bridge: Bridge
 ) -> dict[str | None, dict[str, float]]:
-    """The columns of each rung's error."""
+    """The columns of each version's error."""
     expected = EXPECTED[stage](inputs)
 
-    def error(rung):
-        (result,) = run_ours(stage, rung, [inputs], bridge)
+    def error(version):
+        (result,) = run_ours(stage, version, [inputs], bridge)
         return worst(results_of(stage, result, bridge), expected)
 
-    return {rung: error(rung).columns for rung in rungs}
+    return {version: error(version).columns for version in versions}
 
 
 def _floor(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
@@ -218,20 +218,20 @@ def _floor(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
         "flops": cost.flops,
         "bytes": cost.bytes,
         "bound": ceilings.bound(cost),
-        "floor_ms": ceilings.floor_ms(cost),
+        "roofline_ms": ceilings.roofline_ms(cost),
     }
 
 
-def _time(subject: tuple[str, str | None], times: dict[Any, Samples], floor_ms: float) -> dict[str, Any]:
+def _time(subject: tuple[str, str | None], times: dict[Any, Samples], roofline_ms: float) -> dict[str, Any]:
     """The columns that are a row's own."""
-    system, rung = subject
+    system, version = subject
     took = times[subject].median
     ratios = {} if system == TORCH or (TORCH, None) not in times else {TORCH: times[TORCH, None].median / took}
     return {
         "system": system,
-        "rung": rung,
+        "version": version,
         "step_ms": took,
         "quartiles_ms": times[subject].quartiles,
-        "pct_of_floor": 100 * floor_ms / took,
+        "pct_of_roofline": 100 * roofline_ms / took,
         "ratio_to": ratios,
     }

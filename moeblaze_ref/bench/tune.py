@@ -37,7 +37,7 @@ class Time:
     Parameters
     ----------
     preset : str
-    rung, kernel, groups, weights
+    version, kernel, groups, weights
         See `tiles.KEY`.
     tile : MmaTile or HopperTile
     ms : float
@@ -45,7 +45,7 @@ class Time:
     """
 
     preset: str
-    rung: str
+    version: str
     kernel: str
     groups: str
     weights: str
@@ -53,8 +53,8 @@ class Time:
     ms: float
 
 
-def jobs(presets: Sequence[str], tokens: int | None, rungs: Sequence[str], repetitions: int) -> list[Callable]:
-    """One job for each layer, rung and kernel; each takes the keyword ``device`` and returns `Time` s.
+def jobs(presets: Sequence[str], tokens: int | None, versions: Sequence[str], repetitions: int) -> list[Callable]:
+    """One job for each layer, version and kernel; each takes the keyword ``device`` and returns `Time` s.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def jobs(presets: Sequence[str], tokens: int | None, rungs: Sequence[str], repet
         Names, or none for ``SHAPES``.
     tokens : int, optional
         L, in place of that of each preset.
-    rungs : sequence of str
+    versions : sequence of str
         Of ``tiles.CANDIDATES``; none stands for those that run here.
     repetitions : int
         Of each tile.
@@ -70,46 +70,48 @@ def jobs(presets: Sequence[str], tokens: int | None, rungs: Sequence[str], repet
     Raises
     ------
     ValueError
-        If a name is unknown, a number is out of range, or a rung does not run on this GPU.
+        If a name is unknown, a number is out of range, or a version does not run on this GPU.
     """
-    for rung in rungs:
-        checks.check_name("rung with a choice of tiles", rung, tiles.CANDIDATES)
+    for version in versions:
+        checks.check_name("version with a choice of tiles", version, tiles.CANDIDATES)
     checks.check_int("repetitions", repetitions, at_least=1)
     if tokens is not None:
         checks.check_int("L", tokens, at_least=1)
     layers = plan.layers(plan.Request(presets=presets, tokens=tokens), SHAPES)
-    device_rungs = _rungs(rungs, stages.executor_here())
+    device_versions = _versions(versions, stages.executor_here())
     return [
-        partial(time_tiles, name, _in_dtype_of(rung, config), rung, kernel, repetitions)
+        partial(time_tiles, name, _in_dtype_of(version, config), version, kernel, repetitions)
         for name, config in layers
-        for rung in device_rungs
+        for version in device_versions
         for kernel in tiles.KERNELS
     ]
 
 
-def _rungs(asked: Sequence[str], executor: Executor) -> list[str]:
+def _versions(asked: Sequence[str], executor: Executor) -> list[str]:
     """Those that are asked for, if they run here; all that do, if none is."""
-    refusals = {rung: refusal(executor, "expert_up", rung) for rung in asked or tiles.CANDIDATES}
-    for rung in asked:
-        if refusals[rung]:
-            raise ValueError(refusals[rung])
-    return [rung for rung, why in refusals.items() if not why]
+    refusals = {version: refusal(executor, "expert_up", version) for version in asked or tiles.CANDIDATES}
+    for version in asked:
+        if refusals[version]:
+            raise ValueError(refusals[version])
+    return [version for version, why in refusals.items() if not why]
 
 
-def _in_dtype_of(rung: str, config: MoEConfig) -> MoEConfig:
-    """The layer in its own dtype, or in one that the rung computes in."""
-    able = gemm.RUNGS[rung]
+def _in_dtype_of(version: str, config: MoEConfig) -> MoEConfig:
+    """The layer in its own dtype, or in one that the version computes in."""
+    able = gemm.VERSIONS[version]
     return config if config.dtype in able else config.replace(dtype=able[0])
 
 
-def time_tiles(preset: str, config: MoEConfig, rung: str, kernel: str, repetitions: int, device: Device) -> list[Time]:
+def time_tiles(
+    preset: str, config: MoEConfig, version: str, kernel: str, repetitions: int, device: Device
+) -> list[Time]:
     """One kernel in every candidate tile, in turns, by replays of CUDA graphs.
 
     Parameters
     ----------
     preset, config
         The layer, and its name.
-    rung, kernel : str
+    version, kernel : str
         Of ``tiles.CANDIDATES`` and ``tiles.KERNELS``.
     repetitions : int
         Of each tile.
@@ -119,11 +121,11 @@ def time_tiles(preset: str, config: MoEConfig, rung: str, kernel: str, repetitio
     count = stages.input_sets(cost_of(stage, config).bytes, device.cache_bytes)
     sets = [Inputs(config, bridge, device.torch_device) for _ in range(count)]
     contenders = {}
-    for tile in tiles.CANDIDATES[rung]:
+    for tile in tiles.CANDIDATES[version]:
         with tiles.trying(tile):
-            contenders[tile] = replayed(device.captured(partial(stages.run_ours, stage, rung, sets, bridge)))
+            contenders[tile] = replayed(device.captured(partial(stages.run_ours, stage, version, sets, bridge)))
     samples = take_turns(contenders, repetitions, device)
-    key = rung, kernel, *tiles.shape_class(config.R, config.E, config.d, config.h)
+    key = version, kernel, *tiles.shape_class(config.R, config.E, config.d, config.h)
     return [Time(preset, *key, tile, samples[tile].shared_by(count).median) for tile in contenders]
 
 
@@ -137,8 +139,8 @@ def entries(times: Sequence[Time]) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        {rung, kernel, groups, weights, tile, gain}. The gain is the default's time over the tile's, the geometric mean
-        over the layers of the class; the tile with the largest is taken, if it is at least ``LEAST_GAIN``.
+        {version, kernel, groups, weights, tile, gain}. The gain is the default's time over the tile's, the geometric
+        mean over the layers of the class; the tile with the largest is taken, if it is at least ``LEAST_GAIN``.
     """
     by_class = defaultdict(list)
     for time in times:
@@ -198,14 +200,16 @@ def _runs_of(path: Path) -> list[dict[str, Any]]:
 def table(times: Sequence[Time]) -> Table:
     """For the terminal: every tile's time, and its gain over the default."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("preset", "rung", "kernel", "groups", "weights", "tile"):
+    for heading in ("preset", "version", "kernel", "groups", "weights", "tile"):
         shown.add_column(heading)
     for heading in ("ms", "gain"):
         shown.add_column(heading, justify="right")
-    base = {(time.preset, time.rung, time.kernel): time.ms for time in times if time.tile == tiles.DEFAULTS[time.rung]}
+    base = {
+        (time.preset, time.version, time.kernel): time.ms for time in times if time.tile == tiles.DEFAULTS[time.version]
+    }
     for time in times:
-        gain = base[time.preset, time.rung, time.kernel] / time.ms
-        words = time.preset, time.rung, time.kernel, time.groups, time.weights, _in_short(time.tile)
+        gain = base[time.preset, time.version, time.kernel] / time.ms
+        words = time.preset, time.version, time.kernel, time.groups, time.weights, _in_short(time.tile)
         shown.add_row(*words, f"{time.ms:.4g}", f"{gain:.2f}")
     return shown
 

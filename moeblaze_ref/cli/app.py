@@ -308,7 +308,10 @@ def bench(
     routing: Annotated[str | None, typer.Option(help="uniform, or zipf beside uniform.")] = None,
     capacity_factor: Annotated[float | None, typer.Option(help="Of the system capacity; 1.25 by default.")] = None,
     stage: Annotated[list[str] | None, typer.Option(help="Only this stage of a step; repeatable.")] = None,
-    rung: Annotated[list[str] | None, typer.Option(help="Only this rung of the kernels; repeatable.")] = None,
+    version: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", help="Only this version of the kernels, such as 2_tiled; repeatable."),
+    ] = None,
     repetitions: Annotated[int, typer.Option(help="Of each row; medians are shown.")] = 15,
     record: Annotated[
         Path | None,
@@ -323,7 +326,7 @@ def bench(
     """
     from moeblaze_ref.bench import plan, report, results
 
-    named = {"presets": preset, "policies": policy, "systems": system, "stages": stage, "rungs": rung}
+    named = {"presets": preset, "policies": policy, "systems": system, "stages": stage, "versions": version}
     given = {name: tuple(dict.fromkeys(",".join(names).split(","))) if names else () for name, names in named.items()}
     numbers = {"tokens": tokens, "capacity_factor": capacity_factor, "repetitions": repetitions}
     request = plan.Request(**given, **numbers, routing=routing)
@@ -377,7 +380,10 @@ def paper(
 def tune(
     preset: Annotated[list[str] | None, typer.Option(help=f"all, or one of {', '.join(PRESETS)}; repeatable.")] = None,
     tokens: Annotated[int | None, typer.Option(help="L, in place of the preset's.")] = None,
-    rung: Annotated[list[str] | None, typer.Option(help="Only this rung of the kernels; repeatable.")] = None,
+    version: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", help="Only this version of the kernels, such as 2_tiled; repeatable."),
+    ] = None,
     repetitions: Annotated[int, typer.Option(help="Of each tile; medians are shown.")] = 5,
     record: Annotated[
         Path | None,
@@ -390,9 +396,9 @@ def tune(
     from moeblaze_ref.bench import plan, stages
     from moeblaze_ref.bench import tune as tuning
 
-    presets, rungs = (tuple(dict.fromkeys(names or ())) for names in (preset, rung))
+    presets, versions = (tuple(dict.fromkeys(names or ())) for names in (preset, version))
     with user_errors():
-        jobs = tuning.jobs(presets, tokens, rungs, repetitions)
+        jobs = tuning.jobs(presets, tokens, versions, repetitions)
         device = plan.gpu()
         if record:
             tuning.check_place(record, force)

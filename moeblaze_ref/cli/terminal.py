@@ -12,7 +12,7 @@ from moeblaze_ref.verify.check import Row, passed
 from moeblaze_ref.verify.coverage import Cell, Line
 
 # Short headings: with the longest cells, all but the shape fit into 80 columns.
-COLUMNS = ("stage", "way", "backend, rung", "dtype", "n", "error", "bound", "result")
+COLUMNS = ("stage", "way", "backend, version", "dtype", "n", "error", "bound", "result")
 NUMBERS = ("n", "error", "bound")
 
 
@@ -56,7 +56,7 @@ def _of_kernels(cell: Cell) -> Text:
 
 
 def _cells(row: Row, shapes: int) -> list[str | Text]:
-    where = f"{row.backend} {row.rung}" if row.rung else row.backend
+    where = f"{row.backend} {row.version}" if row.version else row.backend
     bound = "-" if row.bound is None else f"{row.bound:.2g}"
     numbers = str(shapes), _number(row.error), bound
     return [row.stage, row.direction, where, row.dtype, *numbers, _result(row), row.shape or "-"]
@@ -65,7 +65,7 @@ def _cells(row: Row, shapes: int) -> list[str | Text]:
 def _by_kind(rows: list[Row]) -> list[list[Row]]:
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.stage, row.direction, row.backend, row.rung, row.dtype), []).append(row)
+        groups.setdefault((row.stage, row.direction, row.backend, row.version, row.dtype), []).append(row)
     return list(groups.values())
 
 
@@ -91,8 +91,8 @@ def verdict(rows: list[Row]) -> Text:
     """One sentence: how many passed, failed, could not run."""
     checked = [row for row in rows if row.available]
     failed = sum(not row.ok for row in checked)
-    missing = sorted({row.backend for row in rows if not row.available and row.rung is None})
-    left_out = sorted({f"{row.backend} {row.rung}" for row in rows if not row.available and row.rung})
+    missing = sorted({row.backend for row in rows if not row.available and row.version is None})
+    left_out = sorted({f"{row.backend} {row.version}" for row in rows if not row.available and row.version})
     text = f"{len(checked) - failed} passed, {failed} failed"
     if missing:
         text += f"; unavailable here: {', '.join(missing)} (moeblaze doctor says why)"

@@ -235,7 +235,7 @@ def account(
 ) -> Account:
     """The activation bytes of ``system`` for one layer and one step.
 
-    Those of ``moeblaze`` have y whole, as most rungs do; where rung 7_persistent has half of it at a time,
+    Those of ``moeblaze`` have y whole, as most versions do; where 7_persistent has half of it at a time,
     `step_account` says.
 
     Parameters
@@ -286,7 +286,7 @@ def accounts(
     return [account(config, system, policy, assumptions) for system, policy in VARIANTS if system in systems]
 
 
-def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Account:
+def step_account(config: MoEConfig, policy: str, version: str = gemm.HOPPER) -> Account:
     """The bytes of a whole step of ``moeblaze``, forward and backward: `account`'s tensors, then the backward's.
 
     Gradients are counted, those of the weights included; weights and optimizer states are not, nor, once the backward
@@ -299,7 +299,7 @@ def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Acc
         The layer and the step.
     policy : str
         One of ``config.POLICIES``.
-    rung : str
+    version : str
         Of the expert stages, a tiled one: it decides how many columns of y and of the rows of d_x exist at one time.
 
     Returns
@@ -314,8 +314,8 @@ def step_account(config: MoEConfig, policy: str, rung: str = gemm.HOPPER) -> Acc
         If the policy is unknown.
     """
     one, case = account(config, "moeblaze", policy), _Case(config, policy, Assumptions())
-    C = Size("C", gemm.gate_terms(rung, config.h))  # tiles of columns, each leaves a share of the gates' gradients
-    W = Size("W", gemm.parts_of_rows(rung, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
+    C = Size("C", gemm.gate_terms(version, config.h))  # tiles of columns, each leaves a share of the gates' gradients
+    W = Size("W", gemm.parts_of_rows(version, config.R, config.d, config.h)[0][1])  # columns of y and the rows of d_x
     tensors = one.tensors if W.value == config.d else _y_in_parts(one.tensors, case.R, W)
     dies_at = _dies_at(case)
     forward = (replace(tensor, until=dies_at.get(tensor.name)) if tensor.kept else tensor for tensor in tensors)
@@ -737,7 +737,7 @@ def _moeblaze(s: _Case) -> _Draft:
     (_, columns), *others = gemm.parts_of_rows(gemm.HOPPER, s.R.value, s.d.value, s.h.value)
     if others and "y" not in s.saved:
         notes.append(
-            f"moeblaze: y is counted whole; rung 7_persistent has {columns:,} of its {s.d.value:,} columns at one time"
+            f"moeblaze: y is counted whole; 7_persistent has {columns:,} of its {s.d.value:,} columns at one time"
         )
     return _Draft(tensors, notes=tuple(notes))
 

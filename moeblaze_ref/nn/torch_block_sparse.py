@@ -29,14 +29,14 @@ class MegaBlocks(NamedTuple):
     activation: str
     renormalize: bool
     block: int
-    rung: str | None
+    version: str | None
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
-        k, activation, renormalize, block, rung = self
+        k, activation, renormalize, block, version = self
         dispatch, gates, *losses = raw_layer.route(
             x, weights, k, activation, renormalize, topk_experts, bridge.executor
         )
-        out, kept = block_sparse.forward(x, *weights[1:], dispatch, gates, activation, block, bridge.executor, rung)
+        out, kept = block_sparse.forward(x, *weights[1:], dispatch, gates, activation, block, bridge.executor, version)
         saved = bridge.by_name({"token_expert_indices": dispatch.token_expert_indices, **kept.tensors()})
         chosen = saved["token_expert_indices"].view(-1, k)
         return Forward(*bridge.tensors([out, *losses]), chosen, saved)
@@ -50,7 +50,7 @@ class MegaBlocks(NamedTuple):
         if wanted & {"d_x", "d_wg"}:
             of_experts.add("d_gates")  # through which the router hears of the output
         experts = block_sparse.backward(
-            given.d_out, kept, *weights[1:], of_experts, given.last, bridge.executor, self.rung
+            given.d_out, kept, *weights[1:], of_experts, given.last, bridge.executor, self.version
         )
         options = {"wanted": wanted, "executor": bridge.executor, **given.d_losses}
         d_x, d_wg = raw_layer.router_gradients(experts.d_gates, x, weights, chosen, self.renormalize, **options)
@@ -68,8 +68,8 @@ class BlockSparseMoE(KernelMoE):
         As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
     block : int
         Rows and columns of a block; it divides h.
-    rung : str, optional
-        One of ``raw_cuda.block_sparse.RUNGS``. Default: the fastest for the dtype, d, the block size and the device.
+    version : str, optional
+        One of ``raw_cuda.block_sparse.VERSIONS``. Default: the fastest for the dtype, d, the block size and the device.
 
     Attributes
     ----------
@@ -111,17 +111,19 @@ class BlockSparseMoE(KernelMoE):
         activation: str = "swiglu",
         renormalize: bool = False,
         block: int = block_sparse.BLOCK,
-        rung: str | None = None,
+        version: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
         self.block = sparse_contracts.check_block(block, h)
-        self.rung = rung if rung is None else checks.check_name("rung of block_sparse", rung, block_sparse.RUNGS)
+        self.version = (
+            version if version is None else checks.check_name("version of block_sparse", version, block_sparse.VERSIONS)
+        )
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
-        return self._kind(self.k, self.activation, self.renormalize, self.block, self.rung)
+        return self._kind(self.k, self.activation, self.renormalize, self.block, self.version)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
-        return f"{super().extra_repr()}, block={self.block}, rung={self.rung or 'default'}"
+        return f"{super().extra_repr()}, block={self.block}, version={self.version or 'default'}"

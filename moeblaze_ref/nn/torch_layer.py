@@ -186,9 +186,10 @@ class MoELayer(KernelMoE):
         As in `RoutedExperts`; the dtype is float32, bfloat16 or float16.
     policy : str
         What to keep for the backward, one of ``config.POLICIES``. Without gradients nothing is kept.
-    rung : str, optional
-        One of ``raw_cuda.layer.RUNGS``. Default: the fastest for the dtype and the widths. Only ``3_mma_tf32``, which
-        is never the default, computes in less than the dtype: float32 operands are rounded to 10 bits of mantissa.
+    version : str, optional
+        One of ``raw_cuda.layer.VERSIONS``. Default: the fastest for the dtype and the widths. Only ``3_mma_tf32``,
+        which is never the default, computes in less than the dtype: float32 operands are rounded to 10 bits of
+        mantissa.
 
     Attributes
     ----------
@@ -222,13 +223,15 @@ class MoELayer(KernelMoE):
         activation: str = "swiglu",
         policy: str = "minimal",
         renormalize: bool = False,
-        rung: str | None = None,
+        version: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(d, h, E, k, activation, renormalize, device, dtype)
         self.policy = checks.check_name("policy", policy, POLICIES)
-        self.rung = rung if rung is None else checks.check_name("rung of layer", rung, raw_layer.RUNGS)
+        self.version = (
+            version if version is None else checks.check_name("version of layer", version, raw_layer.VERSIONS)
+        )
         self.graphs: Any = None
 
     def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
@@ -240,11 +243,11 @@ class MoELayer(KernelMoE):
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
         policy = self.policy if has_backward(x, weights) else "inputs"
-        return _MoEBlaze(self.k, self.activation, policy, self.renormalize, self.rung)
+        return _MoEBlaze(self.k, self.activation, policy, self.renormalize, self.version)
 
     def extra_repr(self) -> str:
         """The sizes and choices, for ``print``."""
-        return f"{super().extra_repr()}, policy={self.policy}, rung={self.rung or 'default'}"
+        return f"{super().extra_repr()}, policy={self.policy}, version={self.version or 'default'}"
 
 
 class _MoEBlaze(NamedTuple):
@@ -254,19 +257,19 @@ class _MoEBlaze(NamedTuple):
     activation: str
     policy: str
     renormalize: bool
-    rung: str | None
+    version: str | None
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
-        *options, rung = self
-        *outputs, kept = raw_layer.forward(x, weights, *options, topk_experts, bridge.executor, rung)
+        *options, version = self
+        *outputs, kept = raw_layer.forward(x, weights, *options, topk_experts, bridge.executor, version)
         saved = bridge.by_name(kept.tensors())
         del saved["x"]
         return Forward(*bridge.tensors(outputs), saved["token_expert_indices"].view(-1, self.k), saved)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        *options, rung = self
+        *options, version = self
         kept = layer.Saved.of(given.x, given.arrays, *options)
-        more = {"wanted": given.wanted, "executor": bridge.executor, "rung": rung, **given.d_losses}
+        more = {"wanted": given.wanted, "executor": bridge.executor, "version": version, **given.d_losses}
         return raw_layer.backward(given.d_out, kept, given.weights, overwrite=given.last, **more)[:5]
 
 

@@ -71,7 +71,7 @@ class MemoryOptimizedMoE(BlockSparseMoE):
 
     Parameters
     ----------
-    d, h, E, k, activation, renormalize, block, rung, device, dtype
+    d, h, E, k, activation, renormalize, block, version, device, dtype
         As in `BlockSparseMoE`.
 
     Raises

@@ -105,15 +105,15 @@ class BlockSparse:
     Attributes
     ----------
     options : dict
-        Executor and rung, of every product.
+        Executor and version, of every product.
     """
 
     def __init__(self, experts: Experts, block: int, device: torch.device):
         self._experts, self._block, self.bridge = experts, block, bridge_to(device)
         executor = self.bridge.executor
         dtype = str(experts.rows.dtype).removeprefix("torch.")
-        rung = block_sparse.default_rung(dtype, experts.rows.shape[2], block, executor)
-        self.options = {"executor": executor, "rung": rung}
+        version = block_sparse.default_version(dtype, experts.rows.shape[2], block, executor)
+        self.options = {"executor": executor, "version": version}
         padding = (0, 0, 0, -experts.rows.shape[1] % block)
         rows, hidden = (F.pad(matrix, padding) for matrix in (experts.rows, experts.hidden))  # (E, M, d), (E, M, h)
         self.rows = self.bridge.array(rows.flatten(0, 1))  # (E M, d)
@@ -251,7 +251,7 @@ def time_product(model: str, name: str, config: MoEConfig, device: Device, block
         "product": name,
         "shape": config.sizes,
         "dtype": config.dtype,
-        "kernel": blocks.options["rung"],
+        "kernel": blocks.options["version"],
         "ms": ours.median,
         "quartiles_ms": list(ours.quartiles),
         "bmm_ms": bmm.median,
@@ -343,7 +343,7 @@ def time_experts(model: str, config: MoEConfig, device: Device, block: int = blo
         "E": config.E,
         "shape": config.sizes,
         "dtype": config.dtype,
-        "kernel": blocks.options["rung"],
+        "kernel": blocks.options["version"],
         "rows_of_expert": config.L // config.E,
         "ms": times["ours"].median,
         "quartiles_ms": list(times["ours"].quartiles),

@@ -49,7 +49,7 @@ class Version(NamedTuple):
         Bytes that are written without a kernel of ours, as a formula.
     extra : str
         Bytes of temporary buffers, as a formula.
-    rung : str, optional
+    version : str, optional
         Whose tile the kernels are compiled for.
     """
 
@@ -57,7 +57,7 @@ class Version(NamedTuple):
     kernels: Sequence[tuple[str, str]]
     filled: str
     extra: str
-    rung: str | None = None
+    version: str | None = None
 
 
 # ---- section 4.2: the dispatch -------------------------------------------------------------------
@@ -72,15 +72,15 @@ EXTRA_OF_DISPATCH = {
 
 def dispatch_versions() -> dict[str, Version]:
     """The dispatch as printed, and ours, by the names of their kernel files."""
-    return {rung: _dispatch_version(rung) for rung in EXTRA_OF_DISPATCH}
+    return {version: _dispatch_version(version) for version in EXTRA_OF_DISPATCH}
 
 
-def _dispatch_version(rung: str) -> Version:
+def _dispatch_version(version: str) -> Version:
     def run(inputs, executor):
-        return dispatch.build(inputs.topk_experts, inputs.config.E, executor=executor, rung=rung)
+        return dispatch.build(inputs.topk_experts, inputs.config.E, executor=executor, version=version)
 
-    first_steps = _kernels("dispatch/1_dense_map.cu")[:-1] if rung == dispatch.AS_PRINTED else []
-    return Version(run, [*first_steps, *_kernels(f"dispatch/{rung}.cu")], "0", EXTRA_OF_DISPATCH[rung])
+    first_steps = _kernels("dispatch/1_dense_map.cu")[:-1] if version == dispatch.AS_PRINTED else []
+    return Version(run, [*first_steps, *_kernels(f"dispatch/{version}.cu")], "0", EXTRA_OF_DISPATCH[version])
 
 
 def _kernels(file: str) -> list[tuple[str, str]]:
@@ -91,21 +91,21 @@ def _kernels(file: str) -> list[tuple[str, str]]:
 
 
 def sum_versions(config: MoEConfig, executor: Executor) -> dict[str, Version]:
-    """The fused sums, and y stored and combined on the same rung and on the layer's default rung.
+    """The fused sums, and y stored and combined on the same version and on the layer's default version.
 
     Parameters
     ----------
     config : MoEConfig
     executor : Executor
-        Of the device, which decides the default rung.
+        Of the device, which decides the default version.
 
     Returns
     -------
     dict of str to Version
-        ``as_printed``, ``lesson_atomic``, and one or two named after the rung that stores y.
+        ``as_printed``, ``lesson_atomic``, and one or two named after the version that stores y.
     """
-    same = gemm.portable_rung(config.dtype, config.d, config.h)
-    default = layer.default_rung(config.dtype, config.d, config.h, executor)
+    same = gemm.portable_version(config.dtype, config.d, config.h)
+    default = layer.default_version(config.dtype, config.d, config.h, executor)
     rounds = [] if config.dtype == "float32" else [ROUND_SUMS]
     sums = "0" if config.dtype == "float32" else "4 L d"  # float32 sums are the output
     fused = {
@@ -116,9 +116,9 @@ def sum_versions(config: MoEConfig, executor: Executor) -> dict[str, Version]:
     for file, (forward, kernel) in fused.items():
         kernels = [GATE_ROWS, (f"expert_down/{file}.cu", kernel), *rounds]
         versions[file] = Version(partial(_fused, forward), kernels, "4 L d", f"4 R + {sums}", same)
-    for rung in dict.fromkeys((same, default)):
-        kernels = [(gemm.file_of("expert_down", rung), "expert_down"), COMBINE]
-        versions[f"{rung} + combine"] = Version(partial(_stored, rung), kernels, "0", "s R d", rung)
+    for version in dict.fromkeys((same, default)):
+        kernels = [(gemm.file_of("expert_down", version), "expert_down"), COMBINE]
+        versions[f"{version} + combine"] = Version(partial(_stored, version), kernels, "0", "s R d", version)
     return versions
 
 
@@ -126,8 +126,8 @@ def _fused(forward, inputs, executor):
     return forward(inputs.y_swi, inputs.w3, inputs.gates, inputs.dispatch, executor=executor)
 
 
-def _stored(rung, inputs, executor):
-    y = expert_down.forward(inputs.y_swi, inputs.w3, inputs.dispatch, executor=executor, rung=rung)
+def _stored(version, inputs, executor):
+    y = expert_down.forward(inputs.y_swi, inputs.w3, inputs.dispatch, executor=executor, version=version)
     return combine.forward(y, inputs.gates, inputs.dispatch, executor=executor)
 
 
@@ -140,7 +140,7 @@ def _expected_sums(inputs: Inputs) -> tuple[Tensor]:
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def symbols(config: MoEConfig, offsets: Sequence[int], rung: str | None, executor: Executor) -> dict[str, int]:
+def symbols(config: MoEConfig, offsets: Sequence[int], version: str | None, executor: Executor) -> dict[str, int]:
     """Return what the symbols in the headers' formulas stand for.
 
     Parameters
@@ -148,7 +148,7 @@ def symbols(config: MoEConfig, offsets: Sequence[int], rung: str | None, executo
     config : MoEConfig
     offsets : sequence of int
         expert_token_offsets (E + 1,) of the routing.
-    rung : str or None
+    version : str or None
         Of the down-projection, whose tile decides; None for the dispatch.
     executor : Executor
 
@@ -158,12 +158,12 @@ def symbols(config: MoEConfig, offsets: Sequence[int], rung: str | None, executo
     """
     c, s = config, config.itemsize
     found = {**c.sizes, "R": c.R, "s": s, "THREADS": gemm.THREADS, "multiprocessors": executor.multiprocessors}
-    if rung is None:
+    if version is None:
         tiling = dispatch.Tiling.of(c.E, c.k)
         words = ceil_div(c.L, dispatch.THREADS) * dispatch.WARPS
         return found | {"WORDS": words, "TILES": ceil_div(c.L, tiling.tokens)}
-    tile = tiles.choose(executor, rung, "expert_down", c.R, c.E, c.d, c.h)
-    rows, columns = (128, gemm.HOPPER_COLUMNS) if rung == gemm.HOPPER else gemm.extent(tile)
+    tile = tiles.choose(executor, version, "expert_down", c.R, c.E, c.d, c.h)
+    rows, columns = (128, gemm.HOPPER_COLUMNS) if version == gemm.HOPPER else gemm.extent(tile)
     if isinstance(tile, tiles.MmaTile):
         found |= tile.constants(s)
     begins = [begin for first, end in pairwise(offsets) for begin in range(first, end, rows)]
@@ -250,7 +250,7 @@ def time_versions(stage: str, name: str, config: MoEConfig, versions: dict[str, 
     for kernel, taken in samples.items():
         of_one, version = taken.shared_by(len(sets)), versions[kernel]
         rows[kernel] |= {"ms": of_one.median, "quartiles_ms": list(of_one.quartiles)}
-        rows[kernel] |= moved(version, symbols(config, offsets, version.rung, bridge.executor))
+        rows[kernel] |= moved(version, symbols(config, offsets, version.version, bridge.executor))
     return list(rows.values())
 
 

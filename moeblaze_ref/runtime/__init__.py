@@ -20,7 +20,7 @@ class Executor(Protocol):
     """What compiles and runs kernel files."""
 
     name: str
-    capability: tuple[int, int]  # the compute capability of the device, which decides the default rungs
+    capability: tuple[int, int]  # the compute capability of the device, which decides the default versions
     multiprocessors: int  # blocks of a kernel whose blocks stay until all its work is done
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:

@@ -34,7 +34,7 @@ class Ceilings:
     flops_per_ms: float
     bytes_per_ms: float
 
-    def floor_ms(self, cost: Cost) -> float:
+    def roofline_ms(self, cost: Cost) -> float:
         """Milliseconds below which no version can come by much."""
         return max(cost.flops / self.flops_per_ms, cost.bytes / self.bytes_per_ms)
 

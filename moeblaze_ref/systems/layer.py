@@ -391,7 +391,8 @@ def backward(
     1. a and b, kept or computed again, become d_a and d_b, in place if they are nobody else's; gate * y_swi is born.
        Kept routed_x, act_a, y_swi and y die here; where y_swi alone is kept, it stands for a, and becomes d_a.
     2. gate * y_swi -> d_w3, and dies.
-    3. d_a, d_b -> d_x: the tiled rungs store (R, d) rows, whole or one half of the columns after the other, which die
+    3. d_a, d_b -> d_x: the tiled versions store (R, d) rows, whole or one half of the columns after the other, which
+    die
        within.
     4. d_a -> d_w1, and dies; d_b -> d_w2, and dies.
 

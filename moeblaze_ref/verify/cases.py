@@ -293,7 +293,7 @@ def make_case(
 def standard_cases() -> list[Case]:
     """What every stage of every backend must get right; the first ones are small enough for a simulator.
 
-    Widths are multiples of 8, which tensor cores need; the tests of the other rungs have odd ones too.
+    Widths are multiples of 8, which tensor cores need; the tests of the other versions have odd ones too.
     """
     return [
         make_case(13, 8, 16, 4, 2, "zipf", "small"),
@@ -403,8 +403,8 @@ def wide_cases(width: int = 8) -> list[Case]:
 def many_tiles_case(blocks: int) -> Case:
     """More tiles of every product than a GPU with so many multiprocessors has blocks, deeper than a ring of stages.
 
-    So that blocks that stay for tile after tile do. On the tiles of rung 7_persistent: 128 rows, at most 256 columns,
-    64 of the depth.
+    So that blocks that stay for tile after tile do. On the tiles of 7_persistent: 128 rows, at most 256
+    columns, 64 of the depth.
     """
     E, k = max(4, blocks // 4), 3
     return make_case(128 * blocks // k + 1, 328, 328, E, k, "zipf", "more tiles than blocks")
@@ -420,7 +420,7 @@ def many_blocks_case(blocks: int) -> Case:
 
 
 def whole_block_case() -> Case:
-    """A layer whose h blocks of MegaBlocks' own size divide, so small that a simulator computes it on every rung."""
+    """A layer whose h blocks of MegaBlocks' own size divide, so small that a simulator computes it on every version."""
     return make_case(20, 8, 256, 3, 2, "empty", "whole blocks, few tokens")
 
 

@@ -30,7 +30,7 @@ from moeblaze_ref.verify.cases import (
 
 # What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
-FIRST_RUNG = "1_naive"  # compiles fastest
+FIRST_VERSION = "1_naive"  # compiles fastest
 LAYER_DEVICES = {"simt": "cpu", "cuda": "cuda", JUDGE.name: "cpu"}  # where each backend runs the torch layers
 
 Found = TypeVar("Found")
@@ -43,21 +43,21 @@ class Row:
     Parameters
     ----------
     stage, direction, backend : str
-    rung : str or None
+    version : str or None
         Kernel file of a raw CUDA stage, without its ending.
     dtype : str
     shape : str or None
-        Sizes of the case and what is hard about it; of an unavailable rung, what it needs.
+        Sizes of the case and what is hard about it; of an unavailable version, what it needs.
     error, bound : float or None
         Worst relative error over the tensors (for int32: elements that differ), and its limit.
     ok, available : bool
-        An unavailable backend or rung is never ok.
+        An unavailable backend or version is never ok.
     """
 
     stage: str
     direction: str
     backend: str
-    rung: str | None
+    version: str | None
     dtype: str
     shape: str | None
     error: float | None
@@ -83,11 +83,11 @@ def differing_elements(found, wanted) -> int:
     return total
 
 
-def check_dispatch(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+def check_dispatch(backend: Backend, version: str | None, case: Case) -> Iterator[Row]:
     """One row: the four index structures, bit for bit against a stable sort."""
-    stage = backend.open("dispatch", rung)
+    stage = backend.open("dispatch", version)
     errors = _step_by_step(stage, _differing_dispatch, case.steps())
-    yield _row_of_bits(backend, "dispatch", rung, "forward", case, errors)
+    yield _row_of_bits(backend, "dispatch", version, "forward", case, errors)
 
 
 def _differing_dispatch(stage: OpenStage, case: Case) -> int:
@@ -101,21 +101,21 @@ def _step_by_step(stage: OpenStage, run: Callable[[OpenStage, Case], Found], ste
         yield run(stage, step)
 
 
-def check_stage(backend: Backend, rung: str | None, case: Case, stage: str) -> Iterator[Row]:
-    """Forward and backward rows of a floating-point stage, in every dtype that the rung has."""
-    opened = backend.open(stage, rung)
-    for dtype in backend.rungs(stage)[rung]:
+def check_stage(backend: Backend, version: str | None, case: Case, stage: str) -> Iterator[Row]:
+    """Forward and backward rows of a floating-point stage, in every dtype that the version has."""
+    opened = backend.open(stage, version)
+    for dtype in backend.versions(stage)[version]:
         steps = _rounded_steps(case, dtype)
-        found = _step_by_step(opened, comparisons.runner(stage, rung), steps)
-        yield from _judged(backend, stage, rung, dtype, steps, found, comparisons.expectation(stage, rung))
+        found = _step_by_step(opened, comparisons.runner(stage, version), steps)
+        yield from _judged(backend, stage, version, dtype, steps, found, comparisons.expectation(stage, version))
 
 
-def check_block_sparse(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+def check_block_sparse(backend: Backend, version: str | None, case: Case) -> Iterator[Row]:
     """The bins and the topology, bit for bit, then MegaBlocks' experts as any floating-point stage."""
-    stage = backend.open("block_sparse", rung)
+    stage = backend.open("block_sparse", version)
     errors = _step_by_step(stage, _differing_structures, case.steps())
-    yield _row_of_bits(backend, "block_sparse", rung, "structures", case, errors)
-    yield from check_stage(backend, rung, case, "block_sparse")
+    yield _row_of_bits(backend, "block_sparse", version, "structures", case, errors)
+    yield from check_stage(backend, version, case, "block_sparse")
 
 
 def _differing_structures(stage, case: Case) -> int:
@@ -125,12 +125,12 @@ def _differing_structures(stage, case: Case) -> int:
     return error + differing_elements(stage.build_topology(bins, h), reference_sparse.build_topology(bins, h))
 
 
-def check_capacity(backend: Backend, rung: str | None, case: Case) -> Iterator[Row]:
+def check_capacity(backend: Backend, version: str | None, case: Case) -> Iterator[Row]:
     """Who is kept and what is dropped, bit for bit, then the experts of fixed capacity as any floating-point stage."""
-    stage = backend.open("capacity", rung)
+    stage = backend.open("capacity", version)
     errors = _step_by_step(stage, _differing_bins, case.steps())
-    yield _row_of_bits(backend, "capacity", rung, "structures", case, errors)
-    yield from check_stage(backend, rung, case, "capacity")
+    yield _row_of_bits(backend, "capacity", version, "structures", case, errors)
+    yield from check_stage(backend, version, case, "capacity")
 
 
 def _differing_bins(stage, case: Case) -> int:
@@ -142,78 +142,78 @@ def _differing_bins(stage, case: Case) -> int:
 
 
 def check_gradients(
-    backend: Backend, rung: str | None, case: Case, dtype: str, layer: str = "torch_layer"
+    backend: Backend, version: str | None, case: Case, dtype: str, layer: str = "torch_layer"
 ) -> Iterator[Row]:
     """Forward and backward rows of a torch layer on the backend's device, against the oracle."""
     module = comparisons.torch_layer_of(LAYER_DEVICES[backend.name], case.astype(dtype), layer)
     steps, memory = _rounded_steps(case, dtype), comparisons.TensorMemory()
     found = (comparisons.step_of_torch_layer(module, step, memory) for step in steps)
-    yield from _judged(backend, layer, rung, dtype, steps, found, comparisons.TORCH_LAYERS[layer].expect)
+    yield from _judged(backend, layer, version, dtype, steps, found, comparisons.TORCH_LAYERS[layer].expect)
 
 
 @functools.lru_cache(maxsize=8)
 def _rounded_steps(case: Case, dtype: str) -> tuple[Case, ...]:
-    """Both training steps of a case in a dtype: the same objects for every rung, so that `_expected` knows them."""
+    """Both training steps of a case in a dtype: the same objects for every version, so that `_expected` knows them."""
     return tuple(step.astype(dtype) for step in case.steps())
 
 
 @functools.lru_cache(maxsize=32)
 def _expected(expect: comparisons.Expect, step: Case, dtype: str) -> comparisons.Results:
-    """What the oracle computes for a training step: the same for all rungs that are given the same numbers."""
+    """What the oracle computes for a training step: the same for all versions that are given the same numbers."""
     return expect(step, getattr(torch, dtype))
 
 
-def check_order(backend: Backend, rung: str | None, case: orders.Sum) -> Iterator[Row]:
+def check_order(backend: Backend, version: str | None, case: orders.Sum) -> Iterator[Row]:
     """A row for each dtype: a sum whose order is stated, bit for bit, at the sizes where most elements differ."""
-    stage = backend.open(case.stage, rung)
-    for dtype in orders.dtypes_that_tell(backend.rungs(case.stage)[rung]):
+    stage = backend.open(case.stage, version)
+    for dtype in orders.dtypes_that_tell(backend.versions(case.stage)[version]):
         errors = [orders.differing_bits(case, stage, dtype, sizes) for sizes in case.sizes]
         error, sizes = max(zip(errors, case.sizes, strict=True), key=lambda pair: pair[0])
         shape, bound = case.shape_at(sizes), comparisons.BOUNDS["int32"]
-        yield _row(backend, case.stage, rung, "order", dtype, shape, float(error), bound)
+        yield _row(backend, case.stage, version, "order", dtype, shape, float(error), bound)
 
 
-def _judged(backend, stage, rung, dtype, steps, found, expect) -> Iterator[Row]:
+def _judged(backend, stage, version, dtype, steps, found, expect) -> Iterator[Row]:
     """A row for each direction: of the worse of the steps, which run one after the other."""
     found = [_copied(results) for results in found]  # a step may overwrite what the one before returned
     exact = [_expected(expect, step, "float64") for step in steps]
     peers = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
-    precision = comparisons.precision(stage, rung, dtype)
+    precision = comparisons.precision(stage, version, dtype)
     for direction in exact[0]:
         parts = [[results.get(direction) for results in kind] for kind in (found, exact, peers)]
         verdicts = [comparisons.judge(*arrays, precision, peer) for *arrays, peer in zip(*parts, strict=True)]
         worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
-        yield _row(backend, stage, rung, direction, dtype, step.shape, *worst)
+        yield _row(backend, stage, version, direction, dtype, step.shape, *worst)
 
 
 def _copied(results: comparisons.Results) -> comparisons.Results:
     return {way: {name: np.array(array) for name, array in arrays.items()} for way, arrays in results.items()}
 
 
-def _row_of_bits(backend, stage, rung, direction, case, errors: Iterable[int]) -> Row:
+def _row_of_bits(backend, stage, version, direction, case, errors: Iterable[int]) -> Row:
     """The row of what must match bit for bit: of the step in which more elements differ."""
     error, step = max(zip(errors, case.steps(), strict=True), key=lambda pair: pair[0])
-    return _row(backend, stage, rung, direction, "int32", step.shape, float(error), comparisons.BOUNDS["int32"])
+    return _row(backend, stage, version, direction, "int32", step.shape, float(error), comparisons.BOUNDS["int32"])
 
 
-def _row(backend, stage, rung, direction, dtype, shape, error, bound) -> Row:
-    return Row(stage, direction, backend.name, rung, dtype, shape, error, bound, error <= bound, True)
+def _row(backend, stage, version, direction, dtype, shape, error, bound) -> Row:
+    return Row(stage, direction, backend.name, version, dtype, shape, error, bound, error <= bound, True)
 
 
-def unavailable(backend: Backend, stage: str, rung: str | None = None, reason: str | None = None) -> Row:
-    """The row of a backend that cannot run here, or of one of its rungs, which says why in the shape's place."""
-    return Row(stage, "forward", backend.name, rung, "-", reason, None, None, False, False)
+def unavailable(backend: Backend, stage: str, version: str | None = None, reason: str | None = None) -> Row:
+    """The row of a backend that cannot run here, or of one of its versions, which says why in the shape's place."""
+    return Row(stage, "forward", backend.name, version, "-", reason, None, None, False, False)
 
 
-def in_reach(backend: Backend, stage: str, cases: Iterable[Case], rung: str | None = None) -> list[Case]:
+def in_reach(backend: Backend, stage: str, cases: Iterable[Case], version: str | None = None) -> list[Case]:
     """The cases that the backend can run in reasonable time.
 
-    The SIMT executor compiles anew for every activation and save policy: the layer's first rung gets all activations,
-    its others the usual one (the stages of the experts check the rest). Numba's simulator gets small cases, cut to
-    size.
+    The SIMT executor compiles anew for every activation and save policy: the layer's first version gets all
+    activations, its others the usual one (the stages of the experts check the rest). Numba's simulator gets small
+    cases, cut to size.
     """
     if backend.name == "simt" and stage == "layer":
-        return [case for case in cases if case.activation == "swiglu" or rung == FIRST_RUNG]
+        return [case for case in cases if case.activation == "swiglu" or version == FIRST_VERSION]
     return cut_to_size(cases) if is_simulated(backend) else list(cases)
 
 
@@ -258,9 +258,9 @@ def plan(
             elif backend is JUDGE:
                 jobs += _plan_layer(backend, f"torch_{stage}")
             else:
-                of_rungs = [_plan_rung(backend, stage, rung, choose) for rung in backend.rungs(stage)]
-                # Case by case, so that all rungs share what is expected of it.
-                jobs += [job for of_case in itertools.zip_longest(*of_rungs) for job in of_case if job]
+                of_versions = [_plan_version(backend, stage, version, choose) for version in backend.versions(stage)]
+                # Case by case, so that all versions share what is expected of it.
+                jobs += [job for of_case in itertools.zip_longest(*of_versions) for job in of_case if job]
     if not jobs:
         has = "; ".join(f"{backend.name} has {', '.join(backend.stages)}" for backend in asked)
         raise ValueError(f"nothing to check: no stage of {', '.join(stages)} in these backends ({has})")
@@ -277,26 +277,26 @@ def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]
     return special.get(stage) or functools.partial(check_stage, stage=stage)
 
 
-def _plan_rung(
-    backend: Backend, stage: str, rung: str | None, choose: Callable[..., list[Case]]
+def _plan_version(
+    backend: Backend, stage: str, version: str | None, choose: Callable[..., list[Case]]
 ) -> list[Callable[[], Iterable[Row]]]:
-    """One thunk for each case, or one that says why the rung does not run here."""
-    if reason := backend.refusal(stage, rung):
-        return [lambda: [unavailable(backend, stage, rung, reason)]]
-    found = [(check_of(stage), case) for case in choose(backend, stage, rung)]
-    found += [(check_order, one) for one in orders.promises(stage, backend.name, rung)]
-    return [functools.partial(_run, check, backend, stage, rung, case) for check, case in found]
+    """One thunk for each case, or one that says why the version does not run here."""
+    if reason := backend.refusal(stage, version):
+        return [lambda: [unavailable(backend, stage, version, reason)]]
+    found = [(check_of(stage), case) for case in choose(backend, stage, version)]
+    found += [(check_order, one) for one in orders.promises(stage, backend.name, version)]
+    return [functools.partial(_run, check, backend, stage, version, case) for check, case in found]
 
 
-def chosen(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
-    """The cases, and what the check adds for a rung on a backend, such as more tiles than a GPU has blocks.
+def chosen(backend: Backend, stage: str, version: str | None, cases: list[Case]) -> list[Case]:
+    """The cases, and what the check adds for a version on a backend, such as more tiles than a GPU has blocks.
 
     `comparisons.FIRST_CASES` come first and cheap cases follow, so that a kernel that is wrong fails soon.
     """
     if backend.name == "cuda":
         cases = [*cases, *comparisons.overflowing(stage, multiprocessors())]
-    found = reachable(backend, stage, rung, comparisons.extended(stage, rung, cases))
-    return sorted(found, key=lambda case: (comparisons.turn(stage, rung, case), cost(case)))
+    found = reachable(backend, stage, version, comparisons.extended(stage, version, cases))
+    return sorted(found, key=lambda case: (comparisons.turn(stage, version, case), cost(case)))
 
 
 def cost(case: Case) -> tuple[bool, bool, int]:
@@ -308,9 +308,9 @@ def cost(case: Case) -> tuple[bool, bool, int]:
     return case.activation != "swiglu", case.L == 0, case.L * case.k
 
 
-def reachable(backend: Backend, stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
-    """The cases that fit the rung and are in reach of the backend; no device is asked."""
-    return in_reach(backend, stage, comparisons.fitting(stage, rung, cases), rung)
+def reachable(backend: Backend, stage: str, version: str | None, cases: list[Case]) -> list[Case]:
+    """The cases that fit the version and are in reach of the backend; no device is asked."""
+    return in_reach(backend, stage, comparisons.fitting(stage, version, cases), version)
 
 
 def multiprocessors() -> int:
@@ -351,13 +351,13 @@ def _plan_layer(backend: Backend, layer: str) -> list[Callable[[], Iterable[Row]
     return [functools.partial(_run, check, backend, layer, None, one) for check in in_dtypes for one in of_kind.cases()]
 
 
-def _run(check, backend: Backend, stage: str, rung: str | None, case: Case | orders.Sum) -> Iterator[Row]:
+def _run(check, backend: Backend, stage: str, version: str | None, case: Case | orders.Sum) -> Iterator[Row]:
     """The rows of one check; a kernel that faults or raises is a failed row that says so, not the end of the others."""
     try:
-        yield from check(backend=backend, rung=rung, case=case)
+        yield from check(backend=backend, version=version, case=case)
     except Exception as error:
         shape = f"{case.shape}: {type(error).__name__}: {error}"
-        yield Row(stage, "forward", backend.name, rung, "-", shape, math.nan, None, False, True)
+        yield Row(stage, "forward", backend.name, version, "-", shape, math.nan, None, False, True)
 
 
 def run(*arguments, **options) -> list[Row]:
@@ -366,6 +366,6 @@ def run(*arguments, **options) -> list[Row]:
 
 
 def passed(rows: list[Row]) -> bool:
-    """Whether something was checked and nothing failed; an unavailable backend or rung decides neither."""
+    """Whether something was checked and nothing failed; an unavailable backend or version decides neither."""
     checked = [row for row in rows if row.available]
     return bool(checked) and all(row.ok for row in checked)

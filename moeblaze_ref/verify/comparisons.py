@@ -62,9 +62,9 @@ SMALL_TENSOR_BOUNDS = {"bfloat16": 2.0**-6, "float16": 2.0**-9} | {
 FEW_ELEMENTS = 256
 
 
-def precision(stage: str, rung: str | None, dtype: str) -> str:
-    """What a stage multiplies in on a rung, for `judge`: its arrays' dtype, or tf32, in the layer twice in a row."""
-    if rung != gemm.TF32:
+def precision(stage: str, version: str | None, dtype: str) -> str:
+    """What a stage multiplies in on a version, for `judge`: its arrays' dtype, or tf32, in the layer twice in a row."""
+    if version != gemm.TF32:
         return dtype
     return "tf32 twice" if stage == "layer" else "tf32"
 
@@ -402,13 +402,13 @@ FIRST_CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
-    """Return the cases and those that the check adds for a rung of a stage.
+def extended(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
+    """Return the cases and those that the check adds for a version of a stage.
 
     The gating gets `logit_cases`, too, and each case with renormalised gates. The dispatch gets many tokens. The layer
     gets every activation under every policy, too, and each gradient alone. The capacity gets each, and one with equal
     gates, under every factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size and
-    wider ones, too; its rung 7_persistent gets only those that its tiles divide.
+    wider ones, too; its 7_persistent gets only those that its tiles divide.
     """
     if stage == "gating":
         cases = [*cases, *logit_cases()]
@@ -421,13 +421,13 @@ def extended(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
         return [one for case in [equal_gates_case(), *cases] for one in capacities(case)]
     if stage != "block_sparse":
         return cases
-    added = whole_block_cases() if rung == gemm.HOPPER else [whole_block_case()]
-    return fitting(stage, rung, [*cases, *wide_block_cases(), *added])
+    added = whole_block_cases() if version == gemm.HOPPER else [whole_block_case()]
+    return fitting(stage, version, [*cases, *wide_block_cases(), *added])
 
 
-def fitting(stage: str, rung: str | None, cases: list[Case]) -> list[Case]:
-    """Return those of the cases that a rung of a stage can run."""
-    if (stage, rung) == ("block_sparse", gemm.HOPPER):
+def fitting(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
+    """Return those of the cases that a version of a stage can run."""
+    if (stage, version) == ("block_sparse", gemm.HOPPER):
         return [*filter(_in_whole_tiles, cases)]
     return cases
 
@@ -436,9 +436,9 @@ def _in_whole_tiles(case: Case) -> bool:
     return block_of(case) % block_sparse.HOPPER_BLOCK == 0
 
 
-def turn(stage: str, rung: str | None, case: Case) -> int:
-    """Return a case's place among those that run first on a rung of a stage; the others share the last place."""
-    first = FIRST_CASES.get(f"{stage}/{rung}", FIRST_CASES.get(stage, ()))
+def turn(stage: str, version: str | None, case: Case) -> int:
+    """Return a case's place among those that run first on a version of a stage; the others share the last place."""
+    first = FIRST_CASES.get(f"{stage}/{version}", FIRST_CASES.get(stage, ()))
     return first.index(case.name) if case.name in first else len(first)
 
 
@@ -752,30 +752,30 @@ EXPECT: dict[str, Expect] = {
 }
 
 
-IN_PARTS = ("combine", "2_vector")  # a stage and its rung that can write some columns of the output alone
+IN_PARTS = ("combine", "2_vector")  # a stage and its version that can write some columns of the output alone
 
 
-def runner(stage: str, rung: str | None) -> Callable[[Any, Case], Results]:
-    """Return what runs a stage on a rung: that of ``RUN``, unless the rung does what the others of the stage do not."""
-    if (stage, rung) == IN_PARTS:
+def runner(stage: str, version: str | None) -> Callable[[Any, Case], Results]:
+    """Return what runs a stage on a version: that of ``RUN``, unless the version does what no other does."""
+    if (stage, version) == IN_PARTS:
         return run_combine_in_parts
-    if _is_forward_alone(stage, rung):
+    if _is_forward_alone(stage, version):
         return run_forward
-    return run_summed if _sums(stage, rung) else RUN[stage]
+    return run_summed if _sums(stage, version) else RUN[stage]
 
 
-def expectation(stage: str, rung: str | None) -> Expect:
+def expectation(stage: str, version: str | None) -> Expect:
     """Return what the results of `runner` must equal."""
-    if (stage, rung) == IN_PARTS:
+    if (stage, version) == IN_PARTS:
         return expect_combine_in_parts
-    if _is_forward_alone(stage, rung):
+    if _is_forward_alone(stage, version):
         return expect_forward
-    return expect_summed if _sums(stage, rung) else EXPECT[stage]
+    return expect_summed if _sums(stage, version) else EXPECT[stage]
 
 
-def _is_forward_alone(stage, rung):
-    return stage == "expert_up" and rung in gemm.TEACHING
+def _is_forward_alone(stage, version):
+    return stage == "expert_up" and version in gemm.TEACHING
 
 
-def _sums(stage, rung):
-    return stage == "expert_down" and rung in expert_down.SUMMED_RUNGS
+def _sums(stage, version):
+    return stage == "expert_down" and version in expert_down.SUMMED_VERSIONS

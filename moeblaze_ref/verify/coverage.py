@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
-from moeblaze_ref.backends.raw_cuda.expert_down import SUMMED_RUNGS
+from moeblaze_ref.backends.raw_cuda.expert_down import SUMMED_VERSIONS
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, WIDE
 from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, Backend
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
@@ -85,22 +85,22 @@ LAYER = (*ROUTER, "topk_experts", "activation", "wanted", "overwrite", "dtype")
 TORCH = (*LAYER, "autocast", "keep_routing")
 # The options that each check reads.
 READS: dict[str, tuple[str, ...]] = {
-    "gating": (*ROUTER, "dtype", "rung"),
-    "dispatch": ("rung",),
-    "expert_up": ("activation", "dtype", "rung"),
-    "expert_down": ("activation", "overwrite", "dtype", "rung"),
-    "combine": ("dtype", "rung"),
-    "layer": (*LAYER, "policy", "rung"),
-    "block_sparse": ("activation", "block", "dtype", "rung"),
+    "gating": (*ROUTER, "dtype", "version"),
+    "dispatch": ("version",),
+    "expert_up": ("activation", "dtype", "version"),
+    "expert_down": ("activation", "overwrite", "dtype", "version"),
+    "combine": ("dtype", "version"),
+    "layer": (*LAYER, "policy", "version"),
+    "block_sparse": ("activation", "block", "dtype", "version"),
     "capacity": (*CAPACITY, "dtype"),
-    "torch_layer": (*TORCH, "policy", "rung"),
-    "torch_block_sparse": (*TORCH, "block", "rung"),
-    "torch_memory_optimized": (*TORCH, "block", "rung"),
+    "torch_layer": (*TORCH, "policy", "version"),
+    "torch_block_sparse": (*TORCH, "block", "version"),
+    "torch_memory_optimized": (*TORCH, "block", "version"),
     "torch_capacity": (*TORCH, "capacity_factor", "drop_policy"),
     "torch_dynamic_capacity": TORCH,
     "torch_sequential": TORCH,
 }
-RUNG = "rung"  # the option that cells name: the kernel file
+VERSION = "version"  # the option that cells name: the kernel file
 # Whose kernel files a torch layer chooses among.
 _FILES = {"torch_layer": "layer", "torch_block_sparse": "block_sparse", "torch_memory_optimized": "block_sparse"}
 
@@ -158,8 +158,8 @@ def checks(backend: Backend, stage: str) -> dict[str, list[Check]]:
         return {}
     cases = standard_cases() + option_cases()
     return {
-        rung or ONE: _in_dtypes(dtypes, check.reachable(backend, stage, rung, extended(stage, rung, cases)))
-        for rung, dtypes in backend.rungs(stage).items()
+        version or ONE: _in_dtypes(dtypes, check.reachable(backend, stage, version, extended(stage, version, cases)))
+        for version, dtypes in backend.versions(stage).items()
     }
 
 
@@ -176,8 +176,8 @@ def lines() -> Iterator[Line]:
             for value in option.values if option.name in read else (ONE,):
                 cells = {name: _cell(name, stage, option, value, found) for name, found in of_backends.items()}
                 yield Line(stage, option.name, value, cells)
-        for file in _files(stage) if RUNG in read else (ONE,):
-            yield Line(stage, RUNG, file, {name: _of_file(stage, file, f) for name, f in of_backends.items()})
+        for file in _files(stage) if VERSION in read else (ONE,):
+            yield Line(stage, VERSION, file, {name: _of_file(stage, file, f) for name, f in of_backends.items()})
 
 
 def _checks_or_reason(backend: Backend, stage: str) -> dict[str, list[Check]] | str:
@@ -198,7 +198,7 @@ def _cell(backend: str, stage: str, option: Option, value: str, found: dict[str,
 
 def _number(backend: str, stage: str, kernel: str, option: Option, value: str, found: list[Check]) -> int | str:
     """How many checks of a kernel file have a value, or why none has; 0 if there is no reason."""
-    if option.name == "overwrite" and stage == "expert_down" and kernel in SUMMED_RUNGS:
+    if option.name == "overwrite" and stage == "expert_down" and kernel in SUMMED_VERSIONS:
         return FORWARD
     return sum(str(option.of(one)) == value for one in found) or _never(backend, stage, kernel, option.name, value) or 0
 
@@ -209,7 +209,7 @@ def _never(backend: str, stage: str, kernel: str, option: str, value: str) -> st
         option == "activation"
         and (backend, stage) == ("simt", "layer")
         and value != "swiglu"
-        and kernel != check.FIRST_RUNG
+        and kernel != check.FIRST_VERSION
     ):
         return COMPILED
     if option == "block" and kernel == HOPPER and int(value) % HOPPER_BLOCK:
@@ -224,12 +224,12 @@ def _never(backend: str, stage: str, kernel: str, option: str, value: str) -> st
 def _dtypes(backend: str, stage: str, kernel: str) -> tuple[str, ...]:
     if stage in TORCH_LAYERS:
         return TORCH_LAYERS[stage].dtypes
-    return BACKENDS[backend].rungs(stage)[None if kernel == ONE else kernel]
+    return BACKENDS[backend].versions(stage)[None if kernel == ONE else kernel]
 
 
 def _files(stage: str) -> list[str]:
     """The kernel files of a stage, or those among which a torch layer chooses."""
-    return [*BACKENDS["simt"].rungs(_FILES.get(stage, stage))]
+    return [*BACKENDS["simt"].versions(_FILES.get(stage, stage))]
 
 
 def _of_file(stage: str, file: str, found: dict[str, list[Check]] | str) -> Cell:

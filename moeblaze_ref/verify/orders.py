@@ -345,7 +345,7 @@ class Sum:
     sizes : tuple of Sizes
         The check runs all of them.
     backends : tuple of str
-    rungs : tuple of str, optional
+    versions : tuple of str, optional
         Of raw CUDA; default: all.
     """
 
@@ -355,7 +355,7 @@ class Sum:
     run: Callable[[Any, Callable[[np.ndarray], np.ndarray], Sizes], Found]
     sizes: tuple[Sizes, ...]
     backends: tuple[str, ...]
-    rungs: tuple[str, ...] | None = None
+    versions: tuple[str, ...] | None = None
 
     @property
     def shape(self) -> str:
@@ -367,16 +367,18 @@ class Sum:
         each = "; ".join(f"L={L} d={d} h={h} E={E} k={E}" for L, d, h, E, _ in sizes)
         return f"{each} ({self.result} in the order of the {self.order})"
 
-    def promised(self, backend: str, rung: str | None) -> bool:
-        """Whether a rung of a backend keeps the order."""
-        return backend in self.backends and (backend not in KERNELS or self.rungs is None or rung in self.rungs)
+    def promised(self, backend: str, version: str | None) -> bool:
+        """Whether a version of a backend keeps the order."""
+        return backend in self.backends and (
+            backend not in KERNELS or self.versions is None or version in self.versions
+        )
 
 
 ALL = ("numpy", "numba", *KERNELS)
 SUMS = (
     Sum("combine", "out", "slots", _combine, TOKENS, ALL),
     Sum("combine", "d_gates", "columns", _gate_gradient_of_combine, TOKENS, KERNELS),
-    Sum("expert_up", "d_x", "slots", _input_gradient_by_slot, TOKENS, ("numba", *KERNELS), tuple(gemm.RUNGS)),
+    Sum("expert_up", "d_x", "slots", _input_gradient_by_slot, TOKENS, ("numba", *KERNELS), tuple(gemm.VERSIONS)),
     Sum("expert_up", "d_x", "experts", _input_gradient, TOKENS, ("numpy",)),
     Sum("expert_up", "d_x", "depth, w1 and w2 in turn", _input_gradient_in_turn, PRODUCT, KERNELS, ("1_naive",)),
     Sum("expert_up", "d_x", "depth, w1 before w2", _input_gradient_by_weight, PRODUCT, KERNELS, ("2_tiled",)),
@@ -403,9 +405,9 @@ SUMS = (
 )
 
 
-def promises(stage: str, backend: str, rung: str | None) -> list[Sum]:
-    """The sums of a stage whose order a rung of a backend keeps."""
-    return [one for one in SUMS if one.stage == stage and one.promised(backend, rung)]
+def promises(stage: str, backend: str, version: str | None) -> list[Sum]:
+    """The sums of a stage whose order a version of a backend keeps."""
+    return [one for one in SUMS if one.stage == stage and one.promised(backend, version)]
 
 
 def cast_to(dtype: str) -> Callable[[np.ndarray], np.ndarray]:

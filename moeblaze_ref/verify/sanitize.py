@@ -54,19 +54,21 @@ def run_every_kernel(executor: Executor):
     """Launch each kernel of kernels_cuda/ that this executor runs at least once; results are not looked at."""
     raw = BACKENDS["simt"]  # any backend over raw_cuda: they differ in the executor alone
 
-    def opened(stage: str, rung: str) -> OpenStage:
-        options = {"executor": executor, "rung": rung}
+    def opened(stage: str, version: str) -> OpenStage:
+        options = {"executor": executor, "version": version}
         return OpenStage(raw.stage(stage), nullcontext, executor.from_numpy, executor.to_numpy, options)
 
     with checks.trusted_values():  # the doors' own sorts and scans are not what is examined
         for stage in (stage for stage in raw.stages if stage in comparisons.RUN):
-            rungs = {rung: able for rung, able in raw.rungs(stage).items() if not refusal(executor, stage, rung)}
-            for rung, dtypes in rungs.items():
-                for case, dtype in itertools.product(comparisons.extended(stage, rung, cases()), dtypes):
-                    comparisons.runner(stage, rung)(opened(stage, rung), case.astype(dtype))
-        for rung in raw.rungs("dispatch"):
-            opened("dispatch", rung).build(random_topk(2_100, 7, 3), 7)
-            opened("dispatch", rung).build(random_topk(300, 300, 32), 300)
+            versions = {
+                version: able for version, able in raw.versions(stage).items() if not refusal(executor, stage, version)
+            }
+            for version, dtypes in versions.items():
+                for case, dtype in itertools.product(comparisons.extended(stage, version, cases()), dtypes):
+                    comparisons.runner(stage, version)(opened(stage, version), case.astype(dtype))
+        for version in raw.versions("dispatch"):
+            opened("dispatch", version).build(random_topk(2_100, 7, 3), 7)
+            opened("dispatch", version).build(random_topk(300, 300, 32), 300)
         if not refusal(executor, "expert_up", gemm.HOPPER):
             for stage in ("expert_up", "expert_down", "block_sparse"):  # blocks that take more than one tile
                 case = comparisons.overflowing(stage, executor.multiprocessors)[-1]

@@ -36,20 +36,20 @@ PACES = {"numpy": Pace(40, 6, 20), "simt": Pace(8, 3, 5), "cuda": Pace(20, 6, 40
 
 
 class Run(NamedTuple):
-    """A rung of a backend, what it computes in, block sizes to try, and what every other extent is a multiple of."""
+    """A version of a backend, what it computes in, block sizes to try, and what every other extent is a multiple of."""
 
     backend: str
-    rung: str | None
+    version: str | None
     dtype: str
     blocks: tuple[int, ...]
     step: int = 1
 
     def __str__(self):
-        return "-".join(filter(None, (self.backend, self.rung, self.dtype)))
+        return "-".join(filter(None, (self.backend, self.version, self.dtype)))
 
     def open(self):
         """The stage as functions of numpy arrays, its outputs poisoned before they are written."""
-        return BACKENDS[self.backend].open("block_sparse", self.rung)
+        return BACKENDS[self.backend].open("block_sparse", self.version)
 
     @property
     def pace(self):
@@ -77,7 +77,7 @@ RUNS = [  # what needs no GPU; the executor compiles anew for every block size
     Run("simt", "7_persistent", "float16", (128,), step=8),
 ]
 SPECIFICATION, TILED = RUNS[0], RUNS[3]
-ROOMS = [SPECIFICATION, TILED]  # for what all rungs share: the structures and the doors
+ROOMS = [SPECIFICATION, TILED]  # for what all versions share: the structures and the doors
 
 every_run = pytest.mark.parametrize("run", RUNS, ids=str)
 every_room = pytest.mark.parametrize("run", ROOMS, ids=str)
@@ -723,7 +723,7 @@ SMALL = [case for case in standard_cases() if case.L < 20]
         pytest.param(case, run, id=f"{case.name}-{run}")
         for run in RUNS
         if run.backend == "simt"
-        for case in comparisons.extended("block_sparse", run.rung, SMALL)
+        for case in comparisons.extended("block_sparse", run.version, SMALL)
     ],
 )
 def test_the_raw_layer_agrees_with_autograd(case, run):

@@ -23,9 +23,9 @@ MASK = np.array([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 1]], bool)  # an empty bl
 TALL_MASK = np.vstack([MASK, MASK[:, ::-1], MASK, ~MASK])  # more rows than a band of tiles has, and none is the widest
 
 
-def on(executor, rung):
+def on(executor, version):
     """The stage as numpy functions on a given executor."""
-    options = {"executor": executor, "rung": rung}
+    options = {"executor": executor, "version": version}
     return OpenStage(block_sparse, nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
@@ -50,27 +50,27 @@ def assert_as_stated(launch, file, symbols):
     assert launch.written_bytes == evaluate(header["bytes written"], symbols), header["bytes written"]
 
 
-def product_symbols(one, rung, transpose_lhs=False, transpose_rhs=False):
+def product_symbols(one, version, transpose_lhs=False, transpose_rhs=False):
     """What the headers of the products call a matrix, its operand and its tiles."""
     (M, N, K), block, n, s = one.extents, one.topology.block, one.topology.nnz, one.values.dtype.itemsize
     symbols = {"M": M, "N": N, "K": K, "BLOCK": block, "n": n, "H": n * block, "V": n * block**2, "s": s}
     symbols |= {"rows": N if transpose_lhs else M, "I": 1 + transpose_lhs, "THREADS": gemm.THREADS}
-    if rung == "2_tiled":
+    if version == "2_tiled":
         symbols |= {"T": -(-block // 64), "C": -(-K // 64)}
-    if rung == "3_mma":
-        tile = block_sparse.tile_of(rung, block)
+    if version == "3_mma":
+        tile = block_sparse.tile_of(version, block)
         A, B = s * tile.rows // 16, s * tile.columns // 16
         Y, X = -(-block // tile.rows), -(-block // tile.columns)
         R, C = -(-K // tile.rows), -(-K // tile.columns)
         symbols |= tile.constants(s) | {"A": A, "B": B, "Y": Y, "X": X, "R": R, "C": C}
-    if rung == gemm.HOPPER:
+    if version == gemm.HOPPER:
         symbols |= stored_tiles(one.topology) | {"P": block // 128, "C": -(-K // 256)}
         symbols |= {"multiprocessors": SimtExecutor.multiprocessors}
     return symbols
 
 
 def stored_tiles(topology):
-    """Tiles of rung 7_persistent that hold stored blocks, and their places: bands of 8 rows, as wide as the widest."""
+    """Tiles of 7_persistent that hold stored blocks, and their places: bands of 8 rows, as wide as the widest."""
     wide = np.repeat(-(-np.diff(topology.row_offsets) * topology.block // 256), topology.block // 128)
     bands = [wide[top : top + 8] for top in range(0, len(wide), 8)]
     return {"tiles": int(wide.sum()), "Q": sum(len(band) * int(band.max()) for band in bands)}
@@ -93,7 +93,7 @@ def multiply_every_way(stage, one):
 
 
 def met(kernel, symbols, transpose_lhs, transpose_rhs):
-    """G of rung 3_mma: 16-byte places of the dense operand that meet a line of a block."""
+    """G of 3_mma: 16-byte places of the dense operand that meet a line of a block."""
     of_data = symbols["s"] * symbols["K"] // 16
     if kernel == "dds":
         return symbols["X"] * (symbols["A"] * symbols["R"] if transpose_lhs else of_data)
@@ -101,7 +101,7 @@ def met(kernel, symbols, transpose_lhs, transpose_rhs):
 
 
 @pytest.mark.parametrize(
-    ("rung", "dtype", "block", "K"),
+    ("version", "dtype", "block", "K"),
     [
         ("1_naive", "float32", 3, 5),
         ("2_tiled", "float32", 3, 70),
@@ -113,22 +113,22 @@ def met(kernel, symbols, transpose_lhs, transpose_rhs):
         ("7_persistent", "bfloat16", 256, 72),
     ],
 )
-def test_the_products_ask_for_the_bytes_that_their_headers_state(rung, dtype, block, K):
-    one, executor = sparse_of(TALL_MASK if rung == gemm.HOPPER else MASK, block, K, dtype), SimtExecutor()
+def test_the_products_ask_for_the_bytes_that_their_headers_state(version, dtype, block, K):
+    one, executor = sparse_of(TALL_MASK if version == gemm.HOPPER else MASK, block, K, dtype), SimtExecutor()
     with executor.recording() as launches:
-        for kernel, *transposes, _ in multiply_every_way(on(executor, rung), one):
-            symbols = product_symbols(one, rung, *transposes)
-            if rung == "3_mma":
+        for kernel, *transposes, _ in multiply_every_way(on(executor, version), one):
+            symbols = product_symbols(one, version, *transposes)
+            if version == "3_mma":
                 symbols["G"] = met(kernel, symbols, *transposes)
             assert launches[-1].kernel == kernel
-            assert_as_stated(launches[-1], gemm.file_of("block_sparse", rung), symbols)
+            assert_as_stated(launches[-1], gemm.file_of("block_sparse", version), symbols)
 
 
-@pytest.mark.parametrize("rung", ["2_tiled", "3_mma"])
-def test_a_block_of_threads_has_the_shared_memory_that_the_header_states(rung):
-    tile = block_sparse.tile_of(rung, 8)
+@pytest.mark.parametrize("version", ["2_tiled", "3_mma"])
+def test_a_block_of_threads_has_the_shared_memory_that_the_header_states(version):
+    tile = block_sparse.tile_of(version, 8)
     constants = gemm.constants("float16", tile=tile) | {"BLOCK": 8, "TRANSPOSE_LHS": 1, "TRANSPOSE_RHS": 0}
-    file = gemm.file_of("block_sparse", rung)
+    file = gemm.file_of("block_sparse", version)
     source, dynamic = KernelSource.read(file, constants), 0 if tile is None else tile.shared_bytes
     sizes = {name: value for name, value in constants.items() if isinstance(value, int)} | {"s": 2}
     for kernel, header in stated(file).items():
@@ -220,11 +220,11 @@ def test_the_activation_asks_for_the_bytes_that_its_header_states(dtype, block, 
 # ---- bits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rung", "dtype"), [(rung, able[-1]) for rung, able in block_sparse.RUNGS.items()])
-def test_every_order_of_threads_gives_the_same_bits(rung, dtype):
-    block = block_sparse.BLOCK if rung == gemm.HOPPER else 8
+@pytest.mark.parametrize(("version", "dtype"), [(version, able[-1]) for version, able in block_sparse.VERSIONS.items()])
+def test_every_order_of_threads_gives_the_same_bits(version, dtype):
+    block = block_sparse.BLOCK if version == gemm.HOPPER else 8
     case = make_case(21, 8, 2 * block, 5, 3, "zipf").astype(dtype)
-    first, second = (run_layer(on(SimtExecutor(seed=seed), rung), case, block) for seed in (0, 7))
+    first, second = (run_layer(on(SimtExecutor(seed=seed), version), case, block) for seed in (0, 7))
     for name, array in first.items():
         np.testing.assert_array_equal(second[name], array, err_msg=name)
 
@@ -244,12 +244,12 @@ def test_any_number_of_blocks_that_stay_gives_the_same_bits(blocks):
 DENSE = sparse_of(MASK, 8, 8, "float32")
 
 
-def test_a_rung_says_which_dtypes_it_takes():
+def test_a_version_says_which_dtypes_it_takes():
     x = numbers(0, (DENSE.extents[0], 8), "float32")
-    with pytest.raises(TypeError, match="rung 3_mma of block_sparse computes in float16 or bfloat16, but x is float32"):
-        block_sparse.sdd(x, numbers(1, (8, DENSE.extents[1]), "float32"), DENSE.topology, rung="3_mma")
-    with pytest.raises(TypeError, match="rungs for it: 1_naive, 2_tiled"):
-        block_sparse.activate(DENSE.values, None, "relu", rung="3_mma")
+    with pytest.raises(TypeError, match="3_mma of block_sparse computes in float16 or bfloat16, but x is float32"):
+        block_sparse.sdd(x, numbers(1, (8, DENSE.extents[1]), "float32"), DENSE.topology, version="3_mma")
+    with pytest.raises(TypeError, match="versions for it: 1_naive, 2_tiled"):
+        block_sparse.activate(DENSE.values, None, "relu", version="3_mma")
     with pytest.raises(TypeError, match="lhs has dtype float64, but it must be float32 or float16 or bfloat16"):
         block_sparse.sdd(x.astype(float), numbers(1, (8, DENSE.extents[1]), "float64"), DENSE.topology)
 
@@ -257,62 +257,62 @@ def test_a_rung_says_which_dtypes_it_takes():
 @pytest.mark.parametrize(("block", "K", "message"), [(8, 12, "K is 12"), (12, 8, "block is 12")])
 def test_tensor_cores_take_whole_eights(block, K, message):
     one = sparse_of(MASK, block, K, "float16")
-    message += ", but rung 3_mma needs a multiple of 8; use rung 2_tiled"
+    message += ", but 3_mma needs a multiple of 8; use 2_tiled"
     M, N, _ = one.extents
     with pytest.raises(ValueError, match=message):
-        block_sparse.sdd(numbers(0, (M, K), "float16"), numbers(1, (K, N), "float16"), one.topology, rung="3_mma")
+        block_sparse.sdd(numbers(0, (M, K), "float16"), numbers(1, (K, N), "float16"), one.topology, version="3_mma")
     with pytest.raises(ValueError, match=message):
-        block_sparse.dsd(one.values, one.topology, numbers(0, (N, K), "float16"), rung="3_mma")
+        block_sparse.dsd(one.values, one.topology, numbers(0, (N, K), "float16"), version="3_mma")
     with pytest.raises(ValueError, match=message):
-        block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, rung="3_mma")
+        block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, version="3_mma")
 
 
 @pytest.mark.parametrize("block", [8, 64, 136])
 def test_hopper_takes_blocks_as_high_as_its_tiles(block):
     one = sparse_of(MASK, block, 8, "float16")
     M, N, K = one.extents
-    message = f"block is {block}, but rung 7_persistent needs a multiple of 128; use rung 3_mma"
+    message = f"block is {block}, but 7_persistent needs a multiple of 128; use 3_mma"
     with pytest.raises(ValueError, match=message):
         block_sparse.sdd(
-            numbers(0, (M, K), "float16"), numbers(1, (K, N), "float16"), one.topology, rung="7_persistent"
+            numbers(0, (M, K), "float16"), numbers(1, (K, N), "float16"), one.topology, version="7_persistent"
         )
     with pytest.raises(ValueError, match=message):
-        block_sparse.dsd(one.values, one.topology, numbers(0, (N, K), "float16"), rung="7_persistent")
+        block_sparse.dsd(one.values, one.topology, numbers(0, (N, K), "float16"), version="7_persistent")
     with pytest.raises(ValueError, match=message):
-        block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, rung="7_persistent")
+        block_sparse.dds(numbers(0, (K, M), "float16"), one.values, one.topology, version="7_persistent")
 
 
-def test_a_layer_takes_the_rung_that_it_can():
+def test_a_layer_takes_the_version_that_it_can():
     ampere, hopper, blackwell = (SimpleNamespace(capability=(major, 0)) for major in (8, 9, 10))
-    assert block_sparse.default_rung("bfloat16", 64, 128, hopper) == "7_persistent"
+    assert block_sparse.default_version("bfloat16", 64, 128, hopper) == "7_persistent"
     for block, executor in ((128, ampere), (128, blackwell), (64, hopper)):
-        assert block_sparse.default_rung("float16", 64, block, executor) == "3_mma"
+        assert block_sparse.default_version("float16", 64, block, executor) == "3_mma"
     for dtype, d, block in (("float32", 64, 128), ("bfloat16", 60, 128), ("bfloat16", 64, 12)):
-        assert block_sparse.default_rung(dtype, d, block, hopper) == "2_tiled"
+        assert block_sparse.default_version(dtype, d, block, hopper) == "2_tiled"
 
 
-@pytest.mark.parametrize("rung", ["2_tiled", "3_mma"])
-def test_block_columns_beyond_a_grid_are_refused_before_a_forward_needs_them(rung):
+@pytest.mark.parametrize("version", ["2_tiled", "3_mma"])
+def test_block_columns_beyond_a_grid_are_refused_before_a_forward_needs_them(version):
     bins = reference.pad(build_by_sort(random_topk(3, 256, 1, "uniform"), 256), 8)
-    message = f"65536 block columns have 65536 tiles, but rung {rung} of block_sparse takes at most 65535; use a larger"
+    message = f"65536 block columns have 65536 tiles, but {version} of block_sparse takes at most 65535; use a larger"
     with pytest.raises(ValueError, match=message):
-        block_sparse.build_topology(bins, 2048, rung=rung)
+        block_sparse.build_topology(bins, 2048, version=version)
     topology = reference.build_topology(bins, 2048)
     values, lhs = numbers(0, (topology.nnz, 8, 8), "float16"), numbers(1, (8, bins.P), "float16")
     with pytest.raises(ValueError, match=message):
-        block_sparse.dds(lhs, values, topology, rung=rung)
-    assert_same(block_sparse.build_topology(bins, 2048, rung="1_naive"), topology)
-    assert_same(block_sparse.build_topology(bins, 2040, rung=rung), reference.build_topology(bins, 2040))
+        block_sparse.dds(lhs, values, topology, version=version)
+    assert_same(block_sparse.build_topology(bins, 2048, version="1_naive"), topology)
+    assert_same(block_sparse.build_topology(bins, 2040, version=version), reference.build_topology(bins, 2040))
 
 
-def test_an_unknown_rung_is_refused():
+def test_an_unknown_version_is_refused():
     dispatch = build_by_sort(random_topk(5, 3, 2, "uniform"), 3)
-    bins, message = reference.pad(dispatch, 8), "unknown rung of block_sparse '2_tile'. Did you mean '2_tiled'"
+    bins, message = reference.pad(dispatch, 8), "unknown version of block_sparse '2_tile'. Did you mean '2_tiled'"
     for call in (
-        lambda: block_sparse.pad(dispatch, 8, rung="2_tile"),
-        lambda: block_sparse.build_topology(bins, 8, rung="2_tile"),
-        lambda: block_sparse.padded_gather(numbers(0, (5, 8), "float32"), bins, rung="2_tile"),
-        lambda: block_sparse.dds(numbers(0, (8, 24), "float32"), DENSE.values, DENSE.topology, rung="2_tile"),
+        lambda: block_sparse.pad(dispatch, 8, version="2_tile"),
+        lambda: block_sparse.build_topology(bins, 8, version="2_tile"),
+        lambda: block_sparse.padded_gather(numbers(0, (5, 8), "float32"), bins, version="2_tile"),
+        lambda: block_sparse.dds(numbers(0, (8, 24), "float32"), DENSE.values, DENSE.topology, version="2_tile"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -369,7 +369,7 @@ def product(kernel, dtype, block, K, mask=MASK, **options):
     return check
 
 
-NAIVE, TILED, MMA, HOPPER = (f"block_sparse/{rung}.cu" for rung in block_sparse.RUNGS)
+NAIVE, TILED, MMA, HOPPER = (f"block_sparse/{version}.cu" for version in block_sparse.VERSIONS)
 STRUCTURES, ROWS, HIDDEN = (f"block_sparse/0_{name}.cu" for name in ("structures", "rows", "hidden"))
 SUMS, COMBINE = "expert_up/0_sum_rows.cu", "combine/2_vector.cu"
 TURNED = {"transpose_lhs": True}
@@ -561,21 +561,21 @@ FAULTS = {  # what goes wrong: (file, text that stands there, text in its place,
 }  # fmt: skip
 
 
-def rung_of(file):
-    """The rung that runs a file; what all share runs under the default."""
+def version_of(file):
+    """The version that runs a file; what all share runs under the default."""
     name = file.removeprefix("block_sparse/").removesuffix(".cu")
-    return name if name in block_sparse.RUNGS else "2_tiled"
+    return name if name in block_sparse.VERSIONS else "2_tiled"
 
 
 def test_the_checks_of_the_faults_pass_without_them():
     for file, check in {(file, check) for file, _, _, check in FAULTS.values()}:
-        check(on(Quick(seed=3), rung_of(file)))
+        check(on(Quick(seed=3), version_of(file)))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     """A kernel stops, a door refuses what it left, or the result is wrong."""
     file, right, wrong, check = FAULTS[fault]
-    stage = on(Planted(file, right, wrong, seed=3), rung_of(file))
+    stage = on(Planted(file, right, wrong, seed=3), version_of(file))
     with pytest.raises((AssertionError, KernelFault, ValueError)):
         check(stage)

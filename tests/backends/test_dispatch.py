@@ -1,4 +1,4 @@
-"""Dispatch in every backend and rung: the same bits, the invariants, and faults that cannot pass."""
+"""Dispatch in every backend and version: the same bits, the invariants, and faults that cannot pass."""
 
 import re
 
@@ -12,7 +12,7 @@ from planted import Planted, Quick
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort, build_part
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
-from moeblaze_ref.backends.raw_cuda.dispatch import RUNGS, THREADS
+from moeblaze_ref.backends.raw_cuda.dispatch import THREADS, VERSIONS
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.checks import MAX_EXPERTS
 from moeblaze_ref.core.structures import EMPTY
@@ -22,25 +22,25 @@ from moeblaze_ref.runtime.source import MAX_SHARED_BYTES
 from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, GOLDEN_NUM_EXPERTS, GOLDEN_TOPK_EXPERTS, random_topk
 from moeblaze_ref.verify.check import differing_elements
 
-HERE = [("numpy", None), ("numba", None), *(("simt", rung) for rung in RUNGS)]  # what needs no GPU
+HERE = [("numpy", None), ("numba", None), *(("simt", version) for version in VERSIONS)]  # what needs no GPU
 
-every_backend = pytest.mark.parametrize(("backend", "rung"), HERE)
-every_rung = pytest.mark.parametrize("rung", RUNGS)
+every_backend = pytest.mark.parametrize(("backend", "version"), HERE)
+every_version = pytest.mark.parametrize("version", VERSIONS)
 
 
-def build(backend, rung, topk_experts, num_experts):
+def build(backend, version, topk_experts, num_experts):
     """A backend's Dispatch as numpy arrays, its outputs poisoned before they are written."""
-    return BACKENDS[backend].open("dispatch", rung).build(topk_experts, num_experts)
+    return BACKENDS[backend].open("dispatch", version).build(topk_experts, num_experts)
 
 
 @every_backend
-def test_the_papers_example(backend, rung):
-    found = build(backend, rung, GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
+def test_the_papers_example(backend, version):
+    found = build(backend, version, GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
     assert differing_elements(found, GOLDEN_DISPATCH) == 0
 
 
-def test_the_default_is_the_last_rung():
-    assert raw_dispatch.DEFAULT_RUNG == list(RUNGS)[-1] == "3_single_pass"
+def test_the_default_is_the_last_version():
+    assert raw_dispatch.DEFAULT_VERSION == list(VERSIONS)[-1] == "3_single_pass"
     executor = SimtExecutor()
     with executor.recording() as launches:
         raw_dispatch.build(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS, executor=executor)
@@ -53,14 +53,14 @@ SIZES = {"numpy": (400, 40), "numba": (20, 6), "simt": (700, 40)}  # most tokens
 @every_backend
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_invariants_of_random_routings(backend, rung, data):
+def test_invariants_of_random_routings(backend, version, data):
     most_tokens, most_experts = SIZES[backend]
     topk_experts, num_experts = data.draw(routings(most_tokens, most_experts))
     topk_experts = topk_experts[:, :32].copy()  # the kernels' limit
-    assert_invariants(build(backend, rung, topk_experts, num_experts), topk_experts, num_experts)
+    assert_invariants(build(backend, version, topk_experts, num_experts), topk_experts, num_experts)
 
 
-@every_rung
+@every_version
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "k", "routing"),
     [
@@ -77,24 +77,24 @@ def test_invariants_of_random_routings(backend, rung, data):
         (65_536, 16, 4, "zipf"),
     ],
 )
-def test_the_raw_kernels_at_their_limits(rung, num_tokens, num_experts, k, routing):
+def test_the_raw_kernels_at_their_limits(version, num_tokens, num_experts, k, routing):
     topk_experts = random_topk(num_tokens, num_experts, k, routing)
-    found = build("simt", rung, topk_experts, num_experts)
+    found = build("simt", version, topk_experts, num_experts)
     assert differing_elements(found, build_by_sort(topk_experts, num_experts)) == 0
 
 
-@every_rung
-def test_the_plain_build_gives_the_same_bits(rung):
+@every_version
+def test_the_plain_build_gives_the_same_bits(version):
     topk_experts = random_topk(5000, 16, 4, "zipf")
-    found = raw_dispatch.build(topk_experts, 16, executor=SimtExecutor(instrumented=False), rung=rung)
+    found = raw_dispatch.build(topk_experts, 16, executor=SimtExecutor(instrumented=False), version=version)
     assert differing_elements(found, build_by_sort(topk_experts, 16)) == 0
 
 
-@every_rung
+@every_version
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_every_order_of_threads_gives_the_same_bits(rung, seed):
+def test_every_order_of_threads_gives_the_same_bits(version, seed):
     topk_experts = random_topk(600, 8, 3, "zipf")
-    found = raw_dispatch.build(topk_experts, 8, executor=SimtExecutor(seed=seed), rung=rung)
+    found = raw_dispatch.build(topk_experts, 8, executor=SimtExecutor(seed=seed), version=version)
     assert differing_elements(found, build_by_sort(topk_experts, 8)) == 0
 
 
@@ -128,17 +128,17 @@ def symbols(num_tokens, num_experts, k):
     }
 
 
-@every_rung
+@every_version
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "k"), [(1000, 16, 4), (513, 8, 1), (70, 300, 32), (3001, 130, 8), (1, 1024, 2)]
 )
-def test_the_kernels_ask_for_the_bytes_that_their_header_states(rung, num_tokens, num_experts, k):
+def test_the_kernels_ask_for_the_bytes_that_their_header_states(version, num_tokens, num_experts, k):
     executor = SimtExecutor()
     with executor.recording() as launches:
         topk_experts = random_topk(num_tokens, num_experts, k, "zipf")
-        raw_dispatch.build(topk_experts, num_experts, executor=executor, rung=rung)
-    headers, sizes = stated(f"dispatch/{rung}.cu"), symbols(num_tokens, num_experts, k)
-    if rung == raw_dispatch.AS_PRINTED:  # its first two steps are another file's
+        raw_dispatch.build(topk_experts, num_experts, executor=executor, version=version)
+    headers, sizes = stated(f"dispatch/{version}.cu"), symbols(num_tokens, num_experts, k)
+    if version == raw_dispatch.AS_PRINTED:  # its first two steps are another file's
         headers = {
             name: row for name, row in stated("dispatch/1_dense_map.cu").items() if name != "route_indices"
         } | headers
@@ -161,7 +161,7 @@ class Allocating(SimtExecutor):
 
 
 @pytest.mark.parametrize(
-    ("rung", "formula"),
+    ("version", "formula"),
     [
         ("as_printed", "8 L E + 4 E"),
         ("1_dense_map", "4 L E + 4 E"),
@@ -169,21 +169,21 @@ class Allocating(SimtExecutor):
         ("3_single_pass", "4 E (TILES + 1)"),
     ],
 )
-def test_what_each_rung_needs_beside_its_outputs(rung, formula):
+def test_what_each_version_needs_beside_its_outputs(version, formula):
     executor = Allocating()
-    found = raw_dispatch.build(random_topk(3001, 130, 8), 130, executor=executor, rung=rung)
+    found = raw_dispatch.build(random_topk(3001, 130, 8), 130, executor=executor, version=version)
     outputs = sum(array.nbytes for array in found.arrays().values())
     assert executor.allocated - outputs == evaluate(formula, symbols(3001, 130, 8))
 
 
 @pytest.mark.parametrize(
-    ("rung", "buffers"),
+    ("version", "buffers"),
     [("2_bitmap", {"bitmap"}), ("3_single_pass", {"topk_experts", "token_expert_indices", "token_index_map"})],
 )
-def test_what_is_read_or_written_in_a_row_fills_its_sectors(rung, buffers):
+def test_what_is_read_or_written_in_a_row_fills_its_sectors(version, buffers):
     executor = SimtExecutor()
     with executor.recording() as launches:
-        raw_dispatch.build(random_topk(4096, 16, 8), 16, executor=executor, rung=rung)
+        raw_dispatch.build(random_topk(4096, 16, 8), 16, executor=executor, version=version)
     counts = [(name, traffic) for launch in launches for name, traffic in launch.buffers.items() if name in buffers]
     assert {name for name, _ in counts} == buffers
     for name, traffic in counts:
@@ -312,9 +312,11 @@ FAULTS = {
         ),
     },
 }
-every_fault = pytest.mark.parametrize(("rung", "fault"), [(rung, fault) for rung in FAULTS for fault in FAULTS[rung]])
+every_fault = pytest.mark.parametrize(
+    ("version", "fault"), [(version, fault) for version in FAULTS for fault in FAULTS[version]]
+)
 
-# (choices, experts): several tiles of tokens in every rung, several turns of experts
+# (choices, experts): several tiles of tokens in every version, several turns of experts
 HARD = [
     (random_topk(700, 300, 3, "zipf"), 300),
     (random_topk(1500, 20, 3, "zipf"), 20),
@@ -322,15 +324,15 @@ HARD = [
 ]
 
 
-def planted(rung, fault, seed):
+def planted(version, fault, seed):
     """An executor whose dispatch file has this fault."""
-    return Planted(f"dispatch/{rung}.cu", *FAULTS[rung][fault], seed)
+    return Planted(f"dispatch/{version}.cu", *FAULTS[version][fault], seed)
 
 
-def wrong(rung, executor, topk_experts, num_experts):
+def wrong(version, executor, topk_experts, num_experts):
     """Whether a build raises or is not what the sort gives."""
     try:
-        found = raw_dispatch.build(topk_experts, num_experts, executor=executor, rung=rung)
+        found = raw_dispatch.build(topk_experts, num_experts, executor=executor, version=version)
     except KernelFault:
         return True
     return differing_elements(found, build_by_sort(topk_experts, num_experts)) > 0
@@ -343,13 +345,13 @@ def few_scan(monkeypatch):
 
 
 @every_fault
-def test_a_planted_fault_is_caught(rung, fault, few_scan):
-    assert any(wrong(rung, planted(rung, fault, seed=1), *hard) for hard in HARD)
+def test_a_planted_fault_is_caught(version, fault, few_scan):
+    assert any(wrong(version, planted(version, fault, seed=1), *hard) for hard in HARD)
 
 
-@every_rung
-def test_the_same_inputs_without_a_fault_pass(rung, few_scan):
-    assert not any(wrong(rung, Quick(seed=1), *hard) for hard in HARD)
+@every_version
+def test_the_same_inputs_without_a_fault_pass(version, few_scan):
+    assert not any(wrong(version, Quick(seed=1), *hard) for hard in HARD)
 
 
 def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
@@ -362,7 +364,7 @@ def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
         ),
     ):
         executor = planted("1_dense_map", "writes past its buffer", 0)
-        raw_dispatch.build(topk_experts, 1, executor=executor, rung="1_dense_map")
+        raw_dispatch.build(topk_experts, 1, executor=executor, version="1_dense_map")
 
 
 # ---- bad input ---------------------------------------------------------------------------
@@ -379,39 +381,39 @@ def test_writing_past_a_buffer_names_the_buffer_and_the_thread():
         ([0, 1], 2, ValueError, r"topk_experts has shape \(2,\), but it must have 2 dimensions"),
     ],
 )
-def test_bad_choices_are_refused(backend, rung, topk_experts, num_experts, error, message):
+def test_bad_choices_are_refused(backend, version, topk_experts, num_experts, error, message):
     with pytest.raises(error, match=message):
-        build(backend, rung, np.array(topk_experts, np.int32), num_experts)
+        build(backend, version, np.array(topk_experts, np.int32), num_experts)
 
 
 @every_backend
-def test_bad_arrays_are_refused(backend, rung):
+def test_bad_arrays_are_refused(backend, version):
     with pytest.raises(TypeError, match="topk_experts has dtype int64, but it must be int32"):
-        build(backend, rung, GOLDEN_TOPK_EXPERTS.astype(np.int64), 4)
+        build(backend, version, GOLDEN_TOPK_EXPERTS.astype(np.int64), 4)
     with pytest.raises(ValueError, match="topk_experts is not C-contiguous"):
-        build(backend, rung, np.asfortranarray(GOLDEN_TOPK_EXPERTS), 4)
+        build(backend, version, np.asfortranarray(GOLDEN_TOPK_EXPERTS), 4)
     with pytest.raises(TypeError, match="topk_experts is a list"):
         BACKENDS[backend].stage("dispatch").build([[0, 1]], 4)
 
 
 @every_backend
-def test_read_only_choices_are_fine(backend, rung):
+def test_read_only_choices_are_fine(backend, version):
     fixed = GOLDEN_TOPK_EXPERTS.copy()
     fixed.flags.writeable = False
-    assert differing_elements(build(backend, rung, fixed, 4), GOLDEN_DISPATCH) == 0
+    assert differing_elements(build(backend, version, fixed, 4), GOLDEN_DISPATCH) == 0
 
 
-@pytest.mark.parametrize(("backend", "rung"), HERE[1:])
-def test_the_kernels_limits_are_named(backend, rung):
+@pytest.mark.parametrize(("backend", "version"), HERE[1:])
+def test_the_kernels_limits_are_named(backend, version):
     with pytest.raises(ValueError, match="num_experts is 2000, but it must be 1..1024"):
-        build(backend, rung, np.zeros((1, 1), np.int32), 2000)
+        build(backend, version, np.zeros((1, 1), np.int32), 2000)
     with pytest.raises(ValueError, match="k is 40, but it must be 1..32"):
-        build(backend, rung, random_topk(1, 64, 40), 64)
+        build(backend, version, random_topk(1, 64, 40), 64)
 
 
-def test_an_unknown_rung_is_refused():
-    with pytest.raises(ValueError, match="unknown rung of dispatch '2_bitmaps'. Did you mean '2_bitmap'"):
-        raw_dispatch.build(GOLDEN_TOPK_EXPERTS, 4, rung="2_bitmaps")
+def test_an_unknown_version_is_refused():
+    with pytest.raises(ValueError, match="unknown version of dispatch '2_bitmaps'. Did you mean '2_bitmap'"):
+        raw_dispatch.build(GOLDEN_TOPK_EXPERTS, 4, version="2_bitmaps")
 
 
 def test_too_many_rows_are_refused_before_anything_is_allocated():

@@ -1,4 +1,4 @@
-"""The expert stages in raw CUDA: every rung, dtype and activation on the CPU, what they ask of memory, and teeth."""
+"""The expert stages in raw CUDA: every version, dtype and activation on the CPU, what they ask of memory, and teeth."""
 
 import itertools
 from contextlib import nullcontext
@@ -23,8 +23,13 @@ from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import make_case, relative_error
 
 STAGES = {"expert_up": expert_up, "expert_down": expert_down, "combine": combine}
-RUNGS = {stage: getattr(module, "FORWARD_RUNGS", module.RUNGS) for stage, module in STAGES.items()}
-EVERY = [(stage, rung, dtype) for stage, rungs in RUNGS.items() for rung, able in rungs.items() for dtype in able]
+VERSIONS = {stage: getattr(module, "FORWARD_VERSIONS", module.VERSIONS) for stage, module in STAGES.items()}
+EVERY = [
+    (stage, version, dtype)
+    for stage, versions in VERSIONS.items()
+    for version, able in versions.items()
+    for dtype in able
+]
 RAGGED = make_case(137, 24, 72, 5, 3, "zipf", "no tile divides it")
 IN_PARTS_SIZES = 70, 304, 16, 3, 2
 IN_PARTS = make_case(*IN_PARTS_SIZES)
@@ -33,14 +38,14 @@ SEVERAL_TILES = make_case(333, 136, 264, 5, 2, "empty", "several tiles of the Ho
 DEEP = make_case(150, 328, 136, 3, 2, "empty", "more steps than a ring has stages")
 
 
-def opened(stage, rung, seed=0):
+def opened(stage, version, seed=0):
     """The stage as numpy functions on the SIMT executor."""
-    return on(stage, rung, Quick(seed=seed))
+    return on(stage, version, Quick(seed=seed))
 
 
-def on(stage, rung, executor):
+def on(stage, version, executor):
     """The stage as numpy functions on a given executor."""
-    options = {"executor": executor, "rung": rung}
+    options = {"executor": executor, "version": version}
     return OpenStage(STAGES[stage], nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
@@ -49,18 +54,20 @@ FORWARD = dict.fromkeys(gemm.TEACHING, comparisons.run_forward)
 EXPECT = dict.fromkeys(gemm.TEACHING, comparisons.expect_forward)
 
 
-def run(stage, rung, executor, case):
-    """Results of a rung on a given executor."""
-    return FORWARD.get(rung, comparisons.RUN[stage])(on(stage, rung, executor), case)
+def run(stage, version, executor, case):
+    """Results of a version on a given executor."""
+    return FORWARD.get(version, comparisons.RUN[stage])(on(stage, version, executor), case)
 
 
-def verdicts(stage, rung, case, dtype, executor=None):
-    """{direction: (error, bound)} of a rung on a case in a dtype."""
+def verdicts(stage, version, case, dtype, executor=None):
+    """{direction: (error, bound)} of a version on a case in a dtype."""
     rounded = case.astype(dtype)
-    found = run(stage, rung, executor or Quick(), rounded)
-    expect = EXPECT.get(rung, comparisons.EXPECT[stage])
+    found = run(stage, version, executor or Quick(), rounded)
+    expect = EXPECT.get(version, comparisons.EXPECT[stage])
     exact, peer = (expect(rounded, t) for t in (torch.float64, getattr(torch, dtype)))
-    return {d: comparisons.judge(found[d], exact[d], comparisons.precision(stage, rung, dtype), peer[d]) for d in exact}
+    return {
+        d: comparisons.judge(found[d], exact[d], comparisons.precision(stage, version, dtype), peer[d]) for d in exact
+    }
 
 
 def assert_right(*arguments, **options):
@@ -75,9 +82,9 @@ def assert_same_bits(found, expected):
             np.testing.assert_array_equal(found[direction][name], array, err_msg=name)
 
 
-@pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
-def test_a_ragged_shape(stage, rung, dtype):
-    assert_right(stage, rung, RAGGED, dtype)
+@pytest.mark.parametrize(("stage", "version", "dtype"), EVERY)
+def test_a_ragged_shape(stage, version, dtype):
+    assert_right(stage, version, RAGGED, dtype)
 
 
 @pytest.mark.parametrize("d", [1, 3, 34, 100, 264])  # packs of 1, 1, 2, 4 and 8 narrow elements
@@ -87,7 +94,7 @@ def test_the_rows_of_a_token_are_summed_at_every_width(d, dtype):
     assert_right("combine", "2_vector", case, dtype)
     assert_right("expert_up", "2_tiled", case, dtype)
     rounded = case.astype(dtype)
-    first, second = (comparisons.run_combine(opened("combine", rung), rounded) for rung in combine.RUNGS)
+    first, second = (comparisons.run_combine(opened("combine", version), rounded) for version in combine.VERSIONS)
     np.testing.assert_array_equal(first["forward"]["out"], second["forward"]["out"])
 
 
@@ -101,7 +108,9 @@ def test_a_token_of_more_slots_than_lanes_is_refused():
         expert_up.input_gradient(rows, rows, w1, w2, dispatch)
 
 
-@pytest.mark.parametrize(("stage", "rung"), [(stage, rung) for stage, rungs in RUNGS.items() for rung in rungs])
+@pytest.mark.parametrize(
+    ("stage", "version"), [(stage, version) for stage, versions in VERSIONS.items() for version in versions]
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -115,12 +124,12 @@ def test_a_token_of_more_slots_than_lanes_is_refused():
     ],
     ids=lambda case: case.name,
 )
-def test_hard_shapes(stage, rung, case):
-    assert_right(stage, rung, case, RUNGS[stage][rung][-1])
+def test_hard_shapes(stage, version, case):
+    assert_right(stage, version, case, VERSIONS[stage][version][-1])
 
 
 def blocks_that_stay(blocks, seed):
-    """An executor of a device with so many multiprocessors, each of which keeps a block of rung 7_persistent."""
+    """An executor of a device with so many multiprocessors, each of which keeps a block of 7_persistent."""
     executor = SimtExecutor(seed=seed)
     executor.multiprocessors = blocks
     return executor
@@ -144,64 +153,64 @@ def test_the_plain_build_of_the_hopper_kernels_is_right_too(stage):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
-    ("stage", "rung"), [(stage, rung) for stage in ("expert_up", "expert_down") for rung in RUNGS[stage]]
+    ("stage", "version"), [(stage, version) for stage in ("expert_up", "expert_down") for version in VERSIONS[stage]]
 )
-def test_every_activation(stage, rung, activation):
+def test_every_activation(stage, version, activation):
     case = make_case(37, 16, 24, 5, 2, activation=activation)
-    assert_right(stage, rung, case, RUNGS[stage][rung][0])
+    assert_right(stage, version, case, VERSIONS[stage][version][0])
 
 
-@pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
-def test_every_order_of_threads_gives_the_same_bits(stage, rung, dtype):
+@pytest.mark.parametrize(("stage", "version", "dtype"), EVERY)
+def test_every_order_of_threads_gives_the_same_bits(stage, version, dtype):
     case = make_case(70, 16, 24, 3, 2).astype(dtype)
-    first, second = (run(stage, rung, Quick(seed=seed), case) for seed in (0, 7))
+    first, second = (run(stage, version, Quick(seed=seed), case) for seed in (0, 7))
     assert_same_bits(second, first)
 
 
 @pytest.mark.parametrize("dtype", gemm.NARROW)
-@pytest.mark.parametrize("rung", gemm.TEACHING)
+@pytest.mark.parametrize("version", gemm.TEACHING)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_the_teaching_versions_have_the_bits_of_the_hopper_kernel(rung, dtype, activation):
+def test_the_teaching_versions_have_the_bits_of_the_hopper_kernel(version, dtype, activation):
     """Each result is the same chain of products, 16 of the depth at a time."""
     case = make_case(150, 328, 264, 3, 2, "empty", activation=activation).astype(dtype)
-    found, expected = (run_forward_on(version, case) for version in (rung, gemm.HOPPER))
+    found, expected = (run_forward_on(version, case) for version in (version, gemm.HOPPER))
     assert_same_bits(found, expected)
 
 
-def run_forward_on(rung, case):
-    return comparisons.run_forward(opened("expert_up", rung, seed=2), case)
+def run_forward_on(version, case):
+    return comparisons.run_forward(opened("expert_up", version, seed=2), case)
 
 
-@pytest.mark.parametrize("rung", gemm.TEACHING)
-def test_what_a_teaching_version_stores_depends_on_no_policy(rung):
+@pytest.mark.parametrize("version", gemm.TEACHING)
+def test_what_a_teaching_version_stores_depends_on_no_policy(version):
     case = RAGGED.astype("bfloat16")
     arguments = case.x, *case.weights[1:3], build_by_sort(case.topk_experts, case.E), case.activation
-    whole = expert_up.forward(*arguments, executor=Quick(), rung=rung)
+    whole = expert_up.forward(*arguments, executor=Quick(), version=version)
     for stores in (("a",), ("y_swi",)):
-        part = expert_up.forward(*arguments, stores, executor=Quick(), rung=rung)
+        part = expert_up.forward(*arguments, stores, executor=Quick(), version=version)
         kept = [array is not None for array in part]
         assert kept == ([True, True, False] if stores == ("a",) else [False, False, True])
         for found, expected in zip(part, whole, strict=True):
             assert found is None or np.array_equal(found, expected)
 
 
-@pytest.mark.parametrize("rung", gemm.TEACHING)
-def test_a_teaching_version_has_no_backward(rung):
+@pytest.mark.parametrize("version", gemm.TEACHING)
+def test_a_teaching_version_has_no_backward(version):
     case = RAGGED.astype("bfloat16")
     dispatch, (d_a, d_b) = build_by_sort(case.topk_experts, case.E), comparisons.d_hidden(case)
-    with pytest.raises(ValueError, match=f"unknown rung of expert_up '{rung}'"):
-        expert_up.input_gradient(d_a, d_b, *case.weights[1:3], dispatch, rung=rung)
-    with pytest.raises(ValueError, match=f"unknown rung of expert_up '{rung}'"):
-        expert_up.weight_gradient(d_a, case.x, dispatch, rung=rung)
-    assert rung not in layer.RUNGS and rung not in expert_down.RUNGS
+    with pytest.raises(ValueError, match=f"unknown version of expert_up '{version}'"):
+        expert_up.input_gradient(d_a, d_b, *case.weights[1:3], dispatch, version=version)
+    with pytest.raises(ValueError, match=f"unknown version of expert_up '{version}'"):
+        expert_up.weight_gradient(d_a, case.x, dispatch, version=version)
+    assert version not in layer.VERSIONS and version not in expert_down.VERSIONS
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize(("rung", "dtype"), [(rung, dtype) for s, rung, dtype in EVERY if s == "expert_down"])
-def test_the_gradients_of_a_and_b_may_take_their_places(rung, dtype, activation):
+@pytest.mark.parametrize(("version", "dtype"), [(version, dtype) for s, version, dtype in EVERY if s == "expert_down"])
+def test_the_gradients_of_a_and_b_may_take_their_places(version, dtype, activation):
     case = make_case(137, 24, 72, 5, 3, "zipf", activation=activation).astype(dtype)
     a, b, _, gates = comparisons.hidden(case)
-    dispatch, how = build_by_sort(case.topk_experts, case.E), {"executor": SimtExecutor(seed=5), "rung": rung}
+    dispatch, how = build_by_sort(case.topk_experts, case.E), {"executor": SimtExecutor(seed=5), "version": version}
 
     def gradients(a, b, **options):
         operands = case.d_out, gates, a, b, case.weights.w3, dispatch, activation
@@ -217,36 +226,36 @@ def test_the_gradients_of_a_and_b_may_take_their_places(rung, dtype, activation)
 # ---- bytes -----------------------------------------------------------------------------------
 
 
-def counted(stage, rung, case):
+def counted(stage, version, case):
     """The launches of a stage's forward and backward."""
     executor = SimtExecutor()
     with executor.recording() as launches:
-        run(stage, rung, executor, case)
+        run(stage, version, executor, case)
     return launches
 
 
-def header_symbols(rung, case, tile=None):
+def header_symbols(version, case, tile=None):
     """What the formulas of a header mean for a case."""
     offsets = build_by_sort(case.topk_experts, case.E).expert_token_offsets
     lengths = np.diff(offsets)
     d, h = case.weights.w1.shape[1:]
-    rows, columns = {"2_tiled": (64, 64), "7_persistent": (128, 256)}.get(rung, (1, 64))
+    rows, columns = {"2_tiled": (64, 64), "7_persistent": (128, 256)}.get(version, (1, 64))
     s, G = np.dtype(case.x.dtype).itemsize, 1 + is_gated(case.activation)
     symbols = {
         **{"L": case.L, "d": d, "h": h, "E": case.E, "k": case.k, "R": case.L * case.k, "THREADS": 256},
         **{"s": s, "G": G, "P": 1, "Y": 1},
         **{"C": -(-h // columns), "D": -(-d // columns), "W": -(-d // 128)},
     }
-    if rung in gemm.TEACHING:
-        tile = tiles.FIXED[rung]
+    if version in gemm.TEACHING:
+        tile = tiles.FIXED[version]
         rows = tile.rows
         symbols |= tile.constants(s) | {"C": -(-G * h // tile.columns)}
-    elif "mma" in rung:
-        tile = tile or tiles.DEFAULTS[rung]
+    elif "mma" in version:
+        tile = tile or tiles.DEFAULTS[version]
         rows, columns = tile.rows, tile.columns
         symbols |= tile.symbols(s, d, h, G)
     return symbols | {
-        **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if rung == "1_naive" else -(-h // columns)},
+        **{"tiles": int((-(-lengths // rows)).sum()), "terms": h if version == "1_naive" else -(-h // columns)},
         **{"X": int((lengths > 0).sum()), "boxes": rows_in_boxes(offsets, rows)},
     }
 
@@ -264,35 +273,35 @@ def assert_as_stated(launch, header, symbols):
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "silu"])
-@pytest.mark.parametrize(("stage", "rung", "dtype"), EVERY)
-def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, rung, dtype, activation):
+@pytest.mark.parametrize(("stage", "version", "dtype"), EVERY)
+def test_the_kernels_ask_for_the_bytes_that_their_headers_state(stage, version, dtype, activation):
     case = make_case(137, 24, 72, 5, 3, "zipf", activation=activation).astype(dtype)
-    headers = stated(gemm.file_of(stage, rung))
+    headers = stated(gemm.file_of(stage, version))
     if stage == "expert_down":
         headers |= stated("expert_down/0_gates.cu")
-    if stage == "expert_up" and rung != "1_naive" and rung not in gemm.TEACHING:
+    if stage == "expert_up" and version != "1_naive" and version not in gemm.TEACHING:
         headers |= stated("expert_up/0_sum_rows.cu")
-    if rung == "2_vector":  # its backward is the first rung's
+    if version == "2_vector":  # its backward is the first version's
         headers = stated("combine/1_gather.cu") | headers
-    launches = counted(stage, rung, case)
+    launches = counted(stage, version, case)
     assert {launch.kernel for launch in launches} == headers.keys()
     for launch in launches:
-        assert_as_stated(launch, headers[launch.kernel], header_symbols(rung, case))
+        assert_as_stated(launch, headers[launch.kernel], header_symbols(version, case))
 
 
-@pytest.mark.parametrize("rung", gemm.TEACHING)
-def test_the_teaching_versions_launch_what_their_headers_state(rung):
+@pytest.mark.parametrize("version", gemm.TEACHING)
+def test_the_teaching_versions_launch_what_their_headers_state(version):
     case = SEVERAL_TILES.astype("float16")
-    (launch,), symbols = counted("expert_up", rung, case), header_symbols(rung, case)
-    header = stated(f"expert_up/{rung}.cu")["expert_up"]
+    (launch,), symbols = counted("expert_up", version, case), header_symbols(version, case)
+    header = stated(f"expert_up/{version}.cu")["expert_up"]
     assert_as_stated(launch, header, symbols)
-    assert launch.block == (tiles.FIXED[rung].threads, 1, 1)
-    static = _static_shared_bytes(KernelSource.read(f"expert_up/{rung}.cu", CONSTANTS_OF[rung]), "expert_up")
-    assert 0 <= static + tiles.FIXED[rung].shared_bytes - evaluate(header.shared, symbols) < 16
+    assert launch.block == (tiles.FIXED[version].threads, 1, 1)
+    static = _static_shared_bytes(KernelSource.read(f"expert_up/{version}.cu", CONSTANTS_OF[version]), "expert_up")
+    assert 0 <= static + tiles.FIXED[version].shared_bytes - evaluate(header.shared, symbols) < 16
     assert launch.shared.bank_conflicts == 0
 
 
-CONSTANTS_OF = {rung: gemm.constants("float16", "swiglu", tile) for rung, tile in tiles.FIXED.items()}
+CONSTANTS_OF = {version: gemm.constants("float16", "swiglu", tile) for version, tile in tiles.FIXED.items()}
 
 
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
@@ -340,7 +349,7 @@ def output_in_parts(executor, dtype):
         comparisons.hidden(case),
         case.weights.w3,
     )
-    options = {"executor": executor, "rung": "7_persistent"}
+    options = {"executor": executor, "version": "7_persistent"}
     y = expert_down.forward(y_swi, w3, dispatch, **options)
     whole = combine.forward(y, gates, dispatch, executor=executor)
     return whole, expert_down.output_in_parts(y_swi, w3, gates, dispatch, **options)
@@ -398,7 +407,7 @@ def test_a_combine_in_parts_has_the_bits_of_the_whole(widths):
         ({"parts": (np.ones((5, 8), np.float32),)}, ValueError, r"parts\[0\] has shape \(5, 8\)"),
         ({"gates": np.ones((2, 2), np.float32)}, ValueError, "gates has shape"),
         ({"dispatch": None}, TypeError, "dispatch is a NoneType"),
-        ({"rung": "1_gather"}, ValueError, "unknown rung of combine in parts '1_gather'"),
+        ({"version": "1_gather"}, ValueError, "unknown version of combine in parts '1_gather'"),
     ],
 )
 def test_a_combine_in_parts_of_wrong_operands_raises(change, error, message):
@@ -415,7 +424,7 @@ def test_a_layer_in_parts_of_its_columns_is_the_same(policy, monkeypatch):
         executor = Quick()
         with executor.recording() as launches:
             out, *_, saved = layer.forward(
-                case.x, case.weights, case.k, policy=policy, executor=executor, rung="7_persistent"
+                case.x, case.weights, case.k, policy=policy, executor=executor, version="7_persistent"
             )
         return out, saved.tensors(), [launch.kernel for launch in launches].count("combine")
 
@@ -440,13 +449,13 @@ def test_an_output_in_parts_of_wrong_operands_raises(change, error, message, mon
     monkeypatch.setattr(gemm, "MANY_ELEMENTS", 0)
     case = IN_PARTS.astype("float16")
     *_, y_swi, gates = comparisons.hidden(case)
-    operands = {"y_swi": y_swi, "w3": case.weights.w3, "gates": gates, "rung": "7_persistent"} | change
+    operands = {"y_swi": y_swi, "w3": case.weights.w3, "gates": gates, "version": "7_persistent"} | change
     with pytest.raises(error, match=message):
         expert_down.output_in_parts(**operands, dispatch=build_by_sort(case.topk_experts, case.E))
 
 
 @pytest.mark.parametrize(
-    ("rung", "sizes", "parts"),
+    ("version", "sizes", "parts"),
     [
         ("7_persistent", (2**18, 2048, 768), [(0, 1024), (1024, 1024)]),  # qwen3
         ("7_persistent", (2**18, 1536, 256), [(0, 768), (768, 768)]),
@@ -458,16 +467,16 @@ def test_an_output_in_parts_of_wrong_operands_raises(change, error, message, mon
         ("7_persistent", (0, 2048, 768), [(0, 2048)]),
     ],
 )
-def test_which_columns_of_the_rows_exist_together(rung, sizes, parts):
-    assert gemm.parts_of_rows(rung, *sizes) == parts
+def test_which_columns_of_the_rows_exist_together(version, sizes, parts):
+    assert gemm.parts_of_rows(version, *sizes) == parts
 
 
-def assert_tile(stage, rung, tile, case):
+def assert_tile(stage, version, tile, case):
     """Right in this tile; its kernels ask for what their headers state, and no banks conflict."""
-    executor, headers = SimtExecutor(seed=2), stated(gemm.file_of(stage, rung))
+    executor, headers = SimtExecutor(seed=2), stated(gemm.file_of(stage, version))
     with tiles.trying(tile), executor.recording() as launches:
-        assert_right(stage, rung, case, STAGES[stage].RUNGS[rung][-1], executor=executor)
-    symbols = header_symbols(rung, case.astype(STAGES[stage].RUNGS[rung][-1]), tile)
+        assert_right(stage, version, case, STAGES[stage].VERSIONS[version][-1], executor=executor)
+    symbols = header_symbols(version, case.astype(STAGES[stage].VERSIONS[version][-1]), tile)
     launches = [launch for launch in launches if launch.kernel in headers]
     assert {launch.kernel for launch in launches} == headers.keys()
     for launch in launches:
@@ -476,10 +485,10 @@ def assert_tile(stage, rung, tile, case):
         assert launch.shared.bank_conflicts == 0
 
 
-@pytest.mark.parametrize("rung", ["3_mma", gemm.TF32])
+@pytest.mark.parametrize("version", ["3_mma", gemm.TF32])
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
-def test_several_small_tiles(stage, rung):
-    assert_tile(stage, rung, SMALL, RAGGED)
+def test_several_small_tiles(stage, version):
+    assert_tile(stage, version, SMALL, RAGGED)
 
 
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
@@ -496,17 +505,17 @@ def test_a_block_in_tiles_has_the_shared_memory_that_its_header_states(stage):
 
 
 OTHER_TILES = [  # than the defaults, which every other test runs; bands alone change no code
-    (rung, tile)
-    for rung in ("3_mma", gemm.TF32)
-    for tile in dict.fromkeys(replace(tile, band=2) for tile in tiles.CANDIDATES[rung][1:])
+    (version, tile)
+    for version in ("3_mma", gemm.TF32)
+    for tile in dict.fromkeys(replace(tile, band=2) for tile in tiles.CANDIDATES[version][1:])
 ]
 
 
-@pytest.mark.parametrize(("rung", "tile"), OTHER_TILES)
-def test_every_tile_that_may_be_chosen(rung, tile):
+@pytest.mark.parametrize(("version", "tile"), OTHER_TILES)
+def test_every_tile_that_may_be_chosen(version, tile):
     case = make_case(150, 40, 264, 3, 2, "zipf", "several tiles each way")
     for stage in ("expert_up", "expert_down"):
-        assert_tile(stage, rung, tile, case)
+        assert_tile(stage, version, tile, case)
 
 
 def conflicts(executor):
@@ -532,18 +541,18 @@ def test_finished_tiles_in_plain_rows_would_meet_bank_conflicts(monkeypatch):
 
 
 @pytest.mark.parametrize("stores", [("a", "b"), ("y_swi",)], ids="+".join)
-@pytest.mark.parametrize(("rung", "dtype"), [(rung, able[0]) for rung, able in expert_up.RUNGS.items()])
-def test_the_up_projection_writes_what_the_policy_stores_and_nothing_else(rung, dtype, stores):
+@pytest.mark.parametrize(("version", "dtype"), [(version, able[0]) for version, able in expert_up.VERSIONS.items()])
+def test_the_up_projection_writes_what_the_policy_stores_and_nothing_else(version, dtype, stores):
     case, executor = RAGGED.astype(dtype), SimtExecutor()
     inputs = case.x, *case.weights[1:3], build_by_sort(case.topk_experts, case.E), case.activation
-    everything = expert_up.forward(*inputs, executor=executor, rung=rung)
+    everything = expert_up.forward(*inputs, executor=executor, version=version)
     with executor.recording() as launches:
-        found = expert_up.forward(*inputs, stores=stores, executor=executor, rung=rung)
+        found = expert_up.forward(*inputs, stores=stores, executor=executor, version=version)
     for name, array, expected in zip(("a", "b", "y_swi"), found, everything, strict=True):
         assert (array is not None) == (name in stores)
         assert array is None or np.array_equal(array, expected)
-    symbols = header_symbols(rung, case) | {"P": int("a" in stores), "Y": int("y_swi" in stores)}
-    assert_as_stated(*launches, stated(gemm.file_of("expert_up", rung))["expert_up"], symbols)
+    symbols = header_symbols(version, case) | {"P": int("a" in stores), "Y": int("y_swi" in stores)}
+    assert_as_stated(*launches, stated(gemm.file_of("expert_up", version))["expert_up"], symbols)
 
 
 @pytest.mark.parametrize("dtype", gemm.WIDE)
@@ -711,8 +720,8 @@ def test_a_tokens_rows_are_added_in_the_order_of_its_experts():
 
 def sum_symbols(case, tile=None):
     """Those of the headers of both files."""
-    rung = gemm.portable_rung(str(case.x.dtype), *case.weights.w1.shape[1:])
-    return header_symbols(rung, case, tile)
+    version = gemm.portable_version(str(case.x.dtype), *case.weights.w1.shape[1:])
+    return header_symbols(version, case, tile)
 
 
 def assert_sums_as_stated(launches, file, symbols):
@@ -807,7 +816,7 @@ def test_a_planted_fault_of_the_sums_is_caught(fault, dtype):
         ({"gates": np.ones((137, 2), np.float32)}, ValueError, "gates"),
         ({"gates": np.ones((137, 3))}, TypeError, "gates has dtype float64, but it must be float32"),
         ({"w3": np.ones((5, 71, 24), np.float32)}, ValueError, "w3"),
-        ({"rung": "2_tiled"}, ValueError, "unknown rung of expert_down '2_tiled'.*as_printed"),
+        ({"version": "2_tiled"}, ValueError, "unknown version of expert_down '2_tiled'.*as_printed"),
     ],
 )
 def test_a_sum_of_wrong_operands_raises(change, error, message):
@@ -824,7 +833,7 @@ def test_the_papers_forward_keeps_what_the_policy_says_and_never_has_y(policy):
     arguments = case.x, case.weights, case.k, case.activation, policy
     expected = layer.forward(*arguments, executor=executor)
     with executor.recording() as launches:
-        found = layer.forward(*arguments, executor=executor, rung="as_printed")
+        found = layer.forward(*arguments, executor=executor, version="as_printed")
     kernels = [launch.kernel for launch in launches]
     assert kernels[-case.E - 2 :] == ["gate_rows", *["add_expert"] * case.E, "round_sums"]
     assert not {"expert_down", "combine"} & {*kernels}
@@ -837,17 +846,17 @@ def test_the_papers_forward_keeps_what_the_policy_says_and_never_has_y(policy):
 # ---- doors -----------------------------------------------------------------------------------
 
 
-def test_a_rung_says_which_dtypes_and_widths_it_takes():
+def test_a_version_says_which_dtypes_and_widths_it_takes():
     case = make_case(5, 12, 16, 3, 2)
     dispatch, (_, w1, w2, _) = build_by_sort(case.topk_experts, case.E), case.astype("float32").weights
     x = case.x.astype("float32")
-    with pytest.raises(TypeError, match="rung 3_mma of expert_up computes in float16 or bfloat16, but x is float32"):
-        expert_up.forward(x, w1, w2, dispatch, "swiglu", rung="3_mma")
+    with pytest.raises(TypeError, match="3_mma of expert_up computes in float16 or bfloat16, but x is float32"):
+        expert_up.forward(x, w1, w2, dispatch, "swiglu", version="3_mma")
     narrow = [array.astype(ml_dtypes.bfloat16) for array in (x, w1, w2)]
-    with pytest.raises(ValueError, match="d is 12, but rung 3_mma needs a multiple of 8; use rung 2_tiled"):
-        expert_up.forward(*narrow, dispatch, "swiglu", rung="3_mma")
-    with pytest.raises(ValueError, match="unknown rung of expert_up '2_tile'. Did you mean '2_tiled'"):
-        expert_up.forward(x, w1, w2, dispatch, "swiglu", rung="2_tile")
+    with pytest.raises(ValueError, match="d is 12, but 3_mma needs a multiple of 8; use 2_tiled"):
+        expert_up.forward(*narrow, dispatch, "swiglu", version="3_mma")
+    with pytest.raises(ValueError, match="unknown version of expert_up '2_tile'. Did you mean '2_tiled'"):
+        expert_up.forward(x, w1, w2, dispatch, "swiglu", version="2_tile")
     with pytest.raises(TypeError, match="w1 has dtype float32, but it must be bfloat16"):
         expert_up.forward(narrow[0], w1, w2, dispatch, "swiglu")
 
@@ -1683,8 +1692,8 @@ TEACHING_FAULTS = {
     },
 }
 FAULTS |= {
-    f"{rung}: {fault}": ("expert_up", rung, *change)
-    for rung, faults in TEACHING_FAULTS.items()
+    f"{version}: {fault}": ("expert_up", version, *change)
+    for version, faults in TEACHING_FAULTS.items()
     for fault, change in faults.items()
 }
 # Where d_x is made in two parts, the second of 48 columns.
@@ -1711,16 +1720,16 @@ SEVERAL_TURNS = make_case(21, 264, 8, 7, 6, "zipf")  # of packs and of rows in f
 
 def planted(fault, **constants):
     """An executor with this fault."""
-    stage, rung, right, wrong = FAULTS[fault]
-    executor = Planted(gemm.file_of(stage, rung), right, wrong, seed=3, **constants)
-    executor.multiprocessors = 2  # so that a block of rung 7_persistent has several tiles
+    stage, version, right, wrong = FAULTS[fault]
+    executor = Planted(gemm.file_of(stage, version), right, wrong, seed=3, **constants)
+    executor.multiprocessors = 2  # so that a block of 7_persistent has several tiles
     return executor
 
 
-def assert_caught(fault, stage, rung, case, dtype, **constants):
+def assert_caught(fault, stage, version, case, dtype, **constants):
     """A kernel stops, the next one's door finds no number in what this one left, or an error exceeds its bound."""
     try:
-        judged = verdicts(stage, rung, case, dtype, planted(fault, **constants))
+        judged = verdicts(stage, version, case, dtype, planted(fault, **constants))
     except KernelFault:
         return
     except ValueError as refused:
@@ -1751,12 +1760,12 @@ def test_a_planted_fault_of_one_stage_is_caught(fault):
     "fault", [fault for fault in FAULTS if fault not in PART_FAULTS | OUTPUT_PART_FAULTS | ONE_STAGE_FAULTS]
 )
 def test_a_planted_fault_is_caught(fault):
-    stage, rung = FAULTS[fault][:2]
-    case = {"2_vector": SEVERAL_TURNS, "0_sum_rows": SEVERAL_TURNS}.get(rung, RAGGED)
-    if rung == gemm.HOPPER:
+    stage, version = FAULTS[fault][:2]
+    case = {"2_vector": SEVERAL_TURNS, "0_sum_rows": SEVERAL_TURNS}.get(version, RAGGED)
+    if version == gemm.HOPPER:
         case = SEVERAL_TILES
-    if rung in gemm.TEACHING:
+    if version in gemm.TEACHING:
         case = DEEP
-    rung = {"0_gates": "1_naive", "0_sum_rows": "2_tiled"}.get(rung, rung)
-    with tiles.trying(SMALL) if rung in tiles.CANDIDATES and "mma" in rung else nullcontext():
-        assert_caught(fault, stage, rung, case, RUNGS[stage][rung][0])
+    version = {"0_gates": "1_naive", "0_sum_rows": "2_tiled"}.get(version, version)
+    with tiles.trying(SMALL) if version in tiles.CANDIDATES and "mma" in version else nullcontext():
+        assert_caught(fault, stage, version, case, VERSIONS[stage][version][0])

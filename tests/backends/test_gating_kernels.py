@@ -24,24 +24,24 @@ from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import relative_error
 
-RUNGS = tuple(raw_gating.RUNGS)
-HERE = [("numba", None), *(("simt", rung) for rung in RUNGS)]  # the backends that need no GPU
+VERSIONS = tuple(raw_gating.VERSIONS)
+HERE = [("numba", None), *(("simt", version) for version in VERSIONS)]  # the backends that need no GPU
 BOUND = 1e-5
 D_LOSS = 0.7
 
-every_backend = pytest.mark.parametrize(("backend", "rung"), HERE)
-every_rung = pytest.mark.parametrize("rung", RUNGS)
+every_backend = pytest.mark.parametrize(("backend", "version"), HERE)
+every_version = pytest.mark.parametrize("version", VERSIONS)
 renormalized_or_not = pytest.mark.parametrize("renormalize", [False, True])
 
 
-def opened(backend, rung):
+def opened(backend, version):
     """The stage of a backend, its outputs poisoned before they are written."""
-    return BACKENDS[backend].open("gating", rung)
+    return BACKENDS[backend].open("gating", version)
 
 
-def on(executor, rung):
+def on(executor, version):
     """The raw CUDA stage on a given executor."""
-    options = {"executor": executor, "rung": rung}
+    options = {"executor": executor, "version": version}
     return OpenStage(raw_gating, nullcontext, executor.from_numpy, executor.to_numpy, options)
 
 
@@ -127,20 +127,20 @@ LARGE = [
 
 @renormalized_or_not
 @pytest.mark.parametrize(
-    ("backend", "rung", "num_tokens", "num_experts", "k"),
+    ("backend", "version", "num_tokens", "num_experts", "k"),
     [(*where, *shape) for where in HERE for shape in (SMALL if where[0] == "numba" else SMALL + LARGE)],
 )
-def test_the_specification_is_met(backend, rung, num_tokens, num_experts, k, renormalize):
-    assert_right(opened(backend, rung), make_logits(num_tokens, num_experts), k, renormalize)
+def test_the_specification_is_met(backend, version, num_tokens, num_experts, k, renormalize):
+    assert_right(opened(backend, version), make_logits(num_tokens, num_experts), k, renormalize)
 
 
 @every_backend
 @pytest.mark.parametrize("step", [0.5, 2.0])
-def test_many_ties_are_broken_as_the_specification_does(backend, rung, step):
+def test_many_ties_are_broken_as_the_specification_does(backend, version, step):
     num_tokens, num_experts, k = (19, 7, 4) if backend == "numba" else (70, 150, 20)
     logits = make_logits(num_tokens, num_experts, step)
     assert (logits == 0).any() and np.signbit(logits[logits == 0]).any()
-    assert_right(opened(backend, rung), logits, k)
+    assert_right(opened(backend, version), logits, k)
 
 
 def hard_rows(num_experts):
@@ -163,10 +163,10 @@ def hard_rows(num_experts):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # a difference may be -inf, whose exp is 0
 @every_backend
-def test_hard_logits_are_chosen_from_exactly_and_nothing_overflows(backend, rung):
+def test_hard_logits_are_chosen_from_exactly_and_nothing_overflows(backend, version):
     logits = hard_rows(5 if backend == "numba" else 64)
     for k in (1, 3, logits.shape[1] // 2):
-        found = opened(backend, rung).forward(logits, k)
+        found = opened(backend, version).forward(logits, k)
         exact = reference.forward(logits.astype(np.float64), k)
         np.testing.assert_array_equal(found.topk_experts, reference.top_k(logits, k))
         for row in range(len(logits)):
@@ -174,7 +174,7 @@ def test_hard_logits_are_chosen_from_exactly_and_nothing_overflows(backend, rung
             assert relative_error(found.gates[row], exact.gates[row]) < BOUND
 
 
-def launch_unchecked(rung, logits, k, renormalize):
+def launch_unchecked(version, logits, k, renormalize):
     """softmax_top_k without a door before it: a Gating, poisoned where the kernel wrote nothing."""
     executor = SimtExecutor()
     E = logits.shape[1]
@@ -183,9 +183,9 @@ def launch_unchecked(rung, logits, k, renormalize):
         executor.empty((len(logits), k), "int32"),
         executor.empty((len(logits), k), "float32"),
     )
-    module = executor.load(f"gating/{rung}.cu", **raw_gating.constants(rung, E, renormalize))
-    grid = -(-len(logits) // raw_gating.TOKENS[rung])
-    sizes = {"shared_bytes": raw_gating.list_bytes(rung, E), "L": len(logits), "E": E, "k": k}
+    module = executor.load(f"gating/{version}.cu", **raw_gating.constants(version, E, renormalize))
+    grid = -(-len(logits) // raw_gating.TOKENS[version])
+    sizes = {"shared_bytes": raw_gating.list_bytes(version, E), "L": len(logits), "E": E, "k": k}
     module.launch("softmax_top_k", grid, raw_gating.THREADS, logits=logits, **gating._asdict(), **sizes)
     return gating
 
@@ -201,12 +201,12 @@ def spoiled_logits(num_experts):
     return np.concatenate([spoiled, whole_rows])
 
 
-@every_rung
+@every_version
 @renormalized_or_not
 @pytest.mark.parametrize(("num_experts", "k"), [(1, 1), (5, 5), (33, 4), (40, 32), (128, 8)])
-def test_logits_that_are_no_numbers_still_choose_k_experts(rung, renormalize, num_experts, k):
+def test_logits_that_are_no_numbers_still_choose_k_experts(version, renormalize, num_experts, k):
     logits = spoiled_logits(num_experts)
-    found = launch_unchecked(rung, logits, k, renormalize)
+    found = launch_unchecked(version, logits, k, renormalize)
     ids = np.broadcast_to(np.arange(num_experts), logits.shape)
     best_first = np.lexsort((ids, -logits, ~np.isnan(logits)))  # NaN before infinity, then by logit and id
     np.testing.assert_array_equal(found.topk_experts, best_first[:, :k])
@@ -222,24 +222,24 @@ def test_logits_that_are_no_numbers_still_choose_k_experts(rung, renormalize, nu
 
 
 @every_backend
-def test_a_renormalised_single_gate_is_one_and_has_no_gradient(backend, rung):
-    stage, logits = opened(backend, rung), make_logits(9, 5)
+def test_a_renormalised_single_gate_is_one_and_has_no_gradient(backend, version):
+    stage, logits = opened(backend, version), make_logits(9, 5)
     found = stage.forward(logits, 1, renormalize=True)
     assert np.array_equal(found.gates, np.ones((9, 1)))
     assert not stage.backward(np.full((9, 1), 3.0, np.float32), logits, found.topk_experts, renormalize=True).any()
 
 
 @every_backend
-def test_balanced_routing_has_loss_one_and_collapsed_routing_has_loss_e(backend, rung):
-    stage = opened(backend, rung)
+def test_balanced_routing_has_loss_one_and_collapsed_routing_has_loss_e(backend, version):
+    stage = opened(backend, version)
     one_each = np.arange(8, dtype=np.int32)[:, None]
     assert stage.load_balancing_loss(np.full((8, 8), 1 / 8, np.float32), one_each) == 1.0
     assert stage.load_balancing_loss(np.eye(8, dtype=np.float32)[np.zeros(8, int)], np.zeros((8, 1), np.int32)) == 8.0
 
 
 @every_backend
-def test_kinds_and_shapes_of_the_results(backend, rung):
-    stage, logits = opened(backend, rung), make_logits(9, 5)
+def test_kinds_and_shapes_of_the_results(backend, version):
+    stage, logits = opened(backend, version), make_logits(9, 5)
     gating = stage.forward(logits, 2)
     d_gates = np.ones((9, 2), np.float32)
     chosen = gating.probs, gating.topk_experts
@@ -257,8 +257,8 @@ def test_kinds_and_shapes_of_the_results(backend, rung):
 
 @every_backend
 @renormalized_or_not
-def test_no_tokens(backend, rung, renormalize):
-    stage, logits = opened(backend, rung), np.empty((0, 4), np.float32)
+def test_no_tokens(backend, version, renormalize):
+    stage, logits = opened(backend, version), np.empty((0, 4), np.float32)
     probs, topk_experts, gates = stage.forward(logits, 2, renormalize)
     assert (probs.shape, topk_experts.shape, gates.shape) == ((0, 4), (0, 2), (0, 2))
     assert stage.load_balancing_loss(probs, topk_experts) == 0.0 and stage.router_z_loss(logits) == 0.0
@@ -268,7 +268,7 @@ def test_no_tokens(backend, rung, renormalize):
 @every_backend
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_random_shapes(backend, rung, data):
+def test_random_shapes(backend, version, data):
     most_tokens, most_experts = (11, 6) if backend == "numba" else (280, 200)
     num_tokens, num_experts = data.draw(st.integers(0, most_tokens)), data.draw(st.integers(1, most_experts))
     k = data.draw(st.integers(1, min(num_experts, 32)))
@@ -276,13 +276,13 @@ def test_random_shapes(backend, rung, data):
     logits = rng.uniform(0.5, 4.5, (num_tokens, num_experts))  # logsumexp keeps away from 0
     if data.draw(st.booleans()):
         logits = np.ceil(logits)  # five values: ties nearly everywhere
-    assert_right(opened(backend, rung), logits.astype(np.float32), k, data.draw(st.booleans()))
+    assert_right(opened(backend, version), logits.astype(np.float32), k, data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize("backend", ["numba", "simt"])
 def test_the_cross_check_passes(backend):
     rows = check.run(["gating"], [backend])
-    assert {row.rung for row in rows} == {rung for name, rung in HERE if name == backend}
+    assert {row.version for row in rows} == {version for name, version in HERE if name == backend}
     assert {row.direction for row in rows} == {"forward", "backward"} and check.passed(rows)
 
 
@@ -302,23 +302,25 @@ def results(stage, logits, k):
     ]
 
 
-@every_rung
+@every_version
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_every_order_of_threads_gives_the_same_bits(rung, seed):
+def test_every_order_of_threads_gives_the_same_bits(version, seed):
     logits = make_logits(280, 70, step=0.5)
-    for array, expected in zip(*(results(on(SimtExecutor(seed=s), rung), logits, 5) for s in (seed, 0)), strict=True):
+    for array, expected in zip(
+        *(results(on(SimtExecutor(seed=s), version), logits, 5) for s in (seed, 0)), strict=True
+    ):
         np.testing.assert_array_equal(array, expected)
 
 
-@every_rung
+@every_version
 @renormalized_or_not
-def test_the_plain_build_is_right_too(rung, renormalize):
-    assert_right(on(SimtExecutor(instrumented=False), rung), make_logits(2000, 70, step=0.5), 5, renormalize)
+def test_the_plain_build_is_right_too(version, renormalize):
+    assert_right(on(SimtExecutor(instrumented=False), version), make_logits(2000, 70, step=0.5), 5, renormalize)
 
 
 def test_a_warp_is_the_default():
     logits = make_logits(9, 5)
-    assert raw_gating.DEFAULT_RUNG == "2_warp"
+    assert raw_gating.DEFAULT_VERSION == "2_warp"
     np.testing.assert_array_equal(raw_gating.forward(logits, 2).topk_experts, reference.top_k(logits, 2))
 
 
@@ -329,24 +331,26 @@ def test_the_lanes_have_a_place_for_every_column(num_experts, columns):
     assert raw_gating.constants("2_warp", num_experts)["PER_LANE"] == columns
 
 
-@every_rung
+@every_version
 @renormalized_or_not
 @pytest.mark.parametrize("d_loss", [0.0, 0.5])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(300, 16, 4), (1, 33, 32), (257, 130, 1)])
-def test_the_kernels_ask_for_the_bytes_that_their_headers_state(rung, num_tokens, num_experts, k, d_loss, renormalize):
+def test_the_kernels_ask_for_the_bytes_that_their_headers_state(
+    version, num_tokens, num_experts, k, d_loss, renormalize
+):
     executor = SimtExecutor()
-    stage, logits = on(executor, rung), make_logits(num_tokens, num_experts)
+    stage, logits = on(executor, version), make_logits(num_tokens, num_experts)
     with executor.recording() as launches:
         gating = stage.forward(logits, k, renormalize)
         stage.load_balancing_loss(*gating[:2])
         stage.router_z_loss(logits)
         stage.backward(gating.gates, logits, gating.topk_experts, renormalize, d_loss)
-    headers = stated(f"gating/{rung}.cu") | stated("gating/0_sums.cu")
+    headers = stated(f"gating/{version}.cu") | stated("gating/0_sums.cu")
     assert {launch.kernel for launch in launches} == headers.keys()
     symbols = {"L": num_tokens, "E": num_experts, "k": k, "R": num_tokens * k, "RENORMALIZE": int(renormalize)}
     symbols |= {"BALANCE": int(d_loss != 0), "PER_LANE": raw_gating.columns_per_lane(num_experts)}
     symbols |= {"THREADS": raw_gating.THREADS, "TILES": -(-num_tokens // raw_gating.THREADS)}
-    symbols |= {"N": -(-num_tokens // raw_gating.TOKENS[rung])}
+    symbols |= {"N": -(-num_tokens // raw_gating.TOKENS[version])}
     for launch in launches:
         symbols["blocks"] = launch.grid[0]
         header = headers[launch.kernel]
@@ -363,14 +367,14 @@ def test_a_pack_divides_the_row_and_the_columns_of_a_lane(num_experts, pack):
     assert num_experts % pack == 0 and constants["PER_LANE"] % pack == 0
 
 
-@every_rung
-def test_a_warp_uses_its_sectors_whole_and_a_thread_does_not(rung):
-    """Both rungs ask for rows of 512 bytes; a thread asks for every 4 of them alone."""
+@every_version
+def test_a_warp_uses_its_sectors_whole_and_a_thread_does_not(version):
+    """Both versions ask for rows of 512 bytes; a thread asks for every 4 of them alone."""
     executor = SimtExecutor()
     with executor.recording() as launches:
-        on(executor, rung).forward(make_logits(64, 128), 8)
+        on(executor, version).forward(make_logits(64, 128), 8)
     (launch,) = launches
-    bytes_of_a_sector = 32 if rung == "2_warp" else 4
+    bytes_of_a_sector = 32 if version == "2_warp" else 4
     assert launch.buffers["logits"].read_bytes == bytes_of_a_sector * launch.buffers["logits"].read_sectors
     assert launch.buffers["probs"].written_bytes == bytes_of_a_sector * launch.buffers["probs"].written_sectors
 
@@ -485,14 +489,14 @@ TRIALS = [((270, 70), 5, False), ((270, 70), 5, True), ((37, 40), 32, False)]
 @pytest.mark.parametrize(("file", "fault"), [(file, fault) for file, faults in FAULTS.items() for fault in faults])
 def test_a_planted_fault_is_caught(file, fault):
     planted = Planted(f"gating/{file}.cu", *FAULTS[file][fault], seed=1)
-    stage = on(planted, raw_gating.DEFAULT_RUNG if file == "0_sums" else file)
+    stage = on(planted, raw_gating.DEFAULT_VERSION if file == "0_sums" else file)
     assert any(is_wrong(stage, make_logits(*shape, step=0.5), k, renormalize) for shape, k, renormalize in TRIALS)
 
 
-@every_rung
-def test_the_same_inputs_without_a_fault_pass(rung):
+@every_version
+def test_the_same_inputs_without_a_fault_pass(version):
     for shape, k, renormalize in TRIALS:
-        assert_right(on(Quick(seed=1), rung), make_logits(*shape, step=0.5), k, renormalize)
+        assert_right(on(Quick(seed=1), version), make_logits(*shape, step=0.5), k, renormalize)
 
 
 NUMBA_FAULTS = {
@@ -596,14 +600,14 @@ def with_value(array, index, value):
         (np.zeros((2, 64), np.float32), 33, ValueError, "k is 33, but it must be 1..32"),
     ],
 )
-def test_bad_logits(backend, rung, logits, k, error, message):
+def test_bad_logits(backend, version, logits, k, error, message):
     with pytest.raises(error, match=message):
-        opened(backend, rung).forward(logits, k)
+        opened(backend, version).forward(logits, k)
 
 
 @every_backend
-def test_bad_logits_of_the_z_loss(backend, rung):
-    call = opened(backend, rung).router_z_loss
+def test_bad_logits_of_the_z_loss(backend, version):
+    call = opened(backend, version).router_z_loss
     with pytest.raises(ValueError, match=r"logits\[2, 3\] is inf"):
         call(with_value(LOGITS, (2, 3), np.inf))
     with pytest.raises(TypeError, match="logits has dtype int64"):
@@ -622,8 +626,8 @@ def test_bad_logits_of_the_z_loss(backend, rung):
         (TOPK.astype(np.int64), TypeError, "topk_experts has dtype int64"),
     ],
 )
-def test_bad_choices(backend, rung, topk_experts, error, message):
-    stage = opened(backend, rung)
+def test_bad_choices(backend, version, topk_experts, error, message):
+    stage = opened(backend, version)
     with pytest.raises(error, match=message):
         stage.backward(D_GATES, LOGITS, topk_experts)
     with pytest.raises(error, match=message):
@@ -639,23 +643,23 @@ def test_bad_choices(backend, rung, topk_experts, error, message):
         (with_value(D_GATES, (0, 1), np.nan), ValueError, r"d_gates\[0, 1\] is nan"),
     ],
 )
-def test_bad_gate_gradients(backend, rung, d_gates, error, message):
+def test_bad_gate_gradients(backend, version, d_gates, error, message):
     with pytest.raises(error, match=message):
-        opened(backend, rung).backward(d_gates, LOGITS, TOPK)
+        opened(backend, version).backward(d_gates, LOGITS, TOPK)
 
 
-@pytest.mark.parametrize(("backend", "rung"), [("numpy", None), *HERE])
-def test_gates_of_the_unlikeliest_are_renormalised_right(backend, rung):
+@pytest.mark.parametrize(("backend", "version"), [("numpy", None), *HERE])
+def test_gates_of_the_unlikeliest_are_renormalised_right(backend, version):
     """A replayed choice may have probabilities that round to 0; their ratios do not."""
     logits, chosen = np.float32([[0.0, 1.0, -200.0, -200.0 + np.log(3.0)]]), np.int32([[2, 3]])
-    found = opened(backend, rung).backward(np.float32([[1.0, -2.0]]), logits, chosen, True)
+    found = opened(backend, version).backward(np.float32([[1.0, -2.0]]), logits, chosen, True)
     slope = 3.0 * 0.25 * 0.75
     assert relative_error(found, np.array([[0.0, 0.0, slope, -slope]])) <= BOUND
 
 
 @every_backend
-def test_bad_loss_gradients_and_probabilities(backend, rung):
-    stage = opened(backend, rung)
+def test_bad_loss_gradients_and_probabilities(backend, version):
+    stage = opened(backend, version)
     for name in ("d_load_balancing_loss", "d_router_z_loss"):
         with pytest.raises(ValueError, match=f"{name} is nan, but it must be finite"):
             stage.backward(D_GATES, LOGITS, TOPK, **{name: float("nan")})
@@ -669,16 +673,16 @@ def test_bad_loss_gradients_and_probabilities(backend, rung):
         stage.load_balancing_loss(PROBS.astype(np.float64), TOPK)
 
 
-@every_rung
-def test_raw_kernels_take_contiguous_rows_only(rung):
+@every_version
+def test_raw_kernels_take_contiguous_rows_only(version):
     with pytest.raises(ValueError, match="argument logits of kernel softmax_top_k is not C-contiguous"):
-        opened("simt", rung).forward(np.asfortranarray(make_logits(9, 5)), 2)
+        opened("simt", version).forward(np.asfortranarray(make_logits(9, 5)), 2)
 
 
 def test_numba_takes_rows_of_any_strides():
     assert_right(opened("numba", None), np.asfortranarray(make_logits(9, 5)), 2)
 
 
-def test_an_unknown_rung_is_refused():
-    with pytest.raises(ValueError, match="unknown rung of gating '2_warps'. Did you mean '2_warp'"):
+def test_an_unknown_version_is_refused():
+    with pytest.raises(ValueError, match="unknown version of gating '2_warps'. Did you mean '2_warp'"):
         opened("simt", "2_warps").forward(LOGITS, 2)

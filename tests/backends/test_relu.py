@@ -20,8 +20,8 @@ WIDE = {"L": 70, "d": 128, "h": 128, "E": 3, "k": 2}  # what 7_persistent takes
 VERSIONS = [
     (None, "float64", SIZES),
     (None, "float32", SIZES),
-    *((rung, "float32", SIZES) for rung in ("1_naive", "2_tiled", "3_mma_tf32")),
-    *((rung, "bfloat16", SIZES) for rung in ("1_naive", "2_tiled", "3_mma")),
+    *((version, "float32", SIZES) for version in ("1_naive", "2_tiled", "3_mma_tf32")),
+    *((version, "bfloat16", SIZES) for version in ("1_naive", "2_tiled", "3_mma")),
     ("7_persistent", "bfloat16", WIDE),
 ]
 
@@ -32,9 +32,9 @@ def zeros_and_signs(case):
     return case
 
 
-def run(rung, case, policy, overwrite):
+def run(version, case, policy, overwrite):
     """Output, losses and every gradient of the layer, and the names of what it kept."""
-    layer, how = (raw_layer, {"executor": Quick(), "rung": rung}) if rung else (numpy_layer, {})
+    layer, how = (raw_layer, {"executor": Quick(), "version": version}) if version else (numpy_layer, {})
     output = layer.forward(case.x, case.weights, case.k, "relu", policy, **how)
     kept = tuple(output.saved.intermediates)
     gradients = layer.backward(case.d_out, output.saved, case.weights, 0.7, 0.3, overwrite=overwrite, **how)
@@ -42,17 +42,17 @@ def run(rung, case, policy, overwrite):
 
 
 def test_every_version_of_the_expert_kernels_is_in_the_list():
-    assert {rung for rung, *_ in VERSIONS if rung} == {*expert_up.RUNGS} == {*expert_down.RUNGS}
+    assert {version for version, *_ in VERSIONS if version} == {*expert_up.VERSIONS} == {*expert_down.VERSIONS}
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["", "overwrite"])
-@pytest.mark.parametrize(("rung", "dtype", "sizes"), VERSIONS)
-def test_y_swi_alone_gives_the_bits_of_a(rung, dtype, sizes, overwrite):
+@pytest.mark.parametrize(("version", "dtype", "sizes"), VERSIONS)
+def test_y_swi_alone_gives_the_bits_of_a(version, dtype, sizes, overwrite):
     case = zeros_and_signs(make_case(**sizes, routing="zipf", activation="relu")).astype(dtype)
-    expected, kept = run(rung, case, "conventional", overwrite)
+    expected, kept = run(version, case, "conventional", overwrite)
     assert "a" in kept
     for policy in POLICIES:
-        found, kept = run(rung, case, policy, overwrite)
+        found, kept = run(version, case, policy, overwrite)
         if policy in ("paper", "minimal"):
             assert kept == ("y_swi",)
         for one, other in zip(found, expected, strict=True):

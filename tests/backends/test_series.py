@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.backends.raw_cuda.expert_up import FORWARD_RUNGS
+from moeblaze_ref.backends.raw_cuda.expert_up import FORWARD_VERSIONS
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.source import kernel_text
 
@@ -25,7 +25,7 @@ def code_lines(text):
 
 def kept(lower, upper):
     """The share of a version's code lines that stand in the next version."""
-    below, above = (code_lines(kernel_text(f"expert_up/{rung}.cu")) for rung in (lower, upper))
+    below, above = (code_lines(kernel_text(f"expert_up/{version}.cu")) for version in (lower, upper))
     return sum(line in above for line in below) / len(below)
 
 
@@ -38,9 +38,9 @@ def test_without_the_versions_between_there_would_be_a_cliff():
     assert kept("3_mma", gemm.HOPPER) < 0.25
 
 
-@pytest.mark.parametrize("rung", gemm.TEACHING)
-def test_a_version_is_short_and_its_main_loop_stands_in_the_file(rung):
-    text = kernel_text(f"expert_up/{rung}.cu")
+@pytest.mark.parametrize("version", gemm.TEACHING)
+def test_a_version_is_short_and_its_main_loop_stands_in_the_file(version):
+    text = kernel_text(f"expert_up/{version}.cu")
     assert len(text.splitlines()) <= MOST_LINES
     _, loop = text.split("TileSums sums;")
     for word in ("for (int step = 0; step < steps;", "wgmma_m64n128k16<", "wgmma_commit();", "wgmma_wait<"):
@@ -49,8 +49,8 @@ def test_a_version_is_short_and_its_main_loop_stands_in_the_file(rung):
 
 def test_4_wgmma_keeps_the_loads_of_3_mma():
     """`Copies` of the same stages; what comes by it is the first thing that 5_tma replaces."""
-    for rung, keeps in (("4_wgmma", True), ("5_tma", False)):
-        text = kernel_text(f"expert_up/{rung}.cu")
+    for version, keeps in (("4_wgmma", True), ("5_tma", False)):
+        text = kernel_text(f"expert_up/{version}.cu")
         assert ("Copies<" in text) == ("cp_async_wait<STAGES - 2>();" in text) == keeps
     assert "Copies<" in kernel_text("include/mma_matmul.cuh")
 
@@ -80,5 +80,5 @@ def test_the_header_of_the_hopper_version_names_a_file_for_each_part_that_it_add
 
 
 def test_the_series_is_in_order():
-    assert [rung for rung in FORWARD_RUNGS if rung not in gemm.RUNGS] == list(gemm.TEACHING)
-    assert FORWARD_RUNGS | gemm.RUNGS == FORWARD_RUNGS
+    assert [version for version in FORWARD_VERSIONS if version not in gemm.VERSIONS] == list(gemm.TEACHING)
+    assert FORWARD_VERSIONS | gemm.VERSIONS == FORWARD_VERSIONS

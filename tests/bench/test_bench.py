@@ -130,7 +130,7 @@ def test_the_bytes_are_those_of_the_arrays_that_go_in_and_come_out(stage, config
     if stage not in roofline.stages_of(config):
         return
     inputs = stages.Inputs(config, bridge := stages.bridge_to(torch.device("cpu")), torch.device("cpu"))
-    (result,) = stages.run_ours(stage, stages.default_rung(stage, config), [inputs], bridge)
+    (result,) = stages.run_ours(stage, stages.default_version(stage, config), [inputs], bridge)
     assert roofline.cost_of(stage, config).bytes == _bytes_of(result) + sum(
         (inputs.dispatch.arrays()[name] if name in LISTS else getattr(inputs, name)).nbytes
         for name in READ[stage]
@@ -158,12 +158,12 @@ READ = {
 
 def test_the_longer_time_is_the_floor():
     ceilings = Ceilings(flops_per_ms=100.0, bytes_per_ms=10.0)
-    assert (ceilings.floor_ms(Cost(500, 20)), ceilings.bound(Cost(500, 20))) == (5.0, "flops")
-    assert (ceilings.floor_ms(Cost(50, 20)), ceilings.bound(Cost(50, 20))) == (2.0, "bytes")
+    assert (ceilings.roofline_ms(Cost(500, 20)), ceilings.bound(Cost(500, 20))) == (5.0, "flops")
+    assert (ceilings.roofline_ms(Cost(50, 20)), ceilings.bound(Cost(50, 20))) == (2.0, "bytes")
     said = roofline.columns(Ceilings(790e9, 4.2e9), Ceilings(660e9, 4.1e9))
     assert said == {"cublas_tflops": 790.0, "copy_gb_s": 4200.0, "hot_cublas_tflops": 660.0}
     million = preset("qwen3").config.replace(L=2**20)
-    copied = Ceilings(1.0, 4.2e9).floor_ms(roofline.cost_of("dispatch", million))
+    copied = Ceilings(1.0, 4.2e9).roofline_ms(roofline.cost_of("dispatch", million))
     assert copied == pytest.approx(0.032, rel=0.01)
 
 
@@ -437,20 +437,22 @@ def test_a_row_has_the_columns_that_it_should(layer_rows):
     subjects = [(row["system"], row["policy"], row["routing"]) for row in layer_rows]
     timed = [*(("moeblaze", policy) for policy in POLICIES), ("grouped_mm", None), ("gather_sum", None)]
     assert subjects == [(*system, name) for name in ("uniform", "zipf") for system in timed]
-    assert {row["rung"] for row in layer_rows if row["system"] == "moeblaze"} == {"3_mma"}
+    assert {row["version"] for row in layer_rows if row["system"] == "moeblaze"} == {"3_mma"}
     assert all(row["shape"] == {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2} for row in layer_rows)
 
 
 def test_ratios_and_floors_follow_from_the_times(layer_rows):
     steps = {(row["system"], row["policy"], row["routing"]): row["step_ms"] for row in layer_rows}
     ceilings = Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
-    floor = sum(ceilings.floor_ms(roofline.cost_of(stage, TINY)) for stage in roofline.stages_of(TINY))
+    floor = sum(ceilings.roofline_ms(roofline.cost_of(stage, TINY)) for stage in roofline.stages_of(TINY))
     for row in layer_rows:
         step = row["step_ms"]
         assert step == pytest.approx(row["fwd_ms"] + row["bwd_ms"])  # the pretended laps grow evenly
         others = set(SYSTEMS) - {"moeblaze", row["system"]}
         assert row["ratio_to"] == {peer: steps[peer, None, row["routing"]] / step for peer in others}
-        assert row["pct_of_floor"] == pytest.approx(100 * floor / step) and row["floor_ms"] == pytest.approx(floor)
+        assert row["pct_of_roofline"] == pytest.approx(100 * floor / step) and row["roofline_ms"] == pytest.approx(
+            floor
+        )
         assert row["pct_of_cublas"] == pytest.approx(100 * 18 * TINY.R * TINY.d * TINY.h / FLOPS_PER_MS / step)
         over = None if row["routing"] == "uniform" else step / steps[row["system"], row["policy"], "uniform"]
         assert row["time_over_uniform"] == (over if over is None else pytest.approx(over))
@@ -519,7 +521,7 @@ def test_a_graphed_layer_has_rows_of_its_own_and_is_nobodys_peer(graphed):
     assert [report.label(row) for row in replayed] == [f"moeblaze_graphed, {policy}" for policy in POLICIES]
     for row, other in zip(replayed, launched, strict=True):
         assert row["ratio_to"] == {"grouped_mm": peer["step_ms"] / row["step_ms"]}
-        assert all(row[name] == other[name] for name in ("policy", "rung", "error", "row_error"))
+        assert all(row[name] == other[name] for name in ("policy", "version", "error", "row_error"))
         assert {row[name] for name in ("graph_ms", "kept_bytes", "peak_bytes")} == {None}
         assert other["ratio_to"].keys() == {"grouped_mm"} and other["graph_ms"] > 0 < other["kept_bytes"]
     pictured = plots.pictured([row | {"run": 0} for row in rows])
@@ -645,11 +647,11 @@ def test_every_system_has_a_row_and_is_right(rows_of_systems):
     assert [row["system"] for row in rows_of_systems] == list(OTHERS) and report.wrong(rows_of_systems) == []
     assert all(0 < row["error"] <= row["row_error"] for row in rows_of_systems)
     cpu = stages.bridge_to(torch.device("cpu"))
-    assert {row["system"]: row["rung"] for row in rows_of_systems} == {
+    assert {row["system"]: row["version"] for row in rows_of_systems} == {
         "moeblaze": "3_mma",
         **dict.fromkeys(
             ("megablocks", "megablocks_memory_optimized"),
-            block_sparse.default_rung("bfloat16", WIDE.d, block_sparse.BLOCK, cpu.executor),
+            block_sparse.default_version("bfloat16", WIDE.d, block_sparse.BLOCK, cpu.executor),
         ),
         **dict.fromkeys(("capacity", "dynamic_capacity", "sequential", "oracle", "grouped_mm")),
     }
@@ -743,18 +745,21 @@ def test_megablocks_over_the_grouped_product_is_an_aim(systems_file, recorded):
 
 @pytest.mark.parametrize("stage", stages.PEERS)
 def test_stages_are_timed_beside_torch(stage):
-    rungs = stages.rungs_of(stage, "bfloat16")
-    rows = stages.time_stage("tiny", TINY, stage, rungs, 3, PretendedDevice(), beside_torch=True)
+    versions = stages.versions_of(stage, "bfloat16")
+    rows = stages.time_stage("tiny", TINY, stage, versions, 3, PretendedDevice(), beside_torch=True)
     assert all(row.keys() == {field.name for field in fields(stages.Row)} for row in rows)
-    assert [(row["system"], row["rung"]) for row in rows] == [*(("moeblaze", rung) for rung in rungs), ("torch", None)]
+    assert [(row["system"], row["version"]) for row in rows] == [
+        *(("moeblaze", version) for version in versions),
+        ("torch", None),
+    ]
     cost = roofline.cost_of(stage, TINY)
     *ours, torchs = rows
     for row in ours:
         assert row["kind"] == row["stage"] == stage and row["error"] <= 2**-7
         assert row["ratio_to"] == {"torch": torchs["step_ms"] / row["step_ms"]}
         assert (row["flops"], row["bytes"], row["bound"]) == (0, cost.bytes, "bytes")
-        assert row["floor_ms"] == pytest.approx(cost.bytes / BYTES_PER_MS)
-        assert row["pct_of_floor"] == pytest.approx(100 * row["floor_ms"] / row["step_ms"])
+        assert row["roofline_ms"] == pytest.approx(cost.bytes / BYTES_PER_MS)
+        assert row["pct_of_roofline"] == pytest.approx(100 * row["roofline_ms"] / row["step_ms"])
     assert torchs["ratio_to"] == {} and torchs["error"] is torchs["row_error"] is None
 
 
@@ -763,9 +768,9 @@ def test_stages_are_timed_beside_torch(stage):
 def test_every_stage_is_timed_and_compared(stage, config):
     if stage not in roofline.stages_of(config):
         return
-    rung = stages.default_rung(stage, config)
-    (row,) = stages.time_stage("tiny", config, stage, [rung], 1, PretendedDevice())
-    assert (row["kind"], row["stage"], row["rung"]) == ("stage", stage, rung)
+    version = stages.default_version(stage, config)
+    (row,) = stages.time_stage("tiny", config, stage, [version], 1, PretendedDevice())
+    assert (row["kind"], row["stage"], row["version"]) == ("stage", stage, version)
     assert row["flops"] == roofline.cost_of(stage, config).flops and row["step_ms"] > 0
     # Of rows below the mean the error is one of the mean: all rows together may be off by up to the root of 2 more.
     assert 0 <= row["error"] <= 2**0.5 * row["row_error"] and report.wrong([row]) == []
@@ -792,9 +797,9 @@ def arrays_of(result):
 def test_a_wrong_stage_is_found(stage, monkeypatch):
     """Each of its results in turn is wrong in its last row, or an expert's matrix."""
     torch.manual_seed(0)  # whose last rows are not so small that nobody would miss them
-    run, rung = stages.RUN[stage], stages.default_rung(stage, TINY)
+    run, version = stages.RUN[stage], stages.default_version(stage, TINY)
     inputs = stages.Inputs(TINY, stages.bridge_to(torch.device("cpu")), torch.device("cpu"))
-    (right,) = stages.run_ours(stage, rung, [inputs], stages.bridge_to(torch.device("cpu")))
+    (right,) = stages.run_ours(stage, version, [inputs], stages.bridge_to(torch.device("cpu")))
     for number in range(len(arrays_of(right))):
 
         def spoil(inputs, number=number, **options):
@@ -803,7 +808,7 @@ def test_a_wrong_stage_is_found(stage, monkeypatch):
             return result
 
         monkeypatch.setitem(stages.RUN, stage, spoil)
-        rows = stages.time_stage("tiny", TINY, stage, [rung], 1, PretendedDevice())
+        rows = stages.time_stage("tiny", TINY, stage, [version], 1, PretendedDevice())
         assert [row["system"] for row in report.wrong(rows)] == ["moeblaze"], number
 
 
@@ -830,13 +835,13 @@ def test_the_shapes_of_the_stages_beside_torch():
     assert all(job.keywords["beside_torch"] for job in plan.jobs("combine", plan.Request()))
 
 
-def test_rungs_are_those_of_the_stages_that_have_them():
-    asked = plan.Request(presets=("conf1",), rungs=("2_tiled", "3_mma"))
-    found = {job.args[2]: job.keywords["rungs"] for job in plan.jobs("stage", asked)}
+def test_versions_are_those_of_the_stages_that_have_them():
+    asked = plan.Request(presets=("conf1",), versions=("2_tiled", "3_mma"))
+    found = {job.args[2]: job.keywords["versions"] for job in plan.jobs("stage", asked)}
     products = ("expert_up", "expert_down", "d_hidden", "d_w3", "d_x", "d_w1", "d_w2")
     assert found == {product: ["2_tiled", "3_mma"] for product in products}
     (job,) = plan.jobs("stage", plan.Request(presets=("conf1",), stages=("gating",)))
-    assert job.keywords["rungs"] == ["2_warp"]
+    assert job.keywords["versions"] == ["2_warp"]
 
 
 @pytest.mark.parametrize(
@@ -865,12 +870,12 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         ("stage", {"systems": ("oracle",)}, "systems oracle: only bench layer has any"),
         (
             "layer",
-            {"systems": ("megablocks",), "rungs": ("3_mma",)},
-            "rungs 3_mma: only moeblaze or moeblaze_graphed has any, and is not among the systems",
+            {"systems": ("megablocks",), "versions": ("3_mma",)},
+            "versions 3_mma: only moeblaze or moeblaze_graphed has any, and is not among the systems",
         ),
         ("layer", {"routing": "zip"}, "unknown routing 'zip'"),
-        ("layer", {"rungs": ("5_more",)}, "unknown rung of layer '5_more'"),
-        ("layer", {"rungs": ("2_tiled", "3_mma")}, "rungs 2_tiled, 3_mma: a layer runs on one rung"),
+        ("layer", {"versions": ("5_more",)}, "unknown version of layer '5_more'"),
+        ("layer", {"versions": ("2_tiled", "3_mma")}, "versions 2_tiled, 3_mma: a layer runs on one version"),
         (
             "layer",
             {"systems": ("gather_sum",), "policies": ("paper",)},
@@ -886,9 +891,9 @@ def test_rungs_are_those_of_the_stages_that_have_them():
         ("layer", {"stages": ("gating",)}, "stages gating: only bench stage has any"),
         ("stage", {"policies": ("minimal",)}, "policies minimal: only bench layer has any"),
         ("stage", {"stages": ("expert",)}, "unknown stage of a step 'expert'"),
-        ("stage", {"rungs": ("5_more",)}, "rungs 5_more: no stage that is asked for has such a rung"),
+        ("stage", {"versions": ("5_more",)}, "versions 5_more: no stage that is asked for has such a version"),
         ("gating", {"routing": "zipf"}, "routing zipf: only bench layer has any"),
-        ("dispatch", {"rungs": ("2_tiled",)}, "unknown rung of dispatch '2_tiled'"),
+        ("dispatch", {"versions": ("2_tiled",)}, "unknown version of dispatch '2_tiled'"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(kind, request_, message):
@@ -1059,9 +1064,9 @@ def test_steps_stand_beside_their_graphs(recorded):
     assert lines[0] == "| tiny | minimal | uniform | 0 | 2.00 | 5.0 | 1.75 | 0.25 |"
 
 
-def counted(kernel, busy, clock, waits, rung="7_persistent", preset="tiny"):
+def counted(kernel, busy, clock, waits, version="7_persistent", preset="tiny"):
     idea = {"d_hidden": "d_hidden", "expert_down": "expert_down"}.get(kernel, "dense product by cuBLAS")
-    row = {"kind": "counters", "run": 0, "preset": preset, "rung": rung, "kernel": kernel, "idea": idea}
+    row = {"kind": "counters", "run": 0, "preset": preset, "version": version, "kernel": kernel, "idea": idea}
     row |= {
         "tensor_pct": busy,
         "sm_clock_ghz": clock,
@@ -1075,7 +1080,7 @@ def counted(kernel, busy, clock, waits, rung="7_persistent", preset="tiny"):
 
 def test_what_the_counters_say_is_computed():
     rows = [counted("expert_down", 80, 1.5, "gmma"), counted("d_hidden", 40, 1.5, findings.WAIT)]
-    found = {"rows": [*rows, counted("nvjet", 80, 1.5, "gmma", rung="")]}
+    found = {"rows": [*rows, counted("nvjet", 80, 1.5, "gmma", version="")]}
     lines = findings.why(found).splitlines()[2:]
     assert lines[0] == "| tiny | `d_hidden` | 50 | 50 | 100 | 2.00 | 1.00 | 10 | 20 | 30 |"
     assert [line.split(" | ")[1] for line in lines] == ["`d_hidden`", "`expert_down`", "cuBLAS, dense"]

@@ -40,7 +40,7 @@ ONE_TILE = MoEConfig(L=60, d=200, h=72, E=1, k=1)
 
 
 def hopper_steps():
-    return [step for step in ladder.LADDER if step.rung == ladder.HOPPER]
+    return [step for step in ladder.LADDER if step.version == ladder.HOPPER]
 
 
 # The steps ------------------------------------------------------------------------------------------------------------
@@ -53,11 +53,11 @@ def rows():
 
 
 def test_every_step_of_the_ladder_is_right(rows):
-    assert [(row["rung"], row["idea"]) for row in rows] == [(step.rung, step.idea) for step in ladder.LADDER]
+    assert [(row["version"], row["idea"]) for row in rows] == [(step.version, step.idea) for step in ladder.LADDER]
     assert all(row["error"] <= 2**-7 for row in rows) and report.wrong(rows) == []
     assert len({row["idea"] for row in rows}) == len(rows)
-    able = {rung for rung, dtypes in expert_up.FORWARD_RUNGS.items() if TINY.dtype in dtypes}
-    assert able == {row["rung"] for row in rows}
+    able = {version for version, dtypes in expert_up.FORWARD_VERSIONS.items() if TINY.dtype in dtypes}
+    assert able == {row["version"] for row in rows}
 
 
 def test_a_row_has_the_columns_that_it_should(rows):
@@ -78,7 +78,7 @@ def test_each_step_is_compared_with_the_one_above_or_with_the_whole(rows):
     for row, before in zip(above, [first, *above], strict=False):
         assert row["ratio_to"]["the row above"] == pytest.approx(row["tflops"] / before["tflops"])
     series = [of_step[step] for step in ladder.VERSIONS]
-    assert [row["rung"] for row in series] == ["3_mma", *gemm.TEACHING, gemm.HOPPER] and series[-1] is whole
+    assert [row["version"] for row in series] == ["3_mma", *gemm.TEACHING, gemm.HOPPER] and series[-1] is whole
     for row, below in zip(series[1:], series, strict=False):
         assert row["ratio_to"]["the version below"] == pytest.approx(row["tflops"] / below["tflops"])
     assert {row["idea"] for row in rows if "the version below" in row["ratio_to"]} == {
@@ -115,13 +115,14 @@ def test_an_ungated_layer_has_a_ladder_too():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_step_of_the_last_rung_gives_the_same_bits(seed):
+def test_every_step_of_the_last_version_gives_the_same_bits(seed):
     """Whatever the order of threads; stages, blocks and bands change when a sum is made, never how."""
     case = make_case(TINY.L, TINY.d, TINY.h, TINY.E, TINY.k, "zipf").astype(TINY.dtype)
     operands = (case.x, *case.weights[1:3], build_by_sort(case.topk_experts, TINY.E), "swiglu")
     executor = SimtExecutor(seed=seed)
     found = [
-        expert_up.forward(*operands, executor=step.executor(executor, TINY), rung=step.rung) for step in hopper_steps()
+        expert_up.forward(*operands, executor=step.executor(executor, TINY), version=step.version)
+        for step in hopper_steps()
     ]
     for made in found:
         for one, other in zip(made, found[0], strict=True):
@@ -134,7 +135,7 @@ def launch_of(step, config):
     operands = (case.x, *case.weights[1:3], build_by_sort(case.topk_experts, config.E), "swiglu")
     executor = SimtExecutor()
     with executor.recording() as launches:
-        expert_up.forward(*operands, executor=step.executor(executor, config), rung=step.rung)
+        expert_up.forward(*operands, executor=step.executor(executor, config), version=step.version)
     return launches[0]
 
 
@@ -290,16 +291,16 @@ def test_jobs_of_the_ladder():
     jobs = plan.jobs("ladder", plan.Request(repetitions=3))
     assert [job.args[0] for job in jobs] == ["conf3", "qwen3"]
     assert jobs[0].args[2:] == (list(ladder.LADDER), 3)
-    (job,) = plan.jobs("ladder", plan.Request(presets=("conf1",), rungs=("3_mma", "7_persistent")))
-    assert {step.rung for step in job.args[2]} == {"3_mma", "7_persistent"}
+    (job,) = plan.jobs("ladder", plan.Request(presets=("conf1",), versions=("3_mma", "7_persistent")))
+    assert {step.version for step in job.args[2]} == {"3_mma", "7_persistent"}
     assert [job.args[0] for job in plan.jobs("counters", plan.Request(presets=("qwen3",), tokens=64))] == [
         "qwen3, L=64"
     ]
     assert [plan.repetitions(kind, plan.Request()) for kind in ("ladder", "counters")] == [15, 1]
-    with pytest.raises(ValueError, match="unknown rung of the ladder '5_more'"):
-        plan.jobs("ladder", plan.Request(rungs=("5_more",)))
-    with pytest.raises(ValueError, match="rungs 3_mma: bench counters has all of them"):
-        plan.jobs("counters", plan.Request(rungs=("3_mma",)))
+    with pytest.raises(ValueError, match="unknown version of the ladder '5_more'"):
+        plan.jobs("ladder", plan.Request(versions=("5_more",)))
+    with pytest.raises(ValueError, match="versions 3_mma: bench counters has all of them"):
+        plan.jobs("counters", plan.Request(versions=("3_mma",)))
 
 
 def recorded(kind, file, *options):
@@ -313,9 +314,9 @@ def recorded(kind, file, *options):
 def test_the_command_times_the_ladder(monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "gpu", PretendedDevice)
     monkeypatch.setattr(plan, "_layer", lambda name, tokens: (name, TINY.replace(L=tokens)))
-    options = ("--tokens", 37, "--repetitions", 1, "--rung", "2_tiled", "--rung", "3_mma")
+    options = ("--tokens", 37, "--repetitions", 1, "--kernel", "2_tiled", "--kernel", "3_mma")
     found, shown = recorded("ladder", tmp_path / "ladder.json", *options)
-    assert [row["rung"] for row in results.rows_of(found, "ladder")] == ["2_tiled", "3_mma"]
+    assert [row["version"] for row in results.rows_of(found, "ladder")] == ["2_tiled", "3_mma"]
     assert "tensor cores by mma.sync" in shown and "the row above" in shown
 
 
@@ -346,15 +347,15 @@ UNMEASURED = gemm.TEACHING  # no committed run has timed them yet
 
 
 def test_committed_results_have_every_step_of_every_preset():
-    steps = [(name, step.idea) for name in ladder.PRESETS for step in ladder.LADDER if step.rung not in UNMEASURED]
+    steps = [(name, step.idea) for name in ladder.PRESETS for step in ladder.LADDER if step.version not in UNMEASURED]
     timed = results.load(results.LADDER)["rows"]
     assert [(row["preset"], row["idea"]) for row in timed if row["run"] == 0] == steps and report.wrong(timed) == []
-    counted = {(row["preset"], row["idea"], row["rung"]) for row in results.load(results.COUNTERS)["rows"]}
+    counted = {(row["preset"], row["idea"], row["version"]) for row in results.load(results.COUNTERS)["rows"]}
     expected = {
-        (name, one.idea, one.rung)
+        (name, one.idea, one.version)
         for name in counters.PRESETS
         for one in counters.launches(preset(name).config)
-        if one.rung not in UNMEASURED
+        if one.version not in UNMEASURED
     }
     assert counted == expected
 
@@ -373,8 +374,8 @@ def test_each_version_of_the_series_is_faster_than_the_one_below_but_for_the_one
 
 
 def counted_by_preset():
-    """The committed counters of the last rung: of each preset its launches, by what they are a step or a stage of."""
-    rows = [row for row in results.load(results.COUNTERS)["rows"] if row["rung"] == ladder.HOPPER]
+    """The committed counters of the last version: each preset's launches, by step or stage."""
+    rows = [row for row in results.load(results.COUNTERS)["rows"] if row["version"] == ladder.HOPPER]
     return {name: {row["idea"]: row for row in rows if row["preset"] == name} for name in counters.PRESETS}
 
 
@@ -388,7 +389,7 @@ def test_the_whole_kernel_is_busier_than_one_stage_and_issues_more():
 def test_where_d_hidden_is_furthest_behind_the_link_is_the_busiest():
     """As docs/performance.md supposes from it."""
     found = results.load(results.COUNTERS)
-    denses = {row["preset"]: row for row in found["rows"] if not row["rung"]}
+    denses = {row["preset"]: row for row in found["rows"] if not row["version"]}
     behind = {name: findings._behind_ms(steps["d_hidden"], denses[name]) for name, steps in counted_by_preset().items()}
     assert max(behind, key=behind.get) == "conf3"
     row = counted_by_preset()["conf3"]["d_hidden"]
@@ -416,14 +417,14 @@ def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
         "stalls": [("wait", 60.0)],
     }
     rows = [
-        made | {"rung": "7_persistent", "kernel": kernel, "idea": idea, "tensor_pct": busy, "sm_clock_ghz": clock}
+        made | {"version": "7_persistent", "kernel": kernel, "idea": idea, "tensor_pct": busy, "sm_clock_ghz": clock}
         for kernel, idea, busy, clock in (
             ("expert_up", ladder.TOP.idea, 45.0, 2.0),
             ("expert_up", "two stages", 10.0, 1.0),
             ("d_w3", "d_w3", 45.0, 1.0),
         )
     ]
-    dense = made | {"rung": "", "kernel": "nvjet", "idea": "dense", "tensor_pct": 90.0, "sm_clock_ghz": 2.0}
+    dense = made | {"version": "", "kernel": "nvjet", "idea": "dense", "tensor_pct": 90.0, "sm_clock_ghz": 2.0}
     lines = findings.why({"rows": [*rows, dense]}).splitlines()[2:]
     assert lines == [
         "| conf3 | `d_w3` | 25 | 50 | 50 | 4.00 | 3.00 | 10 | 20 | 30 |",
@@ -445,15 +446,15 @@ def layer_row(run, name, policy, step_ms, ratio, percent, peak, routing="uniform
     }  # fmt: skip
 
 
-def stage_row(kind, name, rung, step_ms, percent):
+def stage_row(kind, name, version, step_ms, percent):
     return {
         "kind": kind,
         "run": 0,
         "preset": name,
         "system": "moeblaze",
-        "rung": rung,
+        "version": version,
         "step_ms": step_ms,
-        "pct_of_floor": percent,
+        "pct_of_roofline": percent,
     }
 
 

@@ -27,7 +27,7 @@ class OnGpu:
 
 
 def entry(**changes):
-    of_entry = {"rung": "3_mma", "kernel": "d_w", "groups": "long", "weights": "small", "gain": 1.2}
+    of_entry = {"version": "3_mma", "kernel": "d_w", "groups": "long", "weights": "small", "gain": 1.2}
     return of_entry | {"tile": tile_as_json(WIDE)} | changes
 
 
@@ -58,13 +58,13 @@ def table(tmp_path, monkeypatch):
 # ---- the choice --------------------------------------------------------------------------------
 
 
-def test_the_table_is_asked_for_this_gpu_rung_kernel_and_class_of_layers(table):
+def test_the_table_is_asked_for_this_gpu_version_kernel_and_class_of_layers(table):
     table({"runs": [run("8.0", []), run()]})
     assert tiles.choose(OnGpu(), "3_mma", "d_w", *LAYER) == WIDE
 
 
 @pytest.mark.parametrize(
-    ("executor", "rung", "kernel", "layer"),
+    ("executor", "version", "kernel", "layer"),
     [
         (SimtExecutor(), "3_mma", "d_w", LAYER),
         (OnGpu(), "3_mma_tf32", "d_w", LAYER),
@@ -73,9 +73,9 @@ def test_the_table_is_asked_for_this_gpu_rung_kernel_and_class_of_layers(table):
         (OnGpu(), "3_mma", "d_w", (*LAYER[:3], 2**14)),
     ],
 )
-def test_what_the_table_does_not_name_gets_the_default(table, executor, rung, kernel, layer):
+def test_what_the_table_does_not_name_gets_the_default(table, executor, version, kernel, layer):
     table({"runs": [run()]})
-    assert tiles.choose(executor, rung, kernel, *layer) == tiles.DEFAULTS[rung]
+    assert tiles.choose(executor, version, kernel, *layer) == tiles.DEFAULTS[version]
 
 
 def test_another_gpu_gets_the_default(table):
@@ -83,10 +83,10 @@ def test_another_gpu_gets_the_default(table):
     assert tiles.choose(OnGpu(), "3_mma", "d_w", *LAYER) == tiles.DEFAULTS["3_mma"]
 
 
-@pytest.mark.parametrize("rung", [rung for rung in gemm.RUNGS if rung not in tiles.CANDIDATES])
-def test_a_rung_without_a_choice_has_no_tile(table, rung):
+@pytest.mark.parametrize("version", [version for version in gemm.VERSIONS if version not in tiles.CANDIDATES])
+def test_a_version_without_a_choice_has_no_tile(table, version):
     table("{")
-    assert tiles.choose(OnGpu(), rung, "d_w", *LAYER) is None
+    assert tiles.choose(OnGpu(), version, "d_w", *LAYER) is None
 
 
 def test_a_trial_goes_before_the_table_and_ends(table):
@@ -110,7 +110,7 @@ def test_an_empty_layer_has_a_class():
     assert tiles.shape_class(0, 4, 8, 16) == ("short", "small")
 
 
-@pytest.mark.parametrize("tile", [tile for rung in ("3_mma", "3_mma_tf32") for tile in tiles.CANDIDATES[rung]])
+@pytest.mark.parametrize("tile", [tile for version in ("3_mma", "3_mma_tf32") for tile in tiles.CANDIDATES[version]])
 def test_every_candidate_fits_into_the_shared_memory_of_every_gpu(tile):
     terms = 4 * tile.rows * (tile.columns // tile.warp_columns)
     assert tile.shared_bytes + terms + 16 <= 99 * 1024 and 32 <= tile.threads <= 1024
@@ -153,7 +153,10 @@ def test_the_committed_table_can_be_read_and_is_small():
             {"runs": [run(entries=[7])]},
             r"tiles.json: runs\[0\].entries\[0\] is no object, but it must have gain, groups",
         ),
-        ({"runs": [run(entries=[entry(rung="3_mm")])]}, r"unknown rung of .*entries\[0\] '3_mm'. Did you mean '3_mma'"),
+        (
+            {"runs": [run(entries=[entry(version="3_mm")])]},
+            r"unknown version of .*entries\[0\] '3_mm'. Did you mean '3_mma'",
+        ),
         (
             {"runs": [run(entries=[entry(kernel="d_w1")])]},
             r"unknown kernel of .*entries\[0\] 'd_w1'. Did you mean 'd_w'",
@@ -161,7 +164,7 @@ def test_the_committed_table_can_be_read_and_is_small():
         ({"runs": [run(entries=[entry(groups="big")])]}, r"unknown groups of .*entries\[0\] 'big'"),
         (
             {"runs": [run(entries=[entry(tile=tile_as_json(WIDE) | {"rows": 96})])]},
-            r"the tile of tiles.json: runs\[0\].entries\[0\] is .*'rows': 96.*, which is no candidate of rung 3_mma",
+            r"the tile of tiles.json: runs\[0\].entries\[0\] is .*'rows': 96.*, which is no candidate of 3_mma",
         ),
     ],
 )
@@ -176,7 +179,7 @@ def test_a_broken_table_says_where_it_is_broken(table, content, message):
 
 
 def time(tile, ms, preset="one", **changes):
-    key = {"rung": "3_mma", "kernel": "d_w", "groups": "long", "weights": "small"} | changes
+    key = {"version": "3_mma", "kernel": "d_w", "groups": "long", "weights": "small"} | changes
     return tune.Time(preset, **key, tile=tile, ms=ms)
 
 
@@ -218,24 +221,26 @@ class Uneven(PretendedDevice):
 
 
 @pytest.mark.parametrize(
-    ("rung", "kernel"), [("3_mma", "d_w"), ("3_mma_tf32", "d_x_rows"), ("7_persistent", "expert_down")]
+    ("version", "kernel"), [("3_mma", "d_w"), ("3_mma_tf32", "d_x_rows"), ("7_persistent", "expert_down")]
 )
-def test_every_candidate_is_compiled_and_timed(rung, kernel):
-    config = TINY.replace(dtype=gemm.RUNGS[rung][-1])
-    times = tune.time_tiles("tiny", config, rung, kernel, 2, Uneven())
-    assert [time.tile for time in times] == list(tiles.CANDIDATES[rung])
+def test_every_candidate_is_compiled_and_timed(version, kernel):
+    config = TINY.replace(dtype=gemm.VERSIONS[version][-1])
+    times = tune.time_tiles("tiny", config, version, kernel, 2, Uneven())
+    assert [time.tile for time in times] == list(tiles.CANDIDATES[version])
     assert [time.ms for time in times] == [getattr(time.tile, "columns", 0) + time.tile.band for time in times]
-    assert {(time.rung, time.kernel, time.groups, time.weights) for time in times} == {(rung, kernel, "short", "small")}
+    assert {(time.version, time.kernel, time.groups, time.weights) for time in times} == {
+        (version, kernel, "short", "small")
+    }
     least = min(times, key=lambda time: time.ms)
     assert [found["tile"] for found in tune.entries(times)] == [vars(least.tile)] * (least.tile != times[0].tile)
 
 
-def test_a_layer_is_timed_in_a_dtype_that_the_rung_computes_in():
+def test_a_layer_is_timed_in_a_dtype_that_the_version_computes_in():
     assert tune._in_dtype_of("3_mma", TINY) is TINY
     assert tune._in_dtype_of("3_mma_tf32", TINY) == replace(TINY, dtype="float32")
 
 
-def test_jobs_are_of_every_layer_rung_and_kernel():
+def test_jobs_are_of_every_layer_version_and_kernel():
     jobs = tune.jobs((), None, (), 5)
     assert len(jobs) == len(tune.SHAPES) * len(tiles.CANDIDATES) * len(tiles.KERNELS)
     jobs = tune.jobs(("conf1",), 64, ("3_mma",), 5)
@@ -248,8 +253,8 @@ def test_jobs_are_of_every_layer_rung_and_kernel():
     ("arguments", "message"),
     [
         (
-            ("--rung", "2_tiled"),
-            "unknown rung with a choice of tiles '2_tiled'. Valid: 3_mma, 3_mma_tf32, 7_persistent",
+            ("--kernel", "2_tiled"),
+            "unknown version with a choice of tiles '2_tiled'. Valid: 3_mma, 3_mma_tf32, 7_persistent",
         ),
         (("--preset", "conf9"), "unknown preset 'conf9'. Did you mean 'conf7'?"),
         (("--repetitions", "0"), "repetitions is 0, but it must be >= 1"),
@@ -270,11 +275,11 @@ def test_the_command_shows_times_and_writes_the_table(monkeypatch, tmp_path):
     monkeypatch.setattr(tiles, "KERNELS", ("expert_down",))
     monkeypatch.setitem(tiles.CANDIDATES, "3_mma", (tiles.MmaTile(), tiles.MmaTile(band=3)))
     path = tmp_path / "tiles.json"
-    result = CliRunner().invoke(app, ["tune", "--rung", "3_mma", "--record", str(path)], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, ["tune", "--kernel", "3_mma", "--record", str(path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "conf1, L=8" in result.output and "128 x 128 x 32, 4 stages, 128 threads, band 3" in result.output
     (written,) = tiles.load(path)
     assert [found["tile"] for found in written["entries"]] == [tiles.MmaTile(band=3)]
     path.write_text("{")
-    result = CliRunner().invoke(app, ["tune", "--rung", "3_mma", "--record", str(path)])
+    result = CliRunner().invoke(app, ["tune", "--kernel", "3_mma", "--record", str(path)])
     assert result.exit_code == 2 and "tiles.json is no JSON" in result.output

@@ -23,7 +23,7 @@ from moeblaze_ref.verify.cases import option_cases, standard_cases
 from moeblaze_ref.verify.check import Row
 
 CASES = len(check.chosen(BACKENDS["numpy"], "dispatch", None, standard_cases() + option_cases()))
-ROW_KEYS = {"stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"}
+ROW_KEYS = {"stage", "direction", "backend", "version", "dtype", "shape", "error", "bound", "ok", "available"}
 
 
 def moeblaze(*arguments, columns=200):
@@ -218,7 +218,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(plan, "gpu", PretendedDevice)
 
 
-TIME_GATING = ("bench", "gating", "--preset", "conf1", "--tokens", 37, "--rung", "2_warp", "--repetitions", 2)
+TIME_GATING = ("bench", "gating", "--preset", "conf1", "--tokens", 37, "--kernel", "2_warp", "--repetitions", 2)
 
 
 def test_times_are_shown_recorded_and_added(pretended_gpu, tmp_path):
@@ -285,7 +285,7 @@ def test_what_was_timed_is_shown_even_if_it_cannot_be_written(pretended_gpu, mon
 def test_times_are_printed_as_json(pretended_gpu):
     result = moeblaze(*TIME_GATING, "--json")
     ours, torchs = json.loads(result.stdout)["rows"]
-    assert result.exit_code == 0 and (ours["rung"], torchs["rung"]) == ("2_warp", None)
+    assert result.exit_code == 0 and (ours["version"], torchs["version"]) == ("2_warp", None)
     assert ours["ratio_to"] == {"torch": torchs["step_ms"] / ours["step_ms"]}
 
 

@@ -45,6 +45,6 @@ def test_a_converted_file_holds_the_values_that_were_measured(name):
 
 
 def test_a_changed_value_shows():
-    document = {"rung": "4_hopper", "rows": [{"ms": 1.5}, {"ms": None}]}
+    document = {"version": "4_hopper", "rows": [{"ms": 1.5}, {"ms": None}]}
     assert hash_of(document) == hash_of({"version": "7_persistent", "rows": [{"step_ms": 1.5}, {"ms": None}]})
-    assert hash_of(document) != hash_of({"rung": "4_hopper", "rows": [{"ms": None}, {"ms": 1.5}]})
+    assert hash_of(document) != hash_of({"version": "4_hopper", "rows": [{"ms": None}, {"ms": 1.5}]})

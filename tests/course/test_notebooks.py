@@ -462,7 +462,7 @@ def test_the_comment_and_the_template_above_a_function_belong_to_it():
 
 def test_without_names_the_header_is_shown():
     (code,) = code_of(show_kernel(KERNELS))
-    assert code.startswith("// dispatch, rung 1") and "bytes written" in code and "#include" not in code
+    assert code.startswith("// dispatch, version 1") and "bytes written" in code and "#include" not in code
 
 
 def test_unknown_files_and_functions_name_the_nearest():
@@ -832,7 +832,7 @@ def test_the_gap_shows_every_error():
 
 # Gather, multiply, activate ------------------------------------------------------------------------------------------
 
-RUNGS = gemm.RUNGS
+VERSIONS = gemm.VERSIONS
 LADDER = MoEConfig(L=137, d=24, h=72, E=5, k=3, dtype="bfloat16")
 LADDER_CASE = make_case(LADDER.L, LADDER.d, LADDER.h, LADDER.E, LADDER.k, "zipf").astype("bfloat16")
 LADDER_DISPATCH = reference.build(LADDER_CASE.topk_experts, LADDER.E)
@@ -867,30 +867,30 @@ def test_an_inlined_kernel_holds_each_header_once():
         assert text.count(line) == 1
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_what_the_expert_stages_state_is_what_is_counted(rung):
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_the_expert_stages_state_is_what_is_counted(version):
     y_swi = np.random.default_rng(0).standard_normal((LADDER.R, LADDER.h)).astype("bfloat16")
-    up, down = gemm.count_up(rung, *UP), gemm.count_down(rung, y_swi, LADDER_CASE.weights.w3, LADDER_DISPATCH)
+    up, down = gemm.count_up(version, *UP), gemm.count_down(version, y_swi, LADDER_CASE.weights.w3, LADDER_DISPATCH)
     for stage, launch in (("expert_up", up), ("expert_down", down)):
-        for lengths, right in ((LENGTHS, True), ([10 * n for n in LENGTHS], rung == "1_naive")):
-            symbols = gemm.header_symbols(rung, LADDER, lengths, stage)
-            rows = sources.stated_beside_counted(f"{stage}/{rung}.cu", [launch], **symbols)
+        for lengths, right in ((LENGTHS, True), ([10 * n for n in LENGTHS], version == "1_naive")):
+            symbols = gemm.header_symbols(version, LADDER, lengths, stage)
+            rows = sources.stated_beside_counted(f"{stage}/{version}.cu", [launch], **symbols)
             assert [row["its value"] == row["counted"] > 0 for row in rows] == [right, True]
 
 
 def test_products_are_counted_with_their_zeros():
     """R d h for each of two projections, or whole tiles of rows, of 64 columns and of the depth of a step."""
     widths = {"1_naive": LADDER.d * LADDER.h, "2_tiled": 32 * 128, "3_mma": 32 * 128}  # 24 and 72, rounded up
-    for rung in RUNGS:
-        rows = {"2_tiled": raw_gemm.TILE, "3_mma": tiles.DEFAULTS["3_mma"].rows}.get(rung, 1)
+    for version in VERSIONS:
+        rows = {"2_tiled": raw_gemm.TILE, "3_mma": tiles.DEFAULTS["3_mma"].rows}.get(version, 1)
         padded = sum(math.ceil(length / rows) * rows for length in LENGTHS)
         for _ in range(2):
-            assert gemm.count_products(rung, *UP) == 2 * padded * widths[rung]
+            assert gemm.count_products(version, *UP) == 2 * padded * widths[version]
 
 
 def test_an_edit_changes_the_kernel_and_must_find_its_text():
     first_row = gemm.EditedExecutor({"expert_token_indices[at.row] * d": "0"})
-    edited, right = (expert_up.forward(*UP, "swiglu", executor=e, rung="1_naive")[0] for e in (first_row, None))
+    edited, right = (expert_up.forward(*UP, "swiglu", executor=e, version="1_naive")[0] for e in (first_row, None))
     expected = np.repeat(right[LADDER_DISPATCH.token_index_map[:1]], len(right), axis=0)
     owner = np.repeat(np.arange(LADDER.E), LENGTHS)
     same = owner == LADDER_CASE.topk_experts[0, 0]
@@ -955,11 +955,11 @@ def test_the_roofline_puts_points_on_their_roofs():
         np.testing.assert_allclose(gemm.attainable(np.array([at / 2, at, at * 2]), unit), [peak / 2, peak, peak])
 
 
-@pytest.mark.parametrize(("rung", "rows"), [("2_tiled", 64), ("3_mma", 128)])
-def test_the_intensity_of_a_tile_is_the_headers(rung, rows):
+@pytest.mark.parametrize(("version", "rows"), [("2_tiled", 64), ("3_mma", 128)])
+def test_the_intensity_of_a_tile_is_the_headers(version, rows):
     config = MoEConfig(L=2**12, d=2**20, h=512, E=4, k=1, dtype="bfloat16")
-    symbols = gemm.header_symbols(rung, config, [config.R // config.E] * config.E)
-    read = sources.evaluate(sources.stated_bytes(f"expert_up/{rung}.cu")["expert_up"]["read"], symbols)
+    symbols = gemm.header_symbols(version, config, [config.R // config.E] * config.E)
+    read = sources.evaluate(sources.stated_bytes(f"expert_up/{version}.cu")["expert_up"]["read"], symbols)
     flops = 2 * config.R * config.d * config.h * 2
     assert flops / read == pytest.approx(gemm.tile_intensity(rows, 64), rel=1e-4)
     (axes,) = drawn(gemm.tile_roofline(128, 64)).axes
@@ -1325,7 +1325,7 @@ def test_tiles_come_in_the_kernels_own_order(band, blocks):
     chosen = np.repeat(np.arange(4, dtype=np.int32), lengths)[:, None]
     y_swi, w3 = np.zeros((sum(lengths), 64), "float16"), np.zeros((4, 64, width), "float16")
     executor = Placing(band, blocks)
-    expert_down.forward(y_swi, w3, reference.build(chosen, 4), executor=executor, rung="7_persistent")
+    expert_down.forward(y_swi, w3, reference.build(chosen, 4), executor=executor, version="7_persistent")
     offsets = np.cumsum([0, *lengths])
     found = {block: [] for block in range(blocks)}
     for block, c0, c1, expert in executor.take():
@@ -1409,7 +1409,7 @@ def test_products_are_shown_beside_cublas():
     panels = drawn(hopper.busy_picture(MEASURED)).axes
     for axes, preset_name in zip(panels, presets, strict=True):
         mine = [row for row in rows if row["preset"] == preset_name]
-        assert [row["kernel"] for row in mine[:-1]] == names and not mine[-1]["rung"]
+        assert [row["kernel"] for row in mine[:-1]] == names and not mine[-1]["version"]
         assert [label.get_text() for label in axes.get_yticklabels()] == [*names, "cuBLAS, dense"]
         widths = [row[column] for column in hopper.BUSY for row in mine]
         assert [bar.get_width() for bar in axes.patches] == widths

@@ -60,9 +60,9 @@ def test_the_papers_comparison_is_timed_and_right(gpu, activation, monkeypatch):
 
 @pytest.mark.parametrize("stage", roofline.stages_of(CONFIG))
 def test_every_stage_is_timed_and_right(gpu, stage):
-    rungs = [stages.default_rung(stage, CONFIG)]
-    rows = stages.time_stage("small", CONFIG, stage, rungs, 3, gpu, beside_torch=stage in stages.PEERS)
-    assert all(row["pct_of_floor"] > 0 for row in rows) and report.wrong(rows) == []
+    versions = [stages.default_version(stage, CONFIG)]
+    rows = stages.time_stage("small", CONFIG, stage, versions, 3, gpu, beside_torch=stage in stages.PEERS)
+    assert all(row["pct_of_roofline"] > 0 for row in rows) and report.wrong(rows) == []
 
 
 @pytest.mark.parametrize("kernel", tiles.KERNELS)

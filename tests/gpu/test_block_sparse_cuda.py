@@ -1,4 +1,4 @@
-"""MegaBlocks' stage in raw CUDA on a device: every rung and dtype, real blocks and widths, arrays that stay there."""
+"""MegaBlocks' stage in raw CUDA on a device: every version and dtype, real sizes, arrays that stay there."""
 
 import numpy as np
 import pytest
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device
 
 BLOCK = block_sparse.BLOCK
 RUNS = [
-    Run("cuda", rung, dtype, (BLOCK,), step=8)
-    for rung, able in block_sparse.RUNGS.items()
-    if cuda_device_count() and not BACKENDS["cuda"].refusal("block_sparse", rung)
+    Run("cuda", version, dtype, (BLOCK,), step=8)
+    for version, able in block_sparse.VERSIONS.items()
+    if cuda_device_count() and not BACKENDS["cuda"].refusal("block_sparse", version)
     for dtype in able
 ]
 every_run = pytest.mark.parametrize("run", RUNS, ids=str)
@@ -56,7 +56,7 @@ def test_structures_of_routings_by_hand(name, run):
     [
         pytest.param(block, run, id=f"{block}-{run}")
         for run in RUNS
-        for block in ((BLOCK, 2 * BLOCK) if run.rung == gemm.HOPPER else (8, 40, BLOCK, 136))
+        for block in ((BLOCK, 2 * BLOCK) if run.version == gemm.HOPPER else (8, 40, BLOCK, 136))
     ],
 )
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -67,7 +67,7 @@ def test_every_product_is_the_dense_one(product, block, run):
 
 def with_other_blocks(run):
     """The run in blocks of a second size, too: smaller than a tile, or two of Hopper's."""
-    return run._replace(blocks=(BLOCK, 2 * BLOCK) if run.rung == gemm.HOPPER else (8, BLOCK))
+    return run._replace(blocks=(BLOCK, 2 * BLOCK) if run.version == gemm.HOPPER else (8, BLOCK))
 
 
 @every_run
@@ -126,7 +126,7 @@ def test_cupy_arrays_stay_on_the_device(dtype):
     out, saved = block_sparse.forward(cupy.asarray(case.x), w1, w2, w3, dispatch, gates, case.activation)
     found = block_sparse.backward(cupy.asarray(case.d_out), saved, w1, w2, w3)
     assert all(isinstance(array, cupy.ndarray) for array in (out, *found, *saved.tensors().values()))
-    rung = block_sparse.default_rung(dtype, case.x.shape[1], BLOCK, cupy_executor())
-    expected = run_layer(Run("cuda", rung, dtype, (BLOCK,)).open(), case, BLOCK)
+    version = block_sparse.default_version(dtype, case.x.shape[1], BLOCK, cupy_executor())
+    expected = run_layer(Run("cuda", version, dtype, (BLOCK,)).open(), case, BLOCK)
     for name, array in {"out": out, **found._asdict()}.items():
         np.testing.assert_array_equal(cupy.asnumpy(array), expected[name], err_msg=name)

@@ -17,7 +17,7 @@ def test_the_launch_gives_the_bits_of_the_packages_own_launch():
     exec("".join(cupy_by_hand.blocks(cupy_by_hand.DOCUMENT.read_text())), names)
     assert relative_error(names["by_cupy"], names["by_numpy"]) < 1e-6
     on_gpu = [cupy.asarray(names[name]) for name in ("y", "gates")]
-    ours = combine.forward(*on_gpu, names["dispatch"].map(cupy.asarray), rung="1_gather")
+    ours = combine.forward(*on_gpu, names["dispatch"].map(cupy.asarray), version="1_gather")
     assert (cupy.asnumpy(ours) == names["by_cupy"]).all()
     assert cupy.asnumpy(ours).any()
 

@@ -16,7 +16,7 @@ from moeblaze_ref.verify.check import differing_elements
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
-every_rung = pytest.mark.parametrize("rung", dispatch.RUNGS)
+every_version = pytest.mark.parametrize("version", dispatch.VERSIONS)
 
 SHAPES = [
     (0, 7, 3, "uniform"),
@@ -30,23 +30,25 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "rung"), [*(("cuda", rung) for rung in dispatch.RUNGS), ("numba", None)])
+@pytest.mark.parametrize(
+    ("backend", "version"), [*(("cuda", version) for version in dispatch.VERSIONS), ("numba", None)]
+)
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k", "routing"), SHAPES)
-def test_the_same_bits_as_the_sort(backend, rung, num_tokens, num_experts, k, routing):
+def test_the_same_bits_as_the_sort(backend, version, num_tokens, num_experts, k, routing):
     topk_experts = random_topk(num_tokens, num_experts, k, routing)
-    found = BACKENDS[backend].open("dispatch", rung).build(topk_experts, num_experts)
+    found = BACKENDS[backend].open("dispatch", version).build(topk_experts, num_experts)
     assert differing_elements(found, build_by_sort(topk_experts, num_experts)) == 0
 
 
-@every_rung
-def test_twenty_runs_give_the_same_bits(rung):
+@every_version
+def test_twenty_runs_give_the_same_bits(version):
     import cupy
 
     topk_experts = cupy.asarray(random_topk(20_000, 64, 6, "zipf"))
-    first = dispatch.build(topk_experts, 64, rung=rung).map(cupy.asnumpy)
+    first = dispatch.build(topk_experts, 64, version=version).map(cupy.asnumpy)
     assert differing_elements(first, build_by_sort(topk_experts.get(), 64)) == 0
     for _ in range(20):
-        assert differing_elements(dispatch.build(topk_experts, 64, rung=rung).map(cupy.asnumpy), first) == 0
+        assert differing_elements(dispatch.build(topk_experts, 64, version=version).map(cupy.asnumpy), first) == 0
 
 
 def test_a_device_array_is_checked_at_the_door():
@@ -58,11 +60,11 @@ def test_a_device_array_is_checked_at_the_door():
         dispatch.build(cupy.asarray([[0, 1], [5, 5]], dtype=cupy.int32), 8)
 
 
-@every_rung
-def test_the_result_stays_on_the_device(rung):
+@every_version
+def test_the_result_stays_on_the_device(version):
     import cupy
 
-    found = dispatch.build(cupy.asarray(GOLDEN_TOPK_EXPERTS), GOLDEN_NUM_EXPERTS, rung=rung)
+    found = dispatch.build(cupy.asarray(GOLDEN_TOPK_EXPERTS), GOLDEN_NUM_EXPERTS, version=version)
     assert all(isinstance(array, cupy.ndarray) for array in found.arrays().values())
     expected = build_by_sort(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
     assert differing_elements(found.map(cupy.asnumpy), expected) == 0

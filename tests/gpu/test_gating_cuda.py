@@ -1,4 +1,4 @@
-"""Gating on a CUDA device: raw CUDA through CuPy in every rung, and the Numba kernels on the same device."""
+"""Gating on a CUDA device: raw CUDA through CuPy in every version, and the Numba kernels on the same device."""
 
 import numpy as np
 import pytest
@@ -11,10 +11,10 @@ from moeblaze_ref.verify.cases import relative_error
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
-BACKENDS_AND_RUNGS = [("numba", None), *(("cuda", rung) for rung in gating.RUNGS)]
+BACKENDS_AND_VERSIONS = [("numba", None), *(("cuda", version) for version in gating.VERSIONS)]
 SHAPES = [(1, 1, 1), (1, 1024, 32), (257, 33, 5), (3001, 130, 32), (4096, 64, 32), (65_536, 16, 4), (262_144, 128, 8)]
 
-every_backend = pytest.mark.parametrize(("backend", "rung"), BACKENDS_AND_RUNGS)
+every_backend = pytest.mark.parametrize(("backend", "version"), BACKENDS_AND_VERSIONS)
 
 
 def make_logits(num_tokens, num_experts, step=0.0):
@@ -31,8 +31,8 @@ def assert_near(found, expected):
 @every_backend
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), SHAPES)
-def test_the_specification_is_met(backend, rung, num_tokens, num_experts, k, renormalize):
-    stage, logits = BACKENDS[backend].open("gating", rung), make_logits(num_tokens, num_experts)
+def test_the_specification_is_met(backend, version, num_tokens, num_experts, k, renormalize):
+    stage, logits = BACKENDS[backend].open("gating", version), make_logits(num_tokens, num_experts)
     wide = logits.astype(np.float64)
     exact = reference.forward(wide, k, renormalize)
     found = stage.forward(logits, k, renormalize)
@@ -54,42 +54,42 @@ def test_the_specification_is_met(backend, rung, num_tokens, num_experts, k, ren
 
 @every_backend
 @pytest.mark.parametrize("step", [0.5, 4.0])
-def test_ties_are_broken_as_the_specification_does(backend, rung, step):
+def test_ties_are_broken_as_the_specification_does(backend, version, step):
     logits = make_logits(5000, 150, step)
-    found = BACKENDS[backend].open("gating", rung).forward(logits, 20)
+    found = BACKENDS[backend].open("gating", version).forward(logits, 20)
     np.testing.assert_array_equal(found.topk_experts, reference.top_k(logits, 20))
 
 
 @every_backend
-def test_no_tokens(backend, rung):
-    stage, logits = BACKENDS[backend].open("gating", rung), np.empty((0, 4), np.float32)
+def test_no_tokens(backend, version):
+    stage, logits = BACKENDS[backend].open("gating", version), np.empty((0, 4), np.float32)
     probs, topk_experts, gates = stage.forward(logits, 2)
     assert (probs.shape, topk_experts.shape, gates.shape) == ((0, 4), (0, 2), (0, 2))
     assert stage.load_balancing_loss(probs, topk_experts) == 0.0 and stage.router_z_loss(logits) == 0.0
     assert stage.backward(gates, logits, topk_experts, False, 1.0, 1.0).shape == (0, 4)
 
 
-def results(logits, rung):
+def results(logits, version):
     """Every array that the stage makes of logits (L, E) on the device."""
-    routing = gating.forward(logits, 6, rung=rung)
+    routing = gating.forward(logits, 6, version=version)
     chosen = routing.probs, routing.topk_experts
     return [
         *routing,
-        gating.backward(routing.gates, logits, routing.topk_experts, True, 0.7, 0.7, rung=rung),
-        gating.load_balancing_loss(*chosen, rung=rung),
-        gating.router_z_loss(logits, rung=rung),
+        gating.backward(routing.gates, logits, routing.topk_experts, True, 0.7, 0.7, version=version),
+        gating.load_balancing_loss(*chosen, version=version),
+        gating.router_z_loss(logits, version=version),
     ]
 
 
-@pytest.mark.parametrize("rung", gating.RUNGS)
-def test_twenty_runs_give_the_same_bits_on_the_device(rung):
+@pytest.mark.parametrize("version", gating.VERSIONS)
+def test_twenty_runs_give_the_same_bits_on_the_device(version):
     import cupy
 
     logits = cupy.asarray(make_logits(20_000, 64))
-    first = results(logits, rung)
+    first = results(logits, version)
     assert all(isinstance(array, cupy.ndarray) for array in first)
     for _ in range(20):
-        for array, expected in zip(results(logits, rung), first, strict=True):
+        for array, expected in zip(results(logits, version), first, strict=True):
             assert bool((array == expected).all())
 
 

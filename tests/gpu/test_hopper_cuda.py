@@ -84,14 +84,14 @@ def test_ten_runs_give_the_same_bits(cuda, stage):
 
 
 @both_dtypes
-@pytest.mark.parametrize("rung", gemm.TEACHING)
-def test_the_teaching_versions_are_right_and_have_the_bits_of_the_hopper_kernel(cuda, rung, dtype):
+@pytest.mark.parametrize("version", gemm.TEACHING)
+def test_the_teaching_versions_are_right_and_have_the_bits_of_the_hopper_kernel(cuda, version, dtype):
     for case in (SEVERAL_TILES, LARGE):
-        assert_right("expert_up", rung, case, dtype, executor=cuda)
+        assert_right("expert_up", version, case, dtype, executor=cuda)
     rounded = LARGE.astype(dtype)
     expected = comparisons.run_forward(on("expert_up", gemm.HOPPER, cuda), rounded)
     for _ in range(5):
-        assert_same_bits(run("expert_up", rung, cuda, rounded), expected)
+        assert_same_bits(run("expert_up", version, cuda, rounded), expected)
 
 
 def test_every_step_of_the_ladder_is_timed_and_right(cuda):

@@ -29,13 +29,13 @@ BOUNDS = {"float16": 2.0**-9, "float32": 1e-5}
 
 
 def runs(stage: str, *left_out: str):
-    """The rungs of a stage that run on this GPU."""
+    """The versions of a stage that run on this GPU."""
     able = [
-        rung
-        for rung in BACKENDS["cuda"].rungs(stage)
-        if not (cuda_device_count() and BACKENDS["cuda"].refusal(stage, rung))
+        version
+        for version in BACKENDS["cuda"].versions(stage)
+        if not (cuda_device_count() and BACKENDS["cuda"].refusal(stage, version))
     ]
-    return pytest.mark.parametrize("rung", [rung for rung in able if rung not in left_out])
+    return pytest.mark.parametrize("version", [version for version in able if version not in left_out])
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -100,53 +100,53 @@ def cupy():
 
 
 @runs("gating")
-def test_gating(cupy, rung):
+def test_gating(cupy, version):
     logits = random(FEW, MANY).astype(np.float32)
     exact = gating.forward(logits.astype(np.float64), 2)
     with checks.trusted():
-        found = gating_stage.forward(ended_by(logits, cupy, "float32"), 2, rung=rung)
+        found = gating_stage.forward(ended_by(logits, cupy, "float32"), 2, version=version)
     np.testing.assert_array_equal(found.topk_experts[-FEW:].get(), exact.topk_experts)
     assert_near(found.probs[-FEW:], exact.probs, "float32")
     assert_near(found.gates[-FEW:], exact.gates, "float32")
 
 
 @runs("dispatch")
-def test_dispatch(cupy, rung):
+def test_dispatch(cupy, version):
     topk_experts = one_expert_a_token(MANY)
-    found = dispatch.build(cupy.asarray(topk_experts), MANY, rung=rung).map(cupy.asnumpy)
+    found = dispatch.build(cupy.asarray(topk_experts), MANY, version=version).map(cupy.asnumpy)
     assert differing_elements(found, build_by_sort(topk_experts, MANY)) == 0
 
 
 @runs("expert_up", "1_naive", "3_mma_tf32")
-def test_expert_up(cupy, rung):
+def test_expert_up(cupy, version):
     experts, x = Experts(cupy), random(FEW, d)
     with checks.trusted():
         w1, w2 = experts.on_device("w1"), experts.on_device("w2")
-        found = expert_up.forward(ended_by(x, cupy), w1, w2, experts.dispatch, "swiglu", rung=rung)
+        found = expert_up.forward(ended_by(x, cupy), w1, w2, experts.dispatch, "swiglu", version=version)
     for array, expected in zip(found, experts.hidden(x).values(), strict=True):
         assert_near(array[experts.rows], expected, "float16")
 
 
 @runs("expert_down", "1_naive", "3_mma_tf32", "as_printed")
-def test_expert_down(cupy, rung):
+def test_expert_down(cupy, version):
     experts, y_swi = Experts(cupy), random(FEW, h)
     with checks.trusted():
         rows = experts.in_expert_order(y_swi)
-        found = expert_down.forward(rows, experts.on_device("w3"), experts.dispatch, rung=rung)
+        found = expert_down.forward(rows, experts.on_device("w3"), experts.dispatch, version=version)
     assert_near(found[experts.rows], experts.product(y_swi, "w3"), "float16")
 
 
 @runs("combine")
-def test_combine(cupy, rung):
+def test_combine(cupy, version):
     experts, y, gates = Experts(cupy), random(FEW, d), random(FEW, 1).astype(np.float32)
     with checks.trusted():
         rows = experts.in_expert_order(y)
-        found = combine.forward(rows, ended_by(gates, cupy, "float32"), experts.dispatch, rung=rung)
+        found = combine.forward(rows, ended_by(gates, cupy, "float32"), experts.dispatch, version=version)
     assert_near(found[-FEW:], gates.astype(np.float64) * y.astype(np.float64), "float16")
 
 
 @runs("layer", "1_naive", "2_tiled", "3_mma_tf32")
-def test_layer(cupy, rung):
+def test_layer(cupy, version):
     """Each token has one expert, with the gate that the router's softmax gives it."""
     experts, x, wg = Experts(cupy), random(FEW, d), random(d, E, seed=4, scale=d**-0.5)
     logits = x.astype(np.float64) @ wg.astype(np.float64)
@@ -155,16 +155,16 @@ def test_layer(cupy, rung):
     expected = routed.gates * experts.product(experts.hidden(x)["y_swi"], "w3")
     with checks.trusted():
         weights = MoEWeights(cupy.asarray(wg), *(experts.on_device(name) for name in ("w1", "w2", "w3")))
-        found = layer.forward(ended_by(x, cupy), weights, 1, rung=rung)
+        found = layer.forward(ended_by(x, cupy), weights, 1, version=version)
     assert_near(found.out[-FEW:], expected, "float16")
 
 
 @runs("block_sparse", "1_naive", "2_tiled")
-def test_block_sparse(cupy, rung):
+def test_block_sparse(cupy, version):
     experts, x, gates = Experts(cupy), random(FEW, d), random(FEW, 1).astype(np.float32)
     expected = gates.astype(np.float64) * experts.product(experts.hidden(x)["y_swi"], "w3")
     with checks.trusted():
         weights = [experts.on_device(name) for name in ("w1", "w2", "w3")]
         operands = experts.dispatch, ended_by(gates, cupy, "float32"), "swiglu"
-        found, _ = block_sparse.forward(ended_by(x, cupy), *weights, *operands, rung=rung)
+        found, _ = block_sparse.forward(ended_by(x, cupy), *weights, *operands, version=version)
     assert_near(found[-FEW:], expected, "float16")

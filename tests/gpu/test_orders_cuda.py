@@ -16,11 +16,11 @@ PROMISED = sorted({(one.stage, backend) for one in orders.SUMS for backend in ON
 
 @pytest.mark.parametrize(("stage", "backend"), PROMISED)
 def test_every_stated_order_is_kept_to_the_bit(stage, backend):
-    for rung in BACKENDS[backend].rungs(stage):
-        if BACKENDS[backend].refusal(stage, rung):
+    for version in BACKENDS[backend].versions(stage):
+        if BACKENDS[backend].refusal(stage, version):
             continue  # Hopper's kernels on another GPU
-        for one in orders.promises(stage, backend, rung):
-            rows = list(check.check_order(BACKENDS[backend], rung, one))
+        for one in orders.promises(stage, backend, version):
+            rows = list(check.check_order(BACKENDS[backend], version, one))
             assert rows and all(row.ok for row in rows), rows
 
 
@@ -28,7 +28,7 @@ def test_every_stated_order_is_kept_to_the_bit(stage, backend):
 def test_a_dispatch_kept_by_shape_fails(backend, monkeypatch):
     module = BACKENDS[backend].stage("dispatch")
     monkeypatch.setattr(module, "build", kept_by_shape(module.build))
-    rung, *_ = BACKENDS[backend].rungs("layer")
+    version, *_ = BACKENDS[backend].versions("layer")
     case = make_case(13, 8, 16, 4, 2, "zipf", "small")
-    first, *_ = rows = list(check.check_of("layer")(BACKENDS[backend], rung, case))
+    first, *_ = rows = list(check.check_of("layer")(BACKENDS[backend], version, case))
     assert all(not row.ok and "second step" in row.shape for row in rows if row.dtype == first.dtype)

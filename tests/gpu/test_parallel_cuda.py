@@ -21,7 +21,7 @@ TOKENS = (301, 0, 77, 130)[:GPUS]
 WIDE = {"d": 128, "h": 192}
 CASES = [
     *(Case(policy, SKEWED, TOKENS, 3, options={"policy": policy}, **WIDE) for policy in POLICIES),
-    Case("bfloat16", SKEWED, TOKENS, 3, dtype=torch.bfloat16, **WIDE),  # by rung 7_persistent on an H200
+    Case("bfloat16", SKEWED, TOKENS, 3, dtype=torch.bfloat16, **WIDE),  # by 7_persistent on an H200
     Case("ungated", SKEWED, TOKENS, 2, options={"activation": "relu2", "renormalize": True}, **WIDE),
     Case("one rank has all", (GPUS - 1,) * EXPERTS, TOKENS, 4, **WIDE),
     Case("no token at all", SKEWED, (0,) * GPUS, 2, **WIDE),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.backends.raw_cuda.layer import default_rung
+from moeblaze_ref.backends.raw_cuda.layer import default_version
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.config import POLICIES, MoEConfig
 from moeblaze_ref.core.devices import cuda_device_count
@@ -96,8 +96,8 @@ def test_the_allocators_peak_of_a_step_is_the_accountings_within_two_percent(con
     before = settled()
     gradients = torch.autograd.grad(layer(x).out.sum(), leaves)  # sum keeps no output, and its gradient is expanded
     torch.cuda.synchronize()
-    rung = default_rung(config.dtype, config.d, config.h, bridge_to(x.device).executor)
-    expected = step_account(config, policy, rung).peak_bytes - x.nbytes  # which was there
+    version = default_version(config.dtype, config.d, config.h, bridge_to(x.device).executor)
+    expected = step_account(config, policy, version).peak_bytes - x.nbytes  # which was there
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(expected, rel=0.02)
     assert len(gradients) == len(leaves)
 

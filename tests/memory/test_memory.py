@@ -217,7 +217,7 @@ def test_the_peak_of_a_step_is_below_its_goal(name, goal):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_wide_y_exists_in_halves_unless_it_is_kept(policy):
     config = preset("qwen3").config.replace(dtype="bfloat16")
-    halved, whole = (by_name(step_account(config, policy, rung)) for rung in ("7_persistent", "3_mma"))
+    halved, whole = (by_name(step_account(config, policy, version)) for version in ("7_persistent", "3_mma"))
     kept = policy == "conventional"
     assert halved["y"].bytes == whole["y"].bytes / (1 if kept else 2)
     assert (whole["y_swi"].until, halved["y_swi"].until) == {
@@ -226,7 +226,7 @@ def test_a_wide_y_exists_in_halves_unless_it_is_kept(policy):
         "minimal": ("y", "out"),
         "inputs": ("y", "out"),
     }[policy]
-    note = "moeblaze: y is counted whole; rung 7_persistent has 1,024 of its 2,048 columns at one time"
+    note = "moeblaze: y is counted whole; 7_persistent has 1,024 of its 2,048 columns at one time"
     assert (note in account(config, "moeblaze", policy).notes) == (not kept)
     assert len(account(preset("conf3").config, "moeblaze", policy).notes) == 1, "there d is no wider than h"
 

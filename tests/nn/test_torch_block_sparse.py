@@ -405,7 +405,7 @@ def test_a_model_learns_with_it_as_with_plain_torch():
         ({"block": 128}, ValueError, "h is 24, but it must be a multiple of the block size 128"),
         ({"block": 0}, ValueError, "block is 0, but it must be >= 1"),
         ({"block": 8.0}, TypeError, "block is 8.0"),
-        ({"rung": "3_mma_tf32"}, ValueError, "unknown rung of block_sparse '3_mma_tf32'"),
+        ({"version": "3_mma_tf32"}, ValueError, "unknown version of block_sparse '3_mma_tf32'"),
         ({"k": 6}, ValueError, "k is 6, but there are only 5 experts"),
         ({"E": 1025}, ValueError, r"num_experts is 1025, but it must be 1..1024"),
         ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
@@ -429,12 +429,12 @@ CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
         ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
         ({}, (X, CHOICE + 3), ValueError, r"topk_experts\[0, 2\] is 5, but there are only 5 experts"),
         (
-            {"rung": "7_persistent", "dtype": torch.float16},
+            {"version": "7_persistent", "dtype": torch.float16},
             (X.half(),),
             ValueError,
-            "needs a multiple of 128; use rung 3_mma",
+            "needs a multiple of 128; use 3_mma",
         ),
-        ({"rung": "3_mma"}, (X,), TypeError, "rung 3_mma of block_sparse computes in float16 or bfloat16"),
+        ({"version": "3_mma"}, (X,), TypeError, "3_mma of block_sparse computes in float16 or bfloat16"),
     ],
 )
 def test_bad_input(options, arguments, error, message):
@@ -451,5 +451,5 @@ def test_weights_that_disagree_are_named():
 
 def test_it_says_what_it_is():
     assert repr(make_layer()) == (
-        "BlockSparseMoE(d=16, h=24, E=5, k=3, activation=swiglu, renormalize=False, block=8, rung=default)"
+        "BlockSparseMoE(d=16, h=24, E=5, k=3, activation=swiglu, renormalize=False, block=8, version=default)"
     )

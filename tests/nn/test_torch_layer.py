@@ -81,14 +81,14 @@ def test_narrow_types_agree_with_autograd(dtype, policy):
 
 def test_tf32_is_chosen_by_name_and_by_nothing_else():
     x = make_x()
-    plain, named = make_layer(), make_layer(rung="3_mma_tf32")
+    plain, named = make_layer(), make_layer(version="3_mma_tf32")
     exact, rounded = gradients(plain, x) | {"out": plain(x).out}, gradients(named, x) | {"out": named(x).out}
     for name in ("out", "x", "w1", "w2", "w3"):
         error = relative_error(rounded[name].detach().numpy(), exact[name].detach().numpy())
         assert 1e-4 < error < comparisons.BOUNDS["tf32 twice"], name
     for capability in ((8, 0), (9, 0), (10, 0)):
         executor = SimpleNamespace(capability=capability)
-        assert raw_layer.default_rung("float32", 16, 24, executor) == "2_tiled"
+        assert raw_layer.default_version("float32", 16, 24, executor) == "2_tiled"
 
 
 ZEROS = {
@@ -524,7 +524,7 @@ def test_the_state_is_the_oracles():
     torch.manual_seed(3)
     assert all(torch.equal(*pair) for pair in zip(layer.parameters(), OracleMoE(**SIZES).parameters(), strict=True))
     assert repr(layer) == (
-        "MoELayer(d=16, h=24, E=5, k=3, activation=swiglu, renormalize=False, policy=minimal, rung=default)"
+        "MoELayer(d=16, h=24, E=5, k=3, activation=swiglu, renormalize=False, policy=minimal, version=default)"
     )
 
 
@@ -544,7 +544,7 @@ CHOICE = torch.tensor([[0, 1, 2]] * 4, dtype=torch.int32)
         ({"activation": "swish"}, ValueError, "unknown activation 'swish'. Did you mean 'swiglu'"),
         ({"policy": "minimum"}, ValueError, "unknown policy 'minimum'. Did you mean 'minimal'"),
         ({"dtype": torch.float64}, TypeError, "dtype is torch.float64, but it must be torch.float32 or torch.bfloat16"),
-        ({"rung": "2_tile"}, ValueError, "unknown rung of layer '2_tile'. Did you mean '2_tiled'"),
+        ({"version": "2_tile"}, ValueError, "unknown version of layer '2_tile'. Did you mean '2_tiled'"),
     ],
 )
 def test_bad_options(options, error, message):
@@ -563,10 +563,10 @@ def test_bad_options(options, error, message):
         ({"device": "meta"}, (X,), ValueError, "wg is on meta, but x is on cpu"),
         ({}, (X[:, :15],), ValueError, r"x has shape \(4, 15\), but it must be \(..., d=16\)"),
         (
-            {"rung": "3_mma"},
+            {"version": "3_mma"},
             (X,),
             TypeError,
-            "rung 3_mma of expert_up computes in float16 or bfloat16, but x is float32",
+            "3_mma of expert_up computes in float16 or bfloat16, but x is float32",
         ),
         ({}, (X, CHOICE.long()), TypeError, "topk_experts has dtype torch.int64, but it must be torch.int32"),
         ({}, (X, CHOICE[:3]), ValueError, r"topk_experts has shape \(3, 3\), but it must be \(L=4, k=3\)"),

@@ -49,7 +49,7 @@ def versions_of(item, config):
     if item == "moeblaze-4.2":
         return printed.dispatch_versions()
     executor = SimtExecutor()
-    executor.capability = (9, 0)  # whose default rung is 7_persistent, where dtype and widths allow
+    executor.capability = (9, 0)  # whose default version is 7_persistent, where dtype and widths allow
     return printed.sum_versions(config, executor)
 
 
@@ -73,7 +73,7 @@ def test_the_bytes_of_every_version_are_counted_ones(item, config):
         with bridge.running(), executor.recording() as launches:
             result = version.run(inputs, executor)
         assert {launch.kernel for launch in launches} == {kernel for _, kernel in version.kernels}, name
-        assert printed.moved(version, printed.symbols(config, offsets, version.rung, executor)) == {
+        assert printed.moved(version, printed.symbols(config, offsets, version.version, executor)) == {
             "bytes_read": sum(launch.read_bytes for launch in launches),
             "bytes_written": sum(launch.written_bytes for launch in launches) + executor.filled,
             "extra_bytes": executor.allocated - output_bytes(result),
@@ -142,7 +142,7 @@ def test_the_papers_forward_is_differentiated_as_any_other():
     torch.manual_seed(0)
     x, d_out = torch.randn(37, 16), torch.randn(37, 16)
     default = MoELayer(16, 24, 5, 2)
-    as_printed = MoELayer(16, 24, 5, 2, rung="as_printed")
+    as_printed = MoELayer(16, 24, 5, 2, version="as_printed")
     as_printed.load_state_dict(default.state_dict())
 
     def step(module):

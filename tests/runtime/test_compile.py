@@ -108,63 +108,64 @@ def test_every_tile_of_the_dispatch_fits_into_registers(num_experts, k):
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("num_experts", [32, 64, 128, 256, 512, 1024])
 def test_every_row_of_the_gating_fits_into_registers(num_experts, renormalize):
-    for rung in gating.RUNGS:
-        constants = gating.constants(rung, num_experts, renormalize)
-        assert_fits(KernelSource.read(f"gating/{rung}.cu", constants))
+    for version in gating.VERSIONS:
+        constants = gating.constants(version, num_experts, renormalize)
+        assert_fits(KernelSource.read(f"gating/{version}.cu", constants))
 
 
 @pytest.mark.parametrize(
-    ("stage", "rung", "dtype"),
+    ("stage", "version", "dtype"),
     [
-        (stage, rung, dtype)
+        (stage, version, dtype)
         for stage, module in EXPERT_STAGES.items()
-        for rung, dtypes in getattr(module, "FORWARD_RUNGS", module.RUNGS).items()
+        for version, dtypes in getattr(module, "FORWARD_VERSIONS", module.VERSIONS).items()
         for dtype in dtypes
         if dtype != DTYPE
     ],
 )
-def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, rung, dtype):
-    tile = tiles.DEFAULTS.get(rung)
+def test_every_dtype_of_the_expert_stages_fits_into_registers(stage, version, dtype):
+    tile = tiles.DEFAULTS.get(version)
     of_tile = tile.constants(np.dtype(dtype).itemsize) if tile else {}
-    assert_fits(KernelSource.read(gemm.file_of(stage, rung), CONSTANTS[stage] | OF_DTYPE[dtype] | of_tile))
+    assert_fits(KernelSource.read(gemm.file_of(stage, version), CONSTANTS[stage] | OF_DTYPE[dtype] | of_tile))
 
 
 SHAPES = [  # that differ in more than the band
-    (rung, tile)
-    for rung in ("3_mma", gemm.TF32)
-    for tile in dict.fromkeys(replace(t, band=8) for t in tiles.CANDIDATES[rung][1:])
+    (version, tile)
+    for version in ("3_mma", gemm.TF32)
+    for tile in dict.fromkeys(replace(t, band=8) for t in tiles.CANDIDATES[version][1:])
 ]
 
 
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
-@pytest.mark.parametrize(("rung", "tile"), SHAPES)
-def test_every_tile_that_may_be_chosen_fits_into_registers(rung, tile, stage):
-    dtype = gemm.RUNGS[rung][-1]
+@pytest.mark.parametrize(("version", "tile"), SHAPES)
+def test_every_tile_that_may_be_chosen_fits_into_registers(version, tile, stage):
+    dtype = gemm.VERSIONS[version][-1]
     constants = CONSTANTS[stage] | OF_DTYPE[dtype] | tile.constants(np.dtype(dtype).itemsize)
-    assert_fits(KernelSource.read(gemm.file_of(stage, rung), constants | {"ACTIVATION": "swiglu"}), ("sm_80",))
+    assert_fits(KernelSource.read(gemm.file_of(stage, version), constants | {"ACTIVATION": "swiglu"}), ("sm_80",))
 
 
-def product(rung, dtype, block, transpose_lhs=0, transpose_rhs=0):
-    """The file of a rung of the block-sparse products."""
-    tile = block_sparse.tile_of(rung, block)
+def product(version, dtype, block, transpose_lhs=0, transpose_rhs=0):
+    """The file of a version of the block-sparse products."""
+    tile = block_sparse.tile_of(version, block)
     constants = CONSTANTS["block_sparse"] | OF_DTYPE[dtype] | (tile.constants(np.dtype(dtype).itemsize) if tile else {})
     turned = {"TRANSPOSE_LHS": transpose_lhs, "TRANSPOSE_RHS": transpose_rhs}
-    return KernelSource.read(gemm.file_of("block_sparse", rung), constants | turned | {"BLOCK": block})
+    return KernelSource.read(gemm.file_of("block_sparse", version), constants | turned | {"BLOCK": block})
 
 
 @pytest.mark.parametrize("transposes", [*itertools.product((0, 1), repeat=2)])
-@pytest.mark.parametrize("rung", block_sparse.RUNGS)
-def test_every_transpose_of_the_block_sparse_products_fits_into_registers(rung, transposes):
-    # Two lists of lines at once: on sm_100, dds of rung 3_mma with lhs transposed misses the fit by 8 bytes.
-    *_, last = block_sparse.RUNGS[rung]
-    assert_fits(product(rung, last, block_sparse.BLOCK, *transposes))
+@pytest.mark.parametrize("version", block_sparse.VERSIONS)
+def test_every_transpose_of_the_block_sparse_products_fits_into_registers(version, transposes):
+    # Two lists of lines at once: on sm_100, dds of 3_mma with lhs transposed misses the fit by 8 bytes.
+    *_, last = block_sparse.VERSIONS[version]
+    assert_fits(product(version, last, block_sparse.BLOCK, *transposes))
 
 
 @pytest.mark.parametrize(
-    ("rung", "dtype"), [(rung, dtype) for rung, dtypes in block_sparse.RUNGS.items() for dtype in dtypes[:-1]]
+    ("version", "dtype"),
+    [(version, dtype) for version, dtypes in block_sparse.VERSIONS.items() for dtype in dtypes[:-1]],
 )
-def test_every_dtype_of_the_block_sparse_products_fits_into_registers(rung, dtype):
-    assert_fits(product(rung, dtype, block_sparse.BLOCK))
+def test_every_dtype_of_the_block_sparse_products_fits_into_registers(version, dtype):
+    assert_fits(product(version, dtype, block_sparse.BLOCK))
 
 
 @pytest.mark.parametrize("block", [8, 32, 64, 136])
@@ -191,7 +192,7 @@ def test_every_pack_fits_into_registers(file, pack):
     assert_fits(KernelSource.read(file, CONSTANTS["combine"] | {"PACK": pack}))
 
 
-# On sm_90, where rung 4 is the default, expert_up of rung 3 with gelu misses the fit by 8 bytes.
+# On sm_90, where version 4 is the default, expert_up of version 3 with gelu misses the fit by 8 bytes.
 @pytest.mark.parametrize(
     ("activation", "architecture"),
     [pair for pair in zip(ACTIVATIONS, itertools.cycle(("sm_80", "sm_90")), strict=False) if pair[0] != ACTIVATION],
@@ -211,10 +212,10 @@ def test_the_hopper_kernels_fit_into_registers(stage, dtype, activation):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "reglu", "silu", "swiglu"])
-@pytest.mark.parametrize("rung", gemm.TEACHING)
-def test_two_blocks_of_each_teaching_version_fit_on_a_multiprocessor(rung, activation):
-    tile = tiles.FIXED[rung]
-    source = KernelSource.read(f"expert_up/{rung}.cu", gemm.constants("bfloat16", activation, tile))
+@pytest.mark.parametrize("version", gemm.TEACHING)
+def test_two_blocks_of_each_teaching_version_fit_on_a_multiprocessor(version, activation):
+    tile = tiles.FIXED[version]
+    source = KernelSource.read(f"expert_up/{version}.cu", gemm.constants("bfloat16", activation, tile))
     assert_fits(source)
     used = usage(source, "sm_90a")["expert_up"]
     assert 2 * tile.threads * -(-used["registers"] // 8) * 8 <= 2**16
@@ -247,7 +248,9 @@ def test_every_dtype_of_the_products_that_sum_fits_into_registers(file, dtype):
     assert_fits(KernelSource.read(file, OF_DTYPE[dtype] | {"THREADS": gemm.THREADS}))
 
 
-@pytest.mark.parametrize("constants", sorted({step.constants for step in ladder.LADDER if step.rung == ladder.HOPPER}))
+@pytest.mark.parametrize(
+    "constants", sorted({step.constants for step in ladder.LADDER if step.version == ladder.HOPPER})
+)
 def test_every_step_of_the_ladder_fits_into_registers(constants):
     assert_fits(KernelSource.read("expert_up/7_persistent.cu", CONSTANTS["expert_up"] | dict(constants)))
 

@@ -107,7 +107,7 @@ def assert_counts_agree(launched, report):
 def test_records_of_the_dispatch_add_up_to_the_counts(seed):
     executor = RecordingExecutor(seed=seed)
     with executor.recording() as reports:
-        dispatch.build(random_topk(75, 5, 2), 5, executor=executor, rung="1_dense_map")
+        dispatch.build(random_topk(75, 5, 2), 5, executor=executor, version="1_dense_map")
     assert [one.kernel for one in executor.launches] == [report.kernel for report in reports]
     for launched, report in zip(executor.launches, reports, strict=True):
         assert launched.seen == len(launched.records) and launched.note == launched.fault == ""
@@ -119,7 +119,9 @@ def test_records_of_tensor_core_kernels_add_up_too():
     executor = RecordingExecutor()
     with executor.recording() as reports:
         routed = build(case.topk_experts, case.E)
-        expert_up.forward(case.x, case.weights.w1, case.weights.w2, routed, "swiglu", executor=executor, rung="3_mma")
+        expert_up.forward(
+            case.x, case.weights.w1, case.weights.w2, routed, "swiglu", executor=executor, version="3_mma"
+        )
     (launched,), (report,) = executor.launches, reports
     assert report.shared.wavefronts > 0 and launched.note == ""
     assert_counts_agree(launched, report)
@@ -142,7 +144,7 @@ def test_a_recorded_launch_computes_what_any_other_does():
     choices = random_topk(75, 5, 2)
     executor = RecordingExecutor(block=0, warp=0)
     recorded, plain = (
-        dispatch.build(choices, 5, executor=one, rung="1_dense_map") for one in (executor, SimtExecutor())
+        dispatch.build(choices, 5, executor=one, version="1_dense_map") for one in (executor, SimtExecutor())
     )
     for name, array in plain.arrays().items():
         np.testing.assert_array_equal(recorded.arrays()[name], array)

@@ -61,17 +61,17 @@ def plain(value):
     return (type(value), value.item()) if isinstance(value, np.generic) else "address"
 
 
-@pytest.mark.parametrize("rung", ["2_tiled", "3_mma", "7_persistent"])
+@pytest.mark.parametrize("version", ["2_tiled", "3_mma", "7_persistent"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_a_step_launches_what_it_launches_on_numpy_arrays(rung, activation, monkeypatch):
+def test_a_step_launches_what_it_launches_on_numpy_arrays(version, activation, monkeypatch):
     launches, multiprocessors = [], IdleExecutor.multiprocessors
     monkeypatch.setattr(SimtModule, "_run", lambda module, *launch: launches.append(launch))
     monkeypatch.setattr(SimtExecutor, "multiprocessors", multiprocessors)
     bridge = CpuBridge()
     monkeypatch.setattr(torch_node, "bridge_to", lambda device: bridge)
-    make_step(rung=rung, activation=activation)(with_losses=True)
+    make_step(version=version, activation=activation)(with_losses=True)
     executor = idle(monkeypatch)
-    make_step(rung=rung, activation=activation)(with_losses=True)
+    make_step(version=version, activation=activation)(with_losses=True)
     found = [launch for launch in executor.launches if launch[0] != "matmul"]
     assert [launch[:4] for launch in found] == [launch[:4] for launch in launches]
     assert [[plain(v) for v in launch[4]] for launch in found] == [[plain(v) for v in launch[4]] for launch in launches]
@@ -168,10 +168,10 @@ def test_every_stage_takes_tensors_through_its_door(stage):
     executor = IdleExecutor()
     bridge, config = IdleBridge(executor), MoEConfig(L=37, **SIZES)
     inputs = stages.Inputs(config, bridge, torch.device("cpu"))
-    for rung in stages.rungs_of(stage, "bfloat16"):
+    for version in stages.versions_of(stage, "bfloat16"):
         executor.launches.clear()
         with bridge.running():
-            stages.RUN[stage](inputs, executor=executor, **({} if rung is None else {"rung": rung}))
+            stages.RUN[stage](inputs, executor=executor, **({} if version is None else {"version": version}))
         assert executor.launches
     inputs.x, inputs.y_swi = inputs.x[:5], inputs.y_swi[:5]
     if stage in ("expert_up", "expert_down", "d_w1", "d_w3"):

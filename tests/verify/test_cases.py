@@ -110,19 +110,19 @@ def test_the_three_columns_of_the_example():
 
 MMA = ("3_mma", "3_mma_tf32")
 ROWS = {"2_tiled": gemm.TILE, "7_persistent": gemm.ROWS_BOX[1]} | {
-    rung: max(tile.rows for tile in tiles.CANDIDATES[rung]) for rung in MMA
+    version: max(tile.rows for tile in tiles.CANDIDATES[version]) for version in MMA
 }
 COLUMNS = {"2_tiled": gemm.TILE, "7_persistent": gemm.HOPPER_COLUMNS} | {
-    rung: max(tile.columns for tile in tiles.CANDIDATES[rung]) for rung in MMA
+    version: max(tile.columns for tile in tiles.CANDIDATES[version]) for version in MMA
 }
 OF_BOTH_PROJECTIONS = [*COLUMNS]
-ROWS |= {rung: tiles.FIXED[rung].rows for rung in gemm.TEACHING}
-COLUMNS |= {rung: tiles.FIXED[rung].columns for rung in gemm.TEACHING}
+ROWS |= {version: tiles.FIXED[version].rows for version in gemm.TEACHING}
+COLUMNS |= {version: tiles.FIXED[version].columns for version in gemm.TEACHING}
 WIDEST_BLOCK_TILE = max(max(tile.rows, tile.columns) for tile in raw_sparse.TILES)
-TILED = [(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)]
+TILED = [(stage, version) for stage in BACKENDS["simt"].stages for version in BACKENDS["simt"].versions(stage)]
 
 
-def widest_tiles(stage, rung):
+def widest_tiles(stage, version):
     """The widest tile along every axis that a version of a stage cuts into tiles.
 
     Scans over the experts take THREADS at a time. A warp looks for a row tile among 32 experts. A warp of the combine
@@ -131,25 +131,25 @@ def widest_tiles(stage, rung):
     if stage == "dispatch":
         return {"L": raw_dispatch.THREADS * gemm.WARP, "E": raw_dispatch.THREADS}
     if stage == "gating":
-        return {"L": raw_gating.TOKENS[rung], "E": gemm.WARP}
+        return {"L": raw_gating.TOKENS[version], "E": gemm.WARP}
     if stage == "combine":
         return {"d": 8 * gemm.WARP}
-    if rung == "1_naive":
+    if version == "1_naive":
         return {"E": gemm.THREADS} if stage == "block_sparse" else {}
-    of_product = "3_mma" if rung == "as_printed" else rung
+    of_product = "3_mma" if version == "as_printed" else version
     rows, widest = ROWS[of_product], max(ROWS[of_product], COLUMNS[of_product])
     of_experts = {"rows": rows, "d": widest, "h": widest}
     if stage == "block_sparse":
-        return of_experts | {"block": ROWS["7_persistent"] if rung == "7_persistent" else WIDEST_BLOCK_TILE}
+        return of_experts | {"block": ROWS["7_persistent"] if version == "7_persistent" else WIDEST_BLOCK_TILE}
     return of_experts | {"E": gemm.WARP}
 
 
-@pytest.mark.parametrize("rung", OF_BOTH_PROJECTIONS)
+@pytest.mark.parametrize("version", OF_BOTH_PROJECTIONS)
 @pytest.mark.parametrize("stage", ["expert_up", "expert_down"])
-def test_two_tiles_along_h_are_checked_with_and_without_a_gate(stage, rung):
+def test_two_tiles_along_h_are_checked_with_and_without_a_gate(stage, version):
     """Without one, all columns of a tile are of a."""
-    found = check.chosen(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
-    assert {is_gated(case.activation) for case in found if sizes(case)["h"] > COLUMNS[rung]} == {False, True}
+    found = check.chosen(BACKENDS["simt"], stage, version, standard_cases() + option_cases())
+    assert {is_gated(case.activation) for case in found if sizes(case)["h"] > COLUMNS[version]} == {False, True}
 
 
 def sizes(case):
@@ -158,10 +158,10 @@ def sizes(case):
     return {"L": case.L, "rows": case.longest_queue, "d": d, "h": h, "E": case.E, "block": block}
 
 
-@pytest.mark.parametrize(("stage", "rung"), TILED)
-def test_every_version_is_checked_on_a_second_tile_along_every_axis(stage, rung):
+@pytest.mark.parametrize(("stage", "version"), TILED)
+def test_every_version_is_checked_on_a_second_tile_along_every_axis(stage, version):
     """The last tile is not full, except of a block: Hopper's tiles take no others."""
-    found = check.chosen(BACKENDS["simt"], stage, rung, standard_cases() + option_cases())
-    for axis, width in widest_tiles(stage, rung).items():
+    found = check.chosen(BACKENDS["simt"], stage, version, standard_cases() + option_cases())
+    for axis, width in widest_tiles(stage, version).items():
         of_cases = [sizes(case)[axis] for case in found if case.L]
         assert any(size > width and (size % width or axis == "block") for size in of_cases), (axis, width)

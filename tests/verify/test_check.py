@@ -44,7 +44,7 @@ def faulty(monkeypatch, stage, function, change):
     right = getattr(module, function)
     wrong = types.SimpleNamespace(**vars(module))
     setattr(wrong, function, lambda *arguments, **options: change(right(*arguments, **options)))
-    monkeypatch.setattr(check.Backend, "open", lambda self, name, rung: opened(wrong))
+    monkeypatch.setattr(check.Backend, "open", lambda self, name, version: opened(wrong))
     return check.run([stage], ["numpy"], CASES)
 
 
@@ -81,7 +81,7 @@ def test_every_stage_of_the_specification_passes():
 def test_dispatch_passes_in_every_backend_that_needs_no_gpu():
     rows = check.run(["dispatch"], ["numpy", "numba", "simt"])
     assert check.passed(rows) and {row.backend for row in rows} == {"numpy", "numba", "simt"}
-    assert {row.rung for row in rows if row.backend == "simt"} == set(raw_dispatch.RUNGS)
+    assert {row.version for row in rows if row.backend == "simt"} == set(raw_dispatch.VERSIONS)
     assert {row.error for row in rows} == {0.0}
 
 
@@ -127,7 +127,7 @@ def test_a_stage_that_raises_is_a_failed_row_that_says_why(monkeypatch):
     def fault(*arguments):
         raise RuntimeError("kernel k, block (0, 0, 0): out-of-bounds write")
 
-    monkeypatch.setattr(check.Backend, "open", lambda self, name, rung: opened(types.SimpleNamespace(build=fault)))
+    monkeypatch.setattr(check.Backend, "open", lambda self, name, version: opened(types.SimpleNamespace(build=fault)))
     rows = check.run(["dispatch"], ["numpy"], CASES)
     assert not check.passed(rows) and len(rows) == len(CASES)
     assert all("RuntimeError: kernel k" in row.shape and not row.ok and row.available for row in rows)
@@ -162,17 +162,17 @@ def test_a_list_of_cases_stays_as_it_is_given(stage):
     assert len(cases_of(check.plan([stage], ["numpy"]))) >= len(standard_cases() + option_cases())
 
 
-RUNGS = [(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)]
+VERSIONS = [(stage, version) for stage in BACKENDS["simt"].stages for version in BACKENDS["simt"].versions(stage)]
 
 
-def planned_cases(stage, rung):
-    return cases_of(job for job in check.plan([stage], ["simt"]) if job.args[3] == rung)
+def planned_cases(stage, version):
+    return cases_of(job for job in check.plan([stage], ["simt"]) if job.args[3] == version)
 
 
-@pytest.mark.parametrize(("stage", "rung"), RUNGS)
-def test_cheap_cases_follow_those_that_run_first(stage, rung):
-    planned = planned_cases(stage, rung)
-    places = [comparisons.turn(stage, rung, case) for case in planned]
+@pytest.mark.parametrize(("stage", "version"), VERSIONS)
+def test_cheap_cases_follow_those_that_run_first(stage, version):
+    planned = planned_cases(stage, version)
+    places = [comparisons.turn(stage, version, case) for case in planned]
     assert places == sorted(places)
     others = [case for case, place in zip(planned, places, strict=True) if place == max(places)]
     usual = [case.L * case.k for case in others if case.activation == "swiglu"]
@@ -184,13 +184,16 @@ def test_cheap_cases_follow_those_that_run_first(stage, rung):
 @pytest.mark.parametrize("of", comparisons.FIRST_CASES)
 def test_the_cases_that_run_first_are_cases_of_the_stage(of):
     stage, _, file = of.partition("/")
-    of_rungs = [planned_cases(stage, rung) for rung in BACKENDS["simt"].rungs(stage) if rung == file or not file]
-    assert {case.name for planned in of_rungs for case in planned} >= set(comparisons.FIRST_CASES[of])
+    of_versions = [
+        planned_cases(stage, version) for version in BACKENDS["simt"].versions(stage) if version == file or not file
+    ]
+    assert {case.name for planned in of_versions for case in planned} >= set(comparisons.FIRST_CASES[of])
 
 
 def test_the_dispatch_gets_more_tokens_than_a_pass_over_a_bitmap():
     assert all(
-        max(case.L for case in planned_cases("dispatch", rung)) > 8_192 for rung in BACKENDS["simt"].rungs("dispatch")
+        max(case.L for case in planned_cases("dispatch", version)) > 8_192
+        for version in BACKENDS["simt"].versions("dispatch")
     )
 
 
@@ -326,9 +329,9 @@ def test_a_capacity_kept_on_the_module_fails(layer, options, monkeypatch):
 def test_a_loss_kept_from_the_first_step_fails(stage, backend, loss, monkeypatch):
     module = BACKENDS[backend].stage("gating")
     monkeypatch.setattr(module, loss, kept_by_dtype(getattr(module, loss)))
-    rung, *_ = BACKENDS[backend].rungs(stage)
+    version, *_ = BACKENDS[backend].versions(stage)
     (case,) = (case for case in standard_cases() if case.name == "small")
-    rows = list(check.check_of(stage)(BACKENDS[backend], rung, case))
+    rows = list(check.check_of(stage)(BACKENDS[backend], version, case))
     assert {row.ok for row in rows if row.direction == "forward"} == {False}
 
 
@@ -451,8 +454,8 @@ def test_a_dispatch_kept_by_shape_fails(backend, stage, monkeypatch):
     module = BACKENDS[backend].stage("dispatch")
     monkeypatch.setattr(module, "build", kept_by_shape(module.build))
     (case,) = (case for case in standard_cases() if case.name == "small")
-    rung, *_ = BACKENDS[backend].rungs(stage)
-    first, *_ = rows = list(check.check_of(stage)(BACKENDS[backend], rung, case))
+    version, *_ = BACKENDS[backend].versions(stage)
+    first, *_ = rows = list(check.check_of(stage)(BACKENDS[backend], version, case))
     for row in (row for row in rows if row.dtype == first.dtype):
         assert not row.ok and row.shape.endswith("(small, second step)"), row
 
@@ -497,10 +500,10 @@ def test_what_a_layer_packs_by_its_address_and_shape_fails(backend, function, po
 
     case = make_case(13, 8, 16, 4, 2)
     case = dataclasses.replace(case, replay=position == "topk_experts")
-    rung, *_ = BACKENDS[backend].rungs("layer")
-    assert check.passed(list(check.check_of("layer")(BACKENDS[backend], rung, case)))
+    version, *_ = BACKENDS[backend].versions("layer")
+    assert check.passed(list(check.check_of("layer")(BACKENDS[backend], version, case)))
     monkeypatch.setattr(module, function, faulty)
-    rows = list(check.check_of("layer")(BACKENDS[backend], rung, case))
+    rows = list(check.check_of("layer")(BACKENDS[backend], version, case))
     wrong = [row for row in rows if row.direction == "backward" or function == "forward"]
     assert wrong and all(not row.ok and "second step" in row.shape for row in wrong)
 
@@ -568,19 +571,19 @@ def test_an_unavailable_backend_is_listed_and_never_ok(monkeypatch):
     assert not check.passed([])
 
 
-def test_a_rung_that_needs_another_gpu_is_left_out_with_a_word(monkeypatch):
+def test_a_version_that_needs_another_gpu_is_left_out_with_a_word(monkeypatch):
     def check_as_an_a100(self, file):
         KernelSource.read(file, {}).check_gpu((8, 0), "NVIDIA A100")
 
     monkeypatch.setattr(SimtExecutor, "check", check_as_an_a100)
     rows = check.run(["expert_down", "layer"], ["simt"], [make_case(33, 8, 16, 4, 2)])
-    (down, layer) = [row for row in rows if row.rung == "7_persistent"]
+    (down, layer) = [row for row in rows if row.version == "7_persistent"]
     needs = "needs compute capability 9.0 exactly, but NVIDIA A100 has 8.0"
     assert (
         down.shape == f"expert_down/7_persistent.cu {needs}" and layer.shape == f"expert_down/7_persistent.cu {needs}"
     )
     assert not (down.available or down.ok or layer.available or layer.ok)
-    assert check.passed(rows) and {row.rung for row in rows if row.ok} >= {"1_naive", "2_tiled", "3_mma"}
+    assert check.passed(rows) and {row.version for row in rows if row.ok} >= {"1_naive", "2_tiled", "3_mma"}
     assert str(verdict(rows)).endswith("; not for this GPU: simt 7_persistent")
 
 
@@ -594,7 +597,7 @@ def test_rows_are_json_even_with_nan():
     row = Row("layer", "forward", "numpy", None, "float64", "L=1", float("nan"), 1e-12, False, True)
     text = json.dumps(row.as_dict(), allow_nan=False)
     assert list(json.loads(text)) == [
-        "stage", "direction", "backend", "rung", "dtype", "shape", "error", "bound", "ok", "available"
+        "stage", "direction", "backend", "version", "dtype", "shape", "error", "bound", "ok", "available"
     ]  # fmt: skip
 
 
@@ -606,20 +609,20 @@ def test_the_simulator_gets_small_cases_only(monkeypatch):
     assert len(check.in_reach(BACKENDS["numba"], "layer", standard_cases())) == len(standard_cases())
 
 
-def cases_on_a_gpu(monkeypatch, rung, multiprocessors):
+def cases_on_a_gpu(monkeypatch, version, multiprocessors):
     """What block_sparse is checked with on a GPU of this size."""
     monkeypatch.setattr(check, "multiprocessors", lambda: multiprocessors)
-    return check.chosen(BACKENDS["cuda"], "block_sparse", rung, standard_cases() + option_cases())
+    return check.chosen(BACKENDS["cuda"], "block_sparse", version, standard_cases() + option_cases())
 
 
-def test_every_rung_is_checked_in_blocks_of_megablocks_own_size(monkeypatch):
+def test_every_version_is_checked_in_blocks_of_megablocks_own_size(monkeypatch):
     monkeypatch.setattr("moeblaze_ref.backends.numba_cuda.runtime.EXECUTOR", "cuda")
     monkeypatch.setattr(check, "multiprocessors", lambda: 132)
     for backend in BACKENDS.values():
-        for rung in backend.rungs("block_sparse"):
-            cases = check.chosen(backend, "block_sparse", rung, standard_cases())
+        for version in backend.versions("block_sparse"):
+            cases = check.chosen(backend, "block_sparse", version, standard_cases())
             blocks = {comparisons.block_of(case) for case in cases if case.L}
-            assert blocks == ({BLOCK, 256} if rung == HOPPER else {8, BLOCK, 136, 256}), (backend.name, rung)
+            assert blocks == ({BLOCK, 256} if version == HOPPER else {8, BLOCK, 136, 256}), (backend.name, version)
 
 
 @pytest.mark.parametrize("multiprocessors", [16, 108, 132, 148])

@@ -135,7 +135,7 @@ TILE = tiles.DEFAULTS["3_mma"].constants(itemsize=2)
         ("gating/2_warp", "gating", {"constants": {"PER_LANE": 5, "PACK": 1}}),
     ],
 )
-def test_other_rungs_types_and_activations_are_right(file, task, options):
+def test_other_versions_types_and_activations_are_right(file, task, options):
     name = {"gating": "softmax_top_k"}.get(task, task.rpartition(".")[2])
     assert judge(own(file, name), task, cases=SMALL, **options).ok
 

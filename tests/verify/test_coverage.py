@@ -38,11 +38,11 @@ def test_every_stage_option_and_value_has_its_line():
 def test_every_kernel_file_has_its_line_and_its_cells():
     for backend in ("simt", "cuda"):
         for stage in BACKENDS[backend].stages:
-            files = set(BACKENDS[backend].rungs(stage))
+            files = set(BACKENDS[backend].versions(stage))
             of_stage = [line for line in TABLE if line.stage == stage]
-            assert {line.value for line in of_stage if line.option == "rung"} == files
+            assert {line.value for line in of_stage if line.option == "version"} == files
             for line in of_stage:
-                if line.option in coverage.READS[stage] and line.option != "rung":
+                if line.option in coverage.READS[stage] and line.option != "version":
                     assert line.cells[backend].keys() == files, (line, backend)
 
 
@@ -64,19 +64,19 @@ def test_a_reason_stands_for_no_more_than_it_says():
         for backend, cell in line.cells.items():
             if coverage.COMPILED in cell.values():
                 assert (line.stage, line.option, backend) == ("layer", "activation", "simt") and line.value != "swiglu"
-                assert cell[check.FIRST_RUNG] > 0
+                assert cell[check.FIRST_VERSION] > 0
             for kernel, reason in cell.items():
                 if reason == coverage.NO_DTYPE and line.stage in STAGES:
-                    rung = None if kernel == coverage.ONE else kernel
-                    assert line.value not in BACKENDS[backend].rungs(line.stage)[rung]
+                    version = None if kernel == coverage.ONE else kernel
+                    assert line.value not in BACKENDS[backend].versions(line.stage)[version]
 
 
 def without(monkeypatch, unwanted):
-    """The gaps if `check.reachable` gives no case of which ``unwanted(rung, case)`` is true."""
+    """The gaps if `check.reachable` gives no case of which ``unwanted(version, case)`` is true."""
     keep = check.reachable
 
-    def fewer(backend, stage, rung, all_cases):
-        return [case for case in keep(backend, stage, rung, all_cases) if not unwanted(rung, case)]
+    def fewer(backend, stage, version, all_cases):
+        return [case for case in keep(backend, stage, version, all_cases) if not unwanted(version, case)]
 
     monkeypatch.setattr(check, "reachable", fewer)
     return set(coverage.gaps(list(coverage.lines())))
@@ -95,15 +95,15 @@ def without(monkeypatch, unwanted):
 )
 def test_an_option_that_is_never_on_is_a_gap(option, value, stage, monkeypatch):
     of = OPTIONS[option].of
-    gaps = without(monkeypatch, lambda rung, case: str(of(coverage.Check("float32", case))) == value)
+    gaps = without(monkeypatch, lambda version, case: str(of(coverage.Check("float32", case))) == value)
     assert {f"{stage} on {name}: {option} is never {value}" for name in ("numpy", "numba")} <= gaps
-    files = [file for file in BACKENDS["simt"].rungs(stage) if (stage, file) != ("expert_down", "as_printed")]
+    files = [file for file in BACKENDS["simt"].versions(stage) if (stage, file) != ("expert_down", "as_printed")]
     places = [f"{backend} {file}" for backend in ("simt", "cuda") for file in files]
     assert {f"{stage} on {place}: {option} is never {value}" for place in places} <= gaps
 
 
 def test_one_kernel_file_does_not_hide_another(monkeypatch):
-    gaps = without(monkeypatch, lambda rung, case: rung == "2_tiled" and case.policy == "paper")
+    gaps = without(monkeypatch, lambda version, case: version == "2_tiled" and case.policy == "paper")
     assert {gap for gap in gaps if gap.startswith("layer on simt")} == {"layer on simt 2_tiled: policy is never paper"}
 
 
@@ -138,7 +138,7 @@ class Watched:
 
 
 FIELDS = {"d_losses": ("load_balancing_loss", "router_z_loss"), "replayed": ("topk_experts",), "topk_experts": ()}
-OF_THE_CALL = {"dtype", "rung"}  # not read of a case, but chosen for all cases
+OF_THE_CALL = {"dtype", "version"}  # not read of a case, but chosen for all cases
 
 
 def options_read(seen):
@@ -192,7 +192,7 @@ def test_every_argument_of_a_stage_is_an_option_of_its_checks(stage):
     """A new argument of a function that is checked is a new line of the table, or says why it is none."""
     module = BACKENDS["numpy"].stage(stage)
     functions = [getattr(module, name) for name in watched_check(stage)[1]]
-    assert choices(functions) - coverage.ELSEWHERE.keys() == parameters(stage) - {"dtype", "rung"}
+    assert choices(functions) - coverage.ELSEWHERE.keys() == parameters(stage) - {"dtype", "version"}
 
 
 OF_AUTOGRAD = {"d_load_balancing_loss", "d_router_z_loss", "wanted", "overwrite"}  # no argument of a torch layer

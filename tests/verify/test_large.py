@@ -248,41 +248,41 @@ def of_shape(*shape, dtype="float16"):
 
 
 def test_hopper_gathers_from_as_many_elements_as_it_can_number():
-    def check(rows, rung):
+    def check(rows, version):
         x = of_shape(rows, 2**10)
-        gemm.check_rung("expert_up", rung, gemm.RUNGS, x, ("x", x), d=2**10, h=8)
+        gemm.check_version("expert_up", version, gemm.VERSIONS, x, ("x", x), d=2**10, h=8)
 
     check(2**25, gemm.HOPPER)
     check(2**25 + 1, "3_mma")
     elements = r"x has 33554433 \* 1024 = 34359739392 elements"
-    message = rf"{elements}, but rung 7_persistent gathers from at most 2\*\*35 = 34359738368"
+    message = rf"{elements}, but 7_persistent gathers from at most 2\*\*35 = 34359738368"
     with pytest.raises(ValueError, match=message):
         check(2**25 + 1, gemm.HOPPER)
 
 
 def test_rows_are_not_wider_than_kernels_count():
     with pytest.raises(ValueError, match=r"h is 1073741832, but must be at most 2\*\*30 = 1073741824"):
-        gemm.check_rung("expert_up", "1_naive", gemm.RUNGS, of_shape(1, 8), d=8, h=2**30 + 8)
+        gemm.check_version("expert_up", "1_naive", gemm.VERSIONS, of_shape(1, 8), d=8, h=2**30 + 8)
 
 
 def test_tiles_are_not_more_than_kernels_number():
     dispatch = SimpleNamespace(L=2**30, R=2**30, E=8)
     with pytest.raises(
         ValueError,
-        match=r"R = 1073741824 rows of 4194304 columns are 1099512152064 tiles, but rung 2_tiled numbers at most",
+        match=r"R = 1073741824 rows of 4194304 columns are 1099512152064 tiles, but 2_tiled numbers at most",
     ):
         gemm.rows_launch(SimpleNamespace(multiprocessors=4), "2_tiled", dispatch, 2**22)
 
 
-def test_lines_of_blocks_are_not_more_than_rung_3_mma_numbers():
+def test_lines_of_blocks_are_not_more_than_version_3_mma_numbers():
     nnz, block = 2**28, 8
     indices = [of_shape(length, dtype="int32") for length in (2**20 + 1, nnz, nnz, 2**8 + 1, nnz)]
     topology = Topology(*indices, block=block)
     with (
         checks.trusted(),
-        pytest.raises(ValueError, match="268435456 blocks have 2147483648 lines, but rung 3_mma of block"),
+        pytest.raises(ValueError, match="268435456 blocks have 2147483648 lines, but 3_mma of block"),
     ):
-        block_sparse.dsd(of_shape(nnz, block, block), topology, of_shape(2**23, 8), True, rung="3_mma")
+        block_sparse.dsd(of_shape(nnz, block, block), topology, of_shape(2**23, 8), True, version="3_mma")
 
 
 def test_a_topology_has_as_many_columns_as_int32_can_number():

@@ -27,14 +27,14 @@ from moeblaze_ref.verify import check, orders
 HERE = ("numpy", "numba", "simt")
 
 
-def jobs(stage, backend, rung=None) -> Iterator:
+def jobs(stage, backend, version=None) -> Iterator:
     """The checks of the order alone, of those that `moeblaze check` runs of a stage."""
     planned = check.plan([stage], [backend])
-    return (job for job in planned if isinstance(job.args[4], orders.Sum) and rung in (None, job.args[3]))
+    return (job for job in planned if isinstance(job.args[4], orders.Sum) and version in (None, job.args[3]))
 
 
-def rows(stage, backend, rung=None):
-    return [row for job in jobs(stage, backend, rung) for row in job()]
+def rows(stage, backend, version=None):
+    return [row for job in jobs(stage, backend, version) for row in job()]
 
 
 def name_of(one):
@@ -49,19 +49,19 @@ PROMISED = sorted({(one.stage, backend) for one in orders.SUMS for backend in on
 def test_every_stated_order_is_kept_to_the_bit(stage, backend):
     found = rows(stage, backend)
     assert found and all(row.ok and row.error == row.bound == 0.0 and row.direction == "order" for row in found), found
-    for rung in BACKENDS[backend].rungs(stage):
-        stated = {one.shape_at(one.sizes[0]) for one in orders.promises(stage, backend, rung)}
-        assert {row.shape for row in found if row.rung == rung} == stated
+    for version in BACKENDS[backend].versions(stage):
+        stated = {one.shape_at(one.sizes[0]) for one in orders.promises(stage, backend, version)}
+        assert {row.shape for row in found if row.version == version} == stated
 
 
 @pytest.mark.parametrize("one", orders.SUMS, ids=lambda one: f"{one.stage}-{one.result}-{one.order}")
 def test_no_rotated_or_reversed_order_gives_these_bits(one):
     """Most elements differ, in every dtype and at all sizes; 500 of them and 30 rotations are enough."""
     backend = "numpy" if "numpy" in one.backends else "simt"
-    rung = next(rung for rung in BACKENDS[backend].rungs(one.stage) if one.promised(backend, rung))
-    dtypes = orders.dtypes_that_tell(BACKENDS[backend].rungs(one.stage)[rung])
+    version = next(version for version in BACKENDS[backend].versions(one.stage) if one.promised(backend, version))
+    dtypes = orders.dtypes_that_tell(BACKENDS[backend].versions(one.stage)[version])
     for dtype, sizes in itertools.product(dtypes, one.sizes):
-        found, terms = one.run(BACKENDS[backend].open(one.stage, rung), orders.cast_to(dtype), sizes)
+        found, terms = one.run(BACKENDS[backend].open(one.stage, version), orders.cast_to(dtype), sizes)
         some = slice(None, None, max(1, found.size // 500))
         found, terms = found.ravel()[some], terms.reshape(len(terms), -1)[:, some]
         shifts = {*range(1, len(terms), -(-len(terms) // 30)), len(terms) - 1}
@@ -95,11 +95,11 @@ def test_products_and_inputs_are_exact():
 
 
 class Fault(NamedTuple):
-    """Another order in a kernel file, or in a header of it, of a rung; ``fails`` are the sums that must show it."""
+    """Another order in a kernel file, or in a header of it, of a version; ``fails`` are the sums that must show it."""
 
     name: str
     stage: str
-    rung: str
+    version: str
     file: str
     right: str
     wrong: str
@@ -110,7 +110,7 @@ class Loop(NamedTuple):
     """A loop that adds terms, tiles, groups or blocks in their order, in a kernel file or in a header of it."""
 
     stage: str
-    rung: str
+    version: str
     file: str
     fails: tuple[str, ...]
     counter: str
@@ -126,7 +126,9 @@ class Loop(NamedTuple):
         for name, place in (("reversed", f"{count} - 1 - turn"), ("rotated", f"(turn + 1) % {count}")):
             now = f"{counter} = {self.begin} + ({place}) * {self.step}"
             wrong = f"for (int turn = 0, {counter}; {now}, turn < {count}; ++turn)"
-            yield Fault(f"{counter} to {self.end} {name}", self.stage, self.rung, self.file, right, wrong, self.fails)
+            yield Fault(
+                f"{counter} to {self.end} {name}", self.stage, self.version, self.file, right, wrong, self.fails
+            )
 
 
 OUT, D_X = ("out by slots",), ("d_x by slots",)
@@ -174,29 +176,29 @@ SLOTS = "for (int j = 0; j < k; ++j)"
 SOME = {"for small k": "k <= 8", "from the tenth token on": "token >= 10", "after the first block": "blockIdx.x > 0"}
 
 
-def slots_of_some_reversed(stage, rung, file, fails):
+def slots_of_some_reversed(stage, version, file, fails):
     """The slots reversed under each condition of ``SOME``: of a warp's lanes, or of a thread's loop."""
     for name, condition in SOME.items():
         if LANE in inlined(file):
             right, wrong = LANE, LANE.replace("lane_id()", f"({condition} ? k - 1 - lane_id() : lane_id())")
         else:
             right, wrong = SLOTS, f"for (int turn = 0, j; j = {condition} ? k - 1 - turn : turn, turn < k; ++turn)"
-        yield Fault(f"slots reversed {name}", stage, rung, file, right, wrong, fails)
+        yield Fault(f"slots reversed {name}", stage, version, file, right, wrong, fails)
 
 
 LAST_TILE = "first + TILE_DEPTH > depth ? depth - first - 1 - turn : turn"
 OTHER_FAULTS = [
     *(
-        Fault(name, stage, rung, file, LANE, wrong, fails)
-        for stage, rung, file, fails in (
+        Fault(name, stage, version, file, LANE, wrong, fails)
+        for stage, version, file, fails in (
             ("combine", "2_vector", "combine/2_vector.cu", OUT),
             (UP, TILED, "expert_up/0_sum_rows.cu", D_X),
         )
         for name, wrong in (("all slots reversed", REVERSED_LANE), ("slots of the last group reversed", REVERSED_LAST))
     ),
     *(
-        Fault("all slots reversed", UP, rung, "expert_up/0_sum_rows.cu", LANE, REVERSED_LANE, D_X)
-        for rung in ("3_mma", "3_mma_tf32", "7_persistent")
+        Fault("all slots reversed", UP, version, "expert_up/0_sum_rows.cu", LANE, REVERSED_LANE, D_X)
+        for version in ("3_mma", "3_mma_tf32", "7_persistent")
     ),
     *slots_of_some_reversed("combine", "1_gather", "combine/1_gather.cu", OUT),
     *slots_of_some_reversed("combine", "2_vector", "combine/2_vector.cu", OUT),
@@ -286,19 +288,19 @@ OTHER_FAULTS = [
         Fault(
             "blocks of a column reversed",
             "block_sparse",
-            rung,
-            f"block_sparse/{rung}.cu",
+            version,
+            f"block_sparse/{version}.cu",
             "order[first + i]",
             "order[first + count - 1 - i]",
             (*DSD[2:], *DDS),
         )
-        for rung in (NAIVE, TILED)
+        for version in (NAIVE, TILED)
     ),
 ]
 FAULTS = [fault for loop in LOOPS for fault in loop.faults()] + OTHER_FAULTS
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}-{fault.rung}-{fault.name}")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}-{fault.version}-{fault.name}")
 def test_another_order_in_a_kernel_fails(fault, monkeypatch):
     """Every sum that the fault reorders, in the first of its dtypes."""
     load, text = SimtExecutor.load, inlined(fault.file)
@@ -311,7 +313,7 @@ def test_another_order_in_a_kernel_fails(fault, monkeypatch):
             return load(self, file, text=text.replace(fault.right, fault.wrong), **options)
 
     monkeypatch.setattr(SimtExecutor, "load", load_faulty)
-    jobs_of = {name_of(job.args[4]): job for job in jobs(fault.stage, "simt", fault.rung)}
+    jobs_of = {name_of(job.args[4]): job for job in jobs(fault.stage, "simt", fault.version)}
     first_rows = {name: next(jobs_of[name]()) for name in fault.fails}
     assert all(not row.ok and row.error > 0 for row in first_rows.values()), first_rows
 
@@ -450,10 +452,10 @@ class Launch(NamedTuple):
 
 
 ON_THE_EXECUTOR = [
-    (one, rung)
+    (one, version)
     for one in orders.SUMS
-    for rung in (BACKENDS["simt"].rungs(one.stage) if "simt" in one.backends else ())
-    if one.promised("simt", rung)
+    for version in (BACKENDS["simt"].versions(one.stage) if "simt" in one.backends else ())
+    if one.promised("simt", version)
 ]
 # Constants that cut no sum: threads, what is inside a tile, and switches.
 NO_TILES = {
@@ -462,7 +464,7 @@ NO_TILES = {
 }
 
 
-def launches(one, rung, monkeypatch):
+def launches(one, version, monkeypatch):
     """What a sum launches, in all dtypes; nothing runs."""
     found = []
 
@@ -471,7 +473,7 @@ def launches(one, rung, monkeypatch):
         found.append(Launch(source.file, kernel, constants_of(inlined(source.file), source.constants), math.prod(grid)))
 
     monkeypatch.setattr(SimtModule, "_run", note)
-    list(check.check_order(BACKENDS["simt"], rung, one))
+    list(check.check_order(BACKENDS["simt"], version, one))
     return found
 
 
@@ -526,9 +528,9 @@ def stating(one, found):
     raise AssertionError(f"no file states the order of {name_of(one)}")
 
 
-@pytest.mark.parametrize(("one", "rung"), ON_THE_EXECUTOR, ids=lambda value: getattr(value, "result", value))
-def test_the_sizes_cross_every_tile_and_group_of_the_kernels(one, rung, monkeypatch):
-    stated = stating(one, launches(one, rung, monkeypatch))
+@pytest.mark.parametrize(("one", "version"), ON_THE_EXECUTOR, ids=lambda value: getattr(value, "result", value))
+def test_the_sizes_cross_every_tile_and_group_of_the_kernels(one, version, monkeypatch):
+    stated = stating(one, launches(one, version, monkeypatch))
     assert not [line for launch in stated for line in uncrossed(one, launch.constants)]
 
 
@@ -537,16 +539,16 @@ def test_the_sizes_cross_every_tile_that_a_gpu_may_choose():
     assert any(sizes.L > largest["rows"] and sizes.d > largest["columns"] for sizes in orders.FUSED)
 
 
-OVER_SLOTS = [(one, rung) for one, rung in ON_THE_EXECUTOR if one.order == "slots"]
+OVER_SLOTS = [(one, version) for one, version in ON_THE_EXECUTOR if one.order == "slots"]
 NUMBA_THREADS = 128  # of a block on a GPU; the simulator has fewer
 
 
 @pytest.mark.parametrize("k", range(3, 9))
-@pytest.mark.parametrize(("one", "rung"), OVER_SLOTS, ids=lambda value: getattr(value, "result", value))
-def test_sums_over_slots_run_for_every_small_k_on_more_tokens_than_a_block_has(one, rung, k, monkeypatch):
+@pytest.mark.parametrize(("one", "version"), OVER_SLOTS, ids=lambda value: getattr(value, "result", value))
+def test_sums_over_slots_run_for_every_small_k_on_more_tokens_than_a_block_has(one, version, k, monkeypatch):
     """In each kernel that states the order, so that a block after the first has the last tokens."""
     (sizes,) = (sizes for sizes in one.sizes if sizes.k == k)
-    stated = stating(one, launches(replace(one, sizes=(sizes,)), rung, monkeypatch))
+    stated = stating(one, launches(replace(one, sizes=(sizes,)), version, monkeypatch))
     assert all(launch.blocks > 1 for launch in stated) and sizes.L * sizes.d > NUMBA_THREADS
 
 
@@ -586,7 +588,11 @@ SUM_NOTHING = {"gate_rows", "d_y", "round_sums"}
 
 
 def test_every_kernel_of_a_file_that_states_an_order_is_run(monkeypatch):
-    run = {(launch.file, launch.kernel) for one, rung in ON_THE_EXECUTOR for launch in launches(one, rung, monkeypatch)}
+    run = {
+        (launch.file, launch.kernel)
+        for one, version in ON_THE_EXECUTOR
+        for launch in launches(one, version, monkeypatch)
+    }
     for path in files_that_state(HEADER, "kernels_cuda", "cu"):
         file, kernels = path.relative_to(ROOT / "kernels_cuda").as_posix(), {*KERNEL.findall(path.read_text())}
         assert kernels, file
@@ -596,7 +602,7 @@ def test_every_kernel_of_a_file_that_states_an_order_is_run(monkeypatch):
 def test_every_order_that_a_header_states_is_checked():
     files = files_that_state(HEADER, "kernels_cuda", "cu")
     assert {path.parent.name for path in files} == {one.stage for one in orders.SUMS if "simt" in one.backends}
-    numbered = [path for path in files if path.stem in BACKENDS["simt"].rungs(path.parent.name)]
+    numbered = [path for path in files if path.stem in BACKENDS["simt"].versions(path.parent.name)]
     assert {path.name for path in files} - {path.name for path in numbered} == {"0_gates.cu", "0_sum_rows.cu"}
     assert all(orders.promises(path.parent.name, "simt", path.stem) for path in numbered)
 

@@ -19,14 +19,14 @@ class Fault(NamedTuple):
 
     name: str
     stage: str
-    rung: str
+    version: str
     right: str
     wrong: str
-    file: str | None = None  # the rung's own
+    file: str | None = None  # the version's own
 
     @property
     def path(self):
-        return self.file or gemm.file_of(self.stage, self.rung)
+        return self.file or gemm.file_of(self.stage, self.version)
 
 
 FAULTS = [
@@ -155,8 +155,8 @@ FAULTS = [
         "last row dropped", "expert_down", "as_printed", "return row < tile.rows &&", "return row < tile.rows - 1 &&"
     ),
     *(
-        Fault("second tile of columns on the first", stage, rung, right, wrong)
-        for stage, rung, right, wrong in (
+        Fault("second tile of columns on the first", stage, version, right, wrong)
+        for stage, version, right, wrong in (
             ("expert_down", "as_printed", "* d + first_column + column;", "* d + column;"),
             ("expert_down", "2_tiled", "* h + p) * d + i])", "* h + p) * d + column])"),
             ("expert_down", "3_mma", "* h * d + first_column,", "* h * d,"),
@@ -234,8 +234,8 @@ FAULTS = [
         "expert_up/2_tiled.cu",
     ),
     *(
-        Fault("second tile along h on the first", stage, rung, right, wrong)
-        for stage, rung, right, wrong in (
+        Fault("second tile along h on the first", stage, version, right, wrong)
+        for stage, version, right, wrong in (
             ("expert_up", "2_tiled", "[(long long)p * h + j]) : 0.0f;", "[(long long)p * h + column]) : 0.0f;"),
             ("expert_up", "3_mma", "tile.expert * d * h + first_column;", "tile.expert * d * h;"),
             ("expert_up", "3_mma_tf32", "d_hidden + (long long)begin * h + first_column,", "d_hidden + begin * h,"),
@@ -264,8 +264,8 @@ FAULTS = [
         "tile = {expert, begin,",
     ),
     *(
-        Fault("first scan forgotten by the second", stage, rung, f"= {before} + {scan};", f"= {scan};", file)
-        for stage, rung, before, scan, file in (
+        Fault("first scan forgotten by the second", stage, version, f"= {before} + {scan};", f"= {scan};", file)
+        for stage, version, before, scan, file in (
             ("dispatch", "1_dense_map", "base", "scan.exclusive", None),
             ("dispatch", "2_bitmap", "base", "scan.exclusive", None),
             ("dispatch", "3_single_pass", "base", "scan.exclusive", None),  # of tiles, not of experts
@@ -274,8 +274,8 @@ FAULTS = [
         )
     ),
     *(
-        Fault(f"second tile of a block's {axis} on the first", "block_sparse", rung, right, wrong)
-        for rung, axis, right, wrong in (
+        Fault(f"second tile of a block's {axis} on the first", "block_sparse", version, right, wrong)
+        for version, axis, right, wrong in (
             ("2_tiled", "lines", "first_line = blockIdx.x % PARTS * TILE,", "first_line = 0,"),
             (
                 "3_mma",
@@ -331,16 +331,16 @@ FAULTS = [
         "if (list[i].ordered <= list[i + 1].ordered) {",
     ),
     *(
-        Fault("slope 1 at the kink", stage, rung, "a > 0.0f ? 1.0f", "a >= 0.0f ? 1.0f", file)
-        for stage, rungs, file in (
+        Fault("slope 1 at the kink", stage, version, "a > 0.0f ? 1.0f", "a >= 0.0f ? 1.0f", file)
+        for stage, versions, file in (
             ("expert_down", ("1_naive", "2_tiled", "3_mma", "3_mma_tf32", "7_persistent"), None),
             ("block_sparse", ("1_naive", "2_tiled", "3_mma", "7_persistent"), "block_sparse/0_hidden.cu"),
         )
-        for rung in rungs
+        for version in versions
     ),
     *(
-        Fault("geglu as swiglu", stage, rung, "struct geglu : gelu {", "struct geglu : silu {", file)
-        for stage, rung, file in (
+        Fault("geglu as swiglu", stage, version, "struct geglu : gelu {", "struct geglu : silu {", file)
+        for stage, version, file in (
             ("expert_up", "2_tiled", None),
             ("expert_down", "7_persistent", None),
             ("block_sparse", "3_mma", "block_sparse/0_hidden.cu"),
@@ -387,9 +387,9 @@ def text_of(path):
 
 
 def jobs_of(fault):
-    """The checks of `moeblaze check --stage S --backend simt` that run the fault's rung."""
+    """The checks of `moeblaze check --stage S --backend simt` that run the fault's version."""
     jobs = check.plan(stages=[fault.stage], backends=["simt"])
-    return [job for job in jobs if job.args[3] == fault.rung]
+    return [job for job in jobs if job.args[3] == fault.version]
 
 
 def plant(path, number, monkeypatch):
@@ -430,7 +430,9 @@ def test_the_effort_counts_each_file_and_thread_of_the_check():
 
 
 @pytest.mark.parametrize(
-    ("number", "fault"), [*enumerate(FAULTS, 1)], ids=[f"{fault.stage}-{fault.rung}-{fault.name}" for fault in FAULTS]
+    ("number", "fault"),
+    [*enumerate(FAULTS, 1)],
+    ids=[f"{fault.stage}-{fault.version}-{fault.name}" for fault in FAULTS],
 )
 def test_the_check_catches_a_planted_fault(number, fault, record_property, monkeypatch):
     plant(fault.path, 0, monkeypatch)
@@ -441,7 +443,7 @@ def test_the_check_catches_a_planted_fault(number, fault, record_property, monke
     assert row is not None, "the check passes"
     assert effort.within(MOST), effort
     caught = f"{row.direction} {row.dtype}: error {row.error:.1e}, {row.shape[:80]}"
-    record_property("caught", f"{fault.stage:12} {fault.rung:14} {fault.name:32} {caught}")
+    record_property("caught", f"{fault.stage:12} {fault.version:14} {fault.name:32} {caught}")
 
 
 def test_the_check_of_the_layer_catches_a_fault_of_its_gating(monkeypatch):
@@ -452,11 +454,11 @@ def test_the_check_of_the_layer_catches_a_fault_of_its_gating(monkeypatch):
     assert any(not row.ok for job in jobs for row in job())
 
 
-def test_every_stage_and_rung_has_a_fault():
+def test_every_stage_and_version_has_a_fault():
     assert len(FAULTS) >= 25
-    rungs = {(stage, rung) for stage in BACKENDS["simt"].stages for rung in BACKENDS["simt"].rungs(stage)}
-    planted = {(fault.stage, fault.rung) for fault in FAULTS}
-    assert rungs - planted <= {
+    versions = {(stage, version) for stage in BACKENDS["simt"].stages for version in BACKENDS["simt"].versions(stage)}
+    planted = {(fault.stage, fault.version) for fault in FAULTS}
+    assert versions - planted <= {
         ("layer", "1_naive"),
         ("layer", "3_mma"),
         ("layer", "3_mma_tf32"),

@@ -1,4 +1,4 @@
-"""A thousand random shapes and routings through every stage and rung that a CPU runs, against the oracle."""
+"""A thousand random shapes and routings through every stage and version that a CPU runs, against the oracle."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,11 +14,11 @@ from moeblaze_ref.verify import check
 from moeblaze_ref.verify.cases import ROUTINGS, make_case
 
 RUNS = [
-    (backend, stage, rung)
+    (backend, stage, version)
     for name in ("numpy", "simt")
     for backend in [BACKENDS[name]]
     for stage in backend.stages
-    for rung in backend.rungs(stage)
+    for version in backend.versions(stage)
 ]
 # Tiles are multiplied whole, however small the shape or the block: seconds each on a CPU, so these get fewer.
 SLOW = [run for run in RUNS if run[2] == gemm.HOPPER] + [(BACKENDS["simt"], "block_sparse", "2_tiled")]
@@ -29,25 +29,25 @@ SHARES |= {f"{run[1]}, {run[2]}": (8, [run]) for run in SLOW}
 
 @st.composite
 def checks(draw, runs):
-    """(backend, stage, rung, case): from no tokens to several tiles of a small block.
+    """(backend, stage, version, case): from no tokens to several tiles of a small block.
 
     Where a router decides, it has a choice: gates that are always 1 have no gradient but rounding. And narrow types
     and tf32 get 32 tokens or none, at least 8 wide: their bound is a ratio of errors, and that of a few dot products,
     or of one that all tokens share (an x of width 1 is 1 or -1), is noise. One routed row alone has one gate, whose
     gradient is a single dot product: where that nearly cancels, its relative error is rounding too (seen: 1.003e-5 in
     float32, of a gradient of 0.03). So one token with one expert becomes two. In block_sparse a block divides h: of 8
-    at least, or a matrix is tens of thousands of blocks, each a group of threads to simulate; rung 4 takes blocks of
+    at least, or a matrix is tens of thousands of blocks, each a group of threads to simulate; version 4 takes blocks of
     whole 128s, so that h is of such, and few experts, each with its padding. Who multiplies whole tiles there gets few
-    slots a token: the kernels that know of these are those of all rungs.
+    slots a token: the kernels that know of these are those of all versions.
     """
-    run = backend, stage, rung = draw(st.sampled_from(runs))
-    routes, narrow = stage in ("gating", "layer"), "float16" in backend.rungs(stage)[rung] or rung == gemm.TF32
-    whole_blocks = (stage, rung) == ("block_sparse", gemm.HOPPER)
+    run = backend, stage, version = draw(st.sampled_from(runs))
+    routes, narrow = stage in ("gating", "layer"), "float16" in backend.versions(stage)[version] or version == gemm.TF32
+    whole_blocks = (stage, version) == ("block_sparse", gemm.HOPPER)
     E = draw(st.integers(2 if routes else 1, 3 if whole_blocks else 12))
     k = draw(st.integers(1, min(E, 3) if stage == "block_sparse" and run in SLOW else E))
     tokens = st.one_of(st.just(0), st.integers(32, 90)) if narrow else st.integers(0, 90)
     eights = st.sampled_from([8, 16, 40, 72])
-    widths = eights if rung in gemm.TENSOR_CORES else st.integers(8 if narrow else 1, 70)
+    widths = eights if version in gemm.TENSOR_CORES else st.integers(8 if narrow else 1, 70)
     blocked = st.sampled_from([128, 384]) if whole_blocks else eights
     L = draw(tokens)
     case = make_case(
@@ -61,7 +61,7 @@ def checks(draw, runs):
         seed=draw(st.integers(0, 2**32 - 1)),
     )
     renormalize = draw(st.booleans()) and k > 1
-    return backend, stage, rung, replace(case, policy=draw(st.sampled_from(list(POLICIES))), renormalize=renormalize)
+    return backend, stage, version, replace(case, policy=draw(st.sampled_from(list(POLICIES))), renormalize=renormalize)
 
 
 def test_the_shares_are_a_thousand():
@@ -69,8 +69,8 @@ def test_the_shares_are_a_thousand():
     assert {run for _, runs in SHARES.values() for run in runs} == set(RUNS)
 
 
-def rows_of(backend, stage, rung, case):
-    return list(check.check_of(stage)(backend, rung, case))
+def rows_of(backend, stage, version, case):
+    return list(check.check_of(stage)(backend, version, case))
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -81,8 +81,8 @@ def test_random_shapes_in_every_stage(share):
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
     @given(checks(runs))
     def every_row_passes(drawn):
-        backend, stage, rung, _ = drawn
-        seen[backend, stage, rung] += 1
+        backend, stage, version, _ = drawn
+        seen[backend, stage, version] += 1
         rows = rows_of(*drawn)
         assert check.passed(rows), rows
 

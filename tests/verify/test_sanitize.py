@@ -36,7 +36,7 @@ class Witness(SimtExecutor):
         return module
 
 
-def test_blocks_of_the_last_rung_take_more_than_one_tile():
+def test_blocks_of_the_last_version_take_more_than_one_tile():
     executor = SimtExecutor()
     case = many_tiles_case(executor.multiprocessors)
     rows, (_, d, h) = case.L * case.k // 128, case.weights.w1.shape
@@ -44,11 +44,11 @@ def test_blocks_of_the_last_rung_take_more_than_one_tile():
     assert min(tiles.values()) > executor.multiprocessors and min(d, h) > 4 * 64  # deeper than the stages of a ring
 
 
-def test_the_last_rung_of_every_stage_of_products_takes_more_tiles_than_blocks(monkeypatch):
+def test_the_last_version_of_every_stage_of_products_takes_more_tiles_than_blocks(monkeypatch):
     given = []
 
     def note(stage, opened, case):
-        given.append((stage, opened._options["rung"], case.shape))
+        given.append((stage, opened._options["version"], case.shape))
 
     monkeypatch.setattr(comparisons, "RUN", {stage: functools.partial(note, stage) for stage in comparisons.RUN})
     executor = SimtExecutor()
@@ -57,8 +57,8 @@ def test_the_last_rung_of_every_stage_of_products_takes_more_tiles_than_blocks(m
     whole = many_blocks_case(executor.multiprocessors).shape
     assert {("expert_up", HOPPER, many), ("expert_down", HOPPER, many), ("block_sparse", HOPPER, whole)} <= set(given)
     assert {
-        rung for stage, rung, shape in given if (stage, shape) == ("block_sparse", whole_block_case().shape)
-    } == set(block_sparse.RUNGS)
+        version for stage, version, shape in given if (stage, shape) == ("block_sparse", whole_block_case().shape)
+    } == set(block_sparse.VERSIONS)
 
 
 def test_no_kernel_is_left_out(monkeypatch):

@@ -14,13 +14,13 @@ from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
 from moeblaze_ref.runtime.source import Module
 from moeblaze_ref.systems import megablocks
 
-RUNGS = {rung: gemm.RUNGS[rung] for rung in ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)}
-DEFAULT_RUNG = "2_tiled"
+VERSIONS = {version: gemm.VERSIONS[version] for version in ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)}
+DEFAULT_VERSION = "2_tiled"
 BLOCK = 128  # of MegaBlocks, section 5.1.2: a tile of its products
 GATE_DTYPES = ("float32",)
-HOPPER_BLOCK = gemm.ROWS_BOX[1]  # rung 7_persistent takes multiples of it: the rows of a tile are those of one block
-MAX_COLUMN_TILES = 65_535  # a launch's extent along y, where rungs 2_tiled and 3_mma number the column tiles of dds
-# Of rung 3_mma, by the block: what a tile has beyond its block is computed for nothing.
+HOPPER_BLOCK = gemm.ROWS_BOX[1]  # 7_persistent takes multiples of it: the rows of a tile are those of one block
+MAX_COLUMN_TILES = 65_535  # a launch's extent along y, where versions 2_tiled and 3_mma number the column tiles of dds
+# Of 3_mma, by the block: what a tile has beyond its block is computed for nothing.
 TILES = (
     tiles.MmaTile(32, 32, warp_rows=32, warp_columns=32),
     tiles.MmaTile(64, 64, warp_rows=32, warp_columns=32),
@@ -31,7 +31,7 @@ TILES = (
 
 
 def pad(
-    dispatch: Dispatch, block: int = BLOCK, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    dispatch: Dispatch, block: int = BLOCK, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> PaddedBins:
     """Bins of whole blocks: where every routed row lies once each expert's group is padded.
 
@@ -42,8 +42,8 @@ def pad(
         Rows of a block.
     executor : Executor, optional
         Default: by where the dispatch lives.
-    rung : str
-        One of ``RUNGS``; all build the same.
+    version : str
+        One of ``VERSIONS``; all build the same.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def pad(
     """
     sparse_contracts.check_pad(dispatch, block)
     block = int(block)  # a narrow integer of numpy would overflow
-    checks.check_name("rung of block_sparse", rung, RUNGS)
+    checks.check_name("version of block_sparse", version, VERSIONS)
     executor = executor or executor_for(dispatch.expert_token_offsets)
     module = _structures(executor, block)
     padded_offsets = executor.empty((dispatch.E + 1,), "int32")
@@ -85,7 +85,9 @@ def pad(
     return PaddedBins(padded_offsets, slots, rows, dispatch.k, block)
 
 
-def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, rung: str = DEFAULT_RUNG) -> Topology:
+def build_topology(
+    bins: PaddedBins, h: int, executor: Executor | None = None, version: str = DEFAULT_VERSION
+) -> Topology:
     """The block-sparse matrix (P, E h) of the bins: a block row stores the h columns of its rows' expert.
 
     Parameters
@@ -93,7 +95,7 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     bins : PaddedBins
     h : int
         Expert width, a multiple of the block size.
-    executor, rung
+    executor, version
         As in `pad`.
 
     Returns
@@ -104,7 +106,7 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     ------
     ValueError, TypeError
         If the block size does not divide h, rows, columns or blocks exceed what int32 counts, or as
-        `sparse_contracts.check_bins`. Also if there are more block columns than the rung's `dds` takes: at most
+        `sparse_contracts.check_bins`. Also if there are more block columns than the version's `dds` takes: at most
         ``MAX_COLUMN_TILES`` tiles of 2_tiled or 3_mma. A layer would find out in its backward.
 
     Notes
@@ -112,8 +114,8 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     MegaBlocks, sections 5.1.3 and 5.1.4.
     """
     sparse_contracts.check_build_topology(bins, h)
-    checks.check_name("rung of block_sparse", rung, RUNGS)
-    _check_columns(bins.E * (h // bins.block), bins.block, rung)
+    checks.check_name("version of block_sparse", version, VERSIONS)
+    _check_columns(bins.E * (h // bins.block), bins.block, version)
     executor = executor or executor_for(bins.padded_offsets)
     block_rows, wide = bins.P // bins.block, h // bins.block
     nnz = block_rows * wide
@@ -135,25 +137,25 @@ def build_topology(bins: PaddedBins, h: int, executor: Executor | None = None, r
     return topology
 
 
-def _check_columns(columns: int, block: int, rung: str):
-    """The rung has a tile of `dds` for each of these block columns."""
-    if rung in ("1_naive", gemm.HOPPER):
+def _check_columns(columns: int, block: int, version: str):
+    """The version has a tile of `dds` for each of these block columns."""
+    if version in ("1_naive", gemm.HOPPER):
         return
-    tiles_of_columns = columns * ceil_div(block, gemm.extent(tile_of(rung, block))[1])
+    tiles_of_columns = columns * ceil_div(block, gemm.extent(tile_of(version, block))[1])
     if tiles_of_columns > MAX_COLUMN_TILES:
         raise ValueError(
-            f"{columns} block columns have {tiles_of_columns} tiles, but rung {rung} of block_sparse takes at most "
-            f"{MAX_COLUMN_TILES}; use a larger block or rung 1_naive"
+            f"{columns} block columns have {tiles_of_columns} tiles, but {version} of block_sparse takes at most "
+            f"{MAX_COLUMN_TILES}; use a larger block or 1_naive"
         )
 
 
-def _check_lines(topology: Topology, rung: str):
-    """The rung can number the lines of all stored blocks, as it does to walk a block column."""
+def _check_lines(topology: Topology, version: str):
+    """The version can number the lines of all stored blocks, as it does to walk a block column."""
     lines = topology.nnz * topology.block
-    if rung == "3_mma" and lines > sparse_contracts.MAX_INT32:
+    if version == "3_mma" and lines > sparse_contracts.MAX_INT32:
         raise ValueError(
-            f"{topology.nnz} blocks have {lines} lines, but rung {rung} of block_sparse numbers at most 2**31 - 1024 = "
-            f"{sparse_contracts.MAX_INT32}; use a larger block or rung 1_naive"
+            f"{topology.nnz} blocks have {lines} lines, but {version} of block_sparse numbers at most 2**31 - 1024 = "
+            f"{sparse_contracts.MAX_INT32}; use a larger block or 1_naive"
         )
 
 
@@ -169,7 +171,7 @@ def padded_gather(
     bins: PaddedBins,
     gates: Array | None = None,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """Rows of x copied into the bins, times their gates if there are any; padding is zero.
 
@@ -178,7 +180,7 @@ def padded_gather(
     x : array (L, d), float32, float16 or bfloat16
     bins : PaddedBins
     gates : array (L, k), float32, optional
-    executor, rung
+    executor, version
         As in `pad`.
 
     Returns
@@ -188,14 +190,14 @@ def padded_gather(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_contracts.check_gather`, or if the rung does not compute in this dtype.
+        As `sparse_contracts.check_gather`, or if the version does not compute in this dtype.
 
     Notes
     -----
     MegaBlocks, section 5.2.
     """
     sparse_contracts.check_gather(x, bins, gates, gemm.WIDE, GATE_DTYPES)
-    d, dtype = x.shape[1], gemm.check_rung("block_sparse", rung, RUNGS, x)
+    d, dtype = x.shape[1], gemm.check_version("block_sparse", version, VERSIONS, x)
     executor = executor or executor_for(x)
     rows = executor.empty((bins.P, d), dtype)
     if elements := size_of(rows):
@@ -221,7 +223,7 @@ def padded_scatter(
     bins: PaddedBins,
     gates: Array | None = None,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """Each token's sum of its rows in the bins, times its gates if there are any.
 
@@ -230,7 +232,7 @@ def padded_scatter(
     y : array (P, d), float32, float16 or bfloat16
     bins : PaddedBins
     gates : array (L, k), float32, optional
-    executor, rung
+    executor, version
         As in `pad`.
 
     Returns
@@ -242,7 +244,7 @@ def padded_scatter(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_contracts.check_scatter`, or if the rung does not compute in this dtype.
+        As `sparse_contracts.check_scatter`, or if the version does not compute in this dtype.
 
     Notes
     -----
@@ -250,7 +252,7 @@ def padded_scatter(
     """
     sparse_contracts.check_scatter(y, bins, gates, gemm.WIDE, GATE_DTYPES)
     checks.check_int("bins.k", bins.k, at_least=1, at_most=checks.MAX_TOP_K)  # a lane keeps a slot
-    d, dtype = y.shape[1], gemm.check_rung("block_sparse", rung, RUNGS, y)
+    d, dtype = y.shape[1], gemm.check_version("block_sparse", version, VERSIONS, y)
     executor = executor or executor_for(y)
     out = executor.empty((bins.L, d), dtype)
     gemm.sum_rows(executor, y, bins.rows, bins.k, out, gates)
@@ -258,7 +260,7 @@ def padded_scatter(
 
 
 def gate_gradient(
-    d_out: Array, y: Array, bins: PaddedBins, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    d_out: Array, y: Array, bins: PaddedBins, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
     """Gradient of the gates: <d_out, y> of each slot.
 
@@ -267,7 +269,7 @@ def gate_gradient(
     d_out : array (L, d), float32, float16 or bfloat16
     y : array (P, d)
         As it went into `padded_scatter`.
-    bins, executor, rung
+    bins, executor, version
         As there.
 
     Returns
@@ -277,10 +279,10 @@ def gate_gradient(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_contracts.check_gate_gradient`, or if the rung does not compute in this dtype.
+        As `sparse_contracts.check_gate_gradient`, or if the version does not compute in this dtype.
     """
     sparse_contracts.check_gate_gradient(d_out, y, bins, gemm.WIDE)
-    d, dtype = y.shape[1], gemm.check_rung("block_sparse", rung, RUNGS, y)
+    d, dtype = y.shape[1], gemm.check_version("block_sparse", version, VERSIONS, y)
     executor = executor or executor_for(y)
     d_gates = executor.empty((bins.L, bins.k), "float32")
     if bins.R:
@@ -305,7 +307,7 @@ def sdd(
     topology: Topology,
     transpose_rhs: bool = False,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """S = D D: the stored blocks of lhs rhs, and no others.
 
@@ -318,7 +320,7 @@ def sdd(
         Of a matrix (M, N).
     transpose_rhs : bool
         Multiply by the transpose of rhs: a constant of the kernel, which reads other neighbours.
-    executor, rung
+    executor, version
         As in `pad`.
 
     Returns
@@ -329,7 +331,7 @@ def sdd(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_contracts.check_sdd`, or if the rung does not compute in this dtype, these widths or these blocks.
+        As `sparse_contracts.check_sdd`, or if the version does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
@@ -337,7 +339,7 @@ def sdd(
     """
     sparse_contracts.check_sdd(lhs, rhs, topology, transpose_rhs, gemm.WIDE)
     K, block, nnz = lhs.shape[1], topology.block, topology.nnz
-    product = _Product(lhs, K, block, executor, rung, TRANSPOSE_RHS=transpose_rhs)
+    product = _Product(lhs, K, block, executor, version, TRANSPOSE_RHS=transpose_rhs)
     if not (nnz and K):
         return product.zeros((nnz, block, block))
     values = product.executor.empty((nnz, block, block), product.dtype)
@@ -370,7 +372,7 @@ def dsd(
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """D = S D: a block-sparse matrix, or its transpose, times a dense one.
 
@@ -385,7 +387,7 @@ def dsd(
         Multiply the transpose of the sparse matrix: its blocks are visited by the transpose indices.
     transpose_rhs : bool
         Multiply by the transpose of rhs.
-    executor, rung
+    executor, version
         As in `pad`.
 
     Returns
@@ -396,7 +398,7 @@ def dsd(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_contracts.check_dsd`, or if the rung does not compute in this dtype, these widths or these blocks.
+        As `sparse_contracts.check_dsd`, or if the version does not compute in this dtype, these widths or these blocks.
 
     Notes
     -----
@@ -405,9 +407,9 @@ def dsd(
     sparse_contracts.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, gemm.WIDE)
     rows, K = topology.shape[1 if transpose_lhs else 0], rhs.shape[-2 if transpose_rhs else 1]
     if transpose_lhs:
-        _check_lines(topology, rung)
+        _check_lines(topology, version)
     transposes = {"TRANSPOSE_LHS": transpose_lhs, "TRANSPOSE_RHS": transpose_rhs}
-    product = _Product(values, K, topology.block, executor, rung, **transposes)
+    product = _Product(values, K, topology.block, executor, version, **transposes)
     if not (topology.nnz and K):
         return product.zeros((rows, K))
     result = product.executor.empty((rows, K), product.dtype)
@@ -438,7 +440,7 @@ def dds(
     transpose_lhs: bool = False,
     parts: int = 1,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """D = D S: a dense matrix, or its transpose, times a block-sparse one.
 
@@ -453,7 +455,7 @@ def dds(
         Multiply the transpose of lhs.
     parts : int
         How many parts the result comes in.
-    executor, rung
+    executor, version
         As in `pad`.
 
     Returns
@@ -464,8 +466,8 @@ def dds(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_contracts.check_dds`, or if the rung does not compute in this dtype, these widths or these blocks, or
-        as `build_topology` if there are too many block columns.
+        As `sparse_contracts.check_dds`, or if the version does not compute in this dtype, these widths or these blocks,
+        or as `build_topology` if there are too many block columns.
 
     Notes
     -----
@@ -473,9 +475,9 @@ def dds(
     """
     sparse_contracts.check_dds(lhs, values, topology, transpose_lhs, parts, gemm.WIDE)
     (M, N), K = topology.shape, lhs.shape[1 if transpose_lhs else 0]
-    _check_columns(N // topology.block, topology.block, rung)
-    _check_lines(topology, rung)
-    product = _Product(values, K, topology.block, executor, rung, TRANSPOSE_LHS=transpose_lhs)
+    _check_columns(N // topology.block, topology.block, version)
+    _check_lines(topology, version)
+    product = _Product(values, K, topology.block, executor, version, TRANSPOSE_LHS=transpose_lhs)
     if not (topology.nnz and K):
         return product.zeros((parts, K, N // parts))
     result = product.executor.empty((parts, K, N // parts), product.dtype)
@@ -502,35 +504,35 @@ def _parts(name: str, dense: Array) -> dict[str, int]:
     return {f"{name}_rows": dense.shape[-2], f"{name}_width": dense.shape[-1]}
 
 
-def tile_of(rung: str, block: int) -> tiles.MmaTile | None:
-    """The tile of a rung's products: the smallest that covers a block, or the largest; None if the rung has but one."""
-    if rung != "3_mma":
+def tile_of(version: str, block: int) -> tiles.MmaTile | None:
+    """The tile of a version's products: the smallest that covers a block, or the largest; None if it has one tile."""
+    if version != "3_mma":
         return None
     return next((tile for tile in TILES if block <= tile.rows), TILES[-1])
 
 
 class _Product:
-    """How a rung computes a product of blocks: its module, and how it cuts a result into tiles."""
+    """How a version computes a product of blocks: its module, and how it cuts a result into tiles."""
 
-    def __init__(self, operand: Array, K: int, block: int, executor: Executor | None, rung: str, **transposes: bool):
-        self.dtype = gemm.check_rung("block_sparse", rung, RUNGS, operand, K=K, block=block)
+    def __init__(self, operand: Array, K: int, block: int, executor: Executor | None, version: str, **transposes: bool):
+        self.dtype = gemm.check_version("block_sparse", version, VERSIONS, operand, K=K, block=block)
         self.executor = executor or executor_for(operand)
-        self.naive, self.hopper = rung == "1_naive", rung == gemm.HOPPER
+        self.naive, self.hopper = version == "1_naive", version == gemm.HOPPER
         if self.hopper and block % HOPPER_BLOCK:
-            raise ValueError(f"block is {block}, but rung {rung} needs a multiple of {HOPPER_BLOCK}; use rung 3_mma")
-        self._tile = tile_of(rung, block)
+            raise ValueError(f"block is {block}, but {version} needs a multiple of {HOPPER_BLOCK}; use 3_mma")
+        self._tile = tile_of(version, block)
         self.rows, self.columns = gemm.extent(self._tile)
         self.high, self.wide = ceil_div(block, self.rows), ceil_div(block, self.columns)  # tiles along a block's sides
         turned = {name: int(transposes.get(name, False)) for name in ("TRANSPOSE_LHS", "TRANSPOSE_RHS")}
         constants = gemm.constants(self.dtype, tile=self._tile) | turned | {"BLOCK": block}
-        self._module = self.executor.load(gemm.file_of("block_sparse", rung), **constants)
+        self._module = self.executor.load(gemm.file_of("block_sparse", version), **constants)
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
         """The sum of nothing."""
         return self.executor.full(shape, self.dtype, 0)
 
     def operand(self, array: Array) -> Any:
-        """An operand as the rung's kernels take it: where it begins, or boxes of its blocks or parts."""
+        """An operand as the version's kernels take it: where it begins, or boxes of its blocks or parts."""
         if not self.hopper:
             return array
         return self.executor.tensor_map(array.reshape(-1, *array.shape[-2:]), gemm.WEIGHTS_BOX)
@@ -550,7 +552,7 @@ class _Product:
 
 
 def activate(
-    a: Array, b: Array | None, activation: str, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    a: Array, b: Array | None, activation: str, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
     """The activation of every stored value: act(a) * b if gated, else act(a).
 
@@ -561,7 +563,7 @@ def activate(
         None exactly for the ungated activations.
     activation : str
         One of ``config.ACTIVATIONS``.
-    executor, rung
+    executor, version
         As in `pad`.
 
     Returns
@@ -571,10 +573,10 @@ def activate(
     Raises
     ------
     ValueError, TypeError
-        As `sparse_contracts.check_activate`, or if the rung does not compute in this dtype.
+        As `sparse_contracts.check_activate`, or if the version does not compute in this dtype.
     """
     sparse_contracts.check_activate(a, b, activation, gemm.WIDE)
-    dtype, executor = gemm.check_rung("block_sparse", rung, RUNGS, a), executor or executor_for(a)
+    dtype, executor = gemm.check_version("block_sparse", version, VERSIONS, a), executor or executor_for(a)
     y_swi = executor.empty(a.shape, dtype)
     if size_of(a):
         values = {"a": a, "b": gemm.or_nothing(executor, b, a)}
@@ -583,7 +585,12 @@ def activate(
 
 
 def activate_backward(
-    d_y: Array, a: Array, b: Array | None, activation: str, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    d_y: Array,
+    a: Array,
+    b: Array | None,
+    activation: str,
+    executor: Executor | None = None,
+    version: str = DEFAULT_VERSION,
 ) -> tuple[Array, Array | None]:
     """Gradients of a and b, with act(a) computed again.
 
@@ -591,7 +598,7 @@ def activate_backward(
     ----------
     d_y : array (nnz, block, block)
         Gradient of y_swi.
-    a, b, activation, executor, rung
+    a, b, activation, executor, version
         As in `activate`.
 
     Returns
@@ -605,7 +612,7 @@ def activate_backward(
         As `activate`.
     """
     sparse_contracts.check_activate_backward(d_y, a, b, activation, gemm.WIDE)
-    dtype, executor = gemm.check_rung("block_sparse", rung, RUNGS, a), executor or executor_for(a)
+    dtype, executor = gemm.check_version("block_sparse", version, VERSIONS, a), executor or executor_for(a)
     d_a = executor.empty(a.shape, dtype)
     d_b = executor.empty(a.shape, dtype) if is_gated(activation) else None
     if size_of(a):
@@ -626,8 +633,8 @@ def _between(executor: Executor, dtype: str, activation: str, kernel: str, shape
 # The layer ------------------------------------------------------------------------------------------------------------
 
 
-def default_rung(dtype: str, d: int, block: int, executor: Executor) -> str:
-    """The fastest rung that computes in this dtype at these widths on this executor's device."""
+def default_version(dtype: str, d: int, block: int, executor: Executor) -> str:
+    """The fastest version that computes in this dtype at these widths on this executor's device."""
     if dtype not in gemm.NARROW or d % 8 or block % 8:
         return "2_tiled"
     return gemm.HOPPER if executor.capability == (9, 0) and block % HOPPER_BLOCK == 0 else "3_mma"
@@ -643,10 +650,10 @@ def forward(
     activation: str,
     block: int = BLOCK,
     executor: Executor | None = None,
-    rung: str | None = None,
+    version: str | None = None,
 ) -> tuple[Array, megablocks.Saved]:
-    """All experts of the layer, as `megablocks.forward`; executor and rung as in `pad`, by default `default_rung`."""
-    stage = _stage(x, executor, rung, block)
+    """Run all experts of the layer, as `megablocks.forward`; executor as in `pad`, the version `default_version`."""
+    stage = _stage(x, executor, version, block)
     return megablocks.forward(stage, gemm.WIDE, x, w1, w2, w3, dispatch, gates, activation, block)
 
 
@@ -659,19 +666,19 @@ def backward(
     wanted: Collection[str] = megablocks.Gradients._fields,
     give_up: bool = False,
     executor: Executor | None = None,
-    rung: str | None = None,
+    version: str | None = None,
 ) -> megablocks.Gradients:
-    """Every gradient, as `megablocks.backward`; executor and rung as in `forward`."""
+    """Every gradient, as `megablocks.backward`; executor and version as in `forward`."""
     checks.check_type("saved", saved, megablocks.Saved)
-    stage = _stage(d_out, executor, rung, saved.bins.block)
+    stage = _stage(d_out, executor, version, saved.bins.block)
     return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted, give_up)
 
 
-def _stage(like: Array, executor: Executor | None, rung: str | None, block: int) -> SimpleNamespace:
-    """This module's functions with the executor and the rung already chosen."""
+def _stage(like: Array, executor: Executor | None, version: str | None, block: int) -> SimpleNamespace:
+    """This module's functions with the executor and the version already chosen."""
     executor = executor or executor_for(like)
-    rung = rung or default_rung(checks.dtype_of(like), like.shape[1], block, executor)
-    options = {"executor": executor, "rung": rung}
+    version = version or default_version(checks.dtype_of(like), like.shape[1], block, executor)
+    options = {"executor": executor, "version": version}
     functions = (
         pad,
         build_topology,

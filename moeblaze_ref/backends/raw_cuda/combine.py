@@ -5,13 +5,13 @@ from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
 
-RUNGS = {"1_gather": gemm.WIDE, "2_vector": gemm.WIDE}
-DEFAULT_RUNG = "2_vector"
+VERSIONS = {"1_gather": gemm.WIDE, "2_vector": gemm.WIDE}
+DEFAULT_VERSION = "2_vector"
 GATE_DTYPES = ("float32",)
 
 
 def forward(
-    y: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    y: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
     """The layer's output: the gate-weighted sum of each token's expert outputs.
 
@@ -23,8 +23,8 @@ def forward(
     dispatch : Dispatch
     executor : Executor, optional
         Default: by where ``y`` lives.
-    rung : str
-        One of ``RUNGS``.
+    version : str
+        One of ``VERSIONS``.
 
     Returns
     -------
@@ -34,21 +34,21 @@ def forward(
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_combine`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_combine`, or if the version does not compute in this dtype.
 
     Notes
     -----
     MoEBlaze, section 3.1; gather-and-sum as in SonicMoE.
     """
-    executor, dtype = _checked(y, gates, dispatch, executor, rung)
+    executor, dtype = _checked(y, gates, dispatch, executor, version)
     L, d, k = dispatch.L, y.shape[1], dispatch.k
     out = executor.empty((L, d), dtype)
-    if rung == "2_vector":
+    if version == "2_vector":
         gemm.check_slots(dispatch)
         gemm.sum_rows(executor, y, dispatch.token_index_map, k, out, gates)
     elif L * d:
         slots = {"gates": gates, "token_index_map": dispatch.token_index_map}
-        module = executor.load(f"combine/{rung}.cu", **gemm.constants(dtype))
+        module = executor.load(f"combine/{version}.cu", **gemm.constants(dtype))
         module.launch("combine", **gemm.per_element(L * d), y=y, **slots, out=out, L=L, d=d, k=k)
     return out
 
@@ -58,7 +58,7 @@ def forward_in_parts(
     gates: Array | None,
     dispatch: Dispatch,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """`forward` of expert outputs of which some columns come after the others; without gates, their sum.
 
@@ -71,7 +71,7 @@ def forward_in_parts(
     gates : array (L, k), float32, or None
     dispatch, executor
         As in `forward`.
-    rung : str
+    version : str
         "2_vector": the only one that writes some columns of its output.
 
     Returns
@@ -82,9 +82,9 @@ def forward_in_parts(
     Raises
     ------
     ValueError, TypeError
-        As `forward`, or if there is no part, the parts differ in dtype or the rung is another.
+        As `forward`, or if there is no part, the parts differ in dtype or the version is another.
     """
-    checks.check_name("rung of combine in parts", rung, (DEFAULT_RUNG,))
+    checks.check_name("version of combine in parts", version, (DEFAULT_VERSION,))
     checks.check_dispatch(dispatch)
     if not parts:
         raise ValueError("parts is empty, but it must have at least one array")
@@ -110,14 +110,14 @@ def backward(
     gates: Array,
     dispatch: Dispatch,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> tuple[Array, Array]:
-    """Gradients of the expert outputs and the gates, the textbook way: it needs y kept, and has no second rung.
+    """Gradients of the expert outputs and the gates, the textbook way: it needs y kept, and has no second version.
 
     Parameters
     ----------
     d_out : array (L, d)
-    y, gates, dispatch, executor, rung
+    y, gates, dispatch, executor, version
         As in `forward`.
 
     Returns
@@ -132,7 +132,7 @@ def backward(
     ValueError, TypeError
         As `forward`.
     """
-    executor, dtype = _checked(y, gates, dispatch, executor, rung)
+    executor, dtype = _checked(y, gates, dispatch, executor, version)
     d = y.shape[1]
     checks.check_tensor("d_out", d_out, {"L": dispatch.L, "d": d}, (dtype,))
     d_y, d_gates = executor.empty(y.shape, dtype), executor.empty(gates.shape, "float32")
@@ -175,7 +175,7 @@ def scatter(y: Array, gates: Array, dispatch: Dispatch, executor: Executor | Non
     return out
 
 
-def _checked(y, gates, dispatch, executor, rung) -> tuple[Executor, str]:
+def _checked(y, gates, dispatch, executor, version) -> tuple[Executor, str]:
     """The executor and the dtype of checked inputs."""
     stage_contracts.check_combine(y, gates, dispatch, gemm.WIDE, GATE_DTYPES)
-    return executor or executor_for(y), gemm.check_rung("combine", rung, RUNGS, y)
+    return executor or executor_for(y), gemm.check_version("combine", version, VERSIONS, y)

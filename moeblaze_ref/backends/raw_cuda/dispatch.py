@@ -10,9 +10,9 @@ from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.runtime.source import Module
 
-AS_PRINTED = "as_printed"  # step 3 with its location map; it belongs to no rung of the series
-RUNGS = dict.fromkeys((AS_PRINTED, "1_dense_map", "2_bitmap", "3_single_pass"), ("int32",))
-DEFAULT_RUNG = "3_single_pass"
+AS_PRINTED = "as_printed"  # step 3 with its location map; it belongs to no version of the series
+VERSIONS = dict.fromkeys((AS_PRINTED, "1_dense_map", "2_bitmap", "3_single_pass"), ("int32",))
+DEFAULT_VERSION = "3_single_pass"
 THREADS = 256
 WARP = 32
 WARPS = THREADS // WARP
@@ -58,13 +58,13 @@ class Tiling:
         return self.teams * self.steps
 
 
-def constants(rung: str, num_experts: int, k: int) -> dict[str, Any]:
-    """What a rung's file is compiled with.
+def constants(version: str, num_experts: int, k: int) -> dict[str, Any]:
+    """What a version's file is compiled with.
 
     Parameters
     ----------
-    rung : str
-        One of ``RUNGS``.
+    version : str
+        One of ``VERSIONS``.
     num_experts, k : int
         E and the experts of a token, which decide the bits of an id and the size of a tile.
 
@@ -73,18 +73,18 @@ def constants(rung: str, num_experts: int, k: int) -> dict[str, Any]:
     dict
         Preprocessor constants by name.
     """
-    if rung == "3_single_pass":
+    if version == "3_single_pass":
         tiling = Tiling.of(num_experts, k)
         return {"THREADS": tiling.threads, "SCAN_THREADS": SCAN_THREADS, "K": k, "STEPS": tiling.steps}
-    if rung == "2_bitmap":
+    if version == "2_bitmap":
         return {"THREADS": THREADS, "EXPERT_BITS": max(1, (num_experts - 1).bit_length())}
     return {"THREADS": THREADS}
 
 
 def build(
-    topk_experts: Array, num_experts: int, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    topk_experts: Array, num_experts: int, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Dispatch:
-    """The four index structures without sorting (MoEBlaze, section 4.2, and two rungs beyond it).
+    """The four index structures without sorting (MoEBlaze, section 4.2, and two versions beyond it).
 
     Parameters
     ----------
@@ -95,9 +95,9 @@ def build(
         E, at most 1,024; k is at most 32.
     executor : Executor, optional
         Another executor for arrays of that kind.
-    rung : str
-        One of ``RUNGS``: the paper's three steps as printed, the same without a location map, the same over a bitmap,
-        or tiles without a map. All give the same bits.
+    version : str
+        One of ``VERSIONS``: the paper's three steps as printed, the same without a location map, the same over a
+        bitmap, or tiles without a map. All give the same bits.
 
     Returns
     -------
@@ -107,14 +107,14 @@ def build(
     Raises
     ------
     TypeError, ValueError
-        As `checks.check_topk_experts` and `checks.check_kernel_limits` say, or if the rung is unknown.
+        As `checks.check_topk_experts` and `checks.check_kernel_limits` say, or if the version is unknown.
     """
     checks.check_topk_experts(topk_experts, num_experts)
     L, k = topk_experts.shape
     E = num_experts
     checks.check_kernel_limits(E, k)
-    checks.check_name("rung of dispatch", rung, RUNGS)
-    return _build(executor or executor_for(topk_experts), rung, topk_experts, E, L * k)
+    checks.check_name("version of dispatch", version, VERSIONS)
+    return _build(executor or executor_for(topk_experts), version, topk_experts, E, L * k)
 
 
 def build_part(topk_experts: Array, num_experts: int, num_routed: int, executor: Executor | None = None) -> Dispatch:
@@ -138,10 +138,10 @@ def build_part(topk_experts: Array, num_experts: int, num_routed: int, executor:
         As `checks.check_part`, or if E or k is more than the kernels take.
     """
     checks.check_part(topk_experts, num_experts, num_routed)
-    return _build(executor or executor_for(topk_experts), DEFAULT_RUNG, topk_experts, num_experts, num_routed)
+    return _build(executor or executor_for(topk_experts), DEFAULT_VERSION, topk_experts, num_experts, num_routed)
 
 
-def _build(executor: Executor, rung: str, topk_experts: Array, E: int, R: int) -> Dispatch:
+def _build(executor: Executor, version: str, topk_experts: Array, E: int, R: int) -> Dispatch:
     """The structures of R rows of checked ids."""
     L, k = topk_experts.shape
     ids = executor.empty if R else partial(executor.full, value=EMPTY)
@@ -153,8 +153,8 @@ def _build(executor: Executor, rung: str, topk_experts: Array, E: int, R: int) -
         k=k,
     )
     if R:
-        module = executor.load(f"dispatch/{rung}.cu", **constants(rung, E, k))
-        _FILL[rung](executor, module, topk_experts, dispatch)
+        module = executor.load(f"dispatch/{version}.cu", **constants(version, E, k))
+        _FILL[version](executor, module, topk_experts, dispatch)
     return dispatch
 
 

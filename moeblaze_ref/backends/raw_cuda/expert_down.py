@@ -5,15 +5,15 @@ from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
 
-RUNGS = gemm.RUNGS
-SUMMED_RUNG = "as_printed"
-SUMMED_RUNGS = {SUMMED_RUNG: gemm.WIDE}  # of `summed_forward`, which has no y and no backward of its own
-DEFAULT_RUNG = "2_tiled"
+VERSIONS = gemm.VERSIONS
+SUMMED_VERSION = "as_printed"
+SUMMED_VERSIONS = {SUMMED_VERSION: gemm.WIDE}  # of `summed_forward`, which has no y and no backward of its own
+DEFAULT_VERSION = "2_tiled"
 GATE_DTYPES = ("float32",)
 
 
 def forward(
-    y_swi: Array, w3: Array, dispatch: Dispatch, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    y_swi: Array, w3: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
     """Every routed row's expert output, not yet weighted by its gate, in expert order.
 
@@ -24,8 +24,8 @@ def forward(
     dispatch : Dispatch
     executor : Executor, optional
         Default: by where ``y_swi`` lives.
-    rung : str
-        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
+    version : str
+        One of ``VERSIONS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
 
     Returns
     -------
@@ -35,7 +35,7 @@ def forward(
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_expert_down_forward`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_forward`, or if the version does not compute in this dtype.
 
     Notes
     -----
@@ -43,25 +43,25 @@ def forward(
     """
     stage_contracts.check_expert_down_forward(y_swi, w3, dispatch, gemm.WIDE)
     _, h, d = w3.shape
-    gemm.check_rung("expert_down", rung, RUNGS, y_swi, d=d, h=h)
+    gemm.check_version("expert_down", version, VERSIONS, y_swi, d=d, h=h)
     executor = executor or executor_for(y_swi)
-    return _rows(executor, rung, y_swi, w3, dispatch, d)
+    return _rows(executor, version, y_swi, w3, dispatch, d)
 
 
-def _rows(executor, rung, y_swi, w3, dispatch, d):
+def _rows(executor, version, y_swi, w3, dispatch, d):
     """Rows of y in as many columns as ``w3`` has: all d of them, or a part."""
     _, h, width = w3.shape
     dtype = checks.dtype_of(y_swi)
     y = executor.empty((dispatch.R, width), dtype)
     if dispatch.R:
-        tile = tiles.choose(executor, rung, "expert_down", dispatch.R, dispatch.E, d, h)
+        tile = tiles.choose(executor, version, "expert_down", dispatch.R, dispatch.E, d, h)
         # The kernel does not depend on the activation.
-        module = executor.load(gemm.file_of("expert_down", rung), **gemm.constants(dtype, "swiglu", tile))
+        module = executor.load(gemm.file_of("expert_down", version), **gemm.constants(dtype, "swiglu", tile))
         module.launch(
             "expert_down",
-            **gemm.rows_launch(executor, rung, dispatch, width, tile),
-            y_swi=gemm.operand(executor, rung, y_swi, gemm.ROWS_BOX),
-            w3=gemm.operand(executor, rung, w3, gemm.WEIGHTS_BOX),
+            **gemm.rows_launch(executor, version, dispatch, width, tile),
+            y_swi=gemm.operand(executor, version, y_swi, gemm.ROWS_BOX),
+            w3=gemm.operand(executor, version, w3, gemm.WEIGHTS_BOX),
             expert_token_offsets=dispatch.expert_token_offsets,
             y=y,
             d=width,
@@ -76,13 +76,13 @@ def output_in_parts(
     gates: Array,
     dispatch: Dispatch,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array | None:
     """`forward` and `combine.forward` in one, some columns after the others, so that y never exists whole.
 
     Parameters
     ----------
-    y_swi, w3, dispatch, executor, rung
+    y_swi, w3, dispatch, executor, version
         As in `forward`.
     gates : array (L, k), float32
 
@@ -94,23 +94,23 @@ def output_in_parts(
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_expert_down_output`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_output`, or if the version does not compute in this dtype.
 
     Notes
     -----
     MoEBlaze, sections 3.1 and 5.
     """
     _, h, d = w3.shape
-    parts = gemm.parts_of_rows(rung, dispatch.R, d, h)
+    parts = gemm.parts_of_rows(version, dispatch.R, d, h)
     if len(parts) == 1:
         return None
     stage_contracts.check_expert_down_output(y_swi, w3, gates, dispatch, gemm.WIDE, GATE_DTYPES)
-    dtype = gemm.check_rung("expert_down", rung, RUNGS, y_swi, d=d, h=h)
+    dtype = gemm.check_version("expert_down", version, VERSIONS, y_swi, d=d, h=h)
     gemm.check_slots(dispatch)
     executor = executor or executor_for(y_swi)
     out = executor.empty((dispatch.L, d), dtype)
     for first, width in parts:
-        y = _rows(executor, rung, y_swi, w3[:, :, first : first + width], dispatch, d)
+        y = _rows(executor, version, y_swi, w3[:, :, first : first + width], dispatch, d)
         gemm.sum_rows(executor, y, dispatch.token_index_map, dispatch.k, out, gates, first)
         del y  # before the next part is born
     return out
@@ -122,7 +122,7 @@ def summed_forward(
     gates: Array,
     dispatch: Dispatch,
     executor: Executor | None = None,
-    rung: str = SUMMED_RUNG,
+    version: str = SUMMED_VERSION,
 ) -> Array:
     """The layer's output with the sum over a token's experts fused into the product, as the paper prints it.
 
@@ -134,8 +134,8 @@ def summed_forward(
     dispatch : Dispatch
     executor : Executor, optional
         Default: by where ``y_swi`` lives.
-    rung : str
-        One of ``SUMMED_RUNGS``. It multiplies as `gemm.portable_rung` says.
+    version : str
+        One of ``SUMMED_VERSIONS``. It multiplies as `gemm.portable_version` says.
 
     Returns
     -------
@@ -145,14 +145,14 @@ def summed_forward(
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_expert_down_output`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_output`, or if the version does not compute in this dtype.
 
     Notes
     -----
     MoEBlaze, section 3.1. y (R, d) is never stored, but sums (L, d) in float32 are, unless out is float32 itself. One
     launch an expert; the launches of a stream run one after the other.
     """
-    return _summed(_add_experts, y_swi, w3, gates, dispatch, executor, rung)
+    return _summed(_add_experts, y_swi, w3, gates, dispatch, executor, version)
 
 
 def atomic_forward(
@@ -175,13 +175,13 @@ def atomic_forward(
     ValueError, TypeError
         As `summed_forward`.
     """
-    return _summed(_add_rows, y_swi, w3, gates, dispatch, executor, SUMMED_RUNG)
+    return _summed(_add_rows, y_swi, w3, gates, dispatch, executor, SUMMED_VERSION)
 
 
-def _summed(add, y_swi, w3, gates, dispatch, executor, rung):
+def _summed(add, y_swi, w3, gates, dispatch, executor, version):
     """The rounded sums that ``add`` fills."""
     stage_contracts.check_expert_down_output(y_swi, w3, gates, dispatch, gemm.WIDE, GATE_DTYPES)
-    dtype = gemm.check_rung("expert_down", rung, SUMMED_RUNGS, y_swi)
+    dtype = gemm.check_version("expert_down", version, SUMMED_VERSIONS, y_swi)
     executor = executor or executor_for(y_swi)
     L, d = dispatch.L, w3.shape[2]
     sums = executor.full((L, d), "float32", 0)
@@ -222,14 +222,14 @@ def _add_experts(executor, dispatch, operands):
 def _add_rows(executor, dispatch, operands):
     """One launch for all experts."""
     module, tile = _module_of_sums(executor, "lesson_atomic", dispatch, operands)
-    launch = gemm.rows_launch(executor, SUMMED_RUNG, dispatch, operands["d"], tile)
+    launch = gemm.rows_launch(executor, SUMMED_VERSION, dispatch, operands["d"], tile)
     module.launch("add_rows", **launch, **operands)
 
 
 def _module_of_sums(executor, name, dispatch, operands):
     """A file that sums in its epilogue, compiled for the tile of the product that it is built on, and the tile."""
     dtype, d, h = checks.dtype_of(operands["y_swi"]), operands["d"], operands["h"]
-    tile = tiles.choose(executor, gemm.portable_rung(dtype, d, h), "expert_down", dispatch.R, dispatch.E, d, h)
+    tile = tiles.choose(executor, gemm.portable_version(dtype, d, h), "expert_down", dispatch.R, dispatch.E, d, h)
     return executor.load(f"expert_down/{name}.cu", **gemm.constants(dtype, tile=tile)), tile
 
 
@@ -244,7 +244,7 @@ def hidden_gradients(
     y_swi: Array | None = None,
     overwrite: bool = False,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> tuple[Array, Array | None, Array, Array]:
     """From the layer's output gradient (L, d) back through gates, w3 and the activation.
 
@@ -267,8 +267,8 @@ def hidden_gradients(
         Write d_a and d_b over a and b and return those arrays: the thread that writes an element has read it.
     executor : Executor, optional
         Default: by where ``a`` lives.
-    rung : str
-        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
+    version : str
+        One of ``VERSIONS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
 
     Returns
     -------
@@ -282,7 +282,7 @@ def hidden_gradients(
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_expert_down_hidden_gradients`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_hidden_gradients`, or if the version does not compute in this dtype.
 
     Notes
     -----
@@ -291,7 +291,7 @@ def hidden_gradients(
     operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
     stage_contracts.check_expert_down_hidden_gradients(*operands, overwrite, gemm.WIDE, GATE_DTYPES)
     _, h, d = w3.shape
-    dtype = gemm.check_rung("expert_down", rung, RUNGS, a, ("d_out", d_out), d=d, h=h)
+    dtype = gemm.check_version("expert_down", version, VERSIONS, a, ("d_out", d_out), d=d, h=h)
     executor = executor or executor_for(a)
     d_a, d_b = (a, b) if overwrite else [like if like is None else executor.empty(like.shape, dtype) for like in (a, b)]
     gated_y, d_gates = executor.empty(a.shape, dtype), executor.empty(gates.shape, "float32")
@@ -301,18 +301,18 @@ def hidden_gradients(
     slots = {**gemm.per_element(dispatch.slots), "token_index_map": dispatch.token_index_map, "R": dispatch.slots}
     gate_of_row = executor.empty((dispatch.R,), "float32")
     gate_module.launch("gate_rows", **slots, gates=gates, gate_of_row=gate_of_row)
-    tile = tiles.choose(executor, rung, "d_hidden", dispatch.R, dispatch.E, d, h)
-    terms = gemm.gate_terms(rung, h, tile)
+    tile = tiles.choose(executor, version, "d_hidden", dispatch.R, dispatch.E, d, h)
+    terms = gemm.gate_terms(version, h, tile)
     gate_terms = executor.empty((dispatch.R, terms), "float32")
-    module = executor.load(gemm.file_of("expert_down", rung), **gemm.constants(dtype, activation, tile))
+    module = executor.load(gemm.file_of("expert_down", version), **gemm.constants(dtype, activation, tile))
     module.launch(
         "d_hidden",
-        **gemm.rows_launch(executor, rung, dispatch, h, tile),
+        **gemm.rows_launch(executor, version, dispatch, h, tile),
         d_out=d_out,
         gate_of_row=gate_of_row,
         a=a,
         b=gemm.or_nothing(executor, b, a),
-        w3=gemm.operand(executor, rung, w3, gemm.WEIGHTS_TRANSPOSED_BOX),
+        w3=gemm.operand(executor, version, w3, gemm.WEIGHTS_TRANSPOSED_BOX),
         expert_token_indices=dispatch.expert_token_indices,
         expert_token_offsets=dispatch.expert_token_offsets,
         d_a=d_a,
@@ -327,7 +327,7 @@ def hidden_gradients(
 
 
 def weight_gradient(
-    gated_y: Array, d_out: Array, dispatch: Dispatch, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    gated_y: Array, d_out: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
     """Gradient of w3; d_out is gathered again.
 
@@ -340,8 +340,8 @@ def weight_gradient(
     dispatch : Dispatch
     executor : Executor, optional
         Default: by where ``d_out`` lives.
-    rung : str
-        One of ``RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
+    version : str
+        One of ``VERSIONS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
 
     Returns
     -------
@@ -351,7 +351,7 @@ def weight_gradient(
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_expert_down_weight_gradient`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_down_weight_gradient`, or if the version does not compute in this dtype.
 
     Notes
     -----
@@ -359,18 +359,18 @@ def weight_gradient(
     """
     stage_contracts.check_expert_down_weight_gradient(gated_y, d_out, dispatch, gemm.WIDE)
     E, h, d = dispatch.E, gated_y.shape[1], d_out.shape[1]
-    dtype = gemm.check_rung("expert_down", rung, RUNGS, d_out, d=d, h=h)
+    dtype = gemm.check_version("expert_down", version, VERSIONS, d_out, d=d, h=h)
     executor = executor or executor_for(d_out)
     if dispatch.R == 0:
         return executor.full((E, h, d), dtype, 0)
     d_w3 = executor.empty((E, h, d), dtype)
-    tile = tiles.choose(executor, rung, "d_w3", dispatch.R, E, d, h)
+    tile = tiles.choose(executor, version, "d_w3", dispatch.R, E, d, h)
     # The kernel does not depend on the activation.
-    module = executor.load(gemm.file_of("expert_down", rung), **gemm.constants(dtype, "swiglu", tile))
+    module = executor.load(gemm.file_of("expert_down", version), **gemm.constants(dtype, "swiglu", tile))
     module.launch(
         "d_w3",
-        **gemm.weights_launch(executor, rung, E, h, d, tile),
-        **gemm.mapped_too(executor, rung, "gated_y", gated_y),
+        **gemm.weights_launch(executor, version, E, h, d, tile),
+        **gemm.mapped_too(executor, version, "gated_y", gated_y),
         gated_y=gated_y,
         d_out=d_out,
         expert_token_indices=dispatch.expert_token_indices,

@@ -7,10 +7,10 @@ from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
 
-RUNGS = gemm.RUNGS
+VERSIONS = gemm.VERSIONS
 # Of the forward: those and the teaching versions, in the order of the series.
-FORWARD_RUNGS = dict(sorted((RUNGS | dict.fromkeys(gemm.TEACHING, gemm.NARROW)).items()))
-DEFAULT_RUNG = "2_tiled"
+FORWARD_VERSIONS = dict(sorted((VERSIONS | dict.fromkeys(gemm.TEACHING, gemm.NARROW)).items()))
+DEFAULT_VERSION = "2_tiled"
 _STORE = {"STORE_PROJECTIONS": "a", "STORE_Y_SWI": "y_swi"}
 
 
@@ -22,7 +22,7 @@ def forward(
     activation: str,
     stores: Collection[str] = HIDDEN,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Both projections of every routed row and its hidden activation, in expert order.
 
@@ -40,8 +40,8 @@ def forward(
         Which of a (and b with it) and y_swi to write, also at compile time; the others are None.
     executor : Executor, optional
         Default: by where ``x`` lives.
-    rung : str
-        One of ``FORWARD_RUNGS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by
+    version : str
+        One of ``FORWARD_VERSIONS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by
         itself, nor the versions between ``3_mma`` and Hopper's, which have no backward.
 
     Returns
@@ -52,7 +52,7 @@ def forward(
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_expert_up_forward`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_up_forward`, or if the version does not compute in this dtype.
 
     Notes
     -----
@@ -60,20 +60,22 @@ def forward(
     """
     stage_contracts.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, gemm.WIDE)
     _, d, h = w1.shape
-    dtype = gemm.check_rung("expert_up", rung, FORWARD_RUNGS, x, ("x", x), d=d, h=h)
+    dtype = gemm.check_version("expert_up", version, FORWARD_VERSIONS, x, ("x", x), d=d, h=h)
     executor = executor or executor_for(x)
     stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
     a, b, y_swi = [executor.empty((dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN]
     if dispatch.R:
         left_out = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
-        tile = tiles.choose(executor, rung, "expert_up", dispatch.R, dispatch.E, d, h)
-        module = executor.load(gemm.file_of("expert_up", rung), **gemm.constants(dtype, activation, tile), **left_out)
+        tile = tiles.choose(executor, version, "expert_up", dispatch.R, dispatch.E, d, h)
+        module = executor.load(
+            gemm.file_of("expert_up", version), **gemm.constants(dtype, activation, tile), **left_out
+        )
         module.launch(
             "expert_up",
-            **gemm.rows_launch(executor, rung, dispatch, h, tile, results=1 if w2 is None else 2, crowded=False),
+            **gemm.rows_launch(executor, version, dispatch, h, tile, results=1 if w2 is None else 2, crowded=False),
             x=x,
-            w1=gemm.operand(executor, rung, w1, gemm.WEIGHTS_BOX),
-            w2=gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_BOX),
+            w1=gemm.operand(executor, version, w1, gemm.WEIGHTS_BOX),
+            w2=gemm.second_operand(executor, version, w2, w1, gemm.WEIGHTS_BOX),
             expert_token_indices=dispatch.expert_token_indices,
             expert_token_offsets=dispatch.expert_token_offsets,
             a=gemm.or_nothing(executor, a, x),
@@ -92,7 +94,7 @@ def input_gradient(
     w2: Array | None,
     dispatch: Dispatch,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """Gradient of x, summed over the experts of each token.
 
@@ -104,20 +106,20 @@ def input_gradient(
         Gradient of b; None exactly if w2 is None.
     w1, w2, dispatch, executor
         As in `forward`.
-    rung : str
-        One of ``RUNGS``.
+    version : str
+        One of ``VERSIONS``.
 
     Returns
     -------
     d_x : array (L, d)
-        Summed over the slots of a token in their order. The tiled rungs write the R rows first, (R, d) or one half
+        Summed over the slots of a token in their order. The tiled versions write the R rows first, (R, d) or one half
         of the columns after the other (`gemm.parts_of_rows`), and sum them in a second kernel; the rows are freed on
         return.
 
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_expert_up_input_gradient`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_up_input_gradient`, or if the version does not compute in this dtype.
 
     Notes
     -----
@@ -125,22 +127,22 @@ def input_gradient(
     """
     stage_contracts.check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, gemm.WIDE)
     _, d, h = w1.shape
-    dtype = gemm.check_rung("expert_up", rung, RUNGS, d_a, d=d, h=h)
+    dtype = gemm.check_version("expert_up", version, VERSIONS, d_a, d=d, h=h)
     executor = executor or executor_for(d_a)
     d_x = executor.empty((dispatch.L, d), dtype)
     if dispatch.R == 0:
         return d_x
-    tile = tiles.choose(executor, rung, "d_x_rows", dispatch.R, dispatch.E, d, h)
+    tile = tiles.choose(executor, version, "d_x_rows", dispatch.R, dispatch.E, d, h)
     # The kernels depend on whether there is a gate, not on the activation.
     module = executor.load(
-        gemm.file_of("expert_up", rung), **gemm.constants(dtype, "silu" if w2 is None else "swiglu", tile)
+        gemm.file_of("expert_up", version), **gemm.constants(dtype, "silu" if w2 is None else "swiglu", tile)
     )
-    if rung == "1_naive":
+    if version == "1_naive":
         _sum_on_the_fly(executor, module, (d_a, d_b, w1, w2), dispatch, d_x)
         return d_x
     gemm.check_slots(dispatch)
-    for first, width in gemm.parts_of_rows(rung, dispatch.R, d, h):
-        _sum_stored_rows(executor, module, rung, tile, (d_a, d_b, w1, w2), dispatch, d_x, first, width)
+    for first, width in gemm.parts_of_rows(version, dispatch.R, d, h):
+        _sum_stored_rows(executor, module, version, tile, (d_a, d_b, w1, w2), dispatch, d_x, first, width)
     return d_x
 
 
@@ -165,7 +167,7 @@ def _sum_on_the_fly(executor, module, operands, dispatch, d_x):
     )
 
 
-def _sum_stored_rows(executor, module, rung, tile, operands, dispatch, d_x, first, width):
+def _sum_stored_rows(executor, module, version, tile, operands, dispatch, d_x, first, width):
     """``width`` columns of d_x, from ``first`` on, by a product of tiles and a sum; its rows are freed on return."""
     d_a, d_b, w1, w2 = operands
     dtype, pitch = checks.dtype_of(d_a), d_x.shape[1]
@@ -174,11 +176,11 @@ def _sum_stored_rows(executor, module, rung, tile, operands, dispatch, d_x, firs
     rows = executor.empty((dispatch.R, width), dtype)
     module.launch(
         "d_x_rows",
-        **gemm.rows_launch(executor, rung, dispatch, width, tile),
-        d_a=gemm.operand(executor, rung, d_a, gemm.ROWS_BOX),
-        d_b=gemm.second_operand(executor, rung, d_b, d_a, gemm.ROWS_BOX),
-        w1=gemm.operand(executor, rung, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
-        w2=gemm.second_operand(executor, rung, w2, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
+        **gemm.rows_launch(executor, version, dispatch, width, tile),
+        d_a=gemm.operand(executor, version, d_a, gemm.ROWS_BOX),
+        d_b=gemm.second_operand(executor, version, d_b, d_a, gemm.ROWS_BOX),
+        w1=gemm.operand(executor, version, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
+        w2=gemm.second_operand(executor, version, w2, w1, gemm.WEIGHTS_TRANSPOSED_BOX),
         expert_token_offsets=dispatch.expert_token_offsets,
         rows=rows,
         d=width,
@@ -188,7 +190,7 @@ def _sum_stored_rows(executor, module, rung, tile, operands, dispatch, d_x, firs
 
 
 def weight_gradient(
-    d_hidden: Array, x: Array, dispatch: Dispatch, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    d_hidden: Array, x: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
     """Gradient of w1 from that of a, or of w2 from that of b; x is gathered again.
 
@@ -198,8 +200,8 @@ def weight_gradient(
         d_a or d_b, in expert order.
     x, dispatch, executor
         As in `forward`.
-    rung : str
-        One of ``RUNGS``.
+    version : str
+        One of ``VERSIONS``.
 
     Returns
     -------
@@ -209,7 +211,7 @@ def weight_gradient(
     Raises
     ------
     ValueError, TypeError
-        As `stage_contracts.check_expert_up_weight_gradient`, or if the rung does not compute in this dtype.
+        As `stage_contracts.check_expert_up_weight_gradient`, or if the version does not compute in this dtype.
 
     Notes
     -----
@@ -217,18 +219,18 @@ def weight_gradient(
     """
     stage_contracts.check_expert_up_weight_gradient(d_hidden, x, dispatch, gemm.WIDE)
     E, d, h = dispatch.E, x.shape[1], d_hidden.shape[1]
-    dtype = gemm.check_rung("expert_up", rung, RUNGS, x, d=d, h=h)
+    dtype = gemm.check_version("expert_up", version, VERSIONS, x, d=d, h=h)
     executor = executor or executor_for(x)
     if dispatch.R == 0:
         return executor.full((E, d, h), dtype, 0)
     d_w = executor.empty((E, d, h), dtype)
-    tile = tiles.choose(executor, rung, "d_w", dispatch.R, E, d, h)
+    tile = tiles.choose(executor, version, "d_w", dispatch.R, E, d, h)
     # The kernel does not depend on the activation.
-    module = executor.load(gemm.file_of("expert_up", rung), **gemm.constants(dtype, "swiglu", tile))
+    module = executor.load(gemm.file_of("expert_up", version), **gemm.constants(dtype, "swiglu", tile))
     module.launch(
         "d_w",
-        **gemm.weights_launch(executor, rung, E, d, h, tile),
-        **gemm.mapped_too(executor, rung, "d_hidden", d_hidden),
+        **gemm.weights_launch(executor, version, E, d, h, tile),
+        **gemm.mapped_too(executor, version, "d_hidden", d_hidden),
         d_hidden=d_hidden,
         x=x,
         expert_token_indices=dispatch.expert_token_indices,

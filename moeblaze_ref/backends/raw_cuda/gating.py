@@ -10,8 +10,8 @@ from moeblaze_ref.core.structures import Array, Gating
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
 
 DTYPES = ("float32",)
-RUNGS = {"1_naive": DTYPES, "2_warp": DTYPES}
-DEFAULT_RUNG = "2_warp"
+VERSIONS = {"1_naive": DTYPES, "2_warp": DTYPES}
+DEFAULT_VERSION = "2_warp"
 THREADS = 256
 WARP = 32
 _NUMBERS = (float, Real)  # an abstract class alone is slow to answer
@@ -19,14 +19,14 @@ TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
 
 
 def constants(
-    rung: str, num_experts: int, renormalize: bool = False, balance: bool = False, pack: int = 4
+    version: str, num_experts: int, renormalize: bool = False, balance: bool = False, pack: int = 4
 ) -> dict[str, int]:
-    """Preprocessor constants of a rung's file.
+    """Preprocessor constants of a version's file.
 
     Parameters
     ----------
-    rung : str
-        One of ``RUNGS``.
+    version : str
+        One of ``VERSIONS``.
     num_experts : int
         E.
     renormalize, balance : bool
@@ -35,7 +35,7 @@ def constants(
         Columns that may be moved at once: 1, 2 or 4.
     """
     chosen = {"THREADS": THREADS, "RENORMALIZE": int(bool(renormalize)), "BALANCE": int(balance)}
-    if rung == "2_warp":
+    if version == "2_warp":
         chosen["PER_LANE"] = columns_per_lane(num_experts)
         chosen["PACK"] = math.gcd(num_experts, chosen["PER_LANE"], pack)
     return chosen
@@ -47,21 +47,21 @@ def columns_per_lane(num_experts: int) -> int:
     return 1 << (ceil_div(num_experts, WARP) - 1).bit_length()
 
 
-def list_bytes(rung: str, num_experts: int) -> int:
+def list_bytes(version: str, num_experts: int) -> int:
     """Shared memory of a block of softmax_top_k: 2_warp keeps every lane's columns there, in order, and the choices."""
-    return 8 * THREADS * (columns_per_lane(num_experts) + 2) if rung == "2_warp" else 0
+    return 8 * THREADS * (columns_per_lane(num_experts) + 2) if version == "2_warp" else 0
 
 
-def _prepare(executor: Executor | None, rung: str, rows: Array, k: int = 1) -> Executor:
-    """The executor for an (L, E) array, once the rung and the sizes are known to be possible."""
+def _prepare(executor: Executor | None, version: str, rows: Array, k: int = 1) -> Executor:
+    """The executor for an (L, E) array, once the version and the sizes are known to be possible."""
     checks.check_kernel_limits(rows.shape[1], k)
-    checks.check_name("rung of gating", rung, RUNGS)
+    checks.check_name("version of gating", version, VERSIONS)
     return executor or executor_for(rows)
 
 
 def _over_tokens(
     executor: Executor,
-    rung: str,
+    version: str,
     kernel: str,
     rows: Array,
     renormalize: bool = False,
@@ -69,11 +69,13 @@ def _over_tokens(
     shared_bytes: int = 0,
     **arguments: Any,
 ):
-    """Run a kernel of the rung over every token of an (L, E) array; no token, no launch."""
+    """Run a kernel of the version over every token of an (L, E) array; no token, no launch."""
     L, E = rows.shape
     if L:
-        module = executor.load(f"gating/{rung}.cu", **constants(rung, E, renormalize, balance, widest_pack(rows, E)))
-        launch = {"grid": ceil_div(L, TOKENS[rung]), "block": THREADS, "shared_bytes": shared_bytes}
+        module = executor.load(
+            f"gating/{version}.cu", **constants(version, E, renormalize, balance, widest_pack(rows, E))
+        )
+        launch = {"grid": ceil_div(L, TOKENS[version]), "block": THREADS, "shared_bytes": shared_bytes}
         module.launch(kernel, **launch, L=L, E=E, **arguments)
 
 
@@ -133,13 +135,13 @@ def _sum_terms(executor: Executor, terms: Array, scale: float) -> Array:
     return total
 
 
-def _empty_terms(executor: Executor, rung: str, num_tokens: int) -> Array:
+def _empty_terms(executor: Executor, version: str, num_tokens: int) -> Array:
     """Room for what each block leaves of a loss."""
-    return executor.empty((ceil_div(num_tokens, TOKENS[rung]),), "float32")
+    return executor.empty((ceil_div(num_tokens, TOKENS[version]),), "float32")
 
 
 def forward(
-    logits: Array, k: int, renormalize: bool = False, executor: Executor | None = None, rung: str = DEFAULT_RUNG
+    logits: Array, k: int, renormalize: bool = False, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Gating:
     """Probabilities, chosen experts and gates of every token, by one kernel.
 
@@ -153,8 +155,8 @@ def forward(
         Divide the chosen gates of a token by their sum.
     executor : Executor, optional
         Another executor for arrays of that kind.
-    rung : str
-        One of ``RUNGS``.
+    version : str
+        One of ``VERSIONS``.
 
     Returns
     -------
@@ -165,7 +167,7 @@ def forward(
     Raises
     ------
     ValueError
-        If a logit is NaN or infinite, k > E, a size or the rung is not allowed, or rows are not contiguous.
+        If a logit is NaN or infinite, k > E, a size or the version is not allowed, or rows are not contiguous.
     TypeError
         If the dtype is not allowed or k is not an integer.
 
@@ -174,7 +176,7 @@ def forward(
     MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E).
     """
     stage_contracts.check_gating_forward(logits, k, DTYPES)
-    executor = _prepare(executor, rung, logits, k)
+    executor = _prepare(executor, version, logits, k)
     L, E = logits.shape
     gating = Gating(
         probs=executor.empty((L, E), "float32"),
@@ -182,7 +184,9 @@ def forward(
         gates=executor.empty((L, k), "float32"),
     )
     arrays = {"logits": logits, **gating._asdict()}
-    _over_tokens(executor, rung, "softmax_top_k", logits, renormalize, shared_bytes=list_bytes(rung, E), **arrays, k=k)
+    _over_tokens(
+        executor, version, "softmax_top_k", logits, renormalize, shared_bytes=list_bytes(version, E), **arrays, k=k
+    )
     return gating
 
 
@@ -195,7 +199,7 @@ def backward(
     d_router_z_loss: float | Array = 0.0,
     shares: Array | None = None,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """Gradient of the logits from those of the gates and of both losses, by one kernel over the rows.
 
@@ -212,7 +216,7 @@ def backward(
         Gradients of the losses. An array on the GPU is read there: the host does not wait for its value.
     shares : array (E,), float32, optional
         As in `load_balancing_loss`.
-    executor, rung
+    executor, version
         As in `forward`.
 
     Returns
@@ -233,7 +237,7 @@ def backward(
     d_losses = d_load_balancing_loss, d_router_z_loss
     stage_contracts.check_gating_backward(d_gates, logits, topk_experts, *d_losses, DTYPES)
     k = topk_experts.shape[1]
-    executor = _prepare(executor, rung, logits, k)
+    executor = _prepare(executor, version, logits, k)
     L, E = logits.shape
     d_logits = executor.empty((L, E), "float32")
     if L == 0:
@@ -246,7 +250,7 @@ def backward(
         shares = expert_shares(topk_experts, E, executor)
     _over_tokens(
         executor,
-        rung,
+        version,
         "d_logits",
         logits,
         renormalize,
@@ -275,7 +279,7 @@ def load_balancing_loss(
     topk_experts: Array,
     shares: Array | None = None,
     executor: Executor | None = None,
-    rung: str = DEFAULT_RUNG,
+    version: str = DEFAULT_VERSION,
 ) -> Array:
     """Switch loss E * sum_e f_e P_e: f_e the share of routed rows, P_e the mean probability.
 
@@ -285,7 +289,7 @@ def load_balancing_loss(
     topk_experts : array (L, k), int32
     shares : array (E,), float32, optional
         f_e of a larger batch, of which these tokens are a part. Default: `expert_shares`.
-    executor, rung
+    executor, version
         As in `forward`.
 
     Returns
@@ -303,22 +307,22 @@ def load_balancing_loss(
     Switch Transformer's auxiliary loss, with the R = L * k routed rows of a top-k router in place of its L.
     """
     stage_contracts.check_routing(probs, topk_experts, DTYPES)
-    executor = _prepare(executor, rung, probs, topk_experts.shape[1])
+    executor = _prepare(executor, version, probs, topk_experts.shape[1])
     L, E = probs.shape
     if shares is None:
         shares = expert_shares(topk_experts, E, executor)
-    terms = _empty_terms(executor, rung, L)
-    _over_tokens(executor, rung, "load_balancing_terms", probs, probs=probs, shares=shares, terms=terms)
+    terms = _empty_terms(executor, version, L)
+    _over_tokens(executor, version, "load_balancing_terms", probs, probs=probs, shares=shares, terms=terms)
     return _sum_terms(executor, terms, scale=E / max(L, 1))
 
 
-def router_z_loss(logits: Array, executor: Executor | None = None, rung: str = DEFAULT_RUNG) -> Array:
+def router_z_loss(logits: Array, executor: Executor | None = None, version: str = DEFAULT_VERSION) -> Array:
     """ST-MoE's mean over tokens of logsumexp(logits)**2, which keeps the logits small.
 
     Parameters
     ----------
     logits : array (L, E), float32
-    executor, rung
+    executor, version
         As in `forward`.
 
     Returns
@@ -332,7 +336,7 @@ def router_z_loss(logits: Array, executor: Executor | None = None, rung: str = D
         As `forward`.
     """
     stage_contracts.check_logits(logits, DTYPES)
-    executor = _prepare(executor, rung, logits)
-    terms = _empty_terms(executor, rung, len(logits))
-    _over_tokens(executor, rung, "router_z_terms", logits, logits=logits, terms=terms)
+    executor = _prepare(executor, version, logits)
+    terms = _empty_terms(executor, version, len(logits))
+    _over_tokens(executor, version, "router_z_terms", logits, logits=logits, terms=terms)
     return _sum_terms(executor, terms, scale=1.0 / max(len(logits), 1))

@@ -15,7 +15,7 @@ from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
 THREADS = 256
 WARP = 32
 TILE = 64  # rows and columns of a block's result in tiled_matmul.cuh
-TF32 = "3_mma_tf32"  # rung 3_mma on floats, rounded to 10 bits of mantissa before they are multiplied: by name alone
+TF32 = "3_mma_tf32"  # 3_mma on floats, rounded to 10 bits of mantissa before they are multiplied: by name alone
 ALIGNMENT = 16  # bytes: their kernels move as many at a time
 HOPPER = "7_persistent"  # the sizes below are those of hopper/grouped_matmul.cuh
 HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
@@ -33,19 +33,25 @@ DEPTH_BOX = (64, 64)  # rows that are the depth
 WEIGHTS_BOX = (64, 64, 1)  # of one expert's matrix, rows that are the depth
 WEIGHTS_TRANSPOSED_BOX = (64, 256, 1)  # the depth along them
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
-WIDE = tuple(C_TYPE)  # dtypes of the rungs without tensor cores
+WIDE = tuple(C_TYPE)  # dtypes of the versions without tensor cores
 NARROW = ("float16", "bfloat16")  # of tensor cores
 TEACHING = ("4_wgmma", "5_tma", "6_specialized")  # between 3_mma and Hopper's: of expert_up's forward alone
 TENSOR_CORES = ("3_mma", TF32, *TEACHING, HOPPER)
 BY_TMA = ("5_tma", "6_specialized", HOPPER)  # weights come by TMA, gathered rows by `GatheredRows` of hopper/ring.cuh
 BFLOAT16 = ml_dtypes.bfloat16
-RUNGS = {"1_naive": WIDE, "2_tiled": WIDE, "3_mma": NARROW, TF32: ("float32",), HOPPER: NARROW}  # of both projections
+VERSIONS = {
+    "1_naive": WIDE,
+    "2_tiled": WIDE,
+    "3_mma": NARROW,
+    TF32: ("float32",),
+    HOPPER: NARROW,
+}  # of both projections
 
 
 @functools.cache
-def file_of(stage: str, rung: str) -> str:
-    """The kernel file of a rung."""
-    return f"{stage}/{'3_mma' if rung == TF32 else rung}.cu"
+def file_of(stage: str, version: str) -> str:
+    """The kernel file of a version."""
+    return f"{stage}/{'3_mma' if version == TF32 else version}.cu"
 
 
 @functools.cache
@@ -90,14 +96,14 @@ def sum_rows(
     )
 
 
-def parts_of_rows(rung: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
+def parts_of_rows(version: str, R: int, d: int, h: int) -> list[tuple[int, int]]:
     """Which columns of the rows (R, d) that sum to the output or to d_x exist at one time: the first, and how many.
 
     All of them; but two halves, one after the other, where the rows are wider than the hidden tensors that live beside
-    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. Rung 7_persistent alone
-    takes a part of a weight: its tensor maps do.
+    them and are many: whole, they would be the largest buffer of a step, and cost it its peak. 7_persistent
+    alone takes a part of a weight: its tensor maps do.
     """
-    if rung != HOPPER or d <= h or R * d < MANY_ELEMENTS:
+    if version != HOPPER or d <= h or R * d < MANY_ELEMENTS:
         return [(0, d)]
     half = HOPPER_COLUMNS * ceil_div(d, 2 * HOPPER_COLUMNS)  # whole tiles
     return [(first, min(half, d - first)) for first in range(0, d, half)]
@@ -108,60 +114,60 @@ def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
     return executor.empty((0,), checks.dtype_of(like)) if array is None else array
 
 
-def operand(executor: Executor, rung: str, array: Array, box: tuple[int, ...]) -> Any:
-    """An operand as the rung's kernel takes it: where it begins, or a tensor map of boxes."""
-    return executor.tensor_map(array, box) if rung in BY_TMA else array
+def operand(executor: Executor, version: str, array: Array, box: tuple[int, ...]) -> Any:
+    """An operand as the version's kernel takes it: where it begins, or a tensor map of boxes."""
+    return executor.tensor_map(array, box) if version in BY_TMA else array
 
 
-def second_operand(executor: Executor, rung: str, array: Array | None, first: Array, box: tuple[int, ...]):
+def second_operand(executor: Executor, version: str, array: Array | None, first: Array, box: tuple[int, ...]):
     """The same of d_b or w2, which ungated activations do not have: then something that no kernel reads."""
-    if rung in BY_TMA:
+    if version in BY_TMA:
         return executor.tensor_map(first if array is None else array, box)
     return or_nothing(executor, array, first)
 
 
-def mapped_too(executor: Executor, rung: str, name: str, array: Array) -> dict[str, Any]:
-    """The argument NAME_map of a kernel that takes the array itself as well: rung 7_persistent alone has it."""
-    return {f"{name}_map": executor.tensor_map(array, DEPTH_BOX)} if rung == HOPPER else {}
+def mapped_too(executor: Executor, version: str, name: str, array: Array) -> dict[str, Any]:
+    """The argument NAME_map of a kernel that takes the array itself as well: 7_persistent alone has it."""
+    return {f"{name}_map": executor.tensor_map(array, DEPTH_BOX)} if version == HOPPER else {}
 
 
 @functools.cache
-def portable_rung(dtype: str, d: int, h: int) -> str:
-    """The fastest rung that runs on every GPU and computes in this dtype at these widths; never ``TF32``."""
+def portable_version(dtype: str, d: int, h: int) -> str:
+    """The fastest version that runs on every GPU and computes in this dtype at these widths; never ``TF32``."""
     return "2_tiled" if dtype not in NARROW or d % 8 or h % 8 else "3_mma"
 
 
-def check_rung(
+def check_version(
     stage: str,
-    rung: str,
-    rungs: dict[str, tuple[str, ...]],
+    version: str,
+    versions: dict[str, tuple[str, ...]],
     array: Array,
     gathered: tuple[str, Array] | None = None,
     **widths: int,
 ) -> str:
-    """Return the array's dtype, in which the rung computes.
+    """Return the array's dtype, in which the version computes.
 
-    The rung must take rows of these widths, and gather from an array.
+    The version must take rows of these widths, and gather from an array.
 
     ``gathered`` has the name and the array. The checks call no function: each training step makes them.
     """
     dtype = checks.dtype_of(array)
-    if dtype not in rungs.get(rung, ()):
-        checks.check_name(f"rung of {stage}", rung, rungs)
-        able = [name for name, dtypes in rungs.items() if dtype in dtypes]
+    if dtype not in versions.get(version, ()):
+        checks.check_name(f"version of {stage}", version, versions)
+        able = [name for name, dtypes in versions.items() if dtype in dtypes]
         raise TypeError(
-            f"rung {rung} of {stage} computes in {' or '.join(rungs[rung])}, but x is {array.dtype}"
-            + (f"; rungs for it: {', '.join(able)}" if able else "")
+            f"{version} of {stage} computes in {' or '.join(versions[version])}, but x is {array.dtype}"
+            + (f"; versions for it: {', '.join(able)}" if able else "")
         )
     for name, width in widths.items():
         if width > MAX_WIDTH:
             raise ValueError(f"{name} is {width}, but must be at most 2**30 = {MAX_WIDTH}")
-        if rung in TENSOR_CORES and width % 8:  # they move 16 bytes at a time
-            raise ValueError(f"{name} is {width}, but rung {rung} needs a multiple of 8; use rung 2_tiled")
-    if gathered and rung in BY_TMA and (elements := math.prod(gathered[1].shape)) > MAX_GATHERED:
+        if version in TENSOR_CORES and width % 8:  # they move 16 bytes at a time
+            raise ValueError(f"{name} is {width}, but {version} needs a multiple of 8; use 2_tiled")
+    if gathered and version in BY_TMA and (elements := math.prod(gathered[1].shape)) > MAX_GATHERED:
         raise ValueError(
-            f"{gathered[0]} has {' * '.join(map(str, gathered[1].shape))} = {elements} elements, but rung {rung} "
-            f"gathers from at most 2**35 = {MAX_GATHERED}; use rung 3_mma"
+            f"{gathered[0]} has {' * '.join(map(str, gathered[1].shape))} = {elements} elements, but {version} "
+            f"gathers from at most 2**35 = {MAX_GATHERED}; use 3_mma"
         )
     return dtype
 
@@ -173,7 +179,7 @@ def check_slots(dispatch: Dispatch):
 
 def rows_launch(
     executor: Executor,
-    rung: str,
+    version: str,
     dispatch: Dispatch,
     width: int,
     tile: Tile | None = None,
@@ -182,39 +188,39 @@ def rows_launch(
 ) -> dict[str, Any]:
     """Launch over every routed row and ``width`` columns, each expert's rows apart.
 
-    The naive rung covers the longest group that there can be (L rows) for every expert; the
+    The naive version covers the longest group that there can be (L rows) for every expert; the
     tiled ones cover the most tiles that R rows in E groups can fill, since the device alone
     knows the lengths. Threads or blocks beyond leave at once. Hopper's blocks stay, and find
     their tiles themselves. ``results`` is the number of products that share their rows;
     ``crowded`` says that Hopper's kernel has eight warps beside those that multiply, else four.
     """
-    if rung == "1_naive":
+    if version == "1_naive":
         return {"grid": (ceil_div(dispatch.L * width, THREADS), dispatch.E), "block": THREADS}
-    rows, columns = (ROWS_BOX[1], HOPPER_COLUMNS // results) if rung == HOPPER else extent(tile, results)
+    rows, columns = (ROWS_BOX[1], HOPPER_COLUMNS // results) if version == HOPPER else extent(tile, results)
     grid = dispatch.R // rows + min(dispatch.E, dispatch.R), -(-width // columns)
     if grid[0] * grid[1] > MAX_TILES:
         raise ValueError(
-            f"R = {dispatch.R} rows of {width} columns are {grid[0] * grid[1]} tiles, but rung {rung} numbers at most "
+            f"R = {dispatch.R} rows of {width} columns are {grid[0] * grid[1]} tiles, but {version} numbers at most "
             f"2**30 = {MAX_TILES}"
         )
-    if rung == HOPPER:
+    if version == HOPPER:
         return persistent(executor.multiprocessors, crowded) | {"E": dispatch.E}
     return per_tile(tile, grid) | {"E": dispatch.E}
 
 
 def extent(tile: MmaTile | None, results: int = 1) -> tuple[int, int]:
-    """Rows and columns of a block's tile of each result: a tile's, or those of rung 2_tiled."""
+    """Rows and columns of a block's tile of each result: a tile's, or those of 2_tiled."""
     return (TILE, TILE) if tile is None else (tile.rows, tile.columns // results)
 
 
 def weights_launch(
-    executor: Executor, rung: str, num_experts: int, rows: int, columns: int, tile: Tile | None = None
+    executor: Executor, version: str, num_experts: int, rows: int, columns: int, tile: Tile | None = None
 ) -> dict[str, Any]:
     """Launch over every element of E matrices (rows, columns)."""
-    if rung == HOPPER:
+    if version == HOPPER:
         launch = persistent(executor.multiprocessors, crowded=True)
         return launch | {"shared_bytes": HOPPER_SHARED_BYTES + SHARES_BYTES, "E": num_experts}
-    if rung == "1_naive":
+    if version == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     tile_rows, tile_columns = extent(tile)
     return per_tile(tile, (ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts))
@@ -227,7 +233,7 @@ def persistent(multiprocessors: int, crowded: bool) -> dict[str, Any]:
 
 
 def per_tile(tile: MmaTile | None, grid: tuple[int, ...]) -> dict[str, Any]:
-    """Launch with a block for each tile: a tile's threads, or those of rung 2_tiled."""
+    """Launch with a block for each tile: a tile's threads, or those of 2_tiled."""
     if tile is None:
         return {"grid": grid, "block": THREADS}
     return {"grid": grid, "block": tile.threads, "shared_bytes": tile.shared_bytes}
@@ -238,6 +244,6 @@ def per_element(elements: int) -> dict[str, Any]:
     return {"grid": ceil_div(elements, THREADS), "block": THREADS}
 
 
-def gate_terms(rung: str, h: int, tile: Tile | None = None) -> int:
-    """Partial sums of a row's gate gradient that the rung leaves: one an element, or one a tile of columns."""
-    return h if rung == "1_naive" else ceil_div(h, HOPPER_COLUMNS if rung == HOPPER else extent(tile)[1])
+def gate_terms(version: str, h: int, tile: Tile | None = None) -> int:
+    """Partial sums of a row's gate gradient that the version leaves: one an element, or one a tile of columns."""
+    return h if version == "1_naive" else ceil_div(h, HOPPER_COLUMNS if version == HOPPER else extent(tile)[1])

@@ -13,17 +13,18 @@ from moeblaze_ref.runtime import Executor, executor_for
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import Gradients, LayerOutput, MoEWeights, Routed, Saved
 
-# Of both projections; the other stages run their default rung. "as_printed" is the default rung, but for the output.
-RUNGS = expert_up.RUNGS | expert_down.SUMMED_RUNGS
+# Of both projections; the other stages run their default version. "as_printed" is the default version, but for the
+# output.
+VERSIONS = expert_up.VERSIONS | expert_down.SUMMED_VERSIONS
 
 
-def default_rung(dtype: str, d: int, h: int, executor: Executor) -> str:
-    """The fastest rung that computes in this dtype at these widths on this executor's device.
+def default_version(dtype: str, d: int, h: int, executor: Executor) -> str:
+    """The fastest version that computes in this dtype at these widths on this executor's device.
 
     Never ``gemm.TF32``: whoever has float32 in mind gets it, and less only by name.
     """
-    rung = gemm.portable_rung(dtype, d, h)
-    return "7_persistent" if rung == "3_mma" and executor.capability == (9, 0) else rung
+    version = gemm.portable_version(dtype, d, h)
+    return "7_persistent" if version == "3_mma" and executor.capability == (9, 0) else version
 
 
 def forward(
@@ -35,7 +36,7 @@ def forward(
     renormalize: bool = False,
     topk_experts: Array | None = None,
     executor: Executor | None = None,
-    rung: str | None = None,
+    version: str | None = None,
 ) -> LayerOutput:
     """One MoE layer, as `moeblaze_ref.systems.layer.forward` describes.
 
@@ -47,9 +48,9 @@ def forward(
         As in `moeblaze_ref.systems.layer.forward`.
     executor : Executor, optional
         Another executor for arrays of that kind.
-    rung : str, optional
-        One of ``RUNGS``. Default: `default_rung`. ``as_printed`` runs the paper's forward: `expert_up.forward` on the
-        default rung, then `expert_down.summed_forward`. It has no y, so policy ``conventional`` keeps none.
+    version : str, optional
+        One of ``VERSIONS``. Default: `default_version`. ``as_printed`` runs the paper's forward: `expert_up.forward` on
+        the default version, then `expert_down.summed_forward`. It has no y, so policy ``conventional`` keeps none.
 
     Returns
     -------
@@ -59,9 +60,9 @@ def forward(
     Raises
     ------
     ValueError, TypeError
-        As `moeblaze_ref.systems.layer.forward`, or if the rung is unknown or does not compute in this dtype.
+        As `moeblaze_ref.systems.layer.forward`, or if the version is unknown or does not compute in this dtype.
     """
-    stages = stages_for(x, weights, executor, rung)
+    stages = stages_for(x, weights, executor, version)
     return layer.forward(stages, gemm.WIDE, x, weights, k, activation, policy, renormalize, topk_experts)
 
 
@@ -74,11 +75,11 @@ def backward(
     overwrite: bool = False,
     wanted: Collection[str] = Gradients._fields,
     executor: Executor | None = None,
-    rung: str | None = None,
+    version: str | None = None,
 ) -> Gradients:
-    """Every gradient, as `moeblaze_ref.systems.layer.backward` describes; executor and rung as in `forward`."""
+    """Every gradient, as `moeblaze_ref.systems.layer.backward` describes; executor and version as in `forward`."""
     checks.check_type("saved", saved, Saved)
-    stages = stages_for(saved.x, weights, executor, rung)
+    stages = stages_for(saved.x, weights, executor, version)
     d_losses = d_load_balancing_loss, d_router_z_loss
     return layer.backward(stages, gemm.WIDE, d_out, saved, weights, *d_losses, overwrite, wanted)
 
@@ -113,14 +114,14 @@ def router_gradients(
     return layer.router_gradients(stages, d_gates, x, weights.wg, topk_experts, renormalize, *d_losses, wanted)
 
 
-def stages_for(x: Array, weights: MoEWeights, executor: Executor | None, rung: str | None) -> layer.Stages:
-    """The stages with the executor and the rung already chosen."""
+def stages_for(x: Array, weights: MoEWeights, executor: Executor | None, version: str | None) -> layer.Stages:
+    """The stages with the executor and the version already chosen."""
     checks.check_type("weights", weights, MoEWeights)
     executor = executor or executor_for(x)
-    kind = _SummedStages if rung in expert_down.SUMMED_RUNGS else _Stages
-    if rung is None or kind is _SummedStages:
-        rung = default_rung(checks.dtype_of(x), *weights.w1.shape[1:], executor)
-    return _bound_stages(executor, rung, kind)
+    kind = _SummedStages if version in expert_down.SUMMED_VERSIONS else _Stages
+    if version is None or kind is _SummedStages:
+        version = default_version(checks.dtype_of(x), *weights.w1.shape[1:], executor)
+    return _bound_stages(executor, version, kind)
 
 
 class _Stages(layer.Stages):
@@ -136,18 +137,18 @@ class _SummedStages(layer.Stages):
 
     def output(self, tensors, w3, dispatch, gates, kept):
         y_swi = tensors["y_swi"] if "y_swi" in kept else tensors.pop("y_swi")
-        return self.expert_down.summed_forward(y_swi, w3, gates, dispatch, rung=expert_down.SUMMED_RUNG)
+        return self.expert_down.summed_forward(y_swi, w3, gates, dispatch, version=expert_down.SUMMED_VERSION)
 
 
 @functools.cache
-def _bound_stages(executor, rung, kind) -> layer.Stages:
+def _bound_stages(executor, version, kind) -> layer.Stages:
     return kind(
         router=_Bound(router, executor=executor),
         gating=_Bound(gating, executor=executor),
         dispatch=_Bound(dispatch, executor=executor),
-        expert_up=_Bound(expert_up, executor=executor, rung=rung),
+        expert_up=_Bound(expert_up, executor=executor, version=version),
         activation=_Bound(activation_stage, executor=executor),
-        expert_down=_Bound(expert_down, executor=executor, rung=rung),
+        expert_down=_Bound(expert_down, executor=executor, version=version),
         combine=_Bound(combine, executor=executor),
     )
 

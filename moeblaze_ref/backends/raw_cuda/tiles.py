@@ -3,7 +3,8 @@
 Every candidate is right for every layer; they differ in time alone. ``moeblaze tune`` times them and writes the table,
 tiles.json, a run for each class of GPU that was tuned:
 
-    {"runs": [{device, clocks, versions, commit, capability, entries: [{rung, kernel, groups, weights, tile, gain}]}]}
+    {"runs": [{device, clocks, versions, commit, capability,
+               entries: [{version, kernel, groups, weights, tile, gain}]}]}
 """
 
 import functools
@@ -75,7 +76,7 @@ class MmaTile:
         }
 
     def symbols(self, itemsize: int, d: int, h: int, projections: int) -> dict[str, int]:
-        """What the headers of rung 3_mma call the constants, and what follows from them for a layer."""
+        """What the headers of 3_mma call the constants, and what follows from them for a layer."""
         constants = self.constants(itemsize)
         return constants | {
             "K": itemsize * constants["TILE_DEPTH"] // 16,
@@ -147,8 +148,8 @@ class WarpgroupTile:
 
 Tile = MmaTile | HopperTile | WarpgroupTile
 
-# By rung; the first is the default. Those of rung 3 take at most 99 KiB of shared memory, which every GPU from sm_80 on
-# gives a block.
+# By version; the first is the default. Those of version 3 take at most 99 KiB of shared memory, which every GPU from
+# sm_80 on gives a block.
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "3_mma": (MmaTile(), MmaTile(columns=256), MmaTile(columns=256, band=16), MmaTile(rows=256)),
     "3_mma_tf32": (MmaTile(warp_rows=32), MmaTile(columns=64, warp_rows=32)),
@@ -160,14 +161,14 @@ FIXED: dict[str, Tile] = {
     "5_tma": WarpgroupTile(threads=128, stages=2, stage_barriers=2),
     "6_specialized": WarpgroupTile(threads=192, stages=3, stage_barriers=2),
 }
-DEFAULTS = {rung: candidates[0] for rung, candidates in CANDIDATES.items()} | FIXED
+DEFAULTS = {version: candidates[0] for version, candidates in CANDIDATES.items()} | FIXED
 
 _trial: ContextVar[Tile | None] = ContextVar("trial", default=None)
 
 
 @contextmanager
 def trying(tile: Tile) -> Iterator[None]:
-    """Within it every kernel whose rung has a choice of tiles is compiled for this one."""
+    """Within it every kernel whose version has a choice of tiles is compiled for this one."""
     token = _trial.set(tile)
     try:
         yield
@@ -175,14 +176,14 @@ def trying(tile: Tile) -> Iterator[None]:
         _trial.reset(token)
 
 
-def choose(executor: Executor, rung: str, kernel: str, rows: int, num_experts: int, d: int, h: int) -> Tile | None:
+def choose(executor: Executor, version: str, kernel: str, rows: int, num_experts: int, d: int, h: int) -> Tile | None:
     """The tile of a kernel.
 
     Parameters
     ----------
     executor : Executor
         The SIMT executor, which nobody waits for, takes the default.
-    rung, kernel : str
+    version, kernel : str
         A kernel of ``KERNELS``.
     rows, num_experts, d, h : int
         R, E and the widths of the layer.
@@ -197,12 +198,12 @@ def choose(executor: Executor, rung: str, kernel: str, rows: int, num_experts: i
     ValueError
         As `load`, if the table is broken.
     """
-    if rung not in CANDIDATES:
-        return FIXED.get(rung)
+    if version not in CANDIDATES:
+        return FIXED.get(version)
     chosen = _trial.get()
     if chosen is None and executor.name == "cuda":
-        chosen = _table().get((executor.capability, rung, kernel, *shape_class(rows, num_experts, d, h)))
-    return chosen or DEFAULTS[rung]
+        chosen = _table().get((executor.capability, version, kernel, *shape_class(rows, num_experts, d, h)))
+    return chosen or DEFAULTS[version]
 
 
 def shape_class(rows: int, num_experts: int, d: int, h: int) -> tuple[str, str]:
@@ -212,7 +213,7 @@ def shape_class(rows: int, num_experts: int, d: int, h: int) -> tuple[str, str]:
 
 @functools.cache
 def _table() -> dict[tuple, Tile]:
-    """The committed table as `choose` asks it: {(capability, rung, kernel, groups, weights): tile}."""
+    """The committed table as `choose` asks it: {(capability, version, kernel, groups, weights): tile}."""
     return {
         (tuple(map(int, run["capability"].split("."))), *(entry[name] for name in KEY)): entry["tile"]
         for run in load(TABLE)
@@ -220,7 +221,7 @@ def _table() -> dict[tuple, Tile]:
     }
 
 
-KEY = ("rung", "kernel", "groups", "weights")
+KEY = ("version", "kernel", "groups", "weights")
 RUN = {"device", "clocks", "versions", "commit", "capability", "entries"}
 ENTRY = {*KEY, "tile", "gain"}
 
@@ -260,12 +261,12 @@ def _check_run(name: str, run: dict[str, Any]):
         allowed = zip(KEY, (CANDIDATES, KERNELS, GROUPS, WEIGHTS), strict=True)
         for key, values in allowed:
             checks.check_name(f"{key} of {of_entry}", entry[key], values)
-        entry["tile"] = _candidate(of_entry, entry["rung"], entry["tile"])
+        entry["tile"] = _candidate(of_entry, entry["version"], entry["tile"])
 
 
-def _candidate(name: str, rung: str, tile: Any) -> Tile:
+def _candidate(name: str, version: str, tile: Any) -> Tile:
     """The candidate with these fields."""
-    for candidate in CANDIDATES[rung]:
+    for candidate in CANDIDATES[version]:
         if tile == {field.name: getattr(candidate, field.name) for field in fields(candidate)}:
             return candidate
-    raise ValueError(f"the tile of {name} is {tile}, which is no candidate of rung {rung}: run moeblaze tune again")
+    raise ValueError(f"the tile of {name} is {tile}, which is no candidate of {version}: run moeblaze tune again")

@@ -133,7 +133,7 @@ def count_dispatch(L: int, E: int, k: int, routing: str = "uniform") -> list[Lau
     """The launches of the paper's three steps on random choices, in raw CUDA, counted on the CPU."""
     executor = SimtExecutor()
     with executor.recording() as launches:
-        raw_dispatch.build(random_topk(L, E, k, routing), E, executor=executor, rung="1_dense_map")
+        raw_dispatch.build(random_topk(L, E, k, routing), E, executor=executor, version="1_dense_map")
     return launches
 
 

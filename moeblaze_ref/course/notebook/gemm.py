@@ -60,16 +60,21 @@ class EditedRecorder(EditedExecutor, RecordingExecutor):
 
 
 def record_up(
-    rung: str, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, dispatch: Dispatch, edits: Mapping[str, str] | None = None
+    version: str,
+    x: np.ndarray,
+    w1: np.ndarray,
+    w2: np.ndarray,
+    dispatch: Dispatch,
+    edits: Mapping[str, str] | None = None,
 ) -> LaunchRecord:
-    """What the first warp of the first block does in a rung of ``expert_up.forward`` whose text is edited."""
+    """What the first warp of the first block does in a version of ``expert_up.forward`` whose text is edited."""
     executor = EditedRecorder(edits or {}, block=0, warp=0)
-    expert_up.forward(x, w1, w2, dispatch, "swiglu", executor=executor, rung=rung)
+    expert_up.forward(x, w1, w2, dispatch, "swiglu", executor=executor, version=version)
     return executor.launches[0]
 
 
 def count_up(
-    rung: str,
+    version: str,
     x: np.ndarray,
     w1: np.ndarray,
     w2: np.ndarray | None,
@@ -77,42 +82,44 @@ def count_up(
     activation: str = "swiglu",
     executor: SimtExecutor | None = None,
 ) -> LaunchReport:
-    """The launch of a rung of ``expert_up.forward`` on the CPU, counted."""
+    """The launch of a version of ``expert_up.forward`` on the CPU, counted."""
     executor = executor or SimtExecutor()
     with executor.recording() as launches:
-        expert_up.forward(x, w1, w2, dispatch, activation, executor=executor, rung=rung)
+        expert_up.forward(x, w1, w2, dispatch, activation, executor=executor, version=version)
     return launches[0]
 
 
-def count_one(rung: str, x: np.ndarray, w: np.ndarray, dispatch: Dispatch) -> LaunchReport:
+def count_one(version: str, x: np.ndarray, w: np.ndarray, dispatch: Dispatch) -> LaunchReport:
     """The launch of one projection by itself, in tiles as wide as each of two has in `count_up`."""
     whole = tiles.DEFAULTS["3_mma"]
     with tiles.trying(replace(whole, columns=whole.columns // 2)):
-        return count_up(rung, x, w, None, dispatch, "silu")
+        return count_up(version, x, w, None, dispatch, "silu")
 
 
-def count_down(rung: str, y_swi: np.ndarray, w3: np.ndarray, dispatch: Dispatch) -> LaunchReport:
-    """The launch of a rung of ``expert_down.forward`` on the CPU, counted."""
+def count_down(version: str, y_swi: np.ndarray, w3: np.ndarray, dispatch: Dispatch) -> LaunchReport:
+    """The launch of a version of ``expert_down.forward`` on the CPU, counted."""
     executor = SimtExecutor()
     with executor.recording() as launches:
-        expert_down.forward(y_swi, w3, dispatch, executor=executor, rung=rung)
+        expert_down.forward(y_swi, w3, dispatch, executor=executor, version=version)
     return launches[0]
 
 
-def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], kernel: str = "expert_up") -> dict[str, int]:
+def header_symbols(
+    version: str, config: MoEConfig, lengths: Sequence[int], kernel: str = "expert_up"
+) -> dict[str, int]:
     """Values of the symbols with which the headers of both stages state the bytes of their forward kernels.
 
     Parameters
     ----------
-    rung : str
+    version : str
     config : MoEConfig
     lengths : sequence of int
         Rows of each expert.
     kernel : str
         "expert_up" or "expert_down".
     """
-    tile, projections = tiles.DEFAULTS.get(rung), 1 + is_gated(config.activation)
-    rows, columns = (1, 1) if rung == "1_naive" else gemm.extent(tile)
+    tile, projections = tiles.DEFAULTS.get(version), 1 + is_gated(config.activation)
+    rows, columns = (1, 1) if version == "1_naive" else gemm.extent(tile)
     width, results = (config.h, projections) if kernel == "expert_up" else (config.d, 1)
     sizes = {"L": config.L, "d": config.d, "h": config.h, "E": config.E, "R": config.R, "s": config.itemsize}
     return sizes | {
@@ -123,7 +130,7 @@ def header_symbols(rung: str, config: MoEConfig, lengths: Sequence[int], kernel:
         "D": ceil_div(config.d, columns),
         "tiles": sum(ceil_div(length, rows) for length in lengths),
         # Of a dispatch the launch reads but L, R and E.
-        "blocks": prod(gemm.rows_launch(simt_executor(), rung, config, width, tile, results)["grid"]),
+        "blocks": prod(gemm.rows_launch(simt_executor(), version, config, width, tile, results)["grid"]),
         "THREADS": gemm.THREADS,
         **(tile.symbols(config.itemsize, config.d, config.h, projections) if tile else {}),
     }
@@ -139,7 +146,7 @@ PRODUCTS = {
     # A warp's instruction is 16 * 8 * 16 products, and each of its 32 lanes comes by.
     "3_mma": {"multiply<Scalar>(results": "products += 16 * 8 * 16 / 32, multiply<Scalar>(results"},
 }
-RUNGS = tuple(PRODUCTS)  # of the notebook; Hopper's is a story of its own
+VERSIONS = tuple(PRODUCTS)  # of the notebook; Hopper's is a story of its own
 COUNTER = "__device__ unsigned long long products;\n"
 TAKE = """
 extern "C" __global__ void take_products(unsigned long long* found) {
@@ -149,10 +156,10 @@ extern "C" __global__ void take_products(unsigned long long* found) {
 """
 
 
-def count_products(rung: str, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, dispatch: Dispatch) -> int:
-    """Products of elements that a rung of ``expert_up.forward`` computes, those with padding zeros included."""
-    executor = _Counting(PRODUCTS[rung])
-    expert_up.forward(x, w1, w2, dispatch, "swiglu", executor=executor, rung=rung)
+def count_products(version: str, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, dispatch: Dispatch) -> int:
+    """Products of elements that a version of ``expert_up.forward`` computes, those with padding zeros included."""
+    executor = _Counting(PRODUCTS[version])
+    expert_up.forward(x, w1, w2, dispatch, "swiglu", executor=executor, version=version)
     return executor.take()
 
 
@@ -297,7 +304,7 @@ HBM_BYTES_PER_SECOND = 4.8e12
 PEAK_FLOPS = {"float32 units": 67e12, "bf16 tensor cores": 989e12}
 UNIT_COLORS = {"float32 units": ORANGE, "bf16 tensor cores": BLUE}
 LOWEST_TFLOPS = 1e-1  # of the picture
-UNIT_OF_RUNG = {"1_naive": "float32 units", "2_tiled": "float32 units", "3_mma": "bf16 tensor cores"}
+UNIT_OF_VERSION = {"1_naive": "float32 units", "2_tiled": "float32 units", "3_mma": "bf16 tensor cores"}
 
 
 class Point(NamedTuple):
@@ -364,7 +371,7 @@ def tile_intensity(rows: int, columns: int, results: int = 2, itemsize: int = 2)
 
 
 def tile_roofline(rows: int, columns: int) -> Figure:
-    """`roofline` of rung 3 with another tile, two results, in bf16; its title says what the tile takes of a block."""
+    """`roofline` of version 3 with another tile, two results, in bf16; its title says what the tile takes."""
     tile = replace(tiles.DEFAULTS["3_mma"], rows=rows, columns=2 * columns)
     registers = 2 * rows * columns // tiles.DEFAULTS["3_mma"].threads
     figure = roofline([Point(f"tile {rows} x {columns}", tile_intensity(rows, columns), "bf16 tensor cores")])

@@ -525,7 +525,7 @@ def _change_of_counters(preset, before, after):
     )
 
 
-RUNG_COLORS = {
+VERSION_COLORS = {
     "1_naive": GREY,
     "2_tiled": PURPLE,
     "3_mma": ORANGE,
@@ -546,7 +546,7 @@ def ladder_picture(measured: Measured) -> Figure:
         mine = [row for row in rows if row["preset"] == name]
         bars = axes.barh([row["idea"] for row in mine], [row["tflops"] for row in mine])
         for bar, row in zip(bars, mine, strict=True):
-            bar.set(**filled(RUNG_COLORS[row["rung"]]))
+            bar.set(**filled(VERSION_COLORS[row["version"]]))
         axes.bar_label(bars, [f"{row['tflops']:.3g}" for row in mine], padding=2, fontsize=9)
         cublas = mine[0]["cublas_tflops"]
         axes.axvline(cublas, color=BLACK, linestyle="--", linewidth=1)
@@ -554,8 +554,8 @@ def ladder_picture(measured: Measured) -> Figure:
         axes.set(xlim=(0, 1.12 * cublas), ylim=(len(mine) - 0.4, -1.1), xlabel="TFLOP/s (1e12 FLOPs a second)")
         axes.set_title(name, loc="left", fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
-    shown = {row["rung"] for row in rows}
-    marks = [Patch(label=rung, **filled(color)) for rung, color in RUNG_COLORS.items() if rung in shown]
+    shown = {row["version"] for row in rows}
+    marks = [Patch(label=version, **filled(color)) for version, color in VERSION_COLORS.items() if version in shown]
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), frameon=False)
     return figure
 
@@ -584,18 +584,18 @@ def _draw_busy(axes, rows):
         places = np.arange(len(rows)) + 0.29 * (number - 1)
         bars = axes.barh(places, [row[column] for row in rows], height=0.27, label=unit, **filled(color))
         axes.bar_label(bars, [f"{row[column]:.0f}" for row in rows], padding=2, fontsize=9)
-    axes.set_yticks(range(len(rows)), [row["kernel"] if row["rung"] else "cuBLAS, dense" for row in rows])
+    axes.set_yticks(range(len(rows)), [row["kernel"] if row["version"] else "cuBLAS, dense" for row in rows])
     axes.set(xlim=(0, 105), ylim=(len(rows) - 0.5, -0.5), xlabel="busy, percent of the unit's peak")
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def product_table(measured: Measured) -> Markdown:
-    """Counters of each product of a step on the last rung, and of cuBLAS's dense one."""
+    """Counters of each product of a step on the last version, and of cuBLAS's dense one."""
     return table([_product_row(row) for row in products(measured)])
 
 
 def products(measured: Measured) -> list[dict]:
-    """Rows of the counters: each product of a step on the last rung, and cuBLAS's; of one in halves, the first."""
+    """Rows of the counters: each product of a step on the last version, and cuBLAS's; of one in halves, the first."""
     rows = first_of(measured.counters["rows"])
     found = [row for row in rows if row["idea"] == ladder.TOP.idea or row["kernel"] != "expert_up"]
     return list({(row["preset"], row["kernel"], row["idea"]): row for row in reversed(found)}.values())[::-1]

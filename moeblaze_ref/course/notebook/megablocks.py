@@ -620,7 +620,7 @@ def _frame(axes, corner):
 
 # What a run asks for -------------------------------------------------------------------------------------------------
 
-RUNG = "3_mma"
+VERSION = "3_mma"
 PARTS = {  # of a layer, by what a launch does
     **dict.fromkeys(("pad_offsets", "pad_slots", "offsets", "blocks"), "bins and topology"),
     **dict.fromkeys(("padded_gather", "gate_gradient", "gate_rows", "d_gates"), "rows and gates"),
@@ -644,15 +644,15 @@ def run_megablocks(case: Case, block: int = 128) -> Run:
     executor, (routed, gates) = SimtExecutor(), _routing(case)
     weights = case.weights[1:]
     with executor.recording() as launches:
-        out, saved = raw_sparse.forward(case.x, *weights, routed, gates, case.activation, block, executor, RUNG)
-        gradients = raw_sparse.backward(case.d_out, saved, *weights, executor=executor, rung=RUNG)
+        out, saved = raw_sparse.forward(case.x, *weights, routed, gates, case.activation, block, executor, VERSION)
+        gradients = raw_sparse.backward(case.d_out, saved, *weights, executor=executor, version=VERSION)
     return Run(launches, {"out": out} | gradients._asdict())
 
 
 def run_moeblaze(case: Case, policy: str = "paper") -> Run:
     """The same of MoEBlaze's layer, less the launches of its router and its dispatch."""
     executor = SimtExecutor()
-    how = {"executor": executor, "rung": RUNG}
+    how = {"executor": executor, "version": VERSION}
     with executor.recording() as launches:
         made = raw_layer.forward(case.x, case.weights, case.k, case.activation, policy, **how)
         gradients = raw_layer.backward(case.d_out, made.saved, case.weights, **how)

@@ -65,20 +65,20 @@ def surviving_bytes(fn: Callable, *args) -> list[int]:
 
 # Work, counted and scaled -------------------------------------------------------------------------------------------
 
-RUNG = "3_mma"
-TILE = tiles.DEFAULTS[RUNG]
+VERSION = "3_mma"
+TILE = tiles.DEFAULTS[VERSION]
 FILES = {  # of the kernels between x and out, forward and backward
-    "expert_up": f"expert_up/{RUNG}.cu",
+    "expert_up": f"expert_up/{VERSION}.cu",
     "act": "activation/1_elementwise.cu",
-    "expert_down": f"expert_down/{RUNG}.cu",
+    "expert_down": f"expert_down/{VERSION}.cu",
     "combine": "combine/2_vector.cu",
     "gate_rows": "expert_down/0_gates.cu",
-    "d_hidden": f"expert_down/{RUNG}.cu",
+    "d_hidden": f"expert_down/{VERSION}.cu",
     "d_gates": "expert_down/0_gates.cu",
-    "d_w3": f"expert_down/{RUNG}.cu",
-    "d_x_rows": f"expert_up/{RUNG}.cu",
+    "d_w3": f"expert_down/{VERSION}.cu",
+    "d_x_rows": f"expert_up/{VERSION}.cu",
     "sum_rows": "expert_up/0_sum_rows.cu",
-    "d_w": f"expert_up/{RUNG}.cu",
+    "d_w": f"expert_up/{VERSION}.cu",
 }
 PRODUCTS = {"expert_up": "G", "expert_down": "1", "d_hidden": "1", "d_w3": "1", "d_x_rows": "G", "d_w": "1"}
 TENSORS = {  # bytes of what the kernels are given, by the names of their parameters
@@ -109,11 +109,11 @@ def count_layer(config: MoEConfig, policy: str) -> dict[str, list[LaunchReport]]
         "forward" and "backward": the launches in order. The router, the gates and the dispatch, whose work is the
         same under every policy, are left out, and so is the routed copy of x, which a library makes.
     """
-    checks.check_name("dtype of rung 3_mma", config.dtype, gemm.NARROW)
+    checks.check_name("dtype of 3_mma", config.dtype, gemm.NARROW)
     sizes = {name: getattr(config, name) for name in "LdhEk"}
     case = make_case(**sizes, routing="zipf", activation=config.activation).astype(config.dtype)
     executor = SimtExecutor()
-    how = {"executor": executor, "rung": RUNG}
+    how = {"executor": executor, "version": VERSION}
     with executor.recording() as forward:
         saved = raw_layer.forward(case.x, case.weights, config.k, config.activation, policy, **how).saved
     with executor.recording() as backward:
@@ -175,11 +175,11 @@ def _touched(launch):
 def _symbols(launch, config, lengths):
     """Values of every symbol of the headers' formulas, for a kernel that stores what it stored in this launch."""
     written = {name for name, traffic in launch.buffers.items() if traffic.written_bytes}
-    return header_symbols(RUNG, config, lengths) | {
+    return header_symbols(VERSION, config, lengths) | {
         "P": int("a" in written),
         "Y": int("y_swi" in written),
         "k": config.k,
-        "terms": gemm.gate_terms(RUNG, config.h, TILE),
+        "terms": gemm.gate_terms(VERSION, config.h, TILE),
         "blocks": _blocks(launch.kernel, config),
     }
 
@@ -188,10 +188,10 @@ def _blocks(kernel, config):
     """Blocks of a kernel's grid, where its formula has them."""
     weights = {"d_w": (config.d, config.h), "d_w3": (config.h, config.d)}
     if kernel in weights:
-        return prod(gemm.weights_launch(simt_executor(), RUNG, config.E, *weights[kernel], TILE)["grid"])
+        return prod(gemm.weights_launch(simt_executor(), VERSION, config.E, *weights[kernel], TILE)["grid"])
     width = config.d if kernel in ("expert_down", "d_x_rows") else config.h
     results = 1 + is_gated(config.activation) if kernel == "expert_up" else 1
-    return prod(gemm.rows_launch(simt_executor(), RUNG, config, width, TILE, results)["grid"])
+    return prod(gemm.rows_launch(simt_executor(), VERSION, config, width, TILE, results)["grid"])
 
 
 def _routed_copy(config):

@@ -43,7 +43,7 @@ CONFLICT = {"color": VERMILLION, "weight": "bold"}  # of a bank's number
 def record_dispatch(L: int, E: int, k: int, routing: str = "uniform") -> dict[str, LaunchRecord]:
     """The first warp of every block of the paper's three steps, in raw CUDA, by the name of the kernel."""
     executor = RecordingExecutor(warp=0)
-    raw_dispatch.build(random_topk(L, E, k, routing), E, executor=executor, rung="1_dense_map")
+    raw_dispatch.build(random_topk(L, E, k, routing), E, executor=executor, version="1_dense_map")
     return {launch.kernel: launch for launch in executor.launches}
 
 

@@ -17,7 +17,7 @@ DOCUMENT = DOCS / "results.md"
 KINDS = {
     "bench": ("times of the layer, of stages, dispatch, gating and combine", "[performance](performance.md)"),
     "counters": ("hardware counters of the kernels", "[performance](performance.md#counters)"),
-    "ladder": ("the rungs of each product, one idea more in each", "[performance](performance.md#the-ladder)"),
+    "ladder": ("the versions of each product, one idea more in each", "[performance](performance.md#the-ladder)"),
     "systems": ("times of the other systems", "[performance](performance.md#other-systems)"),
     "trials": (
         "what was tried on the Hopper kernels",

@@ -62,4 +62,4 @@ def _rows(backend: str, case: Case) -> Iterator[Row]:
         error = case.run().worst
     except Exception as fault:
         shape = f"{shape}: {type(fault).__name__}: {fault}"
-    yield Row(case.stage, case.kernel, backend, case.rung, case.dtype, shape, error, bound, error <= bound, True)
+    yield Row(case.stage, case.kernel, backend, case.version, case.dtype, shape, error, bound, error <= bound, True)

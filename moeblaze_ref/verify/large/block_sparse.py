@@ -18,13 +18,13 @@ P, h = BLOCK_ROWS * B, WIDE * B  # P h > 2**32
 N = E * h
 NNZ = BLOCK_ROWS * WIDE
 OWN = HIGH * B  # rows of the last expert
-BLOCKS = 2**24  # of rung 7_persistent: more than there are tiles
+BLOCKS = 2**24  # of 7_persistent: more than there are tiles
 MANY, WIDTH, VALUES = 2**22 + 4, 1024, 2**18 + 1  # rows and their width; blocks of values
 
 
 def cases() -> list[Case]:
     """Every kernel whose indices can pass 2**31; those of the structures see rows, blocks and experts alone."""
-    products = [product(rung) for rung in stage.RUNGS for product in PRODUCTS]
+    products = [product(version) for version in stage.VERSIONS for product in PRODUCTS]
     return [_activate(), _activate_backward(), _padded_gather(), _gate_gradient(), *products, _large_block()]
 
 
@@ -57,155 +57,167 @@ def _given(*names: str, **renamed: str) -> dict:
     return {name: found[renamed.get(name, name)] for name in (*names, *renamed)}
 
 
-def _depth(rung: str) -> int:
+def _depth(version: str) -> int:
     """K: E h K > 2**32 where each element of a result has a thread, else 2**31, since a sum may be K deep."""
-    return 16_400 if rung == "1_naive" else 8_208
+    return 16_400 if version == "1_naive" else 8_208
 
 
-def _dtype(rung: str) -> str:
-    return "float32" if rung in ("1_naive", "2_tiled") else "bfloat16"
+def _dtype(version: str) -> str:
+    return "float32" if version in ("1_naive", "2_tiled") else "bfloat16"
 
 
-def _operand(rung: str, *shape: int, seed: int = 0) -> np.ndarray:
-    return values(*shape, dtype=_dtype(rung), seed=seed)
+def _operand(version: str, *shape: int, seed: int = 0) -> np.ndarray:
+    return values(*shape, dtype=_dtype(version), seed=seed)
 
 
-def _stored(rung: str) -> tuple[list, np.ndarray]:
+def _stored(version: str) -> tuple[list, np.ndarray]:
     """The last expert's blocks as they are given, and the matrix (OWN, h) that they are."""
-    blocks = _operand(rung, HIGH * WIDE, B, B, seed=9)
+    blocks = _operand(version, HIGH * WIDE, B, B, seed=9)
     matrix = exactly(blocks).reshape(HIGH, WIDE, B, B).swapaxes(1, 2).reshape(OWN, h)
     return [(np.s_[-HIGH * WIDE :], blocks)], matrix
 
 
-def _last_rows(rung: str) -> slice:
+def _last_rows(version: str) -> slice:
     """Rows of the last block of threads, in a block row or column."""
-    return slice(-{"1_naive": 1, "2_tiled": gemm.TILE}.get(rung, B), None)
+    return slice(-{"1_naive": 1, "2_tiled": gemm.TILE}.get(version, B), None)
 
 
-def _last_columns(rung: str) -> slice:
+def _last_columns(version: str) -> slice:
     """Of K columns, those of the last block of threads."""
-    of_block = {"1_naive": gemm.THREADS, "2_tiled": gemm.TILE, "3_mma": B, gemm.HOPPER: gemm.HOPPER_COLUMNS}[rung]
-    K = _depth(rung)
-    return slice(K - gemm.THREADS if rung == "1_naive" else (ceil_div(K, of_block) - 1) * of_block, K)
+    of_block = {"1_naive": gemm.THREADS, "2_tiled": gemm.TILE, "3_mma": B, gemm.HOPPER: gemm.HOPPER_COLUMNS}[version]
+    K = _depth(version)
+    return slice(K - gemm.THREADS if version == "1_naive" else (ceil_div(K, of_block) - 1) * of_block, K)
 
 
-def _of_matrix(rung: str, *place: slice) -> tuple[slice, ...]:
-    """Part of a matrix, which rung 7_persistent takes as a stack of one."""
-    return (ALL, *place) if rung == gemm.HOPPER else place
+def _of_matrix(version: str, *place: slice) -> tuple[slice, ...]:
+    """Part of a matrix, which 7_persistent takes as a stack of one."""
+    return (ALL, *place) if version == gemm.HOPPER else place
 
 
-def _product(rung: str, kernel: str, given: dict, expected: dict, call, rows: int, columns: int) -> Case:
-    """Of rung 7_persistent the last block is that of the last of (rows, columns) tiles."""
+def _product(version: str, kernel: str, given: dict, expected: dict, call, rows: int, columns: int) -> Case:
+    """Of 7_persistent the last block is that of the last of (rows, columns) tiles."""
     blocks = last_block
-    if rung == gemm.HOPPER:
+    if version == gemm.HOPPER:
         blocks = lambda _: [(number_in_bands(rows - 1, columns - 1, rows, columns), 0, 0)]
-    passes = f"P h, P K, E h K: P={P}, E={E}, h={h}, K={_depth(rung)}, block={B}"
+    passes = f"P h, P K, E h K: P={P}, E={E}, h={h}, K={_depth(version)}, block={B}"
     launch = Launch(kernel, blocks, given, expected)
-    return Case("block_sparse", rung, passes, _dtype(rung), launch, call, BLOCKS)
+    return Case("block_sparse", version, passes, _dtype(version), launch, call, BLOCKS)
 
 
 # ---- the products ----
 
 
-def _sdd_case(rung: str, rhs_parts: list, rhs: np.ndarray, shape: tuple, transpose: bool) -> Case:
+def _sdd_case(version: str, rhs_parts: list, rhs: np.ndarray, shape: tuple, transpose: bool) -> Case:
     """The last stored block: rows of the last block row times the last columns."""
-    K, lhs = _depth(rung), _operand(rung, B, _depth(rung))
-    places = ("row_offsets", "column_indices") if rung == gemm.HOPPER else ("row_indices", "column_indices")
-    given = _given(*places) | {"lhs": [(_of_matrix(rung, np.s_[-B:]), lhs)], "rhs": rhs_parts}
-    blocks = WIDE if rung == gemm.HOPPER else 1  # in a tile
-    lines = {"1_naive": slice(-gemm.THREADS // B, None), "2_tiled": slice(-gemm.TILE, None)}.get(rung, ALL)
-    columns = lines if rung == "2_tiled" else ALL
+    K, lhs = _depth(version), _operand(version, B, _depth(version))
+    places = ("row_offsets", "column_indices") if version == gemm.HOPPER else ("row_indices", "column_indices")
+    given = _given(*places) | {"lhs": [(_of_matrix(version, np.s_[-B:]), lhs)], "rhs": rhs_parts}
+    blocks = WIDE if version == gemm.HOPPER else 1  # in a tile
+    lines = {"1_naive": slice(-gemm.THREADS // B, None), "2_tiled": slice(-gemm.TILE, None)}.get(version, ALL)
+    columns = lines if version == "2_tiled" else ALL
     product = exactly(lhs[lines]) @ exactly(rhs[:, -blocks * B :][:, columns])
     product = product.reshape(len(product), blocks, -1).swapaxes(0, 1)
 
     def call(executor):
-        operands = executor.empty((P, K), _dtype(rung)), executor.empty(shape, _dtype(rung))
-        stage.sdd(*operands, _topology(executor), transpose, executor, rung)
+        operands = executor.empty((P, K), _dtype(version)), executor.empty(shape, _dtype(version))
+        stage.sdd(*operands, _topology(executor), transpose, executor, version)
 
-    return _product(rung, "sdd", given, {"values": [(np.s_[-blocks:, lines, columns], product)]}, call, BLOCK_ROWS, 1)
-
-
-def _sdd(rung: str) -> Case:
-    rhs = _operand(rung, _depth(rung), h, seed=1)
-    return _sdd_case(rung, [(np.s_[-1:], rhs)], rhs, (E, _depth(rung), h), False)
-
-
-def _sdd_transposed(rung: str) -> Case:
-    rhs = _operand(rung, h, _depth(rung), seed=1)
-    return _sdd_case(rung, [(_of_matrix(rung, np.s_[-h:]), rhs)], rhs.T, (N, _depth(rung)), True)
-
-
-def _dsd_case(
-    rung: str, rhs: list, product: np.ndarray, shape: tuple, rows: int, places: dict, transposes: tuple
-) -> Case:
-    stored, _ = _stored(rung)
-    live = _last_rows(rung)
-    expected = {"result": [(np.s_[live, _last_columns(rung)], product[live])]}
-
-    def call(executor):
-        operands = executor.empty((NNZ, B, B), _dtype(rung)), _topology(executor), executor.empty(shape, _dtype(rung))
-        stage.dsd(*operands, *transposes, executor, rung)
-
-    tiles = rows // B, ceil_div(_depth(rung), gemm.HOPPER_COLUMNS)
-    return _product(rung, "dsd", places | {"values": stored, "rhs": rhs}, expected, call, *tiles)
-
-
-def _dsd(rung: str) -> Case:
-    columns = _last_columns(rung)
-    rhs = _operand(rung, h, columns.stop - columns.start, seed=1)
-    product = _stored(rung)[1] @ exactly(rhs)
-    places = _given(offsets="row_offsets", others="column_indices")
-    return _dsd_case(
-        rung, [(_of_matrix(rung, np.s_[-h:], columns), rhs)], product, (N, _depth(rung)), P, places, (False, False)
+    return _product(
+        version, "sdd", given, {"values": [(np.s_[-blocks:, lines, columns], product)]}, call, BLOCK_ROWS, 1
     )
 
 
-def _d_rows(rung: str) -> Case:
-    """The right operand transposed, and in parts."""
-    columns = _last_columns(rung)
-    rhs = _operand(rung, columns.stop - columns.start, h, seed=1)
-    product = _stored(rung)[1] @ exactly(rhs).T
+def _sdd(version: str) -> Case:
+    rhs = _operand(version, _depth(version), h, seed=1)
+    return _sdd_case(version, [(np.s_[-1:], rhs)], rhs, (E, _depth(version), h), False)
+
+
+def _sdd_transposed(version: str) -> Case:
+    rhs = _operand(version, h, _depth(version), seed=1)
+    return _sdd_case(version, [(_of_matrix(version, np.s_[-h:]), rhs)], rhs.T, (N, _depth(version)), True)
+
+
+def _dsd_case(
+    version: str, rhs: list, product: np.ndarray, shape: tuple, rows: int, places: dict, transposes: tuple
+) -> Case:
+    stored, _ = _stored(version)
+    live = _last_rows(version)
+    expected = {"result": [(np.s_[live, _last_columns(version)], product[live])]}
+
+    def call(executor):
+        operands = (
+            executor.empty((NNZ, B, B), _dtype(version)),
+            _topology(executor),
+            executor.empty(shape, _dtype(version)),
+        )
+        stage.dsd(*operands, *transposes, executor, version)
+
+    tiles = rows // B, ceil_div(_depth(version), gemm.HOPPER_COLUMNS)
+    return _product(version, "dsd", places | {"values": stored, "rhs": rhs}, expected, call, *tiles)
+
+
+def _dsd(version: str) -> Case:
+    columns = _last_columns(version)
+    rhs = _operand(version, h, columns.stop - columns.start, seed=1)
+    product = _stored(version)[1] @ exactly(rhs)
     places = _given(offsets="row_offsets", others="column_indices")
-    return _dsd_case(rung, [(np.s_[-1:, columns], rhs)], product, (E, _depth(rung), h), P, places, (False, True))
+    return _dsd_case(
+        version,
+        [(_of_matrix(version, np.s_[-h:], columns), rhs)],
+        product,
+        (N, _depth(version)),
+        P,
+        places,
+        (False, False),
+    )
+
+
+def _d_rows(version: str) -> Case:
+    """The right operand transposed, and in parts."""
+    columns = _last_columns(version)
+    rhs = _operand(version, columns.stop - columns.start, h, seed=1)
+    product = _stored(version)[1] @ exactly(rhs).T
+    places = _given(offsets="row_offsets", others="column_indices")
+    return _dsd_case(version, [(np.s_[-1:, columns], rhs)], product, (E, _depth(version), h), P, places, (False, True))
 
 
 def _by_column() -> dict:
     return _given("transpose_indices", offsets="column_offsets", others="row_indices")
 
 
-def _dsd_transposed(rung: str) -> Case:
+def _dsd_transposed(version: str) -> Case:
     """The sparse matrix transposed."""
-    columns = _last_columns(rung)
-    rhs = _operand(rung, OWN, columns.stop - columns.start, seed=1)
-    product = _stored(rung)[1].T @ exactly(rhs)
+    columns = _last_columns(version)
+    rhs = _operand(version, OWN, columns.stop - columns.start, seed=1)
+    product = _stored(version)[1].T @ exactly(rhs)
     return _dsd_case(
-        rung,
-        [(_of_matrix(rung, np.s_[-OWN:], columns), rhs)],
+        version,
+        [(_of_matrix(version, np.s_[-OWN:], columns), rhs)],
         product,
-        (P, _depth(rung)),
+        (P, _depth(version)),
         N,
         _by_column(),
         (True, False),
     )
 
 
-def _dds(rung: str) -> Case:
+def _dds(version: str) -> Case:
     """The left operand transposed, the result in parts."""
-    stored, matrix = _stored(rung)
-    K = _depth(rung)
-    rows = slice(K - 1, K) if rung == "1_naive" else _last_columns(rung)
-    columns = ALL if rung == "1_naive" else _last_rows(rung)
-    lhs = _operand(rung, OWN, rows.stop - rows.start, seed=1)
+    stored, matrix = _stored(version)
+    K = _depth(version)
+    rows = slice(K - 1, K) if version == "1_naive" else _last_columns(version)
+    columns = ALL if version == "1_naive" else _last_rows(version)
+    lhs = _operand(version, OWN, rows.stop - rows.start, seed=1)
     product = exactly(lhs).T @ matrix
     given = _given("column_offsets", "row_indices", "transpose_indices")
-    given |= {"lhs": [(_of_matrix(rung, np.s_[-OWN:], rows), lhs)], "values": stored}
+    given |= {"lhs": [(_of_matrix(version, np.s_[-OWN:], rows), lhs)], "values": stored}
 
     def call(executor):
-        operands = executor.empty((P, K), _dtype(rung)), executor.empty((NNZ, B, B), _dtype(rung))
-        stage.dds(*operands, _topology(executor), True, E, executor, rung)
+        operands = executor.empty((P, K), _dtype(version)), executor.empty((NNZ, B, B), _dtype(version))
+        stage.dds(*operands, _topology(executor), True, E, executor, version)
 
     expected = {"result": [(np.s_[-1:, rows, columns], product[:, columns])]}
-    return _product(rung, "dds", given, expected, call, N // B, ceil_div(K, gemm.HOPPER_COLUMNS))
+    return _product(version, "dds", given, expected, call, N // B, ceil_div(K, gemm.HOPPER_COLUMNS))
 
 
 PRODUCTS = _dsd, _dsd_transposed, _d_rows, _dds, _sdd, _sdd_transposed
@@ -291,7 +303,7 @@ def _gate_gradient() -> Case:
 
 
 def _large_block() -> Case:
-    """A row of two blocks for rung 3_mma, by the smallest tile: the last lines of the result."""
+    """A row of two blocks for 3_mma, by the smallest tile: the last lines of the result."""
     block, tile = 46_400, stage.TILES[0]  # block * block > 2**31
     lines = np.s_[-tile.rows :]
     stored = values(2, tile.rows, block, dtype="bfloat16")

@@ -24,8 +24,8 @@ class Case:
 
     Parameters
     ----------
-    stage, rung : str
-        Where the kernel belongs; the rung of a file that all rungs share is that of its file.
+    stage, version : str
+        Where the kernel belongs; the version of a file that all versions share is that of its file.
     passes : str
         The products that pass 2**31, with the shape.
     dtype : str
@@ -38,7 +38,7 @@ class Case:
     """
 
     stage: str
-    rung: str
+    version: str
     passes: str
     dtype: str
     launch: Launch

@@ -36,12 +36,12 @@ def _arguments(executor):
     return executor.empty((R, d), "float32"), executor.empty((L, k), "float32"), dispatch_of(executor, L, 1, k)
 
 
-def _combine(rung: str, columns: slice) -> Case:
+def _combine(version: str, columns: slice) -> Case:
     y, gates, given = _inputs(columns)
     expected = {"out": [(np.s_[-1:, columns], exactly(gates) @ exactly(y))]}
     launch = Launch("combine", last_block, given | {"y": _rows(y, columns)}, expected)
-    call = lambda executor: combine.forward(*_arguments(executor), executor, rung)
-    return Case("combine", rung, f"R d and L d: {SHAPE}", "float32", launch, call)
+    call = lambda executor: combine.forward(*_arguments(executor), executor, version)
+    return Case("combine", version, f"R d and L d: {SHAPE}", "float32", launch, call)
 
 
 def _scatter() -> Case:

@@ -8,7 +8,7 @@ from moeblaze_ref.runtime import ceil_div
 from moeblaze_ref.runtime.sparse import ZEROS, Launch
 from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
 from moeblaze_ref.verify.large.experts import (
-    RUNGS,
+    VERSIONS,
     d_hidden,
     down,
     last_tokens,
@@ -20,7 +20,7 @@ from moeblaze_ref.verify.large.experts import (
 )
 from moeblaze_ref.verify.large.layout import Layout, number_in_bands
 
-# A row of this many columns, and the rows of a tile of rung 7_persistent: more than 2**31 elements.
+# A row of this many columns, and the rows of a tile of 7_persistent: more than 2**31 elements.
 HOPPER_WIDE = {"d_w": 16_909_440, "d_w3": 16_909_440, "d_hidden": 143_200_000}
 MOST_BLOCKS = 512  # that share out the tiles of a weight gradient
 TALLEST = tiles.MmaTile(rows=256, columns=256)
@@ -28,17 +28,17 @@ TALLEST = tiles.MmaTile(rows=256, columns=256)
 
 def cases() -> list[Case]:
     """All of them."""
-    terms = [d_hidden(many_terms(rung)) for rung in RUNGS[1:]]
+    terms = [d_hidden(many_terms(version)) for version in VERSIONS[1:]]
     hopper = [d_hidden(Layout(gemm.HOPPER, L=16, E=1, d=64, h=HOPPER_WIDE["d_hidden"], rows=16)), _d_w(), _d_w3()]
-    sums = [_add_expert(layout(rung)) for layout in (wide_model, tall) for rung in ("2_tiled", "3_mma")]
-    sums += [_add_rows(layout(rung)) for layout in (wide_model, tall) for rung in ("2_tiled", "3_mma")]
+    sums = [_add_expert(layout(version)) for layout in (wide_model, tall) for version in ("2_tiled", "3_mma")]
+    sums += [_add_rows(layout(version)) for layout in (wide_model, tall) for version in ("2_tiled", "3_mma")]
     return [_act(), _d_gates(), *terms, *hopper, *sums, _round_sums(), _tall_tile()]
 
 
-def many_terms(rung: str) -> Layout:
-    """R times the tiles of h: more than 2**32 terms of the gates' gradients, or 2**31 of rung 7_persistent."""
-    columns = {"2_tiled": 64 * 65, "3_mma": 128 * 65, gemm.HOPPER: 256 * 33}[rung]
-    return Layout(rung, L=2**26 + 4, E=1, d=8, h=columns, rows=2**26 + 4)
+def many_terms(version: str) -> Layout:
+    """R times the tiles of h: more than 2**32 terms of the gates' gradients, or 2**31 of 7_persistent."""
+    columns = {"2_tiled": 64 * 65, "3_mma": 128 * 65, gemm.HOPPER: 256 * 33}[version]
+    return Layout(version, L=2**26 + 4, E=1, d=8, h=columns, rows=2**26 + 4)
 
 
 # ---- element by element ----
@@ -65,7 +65,7 @@ def _d_gates() -> Case:
     def call(executor):
         hidden, d_out = (executor.empty((R, n), "float32") for n in (h, layout.d))
         w3, gates = executor.empty((layout.E, h, layout.d), "float32"), executor.empty((R, 1), "float32")
-        dispatch, options = dispatch_of(executor, R, layout.E, 1), {"executor": executor, "rung": "1_naive"}
+        dispatch, options = dispatch_of(executor, R, layout.E, 1), {"executor": executor, "version": "1_naive"}
         expert_down.hidden_gradients(d_out, gates, hidden, hidden, w3, dispatch, "swiglu", **options)
 
     return Case("expert_down", "0_gates", f"R h: {layout}", "float32", launch, call)
@@ -86,14 +86,14 @@ def _sums_launch(layout: Layout, kernel: str, blocks, where: dict) -> Launch:
     return Launch(kernel, blocks, given, {"sums": last_tokens(sums, columns)}, where)
 
 
-def _sums_case(layout: Layout, rung: str, stage_call, launch: Launch) -> Case:
+def _sums_case(layout: Layout, version: str, stage_call, launch: Launch) -> Case:
     L, E, d, h = layout.L, layout.E, layout.d, layout.h
 
     def call(executor):
         y_swi, w3 = executor.empty((L, h), layout.dtype), executor.empty((E, h, d), layout.dtype)
         stage_call(y_swi, w3, executor.empty((L, 1), "float32"), dispatch_of(executor, L, E, 1), executor)
 
-    return Case("expert_down", rung, f"L d, R h, E h d: {layout}", layout.dtype, launch, call)
+    return Case("expert_down", version, f"L d, R h, E h d: {layout}", layout.dtype, launch, call)
 
 
 def _add_expert(layout: Layout) -> Case:
@@ -102,7 +102,7 @@ def _add_expert(layout: Layout) -> Case:
     at = ceil_div(layout.rows, rows) - 1, ceil_div(layout.d, columns) - 1
 
     def blocks(grid):
-        if layout.rung == "2_tiled":
+        if layout.version == "2_tiled":
             return [(*at, 0)]
         number = number_in_bands(*at, *grid[:2])
         return [(number % grid[0], number // grid[0], 0)]
@@ -127,7 +127,7 @@ def _round_sums() -> Case:
 
 
 def _tall_tile() -> Case:
-    """A tile of 256 x 256 results, as the constants of rung 3_mma allow."""
+    """A tile of 256 x 256 results, as the constants of 3_mma allow."""
     d = TALLEST.columns * 65_535
     case = down(Layout("3_mma", L=136, E=1, d=d, h=64, rows=136, tile=TALLEST))
 
@@ -135,13 +135,13 @@ def _tall_tile() -> Case:
         with tiles.trying(TALLEST):
             case.call(executor)
 
-    return Case(case.stage, case.rung, f"256 d: {case.passes}", case.dtype, case.launch, call)
+    return Case(case.stage, case.version, f"256 d: {case.passes}", case.dtype, case.launch, call)
 
 
 def _hopper_weights(kernel: str, E: int, d: int, h: int, gathered: str, plain: str, product_of) -> Case:
     """The last expert has all rows, which are zeros but for the last columns.
 
-    A block of rung 7_persistent takes many tiles of a weight gradient so large: zeros, and the last tile.
+    A block of 7_persistent takes many tiles of a weight gradient so large: zeros, and the last tile.
     """
     layout = Layout(gemm.HOPPER, L=4, E=E, d=d, h=h, rows=4)
     down_tiles, across = ceil_div(d, 128), ceil_div(h, 256)

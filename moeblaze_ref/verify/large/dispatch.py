@@ -30,13 +30,13 @@ def cases() -> list[Case]:
     return dense + [_bitmap(), _lengths_of_bits(), _route_bits(), _count_tiles(), _scan_tiles(), _route_tiles()]
 
 
-def _case(rung: str, launch: Launch, call, passes: str) -> Case:
-    return Case("dispatch", rung, passes, "int32", launch, call)
+def _case(version: str, launch: Launch, call, passes: str) -> Case:
+    return Case("dispatch", version, passes, "int32", launch, call)
 
 
-def _build(rung: str, tokens: int, k: int, experts: int = E):
-    """The call of every kernel of a rung."""
-    return lambda executor: stage.build(executor.empty((tokens, k), "int32"), experts, executor, rung)
+def _build(version: str, tokens: int, k: int, experts: int = E):
+    """The call of every kernel of a version."""
+    return lambda executor: stage.build(executor.empty((tokens, k), "int32"), experts, executor, version)
 
 
 # ---- the dense map ----

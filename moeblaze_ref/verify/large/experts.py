@@ -10,7 +10,7 @@ from moeblaze_ref.runtime.sparse import Launch
 from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
 from moeblaze_ref.verify.large.layout import MANY_BLOCKS, Layout
 
-RUNGS = ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)
+VERSIONS = ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)
 WIDEST = 64 * 65_535  # columns of as many tiles as a launch takes along y
 DEEP = 1032  # DEEP * WIDEST > 2**32
 FEW = 1028  # rows; FEW * WIDEST > 2**32
@@ -18,47 +18,51 @@ MANY = 2**22 + 4
 SIDE = 1024  # MANY * SIDE > 2**32
 
 
-def wide_hidden(rung: str, rows: int = FEW) -> Layout:
+def wide_hidden(version: str, rows: int = FEW) -> Layout:
     """d h > 2**32, so that E d h and R h are too."""
-    return Layout(rung, L=FEW, E=3, d=DEEP, h=WIDEST, rows=rows)
+    return Layout(version, L=FEW, E=3, d=DEEP, h=WIDEST, rows=rows)
 
 
-def wide_model(rung: str, rows: int = FEW) -> Layout:
+def wide_model(version: str, rows: int = FEW) -> Layout:
     """d h > 2**32, so that E h d, L d and R d are too."""
-    return Layout(rung, L=FEW, E=3, d=WIDEST, h=DEEP, rows=rows)
+    return Layout(version, L=FEW, E=3, d=WIDEST, h=DEEP, rows=rows)
 
 
-def wide_experts(rung: str) -> Layout:
+def wide_experts(version: str) -> Layout:
     """E d > 2**31."""
-    return Layout(rung, L=FEW, E=1024, d=WIDEST, h=16, rows=FEW)
+    return Layout(version, L=FEW, E=1024, d=WIDEST, h=16, rows=FEW)
 
 
-def tall(rung: str) -> Layout:
+def tall(version: str) -> Layout:
     """L d, R d and R h > 2**32."""
-    return Layout(rung, L=MANY, E=2, d=SIDE, h=SIDE, rows=68)
+    return Layout(version, L=MANY, E=2, d=SIDE, h=SIDE, rows=68)
 
 
 def cases() -> list[Case]:
     """Every kernel of both stages."""
     found = []
-    for rung in RUNGS:
-        found += _up_cases(rung)
-        found += [_d_x(tall(rung))]
-        found += [down(layout) for layout in (wide_model(rung), tall(rung))]
-        found += [d_hidden(layout) for layout in (wide_hidden(rung), tall(rung))]
-        found += [_d_w(tall(rung)), _d_w3(tall(rung))]
-        if rung != gemm.HOPPER:
-            found += [_d_x(wide_experts(rung)), _d_w(wide_hidden(rung, rows=4)), _d_w3(wide_model(rung, rows=4))]
-    return found + [case for rung in gemm.TEACHING for case in _up_cases(rung)]
+    for version in VERSIONS:
+        found += _up_cases(version)
+        found += [_d_x(tall(version))]
+        found += [down(layout) for layout in (wide_model(version), tall(version))]
+        found += [d_hidden(layout) for layout in (wide_hidden(version), tall(version))]
+        found += [_d_w(tall(version)), _d_w3(tall(version))]
+        if version != gemm.HOPPER:
+            found += [
+                _d_x(wide_experts(version)),
+                _d_w(wide_hidden(version, rows=4)),
+                _d_w3(wide_model(version, rows=4)),
+            ]
+    return found + [case for version in gemm.TEACHING for case in _up_cases(version)]
 
 
-def _up_cases(rung: str) -> list[Case]:
-    return [_up(layout) for layout in (wide_hidden(rung), tall(rung))]
+def _up_cases(version: str) -> list[Case]:
+    return [_up(layout) for layout in (wide_hidden(version), tall(version))]
 
 
 def _case(layout: Layout, stage: str, passes: str, launch: Launch, call) -> Case:
-    blocks = MANY_BLOCKS if layout.rung == gemm.HOPPER else 4
-    return Case(stage, layout.rung, f"{passes}: {layout}", layout.dtype, launch, call, blocks)
+    blocks = MANY_BLOCKS if layout.version == gemm.HOPPER else 4
+    return Case(stage, layout.version, f"{passes}: {layout}", layout.dtype, launch, call, blocks)
 
 
 def rows_of_tokens(layout: Layout, rows: slice) -> dict:
@@ -97,7 +101,9 @@ def _up(layout: Layout) -> Case:
     def call(executor):
         weights = [executor.empty((E, d, h), layout.dtype) for _ in range(2)]
         x = executor.empty((L, d), layout.dtype)
-        expert_up.forward(x, *weights, dispatch_of(executor, L, E, 1), "swiglu", executor=executor, rung=layout.rung)
+        expert_up.forward(
+            x, *weights, dispatch_of(executor, L, E, 1), "swiglu", executor=executor, version=layout.version
+        )
 
     launch = Launch("expert_up", layout.row_blocks(h, results=2), given, expected)
     return _case(layout, "expert_up", "L d, R h, d h", launch, call)
@@ -106,7 +112,7 @@ def _up(layout: Layout) -> Case:
 def _d_x(layout: Layout) -> Case:
     """Gradients of the last token (1_naive), or of the last rows."""
     L, E, d, h = layout.L, layout.E, layout.d, layout.h
-    naive = layout.rung == "1_naive"
+    naive = layout.version == "1_naive"
     rows, columns = layout.live_rows(), layout.live_columns(d)
     width = columns.stop - columns.start
     d_a, d_b = (values(rows.stop - rows.start, h, dtype=layout.dtype, seed=seed) for seed in (1, 2))
@@ -122,7 +128,7 @@ def _d_x(layout: Layout) -> Case:
     def call(executor):
         gradients = [executor.empty((L, h), layout.dtype) for _ in range(2)]
         weights = [executor.empty((E, d, h), layout.dtype) for _ in range(2)]
-        expert_up.input_gradient(*gradients, *weights, dispatch_of(executor, L, E, 1), executor, layout.rung)
+        expert_up.input_gradient(*gradients, *weights, dispatch_of(executor, L, E, 1), executor, layout.version)
 
     kernel, blocks = ("d_x", last_block) if naive else ("d_x_rows", layout.row_blocks(d))
     expected = {"d_x" if naive else "rows": [(np.s_[rows, columns], sums)]}
@@ -140,7 +146,7 @@ def down(layout: Layout) -> Case:
 
     def call(executor):
         y_swi, w3 = executor.empty((L, h), layout.dtype), executor.empty((E, h, d), layout.dtype)
-        expert_down.forward(y_swi, w3, dispatch_of(executor, L, E, 1), executor, layout.rung)
+        expert_down.forward(y_swi, w3, dispatch_of(executor, L, E, 1), executor, layout.version)
 
     launch = Launch("expert_down", layout.row_blocks(d), given, expected)
     return _case(layout, "expert_down", "R h, R d, h d", launch, call)
@@ -163,7 +169,7 @@ def d_hidden(layout: Layout) -> Case:
         name: [(np.s_[rows, columns], array)] for name, array in (("d_a", d_a), ("d_b", d_b), ("gated_y", gate * y))
     }
     terms = d_y * y
-    if layout.rung != "1_naive":
+    if layout.version != "1_naive":
         expected["gate_terms"] = [(np.s_[rows, -1:], terms.sum(axis=1, keepdims=True))]
     else:
         expected["gate_terms"] = [(np.s_[rows, columns], terms)]
@@ -172,7 +178,7 @@ def d_hidden(layout: Layout) -> Case:
         arrays = [executor.empty((L, n), layout.dtype) for n in (h, h)]
         d_out, w3 = executor.empty((L, d), layout.dtype), executor.empty((E, h, d), layout.dtype)
         gates, dispatch = executor.empty((L, 1), "float32"), dispatch_of(executor, L, E, 1)
-        options = {"executor": executor, "rung": layout.rung}
+        options = {"executor": executor, "version": layout.version}
         expert_down.hidden_gradients(d_out, gates, *arrays, w3, dispatch, "swiglu", **options)
 
     launch = Launch("d_hidden", layout.row_blocks(h), given, expected)
@@ -184,7 +190,7 @@ def _d_w(layout: Layout) -> Case:
 
     def call(executor):
         d_hidden, x = (executor.empty((layout.L, n), layout.dtype) for n in (layout.h, layout.d))
-        expert_up.weight_gradient(d_hidden, x, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.rung)
+        expert_up.weight_gradient(d_hidden, x, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.version)
 
     return _weight_case(layout, "expert_up", "L d, R h, E d h", launch, call)
 
@@ -194,13 +200,15 @@ def _d_w3(layout: Layout) -> Case:
 
     def call(executor):
         gated_y, d_out = (executor.empty((layout.L, n), layout.dtype) for n in (layout.h, layout.d))
-        expert_down.weight_gradient(gated_y, d_out, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.rung)
+        expert_down.weight_gradient(
+            gated_y, d_out, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.version
+        )
 
     return _weight_case(layout, "expert_down", "L d, R h, E h d", launch, call)
 
 
 def _weight_case(layout, stage, passes, launch, call) -> Case:
-    return Case(stage, layout.rung, f"{passes}: {layout}", layout.dtype, launch, call, multiprocessors=64)
+    return Case(stage, layout.version, f"{passes}: {layout}", layout.dtype, launch, call, multiprocessors=64)
 
 
 def _weight_launch(layout: Layout, kernel: str, left: tuple[str, int], right: tuple[str, int], output: str) -> Launch:
@@ -208,8 +216,8 @@ def _weight_launch(layout: Layout, kernel: str, left: tuple[str, int], right: tu
     rows = slice(layout.L - layout.rows, layout.L)
     sides = {}
     for seed, (name, width) in enumerate((left, right)):
-        # rung 7_persistent has tiles of 128 columns of what it gathers, and of 256 of the other operand
-        if layout.rung == gemm.HOPPER:
+        # 7_persistent has tiles of 128 columns of what it gathers, and of 256 of the other operand
+        if layout.version == gemm.HOPPER:
             columns = layout.last(width, 128 if name in ("x", "d_out") else 256)
         else:
             columns = layout.last(width, layout.extent()[0]) if name == left[0] else layout.live_columns(width)

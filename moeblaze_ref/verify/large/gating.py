@@ -20,13 +20,13 @@ D_LOSSES = (L / E, float(L))  # of order 1 for each token
 def cases() -> list[Case]:
     """Every kernel whose indices can pass 2**31; the others see tokens, experts or blocks alone."""
     found = [_expert_counts(), _expert_shares()]
-    for rung in gating.RUNGS:
-        found += [_softmax_top_k(rung), _d_logits(rung), _load_balancing_terms(rung), _router_z_terms(rung)]
+    for version in gating.VERSIONS:
+        found += [_softmax_top_k(version), _d_logits(version), _load_balancing_terms(version), _router_z_terms(version)]
     return found
 
 
-def _case(rung: str, launch: Launch, call, passes: str = f"L E: {SHAPE}") -> Case:
-    return Case("gating", rung, passes, "float32", launch, call)
+def _case(version: str, launch: Launch, call, passes: str = f"L E: {SHAPE}") -> Case:
+    return Case("gating", version, passes, "float32", launch, call)
 
 
 def _chosen() -> tuple[np.ndarray, np.ndarray]:
@@ -35,15 +35,15 @@ def _chosen() -> tuple[np.ndarray, np.ndarray]:
     return logits, reference.top_k(logits, k)
 
 
-def _softmax_top_k(rung: str) -> Case:
+def _softmax_top_k(version: str) -> Case:
     logits, chosen = _chosen()
     probs, _, gates = reference.forward(exactly(logits), k)
     expected = {"probs": [(LAST, probs)], "topk_experts": [(LAST, chosen)], "gates": [(LAST, gates)]}
     launch = Launch("softmax_top_k", last_block, {"logits": [(LAST, logits)]}, expected)
     return _case(
-        rung,
+        version,
         launch,
-        lambda executor: gating.forward(executor.empty((L, E), "float32"), k, executor=executor, rung=rung),
+        lambda executor: gating.forward(executor.empty((L, E), "float32"), k, executor=executor, version=version),
     )
 
 
@@ -51,7 +51,7 @@ def _shares(chosen: np.ndarray) -> np.ndarray:
     return (np.bincount(chosen.ravel(), minlength=E) / chosen.size).astype(np.float32)
 
 
-def _d_logits(rung: str) -> Case:
+def _d_logits(version: str) -> Case:
     logits, chosen = _chosen()
     d_gates, shares = values(FEW, k), _shares(chosen)
     d_losses = (loss * FEW / L for loss in D_LOSSES)  # the reference means over these tokens alone
@@ -61,13 +61,13 @@ def _d_logits(rung: str) -> Case:
 
     def call(executor):
         d_gates, logits = executor.empty((L, k), "float32"), executor.empty((L, E), "float32")
-        options = {"shares": executor.empty((E,), "float32"), "executor": executor, "rung": rung}
+        options = {"shares": executor.empty((E,), "float32"), "executor": executor, "version": version}
         gating.backward(d_gates, logits, executor.empty((L, k), "int32"), False, *D_LOSSES, **options)
 
-    return _case(rung, launch, call)
+    return _case(version, launch, call)
 
 
-def _load_balancing_terms(rung: str) -> Case:
+def _load_balancing_terms(version: str) -> Case:
     probs, shares = np.abs(values(FEW, E)), np.abs(values(E))
     terms = exactly(probs) @ exactly(shares)
     given = {"probs": [(LAST, probs)], "shares": [(ALL, shares)]}
@@ -75,16 +75,18 @@ def _load_balancing_terms(rung: str) -> Case:
 
     def call(executor):
         probs, topk_experts = executor.empty((L, E), "float32"), executor.empty((L, k), "int32")
-        gating.load_balancing_loss(probs, topk_experts, executor.empty((E,), "float32"), executor, rung)
+        gating.load_balancing_loss(probs, topk_experts, executor.empty((E,), "float32"), executor, version)
 
-    return _case(rung, launch, call)
+    return _case(version, launch, call)
 
 
-def _router_z_terms(rung: str) -> Case:
+def _router_z_terms(version: str) -> Case:
     logits = values(FEW, E)
     expected = {"terms": [(np.s_[-1:], FEW * reference.router_z_loss(exactly(logits)))]}
     launch = Launch("router_z_terms", last_block, {"logits": [(LAST, logits)]}, expected)
-    return _case(rung, launch, lambda executor: gating.router_z_loss(executor.empty((L, E), "float32"), executor, rung))
+    return _case(
+        version, launch, lambda executor: gating.router_z_loss(executor.empty((L, E), "float32"), executor, version)
+    )
 
 
 def _expert_counts() -> Case:

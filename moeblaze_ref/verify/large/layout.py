@@ -19,15 +19,15 @@ class Layout:
 
     Parameters
     ----------
-    rung : str
+    version : str
     L, E, d, h : int
     rows : int
         Of the last expert.
     tile : MmaTile, optional
-        Of a rung that has tiles; its default.
+        Of a version that has tiles; its default.
     """
 
-    rung: str
+    version: str
     L: int
     E: int
     d: int
@@ -40,8 +40,8 @@ class Layout:
 
     @property
     def dtype(self) -> str:
-        """What the rung computes in."""
-        return "float32" if self.rung in ("1_naive", "2_tiled") else "bfloat16"
+        """What the version computes in."""
+        return "float32" if self.version in ("1_naive", "2_tiled") else "bfloat16"
 
     @property
     def offsets(self) -> np.ndarray:
@@ -52,15 +52,15 @@ class Layout:
 
     def extent(self, results: int = 1) -> tuple[int, int]:
         """Rows and columns of a block's results."""
-        if self.rung == "1_naive":
+        if self.version == "1_naive":
             return 1, gemm.THREADS
-        if self.rung == gemm.HOPPER:
+        if self.version == gemm.HOPPER:
             return HOPPER_ROWS, gemm.HOPPER_COLUMNS // results
         return gemm.extent(self._tile, results)
 
     @property
     def _tile(self) -> tiles.MmaTile | None:
-        return self.tile or tiles.DEFAULTS.get(self.rung)
+        return self.tile or tiles.DEFAULTS.get(self.version)
 
     def last(self, size: int, of_block: int) -> slice:
         """The last rows or columns, those of a block."""
@@ -73,7 +73,7 @@ class Layout:
 
     def live_columns(self, width: int, results: int = 1) -> slice:
         """The columns of the last block, of rows that have ``width``."""
-        if self.rung == "1_naive":
+        if self.version == "1_naive":
             return slice(width - gemm.THREADS, width)
         return self.last(width, self.extent(results)[1])
 
@@ -83,9 +83,9 @@ class Layout:
         before, own, across = ceil_div(self.L - self.rows, rows), ceil_div(self.rows, rows), ceil_div(width, columns)
 
         def blocks(grid: Size) -> list[Size]:
-            if self.rung == "1_naive":
+            if self.version == "1_naive":
                 return [(ceil_div(self.rows * width, gemm.THREADS) - 1, self.E - 1, 0)]
-            if self.rung == gemm.HOPPER:
+            if self.version == gemm.HOPPER:
                 return [(before * across + number_in_bands(own - 1, across - 1, own, across), 0, 0)]
             if self._tile is None:
                 return [(before + own - 1, across - 1, 0)]

@@ -55,7 +55,7 @@ class NumbaCase:
     threads: int = THREADS
     shared_bytes: int = 0
     dtype: str = "float32"
-    rung = None
+    version = None
 
     def run(self) -> SimpleNamespace:
         """Run the block; return its worst error.

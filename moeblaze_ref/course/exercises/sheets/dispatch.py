@@ -192,10 +192,11 @@ SHEET = Sheet(
             title="Read the map as it lies",
             kind="cuda",
             question=(
-                "The project's first rung counts an expert's tokens down its column: neighbouring threads read `4 * E` "
-                "bytes apart, and each entry may cost a sector of 32 bytes. Count all experts in *one* block that "
-                "reads the map from its first entry to its last, neighbours by neighbours. `atomicAdd(&counts[e], 1)` "
-                "lets threads add to one number in shared memory; integers come out the same in any order."
+                "The project's first version counts an expert's tokens down its column: neighbouring threads read "
+                "`4 * E` bytes apart, and each entry may cost a sector of 32 bytes. Count all experts in *one* block "
+                "that reads the map from its first entry to its last, neighbours by neighbours. "
+                "`atomicAdd(&counts[e], 1)` lets threads add to one number in shared memory; "
+                "integers come out the same in any order."
             ),
             task="dispatch.expert_lengths",
             kernel=Kernel("expert_lengths", COALESCED, grid="1"),
@@ -213,7 +214,7 @@ SHEET = Sheet(
             ),
             why=(
                 "The bytes are the same, the sectors are not: what counts is what a warp asks for at once. But one "
-                "block keeps one multiprocessor busy; the project's second rung makes the map smaller instead."
+                "block keeps one multiprocessor busy; the project's second version makes the map smaller instead."
             ),
         ),
     ),

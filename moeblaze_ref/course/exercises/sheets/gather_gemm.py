@@ -72,7 +72,7 @@ SHEET = Sheet(
             ),
             why=(
                 "The least bytes leave the arithmetic as the limit. A kernel that reads operands again for every "
-                "result, as the first rung does, is far on the other side."
+                "result, as the first version does, is far on the other side."
             ),
         ),
         KernelExercise(
@@ -129,8 +129,8 @@ SHEET = Sheet(
                 "what another has not written yet."
             ),
             why=(
-                "`h` times fewer bytes of `x`. The weights are still read for every row; the tiled rung shares those, "
-                "too."
+                "`h` times fewer bytes of `x`. The weights are still read for every row; the tiled version shares "
+                "those, too."
             ),
         ),
         KernelExercise(

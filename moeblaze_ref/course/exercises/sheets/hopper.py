@@ -1,4 +1,4 @@
-"""Exercises of notebook 06: a tile of the Hopper rung, and what limits whole stages."""
+"""Exercises of notebook 06: a tile of the Hopper version, and what limits whole stages."""
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.bench import roofline
