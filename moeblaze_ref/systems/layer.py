@@ -392,8 +392,7 @@ def backward(
        Kept routed_x, act_a, y_swi and y die here; where y_swi alone is kept, it stands for a, and becomes d_a.
     2. gate * y_swi -> d_w3, and dies.
     3. d_a, d_b -> d_x: the tiled versions store (R, d) rows, whole or one half of the columns after the other, which
-    die
-       within.
+       die within.
     4. d_a -> d_w1, and dies; d_b -> d_w2, and dies.
 
     MoEBlaze, sections 3.2 and 5; the gates as in SonicMoE.

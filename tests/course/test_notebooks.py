@@ -1124,8 +1124,8 @@ def test_recomputing_pays_below_the_break_even_and_not_above():
 
 MEASURED_SHAPE = {"L": 64, "d": 16, "h": 24, "E": 4, "k": 2}
 RUNS = [{"kind": "layer", "clocks": None, "repetitions": 5}] * 2
-VERSIONS = {"numpy": "2.4.6", "torch": "2.11.0"}
-PLACE = {"device": "a GPU", "clocks": None, "versions": VERSIONS, "commit": "abc_def", "runs": RUNS}
+PACKAGES = {"numpy": "2.4.6", "torch": "2.11.0"}
+PLACE = {"device": "a GPU", "clocks": None, "versions": PACKAGES, "commit": "abc_def", "runs": RUNS}
 
 
 def measured_row(policy, kept_bytes, step_ms, **changes):
