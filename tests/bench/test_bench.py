@@ -1035,7 +1035,7 @@ def test_the_summary_is_of_every_run_with_all_of_its_peers():
     assert all(met & peers == {"grouped_mm"} for met in systems if met)
 
 
-def test_only_megablocks_is_judged_beside_other_systems():
+def test_only_megablocks_is_compared_with_other_systems():
     """As docs/performance.md says above the aims."""
     recorded, systems = results.load(results.RECORDED), results.load(results.SYSTEMS)
     pairs = zip(aims.aims(recorded), aims.aims(recorded, systems), strict=True)

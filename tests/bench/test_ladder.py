@@ -458,7 +458,7 @@ def stage_row(kind, name, version, step_ms, percent):
     }
 
 
-def test_an_aim_is_judged_by_the_worst_run():
+def test_a_target_uses_the_worst_run():
     rows = [
         layer_row(0, "conf3", "minimal", 10.0, 1.4, 86.0, 6 * GIB),
         layer_row(1, "conf3", "minimal", 11.0, 1.17, 80.0, 8 * GIB),
