@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, aims, findings, plots, report, results
+from moeblaze_ref.bench import KINDS, findings, plots, report, results, targets
 from moeblaze_ref.core import documents
 
 DOCUMENT = results.DOCS / "performance.md"
@@ -62,7 +62,7 @@ def _ceilings(rows: Sequence[dict[str, Any]]) -> str:
     """The ranges of what rows say of the device."""
     said = (
         ("cublas_tflops", "dense product", "TFLOP/s"),
-        ("hot_cublas_tflops", "in turns", "TFLOP/s"),
+        ("hot_cublas_tflops", "interleaved", "TFLOP/s"),
         ("copy_gb_s", "copy", "GB/s"),
     )
     values = {key: sorted(row[key] for row in rows if key in row) for key, _, _ in said}
@@ -129,10 +129,10 @@ def _trials() -> str:
 
 
 def _spread(found: results.Result) -> str:
-    """How many times as fast as each peer ours is, in every run that has both: smallest and largest."""
+    """Table of the smallest and largest speed-up over each baseline, over all runs that have both."""
     lines = [
         f"| {' | '.join(names)} | {len(of_one)} | {report.ratio(min(of_one))} | {report.ratio(max(of_one))} |"
-        for names, of_one in findings.beside_peers(found).items()
+        for names, of_one in findings.over_baselines(found).items()
     ]
     head = ["| preset | policy | times as fast as | runs | least | most |", "| --- | --- | --- | ---: | ---: | ---: |"]
     return "\n".join(head + lines) if lines else ""
@@ -167,7 +167,7 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "summary": findings.summary,
     "spread": _spread,
     "host": findings.host,
-    "aims": lambda found: aims.table(found, _other_systems()),
+    "targets": lambda found: targets.table(found, _other_systems()),
     "skew": _tables("layer", skewed=True),
     **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
 }

@@ -13,7 +13,8 @@ from moeblaze_ref.core import documents, source_hashes
 
 LINE = 120
 POLICIES = ("minimal", "inputs")
-WAYS = ("", ", ours graphed", ", as CUDA graphs")  # of running ours and a peer; in the first two the peer is launched
+# Ways to run ours and a baseline; in the first two the baseline is launched.
+WAYS = ("", ", ours graphed", ", as CUDA graphs")
 # Kernels of the last version by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
@@ -64,46 +65,48 @@ def series(found: results.Result) -> str:
 # The layer ------------------------------------------------------------------------------------------------------------
 
 
-def beside_peers(found: results.Result, system: str = OURS) -> dict[tuple[str, str, str], list[float]]:
-    """How many times as fast as a peer one of ``OWN`` is, run by run, on uniform routing: of (preset, policy, peer)."""
+def over_baselines(found: results.Result, system: str = OURS) -> dict[tuple[str, str, str], list[float]]:
+    """Speed-ups over each baseline on uniform routing, one a run: {(preset, policy, baseline): ratios}."""
     ratios = defaultdict(list)
     for row in results.rows_of(found, "layer"):
         if row["system"] == system and row["routing"] == "uniform":
-            for peer, ratio in row["ratio_to"].items():
-                ratios[row["preset"], row["policy"], peer].append(ratio)
+            for baseline, ratio in row["ratio_to"].items():
+                ratios[row["preset"], row["policy"], baseline].append(ratio)
     return dict(ratios)
 
 
-def beside_peers_as_graphs(found: results.Result) -> dict[tuple[str, str, str], list[float]]:
-    """The same of steps that are replayed as CUDA graphs, ours and the peer's: of the small layers."""
+def over_baselines_as_graphs(found: results.Result) -> dict[tuple[str, str, str], list[float]]:
+    """The same of small layers, with both steps replayed as CUDA graphs."""
     rows = [row for row in results.rows_of(found, "layer") if row["routing"] == "uniform" and row.get("graph_ms")]
-    peers = [row for row in rows if row["system"] != OURS]
+    baselines = [row for row in rows if row["system"] != OURS]
     ratios = defaultdict(list)
     for row in rows:
         if row["system"] == OURS:
-            for peer in peers:
-                if (peer["run"], peer["preset"]) == (row["run"], row["preset"]):
-                    key = row["preset"], row["policy"], peer["system"]
-                    ratios[key].append(peer["graph_ms"] / row["graph_ms"])
+            for baseline in baselines:
+                if (baseline["run"], baseline["preset"]) == (row["run"], row["preset"]):
+                    key = row["preset"], row["policy"], baseline["system"]
+                    ratios[key].append(baseline["graph_ms"] / row["graph_ms"])
     return dict(ratios)
 
 
 def summary(found: results.Result) -> str:
-    """Ours beside each peer in the run that is worst for ours, in each of ``WAYS``, and where it is the slower."""
-    tables = zip((beside_peers(found), beside_peers(found, GRAPHED), beside_peers_as_graphs(found)), WAYS, strict=True)
+    """Speed-up over each baseline in ours' worst run, in each of ``WAYS``, and a sentence on where ours is slower."""
+    tables = zip(
+        (over_baselines(found), over_baselines(found, GRAPHED), over_baselines_as_graphs(found)), WAYS, strict=True
+    )
     worst = {
-        (preset, policy + way, peer): min(ratios)
+        (preset, policy + way, baseline): min(ratios)
         for ratios_of, way in tables
-        for (preset, policy, peer), ratios in ratios_of.items()
+        for (preset, policy, baseline), ratios in ratios_of.items()
         if policy in POLICIES
     }
     if not worst:
         return ""
-    presets, policies, peers = (list(dict.fromkeys(key[i] for key in worst)) for i in range(3))
+    presets, policies, baselines = (list(dict.fromkeys(key[i] for key in worst)) for i in range(3))
     lines = [
-        [policy, f"`{peer}`", *(_ratio(worst.get((preset, policy, peer))) for preset in presets)]
+        [policy, f"`{baseline}`", *(_ratio(worst.get((preset, policy, baseline))) for preset in presets)]
         for policy in policies
-        for peer in peers
+        for baseline in baselines
     ]
     return f"{documents.table(['policy', 'times as fast as', *presets], lines, 2)}\n\n{_lines(_slower(worst))}"
 
@@ -117,19 +120,20 @@ def _ratio(ratio: float | None) -> str:
 
 def _slower(worst: dict[tuple[str, str, str], float]) -> str:
     lost = defaultdict(list)
-    for (preset, policy, peer), ratio in worst.items():
+    for (preset, policy, baseline), ratio in worst.items():
         if ratio < 1:
-            lost[policy, peer].append(preset)
+            lost[policy, baseline].append(preset)
     if not lost:
         return "Ours is the faster one in each of these runs."
     places = [
-        f"under {policy}, than `{peer}` on {', '.join(lost[policy, peer])}" for policy, peer in sorted(lost, key=_order)
+        f"under {policy}, than `{baseline}` on {', '.join(lost[policy, baseline])}"
+        for policy, baseline in sorted(lost, key=_order)
     ]
     return f"Ours is the slower one in at least one of these runs: {'; '.join(places)}."
 
 
 def _order(key: tuple[str, str]) -> tuple[int, int]:
-    """Each of ``WAYS`` in turn, policy by policy."""
+    """Order by ``WAYS``, then by policy."""
     policy, comma, way = key[0].partition(",")
     return WAYS.index(comma + way), POLICIES.index(policy)
 

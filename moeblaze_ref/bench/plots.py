@@ -15,7 +15,7 @@ COLORS = (BLUE, SKY, VERMILLION, ORANGE, PURPLE, YELLOW, GREEN, BLACK, GREY)
 
 
 def pictured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that say what is kept, of runs with uniform routing alone: there every system meets its peers."""
+    """Rows with uniform routing that record what is saved for backward: there every system meets its baselines."""
     skewed = {row["run"] for row in rows if row["routing"] != "uniform"}
     return [row for row in rows if row["run"] not in skewed and row["kept_bytes"] is not None]
 

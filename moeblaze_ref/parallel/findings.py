@@ -12,7 +12,7 @@ from moeblaze_ref.core import documents
 HEADINGS = ("map", "step ms", "p99", "modelled", "simulated", "experts", "modelled", "exchange", "modelled")
 GAINS = ("step", "step, modelled", "step, simulated", "experts' tail", "exchange's tail")
 CONTIGUOUS = "contiguous"
-AIM = 0.15  # of a measured step, that a foretold one may be off
+TOLERANCE = 0.15  # of a measured step, that a foretold one may be off
 MANY = 100  # steps, below which the 99th percentile lies between the slowest two
 
 Row = Mapping[str, Any]  # of `bench.Found`
@@ -74,7 +74,7 @@ def summary(found: Mapping[str, Any]) -> str:
     rows = found["rows"]
     names = [f"`{name}`" for name in short_names([row["name"] for row in rows])]
     measured = [[name, *cells(row)] for name, row in zip(names, rows, strict=True)]
-    parts = [what(found), *doubts(found), documents.table(HEADINGS, measured), aims(names, rows), _gains(names, rows)]
+    parts = [what(found), *doubts(found), documents.table(HEADINGS, measured), misses(names, rows), _gains(names, rows)]
     return "\n\n".join(parts + noise(names, rows))
 
 
@@ -88,17 +88,17 @@ def _method(name):
     return name.rpartition("_")[2]
 
 
-def aims(names: Sequence[str], rows: Sequence[Row]) -> str:
-    """Which steps each of the two models misses by more than ``AIM``."""
+def misses(names: Sequence[str], rows: Sequence[Row]) -> str:
+    """Which steps each of the two models misses by more than ``TOLERANCE``."""
     models = {"Modelled": "modelled_step_ms", "Simulated": "simulated_step_ms"}
-    return f"Aim: a step within {AIM:.0%} of what was measured. " + " ".join(
+    return f"Target: a step within {TOLERANCE:.0%} of what was measured. " + " ".join(
         f"{model}: {_missed(names, rows, key)}." for model, key in models.items()
     )
 
 
 def _missed(names, rows, key):
     far = {name: off(row["step_ms"], row[key]) for name, row in zip(names, rows, strict=True)}
-    missed = [f"{name} ({share:+.1%})" for name, share in far.items() if abs(share) > AIM]
+    missed = [f"{name} ({share:+.1%})" for name, share in far.items() if abs(share) > TOLERANCE]
     return f"missed for {', '.join(missed)}" if missed else "met for every map"
 
 

@@ -9,7 +9,7 @@ from moeblaze_ref.placement import simulate
 
 Found = Mapping[str, Any]
 PACKING, MEGATRON = "greedy", "contiguous"
-LOAD_OVER_PACKING = {"moetuner": 0.01, "joint": 0.03}  # what is aimed at: load at most this above packing's
+LOAD_OVER_PACKING = {"moetuner": 0.01, "joint": 0.03}  # targets: load at most this above packing's
 CROSSINGS = 0.58  # and at most so many of joint's transitions change GPU
 SECONDS = 60  # and joint is to take at most so long on a split
 OURS = "joint"
@@ -22,8 +22,8 @@ TAILS = {
 
 
 def summary(found: Found) -> str:
-    """Medians, what was aimed at, who is faster than `joint`, and the time saved beside Megatron-LM's placement."""
-    return "\n\n".join([methods(found), aims(found), beside_joint(found), saved(found)])
+    """Medians, targets, which baseline is faster than `joint`, and the time saved beside Megatron-LM's placement."""
+    return "\n\n".join([methods(found), targets(found), beside_joint(found), saved(found)])
 
 
 def methods(found: Found) -> str:
@@ -46,8 +46,8 @@ def methods(found: Found) -> str:
     return table(names, lines)
 
 
-def aims(found: Found) -> str:
-    """Each aim, what was found, and whether it is met: medians, and of `joint`'s time every split."""
+def targets(found: Found) -> str:
+    """Each target, what was found, and whether it is met: medians, and of `joint`'s time every split."""
     packing = _row(found, PACKING)
     lines = []
     for method, bound in LOAD_OVER_PACKING.items():
@@ -61,11 +61,11 @@ def aims(found: Found) -> str:
     late = sum(time > SECONDS for time in seconds)
     missed = f"{_met(not late)} in {late} of {len(seconds)} splits" if late else _met(True)
     lines.append([f"`{OURS}`: seconds of the slowest split", f"{max(seconds):.1f}", f"{SECONDS}", missed])
-    return table(["aim", "found", "at most", ""], lines)
+    return table(["target", "found", "at most", ""], lines)
 
 
 def beside_joint(found: Found) -> str:
-    """How often each peer's step is the faster one on the half that was held out, and who is by the medians."""
+    """How often each baseline's step is faster than `joint`'s on the held-out half, and which are by the medians."""
     ours, lines, faster = _splits(found, OURS), [], []
     for row in found["rows"]:
         if row["method"] == OURS:

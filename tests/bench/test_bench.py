@@ -1,4 +1,4 @@
-"""The benchmark without a GPU: its clock, floors, routings, peers and rows, on a device with made-up time."""
+"""The benchmark without a GPU: its clock, roofline, routings, baselines and rows, on a device with made-up time."""
 
 import json
 import math
@@ -13,7 +13,6 @@ from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, Preten
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.bench import (
     accuracy,
-    aims,
     baselines,
     document,
     findings,
@@ -25,6 +24,7 @@ from moeblaze_ref.bench import (
     roofline,
     routing,
     stages,
+    targets,
     timed_systems,
 )
 from moeblaze_ref.core import documents, provenance
@@ -107,7 +107,7 @@ def test_nobody_inherits_a_lead_of_the_host(order):
     assert taken["long"].median == 100.0 and taken["short"].median == 4.0
 
 
-# Floors ---------------------------------------------------------------------------------------------------------------
+# Roofline -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [TINY, UNGATED])
@@ -156,7 +156,7 @@ READ = {
 }
 
 
-def test_the_longer_time_is_the_floor():
+def test_the_longer_time_is_the_roofline():
     ceilings = Ceilings(flops_per_ms=100.0, bytes_per_ms=10.0)
     assert (ceilings.roofline_ms(Cost(500, 20)), ceilings.bound(Cost(500, 20))) == (5.0, "flops")
     assert (ceilings.roofline_ms(Cost(50, 20)), ceilings.bound(Cost(50, 20))) == (2.0, "bytes")
@@ -195,7 +195,7 @@ def test_impossible_routings_are_refused():
         routing.wanted_logits(3, 4, "zip")
 
 
-# Peers ----------------------------------------------------------------------------------------------------------------
+# Baselines ------------------------------------------------------------------------------------------------------------
 
 
 def accepted(error):
@@ -215,15 +215,15 @@ def make_tokens(config, dtype=torch.float32):
 
 @pytest.mark.parametrize("config", [TINY, UNGATED, TINY.replace(L=1, k=1), TINY.replace(L=600, E=40, k=8)], ids=str)
 @pytest.mark.parametrize("system", ["grouped_mm", "gather_sum"])
-def test_the_peers_are_the_oracle(system, config):
+def test_the_baselines_are_the_oracle(system, config):
     parameters = make_parameters(config)
-    assert max(accuracy.worst_error(baselines.peer(system, parameters), parameters, *make_tokens(config))) < 1e-5
+    assert max(accuracy.worst_error(baselines.build(system, parameters), parameters, *make_tokens(config))) < 1e-5
 
 
 @pytest.mark.parametrize("system", ["grouped_mm_compiled", "gather_sum_compiled"])
-def test_the_compiled_peers_are_the_oracle(system):
+def test_the_compiled_baselines_are_the_oracle(system):
     parameters, tokens = make_parameters(TINY, torch.bfloat16), make_tokens(TINY, torch.bfloat16)
-    assert accepted(accuracy.worst_error(baselines.peer(system, parameters), parameters, *tokens))
+    assert accepted(accuracy.worst_error(baselines.build(system, parameters), parameters, *tokens))
 
 
 def test_sorted_rows_know_their_tokens_slots_and_groups():
@@ -354,7 +354,7 @@ def test_a_dropped_row_shows_in_its_row_alone(large):
 
 def test_the_reference_does_not_depend_on_its_pieces(large, monkeypatch):
     parameters, tokens = large
-    layer = baselines.peer("gather_sum", parameters)
+    layer = baselines.build("gather_sum", parameters)
     whole = accuracy.worst_error(layer, parameters, *tokens)
     monkeypatch.setattr(accuracy, "ROWS", 100)
     monkeypatch.setattr(accuracy, "ELEMENTS", 1000)
@@ -441,18 +441,17 @@ def test_a_row_has_the_columns_that_it_should(layer_rows):
     assert all(row["shape"] == {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2} for row in layer_rows)
 
 
-def test_ratios_and_floors_follow_from_the_times(layer_rows):
+def test_ratios_and_rooflines_follow_from_the_times(layer_rows):
     steps = {(row["system"], row["policy"], row["routing"]): row["step_ms"] for row in layer_rows}
     ceilings = Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
-    floor = sum(ceilings.roofline_ms(roofline.cost_of(stage, TINY)) for stage in roofline.stages_of(TINY))
+    lower_bound = sum(ceilings.roofline_ms(roofline.cost_of(stage, TINY)) for stage in roofline.stages_of(TINY))
     for row in layer_rows:
         step = row["step_ms"]
         assert step == pytest.approx(row["fwd_ms"] + row["bwd_ms"])  # the pretended laps grow evenly
         others = set(SYSTEMS) - {"moeblaze", row["system"]}
-        assert row["ratio_to"] == {peer: steps[peer, None, row["routing"]] / step for peer in others}
-        assert row["pct_of_roofline"] == pytest.approx(100 * floor / step) and row["roofline_ms"] == pytest.approx(
-            floor
-        )
+        assert row["ratio_to"] == {baseline: steps[baseline, None, row["routing"]] / step for baseline in others}
+        assert row["pct_of_roofline"] == pytest.approx(100 * lower_bound / step)
+        assert row["roofline_ms"] == pytest.approx(lower_bound)
         assert row["pct_of_cublas"] == pytest.approx(100 * 18 * TINY.R * TINY.d * TINY.h / FLOPS_PER_MS / step)
         over = None if row["routing"] == "uniform" else step / steps[row["system"], row["policy"], "uniform"]
         assert row["time_over_uniform"] == (over if over is None else pytest.approx(over))
@@ -477,8 +476,8 @@ def test_what_is_timed_is_right(layer_rows):
 
 def test_a_layer_is_timed_beside_plain_torch_as_it_is_and_compiled():
     (job, *_) = plan.jobs("layer", plan.Request())
-    peers_of_ours = ("grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
-    assert job.args[2].systems == ("moeblaze", "moeblaze_graphed", *peers_of_ours)
+    baselines_of_ours = ("grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
+    assert job.args[2].systems == ("moeblaze", "moeblaze_graphed", *baselines_of_ours)
 
 
 def test_what_is_slower_does_not_read_as_equal():
@@ -506,7 +505,7 @@ LARGE_HIDDEN = TINY.replace(L=1, h=2**28)
 
 @pytest.fixture(scope="module")
 def graphed():
-    """A device, and the rows of our layer as launched and graphed, beside a peer."""
+    """A device, and the rows of our layer as launched and graphed, beside a baseline."""
     device = PretendedDevice()
     choice = layer.Choice(("moeblaze", "moeblaze_graphed", "grouped_mm"), POLICIES, repetitions=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -514,18 +513,18 @@ def graphed():
         return device, layer.time_layer("tiny", TINY, choice, device)
 
 
-def test_a_graphed_layer_has_rows_of_its_own_and_is_nobodys_peer(graphed):
+def test_a_graphed_layer_has_rows_of_its_own_and_is_no_baseline(graphed):
     device, rows = graphed
-    launched, replayed, (peer,) = rows[:2], rows[2:4], rows[4:]
+    launched, replayed, (baseline,) = rows[:2], rows[2:4], rows[4:]
     assert device.replays > 0 and report.wrong(rows) == []
     assert [report.label(row) for row in replayed] == [f"moeblaze_graphed, {policy}" for policy in POLICIES]
     for row, other in zip(replayed, launched, strict=True):
-        assert row["ratio_to"] == {"grouped_mm": peer["step_ms"] / row["step_ms"]}
+        assert row["ratio_to"] == {"grouped_mm": baseline["step_ms"] / row["step_ms"]}
         assert all(row[name] == other[name] for name in ("policy", "version", "error", "row_error"))
         assert {row[name] for name in ("graph_ms", "kept_bytes", "peak_bytes")} == {None}
         assert other["ratio_to"].keys() == {"grouped_mm"} and other["graph_ms"] > 0 < other["kept_bytes"]
     pictured = plots.pictured([row | {"run": 0} for row in rows])
-    assert peer["ratio_to"] == {} and [row["system"] for row in pictured] == ["moeblaze"] * 2 + ["grouped_mm"]
+    assert baseline["ratio_to"] == {} and [row["system"] for row in pictured] == ["moeblaze"] * 2 + ["grouped_mm"]
 
 
 def test_a_large_layer_is_not_graphed():
@@ -541,11 +540,11 @@ def of_conf1(rows, **changes):
     return {"rows": [row | {"preset": "conf1", "run": 0} | changes for row in rows]}
 
 
-def test_a_graphed_layer_stands_beside_peers_as_launched(graphed):
+def test_a_graphed_layer_stands_beside_baselines_as_launched(graphed):
     _, rows = graphed
     found = of_conf1(rows)
     ratio = rows[2]["ratio_to"]["grouped_mm"]
-    assert findings.beside_peers(found, "moeblaze_graphed")["conf1", "minimal", "grouped_mm"] == [ratio]
+    assert findings.over_baselines(found, "moeblaze_graphed")["conf1", "minimal", "grouped_mm"] == [ratio]
     policies = [line.split(" | ")[0].removeprefix("| ") for line in findings.summary(found).splitlines()[2:8]]
     assert policies == [policy + way for way in findings.WAYS for policy in POLICIES]
     slow = findings.summary(of_conf1(rows, ratio_to={"grouped_mm": 0.5}))
@@ -553,15 +552,15 @@ def test_a_graphed_layer_stands_beside_peers_as_launched(graphed):
     assert "graphed" not in findings.summary(of_conf1(rows[:2] + rows[4:]))
 
 
-def test_a_graphed_layer_has_an_aim_of_its_own(graphed):
+def test_a_graphed_layer_has_a_target_of_its_own(graphed):
     _, rows = graphed
-    ratios = {aims.PEER: 1.5}
-    of_rows = {aim.what: aim for aim in aims.aims(of_conf1(rows[1:3], ratio_to=ratios))}
-    aim = of_rows[f"conf1: times as fast as `{aims.PEER}` as launched, ours graphed"]
-    assert (aim.sign, aim.bound, aim.reached) == (1, aims.FASTER["conf1"], [1.5])
-    assert of_rows[f"conf1: times as fast as `{aims.PEER}`"].reached == []
-    assert [what for what in of_rows if "ours graphed" in what] == [aim.what]
-    assert not any("ours graphed" in aim.what for aim in aims.aims(of_conf1(rows[:2], ratio_to=ratios)))
+    ratios = {targets.BASELINE: 1.5}
+    of_rows = {target.what: target for target in targets.targets(of_conf1(rows[1:3], ratio_to=ratios))}
+    target = of_rows[f"conf1: times as fast as `{targets.BASELINE}` as launched, ours graphed"]
+    assert (target.sign, target.bound, target.reached) == (1, targets.FASTER["conf1"], [1.5])
+    assert of_rows[f"conf1: times as fast as `{targets.BASELINE}`"].reached == []
+    assert [what for what in of_rows if "ours graphed" in what] == [target.what]
+    assert not any("ours graphed" in target.what for target in targets.targets(of_conf1(rows[:2], ratio_to=ratios)))
 
 
 # Other systems --------------------------------------------------------------------------------------------------------
@@ -721,29 +720,29 @@ def systems_file(tmp_path, monkeypatch, rows_of_systems):
 
 def test_the_other_systems_have_blocks_of_their_own(systems_file, recorded, monkeypatch):
     monkeypatch.setitem(document.APART, "systems", document._of_file(results.SYSTEMS, document._with_place("layer")))
-    blocks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("systems", "aims"))
+    blocks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("systems", "targets"))
     of_systems, _ = document.fill(blocks, recorded).split("<!-- begin ")[1:]
     assert "Run 0, wide:" in of_systems and "| wide | megablocks | 3_mma |" in of_systems and "old" not in of_systems
     assert "run 0, layer, once" in of_systems
 
 
-def test_megablocks_over_the_grouped_product_is_an_aim(systems_file, recorded):
-    def aim(*files):
-        (found,) = (one for one in aims.aims(*files) if "over `grouped_mm`" in one.what)
+def test_megablocks_over_the_grouped_product_is_a_target(systems_file, recorded):
+    def target(*files):
+        (found,) = (one for one in targets.targets(*files) if "over `grouped_mm`" in one.what)
         return found
 
-    assert (aim(recorded).what, aim(recorded).worst) == ("conf4: `megablocks` over `grouped_mm`", None)
+    assert (target(recorded).what, target(recorded).worst) == ("conf4: `megablocks` over `grouped_mm`", None)
     of_conf4 = {"rows": [row | {"preset": "conf4"} for row in systems_file["rows"] if row["kind"] == "layer"]}
     steps = {row["system"]: row["step_ms"] for row in of_conf4["rows"]}
     for files in ((of_conf4,), (recorded, of_conf4)):
-        assert aim(*files).reached == [pytest.approx(steps["megablocks"] / steps["grouped_mm"])]
-        assert (aim(*files).bound, aim(*files).sign) == (1.25, -1)
+        assert target(*files).reached == [pytest.approx(steps["megablocks"] / steps["grouped_mm"])]
+        assert (target(*files).bound, target(*files).sign) == (1.25, -1)
 
 
 # Rows of stages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", stages.PEERS)
+@pytest.mark.parametrize("stage", stages.WITH_TORCH)
 def test_stages_are_timed_beside_torch(stage):
     versions = stages.versions_of(stage, "bfloat16")
     rows = stages.time_stage("tiny", TINY, stage, versions, 3, PretendedDevice(), beside_torch=True)
@@ -828,7 +827,7 @@ def test_all_means_the_six_layers():
 def test_the_shapes_of_the_stages_beside_torch():
     shapes = {
         kind: [tuple(job.args[1].sizes[s] for s in "LEk") for job in plan.jobs(kind, plan.Request())]
-        for kind in stages.PEERS
+        for kind in stages.WITH_TORCH
     }
     assert shapes["dispatch"] == [(1_048_576, 128, 8), (32_768, 16, 4)]
     assert shapes["gating"] == [(262_144, 128, 8)]
@@ -1024,21 +1023,21 @@ def test_the_summary_is_the_worst_run_of_ours_and_says_where_it_loses(recorded):
     assert findings.summary(recorded | {"rows": []}) == ""
 
 
-def test_the_summary_is_of_every_run_with_all_of_its_peers():
+def test_the_summary_is_of_every_run_with_all_of_its_baselines():
     """As README and docs/performance.md say: beside other systems ours meets one of them alone."""
     benchmark, systems = (
         [{*row["ratio_to"]} for row in results.rows_of(results.load(file), "layer") if row["system"] == layer.OURS]
         for file in (results.RECORDED, results.SYSTEMS)
     )
-    peers = set.union(*benchmark)
-    assert len(peers) == 3 and all(met in (peers, set()) for met in benchmark)
-    assert all(met & peers == {"grouped_mm"} for met in systems if met)
+    others = set.union(*benchmark)
+    assert len(others) == 3 and all(met in (others, set()) for met in benchmark)
+    assert all(met & others == {"grouped_mm"} for met in systems if met)
 
 
 def test_only_megablocks_is_compared_with_other_systems():
-    """As docs/performance.md says above the aims."""
+    """As docs/performance.md says above the targets."""
     recorded, systems = results.load(results.RECORDED), results.load(results.SYSTEMS)
-    pairs = zip(aims.aims(recorded), aims.aims(recorded, systems), strict=True)
+    pairs = zip(targets.targets(recorded), targets.targets(recorded, systems), strict=True)
     assert [one.what for one, other in pairs if one.reached != other.reached] == [
         "conf4: `megablocks` over `grouped_mm`"
     ]
@@ -1048,12 +1047,12 @@ def test_the_summary_has_graphs_beside_graphs(recorded):
     for row in recorded["rows"]:
         row["graph_ms"] = 2.0 + 0.1 * row["run"] if row["system"] == layer.OURS else 1.9
         row["ratio_to"] = {"grouped_mm": 1.2} if row["system"] == layer.OURS else {}
-    peers = {row["system"] for row in recorded["rows"]} - {layer.OURS}
+    others = {row["system"] for row in recorded["rows"]} - {layer.OURS}
     last = max(row["run"] for row in recorded["rows"])
     said = findings.summary(recorded)
-    for peer in peers:
-        assert f"| minimal, as CUDA graphs | `{peer}` | {1.9 / (2.0 + 0.1 * last):.2f} |" in said
-    assert f"under minimal, as CUDA graphs, than `{min(peers)}` on tiny" in " ".join(said.split())
+    for baseline in others:
+        assert f"| minimal, as CUDA graphs | `{baseline}` | {1.9 / (2.0 + 0.1 * last):.2f} |" in said
+    assert f"under minimal, as CUDA graphs, than `{min(others)}` on tiny" in " ".join(said.split())
 
 
 def test_steps_stand_beside_their_graphs(recorded):

@@ -17,7 +17,6 @@ from moeblaze_ref.backends.registry import Status
 from moeblaze_ref.bench import (
     LAYER_PRESETS,
     accuracy,
-    aims,
     counters,
     document,
     findings,
@@ -25,6 +24,7 @@ from moeblaze_ref.bench import (
     plan,
     report,
     results,
+    targets,
 )
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import provenance
@@ -434,13 +434,13 @@ def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
     assert findings.why({"rows": rows}) == ""
 
 
-# Aims -----------------------------------------------------------------------------------------------------------------
+# Targets --------------------------------------------------------------------------------------------------------------
 
 
 def layer_row(run, name, policy, step_ms, ratio, percent, peak, routing="uniform", over=None):
     return {
         "kind": "layer", "run": run, "preset": name, "system": "moeblaze", "policy": policy, "routing": routing,
-        "step_ms": step_ms, "ratio_to": {aims.PEER: ratio} if ratio else {}, "pct_of_cublas": percent,
+        "step_ms": step_ms, "ratio_to": {targets.BASELINE: ratio} if ratio else {}, "pct_of_cublas": percent,
         "peak_bytes": peak, "kept_bytes": peak // 2, "time_over_uniform": over,
         "shape": {"L": 2**15, "d": 2**11}, "dtype": "bfloat16",
     }  # fmt: skip
@@ -468,8 +468,8 @@ def test_a_target_uses_the_worst_run():
         stage_row("dispatch", "conf4", "3_single_pass", 0.008, 6),
         stage_row("gating", "qwen3, L=262,144", "2_warp", 0.1, 67),
     ]
-    listed = aims.aims({"rows": rows})
-    found = {aim.what: (aim.worst, round(aim.missing, 3)) for aim in listed if aim.reached}
+    listed = targets.targets({"rows": rows})
+    found = {target.what: (target.worst, round(target.missing, 3)) for target in listed if target.reached}
     kept = {name: found.pop(f"conf3: kept by `{name}`, GiB")[0] for name in ("minimal", "inputs")}
     assert kept == {"minimal": 4.0, "inputs": 4.5}
     assert found == {
@@ -479,22 +479,22 @@ def test_a_target_uses_the_worst_run():
         "conf3: `inputs` over `minimal`": (1.5, round(0.2 / 1.3, 3)),
         "qwen3: Zipf over uniform routing": (1.2, round(0.1 / 1.1, 3)),
         "conf4: dispatch, microseconds": (8.0, -0.6),
-        "qwen3, L=262,144: gating, % of its floor": (67, -0.117),
+        "qwen3, L=262,144: gating, % of its roofline": (67, -0.117),
     }
-    lines, _, words = aims.table({"rows": rows}).partition("\n\n")
+    lines, _, words = targets.table({"rows": rows}).partition("\n\n")
     assert "| conf3: `inputs` over `minimal` | at most 1.3 | 1.5 | 15.4% |" in lines
     assert lines.endswith("\n| conf4: dispatch, microseconds | at most 20 | 8 | reached |")
     assert "in GiB: conf3 7.88. " in words
 
 
-def test_an_aim_says_how_much_of_the_dense_product_it_asks_for():
-    peer = {"kind": "layer", "preset": "conf3", "system": aims.PEER, "policy": None, "routing": "uniform"}
-    rows = [peer | {"run": run, "pct_of_hot_cublas": percent} for run, percent in enumerate((60, 70, 50))]
-    assert f"with it, when the clocks had fallen: conf3 {1.30 * 70:.0f}%. " in aims.table({"rows": rows})
+def test_a_target_says_how_much_of_the_dense_product_it_asks_for():
+    baseline = {"kind": "layer", "preset": "conf3", "system": targets.BASELINE, "policy": None, "routing": "uniform"}
+    rows = [baseline | {"run": run, "pct_of_hot_cublas": percent} for run, percent in enumerate((60, 70, 50))]
+    assert f"with it, when the clocks had fallen: conf3 {1.30 * 70:.0f}%. " in targets.table({"rows": rows})
 
 
 def test_what_was_not_measured_is_listed_behind_what_is_missed():
-    lines = aims.table({"rows": [layer_row(0, "qwen3", "minimal", 10.0, 1.7, 70.0, int(2.38 * GIB))]}).splitlines()
+    lines = targets.table({"rows": [layer_row(0, "qwen3", "minimal", 10.0, 1.7, 70.0, int(2.38 * GIB))]}).splitlines()
     verdicts = [line.rsplit("|", 2)[1].strip() for line in lines[2 : lines.index("")]]
     assert verdicts == ["35.4%", "10.3%", "3.5%", *["not measured"] * (len(verdicts) - 4), "reached"]
     assert "| mixtral: Zipf over uniform routing | at most 1.1 |  | not measured |" in lines
@@ -502,7 +502,7 @@ def test_what_was_not_measured_is_listed_behind_what_is_missed():
 
 
 def test_the_aims_of_the_kept_bytes_are_those_of_the_account():
-    bounds = {aim.what: aim.bound for aim in aims.aims({"rows": []})}
+    bounds = {target.what: target.bound for target in targets.targets({"rows": []})}
     for name in LAYER_PRESETS:
         for policy in ("minimal", "inputs"):
             kept = account(preset(name).config, "moeblaze", policy).kept_bytes

@@ -56,11 +56,11 @@ def test_steps_that_miss_the_aim_are_named():
     near, far = row("near", 10.0, 1.0), row("far", 10.0, 1.0)
     near |= {"modelled_step_ms": 11.49, "simulated_step_ms": 8.51}
     far |= {"modelled_step_ms": 8.49, "simulated_step_ms": 11.53}
-    assert findings.aims(["near", "far"], [near, far]) == (
-        "Aim: a step within 15% of what was measured. Modelled: missed for far (-15.1%). Simulated: missed for far "
+    assert findings.misses(["near", "far"], [near, far]) == (
+        "Target: a step within 15% of what was measured. Modelled: missed for far (-15.1%). Simulated: missed for far "
         "(+15.3%)."
     )
-    assert findings.aims(["near"], [near]).endswith("Modelled: met for every map. Simulated: met for every map.")
+    assert findings.misses(["near"], [near]).endswith("Modelled: met for every map. Simulated: met for every map.")
 
 
 def test_of_the_committed_records_the_simulated_steps_too_have_their_gap():

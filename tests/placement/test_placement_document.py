@@ -71,7 +71,7 @@ def test_a_record_becomes_a_block_and_a_picture(tmp_path):
 
 @pytest.mark.parametrize("missed", [{"joint_load": 1.071}, {"joint_crossings": 0.581}])
 def test_an_aim_that_is_missed_is_said_to_be(missed):
-    assert findings.aims(record(**missed)).count("MISSED") == 1
+    assert findings.targets(record(**missed)).count("MISSED") == 1
 
 
 def on_splits(steps, seconds=(1.0, 1.0)):
@@ -92,7 +92,7 @@ def test_the_models_constants_stand_beside_what_was_measured():
     assert "| 150 GB/s |" in text and "| 100 us a layer |" in text and "| 200 us a layer |" in text
 
 
-def test_a_peer_that_is_faster_than_joint_is_said_to_be():
+def test_a_baseline_that_is_faster_than_joint_is_said_to_be():
     found = on_splits({"greedy": (11.0, 13.0), "joint": (10.0, 12.0), "moetuner": (9.0, 12.0)})
     text = findings.beside_joint(found)
     assert "| `greedy` | +9.09% | 0 of 2 | 0 |" in text and "| `moetuner` | -4.55% | 1 of 2 | 1 |" in text
@@ -103,9 +103,9 @@ def test_a_peer_that_is_faster_than_joint_is_said_to_be():
 
 def test_splits_that_took_joint_too_long_are_counted():
     steps = {"greedy": (11.0, 13.0), "joint": (10.0, 12.0), "moetuner": (9.0, 12.0)}
-    text = findings.aims(on_splits(steps, seconds=(59.9, 60.1)))
+    text = findings.targets(on_splits(steps, seconds=(59.9, 60.1)))
     assert "| `joint`: seconds of the slowest split | 60.1 | 60 | MISSED in 1 of 2 splits |" in text
-    assert "60.0 | 60 | met |" in findings.aims(on_splits(steps, seconds=(59.9, 60.0)))
+    assert "60.0 | 60 | met |" in findings.targets(on_splits(steps, seconds=(59.9, 60.0)))
 
 
 def test_a_record_of_something_else_is_refused(tmp_path):

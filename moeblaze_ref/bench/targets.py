@@ -1,4 +1,4 @@
-"""What was aimed at before there was a kernel, beside what was reached: by how much each aim is missed, if it is."""
+"""Performance targets that were set before the kernels existed, beside what was reached."""
 
 from collections.abc import Callable, Iterable
 from operator import itemgetter
@@ -10,21 +10,21 @@ from moeblaze_ref.bench.timed_systems import GRAPHED, OURS
 from moeblaze_ref.core.config import ITEMSIZE, MoEConfig, preset
 from moeblaze_ref.core.units import GIB
 
-PEER = "grouped_mm_compiled"
+BASELINE = "grouped_mm_compiled"
 FASTER = {"conf3": 1.30, "conf4": 1.18, "conf1": 1.35, "qwen3": 1.65, "mixtral": 1.12, "fine-grained": 2.2}
 PERCENT = {"conf3": 85, "conf4": 85, "mixtral": 85, "qwen3": 78, "fine-grained": 60}
 PEAK_GIB = {"conf3": 7.0, "qwen3": 2.3, "mixtral": 4.1}
 RECOMPUTED, SKEWED = 1.30, 1.10  # times as long as without
 SPARSE, DENSE = "megablocks", "grouped_mm"
-AS_LONG = {"conf4": 1.25}  # times as long as the peer a step of MegaBlocks takes, at most
-# Of stages beside torch, on their fastest version: the least percent of the floor, and the most microseconds.
+AS_LONG = {"conf4": 1.25}  # times as long as grouped_mm a step of MegaBlocks takes, at most
+# Of stages beside torch, on their fastest version: the least percent of the roofline, and the most microseconds.
 STAGES = {("dispatch", "qwen3, L=1,048,576"): 100 / 3, ("gating", "qwen3, L=262,144"): 60, ("combine", "qwen3"): 80}
 MICROSECONDS = {("dispatch", "conf4"): 20}
 
 Row = dict[str, Any]
 
 
-class Aim(NamedTuple):
+class Target(NamedTuple):
     """A bound, and how near to it each run came."""
 
     what: str
@@ -34,19 +34,19 @@ class Aim(NamedTuple):
 
     @property
     def worst(self) -> float | None:
-        """Of the runs, if there are any."""
+        """The worst value over the runs; None without runs."""
         if not self.reached:
             return None
         return min(self.reached) if self.sign > 0 else max(self.reached)
 
     @property
     def missing(self) -> float | None:
-        """By how much of the bound it is missed; zero or less if it is not."""
+        """Distance to the bound as a fraction of it; zero or less if the target is met."""
         return None if self.worst is None else self.sign * (self.bound - self.worst) / self.bound
 
 
-def aims(found: results.Result, others: results.Result | None = None) -> list[Aim]:
-    """All of them, also those of which no file of results has a row.
+def targets(found: results.Result, others: results.Result | None = None) -> list[Target]:
+    """Every target, also those that no result file has a row for.
 
     Parameters
     ----------
@@ -58,9 +58,9 @@ def aims(found: results.Result, others: results.Result | None = None) -> list[Ai
     layers = _ours(found)
     minimal, inputs = (_under(policy, layers) for policy in ("minimal", "inputs"))
     listed = [
-        *_of_presets(FASTER, f"times as fast as `{PEER}`", 1, minimal, lambda row: row["ratio_to"].get(PEER)),
-        *_faster(findings.beside_peers(found, GRAPHED), " as launched, ours graphed"),
-        *_faster(findings.beside_peers_as_graphs(found), ", both as CUDA graphs"),
+        *_of_presets(FASTER, f"times as fast as `{BASELINE}`", 1, minimal, lambda row: row["ratio_to"].get(BASELINE)),
+        *_faster(findings.over_baselines(found, GRAPHED), " as launched, ours graphed"),
+        *_faster(findings.over_baselines_as_graphs(found), ", both as CUDA graphs"),
         *_of_presets(PERCENT, "% of cuBLAS", 1, minimal, itemgetter("pct_of_cublas")),
         *_of_presets(PEAK_GIB, "peak, GiB", -1, minimal, lambda row: row["peak_bytes"] / GIB),
         *_of_presets(_kept_gib(hidden=2), "kept by `minimal`, GiB", -1, minimal, lambda row: row["kept_bytes"] / GIB),
@@ -78,7 +78,7 @@ def aims(found: results.Result, others: results.Result | None = None) -> list[Ai
     ]
     for (stage, name), percent in STAGES.items():
         listed += _of_presets(
-            {name: percent}, f"{stage}, % of its floor", 1, _stage(found, stage), itemgetter("pct_of_roofline")
+            {name: percent}, f"{stage}, % of its roofline", 1, _stage(found, stage), itemgetter("pct_of_roofline")
         )
     for (stage, name), most in MICROSECONDS.items():
         rows = _stage(found, stage)
@@ -118,16 +118,16 @@ def _kept_bytes(config: MoEConfig, hidden: int) -> int:
 
 def _of_presets(
     bounds: dict[str, float], what: str, sign: int, rows: Iterable[Row], value: Callable[[Row], float | None]
-) -> list[Aim]:
-    """An aim for each preset; rows without a value do not count."""
+) -> list[Target]:
+    """A target for each preset; rows without a value do not count."""
     values = [(row["preset"], value(row)) for row in rows]
     return [
-        Aim(f"{name}: {what}", sign, bound, [number for other, number in values if other == name and number])
+        Target(f"{name}: {what}", sign, bound, [number for other, number in values if other == name and number])
         for name, bound in bounds.items()
     ]
 
 
-def _recomputed(rows: Iterable[Row], time_of: str, how: str = "") -> list[Aim]:
+def _recomputed(rows: Iterable[Row], time_of: str, how: str = "") -> list[Target]:
     """The time of the policy `inputs` over that of `minimal`, in each run that has both; large layers have no graph."""
     times = {(row["run"], row["preset"], row["policy"]): row[time_of] for row in rows if row.get(time_of)}
     ratios: dict[str, list[float]] = {name: [] for name in LAYER_PRESETS}
@@ -135,18 +135,18 @@ def _recomputed(rows: Iterable[Row], time_of: str, how: str = "") -> list[Aim]:
         if policy == "inputs" and name in ratios and (run, name, "minimal") in times:
             ratios[name].append(time / times[run, name, "minimal"])
     return [
-        Aim(f"{name}: `inputs` over `minimal`{how}", -1, RECOMPUTED, of_one)
+        Target(f"{name}: `inputs` over `minimal`{how}", -1, RECOMPUTED, of_one)
         for name, of_one in ratios.items()
         if of_one or not how
     ]
 
 
-def _faster(ratios: dict[tuple[str, str, str], list[float]], how: str) -> list[Aim]:
-    """The aims of `FASTER`, of the layers that were timed in this other way too."""
+def _faster(ratios: dict[tuple[str, str, str], list[float]], how: str) -> list[Target]:
+    """The targets of `FASTER`, of the layers that were timed in this other way too."""
     return [
-        Aim(f"{name}: times as fast as `{PEER}`{how}", 1, bound, ratios[name, "minimal", PEER])
+        Target(f"{name}: times as fast as `{BASELINE}`{how}", 1, bound, ratios[name, "minimal", BASELINE])
         for name, bound in FASTER.items()
-        if (name, "minimal", PEER) in ratios
+        if (name, "minimal", BASELINE) in ratios
     ]
 
 
@@ -161,33 +161,33 @@ def _stage(found: results.Result, stage: str) -> list[Row]:
 
 
 def table(found: results.Result, others: results.Result | None = None) -> str:
-    """Every aim, the worst run, and by how much it is missed, with a word on peaks behind it.
+    """Table of every target, its worst run and by how much that misses it, and notes on peaks and products.
 
     Those that are missed by most come first; those that were not measured stand before those that are reached.
     """
     lines = [
-        f"| {aim.what} | {'at least' if aim.sign > 0 else 'at most'} {aim.bound:.4g} | {_verdict(aim)} |"
-        for aim in sorted(aims(found, others), key=_rank)
+        f"| {target.what} | {'at least' if target.sign > 0 else 'at most'} {target.bound:.4g} | {_verdict(target)} |"
+        for target in sorted(targets(found, others), key=_rank)
     ]
-    head = ["| what | aim | worst run | missed by |", "| --- | --- | ---: | ---: |"]
+    head = ["| what | target | worst run | missed by |", "| --- | --- | ---: | ---: |"]
     return "\n".join([*head, *lines]) + _on_peaks(found) + _on_products(found)
 
 
-def _rank(aim: Aim) -> tuple[int, float]:
-    if aim.missing is None:
+def _rank(target: Target) -> tuple[int, float]:
+    if target.missing is None:
         return 1, 0.0
-    return (0 if aim.missing > 0 else 2), -aim.missing
+    return (0 if target.missing > 0 else 2), -target.missing
 
 
-def _verdict(aim: Aim) -> str:
+def _verdict(target: Target) -> str:
     """The last two cells."""
-    if aim.worst is None:
+    if target.worst is None:
         return " | not measured"
-    return f"{aim.worst:.4g} | {f'{aim.missing:.1%}' if aim.missing > 0 else 'reached'}"
+    return f"{target.worst:.4g} | {f'{target.missing:.1%}' if target.missing > 0 else 'reached'}"
 
 
 def _on_peaks(found: results.Result) -> str:
-    """What a peak counts, and what is left of it without the gradient of the output, of the presets with an aim."""
+    """Peak memory of the presets with a target, with and without the output gradient."""
     peaks: dict[str, int] = {}
     for row in _under("minimal", _ours(found)):
         if row["preset"] in PEAK_GIB:
@@ -197,7 +197,7 @@ def _on_peaks(found: results.Result) -> str:
         return ""
     said = ", ".join(f"{name} {peak / GIB:.2f}" for name, peak in peaks.items())
     return (
-        "\n\nA peak counts x, the output and the gradient of the output, which whoever times holds to the end of the "
+        "\n\nA peak counts x, the output and the gradient of the output, which the benchmark holds to the end of the "
         f"step, and all gradients. Without the gradient of the output it is, in GiB: {said}. The account of a step "
         "(`memory.accounting.step_account`) has that gradient, but lets go of the output, as large, when the backward "
         "begins: in a model the next layer decides."
@@ -205,20 +205,20 @@ def _on_peaks(found: results.Result) -> str:
 
 
 def _on_products(found: results.Result) -> str:
-    """The aims of `FASTER` beside what cuBLAS's dense product did in turns with the peer, in the run that asks most."""
+    """The targets of `FASTER` as percentages of the interleaved cuBLAS rate, in the most demanding run."""
     asked: dict[str, float] = {}
     for row in results.rows_of(found, "layer"):
-        if row["system"] == PEER and row["routing"] == "uniform" and row["preset"] in FASTER:
+        if row["system"] == BASELINE and row["routing"] == "uniform" and row["preset"] in FASTER:
             percent = FASTER[row["preset"]] * row["pct_of_hot_cublas"]
             asked[row["preset"]] = max(percent, asked.get(row["preset"], 0))
     if not asked:
         return ""
     said = ", ".join(f"{name} {percent:.0f}%" for name, percent in asked.items())
     return (
-        f"\n\nTo be so many times as fast as `{PEER}` asks for this much of the rate that "
-        "cuBLAS's dense product had in "
-        f"turns with it, when the clocks had fallen: {said}. Beyond 100% a step, with all its gathers, activations and "
-        "sums, would have to outrun the dense product."
+        f"\n\nTo be so many times as fast as `{BASELINE}` asks for this much of the rate that "
+        "cuBLAS's dense product had "
+        f"interleaved with it, when the clocks had fallen: {said}. Beyond 100% a step, with all its gathers, "
+        "activations and sums, would have to outrun the dense product."
     )
 
 
