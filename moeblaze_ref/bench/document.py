@@ -37,7 +37,7 @@ def fill(text: str, found: results.Result | None) -> str:
         If there is no block of that name.
     """
     of_found = {name: functools.partial(_made, maker, found) for name, maker in BLOCKS.items()}
-    return documents.fill(text, of_found | APART)
+    return documents.fill(text, of_found | OTHER_FILES)
 
 
 def _made(maker: Callable[[results.Result], str], found: results.Result | None) -> str:
@@ -172,7 +172,7 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
 }
 # Blocks of other files than that of the benchmark.
-APART: dict[str, Callable[[], str]] = {
+OTHER_FILES: dict[str, Callable[[], str]] = {
     "trials": _trials,
     "systems": _of_file(results.SYSTEMS, _with_place("layer")),
     "ladder": _of_file(results.LADDER, _with_place("ladder")),

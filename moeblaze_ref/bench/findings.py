@@ -15,7 +15,7 @@ LINE = 120
 POLICIES = ("minimal", "inputs")
 # Ways to run ours and a baseline; in the first two the baseline is launched.
 WAYS = ("", ", ours graphed", ", as CUDA graphs")
-# Kernels of the last version by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
+# Kernels of the last version by what their producers do: rows gathered by cp.async, or boxes by TMA alone.
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
 SPREAD = dict(report.LAYER_COLUMNS)["± %"]
@@ -36,7 +36,7 @@ def _lines(text: str) -> str:
 def speeds_of_series(found: results.Result) -> dict[str, dict[str, Row]]:
     """Return the row of each version of expert_up's forward as a whole, in their order: {preset: {version: row}}.
 
-    Of the last version, which the benchmark takes apart, it is the step that lacks nothing.
+    Of the last version, which the benchmark takes step by step, it is the step that lacks nothing.
     """
     whole = {step.version: step.idea for step in ladder.LADDER if step.against != ladder.WHOLE}
     series: dict[str, dict[str, Row]] = defaultdict(dict)

@@ -719,7 +719,9 @@ def systems_file(tmp_path, monkeypatch, rows_of_systems):
 
 
 def test_the_other_systems_have_blocks_of_their_own(systems_file, recorded, monkeypatch):
-    monkeypatch.setitem(document.APART, "systems", document._of_file(results.SYSTEMS, document._with_place("layer")))
+    monkeypatch.setitem(
+        document.OTHER_FILES, "systems", document._of_file(results.SYSTEMS, document._with_place("layer"))
+    )
     blocks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("systems", "targets"))
     of_systems, _ = document.fill(blocks, recorded).split("<!-- begin ")[1:]
     assert "Run 0, wide:" in of_systems and "| wide | megablocks | 3_mma |" in of_systems and "old" not in of_systems
@@ -794,7 +796,7 @@ def arrays_of(result):
 
 @pytest.mark.parametrize("stage", roofline.stages_of(TINY))
 def test_a_wrong_stage_is_found(stage, monkeypatch):
-    """Each of its results in turn is wrong in its last row, or an expert's matrix."""
+    """One of its results after another is wrong in its last row, or an expert's matrix."""
     torch.manual_seed(0)  # whose last rows are not so small that nobody would miss them
     run, version = stages.RUN[stage], stages.default_version(stage, TINY)
     inputs = stages.Inputs(TINY, stages.bridge_to(torch.device("cpu")), torch.device("cpu"))
@@ -978,7 +980,7 @@ def test_the_document_is_what_the_results_give():
 
 def test_every_block_is_in_the_document_once():
     text = document.DOCUMENT.read_text()
-    assert all(text.count(f"<!-- begin {name} -->") == 1 for name in document.BLOCKS | document.APART)
+    assert all(text.count(f"<!-- begin {name} -->") == 1 for name in document.BLOCKS | document.OTHER_FILES)
 
 
 @pytest.fixture
