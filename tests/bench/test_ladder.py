@@ -1,4 +1,4 @@
-"""The ladder and its counters without a GPU: every step is right, and what ncu says is read or refused."""
+"""The series and its counters without a GPU: every step is right, and what ncu says is read or refused."""
 
 import json
 from contextlib import contextmanager
@@ -297,7 +297,7 @@ def test_jobs_of_the_ladder():
         "qwen3, L=64"
     ]
     assert [plan.repetitions(kind, plan.Request()) for kind in ("ladder", "counters")] == [15, 1]
-    with pytest.raises(ValueError, match="unknown version of the ladder '5_more'"):
+    with pytest.raises(ValueError, match="unknown version of the series '5_more'"):
         plan.jobs("ladder", plan.Request(versions=("5_more",)))
     with pytest.raises(ValueError, match="versions 3_mma: bench counters has all of them"):
         plan.jobs("counters", plan.Request(versions=("3_mma",)))
@@ -503,7 +503,7 @@ def test_what_was_not_measured_is_listed_behind_what_is_missed():
     assert "| conf4: `inputs` over `minimal` | at most 1.3 |  | not measured |" in lines
 
 
-def test_the_aims_of_the_kept_bytes_are_those_of_the_account():
+def test_the_targets_of_the_kept_bytes_are_those_of_the_account():
     bounds = {target.what: target.bound for target in targets.targets({"rows": []})}
     for name in LAYER_PRESETS:
         for policy in ("minimal", "inputs"):

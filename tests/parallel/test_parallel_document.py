@@ -52,7 +52,7 @@ def test_a_record_of_something_else_is_refused(tmp_path):
         document.fill("<!-- begin x -->\n<!-- end x -->", {"x": path})
 
 
-def test_steps_that_miss_the_aim_are_named():
+def test_steps_that_miss_the_target_are_named():
     near, far = row("near", 10.0, 1.0), row("far", 10.0, 1.0)
     near |= {"modelled_step_ms": 11.49, "simulated_step_ms": 8.51}
     far |= {"modelled_step_ms": 8.49, "simulated_step_ms": 11.53}

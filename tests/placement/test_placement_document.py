@@ -70,7 +70,7 @@ def test_a_record_becomes_a_block_and_a_picture(tmp_path):
 
 
 @pytest.mark.parametrize("missed", [{"joint_load": 1.071}, {"joint_crossings": 0.581}])
-def test_an_aim_that_is_missed_is_said_to_be(missed):
+def test_a_target_that_is_missed_is_said_to_be(missed):
     assert findings.targets(record(**missed)).count("MISSED") == 1
 
 
