@@ -41,7 +41,7 @@ def fill(text: str, found: results.Result | None) -> str:
 
 
 def _made(maker: Callable[[results.Result], str], found: results.Result | None) -> str:
-    """What ``maker`` makes of results, nothing while there are none."""
+    """Return ``maker(results)``, or an empty text without results."""
     return maker(found) if found else ""
 
 
@@ -94,7 +94,7 @@ VERDICTS = ("adopted", "replaced", "rejected", "measured")
 
 
 def trials() -> list[dict[str, Any]]:
-    """What was tried on the Hopper kernels, each with the times without it and with it, in the order of `VERDICTS`."""
+    """Return the trials on the Hopper kernels, with the times before and after, in the order of `VERDICTS`."""
     found = json.loads(TRIALS.read_text())["trials"]
     return sorted(found, key=lambda trial: VERDICTS.index(trial["verdict"]))
 
@@ -139,7 +139,7 @@ def _spread(found: results.Result) -> str:
 
 
 def _of_file(path: Path, maker: Callable[[results.Result], str]) -> Callable[[], str]:
-    """What ``maker`` makes of a file of results, nothing while there is none."""
+    """Return a function that applies ``maker`` to a result file, if the file exists."""
     return lambda: _made(maker, results.load(path) if path.exists() else None)
 
 

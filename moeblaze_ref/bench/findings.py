@@ -1,4 +1,4 @@
-"""What the results say, as sentences and short tables: the documents quote these, and so stay true of any later run."""
+"""Sentences and short tables from the results, for the generated documents."""
 
 import json
 import textwrap
@@ -154,7 +154,7 @@ def host(found: results.Result) -> str:
 
 
 def chosen_tiles() -> str:
-    """What stands in the table of tiles, version by version, for each GPU that was tuned."""
+    """Table of the chosen tiles of every version, for each tuned GPU."""
     runs = json.loads(tiles.TABLE.read_text())["runs"]
     return "\n".join(
         _lines(f"- {run['device']}, at commit {run['commit'][:7]}{source_hashes.mark(run)}: {'; '.join(_entries(run))}")
@@ -191,7 +191,7 @@ def _share(row: Row, dense: Row, value: Callable[[Row], float]) -> float:
 
 
 def _behind_ms(row: Row, dense: Row) -> float:
-    """How much shorter it would be at cuBLAS's busy cycles in a nanosecond."""
+    """Milliseconds saved if the kernel reached cuBLAS's busy tensor cycles per nanosecond."""
     return row["duration_ms"] * (1 - report.busy_ghz(row) / report.busy_ghz(dense))
 
 

@@ -106,7 +106,7 @@ def _under(policy: str, rows: Iterable[Row]) -> list[Row]:
 
 
 def _kept_gib(hidden: int) -> dict[str, float]:
-    """Of each preset: x, so many hidden tensors, the gates and the lists; in bf16 2 L d + 4 R h bytes for two."""
+    """GiB saved for backward, per preset: x, ``hidden`` hidden tensors, gates and lists."""
     return {name: _kept_bytes(preset(name).config, hidden) / GIB for name in LAYER_PRESETS}
 
 
@@ -151,7 +151,7 @@ def _faster(ratios: dict[tuple[str, str, str], list[float]], how: str) -> list[T
 
 
 def _stage(found: results.Result, stage: str) -> list[Row]:
-    """Of our versions of a stage, the fastest in each run."""
+    """Return the rows of our fastest version of a stage, one a run and preset."""
     best: dict[tuple[int, str], Row] = {}
     for row in results.rows_of(found, stage):
         key = row["run"], row["preset"]

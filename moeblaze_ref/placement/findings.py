@@ -1,4 +1,4 @@
-"""What a record of `moeblaze place` says, in Markdown, for docs/placement.md."""
+"""Summaries of a record of `moeblaze place` in Markdown, for docs/placement.md."""
 
 import statistics
 from collections.abc import Mapping
@@ -91,7 +91,7 @@ def saved(found: Found) -> str:
 
 
 def scale(found: Found) -> str:
-    """What solving took at a size, and how far the loads and the slowest pairs' times may be from the best."""
+    """Table of the solving times at a size, and the gaps of the loads and the slowest pairs' times."""
     names = ["method", "load: mean", "worst layer", "solved in s", "load gap", "gap: the larger of load's and pairs'"]
     lines = [
         [
@@ -108,7 +108,7 @@ def scale(found: Found) -> str:
 
 
 def constants(measured: Found) -> str:
-    """What a step of `moeblaze place` is modelled with, beside what `parallel.bench` measured.
+    """Table of the model's constants in `moeblaze place`, beside those that `parallel.bench` measured.
 
     Both are of experts of the same size.
 
