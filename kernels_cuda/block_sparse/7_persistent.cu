@@ -2,10 +2,10 @@
 //
 // Purpose      The three products of block-sparse (S) and dense (D) matrices, the result first: SDD, DSD, DDS.
 // Source       MegaBlocks (arXiv 2211.15841), sections 5.1, 5.1.3 and 5.1.4.
-// Idea         The products of version 3 on grouped_matmul. A block's values lie together: to the copy engine they are a
-//              matrix of its own, so that every operand comes by TMA, 64 by 64 elements at a time, whichever block is
-//              next. A tile of 128 rows is part of one block row; DDS is computed as D S = (S^T D^T)^T, so that its
-//              tiles, too, meet the blocks of one block column only, and is turned round as it is stored.
+// Idea         The products of version 3 on grouped_matmul. A block's values lie together: to the copy engine they are
+//              a matrix of its own, so that every operand comes by TMA, 64 by 64 elements at a time, whichever block
+//              is next. A tile of 128 rows is part of one block row; DDS is computed as D S = (S^T D^T)^T, so that its
+//              tiles, too, meet the blocks of one block column only, and is transposed as it is stored.
 // Runs on      sm_90a; SIMT executor.
 // Constants    Scalar, __half or __nv_bfloat16; BLOCK, a multiple of 128; TRANSPOSE_LHS and TRANSPOSE_RHS;
 //              BAND, see hopper/scheduler.cuh. K is a multiple of 8.
