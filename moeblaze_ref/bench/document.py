@@ -22,7 +22,7 @@ TRIALS = results.DOCS / "results" / "trials_h200.json"
 
 
 def fill(text: str, found: results.Result | None) -> str:
-    """The document with every block ``<!-- begin NAME -->`` to ``<!-- end NAME -->`` written anew.
+    """Return the document with every block from ``<!-- begin NAME -->`` to ``<!-- end NAME -->`` regenerated.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ OTHER_FILES: dict[str, Callable[[], str]] = {
 
 
 def recorded() -> results.Result | None:
-    """The results that are committed, if there are any."""
+    """Load the committed results; None if there are none."""
     return results.load(results.RECORDED) if results.RECORDED.exists() else None
 
 
