@@ -85,12 +85,12 @@ check: any-compiler ## Check every stage of every backend against the oracle
 sanitize: $(STAMP) ## Run every kernel under compute-sanitizer, on a GPU
 	$(BIN)/moeblaze sanitize
 
-# On a GPU, with Nsight Compute: every table of docs/performance.md, the layer twice, so that the spread shows.
+# On a GPU, with Nsight Compute: every table of benchmarks in docs/, the layer twice, so that the spread shows.
 BENCH := $(BIN)/moeblaze bench
 SYSTEMS := moeblaze,megablocks,capacity,torch_grouped
 POLICIES := --policy minimal --policy inputs
 SKEWED := --preset conf3 --preset conf4 --preset qwen3 --system $(SYSTEMS) --routing zipf
-bench: $(STAMP) ## Measure every table of docs/performance.md, on a GPU
+bench: $(STAMP) ## Measure every table of benchmarks in docs/, on a GPU
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
 	$(BENCH) layer --preset all $(POLICIES) --record build/bench.json
 	$(BENCH) layer --preset all --system moeblaze --routing zipf --record build/bench.json

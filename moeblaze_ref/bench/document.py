@@ -1,8 +1,8 @@
-"""Fills what docs/performance.md and README.md say of measurements from the results, and draws the picture.
+"""Writes what the pages of ``PAGES`` say of measurements, from the results, and draws the picture.
 
-Whatever was measured stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` and is written here. The text
-around is written by hand: its numbers are definitions, sizes of the code, and arithmetic on those and on vendors'
-figures. ``python -m moeblaze_ref.bench.document`` writes everything again.
+Measured numbers stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``, and this module writes them; a block
+may stand in any page. The text around the blocks is written by hand: its numbers are definitions, sizes of the code,
+and arithmetic on those and on vendors' figures. ``python -m moeblaze_ref.bench.document`` writes everything again.
 """
 
 import functools
@@ -12,11 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeblaze_ref.bench import KINDS, aims, findings, plots, report, results
+from moeblaze_ref.bench import KINDS, findings, plots, report, results
 from moeblaze_ref.core import documents
 
-DOCUMENT = results.DOCS / "performance.md"
 README = results.DOCS.parent / "README.md"
+PAGES = (
+    README,
+    *(
+        results.DOCS / f"{name}.md"
+        for name in ("index", "performance", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
+    ),
+)
 PICTURE = results.DOCS / "images" / "bench.png"
 TRIALS = results.DOCS / "results" / "trials_h200.json"
 
@@ -62,7 +68,7 @@ def _ceilings(rows: Sequence[dict[str, Any]]) -> str:
     """The ranges of what rows say of the device."""
     said = (
         ("cublas_tflops", "dense product", "TFLOP/s"),
-        ("hot_cublas_tflops", "in turns", "TFLOP/s"),
+        ("hot_cublas_tflops", "interleaved", "TFLOP/s"),
         ("copy_gb_s", "copy", "GB/s"),
     )
     values = {key: sorted(row[key] for row in rows if key in row) for key, _, _ in said}
@@ -143,11 +149,6 @@ def _of_file(path: Path, maker: Callable[[results.Result], str]) -> Callable[[],
     return lambda: _made(maker, results.load(path) if path.exists() else None)
 
 
-def _other_systems() -> results.Result | None:
-    """The results of the other systems, if there are any."""
-    return results.load(results.SYSTEMS) if results.SYSTEMS.exists() else None
-
-
 def _with_place(kind: str) -> Callable[[results.Result], str]:
     """Where the numbers of a file were taken, and its tables, a preset each."""
 
@@ -164,10 +165,12 @@ def _with_place(kind: str) -> Callable[[results.Result], str]:
 
 BLOCKS: dict[str, Callable[[results.Result], str]] = {
     "place": _place,
+    "headline": findings.headline,
+    "inputs": findings.inputs,
+    "peaks": findings.peaks,
     "summary": findings.summary,
     "spread": _spread,
     "host": findings.host,
-    "aims": lambda found: aims.table(found, _other_systems()),
     "skew": _tables("layer", skewed=True),
     **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
 }
@@ -190,10 +193,10 @@ def recorded() -> results.Result | None:
 
 
 def write():
-    """Both documents, and the picture where there are results."""
+    """Write every page, and the picture where there are results."""
     found = recorded()
-    for document in (DOCUMENT, README):
-        document.write_text(fill(document.read_text(), found))
+    for page in PAGES:
+        page.write_text(fill(page.read_text(), found))
     if found and (rows := plots.pictured(results.rows_of(found, "layer"))):
         plots.time_and_memory(rows).savefig(PICTURE, dpi=150, bbox_inches="tight")
 

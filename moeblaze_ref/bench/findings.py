@@ -10,6 +10,9 @@ from moeblaze_ref.backends.raw_cuda import tiles
 from moeblaze_ref.bench import counters, ladder, report, results
 from moeblaze_ref.bench.timed_systems import GRAPHED, OURS
 from moeblaze_ref.core import documents, source_hashes
+from moeblaze_ref.core.config import ITEMSIZE, PRESETS
+from moeblaze_ref.core.units import GIB
+from moeblaze_ref.memory.accounting import account
 
 LINE = 120
 POLICIES = ("minimal", "inputs")
@@ -18,6 +21,13 @@ WAYS = ("", ", ours graphed", ", as CUDA graphs")  # of running ours and a peer;
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
 SPREAD = dict(report.LAYER_COLUMNS)["± %"]
+# The headline: the systems whose kept bytes it compares, by column, and the baselines whose speed it compares.
+KEPT_BY = {
+    "kept, GiB: plain torch": ("conventional", None),
+    "MegaBlocks": ("megablocks_published", None),
+    "`minimal`": ("moeblaze", "minimal"),
+}
+COMPILED = ("grouped_mm_compiled", "gather_sum_compiled")
 
 Row = dict[str, Any]
 
@@ -86,6 +96,48 @@ def beside_peers_as_graphs(found: results.Result) -> dict[tuple[str, str, str], 
                     key = row["preset"], row["policy"], peer["system"]
                     ratios[key].append(peer["graph_ms"] / row["graph_ms"])
     return dict(ratios)
+
+
+def headline(found: results.Result) -> str:
+    """Return a row for each layer: GiB kept for the backward, and the speed of `minimal` in its worst run."""
+    ratios = beside_peers(found)
+    presets = dict.fromkeys(name for name, policy, peer in ratios if (policy, peer) == ("minimal", COMPILED[0]))
+    lines = [
+        [name, *_kept_gib(name), *(_ratio(min(ratios[name, "minimal", peer])) for peer in COMPILED)] for name in presets
+    ]
+    speeds = [f"times as fast as `{COMPILED[0]}`", f"as `{COMPILED[1]}`"]
+    return documents.table(["layer", *KEPT_BY, *speeds], lines) if lines else ""
+
+
+def _kept_gib(name: str) -> list[str]:
+    """Return the accounted GiB of a preset, a cell for each system of ``KEPT_BY``."""
+    config = PRESETS[name].config
+    return [f"{account(config, system, policy).kept_bytes / GIB:.2f}" for system, policy in KEPT_BY.values()]
+
+
+def inputs(found: results.Result) -> str:
+    """Return what policy `inputs` costs in time, beside the strongest baseline: one sentence."""
+    worst = {
+        name: min(ratios)
+        for (name, policy, peer), ratios in beside_peers(found).items()
+        if (policy, peer) == ("inputs", COMPILED[1])
+    }
+    if not worst:
+        return ""
+    slower = [name for name, ratio in worst.items() if ratio < 1]
+    said = f"Policy `inputs` is {_ratio(min(worst.values()))} to {_ratio(max(worst.values()))} times as fast as "
+    said += f"`{COMPILED[1]}`"
+    return _lines(f"{said}; it is slower on {', '.join(slower)}." if slower else f"{said}.")
+
+
+def peaks(found: results.Result) -> str:
+    """Return the peak of policy `minimal` on uniform routing without the output's gradient, GiB, the worst run."""
+    worst: dict[str, int] = {}
+    for row in results.rows_of(found, "layer"):
+        if (row["system"], row["policy"], row["routing"]) == (OURS, "minimal", "uniform"):
+            output = row["shape"]["L"] * row["shape"]["d"] * ITEMSIZE[row["dtype"]]
+            worst[row["preset"]] = max(row["peak_bytes"] - output, worst.get(row["preset"], 0))
+    return _lines(", ".join(f"{name} {peak / GIB:.2f}" for name, peak in worst.items()) + ".") if worst else ""
 
 
 def summary(found: results.Result) -> str:

@@ -13,7 +13,6 @@ from pretended import BYTES_PER_MS, FLOPS_PER_MS, HOT_FLOPS_PER_MS, PEAK, Preten
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.bench import (
     accuracy,
-    aims,
     baselines,
     document,
     findings,
@@ -553,17 +552,6 @@ def test_a_graphed_layer_stands_beside_peers_as_launched(graphed):
     assert "graphed" not in findings.summary(of_conf1(rows[:2] + rows[4:]))
 
 
-def test_a_graphed_layer_has_an_aim_of_its_own(graphed):
-    _, rows = graphed
-    ratios = {aims.PEER: 1.5}
-    of_rows = {aim.what: aim for aim in aims.aims(of_conf1(rows[1:3], ratio_to=ratios))}
-    aim = of_rows[f"conf1: times as fast as `{aims.PEER}` as launched, ours graphed"]
-    assert (aim.sign, aim.bound, aim.reached) == (1, aims.FASTER["conf1"], [1.5])
-    assert of_rows[f"conf1: times as fast as `{aims.PEER}`"].reached == []
-    assert [what for what in of_rows if "ours graphed" in what] == [aim.what]
-    assert not any("ours graphed" in aim.what for aim in aims.aims(of_conf1(rows[:2], ratio_to=ratios)))
-
-
 # Other systems --------------------------------------------------------------------------------------------------------
 
 WIDE = TINY.replace(h=128)  # which MegaBlocks' blocks divide
@@ -721,23 +709,9 @@ def systems_file(tmp_path, monkeypatch, rows_of_systems):
 
 def test_the_other_systems_have_blocks_of_their_own(systems_file, recorded, monkeypatch):
     monkeypatch.setitem(document.APART, "systems", document._of_file(results.SYSTEMS, document._with_place("layer")))
-    blocks = "".join(f"<!-- begin {name} -->\nold\n<!-- end {name} -->\n" for name in ("systems", "aims"))
-    of_systems, _ = document.fill(blocks, recorded).split("<!-- begin ")[1:]
+    of_systems = document.fill("<!-- begin systems -->\nold\n<!-- end systems -->\n", recorded)
     assert "Run 0, wide:" in of_systems and "| wide | megablocks | 3_mma |" in of_systems and "old" not in of_systems
     assert "run 0, layer, once" in of_systems
-
-
-def test_megablocks_over_the_grouped_product_is_an_aim(systems_file, recorded):
-    def aim(*files):
-        (found,) = (one for one in aims.aims(*files) if "over `grouped_mm`" in one.what)
-        return found
-
-    assert (aim(recorded).what, aim(recorded).worst) == ("conf4: `megablocks` over `grouped_mm`", None)
-    of_conf4 = {"rows": [row | {"preset": "conf4"} for row in systems_file["rows"] if row["kind"] == "layer"]}
-    steps = {row["system"]: row["step_ms"] for row in of_conf4["rows"]}
-    for files in ((of_conf4,), (recorded, of_conf4)):
-        assert aim(*files).reached == [pytest.approx(steps["megablocks"] / steps["grouped_mm"])]
-        assert (aim(*files).bound, aim(*files).sign) == (1.25, -1)
 
 
 # Rows of stages -------------------------------------------------------------------------------------------------------
@@ -972,14 +946,18 @@ def test_a_row_from_before_a_column_has_none_there(tmp_path, layer_rows):
     assert "row error" not in report.markdown(rows) and "row error" in report.markdown(layer_rows)
 
 
-def test_the_document_is_what_the_results_give():
-    text = document.DOCUMENT.read_text()
+@pytest.mark.parametrize("page", document.PAGES, ids=lambda page: page.name)
+def test_a_page_is_what_the_results_give(page):
+    text = page.read_text()
     assert unmarked(document.fill(text, document.recorded())) == unmarked(text)
 
 
-def test_every_block_is_in_the_document_once():
-    text = document.DOCUMENT.read_text()
-    assert all(text.count(f"<!-- begin {name} -->") == 1 for name in document.BLOCKS | document.APART)
+def test_every_block_is_in_a_page():
+    """Once, but for the headline, which leads several pages."""
+    text = "".join(page.read_text() for page in document.PAGES)
+    counts = {name: text.count(f"<!-- begin {name} -->") for name in document.BLOCKS | document.APART}
+    assert counts.pop("headline") > 1 and counts.pop("inputs") > 1
+    assert set(counts.values()) == {1}, counts
 
 
 @pytest.fixture
@@ -1025,7 +1003,7 @@ def test_the_summary_is_the_worst_run_of_ours_and_says_where_it_loses(recorded):
 
 
 def test_the_summary_is_of_every_run_with_all_of_its_peers():
-    """As README and docs/performance.md say: beside other systems ours meets one of them alone."""
+    """As docs/layer_tables.md says: beside other systems ours meets one of them alone."""
     benchmark, systems = (
         [{*row["ratio_to"]} for row in results.rows_of(results.load(file), "layer") if row["system"] == layer.OURS]
         for file in (results.RECORDED, results.SYSTEMS)
@@ -1035,13 +1013,38 @@ def test_the_summary_is_of_every_run_with_all_of_its_peers():
     assert all(met & peers == {"grouped_mm"} for met in systems if met)
 
 
-def test_only_megablocks_is_judged_beside_other_systems():
-    """As docs/performance.md says above the aims."""
-    recorded, systems = results.load(results.RECORDED), results.load(results.SYSTEMS)
-    pairs = zip(aims.aims(recorded), aims.aims(recorded, systems), strict=True)
-    assert [one.what for one, other in pairs if one.reached != other.reached] == [
-        "conf4: `megablocks` over `grouped_mm`"
-    ]
+def as_preset(recorded, name, **changes):
+    """The rows on uniform routing as if they were those of a preset."""
+    rows = [row | {"preset": name} for row in recorded["rows"] if row["routing"] == "uniform"]
+    return {"rows": [row | changes if row["system"] == layer.OURS else row for row in rows]}
+
+
+def test_the_headline_has_the_worst_run_and_the_accounted_bytes(recorded):
+    found = as_preset(recorded, "conf3", ratio_to={"grouped_mm_compiled": 1.2, "gather_sum_compiled": 1.1})
+    ours = next(row for row in found["rows"] if row["system"] == layer.OURS and row["policy"] == "minimal")
+    ours["ratio_to"] = {"grouped_mm_compiled": 0.9996, "gather_sum_compiled": 1.05}
+    config = preset("conf3").config
+    systems_shown = (("conventional", None), ("megablocks_published", None), ("moeblaze", "minimal"))
+    kept = [account(config, *system).kept_bytes / 2**30 for system in systems_shown]
+    last = findings.headline(found).splitlines()[-1]
+    assert last == f"| conf3 | {' | '.join(f'{gib:.2f}' for gib in kept)} | 1.000 | 1.05 |"
+    assert findings.headline({"rows": []}) == ""
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"), [(0.8, "0.80 to 0.80 times as fast as"), (0.8, "slower on conf3."), (1.2, "compiled`.")]
+)
+def test_the_cost_of_recomputing_is_one_sentence(recorded, ratio, said):
+    found = as_preset(recorded, "conf3", policy="inputs", ratio_to={"gather_sum_compiled": ratio})
+    assert said in findings.inputs(found) and findings.inputs({"rows": []}) == ""
+
+
+def test_a_peak_is_that_of_the_worst_run_without_the_gradient_of_the_output(recorded):
+    shape = {"L": 1024, "d": 512}
+    found = as_preset(recorded, "conf3", policy="minimal", shape=shape, dtype="bfloat16", peak_bytes=2**30)
+    found["rows"][0]["peak_bytes"] = 2**31 + 2**20
+    assert found["rows"][0]["system"] == layer.OURS
+    assert findings.peaks(found) == "conf3 2.00." and findings.peaks({"rows": []}) == ""
 
 
 def test_the_summary_has_graphs_beside_graphs(recorded):

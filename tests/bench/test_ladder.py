@@ -15,9 +15,7 @@ from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import expert_up, gemm
 from moeblaze_ref.backends.registry import Status
 from moeblaze_ref.bench import (
-    LAYER_PRESETS,
     accuracy,
-    aims,
     counters,
     document,
     findings,
@@ -30,8 +28,6 @@ from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import provenance
 from moeblaze_ref.core.config import MoEConfig, preset
 from moeblaze_ref.core.paths import kernels_dir
-from moeblaze_ref.core.units import GIB
-from moeblaze_ref.memory.accounting import account
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.verify.cases import make_case
 
@@ -387,7 +383,7 @@ def test_the_whole_kernel_is_busier_than_one_stage_and_issues_more():
 
 
 def test_where_d_hidden_is_furthest_behind_the_link_is_the_busiest():
-    """As docs/performance.md supposes from it."""
+    """As docs/optimisation_log.md supposes from it."""
     found = results.load(results.COUNTERS)
     denses = {row["preset"]: row for row in found["rows"] if not row["version"]}
     behind = {name: findings._behind_ms(steps["d_hidden"], denses[name]) for name, steps in counted_by_preset().items()}
@@ -432,81 +428,6 @@ def test_why_compares_with_cublas_and_begins_with_the_furthest_behind():
         "| conf3 | cuBLAS, dense | 100 | 100 | 100 | 4.00 | 0.00 | 10 | 20 | 30 |",
     ]
     assert findings.why({"rows": rows}) == ""
-
-
-# Aims -----------------------------------------------------------------------------------------------------------------
-
-
-def layer_row(run, name, policy, step_ms, ratio, percent, peak, routing="uniform", over=None):
-    return {
-        "kind": "layer", "run": run, "preset": name, "system": "moeblaze", "policy": policy, "routing": routing,
-        "step_ms": step_ms, "ratio_to": {aims.PEER: ratio} if ratio else {}, "pct_of_cublas": percent,
-        "peak_bytes": peak, "kept_bytes": peak // 2, "time_over_uniform": over,
-        "shape": {"L": 2**15, "d": 2**11}, "dtype": "bfloat16",
-    }  # fmt: skip
-
-
-def stage_row(kind, name, version, step_ms, percent):
-    return {
-        "kind": kind,
-        "run": 0,
-        "preset": name,
-        "system": "moeblaze",
-        "version": version,
-        "step_ms": step_ms,
-        "pct_of_roofline": percent,
-    }
-
-
-def test_an_aim_is_judged_by_the_worst_run():
-    rows = [
-        layer_row(0, "conf3", "minimal", 10.0, 1.4, 86.0, 6 * GIB),
-        layer_row(1, "conf3", "minimal", 11.0, 1.17, 80.0, 8 * GIB),
-        layer_row(1, "conf3", "inputs", 16.5, 0.9, 70.0, 9 * GIB),
-        layer_row(2, "qwen3", "minimal", 10.5, None, 90.0, GIB, "zipf", 1.2),
-        stage_row("dispatch", "conf4", "1_dense_map", 0.1, 1),
-        stage_row("dispatch", "conf4", "3_single_pass", 0.008, 6),
-        stage_row("gating", "qwen3, L=262,144", "2_warp", 0.1, 67),
-    ]
-    listed = aims.aims({"rows": rows})
-    found = {aim.what: (aim.worst, round(aim.missing, 3)) for aim in listed if aim.reached}
-    kept = {name: found.pop(f"conf3: kept by `{name}`, GiB")[0] for name in ("minimal", "inputs")}
-    assert kept == {"minimal": 4.0, "inputs": 4.5}
-    assert found == {
-        "conf3: times as fast as `grouped_mm_compiled`": (1.17, 0.1),
-        "conf3: % of cuBLAS": (80.0, round(5 / 85, 3)),
-        "conf3: peak, GiB": (8.0, round(1 / 7, 3)),
-        "conf3: `inputs` over `minimal`": (1.5, round(0.2 / 1.3, 3)),
-        "qwen3: Zipf over uniform routing": (1.2, round(0.1 / 1.1, 3)),
-        "conf4: dispatch, microseconds": (8.0, -0.6),
-        "qwen3, L=262,144: gating, % of its floor": (67, -0.117),
-    }
-    lines, _, words = aims.table({"rows": rows}).partition("\n\n")
-    assert "| conf3: `inputs` over `minimal` | at most 1.3 | 1.5 | 15.4% |" in lines
-    assert lines.endswith("\n| conf4: dispatch, microseconds | at most 20 | 8 | reached |")
-    assert "in GiB: conf3 7.88. " in words
-
-
-def test_an_aim_says_how_much_of_the_dense_product_it_asks_for():
-    peer = {"kind": "layer", "preset": "conf3", "system": aims.PEER, "policy": None, "routing": "uniform"}
-    rows = [peer | {"run": run, "pct_of_hot_cublas": percent} for run, percent in enumerate((60, 70, 50))]
-    assert f"with it, when the clocks had fallen: conf3 {1.30 * 70:.0f}%. " in aims.table({"rows": rows})
-
-
-def test_what_was_not_measured_is_listed_behind_what_is_missed():
-    lines = aims.table({"rows": [layer_row(0, "qwen3", "minimal", 10.0, 1.7, 70.0, int(2.38 * GIB))]}).splitlines()
-    verdicts = [line.rsplit("|", 2)[1].strip() for line in lines[2 : lines.index("")]]
-    assert verdicts == ["35.4%", "10.3%", "3.5%", *["not measured"] * (len(verdicts) - 4), "reached"]
-    assert "| mixtral: Zipf over uniform routing | at most 1.1 |  | not measured |" in lines
-    assert "| conf4: `inputs` over `minimal` | at most 1.3 |  | not measured |" in lines
-
-
-def test_the_aims_of_the_kept_bytes_are_those_of_the_account():
-    bounds = {aim.what: aim.bound for aim in aims.aims({"rows": []})}
-    for name in LAYER_PRESETS:
-        for policy in ("minimal", "inputs"):
-            kept = account(preset(name).config, "moeblaze", policy).kept_bytes
-            assert bounds[f"{name}: kept by `{policy}`, GiB"] * GIB == kept
 
 
 def test_a_file_of_another_device_takes_no_new_ladder(tmp_path, monkeypatch, rows):

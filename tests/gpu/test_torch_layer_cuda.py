@@ -192,7 +192,7 @@ def step_of_output(layer, x):
 
 
 def make_graphed_layer(**options):
-    """As docs/performance.md says to run a small layer."""
+    """As docs/cuda_graphs.md says to run a small layer."""
     return graphed(make_layer(**options), make_x())
 
 

@@ -16,12 +16,12 @@ DOCUMENT = DOCS / "results.md"
 # By the first word of a file's name: (what it holds, the page that shows it).
 KINDS = {
     "bench": ("times of the layer, of stages, dispatch, gating and combine", "[performance](performance.md)"),
-    "counters": ("hardware counters of the kernels", "[performance](performance.md#counters)"),
-    "ladder": ("the versions of each product, one idea more in each", "[performance](performance.md#the-ladder)"),
-    "systems": ("times of the other systems", "[performance](performance.md#other-systems)"),
+    "counters": ("hardware counters of the kernels", "[performance](kernel_tables.md#counters)"),
+    "ladder": ("the versions of each product, one idea more in each", "[performance](kernel_tables.md#the-last-version-idea-by-idea)"),
+    "systems": ("times of the other systems", "[performance](layer_tables.md#other-systems)"),
     "trials": (
         "what was tried on the Hopper kernels",
-        "[performance](performance.md#what-the-hopper-kernels-do-and-what-did-not-help)",
+        "[performance](optimisation_log.md#single-trials)",
     ),
     "train": ("a language model trained with each layer", "[training](training.md)"),
     "paper": ("figures of the papers, measured", "[the papers' figures, measured](paper_measurements.md)"),
