@@ -17,7 +17,10 @@ DOCUMENT = DOCS / "results.md"
 KINDS = {
     "bench": ("times of the layer, of stages, dispatch, gating and combine", "[performance](performance.md)"),
     "counters": ("hardware counters of the kernels", "[performance](kernel_tables.md#counters)"),
-    "ladder": ("the versions of each product, one idea more in each", "[performance](kernel_tables.md#the-last-version-idea-by-idea)"),
+    "ladder": (
+        "the versions of each product, one idea more in each",
+        "[performance](kernel_tables.md#the-last-version-idea-by-idea)",
+    ),
     "systems": ("times of the other systems", "[performance](layer_tables.md#other-systems)"),
     "trials": (
         "what was tried on the Hopper kernels",
