@@ -20,7 +20,7 @@ PAGES = (
     README,
     *(
         results.DOCS / f"{name}.md"
-        for name in ("index", "performance", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
+        for name in ("performance", "layer_tables", "kernel_tables", "optimisation_log", "tiles")
     ),
 )
 PICTURE = results.DOCS / "images" / "bench.png"
