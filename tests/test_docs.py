@@ -609,8 +609,8 @@ def test_notation_is_the_codes(compare):
     compare(Document(NOTATION))
 
 
-def test_the_judges_page_lists_its_tasks():
-    document = Document(ROOT / "docs" / "check_your_kernel.md")
+def test_the_checkers_page_lists_its_tasks():
+    document = Document(ROOT / "docs" / "check_your_kernel_reference.md")
     ((*rows,),) = document.tables("The tasks")
     assert [bare(row["task"]) for row in rows] == list(CONTRACTS)
     for row, contract in zip(rows, CONTRACTS.values(), strict=True):

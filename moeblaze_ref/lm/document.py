@@ -1,4 +1,4 @@
-"""Fills what docs/training.md says of measurements from the records of ``moeblaze evidence``, and draws their pictures.
+"""Fills what the pages on training say of the records of ``moeblaze evidence``, and draws their pictures.
 
 ``python -m moeblaze_ref.lm.document`` writes everything again.
 """
@@ -12,13 +12,13 @@ from moeblaze_ref.core import documents
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.lm import EVIDENCE, evidence, evidence_plots, report
 
-DOCUMENT = DOCS / "training.md"
+PAGES = tuple(DOCS / name for name in ("training.md", "training_steps.md", "training_runs.md"))
 # The section of each kind.
-HEADINGS = {
-    "replayed": "the-same-choices",
-    "free": "every-router-by-itself",
-    "curves": "whole-runs",
-    "memory": "the-memory-wall",
+SECTIONS = {
+    "replayed": "training_steps.md#the-same-choices",
+    "free": "training_steps.md#every-router-by-itself",
+    "curves": "training_runs.md#whole-runs",
+    "memory": "training.md#what-it-saves-in-a-model",
 }
 RESULTS = DOCS / "results"
 RUNS = ("h200", "h100", "h100_2")  # the end of a record's name; further records of a device are numbered
@@ -60,7 +60,7 @@ def _verdicts(paths: Mapping[str, Sequence[Path]]) -> str:
 
 
 def _verdict(found: Mapping[str, Any]) -> list[str]:
-    kind, preset = f"[{found['kind']}](#{HEADINGS[found['kind']]})", found["preset"]
+    kind, preset = f"[{found['kind']}]({SECTIONS[found['kind']]})", found["preset"]
     return [kind, preset, documents.device(found), found["commit"][:7], report.RESULTS[found["passed"]]]
 
 
@@ -90,8 +90,9 @@ def _measured(path: Path, device: str, found: Mapping[str, Any]) -> str:
 
 
 def write():
-    """The document, and a picture of every record."""
-    DOCUMENT.write_text(fill(DOCUMENT.read_text(), RECORDS))
+    """Write every page, and a picture of every record."""
+    for page in PAGES:
+        page.write_text(fill(page.read_text(), RECORDS))
     for name, paths in RECORDS.items():
         for path in filter(Path.exists, paths):
             evidence_plots.write(evidence.load(path, kind_of(name)), picture_of(path), force=True)
