@@ -1,4 +1,4 @@
-"""Fills what docs/placement.md says of measurements from the records of ``moeblaze place``, and draws their pictures.
+"""Fills what the pages on placement say of the records of ``moeblaze place``, and draws their pictures.
 
 ``python -m moeblaze_ref.placement.document`` writes everything again.
 """
@@ -14,7 +14,7 @@ from moeblaze_ref.core import documents, figures, records
 from moeblaze_ref.core.paths import DOCS
 from moeblaze_ref.placement import findings, plots
 
-DOCUMENT = DOCS / "placement.md"
+PAGES = (DOCS / "placement.md", DOCS / "placement_programs.md")
 KEYS = ("rows", "splits", "curve", "device", "versions", "commit")
 RECORDS = {kind: DOCS / "results" / f"place_{kind}.json" for kind in ("gptoss20b", "lm_small", "32x8", "scale")}
 MEASURED = DOCS / "results" / "ep_h200x2_gptoss.json"  # of parallel.bench
@@ -85,8 +85,9 @@ def _constants() -> str:
 
 
 def write():
-    """The document, and the picture of every record that has a curve."""
-    DOCUMENT.write_text(fill(DOCUMENT.read_text()))
+    """Write both pages, and the picture of every record that has a curve."""
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
     for path in RECORDS.values():
         if path.exists() and (found := load(path))["curve"]:
             figures.save(picture(found), picture_of(path).parent, path.stem, force=True)
