@@ -265,6 +265,43 @@ def test_examples_run_and_print_what_they_say(path, monkeypatch):
     assert list(wrong_examples(Document(path))) == []
 
 
+# Length -------------------------------------------------------------------------------------------------------------
+
+MOST_WORDS, README_WORDS = 1500, 900
+EXEMPT = {  # page: why it may be longer
+    "notation.md": "the contract of every name, shape and bound in one place",
+    "paper_map.md": "a row for each statement of three papers",
+    "paper_measurements.md": "generated from the records",
+    "results.md": "generated from the records",
+}
+BLOCK = re.compile(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", re.DOTALL)
+TABLE_LINE = re.compile(r"^\s*\|.*\|$", re.MULTILINE)
+
+
+def prose_words(document) -> int:
+    """Words of a document without its generated blocks, code, tables and link targets by name."""
+    text = REFERENCE.sub("", TABLE_LINE.sub("", FENCE.sub("", BLOCK.sub("", document.text))))
+    return len(text.split())
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
+
+
+@pytest.mark.parametrize("path", [path for path in DOCS if path.name not in EXEMPT], ids=lambda path: path.name)
+def test_a_page_answers_its_question_in_few_words(path):
+    assert prose_words(Document(path)) <= MOST_WORDS
+
+
+def test_pages_that_may_be_longer_exist():
+    assert {*EXEMPT} <= {path.name for path in DOCS} and all(EXEMPT.values())
+
+
+def test_words_are_counted_without_tables_code_and_blocks(tmp_path):
+    text = "One two.\n\n| a | b |\n| --- | --- |\n\n```text\nc d\n```\n\n<!-- begin x -->\ne f\n<!-- end x -->\n\nthree"
+    assert prose_words(planted(tmp_path, text)) == 3
+
+
 # The paper map --------------------------------------------------------------------------------------------------------
 
 PAPER_MAP = ROOT / "docs" / "paper_map.md"
