@@ -268,12 +268,6 @@ def test_examples_run_and_print_what_they_say(path, monkeypatch):
 # Length -------------------------------------------------------------------------------------------------------------
 
 MOST_WORDS, README_WORDS = 1500, 900
-EXEMPT = {  # page: why it may be longer
-    "notation.md": "the contract of every name, shape and bound in one place",
-    "paper_map.md": "a row for each statement of three papers",
-    "paper_measurements.md": "generated from the records",
-    "results.md": "generated from the records",
-}
 BLOCK = re.compile(r"<!-- begin (\w+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 TABLE_LINE = re.compile(r"^\s*\|.*\|$", re.MULTILINE)
 
@@ -288,13 +282,9 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
 
 
-@pytest.mark.parametrize("path", [path for path in DOCS if path.name not in EXEMPT], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
 def test_a_page_answers_its_question_in_few_words(path):
     assert prose_words(Document(path)) <= MOST_WORDS
-
-
-def test_pages_that_may_be_longer_exist():
-    assert {*EXEMPT} <= {path.name for path in DOCS} and all(EXEMPT.values())
 
 
 def test_words_are_counted_without_tables_code_and_blocks(tmp_path):

@@ -41,10 +41,10 @@ CHECKS = ("check", "gradients")
 _PAGE = """# Results
 
 Every measured number of these pages comes from a file in `docs/results/`, written by the command that measured it. One
-file has a note that says otherwise: `tests_h100.json`. This page is made from those files.
+file has a note that says otherwise: `tests_h100.json`. `make docs` makes this page from those files.
 
-Each file stores hashes of the code that it measured. *Code changed since* stands behind a commit where a part of that
-code has another text now, comments and docstrings aside; it does not say that a number would be another one.
+Each file stores hashes of the code that it measured. *Code changed since* follows a commit if a part of that code
+has another text now, comments and docstrings aside; it does not say that a number would be another one.
 
 {files}
 
