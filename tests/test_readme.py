@@ -56,3 +56,5 @@ def test_what_was_measured_is_what_the_results_give():
 def test_readme_names_a_page_for_each_reader():
     readers = re.findall(r"^- \*\*([\w ]+)\*\*: ", README, re.MULTILINE)
     assert readers == ["Student", "Lecturer", "Kernel engineer", "Model trainer", "Researcher"]
+    home = (PATH.parent / "docs" / "index.md").read_text()
+    assert re.findall(r"^\*\*([\w ]+)\*\*$", home, re.MULTILINE) == readers, "each has a card"

@@ -73,6 +73,14 @@ def test_it_is_built_without_a_warning(built):
     assert (site / "index.html").is_file() and (site / "searchindex.js").is_file()
 
 
+def test_the_side_of_the_home_page_folds_exercises_and_solutions(built):
+    side = (built[2] / "docs" / "index.html").read_text().partition("sidebar-tree")[2].partition("</aside>")[0]
+    levels = re.findall(r'<li class="toctree-l(\d)[^"]*"><a class="reference internal" href="([^"]+)"', side)
+    sheets = [level for level, target in levels if "/exercises/" in target or "/solutions/" in target]
+    assert len(sheets) == 2 * len(SHEETS) and set(sheets) == {"2"}
+    assert {"exercises.html", "solutions.html", "architecture.html"} <= {t for level, t in levels if level == "1"}
+
+
 def test_no_link_is_broken(built):
     assert list(broken(built[2])) == []
 
