@@ -43,16 +43,16 @@ def fill(text: str, found: results.Result | None) -> str:
         If there is no block of that name.
     """
     of_found = {name: functools.partial(_made, maker, found) for name, maker in BLOCKS.items()}
-    return documents.fill(text, of_found | APART)
+    return documents.fill(text, of_found | OF_OTHER_FILES)
 
 
 def _made(maker: Callable[[results.Result], str], found: results.Result | None) -> str:
-    """What ``maker`` makes of results, nothing while there are none."""
+    """Return ``maker(found)``, or nothing without results."""
     return maker(found) if found else ""
 
 
 def _place(found: results.Result) -> str:
-    """Where and when the numbers were taken."""
+    """Return device, versions and commit, and the clocks of each run, as a list."""
     lines = documents.place(found)
     for number, run in enumerate(found["runs"]):
         ceilings = _ceilings([row for row in found["rows"] if row["run"] == number])
@@ -65,7 +65,7 @@ def _place(found: results.Result) -> str:
 
 
 def _ceilings(rows: Sequence[dict[str, Any]]) -> str:
-    """The ranges of what rows say of the device."""
+    """Return the range of each measured rate of the device."""
     said = (
         ("cublas_tflops", "dense product", "TFLOP/s"),
         ("hot_cublas_tflops", "interleaved", "TFLOP/s"),
@@ -78,7 +78,7 @@ def _ceilings(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _tables(kind: str, skewed: bool = False) -> Callable[[results.Result], str]:
-    """The tables of one kind, run after run: of the runs that have skewed routing, or of the others."""
+    """Return the maker of one kind's tables, run by run, of runs with skewed routing or of the others."""
 
     def tables(found: results.Result) -> str:
         by_run = defaultdict(list)
@@ -100,13 +100,13 @@ VERDICTS = ("adopted", "replaced", "rejected", "measured")
 
 
 def trials() -> list[dict[str, Any]]:
-    """What was tried on the Hopper kernels, each with the times without it and with it, in the order of `VERDICTS`."""
+    """Return the trials on the Hopper kernels, each with both times, in the order of `VERDICTS`."""
     found = json.loads(TRIALS.read_text())["trials"]
     return sorted(found, key=lambda trial: VERDICTS.index(trial["verdict"]))
 
 
 def change_of(trial: dict[str, Any]) -> float:
-    """Percent of the time without it: below zero is faster."""
+    """Return the change in percent of the time without it; below zero is faster."""
     return 100 * (trial["with_ms"] / trial["without_ms"] - 1)
 
 
@@ -121,7 +121,7 @@ def signed(percent: float) -> str:
 
 
 def _trials() -> str:
-    """The table of `trials`: single ones, noted when they were made."""
+    """Return the table of `trials`."""
     rows = [
         f"| {trial['verdict']} | {trial['trial']} | {trial['kernel']} | {trial['preset']} | {trial['without_ms']:.2f} "
         f"| {trial['with_ms']:.2f} | {change_text(trial)} | {trial['commit']} |"
@@ -135,22 +135,22 @@ def _trials() -> str:
 
 
 def _spread(found: results.Result) -> str:
-    """How many times as fast as each peer ours is, in every run that has both: smallest and largest."""
+    """Return the table of the least and the largest speed over each baseline."""
     lines = [
         f"| {' | '.join(names)} | {len(of_one)} | {report.ratio(min(of_one))} | {report.ratio(max(of_one))} |"
-        for names, of_one in findings.beside_peers(found).items()
+        for names, of_one in findings.beside_baselines(found).items()
     ]
     head = ["| preset | policy | times as fast as | runs | least | most |", "| --- | --- | --- | ---: | ---: | ---: |"]
     return "\n".join(head + lines) if lines else ""
 
 
 def _of_file(path: Path, maker: Callable[[results.Result], str]) -> Callable[[], str]:
-    """What ``maker`` makes of a file of results, nothing while there is none."""
+    """Return the maker of a block from a file of results, which need not exist yet."""
     return lambda: _made(maker, results.load(path) if path.exists() else None)
 
 
 def _with_place(kind: str) -> Callable[[results.Result], str]:
-    """Where the numbers of a file were taken, and its tables, a preset each."""
+    """Return the maker of a file's metadata and tables, a table for each run and preset."""
 
     def tables(found: results.Result) -> str:
         tools = [f"- {tool}" for tool in dict.fromkeys(row["tool"] for row in found["rows"] if "tool" in row)]
@@ -175,7 +175,7 @@ BLOCKS: dict[str, Callable[[results.Result], str]] = {
     **{kind: _tables(kind) for kind in KINDS if kind not in ("ladder", "counters")},
 }
 # Blocks of other files than that of the benchmark.
-APART: dict[str, Callable[[], str]] = {
+OF_OTHER_FILES: dict[str, Callable[[], str]] = {
     "trials": _trials,
     "systems": _of_file(results.SYSTEMS, _with_place("layer")),
     "ladder": _of_file(results.LADDER, _with_place("ladder")),

@@ -16,7 +16,11 @@ from moeblaze_ref.memory.accounting import account
 
 LINE = 120
 POLICIES = ("minimal", "inputs")
-WAYS = ("", ", ours graphed", ", as CUDA graphs")  # of running ours and a peer; in the first two the peer is launched
+WAYS = (
+    "",
+    ", ours graphed",
+    ", as CUDA graphs",
+)  # of running ours and a baseline; in the first two the baseline is launched
 # Kernels of the last version by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
@@ -33,7 +37,7 @@ Row = dict[str, Any]
 
 
 def _lines(text: str) -> str:
-    """A paragraph or an item of a list, within the line length."""
+    """Wrap a paragraph or an item of a list at ``LINE`` columns."""
     return textwrap.fill(
         text, LINE, subsequent_indent="  " * text.startswith("- "), break_on_hyphens=False, break_long_words=False
     )
@@ -56,7 +60,7 @@ def speeds_of_series(found: results.Result) -> dict[str, dict[str, Row]]:
 
 
 def series(found: results.Result) -> str:
-    """Each version of expert_up's forward beside the version below, by its rate: some are timed on fewer tokens."""
+    """Return a table of expert_up's versions, each with its rate over that of the version below."""
     lines = []
     for preset, versions in speeds_of_series(found).items():
         below = None
@@ -74,36 +78,37 @@ def series(found: results.Result) -> str:
 # The layer ------------------------------------------------------------------------------------------------------------
 
 
-def beside_peers(found: results.Result, system: str = OURS) -> dict[tuple[str, str, str], list[float]]:
-    """How many times as fast as a peer one of ``OWN`` is, run by run, on uniform routing: of (preset, policy, peer)."""
+def beside_baselines(found: results.Result, system: str = OURS) -> dict[tuple[str, str, str], list[float]]:
+    """Return the speed over each baseline in every run on uniform routing, by (preset, policy, baseline)."""
     ratios = defaultdict(list)
     for row in results.rows_of(found, "layer"):
         if row["system"] == system and row["routing"] == "uniform":
-            for peer, ratio in row["ratio_to"].items():
-                ratios[row["preset"], row["policy"], peer].append(ratio)
+            for baseline, ratio in row["ratio_to"].items():
+                ratios[row["preset"], row["policy"], baseline].append(ratio)
     return dict(ratios)
 
 
-def beside_peers_as_graphs(found: results.Result) -> dict[tuple[str, str, str], list[float]]:
-    """The same of steps that are replayed as CUDA graphs, ours and the peer's: of the small layers."""
+def beside_baselines_as_graphs(found: results.Result) -> dict[tuple[str, str, str], list[float]]:
+    """Return the same for small layers whose steps, ours and the baseline's, are replayed as CUDA graphs."""
     rows = [row for row in results.rows_of(found, "layer") if row["routing"] == "uniform" and row.get("graph_ms")]
-    peers = [row for row in rows if row["system"] != OURS]
+    baselines = [row for row in rows if row["system"] != OURS]
     ratios = defaultdict(list)
     for row in rows:
         if row["system"] == OURS:
-            for peer in peers:
-                if (peer["run"], peer["preset"]) == (row["run"], row["preset"]):
-                    key = row["preset"], row["policy"], peer["system"]
-                    ratios[key].append(peer["graph_ms"] / row["graph_ms"])
+            for baseline in baselines:
+                if (baseline["run"], baseline["preset"]) == (row["run"], row["preset"]):
+                    key = row["preset"], row["policy"], baseline["system"]
+                    ratios[key].append(baseline["graph_ms"] / row["graph_ms"])
     return dict(ratios)
 
 
 def headline(found: results.Result) -> str:
     """Return a row for each layer: GiB kept for the backward, and the speed of `minimal` in its worst run."""
-    ratios = beside_peers(found)
-    presets = dict.fromkeys(name for name, policy, peer in ratios if (policy, peer) == ("minimal", COMPILED[0]))
+    ratios = beside_baselines(found)
+    presets = dict.fromkeys(name for name, policy, baseline in ratios if (policy, baseline) == ("minimal", COMPILED[0]))
     lines = [
-        [name, *_kept_gib(name), *(_ratio(min(ratios[name, "minimal", peer])) for peer in COMPILED)] for name in presets
+        [name, *_kept_gib(name), *(_ratio(min(ratios[name, "minimal", baseline])) for baseline in COMPILED)]
+        for name in presets
     ]
     speeds = [f"times as fast as `{COMPILED[0]}`", f"as `{COMPILED[1]}`"]
     return documents.table(["layer", *KEPT_BY, *speeds], lines) if lines else ""
@@ -119,8 +124,8 @@ def inputs(found: results.Result) -> str:
     """Return what policy `inputs` costs in time, beside the strongest baseline: one sentence."""
     worst = {
         name: min(ratios)
-        for (name, policy, peer), ratios in beside_peers(found).items()
-        if (policy, peer) == ("inputs", COMPILED[1])
+        for (name, policy, baseline), ratios in beside_baselines(found).items()
+        if (policy, baseline) == ("inputs", COMPILED[1])
     }
     if not worst:
         return ""
@@ -141,27 +146,31 @@ def peaks(found: results.Result) -> str:
 
 
 def summary(found: results.Result) -> str:
-    """Ours beside each peer in the run that is worst for ours, in each of ``WAYS``, and where it is the slower."""
-    tables = zip((beside_peers(found), beside_peers(found, GRAPHED), beside_peers_as_graphs(found)), WAYS, strict=True)
+    """Return the speed over each baseline in the worst run, in each of ``WAYS``, and where ours is slower."""
+    tables = zip(
+        (beside_baselines(found), beside_baselines(found, GRAPHED), beside_baselines_as_graphs(found)),
+        WAYS,
+        strict=True,
+    )
     worst = {
-        (preset, policy + way, peer): min(ratios)
+        (preset, policy + way, baseline): min(ratios)
         for ratios_of, way in tables
-        for (preset, policy, peer), ratios in ratios_of.items()
+        for (preset, policy, baseline), ratios in ratios_of.items()
         if policy in POLICIES
     }
     if not worst:
         return ""
-    presets, policies, peers = (list(dict.fromkeys(key[i] for key in worst)) for i in range(3))
+    presets, policies, baselines = (list(dict.fromkeys(key[i] for key in worst)) for i in range(3))
     lines = [
-        [policy, f"`{peer}`", *(_ratio(worst.get((preset, policy, peer))) for preset in presets)]
+        [policy, f"`{baseline}`", *(_ratio(worst.get((preset, policy, baseline))) for preset in presets)]
         for policy in policies
-        for peer in peers
+        for baseline in baselines
     ]
     return f"{documents.table(['policy', 'times as fast as', *presets], lines, 2)}\n\n{_lines(_slower(worst))}"
 
 
 def _ratio(ratio: float | None) -> str:
-    """Two decimals, three where two would hide who is faster."""
+    """Format with two decimals, or three where two would hide which is faster."""
     if ratio is None:
         return ""
     return f"{ratio:.3f}" if ratio < 1 and round(ratio, 2) == 1 else f"{ratio:.2f}"
@@ -169,25 +178,26 @@ def _ratio(ratio: float | None) -> str:
 
 def _slower(worst: dict[tuple[str, str, str], float]) -> str:
     lost = defaultdict(list)
-    for (preset, policy, peer), ratio in worst.items():
+    for (preset, policy, baseline), ratio in worst.items():
         if ratio < 1:
-            lost[policy, peer].append(preset)
+            lost[policy, baseline].append(preset)
     if not lost:
         return "Ours is the faster one in each of these runs."
     places = [
-        f"under {policy}, than `{peer}` on {', '.join(lost[policy, peer])}" for policy, peer in sorted(lost, key=_order)
+        f"under {policy}, than `{baseline}` on {', '.join(lost[policy, baseline])}"
+        for policy, baseline in sorted(lost, key=_order)
     ]
     return f"Ours is the slower one in at least one of these runs: {'; '.join(places)}."
 
 
 def _order(key: tuple[str, str]) -> tuple[int, int]:
-    """Each of ``WAYS`` in turn, policy by policy."""
+    """Sort key: by the order of ``WAYS``, then of ``POLICIES``."""
     policy, comma, way = key[0].partition(",")
     return WAYS.index(comma + way), POLICIES.index(policy)
 
 
 def host(found: results.Result) -> str:
-    """The steps of small layers as they are launched, and replayed as a CUDA graph."""
+    """Return a table of small layers' steps, as launched and as a CUDA graph."""
     rows = [row for row in results.rows_of(found, "layer") if row["system"] == OURS and row["graph_ms"] is not None]
     cells = [
         (row["preset"], row["policy"], row["routing"], f"{row['run']}", f"{row['step_ms']:.2f}",
@@ -202,7 +212,7 @@ def host(found: results.Result) -> str:
 
 
 def chosen_tiles() -> str:
-    """What stands in the table of tiles, version by version, for each GPU that was tuned."""
+    """Return how many entries the table of tiles has for each tuned GPU and version, as a list."""
     runs = json.loads(tiles.TABLE.read_text())["runs"]
     return "\n".join(
         _lines(f"- {run['device']}, at commit {run['commit'][:7]}{source_hashes.mark(run)}: {'; '.join(_entries(run))}")
@@ -221,7 +231,7 @@ def _entries(run: Row) -> Iterator[str]:
 
 
 def _by_preset(found: results.Result) -> dict[str, tuple[list[Row], Row]]:
-    """Each preset's products of a step on the last version, the furthest behind first, and cuBLAS's dense product."""
+    """Return each preset's products on the last version, the furthest behind first, and cuBLAS's dense product."""
     by_run = defaultdict(list)
     for row in results.rows_of(found, "counters"):
         by_run[row["run"], row["preset"]].append(row)
@@ -239,12 +249,12 @@ def _share(row: Row, dense: Row, value: Callable[[Row], float]) -> float:
 
 
 def _behind_ms(row: Row, dense: Row) -> float:
-    """How much shorter it would be at cuBLAS's busy cycles in a nanosecond."""
+    """Return by how many ms it would be shorter at cuBLAS's busy cycles in a nanosecond."""
     return row["duration_ms"] * (1 - report.busy_ghz(row) / report.busy_ghz(dense))
 
 
 def why(found: results.Result) -> str:
-    """How far each product's tensor cores are from cuBLAS's, by idle cycles and by the clock, the furthest first."""
+    """Return a table of each product's busy share and clock relative to cuBLAS's, the furthest behind first."""
     names = ("preset", "kernel", *(f"{what}, % of cuBLAS's" for what in ("busy x clock", "busy", "clock")))
     names += ("ms under ncu", "of them behind cuBLAS", "DRAM %", "L2 %", "L2 link %")
     cells = [
@@ -265,7 +275,7 @@ def why(found: results.Result) -> str:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """Kernels; one that is launched twice has numbers."""
+    """Return the kernels' names, numbered where one is launched twice."""
     kernels = [row["kernel"] for row in rows]
     return [
         f"`{name}`" + (f", launch {kernels[:place].count(name) + 1}" if kernels.count(name) > 1 else "")
@@ -274,7 +284,7 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def facts(found: results.Result) -> str:
-    """Idle cycles and clocks by the counters, an item for each layer, and the warps' waits in all layers."""
+    """Return a list of what the counters say: an item for each layer, and one on the warps' waits."""
     shown = _by_preset(found)
     if not shown:
         return ""

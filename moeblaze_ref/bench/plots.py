@@ -15,7 +15,7 @@ COLORS = (BLUE, SKY, VERMILLION, ORANGE, PURPLE, YELLOW, GREEN, BLACK, GREY)
 
 
 def pictured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that say what is kept, of runs with uniform routing alone: there every system meets its peers."""
+    """Return the rows with kept bytes of runs on uniform routing, which have every baseline."""
     skewed = {row["run"] for row in rows if row["routing"] != "uniform"}
     return [row for row in rows if row["run"] not in skewed and row["kept_bytes"] is not None]
 

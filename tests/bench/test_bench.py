@@ -540,11 +540,11 @@ def of_conf1(rows, **changes):
     return {"rows": [row | {"preset": "conf1", "run": 0} | changes for row in rows]}
 
 
-def test_a_graphed_layer_stands_beside_peers_as_launched(graphed):
+def test_a_graphed_layer_stands_beside_baselines_as_launched(graphed):
     _, rows = graphed
     found = of_conf1(rows)
     ratio = rows[2]["ratio_to"]["grouped_mm"]
-    assert findings.beside_peers(found, "moeblaze_graphed")["conf1", "minimal", "grouped_mm"] == [ratio]
+    assert findings.beside_baselines(found, "moeblaze_graphed")["conf1", "minimal", "grouped_mm"] == [ratio]
     policies = [line.split(" | ")[0].removeprefix("| ") for line in findings.summary(found).splitlines()[2:8]]
     assert policies == [policy + way for way in findings.WAYS for policy in POLICIES]
     slow = findings.summary(of_conf1(rows, ratio_to={"grouped_mm": 0.5}))
@@ -708,7 +708,9 @@ def systems_file(tmp_path, monkeypatch, rows_of_systems):
 
 
 def test_the_other_systems_have_blocks_of_their_own(systems_file, recorded, monkeypatch):
-    monkeypatch.setitem(document.APART, "systems", document._of_file(results.SYSTEMS, document._with_place("layer")))
+    monkeypatch.setitem(
+        document.OF_OTHER_FILES, "systems", document._of_file(results.SYSTEMS, document._with_place("layer"))
+    )
     of_systems = document.fill("<!-- begin systems -->\nold\n<!-- end systems -->\n", recorded)
     assert "Run 0, wide:" in of_systems and "| wide | megablocks | 3_mma |" in of_systems and "old" not in of_systems
     assert "run 0, layer, once" in of_systems
@@ -955,7 +957,7 @@ def test_a_page_is_what_the_results_give(page):
 def test_every_block_is_in_a_page():
     """Once, but for the headline, which leads several pages."""
     text = "".join(page.read_text() for page in document.PAGES)
-    counts = {name: text.count(f"<!-- begin {name} -->") for name in document.BLOCKS | document.APART}
+    counts = {name: text.count(f"<!-- begin {name} -->") for name in document.BLOCKS | document.OF_OTHER_FILES}
     assert counts.pop("headline") > 1 and counts.pop("inputs") > 1
     assert set(counts.values()) == {1}, counts
 

@@ -394,7 +394,9 @@ def test_where_d_hidden_is_furthest_behind_the_link_is_the_busiest():
 
 
 def test_tables_stand_in_the_document_with_where_they_come_from():
-    text = document.fill("".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in document.APART), None)
+    text = document.fill(
+        "".join(f"<!-- begin {name} -->\n<!-- end {name} -->\n" for name in document.OF_OTHER_FILES), None
+    )
     for file in (results.LADDER, results.COUNTERS):
         found = results.load(file)
         assert f"- commit: {found['commit']}" in text and found["rows"][0]["idea"] in text
