@@ -21,7 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def judge(report, path):
+def fail_if_skipped(report, path):
     """The report of a test or a module at ``path``, turned into a failure if it did not run without excuse."""
     xfail = hasattr(report, "wasxfail")
     if not (report.skipped or xfail) or (path.is_relative_to(GPU_TESTS) and cuda_device_count() == 0):
@@ -84,12 +84,12 @@ def mark():
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item):
-    return judge((yield), item.path)
+    return fail_if_skipped((yield), item.path)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_make_collect_report(collector):
-    return judge((yield), collector.path)
+    return fail_if_skipped((yield), collector.path)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -73,7 +73,7 @@ class Document:
 
     @cached_property
     def spans(self):
-        """What stands in backticks; the text of links is judged by where they lead."""
+        """What stands in backticks; the text of a link is checked by its target."""
         return SPAN.findall(REFERENCE_LINK.sub("", LINK.sub("", self.prose)))
 
     @cached_property
@@ -475,10 +475,10 @@ def check_activations(notation):
         assert (row["gated"] == "yes") == config.is_gated(activation)
         for a in (-2.5, -0.3, 0.0, 0.4, 1.7):
             documented = [eval(bare(row[cell]), names | {"a": a, "b": 0.6}) for cell in list(row)[2:] if row[cell]]
-            assert documented == pytest.approx(judged_activation(a, 0.6, activation), rel=1e-12, abs=1e-15)
+            assert documented == pytest.approx(reference_activation(a, 0.6, activation), rel=1e-12, abs=1e-15)
 
 
-def judged_activation(a, b, activation):
+def reference_activation(a, b, activation):
     """y_swi and its slopes by a and, if gated, by b, as torch has them."""
     gated = config.is_gated(activation)
     a, b = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (a, b))

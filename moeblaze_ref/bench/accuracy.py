@@ -16,7 +16,7 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 
 # Plain torch loses up to 0.008 of a whole tensor in bfloat16, and 0.02 of the worst of thousands of rows: a router
 # whose logits, of up to 16, are rounded to 8 bits moves the gates of two like experts by 0.016 at most, and a row by
-# 0.03. `moeblaze check` judges more strictly.
+# 0.03. `moeblaze check` has stricter bounds.
 BOUND = 2.0**-6
 ROW_BOUND = 3 * 2.0**-6
 # Slopes that jump where a pre-activation is zero. A sum of d products in float32 is off by about sqrt(d) 2**-24 of its

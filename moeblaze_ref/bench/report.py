@@ -160,10 +160,10 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
     """Rows whose result was compared and is not the layer's; NaN is not."""
-    return [row for row in rows if any(not error <= bound for error, bound in _judged(row))]
+    return [row for row in rows if any(not error <= bound for error, bound in _errors(row))]
 
 
-def _judged(row: Row) -> list[tuple[float, float]]:
+def _errors(row: Row) -> list[tuple[float, float]]:
     """The errors that a row has, with their bounds."""
     bounds = {"error": accuracy.BOUND, "row_error": accuracy.ROW_BOUND}
     return [(row[name], bound) for name, bound in bounds.items() if row.get(name) is not None]

@@ -155,7 +155,7 @@ def check(
     force: Force = False,
     as_json: AsJson = False,
 ):
-    """Cross-check every stage of every backend, or judge a kernel of yours; exit with status 1 on any failure."""
+    """Cross-check every stage of every backend, or check a kernel of yours; exit with status 1 on any failure."""
     from moeblaze_ref.verify import check as cross_check
     from moeblaze_ref.verify import large as large_cases
 
@@ -167,7 +167,7 @@ def check(
         with user_errors():
             raise ValueError("--gradients checks the torch layers, --kernel one kernel: leave one of them out")
     if kernel is not None:
-        _judge(kernel, stage or [], backend or [], options, timeout, record, force, as_json)
+        _check_kernel(kernel, stage or [], backend or [], options, timeout, record, force, as_json)
     with user_errors():
         command = _name_of_check(gradients, large)
         if record:
@@ -229,7 +229,7 @@ def _given(context: typer.Context) -> list[str]:
     return [one.opts[0] for one in named]
 
 
-def _judge(
+def _check_kernel(
     kernel: str,
     stages: list[str],
     backends: list[str],
@@ -244,9 +244,9 @@ def _judge(
 
     with user_errors():
         if len(stages) != 1:
-            raise ValueError(f"a kernel is judged as one task: --stage with one of {', '.join(CONTRACTS)}")
+            raise ValueError(f"a kernel is checked as one task: --stage with one of {', '.join(CONTRACTS)}")
         if len(backends) > 1:
-            raise ValueError(f"a kernel is judged on one backend, but {len(backends)} are named")
+            raise ValueError(f"a kernel is checked on one backend, but {len(backends)} are named")
         if "constants" in options:
             options["constants"] = dict(_definition(text) for text in options["constants"])
         if record:
@@ -570,7 +570,7 @@ def place(
         typer.Option(help="In place of a trace: LAYERSxExK, such as 58x256x8 and at most 128x1024x32, of Zipf's load."),
     ] = None,
     splits: Annotated[
-        int, typer.Option(help="Random halves of the sequences to fit to and judge on; 0: the whole trace for both.")
+        int, typer.Option(help="Random halves of the sequences to fit to and evaluate on; 0: the whole trace for both.")
     ] = 1,
     method: Annotated[
         list[str] | None,
@@ -602,7 +602,7 @@ def place(
     force: Force = False,
     as_json: AsJson = False,
 ):
-    """Place experts on GPUs by MoETuner and its peers, fitted to one half of a trace and judged on the other.
+    """Place experts on GPUs by MoETuner and the baselines, fitted to one half of a trace and evaluated on the other.
 
     Whatever is repeatable may also be one list with commas.
     """
@@ -630,7 +630,7 @@ def place(
         if as_json:
             print(json.dumps([row.as_dict() for row in rows], indent=1))
         else:
-            stdout().print(report.table(rows, report.judged_on(splits, gpus, tokens)))
+            stdout().print(report.table(rows, report.evaluated_on(splits, gpus, tokens)))
         if out:
             maps.save(out, methods.fastest_map(trials), force)
         along = dict(zip(joint.LIMITS, progress.run_with_bar("the curve", curve), strict=False))

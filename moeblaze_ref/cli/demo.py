@@ -1,4 +1,4 @@
-"""The project's main job on real input: train a tiny MoE language model, then judge its own layers.
+"""The project's main job on real input: train a tiny MoE language model, then check its own layers.
 
 Its activations and its router's choices become the input of the cross-check on every
 available backend, and of the memory account that autograd itself confirms.

@@ -60,7 +60,7 @@ def collect(base: TrainSettings, text: str, folder: Path) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``runs``, see `summarise`, and what `judge` makes of them.
+        ``runs``, see `summarise`, and what `compare_curves` makes of them.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def collect(base: TrainSettings, text: str, folder: Path) -> dict[str, Any]:
     for name in begun:
         checkpoint.check(folder / name / CHECKPOINT, settings_of(name, base), text)
     runs = {name: summarise(log.read(folder / name / LOG)) for name in begun}
-    return {"runs": runs, **judge(runs, base.steps)}
+    return {"runs": runs, **compare_curves(runs, base.steps)}
 
 
 def summarise(lines: Sequence[Mapping[str, Any]]) -> Run:
@@ -111,7 +111,7 @@ def summarise(lines: Sequence[Mapping[str, Any]]) -> Run:
     }
 
 
-def judge(runs: Mapping[str, Run], steps: int) -> dict[str, Any]:
+def compare_curves(runs: Mapping[str, Run], steps: int) -> dict[str, Any]:
     """Where every run ends, and whether ours is as near to the oracle's as the oracle's on another order of the text.
 
     Of both losses, the mean gap and the worst gap of ``moeblaze`` to ``oracle``, over all points after the start, must

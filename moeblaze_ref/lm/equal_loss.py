@@ -87,7 +87,7 @@ def gaps(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
     return [abs(loss - other) / other for loss, other in zip(losses, reference, strict=True)]
 
 
-def judge_loss(found: Sequence[float]) -> dict[str, Any]:
+def compare_losses(found: Sequence[float]) -> dict[str, Any]:
     """Whether each of the gaps is within ``BOUND``.
 
     Parameters
@@ -104,7 +104,7 @@ def judge_loss(found: Sequence[float]) -> dict[str, Any]:
     return {"worst": worst, "at": at, "bound": BOUND, "passed": all(gap <= BOUND for gap in found)}
 
 
-def judge_gradients(model: nn.Module, reference: nn.Module) -> dict[str, Any]:
+def compare_gradients(model: nn.Module, reference: nn.Module) -> dict[str, Any]:
     """Whether each weight has the same gradient in two models.
 
     Returns
@@ -123,7 +123,7 @@ def worst_gap(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
     return found[at], at
 
 
-def judge_same_weights(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def compare_same_weights(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Whether a layer computes the oracle's loss and gradients from the oracle's weights, all along the run.
 
     Each row begins with the same weights, so no rounding of earlier steps adds up, and the bound asks the same of every
@@ -141,10 +141,10 @@ def judge_same_weights(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not found:
         return {}
-    return {f"same_weights_{of}": _judge_rows(found, of) for of in ("loss", "gradients")}
+    return {f"same_weights_{of}": _compare_rows(found, of) for of in ("loss", "gradients")}
 
 
-def _judge_rows(found: Sequence[Mapping[str, Any]], of: str) -> dict[str, Any]:
+def _compare_rows(found: Sequence[Mapping[str, Any]], of: str) -> dict[str, Any]:
     row = max(found, key=lambda row: (math.isnan(row[of]), row[of]))
     at = row["step"] if of == "loss" else f"step {row['step']}, {row['at']}"
     return {"worst": row[of], "at": at, "bound": BOUND, "passed": row[of] <= BOUND}
@@ -197,9 +197,9 @@ def replayed(
     dict
         ``loss`` of each run at each step; ``same_weights`` of each run but the oracle, a row {step, loss, gradients,
         at} for every `EVERY` steps: the relative gap of the loss, the largest of any weight's gradient, and the
-        weight's name; ``verdict`` on the losses of ``moeblaze``, `judge_loss`, on its gradients of the first step,
-        `judge_gradients`, and on its rows, `judge_same_weights`; whether all ``passed``; and ``oracles``, the worst gap
-        of each of the reordered oracles.
+        weight's name; ``verdict`` on the losses of ``moeblaze``, `compare_losses`, on its gradients of the first step,
+        `compare_gradients`, and on its rows, `compare_same_weights`; whether all ``passed``; and ``oracles``, the worst
+        gap of each of the reordered oracles.
 
     Raises
     ------
@@ -221,11 +221,11 @@ def replayed(
             for run in others.values():
                 run.advance(reference.chosen)
             if step == 1:
-                gradients = judge_gradients(runs["moeblaze"].model, reference.model)
+                gradients = compare_gradients(runs["moeblaze"].model, reference.model)
             _tell(on_step, step, reference)
     losses = {name: run.losses for name, run in runs.items()}
-    verdict = {"loss": judge_loss(gaps(losses["moeblaze"], losses["oracle"])), "first_gradients": gradients}
-    verdict |= judge_same_weights(same_weights["moeblaze"])
+    verdict = {"loss": compare_losses(gaps(losses["moeblaze"], losses["oracle"])), "first_gradients": gradients}
+    verdict |= compare_same_weights(same_weights["moeblaze"])
     worst = {name: max(gaps(losses[name], losses["oracle"])) for name in ORACLES[1:]}
     passed = all(one["passed"] for one in verdict.values())
     return {"loss": losses, "same_weights": same_weights, "verdict": verdict, "oracles": worst, "passed": passed}
@@ -254,7 +254,7 @@ def free(
     dict
         ``loss`` of each run at each step; ``changed``, for each run but the oracle, how many tokens, over all layers,
         had other experts than in the oracle at each step; ``first_change``, for the same runs, {step, tokens}: the
-        first step with such a token and how many in each layer (None if there was none); and what `judge_free` says.
+        first step with such a token and how many in each layer (None if there was none); and what `compare_free` says.
 
     Raises
     ------
@@ -272,13 +272,13 @@ def free(
             for name, found in by_layer.items():
                 found.append(changed_tokens(runs[name].chosen, reference.chosen))
             if step == 1:
-                gradients = judge_gradients(runs["moeblaze"].model, reference.model)
+                gradients = compare_gradients(runs["moeblaze"].model, reference.model)
             _tell(on_step, step, reference)
     losses = {name: run.losses for name, run in runs.items()}
     changed = {name: [sum(counts) for counts in found] for name, found in by_layer.items()}
     first = {name: _first_change(found) for name, found in by_layer.items()}
-    judged = judge_free(losses, changed["moeblaze"], gradients)
-    return {"loss": losses, "changed": changed, "first_change": first, **judged}
+    compared = compare_free(losses, changed["moeblaze"], gradients)
+    return {"loss": losses, "changed": changed, "first_change": first, **compared}
 
 
 def changed_tokens(chosen: Sequence[Tensor], reference: Sequence[Tensor]) -> list[int]:
@@ -302,7 +302,7 @@ def _first_change(by_layer: Sequence[list[int]]) -> dict[str, Any] | None:
     )
 
 
-def judge_free(
+def compare_free(
     losses: Mapping[str, Sequence[float]], changed: Sequence[int], gradients: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Whether a run stays as near to the oracle as rounding lets it.
@@ -320,7 +320,7 @@ def judge_free(
     changed : sequence of int
         Of ``moeblaze``, tokens with other experts than in the oracle at each step.
     gradients : mapping
-        `judge_gradients` of the first step; left out if a token had other experts there.
+        `compare_gradients` of the first step; left out if a token had other experts there.
 
     Returns
     -------
@@ -330,7 +330,7 @@ def judge_free(
         ``after_oracles`` the same for each pair of oracles (both None without a change).
     """
     same = next((step for step, tokens in enumerate(changed) if tokens), len(changed))
-    verdict = {"loss": judge_loss(gaps(losses["moeblaze"][:same], losses["oracle"][:same]))}
+    verdict = {"loss": compare_losses(gaps(losses["moeblaze"][:same], losses["oracle"][:same]))}
     if same:
         verdict["first_gradients"] = dict(gradients)
     later = {name: run[same:] for name, run in losses.items()}

@@ -10,8 +10,8 @@ from typing import Any
 from moeblaze_ref.core import documents
 from moeblaze_ref.core.units import MIB
 from moeblaze_ref.lm import drift
-from moeblaze_ref.lm.curves import judge
-from moeblaze_ref.lm.equal_loss import BOUND, EVERY, ORACLES, gaps, is_among, judge_loss, judge_same_weights
+from moeblaze_ref.lm.curves import compare_curves
+from moeblaze_ref.lm.equal_loss import BOUND, EVERY, ORACLES, compare_losses, compare_same_weights, gaps, is_among
 from moeblaze_ref.lm.wall import met_wall
 
 Found = Mapping[str, Any]
@@ -116,8 +116,8 @@ def _replayed_rows(found: Found) -> Rows:
 
 def _verdict_on(found: Found, run: str) -> Found:
     """What the rules say of an oracle; a record may be older than the comparison at the same weights."""
-    loss = judge_loss(gaps(found["loss"][run], found["loss"]["oracle"]))
-    return {"loss": loss} | judge_same_weights(found.get("same_weights", {}).get(run, []))
+    loss = compare_losses(gaps(found["loss"][run], found["loss"]["oracle"]))
+    return {"loss": loss} | compare_same_weights(found.get("same_weights", {}).get(run, []))
 
 
 def _drift_rows(found: Found) -> Rows:
@@ -176,7 +176,7 @@ def _same_steps(found: Found) -> int:
 def _before_the_first_change(found: Found) -> str:
     steps = _same_steps(found)
     if not steps:
-        return "The first step already has a token with other experts: there is no step before it to judge."
+        return "The first step already has a token with other experts: there is no step before it to compare."
     return f"No token has other experts in the first {steps:,} steps. There, moeblaze beside the oracle:"
 
 
@@ -206,20 +206,20 @@ def curves(found: Sequence[Found]) -> list[str]:
     """Where each run leads, and its gap to the oracle's."""
     columns = ["run", "steps", "lowest validation loss", "at step", "last", "mean of the second half"]
     parts = [_table([*columns, "above oracle's", "rows dropped", "peak, MiB"], _runs, found)]
-    if unfinished := [one for one in found if _judged(one)["unfinished"]]:
+    if unfinished := [one for one in found if _compared(one)["unfinished"]]:
         parts.append(_each(_unfinished, unfinished))
-    if any(_judged(one)["verdict"] is not None for one in found):
+    if any(_compared(one)["verdict"] is not None for one in found):
         columns = ["loss", "run", "mean", "worst", "at step", "within luck"]
         parts += ["Gaps to the oracle's run, nats per byte:", _table(columns, _gaps_to_oracle, found, words=2)]
     return parts
 
 
-def _judged(found: Found) -> Found:
-    return judge(found["runs"], found["steps"])
+def _compared(found: Found) -> Found:
+    return compare_curves(found["runs"], found["steps"])
 
 
 def _runs(found: Found) -> Rows:
-    ends = _judged(found)["ends"]
+    ends = _compared(found)["ends"]
     for name, run in found["runs"].items():
         dropped = "" if run["dropped_share"] is None else f"{run['dropped_share']:.1%}"
         peak = "" if run["peak_bytes"] is None else f"{run['peak_bytes'] / MIB:,.0f}"
@@ -236,11 +236,11 @@ def _end(name: str, ends: Found) -> list[str]:
 
 
 def _unfinished(found: Found) -> str:
-    return f"Not finished, or not begun: {', '.join(_judged(found)['unfinished'])}."
+    return f"Not finished, or not begun: {', '.join(_compared(found)['unfinished'])}."
 
 
 def _gaps_to_oracle(found: Found) -> Rows:
-    for loss, gaps_of in (_judged(found)["verdict"] or {}).items():
+    for loss, gaps_of in (_compared(found)["verdict"] or {}).items():
         for run, gap in gaps_of.items():
             within = "is the measure" if run == "oracle-other-order" else RESULTS[gap["within"]]
             yield [loss, run, f"{gap['mean']:.4f}", f"{gap['worst']:.4f}", f"{gap['at']:,}", within]

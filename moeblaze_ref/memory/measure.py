@@ -1,6 +1,6 @@
 """What torch really keeps and really allocates in a forward, to the byte, on CPU or GPU.
 
-The judge of memory/accounting.py. Counted are whole storages: a view of a tensor keeps all of
+The measurement that memory/accounting.py is compared with. It counts whole storages: a view of a tensor keeps all of
 it alive, and two views of one storage cost it once.
 """
 

@@ -166,7 +166,7 @@ def compared(
         Its item is still empty: `Item.rows` fills it in.
     """
     formula = show(value)
-    verdict, why = _judged(printed.holds(value), formula, mistake)
+    verdict, why = _verdict(printed.holds(value), formula, mistake)
     return Row("", what, printed.text, formula, ours, verdict, why, detail=detail)
 
 
@@ -213,7 +213,7 @@ def beyond(row: Row) -> Row:
 
 def stated(what: str, printed: str, holds: bool, formula: str, mistake: Mistake | None = None) -> Row:
     """Compare a printed definition or sentence, which ``holds`` or not, with what ``formula`` says in its place."""
-    verdict, why = _judged(holds, formula, mistake)
+    verdict, why = _verdict(holds, formula, mistake)
     return Row("", what, printed, formula, "", verdict, why)
 
 
@@ -242,7 +242,7 @@ def not_reproduced(what: str, printed: str, why: str, ours: str = "") -> Row:
     return Row("", what, printed, "", ours, Verdict.NOT_REPRODUCED, why)
 
 
-def _judged(agrees: bool, formula: str, mistake: Mistake | None) -> tuple[Verdict, str]:
+def _verdict(agrees: bool, formula: str, mistake: Mistake | None) -> tuple[Verdict, str]:
     if mistake is None:
         if agrees:
             return Verdict.AGREES, ""

@@ -25,7 +25,7 @@ from moeblaze_ref.parallel.ranks import LostRank, check_initialised, progress
 
 TIMEOUT = 300.0  # seconds
 SIGNS = 32  # of life, in a time-out
-JUDGED = 0.7  # of the time-out, after which a rank is lost: the rest is for signs to be seen, and for all to end
+LOST_AFTER = 0.7  # of the time-out, after which a rank is lost: the rest is for signs to be seen, and for all to end
 QUIET = 0.25  # of the time-out, after which a rank without a sign may have died
 HEARD = 2  # pauses between signs, until all have heard a verdict
 LEFT = 1  # and then, until the work has ended by its own error
@@ -69,9 +69,9 @@ def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
     seen : list of Seen
         Of every rank.
     now, timeout : float
-        Seconds; it is judged at ``JUDGED`` of the time-out.
+        Seconds; a rank is lost after ``LOST_AFTER`` of the time-out.
     """
-    limit = JUDGED * timeout
+    limit = LOST_AFTER * timeout
     for number, rank in enumerate(seen):
         if rank.state not in (WORKING, DONE):
             return f"rank {number} has failed: {rank.state}"
@@ -113,7 +113,7 @@ class Watch(AbstractContextManager):
         check_initialised()
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore(f"moeblaze watch {next(_watches)}", _get_default_store().clone())
-        self._store.set_timeout(timedelta(seconds=JUDGED * self.timeout))
+        self._store.set_timeout(timedelta(seconds=LOST_AFTER * self.timeout))
         self._pause = self.timeout / SIGNS
         self._state, self._lost = WORKING, None
         self._main_has_left = threading.Event()
@@ -190,7 +190,7 @@ class Watch(AbstractContextManager):
     @contextmanager
     def _answering(self):
         """End the process if the store, whose host may be stopped, lets the thread wait for ever."""
-        limit = JUDGED * self.timeout
+        limit = LOST_AFTER * self.timeout
         waiting = threading.Timer(limit, self._end, [_without_store(f"for {limit:g} s")])
         waiting.daemon = True
         waiting.start()

@@ -1,4 +1,4 @@
-"""The judges of both integer programs: every clustering tried, and a dynamic program over permutations.
+"""Exact references of both integer programs: exhaustive search, and a dynamic program over permutations.
 
 Slow and sure, for few experts and few GPUs: what the solvers find must be as good.
 """

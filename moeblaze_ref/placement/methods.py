@@ -1,4 +1,4 @@
-"""Every method on the same trace: fitted to a sample of its sequences, judged on those that were held out."""
+"""Every method on the same trace: fitted to a sample of its sequences, evaluated on the held-out ones."""
 
 import statistics
 import time
@@ -142,7 +142,7 @@ class Trial:
     ----------
     method : str
     seed : int or None
-        Of the split; None if it was judged on what it was fitted to.
+        Of the split; None if it was evaluated on what it was fitted to.
     balance_mean, balance_worst : float
         The fullest GPU's load over the mean, over layers.
     cross_share : float
@@ -155,7 +155,7 @@ class Trial:
         As in `Fitted`.
     fitted : Fitted
     load : array (layers, G)
-        Tokens that each GPU got of those that were judged.
+        Held-out tokens that each GPU got.
     """
 
     method: str
@@ -180,11 +180,11 @@ class Trial:
 def try_method(
     method: str, seed: int | None, sample: Profile, held_out: Profile, on: Cluster, options: Options, tokens: int
 ) -> Trial:
-    """Fit a method to a sample and judge it on what was held out."""
-    return _judge(method, seed, lambda: METHODS[method](sample, on, options), held_out, on, tokens)
+    """Fit a method to a sample and evaluate it on what was held out."""
+    return _evaluate(method, seed, lambda: METHODS[method](sample, on, options), held_out, on, tokens)
 
 
-def _judge(method, seed, fit, held_out, on, tokens):
+def _evaluate(method, seed, fit, held_out, on, tokens):
     began = time.perf_counter()
     fitted = fit()
     seconds = time.perf_counter() - began
@@ -225,7 +225,7 @@ def jobs(
     methods : collection of str
         Of ``METHODS``.
     splits : int
-        0: fit to the whole trace, and judge on it too.
+        0: fit to the whole trace, and evaluate on it too.
     options : Options
     tokens : int
         Of the modelled step.
@@ -275,7 +275,7 @@ def curve(
 
     Each is the search of `joint` under one limit, and no peer takes its place.
 
-    The trace's first split decides: fitted to one half of the sequences, judged on the other.
+    The trace's first split decides: fitted to one half of the sequences, evaluated on the other.
     """
     sample, held_out = map(profile, split(trace, 0))
     return [partial(_on_curve, limit, sample, held_out, on, options, tokens) for limit in limits]
@@ -283,7 +283,7 @@ def curve(
 
 def _on_curve(limit, sample, held_out, on, options, tokens):
     return [
-        _judge(
+        _evaluate(
             "joint", 0, lambda: _placed(search(sample, on, limit, options.bounds, options.steps)), held_out, on, tokens
         )
     ]

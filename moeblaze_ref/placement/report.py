@@ -11,7 +11,7 @@ from moeblaze_ref.placement.methods import Row, Trial
 COLUMNS = ("method", "load: mean", "worst layer", "cross-GPU", "step ms", "solved in s", "gap")
 
 
-def table(rows: list[Row], judged: str) -> Table:
+def table(rows: list[Row], evaluated: str) -> Table:
     """A line a method: the fullest GPU over the mean, crossings, the modelled step, and what finding it took.
 
     The gap is `methods.Fitted.gap`.
@@ -19,10 +19,10 @@ def table(rows: list[Row], judged: str) -> Table:
     Parameters
     ----------
     rows : list of Row
-    judged : str
+    evaluated : str
         What the numbers were taken on, for the caption.
     """
-    found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=judged, caption_justify="left")
+    found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=evaluated, caption_justify="left")
     for name in COLUMNS:
         found.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for row in rows:
@@ -38,14 +38,15 @@ def table(rows: list[Row], judged: str) -> Table:
     return found
 
 
-def judged_on(splits: int, num_gpus: int, tokens: int) -> str:
+def evaluated_on(splits: int, num_gpus: int, tokens: int) -> str:
     """The caption of `table`."""
     where = "the whole trace, on which they were fitted too"
     if splits:
         where = "the held-out half of the sequences" + (f", medians over {splits} splits" if splits > 1 else "")
     return (
-        f"{num_gpus} GPUs, judged on {where}. Load: the fullest GPU over the mean. Step: modelled, {tokens:,} tokens. "
-        "Gap: what the fullest GPU's load, and the slowest pairs' time, may be above the least where they were fitted."
+        f"{num_gpus} GPUs, evaluated on {where}. Load: the fullest GPU over the mean. Step: modelled, {tokens:,} "
+        "tokens. Gap: what the fullest GPU's load, and the slowest pairs' time, may be above the least where they were "
+        "fitted."
     )
 
 

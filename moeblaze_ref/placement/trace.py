@@ -1,4 +1,4 @@
-"""The two counts that placement needs of a routing trace, and its two parts: to fit to, and to judge on.
+"""The two counts that placement needs of a routing trace, and its two parts: to fit to, and to evaluate on.
 
 MoETuner (arXiv 2502.06643) profiles a sample of tokens: P[l, e] of them use expert e in layer l, and R[l, e1, e2] use
 e1 in layer l and e2 in layer l + 1, the routing dependency between layers.
@@ -35,7 +35,7 @@ def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTr
     if trace.seq is None:
         raise ValueError(
             "the trace has no seq, but it is split by sequence, never by token: record seq, or fit to the whole of it "
-            "and judge on the same (--splits 0)"
+            "and evaluate on the same (--splits 0)"
         )
     sequences = np.unique(trace.seq)
     if len(sequences) < 2:

@@ -107,7 +107,7 @@ def check_stage(backend: Backend, version: str | None, case: Case, stage: str) -
     for dtype in backend.versions(stage)[version]:
         steps = _rounded_steps(case, dtype)
         found = _step_by_step(opened, comparisons.runner(stage, version), steps)
-        yield from _judged(backend, stage, version, dtype, steps, found, comparisons.expectation(stage, version))
+        yield from _rows_of(backend, stage, version, dtype, steps, found, comparisons.expectation(stage, version))
 
 
 def check_block_sparse(backend: Backend, version: str | None, case: Case) -> Iterator[Row]:
@@ -148,7 +148,7 @@ def check_gradients(
     module = comparisons.torch_layer_of(LAYER_DEVICES[backend.name], case.astype(dtype), layer)
     steps, memory = _rounded_steps(case, dtype), comparisons.TensorMemory()
     found = (comparisons.step_of_torch_layer(module, step, memory) for step in steps)
-    yield from _judged(backend, layer, version, dtype, steps, found, comparisons.TORCH_LAYERS[layer].expect)
+    yield from _rows_of(backend, layer, version, dtype, steps, found, comparisons.TORCH_LAYERS[layer].expect)
 
 
 @functools.lru_cache(maxsize=8)
@@ -173,7 +173,7 @@ def check_order(backend: Backend, version: str | None, case: orders.Sum) -> Iter
         yield _row(backend, case.stage, version, "order", dtype, shape, float(error), bound)
 
 
-def _judged(backend, stage, version, dtype, steps, found, expect) -> Iterator[Row]:
+def _rows_of(backend, stage, version, dtype, steps, found, expect) -> Iterator[Row]:
     """A row for each direction: of the worse of the steps, which run one after the other."""
     found = [_copied(results) for results in found]  # a step may overwrite what the one before returned
     exact = [_expected(expect, step, "float64") for step in steps]
@@ -181,7 +181,7 @@ def _judged(backend, stage, version, dtype, steps, found, expect) -> Iterator[Ro
     precision = comparisons.precision(stage, version, dtype)
     for direction in exact[0]:
         parts = [[results.get(direction) for results in kind] for kind in (found, exact, peers)]
-        verdicts = [comparisons.judge(*arrays, precision, peer) for *arrays, peer in zip(*parts, strict=True)]
+        verdicts = [comparisons.compare(*arrays, precision, peer) for *arrays, peer in zip(*parts, strict=True)]
         worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
         yield _row(backend, stage, version, direction, dtype, step.shape, *worst)
 

@@ -63,13 +63,13 @@ FEW_ELEMENTS = 256
 
 
 def precision(stage: str, version: str | None, dtype: str) -> str:
-    """What a stage multiplies in on a version, for `judge`: its arrays' dtype, or tf32, in the layer twice in a row."""
+    """Return what a stage multiplies in: its dtype, or tf32, "tf32 twice" in the layer with its two products in a row."""
     if version != gemm.TF32:
         return dtype
     return "tf32 twice" if stage == "layer" else "tf32"
 
 
-def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) -> tuple[float, float]:
+def compare(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) -> tuple[float, float]:
     """Error and bound of the tensor that is closest to its bound, or furthest beyond it.
 
     Parameters
@@ -86,7 +86,7 @@ def judge(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) 
 
 
 def bound_of(name: str, exact: Arrays, dtype: str, peer: Arrays | None) -> float:
-    """Largest relative error that the tensor of this name may have; arguments as in `judge`."""
+    """Largest relative error that the tensor of this name may have; arguments as in `compare`."""
     bound = BOUNDS[dtype] if dtype in BOUNDS else 2.0 * relative_error(peer[name], exact[name])
     return max(bound, SMALL_TENSOR_BOUNDS.get(dtype, 0.0)) if exact[name].size < FEW_ELEMENTS else bound
 

@@ -1,11 +1,11 @@
-"""Judge a kernel in a process of its own: whatever the kernel does, the process that asked goes on.
+"""Check a kernel in a process of its own, so that a kernel that crashes or hangs does not end the caller.
 
 There are four processes. One asks. One supervises the next two. One compares: it makes the inputs, and computes what is
 right when the kernel and all that it started have ended. One, a fork of it under `guard.run`, runs the reader's code.
 The last two share the memory of the outputs alone, and a pipe through which the kernel's process sends its counts.
 
-For the exercises a server is started once and imports the judge; each judgement is a fork of it, which costs
-milliseconds. The process that asks need not import the judge, nor torch.
+For the exercises a server is started once and imports the checker; each check is a fork of it, which costs
+milliseconds. The process that asks need not import the checker, nor torch.
 """
 
 import functools
@@ -42,7 +42,7 @@ _CAUSES = {
 
 
 class Verdict(NamedTuple):
-    """What a `judge.Report` says.
+    """What a `checker.Report` says.
 
     Parameters
     ----------
@@ -60,16 +60,16 @@ class Verdict(NamedTuple):
 
 
 def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
-    """`judge.examine` of a kernel that is named, where Numba runs as it would here.
+    """`checker.examine` of a kernel that is named, where Numba runs as it would here.
 
     Parameters
     ----------
     kernel, task
-        As of `judge.examine`; the kernel is none in memory.
+        As of `checker.examine`; the kernel is none in memory.
     limit : float
-        Seconds after which the judgement is given up.
+        Seconds after which the check is stopped.
     **options
-        As of `judge.examine`, but for ``cases``.
+        As of `checker.examine`, but for ``cases``.
 
     Returns
     -------
@@ -78,11 +78,12 @@ def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any
     Raises
     ------
     ValueError, TypeError, OSError
-        As `judge.examine`.
+        As `checker.examine`.
     TimeoutError
         If there is no verdict within the limit, as of a kernel that never ends.
     ChildProcessError
-        If the process that judged was ended, as by an integer division by zero, or used more than `guard.Limits` allow.
+        If the process that checked the kernel was ended, as by an integer division by zero, or used more than
+        `guard.Limits` allow.
 
     Notes
     -----
@@ -123,7 +124,7 @@ class _Question(NamedTuple):
     Parameters
     ----------
     kernel, task, options
-        Of `judge.prepare`.
+        Of `checker.prepare`.
     text : str, optional
         What is in the file of the kernel, if the file has yet to be written.
     """
@@ -255,7 +256,7 @@ def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options:
     sent, status, refused = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, gone)
     said = claims.read_launches(exam, sent)
     if said is None:
-        raise ChildProcessError(f"the kernel ended the process that judged it, {_how(status)}")
+        raise ChildProcessError(f"the kernel ended the process that checked it, {_how(status)}")
     report = exam.report(*said)
     text, document = str(report), report.as_dict()
     if refused:

@@ -78,7 +78,7 @@ def test_the_table_the_map_the_pictures_and_the_record(file, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"load_by_gpu.png", "load_against_crossings.png"}
 
 
-def test_a_whole_trace_is_fitted_and_judged(file):
+def test_a_whole_trace_is_fitted_and_evaluated(file):
     result = place("--trace", file, "--gpus", 2, "--method", "greedy", "--splits", 0)
     assert result.exit_code == 0 and "the whole trace, on which they were fitted too" in " ".join(result.stdout.split())
 

@@ -52,7 +52,7 @@ def test_as_it_is_found_it_fails(shell, name):
     found = shell.run_cell(answer_cell("exercises", name)).error_in_exec
     assert isinstance(found, Unsolved)
     wrong = r"is still \.\.\." if name not in KERNELS else r"\[.*\] is .*, but must be|depends on the order of threads"
-    assert re.search(wrong, str(found)), "a hole is judged wrong: it compiles, and harms nothing"
+    assert re.search(wrong, str(found)), "a hole is found wrong: it compiles, and harms nothing"
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -305,9 +305,9 @@ def test_hint_and_solution_of_the_last_exercise_or_of_a_named_one():
     [
         (lambda desk: desk.hint("combin"), "unknown exercise 'combin'. Did you mean 'combine'?"),
         (lambda desk: desk.solution("combin"), "Did you mean 'combine'?"),
-        (lambda desk: desk.judge("combin", ""), "Did you mean 'combine'?"),
-        (lambda desk: desk.predict("combine", out=1), "combine is a kernel: its cell begins with %%judge"),
-        (lambda desk: desk.judge("first-wall", ""), "first-wall is a prediction: its cell calls predict"),
+        (lambda desk: desk.check("combin", ""), "Did you mean 'combine'?"),
+        (lambda desk: desk.predict("combine", out=1), "combine is a kernel: its cell begins with %%check"),
+        (lambda desk: desk.check("first-wall", ""), "first-wall is a prediction: its cell calls predict"),
         (lambda desk: desk.construct("first-wall", x=1), "first-wall is a prediction: its cell calls predict"),
         (lambda desk: desk.predict("exactly-one", x=1), "exactly-one is a construction: its cell calls construct"),
         (lambda desk: desk.construct("exactly-won", x=1), "Did you mean 'exactly-one'?"),
@@ -331,7 +331,7 @@ def verdict(name, old="", new=""):
     text = EXERCISES[name].solution
     assert not old or text.count(old) == 1
     with pytest.raises(Unsolved) as error:
-        Desk().judge(name, text.replace(old, new) if old else new)
+        Desk().check(name, text.replace(old, new) if old else new)
     return str(error.value)
 
 
@@ -362,8 +362,8 @@ def test_a_cuda_kernel_that_does_not_compile():
             "16 bytes (missing-barrier.cu, line {line})",
         ),
         ("lengths[expert] = count;", "if (E > 0) __trap();", "__trap"),
-        ("int count = 0;", "int count = 1 / (L - L);", "the kernel ended the process that judged it, by SIG"),
-        ("int count = 0;", "int count = 0; exit(0);", "the kernel ended the process that judged it, "),
+        ("int count = 0;", "int count = 1 / (L - L);", "the kernel ended the process that checked it, by SIG"),
+        ("int count = 0;", "int count = 0; exit(0);", "the kernel ended the process that checked it, "),
         ("int count = 0;", "int count = dense_map[0] > L;", "over budget: read is"),
     ],
 )
@@ -425,7 +425,7 @@ def test_a_mistake_that_tiny_cases_forgive_is_found(name, old, new, message):
     ],
 )
 def test_what_a_kernel_prints_is_cut_short(capsys, name, old, new):
-    Desk().judge(name, EXERCISES[name].solution.replace(old, new))
+    Desk().check(name, EXERCISES[name].solution.replace(old, new))
     beginning, how_much_more = capsys.readouterr().err.split("\n... and ")
     assert beginning.startswith("counts 0\ncounts") and len(beginning) == in_subprocess.SHOWN_BYTES
     assert re.fullmatch(r"[\d,]{5,} bytes more\n", how_much_more)
@@ -439,7 +439,7 @@ def test_what_a_kernel_prints_is_cut_short(capsys, name, old, new):
     ],
 )
 def test_the_little_that_a_kernel_prints_is_shown(capsys, name, old, new):
-    Desk().judge(name, EXERCISES[name].solution.replace(old, new))
+    Desk().check(name, EXERCISES[name].solution.replace(old, new))
     assert re.fullmatch("(hello)+", capsys.readouterr().err)
 
 
@@ -453,7 +453,7 @@ def test_a_right_kernel_that_asks_for_too_much():
     """One that reads x anew for every result, where the row should be shared."""
     wasteful = EXERCISES["share-the-row"].solution.replace("x_row[p] *", "x[token * d + p] *")
     with pytest.raises(Unsolved, match="over budget: read of x is .*, but read of x <= 4 R d allows"):
-        Desk().judge("share-the-row", wasteful)
+        Desk().check("share-the-row", wasteful)
 
 
 def test_the_notebooks_own_process_goes_on():

@@ -1,4 +1,4 @@
-"""The judge on a GPU: the same files, the same verdicts, and no counts."""
+"""The checker on a GPU: the same files, the same verdicts, and no counts."""
 
 import sys
 
@@ -9,14 +9,14 @@ from test_checker import COMBINE, LENGTHS, OWN, TILE, changed, last_row_kernel, 
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.verify import in_subprocess
 from moeblaze_ref.verify.cases import standard_cases
-from moeblaze_ref.verify.checker import CONTRACTS, Wrong, examine, judge
+from moeblaze_ref.verify.checker import CONTRACTS, Wrong, check_kernel, examine
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="there is no CUDA device")
 
 
 @pytest.mark.parametrize("task", CONTRACTS)
 def test_the_projects_own_kernel_of_every_task_is_right(task):
-    report = judge(own(*OWN[task]), task, backend="cuda")
+    report = check_kernel(own(*OWN[task]), task, backend="cuda")
     assert (
         len(report.results) >= len(standard_cases())
         and report.quantities == ()
@@ -27,7 +27,7 @@ def test_the_projects_own_kernel_of_every_task_is_right(task):
 
 def test_tensor_cores_are_right():
     how = {"backend": "cuda", "dtype": "bfloat16", "constants": TILE}
-    assert judge(own("expert_up/3_mma", "expert_up"), "expert_up", **how).ok
+    assert check_kernel(own("expert_up/3_mma", "expert_up"), "expert_up", **how).ok
 
 
 def test_a_row_that_is_never_written():
@@ -37,18 +37,18 @@ def test_a_row_that_is_never_written():
 
 def test_a_compile_error_is_the_readers():
     with pytest.raises(ValueError, match="does not compile"):
-        judge(changed(LENGTHS, "int count = 0;", "int count = zero;"), "dispatch.expert_lengths", backend="cuda")
+        check_kernel(changed(LENGTHS, "int count = 0;", "int count = zero;"), "dispatch.expert_lengths", backend="cuda")
 
 
 def test_a_budget_needs_counts():
     with pytest.raises(ValueError, match="on cuda nothing is counted"):
-        judge(COMBINE, "combine", backend="cuda", budgets=["read <= 1"])
+        check_kernel(COMBINE, "combine", backend="cuda", budgets=["read <= 1"])
 
 
 def test_numba_kernels():
-    assert judge(right_kernel, "combine").ok
+    assert check_kernel(right_kernel, "combine").ok
     with pytest.raises(Wrong, match="never written"):
-        judge(last_row_kernel, "combine")
+        check_kernel(last_row_kernel, "combine")
 
 
 def test_kernels_run_apart(tmp_path):

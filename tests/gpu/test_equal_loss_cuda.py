@@ -26,17 +26,17 @@ def test_the_loss_is_the_oracles_whatever_is_allowed_elsewhere(system):
     assert found["passed"], found["verdict"]
 
 
-def test_free_routing_is_judged():
+def test_free_routing_is_compared():
     found = equal_loss.free(preset("tiny"), data.python_help(), STEPS, "cuda")
     assert found["passed"], found["first_change"]
 
 
 def test_a_choice_is_replayed_in_bfloat16():
     settings = replace(preset("tiny"), precision="bfloat16")
-    judge, ours = (
+    oracle, ours = (
         Trainer(replace(settings, layer=layer), data.python_help(), "cuda") for layer in ("oracle", "moeblaze")
     )
-    judge.advance()
-    ours.advance(judge.chosen)
-    assert all(map(torch.equal, ours.chosen, judge.chosen)) and ours.chosen[0].is_cuda
-    assert ours.losses == pytest.approx(judge.losses, rel=1e-2)
+    oracle.advance()
+    ours.advance(oracle.chosen)
+    assert all(map(torch.equal, ours.chosen, oracle.chosen)) and ours.chosen[0].is_cuda
+    assert ours.losses == pytest.approx(oracle.losses, rel=1e-2)

@@ -107,7 +107,7 @@ class Late(oracle.OracleMoE):
 
 
 @pytest.mark.parametrize("kind", ["replayed", "free"])
-def test_the_gradients_that_are_judged_are_the_first_steps(kind):
+def test_the_gradients_that_are_compared_are_the_first_steps(kind):
     assert compare(kind, moe=Late)["verdict"]["first_gradients"]["worst"] == 0
 
 
@@ -161,7 +161,7 @@ def test_a_gradient_that_is_no_number_is_the_worst():
     worst, at = equal_loss.worst_gap({"a": torch.tensor([1.0, math.nan]), "b": torch.zeros(2)}, reference)
     assert math.isnan(worst) and at == "a"
     rows = [{"step": step, "loss": 0.0, "gradients": gap, "at": "a"} for step, gap in ((10, 1.0), (20, math.nan))]
-    verdict = equal_loss.judge_same_weights(rows)
+    verdict = equal_loss.compare_same_weights(rows)
     assert verdict["same_weights_gradients"]["at"] == "step 20, a" and verdict["same_weights_loss"]["passed"]
     assert not verdict["same_weights_gradients"]["passed"]
 
@@ -264,7 +264,7 @@ def test_an_order_that_does_not_exist_is_refused():
         ReorderedOracle(8, 8, 2, 1, axes="k")
 
 
-# What is judged -------------------------------------------------------------------------------------------------------
+# What is compared -----------------------------------------------------------------------------------------------------
 
 GOOD = {"worst": 0.0, "at": "head.weight", "bound": BOUND, "passed": True}
 LOSSES = {
@@ -275,12 +275,12 @@ LOSSES = {
 }
 
 
-def judged(ours, changed=(0, 0, 1, 7), gradients=GOOD):
-    return equal_loss.judge_free(LOSSES | {"moeblaze": ours}, changed, gradients)
+def compared(ours, changed=(0, 0, 1, 7), gradients=GOOD):
+    return equal_loss.compare_free(LOSSES | {"moeblaze": ours}, changed, gradients)
 
 
 def test_after_the_first_change_all_gaps_are_known():
-    found = judged([5.0, 4.0, 3.003, 2.001])
+    found = compared([5.0, 4.0, 3.003, 2.001])
     assert found["passed"] and found["verdict"]["loss"]["worst"] == 0
     assert found["after"]["oracle"] == {"mean": pytest.approx(0.00075), "worst": pytest.approx(0.001)}
     assert found["after"]["oracle, h backwards"] == {"mean": pytest.approx(0.00025), "worst": pytest.approx(0.0005)}
@@ -303,7 +303,7 @@ def test_after_the_first_change_all_gaps_are_known():
     ],
 )
 def test_the_verdict_on_free_routing(ours, changed, passed):
-    assert judged(ours, changed)["passed"] == passed
+    assert compared(ours, changed)["passed"] == passed
 
 
 def test_a_run_must_be_near_one_oracle_in_the_mean_and_at_worst():
@@ -313,10 +313,10 @@ def test_a_run_must_be_near_one_oracle_in_the_mean_and_at_worst():
     assert not equal_loss.is_among({"a": near | {"mean": 0.21}, "b": near | {"worst": 0.51}}, pairs)
 
 
-def test_gradients_of_the_first_step_are_judged_while_every_token_has_the_oracles_experts():
+def test_gradients_of_the_first_step_are_compared_while_every_token_has_the_oracles_experts():
     bad = GOOD | {"worst": 1e-4, "passed": False}
-    assert not judged([5.0, 4.0, 3.0, 2.0], gradients=bad)["passed"]
-    found = judged([5.0, 4.0, 3.0, 2.0], changed=(1, 0, 0, 0), gradients=bad)
+    assert not compared([5.0, 4.0, 3.0, 2.0], gradients=bad)["passed"]
+    found = compared([5.0, 4.0, 3.0, 2.0], changed=(1, 0, 0, 0), gradients=bad)
     assert found["passed"] and found["verdict"].keys() == {"loss"}
 
 
@@ -326,15 +326,18 @@ def test_one_wrong_gradient_is_found_by_name(wrong):
     other.load_state_dict(model.state_dict())
     for one in (model, other):
         one(torch.ones(5, 3)).square().sum().backward()
-    assert equal_loss.judge_gradients(model, other)["passed"]
+    assert equal_loss.compare_gradients(model, other)["passed"]
     model[1].weight.grad *= wrong
-    found = equal_loss.judge_gradients(model, other)
+    found = equal_loss.compare_gradients(model, other)
     assert not found["passed"] and (found["at"] == "1.weight" or math.isnan(wrong))
 
 
 def test_the_worst_step_is_named():
-    assert equal_loss.judge_loss([0.0, 3e-6, 1e-6]) == {"worst": 3e-6, "at": 2, "bound": BOUND, "passed": True}
-    assert not equal_loss.judge_loss([0.0, 1.1e-5])["passed"] and not equal_loss.judge_loss([math.nan, 0.0])["passed"]
+    assert equal_loss.compare_losses([0.0, 3e-6, 1e-6]) == {"worst": 3e-6, "at": 2, "bound": BOUND, "passed": True}
+    assert (
+        not equal_loss.compare_losses([0.0, 1.1e-5])["passed"]
+        and not equal_loss.compare_losses([math.nan, 0.0])["passed"]
+    )
 
 
 def test_a_token_has_changed_if_its_set_of_experts_has():
@@ -475,7 +478,7 @@ RUNS = {"oracle": run_of(5.0, 3.0, 2.0), "oracle-other-order": run_of(5.0, 3.2, 
 
 
 def test_the_verdict_on_whole_runs():
-    found = curves.judge(RUNS, 20)
+    found = curves.compare_curves(RUNS, 20)
     assert found["passed"] and found["unfinished"] == ["megablocks", "capacity-1.0", "capacity-1.25"]
     assert found["verdict"]["validation"]["moeblaze"] == pytest.approx(
         {"mean": 0.1, "worst": 0.1, "at": 20, "within": True}
@@ -488,11 +491,11 @@ def test_the_verdict_on_whole_runs():
 
 def test_the_gap_of_every_finished_run_is_held_against_luck_and_ours_alone_decides():
     runs = RUNS | {"megablocks": run_of(5.0, 3.3, 2.0), "capacity-1.0": run_of(5.0, 9.0, steps=10)}
-    verdict = curves.judge(runs, 20)["verdict"]["validation"]
+    verdict = curves.compare_curves(runs, 20)["verdict"]["validation"]
     assert {name: gap["within"] for name, gap in verdict.items()} == {
         "oracle-other-order": True, "moeblaze": True, "megablocks": False
     }  # fmt: skip
-    assert curves.judge(runs, 20)["passed"]
+    assert curves.compare_curves(runs, 20)["passed"]
     rows = report.summary(records()["curves"] | {"runs": {name: logged(run) for name, run in runs.items()}})
     assert "| validation | megablocks | 0.1500 | 0.3000 | 10 | FAIL |" in rows
     assert "| validation | moeblaze | 0.1000 | 0.1000 | 20 | pass |" in rows
@@ -535,7 +538,7 @@ def test_a_log_in_short_has_means_of_losses_the_median_speed_and_the_peak(monkey
 @pytest.mark.parametrize("loss", ["training", "validation"])
 def test_a_run_further_from_the_oracle_than_another_order_of_text_is_caught(loss, losses, wrong):
     ours = RUNS["moeblaze"] | {loss: curve(*losses)}
-    found = curves.judge(RUNS | {"moeblaze": ours}, 20)
+    found = curves.compare_curves(RUNS | {"moeblaze": ours}, 20)
     of_loss = found["verdict"][loss]
     assert found["passed"] is False and not of_loss["moeblaze"]["within"]
     assert not of_loss["moeblaze"][wrong] <= of_loss["oracle-other-order"][wrong]
@@ -545,7 +548,7 @@ def test_a_run_further_from_the_oracle_than_another_order_of_text_is_caught(loss
 def test_the_verdict_waits_for_the_runs_that_it_needs(missing):
     halfway = RUNS | {missing: run_of(5.0, 3.0, steps=10)}
     for runs in (halfway, {name: run for name, run in RUNS.items() if name != missing}):
-        found = curves.judge(runs, 20)
+        found = curves.compare_curves(runs, 20)
         assert found["passed"] is found["verdict"] is None and missing in found["unfinished"]
 
 
@@ -640,7 +643,7 @@ def records():
     losses = LOSSES | {"moeblaze": [5.0, 4.0, 3.0029, 2.0]}
     near = [loss * (1 + 2e-7) for loss in losses["oracle"]]
     alike = dict.fromkeys(losses, near) | {"oracle": losses["oracle"]}
-    verdict = {"loss": equal_loss.judge_loss([1e-7] * 4), "first_gradients": GOOD}
+    verdict = {"loss": equal_loss.compare_losses([1e-7] * 4), "first_gradients": GOOD}
     changed = {name: [0, 0, 1, 7] for name in losses if name != "oracle"}
     first = {name: {"step": 3, "tokens": [0, 1]} for name in changed}
     runs = {name: logged(run) for name, run in RUNS.items()}
@@ -648,8 +651,8 @@ def records():
         "replayed": record_of(
             "replayed", loss=alike, verdict=verdict, oracles=dict.fromkeys(ORACLES[1:], 2e-7), passed=True
         ),
-        "free": record_of("free", loss=losses, changed=changed, first_change=first, **judged(losses["moeblaze"])),
-        "curves": record_of("curves", runs=runs, **curves.judge(RUNS, 20)) | {"steps": 20},
+        "free": record_of("free", loss=losses, changed=changed, first_change=first, **compared(losses["moeblaze"])),
+        "curves": record_of("curves", runs=runs, **curves.compare_curves(RUNS, 20)) | {"steps": 20},
         "memory": record_of("memory", **wall.summarise(ROWS)),
     }
 
@@ -686,7 +689,7 @@ def test_the_first_change_and_the_first_gap_beyond_the_bound_are_named():
     assert "No token has other experts in the first 2 steps." in report.summary(found)
     at_once = {name: {"step": 1, "tokens": [0, 1]} for name in found["changed"]}
     summary = report.summary(found | {"first_change": at_once})
-    assert "there is no step before it to judge" in summary and "worst relative gap" not in summary
+    assert "there is no step before it to compare" in summary and "worst relative gap" not in summary
 
 
 def test_a_picture_without_a_change_has_room_for_one_token():
@@ -981,7 +984,7 @@ def test_what_the_page_says_of_free_routing_is_what_its_records_hold():
 @pytest.mark.parametrize("gpu", ["h200", "h100"])
 def test_what_the_page_says_of_overfitting_is_what_the_records_hold(gpu):
     found = recorded("curves")[gpu]
-    for name, end in curves.judge(found["runs"], found["steps"])["ends"].items():
+    for name, end in curves.compare_curves(found["runs"], found["steps"])["ends"].items():
         training = found["runs"][name]["training"]
         training = dict(zip(training["step"], training["loss"], strict=True))
         assert end["at"] < 0.75 * found["steps"] and end["last"] > end["lowest"]
@@ -997,16 +1000,18 @@ def validations_above(found):
 
 
 def second_halves(found):
-    return {name: end["second_half"] for name, end in curves.judge(found["runs"], found["steps"])["ends"].items()}
+    return {
+        name: end["second_half"] for name, end in curves.compare_curves(found["runs"], found["steps"])["ends"].items()
+    }
 
 
 def test_what_the_page_says_of_whole_runs_on_the_h200_is_what_their_record_holds():
     """The sentences below the block name no figure, but they follow from the figures."""
     found = recorded("curves")["h200"]
-    judged = curves.judge(found["runs"], found["steps"])
-    assert not judged["verdict"]["validation"]["megablocks"]["within"] and judged["passed"]
-    at = judged["verdict"]["validation"]["moeblaze"]["at"]
-    assert at == judged["verdict"]["validation"]["oracle-other-order"]["at"]
+    compared = curves.compare_curves(found["runs"], found["steps"])
+    assert not compared["verdict"]["validation"]["megablocks"]["within"] and compared["passed"]
+    at = compared["verdict"]["validation"]["moeblaze"]["at"]
+    assert at == compared["verdict"]["validation"]["oracle-other-order"]["at"]
     point = found["runs"]["oracle"]["validation"]["step"].index(at)
     above = {name: gaps[point] for name, gaps in validations_above(found).items()}
     assert all(above[name] > 5 * above["capacity-1.25"] for name in above if name != "capacity-1.25")
@@ -1017,7 +1022,7 @@ def test_what_the_page_says_of_whole_runs_on_the_h200_is_what_their_record_holds
 
 def test_what_the_page_says_of_whole_runs_on_the_h100_is_what_their_record_holds():
     found = recorded("curves")["h100"]
-    verdict = curves.judge(found["runs"], found["steps"])["verdict"]
+    verdict = curves.compare_curves(found["runs"], found["steps"])["verdict"]
     assert verdict["training"]["moeblaze"]["within"] and not verdict["validation"]["moeblaze"]["within"]
     assert verdict["validation"]["megablocks"]["within"]
     ends = second_halves(found)
@@ -1030,11 +1035,11 @@ def test_what_the_page_says_of_whole_runs_on_the_h100_is_what_their_record_holds
 
 def test_what_the_page_says_of_the_runs_of_tiny_is_what_their_record_holds():
     found = recorded("curves_tiny")["cpu"]
-    judged = curves.judge(found["runs"], found["steps"])
-    assert judged["unfinished"] == ["megablocks"] and found["settings"]["precision"] == "float32"
-    for gaps in judged["verdict"].values():
+    compared = curves.compare_curves(found["runs"], found["steps"])
+    assert compared["unfinished"] == ["megablocks"] and found["settings"]["precision"] == "float32"
+    for gaps in compared["verdict"].values():
         assert all(3 * gaps["moeblaze"][size] < gaps["oracle-other-order"][size] for size in curves.SIZES)
-    last = {name: end["last"] for name, end in judged["ends"].items()}
+    last = {name: end["last"] for name, end in compared["ends"].items()}
     assert last["capacity-1.0"] < last["oracle"] < last["capacity-1.25"]
     assert found["runs"]["capacity-1.0"]["dropped_share"] > found["runs"]["capacity-1.25"]["dropped_share"]
 

@@ -19,7 +19,7 @@ from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.local import run
 from moeblaze_ref.parallel.ranks import Ranks, progress
 from moeblaze_ref.parallel.trip import Trip
-from moeblaze_ref.parallel.watch import DONE, HEARD, JUDGED, LEFT, SIGNS, WORKING, Seen, Watch, verdict
+from moeblaze_ref.parallel.watch import DONE, HEARD, LEFT, LOST_AFTER, SIGNS, WORKING, Seen, Watch, verdict
 from moeblaze_ref.placement.maps import Placement
 
 BOUND = 1e-5  # of the error's norm over the norm
@@ -345,7 +345,7 @@ def test_without_a_group_the_remedy_is_said():
 # A rank that is lost
 
 WATCHED = 6.0  # seconds of the time-out
-SAID = f"{JUDGED * WATCHED:g} s"
+SAID = f"{LOST_AFTER * WATCHED:g} s"
 
 
 def killed():

@@ -1,4 +1,4 @@
-"""The judge passes what is right, and says of what is wrong which element shows it, and why."""
+"""The checker passes what is right, and says of what is wrong which element shows it, and why."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify.cases import make_case, standard_cases, telling_cases, wide_cases
 from moeblaze_ref.verify.check import SIMULATOR_WEIGHTS
-from moeblaze_ref.verify.checker import CONTRACTS, Wrong, examine, judge
+from moeblaze_ref.verify.checker import CONTRACTS, Wrong, check_kernel, examine
 from moeblaze_ref.verify.checker.contracts import AXES, set_problem
 from moeblaze_ref.verify.checker.kernels import declaration
 from moeblaze_ref.verify.checker.report import place_of
@@ -101,17 +101,17 @@ OWN = {
 
 @pytest.mark.parametrize("task", CONTRACTS)
 def test_the_projects_own_kernel_of_every_task_is_right(task):
-    report = judge(own(*OWN[task]), task, cases=SMALL)
+    report = check_kernel(own(*OWN[task]), task, cases=SMALL)
     assert report.ok and len(report.results) == len(SMALL)
     written = report.results[0].totals["written"]
     assert written > 0 and report.results[0].totals["sectors"] * 32 >= written
 
 
-def test_a_kernel_that_knows_of_renormalised_gates_is_judged_on_them_too(tmp_path):
+def test_a_kernel_that_knows_of_renormalised_gates_is_checked_on_them_too(tmp_path):
     file, kernel = OWN["gating"]
     cases = standard_cases() + telling_cases() + wide_cases()
     more = sum(case.k > 1 for case in cases)
-    assert len(judge(own(file, kernel), "gating").results) == len(cases) + more
+    assert len(check_kernel(own(file, kernel), "gating").results) == len(cases) + more
     text = inlined(f"{file}.cu")
     never = changed(text, "RENORMALIZE ? 1.0f / sum_of_chosen : prob_scale", "prob_scale")
     path = tmp_path / "never.cu"
@@ -137,7 +137,7 @@ TILE = tiles.DEFAULTS["3_mma"].constants(itemsize=2)
 )
 def test_other_versions_types_and_activations_are_right(file, task, options):
     name = {"gating": "softmax_top_k"}.get(task, task.rpartition(".")[2])
-    assert judge(own(file, name), task, cases=SMALL, **options).ok
+    assert check_kernel(own(file, name), task, cases=SMALL, **options).ok
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_other_versions_types_and_activations_are_right(file, task, options):
     ],
 )
 def test_numba_kernels_are_right_and_counted(kernel, task, options):
-    report = judge(kernel, task, cases=SMALL[:2] + SMALL[5:], **options)
+    report = check_kernel(kernel, task, cases=SMALL[:2] + SMALL[5:], **options)
     assert report.backend == "numba" and report.results[0].totals["written"] > 0
     assert report.results[0].totals.keys() == {"read", "written"}
 
@@ -204,14 +204,14 @@ def test_planted_faults(old, new, message):
     assert message in problem_of(changed(COMBINE, old, new), "combine").problem
 
 
-def test_a_fault_ends_the_judging():
+def test_a_fault_ends_the_check():
     report = examine(changed(COMBINE, "index >= L * d", "false"), "combine", cases=SMALL)
     assert len(report.results) == 1 and "kernel mine, block (0, 0, 0), thread (104, 0, 0)" in report.first_problem
     assert "out-of-bounds" in report.first_problem and "WRONG" in str(report)
 
 
 def test_a_missing_barrier_depends_on_the_order_of_threads():
-    assert judge(LENGTHS, "dispatch.expert_lengths", cases=SMALL).ok
+    assert check_kernel(LENGTHS, "dispatch.expert_lengths", cases=SMALL).ok
     result = problem_of(changed(LENGTHS, "    __syncthreads();\n", ""), "dispatch.expert_lengths")
     assert result.problem.startswith("depends on the order of threads (seed 1): lengths[0] is ")
     right = set_problem(CONTRACTS["dispatch.expert_lengths"], CASE).expected["lengths"]
@@ -326,7 +326,7 @@ def test_budgets_that_hold():
         "sectors <= 2 (R + L) d",
         "conflicts <= 0",
     ]
-    assert judge(COMBINE, "combine", cases=SMALL, budgets=budgets).ok
+    assert check_kernel(COMBINE, "combine", cases=SMALL, budgets=budgets).ok
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_the_launch_is_the_headers_unless_asked_otherwise():
     assert examine(header + COMBINE, "combine", cases=[CASE]).launch == (
         "grid ceil(L d / 64); block 64; shared bytes 0 (by the file's header)"
     )
-    assert judge(COMBINE, "combine", cases=[CASE], block="32").ok, "THREADS is the block asked for"
+    assert check_kernel(COMBINE, "combine", cases=[CASE], block="32").ok, "THREADS is the block asked for"
     asked = examine(header + COMBINE, "combine", cases=[CASE], grid="L", block="d")
     assert asked.ok and asked.launch == "grid L; block d; shared bytes 0 (as asked and by the file's header)"
     assert examine(COMBINE, "combine", cases=[CASE]).launch.endswith("(the default of the task)")
@@ -383,9 +383,9 @@ def test_the_launch_is_the_headers_unless_asked_otherwise():
 def test_a_files_own_constants_go_into_formulas_and_are_not_defined_twice():
     for line in ("constexpr int THREADS = 32;", "#define THREADS (32)  // a warp", "const unsigned THREADS = 32;"):
         text = f"{line}\n" + COMBINE.replace("blockDim.x", "THREADS")
-        assert judge(text, "combine", cases=[CASE], budgets=["written <= L d THREADS / 8"]).ok
+        assert check_kernel(text, "combine", cases=[CASE], budgets=["written <= L d THREADS / 8"]).ok
         with pytest.raises(Wrong):
-            judge(text, "combine", cases=[CASE], budgets=["written <= L d THREADS / 16"])
+            check_kernel(text, "combine", cases=[CASE], budgets=["written <= L d THREADS / 16"])
 
 
 def test_a_constant_that_is_more_than_a_number_is_no_symbol():
@@ -394,12 +394,12 @@ def test_a_constant_that_is_more_than_a_number_is_no_symbol():
 
 
 def test_a_kernel_in_a_comment_is_none():
-    assert judge(f"/* {COMBINE.replace('mine', 'ghost')} */" + COMBINE, "combine", cases=[CASE]).ok
+    assert check_kernel(f"/* {COMBINE.replace('mine', 'ghost')} */" + COMBINE, "combine", cases=[CASE]).ok
 
 
 def test_no_case_proves_nothing():
     with pytest.raises(ValueError, match="at least one case"):
-        judge(COMBINE, "combine", cases=[])
+        check_kernel(COMBINE, "combine", cases=[])
 
 
 def scalar_combine():
@@ -423,9 +423,9 @@ def test_one_wrong_element_among_thousands_is_found_in_every_type(index, dtype):
 def test_a_kernel_for_scalar_takes_every_type():
     text = scalar_combine()
     for dtype in ("float32", "bfloat16"):
-        assert judge(text, "combine", cases=SMALL, dtype=dtype).ok
+        assert check_kernel(text, "combine", cases=SMALL, dtype=dtype).ok
     with pytest.raises(ValueError, match=r"parameter y is an array of bfloat16: const __nv_bfloat16\* y"):
-        judge(COMBINE, "combine", dtype="bfloat16")
+        check_kernel(COMBINE, "combine", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_names_that_lead_nowhere(tmp_path):
         with pytest.raises((ValueError, OSError)) as error:
             examine(kernel, "combine")
         assert message in str(error.value)
-    for task, message in {"combin": "Did you mean 'combine'?", "dispatch": "judge one of dispatch.dense_map"}.items():
+    for task, message in {"combin": "Did you mean 'combine'?", "dispatch": "check one of dispatch.dense_map"}.items():
         with pytest.raises(ValueError) as error:
             examine(COMBINE, task)
         assert message in str(error.value)
@@ -576,12 +576,12 @@ TINY = make_case(5, 4, 8, 4, 2)
 
 
 def test_a_numba_kernel_of_a_reader():
-    report = judge(right_kernel, "combine", cases=[TINY], budgets=["read of y <= 4 R d", "written <= 4 L d"])
+    report = check_kernel(right_kernel, "combine", cases=[TINY], budgets=["read of y <= 4 R d", "written <= 4 L d"])
     assert report.results[0].counts["read"]["y"] == 4 * 10 * 4
     with pytest.raises(Wrong, match="over budget: read is"):
-        judge(right_kernel, "combine", cases=[TINY], budgets=["read <= 4 R d"])
+        check_kernel(right_kernel, "combine", cases=[TINY], budgets=["read <= 4 R d"])
     with pytest.raises(ValueError, match="on numba only read and written is counted"):
-        judge(right_kernel, "combine", cases=[TINY], budgets=["sectors <= 1"])
+        check_kernel(right_kernel, "combine", cases=[TINY], budgets=["sectors <= 1"])
 
 
 MARK = "    if (index >= (long long)L * d) return;\n"  # in combine, of which the following are faults
@@ -602,7 +602,7 @@ def test_a_cuda_kernel_that_writes_over_its_input_is_told(tmp_path):
     assert "changes its input gates" in problem_of(kernel, "combine").problem
 
 
-def test_widths_that_no_pack_divides_are_judged_in_float32(tmp_path):
+def test_widths_that_no_pack_divides_are_checked_in_float32(tmp_path):
     left_out = MARK + "    if (index % d >= d / 8 * 8) { if (d % 8 == 0) out[index] = 0.0f; return; }\n"
     kernel = combine_with(tmp_path, MARK, left_out)
     report = examine(kernel, "combine", small=True)
@@ -614,7 +614,7 @@ def test_a_byte_order_mark_is_no_part_of_a_kernel(tmp_path):
     assert examine(combine_with(tmp_path, MARK, MARK, "utf-8-sig"), "combine", cases=[CASE]).ok
 
 
-def test_a_function_that_is_nowhere_defined_is_no_fault_of_the_judge(tmp_path):
+def test_a_function_that_is_nowhere_defined_is_no_fault_of_the_checker(tmp_path):
     kernel = combine_with(tmp_path, MARK, MARK + "    extern __device__ void later(); later();\n")
     with pytest.raises(
         ValueError, match=r"does not compile:\n.*error: later is declared and used, but nowhere defined"
@@ -646,7 +646,7 @@ def test_a_loop_without_an_end_is_found_before_it_fills_the_memory(loop):
 
 
 def test_a_budget_may_be_by_blocks():
-    assert judge(COMBINE, "combine", cases=[CASE], budgets=["written <= 1024 blocks"]).ok
+    assert check_kernel(COMBINE, "combine", cases=[CASE], budgets=["written <= 1024 blocks"]).ok
     blocks = -(-13 * 8 // 256)
     problem = problem_of(COMBINE, "combine", budgets=["written <= 4 blocks"]).problem
     assert (
@@ -800,14 +800,14 @@ def plain_add(counts, count):
 @pytest.mark.parametrize("last", [0, 3, 7])
 def test_a_missing_barrier_of_numba_is_found_every_time(monkeypatch, last):
     monkeypatch.setitem(globals(), "LAST", last)
-    assert judge(summing_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
+    assert check_kernel(summing_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
     monkeypatch.setitem(globals(), "BARRIER", lambda: None)
     (problem,) = {problem_of(summing_kernel, "dispatch.expert_lengths").problem for _ in range(3)}
     assert "depends on the order of threads (their reverse order): lengths[0] is" in problem
 
 
 def test_an_addition_of_numba_that_is_not_atomic_is_found(monkeypatch):
-    assert judge(adding_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
+    assert check_kernel(adding_kernel, "dispatch.expert_lengths", cases=[CASE]).ok
     monkeypatch.setitem(globals(), "ADD", plain_add)
     problem = problem_of(adding_kernel, "dispatch.expert_lengths").problem
     assert "depends on the order of threads (taking turns at every write): lengths[0] is" in problem
@@ -818,7 +818,7 @@ def test_an_addition_of_numba_that_is_not_atomic_is_found(monkeypatch):
 
 def test_wrong_carries_the_report():
     with pytest.raises(Wrong) as error:
-        judge(changed(COMBINE, "out[index] = sum;", ""), "combine", cases=SMALL)
+        check_kernel(changed(COMBINE, "out[index] = sum;", ""), "combine", cases=SMALL)
     report = error.value.report
     assert isinstance(error.value, AssertionError) and report.first_problem in str(error.value)
     assert [result.ok for result in report.results] == [False] * 5 + [True]  # no tokens, nothing to write
@@ -967,7 +967,7 @@ def mine(tmp_path):
     return path
 
 
-def test_the_command_judges(mine):
+def test_the_command_checks(mine):
     mine.write_text(WIDE_COMBINE)
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{mine}:mine", "--budget", "written <= 4 L d")
     assert result.exit_code == 0 and "right in all 25 cases" in result.stdout and "sectors" in result.stdout
@@ -979,7 +979,7 @@ def test_the_command_judges(mine):
     assert report["results"][0].keys() == {"case", "problem", "difference", "counts"}
 
 
-def test_the_command_judges_a_python_file_and_records(tmp_path):
+def test_the_command_checks_a_python_file_and_records(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from numba import cuda\n\n\n@cuda.jit\ndef zeros(out):\n    out[0, 0] = 0\n")
     recorded = tmp_path / "report.json"
@@ -1003,7 +1003,7 @@ def test_the_command_says_what_is_missing(mine):
         assert result.exit_code == 2 and message in result.stderr and not result.stdout
 
 
-def test_the_command_judges_on_the_cases_of_the_exercises(tmp_path):
+def test_the_command_checks_on_the_cases_of_the_exercises(tmp_path):
     file, kernel = OWN["gating"]
     path = tmp_path / "ties.cu"
     path.write_text(changed(inlined(f"{file}.cu"), " || (ordered == last.ordered && e > last.expert)", ""))
@@ -1019,12 +1019,12 @@ def test_the_command_judges_on_the_cases_of_the_exercises(tmp_path):
         (changed(COMBINE, "/ d, column", "/ (d - d), column"), "by SIG"),
     ],
 )
-def test_the_command_names_what_could_not_be_judged(tmp_path, text, how):
+def test_the_command_names_what_could_not_be_checked(tmp_path, text, how):
     path = tmp_path / ("mine.cu" if "__global__" in text else "mine.py")
     path.write_text(text)
     result = moeblaze("check", "--stage", "combine", "--kernel", f"{path}:mine", "--json")
     assert result.exit_code == 2 and not result.stdout
-    assert f"error: the kernel ended the process that judged it, {how}" in result.stderr
+    assert f"error: the kernel ended the process that checked it, {how}" in result.stderr
 
 
 def test_a_kernel_that_never_ends_is_ended(mine):

@@ -1,4 +1,4 @@
-"""The judge itself: bounds of every dtype, the tensor that it names, and what no bound passes."""
+"""The comparison: bounds of every dtype, the tensor that it names, and what no bound passes."""
 
 import ml_dtypes
 import numpy as np
@@ -7,7 +7,7 @@ import torch
 
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import make_case
-from moeblaze_ref.verify.comparisons import EXPECT, RUN, judge
+from moeblaze_ref.verify.comparisons import EXPECT, RUN, compare
 
 EXACT = {"a": np.ones(1000), "b": np.full(1000, 2.0)}
 
@@ -18,30 +18,30 @@ def off(**errors):
 
 
 def test_the_error_of_the_worst_tensor_is_shown():
-    error, bound = judge(off(b=1e-6), EXACT, "float32")
+    error, bound = compare(off(b=1e-6), EXACT, "float32")
     assert error == pytest.approx(1e-6) and bound == 1e-5
 
 
 @pytest.mark.parametrize("wrong", [np.full(1000, np.nan), np.zeros(1000), np.full(1000, np.inf)])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_nan_zeros_and_infinity_pass_no_bound(wrong, dtype):
-    error, bound = judge(EXACT | {"b": wrong}, EXACT, dtype, peer=off(a=1e-3, b=1e-3))
+    error, bound = compare(EXACT | {"b": wrong}, EXACT, dtype, peer=off(a=1e-3, b=1e-3))
     assert not error <= bound
 
 
 def test_narrow_types_may_be_twice_as_wrong_as_torch():
     peer = off(a=1e-3, b=2e-3)
-    error, bound = judge(off(a=1.9e-3, b=1e-3), EXACT, "bfloat16", peer)
+    error, bound = compare(off(a=1.9e-3, b=1e-3), EXACT, "bfloat16", peer)
     assert (error, bound) == pytest.approx((1.9e-3, 2e-3)) and error <= bound
-    error, bound = judge(off(a=2.1e-3), EXACT, "bfloat16", peer)
+    error, bound = compare(off(a=2.1e-3), EXACT, "bfloat16", peer)
     assert error > bound
 
 
 def test_the_least_bound_is_for_small_tensors_only():
     exact, small = np.ones(1000), np.ones(255)
-    assert judge({"a": exact}, {"a": exact}, "float16", {"a": exact})[1] == 0.0
-    assert judge({"a": small}, {"a": small}, "float16", {"a": small})[1] == 2.0**-9
-    assert judge({"a": small}, {"a": small}, "bfloat16", {"a": small})[1] == 2.0**-6
+    assert compare({"a": exact}, {"a": exact}, "float16", {"a": exact})[1] == 0.0
+    assert compare({"a": small}, {"a": small}, "float16", {"a": small})[1] == 2.0**-9
+    assert compare({"a": small}, {"a": small}, "bfloat16", {"a": small})[1] == 2.0**-6
 
 
 @pytest.mark.parametrize("stage", RUN)
@@ -52,10 +52,10 @@ def test_torch_in_a_narrow_type_is_a_fair_peer(stage, activation):
     exact, peer = (EXPECT[stage](case, dtype) for dtype in (torch.float64, torch.bfloat16))
     for direction in exact:
         assert exact[direction].keys() == peer[direction].keys()
-        error, _ = judge(peer[direction], exact[direction], "bfloat16", peer[direction])
+        error, _ = compare(peer[direction], exact[direction], "bfloat16", peer[direction])
         assert error < 2.0**-5
     if stage != "gating":
-        assert judge(peer["backward"], exact["backward"], "bfloat16", peer["backward"])[0] > 2.0**-12
+        assert compare(peer["backward"], exact["backward"], "bfloat16", peer["backward"])[0] > 2.0**-12
 
 
 def test_both_sides_name_the_same_tensors():

@@ -377,7 +377,7 @@ def test_what_no_launch_sends_is_no_verdict(said):
 
 
 def test_a_kernel_that_ends_its_process_is_not_right():
-    with pytest.raises(ChildProcessError, match="the kernel ended the process that judged it, with status 0"):
+    with pytest.raises(ChildProcessError, match="the kernel ended the process that checked it, with status 0"):
         check(combine_that("_exit(0);", "#include <unistd.h>\n"))
 
 

@@ -1,4 +1,4 @@
-"""The exercises of the course: predict, fill a hole, find a bug, construct an example; every answer is judged.
+"""The exercises of the course: predict, fill a hole, find a bug, construct an example; every answer is checked.
 
 A notebook of ``notebooks/exercises`` begins with
 
@@ -19,5 +19,5 @@ predict, construct, hint, solution = _desk.predict, _desk.construct, _desk.hint,
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add the magic ``%%judge NAME``, which hands its cell to the judge."""
-    shell.register_magic_function(_desk.judge, "cell", "judge")
+    """Add the magic ``%%check NAME``, which hands its cell to the checker."""
+    shell.register_magic_function(_desk.check, "cell", "check")

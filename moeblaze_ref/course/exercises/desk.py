@@ -105,8 +105,8 @@ class Desk:
             raise self._unsolved(problem)
         return Markdown(f"**Right.** Checked by `{exercise.checked_by}`.\n\n{exercise.why}")
 
-    def judge(self, name: str, text: str) -> Markdown:
-        """Judge the kernel in a cell: the magic ``%%judge NAME``.
+    def check(self, name: str, text: str) -> Markdown:
+        """Check the kernel in a cell: the magic ``%%check NAME``.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class Desk:
         Returns
         -------
         Markdown
-            The judge's report, case by case, and what the exercise shows.
+            The checker's report, case by case, and what the exercise shows.
 
         Raises
         ------

@@ -133,7 +133,7 @@ def _stated(value: Any) -> str:
 
 @dataclass(frozen=True)
 class KernelExercise:
-    """A kernel with a hole or a planted bug, for the judge.
+    """A kernel with a hole or a planted bug, for the checker.
 
     Parameters
     ----------
@@ -142,13 +142,13 @@ class KernelExercise:
     kind : str
         "numba", "cuda" or "bug".
     task : str
-        What the kernel must do, one of ``judge.CONTRACTS``.
+        What the kernel must do, one of ``checker.CONTRACTS``.
     kernel : Kernel
         The right one.
     changes : tuple of (str, str)
         Lines of the solution, and what the reader finds in their place.
     budgets : tuple of str
-        As of `judge.examine`.
+        As of `checker.examine`.
 
     Raises
     ------
@@ -167,7 +167,7 @@ class KernelExercise:
     hint: str
     why: str
 
-    noun, call = "kernel", "begins with %%judge"
+    noun, call = "kernel", "begins with %%check"
 
     def __post_init__(self):
         for old, _ in self.changes:
@@ -198,8 +198,8 @@ class KernelExercise:
         return text
 
     def cell(self, text: str) -> str:
-        """The notebook's cell that hands a kernel to the judge."""
-        return f"%%judge {self.name}\n{text.rstrip()}"
+        """The notebook's cell that hands a kernel to the checker."""
+        return f"%%check {self.name}\n{text.rstrip()}"
 
 
 Exercise = Prediction | Construction | KernelExercise

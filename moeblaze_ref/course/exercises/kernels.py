@@ -16,7 +16,7 @@ NUMBA_IMPORTS = "from moeblaze_ref.backends.numba_cuda.runtime import THREADS, Z
 
 @dataclass(frozen=True)
 class Kernel:
-    """A right kernel, and how the judge launches it.
+    """A right kernel, and how the checker launches it.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Kernel:
 
     @property
     def launch(self) -> dict[str, str]:
-        """Options of the judge; none for a Numba kernel, which states its launch itself."""
+        """Options of the checker; none for a Numba kernel, which states its launch itself."""
         if self.language == "python":
             return {}
         return {"grid": self.grid, "block": THREADS, "shared_bytes": self.shared_bytes}

@@ -37,14 +37,14 @@ CONSTRUCT = (
     "- **Construct**: put an example in the place of each `...`, then run the cell. Several examples are right; the "
     "project checks yours, and says what is wrong with it."
 )
-JUDGE = (
-    "- **Fill the hole, find the bug**: edit the kernel below `%%judge` and run the cell. The comment `Your part` "
-    "marks a hole; a bug is not marked. The kernel is judged as by `moeblaze check --kernel`, in a process of its own "
+CHECK = (
+    "- **Fill the hole, find the bug**: edit the kernel below `%%check` and run the cell. The comment `Your part` "
+    "marks a hole; a bug is not marked. The kernel is checked as by `moeblaze check --kernel`, in a process of its own "
     "and without a GPU: on small hard cases, over poisoned outputs, every access checked and its bytes counted, in "
-    "several orders of the threads. Who does what is not judged: one thread that does it all may be right, and slow. "
-    "Numba's simulator accepts Python that a GPU would refuse, such as numpy's "
-    f"functions; do without it. After {LIMIT_SECONDS} seconds it is given up. The first time takes longest: the judge "
-    "itself is loaded. New to CUDA? [One page](../../docs/cuda.md) has what you need.\n"
+    "several orders of the threads. How the work is divided is not checked: one thread that does it all may be right, "
+    "and slow. Numba's simulator accepts Python that a GPU would refuse, such as numpy's "
+    f"functions; do without it. After {LIMIT_SECONDS} seconds the check stops. The first check takes longest: it loads "
+    "the checker itself. New to CUDA? [One page](../../docs/cuda.md) has what you need.\n"
     "- **Names**: `THREADS`, those of a block; `EMPTY`, -1, in place of an index that there is not; `ZERO`, 0 in "
     "float32; `DYNAMIC_SHARED(type, name)`, an array in the block's shared memory, of the bytes that the launch "
     "gives.\n"
@@ -75,7 +75,7 @@ def solution_notebook(sheet: Sheet) -> NotebookNode:
 
 def _how(sheet: Sheet) -> str:
     """How the kinds of exercises that the sheet has are answered."""
-    texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: JUDGE}
+    texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: CHECK}
     return "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
 
 
@@ -111,7 +111,7 @@ def _question(place: int, exercise: Exercise) -> Iterator[str]:
     yield f"*{KINDS[exercise.kind]}.* {exercise.question}"
     if isinstance(exercise, KernelExercise):
         budget = ", ".join(f"`{budget}`" for budget in exercise.budgets)
-        task = f"Judged as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
+        task = f"Checked as `{exercise.task}`: {CONTRACTS[exercise.task].purpose}."
         yield "  \n".join([task, _launch(exercise.kernel), f"**Budget**: {budget}."])
         if used := helpers(exercise.solution):
             summary = "What it uses of the project's headers"

@@ -62,9 +62,9 @@ def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def highlight_kernels(app: Sphinx, doctree: nodes.document) -> None:
-    """A cell that holds a CUDA kernel to be judged is no Python."""
+    """A cell that holds a CUDA kernel to be checked is no Python."""
     for node in doctree.findall(nodes.literal_block):
-        if node.astext().startswith("%%judge") and "__global__" in node.astext():
+        if node.astext().startswith("%%check") and "__global__" in node.astext():
             node["language"] = "cuda"
 
 

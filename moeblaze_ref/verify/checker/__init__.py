@@ -1,7 +1,7 @@
-"""Judge a reader's own kernel: the specification's inputs in, poisoned outputs, and where the first element differs.
+"""Check a reader's own kernel against the specification: poisoned outputs, counts, and the first wrong element.
 
-    from moeblaze_ref.verify.checker import judge
-    judge("mine.cu:mine", "combine", budgets=["written <= 4 L d"])
+    from moeblaze_ref.verify.checker import check_kernel
+    check_kernel("mine.cu:mine", "combine", budgets=["written <= 4 L d"])
 
 `docs/check_your_kernel.md` works through an example; `contracts.CONTRACTS` lists the tasks.
 """
@@ -25,11 +25,11 @@ from moeblaze_ref.verify.large import readers
 
 TOKENS = 33 * 256  # a little more than the 8,192 that a bitmap's pass takes
 
-__all__ = ["CONTRACTS", "QUANTITIES", "Exam", "Report", "Wrong", "examine", "judge", "prepare"]
+__all__ = ["CONTRACTS", "QUANTITIES", "Exam", "Report", "Wrong", "check_kernel", "examine", "prepare"]
 
 
-def judge(kernel: Any, task: str, **options: Any) -> Report:
-    """Hold a kernel against the specification, and raise if it is wrong.
+def check_kernel(kernel: Any, task: str, **options: Any) -> Report:
+    """Compare a kernel with the specification, and raise if it is wrong.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def judge(kernel: Any, task: str, **options: Any) -> Report:
 
 
 def examine(kernel: str | Path | Any, task: str, **options: Any) -> Report:
-    """Hold a kernel against the specification, case by case, and report what is wrong.
+    """Compare a kernel with the specification, case by case, and report what is wrong.
 
     Every output is poisoned before the launch. A case is right if the outputs are the specification's
     within the project's bounds, if further runs on the same input give the same bits (on the SIMT

@@ -26,7 +26,7 @@ SLOT_ORDER = (
     "token_index_map",
 )  # (R,) as (L, k), row-major; other (R, ...) are in expert order
 
-# Every tensor that a kernel may meet: its shape in symbols, by what it holds. Scalar is the dtype under judgement.
+# Every tensor that a kernel may meet: its shape in symbols, by what it holds. Scalar is the dtype under test.
 SHAPES = {
     "Scalar": {
         "x": "L d", "d_x": "L d", "out": "L d", "d_out": "L d",
@@ -52,7 +52,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def dtype_of(name: str, dtype: str) -> str:
-    """dtype of a tensor when ``dtype`` is under judgement."""
+    """dtype of a tensor when ``dtype`` is under test."""
     return {"Scalar": dtype, "float": "float32", "int": "int32"}[HOLDS[name]]
 
 
@@ -101,7 +101,7 @@ class Contract:
 
     @property
     def has_dtype(self) -> bool:
-        """Whether some tensor has the dtype under judgement."""
+        """Whether some tensor has the dtype under test."""
         return any(HOLDS[name] == "Scalar" for name in self.tensors)
 
     @property
@@ -119,7 +119,7 @@ class Problem:
     ----------
     contract : Contract
     case : Case
-        Already rounded to the dtype under judgement.
+        Already rounded to the dtype under test.
     dispatch : Dispatch
     inputs : dict of arrays
         Those of the contract that the activation has.
@@ -162,7 +162,7 @@ def find_contract(task: str) -> Contract:
     """
     steps = [name for name in CONTRACTS if name.startswith(f"{task}.")]
     if steps and task not in CONTRACTS:
-        raise ValueError(f"no one kernel does all of {task}: judge one of {', '.join(steps)}")
+        raise ValueError(f"no one kernel does all of {task}: check one of {', '.join(steps)}")
     return CONTRACTS[checks.check_name("task for one kernel", task, CONTRACTS)]
 
 

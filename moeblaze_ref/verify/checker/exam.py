@@ -60,7 +60,7 @@ class Exam:
         adapted = (_with_activation(case, terms.activation).astype(terms.dtype) for case in cases)
         steps = [(_step(terms, case, _MOST_RUNS), _step(terms, case.steps()[1], 1)) for case in adapted]
         if not steps:
-            raise ValueError("cases is empty, but a kernel is judged by at least one case")
+            raise ValueError("cases is empty, but a kernel is checked by at least one case")
         return cls(terms, runner, steps, _poisoned(readers.MEMORY, terms.dtype) if large else None, unchecked)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the judge found: the first element that differs, the counts, and the verdict on each case."""
+"""What the checker found: the first element that differs, the counts, and the verdict on each case."""
 
 import html
 from collections.abc import Iterator
@@ -182,7 +182,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The judge's verdict on a kernel, case by case.
+    """The checker's verdict on a kernel, case by case.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ class Report:
     quantities : tuple of str
         What the backend counts, in the process that runs the kernel: the kernel can forge it.
     results : list of Result
-        A fault ends the judging: it is the last of them.
+        The last one if a case faults: the check ends there.
     unchecked : str
         Why sizes past 2**31 elements were not checked; empty if they were, or if the caller chose the cases.
     """
@@ -237,14 +237,14 @@ class Report:
         if self.quantities:
             yield COUNTED_BY
         else:
-            yield f"nothing is counted on {self.backend}: judge on simt for bytes, sectors and budgets"
+            yield f"nothing is counted on {self.backend}: check on simt for bytes, sectors and budgets"
 
     def _repr_html_(self):
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class Wrong(AssertionError):
-    """The judged kernel is wrong; the message says how, ``report`` has every case.
+    """The checked kernel is wrong; the message says how, ``report`` has every case.
 
     Parameters
     ----------

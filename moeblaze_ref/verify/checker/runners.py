@@ -1,4 +1,4 @@
-"""How the judge runs a kernel once: on the SIMT executor, on a GPU, or by Numba."""
+"""How the checker runs a kernel once: on the SIMT executor, on a GPU, or by Numba."""
 
 import contextlib
 import re

@@ -172,8 +172,8 @@ SHEET = Sheet(
             kind="bug",
             question=(
                 "Threads count, the last one adds up. The kernel is right if threads happen to run one after another "
-                "in the order of their numbers, which no GPU promises. The judge runs it in other orders, too. What is "
-                "missing?"
+                "in the order of their numbers, which no GPU promises. The checker runs it in other orders, too. What "
+                "is missing?"
             ),
             task="dispatch.expert_lengths",
             kernel=Kernel("expert_lengths", LENGTHS, cuda_grid(FILE, "expert_lengths")),

@@ -147,7 +147,7 @@ SHEET = Sheet(
             budgets=("read of w3 <= 4 R d h", "written <= 4 R d"),
             hint="`w3` is `(E, h, d)`, and `blockIdx.y` is the expert. Where does that expert's matrix begin?",
             why=(
-                "With one expert, or with every token at expert 0, no test would see it. Judge on skewed routing and "
+                "With one expert, or with every token at expert 0, no test would see it. Check on skewed routing and "
                 "on even routing."
             ),
         ),

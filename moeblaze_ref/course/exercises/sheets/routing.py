@@ -78,7 +78,7 @@ SHEET = Sheet(
             question=(
                 "A gate is the softmax probability of its expert *among all experts*, so a token's `k` gates sum to "
                 "less than one, unless `k = E`. In this kernel they always sum to one. Find the line and mend it. "
-                "(With `RENORMALIZE = 1` gates are divided by their sum; a kernel that names it is judged with both.)"
+                "(With `RENORMALIZE = 1` gates are divided by their sum; a kernel that names it is checked with both.)"
             ),
             task="gating",
             kernel=GATING,
