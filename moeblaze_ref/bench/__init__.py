@@ -1,7 +1,7 @@
-"""Times of the layer and of its stages on a GPU, beside peers in plain torch and beside what the hardware allows.
+"""Times of the layer and of its stages on a GPU, beside baselines in plain torch and the limits of the hardware.
 
-Everything that is compared runs in turns in one run: ours, the peers, and the two measured ceilings, a large dense
-product and a device copy, whose rates give each row its floor. docs/performance.md says how to read the rows.
+One run interleaves everything that it compares: ours, the baselines, and the two measured ceilings, a large dense
+product and a device copy, whose rates give each row its roofline. docs/performance.md says how to read the rows.
 """
 
 LAYER_PRESETS = ("conf3", "conf4", "conf1", "qwen3", "mixtral", "fine-grained")

@@ -127,7 +127,7 @@ class _SumOfSlots(torch.autograd.Function):
         return d_out.index_select(0, *ctx.saved_tensors), None, None, None
 
 
-# Every peer: the function, and the options of torch.compile, or None to run it as it is.
+# Every baseline: the function, and the options of torch.compile, or None to run it as it is.
 SYSTEMS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, str] | None]] = {
     "grouped_mm": (index_add_layer, None),
     "grouped_mm_compiled": (index_add_layer, {}),
@@ -137,8 +137,8 @@ SYSTEMS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, str] | 
 }
 
 
-def peer(system: str, parameters: RoutedExperts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A peer as a function of x, on the weights of ``parameters``; compiled anew for the shapes that it meets."""
+def build(system: str, parameters: RoutedExperts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return a baseline as a function of x, on the weights of ``parameters``; compiled anew for each shape."""
     layer, options = SYSTEMS[system]
     if options is not None:
         layer = torch.compile(layer, dynamic=False, fullgraph=True, **options)

@@ -78,7 +78,7 @@ class Row:
     idea : str
         Which step of the ladder it is, or which stage of a training step; or that it is the dense product.
     duration_ms : float
-        Under ncu, after a pause and with cold caches: not to be compared with times that were taken in turns.
+        Under ncu, after a pause and with cold caches: not comparable with interleaved times.
     sm_clock_ghz : float
         Cycles of a multiprocessor in a nanosecond.
     tensor_pct, issue_pct : float

@@ -1,7 +1,7 @@
 """The up-projection's forward on every version, and on the last one idea by idea: what each is worth.
 
 The steps within the last version are all made from its one file: by its constants, and by how many blocks are launched.
-They are timed like whole layers, launch by launch in turns: each takes milliseconds, so the host is always ahead.
+They are timed like whole layers, launch by launch, interleaved: each takes milliseconds, so the host is always ahead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -186,7 +186,7 @@ def steps_of(config: MoEConfig, versions: Sequence[str] = ()) -> list[Step]:
 def time_ladder(
     preset: str, config: MoEConfig, steps: Sequence[Step], repetitions: int, device: Device
 ) -> list[dict[str, Any]]:
-    """All steps in turns, each result compared with plain torch.
+    """Time all steps interleaved, each result compared with plain torch.
 
     Parameters
     ----------

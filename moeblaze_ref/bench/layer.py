@@ -1,4 +1,4 @@
-"""The whole layer, a forward and a backward: ours under the save policies, beside the other systems and the peers."""
+"""Time the whole layer, forward and backward: ours under the save policies, other systems, and the baselines."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from moeblaze_ref.runtime.device import Device, NoGraph
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
 
-INPUTS = 3  # used in turn, so that none is in the L2 cache when its turn comes
+INPUTS = 3  # used alternately, so that none is in the L2 cache when its step begins
 GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing, and a graph's memory is too much
 
 
@@ -40,7 +40,7 @@ class Choice:
     version : str, optional
         Of `OWN`. Default: the layer's own.
     routing : str
-        One of ``routing.ROUTINGS``; any but "uniform" is timed beside that, in turns.
+        One of ``routing.ROUTINGS``; any but "uniform" is timed interleaved with that.
     capacity_factor : float
         Of the system of that name.
     repetitions : int
@@ -91,10 +91,10 @@ class Row:
     error : float
         As `accuracy.worst_error` has it of whole tensors; of ``capacity`` over the choices that it should compute.
     roofline_ms, pct_of_roofline
-        Of `roofline.layer_roofline_ms`; the floor over the median, in percent.
+        Of `roofline.layer_roofline_ms`; the roofline over the median, in percent.
     pct_of_cublas, pct_of_hot_cublas : float
-        FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and in turns. Of
-        rows that are dropped there are none, and those of padding do not count.
+        FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and interleaved.
+        Of rows that are dropped there are none, and those of padding do not count.
     ratio_to : dict
         How many times as fast as each other system but `OWN` on the same routing: {"grouped_mm": 1.3}.
     time_over_uniform : float or None
@@ -207,7 +207,7 @@ class Scene:
     def _function(self, system: str) -> timed_systems.Layer:
         if system in self.modules:
             return timed_systems.layer_of(self.modules[system])
-        return self.baselines[system].layer if system in self.baselines else baselines.peer(system, self.layer)
+        return self.baselines[system].layer if system in self.baselines else baselines.build(system, self.layer)
 
     def _routed(self, config: MoEConfig, name: str) -> Tensor:
         """Tokens (L, d) that the router sends where this routing wants them."""
@@ -249,7 +249,7 @@ class Scene:
 
 
 def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -> list[dict[str, Any]]:
-    """One layer, every chosen system, policy and routing in turns.
+    """Time one layer with every chosen system, policy and routing, interleaved.
 
     Parameters
     ----------
@@ -338,20 +338,20 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
     """The columns that come from the clock."""
     mine = samples[subject]
     beside = {other: taken.median / mine.median for other, taken in samples.items() if isinstance(other, Subject)}
-    rivals = {other.system: ratio for other, ratio in beside.items() if _is_rival(other, subject)}
+    ratios = {other.system: ratio for other, ratio in beside.items() if _is_baseline(other, subject)}
     uniform = subject._replace(routing="uniform")
     return {
         "step_ms": mine.median,
         "quartiles_ms": mine.quartiles,
         "fwd_ms": mine.part(0),
         "bwd_ms": mine.part(1),
-        "ratio_to": rivals,
+        "ratio_to": ratios,
         "time_over_uniform": None if subject == uniform else 1 / beside[uniform],
     }
 
 
-def _is_rival(other: Subject, subject: Subject) -> bool:
-    """Whether the other is one that this one is compared with."""
+def _is_baseline(other: Subject, subject: Subject) -> bool:
+    """Return True if the other is a system that this one is compared with."""
     return other.system not in (*OWN, subject.system) and other.routing == subject.routing
 
 

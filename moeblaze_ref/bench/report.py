@@ -33,8 +33,8 @@ def ratio(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"{min(value, 0.999):.3f}"
 
 
-def _ratio_to(peer: str) -> Callable[[Row], str]:
-    return lambda row: ratio(row["ratio_to"][peer]) if peer in row["ratio_to"] else ""
+def _ratio_to(baseline: str) -> Callable[[Row], str]:
+    return lambda row: ratio(row["ratio_to"][baseline]) if baseline in row["ratio_to"] else ""
 
 
 def _half_spread(row: Row) -> str:
@@ -62,7 +62,7 @@ LAYER_COLUMNS: tuple[Column, ...] = (
     ("as graph ms", _number("graph_ms", ".2f")),
     ("% of cuBLAS", _number("pct_of_cublas", ".0f")),
     ("% of hot cuBLAS", _number("pct_of_hot_cublas", ".0f")),
-    ("% of floor", _number("pct_of_roofline", ".0f")),
+    ("% of roofline", _number("pct_of_roofline", ".0f")),
     ("over uniform", lambda row: "" if row["time_over_uniform"] is None else ratio(row["time_over_uniform"])),
     ("dropped rows", _number("dropped_rows", ",.0f")),
     ("lost tokens", _number("lost_tokens", ",.0f")),
@@ -79,9 +79,9 @@ STAGE_COLUMNS: tuple[Column, ...] = (
     ("version", lambda row: row["version"] or ""),
     ("ms", _number("step_ms", ".4g")),
     ("± %", _half_spread),
-    ("floor ms", _number("roofline_ms", ".4g")),
+    ("roofline ms", _number("roofline_ms", ".4g")),
     ("bound", lambda row: row["bound"]),
-    ("% of floor", _number("pct_of_roofline", ".0f")),
+    ("% of roofline", _number("pct_of_roofline", ".0f")),
     ("error", _number("error", ".1e")),
     ("row error", _number("row_error", ".1e")),
 )
@@ -132,10 +132,10 @@ def waits(row: Row) -> str:
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:
-    """The columns of rows of one kind: one more for each peer that any is compared with, and no empty ones."""
+    """The columns of rows of one kind: one more for each baseline, and no empty ones."""
     columns = COLUMNS.get(rows[0]["kind"], STAGE_COLUMNS)
-    rivals = dict.fromkeys(peer for row in rows for peer in row.get("ratio_to", ()))
-    ratios = [(f"times as fast as {peer}", _ratio_to(peer)) for peer in rivals]
+    compared = dict.fromkeys(baseline for row in rows for baseline in row.get("ratio_to", ()))
+    ratios = [(f"times as fast as {baseline}", _ratio_to(baseline)) for baseline in compared]
     return [column for column in (*columns, *ratios) if any(column[1](row) for row in rows)]
 
 

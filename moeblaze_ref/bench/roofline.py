@@ -1,7 +1,7 @@
 """The least time that a stage could take: its FLOPs or its bytes over what the device was seen to do.
 
 Counted is what no implementation can leave out: every input read once, every output written once, two FLOPs for each
-multiply-add of a product. A stage's floor is the longer of the two times, at the rates of a large dense product and
+multiply-add of a product. A stage's roofline is the longer of the two times, at the rates of a large dense product and
 of a device copy that were measured in the same run, before anything heated the device. Symbols as in the MoEBlaze
 paper.
 """
@@ -20,9 +20,9 @@ def columns(ceilings: Ceilings, hot: Ceilings) -> dict[str, float]:
     Parameters
     ----------
     ceilings : Ceilings
-        Of the device alone; floors are made of these.
+        Measured on the idle device; the roofline uses these.
     hot : Ceilings
-        In turns with what is timed.
+        Interleaved with what is timed.
 
     Returns
     -------
@@ -143,8 +143,8 @@ def layer_flops(config: MoEConfig) -> int:
 
 
 def layer_roofline_ms(config: MoEConfig, ceilings: Ceilings) -> float:
-    """Milliseconds of a step whose every stage runs at its floor.
+    """Milliseconds of a step whose every stage runs at its roofline.
 
-    What a policy recomputes is no part of it: the floor is that of the result, not of the way to it.
+    What a policy recomputes is no part of it: the roofline is that of the result, not of the way to it.
     """
     return sum(ceilings.roofline_ms(cost_of(stage, config)) for stage in stages_of(config))

@@ -1,4 +1,4 @@
-"""Each stage alone, on the device's own time, beside its floor and, where plain torch has it, beside torch."""
+"""Time each stage alone with the device's clock, beside its roofline and, where torch has the stage, beside torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -57,7 +57,7 @@ MODULES = {
     "gating_backward": gating,
 }
 assert RUN.keys() == {*roofline.FORWARD, *roofline.BACKWARD} == EXPECTED.keys()
-PEERS = ("gating", "dispatch", "combine")  # which plain torch has as stages of their own, so that it is timed too
+WITH_TORCH = ("gating", "dispatch", "combine")  # stages that plain torch has too: it is timed beside them
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Row:
     Parameters
     ----------
     kind : str
-        "stage", or the stage's name where that is timed with peers.
+        "stage", or the stage's name where plain torch is timed too.
     preset, shape, dtype
         The layer: a name, {L, d, h, E, k}, and the dtype of its activations.
     stage, system, version
@@ -75,7 +75,7 @@ class Row:
     step_ms, quartiles_ms
         Median, and first and third quartile, on the device's own time.
     flops, bytes, bound, roofline_ms, pct_of_roofline
-        Of `ceilings.Cost`; which of both makes the floor; the floor over the median, in percent.
+        Of `ceilings.Cost`; which of both is the roofline; the roofline over the median, in percent.
     ratio_to : dict
         How many times as fast as each other system of the stage: {"torch": 2.0}.
     error : float or None
@@ -140,7 +140,7 @@ def time_stage(
     device: Device,
     beside_torch: bool = False,
 ) -> list[dict[str, Any]]:
-    """One stage on several versions, in turns, by replays of CUDA graphs; each result is compared with plain torch's.
+    """Time several versions of one stage, interleaved, by replays of CUDA graphs, and compare each result with torch's.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def time_stage(
         Replays of each.
     device : Device
     beside_torch : bool
-        Time plain torch too; of ``PEERS`` alone.
+        Time plain torch too; of ``WITH_TORCH`` alone.
 
     Returns
     -------
@@ -178,13 +178,13 @@ def time_stage(
     ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, repetitions, device)
     head = {"kind": stage if beside_torch else "stage", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
-    head |= {"stage": stage, **_floor(cost, ceilings), **roofline.columns(ceilings, device.rates(samples))}
+    head |= {"stage": stage, **_roofline(cost, ceilings), **roofline.columns(ceilings, device.rates(samples))}
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
     return [asdict(Row(**head, **_time(subject, times, head["roofline_ms"]), **errors[subject])) for subject in works]
 
 
 def input_sets(bytes_moved: int, cache_bytes: int) -> int:
-    """How many inputs, used in turn, do not fit into the cache: twice its size together, within reason."""
+    """Return how many inputs, used alternately, do not fit into the cache: twice its size together, within reason."""
     return min(MOST_SETS, max(1, ceil_div(2 * cache_bytes, bytes_moved)))
 
 
@@ -212,7 +212,7 @@ def _errors(
     return {version: error(version).columns for version in versions}
 
 
-def _floor(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
+def _roofline(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
     """The columns of a row that all rows of a stage share."""
     return {
         "flops": cost.flops,

@@ -1,6 +1,6 @@
 """Every system that is timed as a layer, by name, on the weights of one.
 
-These are ours, of `moeblaze_ref.nn.systems`, the peers in plain torch, and the layers of other projects.
+These are ours, of `moeblaze_ref.nn.systems`, the baselines in plain torch, and the layers of other projects.
 
 A fixed capacity drops what has no room, so it computes another function than the others: `kept_choices` says, by the
 specification, which choices it computes, and it is compared with the oracle over those alone.
@@ -30,7 +30,7 @@ from moeblaze_ref.systems import capacity
 OURS = "moeblaze"
 GRAPHED = "moeblaze_graphed"  # ours, whose forward and whose backward are a CUDA graph each
 MODULES = tuple(reversed(systems.SYSTEMS))
-OWN = (OURS, GRAPHED)  # the systems that have policies, and are nobody's peers
+OWN = (OURS, GRAPHED)  # the systems that have policies, and are no baselines
 SYSTEMS = (*MODULES, GRAPHED, *baselines.SYSTEMS, *foreign.SYSTEMS)
 ALSO_CALLED = {"torch_grouped": "grouped_mm"}  # rows have the second name
 
@@ -57,7 +57,7 @@ def module_of(system: str, parameters: RoutedExperts, **options) -> nn.Module:
 
 
 def layer_of(module: nn.Module) -> Layer:
-    """A module of ``systems.SYSTEMS`` as the peers are: output and choice of experts."""
+    """A module of ``systems.SYSTEMS`` as the baselines are: output and choice of experts."""
 
     def layer(x: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(module, MoEModule):

@@ -105,7 +105,7 @@ def _in_dtype_of(version: str, config: MoEConfig) -> MoEConfig:
 def time_tiles(
     preset: str, config: MoEConfig, version: str, kernel: str, repetitions: int, device: Device
 ) -> list[Time]:
-    """One kernel in every candidate tile, in turns, by replays of CUDA graphs.
+    """Time one kernel in every candidate tile, interleaved, by replays of CUDA graphs.
 
     Parameters
     ----------

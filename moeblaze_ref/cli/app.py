@@ -320,7 +320,7 @@ def bench(
     force: Force = False,
     as_json: AsJson = False,
 ):
-    """Time the layer or its stages on a GPU, in turns with plain torch; exit with status 1 if a result is wrong.
+    """Time the layer or its stages on a GPU, interleaved with plain torch; exit with status 1 if a result is wrong.
 
     Whatever is repeatable may also be one list with commas.
     """

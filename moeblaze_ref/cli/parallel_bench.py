@@ -137,7 +137,7 @@ def placements_of(
 
 
 def replay(placements: Sequence[Placement], windows: list[np.ndarray], d: int, h: int, ranks, dtype) -> list[Taken]:
-    """Run the windows under every placement, in turns: what changes with time falls on all of them.
+    """Run the windows under every placement, interleaved, so that drift affects all of them alike.
 
     Parameters
     ----------

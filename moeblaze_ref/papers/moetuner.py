@@ -21,8 +21,8 @@ from moeblaze_ref.papers.traced import MISSING, our_trace, traced_at
 from moeblaze_ref.placement import bounds, ilp, simulate
 from moeblaze_ref.placement.baselines import contiguous
 from moeblaze_ref.placement.clusters import cluster_experts
-from moeblaze_ref.placement.exact import best_clusters, best_seats
-from moeblaze_ref.placement.gpu_assignment import seat_clusters
+from moeblaze_ref.placement.exact import best_clusters, best_gpu_assignment
+from moeblaze_ref.placement.gpu_assignment import assign_gpus
 from moeblaze_ref.placement.trace import Profile, profile, split
 
 LOAD = np.array([9, 1, 1, 1])  # tokens of each expert of a layer in which one is hot
@@ -85,10 +85,10 @@ def second_program(_: Recorded) -> Iterator[Row]:
     C = generator.integers(1, 100, (3, 3, 3))
     cost = np.array([[0.0, 1.0, 9.0], [1.0, 0.0, 9.0], [9.0, 9.0, 0.0]])
     sizes = np.full((4, 3), 2)
-    straight, solved = np.tile(np.arange(3), (4, 1)), seat_clusters(C, cost, sizes)
+    straight, solved = np.tile(np.arange(3), (4, 1)), assign_gpus(C, cost, sizes)
     printed, meant = (_objective(C, cost, straight, summed) for summed in (True, False))
     yield stated(
-        "equation 8 for one seating: sum over layers of the slowest pair",
+        "equation 8 for one assignment: sum over layers of the slowest pair",
         f"{printed:g}",
         printed == meant,
         f"{meant:g}",
@@ -96,7 +96,7 @@ def second_program(_: Recorded) -> Iterator[Row]:
             "2097", "the sums stand inside the max, and leave it nothing to be taken over: every pair's time is added"
         ),
     )
-    least, found = best_seats(C, cost, sizes), _objective(C, cost, solved.gpus, False)
+    least, found = best_gpu_assignment(C, cost, sizes), _objective(C, cost, solved.gpus, False)
     yield stated("equations 8 to 15 by our solver", "", bool(np.isclose(found, least)), f"{found:g}; exact {least:g}")
 
 

@@ -91,9 +91,9 @@ def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
 class Watch(AbstractContextManager):
     """Within it, the loss of a rank ends every rank within the time-out, and the error names it.
 
-    Every rank enters and leaves it; leaving waits for the others. Where a collective fails, as gloo's do when a peer
-    has died, `LostRank` is raised on leaving. A collective that waits for ever cannot be left: then the process writes
-    the same message to stderr and ends with status 1.
+    Every rank enters and leaves it; leaving waits for the others. Where a collective fails, as gloo's do when another
+    rank has died, `LostRank` is raised on leaving. A collective that waits for ever cannot be left: then the process
+    writes the same message to stderr and ends with status 1.
 
     Parameters
     ----------

@@ -127,7 +127,7 @@ def _exchange(x, g, h):
 
 
 @numba.njit(cache=True)
-def _relabel(a, T, to, came, C, times, cost, tail, heat):
+def _relabel(a, T, to, came, C, times, cost, tail, temperature):
     """From a random layer on, GPUs g and h exchange all their experts, by Boltzmann's chance; the change of cost."""
     layers, G = len(a), len(cost)
     l, g, h = np.random.randint(1, layers), np.random.randint(G), np.random.randint(G)
@@ -136,7 +136,7 @@ def _relabel(a, T, to, came, C, times, cost, tail, heat):
     _exchange(flows[1:].transpose(0, 2, 1), g, h)
     after = np.array([_time(flow, cost, tail) for flow in flows])
     change = (after - times[l:]).sum()
-    if change > 0 and np.random.random() >= np.exp(-change / heat):
+    if change > 0 and np.random.random() >= np.exp(-change / temperature):
         return 0.0
     C[l:] = flows
     times[l:] = after
@@ -158,9 +158,9 @@ def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
     times = np.array([_time(flow, cost, tail) for flow in C])
     best, value, least = a.copy(), 0.0, 0.0
     for s in range(steps):
-        heat = tokens * HOT * (COLD / HOT) ** (s / steps)
+        temperature = tokens * HOT * (COLD / HOT) ** (s / steps)
         if s % RELABEL == 0 and layers > 1:
-            value += _relabel(a, T, to, came, C, times, cost, tail, heat)
+            value += _relabel(a, T, to, came, C, times, cost, tail, temperature)
         l, e, f = np.random.randint(layers), np.random.randint(E), np.random.randint(E)
         g, h = a[l, e], a[l, f]
         if g == h:
@@ -171,7 +171,7 @@ def _anneal(a, P, R, cost, tail, most, T, steps, tokens, seed):
         _shift(C[l], C[l + 1], came[l], to[l], e, f, g, h)
         before, after = _time(C[l], cost, tail), _time(C[l + 1], cost, tail)
         change = before + after - times[l] - times[l + 1]
-        if change > 0 and np.random.random() >= np.exp(-change / heat):
+        if change > 0 and np.random.random() >= np.exp(-change / temperature):
             _shift(C[l], C[l + 1], came[l], to[l], f, e, g, h)  # back again
             continue
         a[l, e], a[l, f] = h, g

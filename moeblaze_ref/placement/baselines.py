@@ -134,11 +134,11 @@ def replicate(load: np.ndarray, replicas: int) -> np.ndarray:
 
 
 def exflow(profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: int = 0) -> Placement:
-    """ExFlow's aim: as many transitions as possible stay on their GPU.
+    """ExFlow's objective: as many transitions as possible stay on their GPU.
 
     All GPUs have equally many experts; their load is ignored.
 
-    Its authors solve an integer program; here the aim alone is theirs, and `annealing.anneal` searches, without a
+    Its authors solve an integer program; here only the objective is theirs, and `annealing.anneal` searches, without a
     bound.
 
     Parameters

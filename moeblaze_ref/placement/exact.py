@@ -44,11 +44,11 @@ def best_clusters(load: np.ndarray, num_clusters: int, bounds: Bounds) -> tuple[
     return deviation / num_clusters, most
 
 
-def best_seats(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray) -> float:
+def best_gpu_assignment(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray) -> float:
     """ILP 2 by dynamic programming, layer by layer: the least sum of the slowest pairs' times.
 
-    What the layers before leave behind is where the last one's clusters sit, one of G! permutations, and how many
-    experts every GPU hosts so far: the state. Of all ways to one state only the cheapest matters.
+    A state holds the GPUs of the last layer's clusters, one of G! permutations, and how many experts every GPU hosts so
+    far. Of all ways to one state only the cheapest matters.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def best_seats(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray) -> float:
     Raises
     ------
     ValueError
-        If there are too many GPUs, or no seats give every GPU its share of the experts.
+        If there are too many GPUs, or no assignment gives every GPU its share of the experts.
     """
     G = sizes.shape[1]
     checks.check_int("G", G, 1, SMALL)
@@ -75,7 +75,7 @@ def best_seats(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray) -> float:
         cheapest = _spread(arrived, size[orders], most)
     ends = [value.min() for hosted, value in cheapest.items() if min(hosted) >= least]
     if not ends:
-        raise ValueError(f"infeasible: no seats give every GPU {least} to {most} experts")
+        raise ValueError(f"infeasible: no assignment gives every GPU {least} to {most} experts")
     return float(min(ends))
 
 

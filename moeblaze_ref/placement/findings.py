@@ -51,7 +51,7 @@ def slowest(found: Found) -> str:
 
 
 def beside_joint(found: Found) -> str:
-    """How often each peer's step is the faster one on the half that was held out, and who is by the medians."""
+    """How often each baseline's step is faster than `joint`'s on the held-out half, and which are by the medians."""
     ours, lines, faster = _splits(found, OURS), [], []
     for row in found["rows"]:
         if row["method"] == OURS:

@@ -28,8 +28,8 @@ MAX_ROWS = 400_000  # constraints: above, the start and its bound are all that t
 
 
 @dataclass(frozen=True, eq=False)
-class Seats:
-    """What ILP 2 found.
+class GpuAssignment:
+    """The GPU of every cluster, as ILP 2 found it.
 
     Parameters
     ----------
@@ -53,13 +53,13 @@ class Seats:
         return max(self.objective - self.bound, 0) / self.objective if self.objective else 0.0
 
 
-def seat_clusters(
+def assign_gpus(
     C: np.ndarray,
     cost: np.ndarray,
     sizes: np.ndarray,
     solver: str = DEFAULT_SOLVER,
     time_limit: float = TIME_LIMIT,
-) -> Seats:
+) -> GpuAssignment:
     """ILP 2: the GPU of every cluster in every layer, so that the slowest pairs are as fast as can be.
 
     Parameters
@@ -78,7 +78,7 @@ def seat_clusters(
     Raises
     ------
     ValueError
-        If no seats give every GPU as many experts, there is no such solver, or the time limit is out of range.
+        If no assignment gives every GPU as many experts, there is no such solver, or the time limit is out of range.
     """
     layers, G = sizes.shape
     checks.check_shape("C", C, {"layers - 1": layers - 1, "G": G, "G ": G})
@@ -93,10 +93,10 @@ def seat_clusters(
     least = np.floor(scale * pair_bounds(C, cost)).astype(np.int64)  # (layers - 1,)
     bound = int(least.sum())
     if not fits or scale * slowest(C, gpus, cost).sum() >= bound + 1:
-        # A pair that takes longer than all transitions of known seats is in no better ones, however long it takes.
+        # A pair that takes longer than all transitions of the known assignment is in no better one.
         time_of = np.minimum(np.floor(scale * cost * C[..., None, None]), np.ceil(scale * known))
-        gpus, bound = _seat(C, cost, time_of, sizes, hosted, gpus if fits else None, least, solver, began + time_limit)
-    return Seats(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, time.perf_counter() - began)
+        gpus, bound = _solve(C, cost, time_of, sizes, hosted, gpus if fits else None, least, solver, began + time_limit)
+    return GpuAssignment(gpus, float(slowest(C, gpus, cost).sum()), bound / scale, time.perf_counter() - began)
 
 
 def _scale(cost, known):
@@ -104,9 +104,9 @@ def _scale(cost, known):
     return min(1 if (cost == np.round(cost)).all() else 1000, EXACT / max(known, 1))
 
 
-def _seat(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
-    """(GPU of each cluster, bound) by the solver; what it began with, if the time does not suffice for more."""
-    model = _Seating(C, time_of, sizes, hosted, least)
+def _solve(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
+    """Solve ILP 2: (GPU of each cluster, bound), or the start and its bound if the time is too short."""
+    model = _Model(C, time_of, sizes, hosted, least)
     if model.rows > MAX_ROWS and start is not None:
         return start, int(least.sum())
     try:
@@ -114,11 +114,13 @@ def _seat(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
         found = minimise(model.model, solver, deadline - time.perf_counter(), model.start(start))
     except Infeasible:
         raise ValueError(
-            f"infeasible: no seats of these clusters give every GPU {hosted[0]} to {hosted[1]} experts over all layers "
-            f"(ILP 2's constraint on memory); bring the bounds on experts per GPU closer together"
+            f"infeasible: no assignment of these clusters gives every GPU {hosted[0]} to {hosted[1]} experts over all "
+            f"layers (ILP 2's constraint on memory); bring the bounds on experts per GPU closer together"
         ) from None
     if found is None and start is None:
-        raise ValueError("ILP 2 found no seats within the time limit; raise it, or use equal bounds on experts per GPU")
+        raise ValueError(
+            "ILP 2 found no assignment within the time limit; raise it, or use equal bounds on experts per GPU"
+        )
     if found is None:
         return start, int(least.sum())
     gpus = model.gpus(found.values)
@@ -127,7 +129,7 @@ def _seat(C, cost, time_of, sizes, hosted, start, least, solver, deadline):
     return gpus, max(int(least.sum()), found.bound)
 
 
-class _Seating:
+class _Model:
     """The model of ILP 2, with the product of two binaries y y' written as y + y' - 1.
 
     ``time`` (layers - 1, G, G, G, G) holds C[l, c1, c2] times the cost of (g1, g2) in whole numbers, or what is as bad
@@ -160,7 +162,7 @@ class _Seating:
         model.minimize(total(z))
 
     def start(self, gpus):
-        """Values of y for known seats."""
+        """Values of y for a known assignment."""
         if gpus is None:
             return None
         layers, G = gpus.shape

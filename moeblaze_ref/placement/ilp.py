@@ -1,7 +1,7 @@
 """MoETuner (arXiv 2502.06643): two integer programs, one after the other.
 
-ILP 1 (`clusters`) makes clusters of experts whose loads are alike, layer by layer; ILP 2 (`seats`) gives every cluster
-a GPU, over all layers. Both are written once, for every solver of `solver`.
+ILP 1 (`clusters`) makes clusters of experts whose loads are alike, layer by layer; ILP 2 (`gpu_assignment`) gives every
+cluster a GPU, over all layers. Both are written once, for every solver of `solver`.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 
 from moeblaze_ref.placement.bounds import Bounds
 from moeblaze_ref.placement.clusters import Clusters, Track, cluster_experts
-from moeblaze_ref.placement.gpu_assignment import Seats, seat_clusters
+from moeblaze_ref.placement.gpu_assignment import GpuAssignment, assign_gpus
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster
 from moeblaze_ref.placement.solver import DEFAULT_SOLVER, TIME_LIMIT
@@ -23,17 +23,17 @@ class MoETuner:
 
     placement: Placement
     clusters: Clusters
-    seats: Seats
+    gpus: GpuAssignment
 
     @property
     def seconds(self) -> float:
         """Of both programs."""
-        return self.clusters.seconds + self.seats.seconds
+        return self.clusters.seconds + self.gpus.seconds
 
     @property
     def gap(self) -> float:
         """The larger of two: of the fullest cluster's load, see `Clusters.gap`, and of ILP 2's objective."""
-        return max(self.clusters.gap, self.seats.gap)
+        return max(self.clusters.gap, self.gpus.gap)
 
 
 def moetuner(
@@ -60,12 +60,12 @@ def moetuner(
     Raises
     ------
     ValueError, TypeError
-        As in `cluster_experts` and `seat_clusters`, or if the profile has no R.
+        As in `cluster_experts` and `assign_gpus`, or if the profile has no R.
     """
     R, G = profile.transitions(), on.num_gpus
     clusters = cluster_experts(profile.P, G, bounds, solver, time_limit, track)
     member = np.eye(G, dtype=np.int64)[clusters.of_expert]  # (layers, E, G)
     C = member[:-1].swapaxes(1, 2) @ R @ member[1:]  # (layers - 1, G, G)
-    seats = seat_clusters(C, on.cost, member.sum(axis=1), solver, time_limit)
-    assignment = np.take_along_axis(seats.gpus, clusters.of_expert, axis=1)
-    return MoETuner(Placement(assignment, G, profile.model), clusters, seats)
+    assigned = assign_gpus(C, on.cost, member.sum(axis=1), solver, time_limit)
+    assignment = np.take_along_axis(assigned.gpus, clusters.of_expert, axis=1)
+    return MoETuner(Placement(assignment, G, profile.model), clusters, assigned)

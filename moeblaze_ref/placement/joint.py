@@ -4,8 +4,8 @@ MoETuner's first program fixes clusters before it sees affinity.
 
 Many clusterings balance a layer almost equally well. Among the placements whose fullest GPU stays under a limit, this
 looks for few crossings and a fast slowest pair, by simulated annealing over whole placements (`annealing.anneal`). It
-starts from longest-first packing, the most even of the peers. Where the model says that a peer's placement is faster
-all the same, the slowest pair counts for more, and in the end that placement is given back.
+starts from longest-first packing, the most even of the baselines. Where the model says that a baseline's placement is
+faster all the same, the slowest pair gets more weight, and in the end `joint` returns that placement.
 
 A heuristic: no integer program, and nothing is proven. Load and crossings in one program would be products of two
 choices for every pair of experts in neighbouring layers and of GPUs, (E / G)**2 times as many as in ILP 2.
@@ -22,7 +22,7 @@ from moeblaze_ref.placement.trace import Profile
 
 # Chosen on random halves of other seeds, 100 and up, than those that are published.
 # The slowest pair's part of what a transition costs, see annealing.anneal: the less, the fewer crossings there are, and
-# the more, the faster is the step. Tried in turn until no peer is the faster one.
+# the more, the faster is the step. Tried in this order until no baseline is faster.
 TAILS = (0.1, 0.15, 0.2, 0.3, 0.6)
 LIMIT = 1.02  # of a layer's fullest GPU over the mean
 LIMITS = (1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.09, 1.13, 1.2)  # of the curve
@@ -37,11 +37,11 @@ def joint(
     seed: int = 0,
     others: Collection[Placement] = (),
 ) -> Placement:
-    """A placement under a limit on the load, of few crossings, and by the model never slower than any of its peers'.
+    """Return a placement under a load limit, with few crossings, and by the model no slower than any baseline's.
 
-    What `search` finds with the first of ``TAILS`` with which none of `rivals` and of ``others`` is faster by the
-    model; if there is none, the fastest of those, which may exceed the limit. It is so on the profile alone, not on
-    other tokens.
+    What `search` finds with the first of ``TAILS`` with which none of `baseline_placements` and of ``others`` is faster
+    by the model; if there is none, the fastest of those, which may exceed the limit. It is so on the profile alone, not
+    on other tokens.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def joint(
     for other in others:
         other.check_fits(profile.layers, profile.E, profile.model)
     check_limit(limit)
-    best = fastest(profile, on, [*rivals(profile, on.num_gpus, bounds, steps).values(), *others])
+    best = fastest(profile, on, [*baseline_placements(profile, on.num_gpus, bounds, steps).values(), *others])
     for tail in TAILS:
         found = search(profile, on, limit, bounds, steps, seed, tail)
         if step(profile, found.shares(), on).ms <= step(profile, best.shares(), on).ms:
@@ -75,7 +75,7 @@ def search(
     seed: int = 0,
     tail: float = TAILS[0],
 ) -> Placement:
-    """As `joint`, without the comparison with peers: under the limit, if packing is.
+    """As `joint`, without the comparison with baselines: under the limit, if packing is.
 
     Parameters
     ----------
@@ -108,10 +108,10 @@ def check_limit(limit: float):
         raise ValueError(f"limit is {limit}, but no load can be more even than 1")
 
 
-def rivals(
+def baseline_placements(
     profile: Profile, num_gpus: int, bounds: Bounds | None = None, steps: int = annealing.STEPS
 ) -> dict[str, Placement]:
-    """The peers without a solver that place every expert exactly once, by name.
+    """Return the placements of the baselines that need no solver and place every expert once, by name.
 
     ``steps`` is of `baselines.exflow`'s annealing.
 

@@ -273,7 +273,7 @@ def curve(
 ) -> list[Callable[[], list[Trial]]]:
     """Jobs for the Pareto curve of load against crossings.
 
-    Each is the search of `joint` under one limit, and no peer takes its place.
+    Each is the search of `joint` under one limit, and no baseline takes its place.
 
     The trace's first split decides: fitted to one half of the sequences, evaluated on the other.
     """

@@ -107,7 +107,7 @@ class Cluster:
 
 
 def one_node(num_gpus: int) -> np.ndarray:
-    """GPUs behind one NVLink switch: a GPU's bandwidth is shared evenly by its G - 1 peers; (G, G) bytes/s."""
+    """GPUs behind one NVLink switch: a GPU's bandwidth is shared evenly by the G - 1 others; (G, G) bytes/s."""
     return np.full((num_gpus, num_gpus), NVLINK / max(num_gpus - 1, 1))
 
 

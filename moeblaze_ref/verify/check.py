@@ -177,11 +177,11 @@ def _rows_of(backend, stage, version, dtype, steps, found, expect) -> Iterator[R
     """A row for each direction: of the worse of the steps, which run one after the other."""
     found = [_copied(results) for results in found]  # a step may overwrite what the one before returned
     exact = [_expected(expect, step, "float64") for step in steps]
-    peers = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
+    baselines = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
     precision = comparisons.precision(stage, version, dtype)
     for direction in exact[0]:
-        parts = [[results.get(direction) for results in kind] for kind in (found, exact, peers)]
-        verdicts = [comparisons.compare(*arrays, precision, peer) for *arrays, peer in zip(*parts, strict=True)]
+        parts = [[results.get(direction) for results in kind] for kind in (found, exact, baselines)]
+        verdicts = [comparisons.compare(*arrays, precision, baseline) for *arrays, baseline in zip(*parts, strict=True)]
         worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
         yield _row(backend, stage, version, direction, dtype, step.shape, *worst)
 

@@ -63,13 +63,13 @@ FEW_ELEMENTS = 256
 
 
 def precision(stage: str, version: str | None, dtype: str) -> str:
-    """Return what a stage multiplies in: its dtype, or tf32, "tf32 twice" in the layer with its two products in a row."""
+    """Return what a stage multiplies in: its dtype, or tf32, or "tf32 twice" for the layer's two products."""
     if version != gemm.TF32:
         return dtype
     return "tf32 twice" if stage == "layer" else "tf32"
 
 
-def compare(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None) -> tuple[float, float]:
+def compare(found: Arrays, exact: Arrays, dtype: str, baseline: Arrays | None = None) -> tuple[float, float]:
     """Error and bound of the tensor that is closest to its bound, or furthest beyond it.
 
     Parameters
@@ -78,16 +78,16 @@ def compare(found: Arrays, exact: Arrays, dtype: str, peer: Arrays | None = None
         The stage's results, and those of float64.
     dtype : str
         What the stage computed in: `precision`.
-    peer : dict of arrays, optional
+    baseline : dict of arrays, optional
         Results of plain torch in that dtype; needed for the narrow ones.
     """
-    pairs = [(relative_error(found[name], exact[name]), bound_of(name, exact, dtype, peer)) for name in exact]
+    pairs = [(relative_error(found[name], exact[name]), bound_of(name, exact, dtype, baseline)) for name in exact]
     return max(pairs, key=badness)
 
 
-def bound_of(name: str, exact: Arrays, dtype: str, peer: Arrays | None) -> float:
+def bound_of(name: str, exact: Arrays, dtype: str, baseline: Arrays | None) -> float:
     """Largest relative error that the tensor of this name may have; arguments as in `compare`."""
-    bound = BOUNDS[dtype] if dtype in BOUNDS else 2.0 * relative_error(peer[name], exact[name])
+    bound = BOUNDS[dtype] if dtype in BOUNDS else 2.0 * relative_error(baseline[name], exact[name])
     return max(bound, SMALL_TENSOR_BOUNDS.get(dtype, 0.0)) if exact[name].size < FEW_ELEMENTS else bound
 
 

@@ -54,7 +54,7 @@ def _absent(process: int) -> Block:
     return _ABSENT
 
 
-def _aimed_at_others(process: int, index: int = 0) -> Block:
+def _on_other_processes(process: int, index: int = 0) -> Block:
     return [
         _argument(index),
         _instruction(_EQUAL, 0, then=2),
@@ -74,8 +74,8 @@ def _with_bits(bits: int) -> Callable[[int], Block]:
     return lambda process: [_argument(0), _instruction(_ANY_BIT, bits, otherwise=1), *_REFUSED, *_ALLOWED]
 
 
-def _second_aimed_at_others(process: int) -> Block:
-    return _aimed_at_others(process, index=1)
+def _second_on_other_processes(process: int) -> Block:
+    return _on_other_processes(process, index=1)
 
 
 class Call(NamedTuple):
@@ -95,17 +95,17 @@ class Call(NamedTuple):
 
 CALLS = {
     # Limits, priorities, cores and memory of another process.
-    "prlimit64": Call((302, 261), _aimed_at_others),
-    "setpriority": Call((141, 140), _with_value(_PRIO_USER, _second_aimed_at_others)),
-    "ioprio_set": Call((251, 30), _with_value(_IOPRIO_WHO_USER, _second_aimed_at_others)),
-    "sched_setaffinity": Call((203, 122), _aimed_at_others),
-    "sched_setscheduler": Call((144, 119), _aimed_at_others),
-    "sched_setparam": Call((142, 118), _aimed_at_others),
-    "sched_setattr": Call((314, 274), _aimed_at_others),
-    "migrate_pages": Call((256, 238), _aimed_at_others),
-    "move_pages": Call((279, 239), _aimed_at_others),
-    "process_vm_readv": Call((310, 270), _aimed_at_others),
-    "process_vm_writev": Call((311, 271), _aimed_at_others),
+    "prlimit64": Call((302, 261), _on_other_processes),
+    "setpriority": Call((141, 140), _with_value(_PRIO_USER, _second_on_other_processes)),
+    "ioprio_set": Call((251, 30), _with_value(_IOPRIO_WHO_USER, _second_on_other_processes)),
+    "sched_setaffinity": Call((203, 122), _on_other_processes),
+    "sched_setscheduler": Call((144, 119), _on_other_processes),
+    "sched_setparam": Call((142, 118), _on_other_processes),
+    "sched_setattr": Call((314, 274), _on_other_processes),
+    "migrate_pages": Call((256, 238), _on_other_processes),
+    "move_pages": Call((279, 239), _on_other_processes),
+    "process_vm_readv": Call((310, 270), _on_other_processes),
+    "process_vm_writev": Call((311, 271), _on_other_processes),
     "process_madvise": Call((440, 440)),
     "process_mrelease": Call((448, 448)),
     "ptrace": Call((101, 117)),

@@ -1,4 +1,4 @@
-"""The benchmark without a GPU: its clock, floors, routings, peers and rows, on a device with made-up time."""
+"""The benchmark without a GPU: its clock, roofline, routings, baselines and rows, on a device with made-up time."""
 
 import json
 import math
@@ -24,6 +24,7 @@ from moeblaze_ref.bench import (
     roofline,
     routing,
     stages,
+    targets,
     timed_systems,
 )
 from moeblaze_ref.core import documents, provenance
@@ -106,7 +107,7 @@ def test_nobody_inherits_a_lead_of_the_host(order):
     assert taken["long"].median == 100.0 and taken["short"].median == 4.0
 
 
-# Floors ---------------------------------------------------------------------------------------------------------------
+# Roofline -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [TINY, UNGATED])
@@ -155,7 +156,7 @@ READ = {
 }
 
 
-def test_the_longer_time_is_the_floor():
+def test_the_longer_time_is_the_roofline():
     ceilings = Ceilings(flops_per_ms=100.0, bytes_per_ms=10.0)
     assert (ceilings.roofline_ms(Cost(500, 20)), ceilings.bound(Cost(500, 20))) == (5.0, "flops")
     assert (ceilings.roofline_ms(Cost(50, 20)), ceilings.bound(Cost(50, 20))) == (2.0, "bytes")
@@ -194,7 +195,7 @@ def test_impossible_routings_are_refused():
         routing.wanted_logits(3, 4, "zip")
 
 
-# Peers ----------------------------------------------------------------------------------------------------------------
+# Baselines ------------------------------------------------------------------------------------------------------------
 
 
 def accepted(error):
@@ -214,15 +215,15 @@ def make_tokens(config, dtype=torch.float32):
 
 @pytest.mark.parametrize("config", [TINY, UNGATED, TINY.replace(L=1, k=1), TINY.replace(L=600, E=40, k=8)], ids=str)
 @pytest.mark.parametrize("system", ["grouped_mm", "gather_sum"])
-def test_the_peers_are_the_oracle(system, config):
+def test_the_baselines_are_the_oracle(system, config):
     parameters = make_parameters(config)
-    assert max(accuracy.worst_error(baselines.peer(system, parameters), parameters, *make_tokens(config))) < 1e-5
+    assert max(accuracy.worst_error(baselines.build(system, parameters), parameters, *make_tokens(config))) < 1e-5
 
 
 @pytest.mark.parametrize("system", ["grouped_mm_compiled", "gather_sum_compiled"])
-def test_the_compiled_peers_are_the_oracle(system):
+def test_the_compiled_baselines_are_the_oracle(system):
     parameters, tokens = make_parameters(TINY, torch.bfloat16), make_tokens(TINY, torch.bfloat16)
-    assert accepted(accuracy.worst_error(baselines.peer(system, parameters), parameters, *tokens))
+    assert accepted(accuracy.worst_error(baselines.build(system, parameters), parameters, *tokens))
 
 
 def test_sorted_rows_know_their_tokens_slots_and_groups():
@@ -353,7 +354,7 @@ def test_a_dropped_row_shows_in_its_row_alone(large):
 
 def test_the_reference_does_not_depend_on_its_pieces(large, monkeypatch):
     parameters, tokens = large
-    layer = baselines.peer("gather_sum", parameters)
+    layer = baselines.build("gather_sum", parameters)
     whole = accuracy.worst_error(layer, parameters, *tokens)
     monkeypatch.setattr(accuracy, "ROWS", 100)
     monkeypatch.setattr(accuracy, "ELEMENTS", 1000)
@@ -440,18 +441,17 @@ def test_a_row_has_the_columns_that_it_should(layer_rows):
     assert all(row["shape"] == {"L": 37, "d": 16, "h": 24, "E": 5, "k": 2} for row in layer_rows)
 
 
-def test_ratios_and_floors_follow_from_the_times(layer_rows):
+def test_ratios_and_rooflines_follow_from_the_times(layer_rows):
     steps = {(row["system"], row["policy"], row["routing"]): row["step_ms"] for row in layer_rows}
     ceilings = Ceilings(FLOPS_PER_MS, BYTES_PER_MS)
-    floor = sum(ceilings.roofline_ms(roofline.cost_of(stage, TINY)) for stage in roofline.stages_of(TINY))
+    lower_bound = sum(ceilings.roofline_ms(roofline.cost_of(stage, TINY)) for stage in roofline.stages_of(TINY))
     for row in layer_rows:
         step = row["step_ms"]
         assert step == pytest.approx(row["fwd_ms"] + row["bwd_ms"])  # the pretended laps grow evenly
         others = set(SYSTEMS) - {"moeblaze", row["system"]}
-        assert row["ratio_to"] == {peer: steps[peer, None, row["routing"]] / step for peer in others}
-        assert row["pct_of_roofline"] == pytest.approx(100 * floor / step) and row["roofline_ms"] == pytest.approx(
-            floor
-        )
+        assert row["ratio_to"] == {baseline: steps[baseline, None, row["routing"]] / step for baseline in others}
+        assert row["pct_of_roofline"] == pytest.approx(100 * lower_bound / step)
+        assert row["roofline_ms"] == pytest.approx(lower_bound)
         assert row["pct_of_cublas"] == pytest.approx(100 * 18 * TINY.R * TINY.d * TINY.h / FLOPS_PER_MS / step)
         over = None if row["routing"] == "uniform" else step / steps[row["system"], row["policy"], "uniform"]
         assert row["time_over_uniform"] == (over if over is None else pytest.approx(over))
@@ -476,8 +476,8 @@ def test_what_is_timed_is_right(layer_rows):
 
 def test_a_layer_is_timed_beside_plain_torch_as_it_is_and_compiled():
     (job, *_) = plan.jobs("layer", plan.Request())
-    peers_of_ours = ("grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
-    assert job.args[2].systems == ("moeblaze", "moeblaze_graphed", *peers_of_ours)
+    baselines_of_ours = ("grouped_mm", "grouped_mm_compiled", "gather_sum_compiled")
+    assert job.args[2].systems == ("moeblaze", "moeblaze_graphed", *baselines_of_ours)
 
 
 def test_what_is_slower_does_not_read_as_equal():
@@ -505,7 +505,7 @@ LARGE_HIDDEN = TINY.replace(L=1, h=2**28)
 
 @pytest.fixture(scope="module")
 def graphed():
-    """A device, and the rows of our layer as launched and graphed, beside a peer."""
+    """A device, and the rows of our layer as launched and graphed, beside a baseline."""
     device = PretendedDevice()
     choice = layer.Choice(("moeblaze", "moeblaze_graphed", "grouped_mm"), POLICIES, repetitions=1)
     with pytest.MonkeyPatch.context() as patch:
@@ -513,18 +513,18 @@ def graphed():
         return device, layer.time_layer("tiny", TINY, choice, device)
 
 
-def test_a_graphed_layer_has_rows_of_its_own_and_is_nobodys_peer(graphed):
+def test_a_graphed_layer_has_rows_of_its_own_and_is_no_baseline(graphed):
     device, rows = graphed
-    launched, replayed, (peer,) = rows[:2], rows[2:4], rows[4:]
+    launched, replayed, (baseline,) = rows[:2], rows[2:4], rows[4:]
     assert device.replays > 0 and report.wrong(rows) == []
     assert [report.label(row) for row in replayed] == [f"moeblaze_graphed, {policy}" for policy in POLICIES]
     for row, other in zip(replayed, launched, strict=True):
-        assert row["ratio_to"] == {"grouped_mm": peer["step_ms"] / row["step_ms"]}
+        assert row["ratio_to"] == {"grouped_mm": baseline["step_ms"] / row["step_ms"]}
         assert all(row[name] == other[name] for name in ("policy", "version", "error", "row_error"))
         assert {row[name] for name in ("graph_ms", "kept_bytes", "peak_bytes")} == {None}
         assert other["ratio_to"].keys() == {"grouped_mm"} and other["graph_ms"] > 0 < other["kept_bytes"]
     pictured = plots.pictured([row | {"run": 0} for row in rows])
-    assert peer["ratio_to"] == {} and [row["system"] for row in pictured] == ["moeblaze"] * 2 + ["grouped_mm"]
+    assert baseline["ratio_to"] == {} and [row["system"] for row in pictured] == ["moeblaze"] * 2 + ["grouped_mm"]
 
 
 def test_a_large_layer_is_not_graphed():
@@ -719,7 +719,7 @@ def test_the_other_systems_have_blocks_of_their_own(systems_file, recorded, monk
 # Rows of stages -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", stages.PEERS)
+@pytest.mark.parametrize("stage", stages.WITH_TORCH)
 def test_stages_are_timed_beside_torch(stage):
     versions = stages.versions_of(stage, "bfloat16")
     rows = stages.time_stage("tiny", TINY, stage, versions, 3, PretendedDevice(), beside_torch=True)
@@ -804,7 +804,7 @@ def test_all_means_the_six_layers():
 def test_the_shapes_of_the_stages_beside_torch():
     shapes = {
         kind: [tuple(job.args[1].sizes[s] for s in "LEk") for job in plan.jobs(kind, plan.Request())]
-        for kind in stages.PEERS
+        for kind in stages.WITH_TORCH
     }
     assert shapes["dispatch"] == [(1_048_576, 128, 8), (32_768, 16, 4)]
     assert shapes["gating"] == [(262_144, 128, 8)]
@@ -1010,9 +1010,9 @@ def test_the_summary_is_of_every_run_with_all_of_its_peers():
         [{*row["ratio_to"]} for row in results.rows_of(results.load(file), "layer") if row["system"] == layer.OURS]
         for file in (results.RECORDED, results.SYSTEMS)
     )
-    peers = set.union(*benchmark)
-    assert len(peers) == 3 and all(met in (peers, set()) for met in benchmark)
-    assert all(met & peers == {"grouped_mm"} for met in systems if met)
+    others = set.union(*benchmark)
+    assert len(others) == 3 and all(met in (others, set()) for met in benchmark)
+    assert all(met & others == {"grouped_mm"} for met in systems if met)
 
 
 def as_preset(recorded, name, **changes):
@@ -1053,12 +1053,12 @@ def test_the_summary_has_graphs_beside_graphs(recorded):
     for row in recorded["rows"]:
         row["graph_ms"] = 2.0 + 0.1 * row["run"] if row["system"] == layer.OURS else 1.9
         row["ratio_to"] = {"grouped_mm": 1.2} if row["system"] == layer.OURS else {}
-    peers = {row["system"] for row in recorded["rows"]} - {layer.OURS}
+    others = {row["system"] for row in recorded["rows"]} - {layer.OURS}
     last = max(row["run"] for row in recorded["rows"])
     said = findings.summary(recorded)
-    for peer in peers:
-        assert f"| minimal, as CUDA graphs | `{peer}` | {1.9 / (2.0 + 0.1 * last):.2f} |" in said
-    assert f"under minimal, as CUDA graphs, than `{min(peers)}` on tiny" in " ".join(said.split())
+    for baseline in others:
+        assert f"| minimal, as CUDA graphs | `{baseline}` | {1.9 / (2.0 + 0.1 * last):.2f} |" in said
+    assert f"under minimal, as CUDA graphs, than `{min(others)}` on tiny" in " ".join(said.split())
 
 
 def test_steps_stand_beside_their_graphs(recorded):

@@ -22,7 +22,7 @@ def gpu():
     return Gpu()
 
 
-def test_every_policy_and_peer_is_timed_and_right(gpu):
+def test_every_policy_and_baseline_is_timed_and_right(gpu):
     choice = layer.Choice(("moeblaze", "grouped_mm", "gather_sum_compiled"), tuple(POLICIES), repetitions=3)
     rows = layer.time_layer("small", CONFIG, choice, gpu)
     ours = rows[: len(POLICIES)]
@@ -61,7 +61,7 @@ def test_the_papers_comparison_is_timed_and_right(gpu, activation, monkeypatch):
 @pytest.mark.parametrize("stage", roofline.stages_of(CONFIG))
 def test_every_stage_is_timed_and_right(gpu, stage):
     versions = [stages.default_version(stage, CONFIG)]
-    rows = stages.time_stage("small", CONFIG, stage, versions, 3, gpu, beside_torch=stage in stages.PEERS)
+    rows = stages.time_stage("small", CONFIG, stage, versions, 3, gpu, beside_torch=stage in stages.WITH_TORCH)
     assert all(row["pct_of_roofline"] > 0 for row in rows) and report.wrong(rows) == []
 
 

@@ -323,14 +323,14 @@ def test_the_typed_totals_are_those_of_the_papers_formulas(activation, name, lab
     assert total < typed < 1.001 * total, "and less than a thousandth for indices and gates"
 
 
-def test_the_seating_of_equation_8_costs_what_loops_say():
+def test_the_assignment_of_equation_8_costs_what_loops_say():
     C = np.random.default_rng(0).integers(1, 100, (3, 3, 3))
     cost = [[0, 1, 9], [1, 0, 9], [9, 9, 0]]
     slowest = [max(C[layer][a][b] * cost[a][b] for a in range(3) for b in range(3)) for layer in range(3)]
     assert (
         str(sum(slowest))
         == {row.what: row.formula for row in items.ITEMS["moetuner-ilp2"].rows(Recorded())}[
-            "equation 8 for one seating: sum over layers of the slowest pair"
+            "equation 8 for one assignment: sum over layers of the slowest pair"
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Placement: traces and counts, both integer programs against trying everything, peers, joint, the step's model."""
+"""Placement: traces and counts, both integer programs against exhaustive search, baselines, joint, the step's model."""
 
 import numpy as np
 import pytest
@@ -338,45 +338,45 @@ LOPSIDED = np.random.default_rng(9).random((4, 4)) + 0.3
 
 @pytest.mark.parametrize("solver", INCLUDED)
 @pytest.mark.parametrize("bandwidth", [np.ones((4, 4)), TWO_NODES], ids=["one node", "two nodes"])
-def test_seats_are_as_fast_as_any(solver, bandwidth):
+def test_the_gpu_assignment_is_as_fast_as_any(solver, bandwidth):
     C, cost, sizes = random_flows(5, 4, seed=1), cluster(4, bandwidth).cost, np.full((5, 4), 2)
-    found = gpu_assignment.seat_clusters(C, cost, sizes, solver)
-    assert found.objective == pytest.approx(exact.best_seats(C, cost, sizes))
+    found = gpu_assignment.assign_gpus(C, cost, sizes, solver)
+    assert found.objective == pytest.approx(exact.best_gpu_assignment(C, cost, sizes))
     assert found.gap == pytest.approx(0, abs=1e-6)
     assert (np.sort(found.gpus, axis=1) == np.arange(4)).all()
 
 
 @pytest.mark.parametrize("bandwidth", [np.ones((3, 3)), TWO_NODES[1:, 1:], LOPSIDED[1:, 1:]], ids=["1", "2", "any"])
 @pytest.mark.parametrize("seed", range(3))
-def test_seats_of_uneven_clusters_host_as_many_experts_everywhere(bandwidth, seed):
+def test_gpus_of_uneven_clusters_host_as_many_experts_everywhere(bandwidth, seed):
     rng = np.random.default_rng(seed)
     C, cost = random_flows(6, 3, seed), cluster(3, bandwidth).cost
     sizes = np.array([rng.permutation([1, 2, 3]) for _ in range(6)])
-    found = gpu_assignment.seat_clusters(C, cost, sizes)
+    found = gpu_assignment.assign_gpus(C, cost, sizes)
     assert np.bincount(found.gpus.ravel(), sizes.ravel()).tolist() == [12, 12, 12]
-    best = exact.best_seats(C, cost, sizes)
+    best = exact.best_gpu_assignment(C, cost, sizes)
     assert found.objective == pytest.approx(best, rel=1e-3)
     assert found.bound <= best + 1e-6
 
 
 def test_five_gpus_agree_with_the_dynamic_program():
     C, cost, sizes = random_flows(7, 5, seed=4), cluster(5).cost, np.full((7, 5), 2)
-    found = gpu_assignment.seat_clusters(C, cost, sizes)
-    assert found.objective == pytest.approx(exact.best_seats(C, cost, sizes)) and found.gap == 0
+    found = gpu_assignment.assign_gpus(C, cost, sizes)
+    assert found.objective == pytest.approx(exact.best_gpu_assignment(C, cost, sizes)) and found.gap == 0
 
 
-def test_seats_that_cannot_be_fair_are_refused():
-    with pytest.raises(ValueError, match=r"infeasible: no seats .* 4 to 4 experts .*ILP 2's constraint on memory"):
-        gpu_assignment.seat_clusters(np.ones((1, 2, 2), np.int64), cluster(2).cost, np.array([[1, 3], [0, 4]]))
+def test_an_assignment_that_cannot_be_even_is_refused():
+    with pytest.raises(ValueError, match=r"infeasible: no assignment .* 4 to 4 experts .*ILP 2's constraint on memory"):
+        gpu_assignment.assign_gpus(np.ones((1, 2, 2), np.int64), cluster(2).cost, np.array([[1, 3], [0, 4]]))
     with pytest.raises(ValueError, match="infeasible"):
-        exact.best_seats(np.ones((1, 2, 2)), cluster(2).cost, np.array([[1, 3], [0, 4]]))
+        exact.best_gpu_assignment(np.ones((1, 2, 2)), cluster(2).cost, np.array([[1, 3], [0, 4]]))
 
 
 def test_beyond_five_gpus_the_bound_still_holds():
     C, sizes = random_flows(4, 6, seed=7), np.full((4, 6), 1)
-    found = gpu_assignment.seat_clusters(C, cluster(6).cost, sizes)
+    found = gpu_assignment.assign_gpus(C, cluster(6).cost, sizes)
     assert found.gap == 0
-    apart = gpu_assignment.seat_clusters(
+    apart = gpu_assignment.assign_gpus(
         C, cluster(6, 1 + 3.0 * (np.arange(6)[:, None] // 3 == np.arange(6) // 3)).cost, sizes, time_limit=1
     )
     assert found.objective <= apart.bound + 1e-6 <= apart.objective + 1e-6
@@ -387,7 +387,7 @@ def test_the_map_is_both_programs(counted):
     found = ilp.moetuner(counted, on)
     C = simulate.transitions(counted, found.placement.shares())
     off_diagonal = C * (1 - np.eye(4))
-    assert off_diagonal.max(axis=(1, 2)).sum() == pytest.approx(found.seats.objective)
+    assert off_diagonal.max(axis=(1, 2)).sum() == pytest.approx(found.gpus.objective)
     np.testing.assert_array_equal(simulate.loads(counted, found.placement.shares()).max(axis=1), found.clusters.most)
     assert found.gap < 1e-3 and found.placement.model == counted.model
 
@@ -403,13 +403,13 @@ def test_the_map_is_both_programs(counted):
 def test_both_programs_are_solved_to_the_optimum_for_32_layers_of_8_experts(routing):
     found = ilp.moetuner(trace.profile(routing()), cluster(4), time_limit=30)
     assert found.clusters.proven and found.clusters.gap == 0
-    assert found.seats.gap == 0 and found.gap == 0
+    assert found.gpus.gap == 0 and found.gap == 0
 
 
-# Peers ----------------------------------------------------------------------------------------------------------------
+# Baselines ------------------------------------------------------------------------------------------------------------
 
 
-def test_peers_by_hand():
+def test_baselines_by_hand():
     P = np.array([[9, 1, 1, 5, 4, 4]])
     counted = trace.Profile(P, np.zeros((0, 6, 6), np.int64), 24)
     assert baselines.contiguous(counted, 2).assignment.tolist() == [[0, 0, 0, 1, 1, 1]]
@@ -464,10 +464,13 @@ def test_exflow_finds_the_experts_that_follow_each_other():
 
 
 @pytest.mark.parametrize("topology", [None, TWO_NODES * 1e10], ids=["one node", "two nodes"])
-def test_joint_is_under_its_limit_and_no_slower_than_any_peer(alike, topology):
+def test_joint_is_under_its_limit_and_no_slower_than_any_baseline(alike, topology):
     on = cluster(4, topology)
     found = joint.joint(alike, on, limit=1.1, steps=200_000)
-    times = [simulate.step(alike, rival.shares(), on).ms for rival in joint.rivals(alike, 4, steps=200_000).values()]
+    times = [
+        simulate.step(alike, other.shares(), on).ms
+        for other in joint.baseline_placements(alike, 4, steps=200_000).values()
+    ]
     assert simulate.step(alike, found.shares(), on).ms <= min(times)
     even = simulate.balance(simulate.loads(alike, found.shares()))
     packed = simulate.balance(simulate.loads(alike, baselines.greedy(alike, 4).shares()))
@@ -478,12 +481,12 @@ def test_joint_is_under_its_limit_and_no_slower_than_any_peer(alike, topology):
     assert crossing[0] < crossing[1] - 0.05
 
 
-def test_joint_gives_a_faster_peers_placement(counted, monkeypatch):
+def test_joint_returns_a_faster_baselines_placement(counted, monkeypatch):
     slow = cluster(4, np.full((4, 4), 1e6))  # transfers are all that matters, and exflow has the fewest
     monkeypatch.setattr(joint, "search", lambda profile, on, *rest: baselines.round_robin(profile, 4))
     found = joint.joint(counted, slow, steps=100_000)
-    rivals = joint.rivals(counted, 4, steps=100_000)
-    best = min(simulate.step(counted, rival.shares(), slow).ms for rival in rivals.values())
+    others = joint.baseline_placements(counted, 4, steps=100_000)
+    best = min(simulate.step(counted, other.shares(), slow).ms for other in others.values())
     assert simulate.step(counted, found.shares(), slow).ms == best
 
 
@@ -497,7 +500,7 @@ def test_joint_gives_a_faster_placement_that_it_is_shown(counted, monkeypatch):
         joint.joint(counted, slow, steps=2_000, others=[maps.Placement(np.arange(8, dtype=np.int32)[None] % 4, 4)])
 
 
-def test_joint_lets_the_slowest_pair_count_for_more_where_a_peer_is_faster(counted, monkeypatch):
+def test_joint_lets_the_slowest_pair_count_for_more_where_a_baseline_is_faster(counted, monkeypatch):
     on, tails = cluster(4, np.full((4, 4), 1e6)), []
     fast = joint.search(counted, on, limit=4.0, steps=1_000_000)
 
@@ -544,7 +547,7 @@ def test_a_relabelling_keeps_the_books_and_the_loads(counted):
     times = np.array([annealing._time(flow, cost, tail) for flow in C])
     before, change = times.sum(), 0.0
     for _ in range(50):
-        change += annealing._relabel(a, T, to, came, C, times, cost, tail, heat=np.inf)
+        change += annealing._relabel(a, T, to, came, C, times, cost, tail, temperature=np.inf)
     moved = maps.Placement(a, 4)
     assert (a[1:] != start.assignment[1:]).any() and (a[0] == start.assignment[0]).all()
     np.testing.assert_array_equal(T, simulate.loads(counted, moved.shares()))
@@ -602,13 +605,13 @@ def test_a_gpus_link_to_itself_is_not_looked_at(counted):
 
 
 @pytest.mark.parametrize("solver", INCLUDED)
-def test_seats_on_links_as_different_as_may_be(solver):
+def test_gpu_assignment_on_links_as_different_as_may_be(solver):
     """Times as whole numbers would leave what solvers count with."""
     bandwidth = np.full((4, 4), 1e9)
     bandwidth[0, 1] = 3e3
     C, cost = 10_000_000 * random_flows(4, 4, seed=2), cluster(4, bandwidth).cost
-    found = gpu_assignment.seat_clusters(C, cost, np.full((4, 4), 2), solver, time_limit=20)
-    best = exact.best_seats(C, cost, np.full((4, 4), 2))
+    found = gpu_assignment.assign_gpus(C, cost, np.full((4, 4), 2), solver, time_limit=20)
+    best = exact.best_gpu_assignment(C, cost, np.full((4, 4), 2))
     assert found.bound <= best * (1 + 1e-5) and found.objective == pytest.approx(best, rel=1e-5)
 
 

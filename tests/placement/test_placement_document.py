@@ -87,7 +87,7 @@ def test_the_models_constants_stand_beside_what_was_measured():
     assert "| 150 GB/s |" in text and "| 100 us a layer |" in text and "| 200 us a layer |" in text
 
 
-def test_a_peer_that_is_faster_than_joint_is_said_to_be():
+def test_a_baseline_that_is_faster_than_joint_is_said_to_be():
     found = on_splits({"greedy": (11.0, 13.0), "joint": (10.0, 12.0), "moetuner": (9.0, 12.0)})
     text = findings.beside_joint(found)
     assert "| `greedy` | +9.09% | 0 of 2 | 0 |" in text and "| `moetuner` | -4.55% | 1 of 2 | 1 |" in text

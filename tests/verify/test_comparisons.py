@@ -25,15 +25,15 @@ def test_the_error_of_the_worst_tensor_is_shown():
 @pytest.mark.parametrize("wrong", [np.full(1000, np.nan), np.zeros(1000), np.full(1000, np.inf)])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_nan_zeros_and_infinity_pass_no_bound(wrong, dtype):
-    error, bound = compare(EXACT | {"b": wrong}, EXACT, dtype, peer=off(a=1e-3, b=1e-3))
+    error, bound = compare(EXACT | {"b": wrong}, EXACT, dtype, baseline=off(a=1e-3, b=1e-3))
     assert not error <= bound
 
 
 def test_narrow_types_may_be_twice_as_wrong_as_torch():
-    peer = off(a=1e-3, b=2e-3)
-    error, bound = compare(off(a=1.9e-3, b=1e-3), EXACT, "bfloat16", peer)
+    baseline = off(a=1e-3, b=2e-3)
+    error, bound = compare(off(a=1.9e-3, b=1e-3), EXACT, "bfloat16", baseline)
     assert (error, bound) == pytest.approx((1.9e-3, 2e-3)) and error <= bound
-    error, bound = compare(off(a=2.1e-3), EXACT, "bfloat16", peer)
+    error, bound = compare(off(a=2.1e-3), EXACT, "bfloat16", baseline)
     assert error > bound
 
 
@@ -46,16 +46,16 @@ def test_the_least_bound_is_for_small_tensors_only():
 
 @pytest.mark.parametrize("stage", RUN)
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_torch_in_a_narrow_type_is_a_fair_peer(stage, activation):
+def test_torch_in_a_narrow_type_is_a_fair_baseline(stage, activation):
     """It loses what its mantissa loses, and the same tensors come out."""
     case = make_case(67, 24, 40, 8, 2, activation=activation).astype(ml_dtypes.bfloat16)
-    exact, peer = (EXPECT[stage](case, dtype) for dtype in (torch.float64, torch.bfloat16))
+    exact, baseline = (EXPECT[stage](case, dtype) for dtype in (torch.float64, torch.bfloat16))
     for direction in exact:
-        assert exact[direction].keys() == peer[direction].keys()
-        error, _ = compare(peer[direction], exact[direction], "bfloat16", peer[direction])
+        assert exact[direction].keys() == baseline[direction].keys()
+        error, _ = compare(baseline[direction], exact[direction], "bfloat16", baseline[direction])
         assert error < 2.0**-5
     if stage != "gating":
-        assert compare(peer["backward"], exact["backward"], "bfloat16", peer["backward"])[0] > 2.0**-12
+        assert compare(baseline["backward"], exact["backward"], "bfloat16", baseline["backward"])[0] > 2.0**-12
 
 
 def test_both_sides_name_the_same_tensors():

@@ -113,9 +113,9 @@ class Exam:
         return Result(shape, "; ".join(filter(None, problems)), difference or unstable or stale, answer.counts)
 
     def _difference(self, step: Step) -> Difference | None:
-        return first_difference(step.problem, step.outputs[0], self._peer(step.problem.case))
+        return first_difference(step.problem, step.outputs[0], self._baseline(step.problem.case))
 
-    def _peer(self, case: Case) -> Arrays:
+    def _baseline(self, case: Case) -> Arrays:
         """What plain torch makes of the case in the same dtype, for bounds of the narrow ones."""
         dtype = self.terms.dtype
         if dtype in comparisons.BOUNDS:

@@ -57,7 +57,7 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.7g}"
 
 
-def first_difference(problem: Problem, found: Arrays, peer: Arrays) -> Difference | None:
+def first_difference(problem: Problem, found: Arrays, baseline: Arrays) -> Difference | None:
     """Where the outputs leave the specification's by more than the project's bounds; None if they do not.
 
     Parameters
@@ -65,14 +65,14 @@ def first_difference(problem: Problem, found: Arrays, peer: Arrays) -> Differenc
     problem : Problem
     found : dict of arrays
         What the kernel wrote, over poison.
-    peer : dict of arrays
+    baseline : dict of arrays
         Results of plain torch in the same dtype, for the narrow ones.
     """
     for name, expected in problem.expected.items():
         if name not in found:
             continue
         dtype = str(found[name].dtype)
-        bound = _bound(name, dtype, problem.expected, peer)
+        bound = _bound(name, dtype, problem.expected, baseline)
         wrong = _wrong_elements(found[name], expected, dtype)
         if not wrong.any() and not relative_error(found[name], expected) <= bound:
             wrong = _furthest(found[name], expected)
@@ -81,9 +81,9 @@ def first_difference(problem: Problem, found: Arrays, peer: Arrays) -> Differenc
     return None
 
 
-def _bound(name: str, dtype: str, expected: Arrays, peer: Arrays) -> float:
-    if dtype in comparisons.BOUNDS or name in peer:
-        return comparisons.bound_of(name, expected, dtype, peer)
+def _bound(name: str, dtype: str, expected: Arrays, baseline: Arrays) -> float:
+    if dtype in comparisons.BOUNDS or name in baseline:
+        return comparisons.bound_of(name, expected, dtype, baseline)
     return comparisons.SMALL_TENSOR_BOUNDS[dtype]
 
 

@@ -106,10 +106,10 @@ def _expanded_gradient(layer):
 
 def _sum_and_slowest(flow, gpus):
     """Tokens that change the GPU: the sum over all pairs of GPUs, and the largest of one pair."""
-    seats = np.array([np.arange(len(flow)), gpus])
+    assigned = np.array([np.arange(len(flow)), gpus])
     cost = 1 - np.eye(len(flow))
-    moved = links.on_gpus(np.array([flow]), seats)[0] * cost
-    return int(moved.sum()), int(links.slowest(np.array([flow]), seats, cost)[0])
+    moved = links.on_gpus(np.array([flow]), assigned)[0] * cost
+    return int(moved.sum()), int(links.slowest(np.array([flow]), assigned, cost)[0])
 
 
 def _printed_maximum(flow, in_order, gpus):
@@ -311,7 +311,7 @@ SHEET = Sheet(
             hint="The sum is smallest where most tokens stay. Let clusters 0 and 1 change places.",
             why=(
                 "The printed form moves 7 tokens instead of 8, but 5 of them over one link, where in order it is 3 at "
-                "most. All pairs send at the same time, so the step waits for the slowest. `seat_clusters` minimises "
+                "most. All pairs send at the same time, so the step waits for the slowest. `assign_gpus` minimises "
                 "the maximum over pairs of GPUs, summed over layers."
             ),
         ),
