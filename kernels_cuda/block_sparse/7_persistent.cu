@@ -19,9 +19,9 @@
 // a dense width K. Of dsd, rows are M, or N with TRANSPOSE_LHS; I = 1 + TRANSPOSE_LHS indices lead to a block. There
 // are P = BLOCK / 128 tiles down a block and C = ceil(K / 256) along K. tiles are those of sdd, P ceil(BLOCK m / 256)
 // in a block row of m blocks, and Q their places in bands of BAND rows, each as wide as its widest row; blocks is the
-// whole grid. Threads that follow the tiles read both ends of a block row or column; of the storers only those of sdd.
+// whole grid. Threads that follow the tiles read both ends of a block row or column, epilogue warps only in sdd.
 // 2 V K FLOPs each. Bound: tensor cores.
-constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
+constexpr int SIDE = BLOCK;  // WarpRoles has a BLOCK of its own
 #undef BLOCK
 #include "hopper/gradients.cuh"
 #include "hopper/grouped_matmul.cuh"
@@ -30,12 +30,12 @@ constexpr int SIDE = BLOCK;  // a crew has a BLOCK of its own
 static_assert(SIDE % TILE_ROWS == 0, "a tile's rows are those of one block");
 constexpr int TILES_DOWN = SIDE / TILE_ROWS;             // a block
 constexpr int STEPS_OF_BLOCK = SIDE / TILE_DEPTH;        // if it is the depth
-constexpr int HALVES = 2, HALF = TILE_COLUMNS / HALVES;  // of a tile's columns: what storers take over at once
+constexpr int HALVES = 2, HALF = TILE_COLUMNS / HALVES;  // of a tile's columns: what epilogue warps store at once
 
 template <template <int> class Finished>
 using SparseShared = Shared<4, HALVES, Finished>;
 template <bool A_ALONG_M, bool B_ALONG_N>
-using SparseCrew = Crew<4, 4, false, A_ALONG_M, B_ALONG_N>;
+using SparseRoles = WarpRoles<4, 4, false, A_ALONG_M, B_ALONG_N>;
 
 // ---- tiles ----
 
@@ -137,14 +137,14 @@ __device__ __forceinline__ void load_panels(unsigned char* panels, const TensorM
 }
 
 // The depth of a dense tile: block after block, and what each meets of D, in parts of `part` along the depth.
-template <class Crew>
+template <class Roles>
 struct SparseSteps {
-    const DenseTile<Crew::A_ALONG_M> tile;
+    const DenseTile<Roles::A_ALONG_M> tile;
     const TensorMap &values, &dense;
     int part;
     int number, other, next_number, next_other;  // of this block and the next
 
-    __device__ __forceinline__ SparseSteps(const DenseTile<Crew::A_ALONG_M>& tile, const TensorMap& values,
+    __device__ __forceinline__ SparseSteps(const DenseTile<Roles::A_ALONG_M>& tile, const TensorMap& values,
                                            const TensorMap& dense, int part)
         : tile(tile), values(values), dense(dense), part(part) {
         read(0);
@@ -161,14 +161,14 @@ struct SparseSteps {
         if (p == 0) number = next_number, other = next_other;
         const int depth = other * SIDE + p;
         barrier_arrive_expecting(full, A_BYTES + B_BYTES);
-        load_panels<TILE_ROWS, Crew::A_ALONG_M>(stage.a, values, full, tile.line, p, number);
-        load_panels<TILE_COLUMNS, Crew::B_ALONG_N>(stage.b, dense, full, tile.column, depth % part, depth / part);
+        load_panels<TILE_ROWS, Roles::A_ALONG_M>(stage.a, values, full, tile.line, p, number);
+        load_panels<TILE_COLUMNS, Roles::B_ALONG_N>(stage.b, dense, full, tile.column, depth % part, depth / part);
         if (p == 0) read(i + 1);
     }
 };
 
 // The depth of a tile of stored blocks. Its columns are those of the blocks' columns, in parts of `part`.
-template <class Crew>
+template <class Roles>
 struct DenseSteps {
     const StoredTile tile;
     const TensorMap &lhs, &rhs;
@@ -191,8 +191,8 @@ struct DenseSteps {
         load_panels<TILE_ROWS, false>(stage.a, lhs, full, tile.row, p, 0);
 #pragma unroll
         for (int half = 0; half < HALVES; ++half)
-            load_panels<HALF, Crew::B_ALONG_N>(stage.b + half * (B_BYTES / HALVES), rhs, full, columns[half], p,
-                                               parts[half]);
+            load_panels<HALF, Roles::B_ALONG_N>(stage.b + half * (B_BYTES / HALVES), rhs, full, columns[half], p,
+                                                parts[half]);
     }
 };
 
@@ -200,12 +200,12 @@ struct DenseSteps {
 
 struct StoreBlocks {
     Scalar* values;
-    template <class Pieces>
-    __device__ __forceinline__ void operator()(const StoredTile& tile, int column, const Pieces& pieces) const {
+    template <class Epilogue>
+    __device__ __forceinline__ void operator()(const StoredTile& tile, int column, const Epilogue& epilogue) const {
         column += tile.column;
         const int i = column / SIDE;
         Scalar* const place = values + ((long long)(tile.blocks.first + i) * SIDE + tile.line) * SIDE;
-        store_plain(pieces, place + column % SIDE, SIDE, TILE_ROWS, i < tile.blocks.count ? HALF : 0);
+        store_plain(epilogue, place + column % SIDE, SIDE, TILE_ROWS, i < tile.blocks.count ? HALF : 0);
     }
 };
 
@@ -213,11 +213,11 @@ template <bool BY_COLUMN>
 struct StoreDense {
     Scalar* result;
     int width;
-    template <class Pieces>
+    template <class Epilogue>
     __device__ __forceinline__ void operator()(const DenseTile<BY_COLUMN>& tile, int column,
-                                               const Pieces& pieces) const {
+                                               const Epilogue& epilogue) const {
         column += tile.column;
-        store_plain(pieces, result + (long long)tile.row * width + column, width, TILE_ROWS, width - column);
+        store_plain(epilogue, result + (long long)tile.row * width + column, width, TILE_ROWS, width - column);
     }
 };
 
@@ -226,47 +226,48 @@ struct StoreTurned {
     Scalar* result;
     int K, width;
 
-    template <class Pieces>
-    __device__ __forceinline__ void operator()(const DenseTile<true>& tile, int column, const Pieces& pieces) const {
+    template <class Epilogue>
+    __device__ __forceinline__ void operator()(const DenseTile<true>& tile, int column,
+                                               const Epilogue& epilogue) const {
         column += tile.column;
         Scalar* const place = result + Dense{nullptr, K, width}.at(column, tile.row);
-        store_transposed(pieces, place, width, K - column, TILE_ROWS);
+        store_transposed(epilogue, place, width, K - column, TILE_ROWS);
     }
 };
 
 // ---- the products ----
 
 // Section 5.1. Parts of rhs, and its transpose, have `part` columns of the result.
-using StoredCrew = SparseCrew<false, !TRANSPOSE_RHS>;
-extern "C" __global__ void __launch_bounds__(StoredCrew::BLOCK, 1)
+using StoredRoles = SparseRoles<false, !TRANSPOSE_RHS>;
+extern "C" __global__ void __launch_bounds__(StoredRoles::BLOCK, 1)
     sdd(const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs, const int* row_offsets,
         const int* column_indices, Scalar* values, int M, int K, int part) {
-    grouped_matmul<StoredCrew>(
+    grouped_matmul<StoredRoles>(
         shared_memory<SparseShared<FinishedRows>>(),
         StoredTiles{row_offsets, column_indices, (K + TILE_DEPTH - 1) / TILE_DEPTH, {{row_offsets}, M / TILE_ROWS}},
-        [&](const StoredTile& tile) { return DenseSteps<StoredCrew>(tile, lhs, rhs, part); }, StoreBlocks{values});
+        [&](const StoredTile& tile) { return DenseSteps<StoredRoles>(tile, lhs, rhs, part); }, StoreBlocks{values});
 }
 
 // Section 5.1. Parts of rhs have `part` of the depth.
-using DenseCrew = SparseCrew<TRANSPOSE_LHS, !TRANSPOSE_RHS>;
-extern "C" __global__ void __launch_bounds__(DenseCrew::BLOCK, 1)
+using DenseRoles = SparseRoles<TRANSPOSE_LHS, !TRANSPOSE_RHS>;
+extern "C" __global__ void __launch_bounds__(DenseRoles::BLOCK, 1)
     dsd(const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap rhs, const int* offsets,
         const int* others, const int* transpose_indices, Scalar* result, int rows, int K, int part) {
-    grouped_matmul<DenseCrew>(
+    grouped_matmul<DenseRoles>(
         shared_memory<SparseShared<FinishedRows>>(),
         DenseTiles<TRANSPOSE_LHS>{offsets, others, transpose_indices, {{K}, rows / TILE_ROWS}},
-        [&](const DenseTile<TRANSPOSE_LHS>& tile) { return SparseSteps<DenseCrew>(tile, values, rhs, part); },
+        [&](const DenseTile<TRANSPOSE_LHS>& tile) { return SparseSteps<DenseRoles>(tile, values, rhs, part); },
         StoreDense<TRANSPOSE_LHS>{result, K});
 }
 
 // Section 5.1, as S^T D^T.
-using TurnedCrew = SparseCrew<true, TRANSPOSE_LHS>;
-extern "C" __global__ void __launch_bounds__(TurnedCrew::BLOCK, 1)
+using TurnedRoles = SparseRoles<true, TRANSPOSE_LHS>;
+extern "C" __global__ void __launch_bounds__(TurnedRoles::BLOCK, 1)
     dds(const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap values, const int* column_offsets,
         const int* row_indices, const int* transpose_indices, Scalar* result, int M, int K, int N, int width) {
-    grouped_matmul<TurnedCrew>(
+    grouped_matmul<TurnedRoles>(
         shared_memory<SparseShared<FinishedColumns>>(),
         DenseTiles<true>{column_offsets, row_indices, transpose_indices, {{K}, N / TILE_ROWS}},
-        [&](const DenseTile<true>& tile) { return SparseSteps<TurnedCrew>(tile, values, lhs, M); },
+        [&](const DenseTile<true>& tile) { return SparseSteps<TurnedRoles>(tile, values, lhs, M); },
         StoreTurned{result, K, width});
 }

@@ -3,7 +3,7 @@
 // Purpose      y = y_swi w3 for every routed row; in the backward the gradients of a, b, the
 //              gates and w3 from that of the layer's output.
 // Source       MoEBlaze (arXiv 2601.05296), sections 3.1, 3.2 and 5; the gate gradient without any kept
-//              expert output, and the split into loader and consumers: SonicMoE (arXiv 2512.14080).
+//              expert output, and the split into producer and consumers: SonicMoE (arXiv 2512.14080).
 // Idea         The products of version 3 on grouped_matmul: some warps load, by TMA and gathered rows by
 //              cp.async, while two warpgroups multiply by wgmma and other warps store what those
 //              have finished; a block stays and takes tile after tile.
@@ -22,20 +22,20 @@
 // G is 2 with a gated activation, else 1. D = ceil(d / 256), C = ceil(h / 256), W = ceil(d / 128).
 // blocks is the whole grid; tiles is the sum over the experts of ceil(rows / 128), X the number of
 // experts with rows, boxes the rows that a box of 128 from the first row of each tile on finds in the
-// whole matrix. Threads that follow the tiles read all ends of the experts' rows, idle loaders the first
+// whole matrix. Threads that follow the tiles read all ends of the experts' rows, idle producers the first
 // alone. In a weight gradient they read an expert's begin and end for each of its tiles, and a block all
-// ends once if it has at most 64 tiles, to share them out. 2 R d h FLOPs a GEMM. Bound: tensor cores.
+// ends once if it has at most 64 tiles, to assign them. 2 R d h FLOPs a GEMM. Bound: tensor cores.
 #include "hidden.cuh"
 #include "hopper/gradients.cuh"
 #include "hopper/grouped_matmul.cuh"
 
 // Section 5: every routed row's expert output, not yet weighted by its gate.
-using DownCrew = Crew<4, 4, false, false, true>;
-extern "C" __global__ void __launch_bounds__(DownCrew::BLOCK, 1)
+using DownRoles = WarpRoles<4, 4, false, false, true>;
+extern "C" __global__ void __launch_bounds__(DownRoles::BLOCK, 1)
     expert_down(const __grid_constant__ TensorMap y_swi, const __grid_constant__ TensorMap w3,
                 const int* expert_token_offsets, Scalar* y, int d, int h, int E) {
     auto& shared = shared_memory<Shared<3, 1>>();
-    grouped_matmul<DownCrew>(
+    grouped_matmul<DownRoles>(
         shared, RowTiles(expert_token_offsets, E, d, TILE_COLUMNS, h),
         [&](const RowTile& tile) {
             return [=, &y_swi, &w3](int step, Stage& stage, Barrier* full) {
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(DownCrew::BLOCK, 1)
         StoreRows{y, d});
 }
 
-// What the storers read before they come to it: of a row each, a chunk of a and b a lane.
+// What an epilogue warp reads ahead: of each row, a chunk of a and b a lane.
 struct RowAhead {
     Chunk a[WARPGROUP], b[WARPGROUP];
 };
@@ -68,11 +68,11 @@ struct HiddenGradients {
     int h;
     RowAhead* ahead;  // in shared memory
 
-    template <class Pieces>
-    __device__ __forceinline__ void operator()(const RowTile& tile, int, const Pieces& pieces) const {
+    template <class Epilogue>
+    __device__ __forceinline__ void operator()(const RowTile& tile, int, const Epilogue& epilogue) const {
 #pragma unroll 1
-        for (int i = 0; i < Pieces::COUNT; ++i) {
-            const int first = pieces.row(i), count = min(WARP_ROWS, tile.rows - first);
+        for (int i = 0; i < Epilogue::COUNT; ++i) {
+            const int first = epilogue.row(i), count = min(WARP_ROWS, tile.rows - first);
             // Lane l has the gate of row l.
             const float gates = lane_id() < count ? gate_of_row[tile.first + first + lane_id()] : 0.0f;
             const int column = tile.column + lane_id() * CHUNK;
@@ -80,7 +80,7 @@ struct HiddenGradients {
             const long long begin = (long long)(tile.first + first) * h + column;
 #pragma unroll
             for (int row = 0; row < ROWS_AHEAD; ++row) read(row, begin, present);
-            auto& finished = pieces.take(i);
+            auto& finished = epilogue.take(i);
 #pragma unroll 1
             for (int row = 0; row < count; ++row) {
                 cp_async_wait<ROWS_AHEAD - 1>();
@@ -96,7 +96,7 @@ struct HiddenGradients {
             const int column_tiles = (h + TILE_COLUMNS - 1) / TILE_COLUMNS;
             const long long place = (long long)(tile.first + first + lane_id()) * column_tiles;
             if (lane_id() < count) gate_terms[place + tile.column / TILE_COLUMNS] = sum_of_terms(finished);
-            pieces.give_back(i);
+            epilogue.give_back(i);
         }
     }
 
@@ -147,16 +147,16 @@ struct HiddenGradients {
 };
 
 // Sections 3.2 and 5: <d_out, w3> of a tile of hidden elements, then everything that hangs on it.
-using HiddenCrew = Crew<4, 4, true, false, false>;
-extern "C" __global__ void __launch_bounds__(HiddenCrew::BLOCK, 1)
+using HiddenRoles = WarpRoles<4, 4, true, false, false>;
+extern "C" __global__ void __launch_bounds__(HiddenRoles::BLOCK, 1)
     d_hidden(const Scalar* d_out, const __grid_constant__ TensorMap w3, const float* gate_of_row, const Scalar* a,
              const Scalar* b, const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_a,
              Scalar* d_b, Scalar* gated_y, float* gate_terms, int d, int h, int E) {
     auto& shared = shared_memory<HiddenShared>();
-    grouped_matmul<HiddenCrew>(
+    grouped_matmul<HiddenRoles>(
         shared, RowTiles(expert_token_offsets, E, h, TILE_COLUMNS, d),
         [&](const RowTile& tile) {
-            const GatheredRows<HiddenCrew::COPIERS> rows(d_out, d, expert_token_indices + tile.first, tile.rows);
+            const GatheredRows<HiddenRoles::COPIERS> rows(d_out, d, expert_token_indices + tile.first, tile.rows);
             return [=, &w3](int step, Stage& stage, Barrier* full) {
                 const int p = step * TILE_DEPTH;
                 rows.load(stage.a, p, d);
@@ -171,12 +171,12 @@ extern "C" __global__ void __launch_bounds__(HiddenCrew::BLOCK, 1)
 
 // Section 5: d_w3 = (gate * y_swi)^T d_out over the expert's rows, d_out gathered. Made transposed: the gathered
 // operand is the smaller one, since a copy by cp.async costs more than one by TMA.
-using WeightCrew = Crew<4, 4, true, true, true>;
-extern "C" __global__ void __launch_bounds__(WeightCrew::BLOCK, 1)
+using WeightRoles = WarpRoles<4, 4, true, true, true>;
+extern "C" __global__ void __launch_bounds__(WeightRoles::BLOCK, 1)
     d_w3(const __grid_constant__ TensorMap gated_y_map, const Scalar* gated_y, const Scalar* d_out,
          const int* expert_token_indices, const int* expert_token_offsets, Scalar* d_w3, int d, int h, int E) {
     auto& shared = shared_memory<WeightShared<FinishedColumns>>();
-    grouped_matmul<WeightCrew>(
+    grouped_matmul<WeightRoles>(
         shared, WeightTiles(shared, expert_token_offsets, E, d, h),
         [&](const WeightTile& tile) {
             return GatheredAndPlain(tile, d_out, d, gated_y_map, gated_y, h, expert_token_indices);

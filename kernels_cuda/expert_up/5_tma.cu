@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __syncthreads();
 
     const GatheredRows<THREADS> rows(x, d, expert_token_indices + tile.first, tile.rows);
-    Turn<STAGES> filling, turn;
+    PipelineState<STAGES> filling, state;  // of the loads, and of the products
     auto load = [&](int step) {
         if (step >= steps) return;
         Stage& stage = shared.stages[filling.stage];
@@ -73,9 +73,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     TileSums sums;  // the first product of a sum overwrites what it holds
     for (int step = 0; step < STAGES; ++step) load(step);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step, turn.next()) {
-        Stage& stage = shared.stages[turn.stage];
-        barrier_wait(&shared.full[turn.stage], turn.parity);
+    for (int step = 0; step < steps; ++step, state.next()) {
+        Stage& stage = shared.stages[state.stage];
+        barrier_wait(&shared.full[state.stage], state.parity);
         fence_async_proxy();  // what threads have copied, before wgmma reads it
         const unsigned long long rows_now = wgmma_operand(stage.a, PANEL_BYTES);
         const unsigned long long weights_now = wgmma_operand(stage.b, PANEL_BYTES);
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                                                       wgmma_advance(weights_now, i * 16 * 128), step + i > 0);
         wgmma_commit();
         wgmma_wait<0>();
-        if (lane_id() == 0) barrier_arrive(&shared.empty[turn.stage]);
+        if (lane_id() == 0) barrier_arrive(&shared.empty[state.stage]);
         load(step + STAGES);  // the tensor cores go on with another block
     }
     wgmma_results(sums[0]);

@@ -54,14 +54,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     __syncthreads();
 
-    Turn<STAGES> turn;
+    PipelineState<STAGES> state;
     if (threadIdx.x >= WARPGROUP) {
         const GatheredRows<PRODUCERS, WARPGROUP> rows(x, d, expert_token_indices + tile.first, tile.rows);
 #pragma unroll 1
-        for (int step = 0; step < steps; ++step, turn.next()) {
-            Stage& stage = shared.stages[turn.stage];
-            Barrier* const full = &shared.full[turn.stage];
-            barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);
+        for (int step = 0; step < steps; ++step, state.next()) {
+            Stage& stage = shared.stages[state.stage];
+            Barrier* const full = &shared.full[state.stage];
+            barrier_wait(&shared.empty[state.stage], state.parity ^ 1);
             rows.load(stage.a, step * TILE_DEPTH, d);
             cp_async_arrive(full);
             if (threadIdx.x == WARPGROUP) {
@@ -78,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     TileSums sums;  // the first product of a sum overwrites what it holds
     Barrier* read = nullptr;  // of the step before
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step, turn.next()) {
-        Stage& stage = shared.stages[turn.stage];
-        barrier_wait(&shared.full[turn.stage], turn.parity);
+    for (int step = 0; step < steps; ++step, state.next()) {
+        Stage& stage = shared.stages[state.stage];
+        barrier_wait(&shared.full[state.stage], state.parity);
         fence_async_proxy();  // what threads have copied, before wgmma reads it
         const unsigned long long rows_now = wgmma_operand(stage.a, PANEL_BYTES);
         const unsigned long long weights_now = wgmma_operand(stage.b, PANEL_BYTES);
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         wgmma_commit();
         wgmma_wait<1>();  // the product before is done
         if (step > 0 && lane_id() == 0) barrier_arrive(read);
-        read = &shared.empty[turn.stage];
+        read = &shared.empty[state.stage];
     }
     wgmma_wait<0>();
     wgmma_results(sums[0]);

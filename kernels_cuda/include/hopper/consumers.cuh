@@ -11,7 +11,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(FULL_WARP
 
 constexpr int TOGETHER = 4;  // matrices of 8 x 8 that stmatrix writes
 
-// Of half the rows of a piece, the upper or the lower one, TOGETHER chunks from `first` on, rounded.
+// Half the rows of an epilogue tile, the upper or the lower ones: TOGETHER chunks from `first` on, rounded.
 struct RoundedPairs {
     unsigned pairs[TOGETHER];
 
@@ -49,45 +49,45 @@ __device__ __forceinline__ void hand_over(FinishedColumns<COLUMNS>& finished, co
 }
 
 // Adds one step's product to a consumer's sums.
-template <class Crew>
+template <class Roles>
 __device__ __forceinline__ void multiply(float (&sums)[TILE_COLUMNS / 2], Stage& stage, int consumer) {
     // 64 rows of A are one panel further on. 16 of the depth are 32 bytes along K, 16 rows otherwise.
-    constexpr int A_STEP = Crew::A_ALONG_M ? 16 * 128 : 32, B_STEP = Crew::B_ALONG_N ? 16 * 128 : 32;
+    constexpr int A_STEP = Roles::A_ALONG_M ? 16 * 128 : 32, B_STEP = Roles::B_ALONG_N ? 16 * 128 : 32;
     const unsigned long long a = wgmma_operand(stage.a + consumer * PANEL_BYTES, PANEL_BYTES);
     const unsigned long long b = wgmma_operand(stage.b, PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE_DEPTH / 16; ++i) {
         const unsigned long long a_now = wgmma_advance(a, i * A_STEP), b_now = wgmma_advance(b, i * B_STEP);
-        if constexpr (Crew::CROWDED) {
+        if constexpr (Roles::CROWDED) {
             constexpr int HALF = TILE_COLUMNS / 2, HALF_BYTES = B_BYTES / 2;
-            wgmma_m64n128k16<Scalar, Crew::A_ALONG_M, Crew::B_ALONG_N>(sums, a_now, b_now, true);
-            wgmma_m64n128k16<Scalar, Crew::A_ALONG_M, Crew::B_ALONG_N>(sums + HALF / 2, a_now,
+            wgmma_m64n128k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a_now, b_now, true);
+            wgmma_m64n128k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums + HALF / 2, a_now,
                                                                        wgmma_advance(b_now, HALF_BYTES), true);
         } else
-            wgmma_m64n256k16<Scalar, Crew::A_ALONG_M, Crew::B_ALONG_N>(sums, a_now, b_now, true);
+            wgmma_m64n256k16<Scalar, Roles::A_ALONG_M, Roles::B_ALONG_N>(sums, a_now, b_now, true);
     }
     wgmma_commit();
 }
 
 // Multiplies every tile and hands it over.
-template <class Crew, class Shared, class Tiles>
+template <class Roles, class Shared, class Tiles>
 __device__ __forceinline__ void multiply_tiles(Shared& shared, Tiles tiles) {
     constexpr int BEHIND = Shared::STAGES > 1;  // steps that a stage is freed late, unless there is no other
-    const int warp = uniform(warp_id()) - Crew::FIRST_CONSUMER;
+    const int warp = uniform(warp_id()) - Roles::FIRST_CONSUMER;
     auto& finished = shared.finished[warp];
-    Turn<Shared::STAGES> turn;
+    PipelineState<Shared::STAGES> state;
     unsigned parity = 1;  // of the part before
     typename Tiles::Tile tile;
     while (tiles.next(tile)) {
         float sums[TILE_COLUMNS / 2] = {};
         int read = 0;  // the stage of the step before
 #pragma unroll 1
-        for (int step = 0; step < tile.steps; ++step, turn.next()) {
-            const int now = uniform(turn.stage);
-            barrier_wait(&shared.full[now], turn.parity);
-            if (Crew::COPIERS) fence_async_proxy();
-            multiply<Crew>(sums, shared.stages[now], warp / (WARPGROUP / WARP));
+        for (int step = 0; step < tile.steps; ++step, state.next()) {
+            const int now = uniform(state.stage);
+            barrier_wait(&shared.full[now], state.parity);
+            if (Roles::COPIERS) fence_async_proxy();
+            multiply<Roles>(sums, shared.stages[now], warp / (WARPGROUP / WARP));
             wgmma_wait<BEHIND>();
             if (step >= BEHIND && lane_id() == 0) barrier_arrive(&shared.empty[BEHIND ? read : now]);
             read = now;

@@ -1,12 +1,12 @@
 // Weight gradients: tiles whose depth is an expert's rows, what loads them and what stores them. sm_90a.
 #pragma once
 #include "hopper/grouped_matmul.cuh"
-#include "shares.cuh"
+#include "tile_lists.cuh"
 
-// With the tiles of a weight gradient that the block takes.
+// Shared memory with the list of the block's tiles of a weight gradient.
 template <template <int> class Finished = FinishedRows>
 struct WeightShared : Shared<4, 2, Finished> {
-    Shares shares;
+    TileList own_tiles;
 };
 
 // Part (128, 256) of one expert's weight gradient; the depth is the expert's rows.
@@ -16,24 +16,24 @@ struct WeightTile {
     int steps;
 };
 
-// The block's share of them. All its threads share them out together, where finished tiles are to lie.
+// Those that the block takes. All its threads work the lists out together, in the memory of finished tiles.
 struct WeightTiles {
     using Tile = WeightTile;
-    const Shares* shares;
+    const TileList* own_tiles;
     const int* expert_token_offsets;
     int E, row_tiles, column_tiles, taken = 0;
 
     template <class Shared>
     __device__ __forceinline__ WeightTiles(Shared& shared, const int* expert_token_offsets, int E, int rows, int columns)
-        : shares(&shared.shares), expert_token_offsets(expert_token_offsets), E(E),
+        : own_tiles(&shared.own_tiles), expert_token_offsets(expert_token_offsets), E(E),
           row_tiles((rows + TILE_ROWS - 1) / TILE_ROWS), column_tiles((columns + TILE_COLUMNS - 1) / TILE_COLUMNS) {
-        static_assert(STEP == TILE_DEPTH && sizeof(Sharing) <= sizeof shared.finished, "as shares.cuh has it");
-        Sharing& sharing = *reinterpret_cast<Sharing*>(shared.finished);
-        share_out(shared.shares, sharing, expert_token_offsets, E, row_tiles * column_tiles);
+        static_assert(STEP == TILE_DEPTH && sizeof(TileAssignment) <= sizeof shared.finished, "see tile_lists.cuh");
+        TileAssignment& assignment = *reinterpret_cast<TileAssignment*>(shared.finished);
+        assign_tiles(shared.own_tiles, assignment, expert_token_offsets, E, row_tiles * column_tiles);
     }
 
     __device__ __forceinline__ bool next(WeightTile& tile) {
-        const int number = shares->tile(taken++), of_expert = row_tiles * column_tiles, expert = number / of_expert;
+        const int number = own_tiles->tile(taken++), of_expert = row_tiles * column_tiles, expert = number / of_expert;
         if (expert >= E) return false;
         const int inside = number - expert * of_expert, column = inside / row_tiles;
         const int begin = expert_token_offsets[expert], end = expert_token_offsets[expert + 1];
@@ -91,42 +91,42 @@ struct DepthRows {
     }
 };
 
-// Stores pieces that are FinishedColumns, the tile's columns as rows: column 0 begins at `place`; so many columns are
-// there, and so many of their rows.
-template <class Pieces>
-__device__ __forceinline__ void store_transposed(const Pieces& pieces, Scalar* place, int width, int columns,
+// Stores epilogue tiles that are FinishedColumns, the tile's columns as rows: column 0 begins at `place`; so many
+// columns are there, and so many of their rows.
+template <class Epilogue>
+__device__ __forceinline__ void store_transposed(const Epilogue& epilogue, Scalar* place, int width, int columns,
                                                  int rows) {
 #pragma unroll 1
-    for (int i = 0; i < Pieces::COUNT; ++i) {
-        auto& finished = pieces.take(i);
+    for (int i = 0; i < Epilogue::COUNT; ++i) {
+        auto& finished = epilogue.take(i);
         constexpr int COLUMNS = sizeof finished.lines / sizeof finished.lines[0], CHUNKS = WARP_ROWS / CHUNK;
-        const int chunk = lane_id() % CHUNKS, row = pieces.row(i) + chunk * CHUNK;
+        const int chunk = lane_id() % CHUNKS, row = epilogue.row(i) + chunk * CHUNK;
         if (row < rows)
 #pragma unroll 4
             for (int column = lane_id() / CHUNKS; column < min(COLUMNS, columns); column += WARP / CHUNKS)
                 *reinterpret_cast<Chunk*>(place + (long long)column * width + row) = finished.at(column, chunk);
-        pieces.give_back(i);
+        epilogue.give_back(i);
     }
 }
 
 struct StoreWeights {
     Scalar* weights;
     int rows, width;
-    template <class Pieces>
-    __device__ __forceinline__ void operator()(const WeightTile& tile, int column, const Pieces& pieces) const {
+    template <class Epilogue>
+    __device__ __forceinline__ void operator()(const WeightTile& tile, int column, const Epilogue& epilogue) const {
         column += tile.column;
         Scalar* const place = weights + ((long long)tile.expert * rows + tile.row) * width + column;
-        store_plain(pieces, place, width, rows - tile.row, width - column);
+        store_plain(epilogue, place, width, rows - tile.row, width - column);
     }
 };
 struct StoreTransposedWeights {
     Scalar* weights;
     int rows, width;
-    template <class Pieces>
-    __device__ __forceinline__ void operator()(const WeightTile& tile, int column, const Pieces& pieces) const {
+    template <class Epilogue>
+    __device__ __forceinline__ void operator()(const WeightTile& tile, int column, const Epilogue& epilogue) const {
         column += tile.column;
         Scalar* const place = weights + ((long long)tile.expert * rows + column) * width + tile.row;
-        store_transposed(pieces, place, width, rows - column, width - tile.row);
+        store_transposed(epilogue, place, width, rows - column, width - tile.row);
     }
 };
 

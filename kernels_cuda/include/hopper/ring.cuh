@@ -1,4 +1,4 @@
-// A ring of stages: who fills them and who empties them, and rows that are gathered into a stage. sm_90a.
+// A ring of stages with its barriers, the state of a role in it, and rows that are gathered into a stage. sm_90a.
 #pragma once
 #include "hopper/barrier.cuh"
 #include "hopper/stage.cuh"
@@ -14,9 +14,9 @@ __device__ __forceinline__ void open_ring(Barrier (&full)[COUNT], Barrier (&empt
     }
 }
 
-// Where a role stands in the ring: the stage, and the parity of its phase.
+// The pipeline state of a role: its stage in the ring, and the parity of that stage's phase.
 template <int COUNT>
-struct Turn {
+struct PipelineState {
     int stage = 0;
     unsigned parity = 0;
     __device__ __forceinline__ void next() {
