@@ -102,7 +102,7 @@ class Router:
 
 
 def sonic_layer(functional, x, router_w, w1, b1, w2, b2, K, stream_id, activation_type, is_softmax_over_topk=True):
-    """w1 (2 h, d, E), its rows the gate and the up projection in turn; w2 (d, h, E)."""
+    """w1 (2 h, d, E), its rows the gate and the up projection alternating; w2 (d, h, E)."""
     assert activation_type is ActivationType.SWIGLU, "no non GLU activation yet"
     assert w1.stride(1) == w2.stride(1) == 1 and b1 is None and b2 is None
     x, router_w, w1, w2 = (tensor.float() for tensor in (x, router_w, w1, w2))

@@ -1,4 +1,4 @@
-"""The rule of conftest.py has teeth: each way of not running a test fails the run, in one process or in several."""
+"""Mutation tests of the rule in conftest.py: each way of not running a test fails the run, also in several processes."""
 
 from pathlib import Path
 

@@ -649,7 +649,7 @@ def test_the_checkers_page_lists_its_tasks():
         assert bare(row["grid, unless stated"]) == contract.grid
 
 
-# Teeth --------------------------------------------------------------------------------------------------------------
+# Mutation tests -----------------------------------------------------------------------------------------------------
 
 WRONG = {  # a line of a document: what must be said against it
     "[a page](missing.md)": (wrong_links, "missing.md: there is no such file"),

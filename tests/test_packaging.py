@@ -399,8 +399,8 @@ def empty_environment(wheel):
 
 
 def test_the_wheel_checks_itself_in_an_empty_environment(empty_environment, tmp_path):
-    apart = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    run = {"cwd": tmp_path, "env": apart}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    run = {"cwd": tmp_path, "env": clean}
     where = processes.run([empty_environment / "python", "-c", "import moeblaze_ref as m; print(m.__file__)"], **run)
     assert where.stdout.startswith(str(empty_environment.parent)), where.stderr
     check = processes.run([empty_environment / "moeblaze", "check", "--stage", "dispatch", "--json"], **run)

@@ -79,7 +79,7 @@ struct TileAssignment {
         const int own = loads[threadIdx.x];
         int before = 0;
 #pragma unroll 8
-        for (int block = 0; block < gridDim.x; ++block) before -= (loads[block] - own) >> 31;  // a -1 for each with less
+        for (int block = 0; block < gridDim.x; ++block) before -= (loads[block] - own) >> 31;  // -1 if it has less
         return before;
     }
 

@@ -166,7 +166,7 @@ class _Reference:
         return chosen.sort(dim=1, descending=True).values, logits.topk(self._parameters.k).values
 
     def weight_gradients(self) -> Iterator[list[Tensor]]:
-        """Of each expert's w1, w2 if there is one, and w3, in turn; on the way everything else is summed up."""
+        """Yield the gradients of each expert's w1, w2 if there is one, and w3; sum up everything else on the way."""
         order = oracle.expert_order(self._routing.topk_experts, self._parameters.wg.shape[1])
         matrices = _matrices(self._parameters)
         for expert, slots in enumerate(order.slot.split(order.lengths)):

@@ -49,7 +49,7 @@ def _lines(text: str) -> str:
 def speeds_of_series(found: results.Result) -> dict[str, dict[str, Row]]:
     """Return the row of each version of expert_up's forward as a whole, in their order: {preset: {version: row}}.
 
-    Of the last version, which the benchmark takes apart, it is the step that lacks nothing.
+    Of the last version, which the benchmark takes step by step, it is the step that lacks nothing.
     """
     whole = {step.version: step.idea for step in ladder.LADDER if step.against != ladder.WHOLE}
     series: dict[str, dict[str, Row]] = defaultdict(dict)

@@ -148,7 +148,7 @@ def sonicmoe(parameters: RoutedExperts) -> Baseline:
     Returns
     -------
     Baseline
-        Whose weights are the router (E, d), w12 (E, 2 h, d) with the rows of w1 and w2 in turn, and w3 (E, d, h).
+        Whose weights are the router (E, d), w12 (E, 2 h, d) with the rows of w1 and w2 alternating, and w3 (E, d, h).
     """
     from sonicmoe import functional
     from sonicmoe.enums import ActivationType

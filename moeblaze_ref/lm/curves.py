@@ -2,7 +2,8 @@
 
 In bfloat16 two runs part at the first step, so single losses say nothing. What can be asked: is our layer's run as near
 to the oracle's as the oracle's is to itself when only the order of the text differs? That measure is one draw of luck,
-and so is the run that all are held against: the gap of every run is told beside ours, whatever the rule makes of it.
+and so is the run that all are compared with: the gap of every run is reported beside ours, whatever the rule makes of
+it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from moeblaze_ref.core import checks
 HELP = Path(__file__).with_name("python_help.txt")  # Python 3.11.7's topics, each after a form feed and its name
 VALIDATION_EVERY = 10  # of the topics in alphabetical order, the first of every ten; of files, a tenth
 # In the standard library's folder, but not in every installation's, or no text to learn from: installed packages,
-# what distributions package apart, tables of characters, and the help topics, which are read as such.
+# what distributions package separately, tables of characters, and the help topics, which are read as such.
 LEFT_OUT = {
     *("site-packages", "dist-packages", "test", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils"),
     *("ensurepip", "encodings", "pydoc_data"),

@@ -431,7 +431,7 @@ def evaluate(model: MoETransformer, text: Tensor, batch: int = 16, seed: int = 0
 
 @dataclass(frozen=True, eq=False)
 class CapturedLayer:
-    """What one MoE layer saw and decided, for the kernels' doors.
+    """What one MoE layer saw and decided, for the kernels' argument checks.
 
     Parameters
     ----------

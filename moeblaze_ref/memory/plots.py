@@ -253,7 +253,7 @@ def _label_ends(axes, ends):
     gpu = next(iter(GPU_CAPACITIES))
     right = axes.get_xlim()[1]
     to_axes = axes.transScale + axes.transLimits
-    heights = _apart({label: float(to_axes.transform((right, y))[1]) for label, (y, _, _) in ends.items()})
+    heights = _spaced({label: float(to_axes.transform((right, y))[1]) for label, (y, _, _) in ends.items()})
     for label, (y, color, limit) in ends.items():
         axes.annotate(
             f"{label}\n{limit:,} tokens in {gpu}",
@@ -266,7 +266,7 @@ def _label_ends(axes, ends):
         )
 
 
-def _apart(heights):
+def _spaced(heights):
     """The heights moved so that neighbours are LABEL_GAP apart and the highest is at most 1; order is kept."""
     ascending = sorted(heights, key=heights.get)
     moved, floor = {}, -1.0

@@ -137,7 +137,7 @@ def _same_map(row, other):
 def _of_one_map(names, rows):
     """What the measures of a map under two names say."""
     steps, experts, exchanges = (
-        _apart([np.sum(row[key]) for row in rows]) for key in ("step_ms", "experts_ms", "exchange_ms")
+        _spread([np.sum(row[key]) for row in rows]) for key in ("step_ms", "experts_ms", "exchange_ms")
     )
     return (
         f"{' and '.join(names)} are one map here, or differ in which GPU has which number alone: "
@@ -147,5 +147,5 @@ def _of_one_map(names, rows):
     )
 
 
-def _apart(values):
+def _spread(values):
     return 1 - min(values) / max(values)

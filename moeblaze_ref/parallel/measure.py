@@ -117,7 +117,7 @@ class Model:
     def step(self, x: Tensor, topk: Tensor):
         """A forward of this rank's tokens x (tokens, d) by the choices topk (layers, tokens, k)."""
         for layer, chosen in zip(self.layers, topk, strict=True):
-            layer._run(x, MoEWeights(*layer.weights), chosen)  # its door would wait for the device, to look at them
+            layer._run(x, MoEWeights(*layer.weights), chosen)  # its argument check would wait for the device
 
     def times(self, x: Tensor, steps: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Milliseconds of every rank's steps (ranks, steps), and of the parts (ranks, steps, layers, 3)."""

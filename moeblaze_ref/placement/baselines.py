@@ -1,4 +1,4 @@
-"""What others do: placements that MoETuner is held against, on the same profile.
+"""Baseline placements that MoETuner is compared with, on the same profile.
 
 Each takes a profile and the number of GPUs. Loads are balanced layer by layer; only `exflow` looks at transitions.
 """
@@ -156,5 +156,5 @@ def exflow(profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: 
         If there are more GPUs than experts, or the profile has no R.
     """
     start = contiguous(profile, num_gpus)
-    apart = 1.0 - np.eye(num_gpus)
-    return annealing.anneal(profile, start, apart, limit=np.inf, tail=0.0, steps=steps, seed=seed)
+    different = 1.0 - np.eye(num_gpus)
+    return annealing.anneal(profile, start, different, limit=np.inf, tail=0.0, steps=steps, seed=seed)

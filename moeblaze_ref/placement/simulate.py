@@ -20,7 +20,7 @@ NVLINK = 450e9  # bytes/s of one GPU in one direction, all its links together: a
 INFINIBAND = 50e9  # bytes/s of one 400 Gb/s adapter, one a GPU: as its maker prints
 STEP_TOKENS = 16_384
 SLOWEST, FASTEST = 1e-3, 1e15  # bytes/s of a link: what lies outside is no bandwidth
-APART = 1e6  # the fastest link over the slowest, at most: ILP 2 counts in whole numbers
+MAX_RATIO = 1e6  # the fastest link over the slowest, at most: ILP 2 counts in whole numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Cluster:
     ----------
     bandwidth : array (G, G) float64
         Bytes/s from GPU g1 to GPU g2 while all pairs talk at once, ``SLOWEST`` to ``FASTEST``, and the fastest at most
-        ``APART`` times the slowest; the diagonal is not looked at.
+        ``MAX_RATIO`` times the slowest; the diagonal is not looked at.
     row_bytes : int
         Bytes of a token that travels: d elements.
     token_s : float
@@ -54,7 +54,7 @@ class Cluster:
             raise ValueError(f"bandwidth has shape {(rows, columns)}, but it must be square: (G, G)")
         allowed = (self.bandwidth >= SLOWEST) & (self.bandwidth <= FASTEST)
         self._check_links(allowed, f"above 0: {SLOWEST:g} to {FASTEST:g} bytes/s")
-        least = self._fastest / APART
+        least = self._fastest / MAX_RATIO
         self._check_links(self.bandwidth >= least, f"at least {least:g} bytes/s, a millionth of the fastest link's")
         checks.check_int("row_bytes", self.row_bytes, 1)
         checks.check_positive("token_s", self.token_s)

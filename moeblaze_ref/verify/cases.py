@@ -210,7 +210,7 @@ class Case:
 
     @property
     def logits(self) -> np.ndarray:
-        """Router logits (L, E), x wg; never narrower than float32, as at the kernels' doors."""
+        """Router logits (L, E), x wg; never narrower than float32, as in the kernels' argument checks."""
         wide = np.promote_types(self.x.dtype, np.float32)
         return self.x.astype(wide) @ self.weights.wg.astype(wide)
 

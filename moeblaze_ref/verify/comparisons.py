@@ -105,7 +105,7 @@ def badness(pair: tuple[float, float]) -> float:
 
 
 def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
-    """A tensor that autograd differentiates by; gates and logits keep at least float32, as at the kernels' doors."""
+    """A tensor that autograd differentiates by; gates and logits keep at least float32, as in the kernels."""
     if array is None:
         return None
     exact = torch.tensor(np.asarray(array, np.float64))

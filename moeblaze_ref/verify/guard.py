@@ -221,7 +221,7 @@ def _write(pipe: int, data: bytes):
 
 
 def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
-    """Give up what the code must not have: the pipe is its only open file beyond input, output and errors.
+    """Drop what the code must not have: the pipe is its only open file beyond input, output and errors.
 
     Returns what the system has refused.
     """

@@ -81,7 +81,7 @@ def in_order(terms: np.ndarray) -> np.ndarray:
 
 
 def powers_of_two(*shape: int) -> np.ndarray:
-    """1 and 1/2 in turn along the last axis, float32: products with them are exact."""
+    """1 and 1/2 alternating along the last axis, float32: products with them are exact."""
     return np.ones(shape, np.float32) * np.where(np.arange(shape[-1]) % 2, np.float32(0.5), np.float32(1.0))
 
 
@@ -183,7 +183,7 @@ def _up_products(stage, cast, sizes) -> Found:
     return np.stack([a, b]), np.stack(terms, axis=1)
 
 
-def _input_gradient_in_turn(stage, cast, sizes) -> Found:
+def _input_gradient_alternating(stage, cast, sizes) -> Found:
     """Over h: of each hidden element the product with w1, then that with w2."""
     w = telling_terms(2 * sizes.h, (sizes.E, sizes.d), seed=16)
     return _one_row_of_input_gradient(stage, cast, sizes, w[0::2], w[1::2]), _terms_of_one_row(w, sizes)
@@ -380,7 +380,9 @@ SUMS = (
     Sum("combine", "d_gates", "columns", _gate_gradient_of_combine, TOKENS, KERNELS),
     Sum("expert_up", "d_x", "slots", _input_gradient_by_slot, TOKENS, ("numba", *KERNELS), tuple(gemm.VERSIONS)),
     Sum("expert_up", "d_x", "experts", _input_gradient, TOKENS, ("numpy",)),
-    Sum("expert_up", "d_x", "depth, w1 and w2 in turn", _input_gradient_in_turn, PRODUCT, KERNELS, ("1_naive",)),
+    Sum(
+        "expert_up", "d_x", "depth, w1 and w2 alternating", _input_gradient_alternating, PRODUCT, KERNELS, ("1_naive",)
+    ),
     Sum("expert_up", "d_x", "depth, w1 before w2", _input_gradient_by_weight, PRODUCT, KERNELS, ("2_tiled",)),
     Sum("expert_up", "a, b", "depth", _up_products, PRODUCT, *ONE_BY_ONE),
     Sum("expert_up", "d_w1", "rows", partial(_weight_gradient, axes="eij"), PRODUCT, *ONE_BY_ONE),

@@ -58,7 +58,7 @@ def run_every_kernel(executor: Executor):
         options = {"executor": executor, "version": version}
         return OpenStage(raw.stage(stage), nullcontext, executor.from_numpy, executor.to_numpy, options)
 
-    with checks.trusted_values():  # the doors' own sorts and scans are not what is examined
+    with checks.trusted_values():  # the argument checks' own sorts and scans are not examined
         for stage in (stage for stage in raw.stages if stage in comparisons.RUN):
             versions = {
                 version: able for version, able in raw.versions(stage).items() if not refusal(executor, stage, version)

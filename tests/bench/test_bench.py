@@ -771,7 +771,7 @@ def arrays_of(result):
 
 @pytest.mark.parametrize("stage", roofline.stages_of(TINY))
 def test_a_wrong_stage_is_found(stage, monkeypatch):
-    """Each of its results in turn is wrong in its last row, or an expert's matrix."""
+    """One of its results after another is wrong in its last row, or an expert's matrix."""
     torch.manual_seed(0)  # whose last rows are not so small that nobody would miss them
     run, version = stages.RUN[stage], stages.default_version(stage, TINY)
     inputs = stages.Inputs(TINY, stages.bridge_to(torch.device("cpu")), torch.device("cpu"))

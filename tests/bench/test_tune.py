@@ -1,4 +1,4 @@
-"""The table of tiles and the command that makes it: classes, choices, doors, and a run on a pretended device."""
+"""The table of tiles and the command that makes it: classes, choices, argument checks, and a pretended run."""
 
 import json
 from collections import Counter

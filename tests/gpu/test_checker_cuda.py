@@ -51,7 +51,7 @@ def test_numba_kernels():
         check_kernel(last_row_kernel, "combine")
 
 
-def test_kernels_run_apart(tmp_path):
+def test_kernels_run_in_a_subprocess(tmp_path):
     """In the fork of a process that has not looked for a GPU, without capabilities: CUDA starts there all the same."""
     cuda, numba = tmp_path / "mine.cu", tmp_path / "mine.py"
     cuda.write_text(COMBINE)

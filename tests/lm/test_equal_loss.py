@@ -285,8 +285,8 @@ def test_after_the_first_change_all_gaps_are_known():
     assert found["after"]["oracle"] == {"mean": pytest.approx(0.00075), "worst": pytest.approx(0.001)}
     assert found["after"]["oracle, h backwards"] == {"mean": pytest.approx(0.00025), "worst": pytest.approx(0.0005)}
     assert found["after"].keys() == set(ORACLES) and len(found["after_oracles"]) == 6
-    apart = found["after_oracles"]["oracle, d backwards | oracle, h backwards"]
-    assert apart == pytest.approx({"mean": 0.001, "worst": 0.001}, rel=1e-2)
+    between = found["after_oracles"]["oracle, d backwards | oracle, h backwards"]
+    assert between == pytest.approx({"mean": 0.001, "worst": 0.001}, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -967,10 +967,10 @@ def test_what_the_page_says_of_both_runs_is_what_their_records_hold():
     assert report._is_repeated(one, other) and one["versions"] == other["versions"]
     assert one["code"][source_hashes.LAYERS] == other["code"][source_hashes.LAYERS]
     assert one["code"][source_hashes.CUDA] != other["code"][source_hashes.CUDA]
-    apart = {run: equal_loss.gaps(other["loss"][run], one["loss"][run]) for run in one["loss"]}
-    for gaps in apart.values():
+    distances = {run: equal_loss.gaps(other["loss"][run], one["loss"][run]) for run in one["loss"]}
+    for gaps in distances.values():
         assert not any(gaps[:5]) and gaps[5] and max(gaps[:23]) <= BOUND < gaps[23]
-        assert gaps[99] > 300 * BOUND and gaps[99] == pytest.approx(apart["oracle"][99], rel=1e-3)
+        assert gaps[99] > 300 * BOUND and gaps[99] == pytest.approx(distances["oracle"][99], rel=1e-3)
 
 
 def test_what_the_page_says_of_free_routing_is_what_its_records_hold():

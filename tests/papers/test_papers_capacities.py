@@ -208,9 +208,9 @@ def test_new_seeds_count_as_more_of_them():
 
 
 def test_losses_are_never_paired_across_runs():
-    apart = [losses_of(dense=[2.0, 2.0]), losses_of(max=[1.0, 1.0])]
+    separate = [losses_of(dense=[2.0, 2.0]), losses_of(max=[1.0, 1.0])]
     with pytest.raises(ValueError, match="variants dense and max have no seed in common"):
-        capacities.gain(apart, "dense", "max")
+        capacities.gain(separate, "dense", "max")
 
 
 def run_of(device="H100", variants=("dense", "max"), **changes):
@@ -221,9 +221,9 @@ def run_of(device="H100", variants=("dense", "max"), **changes):
 
 def test_runs_of_one_device_and_model_are_pooled():
     here, other_commit = run_of(), run_of()._replace(source=Source("H100", "d"))
-    apart = [run_of("H200"), run_of(shape={"d": 16}), run_of(precision="bfloat16"), run_of(tokens_of_step=8)]
-    found = capacities.pools([here, *apart, other_commit, run_of(variants=("dense", "1.0"))], "dense", "max")
-    assert found == [[here, other_commit], *([run] for run in apart)]
+    separate = [run_of("H200"), run_of(shape={"d": 16}), run_of(precision="bfloat16"), run_of(tokens_of_step=8)]
+    found = capacities.pools([here, *separate, other_commit, run_of(variants=("dense", "1.0"))], "dense", "max")
+    assert found == [[here, other_commit], *([run] for run in separate)]
 
 
 def test_a_gain_within_three_standard_errors_is_not_resolved():

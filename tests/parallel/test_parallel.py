@@ -239,7 +239,7 @@ def test_every_fault_is_caught():
         pytest.fail(f"{fault}: nobody noticed")
 
 
-# At the door
+# Argument checks
 
 
 def refusals():

@@ -376,10 +376,10 @@ def test_beyond_five_gpus_the_bound_still_holds():
     C, sizes = random_flows(4, 6, seed=7), np.full((4, 6), 1)
     found = gpu_assignment.assign_gpus(C, cluster(6).cost, sizes)
     assert found.gap == 0
-    apart = gpu_assignment.assign_gpus(
+    halves = gpu_assignment.assign_gpus(
         C, cluster(6, 1 + 3.0 * (np.arange(6)[:, None] // 3 == np.arange(6) // 3)).cost, sizes, time_limit=1
     )
-    assert found.objective <= apart.bound + 1e-6 <= apart.objective + 1e-6
+    assert found.objective <= halves.bound + 1e-6 <= halves.objective + 1e-6
 
 
 def test_the_map_is_both_programs(counted):

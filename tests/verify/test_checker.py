@@ -454,7 +454,7 @@ def test_a_header_row_that_does_not_fit_its_table_is_not_passed_over():
         examine(header + COMBINE, "combine", cases=[CASE])
 
 
-# ---- the door -------------------------------------------------------------------------------------
+# ---- argument checks ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ LOOPS = [
     Loop("block_sparse", TILED, "expert_up/0_sum_rows.cu", D_X, **SLOTS_IN_GROUPS),
     Loop(UP, NAIVE, "expert_up/1_naive.cu", D_X, "j", "k"),
     Loop(UP, NAIVE, "expert_up/1_naive.cu", ("a, b by depth",), "p", "d"),
-    Loop(UP, NAIVE, "expert_up/1_naive.cu", ("d_x by depth, w1 and w2 in turn",), "p", "h"),
+    Loop(UP, NAIVE, "expert_up/1_naive.cu", ("d_x by depth, w1 and w2 alternating",), "p", "h"),
     Loop(UP, NAIVE, "expert_up/1_naive.cu", ("d_w1 by rows",), "row", "end", "begin"),
     Loop(UP, TILED, "expert_up/2_tiled.cu", OF_UP_TILES, **DEPTH_IN_TILES),
     Loop(UP, TILED, "expert_up/2_tiled.cu", OF_UP_TILES, "p", "TILE_DEPTH"),
@@ -243,7 +243,7 @@ OTHER_FAULTS = [
         "if (GATED) sum += to_float(d_b[row + p]) * to_float(w2[weight + p]);\n"
         "sum += to_float(d_a[row + p]) * to_float(w1[weight + p]);\n"
         "if (p + 1) continue;",
-        ("d_x by depth, w1 and w2 in turn",),
+        ("d_x by depth, w1 and w2 alternating",),
     ),
     Fault(
         "w2 before w1",

@@ -165,13 +165,13 @@ RING_FAULTS = {
     "multiplies before the data are there": RingFault(
         "barrier_wait(&shared.full[stage], parity);",
         ";",
-        "stages are given back before their copies have landed, and the loader asks for more: a second announcement "
+        "stages are given back before their copies have landed, and the producer asks for more: a second announcement "
         "in the same phase of `full`",
     ),
     "loads into a stage that is being read": RingFault(
         "barrier_wait(&shared.empty[stage], parity ^ 1);",
         ";",
-        "the same end from the other side: the loader comes round to a stage whose first copies nobody has taken",
+        "the same end from the other side: the producer reaches a stage whose first copies no consumer has taken",
     ),
     "forgets that rounds alternate": RingFault(
         "parity = step / STAGES % 2;",
@@ -190,7 +190,7 @@ RING_FAULTS = {
         "barriers count arrivals and bytes, not which bytes: this mistake only the result shows",
     ),
     "never gives a stage back": RingFault(
-        RELEASE, ";", "the loader waits for a phase of `empty` without one arrival; a GPU would hang without a word"
+        RELEASE, ";", "the producer waits for a phase of `empty` without one arrival; a GPU would hang without a word"
     ),
     "only one warp gives the stage back": RingFault(
         RELEASE,
@@ -464,7 +464,7 @@ def first_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def step_table(measured: Measured, *ideas: str) -> Markdown:
-    """Steps of the ladder by their ideas: time and rate of all that they launch, and counters of the product's kernel.
+    """Steps of the series by their ideas: time and rate of all that they launch, and counters of the product's kernel.
 
     Raises
     ------

@@ -76,7 +76,7 @@ def unlink_bare_names(app: Sphinx, doctree: nodes.document) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Sphinx's door."""
+    """Sphinx calls this to load the extension."""
     app.connect("doctree-read", sources.link_documents)
     app.connect("build-finished", sources.write_pages)
     app.connect("doctree-read", unlink_bare_names)

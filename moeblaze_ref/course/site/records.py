@@ -33,7 +33,7 @@ KINDS = {
     "cupy": ("what a kernel launched by hand prints", "[launch a kernel by hand](cupy_by_hand.md#the-launch)"),
     "course": ("how long the notebooks take", "[path](path.md#how-long-it-takes)"),
     "check": ("every stage compared with the oracle", "[below](#correctness-on-a-gpu)"),
-    "gradients": ("the torch layer held against autograd", "[below](#correctness-on-a-gpu)"),
+    "gradients": ("the torch layer compared with autograd", "[below](#correctness-on-a-gpu)"),
     "tests": ("tests of the layers on a GPU, many times in a row", "[below](#correctness-on-a-gpu)"),
     "sanitize": ("every kernel under compute-sanitizer's tools", "[below](#correctness-on-a-gpu)"),
 }
