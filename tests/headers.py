@@ -1,4 +1,4 @@
-"""What a kernel file's header states, so that tests can hold it against what is counted."""
+"""What a kernel file's header states, so that tests can compare it with what is counted."""
 
 from typing import NamedTuple
 

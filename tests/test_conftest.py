@@ -1,4 +1,4 @@
-"""Mutation tests of the rule in conftest.py: each way of not running a test fails the run, also in several processes."""
+"""Mutation tests of the rule in conftest.py: each way of not running a test fails the run, also in many processes."""
 
 from pathlib import Path
 

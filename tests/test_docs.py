@@ -61,7 +61,7 @@ KERNEL = r"__global__\s+void\s+"
 
 
 class Document:
-    """A Markdown file, taken apart."""
+    """A Markdown file, parsed."""
 
     def __init__(self, path: Path):
         self.path, self.text = path, path.read_text()

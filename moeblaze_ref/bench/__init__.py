@@ -12,5 +12,5 @@ KINDS = {
     "gating": "probabilities, choice and gates, beside torch",
     "combine": "each token's rows, gathered and summed, beside torch",
     "ladder": "the up-projection on every version, and on the last one idea by idea",
-    "counters": "what the hardware counts in each step of the ladder, and in each product of a training step",
+    "counters": "what the hardware counts in each step of the series, and in each product of a training step",
 }

@@ -1,4 +1,4 @@
-"""What the hardware counts while one kernel runs: each step of the ladder, each product of a training step, and cuBLAS.
+"""What the hardware counts while one kernel runs: each step of the series, each product of a training step, and cuBLAS.
 
 ncu runs this very module in a process of its own, under which the kernels in question are launched once each, in an
 order that both processes know. A metric that ncu does not know, or has no number for, is an error that names it.
@@ -56,7 +56,7 @@ STALL_METRIC = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 SHOWN_STALLS = 3
 HOW = {"--replay-mode": "kernel", "--clock-control": "none", "--cache-control": "all"}
 
-# Of each product of a step but expert_up, which the ladder has: the stage, and the kernel that multiplies.
+# Of each product of a step but expert_up, which the series has: the stage, and the kernel that multiplies.
 PRODUCTS = {"expert_down": "expert_down", "d_hidden": "d_hidden", "d_w3": "d_w3", "d_x": "d_x_rows", "d_w1": "d_w"}
 
 DENSE = "nvjet.*|.*gemm.*"  # what cuBLAS calls its kernels
@@ -76,7 +76,7 @@ class Row:
     version, kernel : str
         "" is the version of the dense product.
     idea : str
-        Which step of the ladder it is, or which stage of a training step; or that it is the dense product.
+        Which step of the series it is, or which stage of a training step; or that it is the dense product.
     duration_ms : float
         Under ncu, after a pause and with cold caches: not comparable with interleaved times.
     sm_clock_ghz : float

@@ -34,7 +34,7 @@ def fill(text: str, found: results.Result | None) -> str:
     ----------
     text : str
     found : dict or None
-        What `results.load` gives of the benchmark's file, or nothing yet. The ladder, the counters and the trials have
+        What `results.load` gives of the benchmark's file, or nothing yet. The series, the counters and the trials have
         files of their own, which are read here.
 
     Raises

@@ -206,7 +206,7 @@ def _jobs_beside_torch(stage: str, request: Request) -> list[Job]:
 
 def _ladder_jobs(request: Request) -> list[Job]:
     for version in request.versions:
-        checks.check_name("version of the ladder", version, expert_up.FORWARD_VERSIONS)
+        checks.check_name("version of the series", version, expert_up.FORWARD_VERSIONS)
     return [
         partial(ladder.time_ladder, name, config, ladder.steps_of(config, request.versions), request.repetitions)
         for name, config in layers(request, LADDERS)

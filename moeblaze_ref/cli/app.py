@@ -520,7 +520,7 @@ def evidence(
     force: Force = False,
     as_json: AsJson = False,
 ):
-    """Hold training with our layer against training with plain torch; exit with status 1 if they differ."""
+    """Compare training with our layer and training with plain torch; exit with status 1 if they differ."""
     from moeblaze_ref.lm import evidence as gathering
     from moeblaze_ref.lm import report
 

@@ -1,4 +1,4 @@
-"""Measure placements on this machine's GPUs, and hold what is foretold of them against it.
+"""Measure placements on this machine's GPUs, and compare the modelled times with the measured ones.
 
     torchrun --nproc-per-node 4 -m moeblaze_ref.cli.parallel_bench --trace FILE --map greedy.npz --map moetuner.npz
 

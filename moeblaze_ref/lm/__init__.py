@@ -5,7 +5,7 @@ of the Python at hand, or a folder's. ``model`` is the transformer, ``train`` it
 MoE layers saw, ``run`` a training run in a folder: with ``log`` and ``checkpoint``, and ``finite`` for where it went
 wrong. ``command`` is ``moeblaze train``, on the settings of ``presets``.
 
-``equal_loss`` and ``curves`` hold training with our layer against training with plain torch, ``wall`` their memory.
+``equal_loss`` and ``curves`` compare training with our layer and with plain torch, ``wall`` compares their memory.
 ``evidence`` is ``moeblaze evidence``, ``report``, ``evidence_plots`` and ``document`` show what it found.
 """
 

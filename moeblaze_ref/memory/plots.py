@@ -269,9 +269,9 @@ def _label_ends(axes, ends):
 def _spaced(heights):
     """The heights moved so that neighbours are LABEL_GAP apart and the highest is at most 1; order is kept."""
     ascending = sorted(heights, key=heights.get)
-    moved, floor = {}, -1.0
+    moved, lowest = {}, -1.0
     for label in ascending:
-        floor = moved[label] = max(heights[label], floor + LABEL_GAP)
+        lowest = moved[label] = max(heights[label], lowest + LABEL_GAP)
     ceiling = 1.0 + LABEL_GAP
     for label in reversed(ascending):
         ceiling = moved[label] = min(moved[label], ceiling - LABEL_GAP)

@@ -1,4 +1,4 @@
-"""MegaBlocks' figures 2 and 8 on small models: held-out loss by capacity factor, against steps and against time.
+"""MegaBlocks' figures 2 and 8 on small models: validation loss by capacity factor, against steps and against time.
 
 Source: MegaBlocks (arXiv 2211.15841), sections 2.2, 3 and 6.2. All variants have the same active FLOPs: one expert a
 token, as wide as the FFN of the dense model. They read Python's own text in bytes; a seed has its own weights and its

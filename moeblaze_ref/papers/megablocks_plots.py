@@ -141,7 +141,7 @@ def experts(rows: Rows) -> Figure:
 
 @_of_the_last_run
 def capacities(rows: Rows) -> Figure:
-    """Draw figures 2 and 8: held-out loss by capacity factor against steps, against time, and at the end of each seed.
+    """Draw figures 2 and 8: validation loss by capacity factor against steps and time, and at the end of each seed.
 
     Lines are means over the seeds, bands one sample deviation on either side. Rows of a CPU have no times, nor a panel
     against time.

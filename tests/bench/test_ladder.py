@@ -1,4 +1,4 @@
-"""The ladder and its counters without a GPU: every step is right, and what ncu says is read or refused."""
+"""The series and its counters without a GPU: every step is right, and what ncu says is read or refused."""
 
 import json
 from contextlib import contextmanager
@@ -294,7 +294,7 @@ def test_jobs_of_the_ladder():
         "qwen3, L=64"
     ]
     assert [plan.repetitions(kind, plan.Request()) for kind in ("ladder", "counters")] == [15, 1]
-    with pytest.raises(ValueError, match="unknown version of the ladder '5_more'"):
+    with pytest.raises(ValueError, match="unknown version of the series '5_more'"):
         plan.jobs("ladder", plan.Request(versions=("5_more",)))
     with pytest.raises(ValueError, match="versions 3_mma: bench counters has all of them"):
         plan.jobs("counters", plan.Request(versions=("3_mma",)))

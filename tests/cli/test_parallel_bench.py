@@ -155,7 +155,7 @@ def test_windows_begin_again_and_are_never_short():
         parallel_bench.batches(TRACE, 201, 1)
 
 
-def test_maps_are_measured_in_turns(monkeypatch):
+def test_maps_are_measured_interleaved(monkeypatch):
     order = []
 
     class Pretended:

@@ -51,7 +51,7 @@ def test_twenty_runs_give_the_same_bits(version):
         assert differing_elements(dispatch.build(topk_experts, 64, version=version).map(cupy.asnumpy), first) == 0
 
 
-def test_a_device_array_is_checked_at_the_door():
+def test_a_device_array_is_checked_before_the_launch():
     import cupy
 
     with pytest.raises(ValueError, match=r"topk_experts\[0, 1\] is 9, but there are only 8 experts"):

@@ -93,7 +93,7 @@ def test_twenty_runs_give_the_same_bits_on_the_device(version):
             assert bool((array == expected).all())
 
 
-def test_device_arrays_are_checked_at_the_door():
+def test_device_arrays_are_checked_before_the_launch():
     import cupy
 
     logits = cupy.zeros((3, 4), cupy.float32)

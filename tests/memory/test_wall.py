@@ -157,7 +157,7 @@ def rows_of(fits, fails):
     "fits, fails, passed",
     [
         ({}, (), None),
-        ({wall.OURS: 4}, (wall.OURS,), None),  # nothing to hold it against
+        ({wall.OURS: 4}, (wall.OURS,), None),  # nothing to compare it with
         ({"oracle": 4}, ("oracle",), None),
         ({wall.OURS: 4, "moeblaze, inputs": 8}, (wall.OURS, "moeblaze, inputs"), None),
         ({}, ("oracle", wall.OURS), False),  # no layer fits

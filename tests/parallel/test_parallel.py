@@ -497,8 +497,8 @@ def watched_on_a_clock(phases, others, dies, timeout):
     """
     pause, signs, found, ends = timeout / SIGNS, {}, None, {}
     seen = [[Seen(-timeout, -timeout) for _ in phases] for _ in phases]
-    turns = range(-SIGNS, 2 * SIGNS)
-    looks = sorted((pause * (turn + phase), rank) for rank, phase in enumerate(phases) for turn in turns)
+    signs = range(-SIGNS, 2 * SIGNS)
+    looks = sorted((pause * (sign + phase), rank) for rank, phase in enumerate(phases) for sign in signs)
     for beat, (now, rank) in enumerate(looks):
         if now < 0 or rank == 0:
             signs[rank] = signs[0] if dies and now >= 0 else (beat, *GOES_ON["working"])

@@ -170,7 +170,7 @@ def test_reductions():
     np.testing.assert_array_equal(out[3], LANES // 16 * 16)
 
 
-def test_halves_of_a_warp_exchange_apart():
+def test_halves_of_a_warp_exchange_separately():
     out = ints(32)
     text = """
     extern "C" __global__ void halves(int* out) {
@@ -699,7 +699,7 @@ def test_arguments_are_checked_against_the_declaration(change, error, message):
         run(COPY, "copy", **{name: value for name, value in arguments.items() if value is not None})
 
 
-def test_outputs_must_be_writable_and_apart():
+def test_outputs_must_be_writable_and_must_not_overlap():
     fixed = ints(32)
     fixed.flags.writeable = False
     with pytest.raises(ValueError, match="argument out of kernel copy is read-only"):

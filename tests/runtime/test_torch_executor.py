@@ -164,7 +164,7 @@ def test_a_tensor_map_is_checked_and_nothing_else_is_taken_in_its_place():
 
 
 @pytest.mark.parametrize("stage", stages.RUN)
-def test_every_stage_takes_tensors_through_its_door(stage):
+def test_every_stage_takes_tensors(stage):
     executor = IdleExecutor()
     bridge, config = IdleBridge(executor), MoEConfig(L=37, **SIZES)
     inputs = stages.Inputs(config, bridge, torch.device("cpu"))

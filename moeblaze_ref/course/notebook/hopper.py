@@ -438,7 +438,7 @@ def _mean_wave(order, depth):
 
 
 class Measured(NamedTuple):
-    """The ladder's times and its counters, as they are committed."""
+    """The series' times and its counters, as they are committed."""
 
     ladder: results.Result
     counters: results.Result
@@ -469,7 +469,7 @@ def step_table(measured: Measured, *ideas: str) -> Markdown:
     Raises
     ------
     ValueError
-        If an idea is none of the ladder's.
+        If an idea is none of the series'.
     """
     for idea in ideas:
         checks.check_name("idea", idea, [step.idea for step in ladder.LADDER])
@@ -510,7 +510,7 @@ def _step_row(row, counters):
 
 
 def from_step_to_step(measured: Measured, before: str, after: str) -> Markdown:
-    """What became of the memory's counters and of the product's time from one step of the ladder to another."""
+    """What became of the memory's counters and of the product's time from one step of the series to another."""
     counted = {(row["preset"], row["idea"]): row for row in first_of(measured.counters["rows"])}
     presets = [preset for preset, idea in counted if idea == before and (preset, after) in counted]
     return bullets([_change_of_counters(name, counted[name, before], counted[name, after]) for name in presets])

@@ -199,5 +199,5 @@ def recorded(kind: str) -> tuple[Markdown, Figure]:
 
 
 def clusterings(E: int) -> Sequence[np.ndarray]:
-    """Every way to split E experts between two GPUs, none empty, the names of the GPUs apart; (E,) each."""
+    """Every way to split E experts between two GPUs, none empty, up to the names of the GPUs; (E,) each."""
     return [np.array([0, *(number >> bit & 1 for bit in range(E - 1))]) for number in range(1, 2 ** (E - 1))]
