@@ -1,4 +1,4 @@
-"""Whether what is timed computes the layer: output and gradients against the oracle, in the run that times them.
+"""Compare the timed layers' outputs and gradients with the oracle, in the run that times them.
 
 Compared is the very step that is timed, all tokens and all experts, with two bounds each: one for a whole tensor, which
 a single wrong row among thousands does not move, and one for its rows.
@@ -51,7 +51,7 @@ def weights_of(parameters: RoutedExperts) -> Weights:
 
 
 class Error(NamedTuple):
-    """How far a tensor is from what it should be.
+    """The error of a tensor.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class Error(NamedTuple):
 
     @property
     def columns(self) -> dict[str, float]:
-        """As rows of results have it."""
+        """Return the errors as columns of a result row."""
         return {"error": self.whole, "row_error": self.row}
 
 
@@ -202,13 +202,13 @@ class _Reference:
         return self._d_x + d_x, d_wg
 
     def closest(self, found: Tensor, d_x: Tensor) -> Tensor:
-        """What is closest to ``found`` (L, d) of all that the undecided slopes make of d_x (L, d)."""
+        """Return the d_x (L, d) closest to ``found`` (L, d) that some choice of the undecided slopes gives."""
         return found.float().clamp(d_x - self._slack, d_x + self._slack)
 
 
 @torch.no_grad()
 def _slack(rows: Tensor, d_y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """By how much undecided slopes can change the gradient of an expert's rows.
+    """Return the largest change of an expert's row gradients that undecided slopes allow.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ class _Norms:
         self._expected.append(_squares(expected))
 
     def error(self) -> Error:
-        """Of all entries."""
+        """The error over all entries."""
         errors, expected = torch.cat(self._errors), torch.cat(self._expected)
         of_rows = errors / expected.clamp(min=expected.mean())
         return Error(float((errors.sum() / expected.sum()).sqrt()), float(of_rows.max().sqrt()))

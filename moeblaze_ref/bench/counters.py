@@ -131,7 +131,7 @@ class Launch(NamedTuple):
 
 
 def launches(config: MoEConfig) -> list[Launch]:
-    """What is counted of a layer, in the order in which it is launched."""
+    """Return the launches that are counted, in their order."""
     steps = [
         Launch(step.idea, step.version, "expert_up", step.config(config).sizes) for step in ladder.steps_of(config)
     ]
@@ -178,7 +178,7 @@ def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]
 
 
 def metrics() -> list[str]:
-    """All that ncu is asked for, by its own names."""
+    """Return the names of ncu's metrics that are counted."""
     return [*(name for name, _ in METRICS.values()), *map(STALL_METRIC.format, STALLS)]
 
 
@@ -187,7 +187,7 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 def _complaint(text: str) -> str:
-    """The lines in which ncu says what is wrong; all that is there if it says so nowhere."""
+    """Return ncu's error lines, or its whole output if none is marked as an error."""
     lines = [line for line in text.splitlines() if line.startswith("==ERROR==")]
     return " ".join(lines) or text[-2000:]
 
@@ -268,7 +268,7 @@ def launch_all(config: MoEConfig, device: Device, counted: Any):
 
 
 def main(text: str):
-    """What ncu runs: `launch_all` of the layer that ``text`` describes, on the GPU."""
+    """Run `launch_all` of the layer that ``text`` describes on the GPU; ncu starts this."""
     launch_all(MoEConfig(**json.loads(text)), Gpu(), torch.cuda.profiler.profile)
 
 

@@ -1,4 +1,4 @@
-"""What each stage of a step gives, by plain torch: what every timed stage is compared with.
+"""Expected results of each stage of a step, by plain torch; every timed stage is compared with them.
 
 No stage is left out. Matrix products are computed expert by expert, without groups' padding and without a fused kernel;
 backward stages take random numbers where the layer would have a forward's, so each is held to its own definition.
@@ -33,7 +33,7 @@ def results_of(stage: str, result: Any, bridge: Bridge) -> Tensors:
 
 
 def _present(*tensors: Tensor | None) -> Tensors:
-    """Those that the activation has: an ungated layer lacks b and d_b."""
+    """Return the tensors that the activation has: an ungated layer lacks b and d_b."""
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 

@@ -1,4 +1,4 @@
-"""What the results say, as sentences and short tables: the documents quote these, and so stay true of any later run."""
+"""Sentences and short tables from the results, for the generated documents."""
 
 import json
 import textwrap

@@ -13,7 +13,7 @@ from moeblaze_ref.runtime.torch_bridge import Bridge
 
 
 class Inputs:
-    """What the stages of one layer take, each array made when it is first asked for.
+    """Inputs of one layer's stages; each array is made on first use.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ class Inputs:
 
     @cached_property
     def dispatch(self) -> Dispatch:
-        """Of `topk_experts`."""
+        """The dispatch of `topk_experts`."""
         with self._bridge.running():
             return dispatch.build(self.topk_experts, self.config.E, executor=self._bridge.executor)
 

@@ -71,7 +71,7 @@ class Step:
         return config if self.most_tokens is None else config.replace(L=min(config.L, self.most_tokens))
 
     def executor(self, executor: Executor, config: MoEConfig) -> "Altered":
-        """What runs the step."""
+        """Return the executor that runs the step."""
         blocks = executor.multiprocessors if self.persistent else most_tiles(config)
         return Altered(executor, self.constants, blocks)
 
@@ -121,7 +121,7 @@ class Altered:
         return getattr(self._executor, name)
 
     def load(self, file: str, text: str | None = None, **constants: Any) -> Module:
-        """As the executor does, with the other constants."""
+        """Load a file with the executor, with this step's constants."""
         return self._executor.load(file, text, **constants | dict(self._constants))
 
 

@@ -29,7 +29,7 @@ GRAPH_BYTES = 2**29  # of a hidden tensor: above it launches cost a step nothing
 
 @dataclass(frozen=True)
 class Choice:
-    """What is timed of a layer.
+    """Systems, policies and routings to time.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Choice:
 
 
 class Subject(NamedTuple):
-    """What one row is about."""
+    """System, policy and routing of one row."""
 
     system: str
     policy: str | None
@@ -145,7 +145,7 @@ class Row:
 
 
 def is_small(config: MoEConfig) -> bool:
-    """Whether the layer's steps are made graphs."""
+    """Return True if the layer is small enough to time its steps as CUDA graphs, too."""
     return config.R * config.h * config.itemsize <= GRAPH_BYTES
 
 
@@ -216,7 +216,7 @@ class Scene:
         return routing.steer(x, self.layer.wg.detach(), logits).requires_grad_()
 
     def subjects(self) -> list[Subject]:
-        """Of every row, ours first."""
+        """Return the subject of every row, ours first."""
         return [Subject(*system, name) for name in self._routings for system in self._layers]
 
     def run(self, subject: Subject, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ class Scene:
         return self._layers[subject.system, subject.policy](x)
 
     def weights(self, subject: Subject) -> accuracy.Weights:
-        """What the system computes with: our weights, or copies of them in the layouts of another project."""
+        """Return the system's weights: ours, or copies in another project's layout."""
         other = self.baselines.get(subject.system)
         return accuracy.weights_of(self.layer) if other is None else other.weights
 
@@ -312,7 +312,7 @@ def _losses(scene: Scene, subject: Subject, config: MoEConfig) -> timed_systems.
 
 
 def _versions(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -> dict[str, str]:
-    """Of the systems that have versions."""
+    """Return the versions of the systems that have versions."""
     executor = bridge_to(device.torch_device).executor
     versions = dict.fromkeys(OWN, choice.version or default_version(config.dtype, config.d, config.h, executor))
     for name, module in scene.modules.items():
@@ -370,7 +370,7 @@ def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float
 
 
 def _memory(scene: Scene, subject: Subject, device: Device) -> dict[str, int | None]:
-    """What a step keeps, and its peak with its input and the gradient of its output, which live all the while."""
+    """Return the bytes that a step saves for backward, and its peak; input and output gradient live throughout."""
     if subject.system == GRAPHED:
         return {"kept_bytes": None, "peak_bytes": None}
     x = scene.tokens(subject)

@@ -1,4 +1,4 @@
-"""From what a user asks for to a list of jobs, each of which times one layer and returns its rows."""
+"""Turn a user's request into jobs; each job times one layer and returns its rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ TAKEN_BY = {option: ("layer",) for option in ("policies", "systems", "routing", 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for; None, or nothing in a sequence, stands for the default.
+    """A user's request; None or an empty sequence stands for the default.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def jobs(kind: str, request: Request) -> list[Job]:
 
 
 def repetitions(kind: str, request: Request) -> int:
-    """How often each row was timed; counted it is once."""
+    """Return the repetitions of each row: 1 for counters."""
     return 1 if kind == "counters" else request.repetitions
 
 
@@ -188,7 +188,7 @@ def _stage_jobs(request: Request) -> list[Job]:
 
 
 def _versions(request: Request, stage: str, config: MoEConfig) -> list[str | None]:
-    """Those that are asked for and that the stage has; if none is asked for, the one that the layer runs."""
+    """Return the requested versions that the stage has, by default the one that the layer runs."""
     if not request.versions:
         return [stages.default_version(stage, config)]
     return [version for version in stages.versions_of(stage, config.dtype) if version in request.versions]

@@ -1,4 +1,4 @@
-"""What rows of a benchmark look like: one set of columns, for the terminal and for Markdown."""
+"""Format benchmark rows as tables for the terminal and for Markdown, with one set of columns."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -127,7 +127,7 @@ def busy_ghz(row: Row) -> float:
 
 
 def waits(row: Row) -> str:
-    """What a kernel's warps wait for most, by ncu's names, with its share of their time."""
+    """Return the most frequent stall reasons of a kernel's warps, by ncu's names, with their parts of the time."""
     return ", ".join(f"{reason} {share:.0f}%" for reason, share in row["stalls"])
 
 
@@ -140,7 +140,7 @@ def columns_of(rows: Sequence[Row]) -> list[Column]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For the terminal."""
+    """Return the rows as a table for the terminal."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = columns_of(rows)
     for heading, _ in columns:
@@ -151,7 +151,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """For a document."""
+    """Return the rows as a Markdown table."""
     columns = columns_of(rows)
     lines = [[heading for heading, _ in columns], ["---" if name in WORDS else "---:" for name, _ in columns]]
     lines += [[cell(row) for _, cell in columns] for row in rows]

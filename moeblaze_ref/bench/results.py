@@ -83,7 +83,7 @@ def add(path: Path, new: Result, force: bool = False):
 
 
 def load(path: Path) -> Result:
-    """What a file holds.
+    """Load a result file.
 
     Raises
     ------

@@ -15,7 +15,7 @@ INDEX = 4  # bytes of an int32, and of a float32 gate, logit or probability
 
 
 def columns(ceilings: Ceilings, hot: Ceilings) -> dict[str, float]:
-    """What rows say of the device, in the units of the trade.
+    """Return the device's rates as columns of a row: TFLOP/s and GB/s.
 
     Parameters
     ----------

@@ -70,7 +70,7 @@ def layer_of(module: nn.Module) -> Layer:
 
 
 def kept_choices(module: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
-    """Which choices a `CapacityMoE` computes, by ``numpy_ref.capacity.fill``.
+    """Return the choices that a `CapacityMoE` computes, by ``numpy_ref.capacity.fill``.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def kept_choices(module: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 class Losses(NamedTuple):
-    """What a system loses and pads, as `layer.Row` has it; None of a system that can do neither."""
+    """Dropped rows, lost tokens and padding of a system; None for a system that never drops or pads."""
 
     dropped_rows: int | None = None
     lost_tokens: int | None = None
@@ -99,7 +99,7 @@ class Losses(NamedTuple):
 
 
 def losses(module: nn.Module, config: MoEConfig, chosen: Tensor) -> Losses:
-    """Of the last forward of a module, which chose so; the rows by `memory.waste`, from the experts' counts."""
+    """Return what the module's last forward dropped, lost and padded, from its expert counts."""
     counts = chosen.flatten().bincount(minlength=config.E).tolist()
     if isinstance(module, CapacityMoE):
         lost = waste.capacity_waste(config, counts, module.capacity_factor)

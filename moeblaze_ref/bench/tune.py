@@ -32,7 +32,7 @@ LEAST_GAIN = 1.02  # over the default: less is noise
 
 @dataclass(frozen=True)
 class Time:
-    """What one tile took.
+    """Time of one tile.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def jobs(presets: Sequence[str], tokens: int | None, versions: Sequence[str], re
 
 
 def _versions(asked: Sequence[str], executor: Executor) -> list[str]:
-    """Those that are asked for, if they run here; all that do, if none is."""
+    """Return the requested versions that run here, by default all that do."""
     refusals = {version: refusal(executor, "expert_up", version) for version in asked or tiles.CANDIDATES}
     for version in asked:
         if refusals[version]:
@@ -156,7 +156,7 @@ def entries(times: Sequence[Time]) -> list[dict[str, Any]]:
 
 
 def _gains(times: Sequence[Time], default: tiles.Tile) -> dict[tiles.Tile, float]:
-    """How many times as fast as the default each tile is."""
+    """Return each tile's speed-up over the default."""
     base = {time.preset: time.ms for time in times if time.tile == default}
     ratios = defaultdict(list)
     for time in times:
@@ -198,7 +198,7 @@ def _runs_of(path: Path) -> list[dict[str, Any]]:
 
 
 def table(times: Sequence[Time]) -> Table:
-    """For the terminal: every tile's time, and its gain over the default."""
+    """Table of every tile's time and its gain over the default, for the terminal."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("preset", "version", "kernel", "groups", "weights", "tile"):
         shown.add_column(heading)

@@ -50,7 +50,7 @@ def file(text: str) -> Path:
 
 
 def stdout() -> Console:
-    """Where tables go; a pipe has no width of its own, so it gets one unless COLUMNS says otherwise."""
+    """Console for tables. Uses COLUMNS, or a fixed width when the output is a pipe."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 

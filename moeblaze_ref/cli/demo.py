@@ -92,7 +92,7 @@ def _train(config: LMConfig, steps: int, console: Console) -> TrainResult:
 
 
 def _cases(result: TrainResult) -> list[Case]:
-    """What each MoE layer sees of unseen text, with its trained weights."""
+    """Return a case for each MoE layer: its input on unseen text, and its trained weights."""
     config = result.model.config
     generator = torch.Generator().manual_seed(0)
     tokens, _ = data.sample_windows(data.python_help().validation, WINDOWS, config.sequence, generator)

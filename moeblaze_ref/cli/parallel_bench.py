@@ -43,7 +43,7 @@ TURNS = 4  # of each map
 
 @dataclass(frozen=True)
 class Found:
-    """What a placement took, and what the model says of it: milliseconds of a step.
+    """Measured and modelled milliseconds of a step under a placement.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def replay(placements: Sequence[Placement], windows: list[np.ndarray], d: int, h
 
 
 def beside_model(name: str, taken: Taken, placement: Placement, windows: list[np.ndarray], costs: Costs) -> Found:
-    """What a placement took, and what is foretold of it by the measured costs."""
+    """Return the measured times of a placement beside those modelled from the measured costs."""
     whole, slowest = taken.whole.max(axis=0), np.median(taken.parts.max(axis=0), axis=0)  # (steps,), (layers, 3)
     replayed = profile(RoutingTrace(np.concatenate(windows), placement.E))
     return Found(

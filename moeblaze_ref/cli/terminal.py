@@ -1,4 +1,4 @@
-"""What the commands show: the tables of checks, and which plots a command draws."""
+"""Tables of checks for the terminal, and the plots that a command draws."""
 
 import math
 
@@ -36,7 +36,7 @@ def _cut(text: str) -> Text:
 
 
 def coverage_table(lines: list[Line]) -> Table:
-    """How many checks of a kernel file have each value of an option, or why none has, by backend; 0 is a gap."""
+    """Table of checks per kernel file, option value and backend, or the reason for none; 0 is a gap."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("stage", "option", "value"):
         table.add_column(name, no_wrap=True)

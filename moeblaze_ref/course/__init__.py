@@ -1,1 +1,1 @@
-"""What the notebooks, the exercises and the site are made with."""
+"""Helpers of the notebooks, the exercises and the site."""

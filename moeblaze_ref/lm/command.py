@@ -129,7 +129,7 @@ def _what_it_holds(trace: traces.RoutingTrace) -> str:
 
 
 def prepare(layer: str, folder: Path | None, device: str | None) -> tuple[str, data.Corpus]:
-    """Where to train with a layer, and on what text; None is a GPU if there is one, and Python's own text.
+    """Return the device and the text to train on; None means a GPU if there is one, and Python's own text.
 
     Raises
     ------

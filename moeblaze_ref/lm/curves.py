@@ -1,4 +1,4 @@
-"""Whole training runs side by side: what a layer costs in loss, beside what another order of the text costs.
+"""Compare whole training runs: the loss that a layer costs, and the loss that another order of the text costs.
 
 In bfloat16 two runs part at the first step, so single losses say nothing. What can be asked: is our layer's run as near
 to the oracle's as the oracle's is to itself when only the order of the text differs? That measure is one draw of luck,
@@ -47,7 +47,7 @@ def settings_of(name: str, base: TrainSettings) -> TrainSettings:
 
 
 def collect(base: TrainSettings, text: str, folder: Path) -> dict[str, Any]:
-    """What the runs in a folder have come to.
+    """Collect the runs in a folder and compare them.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def summarise(lines: Sequence[Mapping[str, Any]]) -> Run:
 
 
 def compare_curves(runs: Mapping[str, Run], steps: int) -> dict[str, Any]:
-    """Where every run ends, and whether ours is as near to the oracle's as the oracle's on another order of the text.
+    """Compare the runs' losses: ours must be as near to the oracle's as the oracle's on another order of the text.
 
     Of both losses, the mean gap and the worst gap of ``moeblaze`` to ``oracle``, over all points after the start, must
     each be at most that of ``oracle-other-order`` to ``oracle``.
@@ -147,7 +147,7 @@ def compare_curves(runs: Mapping[str, Run], steps: int) -> dict[str, Any]:
 
 
 def end(run: Run) -> dict[str, Any]:
-    """Where the validation loss of a run leads, in nats per byte.
+    """Return the last validation losses of a run, in nats per byte.
 
     Parameters
     ----------

@@ -70,12 +70,12 @@ def kind_of(block: str) -> str:
 
 
 def picture_of(path: Path) -> Path:
-    """Where the picture of a record lies: beside the others of the documents."""
+    """Return the path of a record's picture, in the documents' folder of images."""
     return path.parents[1] / "images" / f"{path.stem}.png"
 
 
 def _block(kind: str, paths: Sequence[Path]) -> str:
-    """What the records say together, and the picture and the place of each; nothing while there is none."""
+    """Return the summary of the records, with the picture and the place of each; empty without records."""
     found = {path: evidence.load(path, kind) for path in paths if path.exists()}
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""How the gaps between runs with replayed choices grow: by the same rate in every run, or by a jump of one."""
+"""Growth of the gaps between runs with replayed choices: by one rate in every run, or by a jump in one."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Whether a layer trains as the oracle does: models that start with the same weights, on the same text, step by step.
+"""Compare training with a layer and with the oracle, step by step, from the same weights on the same text.
 
 Two layers that compute the same function in float32 still round differently, and training carries the difference on.
 With the oracle's choice of experts replayed nothing else can part them. With free routing, rounding makes a token
@@ -88,7 +88,7 @@ def gaps(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
 
 
 def compare_losses(found: Sequence[float]) -> dict[str, Any]:
-    """Whether each of the gaps is within ``BOUND``.
+    """Check that every gap is within ``BOUND``.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def compare_losses(found: Sequence[float]) -> dict[str, Any]:
 
 
 def compare_gradients(model: nn.Module, reference: nn.Module) -> dict[str, Any]:
-    """Whether each weight has the same gradient in two models.
+    """Check that each weight has the same gradient in two models.
 
     Returns
     -------
@@ -124,7 +124,7 @@ def worst_gap(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
 
 
 def compare_same_weights(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether a layer computes the oracle's loss and gradients from the oracle's weights, all along the run.
+    """Check that a layer computes the oracle's loss and gradients from the oracle's weights, throughout the run.
 
     Each row begins with the same weights, so no rounding of earlier steps adds up, and the bound asks the same of every
     step, however fast a run amplifies rounding.
@@ -151,7 +151,7 @@ def _compare_rows(found: Sequence[Mapping[str, Any]], of: str) -> dict[str, Any]
 
 
 def _from_same_weights(reference: Trainer, others: Mapping[str, Trainer]) -> dict[str, dict[str, Any]]:
-    """How far each run's next step is from the oracle's, were it at the oracle's weights; no run moves."""
+    """Return the gap of each run's next step to the oracle's, computed at the oracle's weights; no run advances."""
     weights = dict(reference.model.named_parameters())
     expected = reference.look_ahead(weights)
     found = {}
@@ -282,7 +282,7 @@ def free(
 
 
 def changed_tokens(chosen: Sequence[Tensor], reference: Sequence[Tensor]) -> list[int]:
-    """How many tokens have other experts, in each layer; the same experts in another order are the same.
+    """Count the tokens with other experts, in each layer; the order of a token's experts does not count.
 
     Parameters
     ----------
@@ -305,7 +305,7 @@ def _first_change(by_layer: Sequence[list[int]]) -> dict[str, Any] | None:
 def compare_free(
     losses: Mapping[str, Sequence[float]], changed: Sequence[int], gradients: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Whether a run stays as near to the oracle as rounding lets it.
+    """Check that a run with free routing stays as near to the oracle as rounding allows.
 
     Until its first token has other experts, each of its losses must be within ``BOUND`` of the oracle's, and so must
     the first step's gradients. From that step on it must be a run like ``ORACLES``, which differ in summation order
@@ -345,7 +345,7 @@ def compare_free(
 
 
 def is_among(after: Mapping[str, Mapping[str, float]], pairs: Mapping[str, Mapping[str, float]]) -> bool:
-    """Whether one of the gaps, {mean, worst} each, is at most the largest of some pairs' in both."""
+    """Return True if one of the gaps, {mean, worst} each, is at most the pairs' largest in both."""
     largest = {size: max(pair[size] for pair in pairs.values()) for size in ("mean", "worst")}
     return any(all(gap[size] <= largest[size] for size in largest) for gap in after.values())
 

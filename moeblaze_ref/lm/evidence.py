@@ -19,7 +19,7 @@ HEAD = {"device", "versions", "commit", "kind", "preset", "settings", "text", "s
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """A user's request for evidence.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Request:
 
 
 def gather(kind: str, request: Request) -> dict[str, Any]:
-    """What a kind of evidence shows.
+    """Gather one kind of evidence.
 
     Parameters
     ----------

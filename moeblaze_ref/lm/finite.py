@@ -1,4 +1,4 @@
-"""Where numbers stopped being finite."""
+"""Find where numbers stopped being finite."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -69,7 +69,7 @@ class LMConfig:
 
 
 class MoETrace(NamedTuple):
-    """What one MoE layer saw, decided and was charged for it: nothing that training would not keep anyway."""
+    """Input, routing and losses of one MoE layer; training keeps all of them anyway."""
 
     x: Tensor  # (L, d), L = batch * length
     topk_experts: Tensor  # (L, k) int32

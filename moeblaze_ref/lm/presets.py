@@ -1,4 +1,4 @@
-"""What ``moeblaze train --preset`` trains."""
+"""Models and settings of ``moeblaze train --preset``."""
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.lm.model import LMConfig

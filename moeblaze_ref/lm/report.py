@@ -1,4 +1,4 @@
-"""What records of evidence say, in Markdown: for the terminal and for docs/training.md.
+"""Summaries of evidence records in Markdown, for the terminal and for docs/training.md.
 
 Records of one kind share their tables, which then begin with the device, and its commit where a device has two records.
 """
@@ -36,7 +36,7 @@ def summary(*found: Found) -> str:
 
 
 def _runs_and_texts(found: Sequence[Found]) -> str:
-    """What was trained, and whether all devices read the same text, where losses are shown."""
+    """Return what was trained, and whether all devices read the same text if losses are shown."""
     texts = {one["text"] for one in found if one["kind"] != "memory"}
     return "\n\n".join([*dict.fromkeys(map(_run, found)), *([TEXTS_DIFFER] if len(texts) > 1 else [])])
 
@@ -94,7 +94,7 @@ def _is_repeated(one: Found, other: Found) -> bool:
 
 
 def _repeated(one: Found, other: Found) -> list[str]:
-    """How far each run of a record is from the same run of a record that repeats it."""
+    """Return the gap of each run to the same run of a repeated record."""
     records = " and ".join(documents.devices([one, other]))
     at = [step for step in AT if step <= one["steps"]]
     columns = ["run", "first other loss", "first beyond the bound", *(f"at step {step}" for step in at)]
@@ -115,7 +115,7 @@ def _replayed_rows(found: Found) -> Rows:
 
 
 def _verdict_on(found: Found, run: str) -> Found:
-    """What the rules say of an oracle; a record may be older than the comparison at the same weights."""
+    """Return the verdict on a run; older records lack the comparison at the same weights."""
     loss = compare_losses(gaps(found["loss"][run], found["loss"]["oracle"]))
     return {"loss": loss} | compare_same_weights(found.get("same_weights", {}).get(run, []))
 
@@ -203,7 +203,7 @@ def _among(found: Found) -> str:
 
 
 def curves(found: Sequence[Found]) -> list[str]:
-    """Where each run leads, and its gap to the oracle's."""
+    """Return the last losses of each run, and its gap to the oracle's."""
     columns = ["run", "steps", "lowest validation loss", "at step", "last", "mean of the second half"]
     parts = [_table([*columns, "above oracle's", "rows dropped", "peak, MiB"], _runs, found)]
     if unfinished := [one for one in found if _compared(one)["unfinished"]]:
@@ -227,7 +227,7 @@ def _runs(found: Found) -> Rows:
 
 
 def _end(name: str, ends: Found) -> list[str]:
-    """Where a finished run's validation loss leads, in nats per byte."""
+    """Return the cells of a finished run's last validation losses, in nats per byte."""
     if name not in ends:
         return [""] * 5
     end, oracle = ends[name], ends.get("oracle")
@@ -270,7 +270,7 @@ def _all_make(found: Found, L: int) -> bool:
 
 
 def _costs(found: Found, name: str, L: int | None) -> list[str]:
-    """What autograd keeps, the peak and the time of a step of L tokens, and L."""
+    """Return the bytes that autograd keeps, the peak and the time of a step of L tokens, and L."""
     for row in found["rows"]:
         if (row["contender"], row["L"]) == (name, L):
             MiB = (f"{row[of] / MIB:,.0f}" for of in ("kept_bytes", "peak_bytes"))

@@ -84,7 +84,7 @@ def what_is_kept(folder: Path) -> str:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """No other process trains in this folder meanwhile; a killed one has let go of it."""
+    """Hold the folder's lock, so that no other process trains in it; the system releases a killed process' lock."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, but a run needs a folder: name another one")
     folder.mkdir(parents=True, exist_ok=True)

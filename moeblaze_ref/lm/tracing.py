@@ -1,4 +1,4 @@
-"""What a trained model's routers decide on text."""
+"""Record the routing of a trained model on text."""
 
 import hashlib
 import platform
@@ -20,7 +20,7 @@ TOKENS = 40_960  # of each kind of text
 
 
 def origin(trained: Trained, texts: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Where a trace comes from, for its ``info``; ``python`` and ``commit`` are those of the tracing.
+    """Return the origin of a trace for its ``info``; ``python`` and ``commit`` are those of the tracing.
 
     Parameters
     ----------

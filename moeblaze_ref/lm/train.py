@@ -27,7 +27,7 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # the secon
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """All that decides a run's losses, but the text and the device.
+    """Settings that decide a run's losses, besides the text and the device.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class TrainSettings:
         checks.check_name("system", self.layer, SYSTEMS)
 
     def learning_rate_at(self, step: int) -> float:
-        """Of a step, counted from 1: linear warm-up, then half a cosine (SGDR, arXiv 1608.03983, equation 5)."""
+        """Return the rate of a step, from 1: linear warm-up, then half a cosine (SGDR, arXiv 1608.03983, equation 5)."""
         risen = min(1.0, step / max(1, self.warmup))
         progress = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
         fallen = (1 + math.cos(math.pi * progress)) / 2  # 1 to 0
@@ -107,7 +107,7 @@ class TrainSettings:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
-    """Where a model of a precision computes: products in bfloat16 or, in float32, everything as it is."""
+    """Return the autocast context of a precision: products in bfloat16, or nothing for float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=PRECISIONS[precision] != torch.float32)
 
 
@@ -116,7 +116,7 @@ class NonFinite(FloatingPointError):
 
 
 class Step(NamedTuple):
-    """What one optimizer step saw before it moved the weights."""
+    """Losses and routing of one optimizer step, before its update."""
 
     step: int  # from 1
     loss: float  # cross entropy, nats per token
@@ -125,7 +125,7 @@ class Step(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What a step sees before it moves the weights."""
+    """Losses and gradients of a step, before its update."""
 
     loss: float  # cross entropy, nats per token
     gradients: dict[str, Tensor]  # by the weights' names, before they are cut
@@ -219,7 +219,7 @@ class Trainer:
         return Step(step, seen[0], rate, seen[2])
 
     def look_ahead(self, weights: Mapping[str, Tensor], replayed: Sequence[Tensor] | None = None) -> Ahead:
-        """What the next step would see at other weights; the run stays where it is, to the bit.
+        """Compute the next step at other weights; the run itself does not advance and stays the same to the bit.
 
         Parameters
         ----------
@@ -318,7 +318,7 @@ class Trainer:
 
 
 def _cause(module: str | None) -> str:
-    """Of a loss that is not finite, by the first module whose output is not."""
+    """Describe the cause of a non-finite loss: the first module with a non-finite output."""
     if module is None:
         return "every activation is finite, but a loss is not"
     return f"the activations of {module} are the first that are not finite"
@@ -431,7 +431,7 @@ def evaluate(model: MoETransformer, text: Tensor, batch: int = 16, seed: int = 0
 
 @dataclass(frozen=True, eq=False)
 class CapturedLayer:
-    """What one MoE layer saw and decided, for the kernels' argument checks.
+    """Input and routing of one MoE layer, in the form that the kernels take.
 
     Parameters
     ----------

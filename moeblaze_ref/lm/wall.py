@@ -66,7 +66,7 @@ class Row:
 
     @property
     def fits(self) -> bool:
-        """Whether the step could be made."""
+        """Return True if the step fits into memory."""
         return self.step_ms is not None
 
 
@@ -199,5 +199,5 @@ def summarise(found: Sequence[Row]) -> dict[str, Any]:
 
 
 def met_wall(rows: Sequence[Mapping[str, Any]], contender: str) -> bool:
-    """Whether a step of a contender did not fit: else its largest is only where the search ended."""
+    """Return True if a step of this system did not fit; else its largest L is only where the search ended."""
     return any(row["contender"] == contender and row["step_ms"] is None for row in rows)

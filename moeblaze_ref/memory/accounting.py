@@ -110,13 +110,13 @@ class Tensor:
 
     @property
     def kept(self) -> bool:
-        """Whether it lives until the backward."""
+        """True if the tensor is saved for backward."""
         return self.until is None
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the bytes depend on besides the configuration.
+    """Assumptions that the bytes depend on besides the configuration.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ class _Case:
 
 
 class _Draft(NamedTuple):
-    """What a system's function makes of a case: its rows, the symbols of its own, and its notes."""
+    """Draft of a system's account: its rows, its own symbols, and its notes."""
 
     tensors: Iterable[Tensor]
     symbols: tuple[Size, ...] = ()
@@ -485,7 +485,7 @@ def _torch_router(s, *also_saved):
 
 
 def _loss_terms(s):
-    """What autograd keeps for the two losses."""
+    """Tensors that autograd saves for the two losses."""
     return [Tensor("shares", (s.E,), s.wide), Tensor("logsumexp", (s.L,), s.wide)]
 
 
@@ -513,7 +513,7 @@ def _in_pieces(tensors):
 
 
 def _intermediates(s: _Case, dims, a_until="out"):
-    """What plain autograd keeps between the GEMMs, each of shape ``dims``.
+    """Tensors that plain autograd saves between the GEMMs, each of shape ``dims``.
 
     silu and gelu save their input a; relu saves its result instead, so that a is only held by the forward's own
     variable, until the birth of ``a_until``. A gated product saves both factors, relu2's square saves relu(a), and the
@@ -691,7 +691,7 @@ def _megablocks(s: _Case) -> _Draft:
 
 
 def _topology(E, T, W):
-    """Where the T*W nonzero blocks lie, in both orders (MegaBlocks section 5)."""
+    """Tensors of the topology: the T*W nonzero blocks in both orders (MegaBlocks section 5)."""
     return [
         Tensor("row_offsets", (T + 1,), "int32"),
         Tensor("column_indices", (T * W,), "int32"),
@@ -723,7 +723,7 @@ def _sonicmoe(s: _Case) -> _Draft:
 
 
 def _moeblaze(s: _Case) -> _Draft:
-    """No routed-token buffer: x, the four index structures, the gates, and what the policy keeps.
+    """MoEBlaze has no routed-token buffer: x, the four index structures, the gates, and what the policy saves.
 
     From the paper: the index structures and the dense map that builds them (MoEBlaze sections 4.1 and 4.2), A, B
     and Y_swi under `paper` (section 5, Algorithm 1). Our reading: the expert outputs y are stored once before
@@ -758,7 +758,7 @@ def _dispatch(s):
 
 
 def _by_policy(s):
-    """What is stored between x and out; whatever else the equations name stays in a kernel's registers."""
+    """Tensors that a policy stores between x and out; other values of the equations stay in registers."""
     width = {"routed_x": s.d, "y": s.d}
     freed = {"y_swi": "y", "y": "out"}  # the second GEMM reads the one and writes the other under every policy
     for name in intermediates("conventional", s.activation):
@@ -798,7 +798,7 @@ def _dies_at(s):
 
 
 def _backward(s, C, W):
-    """What the backward is given and makes, in order of birth; a name with a prime is that of a tensor made again."""
+    """Tensors of the backward in the order of their allocation; a name with a prime is a recomputed tensor."""
     hidden, weights = (s.R, s.h), (s.E, s.d, s.h)
     yield Tensor("d_out", (s.L, s.d), s.dtype)
     if not s.saved:
@@ -840,7 +840,7 @@ def _megablocks_backward(s, rows, hidden, last):
 
 
 def _router_backward(s):
-    """What every system's backward ends with."""
+    """Tensors of the router's backward, the same in every system."""
     yield Tensor("logits'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("probs'", (s.L, s.E), s.wide, until="d_logits")
     yield Tensor("d_logits", (s.L, s.E), s.wide, until="d_wg")

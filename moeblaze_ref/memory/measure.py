@@ -1,4 +1,4 @@
-"""What torch really keeps and really allocates in a forward, to the byte, on CPU or GPU.
+"""Measure the bytes that torch saves for backward and allocates in a forward, on CPU or GPU.
 
 The measurement that memory/accounting.py is compared with. It counts whole storages: a view of a tensor keeps all of
 it alive, and two views of one storage cost it once.
@@ -62,7 +62,7 @@ class SavedStorages(saved_tensors_hooks):
 
     @property
     def storages(self) -> list[KeptStorage]:
-        """What was saved so far, in order."""
+        """Return the storages saved so far, in order."""
         return [kept for _, kept in self._saved.values()]
 
     @property

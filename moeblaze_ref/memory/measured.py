@@ -1,4 +1,4 @@
-"""What the layers that run here really keep, beside what their accounts say."""
+"""Compare the measured bytes of the layers that run here with their accounts."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What drop, pad and block-sparse cost: rows lost and rows stored for nothing, in FLOPs and in bytes, by counts alone.
+"""Cost of dropping, padding and block-sparse storage: lost and wasted rows, in FLOPs and bytes, from counts.
 
 Three systems side by side: a fixed capacity drops rows and pads to C (GShard, arXiv 2006.16668), MegaBlocks pads each
 expert to whole blocks (arXiv 2211.15841, section 5.2), MoEBlaze stores neither (arXiv 2601.05296, section 3). Waste is
@@ -67,7 +67,7 @@ def kept_bytes_per_row(config: MoEConfig, system: str, block: int = BLOCK) -> in
 
 @dataclass(frozen=True)
 class Waste:
-    """What one system loses and what it wastes.
+    """Lost and wasted rows of one system.
 
     Parameters
     ----------

@@ -123,7 +123,7 @@ class BlockSparse:
 
     @cached_property
     def topology(self) -> Topology:
-        """Of uniform routing: token i goes to expert i mod E."""
+        """Return the topology of uniform routing: token i goes to expert i mod E."""
         E, m, _ = self._experts.rows.shape
         chosen = (torch.arange(E * m, device=self._experts.rows.device) % E).int().view(-1, 1)  # (L, 1)
         with self.bridge.running():

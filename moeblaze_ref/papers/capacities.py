@@ -38,7 +38,7 @@ NO_TIMES = {"seconds_at": None, "seconds": None}  # of a CPU, where ``oracle`` s
 
 @dataclass(frozen=True)
 class Variant:
-    """What a run changes in the model.
+    """A variant of the model: its capacity factor, or dense.
 
     Parameters
     ----------
@@ -236,12 +236,12 @@ def pools(runs: Iterable[Run], *variants: str) -> list[list[Run]]:
 
 
 def _model(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two rows of one variant have in common if they train the same model on batches of one size."""
+    """Return what must be equal for two rows of a variant to train the same model on batches of one size."""
     return tuple(sorted(row["shape"].items())), row["precision"], row["tokens_of_step"]
 
 
 class Gain(NamedTuple):
-    """How much less one variant loses than another, paired seed by seed.
+    """Difference of the losses of two variants, paired seed by seed.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ class Gain(NamedTuple):
 
     @property
     def resolved(self) -> bool:
-        """Whether the seeds tell the mean from 0."""
+        """True if the seeds distinguish the mean from 0."""
         return abs(self.mean) > RESOLVED * self.error
 
 
@@ -316,7 +316,7 @@ class EqualLoss(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """How many times as fast the dropless model is there."""
+        """Return the speed-up of the dropless model."""
         return self.seconds[self.best_factor] / self.seconds["dropless"]
 
 

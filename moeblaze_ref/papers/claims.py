@@ -16,7 +16,7 @@ from moeblaze_ref.papers.results import Source
 
 
 class Verdict(StrEnum):
-    """What a row says of its claim."""
+    """Verdict of a row on its claim."""
 
     AGREES = "agrees"
     PAPER_ERROR = "the paper's error"
@@ -44,7 +44,7 @@ class PrintedNumber:
     high: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value agrees; NaN does not."""
+        """Return True if a value agrees; NaN never does."""
         return self.low <= value <= self.high
 
 
@@ -65,7 +65,7 @@ def more_than(number: float, text: str) -> PrintedNumber:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a paper got wrong.
+    """An error in a paper.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ class Row:
 
     @property
     def ours_with_runs(self) -> str:
-        """What we measured, and the short commits that it was measured at on each device."""
+        """Return our measured value with the short commits of each device."""
         commits: dict[str, list[str]] = {}
         for device, commit in self.sources:
             commits.setdefault(device, []).append(commit[:7])

@@ -1,4 +1,4 @@
-"""What ``moeblaze paper`` does: choose items, measure them on a GPU, draw what is recorded."""
+"""Run ``moeblaze paper``: choose items, measure them on a GPU, draw the records."""
 
 import itertools
 import tempfile

@@ -67,7 +67,7 @@ def printed() -> str:
 
 
 def savings() -> str:
-    """What minimal saves against both baselines, on the quoted layers and on all seven."""
+    """Return the bytes that minimal saves against both baselines, on the quoted layers and on all seven."""
     head = ["layer", "minimal, MB", *(f"against {label}" for label in (PUBLISHED, OPTIMIZED))]
     lines = [
         [
@@ -137,7 +137,7 @@ def dispatch(recorded: Recorded) -> str:
 
 
 def speed(recorded: Recorded) -> str:
-    """How many times as fast as published MegaBlocks ours is: the worst run of each device."""
+    """Return our speed-up over published MegaBlocks: the worst run of each device."""
     head = ["activation", "policy", "device", *PAPER_PRESETS]
     lines = []
     for item, activation in moeblaze.TIMED:
@@ -148,7 +148,7 @@ def speed(recorded: Recorded) -> str:
 
 
 def baselines(recorded: Recorded) -> str:
-    """How many times as fast as each baseline ours is with SwiGLU and policy minimal: the worst run of each device."""
+    """Return our speed-up over each baseline with SwiGLU and policy minimal: the worst run of each device."""
     lines = []
     for system, name in BASELINES.items():
         found = moeblaze.speeds(recorded, "moeblaze-fig6", "swiglu", MINIMAL, system)
@@ -158,7 +158,7 @@ def baselines(recorded: Recorded) -> str:
 
 
 def _least_runs(recorded: Recorded, item: str, system: str, device: str) -> int:
-    """How often a system was timed on the configuration on which it was timed least."""
+    """Return the smallest number of runs of a system over its configurations."""
     timed = Counter(
         row["preset"] for row in _rows(recorded, item, device) if row["system"] == system and "step_ms" in row
     )

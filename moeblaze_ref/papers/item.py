@@ -1,4 +1,4 @@
-"""What an item of a paper is: an equation, a table or a figure, its claims, and how it is measured."""
+"""Items of a paper: an equation, a table or a figure, with its claims and its measurement."""
 
 import importlib
 from collections.abc import Callable, Iterable, Sequence

@@ -134,7 +134,7 @@ def _figure_9(device: str, rows: Rows) -> Iterator[Row]:
 
 
 def _losses_of_products(device: str, rows: Rows) -> Iterator[Row]:
-    """What each of the six products loses against cuBLAS batched, the mean of the three models."""
+    """Return the loss of speed of each of the six products against batched cuBLAS, the mean of the three models."""
     names = dict.fromkeys(row["product"] for row in rows)
     losses = {name: 100 - fmean(row["pct_of_bmm"] for row in rows if row["product"] == name) for name in names}
     most = max(losses, key=losses.get)
@@ -220,7 +220,7 @@ class _Gains(NamedTuple):
 
     @property
     def all_fall(self) -> bool:
-        """Whether the loss falls on every device."""
+        """Return True if the loss falls on every device."""
         return all(gain.resolved and gain.mean > 0 for gain in self.gains)
 
     @property
@@ -235,7 +235,7 @@ def _nats(pool: Sequence[Run], gain: capacities.Gain, sign: int) -> str:
 
 
 def _steps(runs: Sequence[Run]) -> str:
-    """How long the models of these runs train."""
+    """Return the training steps of these runs."""
     lengths = dict.fromkeys(f"{run.rows[0]['steps'][-1]:,}" for run in runs)
     return f"{' and '.join(lengths)} steps"
 

@@ -252,7 +252,7 @@ def _ratio(*pair: dict[str, Any]) -> float | str:
 
 
 def algorithm_1(_: Recorded) -> Iterator[Row]:
-    """What the forward saves, said three ways, and four defects of the listing."""
+    """Rows on Algorithm 1: what the forward saves, stated three ways, and four defects of the listing."""
     config = preset("conf3").config
     rows = {tensor.name: tensor.bytes for tensor in account(config, "moeblaze", "paper").tensors if tensor.kept}
     saved = rows["a"] + rows["b"] + rows["y_swi"]

@@ -36,7 +36,7 @@ Rows = list[dict[str, Any]]
 
 
 class Source(NamedTuple):
-    """Where a number comes from.
+    """The origin of a number.
 
     Parameters
     ----------

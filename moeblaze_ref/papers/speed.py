@@ -91,7 +91,7 @@ def _shown(row: Row, messages: Mapping[str, str]) -> Row:
 
 
 def _wrong(row: Row) -> str:
-    """How far a system is from the oracle, and why where that is known."""
+    """Return a system's error against the oracle, with the reason if it is known."""
     message = (
         f"wrong: error {row['error']:.2g}, of the worst row {row['row_error']:.2g}, compared with the oracle; "
         f"at most {accuracy.BOUND:.2g} and {accuracy.ROW_BOUND:.2g} are allowed"

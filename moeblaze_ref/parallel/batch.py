@@ -43,7 +43,7 @@ class BatchGating:
         return self._gating.load_balancing_loss(probs, topk_experts, self._bridge.array(self.shares))
 
     def backward(self, *operands: Array | float | bool) -> Array:
-        """As the stage's, with the batch's shares."""
+        """Return the stage's gradients, with the whole batch's expert fractions."""
         return self._gating.backward(*operands, shares=self._bridge.array(self.shares))
 
     def _count(self, topk_experts, num_experts):

@@ -1,4 +1,4 @@
-"""What a step of expert parallelism takes, foretold from costs on even loads and from the rows of each GPU and link.
+"""Model of a step of expert parallelism, from costs on even loads and the rows of each GPU and link.
 
 In every layer the experts are done when the GPU with the most rows is, and the exchange when the slowest pair of GPUs
 is: the two tails of MoETuner (arXiv 2502.06643). Unlike in its model, `placement.simulate`, a token comes home after
@@ -16,7 +16,7 @@ from moeblaze_ref.placement.simulate import Cluster, slowness
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What a layer takes when every expert and every GPU has equally much, and how that grows.
+    """Costs of a layer under even loads, and how they grow.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Costs:
         return self.exchange_s + np.mean([travel_seconds(placement, window, self.on) for window in windows], axis=0)
 
     def step_seconds(self, placement: Placement, windows: Sequence[np.ndarray]) -> float:
-        """All layers, and the rest of each."""
+        """Return the modelled seconds of a step: all layers, and the rest of each."""
         layers = self.expert_seconds(placement, windows) + self.exchange_seconds(placement, windows) + self.rest_s
         return float(layers.sum())
 
@@ -58,11 +58,11 @@ def rows_sent(placement: Placement, window: np.ndarray) -> np.ndarray:
 
 
 def travel_seconds(placement: Placement, window: np.ndarray, on: Cluster) -> np.ndarray:
-    """What the window's rows take there and back in every layer, (layers,): twice the slowest pair of GPUs."""
+    """Return the seconds of the window's rows there and back in every layer, (layers,): twice the slowest pair of GPUs."""
     return 2 * (rows_sent(placement, window) * slowness(on)).max(axis=(1, 2))
 
 
 def _is_on(placement: Placement, window: np.ndarray) -> np.ndarray:
-    """Whether a token's choice is on a GPU, (tokens, layers, k, G)."""
+    """Return True where a token's choice is on a GPU, (tokens, layers, k, G)."""
     owners = placement.assignment[np.arange(placement.layers)[None, :, None], window]  # (tokens, layers, k)
     return owners[..., None] == np.arange(placement.num_gpus)

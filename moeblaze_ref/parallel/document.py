@@ -50,7 +50,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _block(path: Path) -> str:
-    """What a record says, and where it was made; nothing while there is none."""
+    """Return the summary of a record and its origin; empty without a record."""
     if not path.exists():
         return ""
     found = load(path)

@@ -1,4 +1,4 @@
-"""What a record of ``moeblaze_ref.cli.parallel_bench`` says, in words and in the cells of tables."""
+"""Sentences and tables from a record of ``moeblaze_ref.cli.parallel_bench``."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,17 +35,17 @@ def cells(row: Row) -> list[str]:
 
 
 def beside(measured: float, foretold: float) -> str:
-    """What is foretold, and how far that is from what was measured, of the latter."""
+    """Return the modelled time, and its relative distance to the measured one."""
     return f"{foretold:.2f} ({off(measured, foretold):+.1%})"
 
 
 def off(measured: float, foretold: float) -> float:
-    """How far what is foretold is from what was measured, of the latter."""
+    """Return the relative distance of the modelled time to the measured one."""
     return foretold / measured - 1
 
 
 def what(run: Mapping[str, Any]) -> str:
-    """What was measured, and by which costs it is foretold."""
+    """Describe the measurement and the costs of the model."""
     return (
         f"{run['gpus']} GPUs, {run['tokens']:,} tokens each, {run['layers']} layers of {run['experts']} experts of "
         f"d={run['d']}, h={run['h']}, routed as {run['model'] or run['trace']}. Milliseconds of a step; experts and "
@@ -84,7 +84,7 @@ def summary(found: Mapping[str, Any]) -> str:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """What follows the last ``_`` of each map's name, its method; the whole name where two have that in common."""
+    """Return each map's method, the part of its name after the last ``_``; the whole name if two share a method."""
     times = Counter(map(_method, names))
     return [_method(name) if times[_method(name)] == 1 else name for name in names]
 
@@ -109,7 +109,7 @@ def _size(found):
 
 
 def _gains(names, rows):
-    """How much less each map takes than the first contiguous one, as a table."""
+    """Table of the time that each map saves over the first contiguous one."""
     base = next((number for number, row in enumerate(rows) if _method(row["name"]) == CONTIGUOUS), None)
     if base is None:
         return f"No `{CONTIGUOUS}` map was measured: there is none to compare with."
@@ -119,13 +119,13 @@ def _gains(names, rows):
 
 
 def _less(row, base):
-    """Of ``GAINS``."""
+    """Return the values of ``GAINS``."""
     steps = [1 - row[name] / base[name] for name in ("step_ms", "modelled_step_ms", "simulated_step_ms")]
     return steps + [1 - sum(row[name]) / sum(base[name]) for name in ("experts_ms", "exchange_ms")]
 
 
 def noise(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Of every two maps of which the same is foretold in every layer, how far their measures are apart."""
+    """Return the difference of the measurements of every two maps with the same model in every layer."""
     pairs = combinations(zip(names, rows, strict=True), 2)
     return [_of_one_map((one, other), (row, twin)) for (one, row), (other, twin) in pairs if _same_map(row, twin)]
 
@@ -135,7 +135,7 @@ def _same_map(row, other):
 
 
 def _of_one_map(names, rows):
-    """What the measures of a map under two names say."""
+    """Compare the measurements of one map under two names."""
     steps, experts, exchanges = (
         _spread([np.sum(row[key]) for row in rows]) for key in ("step_ms", "experts_ms", "exchange_ms")
     )

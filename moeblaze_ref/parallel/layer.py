@@ -133,7 +133,7 @@ _CHOICES = {"activation": ACTIVATIONS, "renormalize": (False, True), "dtype": DT
 
 
 def _check_alike(ranks, mine, digest, device):
-    """All ranks have the same layer and map: otherwise they would send rows where nobody expects them."""
+    """Check that all ranks have the same layer and map."""
     told = [_CHOICES[name].index(value) if name in _CHOICES else value for name, value in mine.items()]
     first, *others = ranks.every(torch.tensor([*told, digest], device=device)).tolist()
     for rank, other in enumerate(others, start=1):
@@ -151,7 +151,7 @@ def _check_alike(ranks, mine, digest, device):
 
 
 def _digest(placement, layer):
-    """Of the map and the layer, 7 bytes."""
+    """Return a digest of the map and the layer, 7 bytes."""
     found = hashlib.blake2b(repr((placement.assignment.shape, layer)).encode(), digest_size=7)
     found.update(placement.assignment.tobytes())
     return int.from_bytes(found.digest())

@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def run(work: Callable[..., Any], size: int, *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """What ``work(*arguments)`` returned on each of ``size`` ranks, each a new process with one thread.
+    """Run ``work(*arguments)`` on each of ``size`` ranks, new processes with one thread, and return the results.
 
     Parameters
     ----------

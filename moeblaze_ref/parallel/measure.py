@@ -69,11 +69,11 @@ class MarkedRanks(Ranks):
         self._nothing = torch.zeros(1, device=clock.torch_device)
 
     def line_up(self):
-        """Whoever comes first waits for the last; the host need not."""
+        """Wait on the device until every rank has come; the host does not wait."""
         self.total(self._nothing)
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """As `Ranks.exchange`; if ``lines_up``, all ranks begin together."""
+        """Exchange rows, see `Ranks.exchange`; if ``lines_up``, all ranks begin together."""
         if self.lines_up:
             self.line_up()
         begin = self.clock.mark()

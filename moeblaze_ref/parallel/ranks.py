@@ -1,4 +1,4 @@
-"""What the ranks of a process group send each other; nothing here knows of experts."""
+"""Exchange between the ranks of a process group, independent of experts."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,7 +17,7 @@ class LostRank(ConnectionError):
 
 
 def progress() -> int:
-    """How many times this process has begun to talk to the others."""
+    """Return the number of collectives that this process has begun."""
     return _progress
 
 
@@ -92,7 +92,7 @@ class Ranks:
         return torch.stack(found)
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        """What ``make()`` returns on rank 0, or the error that it raises there, on every rank.
+        """Return on every rank what ``make()`` returns on rank 0, or raise the error that it raises there.
 
         Rank 0 may take up to ``ALONE`` for it: the others wait in a group of their own, by gloo, which counts as no
         collective, so that a watch does not take rank 0 for one that hangs.
@@ -118,7 +118,7 @@ class Ranks:
 
 
 def _outcome(make):
-    """What it returns, and the error that it raises: one of them is None."""
+    """Return the result of a call and its error; one of them is None."""
     try:
         return make(), None
     except Exception as error:
@@ -133,7 +133,7 @@ def _together(collective, *arguments, **options):
 
 
 def _or_lost(collective, *arguments, **options):
-    """What fails where ranks talk is the loss of one."""
+    """Turn an error of a collective into `LostRank`."""
     try:
         collective(*arguments, **options)
     except RuntimeError as error:

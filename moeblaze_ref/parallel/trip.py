@@ -13,7 +13,7 @@ from moeblaze_ref.systems.layer import Stages
 
 
 class Counts(NamedTuple):
-    """What the host knows of a trip."""
+    """Row counts of a trip, on the host."""
 
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
@@ -21,7 +21,7 @@ class Counts(NamedTuple):
 
 
 class Trip:
-    """Which rows go where, and how they come back.
+    """The rows that go to each rank, and their way back.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Trip:
         return cls(ranks, stages, bridge, copies.map(bridge.tensor), counts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What to keep of it, by name."""
+        """Return the trip's tensors to save for backward, by name."""
         return {_kept(name): tensor for name, tensor in self._copies.arrays().items()}
 
     def there(self, rows: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def first_slots(homes: Tensor) -> Tensor:
 
 
 def _counts(ranks: Ranks, copies: Tensor, homes: Tensor) -> Counts:
-    """How many rows, and how many choices with them, go to each rank and come from each: the host waits for it."""
+    """Exchange the numbers of rows and choices to and from each rank; the host waits for them."""
     each = torch.arange(ranks.size, device=homes.device)
     sent = torch.stack([(slots[:, :, None] == each).sum(dim=(0, 1)) for slots in (copies, homes)], dim=1)  # (G, 2)
     received = ranks.exchange(sent, [1] * ranks.size, [1] * ranks.size)

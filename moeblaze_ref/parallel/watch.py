@@ -1,4 +1,4 @@
-"""Who is missing: a thread beside each rank's work that ends the run with an error when another rank is lost.
+"""A thread beside each rank's work that ends the run with an error when another rank is lost.
 
 A collective that waits for a lost rank says at most that a connection is gone; on a GPU it says nothing and waits. Here
 every rank gives signs of life through the store of ``torch.distributed``: how often it has done so, how many
@@ -38,7 +38,7 @@ _watches = itertools.count()
 
 @dataclass
 class Seen:
-    """What is known of a rank: its last sign, and when it last changed."""
+    """State of a rank: its last sign, and when it last changed."""
 
     beat_at: float
     progress_at: float
@@ -62,7 +62,7 @@ class Seen:
 
 
 def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
-    """Which rank is lost, and how; None if none is.
+    """Return which rank is lost, and how, or None.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class Watch(AbstractContextManager):
             self._main_has_left.wait(self._pause)
 
     def _told(self):
-        """What another rank has found first, so that all say the same."""
+        """Return the verdict that another rank has published first, so that all report the same."""
         return self._store.get(LOST).decode() if self._store.check([LOST]) else None
 
     def _look(self, seen):

@@ -96,7 +96,7 @@ def _flows(a, R, G):
 
 @numba.njit(cache=True)
 def _time(C, cost, tail):
-    """Of one transition: all pairs' times, and ``tail`` times the slowest pair's for as many pairs as there are."""
+    """Return the cost of one transition: all pairs' times, plus ``tail`` times the slowest pair's for every pair."""
     G = len(C)
     every, slowest = 0.0, 0.0
     for g in range(G):
@@ -109,7 +109,7 @@ def _time(C, cost, tail):
 
 @numba.njit(cache=True)
 def _shift(C_in, C_out, came, to, e, f, g, h):
-    """What the transitions (G, G) before and after carry once e has gone from g to h, and f from h to g; in place."""
+    """Update the transitions (G, G) before and after for expert e moving from g to h and f from h to g, in place."""
     for gpu in range(len(C_in)):
         arriving, leaving = came[e, gpu] - came[f, gpu], to[e, gpu] - to[f, gpu]
         C_in[gpu, g] -= arriving

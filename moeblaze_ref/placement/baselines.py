@@ -126,7 +126,7 @@ def _eplb_layer(load, num_gpus, replicas, num_nodes, num_groups):
 
 
 def replicate(load: np.ndarray, replicas: int) -> np.ndarray:
-    """How many copies each of n experts gets, (n,) int: one each, then always the one with the most load a copy."""
+    """Return the copies of each of n experts, (n,) int: one each, then one more for the largest load per copy."""
     copies = np.ones(len(load), int)
     for _ in range(replicas - len(load)):
         copies[np.argmax(load / copies)] += 1

@@ -1,4 +1,4 @@
-"""How many experts of a layer a GPU may hold: the bound that MoETuner's printed program lacks."""
+"""Bounds on the experts of a layer that a GPU holds; MoETuner's printed program lacks them."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ class Bounds:
 
 
 def equal(num_experts: int, num_gpus: int) -> Bounds:
-    """As equal as can be: E / G, rounded down and up."""
+    """Return the most equal bounds: E / G, rounded down and up."""
     return Bounds(num_experts // num_gpus, -(-num_experts // num_gpus))
 
 

@@ -22,7 +22,7 @@ Track = Callable[[Iterable], Iterable]  # shows progress over what it passes on
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """What ILP 1 found.
+    """The clusters that ILP 1 found.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Clusters:
 
     @property
     def gap(self) -> float:
-        """Of the fullest cluster's load: how far the worst layer may be from the best possible, as a share of it.
+        """Largest gap of a layer's fullest cluster to the best possible load, as a fraction of the load.
 
         Not of ILP 1's objective: that is often 0 or near it, so that a share of it says little; see `proven` for it.
         """

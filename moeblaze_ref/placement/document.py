@@ -65,12 +65,12 @@ def picture(found: findings.Found) -> Figure:
 
 
 def picture_of(path: Path) -> Path:
-    """Where the picture of a record lies: beside the others of the documents."""
+    """Return the path of a record's picture, in the documents' folder of images."""
     return path.parents[1] / "images" / f"{path.stem}.png"
 
 
 def _block(path: Path) -> str:
-    """What a record says, its picture if it has a curve, and where it was made; nothing while there is none."""
+    """Return the summary of a record, its picture if it has a curve, and its origin; empty without a record."""
     if not path.exists():
         return ""
     found = load(path)

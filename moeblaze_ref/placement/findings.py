@@ -77,7 +77,7 @@ def saved(found: Found) -> str:
 
 
 def scale(found: Found) -> str:
-    """What solving took at a size, and how far the loads and the slowest pairs' times may be from the best."""
+    """Table of the solving times at a size, and the gaps of the loads and the slowest pairs' times."""
     names = ["method", "load: mean", "worst layer", "solved in s", "load gap", "gap: the larger of load's and pairs'"]
     lines = [
         [
@@ -94,7 +94,7 @@ def scale(found: Found) -> str:
 
 
 def constants(measured: Found) -> str:
-    """What a step of `moeblaze place` is modelled with, beside what `parallel.bench` measured.
+    """Table of the model's constants in `moeblaze place`, beside those that `parallel.bench` measured.
 
     Both are of experts of the same size.
 

@@ -49,7 +49,7 @@ class GpuAssignment:
 
     @property
     def gap(self) -> float:
-        """How far the objective may be from the best possible, as a share of it."""
+        """Gap of the objective to the proven bound, as a fraction of the objective."""
         return max(self.objective - self.bound, 0) / self.objective if self.objective else 0.0
 
 
@@ -100,7 +100,7 @@ def assign_gpus(
 
 
 def _scale(cost, known):
-    """Of costs, to make whole numbers of times, rounded down so that bounds stay bounds; ``known`` is an objective."""
+    """Return the factor that turns times into whole numbers; ``known`` is an objective."""
     return min(1 if (cost == np.round(cost)).all() else 1000, EXACT / max(known, 1))
 
 

@@ -19,7 +19,7 @@ from moeblaze_ref.placement.trace import Profile
 
 @dataclass(frozen=True, eq=False)
 class MoETuner:
-    """What both programs found: a map, and how good it is proven to be."""
+    """Result of both programs: a placement, and its proven gap."""
 
     placement: Placement
     clusters: Clusters
@@ -27,7 +27,7 @@ class MoETuner:
 
     @property
     def seconds(self) -> float:
-        """Of both programs."""
+        """Seconds of both programs."""
         return self.clusters.seconds + self.gpus.seconds
 
     @property

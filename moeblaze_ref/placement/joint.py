@@ -75,7 +75,7 @@ def search(
     seed: int = 0,
     tail: float = TAILS[0],
 ) -> Placement:
-    """As `joint`, without the comparison with baselines: under the limit, if packing is.
+    """Search as `joint` does, without the comparison with baselines: under the limit, if packing is.
 
     Parameters
     ----------

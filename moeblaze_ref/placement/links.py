@@ -36,7 +36,7 @@ def pair_times(flow: np.ndarray, cost: np.ndarray) -> np.ndarray:
 
 
 def pair_bounds(C: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """No placement makes a transition faster than this, (layers - 1,), all others ignored.
+    """Return a lower bound on each transition's time, (layers - 1,), each for itself.
 
     Up to ``SMALL`` GPUs every permutation is tried. Beyond, every link counts as the fastest: what may stay on a GPU is
     then a matching of clusters, so at best the largest flows that share no cluster; the next one must travel.

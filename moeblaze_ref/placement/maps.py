@@ -15,7 +15,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where every expert sits: exactly one GPU each, layer by layer.
+    """A placement: the GPU of every expert, layer by layer.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ from moeblaze_ref.placement.trace import Profile, profile, split
 
 @dataclass(frozen=True)
 class Options:
-    """What the methods that solve something are told.
+    """Options of the methods that solve a program or search.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What a method made of a profile.
+    """A method's result on a profile.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ class Trial:
     load: np.ndarray
 
     def as_dict(self) -> dict[str, Any]:
-        """What a record keeps: numbers, no arrays."""
+        """Return the numbers for a record, without arrays."""
         return {name: value for name, value in vars(self).items() if name not in ("fitted", "load")}
 
 

@@ -51,7 +51,7 @@ def evaluated_on(splits: int, num_gpus: int, tokens: int) -> str:
 
 
 def content(rows: list[Row], trials: list[Trial], along: Mapping[float, Trial], tokens: int) -> dict[str, Any]:
-    """What a record keeps beside the environment: medians, every split of every method, and the curve by its limits."""
+    """Return a record's content: medians, every split of every method, and the curve by its limits."""
     every = [trial.as_dict() for trial in trials]
     curve = [{"limit": limit} | trial.as_dict() for limit, trial in along.items()]
     return {"tokens": tokens, "rows": [row.as_dict() for row in rows], "splits": every, "curve": curve}

@@ -1,4 +1,4 @@
-"""What a step takes under a placement, by a model of the cluster: the slowest GPU and the slowest link of each layer.
+"""Model the time of a step under a placement, from the slowest GPU and the slowest link of each layer.
 
 MoETuner (arXiv 2502.06643): a layer's tokens are done when the GPU with the most of them is, its tail; between two
 layers the tokens that change GPU travel, and the slowest pair of GPUs ends last, the second tail. As in the paper's R,
@@ -60,7 +60,7 @@ class Cluster:
         checks.check_positive("token_s", self.token_s)
 
     def _check_links(self, allowed, words):
-        """All pairs of GPUs are ``allowed`` (G, G); whether a GPU is to itself is not asked."""
+        """Check that all pairs of different GPUs are ``allowed`` (G, G)."""
         wrong = ~allowed & self._others
         if wrong.any():
             sender, receiver = checks.first(wrong)
@@ -220,7 +220,7 @@ class Step:
 
 
 def step(profile: Profile, shares: np.ndarray, on: Cluster, tokens: int = STEP_TOKENS) -> Step:
-    """What a step of ``tokens`` tokens takes that are routed as the profile's are.
+    """Model the time of a step of ``tokens`` tokens with the profile's routing.
 
     Raises
     ------

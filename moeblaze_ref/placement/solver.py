@@ -109,7 +109,7 @@ def check_time_limit(time_limit: float):
 
 
 class Infeasible(ValueError):
-    """No solution meets every constraint."""
+    """Raised if no solution meets every constraint."""
 
 
 def total(terms):

@@ -49,7 +49,7 @@ def split(trace: RoutingTrace, seed: int, share: float = 0.5) -> tuple[RoutingTr
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """What the integer programs know of a trace.
+    """Counts of a trace for the integer programs.
 
     Parameters
     ----------

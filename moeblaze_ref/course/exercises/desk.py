@@ -1,4 +1,4 @@
-"""Where answers are taken: a wrong one raises, the second brings a hint, the solution comes when it is asked for."""
+"""Check a reader's answers: a wrong one raises, the second wrong one adds a hint; the solution is shown on request."""
 
 import math
 from collections import Counter
@@ -20,15 +20,15 @@ OTHER_UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "MB": MB, "GB": GB}
 
 
 class Unsolved(AssertionError):
-    """An answer is not right; the message says how. A notebook shows the message alone."""
+    """Raised for a wrong answer. Notebooks show the message without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback."""
+        """Return the lines that IPython shows in place of a traceback."""
         return [f"Unsolved: {self}"]
 
 
 class Desk:
-    """What one reader has tried."""
+    """The exercises that one reader has tried, with the failures of each."""
 
     def __init__(self):
         self.failures: Counter[str] = Counter()
@@ -173,7 +173,7 @@ class Desk:
 
 
 def _check_answers(exercise: Prediction | Construction, said: dict[str, Any]):
-    """Something is said of each number that is asked for."""
+    """Check that the reader has answered every question, and no other."""
     if said.keys() != exercise.asked.keys():
         asked = ", ".join(exercise.asked)
         raise Unsolved(f"{exercise.name} asks for {asked}, but was given {', '.join(said) or 'nothing'}")
@@ -183,7 +183,7 @@ def _check_answers(exercise: Prediction | Construction, said: dict[str, Any]):
 
 
 def _check_kind(name: str, said: Any, truth: float | str, unit: str):
-    """A word is said where a word is asked for, and else a number."""
+    """Check that an answer is a word where the truth is a word, else a number."""
     if isinstance(truth, str):
         if not isinstance(said, str):
             raise Unsolved(f"{name} is {said!r} ({type(said).__name__}), but it must be {unit}")
@@ -195,7 +195,7 @@ def _check_kind(name: str, said: Any, truth: float | str, unit: str):
 
 
 def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
-    """What is wrong with one prediction; empty if nothing is."""
+    """Return what is wrong with one prediction, or an empty text."""
     if isinstance(truth, str):
         return "" if said == truth else f"{name} is {said!r}, which is not right ({unit})"
     if math.isclose(said, truth, rel_tol=0 if isinstance(truth, int) else TOLERANCE):
@@ -207,7 +207,7 @@ def _wrong(name: str, said: Any, truth: float | str, unit: str) -> str:
 
 
 def _how_far(said: float, truth: float) -> str:
-    """A wrong prediction beside the truth, too roughly to be divided by."""
+    """Return how far a prediction is off, too roughly to compute the truth from it."""
     if math.isclose(said, truth, rel_tol=TOLERANCE):
         return "nearly, but not exactly, what the project computes"
     if said * truth <= 0:

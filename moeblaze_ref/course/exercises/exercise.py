@@ -1,4 +1,4 @@
-"""What an exercise is: the question, what the reader starts from and the solution, each stated once."""
+"""Exercises: the question, the reader's starting point and the solution."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -186,7 +186,7 @@ class KernelExercise:
 
     @property
     def file(self) -> str:
-        """What compilers call the reader's cell."""
+        """The file name of the reader's cell in compiler messages."""
         return f"{self.name}.{'cu' if self.language == 'c++' else 'py'}"
 
     @property

@@ -66,7 +66,7 @@ def _part(text: str, name: str) -> str:
 
 
 def helpers(text: str) -> str:
-    """What a CUDA text uses of the project's headers that it includes: functions and structs with their comments."""
+    """Return the functions and structs that a CUDA text uses from its included headers, with their comments."""
     headers = _included(text)
     code = re.sub(r"//[^\n]*", "", text)
     used = [name for name in defined(headers) if re.search(rf"\b{name}\b", code) and name not in defined(text)]

@@ -74,7 +74,7 @@ def solution_notebook(sheet: Sheet) -> NotebookNode:
 
 
 def _how(sheet: Sheet) -> str:
-    """How the kinds of exercises that the sheet has are answered."""
+    """Return the instructions for the kinds of exercises on the sheet."""
     texts = {Prediction: PREDICT, Construction: CONSTRUCT, KernelExercise: CHECK}
     return "\n".join([*(text for kind, text in texts.items() if _has(sheet, kind)), ASK])
 
@@ -126,7 +126,7 @@ def _launch(kernel: Kernel) -> str:
 
 
 def files(folder: Path) -> dict[Path, str]:
-    """What each file below ``folder``, the course's notebooks, must hold."""
+    """Return the expected text of each notebook file below ``folder``."""
     made = {"exercises": exercise_notebook, "solutions": solution_notebook}
     return {
         folder / kind / f"{sheet.course}.ipynb": outputs.text(make(sheet))

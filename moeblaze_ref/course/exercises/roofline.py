@@ -7,5 +7,5 @@ LIMITS = "'flops' or 'bytes'"
 
 
 def limit(cost: Cost, tflops: float, tb_per_s: float) -> str:
-    """What a stage waits for, "flops" or "bytes", on a GPU of 1e12 FLOPs and of 1e12 bytes in a second."""
+    """Return the bound of a stage, "flops" or "bytes", on a GPU with 1e12 FLOPs and 1e12 bytes a second."""
     return Ceilings(flops_per_ms=tflops * 10**9, bytes_per_ms=tb_per_s * 10**9).bound(cost)

@@ -1,4 +1,4 @@
-"""What the notebooks show with: source from the files, tables, pictures and the sliders that move them.
+"""Displays for the notebooks: source code, tables, pictures and sliders.
 
 Imported by notebooks alone: it needs IPython and ipywidgets, which the rest of the project does not.
 """

@@ -101,7 +101,7 @@ class Tape:
 
 
 class Quotients(NamedTuple):
-    """How far difference quotients of one element are from autograd, for steps from large to small."""
+    """Errors of difference quotients of one element against autograd, for steps from large to small."""
 
     index: tuple[int, ...]  # the element
     slope: float  # dS / d element by autograd
@@ -241,7 +241,7 @@ BOX, TALL = 0.66, 0.5  # of a tensor, in columns and rows
 
 
 def fates(policy: str) -> dict[str, str]:
-    """What becomes of every tensor of ``PLACES`` under a save policy, in the raw CUDA kernels.
+    """Return, for every tensor of ``PLACES``, whether a save policy keeps it, rebuilds it, frees it, and so on.
 
     Raises
     ------

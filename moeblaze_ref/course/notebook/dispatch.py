@@ -80,7 +80,7 @@ def board_size(topk_experts: np.ndarray, num_experts: int) -> tuple[float, float
 
 
 def _right_of(k, num_experts):
-    """Where the arrays right of the map begin."""
+    """Return the column at which the arrays right of the map begin."""
     return k + num_experts + 4
 
 

@@ -18,7 +18,7 @@ WIDTH = "2.6em"  # of a button
 
 
 class Routing(NamedTuple):
-    """Which experts each token has."""
+    """The experts of each token."""
 
     topk_experts: tuple[tuple[int, ...], ...]  # L times k
     E: int

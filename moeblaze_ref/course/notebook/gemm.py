@@ -46,7 +46,7 @@ class EditedExecutor(SimtExecutor):
         self.edits, self.appended = edits, appended
 
     def load(self, file: str, text: str | None = None, **constants):
-        """As `SimtExecutor.load`."""
+        """Load a kernel file; see `SimtExecutor.load`."""
         text = inlined(file) if text is None else text
         for right, other in self.edits.items():
             if right not in text:
@@ -67,7 +67,7 @@ def record_up(
     dispatch: Dispatch,
     edits: Mapping[str, str] | None = None,
 ) -> LaunchRecord:
-    """What the first warp of the first block does in a version of ``expert_up.forward`` whose text is edited."""
+    """Record the accesses of the first block's first warp in ``expert_up.forward``, with edits to its text."""
     executor = EditedRecorder(edits or {}, block=0, warp=0)
     expert_up.forward(x, w1, w2, dispatch, "swiglu", executor=executor, version=version)
     return executor.launches[0]
@@ -232,7 +232,7 @@ WARP = 32
 
 
 class Fragment(NamedTuple):
-    """Who holds each element of an operand of mma.m16n8k16."""
+    """The lane that holds each element of an mma.m16n8k16 operand, and the element's place there."""
 
     lane: np.ndarray  # (rows, columns)
     element: np.ndarray  # (rows, columns) 0..7 for A, 0..3 for B and D

@@ -61,7 +61,7 @@ extern "C" __global__ void load(const __grid_constant__ TensorMap matrix, unsign
 
 @functools.cache
 def box_in_shared_memory(rows: int) -> np.ndarray:
-    """Where one copy of the copy engine puts each 16 bytes of a box of ``rows`` rows of 128 bytes.
+    """Return where TMA puts each 16 bytes of a box of ``rows`` rows of 128 bytes.
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ RING_FAULTS = {
 
 
 class RingRun(NamedTuple):
-    """What one launch of ring.cu did."""
+    """Result and events of one launch of ring.cu."""
 
     log: list[tuple[str, int]]  # (event, step), in the order in which they happened
     c: np.ndarray  # (64, 256) float32
@@ -247,7 +247,7 @@ def run_ring(stages: int, steps: int = RING_STEPS, text: str | None = None, seed
 
 
 def ring_picture(stages: int) -> Figure:
-    """Who had which stage when: events of one run of ring.cu from left to right, a line for each stage.
+    """Draw the events of one run of ring.cu from left to right, a line for each stage.
 
     The order is one that the kernel's own waits allow, the latest for every copy; it says nothing of time.
     """
@@ -280,7 +280,7 @@ def most_ahead(log: Sequence[tuple[str, int]]) -> int:
 
 
 def ring_fault(name: str, stages: int = 3) -> str:
-    """What becomes of ring.cu with one of ``RING_FAULTS``: what the executor says, or how wrong the result is."""
+    """Run ring.cu with one of ``RING_FAULTS``; return the executor's message, or the result's error."""
     right, wrong, _ = RING_FAULTS[checks.check_name("fault", name, RING_FAULTS)]
     text = RING.read_text()
     if right not in text:
@@ -456,7 +456,7 @@ def read_measured(ladder_file: Path = results.LADDER, counters_file: Path = resu
 
 
 def first_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of several runs of a preset, the rows of the first."""
+    """Return the rows of a preset's first run."""
     first: dict[str, int] = {}
     for row in rows:
         first.setdefault(row["preset"], row["run"])
@@ -510,7 +510,7 @@ def _step_row(row, counters):
 
 
 def from_step_to_step(measured: Measured, before: str, after: str) -> Markdown:
-    """What became of the memory's counters and of the product's time from one step of the series to another."""
+    """Compare the memory counters and the product's time of two steps of the series."""
     counted = {(row["preset"], row["idea"]): row for row in first_of(measured.counters["rows"])}
     presets = [preset for preset, idea in counted if idea == before and (preset, after) in counted]
     return bullets([_change_of_counters(name, counted[name, before], counted[name, after]) for name in presets])
@@ -564,7 +564,7 @@ BUSY = {"tensor_pct": ("tensor pipe", BLUE), "l2_pct": ("L2 cache", ORANGE), "dr
 
 
 def busy_picture(measured: Measured) -> Figure:
-    """How busy three units are in each product of a step, ours and cuBLAS's, in percent of their peaks."""
+    """Draw how busy three units are in each product of a step, ours and cuBLAS's, in percent of their peaks."""
     rows = products(measured)
     presets = list(dict.fromkeys(row["preset"] for row in rows))
     lines = ceil_div(len(presets), 2)
@@ -636,7 +636,7 @@ def trials_of(which: str) -> list[list[dict[str, Any]]]:
 
 
 def trials_picture(which: str) -> Figure:
-    """What single trials changed, in percent of the time without them: left of zero is faster.
+    """Draw the change of time of each trial in percent: left of zero is faster.
 
     Parameters
     ----------
@@ -664,7 +664,7 @@ def trials_picture(which: str) -> Figure:
 
 
 def _name_idea(axes, line, trial):
-    """From the picture's left edge on, over everything: an idea takes more words than fit beside its bars."""
+    """Write an idea's name from the picture's left edge on, above its bars."""
     said = trial["trial"] + (" (since replaced)" if trial["verdict"] == "replaced" else "")
     place = blended_transform_factory(axes.figure.transFigure, axes.transData)
     style = {"va": "center", "fontsize": 10, "backgroundcolor": "white", "in_layout": False}

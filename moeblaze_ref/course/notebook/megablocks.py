@@ -37,7 +37,7 @@ FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)  # of a capa
 
 
 class Recording(NamedTuple):
-    """How often a large model chose each expert, counted while it answered questions."""
+    """Expert counts of a large model, recorded while it answered questions."""
 
     tokens: int
     k: int
@@ -54,7 +54,7 @@ def recordings() -> dict[str, Recording]:
 
 
 def recorded_source() -> str:
-    """Which model the counts are of, where they come from, and under which licence."""
+    """Return the source of the counts: the model, the link and the licence."""
     return "{model}. Source: {source}; {licence}.".format(**_recorded())
 
 
@@ -188,7 +188,7 @@ def factor_picture(recording: Recording, L: int, block: int = 128) -> Figure:
 
 
 def tokens_picture(recording: Recording, layer: int) -> Figure:
-    """What blocks pad, in % of the computed rows, against the tokens of a step, a line for each block size."""
+    """Draw the padding of blocks, in % of the computed rows, against a step's tokens, a line for each block size."""
     tokens = [2**power for power in range(7, 18)]
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
@@ -207,7 +207,7 @@ def tokens_picture(recording: Recording, layer: int) -> Figure:
 
 
 class Loss(NamedTuple):
-    """What a fixed capacity makes of every token."""
+    """The rows that each token loses under a fixed capacity."""
 
     lost: np.ndarray  # (L, k) bool, slots without a row
     slots: int  # of them
@@ -215,7 +215,7 @@ class Loss(NamedTuple):
 
 
 def drop(topk_experts: np.ndarray, gates: np.ndarray, num_experts: int, capacity_factor: float, policy: str) -> Loss:
-    """Which slots find no row, by ``numpy_ref.capacity.fill``.
+    """Return the slots without a row, by ``numpy_ref.capacity.fill``.
 
     Parameters
     ----------
@@ -346,7 +346,7 @@ def _strip(axes, top, tokens, experts, left=0, crossed=False, pale=False):
 
 
 def topology_picture(topology: Topology, E: int) -> Figure:
-    """Where the stored blocks lie and in which order, and below it the five arrays that say so.
+    """Draw the stored blocks in their order, and below them the five arrays of the topology.
 
     Parameters
     ----------
@@ -470,7 +470,7 @@ class Step(NamedTuple):
 
 
 def product_steps(product: str, topology: Topology) -> list[Step]:
-    """Which blocks meet, found by running the specification on operands that carry labels.
+    """Return the blocks that a product multiplies, found by running the specification on labelled operands.
 
     Parameters
     ----------

@@ -130,7 +130,7 @@ def _small(png: bytes) -> bytes:
 
 
 def differences(committed: NotebookNode, again: NotebookNode) -> Iterator[str]:
-    """What another run says otherwise, a sentence for each cell: of pictures their alternative texts are compared.
+    """Return a sentence for each cell that another run shows differently; pictures are compared by their texts.
 
     Words and whole numbers must be equal. Decimals may differ by a hundredth, or be both below 1e-5: another processor
     adds in another order. Cells with the tag ``VARIES`` are passed over.
@@ -158,7 +158,7 @@ def _words(cell: NotebookNode) -> Iterator[str]:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two texts are, but for the rounding of their decimals."""
+    """Return True if two texts are equal up to the rounding of their decimals."""
     numbers, others = _NUMBER.findall(one), _NUMBER.findall(other)
     return _NUMBER.sub("#", one) == _NUMBER.sub("#", other) and all(map(_close, numbers, others))
 

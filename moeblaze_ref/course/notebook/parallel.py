@@ -39,7 +39,7 @@ class Lesson(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the layer."""
+        """The layer's sizes."""
         return {"d": self.d, "h": self.h, "E": self.placement.E, "k": self.k}
 
     def layer(self) -> MoELayer:
@@ -55,7 +55,7 @@ class Lesson(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """What one rank sent in one exchange."""
+    """The rows that one rank sent in one exchange."""
 
     rows: list[int]  # to each rank
     row_bytes: int
@@ -77,13 +77,13 @@ class LoggedRanks(Ranks):
         self.parcels: list[Parcel] = []
 
     def exchange(self, rows, sent, received):
-        """As `Ranks.exchange`."""
+        """Exchange rows and record them; see `Ranks.exchange`."""
         self.parcels.append(Parcel(list(sent), rows[:1].numel() * rows.itemsize if len(rows) else 0))
         return super().exchange(rows, sent, received)
 
 
 def on_one_device(lesson: Lesson) -> Step:
-    """All tokens through the layer that has all experts."""
+    """Run all tokens through the layer with all experts."""
     return _step(lesson.layer(), *lesson.inputs(), [])
 
 
@@ -150,7 +150,7 @@ def copies_by_chance(E: int, k: int, num_ranks: int) -> float:
 
 
 def visits_picture(topk_experts: np.ndarray, owners: np.ndarray, tokens: Sequence[int]) -> Figure:
-    """Which token's row goes to which rank; in a cell, how many of the token's experts are there.
+    """Draw which token's row goes to which rank; a cell counts the token's experts there.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def copies_picture(E: int, k: int) -> Figure:
 
 
 class Traffic(NamedTuple):
-    """What a map makes of recorded tokens in one layer, where every rank has as many of the tokens."""
+    """Traffic of recorded tokens under a map in one layer, with the tokens spread evenly over the ranks."""
 
     routed: np.ndarray  # (ranks,) choices of experts that are there
     arrived: np.ndarray  # (ranks,) rows that came, those of its own tokens not counted

@@ -1,4 +1,4 @@
-"""What a picture says to those who cannot see it."""
+"""Alternative texts of pictures, for readers who cannot see them."""
 
 import re
 
@@ -26,7 +26,7 @@ def _of_axes(axes):
 
 
 def _of_axis(name, label, ticks):
-    """What an axis is of, and the names on it; numbers are left out."""
+    """Return an axis' label and the names on it, without numbers."""
     names = _words(ticks)
     more = [f"and {len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     said = [*filter(None, [label]), *([", ".join(names[:MOST_NAMES] + more)] if names else [])]
@@ -34,7 +34,7 @@ def _of_axis(name, label, ticks):
 
 
 def _words(texts):
-    """What is written there, without numbers, powers of ten, single letters and code, which nobody reads out."""
+    """Return the words of a text, without numbers, powers of ten, single letters and code."""
     said = (" ".join(text.get_text().split()) for text in texts if "monospace" not in text.get_fontfamily())
     return [text for text in said if re.search("[A-Za-z_]{3}", text) and not text.startswith("$")]
 

@@ -123,7 +123,7 @@ def count_layer(config: MoEConfig, policy: str) -> dict[str, list[LaunchReport]]
 
 
 class Step(NamedTuple):
-    """What one kernel does in a layer of some size."""
+    """FLOPs and bytes of one kernel in a layer."""
 
     kernel: str
     flops: int  # of matrix products, padding not counted
@@ -221,7 +221,7 @@ TRAFFIC = {"once": "model, perfect caches", "asked": "model, no caches"}
 
 
 class Cost(NamedTuple):
-    """What a policy costs one layer and step."""
+    """Cost of a policy for one layer and step."""
 
     policy: str
     kept_bytes: int
@@ -229,7 +229,7 @@ class Cost(NamedTuple):
 
 
 def on_front(costs: Sequence[Cost]) -> list[Cost]:
-    """Those for which no other is at least as good in both and better in one, from fast to slow."""
+    """Return the Pareto front, from fast to slow."""
 
     def beaten(one):
         return any(
@@ -319,7 +319,7 @@ def modelled_pareto(L: int, d: int, h: int, E: int, k: int, activation: str) -> 
 
 
 class Price(NamedTuple):
-    """What it costs to make a tensor again instead of keeping it."""
+    """Cost to recompute a tensor instead of saving it."""
 
     tensor: str
     flops_per_byte: float  # FLOPs for each byte that need not be kept
@@ -473,7 +473,7 @@ def read_measured(path: Path = results.RECORDED) -> dict[str, Any]:
 
 
 def provenance(measured: Mapping[str, Any]) -> Markdown:
-    """Where the numbers of `read_measured` come from: all that is in it besides hashes of the code, runs and rows."""
+    """Return the provenance of `read_measured`: device, versions and commit."""
     names = {"clocks": "clocks (SM, memory, and their maxima)"}
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
     place = {name: value for name, value in measured.items() if name not in ("code", "runs", "rows")}

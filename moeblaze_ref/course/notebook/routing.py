@@ -45,7 +45,7 @@ def choice_map(probs: np.ndarray, topk_experts: np.ndarray, text: str) -> Figure
 
 
 class Descent(NamedTuple):
-    """What a router did while its losses alone moved it; n steps."""
+    """Record of n steps in which the losses alone moved a router."""
 
     loads: np.ndarray  # (n, E) routed rows of each expert, as multiples of the balanced share
     balance: np.ndarray  # (n,) load-balancing loss
@@ -127,7 +127,7 @@ def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) ->
 
 
 def skew_picture(E: int, k: int, factors: Sequence[float] = (1.0, 1.25, 2.0)) -> Figure:
-    """What is dropped and what is padding against the Zipf exponent, a line for each capacity factor."""
+    """Draw dropped rows and padding against the Zipf exponent, a line for each capacity factor."""
     exponents = np.linspace(0, 2, 11)
     counts = [zipf_counts(exponent, E, k).tolist() for exponent in exponents]
     figure = Figure(figsize=(9, 3.2), layout="constrained")

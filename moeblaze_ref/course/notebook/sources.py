@@ -48,7 +48,7 @@ def show_kernel(file: str, *functions: str) -> Markdown:
 
 
 def show_difference(function: str, before: str, after: str) -> Markdown:
-    """What changes in a CUDA function from the file ``kernels_cuda/<before>`` to ``kernels_cuda/<after>``.
+    """Show the difference of a CUDA function between ``kernels_cuda/<before>`` and ``kernels_cuda/<after>``.
 
     Raises
     ------

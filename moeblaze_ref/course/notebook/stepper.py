@@ -107,7 +107,7 @@ class Stepper:
 
 
 def sentence(step: Step) -> str:
-    """What a step asks for, and what that costs."""
+    """Return a sentence on a step: its accesses and their cost."""
     lanes = f"{len(step.lanes)} lane{'s' * (len(step.lanes) > 1)}"
     if not step.is_access:
         return f"{step.operation}: {lanes}"
@@ -157,7 +157,7 @@ def _places(steps: list[Step], now: int) -> dict[int, Frame]:
 
 
 def _groups(step: Step) -> dict[tuple[int, int], int]:
-    """What each (region, word) is coloured by, from 0 on: its sector, or in shared memory the pass that serves it."""
+    """Return the colour of each (region, word), from 0 on: its sector, or in shared memory its pass."""
     if not step.is_access:
         return {}
     return step.pass_of_words() if step.region.space == "shared" else _sector_of_words(step)
@@ -199,7 +199,7 @@ def _text(axes: Axes, x: float, y: float, text: str, **look):
 
 
 def _text_size(axes):
-    """Of the text in a cell: as much as its height allows."""
+    """Return the text size that fits a cell's height."""
     return 7.5 if axes.get_ylim()[0] <= 20 else 5
 
 

@@ -85,7 +85,7 @@ KINDS = {
 
 
 def reads(trace: RoutingTrace) -> np.ndarray:
-    """How each kind of byte is spread over the experts, (layers, kinds, E): each row adds up to 1, or is NaN."""
+    """Return how each kind of byte is spread over the experts, (layers, kinds, E): rows add up to 1, or are NaN."""
     counts = np.zeros((trace.topk.shape[1], 256, trace.num_experts))
     for layer in range(len(counts)):
         for chosen in trace.topk[:, layer].T:  # (tokens,)

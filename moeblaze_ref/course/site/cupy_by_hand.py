@@ -1,4 +1,4 @@
-"""What the launch in docs/cupy_by_hand.md prints on a GPU, recorded by running the page's own code.
+"""Record the output of the launch in docs/cupy_by_hand.md on a GPU, by running the page's own code.
 
 ``python -m moeblaze_ref.course.site.cupy_by_hand --record docs/results/cupy_h100.json`` runs the code on a GPU, writes
 the record, and writes all records into the page. Without ``--record`` the page is written from the records that are

@@ -1,4 +1,4 @@
-"""What the site adds to Sphinx: pages of source files, alternative texts of pictures, plain text in docstrings."""
+"""Sphinx extension of the site: pages of source files, alternative texts of pictures, plain text in docstrings."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _KERNEL_HEADER = re.compile(r"[A-Z][\w ]+ {2,}\S")
 
 
 def keep_as_typed(app: Sphinx, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """What a docstring says before its sections is text for people: drawings and kernel headers keep their lines.
+    """Keep the line breaks of a docstring's text before its sections, for drawings and kernel headers.
 
     An indented part becomes a literal block, ``Grid   ceil(R / THREADS)`` a line of its own, and ``|x|`` is a norm.
     """
@@ -45,7 +45,7 @@ def _norms(line):
 
 
 def alternative_texts(notebook: dict[str, Any]) -> list[str]:
-    """What the pictures in a notebook's outputs say to those who cannot see them, in their order."""
+    """Return the alternative texts of a notebook's pictures, in their order."""
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
     pictures = [output["metadata"] for output in outputs if "image/png" in output.get("data", {})]
     return [picture["image/png"]["alt"] for picture in pictures]

@@ -44,14 +44,14 @@ def _seconds(path: Path) -> float:
 
 
 def reading_minutes(path: Path) -> int:
-    """Of a notebook's text, questions and folded answers included, in steps of five."""
+    """Return the minutes to read a notebook, with questions and folded answers, in steps of five."""
     cells = nbformat.read(path, as_version=4).cells
     words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
     return 5 * -(-words // (5 * WORDS_A_MINUTE))
 
 
 def exercise_minutes(course: str) -> list[int]:
-    """What each exercise of a notebook is estimated at, by its kind."""
+    """Return the estimated minutes of each exercise of a notebook, by its kind."""
     return [MINUTES[one.kind] for sheet in SHEETS if sheet.course == course for one in sheet.exercises]
 
 
@@ -90,7 +90,7 @@ def _block(found):
 
 
 def _exercises(course):
-    """How many there are, as a link to them, and how long they may take."""
+    """Return a link to the exercises with their number and estimated minutes."""
     minutes = exercise_minutes(course)
     return f"[{len(minutes)}](../notebooks/exercises/{course}.ipynb)", f"{sum(minutes)} min"
 

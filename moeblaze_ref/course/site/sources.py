@@ -50,7 +50,7 @@ def text_of(file: Path) -> str:
 
 
 def line_of(text: str, name: str) -> int:
-    """Where a function, class or constant is defined in a file's text, from 1; the first line if it is not.
+    """Return the line, from 1, of a definition in a file's text; the first line if there is none.
 
     Of a qualified name such as ``Dispatch.arrays`` each part is looked for below the one before, if it is there.
     """
