@@ -99,7 +99,7 @@ class TrainSettings:
         checks.check_name("system", self.layer, SYSTEMS)
 
     def learning_rate_at(self, step: int) -> float:
-        """Return the rate of a step, from 1: linear warm-up, then half a cosine (SGDR, arXiv 1608.03983, equation 5)."""
+        """Rate of a step, counted from 1: linear warm-up, then half a cosine (SGDR, arXiv 1608.03983, equation 5)."""
         risen = min(1.0, step / max(1, self.warmup))
         progress = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
         fallen = (1 + math.cos(math.pi * progress)) / 2  # 1 to 0
@@ -116,7 +116,7 @@ class NonFinite(FloatingPointError):
 
 
 class Step(NamedTuple):
-    """Losses and routing of one optimizer step, before its update."""
+    """Losses and measurements of one optimizer step, before its update."""
 
     step: int  # from 1
     loss: float  # cross entropy, nats per token
@@ -125,7 +125,7 @@ class Step(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Losses and gradients of a step, before its update."""
+    """Loss, gradients and chosen experts of a step, before its update."""
 
     loss: float  # cross entropy, nats per token
     gradients: dict[str, Tensor]  # by the weights' names, before they are cut

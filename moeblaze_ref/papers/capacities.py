@@ -38,7 +38,7 @@ NO_TIMES = {"seconds_at": None, "seconds": None}  # of a CPU, where ``oracle`` s
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of the model: its capacity factor, or dense.
+    """A variant of the model: its layer, capacity factor and sizes.
 
     Parameters
     ----------

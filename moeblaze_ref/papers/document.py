@@ -67,7 +67,7 @@ def printed() -> str:
 
 
 def savings() -> str:
-    """Return the bytes that minimal saves against both baselines, on the quoted layers and on all seven."""
+    """Table of the bytes that minimal saves against both baselines, on the quoted layers and on all seven."""
     head = ["layer", "minimal, MB", *(f"against {label}" for label in (PUBLISHED, OPTIMIZED))]
     lines = [
         [

@@ -58,7 +58,7 @@ def rows_sent(placement: Placement, window: np.ndarray) -> np.ndarray:
 
 
 def travel_seconds(placement: Placement, window: np.ndarray, on: Cluster) -> np.ndarray:
-    """Return the seconds of the window's rows there and back in every layer, (layers,): twice the slowest pair of GPUs."""
+    """Seconds of the window's rows there and back in every layer, (layers,): twice the slowest pair of GPUs."""
     return 2 * (rows_sent(placement, window) * slowness(on)).max(axis=(1, 2))
 
 

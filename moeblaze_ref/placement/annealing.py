@@ -96,7 +96,7 @@ def _flows(a, R, G):
 
 @numba.njit(cache=True)
 def _time(C, cost, tail):
-    """Return the cost of one transition: all pairs' times, plus ``tail`` times the slowest pair's for every pair."""
+    """Return a transition's cost: all pairs' times and, with weight ``tail``, the slowest pair's in place of each."""
     G = len(C)
     every, slowest = 0.0, 0.0
     for g in range(G):

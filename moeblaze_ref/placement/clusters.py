@@ -48,7 +48,7 @@ class Clusters:
 
     @property
     def gap(self) -> float:
-        """Largest gap of a layer's fullest cluster to the best possible load, as a fraction of the load.
+        """Largest excess of a layer's fullest cluster over the best possible load, as a fraction of the latter.
 
         Not of ILP 1's objective: that is often 0 or near it, so that a share of it says little; see `proven` for it.
         """

@@ -98,7 +98,7 @@ def relative_error(out, ref) -> float:
 
 
 def log_popularity(routing: str, num_experts: int, k: int, margin: float = OVERWHELMING) -> np.ndarray:
-    """How much every expert is preferred, (E,) float64.
+    """Return the log-popularity of every expert, (E,) float64.
 
     ``zipf`` falls with the rank, ``hot`` prefers the last expert, ``empty`` shuns the first
     ones and leaves at least k that tokens may go to.
@@ -291,7 +291,7 @@ def make_case(
 
 
 def standard_cases() -> list[Case]:
-    """What every stage of every backend must get right; the first ones are small enough for a simulator.
+    """Return the cases that every stage of every backend must pass; the first ones are small enough for a simulator.
 
     Widths are multiples of 8, which tensor cores need; the tests of the other versions have odd ones too.
     """
@@ -492,7 +492,7 @@ def single_gradients() -> list[Case]:
 
 
 def renormalised(cases: list[Case]) -> list[Case]:
-    """Those of the cases whose gates are not divided by their sum, with gates that are."""
+    """Return the cases without renormalised gates again, with renormalised gates."""
     return [
         replace(case, name=f"{case.name}, renormalised", renormalize=True) for case in cases if not case.renormalize
     ]

@@ -126,7 +126,7 @@ def _differing_structures(stage, case: Case) -> int:
 
 
 def check_capacity(backend: Backend, version: str | None, case: Case) -> Iterator[Row]:
-    """Who is kept and what is dropped, bit for bit, then the experts of fixed capacity as any floating-point stage."""
+    """Check kept and dropped rows bit for bit, then the experts of fixed capacity as a floating-point stage."""
     stage = backend.open("capacity", version)
     errors = _step_by_step(stage, _differing_bins, case.steps())
     yield _row_of_bits(backend, "capacity", version, "structures", case, errors)
@@ -159,7 +159,7 @@ def _rounded_steps(case: Case, dtype: str) -> tuple[Case, ...]:
 
 @functools.lru_cache(maxsize=32)
 def _expected(expect: comparisons.Expect, step: Case, dtype: str) -> comparisons.Results:
-    """What the oracle computes for a training step: the same for all versions that are given the same numbers."""
+    """Return the oracle's results for a training step; cached for all versions with the same numbers."""
     return expect(step, getattr(torch, dtype))
 
 
@@ -218,7 +218,7 @@ def in_reach(backend: Backend, stage: str, cases: Iterable[Case], version: str |
 
 
 def is_simulated(backend: Backend) -> bool:
-    """Whether Numba's simulator runs the backend, for want of a GPU."""
+    """Return True if Numba's simulator runs the backend, because there is no GPU."""
     if backend.name != "numba":
         return False
     from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR
@@ -272,7 +272,7 @@ def _backend(name: str) -> Backend:
 
 
 def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]:
-    """What compares a stage with its reference: index structures bit for bit, everything else by relative error."""
+    """Return the check of a stage: index structures bit for bit, everything else by relative error."""
     special = {"dispatch": check_dispatch, "block_sparse": check_block_sparse, "capacity": check_capacity}
     return special.get(stage) or functools.partial(check_stage, stage=stage)
 
@@ -314,7 +314,7 @@ def reachable(backend: Backend, stage: str, version: str | None, cases: list[Cas
 
 
 def multiprocessors() -> int:
-    """How many the current GPU has."""
+    """Return the number of multiprocessors of the current GPU."""
     from moeblaze_ref.runtime.cupy import CupyExecutor
 
     return CupyExecutor().multiprocessors
@@ -366,6 +366,6 @@ def run(*arguments, **options) -> list[Row]:
 
 
 def passed(rows: list[Row]) -> bool:
-    """Whether something was checked and nothing failed; an unavailable backend or version decides neither."""
+    """Return True if at least one row was checked and none failed. Unavailable backends and versions are ignored."""
     checked = [row for row in rows if row.available]
     return bool(checked) and all(row.ok for row in checked)

@@ -1,4 +1,4 @@
-"""What each floating-point stage must equal: plain torch, differentiated by autograd.
+"""Expected results of every floating-point stage: plain torch, differentiated by autograd.
 
 For every stage there are two functions of a case: one runs the stage, the other the oracle in
 a given dtype; both return {direction: {tensor: array}}. The oracle starts from the very
@@ -118,7 +118,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 def _present(**tensors: Any) -> dict[str, Any]:
-    """Those that the activation has: an ungated layer lacks b and w2."""
+    """Return the tensors that the activation has: an ungated layer lacks b and w2."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -143,7 +143,7 @@ def _cotangents(outputs: dict[str, Tensor], d_outputs: dict[str, Any]) -> dict[s
 def _gradients_from(
     outputs: dict[str, Tensor], cotangents: dict[str, Tensor], inputs: dict[str, Tensor], retain_graph: bool = False
 ) -> Arrays:
-    """As `_gradients`, from the cotangents of `_cotangents`."""
+    """Return the gradients from the cotangents of `_cotangents`."""
     of_inputs = [outputs[name] for name in cotangents]
     found = torch.autograd.grad(of_inputs, [*inputs.values()], [*cotangents.values()], retain_graph)
     return {f"d_{name}": _array(gradient) for name, gradient in zip(inputs, found, strict=True)}
@@ -176,7 +176,7 @@ def run_gating(stage: Any, case: Case) -> Results:
 
 
 def expect_gating(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_gating`: the forward chooses the experts, the losses and the backward are given them."""
+    """Expected results of `run_gating`. The forward chooses the experts; the losses and the backward take them."""
     leaf = _leaf(case.logits, dtype)
     choice = oracle.decide(leaf, case.k, case.renormalize)
     forward = _arrays(probs=choice.probs, gates=choice.gates, topk_experts=choice.topk_experts)
@@ -211,19 +211,19 @@ def run_expert_up(stage: Any, case: Case) -> Results:
 
 
 def run_forward(stage: Any, case: Case) -> Results:
-    """Of `run_expert_up` the forward: the teaching versions have no backward."""
+    """Run the forward of expert_up alone: the teaching versions have no backward."""
     _, w1, w2, _ = case.weights
     a, b, y_swi = stage.forward(case.x, w1, w2, dispatch_of(case), case.activation)
     return {"forward": _present(a=a, b=b, y_swi=y_swi)}
 
 
 def expect_forward(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_forward`."""
+    """Expected results of `run_forward`."""
     return {"forward": expect_expert_up(case, dtype)["forward"]}
 
 
 def expect_expert_up(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_expert_up`."""
+    """Expected results of `run_expert_up`."""
     inputs = _present(x=_leaf(case.x, dtype), w1=_leaf(case.weights.w1, dtype), w2=_leaf(case.weights.w2, dtype))
     a, b = oracle.expert_up(inputs["x"], _order(case), inputs["w1"], inputs.get("w2"))
     y_swi = oracle.activate(a, b, case.activation)
@@ -256,7 +256,7 @@ def run_expert_down(stage: Any, case: Case) -> Results:
 
 
 def expect_expert_down(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_expert_down`."""
+    """Expected results of `run_expert_down`."""
     order, w3 = _order(case), _leaf(case.weights.w3, dtype)
     a, b, y_swi, gates = (_leaf(array, dtype) for array in hidden(case))
     inputs = _present(a=a, b=b, gates=gates, w3=w3)
@@ -274,7 +274,7 @@ def run_summed(stage: Any, case: Case) -> Results:
 
 
 def expect_summed(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_summed`."""
+    """Expected results of `run_summed`."""
     *_, y_swi, gates = (_leaf(array, dtype) for array in hidden(case))
     order = _order(case)
     out = oracle.combine(oracle.expert_down(y_swi, order, _leaf(case.weights.w3, dtype)), gates, order)
@@ -309,14 +309,14 @@ def run_combine(stage: Any, case: Case) -> Results:
 
 
 def expect_combine(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_combine`."""
+    """Expected results of `run_combine`."""
     inputs = {"y": _leaf(expert_output(case), dtype), "gates": _leaf(gates_of(case), dtype)}
     out = oracle.combine(inputs["y"], inputs["gates"], _order(case))
     return {"forward": _arrays(out=out), "backward": _gradients({"out": out}, {"out": case.d_out}, inputs)}
 
 
 def run_combine_in_parts(stage: Any, case: Case) -> Results:
-    """As `run_combine`, and what the kernels write into one half of the columns after the other.
+    """Run the combine as a whole, and again into one half of the columns after the other.
 
     That is the output again, and the sum without gates, which is what the gradient of x is of its rows.
     """
@@ -328,7 +328,7 @@ def run_combine_in_parts(stage: Any, case: Case) -> Results:
 
 
 def expect_combine_in_parts(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_combine_in_parts`."""
+    """Expected results of `run_combine_in_parts`."""
     results, ones = expect_combine(case, dtype), np.ones_like(gates_of(case))
     summed = oracle.combine(_leaf(expert_output(case), dtype), _leaf(ones, dtype), _order(case))
     found = {"out_in_parts": results["forward"]["out"]} | _arrays(sum_in_parts=summed)
@@ -355,7 +355,7 @@ def run_layer(stage: Any, case: Case) -> Results:
 def expect_layer(
     case: Case, dtype: torch.dtype, topk_experts: Tensor | None = None, mask: Tensor | None = None
 ) -> Results:
-    """As `run_layer`, on the case's own choice of experts or a given one.
+    """Expected results of `run_layer`, with the case's choice of experts or a given one.
 
     A slot that is False in the mask (L, k) adds nothing.
     """
@@ -458,7 +458,7 @@ def run_block_sparse(stage: Any, case: Case) -> Results:
 
 
 def expect_block_sparse(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_block_sparse`: the same experts, whatever they are stored as."""
+    """Expected results of `run_block_sparse`: the same experts, independent of their storage."""
     return _expect_experts(case, dtype)
 
 
@@ -478,7 +478,7 @@ def _expect_experts(case: Case, dtype: torch.dtype, mask: Tensor | None = None) 
 
 
 class Kept(NamedTuple):
-    """Which routed rows find a place in a fixed capacity, by the definition."""
+    """Routed rows that fit into a fixed capacity, by the definition."""
 
     bins: CapacityBins
     mask: np.ndarray  # (L, k) bool
@@ -523,7 +523,7 @@ def run_capacity(stage: Any, case: Case) -> Results:
 
 
 def expect_capacity(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_capacity`: the gate of a dropped slot counts as 0."""
+    """Expected results of `run_capacity`: the gate of a dropped slot counts as 0."""
     return _expect_experts(case, dtype, torch.from_numpy(kept(case, case.topk_experts, gates_of(case)).mask))
 
 
@@ -621,7 +621,7 @@ def step_of_torch_layer(layer: nn.Module, case: Case, memory: TensorMemory) -> R
 
 
 def is_cast(case: Case) -> bool:
-    """Whether autocast casts the case: it casts to the narrow types alone."""
+    """Return True if autocast casts the case, which it does for narrow types alone."""
     return case.autocast and case.x.dtype.itemsize == 2
 
 
@@ -646,29 +646,29 @@ def _call(layer: nn.Module, x: Tensor, case: Case, memory: TensorMemory) -> Any:
 
 
 def run_torch_layer(device: str, case: Case, which: str = "torch_layer") -> Results:
-    """What one of ``TORCH_LAYERS`` returns on a device, and every gradient that autograd collects from it."""
+    """Run one of ``TORCH_LAYERS`` on a device; return its output and all gradients."""
     return step_of_torch_layer(torch_layer_of(device, case, which), case, TensorMemory())
 
 
 def expect_torch_layer(case: Case, dtype: torch.dtype) -> Results:
-    """As `run_torch_layer`: autograd has no gradient of the gates to show, they never leave the layer."""
+    """Expected results of `run_torch_layer`, without the gates' gradient: the gates stay inside the layer."""
     return _without_gates(expect_layer(case, dtype))
 
 
 def expect_plain_torch(case: Case, dtype: torch.dtype) -> Results:
-    """As `expect_torch_layer`, of a layer whose router computes in the case's dtype, however narrow."""
+    """Expected results of a torch layer whose router computes in the case's dtype, however narrow."""
     return _without_gates(expect_layer(case, dtype, _routing_by_torch(case).topk_experts))
 
 
 def expect_torch_capacity(case: Case, dtype: torch.dtype) -> Results:
-    """As `expect_plain_torch`, with the gates of dropped slots at 0."""
+    """Expected results of a torch layer with the gates of dropped slots at 0."""
     routing = _routing_by_torch(case)
     mask = kept(case, routing.topk_experts.numpy(), _array(routing.gates)).mask
     return _without_gates(expect_layer(case, dtype, routing.topk_experts, torch.from_numpy(mask)))
 
 
 def _routing_by_torch(case: Case) -> oracle.Routing:
-    """What plain torch decides in the case's dtype, unless the routing is given."""
+    """Return the given routing, by default plain torch's in the case's dtype."""
     x, wg = (_exact_tensor(array, "cpu") for array in (case.x, case.weights.wg))
     replayed = None if case.replayed is None else torch.from_numpy(case.replayed)
     return oracle.route(x, wg, case.k, case.renormalize, replayed)

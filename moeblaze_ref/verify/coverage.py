@@ -1,4 +1,4 @@
-"""Which options the cross-check switches on: options x stages x backends, counted from the checks that it runs.
+"""Coverage of options, stages and backends, counted from the checks that `moeblaze check` runs.
 
 `check.reachable` and `comparisons.TORCH_LAYERS` decide what a backend runs; nothing here repeats it. A cell holds, for
 each kernel file, the number of checks, a dtype and a case each, or the reason why there is none.
@@ -197,7 +197,7 @@ def _cell(backend: str, stage: str, option: Option, value: str, found: dict[str,
 
 
 def _number(backend: str, stage: str, kernel: str, option: Option, value: str, found: list[Check]) -> int | str:
-    """How many checks of a kernel file have a value, or why none has; 0 if there is no reason."""
+    """Return the number of checks of a kernel file with a value, or the reason for none; 0 if there is no reason."""
     if option.name == "overwrite" and stage == "expert_down" and kernel in SUMMED_VERSIONS:
         return FORWARD
     return sum(str(option.of(one)) == value for one in found) or _never(backend, stage, kernel, option.name, value) or 0
@@ -233,7 +233,7 @@ def _files(stage: str) -> list[str]:
 
 
 def _of_file(stage: str, file: str, found: dict[str, list[Check]] | str) -> Cell:
-    """How many checks run on a kernel file."""
+    """Return the number of checks on a kernel file."""
     if isinstance(found, str):
         return {ONE: found}
     if file == ONE:

@@ -53,7 +53,7 @@ def most_resident_bytes() -> int:
 
 
 class Limits(NamedTuple):
-    """What code may use.
+    """Limits of the resources that code may use.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class Limits(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How code ended.
+    """The way in which code ended.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def run(work: Callable[[Send], None], limits: Limits, folder: str, gone: Iterabl
 
 
 def supervise(work: Callable[[], Any]) -> int:
-    """Fork, do the work there, and end all that is left of it, even if it was killed.
+    """Fork, do the work there, and end every process that is left, even if the fork was killed.
 
     SIGTERM goes on to the process that works, which also gets it if this one is killed. It then ends what it started.
 
@@ -191,7 +191,7 @@ def others_kept_out() -> Iterator[None]:
 
 
 def _leave(work: Callable[[], Any]):
-    """All that a forked process does: the work, and then it ends."""
+    """Do the work of a forked process and end it."""
     status = 1
     try:
         work()
@@ -294,7 +294,7 @@ def _become_subreaper() -> bool:
 
 
 def _prctl(option: int, value: int = 0) -> int:
-    """What ``prctl`` returns: -1 if the system refuses."""
+    """Call ``prctl``: -1 if the system refuses."""
     return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) if sys.platform == "linux" else -1
 
 

@@ -42,7 +42,7 @@ _CAUSES = {
 
 
 class Verdict(NamedTuple):
-    """What a `checker.Report` says.
+    """Verdict of a `checker.Report`.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LI
 
 
 class _Question(NamedTuple):
-    """What is asked of the process that compares.
+    """Request to the comparing process.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ def _remove(folder: str):
 
 @contextmanager
 def _shown(context: BaseContext) -> Iterator[Connection]:
-    """Where a process may print: in the end the beginning of it goes to stderr, with how much more there was."""
+    """Capture a process' prints; at the end, write the first part to stderr and the length of the rest."""
     receiving, printed = context.Pipe(duplex=False)
     beginning = bytearray()
     left_out = 0
@@ -265,7 +265,7 @@ def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options:
 
 
 def _numba_runner() -> str:
-    """Where Numba runs. Asked in a process of its own: CUDA, once looked for, does not survive the fork."""
+    """Return where Numba runs. Asks in a process of its own, because an initialised CUDA does not survive a fork."""
     from moeblaze_ref.verify.checker.runners import runner_of
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
@@ -273,7 +273,7 @@ def _numba_runner() -> str:
 
 
 def _how(status: int) -> str:
-    """How a process ended."""
+    """Describe how a process ended."""
     if status >= 0:
         return f"with status {status}"
     name = signal.Signals(-status)

@@ -42,7 +42,7 @@ class Opened(NamedTuple):
 
 
 def opened(folder: str) -> list[Opened]:
-    """All that a reader's kernel may write. It may read whatever the user may.
+    """The paths that a reader's kernel may write. It may read whatever the user may read.
 
     Parameters
     ----------

@@ -359,7 +359,7 @@ class Sum:
 
     @property
     def shape(self) -> str:
-        """All sizes, and what is summed in which order."""
+        """Text of all sizes, and of what is summed in which order."""
         return self.shape_at(*self.sizes)
 
     def shape_at(self, *sizes: Sizes) -> str:
@@ -368,7 +368,7 @@ class Sum:
         return f"{each} ({self.result} in the order of the {self.order})"
 
     def promised(self, backend: str, version: str | None) -> bool:
-        """Whether a version of a backend keeps the order."""
+        """Return True if a version of a backend keeps the order."""
         return backend in self.backends and (
             backend not in KERNELS or self.versions is None or version in self.versions
         )
@@ -413,7 +413,7 @@ def promises(stage: str, backend: str, version: str | None) -> list[Sum]:
 
 
 def cast_to(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
-    """What gives contiguous arrays of a dtype, which kernels take."""
+    """Return a function that makes contiguous arrays of a dtype."""
     return lambda array: np.ascontiguousarray(array, dtype)
 
 
@@ -426,5 +426,5 @@ def differing_bits(one: Sum, stage: Any, dtype: str, sizes: Sizes) -> int:
 
 
 def dtypes_that_tell(dtypes: tuple[str, ...]) -> Iterator[str]:
-    """Those in which a small number is lost beside a large one: not float64."""
+    """Return the dtypes in which a small number is lost beside a large one: not float64."""
     return (dtype for dtype in dtypes if dtype != "float64")

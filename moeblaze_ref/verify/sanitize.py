@@ -26,7 +26,7 @@ TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": (), "initcheck"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one tool said.
+    """A message of one tool.
 
     Parameters
     ----------

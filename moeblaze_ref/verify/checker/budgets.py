@@ -52,7 +52,7 @@ class Budget:
         return budget
 
     def excess(self, counts: dict[str, dict[str, int]], symbols: dict[str, int]) -> str:
-        """By how much the counts exceed the budget, in a sentence; empty if they do not."""
+        """Return a sentence on how far the counts exceed the budget, or an empty text."""
         allowed = kernel_headers.number(self.formula, symbols)
         counted = counts[self.quantity]
         used = sum(counted.values()) if self.tensor is None else counted.get(self.tensor, 0)

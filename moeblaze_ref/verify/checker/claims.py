@@ -1,4 +1,4 @@
-"""What the process of a kernel sends to the process that compares: lines of JSON.
+"""Messages from the kernel's process to the comparing process: lines of JSON.
 
 The kernel may write such lines itself. So each is read as what it must be, and none says that an output is right.
 """
@@ -31,7 +31,7 @@ def _send(send: Send, kind: str, said: Any):
 
 
 def read_launches(exam: Exam, sent: bytes) -> tuple[Description, list[Answer]] | None:
-    """What was said of the launches; None if their process ended before the last of them.
+    """Read the answers on the launches; None if the process ended before the last one.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def read_launches(exam: Exam, sent: bytes) -> tuple[Description, list[Answer]] |
 
 
 def _read(exam: Exam, description: Description | None, line: bytes) -> Description | Answer | Exception:
-    """What one line says; the error that it says, or that it is none of ours."""
+    """Parse one line: a description, an answer, or the error that it holds."""
     try:
         kind, said = json.loads(line)
         if kind in _ERRORS:

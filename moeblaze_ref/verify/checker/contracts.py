@@ -1,4 +1,4 @@
-"""What a reader's kernel is given and must write: one contract for each task that one kernel can do.
+"""Contracts of the tasks: the inputs of a reader's kernel, and the outputs that it must write.
 
 A task is a stage, or a stage and one of its steps or gradients: ``expert_up``, ``expert_up.d_x``.
 Tensors and sizes have the project's names, by which a kernel's parameters are matched, so their
@@ -58,7 +58,7 @@ def dtype_of(name: str, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Contract:
-    """What one task's kernel is given and must write.
+    """Contract of one task: the inputs of its kernel, and the outputs.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class Contract:
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """All outputs, those that may be left out at the end."""
+        """All outputs, the optional ones last."""
         return self.outputs + self.extras
 
     @property
@@ -101,7 +101,7 @@ class Contract:
 
     @property
     def has_dtype(self) -> bool:
-        """Whether some tensor has the dtype under test."""
+        """Return True if some tensor has the dtype under test."""
         return any(HOLDS[name] == "Scalar" for name in self.tensors)
 
     @property

@@ -1,4 +1,4 @@
-"""What a kernel is checked by, in three parts: the inputs; the launches, which another process may do; the comparison.
+"""Check of a kernel in three parts: the inputs, the launches, possibly in another process, and the comparison.
 
 The specification computes its results in the third part. So they do not exist while a reader's code runs.
 """
@@ -27,7 +27,7 @@ _MOST_RUNS = max(len(runner.orders) for runner in RUNNERS.values())
 
 @dataclass(frozen=True)
 class Exam:
-    """What is asked of a kernel, and the steps of every case.
+    """The task of a kernel, and the steps of every case.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Exam:
 
     @property
     def num_answers(self) -> int:
-        """How many answers there are if no case faults."""
+        """Number of answers if no case faults."""
         return len(self.cases) + (self.large is not None)
 
     def launches(self) -> Iterator[Description | Answer]:
@@ -116,7 +116,7 @@ class Exam:
         return first_difference(step.problem, step.outputs[0], self._baseline(step.problem.case))
 
     def _baseline(self, case: Case) -> Arrays:
-        """What plain torch makes of the case in the same dtype, for bounds of the narrow ones."""
+        """Return plain torch's results in the case's dtype, for the bounds of narrow dtypes."""
         dtype = self.terms.dtype
         if dtype in comparisons.BOUNDS:
             return {}
@@ -134,7 +134,7 @@ def _next_step(stale: Difference) -> str:
 
 
 def _instability(runner: Runner, step: Step) -> tuple[str, Difference | None]:
-    """How the first later run that wrote other bits differs; empty if none did."""
+    """Describe the first later run that wrote different bits; empty if there is none."""
     first = step.outputs[0]
     for order, again in zip(runner.orders[1:], step.outputs[1:], strict=False):
         difference = unlike(step.problem, again, first)

@@ -60,7 +60,7 @@ class Launch:
 
 
 def choose_launch(stated: dict[str, str], asked: dict[str, str | None], contract: Contract, where: str) -> Launch:
-    """What was asked for, else what the kernel's header states, else the contract's one thread an element."""
+    """Return the requested launch, else the one in the kernel's header, else one thread an element."""
     default = {"grid": contract.grid, "block": "THREADS", "shared bytes": "0"}
     asked = {name: formula for name, formula in asked.items() if formula is not None}
     stated = {name: stated[name] for name in default if name in stated}
@@ -91,7 +91,7 @@ class CudaKernel:
 
     @property
     def label(self) -> str:
-        """How a report names it."""
+        """The kernel's name in reports."""
         return f"{self.name} in {self.file}"
 
     def open(self) -> "CudaKernel":
@@ -105,7 +105,7 @@ class CudaKernel:
         return {"Scalar": C_TYPE[dtype]} | ours | given
 
     def numbers(self, constants: dict[str, Any]) -> dict[str, int]:
-        """What its formulas may use: whole constants, the file's own and those that it is compiled with."""
+        """Return the numbers for its formulas: the file's whole constants and those of the compilation."""
         matches = _NUMBER.finditer(self.text)
         own = {match["macro"] or match["constant"]: int(match["value"]) for match in matches}
         return own | {name: int(value) for name, value in constants.items() if str(value).isdigit()}
@@ -143,7 +143,7 @@ class CudaKernel:
 
 
 def _misfit(contract: Contract, dtype: str, parameter: Parameter) -> str:
-    """What is wrong with one parameter; empty if nothing is."""
+    """Return what is wrong with one parameter, or an empty text."""
     name = parameter.name
     if name in SIZES:
         fits = not parameter.pointer and "int" in parameter.dtype
@@ -166,7 +166,7 @@ def _parameter(contract: Contract, name: str, dtype: str) -> str:
 
 
 def declaration(contract: Contract, dtype: str = "float32") -> str:
-    """The task's kernel in CUDA, with all that it may take."""
+    """Return the declaration of the task's kernel in CUDA, with every parameter that it may take."""
     tensors = [_parameter(contract, name, dtype) for name in contract.tensors]
     parameters = ", ".join([*tensors, *(f"int {size}" for size in contract.sizes)])
     return f'extern "C" __global__ void {contract.task.replace(".", "_")}({parameters})'
@@ -256,12 +256,12 @@ class NumbaKernel:
         return {"THREADS": terms.get("THREADS", threads)}
 
     def numbers(self, constants: dict[str, Any]) -> dict[str, int]:
-        """What its formulas may use: the whole numbers among its module's globals."""
+        """Return the numbers for its formulas: the whole numbers among its module's globals."""
         own = self.kernel.py_func.__globals__
         return constants | {name: value for name, value in own.items() if type(value) is int}
 
     def stated(self) -> dict[str, str]:
-        """What its docstring says of the launch."""
+        """Return the launch that its docstring states."""
         return kernel_headers.in_docstring(self.kernel.py_func.__doc__)
 
     def fit(self, contract: Contract, dtype: str, constants: dict[str, Any]) -> tuple[str, ...]:
@@ -316,7 +316,7 @@ class NumbaFile:
 
     @property
     def label(self) -> str:
-        """How a report names it."""
+        """The kernel's name in reports."""
         return f"{self.place}:{self.name}"
 
     def open(self) -> NumbaKernel:
@@ -343,7 +343,7 @@ class NumbaFile:
 
 
 def _run(text: bytes, file: Path) -> ModuleType:
-    """The module of a text. Python's own import would prefer a compiled file beside it, which nobody has read."""
+    """Import a module from its text. A compiled file beside it, which Python would prefer, is not checked."""
     module = ModuleType(file.stem)
     module.__file__ = str(file)
     exec(compile(text, file, "exec"), vars(module))

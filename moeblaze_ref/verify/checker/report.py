@@ -45,7 +45,7 @@ class Difference:
         return self.sentence("must be")
 
     def sentence(self, other: str) -> str:
-        """What was found where, and what it ``other`` ("must be") was expected."""
+        """Return a sentence: the position, the value found, and what it ``other`` ("must be") expected."""
         element = f"{self.tensor}[{', '.join(map(str, self.index))}]"
         found = "is never written (or only added to)" if self.found is None else f"is {_number(self.found)}"
         place = ", ".join(f"{name} {number}" for name, number in self.place.items())
@@ -58,7 +58,7 @@ def _number(value: float) -> str:
 
 
 def first_difference(problem: Problem, found: Arrays, baseline: Arrays) -> Difference | None:
-    """Where the outputs leave the specification's by more than the project's bounds; None if they do not.
+    """Return the first element outside the project's bounds, or None.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def unlike(problem: Problem, found: Arrays, again: Arrays) -> Difference | None:
 
 
 def never_written(array: np.ndarray) -> np.ndarray:
-    """Where an array still holds poison."""
+    """Return True where an array still holds poison."""
     words = np.ascontiguousarray(array).view(np.uint16).reshape(*array.shape, array.itemsize // 2)
     return (words == POISON).all(axis=-1)
 
@@ -171,7 +171,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the kernel is right here."""
+        """True if the kernel is right in this case."""
         return not self.problem
 
     @property
@@ -208,7 +208,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the kernel is right in every case, and there was one."""
+        """True if there was at least one case and the kernel is right in all."""
         return bool(self.results) and all(result.ok for result in self.results)
 
     @property

@@ -77,7 +77,7 @@ def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Siz
 
 
 def _line_outside(kernel: CudaKernel, constants, launch: tuple[Size, Size, int], arguments: Arrays, order: int) -> str:
-    """Where in its file a kernel accesses what no array holds; empty if nothing here can tell."""
+    """Return the line at which a kernel accesses memory outside its arrays, or an empty text."""
     from moeblaze_ref.runtime.record import RecordingExecutor
     from moeblaze_ref.runtime.simt.executor import KernelFault
 
@@ -162,7 +162,7 @@ def _numba_message(error: Exception) -> str:
 
 
 def _line_of(error: Exception, function: Callable) -> str:
-    """Where in the file of the kernel the error arose; empty if nowhere there."""
+    """Return the line of the kernel's file at which the error arose, or an empty text."""
     file = function.__code__.co_filename
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
@@ -181,7 +181,7 @@ RUNNERS = {
 
 
 def runner_of(backend: str) -> str:
-    """Which of ``RUNNERS`` runs a backend's kernels: Numba's run in its simulator, unless there is a GPU."""
+    """Return the one of ``RUNNERS`` for a backend: Numba's kernels run in its simulator, unless there is a GPU."""
     if backend != "numba":
         return backend
     from moeblaze_ref.backends.numba_cuda import runtime

@@ -1,4 +1,4 @@
-"""What the Python file of a reader's kernel may say: names that kernels need, and nothing else.
+"""Allow list for the Python file of a reader's kernel: the names that kernels need.
 
 The check reads the text and runs none of it. It lists what is allowed: modules, what may be taken of each, attributes
 of all other values, and Python's own functions. A module may stand before a dot alone, so no other name can mean one.
@@ -104,7 +104,7 @@ class _Text:
                 yield node.lineno, node.col_offset, what, "may only take names of a module"
 
     def _refused(self, node: ast.AST) -> Iterator[tuple[str, str]]:
-        """What is refused of one node, in words, and the rule."""
+        """Yield what is refused of one node, in words, with the rule."""
         for name in _bound(node):
             if name.startswith("__"):
                 yield f"gives something the name {name}", "may give no name that begins with __"
@@ -143,7 +143,7 @@ class _Text:
 
 
 def _named(attribute: str, module: str | None) -> str:
-    """How a message names an attribute: of a module, or of any other value."""
+    """Return an attribute's name for a message."""
     return f"{attribute} of {module}" if module else f"the attribute {attribute}"
 
 
@@ -181,7 +181,7 @@ def _modules(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _refused_of(module: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """What is refused of the names that are imported from a module."""
+    """Yield the refused names of an import."""
     allowed = MODULES.get(module, OWN_NAMES.get(module))
     rule = _IMPORTS if allowed is None or module in OWN_NAMES else _of_a_module(module)
     return ((f"imports {name} from {module}", rule) for name in names if name not in (allowed or ()))

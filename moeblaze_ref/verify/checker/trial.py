@@ -1,4 +1,4 @@
-"""A kernel's launches on the inputs of a case: all that happens in the process of a reader's code.
+"""A kernel's launches on the inputs of a case. They run in the process of the reader's code.
 
 Nothing here knows what is right. The outputs go to memory that is shared with the process that compares them; what was
 counted, and a fault, go there as an `Answer`.
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What is said of a kernel before its launches.
+    """Description of a kernel, sent before its launches.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Description(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is said of the launches on one case.
+    """Results of the launches on one case.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """What is asked of a kernel. Nothing of the kernel has run.
+    """Terms of a check, made before the kernel runs.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ class Trial:
 
     @property
     def description(self) -> Description:
-        """What is said of it first."""
+        """Return the kernel's description."""
         return Description(self.runner, str(self.launch))
 
     def answers(self, cases: Iterable[Iterable[Step]]) -> Iterator[Answer]:
@@ -208,7 +208,7 @@ class Trial:
         return counts
 
     def _launch(self, constants: dict[str, Any], launch: tuple, arguments: dict[str, Any], order: int) -> Counts:
-        """What was counted; a grid without blocks, which CUDA refuses, is nothing to do."""
+        """Launch and return the counts; an empty grid, which CUDA refuses, is skipped."""
         runner, (grid, *_) = RUNNERS[self.runner], launch
         if 0 in grid:
             return {quantity: {} for quantity in runner.quantities}
@@ -222,7 +222,7 @@ class Trial:
         return self.kernel.fit(self.contract, self.dtype, self._constants(problem))
 
     def _nothing(self, name: str) -> np.ndarray:
-        """What a kernel gets for a tensor that the activation lacks: an array that it must not follow."""
+        """Return the argument for a tensor that the activation lacks: an array that the kernel must not read."""
         return np.empty((0,) * len(AXES[name]), dtype_of(name, self.dtype))
 
     def _constants(self, problem: Problem) -> dict[str, Any]:
@@ -232,11 +232,11 @@ class Trial:
         return self.symbols_of(self._constants(problem), problem.sizes)
 
     def constants_of(self, renormalize: bool) -> dict[str, Any]:
-        """What the kernel is compiled with."""
+        """Return the constants that the kernel is compiled with."""
         terms = {"ACTIVATION": self.activation, "RENORMALIZE": int(renormalize), "BALANCE": 1}
         return self.kernel.constants(self.dtype, terms | self.launch.threads, self.constants)
 
     def symbols_of(self, constants: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
-        """What formulas may use: a kernel's own constants yield to the sizes of the case."""
+        """Return the symbols for formulas: the sizes of the case override the kernel's own constants."""
         terms = {"s": ITEMSIZE[self.dtype], "G": 1 + is_gated(self.activation)}
         return self.kernel.numbers(constants) | terms | sizes

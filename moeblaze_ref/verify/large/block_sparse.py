@@ -83,7 +83,7 @@ def _last_rows(version: str) -> slice:
 
 
 def _last_columns(version: str) -> slice:
-    """Of K columns, those of the last block of threads."""
+    """Return the columns of the last block of threads, of K columns."""
     of_block = {"1_naive": gemm.THREADS, "2_tiled": gemm.TILE, "3_mma": B, gemm.HOPPER: gemm.HOPPER_COLUMNS}[version]
     K = _depth(version)
     return slice(K - gemm.THREADS if version == "1_naive" else (ceil_div(K, of_block) - 1) * of_block, K)

@@ -1,4 +1,4 @@
-"""What a large case is, and what its parts are made of."""
+"""Large cases and their parts."""
 
 import functools
 from collections.abc import Callable

@@ -27,7 +27,7 @@ TALLEST = tiles.MmaTile(rows=256, columns=256)
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all large cases."""
     terms = [d_hidden(many_terms(version)) for version in VERSIONS[1:]]
     hopper = [d_hidden(Layout(gemm.HOPPER, L=16, E=1, d=64, h=HOPPER_WIDE["d_hidden"], rows=16)), _d_w(), _d_w3()]
     sums = [_add_expert(layout(version)) for layout in (wide_model, tall) for version in ("2_tiled", "3_mma")]

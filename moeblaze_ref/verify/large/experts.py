@@ -66,7 +66,7 @@ def _case(layout: Layout, stage: str, passes: str, launch: Launch, call) -> Case
 
 
 def rows_of_tokens(layout: Layout, rows: slice) -> dict:
-    """What leads a kernel from these rows to tokens, the last tokens in reverse order."""
+    """Return the arrays that lead a kernel from these rows to tokens, the last tokens in reverse order."""
     count = rows.stop - rows.start
     tokens = layout.L - 1 - np.arange(count)
     return {"expert_token_indices": [(np.s_[rows], tokens)], "expert_token_offsets": [(ALL, layout.offsets)]}

@@ -1,4 +1,4 @@
-"""Where the last rows and columns of the experts' kernels lie, and which blocks compute them."""
+"""Positions of the last rows and columns of the experts' kernels, and the blocks that compute them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def dtype(self) -> str:
-        """What the version computes in."""
+        """The dtype in which the version computes."""
         return "float32" if self.version in ("1_naive", "2_tiled") else "bfloat16"
 
     @property

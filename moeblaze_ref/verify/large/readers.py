@@ -142,7 +142,7 @@ def _values(dtype: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _given(dtype: str, num_tokens: int) -> dict[str, list]:
-    """What the arrays hold."""
+    """Return the contents of the arrays."""
     rows, gates = _values(dtype)
     tokens = np.arange(num_tokens, dtype=np.int32)
     y, out, weights = [(ALL, ZEROS)], [(ALL, ZEROS)], [(ALL, ZEROS)]
@@ -162,7 +162,7 @@ def _given(dtype: str, num_tokens: int) -> dict[str, list]:
 
 
 def _wrong(token: int, smaller: np.ndarray, out: np.ndarray, expected: np.ndarray) -> str:
-    """What is wrong in the elements of a token that the two blocks have to write; empty if nothing is."""
+    """Return what is wrong in a token's elements that the two blocks must write, or an empty text."""
     written = ~never_written(out)
     missing = ~never_written(smaller) & ~written
     if missing.any():
