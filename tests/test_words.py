@@ -182,3 +182,10 @@ def test_a_notebooks_sources_and_outputs_are_searched():
     outputs = [{"text": ["a rung\n"]}, {"data": {"text/html": ["<b>peer</b>"], "image/png": "rung"}}]
     text = json.dumps({"cells": [{"source": ["the judge\n"], "outputs": outputs, "id": "rung"}]})
     assert [name for name, _ in found_in("a.ipynb", lines_of("a.ipynb", text))] == ["judge", "rung", "peer"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_that_says_kept_defines_it(path):
+    cells = json.loads(path.read_text())["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    assert "saved for backward" in text or not re.search(r"\bkept\b", text)
