@@ -122,7 +122,7 @@ class Row:
 
 
 class Launch(NamedTuple):
-    """A launch that is counted, and the work that it is a part of."""
+    """A counted launch and its work."""
 
     idea: str
     version: str

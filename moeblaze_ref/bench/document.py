@@ -28,7 +28,7 @@ TRIALS = results.DOCS / "results" / "trials_h200.json"
 
 
 def fill(text: str, found: results.Result | None) -> str:
-    """The document with every block ``<!-- begin NAME -->`` to ``<!-- end NAME -->`` written anew.
+    """Return the document with every block from ``<!-- begin NAME -->`` to ``<!-- end NAME -->`` regenerated.
 
     Parameters
     ----------
@@ -188,7 +188,7 @@ OF_OTHER_FILES: dict[str, Callable[[], str]] = {
 
 
 def recorded() -> results.Result | None:
-    """The results that are committed, if there are any."""
+    """Load the committed results; None if there are none."""
     return results.load(results.RECORDED) if results.RECORDED.exists() else None
 
 

@@ -155,7 +155,7 @@ def systems_to_time(config: MoEConfig, choice: Choice) -> list[str]:
 
 
 class Scene:
-    """The weights, the tokens and the systems of one layer: everything that is timed starts from the same.
+    """The weights, tokens and systems of one layer; every timed step starts from them.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The picture of a benchmark: how near each system comes to the dense product's rate, and what it keeps."""
+"""Plots of a benchmark: each system's rate against the dense product's, and the bytes it saves for backward."""
 
 from collections import defaultdict
 from collections.abc import Sequence

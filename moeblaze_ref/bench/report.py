@@ -159,7 +159,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
-    """Rows whose result was compared and is not the layer's; NaN is not."""
+    """Return the rows whose result is wrong, NaN included."""
     return [row for row in rows if any(not error <= bound for error, bound in _errors(row))]
 
 

@@ -50,7 +50,7 @@ def result(kind: str, rows: Sequence[dict[str, Any]], clocks: str | None, repeti
 
 
 def check_place(path: Path, force: bool = False):
-    """A run of now may be added here: the file can be written, and if it exists holds runs of this commit and device.
+    """Check that a run may be added to the file: it is writable and holds runs of this commit and device only.
 
     Parameters
     ----------

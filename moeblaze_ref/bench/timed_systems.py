@@ -1,4 +1,4 @@
-"""Every system that is timed as a layer, by name, on the weights of one.
+"""The timed systems by name, as layers that share one layer's weights.
 
 These are ours, of `moeblaze_ref.nn.systems`, the baselines in plain torch, and the layers of other projects.
 

@@ -130,7 +130,7 @@ def time_tiles(
 
 
 def entries(times: Sequence[Time]) -> list[dict[str, Any]]:
-    """The table's entries: for each kernel and class of layers the fastest tile, where that is not the default.
+    """Return the table's entries: the fastest tile of each kernel and class of layers, if it is not the default.
 
     Parameters
     ----------

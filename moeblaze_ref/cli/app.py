@@ -56,13 +56,13 @@ def stdout() -> Console:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """A wrong name, size or path is the user's to mend: print the message alone and exit with status 2."""
+    """Turn a wrong name, size or path into an error message without a traceback, and exit with status 2."""
     with _one_line(ValueError, TypeError, OSError, cache.SimtUnavailable):
         yield
 
 
 def cache_errors() -> AbstractContextManager[None]:
-    """A cache of compiled kernels that cannot be used is the user's to mend too; other errors are ours."""
+    """Turn an unusable cache of compiled kernels into an error message without a traceback."""
     return _one_line(cache.SimtUnavailable)
 
 

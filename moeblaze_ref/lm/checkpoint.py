@@ -27,11 +27,11 @@ KEYS = {"format", "settings", "text", "steps", "digest"}  # of the header
 
 
 class CheckpointError(ValueError):
-    """A file that is no whole checkpoint, or that of another run: the message says which, and what differs."""
+    """Raised for an incomplete checkpoint or one of another run; the message names what differs."""
 
 
 class Trained(NamedTuple):
-    """The model of a checkpoint, and where it comes from."""
+    """The model of a checkpoint, and its origin."""
 
     model: MoETransformer
     settings: TrainSettings  # that it was trained with

@@ -26,7 +26,7 @@ OWNER = {"policy": "moeblaze", "capacity_factor": "capacity"}  # which layer an 
 
 
 def settings(name: str, layer: str, options: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainSettings:
-    """A preset's settings with a layer of its own; what is None is left out, and an option that is the layer's default.
+    """Return a preset's settings with another layer; omits options that are None or the layer's default.
 
     Raises
     ------

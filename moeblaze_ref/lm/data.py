@@ -27,7 +27,7 @@ BREAK = re.compile(r"\n\n+")  # between paragraphs
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Two texts, uint8 bytes of UTF-8: one to learn from, one that is held out.
+    """Training text and validation text, uint8 bytes of UTF-8.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def held_out_kinds() -> dict[str, Tensor]:
 
 
 def folder(path: Path) -> Corpus:
-    """The text files of a folder and of those in it, split by file; what begins with a dot is left alone.
+    """Read the text files of a folder, recursively, split by file; ignores names that begin with a dot.
 
     Raises
     ------

@@ -35,7 +35,7 @@ PICTURED = {
 
 
 def fill(text: str, paths: Mapping[str, Sequence[Path]] = RECORDS) -> str:
-    """The document with every block written anew.
+    """Return the document with every block regenerated.
 
     Parameters
     ----------

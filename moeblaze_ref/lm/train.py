@@ -112,7 +112,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 
 
 class NonFinite(FloatingPointError):
-    """A loss or a gradient that is NaN or infinite: the message says at which step, and where it began."""
+    """Raised for a NaN or infinite loss or gradient; the message names the step and the first module."""
 
 
 class Step(NamedTuple):

@@ -180,7 +180,7 @@ def rows(
 
 
 def summarise(found: Sequence[Row]) -> dict[str, Any]:
-    """The rows of all contenders as JSON takes them, and whether ours reaches as far as every other system.
+    """Return the rows of all systems for JSON, and whether ours reaches as far as every other system.
 
     Returns
     -------

@@ -415,7 +415,7 @@ def uniform_counts(config: MoEConfig) -> tuple[int, ...]:
 
 
 def dropped_and_padded(counts: Sequence[int], capacity: int) -> tuple[int, int]:
-    """Rows over an expert's capacity, which are lost, and empty rows below it, which are computed for nothing."""
+    """Return the dropped rows over the experts' capacity and the padding rows below it."""
     rows = capacity_rows(counts, capacity)
     return sum(rows.dropped), sum(rows.padding)
 

@@ -35,7 +35,7 @@ class Rows:
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """Rows that are computed for nothing."""
+        """Padding rows: stored, but no token's."""
         return _differences(self.stored, self.kept)
 
 

@@ -1,4 +1,4 @@
-"""The check of every product that is timed for a paper's figure, against another product of the same operands."""
+"""Check of every product timed for a paper's figure, against another product of the same operands."""
 
 from torch import Tensor
 

@@ -311,7 +311,7 @@ class EqualLoss(NamedTuple):
 
     @property
     def best_factor(self) -> str:
-        """The capacity factor that is there first."""
+        """The capacity factor that reaches the loss first."""
         return min(FIXED_FACTORS, key=self.seconds.get)
 
     @property

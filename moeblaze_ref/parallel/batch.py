@@ -11,7 +11,7 @@ from moeblaze_ref.runtime.torch_bridge import Bridge
 
 
 class BatchGating:
-    """The gating stage of a rank's tokens, whose load-balancing loss knows the experts' shares in the whole batch.
+    """Gating of a rank's tokens, with the load-balancing loss of the whole batch.
 
     Each rank's value of a loss is a mean over its own tokens: times ``part``, they add up to the batch's.
 

@@ -22,7 +22,7 @@ RECORDS = {
 
 
 def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
-    """The document with a block for each record written anew.
+    """Return the document with the block of each record regenerated.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ EXCHANGES = 4  # of a forward: counts, rows, slots, and the way back
 
 
 class Host:
-    """The clock of a process on CPUs, where nothing is left to wait for."""
+    """Clock of a process on CPUs, which needs no synchronisation."""
 
     torch_device = torch.device("cpu")
 

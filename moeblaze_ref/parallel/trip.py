@@ -1,4 +1,4 @@
-"""A batch of tokens that visits the ranks of its experts and comes back: a dispatch whose experts are the ranks."""
+"""Send a batch's tokens to the ranks of their experts and back: a dispatch with ranks in place of experts."""
 
 from typing import NamedTuple
 

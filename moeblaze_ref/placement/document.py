@@ -26,7 +26,7 @@ PICTURED = (
 
 
 def fill(text: str, paths: Mapping[str, Path] = RECORDS) -> str:
-    """The document with a block for each record written anew, and the one of the model's constants.
+    """Return the document with the block of each record, and that of the model's constants, regenerated.
 
     Parameters
     ----------

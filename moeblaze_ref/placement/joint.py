@@ -126,5 +126,5 @@ def baseline_placements(
 
 
 def fastest(profile: Profile, on: Cluster, placements: list[Placement]) -> Placement:
-    """The one whose modelled step is the shortest; the first of equals."""
+    """Return the placement with the shortest modelled step; the first of equals."""
     return min(placements, key=lambda placement: step(profile, placement.shares(), on).ms)

@@ -323,7 +323,7 @@ def _median(values: list[float | None]) -> float | None:
 
 
 def fastest_map(trials: list[Trial]) -> Placement:
-    """The placement whose step is modelled to be the shortest, of the first split's.
+    """Return the placement with the shortest modelled step, among those of the first split.
 
     Raises
     ------

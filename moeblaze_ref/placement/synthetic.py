@@ -113,7 +113,7 @@ def counted_trace(counts: np.ndarray, k: int, tokens: int, seed: int = 0, model:
 def trace_or_synthetic(
     path: Path | None, size: str | None, num_experts: int | None = None, model: str | None = None
 ) -> RoutingTrace:
-    """A trace from a file, or one made from "LAYERSxExK", of ``TOKENS`` tokens and ``SKEW``, whichever is given.
+    """Load a trace from a file, or make one from "LAYERSxExK", with ``TOKENS`` tokens and ``SKEW``.
 
     Parameters
     ----------

@@ -114,7 +114,7 @@ def profile(trace: RoutingTrace) -> Profile:
 
 
 def from_sglang(path: Path, layers: Sequence[int] | None = None, k: int = 1) -> Profile:
-    """The counts of an expert-distribution record that SGLang wrote: P alone, without R.
+    """Read the counts of SGLang's expert-distribution record: P alone, without R.
 
     Enough for the baselines that look at loads, not for `moeblaze place`: its model of a step needs R, and a split
     sequences.

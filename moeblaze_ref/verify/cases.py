@@ -420,7 +420,7 @@ def many_blocks_case(blocks: int) -> Case:
 
 
 def whole_block_case() -> Case:
-    """A layer whose h blocks of MegaBlocks' own size divide, so small that a simulator computes it on every version."""
+    """A small layer whose h is a multiple of MegaBlocks' block size; a simulator can run it on every version."""
     return make_case(20, 8, 256, 3, 2, "empty", "whole blocks, few tokens")
 
 

@@ -66,7 +66,7 @@ class Row:
     available: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """The row as JSON takes it; a NaN error, which JSON lacks, becomes a string."""
+        """Return the row for JSON; a NaN error becomes a string."""
         row = asdict(self)
         if self.error is not None and not math.isfinite(self.error):
             row["error"] = str(self.error)
@@ -201,7 +201,7 @@ def _row(backend, stage, version, direction, dtype, shape, error, bound) -> Row:
 
 
 def unavailable(backend: Backend, stage: str, version: str | None = None, reason: str | None = None) -> Row:
-    """The row of a backend that cannot run here, or of one of its versions, which says why in the shape's place."""
+    """Return the row of an unavailable backend or version, with the reason in place of the shape."""
     return Row(stage, "forward", backend.name, version, "-", reason, None, None, False, False)
 
 

@@ -150,7 +150,7 @@ class Line:
 
 
 def checks(backend: Backend, stage: str) -> dict[str, list[Check]]:
-    """The checks that a backend runs of a stage or a torch layer, by kernel file; empty if it has none."""
+    """Return a backend's checks of a stage or a torch layer, by kernel file."""
     if stage in TORCH_LAYERS:
         layer = TORCH_LAYERS[stage]
         return {ONE: _in_dtypes(layer.dtypes, layer.cases())} if backend.name in layer.backends else {}
@@ -244,7 +244,7 @@ def _of_file(stage: str, file: str, found: dict[str, list[Check]] | str) -> Cell
 
 
 def gaps(table: list[Line]) -> list[str]:
-    """The cells in which a backend runs a kernel file of a stage and never has the value."""
+    """Return the gaps: cells where a backend runs a kernel file but never with the value."""
     return [
         f"{line.stage} on {backend}{'' if kernel == ONE else f' {kernel}'}: {line.option} is never {line.value}"
         for line in table

@@ -363,7 +363,7 @@ class Sum:
         return self.shape_at(*self.sizes)
 
     def shape_at(self, *sizes: Sizes) -> str:
-        """Some of the sizes, and what is summed in which order."""
+        """Text of some sizes, and of what is summed in which order."""
         each = "; ".join(f"L={L} d={d} h={h} E={E} k={E}" for L, d, h, E, _ in sizes)
         return f"{each} ({self.result} in the order of the {self.order})"
 

@@ -1,4 +1,4 @@
-"""The GPU that several sheets reason about, and which of its two limits binds."""
+"""The example GPU of several sheets, and which of its two limits binds."""
 
 from moeblaze_ref.runtime.ceilings import Ceilings, Cost
 

@@ -24,7 +24,7 @@ from moeblaze_ref.runtime.source import inlined
 
 
 class EditedExecutor(SimtExecutor):
-    """The SIMT executor, on kernels whose text is changed before they are compiled, headers included.
+    """SIMT executor that changes the text of kernels and headers before it compiles them.
 
     Parameters
     ----------
@@ -316,7 +316,7 @@ class Point(NamedTuple):
 
 
 def roofline(points: Sequence[Point]) -> Figure:
-    """The roofs of an H200 by its maker's figures, and how high each point could be if its bytes all came from HBM."""
+    """Draw the rooflines of an H200 from its data sheet, and the limit of each point if all its bytes came from HBM."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     intensities = np.logspace(-1, 4, 200)

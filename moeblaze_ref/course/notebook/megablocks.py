@@ -63,7 +63,7 @@ def _recorded():
 
 
 def steeper(counts: np.ndarray, skew: float, L: int, k: int) -> np.ndarray:
-    """The rows of a step of L tokens whose routing is a recorded one, made even or steeper.
+    """Return the rows of a step of L tokens with recorded routing, made more even or more skewed.
 
     Parameters
     ----------

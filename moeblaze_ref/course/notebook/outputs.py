@@ -1,4 +1,4 @@
-"""The outputs of a notebook as they are committed, and whether another run gives the same.
+"""Write the outputs of notebooks, and compare them with another run.
 
 ``python -m moeblaze_ref.course.notebook.outputs``, which is ``make notebooks``, runs every notebook and writes it with
 its outputs. What differs from run to run is left out: execution times, the state of widgets, progress bars. Where a

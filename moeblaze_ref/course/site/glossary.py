@@ -20,7 +20,7 @@ NOTATION = {
 
 
 def page() -> str:
-    """The page in Markdown: each word as a term, which the search finds by its name; its meanings one after another."""
+    """Return the glossary in Markdown: each word as a searchable term, followed by its meanings."""
     introduction = (DOCS / "glossary.md").read_text().partition("\n| ")[0]
     meanings = defaultdict(list)
     for word, meaning in entries():

@@ -100,7 +100,7 @@ def prepare(
     small: bool = False,
     numba_runner: Callable[[], str] = partial(runner_of, "numba"),
 ) -> Exam:
-    """The inputs of every case for a kernel, of which nothing runs yet.
+    """Prepare the inputs of every case for a kernel, without running it.
 
     Parameters
     ----------

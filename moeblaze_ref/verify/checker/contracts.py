@@ -113,7 +113,7 @@ class Contract:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One case of one contract: what goes in, and what must come out.
+    """One case of one contract: the inputs and the expected outputs.
 
     Parameters
     ----------

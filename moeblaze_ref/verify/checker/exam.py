@@ -65,7 +65,7 @@ class Exam:
 
     @cached_property
     def text_trial(self) -> Trial | None:
-        """The launch and parameters that a .cu file states; None for Numba, whose text would have to run."""
+        """Return the launch and parameters that a .cu file states; None for Numba, where the file would have to run."""
         return self.terms.trial(self.runner) if isinstance(self.terms.kernel, CudaKernel) else None
 
     @property

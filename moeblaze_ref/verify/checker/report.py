@@ -18,7 +18,7 @@ Counts = dict[str, dict[str, int]]  # quantity, such as "written", then tensor
 
 @dataclass(frozen=True)
 class Difference:
-    """The first element, in row-major order, of the first output that is wrong.
+    """The first wrong element, in row-major order, of the first wrong output.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ class Case:
 
 
 def last_block(grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-    """The last block alone."""
+    """Return the last block of a grid, alone in a list."""
     x, y, z = grid
     return [(x - 1, y - 1, z - 1)]
 
