@@ -27,7 +27,7 @@ from helpers import Shape
 
 from moeblaze_ref.backends import registry
 from moeblaze_ref.backends.numpy_ref import gating, layer
-from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES
+from moeblaze_ref.backends.registry import BACKENDS, ORACLE, STAGES
 from moeblaze_ref.cli import app
 from moeblaze_ref.core import config, units
 from moeblaze_ref.core.config import MoEConfig
@@ -419,7 +419,7 @@ def check_vocabulary(notation):
     """Every name of the code is listed, in the code's order, and no other."""
     stages, registry = notation.tables("Stages and backends")
     assert column(stages, "stage") == list(STAGES)
-    assert column(registry, "backend") == [*BACKENDS, JUDGE.name]
+    assert column(registry, "backend") == [*BACKENDS, ORACLE.name]
     for heading, name, known in (
         ("Activations", "name", config.ACTIVATIONS),
         ("Save policies", "policy", config.POLICIES),

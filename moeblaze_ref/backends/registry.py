@@ -228,7 +228,7 @@ def _cuda_status() -> Status:
 
 
 # Its one stage is a whole layer, ``torch_capacity``, which `check` runs as it runs the other torch layers.
-JUDGE = Backend(
+ORACLE = Backend(
     "torch",
     "plain torch, the judge of gradients",
     "moeblaze_ref.nn.oracle",
@@ -261,4 +261,4 @@ BACKENDS = {
     )
 }
 
-CHECKED = (*BACKENDS, JUDGE.name)  # those that `moeblaze check` takes
+CHECKED = (*BACKENDS, ORACLE.name)  # those that `moeblaze check` takes

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES
+from moeblaze_ref.backends.registry import BACKENDS, CHECKED, ORACLE, STAGES
 from moeblaze_ref.bench import KINDS
 from moeblaze_ref.cli import terminal
 from moeblaze_ref.core import figures, progress, provenance, records, source_hashes
@@ -87,7 +87,7 @@ def doctor():
     table.add_column("backend", no_wrap=True)
     table.add_column("runs here", no_wrap=True)
     table.add_column("how, or why not")
-    backends = (*BACKENDS.values(), JUDGE)
+    backends = (*BACKENDS.values(), ORACLE)
     statuses = {backend.name: backend.status() for backend in backends}
     for backend in backends:
         status = statuses[backend.name]

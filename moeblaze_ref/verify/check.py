@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moeblaze_ref.backends.numpy_ref import block_sparse as reference_sparse
-from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES, Backend, OpenStage
+from moeblaze_ref.backends.registry import BACKENDS, CHECKED, ORACLE, STAGES, Backend, OpenStage
 from moeblaze_ref.core import checks
 from moeblaze_ref.verify import comparisons, orders
 from moeblaze_ref.verify.cases import (
@@ -31,7 +31,7 @@ from moeblaze_ref.verify.cases import (
 # What Numba's simulator gets through in a second or two: routed rows, and elements of w1, each of which is a thread.
 SIMULATOR_ROWS, SIMULATOR_WEIGHTS = 32, 1024
 FIRST_VERSION = "1_naive"  # compiles fastest
-LAYER_DEVICES = {"simt": "cpu", "cuda": "cuda", JUDGE.name: "cpu"}  # where each backend runs the torch layers
+LAYER_DEVICES = {"simt": "cpu", "cuda": "cuda", ORACLE.name: "cpu"}  # where each backend runs the torch layers
 
 Found = TypeVar("Found")
 
@@ -255,7 +255,7 @@ def plan(
         for stage in (stage for stage in stages if stage in backend.stages):
             if not available:
                 jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
-            elif backend is JUDGE:
+            elif backend is ORACLE:
                 jobs += _plan_layer(backend, f"torch_{stage}")
             else:
                 of_versions = [_plan_version(backend, stage, version, choose) for version in backend.versions(stage)]
@@ -268,7 +268,7 @@ def plan(
 
 
 def _backend(name: str) -> Backend:
-    return JUDGE if name == JUDGE.name else BACKENDS[name]
+    return ORACLE if name == ORACLE.name else BACKENDS[name]
 
 
 def check_of(stage: str) -> Callable[[Backend, str | None, Case], Iterator[Row]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
 from moeblaze_ref.backends.raw_cuda.expert_down import SUMMED_VERSIONS
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, WIDE
-from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, Backend
+from moeblaze_ref.backends.registry import BACKENDS, CHECKED, ORACLE, Backend
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.systems.capacity import DROP_POLICIES
 from moeblaze_ref.verify import check
@@ -154,7 +154,7 @@ def checks(backend: Backend, stage: str) -> dict[str, list[Check]]:
     if stage in TORCH_LAYERS:
         layer = TORCH_LAYERS[stage]
         return {ONE: _in_dtypes(layer.dtypes, layer.cases())} if backend.name in layer.backends else {}
-    if backend is JUDGE or stage not in backend.stages:
+    if backend is ORACLE or stage not in backend.stages:
         return {}
     cases = standard_cases() + option_cases()
     return {
@@ -169,7 +169,7 @@ def _in_dtypes(dtypes: tuple[str, ...], cases: list[Case]) -> list[Check]:
 
 def lines() -> Iterator[Line]:
     """The whole table, stage by stage."""
-    backends = [JUDGE if name == JUDGE.name else BACKENDS[name] for name in CHECKED]
+    backends = [ORACLE if name == ORACLE.name else BACKENDS[name] for name in CHECKED]
     for stage, read in READS.items():
         of_backends = {backend.name: _checks_or_reason(backend, stage) for backend in backends}
         for option in OPTIONS:

@@ -430,7 +430,7 @@ def assert_agrees(dtype, found, product, *operands):
         product(*(torch.tensor(np.asarray(operand, np.float64)).to(kind) for operand in operands)).double().numpy()
         for kind in (torch.float64, getattr(torch, dtype))
     )
-    error, bound = comparisons.judge({"result": found}, {"result": exact}, dtype, {"result": peer})
+    error, bound = comparisons.compare({"result": found}, {"result": exact}, dtype, {"result": peer})
     assert error <= bound, (error, bound)
 
 
@@ -694,7 +694,7 @@ def assert_layer(stage, case, block, dtype):
     assert (found["d_w2"] is None) != is_gated(case.activation)
     exact, peer = (expect_layer(case, kind) for kind in (torch.float64, getattr(torch, dtype)))
     for name, truth in exact.items():
-        error, bound = comparisons.judge({name: found[name]}, {name: truth}, dtype, peer)
+        error, bound = comparisons.compare({name: found[name]}, {name: truth}, dtype, peer)
         assert error <= bound, (name, error, bound)
 
 

@@ -66,7 +66,7 @@ def verdicts(stage, version, case, dtype, executor=None):
     expect = EXPECT.get(version, comparisons.EXPECT[stage])
     exact, peer = (expect(rounded, t) for t in (torch.float64, getattr(torch, dtype)))
     return {
-        d: comparisons.judge(found[d], exact[d], comparisons.precision(stage, version, dtype), peer[d]) for d in exact
+        d: comparisons.compare(found[d], exact[d], comparisons.precision(stage, version, dtype), peer[d]) for d in exact
     }
 
 
@@ -660,7 +660,7 @@ def assert_sums_right(case, dtype, executor=None, file="as_printed"):
     rounded = case.astype(dtype)
     found = {"out": summed(rounded, executor or Quick(), file)}
     exact, peer = (comparisons.expect_summed(rounded, t)["forward"] for t in (torch.float64, getattr(torch, dtype)))
-    error, bound = comparisons.judge(found, exact, dtype, peer)
+    error, bound = comparisons.compare(found, exact, dtype, peer)
     assert error <= bound
 
 
@@ -1053,20 +1053,20 @@ FAULTS = {
     "hopper: no wait for the operands": (
         "expert_up",
         "7_persistent",
-        "barrier_wait(&shared.full[now], turn.parity);",
+        "barrier_wait(&shared.full[now], state.parity);",
         ";",
     ),
     "hopper: no wait for a free stage": (
         "expert_down",
         "7_persistent",
-        "barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);",
+        "barrier_wait(&shared.empty[state.stage], state.parity ^ 1);",
         ";",
     ),
     "hopper: wrong parity": (
         "expert_up",
         "7_persistent",
-        "barrier_wait(&shared.full[now], turn.parity);",
-        "barrier_wait(&shared.full[now], turn.parity ^ 1);",
+        "barrier_wait(&shared.full[now], state.parity);",
+        "barrier_wait(&shared.full[now], state.parity ^ 1);",
     ),
     "hopper: stage free before it is read": ("expert_up", "7_persistent", "wgmma_wait<BEHIND>();", ";"),
     "hopper: stage free while it is read": (
@@ -1105,45 +1105,45 @@ FAULTS = {
     "hopper: no fence before the product": (
         "expert_up",
         "7_persistent",
-        "if (Crew::COPIERS) fence_async_proxy();",
+        "if (Roles::COPIERS) fence_async_proxy();",
         ";",
     ),
-    "hopper: copies never arrive": ("expert_up", "7_persistent", "if (Crew::COPIERS) cp_async_arrive(full);", ";"),
+    "hopper: copies never arrive": ("expert_up", "7_persistent", "if (Roles::COPIERS) cp_async_arrive(full);", ";"),
     "hopper: arrives without its copies": (
         "expert_down",
         "7_persistent",
-        "if (Crew::COPIERS) cp_async_arrive(full);",
-        "if (Crew::COPIERS) barrier_arrive(full);",
+        "if (Roles::COPIERS) cp_async_arrive(full);",
+        "if (Roles::COPIERS) barrier_arrive(full);",
     ),
     "hopper: arrives before its copies": (
         "expert_up",
         "7_persistent",
         (
-            "            fill(step, shared.stages[turn.stage], full);\n"
-            "            if (Crew::COPIERS) cp_async_arrive(full);"
+            "            fill(step, shared.stages[state.stage], full);\n"
+            "            if (Roles::COPIERS) cp_async_arrive(full);"
         ),
         (
-            "            if (Crew::COPIERS) cp_async_arrive(full);\n"
-            "            fill(step, shared.stages[turn.stage], full);"
+            "            if (Roles::COPIERS) cp_async_arrive(full);\n"
+            "            fill(step, shared.stages[state.stage], full);"
         ),
     ),
-    "hopper: waits for one arrival only": ("expert_up", "7_persistent", "1 + Crew::COPIERS", "1"),
+    "hopper: waits for one arrival only": ("expert_up", "7_persistent", "1 + Roles::COPIERS", "1"),
     "hopper: waits for one arrival too few": (
         "expert_down",
         "7_persistent",
-        "1 + Crew::COPIERS",
-        "Crew::COPIERS ? Crew::COPIERS : 1",
+        "1 + Roles::COPIERS",
+        "Roles::COPIERS ? Roles::COPIERS : 1",
     ),
     "hopper: waits for loaders that are not there": (
         "expert_up",
         "7_persistent",
-        "1 + Crew::COPIERS",
-        "1 + (Crew::COPIERS ? WARPGROUP : 0)",
+        "1 + Roles::COPIERS",
+        "1 + (Roles::COPIERS ? WARPGROUP : 0)",
     ),
     "hopper: one lane copies for all": (
         "expert_down",
         "7_persistent",
-        "if (Crew::COPIERS || threadIdx.x == 0)",
+        "if (Roles::COPIERS || threadIdx.x == 0)",
         "if (threadIdx.x == 0)",
     ),
     "hopper: expects no bytes": (
@@ -1176,14 +1176,14 @@ FAULTS = {
     "hopper: along the wrong axis": (
         "expert_up",
         "7_persistent",
-        "Crew<4, 4, false, false, false>",
-        "Crew<4, 4, false, false, true>",
+        "WarpRoles<4, 4, false, false, false>",
+        "WarpRoles<4, 4, false, false, true>",
     ),
     "hopper: wrong place in the depth": (
         "expert_down",
         "7_persistent",
-        "B_STEP = Crew::B_ALONG_N ? 16 * 128 : 32",
-        "B_STEP = Crew::B_ALONG_N ? 8 * 128 : 32",
+        "B_STEP = Roles::B_ALONG_N ? 16 * 128 : 32",
+        "B_STEP = Roles::B_ALONG_N ? 8 * 128 : 32",
     ),
     "hopper: wrong distance of panels": (
         "expert_up",
@@ -1202,8 +1202,8 @@ FAULTS = {
     "hopper: half of the columns left out": (
         "expert_up",
         "7_persistent",
-        "wgmma_m64n256k16<Scalar, Crew",
-        "wgmma_m64n128k16<Scalar, Crew",
+        "wgmma_m64n256k16<Scalar, Roles",
+        "wgmma_m64n128k16<Scalar, Roles",
     ),
     "hopper: last step dropped": (
         "expert_up",
@@ -1402,15 +1402,15 @@ FAULTS = {
     "hopper: rows of the second consumer not stored": (
         "expert_up",
         "7_persistent",
-        "COUNT = PIECES / Crew::STORERS",
-        "COUNT = PIECES / Crew::STORERS / 2",
+        "COUNT = EPILOGUE_TILES / Roles::EPILOGUE_WARPS",
+        "COUNT = EPILOGUE_TILES / Roles::EPILOGUE_WARPS / 2",
     ),
-    "hopper: piece taken by two storers": ("expert_down", "7_persistent", "+ i * Crew::STORERS;", "+ i;"),
+    "hopper: piece taken by two storers": ("expert_down", "7_persistent", "+ i * Roles::EPILOGUE_WARPS;", "+ i;"),
     "hopper: piece of another consumer": (
         "expert_up",
         "7_persistent",
         "return shared.finished[number(i)];",
-        "return shared.finished[(number(i) + 4) % PIECES];",
+        "return shared.finished[(number(i) + 4) % EPILOGUE_TILES];",
     ),
     "hopper: piece stored as if it were the first": (
         "expert_down",
@@ -1657,7 +1657,7 @@ TEACHING_FAULTS = {
         "rows not gathered": ("expert_token_indices + tile.first}", "expert_token_indices}"),
     },
     "5_tma": {
-        "no wait for a full stage": ("barrier_wait(&shared.full[turn.stage], turn.parity);", ";"),
+        "no wait for a full stage": ("barrier_wait(&shared.full[state.stage], state.parity);", ";"),
         "no wait for an empty stage": ("barrier_wait(&shared.empty[filling.stage], filling.parity ^ 1);", ";"),
         "no fence": ("fence_async_proxy();  // what", "// what"),
         "stage free before it is read": ("        wgmma_wait<0>();\n", ""),
@@ -1673,13 +1673,13 @@ TEACHING_FAULTS = {
         "one step ahead of the stages": ("load(step + STAGES);", "load(step + STAGES + 1);"),
     },
     "6_specialized": {
-        "no wait for a full stage": ("barrier_wait(&shared.full[turn.stage], turn.parity);", ";"),
-        "no wait for an empty stage": ("barrier_wait(&shared.empty[turn.stage], turn.parity ^ 1);", ";"),
+        "no wait for a full stage": ("barrier_wait(&shared.full[state.stage], state.parity);", ";"),
+        "no wait for an empty stage": ("barrier_wait(&shared.empty[state.stage], state.parity ^ 1);", ";"),
         "no fence": ("fence_async_proxy();  // what", "// what"),
         "stage free while it is read": ("wgmma_wait<1>();", ";"),
         "stage free before it is read": (
             "if (step > 0 && lane_id() == 0) barrier_arrive(read);",
-            "if (lane_id() == 0) barrier_arrive(&shared.empty[turn.stage]);",
+            "if (lane_id() == 0) barrier_arrive(&shared.empty[state.stage]);",
         ),
         "last product not awaited": ("    wgmma_wait<0>();\n", ""),
         "no stage is freed": ("if (step > 0 && lane_id() == 0) barrier_arrive(read);", ";"),

@@ -1,4 +1,4 @@
-"""How the tiles of a weight gradient are shared out among blocks: shares.cuh against a plain model of it."""
+"""How the tiles of a weight gradient are shared out among blocks: tile_lists.cuh against a plain model of it."""
 
 import itertools
 
@@ -12,20 +12,20 @@ from moeblaze_ref.runtime.source import inlined
 
 SIMT = SimtExecutor()
 TEXT = """// Runs on      sm_70 and later; SIMT executor.
-#include "shares.cuh"
+#include "tile_lists.cuh"
 extern "C" __global__ void share(const int* ends, int* counts, int* listed, int E, int of_expert, int most) {
-    __shared__ Shares shares;
-    __shared__ Sharing sharing;
-    share_out(shares, sharing, ends, E, of_expert);
-    if (threadIdx.x == 0) counts[blockIdx.x] = shares.count;
-    for (int i = threadIdx.x; i < most; i += blockDim.x) listed[blockIdx.x * most + i] = shares.tile(i);
+    __shared__ TileList own_tiles;
+    __shared__ TileAssignment assignment;
+    assign_tiles(own_tiles, assignment, ends, E, of_expert);
+    if (threadIdx.x == 0) counts[blockIdx.x] = own_tiles.count;
+    for (int i = threadIdx.x; i < most; i += blockDim.x) listed[blockIdx.x * most + i] = own_tiles.tile(i);
 }
 """
 THREADS = 64
-EVEN, MOST_TURNS, MOST, MOST_LOAD = 16, 64, 400, 2**22 - 2
+EVEN, MOST_ROUNDS, MOST, MOST_LOAD = 16, 64, 400, 2**22 - 2
 
 
-def shared_out(rows, of_expert, blocks, text=TEXT, executor=SIMT):
+def assigned(rows, of_expert, blocks, text=TEXT, executor=SIMT):
     """The tiles of each block, and whether they are taken in turns, as the kernel says."""
     tiles = len(rows) * of_expert
     ends = executor.from_numpy(np.cumsum([0, *rows]).astype("int32"))
@@ -49,9 +49,9 @@ def steps_of(rows):
     return -(-np.asarray(rows) // 64) + 3
 
 
-def work(shares, rows, of_expert):
+def work(own_tiles, rows, of_expert):
     """The steps of each block."""
-    return np.array([sum(steps_of(rows)[tile // of_expert] for tile in own) for own in shares])
+    return np.array([sum(steps_of(rows)[tile // of_expert] for tile in own) for own in own_tiles])
 
 
 def in_turns(tiles, blocks):
@@ -64,19 +64,19 @@ def model(rows, of_expert, blocks):
     turns = in_turns(tiles, blocks)
     loads = work(turns, rows, of_expert)
     even = loads.max() * blocks <= loads.sum() + loads.sum() // EVEN
-    if even or tiles > MOST_TURNS * blocks or loads.sum() // blocks + 2 * loads.max() > MOST_LOAD:
+    if even or tiles > MOST_ROUNDS * blocks or loads.sum() // blocks + 2 * loads.max() > MOST_LOAD:
         return turns
     waiting = [
         expert * of_expert + i for expert in np.argsort(-np.asarray(rows), kind="stable") for i in range(of_expert)
     ]
-    shares, loads = [[] for _ in range(blocks)], np.zeros(blocks, int)
+    own_tiles, loads = [[] for _ in range(blocks)], np.zeros(blocks, int)
     while waiting:
         limit = loads.min() + steps_of(rows)[waiting[0] // of_expert]
         takers = [block for block in np.argsort(loads, kind="stable") if loads[block] < limit]
         for block in takers[: len(waiting)]:
-            shares[block].append(int(waiting.pop(0)))
-            loads[block] += steps_of(rows)[shares[block][-1] // of_expert]
-    return turns if max(map(len, shares)) > MOST else shares
+            own_tiles[block].append(int(waiting.pop(0)))
+            loads[block] += steps_of(rows)[own_tiles[block][-1] // of_expert]
+    return turns if max(map(len, own_tiles)) > MOST else own_tiles
 
 
 SKEWED = [int(20_000 / (i + 1)) for i in range(24)]
@@ -96,8 +96,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_as_the_model_says(case):
-    shares, _ = shared_out(*CASES[case])
-    assert shares == model(*CASES[case])
+    own_tiles, _ = assigned(*CASES[case])
+    assert own_tiles == model(*CASES[case])
 
 
 @settings(max_examples=30, deadline=None)
@@ -107,15 +107,15 @@ def test_it_is_as_the_model_says(case):
     blocks=st.integers(1, 20),
 )
 def test_every_tile_is_taken_once_as_the_model_says(rows, of_expert, blocks):
-    shares, _ = shared_out(rows, of_expert, blocks)
-    assert sorted(itertools.chain(*shares)) == list(range(len(rows) * of_expert))
-    assert shares == model(rows, of_expert, blocks)
+    own_tiles, _ = assigned(rows, of_expert, blocks)
+    assert sorted(itertools.chain(*own_tiles)) == list(range(len(rows) * of_expert))
+    assert own_tiles == model(rows, of_expert, blocks)
 
 
 def test_skew_costs_next_to_nothing():
     rows, of_expert, blocks = CASES["skewed"]
-    shares, turned = shared_out(rows, of_expert, blocks)
-    loads, turns = (work(of, rows, of_expert) for of in (shares, in_turns(len(rows) * of_expert, blocks)))
+    own_tiles, turned = assigned(rows, of_expert, blocks)
+    loads, turns = (work(of, rows, of_expert) for of in (own_tiles, in_turns(len(rows) * of_expert, blocks)))
     assert not turned
     assert turns.max() > 1.3 * turns.mean()
     assert loads.max() < 1.03 * loads.mean()
@@ -123,16 +123,16 @@ def test_skew_costs_next_to_nothing():
 
 @pytest.mark.parametrize("case", ["one block", "even", "a turn too many", "loads that are too large"])
 def test_tiles_are_taken_in_turns_where_that_is_even_or_there_are_many(case):
-    assert shared_out(*CASES[case])[1]
+    assert assigned(*CASES[case])[1]
 
 
 @pytest.mark.parametrize(("others", "too_many"), [(MOST, False), (MOST + 1, True)])
 def test_a_list_that_is_too_long_is_none(others, too_many):
     blocks = 9
     rows = [300_000, *[0] * (blocks - 1)] * (blocks - 1) + [0] * (others - (blocks - 1) ** 2)  # in turns, one has all
-    shares, turned = shared_out(rows, 1, blocks)
+    own_tiles, turned = assigned(rows, 1, blocks)
     assert turned == too_many
-    assert max(map(len, shares)) == (MOST if not too_many else -(-len(rows) // blocks))
+    assert max(map(len, own_tiles)) == (MOST if not too_many else -(-len(rows) // blocks))
 
 
 FAULTS = {
@@ -145,7 +145,10 @@ FAULTS = {
     "loads told too late": ("[threadIdx.x] = load;\n        __syncthreads();", "[threadIdx.x] = load;"),
     "only the first has a share": ("next += takers", "next += takers + 1"),
     "a list of another block": ("if (threadIdx.x == blockIdx.x && count", "if (threadIdx.x == 0 && count"),
-    "a count of another block": ("if (threadIdx.x == blockIdx.x) shares.count", "if (threadIdx.x == 0) shares.count"),
+    "a count of another block": (
+        "if (threadIdx.x == blockIdx.x) own_tiles.count",
+        "if (threadIdx.x == 0) own_tiles.count",
+    ),
     "never even": ("<= sum + sum / EVEN", "< 0"),
     "always even": ("<= sum + sum / EVEN", ">= 0"),
     "list beyond its end": ("return taken < count ? tiles[taken] : NONE;", "return tiles[taken];"),
@@ -156,13 +159,13 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     right, wrong = FAULTS[fault]
-    text = TEXT.replace('#include "shares.cuh"\n', inlined("include/shares.cuh"))
+    text = TEXT.replace('#include "tile_lists.cuh"\n', inlined("include/tile_lists.cuh"))
     assert right in text
     assert any(differs(case, text.replace(right, wrong)) for case in CASES)
 
 
 def differs(case, text):
     try:
-        return shared_out(*CASES[case], text, SimtExecutor(seed=3))[0] != model(*CASES[case])
+        return assigned(*CASES[case], text, SimtExecutor(seed=3))[0] != model(*CASES[case])
     except KernelFault:
         return True

@@ -24,7 +24,6 @@ from moeblaze_ref.bench import (
     roofline,
     routing,
     stages,
-    targets,
     timed_systems,
 )
 from moeblaze_ref.core import documents, provenance

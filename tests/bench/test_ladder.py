@@ -23,7 +23,6 @@ from moeblaze_ref.bench import (
     plan,
     report,
     results,
-    targets,
 )
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import provenance

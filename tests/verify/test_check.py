@@ -14,7 +14,7 @@ from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import dispatch as raw_dispatch
 from moeblaze_ref.backends.raw_cuda.block_sparse import BLOCK, HOPPER_BLOCK
 from moeblaze_ref.backends.raw_cuda.gemm import HOPPER, HOPPER_COLUMNS, file_of
-from moeblaze_ref.backends.registry import BACKENDS, JUDGE, STAGES, OpenStage, Status
+from moeblaze_ref.backends.registry import BACKENDS, ORACLE, STAGES, OpenStage, Status
 from moeblaze_ref.backends.step_memory import StepMemory
 from moeblaze_ref.cli.terminal import verdict
 from moeblaze_ref.core.structures import Gating
@@ -310,7 +310,7 @@ def rows_of_layer(layer, **options):
     case = make_case(37, 16, 24, 5, 3)
     first, second = case.steps()
     assert first.longest_queue < second.longest_queue  # a capacity that is kept is too small
-    backend = JUDGE if comparisons.TORCH_LAYERS[layer].backends == comparisons.PLAIN else BACKENDS["simt"]
+    backend = ORACLE if comparisons.TORCH_LAYERS[layer].backends == comparisons.PLAIN else BACKENDS["simt"]
     return list(check.check_gradients(backend, None, dataclasses.replace(case, **options), "float32", layer))
 
 
@@ -429,7 +429,7 @@ def test_a_torch_layer_is_called_as_the_case_says(layer, name, monkeypatch):
 
     monkeypatch.setattr(kind, "forward", watched)
     field = {"topk_experts": "replay"}.get(name, name)
-    backend = BACKENDS["simt"] if layer == "torch_layer" else JUDGE
+    backend = BACKENDS["simt"] if layer == "torch_layer" else ORACLE
     case = dataclasses.replace(make_case(13, 8, 16, 4, 2), **{field: True})
     assert check.passed(list(check.check_gradients(backend, None, case, "bfloat16", layer)))
     assert seen[0] == {"topk_experts": False, "autocast": False, "keep_routing": False} | {name: True}

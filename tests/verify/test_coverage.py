@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from moeblaze_ref.backends.registry import BACKENDS, CHECKED, JUDGE, STAGES
+from moeblaze_ref.backends.registry import BACKENDS, CHECKED, ORACLE, STAGES
 from moeblaze_ref.cli.app import app
 from moeblaze_ref.core.config import ACTIVATIONS
 from moeblaze_ref.nn.systems import SYSTEMS
@@ -219,7 +219,7 @@ def test_every_system_but_the_oracle_is_checked():
 PAIRED = ("policy", "renormalize", "load_balancing_loss", "router_z_loss", "activation")
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS.values(), JUDGE], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", [*BACKENDS.values(), ORACLE], ids=lambda backend: backend.name)
 def test_any_two_values_of_two_options_meet_in_every_kernel_file(backend):
     for stage in ("gating", "layer", *TORCH_LAYERS):
         read = [OPTIONS[name] for name in PAIRED if name in coverage.READS[stage]]

@@ -22,7 +22,7 @@ HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
-SHARES_BYTES = (1 + 400) * 4  # of shares.cuh: a block's tiles of a weight gradient
+TILE_LIST_BYTES = (1 + 400) * 4  # of tile_lists.cuh: a block's tiles of a weight gradient
 MAX_WIDTH = 2**30  # of rows: kernels count the columns of two matrices in 32 bits
 MAX_TILES = 2**30  # of a launch: kernels number them in 32 bits, and blocks that stay look one turn ahead
 MAX_GATHERED = 2**35  # elements that versions of BY_TMA gather from: they count them by 8 in 32 bits
@@ -219,7 +219,7 @@ def weights_launch(
     """Launch over every element of E matrices (rows, columns)."""
     if version == HOPPER:
         launch = persistent(executor.multiprocessors, crowded=True)
-        return launch | {"shared_bytes": HOPPER_SHARED_BYTES + SHARES_BYTES, "E": num_experts}
+        return launch | {"shared_bytes": HOPPER_SHARED_BYTES + TILE_LIST_BYTES, "E": num_experts}
     if version == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     tile_rows, tile_columns = extent(tile)
