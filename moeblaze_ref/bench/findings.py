@@ -21,7 +21,7 @@ WAYS = (
     ", ours graphed",
     ", as CUDA graphs",
 )  # of running ours and a baseline; in the first two the baseline is launched
-# Kernels of the last version by what their loaders do: rows gathered by cp.async, or boxes by TMA alone.
+# Kernels of the last version by what their producer warps do: rows gathered by cp.async, or boxes by TMA alone.
 GATHERING, BOXES_ALONE = ("expert_up", "d_hidden", "d_w3", "d_w"), ("expert_down", "d_x_rows")
 WAIT = "long_scoreboard"
 SPREAD = dict(report.LAYER_COLUMNS)["± %"]

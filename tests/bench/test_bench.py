@@ -1003,7 +1003,7 @@ def test_the_summary_is_the_worst_run_of_ours_and_says_where_it_loses(recorded):
     assert findings.summary(recorded | {"rows": []}) == ""
 
 
-def test_the_summary_is_of_every_run_with_all_of_its_peers():
+def test_the_summary_is_of_every_run_with_all_of_its_baselines():
     """As docs/layer_tables.md says: beside other systems ours meets one of them alone."""
     benchmark, systems = (
         [{*row["ratio_to"]} for row in results.rows_of(results.load(file), "layer") if row["system"] == layer.OURS]
