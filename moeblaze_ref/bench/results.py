@@ -11,9 +11,8 @@ from moeblaze_ref.core.paths import DOCS
 
 Result = dict[str, Any]
 RECORDED = DOCS / "results" / "bench_h200.json"  # what the documents and the notebooks show
-LADDER = RECORDED.with_name("ladder_h200.json")
-SERIES = RECORDED.with_name("ladder_h100.json")  # the first run with every version of expert_up
-COUNTERS = RECORDED.with_name("counters_h200.json")
+LADDER = RECORDED.with_name("ladder_h100.json")
+COUNTERS = RECORDED.with_name("counters_h100.json")
 SYSTEMS = RECORDED.with_name("systems_h200.json")  # beside MegaBlocks and a fixed capacity
 ROWS = {
     "layer": layer.Row,

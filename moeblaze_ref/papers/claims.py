@@ -254,6 +254,21 @@ def _verdict(agrees: bool, formula: str, mistake: Mistake | None) -> tuple[Verdi
     return Verdict.PAPER_ERROR, mistake.why
 
 
+def one_each(rows: Iterable[Row]) -> list[Row]:
+    """Return one row for each claim. Runs of a claim with a row each are shown together, and all of them must agree."""
+    of_claim: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        of_claim.setdefault((row.what, row.printed), []).append(row)
+    return [_together(found) for found in of_claim.values()]
+
+
+def _together(rows: Sequence[Row]) -> Row:
+    """Rows of one claim as one, which has the worst of their verdicts."""
+    worst = max(rows, key=lambda row: [*Verdict].index(row.verdict))
+    ours = "; ".join(dict.fromkeys(row.ours for row in rows))
+    return replace(worst, ours=ours).by(source for row in rows for source in row.sources)
+
+
 def failures(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that fail."""
     return [row for row in rows if row.verdict is Verdict.FAILS]

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from moeblaze_ref.papers.claims import Row
+from moeblaze_ref.papers.claims import Row, one_each
 from moeblaze_ref.papers.results import Recorded, Rows
 
 Job = Callable[[], Rows]
@@ -47,8 +47,8 @@ class Item:
     drawn_by: str | None = None
 
     def rows(self, recorded: Recorded) -> list[Row]:
-        """Return the rows of the item."""
-        return [replace(row, item=self.id) for row in function(self.claims)(recorded)]
+        """Return the rows of the item, one for each claim."""
+        return [replace(row, item=self.id) for row in one_each(function(self.claims)(recorded))]
 
     def jobs(self, device: Any, earlier: Rows = ()) -> Sequence[Job]:
         """Return what measures the item on a GPU, piece by piece; ``earlier`` are the rows of earlier runs."""

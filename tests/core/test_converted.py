@@ -12,10 +12,6 @@ NEW_NAMES = {"4_hopper": "7_persistent"}
 BEFORE = {
     "bench_h200": "1f8d646c9830beca",
     "check_h200": "c788d03411a8057d",
-    "counters_h200": "f8a47b44e5b111c7",
-    "ladder_h100": "5f40a29c3f6214d4",
-    "ladder_h200": "dcdbe06714f4b860",
-    "paper_h100": "94f42c4043e24e35",
     "paper_h200": "13f6424ad046846e",
     "systems_h200": "eb4cd1ff2ff8c683",
 }

@@ -30,6 +30,7 @@ from moeblaze_ref.papers import (
     report,
     results,
     speed,
+    squares,
     traced,
 )
 from moeblaze_ref.papers.capacities import VARIANTS
@@ -371,7 +372,7 @@ def test_what_is_measured_says_on_which_device_and_commit(rows):
             assert row.sources == (), row
 
 
-def test_a_row_has_the_commit_of_its_own_run(tmp_path, on_h100, monkeypatch):
+def test_a_row_has_the_commits_of_its_runs(tmp_path, on_h100, monkeypatch):
     path = tmp_path / "paper.json"
     times = {"as_printed": 3.0, "3_mma_and_combine": 2.5}
     for commit in ("a" * 40, "b" * 40):
@@ -379,12 +380,11 @@ def test_a_row_has_the_commit_of_its_own_run(tmp_path, on_h100, monkeypatch):
         list(results.record(path, "moeblaze-3.1", [lambda: step_rows(**times)]))
     rows = items.ITEMS["moeblaze-3.1"].rows(Recorded([path]))
     assert [row.as_dict()["sources"] for row in rows] == [
-        [{"device": "H100", "commit": letter * 40}] for letter in ("a", "b")
+        [{"device": "H100", "commit": letter * 40} for letter in ("a", "b")]
     ]
-    console = Console(width=200, file=io.StringIO())
+    console = Console(width=300, file=io.StringIO())
     console.print(report.table([items.ITEMS["moeblaze-3.1"]], rows, details=True))
-    for letter in ("a", "b"):
-        assert f"H100: conf1 1.20x (H100 at {letter * 7})" in console.file.getvalue()
+    assert "H100: conf1 1.20x (H100 at aaaaaaa, bbbbbbb)" in console.file.getvalue()
 
 
 def test_brackets_are_no_markup():
@@ -705,6 +705,22 @@ def test_the_measurements_have_every_item_and_run():
 def test_a_claim_has_one_verdict_over_all_its_runs(rows):
     claimed = Counter((row.item, row.what, row.printed) for row in rows)
     assert [claim for claim, count in claimed.items() if count > 1] == []
+
+
+TIMES = {"row by row": 1.0, "bands": 0.95, "slow bands": 1.2}  # ms of tiles in either order
+
+
+@pytest.mark.parametrize(("second", "verdict"), [("bands", Verdict.AGREES), ("slow bands", Verdict.DIFFERS)])
+def test_a_second_run_of_an_item_joins_the_row_of_the_first(tmp_path, on_h100, monkeypatch, second, verdict):
+    path = tmp_path / "paper_h100.json"
+    for commit, bands in (("a" * 40, "bands"), ("b" * 40, second)):
+        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit})
+        times = {squares.ROW_BY_ROW: TIMES["row by row"], squares.BAND: TIMES[bands]}
+        rows = [{"n": 512, "tile": "128x128", "band": band, "ms": ms} for band, ms in times.items()]
+        list(results.record(path, "megablocks-order", [lambda rows=rows: rows]))
+    (row,) = items.ITEMS["megablocks-order"].rows(Recorded([path]))
+    assert row.verdict is verdict and row.ours_with_runs.endswith("(H100 at aaaaaaa, bbbbbbb)")
+    assert row.ours.count("H100: ") == (2 if second != "bands" else 1)
 
 
 def test_rows_of_several_runs_name_all_of_them():
