@@ -3,30 +3,60 @@
 A layer checks its own arguments, and its stages make the rest. So inside a layer (`checks.trusted`) nothing is checked.
 """
 
+from dataclasses import replace
+
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig, is_gated
+from moeblaze_ref.core.contract import ROUTING, Contract, Structure, Tensor
 from moeblaze_ref.core.structures import EMPTY, HIDDEN
 
+# ---- declared ------------------------------------------------------------------------------------
 
-@checks.unless_trusted
-def check_router(x, wg, dtypes):
-    """x (L, d) and wg (d, E) belong together."""
-    checks.check_tensor("x", x, {"L": None, "d": None}, dtypes)
-    checks.check_tensor("wg", wg, {"d": x.shape[1], "E": None}, (checks.dtype_of(x),))
+DISPATCH = Structure("dispatch", "Dispatch", checks.check_dispatch, "L E R k", "The routing")
 
+ROUTER = Contract(
+    "Return the router's logits, x wg.",
+    (Tensor("x", "L d", text="Tokens"), Tensor("wg", "d E", text="The router's weights")),
+    (Tensor("logits", "L E", ROUTING),),
+    "MoEBlaze, section 2",
+)
+ROUTER_D_X = Contract(
+    "Return the gradient of x through the router alone.",
+    (Tensor("d_logits", "L E", ROUTING, "Gradient of the logits"), Tensor("wg", "d E", text="The router's weights")),
+    (Tensor("d_x", "L d"),),
+    "MoEBlaze, section 2",
+    first="wg",
+)
+ROUTER_D_WG = Contract(
+    "Return the gradient of wg.",
+    (Tensor("d_logits", "L E", ROUTING, "Gradient of the logits"), Tensor("x", "L d", text="Tokens")),
+    (Tensor("d_wg", "d E"),),
+    "MoEBlaze, section 2",
+    first="x",
+)
 
-@checks.unless_trusted
-def check_router_input_gradient(d_logits, wg, dtypes, logit_dtypes=None):
-    """d_logits (L, E) and wg (d, E) belong together; one dtype unless ``logit_dtypes`` names those of d_logits."""
-    checks.check_tensor("wg", wg, {"d": None, "E": None}, dtypes)
-    checks.check_tensor("d_logits", d_logits, {"L": None, "E": wg.shape[1]}, logit_dtypes or (checks.dtype_of(wg),))
+Y = Tensor("y", "R d", text="The experts' outputs, in expert order")
+GATES = Tensor("gates", "L k", ROUTING, "The weight of each slot")
+COMBINE = Contract(
+    "Return the layer's output: the gate-weighted sum of each token's expert outputs.",
+    (Y, GATES, DISPATCH),
+    (Tensor("out", "L d", text="Summed in the order of the slots j = 0, ..., k - 1: always the same bits"),),
+    "MoEBlaze, section 3.1; gather and sum as in SonicMoE (arXiv 2512.14080)",
+)
+COMBINE_ATOMIC = replace(COMBINE, results=(Tensor("out", "L d", text="Not the same bits from run to run"),))
+COMBINE_BACKWARD = Contract(
+    "Return the gradients of the expert outputs and of the gates, the textbook way: it needs y saved for backward.",
+    (Tensor("d_out", "L d", text="Gradient of the output"), Y, GATES, DISPATCH),
+    (
+        Tensor("d_y", "R d", text="gate * d_out of the row's token, in expert order"),
+        Tensor("d_gates", "L k", ROUTING, "<d_out, y> of each slot"),
+    ),
+    "MoEBlaze, section 3.2. The layer does without: ``expert_down.hidden_gradients`` finds the same gradients of the "
+    "gates from y_swi, and never writes the (R, d) gradient that this function returns",
+    first="y gates",
+)
 
-
-@checks.unless_trusted
-def check_router_weight_gradient(d_logits, x, dtypes, logit_dtypes=None):
-    """d_logits (L, E) and x (L, d) belong together; one dtype unless ``logit_dtypes`` names those of d_logits."""
-    checks.check_tensor("x", x, {"L": None, "d": None}, dtypes)
-    checks.check_tensor("d_logits", d_logits, {"L": x.shape[0], "E": None}, logit_dtypes or (checks.dtype_of(x),))
+# ---- as functions --------------------------------------------------------------------------------
 
 
 @checks.unless_trusted
@@ -220,14 +250,6 @@ def check_expert_down_weight_gradient(gated_y, d_out, dispatch, dtypes):
     checks.check_dispatch(dispatch)
     checks.check_tensor("gated_y", gated_y, {"R": dispatch.R, "h": None}, dtypes)
     checks.check_tensor("d_out", d_out, {"L": dispatch.L, "d": None}, (checks.dtype_of(gated_y),))
-
-
-@checks.unless_trusted
-def check_combine(y, gates, dispatch, dtypes, gate_dtypes=None):
-    """y (R, d), gates (L, k) and the Dispatch belong together; gates have the dtype of y unless told otherwise."""
-    checks.check_dispatch(dispatch)
-    checks.check_tensor("y", y, {"R": dispatch.R, "d": None}, dtypes)
-    checks.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or (checks.dtype_of(y),))
 
 
 @checks.unless_trusted

@@ -10,7 +10,7 @@ element has one writer, which adds in the order of the slots.
 """
 
 from moeblaze_ref.backends.numba_cuda.runtime import (
-    DTYPES,
+    ARRAYS,
     THREADS,
     ZERO,
     all_to_device,
@@ -20,7 +20,8 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     launch,
     to_caller,
 )
-from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.contract import implements
 
 
 @cuda.jit
@@ -79,59 +80,16 @@ def d_gates_kernel(d_out, y, token_index_map, d_gates):
         d_gates[token, slot % k] = total
 
 
+@implements(stage_contracts.COMBINE, ARRAYS)
 def forward(y, gates, dispatch):
-    """The layer's output: the gate-weighted sum of each token's expert outputs.
-
-    Parameters
-    ----------
-    y : array (R, d), float32
-        Expert outputs in expert order, finite. A numpy array, or on the GPU a CuPy array.
-    gates : array (L, k), float32
-    dispatch : Dispatch
-
-    Returns
-    -------
-    out : array (L, d)
-        Summed in the order j = 0, ..., k - 1: always the same bits. Of the kind of ``y``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_combine`; the dtype is float32.
-    """
-    stage_contracts.check_combine(y, gates, dispatch, DTYPES)
     out = float32_output((dispatch.L, y.shape[1]))
     launch(combine_kernel, blocks_for(out.size), THREADS, *all_to_device(y, gates, dispatch.token_index_map), out)
     (out,) = to_caller(y, out)
     return out
 
 
+@implements(stage_contracts.COMBINE_BACKWARD, ARRAYS)
 def backward(d_out, y, gates, dispatch):
-    """Gradients of the expert outputs and the gates, the textbook way: it needs y kept.
-
-    The layer does without: ``expert_down.hidden_gradients`` finds the same gate gradients from a and b
-    and never writes the (R, d) gradient that this function returns.
-
-    Parameters
-    ----------
-    d_out : array (L, d)
-    y, gates, dispatch
-        As they went into `forward`.
-
-    Returns
-    -------
-    d_y : array (R, d)
-        gate * d_out of the row's token, in expert order.
-    d_gates : array (L, k)
-        <d_out, y> per slot.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`.
-    """
-    stage_contracts.check_combine(y, gates, dispatch, DTYPES)
-    checks.check_tensor("d_out", d_out, {"L": dispatch.L, "d": y.shape[1]}, DTYPES)
     d_y, d_gates = float32_output(y.shape), float32_output(gates.shape)
     like = y
     d_out, y, gates, token_index_map = all_to_device(d_out, y, gates, dispatch.token_index_map)

@@ -4,7 +4,7 @@ Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
 """
 
 from moeblaze_ref.backends.numba_cuda.runtime import (
-    DTYPES,
+    ARRAYS,
     THREADS,
     ZERO,
     all_to_device,
@@ -15,6 +15,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_caller,
 )
 from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.contract import implements
 
 
 @cuda.jit
@@ -36,70 +37,18 @@ def matmul_kernel(left, right, product):
         product[row, column] = total
 
 
+@implements(stage_contracts.ROUTER, ARRAYS)
 def forward(x, wg):
-    """Router logits.
-
-    Parameters
-    ----------
-    x : array (L, d), float32
-        Tokens, finite. A numpy array, or on the GPU a CuPy array.
-    wg : array (d, E)
-
-    Returns
-    -------
-    logits : array (L, E)
-        Of the kind of ``x``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_router`; the dtype is float32.
-    """
-    stage_contracts.check_router(x, wg, DTYPES)
     return _matmul(x, wg)
 
 
+@implements(stage_contracts.ROUTER_D_X, ARRAYS)
 def input_gradient(d_logits, wg):
-    """Gradient of x, through the router alone.
-
-    Parameters
-    ----------
-    d_logits : array (L, E), float32
-        Gradient of the logits, finite.
-    wg : array (d, E)
-
-    Returns
-    -------
-    d_x : array (L, d)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`.
-    """
-    stage_contracts.check_router_input_gradient(d_logits, wg, DTYPES)
     return _matmul(d_logits, wg.T)
 
 
+@implements(stage_contracts.ROUTER_D_WG, ARRAYS)
 def weight_gradient(d_logits, x):
-    """Gradient of wg.
-
-    Parameters
-    ----------
-    d_logits : array (L, E), float32
-        Gradient of the logits, finite.
-    x : array (L, d)
-
-    Returns
-    -------
-    d_wg : array (d, E)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`.
-    """
-    stage_contracts.check_router_weight_gradient(d_logits, x, DTYPES)
     return _matmul(x.T, d_logits)
 
 

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 
 import numpy as np
 
+from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.devices import cuda_device_count
 
 POISON = -559038737  # 0xDEADBEEF; no token, expert or position is negative
@@ -70,6 +71,7 @@ EXECUTOR, EXECUTOR_REASON = _choose_executor()
 cuda = _import_cuda(EXECUTOR, EXECUTOR_REASON)
 
 DTYPES = ("float32",)  # what the floating-point stages compute in
+ARRAYS = Arrays("array", DTYPES)
 THREADS = 128 if EXECUTOR == "cuda" else 8  # of a block; sums over a block are trees, which need a power of two
 ZERO = np.float32(0.0)  # where sums begin: a bare 0.0 would be float64 to Numba, and make the sum so
 

@@ -4,4 +4,7 @@ Everything works in float64 or float32 and keeps the dtype that it is given; one
 one dtype. All of it is deterministic: sums run in a fixed order.
 """
 
+from moeblaze_ref.core.contract import Arrays
+
 DTYPES = ("float64", "float32")
+ARRAYS = Arrays("ndarray", DTYPES)

@@ -2,6 +2,7 @@
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
 
@@ -10,37 +11,12 @@ DEFAULT_VERSION = "2_vector"
 GATE_DTYPES = ("float32",)
 
 
+@implements(stage_contracts.COMBINE, gemm.ARRAYS)
 def forward(
     y: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    """The layer's output: the gate-weighted sum of each token's expert outputs.
-
-    Parameters
-    ----------
-    y : array (R, d), float32, float16 or bfloat16
-        Expert outputs in expert order.
-    gates : array (L, k), float32
-    dispatch : Dispatch
-    executor : Executor, optional
-        Default: by where ``y`` lives.
-    version : str
-        One of ``VERSIONS``.
-
-    Returns
-    -------
-    out : array (L, d)
-        Summed in float32 in the order of the slots, rounded once.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_combine`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, section 3.1; gather-and-sum as in SonicMoE.
-    """
-    executor, dtype = _checked(y, gates, dispatch, executor, version)
+    """Sums are float32, rounded once."""
+    executor, dtype = executor or executor_for(y), gemm.check_version("combine", version, VERSIONS, y)
     L, d, k = dispatch.L, y.shape[1], dispatch.k
     out = executor.empty((L, d), dtype)
     if version == "2_vector":
@@ -104,6 +80,7 @@ def forward_in_parts(
     return out
 
 
+@implements(stage_contracts.COMBINE_BACKWARD, gemm.ARRAYS)
 def backward(
     d_out: Array,
     y: Array,
@@ -112,29 +89,7 @@ def backward(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> tuple[Array, Array]:
-    """Gradients of the expert outputs and the gates, the textbook way: it needs y kept, and has no second version.
-
-    Parameters
-    ----------
-    d_out : array (L, d)
-    y, gates, dispatch, executor, version
-        As in `forward`.
-
-    Returns
-    -------
-    d_y : array (R, d)
-        gate * d_out of the row's token, in expert order.
-    d_gates : array (L, k), float32
-        <d_out, y> per slot.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`.
-    """
-    executor, dtype = _checked(y, gates, dispatch, executor, version)
-    d = y.shape[1]
-    checks.check_tensor("d_out", d_out, {"L": dispatch.L, "d": d}, (dtype,))
+    executor, dtype, d = executor or executor_for(y), gemm.check_version("combine", version, VERSIONS, y), y.shape[1]
     d_y, d_gates = executor.empty(y.shape, dtype), executor.empty(gates.shape, "float32")
     if dispatch.R:
         slots = {"token_index_map": dispatch.token_index_map, "R": dispatch.R, "d": d, "k": dispatch.k}
@@ -144,26 +99,11 @@ def backward(
     return d_y, d_gates
 
 
+@implements(stage_contracts.COMBINE_ATOMIC, gemm.ARRAYS._replace(dtypes=GATE_DTYPES))
 def scatter(y: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None) -> Array:
-    """`forward` by atomic additions: a lesson, used by nothing.
-
-    Parameters
-    ----------
-    y : array (R, d), float32
-    gates, dispatch, executor
-        As in `forward`.
-
-    Returns
-    -------
-    out : array (L, d), float32
-        Not the same bits from run to run: a token's rows are added in the order in which threads come.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`; the dtype is float32.
+    """A lesson, used by nothing: atomic additions. A token's rows are added in the order in which the threads come, so
+    the bits differ from run to run.
     """
-    stage_contracts.check_combine(y, gates, dispatch, GATE_DTYPES)
     executor = executor or executor_for(y)
     d = y.shape[1]
     out = executor.full((dispatch.L, d), "float32", 0)
@@ -173,9 +113,3 @@ def scatter(y: Array, gates: Array, dispatch: Dispatch, executor: Executor | Non
         module = executor.load("combine/lesson_atomic.cu", THREADS=gemm.THREADS)
         module.launch("scatter", **gemm.per_element(dispatch.R * d), y=y, **slots, out=out, **sizes)
     return out
-
-
-def _checked(y, gates, dispatch, executor, version) -> tuple[Executor, str]:
-    """The executor and the dtype of checked inputs."""
-    stage_contracts.check_combine(y, gates, dispatch, gemm.WIDE, GATE_DTYPES)
-    return executor or executor_for(y), gemm.check_version("combine", version, VERSIONS, y)

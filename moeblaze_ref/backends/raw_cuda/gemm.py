@@ -9,6 +9,7 @@ import ml_dtypes  # registers bfloat16 with numpy
 
 from moeblaze_ref.backends.raw_cuda.tiles import MmaTile, Tile
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
 
@@ -34,6 +35,7 @@ WEIGHTS_BOX = (64, 64, 1)  # of one expert's matrix, rows that are the depth
 WEIGHTS_TRANSPOSED_BOX = (64, 256, 1)  # the depth along them
 C_TYPE = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 WIDE = tuple(C_TYPE)  # dtypes of the versions without tensor cores
+ARRAYS = Arrays("array", WIDE, routing="float32")
 NARROW = ("float16", "bfloat16")  # of tensor cores
 TEACHING = ("4_wgmma", "5_tma", "6_specialized")  # between 3_mma and Hopper's: of expert_up's forward alone
 TENSOR_CORES = ("3_mma", TF32, *TEACHING, HOPPER)
