@@ -69,6 +69,8 @@ class Tensor:
         What it holds.
     optional : str
         When it is None; empty if never.
+    values : callable
+        Its own check of the array and its values, given the known sizes, in place of "a finite array of the dtype".
     """
 
     name: str
@@ -76,12 +78,17 @@ class Tensor:
     kind: str = DTYPE
     text: str = ""
     optional: str = ""
+    values: Callable[[Any, Mapping[str, int]], None] | None = None
 
     def check(self, array: Any, sizes: dict[str, int], dtypes: tuple[str, ...]) -> None:
         """Raise if the array is not one of these dtypes and of the known sizes; learn the sizes that are new."""
         symbols = self.axes.split()
         shape = {symbol: sizes.get(symbol) for symbol in symbols}
-        checks.check_tensor(self.name, array, shape, dtypes)
+        if self.values is None:
+            checks.check_tensor(self.name, array, shape, dtypes)
+        else:
+            self.values(array, sizes)
+            checks.check_shape(self.name, array, shape)
         sizes.update(zip(symbols, array.shape, strict=True))
 
     def documented(self, arrays: Arrays) -> str:
@@ -89,7 +96,8 @@ class Tensor:
         dtypes = (
             " or ".join(arrays.dtypes) if self.kind == DTYPE else arrays.routing if self.kind == ROUTING else self.kind
         )
-        kind = f"{arrays.array} ({self.axes.replace(' ', ', ')}{',' if ' ' not in self.axes else ''})"
+        axes = self.axes.split()
+        kind = f"{arrays.array} ({', '.join(axes)}{',' if len(axes) == 1 else ''})"
         absent = f"None {self.optional}" if self.optional else ""
         return _entry(self.name, kind + (f", {dtypes}" if dtypes else ""), ". ".join(filter(None, (self.text, absent))))
 
@@ -134,7 +142,8 @@ class Value:
 # What only some backends take.
 EXECUTOR = Value("executor", "Executor, optional", "What runs the kernels. Default: by where the arrays live")
 VERSION = Value("version", "str", "The kernel file, one of the module's ``VERSIONS``")
-ADDED = {value.name: value for value in (EXECUTOR, VERSION)}
+SHARES = Value("shares", "array (E,), float32, optional", "f_e of a larger batch, of which these tokens are a part")
+ADDED = {value.name: value for value in (EXECUTOR, VERSION, SHARES)}
 
 
 @dataclass(frozen=True)
@@ -153,8 +162,8 @@ class Contract:
         Paper and section.
     first : str
         Names of the tensors that are checked before the others, if that is not the order of the arguments.
-    also : callable
-        A check of the arguments by name that shapes and dtypes do not state; it runs first.
+    before, after : callable
+        Checks of the arguments by name that shapes and dtypes do not state; they run before and after those.
     errors : str
         What else raises a ValueError.
     """
@@ -164,14 +173,15 @@ class Contract:
     results: tuple[Tensor, ...]
     source: str
     first: str = ""
-    also: Callable[[Arguments], None] | None = None
+    before: Callable[[Arguments], None] | None = None
+    after: Callable[[Arguments], None] | None = None
     errors: str = ""
 
     @checks.unless_trusted
     def check(self, arrays: Arrays, given: Arguments) -> None:
         """Raise ValueError or TypeError if the arguments, by name, are not as stated."""
-        if self.also is not None:
-            self.also(given)
+        if self.before is not None:
+            self.before(given)
         sizes: dict[str, int] = {}
         for one in self.arguments:
             if isinstance(one, Structure):
@@ -185,6 +195,8 @@ class Contract:
             tensor.check(array, sizes, arrays.allowed(tensor.kind, common))
             if tensor.kind == DTYPE:
                 common = dtype_of(array)
+        if self.after is not None:
+            self.after(given)
 
     @functools.cached_property
     def _tensors(self) -> list[Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import MoEConfig, is_gated
-from moeblaze_ref.core.contract import ROUTING, Contract, Structure, Tensor
+from moeblaze_ref.core.contract import INT32, ROUTING, Contract, Structure, Tensor, Value
 from moeblaze_ref.core.structures import EMPTY, HIDDEN
 
 # ---- declared ------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ GATES = Tensor("gates", "L k", ROUTING, "The weight of each slot")
 COMBINE = Contract(
     "Return the layer's output: the gate-weighted sum of each token's expert outputs.",
     (Y, GATES, DISPATCH),
-    (Tensor("out", "L d", text="Summed in the order of the slots j = 0, ..., k - 1: always the same bits"),),
+    (Tensor("out", "L d"),),
     "MoEBlaze, section 3.1; gather and sum as in SonicMoE (arXiv 2512.14080)",
 )
 COMBINE_ATOMIC = replace(COMBINE, results=(Tensor("out", "L d", text="Not the same bits from run to run"),))
@@ -54,6 +54,242 @@ COMBINE_BACKWARD = Contract(
     "MoEBlaze, section 3.2. The layer does without: ``expert_down.hidden_gradients`` finds the same gradients of the "
     "gates from y_swi, and never writes the (R, d) gradient that this function returns",
     first="y gates",
+)
+
+
+# ---- the router ----------------------------------------------------------------------------------
+
+
+def _check_k(given):
+    checks.check_int("E", given["logits"].shape[1], at_least=1)
+    checks.check_k(checks.check_int("k", given["k"], at_least=1), given["logits"].shape[1])
+
+
+def _check_experts(given):
+    checks.check_int("E", given["logits"].shape[1], at_least=1)
+
+
+def _check_loss_gradients(given):
+    for name in ("d_load_balancing_loss", "d_router_z_loss"):
+        checks.check_scalar(name, given[name])
+
+
+def _check_loss_gradient(given):
+    checks.check_number("d_loss", given["d_loss"])
+
+
+LOGITS = Tensor("logits", "L E", text="x wg")
+PROBS = Tensor("probs", "L E", text="Softmax of the logits")
+CHOICE = Tensor(
+    "topk_experts",
+    "L k",
+    INT32,
+    "Expert ids of each token, distinct in a row",
+    values=lambda array, sizes: checks.check_topk_experts(array, sizes["E"]),
+)
+K = Value("k", "int", "Experts per token, 1..E")
+RENORMALIZE = Value("renormalize", "bool", "Divide the chosen gates of a token by their sum")
+
+TOP_K = Contract(
+    "Return the ids of the k largest logits of every token.",
+    (LOGITS, K),
+    (Tensor("topk_experts", "L k", INT32, "Best first, ties to the lower expert id"),),
+    "MoEBlaze, section 2",
+    after=_check_k,
+    errors=", k > E",
+)
+SOFTMAX = Contract(
+    "Return the probabilities of the experts; each row sums to one.",
+    (LOGITS,),
+    (PROBS,),
+    "MoEBlaze, section 2",
+    after=_check_experts,
+)
+GATING = Contract(
+    "Return the probabilities, the chosen experts and the gates of every token.",
+    (LOGITS, K, RENORMALIZE),
+    (
+        PROBS,
+        Tensor("topk_experts", "L k", INT32, "Best first, ties to the lower expert id"),
+        Tensor("gates", "L k", text="The chosen probabilities, or those over their sum"),
+    ),
+    "MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E)",
+    after=_check_k,
+    errors=", k > E",
+)
+GATING_BACKWARD = Contract(
+    "Return the gradient of the logits from those of the gates and of both losses.",
+    (
+        Tensor("d_gates", "L k", text="Gradient of the gates"),
+        LOGITS,
+        CHOICE,
+        RENORMALIZE,
+        Value("d_load_balancing_loss", "float or array ()", "Gradient of the load-balancing loss"),
+        Value("d_router_z_loss", "float or array ()", "Gradient of the router z-loss"),
+    ),
+    (Tensor("d_logits", "L E", text="The choice of experts itself has no gradient"),),
+    "MoEBlaze, section 2. Renormalised gates are a softmax over the chosen logits alone: the other experts get no "
+    "gradient from them",
+    first="logits topk_experts d_gates",
+    after=_check_loss_gradients,
+    errors=", an expert id is out of range or doubled",
+)
+LOAD_BALANCING_LOSS = Contract(
+    "Return the Switch loss E * sum_e f_e P_e: f_e is the share of routed rows, P_e the mean probability.",
+    (PROBS, CHOICE),
+    (Tensor("loss", "", ROUTING, "1 for a perfectly balanced router, 0 for no tokens"),),
+    "Switch Transformer's auxiliary loss, with the R = L * k routed rows of a top-k router in place of its L",
+    errors=", an expert id is out of range or doubled",
+)
+D_LOSS = Value("d_loss", "float", "Gradient of the loss")
+LOAD_BALANCING_LOSS_BACKWARD = Contract(
+    "Return the gradient of the logits from that of the load-balancing loss; the shares f_e are constants.",
+    (PROBS, CHOICE, D_LOSS),
+    (Tensor("d_logits", "L E"),),
+    "Switch Transformer (arXiv 2101.03961)",
+    after=_check_loss_gradient,
+    errors=", an expert id is out of range or doubled, d_loss",
+)
+ROUTER_Z_LOSS = Contract(
+    "Return ST-MoE's mean over tokens of logsumexp(logits)**2, which keeps the logits small.",
+    (LOGITS,),
+    (Tensor("loss", "", ROUTING, "0 for no tokens"),),
+    "ST-MoE (arXiv 2202.08906)",
+    after=_check_experts,
+)
+ROUTER_Z_LOSS_BACKWARD = Contract(
+    "Return the gradient of the logits from that of the router z-loss.",
+    (LOGITS, D_LOSS),
+    (Tensor("d_logits", "L E"),),
+    "ST-MoE (arXiv 2202.08906)",
+    before=_check_loss_gradient,
+    after=_check_experts,
+    errors=", d_loss",
+)
+
+# ---- the experts ---------------------------------------------------------------------------------
+
+
+def _check_stores_and_w2(given):
+    for name in given["stores"]:
+        checks.check_name("result of expert_up", name, HIDDEN)
+    checks.check_second_projection("w2", given["w2"], is_gated(given["activation"]), given["activation"])
+
+
+def _check_d_b(given):
+    checks.check_second_projection("d_b", given["d_b"], given["w2"] is not None)
+
+
+def _check_b(given):
+    checks.check_second_projection("b", given["b"], is_gated(given["activation"]), given["activation"])
+
+
+def _check_writable(given):
+    for name in ("a", "b") if given["overwrite"] else ():
+        if given[name] is not None:
+            checks.check_writable(name, given[name])
+
+
+X = Tensor("x", "L d", text="Tokens, never permuted: rows are gathered by index")
+W1, W3 = Tensor("w1", "E d h"), Tensor("w3", "E h d")
+UNGATED = "exactly for the ungated activations"
+W2 = Tensor("w2", "E d h", optional=UNGATED)
+A = Tensor("a", "R h", text="x w1, in expert order")
+B = Tensor("b", "R h", text="x w2, in expert order", optional=UNGATED)
+Y_SWI = Tensor("y_swi", "R h", text="act(a) * b, or act(a) for the ungated activations, in expert order")
+D_OUT = Tensor("d_out", "L d", text="Gradient of the layer's output; gathered by index, never expanded to (R, d)")
+ACTIVATION = Value("activation", "str", "One of ``config.ACTIVATIONS``")
+NO_GATE = ", the activation is unknown, the second projection is missing or superfluous"
+
+EXPERT_UP = Contract(
+    "Return both projections of every routed row and its hidden activation, in expert order.",
+    (
+        X,
+        W1,
+        W2,
+        DISPATCH,
+        ACTIVATION,
+        Value("stores", "collection of str", "Which of a (and b with it) and y_swi to return; the others are None"),
+    ),
+    (A, B, Y_SWI),
+    "MoEBlaze, sections 3.1 and 5 (Algorithm 1)",
+    before=_check_stores_and_w2,
+    errors=NO_GATE,
+)
+EXPERT_UP_D_X = Contract(
+    "Return the gradient of x, summed over the experts of each token.",
+    (
+        Tensor("d_a", "R h", text="Gradient of a"),
+        Tensor("d_b", "R h", text="Gradient of b", optional="exactly if w2 is None"),
+        W1,
+        W2,
+        DISPATCH,
+    ),
+    (Tensor("d_x", "L d"),),
+    "MoEBlaze, sections 3.2 and 5: dX = dA W1^T + dB W2^T",
+    first="d_a w1 w2",
+    before=_check_d_b,
+    errors=", the second projection is missing or superfluous",
+)
+EXPERT_UP_D_W = Contract(
+    "Return the gradient of w1 from that of a, or of w2 from that of b; x is gathered again.",
+    (Tensor("d_hidden", "R h", text="d_a or d_b"), X, DISPATCH),
+    (Tensor("d_w", "E d h", text="d_w1 or d_w2; zeros for an expert without rows"),),
+    "MoEBlaze, section 5: dW1 = X^T dA, dW2 = X^T dB. One call for each, so that d_a is freed before d_w2 is allocated",
+    first="x",
+)
+EXPERT_DOWN = Contract(
+    "Return every routed row's expert output, not yet weighted by its gate, in expert order.",
+    (Y_SWI, W3, DISPATCH),
+    (Y,),
+    "MoEBlaze, section 5: Y_swi W3. The sum into (L, d) is the combine stage",
+)
+EXPERT_DOWN_SUMMED = Contract(
+    "Return the layer's output with the sum over a token's experts fused into the product, as the paper prints it.",
+    (Y_SWI, W3, GATES, DISPATCH),
+    (Tensor("out", "L d"),),
+    "MoEBlaze, section 3.1: no array (R, d) of the tokens' dtype exists. A token has at most one row of an expert",
+)
+EXPERT_DOWN_ATOMIC = replace(
+    EXPERT_DOWN_SUMMED, results=(Tensor("out", "L d", text="Not the same bits from run to run"),)
+)
+EXPERT_DOWN_IN_PARTS = replace(
+    EXPERT_DOWN_SUMMED,
+    summary="Return the layer's output, so that y never exists whole.",
+    results=(Tensor("out", "L d", optional="where `gemm.parts_of_rows` does not divide y; then nothing is computed"),),
+    source="MoEBlaze, sections 3.1 and 5",
+)
+EXPERT_DOWN_D_HIDDEN = Contract(
+    "Return the gradients from the layer's output back through gates, w3 and the activation.",
+    (
+        D_OUT,
+        GATES,
+        Tensor("a", "R h", text="x w1. For relu y_swi may take its place, with the same results"),
+        B,
+        W3,
+        DISPATCH,
+        ACTIVATION,
+        Tensor("y_swi", "R h", text="The hidden activations", optional="if they were not saved"),
+        Value("overwrite", "bool", "Write d_a and d_b over a and b, which must be writable, and return those arrays"),
+    ),
+    (
+        Tensor("d_a", "R h"),
+        Tensor("d_b", "R h", optional=UNGATED),
+        Tensor("gated_y", "R h", text="gate * y_swi, which ``weight_gradient`` takes"),
+        Tensor("d_gates", "L k", ROUTING),
+    ),
+    "With dY' = dOut_gathered W3^T, SonicMoE's dA': dgate = <dY', Y_swi> per row, dY_swi = gate * dY' (MoEBlaze, "
+    "section 5; SonicMoE for dgate and the operand gate * Y_swi of dW3)",
+    first="a w3 d_out gates b y_swi",
+    before=_check_b,
+    after=_check_writable,
+    errors=NO_GATE + ", an array to write over is read-only",
+)
+EXPERT_DOWN_D_W3 = Contract(
+    "Return the gradient of w3; d_out is gathered again.",
+    (Tensor("gated_y", "R h", text="gate * y_swi, from ``hidden_gradients``"), D_OUT, DISPATCH),
+    (Tensor("d_w3", "E h d", text="Zeros for an expert without rows"),),
+    "MoEBlaze, section 5: dW3 = (gate * Y_swi)^T dOut_gathered",
 )
 
 # ---- as functions --------------------------------------------------------------------------------
@@ -125,45 +361,6 @@ def _check_offsets_of(offsets, dense_map):
 
 
 @checks.unless_trusted
-def check_logits(logits, dtypes):
-    """logits (L, E), at least one expert."""
-    checks.check_tensor("logits", logits, {"L": None, "E": None}, dtypes)
-    checks.check_int("E", logits.shape[1], at_least=1)
-
-
-@checks.unless_trusted
-def check_gating_forward(logits, k, dtypes):
-    """As `check_logits`, and k experts can be chosen."""
-    check_logits(logits, dtypes)
-    checks.check_k(checks.check_int("k", k, at_least=1), logits.shape[1])
-
-
-@checks.unless_trusted
-def check_routing(probs, topk_experts, dtypes):
-    """probs (L, E) and topk_experts (L, k) belong together."""
-    checks.check_tensor("probs", probs, {"L": None, "E": None}, dtypes)
-    _check_choice(probs, topk_experts)
-
-
-def _check_choice(rows, topk_experts):
-    """topk_experts (L, k) names columns of rows (L, E)."""
-    num_tokens, num_experts = rows.shape
-    checks.check_topk_experts(topk_experts, num_experts)
-    checks.check_shape("topk_experts", topk_experts, {"L": num_tokens, "k": None})
-
-
-@checks.unless_trusted
-def check_gating_backward(d_gates, logits, topk_experts, d_load_balancing_loss, d_router_z_loss, dtypes):
-    """logits (L, E), topk_experts (L, k) and d_gates (L, k), of the logits' dtype, belong together; losses are ()."""
-    check_logits(logits, dtypes)
-    _check_choice(logits, topk_experts)
-    num_tokens, k = topk_experts.shape
-    checks.check_tensor("d_gates", d_gates, {"L": num_tokens, "k": k}, (checks.dtype_of(logits),))
-    checks.check_scalar("d_load_balancing_loss", d_load_balancing_loss)
-    checks.check_scalar("d_router_z_loss", d_router_z_loss)
-
-
-@checks.unless_trusted
 def check_expert_up(x, w1, w2, dispatch, dtypes):
     """x (L, d), w1 and w2 (E, d, h) and the Dispatch belong together; w2 may be None."""
     checks.check_dispatch(dispatch)
@@ -181,75 +378,6 @@ def check_expert_up_forward(x, w1, w2, dispatch, activation, stores, dtypes):
         checks.check_name("result of expert_up", name, HIDDEN)
     checks.check_second_projection("w2", w2, is_gated(activation), activation)
     check_expert_up(x, w1, w2, dispatch, dtypes)
-
-
-@checks.unless_trusted
-def check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, dtypes):
-    """d_a and d_b (R, h), w1 and w2 (E, d, h) and the Dispatch belong together; d_b is there exactly if w2 is."""
-    checks.check_second_projection("d_b", d_b, w2 is not None)
-    checks.check_dispatch(dispatch)
-    checks.check_tensor("d_a", d_a, {"R": dispatch.R, "h": None}, dtypes)
-    same, h = (checks.dtype_of(d_a),), d_a.shape[1]
-    checks.check_tensor("w1", w1, {"E": dispatch.E, "d": None, "h": h}, same)
-    if w2 is not None:
-        checks.check_tensor("w2", w2, {"E": dispatch.E, "d": w1.shape[1], "h": h}, same)
-        checks.check_tensor("d_b", d_b, {"R": dispatch.R, "h": h}, same)
-
-
-@checks.unless_trusted
-def check_expert_up_weight_gradient(d_hidden, x, dispatch, dtypes):
-    """d_hidden (R, h), x (L, d) and the Dispatch belong together."""
-    checks.check_dispatch(dispatch)
-    checks.check_tensor("x", x, {"L": dispatch.L, "d": None}, dtypes)
-    checks.check_tensor("d_hidden", d_hidden, {"R": dispatch.R, "h": None}, (checks.dtype_of(x),))
-
-
-@checks.unless_trusted
-def check_expert_down_forward(y_swi, w3, dispatch, dtypes):
-    """y_swi (R, h), w3 (E, h, d) and the Dispatch belong together."""
-    checks.check_dispatch(dispatch)
-    checks.check_tensor("y_swi", y_swi, {"R": dispatch.R, "h": None}, dtypes)
-    checks.check_tensor("w3", w3, {"E": dispatch.E, "h": y_swi.shape[1], "d": None}, (checks.dtype_of(y_swi),))
-
-
-@checks.unless_trusted
-def check_expert_down_output(y_swi, w3, gates, dispatch, dtypes, gate_dtypes):
-    """As `check_expert_down_forward`, and gates (L, k) belong to it."""
-    check_expert_down_forward(y_swi, w3, dispatch, dtypes)
-    checks.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes)
-
-
-@checks.unless_trusted
-def check_expert_down_hidden_gradients(
-    d_out, gates, a, b, y_swi, w3, dispatch, activation, overwrite, dtypes, gate_dtypes=None
-):
-    """d_out (L, d), gates (L, k), a, b and y_swi (R, h), w3 (E, h, d) and the Dispatch belong together.
-
-    b is there exactly if the activation is gated; y_swi may be None; a and b may be written if ``overwrite``; gates
-    have the dtype of a unless ``gate_dtypes`` names others.
-    """
-    checks.check_second_projection("b", b, is_gated(activation), activation)
-    checks.check_dispatch(dispatch)
-    checks.check_tensor("a", a, {"R": dispatch.R, "h": None}, dtypes)
-    hidden, same = {"R": dispatch.R, "h": a.shape[1]}, (checks.dtype_of(a),)
-    checks.check_tensor("w3", w3, {"E": dispatch.E, "h": a.shape[1], "d": None}, same)
-    checks.check_tensor("d_out", d_out, {"L": dispatch.L, "d": w3.shape[2]}, same)
-    checks.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, gate_dtypes or same)
-    for name, array in (("b", b), ("y_swi", y_swi)):
-        if array is not None:
-            checks.check_tensor(name, array, hidden, same)
-    if overwrite:
-        for name, array in (("a", a), ("b", b)):
-            if array is not None:
-                checks.check_writable(name, array)
-
-
-@checks.unless_trusted
-def check_expert_down_weight_gradient(gated_y, d_out, dispatch, dtypes):
-    """gated_y (R, h), d_out (L, d) and the Dispatch belong together."""
-    checks.check_dispatch(dispatch)
-    checks.check_tensor("gated_y", gated_y, {"R": dispatch.R, "h": None}, dtypes)
-    checks.check_tensor("d_out", d_out, {"L": dispatch.L, "d": None}, (checks.dtype_of(gated_y),))
 
 
 @checks.unless_trusted

@@ -82,6 +82,7 @@ def d_gates_kernel(d_out, y, token_index_map, d_gates):
 
 @implements(stage_contracts.COMBINE, ARRAYS)
 def forward(y, gates, dispatch):
+    """Rows are summed in the order j = 0, ..., k - 1: always the same bits."""
     out = float32_output((dispatch.L, y.shape[1]))
     launch(combine_kernel, blocks_for(out.size), THREADS, *all_to_device(y, gates, dispatch.token_index_map), out)
     (out,) = to_caller(y, out)

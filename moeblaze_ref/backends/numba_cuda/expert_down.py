@@ -21,7 +21,7 @@ from numba import float32
 
 from moeblaze_ref.backends.numba_cuda.activation import NONLINEARITY
 from moeblaze_ref.backends.numba_cuda.runtime import (
-    DTYPES,
+    ARRAYS,
     THREADS,
     ZERO,
     all_to_device,
@@ -34,6 +34,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
 )
 from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.contract import implements
 
 
 @cuda.jit
@@ -136,31 +137,8 @@ def d_w3_kernel(gated_y, d_out, expert_token_indices, expert_token_offsets, d_w3
         d_w3[expert, row, column] = total
 
 
+@implements(stage_contracts.EXPERT_DOWN, ARRAYS)
 def forward(y_swi, w3, dispatch):
-    """Every routed row's expert output, not yet weighted by its gate, in expert order.
-
-    Parameters
-    ----------
-    y_swi : array (R, h), float32
-        Hidden activations in expert order, finite. A numpy array, or on the GPU a CuPy array.
-    w3 : array (E, h, d)
-    dispatch : Dispatch
-
-    Returns
-    -------
-    y : array (R, d)
-        Of the kind of ``y_swi``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_down_forward`; the dtype is float32.
-
-    Notes
-    -----
-    MoEBlaze, section 5: Y_swi W3. The sum into (L, d) is the combine stage.
-    """
-    stage_contracts.check_expert_down_forward(y_swi, w3, dispatch, DTYPES)
     y = float32_output((dispatch.R, w3.shape[2]))
     operands = all_to_device(y_swi, w3, dispatch.token_expert_indices, dispatch.token_index_map)
     launch(expert_down_kernel, blocks_for(y.size), THREADS, *operands, y)
@@ -168,47 +146,11 @@ def forward(y_swi, w3, dispatch):
     return y
 
 
+@implements(stage_contracts.EXPERT_DOWN_D_HIDDEN, ARRAYS)
 def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
-    """From the layer's output gradient (L, d) back through gates, w3 and the activation.
-
-    Parameters
-    ----------
-    d_out : array (L, d)
-        Gradient of the layer's output; gathered by index, never expanded to (R, d).
-    gates : array (L, k)
-    a : array (R, h), float32
-        A numpy array, or on the GPU a CuPy array. Of relu y_swi may take its place, with the same results.
-    b : array (R, h) or None
-        None exactly for the ungated activations.
-    w3 : array (E, h, d)
-    dispatch : Dispatch
-    activation : str
-        One of ``config.ACTIVATIONS``.
-    y_swi : array (R, h), optional
-        Checked and not read: the kernel has a and b in registers, and rebuilding y_swi is one product.
-    overwrite : bool
-        Write d_a and d_b over a and b and return those arrays: the thread that writes an element has read it.
-
-    Returns
-    -------
-    d_a : array (R, h)
-    d_b : array (R, h) or None
-        None for the ungated activations.
-    gated_y : array (R, h)
-        gate * y_swi, which `weight_gradient` takes.
-    d_gates : array (L, k)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_down_hidden_gradients`; the dtype is float32.
-
-    Notes
-    -----
-    MoEBlaze, sections 3.2 and 5; SonicMoE for d_gates and the operand gate * Y_swi.
+    """y_swi is checked and not read: the kernel has a and b in registers, and rebuilds y_swi by one product. The thread
+    that overwrites an element has read it.
     """
-    operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
-    stage_contracts.check_expert_down_hidden_gradients(*operands, overwrite, DTYPES)
     inputs = all_to_device(d_out, gates, a, b, w3, dispatch.token_expert_indices, dispatch.token_index_map)
     _, _, on_device_a, on_device_b, *_ = inputs
     if overwrite:
@@ -223,32 +165,8 @@ def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, o
     return to_caller(a, *outputs)
 
 
+@implements(stage_contracts.EXPERT_DOWN_D_W3, ARRAYS)
 def weight_gradient(gated_y, d_out, dispatch):
-    """Gradient of w3; d_out is gathered again.
-
-    Parameters
-    ----------
-    gated_y : array (R, h), float32
-        gate * y_swi in expert order, from `hidden_gradients`.
-    d_out : array (L, d)
-        Gradient of the layer's output.
-    dispatch : Dispatch
-
-    Returns
-    -------
-    d_w3 : array (E, h, d)
-        Of the kind of ``d_out``; zeros for an expert without rows.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_down_weight_gradient`; the dtype is float32.
-
-    Notes
-    -----
-    MoEBlaze, section 5.
-    """
-    stage_contracts.check_expert_down_weight_gradient(gated_y, d_out, dispatch, DTYPES)
     d_w3 = float32_output((dispatch.E, gated_y.shape[1], d_out.shape[1]))
     operands = all_to_device(gated_y, d_out, dispatch.expert_token_indices, dispatch.expert_token_offsets)
     launch(d_w3_kernel, blocks_for(d_w3.size), THREADS, *operands, d_w3)

@@ -21,7 +21,7 @@ from numba import float32
 
 from moeblaze_ref.backends.numba_cuda.activation import NONLINEARITY
 from moeblaze_ref.backends.numba_cuda.runtime import (
-    DTYPES,
+    ARRAYS,
     EXECUTOR,
     THREADS,
     ZERO,
@@ -34,6 +34,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
 )
 from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import HIDDEN, only
 
 TILE = 16 if EXECUTOR == "cuda" else 5  # rows and columns of a tile; a thread has one element of each
@@ -153,38 +154,8 @@ def d_w_kernel(d_hidden, x, expert_token_indices, expert_token_offsets, d_w):
         d_w[expert, row, column] = total
 
 
+@implements(stage_contracts.EXPERT_UP, ARRAYS)
 def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
-    """Both projections of every routed row and its hidden activation, in expert order.
-
-    Parameters
-    ----------
-    x : array (L, d), float32
-        Tokens, never permuted; finite. A numpy array, or on the GPU a CuPy array.
-    w1 : array (E, d, h)
-    w2 : array (E, d, h) or None
-        None exactly for the ungated activations.
-    dispatch : Dispatch
-        Of these L tokens over these E experts.
-    activation : str
-        One of ``config.ACTIVATIONS``.
-    stores : collection of str
-        Which of a (and b with it) and y_swi to return; the others are None.
-
-    Returns
-    -------
-    a, b, y_swi : array (R, h)
-        x w1, x w2 (None for the ungated activations) and act(a) * b or act(a), of the kind of ``x``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_up_forward`; the dtype is float32.
-
-    Notes
-    -----
-    MoEBlaze, sections 3.1 and 5 (Algorithm 1).
-    """
-    stage_contracts.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, DTYPES)
     num_experts, _, h = w1.shape
     a, y_swi = float32_output((dispatch.R, h)), float32_output((dispatch.R, h))
     b = None if w2 is None else float32_output((dispatch.R, h))
@@ -203,33 +174,9 @@ def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
     return to_caller(x, *only(stores, a, b, y_swi))
 
 
+@implements(stage_contracts.EXPERT_UP_D_X, ARRAYS)
 def input_gradient(d_a, d_b, w1, w2, dispatch):
-    """Gradient of x; the k gradients of a token are summed on the fly.
-
-    Parameters
-    ----------
-    d_a : array (R, h), float32
-        Gradient of a, in expert order, finite. A numpy array, or on the GPU a CuPy array.
-    d_b : array (R, h) or None
-        Gradient of b; None exactly if w2 is None.
-    w1, w2, dispatch
-        As they went into `forward`.
-
-    Returns
-    -------
-    d_x : array (L, d)
-        Summed over the slots of a token in their order: always the same bits.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_up_input_gradient`; the dtype is float32.
-
-    Notes
-    -----
-    MoEBlaze, sections 3.2 and 5.
-    """
-    stage_contracts.check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, DTYPES)
+    """Rows are summed over the slots of a token in their order: always the same bits."""
     d_x = float32_output((dispatch.L, w1.shape[1]))
     operands = all_to_device(d_a, d_b, w1, w2, dispatch.token_expert_indices, dispatch.token_index_map)
     launch(d_x_kernel(w2 is not None), blocks_for(d_x.size), THREADS, *operands, d_x)
@@ -237,31 +184,8 @@ def input_gradient(d_a, d_b, w1, w2, dispatch):
     return d_x
 
 
+@implements(stage_contracts.EXPERT_UP_D_W, ARRAYS)
 def weight_gradient(d_hidden, x, dispatch):
-    """Gradient of w1 from that of a, or of w2 from that of b; x is gathered again.
-
-    Parameters
-    ----------
-    d_hidden : array (R, h), float32
-        d_a or d_b, in expert order, finite.
-    x, dispatch
-        As they went into `forward`.
-
-    Returns
-    -------
-    d_w : array (E, d, h)
-        d_w1 or d_w2, of the kind of ``x``; zeros for an expert without rows.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_up_weight_gradient`; the dtype is float32.
-
-    Notes
-    -----
-    MoEBlaze, section 5.
-    """
-    stage_contracts.check_expert_up_weight_gradient(d_hidden, x, dispatch, DTYPES)
     d_w = float32_output((dispatch.E, x.shape[1], d_hidden.shape[1]))
     operands = all_to_device(d_hidden, x, dispatch.expert_token_indices, dispatch.expert_token_offsets)
     launch(d_w_kernel, blocks_for(d_w.size), THREADS, *operands, d_w)

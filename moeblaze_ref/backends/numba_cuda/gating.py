@@ -19,7 +19,7 @@ import numpy as np
 from numba import float32, int32
 
 from moeblaze_ref.backends.numba_cuda.runtime import (
-    DTYPES,
+    ARRAYS,
     THREADS,
     all_to_device,
     blocks_for,
@@ -32,6 +32,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
 )
 from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.arrays import library_of
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Gating
 
 ZERO, INFINITY = np.float32(0.0), np.float32(np.inf)  # a bare 0.0 would be float64 to Numba
@@ -269,34 +270,9 @@ def d_logits_kernel(d_gates, logits, topk_experts, shares, d_losses, scales, ren
 # The stage, on the host
 
 
+@implements(stage_contracts.GATING, ARRAYS)
 def forward(logits, k, renormalize=False):
-    """Probabilities, chosen experts and gates of every token.
-
-    Parameters
-    ----------
-    logits : array (L, E), float32
-        x wg, finite; E is at most 1,024. A numpy array, or on the GPU a CuPy array.
-    k : int
-        Experts per token, 1..E and at most 32.
-    renormalize : bool
-        Divide the chosen gates of a token by their sum.
-
-    Returns
-    -------
-    Gating
-        probs (L, E), topk_experts (L, k) int32, gates (L, k), of the kind of ``logits``. The choice
-        is the specification's, ties to the lower expert id.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_gating_forward` and `checks.check_kernel_limits`; the dtype is float32.
-
-    Notes
-    -----
-    MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E).
-    """
-    stage_contracts.check_gating_forward(logits, k, DTYPES)
+    """E is at most 1,024 and k at most 32."""
     num_tokens, num_experts = logits.shape
     checks.check_kernel_limits(num_experts, k)
     probs = float32_output((num_tokens, num_experts))
@@ -306,32 +282,9 @@ def forward(logits, k, renormalize=False):
     return Gating(*to_caller(logits, *outputs))
 
 
+@implements(stage_contracts.GATING_BACKWARD, ARRAYS)
 def backward(d_gates, logits, topk_experts, renormalize=False, d_load_balancing_loss=0.0, d_router_z_loss=0.0):
-    """Gradient of the logits from those of the gates and of both losses, by one kernel over the rows.
-
-    Parameters
-    ----------
-    d_gates : array (L, k), float32
-    logits : array (L, E), float32
-        Those of `forward`.
-    topk_experts : array (L, k), int32
-        As `forward` chose them; the choice itself has no gradient.
-    renormalize : bool
-        As in `forward`.
-    d_load_balancing_loss, d_router_z_loss : float or array ()
-        Gradients of the losses.
-
-    Returns
-    -------
-    d_logits : array (L, E)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_gating_backward` and `checks.check_kernel_limits`; the dtype is float32.
-    """
     d_losses = d_load_balancing_loss, d_router_z_loss
-    stage_contracts.check_gating_backward(d_gates, logits, topk_experts, *d_losses, DTYPES)
     num_tokens, num_experts = logits.shape
     checks.check_kernel_limits(num_experts, topk_experts.shape[1])
     d_logits = float32_output(logits.shape)
@@ -368,52 +321,15 @@ def _mean_of_terms(like, kernel, *inputs, factor=1.0):
     return to_caller(like, total)[0].reshape(())
 
 
+@implements(stage_contracts.LOAD_BALANCING_LOSS, ARRAYS)
 def load_balancing_loss(probs, topk_experts):
-    """Switch loss E * sum_e f_e P_e: f_e the share of routed rows, P_e the mean probability.
-
-    Parameters
-    ----------
-    probs : array (L, E), float32
-    topk_experts : array (L, k), int32
-
-    Returns
-    -------
-    array (), float32
-        1 for a perfectly balanced router, 0 for no tokens.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `backward`.
-
-    Notes
-    -----
-    Switch Transformer's auxiliary loss, with the R = L * k routed rows of a top-k router in place of its L.
-    """
-    stage_contracts.check_routing(probs, topk_experts, DTYPES)
     num_experts = probs.shape[1]
     checks.check_kernel_limits(num_experts, topk_experts.shape[1])
     inputs = to_device(probs), _expert_shares(topk_experts, num_experts)
     return _mean_of_terms(probs, load_balancing_terms_kernel, *inputs, factor=num_experts)
 
 
+@implements(stage_contracts.ROUTER_Z_LOSS, ARRAYS)
 def router_z_loss(logits):
-    """ST-MoE's mean over tokens of logsumexp(logits)**2, which keeps the logits small.
-
-    Parameters
-    ----------
-    logits : array (L, E), float32
-
-    Returns
-    -------
-    array (), float32
-        0 for no tokens.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`.
-    """
-    stage_contracts.check_logits(logits, DTYPES)
     checks.check_kernel_limits(logits.shape[1], k=1)
     return _mean_of_terms(logits, router_z_terms_kernel, to_device(logits))

@@ -13,6 +13,7 @@ from moeblaze_ref.core.contract import implements
 
 @implements(stage_contracts.COMBINE, ARRAYS)
 def forward(y, gates, dispatch):
+    """Rows are summed in the order j = 0, ..., k - 1: always the same bits."""
     out = np.zeros((dispatch.L, y.shape[1]), dtype=y.dtype)  # (L, d)
     positions = dispatch.token_index_map.reshape(gates.shape)  # (L, k) into the expert order
     for j in range(dispatch.k):

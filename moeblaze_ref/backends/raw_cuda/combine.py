@@ -15,7 +15,7 @@ GATE_DTYPES = ("float32",)
 def forward(
     y: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    """Sums are float32, rounded once."""
+    """Rows are summed in float32 in the order of the slots, and rounded once."""
     executor, dtype = executor or executor_for(y), gemm.check_version("combine", version, VERSIONS, y)
     L, d, k = dispatch.L, y.shape[1], dispatch.k
     out = executor.empty((L, d), dtype)

@@ -2,6 +2,7 @@
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
 
@@ -12,36 +13,13 @@ DEFAULT_VERSION = "2_tiled"
 GATE_DTYPES = ("float32",)
 
 
+@implements(stage_contracts.EXPERT_DOWN, gemm.ARRAYS)
 def forward(
     y_swi: Array, w3: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    """Every routed row's expert output, not yet weighted by its gate, in expert order.
-
-    Parameters
-    ----------
-    y_swi : array (R, h), float32, float16 or bfloat16
-    w3 : array (E, h, d)
-    dispatch : Dispatch
-    executor : Executor, optional
-        Default: by where ``y_swi`` lives.
-    version : str
-        One of ``VERSIONS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
-
-    Returns
-    -------
-    y : array (R, d)
-        Sums are float32, rounded once.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_down_forward`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, section 5.
+    """Sums are float32, rounded once. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by
+    itself.
     """
-    stage_contracts.check_expert_down_forward(y_swi, w3, dispatch, gemm.WIDE)
     _, h, d = w3.shape
     gemm.check_version("expert_down", version, VERSIONS, y_swi, d=d, h=h)
     executor = executor or executor_for(y_swi)
@@ -70,6 +48,7 @@ def _rows(executor, version, y_swi, w3, dispatch, d):
     return y
 
 
+@implements(stage_contracts.EXPERT_DOWN_IN_PARTS, gemm.ARRAYS)
 def output_in_parts(
     y_swi: Array,
     w3: Array,
@@ -78,33 +57,11 @@ def output_in_parts(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array | None:
-    """`forward` and `combine.forward` in one, some columns after the others, so that y never exists whole.
-
-    Parameters
-    ----------
-    y_swi, w3, dispatch, executor, version
-        As in `forward`.
-    gates : array (L, k), float32
-
-    Returns
-    -------
-    out : array (L, d) or None
-        None where `gemm.parts_of_rows` does not divide y: then nothing is computed, and nothing checked.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_down_output`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, sections 3.1 and 5.
-    """
+    """`forward` and `combine.forward` in one, some columns after the others."""
     _, h, d = w3.shape
     parts = gemm.parts_of_rows(version, dispatch.R, d, h)
     if len(parts) == 1:
         return None
-    stage_contracts.check_expert_down_output(y_swi, w3, gates, dispatch, gemm.WIDE, GATE_DTYPES)
     dtype = gemm.check_version("expert_down", version, VERSIONS, y_swi, d=d, h=h)
     gemm.check_slots(dispatch)
     executor = executor or executor_for(y_swi)
@@ -116,6 +73,7 @@ def output_in_parts(
     return out
 
 
+@implements(stage_contracts.EXPERT_DOWN_SUMMED, gemm.ARRAYS)
 def summed_forward(
     y_swi: Array,
     w3: Array,
@@ -124,63 +82,25 @@ def summed_forward(
     executor: Executor | None = None,
     version: str = SUMMED_VERSION,
 ) -> Array:
-    """The layer's output with the sum over a token's experts fused into the product, as the paper prints it.
-
-    Parameters
-    ----------
-    y_swi : array (R, h), float32, float16 or bfloat16
-    w3 : array (E, h, d)
-    gates : array (L, k), float32
-    dispatch : Dispatch
-    executor : Executor, optional
-        Default: by where ``y_swi`` lives.
-    version : str
-        One of ``SUMMED_VERSIONS``. It multiplies as `gemm.portable_version` says.
-
-    Returns
-    -------
-    out : array (L, d)
-        A token's rows are added in float32 in the order of its experts, and rounded once: always the same bits.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_down_output`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, section 3.1. y (R, d) is never stored, but sums (L, d) in float32 are, unless out is float32 itself. One
-    launch an expert; the launches of a stream run one after the other.
+    """A token's rows are added in float32 in the order of its experts, and rounded once: always the same bits. Sums
+    (L, d) in float32 are stored, unless out is float32 itself. One launch an expert; the launches of a stream run one
+    after the other. The product is that of `gemm.portable_version`.
     """
     return _summed(_add_experts, y_swi, w3, gates, dispatch, executor, version)
 
 
+@implements(stage_contracts.EXPERT_DOWN_ATOMIC, gemm.ARRAYS)
 def atomic_forward(
     y_swi: Array, w3: Array, gates: Array, dispatch: Dispatch, executor: Executor | None = None
 ) -> Array:
-    """`summed_forward` by atomic additions in one launch: a lesson, used by nothing.
-
-    Parameters
-    ----------
-    y_swi, w3, gates, dispatch, executor
-        As in `summed_forward`.
-
-    Returns
-    -------
-    out : array (L, d)
-        Not the same bits from run to run: a token's rows are added in the order in which blocks come.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `summed_forward`.
+    """A lesson, used by nothing: atomic additions in one launch. A token's rows are added in the order in which the
+    blocks come.
     """
     return _summed(_add_rows, y_swi, w3, gates, dispatch, executor, SUMMED_VERSION)
 
 
 def _summed(add, y_swi, w3, gates, dispatch, executor, version):
     """The rounded sums that ``add`` fills."""
-    stage_contracts.check_expert_down_output(y_swi, w3, gates, dispatch, gemm.WIDE, GATE_DTYPES)
     dtype = gemm.check_version("expert_down", version, SUMMED_VERSIONS, y_swi)
     executor = executor or executor_for(y_swi)
     L, d = dispatch.L, w3.shape[2]
@@ -233,6 +153,7 @@ def _module_of_sums(executor, name, dispatch, operands):
     return executor.load(f"expert_down/{name}.cu", **gemm.constants(dtype, tile=tile)), tile
 
 
+@implements(stage_contracts.EXPERT_DOWN_D_HIDDEN, gemm.ARRAYS)
 def hidden_gradients(
     d_out: Array,
     gates: Array,
@@ -246,50 +167,9 @@ def hidden_gradients(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> tuple[Array, Array | None, Array, Array]:
-    """From the layer's output gradient (L, d) back through gates, w3 and the activation.
-
-    Parameters
-    ----------
-    d_out : array (L, d)
-        Gradient of the layer's output; gathered by index, never expanded to (R, d).
-    gates : array (L, k), float32
-    a : array (R, h), float32, float16 or bfloat16
-        Of relu y_swi may take its place, with the same results.
-    b : array (R, h) or None
-        None exactly for the ungated activations.
-    w3 : array (E, h, d)
-    dispatch : Dispatch
-    activation : str
-        One of ``config.ACTIVATIONS``.
-    y_swi : array (R, h), optional
-        Checked and not read: the epilogue has a and b in registers and rebuilds it there.
-    overwrite : bool
-        Write d_a and d_b over a and b and return those arrays: the thread that writes an element has read it.
-    executor : Executor, optional
-        Default: by where ``a`` lives.
-    version : str
-        One of ``VERSIONS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
-
-    Returns
-    -------
-    d_a : array (R, h)
-    d_b : array (R, h) or None
-        None for the ungated activations.
-    gated_y : array (R, h)
-        gate * y_swi, which `weight_gradient` takes.
-    d_gates : array (L, k), float32
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_down_hidden_gradients`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, section 5; SonicMoE for the gate gradient and the operand gate * y_swi of d_w3.
+    """y_swi is checked and not read: the epilogue has a and b in registers and rebuilds it there. The thread that
+    overwrites an element has read it.
     """
-    operands = d_out, gates, a, b, y_swi, w3, dispatch, activation
-    stage_contracts.check_expert_down_hidden_gradients(*operands, overwrite, gemm.WIDE, GATE_DTYPES)
     _, h, d = w3.shape
     dtype = gemm.check_version("expert_down", version, VERSIONS, a, ("d_out", d_out), d=d, h=h)
     executor = executor or executor_for(a)
@@ -326,38 +206,10 @@ def hidden_gradients(
     return d_a, d_b, gated_y, d_gates
 
 
+@implements(stage_contracts.EXPERT_DOWN_D_W3, gemm.ARRAYS)
 def weight_gradient(
     gated_y: Array, d_out: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    """Gradient of w3; d_out is gathered again.
-
-    Parameters
-    ----------
-    gated_y : array (R, h), float32, float16 or bfloat16
-        gate * y_swi in expert order, from `hidden_gradients`.
-    d_out : array (L, d)
-        Gradient of the layer's output.
-    dispatch : Dispatch
-    executor : Executor, optional
-        Default: by where ``d_out`` lives.
-    version : str
-        One of ``VERSIONS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by itself.
-
-    Returns
-    -------
-    d_w3 : array (E, h, d)
-        Zeros for an expert without rows.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_down_weight_gradient`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, section 5.
-    """
-    stage_contracts.check_expert_down_weight_gradient(gated_y, d_out, dispatch, gemm.WIDE)
     E, h, d = dispatch.E, gated_y.shape[1], d_out.shape[1]
     dtype = gemm.check_version("expert_down", version, VERSIONS, d_out, d=d, h=h)
     executor = executor or executor_for(d_out)

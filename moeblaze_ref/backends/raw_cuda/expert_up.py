@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
 
@@ -14,6 +15,7 @@ DEFAULT_VERSION = "2_tiled"
 _STORE = {"STORE_PROJECTIONS": "a", "STORE_Y_SWI": "y_swi"}
 
 
+@implements(stage_contracts.EXPERT_UP, gemm.ARRAYS)
 def forward(
     x: Array,
     w1: Array,
@@ -24,41 +26,10 @@ def forward(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Both projections of every routed row and its hidden activation, in expert order.
-
-    Parameters
-    ----------
-    x : array (L, d), float32, float16 or bfloat16
-        Tokens, never permuted: rows are gathered inside the kernel.
-    w1 : array (E, d, h)
-    w2 : array (E, d, h) or None
-        None exactly for the ungated activations.
-    dispatch : Dispatch
-    activation : str
-        One of ``config.ACTIVATIONS``; a compile-time constant of the kernel.
-    stores : collection of str
-        Which of a (and b with it) and y_swi to write, also at compile time; the others are None.
-    executor : Executor, optional
-        Default: by where ``x`` lives.
-    version : str
-        One of ``FORWARD_VERSIONS``. ``3_mma_tf32`` rounds its operands to 10 bits of mantissa; nothing chooses it by
-        itself, nor the versions between ``3_mma`` and Hopper's, which have no backward.
-
-    Returns
-    -------
-    a, b, y_swi : array (R, h)
-        b is None for the ungated activations. Sums are float32, rounded once.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_up_forward`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, sections 3.1 and 5 (Algorithm 1).
+    """Sums are float32, rounded once. The activation and ``stores`` are constants of the compilation. ``3_mma_tf32``
+    rounds its operands to 10 bits of mantissa; nothing chooses it by itself, nor the versions between ``3_mma`` and
+    Hopper's, which have no backward.
     """
-    stage_contracts.check_expert_up_forward(x, w1, w2, dispatch, activation, stores, gemm.WIDE)
     _, d, h = w1.shape
     dtype = gemm.check_version("expert_up", version, FORWARD_VERSIONS, x, ("x", x), d=d, h=h)
     executor = executor or executor_for(x)
@@ -87,6 +58,7 @@ def forward(
     return a, b, y_swi
 
 
+@implements(stage_contracts.EXPERT_UP_D_X, gemm.ARRAYS)
 def input_gradient(
     d_a: Array,
     d_b: Array | None,
@@ -96,36 +68,10 @@ def input_gradient(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """Gradient of x, summed over the experts of each token.
-
-    Parameters
-    ----------
-    d_a : array (R, h), float32, float16 or bfloat16
-        Gradient of a, in expert order.
-    d_b : array (R, h) or None
-        Gradient of b; None exactly if w2 is None.
-    w1, w2, dispatch, executor
-        As in `forward`.
-    version : str
-        One of ``VERSIONS``.
-
-    Returns
-    -------
-    d_x : array (L, d)
-        Summed over the slots of a token in their order. The tiled versions write the R rows first, (R, d) or one half
-        of the columns after the other (`gemm.parts_of_rows`), and sum them in a second kernel; the rows are freed on
-        return.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_up_input_gradient`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, sections 3.2 and 5.
+    """Rows are summed over the slots of a token in their order. The tiled versions write the R rows first, (R, d) or
+    one half of the columns after the other (`gemm.parts_of_rows`), and sum them in a second kernel; the rows are
+    freed on return.
     """
-    stage_contracts.check_expert_up_input_gradient(d_a, d_b, w1, w2, dispatch, gemm.WIDE)
     _, d, h = w1.shape
     dtype = gemm.check_version("expert_up", version, VERSIONS, d_a, d=d, h=h)
     executor = executor or executor_for(d_a)
@@ -189,35 +135,10 @@ def _sum_stored_rows(executor, module, version, tile, operands, dispatch, d_x, f
     gemm.sum_rows(executor, rows, dispatch.token_index_map, dispatch.k, d_x, first=first)
 
 
+@implements(stage_contracts.EXPERT_UP_D_W, gemm.ARRAYS)
 def weight_gradient(
     d_hidden: Array, x: Array, dispatch: Dispatch, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    """Gradient of w1 from that of a, or of w2 from that of b; x is gathered again.
-
-    Parameters
-    ----------
-    d_hidden : array (R, h), float32, float16 or bfloat16
-        d_a or d_b, in expert order.
-    x, dispatch, executor
-        As in `forward`.
-    version : str
-        One of ``VERSIONS``.
-
-    Returns
-    -------
-    d_w : array (E, d, h)
-        d_w1 or d_w2; zeros for an expert without rows.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `stage_contracts.check_expert_up_weight_gradient`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MoEBlaze, section 5. One launch for each weight, so that d_a can be freed before d_w2 is born.
-    """
-    stage_contracts.check_expert_up_weight_gradient(d_hidden, x, dispatch, gemm.WIDE)
     E, d, h = dispatch.E, x.shape[1], d_hidden.shape[1]
     dtype = gemm.check_version("expert_up", version, VERSIONS, x, d=d, h=h)
     executor = executor or executor_for(x)

@@ -6,10 +6,12 @@ from numbers import Real
 from typing import Any
 
 from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.contract import Arrays, implements
 from moeblaze_ref.core.structures import Array, Gating
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
 
 DTYPES = ("float32",)
+ARRAYS = Arrays("array", DTYPES)
 VERSIONS = {"1_naive": DTYPES, "2_warp": DTYPES}
 DEFAULT_VERSION = "2_warp"
 THREADS = 256
@@ -140,42 +142,11 @@ def _empty_terms(executor: Executor, version: str, num_tokens: int) -> Array:
     return executor.empty((ceil_div(num_tokens, TOKENS[version]),), "float32")
 
 
+@implements(stage_contracts.GATING, ARRAYS)
 def forward(
     logits: Array, k: int, renormalize: bool = False, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Gating:
-    """Probabilities, chosen experts and gates of every token, by one kernel.
-
-    Parameters
-    ----------
-    logits : array (L, E), float32, C-contiguous
-        x wg, finite; E is at most 1,024. A numpy array runs on the SIMT executor, a CuPy array on the GPU.
-    k : int
-        Experts per token, 1..E and at most 32.
-    renormalize : bool
-        Divide the chosen gates of a token by their sum.
-    executor : Executor, optional
-        Another executor for arrays of that kind.
-    version : str
-        One of ``VERSIONS``.
-
-    Returns
-    -------
-    Gating
-        probs (L, E) float32, topk_experts (L, k) int32, gates (L, k) float32: arrays of the same
-        kind as ``logits``. The choice is the specification's, ties to the lower expert id.
-
-    Raises
-    ------
-    ValueError
-        If a logit is NaN or infinite, k > E, a size or the version is not allowed, or rows are not contiguous.
-    TypeError
-        If the dtype is not allowed or k is not an integer.
-
-    Notes
-    -----
-    MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E).
-    """
-    stage_contracts.check_gating_forward(logits, k, DTYPES)
+    """One kernel does it all. E is at most 1,024 and k at most 32; the logits must be C-contiguous."""
     executor = _prepare(executor, version, logits, k)
     L, E = logits.shape
     gating = Gating(
@@ -190,6 +161,7 @@ def forward(
     return gating
 
 
+@implements(stage_contracts.GATING_BACKWARD, ARRAYS)
 def backward(
     d_gates: Array,
     logits: Array,
@@ -201,41 +173,9 @@ def backward(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """Gradient of the logits from those of the gates and of both losses, by one kernel over the rows.
-
-    Parameters
-    ----------
-    d_gates : array (L, k), float32
-    logits : array (L, E), float32
-        Those of `forward`: the probabilities are made again, in registers.
-    topk_experts : array (L, k), int32
-        As `forward` chose them; the choice itself has no gradient.
-    renormalize : bool
-        As in `forward`.
-    d_load_balancing_loss, d_router_z_loss : float or array (), float32 or float64
-        Gradients of the losses. An array on the GPU is read there: the host does not wait for its value.
-    shares : array (E,), float32, optional
-        As in `load_balancing_loss`.
-    executor, version
-        As in `forward`.
-
-    Returns
-    -------
-    d_logits : array (L, E), float32
-
-    Raises
-    ------
-    ValueError
-        If shapes disagree, an expert id is out of range or doubled, a value is not finite, or as `forward`.
-    TypeError
-        If a dtype is not allowed.
-
-    Notes
-    -----
-    MoEBlaze, section 2, for the gates; the losses as in `load_balancing_loss` and `router_z_loss`.
+    """One kernel over the rows, which computes the probabilities again in registers. A loss gradient on the GPU is read
+    there: the host does not wait for its value.
     """
-    d_losses = d_load_balancing_loss, d_router_z_loss
-    stage_contracts.check_gating_backward(d_gates, logits, topk_experts, *d_losses, DTYPES)
     k = topk_experts.shape[1]
     executor = _prepare(executor, version, logits, k)
     L, E = logits.shape
@@ -274,6 +214,7 @@ def _on_device(executor: Executor, value: float | Array) -> Array:
     return executor.cast(value, "float32")
 
 
+@implements(stage_contracts.LOAD_BALANCING_LOSS, ARRAYS)
 def load_balancing_loss(
     probs: Array,
     topk_experts: Array,
@@ -281,32 +222,6 @@ def load_balancing_loss(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """Switch loss E * sum_e f_e P_e: f_e the share of routed rows, P_e the mean probability.
-
-    Parameters
-    ----------
-    probs : array (L, E), float32
-    topk_experts : array (L, k), int32
-    shares : array (E,), float32, optional
-        f_e of a larger batch, of which these tokens are a part. Default: `expert_shares`.
-    executor, version
-        As in `forward`.
-
-    Returns
-    -------
-    array (), float32
-        1 for a perfectly balanced router, 0 for no tokens. It stays where ``probs`` is.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `backward`.
-
-    Notes
-    -----
-    Switch Transformer's auxiliary loss, with the R = L * k routed rows of a top-k router in place of its L.
-    """
-    stage_contracts.check_routing(probs, topk_experts, DTYPES)
     executor = _prepare(executor, version, probs, topk_experts.shape[1])
     L, E = probs.shape
     if shares is None:
@@ -316,26 +231,8 @@ def load_balancing_loss(
     return _sum_terms(executor, terms, scale=E / max(L, 1))
 
 
+@implements(stage_contracts.ROUTER_Z_LOSS, ARRAYS)
 def router_z_loss(logits: Array, executor: Executor | None = None, version: str = DEFAULT_VERSION) -> Array:
-    """ST-MoE's mean over tokens of logsumexp(logits)**2, which keeps the logits small.
-
-    Parameters
-    ----------
-    logits : array (L, E), float32
-    executor, version
-        As in `forward`.
-
-    Returns
-    -------
-    array (), float32
-        0 for no tokens. It stays where ``logits`` is.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`.
-    """
-    stage_contracts.check_logits(logits, DTYPES)
     executor = _prepare(executor, version, logits)
     terms = _empty_terms(executor, version, len(logits))
     _over_tokens(executor, version, "router_z_terms", logits, logits=logits, terms=terms)
