@@ -7,6 +7,7 @@ import pytest
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.verify.cases import GOLDEN_DISPATCH, random_topk
 
 
@@ -108,7 +109,7 @@ def test_trust_opens_doors_and_ends():
         with checks.trusted_values():  # less trust inside more
             shut("still nothing")
             checks.check_finite("x", np.array([np.nan]))
-        stage_contracts.check_gating_forward("no array", 3, ())
+        stage_contracts.GATING.check(Arrays("array", ()), {"logits": "no array", "k": 3})
     with checks.trusted_values():
         checks.check_finite("x", np.array([np.nan]))
         with pytest.raises(ValueError, match="types are"):
