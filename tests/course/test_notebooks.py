@@ -69,6 +69,7 @@ from moeblaze_ref.placement.ilp import moetuner
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.runtime.simt.executor import KernelFault, SimtExecutor
 from moeblaze_ref.runtime.source import inlined, kernel_text
+from moeblaze_ref.systems import layer as layer_system
 from moeblaze_ref.systems.capacity import expert_capacity
 from moeblaze_ref.verify.cases import (
     GOLDEN_DISPATCH,
@@ -420,11 +421,20 @@ def code_of(markdown):
 
 
 def test_python_is_shown_as_it_stands_without_the_sections_of_its_docstring():
+    (code,) = code_of(show_source(layer_system.intermediates))
+    head = ["@functools.cache", "def intermediates(policy: str, activation: str) -> tuple[str, ...]:"]
+    first = '    """Names of the tensors between x and out that a policy saves for the backward."""'
+    assert code.splitlines()[:3] == [*head, first] and "Parameters" not in code
+    body = code.rpartition('"""\n')[2]
+    assert "is_gated" in body and body in Path(layer_system.__file__).read_text()
+
+
+def test_a_function_with_a_contract_is_shown_with_it():
     (code,) = code_of(show_source(gating.top_k))
-    assert code.splitlines()[:2] == ["def top_k(logits, k):", '    """Ids of the k largest logits of every token."""']
-    body = code.partition('"""\n')[2]
-    assert "argsort" in body and body in Path(gating.__file__).read_text()
-    caption = f"`moeblaze_ref/backends/numpy_ref/gating.py, line {gating.top_k.__code__.co_firstlineno}`\n"
+    assert code.startswith("@implements(stage_contracts.TOP_K, ARRAYS)\ndef top_k(logits, k):\n")
+    assert "argsort" in code and code in Path(gating.__file__).read_text()
+    line = gating.top_k.unchecked.__code__.co_firstlineno
+    caption = f"`moeblaze_ref/backends/numpy_ref/gating.py, line {line}`\n"
     assert show_source(gating.top_k).data.startswith(caption)
 
 

@@ -497,8 +497,7 @@ def watched_on_a_clock(phases, others, dies, timeout):
     """
     pause, signs, found, ends = timeout / SIGNS, {}, None, {}
     seen = [[Seen(-timeout, -timeout) for _ in phases] for _ in phases]
-    signs = range(-SIGNS, 2 * SIGNS)
-    looks = sorted((pause * (sign + phase), rank) for rank, phase in enumerate(phases) for sign in signs)
+    looks = sorted((pause * (n + phase), rank) for rank, phase in enumerate(phases) for n in range(-SIGNS, 2 * SIGNS))
     for beat, (now, rank) in enumerate(looks):
         if now < 0 or rank == 0:
             signs[rank] = signs[0] if dies and now >= 0 else (beat, *GOES_ON["working"])

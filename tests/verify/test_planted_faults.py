@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault("wrong expert's weights", "expert_up", "7_persistent", "PANEL, p, tile.expert);", "PANEL, p, 0);"),
     Fault("copies not awaited", "expert_up", "7_persistent", "cp_async_arrive(full);", "barrier_arrive(full);"),
-    Fault("missing wait", "expert_down", "7_persistent", "barrier_wait(&shared.full[now], turn.parity);", ";"),
+    Fault("missing wait", "expert_down", "7_persistent", "barrier_wait(&shared.full[now], state.parity);", ";"),
     Fault(
         "row tail stored",
         "expert_down",

@@ -154,10 +154,11 @@ def _bound_stages(executor, version, kind) -> layer.Stages:
 
 
 class _Bound:
-    """A stage whose functions are called with these options."""
+    """A stage whose functions are called with these options, and without the checks of their contracts."""
 
     def __init__(self, module: ModuleType, **options: Any):
         self._module, self._options = module, options
 
     def __getattr__(self, name: str):
-        return functools.partial(getattr(self._module, name), **self._options)
+        function = getattr(self._module, name)
+        return functools.partial(getattr(function, "unchecked", function), **self._options)
