@@ -156,7 +156,7 @@ class Contract:
         The first line of its docstring.
     arguments : tuple
         In the order of the signature.
-    results : tuple of Tensor
+    results : tuple
         A single one is returned as it is, several as a tuple.
     source : str
         Paper and section.
@@ -164,22 +164,28 @@ class Contract:
         Names of the tensors that are checked before the others, if that is not the order of the arguments.
     before, after : callable
         Checks of the arguments by name that shapes and dtypes do not state; they run before and after those.
+    whole : callable
+        Checks all arguments by name, for a backend's arrays, in place of what is stated of each.
     errors : str
         What else raises a ValueError.
     """
 
     summary: str
     arguments: tuple[Tensor | Structure | Value, ...]
-    results: tuple[Tensor, ...]
+    results: tuple[Tensor | Structure | Value, ...]
     source: str
     first: str = ""
     before: Callable[[Arguments], None] | None = None
     after: Callable[[Arguments], None] | None = None
+    whole: Callable[[Arguments, Arrays], None] | None = None
     errors: str = ""
 
     @checks.unless_trusted
     def check(self, arrays: Arrays, given: Arguments) -> None:
         """Raise ValueError or TypeError if the arguments, by name, are not as stated."""
+        if self.whole is not None:
+            self.whole(given, arrays)
+            return
         if self.before is not None:
             self.before(given)
         sizes: dict[str, int] = {}
@@ -205,12 +211,18 @@ class Contract:
         tensors = [one for one in self.arguments if isinstance(one, Tensor)]
         return sorted(tensors, key=lambda one: first.index(one.name) if one.name in first else len(first))
 
+    @property
+    def _wrong(self) -> str:
+        """What raises a ValueError; indices are always finite."""
+        floats = any(tensor.kind != INT32 for tensor in self._tensors)
+        return f"shapes disagree{self.errors} or a value is not finite" if floats else self.errors
+
     def documented(self, arrays: Arrays, added: tuple[Value, ...] = (), own: str = "") -> str:
         """Return the docstring of a backend's function, with the arguments that it adds and its ``own`` text."""
         sections = {
             "Parameters": "\n".join(one.documented(arrays) for one in (*self.arguments, *added)),
             "Returns": "\n".join(one.documented(arrays) for one in self.results),
-            "Raises": _entry("ValueError", "", f"If shapes disagree{self.errors} or a value is not finite")
+            "Raises": _entry("ValueError", "", f"If {self._wrong}")
             + "\n"
             + _entry("TypeError", "", "If a dtype is not allowed"),
             "Notes": f"{self.source}.",

@@ -6,7 +6,7 @@ A layer checks its own arguments, and its stages make the rest. So inside a laye
 from dataclasses import replace
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import MoEConfig, is_gated
+from moeblaze_ref.core.config import ACTIVATIONS, MoEConfig, is_gated
 from moeblaze_ref.core.contract import INT32, ROUTING, Contract, Structure, Tensor, Value
 from moeblaze_ref.core.structures import EMPTY, HIDDEN
 
@@ -167,6 +167,122 @@ ROUTER_Z_LOSS_BACKWARD = Contract(
     errors=", d_loss",
 )
 
+# ---- dispatch ------------------------------------------------------------------------------------
+
+
+def _check_choices(given, _):
+    checks.check_topk_experts(given["topk_experts"], given["num_experts"])
+
+
+def _check_choices_of_kernels(given, _):
+    _check_choices(given, _)
+    checks.check_kernel_limits(given["num_experts"], given["topk_experts"].shape[1])
+
+
+CHOICES = Tensor("topk_experts", "L k", INT32, "Expert ids of each token, distinct within a row; C-contiguous")
+SLOTS = replace(CHOICES, text="Tells which of its k slots a token used for an expert; C-contiguous")
+NUM_EXPERTS = Value("num_experts", "int", "E")
+NUM_EXPERTS_OF_KERNELS = replace(NUM_EXPERTS, text="E, at most 1,024; k is at most 32")
+BAD_CHOICES = "an id is out of range or doubled, k > E, or R = L * k exceeds 2**31 - 1024"
+MAP = Tensor("dense_map", "L E", INT32, "From step 1")
+OFFSETS = Tensor("offsets", "E+1", INT32, "From step 2")
+LOCATIONS = Tensor("location_map", "L E", INT32, "From the first phase")
+POSITIONS = (
+    Tensor("expert_token_indices", "R", INT32, "Token ids grouped by expert, ascending inside an expert"),
+    Tensor("token_index_map", "R", INT32, "Position of slot (token, j) in expert_token_indices, row-major (L, k)"),
+)
+STEP_1, STEP_2, STEP_3 = (f"MoEBlaze, section 4.2, step {step}" for step in (1, 2, 3))
+MADE = Structure("dispatch", "Dispatch", checks.check_dispatch, "L E R k")
+
+DENSE_MAP = Contract(
+    "Return step 1: a row for each token, a column for each expert.",
+    (CHOICES, NUM_EXPERTS),
+    (
+        Tensor(
+            "dense_map",
+            "L E",
+            INT32,
+            "Entry (i, e) is i if token i goes to expert e, else ``EMPTY``: L * E * 4 bytes",
+        ),
+    ),
+    STEP_1,
+    whole=_check_choices,
+    errors=BAD_CHOICES,
+)
+DENSE_MAP_OF_KERNELS = replace(DENSE_MAP, arguments=(CHOICES, NUM_EXPERTS_OF_KERNELS), whole=_check_choices_of_kernels)
+EXPERT_LENGTHS = Contract(
+    "Return step 2a: how many tokens each expert gets.",
+    (replace(MAP, text="As made by the function of that name"),),
+    (Tensor("lengths", "E", INT32),),
+    STEP_2,
+    whole=lambda given, _: check_dense_map(given["dense_map"]),
+    errors="the rank is not 2",
+)
+EXPERT_OFFSETS = Contract(
+    "Return step 2b, where each expert's group begins: the exclusive prefix sum of the lengths, and R at its end.",
+    (Tensor("lengths", "E", INT32),),
+    (Tensor("offsets", "E+1", INT32),),
+    STEP_2,
+    whole=lambda given, _: check_lengths(given["lengths"]),
+    errors="a length is negative or their sum R exceeds 2**31 - 1024",
+)
+ROUTE_INDICES = Contract(
+    "Return step 3: the final position of every routed row.",
+    (MAP, OFFSETS, SLOTS),
+    POSITIONS,
+    STEP_3,
+    whole=lambda given, _: check_route_indices(given["dense_map"], given["offsets"], given["topk_experts"]),
+    errors="topk_experts is not valid, or the map or the offsets are not what steps 1 and 2 make of it",
+)
+LOCATION_MAP = Contract(
+    "Return step 3 as printed, first phase: where each token goes in the order of each expert.",
+    (MAP, OFFSETS),
+    (
+        Tensor(
+            "location_map",
+            "L E",
+            INT32,
+            "Entry (i, e) is offsets[e] plus the number of tokens before i that go to expert e: the position of token "
+            "i if it goes there too. The dense map says whether it does",
+        ),
+    ),
+    f"{STEP_3}: the exclusive scan of each column, plus the expert's offset. `route_indices` does both phases at once",
+    whole=lambda given, _: check_location_map(given["dense_map"], given["offsets"]),
+    errors="the rank of the map is not 2, or the offsets are not what step 2 makes of it",
+)
+WRITE_INDICES = Contract(
+    "Return step 3 as printed, second phase: every routed entry of the map writes its token id to its location.",
+    (MAP, LOCATIONS, SLOTS),
+    POSITIONS,
+    STEP_3,
+    whole=lambda given, _: check_write_indices(given["dense_map"], given["location_map"], given["topk_experts"]),
+    errors="topk_experts is not valid, or a map is not what the steps before make of it",
+)
+BUILD = Contract(
+    "Return the four index structures, made without sorting.",
+    (replace(CHOICES, text=f"{CHOICES.text}; L = 0 is valid"), NUM_EXPERTS),
+    (MADE,),
+    "MoEBlaze, sections 4.1 and 4.2",
+    whole=_check_choices,
+    errors=BAD_CHOICES,
+)
+BUILD_OF_KERNELS = replace(
+    BUILD, arguments=(BUILD.arguments[0], NUM_EXPERTS_OF_KERNELS), whole=_check_choices_of_kernels
+)
+BUILD_BY_SORT = replace(BUILD, summary="Return the same structures by a stable sort of the R expert ids.")
+BUILD_PART = Contract(
+    "Return the structures where some experts of a token are elsewhere: of the rows that are here.",
+    (
+        replace(CHOICES, text=f"{CHOICES.text}. ``EMPTY`` stands in the place of one that is elsewhere"),
+        Value("num_experts", "int", "E; 0 if every expert is elsewhere"),
+        Value("num_routed", "int", "R, the ids that are not ``EMPTY``"),
+    ),
+    (replace(MADE, text="A partial one"),),
+    "MoEBlaze, section 4.2, for the part of a layer's experts that a rank has",
+    whole=lambda given, _: checks.check_part(given["topk_experts"], given["num_experts"], given["num_routed"]),
+    errors="an id is out of range or doubled, num_routed is another number, or R or a size is out of range",
+)
+
 # ---- the experts ---------------------------------------------------------------------------------
 
 
@@ -290,6 +406,41 @@ EXPERT_DOWN_D_W3 = Contract(
     (Tensor("gated_y", "R h", text="gate * y_swi, from ``hidden_gradients``"), D_OUT, DISPATCH),
     (Tensor("d_w3", "E h d", text="Zeros for an expert without rows"),),
     "MoEBlaze, section 5: dW3 = (gate * Y_swi)^T dOut_gathered",
+)
+
+
+def _check_name(given):
+    checks.check_name("activation", given["activation"], ACTIVATIONS)
+
+
+BETWEEN = "MoEBlaze, section 5: "
+ACT = Contract(
+    "Return the nonlinearity alone, without the product by b.",
+    (
+        Tensor("a", "R h", text="Pre-activations x w1"),
+        Value("activation", "str", "One of ``config.ACTIVATIONS``; a gated name stands for the nonlinearity inside it"),
+    ),
+    (Tensor("act_a", "R h"),),
+    f"{BETWEEN}SiLU(A)",
+    before=_check_name,
+    errors=", the name is unknown",
+)
+ACTIVATE = Contract(
+    "Return the hidden activation of every routed row: act(a) * b if gated, else act(a).",
+    (A, B, ACTIVATION),
+    (Y_SWI,),
+    f"{BETWEEN}Y_swi = SiLU(A) * B",
+    before=_check_b,
+    errors=NO_GATE,
+)
+ACTIVATE_BACKWARD = Contract(
+    "Return the gradients of a and b, with act(a) computed again instead of kept.",
+    (Tensor("d_y", "R h", text="Gradient of y_swi"), A, B, ACTIVATION),
+    (Tensor("d_a", "R h"), Tensor("d_b", "R h", optional=UNGATED)),
+    f"{BETWEEN}dB = dY * SiLU(A), dA = dY * B * SiLU'(A)",
+    first="a b d_y",
+    before=_check_b,
+    errors=NO_GATE,
 )
 
 # ---- as functions --------------------------------------------------------------------------------

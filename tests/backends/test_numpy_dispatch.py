@@ -200,8 +200,6 @@ def test_bad_input_of_the_steps(room, call, error, message):
         call(BACKENDS[room].stage("dispatch"))
 
 
-def test_bad_input_of_the_specifications_helpers():
+def test_bad_input_of_the_scan():
     with pytest.raises(TypeError, match="flags has dtype int32, but it must be bool"):
         stage.exclusive_scan(DENSE[:, 0])
-    with pytest.raises(TypeError, match="dispatch is a dict, but it must be a Dispatch"):
-        list(stage.expert_groups(GOLDEN))

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from moeblaze_ref.backends.numba_cuda.runtime import (
-    DTYPES,
+    ARRAYS,
     THREADS,
     ZERO,
     blocks_for,
@@ -23,8 +23,9 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_caller,
     to_device,
 )
-from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS, GELU_CUBIC
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.config import GELU_CUBIC
+from moeblaze_ref.core.contract import implements
 
 HALF, ONE, TWO, THREE = (np.float32(value) for value in (0.5, 1.0, 2.0, 3.0))
 CUBIC = np.float32(GELU_CUBIC)
@@ -136,30 +137,9 @@ def act_kernel(activation):
     return kernel
 
 
+@implements(stage_contracts.ACT, ARRAYS)
 def act(a, activation):
-    """The nonlinearity alone, without the product by b, as a tensor of its own: the expert kernels never need it.
-
-    Parameters
-    ----------
-    a : array (R, h), float32
-        Pre-activations x w1, finite: a numpy array, or on the GPU a CuPy array.
-    activation : str
-        One of ``config.ACTIVATIONS``; a gated name stands for the nonlinearity inside it.
-
-    Returns
-    -------
-    act_a : array (R, h)
-        act(a), an array of the same kind.
-
-    Raises
-    ------
-    ValueError
-        If the name is unknown, the rank is not 2, or a value is not finite.
-    TypeError
-        If the dtype is not float32.
-    """
-    checks.check_name("activation", activation, ACTIVATIONS)
-    checks.check_tensor("a", a, {"R": None, "h": None}, DTYPES)
+    """As a tensor of its own: the expert kernels never need it."""
     act_a = float32_output(a.shape)  # (R, h)
     launch(act_kernel(activation), blocks_for(a.size), THREADS, to_device(a), act_a)
     (act_a,) = to_caller(a, act_a)

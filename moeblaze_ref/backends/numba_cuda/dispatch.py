@@ -16,6 +16,7 @@ import numpy as np
 from numba import int32
 
 from moeblaze_ref.backends.numba_cuda.runtime import (
+    ARRAYS,
     THREADS,
     all_to_device,
     blocks_for,
@@ -25,7 +26,8 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_caller,
     to_device,
 )
-from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import EMPTY, Dispatch
 
 SHARED_BYTES = 4 * THREADS  # of the kernels that use any: one int32 a thread
@@ -281,203 +283,41 @@ def _write(dense_map, location_map, topk_experts):
 # The steps and the stage, as the specification has them: checked arrays of the caller's kind
 
 
+@implements(stage_contracts.DENSE_MAP_OF_KERNELS, ARRAYS)
 def dense_map(topk_experts, num_experts):
-    """Step 1: a row for each token, a column for each expert.
-
-    Parameters
-    ----------
-    topk_experts : array (L, k), int32, C-contiguous
-        Expert ids of each token, distinct within a row. A numpy array, or on the GPU a CuPy array, as in every step.
-    num_experts : int
-        E, at most 1,024.
-
-    Returns
-    -------
-    array (L, E), int32
-        Entry (i, e) is i if token i goes to expert e, else ``EMPTY``: L * E * 4 bytes. Of the kind of
-        ``topk_experts``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `build`.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 1.
-    """
-    _check_choices(topk_experts, num_experts)
     return to_caller(topk_experts, _make_map(to_device(topk_experts), num_experts))[0]
 
 
+@implements(stage_contracts.EXPERT_LENGTHS, ARRAYS)
 def expert_lengths(dense_map):
-    """Step 2a: how many tokens each expert gets.
-
-    Parameters
-    ----------
-    dense_map : array (L, E), int32
-        As made by the function of that name.
-
-    Returns
-    -------
-    array (E,), int32
-        Of the kind of ``dense_map``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `stage_contracts.check_dense_map`.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 2.
-    """
-    stage_contracts.check_dense_map(dense_map)
     return to_caller(dense_map, _count(to_device(dense_map)))[0]
 
 
+@implements(stage_contracts.EXPERT_OFFSETS, ARRAYS)
 def expert_offsets(lengths):
-    """Step 2b: where each expert's group begins: the exclusive prefix sum of the lengths, and R at its end.
-
-    Parameters
-    ----------
-    lengths : array (E,), int32
-
-    Returns
-    -------
-    array (E + 1,), int32
-        Of the kind of ``lengths``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `stage_contracts.check_lengths`.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 2.
-    """
-    stage_contracts.check_lengths(lengths)
     return to_caller(lengths, _scan(to_device(lengths)))[0]
 
 
+@implements(stage_contracts.ROUTE_INDICES, ARRAYS)
 def route_indices(dense_map, offsets, topk_experts):
-    """Step 3: the final position of every routed row.
-
-    Parameters
-    ----------
-    dense_map : array (L, E), int32
-        From step 1.
-    offsets : array (E + 1,), int32
-        From step 2.
-    topk_experts : array (L, k), int32, C-contiguous
-        Tells which of its k slots a token used for an expert.
-
-    Returns
-    -------
-    expert_token_indices : array (R,), int32
-        Token ids grouped by expert, ascending inside an expert.
-    token_index_map : array (R,), int32
-        Position of slot (token, j) in expert_token_indices, row-major (L, k). Both of the kind of ``topk_experts``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `stage_contracts.check_route_indices`.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 3.
-    """
-    stage_contracts.check_route_indices(dense_map, offsets, topk_experts)
     return to_caller(topk_experts, *_route(*all_to_device(dense_map, offsets, topk_experts)))
 
 
+@implements(stage_contracts.LOCATION_MAP, ARRAYS)
 def location_map(dense_map, offsets):
-    """Step 3 as printed, first phase: where each token goes in the order of each expert.
-
-    Parameters
-    ----------
-    dense_map : array (L, E), int32
-        From step 1.
-    offsets : array (E + 1,), int32
-        From step 2.
-
-    Returns
-    -------
-    array (L, E), int32
-        Entry (i, e) is offsets[e] plus the number of tokens before i that go to expert e. Of the kind of ``dense_map``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `stage_contracts.check_location_map`.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 3. `build` does both phases at once, as `route_indices`.
-    """
-    stage_contracts.check_location_map(dense_map, offsets)
     return to_caller(dense_map, _locate(*all_to_device(dense_map, offsets)))[0]
 
 
+@implements(stage_contracts.WRITE_INDICES, ARRAYS)
 def write_indices(dense_map, location_map, topk_experts):
-    """Step 3 as printed, second phase: every routed entry of the map writes its token id to its location.
-
-    Parameters
-    ----------
-    dense_map : array (L, E), int32
-        From step 1.
-    location_map : array (L, E), int32
-        From the first phase.
-    topk_experts : array (L, k), int32, C-contiguous
-        Tells which of its k slots a token used for an expert.
-
-    Returns
-    -------
-    expert_token_indices, token_index_map : array (R,), int32
-        As `route_indices`. Both of the kind of ``topk_experts``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `stage_contracts.check_write_indices`.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 3.
-    """
-    stage_contracts.check_write_indices(dense_map, location_map, topk_experts)
     return to_caller(topk_experts, *_write(*all_to_device(dense_map, location_map, topk_experts)))
 
 
-def _check_choices(topk_experts, num_experts):
-    checks.check_topk_experts(topk_experts, num_experts)
-    checks.check_kernel_limits(num_experts, topk_experts.shape[1])
-
-
+@implements(stage_contracts.BUILD_OF_KERNELS, ARRAYS)
 def build(topk_experts, num_experts) -> Dispatch:
-    """The four index structures of MoEBlaze, section 4.1, by the three steps of section 4.2.
-
-    Parameters
-    ----------
-    topk_experts : array (L, k) int32
-        Expert ids of each token. A numpy array, or on the GPU a CuPy array.
-    num_experts : int
-        E, at most 1,024.
-
-    Returns
-    -------
-    Dispatch
-        numpy arrays for numpy input and for L = 0; otherwise CuPy arrays, the token_expert_indices
-        being a view of ``topk_experts``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        From ``checks.check_topk_experts`` and ``checks.check_kernel_limits``.
+    """By the three steps of section 4.2. numpy arrays for numpy input and for L = 0; otherwise CuPy arrays, the
+    token_expert_indices being a view of ``topk_experts``.
     """
-    _check_choices(topk_experts, num_experts)
     num_tokens, k = topk_experts.shape
     if num_tokens == 0:
         return _empty(num_experts, k)

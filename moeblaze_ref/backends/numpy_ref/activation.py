@@ -8,9 +8,10 @@ import math
 
 import numpy as np
 
-from moeblaze_ref.backends.numpy_ref import DTYPES
-from moeblaze_ref.core import checks
-from moeblaze_ref.core.config import ACTIVATIONS, GELU_CUBIC, is_gated
+from moeblaze_ref.backends.numpy_ref import ARRAYS
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.config import GELU_CUBIC
+from moeblaze_ref.core.contract import implements
 
 _erfc = np.vectorize(math.erfc, otypes=[np.float64])  # otypes: without it, empty arrays raise
 
@@ -85,100 +86,19 @@ _NONLINEARITY = {  # name: (act, its slope)
 }
 
 
-def _check(a, b, activation):
-    gated = is_gated(activation)
-    checks.check_second_projection("b", b, gated, activation)
-    checks.check_tensor("a", a, {"R": None, "h": None}, DTYPES)
-    if gated:
-        checks.check_tensor("b", b, {"R": a.shape[0], "h": a.shape[1]}, (str(a.dtype),))
-
-
+@implements(stage_contracts.ACT, ARRAYS)
 def act(a, activation):
-    """The nonlinearity alone, without the product by b.
-
-    Parameters
-    ----------
-    a : ndarray (R, h), float64 or float32
-        Pre-activations x w1, finite.
-    activation : str
-        One of ``config.ACTIVATIONS``; a gated name stands for the nonlinearity inside it.
-
-    Returns
-    -------
-    ndarray (R, h)
-        act(a), in the dtype of ``a``.
-
-    Raises
-    ------
-    ValueError
-        If the name is unknown, the rank is not 2, or a value is not finite.
-    TypeError
-        If the dtype is not allowed.
-    """
-    checks.check_name("activation", activation, ACTIVATIONS)
-    checks.check_tensor("a", a, {"R": None, "h": None}, DTYPES)
     return _NONLINEARITY[activation][0](a)
 
 
+@implements(stage_contracts.ACTIVATE, ARRAYS)
 def forward(a, b, activation):
-    """The hidden activation of every routed row: act(a) * b if gated, else act(a).
-
-    Parameters
-    ----------
-    a : ndarray (R, h), float64 or float32
-        x w1 in expert order, finite.
-    b : ndarray (R, h) or None
-        x w2 in expert order, the dtype of ``a``; None exactly for the ungated activations.
-    activation : str
-        One of ``config.ACTIVATIONS``.
-
-    Returns
-    -------
-    y_swi : ndarray (R, h)
-
-    Raises
-    ------
-    ValueError
-        If the name is unknown, shapes disagree, a value is not finite, or b is missing or superfluous.
-    TypeError
-        If a dtype is not allowed.
-
-    Notes
-    -----
-    MoEBlaze, section 5: Y_swi = SiLU(A) * B.
-    """
-    _check(a, b, activation)
     act_a = _NONLINEARITY[activation][0](a)  # (R, h)
     return act_a if b is None else act_a * b
 
 
+@implements(stage_contracts.ACTIVATE_BACKWARD, ARRAYS)
 def backward(d_y, a, b, activation):
-    """Gradients of a and b, with act(a) computed again instead of kept.
-
-    Parameters
-    ----------
-    d_y : ndarray (R, h)
-        Gradient of y_swi, the dtype of ``a``, finite.
-    a, b, activation
-        As they went into `forward`.
-
-    Returns
-    -------
-    d_a : ndarray (R, h)
-    d_b : ndarray (R, h) or None
-        None for the ungated activations.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`.
-
-    Notes
-    -----
-    MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A).
-    """
-    _check(a, b, activation)
-    checks.check_tensor("d_y", d_y, {"R": a.shape[0], "h": a.shape[1]}, (str(a.dtype),))
     nonlinearity, slope = _NONLINEARITY[activation]
     if b is None:
         return d_y * slope(a), None

@@ -10,39 +10,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from moeblaze_ref.backends.numpy_ref import ARRAYS
 from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import EMPTY, Dispatch
 
 TILE = 256  # tokens that one scan covers: one per thread of a block, in the kernels
 
 
+@implements(stage_contracts.DENSE_MAP, ARRAYS)
 def dense_map(topk_experts, num_experts):
-    """Step 1: a row for each token, a column for each expert.
-
-    Parameters
-    ----------
-    topk_experts : ndarray (L, k), int32, C-contiguous
-        Expert ids of each token, distinct within a row.
-    num_experts : int
-        E.
-
-    Returns
-    -------
-    ndarray (L, E), int32
-        Entry (i, e) is i if token i goes to expert e, else ``EMPTY``: L * E * 4 bytes.
-
-    Raises
-    ------
-    ValueError
-        If an id is out of range or doubled, k > E, or R = L * k exceeds 2**31 - 1024.
-    TypeError
-        If the dtype is not int32.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 1.
-    """
-    checks.check_topk_experts(topk_experts, num_experts)
     num_tokens = topk_experts.shape[0]
     tokens = np.arange(num_tokens, dtype=np.int32)[:, None]  # (L, 1)
     routed = np.full((num_tokens, num_experts), EMPTY, dtype=np.int32)
@@ -50,56 +27,13 @@ def dense_map(topk_experts, num_experts):
     return routed
 
 
+@implements(stage_contracts.EXPERT_LENGTHS, ARRAYS)
 def expert_lengths(dense_map):
-    """Step 2a: how many tokens each expert gets.
-
-    Parameters
-    ----------
-    dense_map : ndarray (L, E), int32
-        As made by the function of that name.
-
-    Returns
-    -------
-    ndarray (E,), int32
-
-    Raises
-    ------
-    ValueError
-        If the rank is not 2.
-    TypeError
-        If the dtype is not int32.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 2.
-    """
-    stage_contracts.check_dense_map(dense_map)
     return (dense_map != EMPTY).sum(axis=0, dtype=np.int32)
 
 
+@implements(stage_contracts.EXPERT_OFFSETS, ARRAYS)
 def expert_offsets(lengths):
-    """Step 2b: where each expert's group begins: the exclusive prefix sum of the lengths, and R at its end.
-
-    Parameters
-    ----------
-    lengths : ndarray (E,), int32
-
-    Returns
-    -------
-    ndarray (E + 1,), int32
-
-    Raises
-    ------
-    ValueError
-        If a length is negative or their sum R exceeds 2**31 - 1024.
-    TypeError
-        If the dtype is not int32.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 2.
-    """
-    stage_contracts.check_lengths(lengths)
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)  # (E + 1,)
 
 
@@ -125,40 +59,11 @@ def exclusive_scan(flags):
     return np.cumsum(flags, dtype=np.int32) - flags
 
 
+@implements(stage_contracts.ROUTE_INDICES, ARRAYS)
 def route_indices(dense_map, offsets, topk_experts):
-    """Step 3: the final position of every routed row.
-
-    Down each expert's column, tile by tile, a token's position is the expert's offset, plus
+    """Down each expert's column, tile by tile, a token's position is the expert's offset, plus
     the routed tokens of the tiles above, plus those before it in its own tile.
-
-    Parameters
-    ----------
-    dense_map : ndarray (L, E), int32
-        From step 1.
-    offsets : ndarray (E + 1,), int32
-        From step 2.
-    topk_experts : ndarray (L, k), int32, C-contiguous
-        Tells which of its k slots a token used for an expert.
-
-    Returns
-    -------
-    expert_token_indices : ndarray (R,), int32
-        Token ids grouped by expert, ascending inside an expert.
-    token_index_map : ndarray (R,), int32
-        Position of slot (token, j) in expert_token_indices, row-major (L, k).
-
-    Raises
-    ------
-    ValueError
-        If topk_experts is not valid, or the map or the offsets are not what steps 1 and 2 make of it.
-    TypeError
-        If a dtype is not int32.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 3.
     """
-    stage_contracts.check_route_indices(dense_map, offsets, topk_experts)
     num_tokens, num_experts = dense_map.shape
     expert_token_indices = np.empty(topk_experts.size, dtype=np.int32)  # (R,)
     token_index_map = np.empty(topk_experts.shape, dtype=np.int32)  # (L, k)
@@ -176,69 +81,15 @@ def route_indices(dense_map, offsets, topk_experts):
     return expert_token_indices, token_index_map.ravel()
 
 
+@implements(stage_contracts.LOCATION_MAP, ARRAYS)
 def location_map(dense_map, offsets):
-    """Step 3 as printed, first phase: where each token goes in the order of each expert.
-
-    Parameters
-    ----------
-    dense_map : ndarray (L, E), int32
-        From step 1.
-    offsets : ndarray (E + 1,), int32
-        From step 2.
-
-    Returns
-    -------
-    ndarray (L, E), int32
-        Entry (i, e) is offsets[e] plus the number of tokens before i that go to expert e: the position of token i if
-        it goes there too. The dense map says whether it does.
-
-    Raises
-    ------
-    ValueError
-        If the rank of the map is not 2, or the offsets are not what step 2 makes of it.
-    TypeError
-        If a dtype is not int32.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 3: the exclusive scan of each column, plus the expert's offset. `route_indices` does
-    both phases at once.
-    """
-    stage_contracts.check_location_map(dense_map, offsets)
     routed = dense_map != EMPTY  # (L, E)
     earlier = routed.cumsum(axis=0, dtype=np.int32) - routed  # (L, E)
     return offsets[:-1] + earlier
 
 
+@implements(stage_contracts.WRITE_INDICES, ARRAYS)
 def write_indices(dense_map, location_map, topk_experts):
-    """Step 3 as printed, second phase: every routed entry of the map writes its token id to its location.
-
-    Parameters
-    ----------
-    dense_map : ndarray (L, E), int32
-        From step 1.
-    location_map : ndarray (L, E), int32
-        From the first phase.
-    topk_experts : ndarray (L, k), int32, C-contiguous
-        Tells which of its k slots a token used for an expert.
-
-    Returns
-    -------
-    expert_token_indices, token_index_map : ndarray (R,), int32
-        As `route_indices`.
-
-    Raises
-    ------
-    ValueError
-        If topk_experts is not valid, or a map is not what the steps before make of it.
-    TypeError
-        If a dtype is not int32.
-
-    Notes
-    -----
-    MoEBlaze, section 4.2, step 3.
-    """
-    stage_contracts.check_write_indices(dense_map, location_map, topk_experts)
     expert_token_indices = np.empty(topk_experts.size, dtype=np.int32)  # (R,)
     tokens = np.arange(len(topk_experts))[:, None]  # (L, 1)
     locations = location_map[tokens, topk_experts]  # (L, k)
@@ -246,41 +97,18 @@ def write_indices(dense_map, location_map, topk_experts):
     return expert_token_indices, locations.ravel()
 
 
+@implements(stage_contracts.BUILD, ARRAYS)
 def build(topk_experts, num_experts) -> Dispatch:
-    """The four index structures by the paper's three steps, without sorting.
-
-    Parameters
-    ----------
-    topk_experts : ndarray (L, k), int32, C-contiguous
-        Expert ids of each token, distinct within a row; L = 0 is valid.
-    num_experts : int
-        E.
-
-    Returns
-    -------
-    Dispatch
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `dense_map`.
-
-    Notes
-    -----
-    MoEBlaze, sections 4.1 and 4.2.
-    """
-    routed = dense_map(topk_experts, num_experts)  # (L, E)
-    offsets = expert_offsets(expert_lengths(routed))  # (E + 1,)
-    expert_token_indices, token_index_map = route_indices(routed, offsets, topk_experts)  # (R,), (R,)
+    """By the paper's three steps."""
+    routed = dense_map.unchecked(topk_experts, num_experts)  # (L, E)
+    offsets = expert_offsets.unchecked(expert_lengths.unchecked(routed))  # (E + 1,)
+    expert_token_indices, token_index_map = route_indices.unchecked(routed, offsets, topk_experts)  # (R,), (R,)
     return Dispatch(expert_token_indices, offsets, topk_experts.flatten(), token_index_map, topk_experts.shape[1])
 
 
+@implements(stage_contracts.BUILD_BY_SORT, ARRAYS)
 def build_by_sort(topk_experts, num_experts) -> Dispatch:
-    """The same structures by a stable sort of the R expert ids: the oracle of every `build`.
-
-    Parameters, result and errors are those of `build`.
-    """
-    checks.check_topk_experts(topk_experts, num_experts)
+    """The oracle of every `build`."""
     k = topk_experts.shape[1]
     chosen = topk_experts.flatten()  # (R,)
     order = np.argsort(chosen, kind="stable")  # (R,) slots in expert order
@@ -290,29 +118,9 @@ def build_by_sort(topk_experts, num_experts) -> Dispatch:
     return Dispatch((order // k).astype(np.int32), offsets.astype(np.int32), chosen, rank, k)
 
 
+@implements(stage_contracts.BUILD_PART, ARRAYS)
 def build_part(topk_experts, num_experts, num_routed) -> Dispatch:
-    """The same structures where some experts of a token are elsewhere: of the rows that are here, by a stable sort.
-
-    Parameters
-    ----------
-    topk_experts : ndarray (L, k), int32, C-contiguous
-        Expert ids of each token, distinct within a row, or ``EMPTY`` in the place of one that is elsewhere.
-    num_experts : int
-        E; 0 if every expert is elsewhere.
-    num_routed : int
-        R, the ids that are not ``EMPTY``.
-
-    Returns
-    -------
-    Dispatch
-        A partial one.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `checks.check_part`.
-    """
-    checks.check_part(topk_experts, num_experts, num_routed)
+    """By a stable sort."""
     chosen = topk_experts.flatten()  # (L * k,)
     order = np.argsort(chosen, kind="stable")[chosen.size - num_routed :]  # (R,) slots in expert order: EMPTY is first
     positions = np.full(chosen.size, EMPTY, np.int32)  # (L * k,)
@@ -328,11 +136,7 @@ def expert_groups(dispatch) -> Iterator[tuple[int, slice, np.ndarray]]:
     Parameters
     ----------
     dispatch : Dispatch
-
-    Raises
-    ------
-    ValueError, TypeError
-        At the first step, if it is no Dispatch or its arrays do not fit each other.
+        Not checked: the stages have checked it.
 
     Yields
     ------
@@ -342,7 +146,6 @@ def expert_groups(dispatch) -> Iterator[tuple[int, slice, np.ndarray]]:
     tokens : ndarray (rows,), int32
         The rows of x or out that they stand for; distinct within an expert.
     """
-    checks.check_dispatch(dispatch)
     offsets = dispatch.expert_token_offsets
     for expert in range(dispatch.E):
         group = slice(offsets[expert], offsets[expert + 1])

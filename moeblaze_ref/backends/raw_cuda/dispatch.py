@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from moeblaze_ref.core import checks
+from moeblaze_ref.backends.raw_cuda import gemm
+from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
 from moeblaze_ref.runtime.source import Module
@@ -81,63 +83,22 @@ def constants(version: str, num_experts: int, k: int) -> dict[str, Any]:
     return {"THREADS": THREADS}
 
 
+@implements(stage_contracts.BUILD_OF_KERNELS, gemm.ARRAYS)
 def build(
     topk_experts: Array, num_experts: int, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Dispatch:
-    """The four index structures without sorting (MoEBlaze, section 4.2, and two versions beyond it).
-
-    Parameters
-    ----------
-    topk_experts : array (L, k), int32, C-contiguous
-        Expert ids of each token, distinct inside a row. A numpy array runs on the SIMT
-        executor, a CuPy array on the GPU.
-    num_experts : int
-        E, at most 1,024; k is at most 32.
-    executor : Executor, optional
-        Another executor for arrays of that kind.
-    version : str
-        One of ``VERSIONS``: the paper's three steps as printed, the same without a location map, the same over a
-        bitmap, or tiles without a map. All give the same bits.
-
-    Returns
-    -------
-    Dispatch
-        Arrays of the same kind as ``topk_experts``.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `checks.check_topk_experts` and `checks.check_kernel_limits` say, or if the version is unknown.
+    """A version is the paper's three steps as printed, the same without a location map, the same over a bitmap, or
+    tiles without a map. All give the same bits.
     """
-    checks.check_topk_experts(topk_experts, num_experts)
     L, k = topk_experts.shape
     E = num_experts
-    checks.check_kernel_limits(E, k)
     checks.check_name("version of dispatch", version, VERSIONS)
     return _build(executor or executor_for(topk_experts), version, topk_experts, E, L * k)
 
 
+@implements(stage_contracts.BUILD_PART, gemm.ARRAYS)
 def build_part(topk_experts: Array, num_experts: int, num_routed: int, executor: Executor | None = None) -> Dispatch:
-    """`build`, where some experts of a token are elsewhere: the structures of the rows that are here.
-
-    Parameters
-    ----------
-    topk_experts, num_experts, num_routed
-        As in `numpy_ref.dispatch.build_part`; the host must know R, to allocate the rows.
-    executor : Executor, optional
-        As in `build`.
-
-    Returns
-    -------
-    Dispatch
-        A partial one.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `checks.check_part`, or if E or k is more than the kernels take.
-    """
-    checks.check_part(topk_experts, num_experts, num_routed)
+    """The host must know R, to allocate the rows."""
     return _build(executor or executor_for(topk_experts), DEFAULT_VERSION, topk_experts, num_experts, num_routed)
 
 
