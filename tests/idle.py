@@ -1,10 +1,10 @@
 """A GPU that is pretended on the CPU: torch's own tensors and every launch's arguments, but kernels that do nothing."""
 
+import contextlib
 import functools
 
 import torch
 
-from moeblaze_ref.core import checks
 from moeblaze_ref.runtime.source import KernelSource
 from moeblaze_ref.runtime.torch_executor import TensorBridge, TensorModule, TorchExecutor
 
@@ -48,4 +48,4 @@ class IdleBridge(TensorBridge):
         self.executor = executor
 
     def running(self):
-        return checks.trusted_values()
+        return contextlib.nullcontext()

@@ -4,7 +4,9 @@ import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
+from inspect import isfunction
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,17 +101,30 @@ def refusal(executor: Any, stage: str, version: str) -> str:
     return ""
 
 
-class OpenStage:
-    """A stage whose functions take and return numpy arrays, wherever they run.
+class OpenStage(SimpleNamespace):
+    """The functions of a stage, which take and return numpy arrays, wherever they run.
 
     Arrays are moved to the backend and back, inside tuples and structures too; anything else
     (names, numbers, what a forward saved for its backward) passes as it is.
+
+    Parameters
+    ----------
+    module : module or namespace
+        Whose public functions these are.
+    context : callable
+        Makes what each call runs in.
+    to_backend, to_numpy : callable
+        Move an array.
+    options : dict
+        Of every call, by name.
     """
 
-    def __init__(self, module: ModuleType, context, to_backend: Callable, to_numpy: Callable, options: dict[str, Any]):
-        self._module, self._context, self._options = module, context, options
+    def __init__(self, module: Any, context, to_backend: Callable, to_numpy: Callable, options: dict[str, Any]):
+        self._context, self._options = context, options
         self._to_backend, self._to_numpy = to_backend, to_numpy
-        self._memory = None
+        self._memory: StepMemory | None = None
+        functions = {name: one for name, one in vars(module).items() if isfunction(one) and not name.startswith("_")}
+        super().__init__(**{name: partial(self._call, function) for name, function in functions.items()})
 
     def begin_step(self):
         """Let the arrays of the calls from here on overwrite those of the step before, in the memory where they lay."""
@@ -121,16 +136,11 @@ class OpenStage:
         place = self._memory is not None and isinstance(array, np.ndarray)
         return self._memory.place(array) if place else self._to_backend(array)
 
-    def __getattr__(self, name: str) -> Callable:
-        function = getattr(self._module, name)
-
-        def call(*arguments, **options):
-            moved = (_each_array(argument, self._moved) for argument in arguments)
-            with self._context():
-                result = function(*moved, **options, **self._options)
-            return _each_array(result, self._to_numpy)
-
-        return call
+    def _call(self, function: Callable, *arguments, **options):
+        moved = (_each_array(argument, self._moved) for argument in arguments)
+        with self._context():
+            result = function(*moved, **options, **self._options)
+        return _each_array(result, self._to_numpy)
 
 
 def _each_array(value: Any, move: Callable) -> Any:

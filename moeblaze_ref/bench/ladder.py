@@ -4,10 +4,12 @@ The steps within the last version are all made from its one file: by its constan
 They are timed like whole layers, launch by launch, interleaved: each takes milliseconds, so the host is always ahead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import copy
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import Mapping
+import Sequence
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import activation, expert_up, gemm
@@ -70,10 +72,17 @@ class Step:
         """The layer with no more tokens than the step takes."""
         return config if self.most_tokens is None else config.replace(L=min(config.L, self.most_tokens))
 
-    def executor(self, executor: Executor, config: MoEConfig) -> "Altered":
-        """Return the executor that runs the step."""
-        blocks = executor.multiprocessors if self.persistent else most_tiles(config)
-        return Altered(executor, self.constants, blocks)
+    def executor(self, executor: Executor, config: MoEConfig) -> Executor:
+        """Return the executor that runs the step: with its constants, and for its number of blocks that stay."""
+
+        def load(file: str, text: str | None = None, **constants: Any) -> Module:
+            return executor.load(file, text, **constants | dict(self.constants))
+
+        altered = copy.copy(executor)
+        altered.load = load  # type: ignore[method-assign]
+        if not self.persistent:
+            altered.multiprocessors = most_tiles(config)
+        return altered
 
 
 HOPPER = gemm.HOPPER
@@ -100,29 +109,6 @@ LADDER = (
 TOP = next(step for step in reversed(LADDER) if step.against == ABOVE)
 # The series from 3_mma on, a step for each kernel file; those before are compared with the row above.
 VERSIONS = [step for step in LADDER if step.version == "3_mma" or step.against == BELOW] + [TOP]
-
-
-class Altered:
-    """An executor, but for constants that its files are compiled with and for the blocks of a kernel whose blocks stay.
-
-    Parameters
-    ----------
-    executor : Executor
-    constants : tuple of (name, value)
-        Beside, or in place of, those that a file is loaded with.
-    multiprocessors : int
-        What it says that there are.
-    """
-
-    def __init__(self, executor: Executor, constants: Constants, multiprocessors: int):
-        self._executor, self._constants, self.multiprocessors = executor, constants, multiprocessors
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def load(self, file: str, text: str | None = None, **constants: Any) -> Module:
-        """Load a file with the executor, with this step's constants."""
-        return self._executor.load(file, text, **constants | dict(self._constants))
 
 
 def most_tiles(config: MoEConfig) -> int:

@@ -1,17 +1,13 @@
-"""Checks at the door: every public function states here what it accepts.
+"""What every public function accepts.
 
 Each check raises ValueError or TypeError with the element that is wrong and what is
-allowed. Arrays may be numpy's or CuPy's, or inside `trusted_values` torch's.
+allowed. Arrays may be numpy's or CuPy's.
 """
 
-import contextlib
 import difflib
-import functools
 import math
 import numbers
 import operator
-from contextvars import ContextVar
-from weakref import WeakSet
 
 from moeblaze_ref.core.arrays import dtype_of, is_contiguous, is_writable, strides_of
 from moeblaze_ref.core.structures import EMPTY, Dispatch
@@ -20,64 +16,6 @@ from moeblaze_ref.core.structures import EMPTY, Dispatch
 MAX_ROUTED_ROWS = 2**31 - 1024
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
-
-
-# What the doors take on trust now: nothing, the elements of arrays, or everything.
-_NOTHING, _VALUES, _EVERYTHING = range(3)
-_trusted = ContextVar("trusted", default=_NOTHING)
-
-
-class _Trusting(contextlib.AbstractContextManager):
-    """More trust than outside: a layer enters it several times in a step, and a generator would cost twice as much."""
-
-    what = _NOTHING
-
-    def __enter__(self):
-        self._token = _trusted.set(max(self.what, _trusted.get()))
-
-    def __exit__(self, *exception):
-        _trusted.reset(self._token)
-
-
-class trusted_values(_Trusting):
-    """Within it, checks of an array's elements are left out; types, dtypes, shapes and layouts are still checked.
-
-    For values that a stage has just computed from checked ones: looking at every element again would
-    cost a pass over memory, and on a GPU the wait for its verdict. NaN then travels as it does in torch.
-    """
-
-    what = _VALUES
-
-
-class trusted(_Trusting):
-    """Within it, functions marked `unless_trusted` check nothing.
-
-    For what a layer's own stages give each other, once the layer has checked what it was given.
-    """
-
-    what = _EVERYTHING
-
-
-def unless_trusted(check):
-    """A check that does nothing inside `trusted`."""
-
-    @functools.wraps(check)
-    def door(*arguments, **options):
-        if _trusted.get() < _EVERYTHING:
-            check(*arguments, **options)
-
-    return door
-
-
-def scans(check):
-    """A check that looks at elements: it does nothing inside `trusted_values`."""
-
-    @functools.wraps(check)
-    def unless_values_are_trusted(*arguments):
-        if _trusted.get() < _VALUES:
-            check(*arguments)
-
-    return unless_values_are_trusted
 
 
 def check_type(name, value, expected):
@@ -190,7 +128,6 @@ def numbers_of(indices):
     return (indices >= 0).nonzero()[0]
 
 
-@unless_trusted
 def check_topk_experts(topk_experts, num_experts):
     """``topk_experts`` is (L, k) int32, C-contiguous, ids in range, no expert twice in a row.
 
@@ -211,7 +148,6 @@ def check_topk_experts(topk_experts, num_experts):
         _check_choices(topk_experts, num_experts)
 
 
-@unless_trusted
 def check_part(topk_experts, num_experts, num_routed):
     """``topk_experts`` as in `check_topk_experts`, but ``EMPTY`` for all but ``num_routed`` of its ids."""
     check_array("topk_experts", topk_experts, rank=2, dtypes=("int32",))
@@ -223,7 +159,6 @@ def check_part(topk_experts, num_experts, num_routed):
     _check_part(topk_experts, num_experts, num_routed)
 
 
-@scans
 def _check_part(topk_experts, num_experts, num_routed):
     """Each id is ``EMPTY`` or in range and once in its row; ``num_routed`` are not ``EMPTY``."""
     there = topk_experts != EMPTY
@@ -234,7 +169,6 @@ def _check_part(topk_experts, num_experts, num_routed):
     _check_rows(topk_experts)
 
 
-@scans
 def _check_choices(topk_experts, num_experts):
     """Ids in range, and no expert twice in a row."""
     check_index("topk_experts", topk_experts, num_experts, "experts")
@@ -274,7 +208,6 @@ def check_counts(counts, num_tokens, num_experts, k) -> tuple[int, ...]:
     return checked
 
 
-@unless_trusted
 def check_kernel_limits(num_experts, k):
     """What the dispatch kernels were built for; the numpy specification has no such limit."""
     check_int("num_experts", num_experts, at_least=1, at_most=MAX_EXPERTS)
@@ -307,7 +240,6 @@ def check_shape(name, array, shape):
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must be ({expected})")
 
 
-@scans
 def check_equal(name, array, expected):
     """``array`` holds the very values of ``expected``, which has its shape."""
     differs = array != expected
@@ -316,7 +248,6 @@ def check_equal(name, array, expected):
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be {expected[index]}")
 
 
-@scans
 def check_finite(name, array):
     """``array`` holds no NaN and no infinity."""
     bad = ~(abs(array) < float("inf"))
@@ -348,7 +279,6 @@ def check_offsets(offsets, num_experts, num_routed):
     check_rise(name, offsets, num_routed, "R")
 
 
-@scans
 def check_rise(name, offsets, last, what):
     """From 0 to ``last``, the number of ``what``, without a step down."""
     for index, valid in ((0, 0), (offsets.shape[0] - 1, last)):
@@ -362,7 +292,6 @@ def check_rise(name, offsets, last, what):
         )
 
 
-@scans
 def check_not_negative(name, array):
     """Every element of ``array`` is 0 or more."""
     negative = array < 0
@@ -371,7 +300,6 @@ def check_not_negative(name, array):
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be >= 0")
 
 
-@scans
 def check_index(name, indices, limit, what):
     """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
     _refuse(name, indices, _outside(indices, limit), limit, what)
@@ -396,16 +324,11 @@ def check_dispatch(dispatch):
     expert, and expert_token_indices holds its token there.
     """
     check_type("dispatch", dispatch, Dispatch)
-    if not (_trusted.get() and dispatch in _well_formed):  # each stage of a layer asks
-        _check_form(dispatch)
-        _well_formed.add(dispatch)
+    _check_form(dispatch)
     check_index("expert_token_indices", dispatch.expert_token_indices, dispatch.L, "tokens")
     check_index("token_expert_indices", dispatch.token_expert_indices, dispatch.E, "experts")
     check_index("token_index_map", dispatch.token_index_map, dispatch.R, "routed rows")
     _check_slots(dispatch)
-
-
-_well_formed = WeakSet()  # Dispatches whose arrays fit each other
 
 
 def _check_form(dispatch):
@@ -421,7 +344,6 @@ def _check_form(dispatch):
     check_offsets(dispatch.expert_token_offsets, dispatch.E, dispatch.R)
 
 
-@scans
 def _check_slots(dispatch):
     """The map leads each slot into its expert's rows and to its token.
 

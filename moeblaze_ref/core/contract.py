@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from moeblaze_ref.core import checks
@@ -20,6 +21,7 @@ from moeblaze_ref.core.arrays import dtype_of
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
+G = TypeVar("G")
 
 Arguments = Mapping[str, Any]  # by name
 
@@ -165,7 +167,8 @@ class Contract:
     before, after : callable
         Checks of the arguments by name that shapes and dtypes do not state; they run before and after those.
     whole : callable
-        Checks all arguments by name, for a backend's arrays, in place of what is stated of each.
+        Checks all arguments, given by name beside the backend's ``dtypes``, in place of their own checks: for shapes
+        that depend on a switch.
     errors : str
         What else raises a ValueError.
     """
@@ -177,17 +180,22 @@ class Contract:
     first: str = ""
     before: Callable[[Arguments], None] | None = None
     after: Callable[[Arguments], None] | None = None
-    whole: Callable[[Arguments, Arrays], None] | None = None
+    whole: Callable[..., None] | None = None
     errors: str = ""
 
-    @checks.unless_trusted
     def check(self, arrays: Arrays, given: Arguments) -> None:
         """Raise ValueError or TypeError if the arguments, by name, are not as stated."""
-        if self.whole is not None:
-            self.whole(given, arrays)
-            return
         if self.before is not None:
             self.before(given)
+        if self.whole is None:
+            self._check_each(arrays, given)
+        else:
+            self.whole(**{one.name: given[one.name] for one in self.arguments}, dtypes=arrays.dtypes)
+        if self.after is not None:
+            self.after(given)
+
+    def _check_each(self, arrays: Arrays, given: Arguments) -> None:
+        """Check each argument as it is stated."""
         sizes: dict[str, int] = {}
         for one in self.arguments:
             if isinstance(one, Structure):
@@ -201,8 +209,6 @@ class Contract:
             tensor.check(array, sizes, arrays.allowed(tensor.kind, common))
             if tensor.kind == DTYPE:
                 common = dtype_of(array)
-        if self.after is not None:
-            self.after(given)
 
     @functools.cached_property
     def _tensors(self) -> list[Tensor]:
@@ -224,7 +230,7 @@ class Contract:
             "Returns": "\n".join(one.documented(arrays) for one in self.results),
             "Raises": _entry("ValueError", "", f"If {self._wrong}")
             + "\n"
-            + _entry("TypeError", "", "If a dtype is not allowed"),
+            + _entry("TypeError", "", "If a type or dtype is not allowed"),
             "Notes": f"{self.source}.",
         }
         head = [self.summary, inspect.cleandoc(own)] if own else [self.summary]
@@ -245,6 +251,22 @@ class Checked(Protocol, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Check the arguments, then call the body."""
+
+
+def bodies(kind: type[G], module: ModuleType, **options: Any) -> G:
+    """Return a group of a stage's functions without their checks, such as a layer calls.
+
+    Parameters
+    ----------
+    kind : type
+        A NamedTuple of functions, by their names in the module.
+    module : module
+        The stage.
+    **options
+        What each is called with, such as an executor.
+    """
+    functions = [getattr(module, name).unchecked for name in kind._fields]  # type: ignore[attr-defined]
+    return kind(*(functools.partial(function, **options) if options else function for function in functions))
 
 
 def implements(contract: Contract, arrays: Arrays) -> Callable[[Callable[P, R]], Checked[P, R]]:
@@ -274,7 +296,7 @@ def implements(contract: Contract, arrays: Arrays) -> Callable[[Callable[P, R]],
             given = defaults | dict(zip(names, args, strict=False)) | kwargs
             if len(args) <= len(names) and {*names} == given.keys():  # else the call itself says what is wrong
                 contract.check(arrays, given)
-            return function(*args, **kwargs)
+            return whole.unchecked(*args, **kwargs)
 
         checked.__doc__ = contract.documented(arrays, tuple(ADDED[name] for name in added), function.__doc__ or "")
         whole = cast(Checked[P, R], checked)

@@ -1,11 +1,12 @@
 """What the block-sparse stage accepts, in every backend: whole blocks, indices that agree, one dtype, finite values.
 
-Inside a layer they look at no element, `checks.trusted_values`: it has checked what it was given, and its stages made
-the rest.
+The contracts come last, after the checks that they name.
 """
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.contract import ROUTING, Contract, Structure, Tensor, Value
+from moeblaze_ref.core.stage_contracts import ACTIVATION, DISPATCH, NO_GATE, UNGATED, W1, W2, W3
 from moeblaze_ref.core.structures import EMPTY, PaddedBins, Topology
 
 MAX_INT32 = checks.MAX_ROUTED_ROWS  # rows and columns that indices can name, and blocks
@@ -27,10 +28,9 @@ def _owned(first, end):
 # Padded bins ----------------------------------------------------------------------------------------------------------
 
 
-@checks.unless_trusted
-def check_pad(dispatch, block):
-    """A Dispatch, and a block size with which the padded rows, at most R + E (block - 1), fit int32."""
-    checks.check_dispatch(dispatch)
+def _check_padded_rows(given):
+    """With this block size the padded rows, at most R + E (block - 1), fit int32."""
+    dispatch, block = given["dispatch"], given["block"]
     check_block(block)
     most = dispatch.R + dispatch.E * (int(block) - 1)
     if most > MAX_INT32:
@@ -40,10 +40,9 @@ def check_pad(dispatch, block):
         )
 
 
-@checks.unless_trusted
-def check_build_topology(bins, h):
-    """PaddedBins, and a width h that their blocks divide into no more blocks than int32 can number."""
-    check_bins(bins)
+def _check_width(given):
+    """The bins' blocks divide the width h into no more blocks than int32 can number."""
+    bins, h = given["bins"], given["h"]
     checks.check_int("h", h, at_least=1)
     check_block(bins.block, h)
     blocks = bins.P // bins.block * (int(h) // bins.block)
@@ -72,7 +71,6 @@ def check_bins(bins):
     _check_padding_last(bins)
 
 
-@checks.scans
 def _check_whole_blocks(bins):
     broken = bins.padded_offsets % bins.block != 0
     if bool(broken.any()):
@@ -83,7 +81,6 @@ def _check_whole_blocks(bins):
         )
 
 
-@checks.scans
 def _check_inverse(bins):
     """Every slot's row holds it, and every other row is padding."""
     wrong = bins.slots[bins.rows] != checks.numbers_of(bins.rows)
@@ -98,7 +95,6 @@ def _check_inverse(bins):
         raise ValueError(f"slots[{row}] is {int(bins.slots[row])}, but rows leads no slot there: it must be {EMPTY}")
 
 
-@checks.scans
 def _check_padding_last(bins):
     """Slots ascend inside a group, and padding follows them."""
     order = bins.slots.copy()
@@ -138,7 +134,6 @@ def check_topology(topology):
     _check_order_in_columns(topology)
 
 
-@checks.scans
 def _check_rows(topology):
     """Every block lies between its block row's offsets."""
     number = checks.numbers_of(topology.row_indices)
@@ -154,7 +149,6 @@ def _check_rows(topology):
         )
 
 
-@checks.scans
 def _check_order_in_rows(topology):
     """Block columns ascend inside a block row, none twice."""
     at = _first_fall(topology.column_indices, topology.row_indices)
@@ -166,7 +160,6 @@ def _check_order_in_rows(topology):
         )
 
 
-@checks.scans
 def _check_columns(topology):
     """Every transpose index is a block of the block column that owns its place."""
     order = topology.transpose_indices
@@ -181,7 +174,6 @@ def _check_columns(topology):
         )
 
 
-@checks.scans
 def _check_order_in_columns(topology):
     """Transpose indices visit ascending block rows inside a block column, no block twice."""
     order = topology.transpose_indices
@@ -204,16 +196,26 @@ def _first_fall(indices, group):
 # Products -------------------------------------------------------------------------------------------------------------
 
 
-def check_values(name, values, topology, dtypes):
-    """``values`` (nnz, block, block) of the topology."""
-    _check_blocks(name, values, topology.nnz, topology.block, dtypes)
+def _check_mask(given):
+    checks.check_array("mask", given["mask"], rank=2, dtypes=("bool",), contiguous=False)
+    check_block(given["block"])
+
+
+def _check_to_dense(values, topology, dtypes):
+    check_topology(topology)
+    _check_blocks("values", values, topology.nnz, topology.block, dtypes)
+
+
+def _check_from_dense(dense, topology, dtypes):
+    check_topology(topology)
+    checks.check_tensor("dense", dense, dict(zip("MN", topology.shape, strict=True)), dtypes)
 
 
 def _check_blocks(name, values, nnz, block, dtypes):
     checks.check_tensor(name, values, {"nnz": nnz, "block": block, "block again": block}, dtypes)
 
 
-def check_parts(name, dense, rows, topology, dtypes):
+def _check_parts(name, dense, rows, topology, dtypes):
     """``dense`` (rows, N), or its parts (E, rows, N / E) of whole blocks side by side; rows may be None."""
     N, block = topology.shape[1], topology.block
     if getattr(dense, "ndim", 2) != 3:  # what is no array is refused here
@@ -227,8 +229,7 @@ def check_parts(name, dense, rows, topology, dtypes):
     checks.check_tensor(name, dense, {"parts": parts, "rows": rows, "columns": width}, dtypes)
 
 
-@checks.unless_trusted
-def check_sdd(lhs, rhs, topology, transpose_rhs, dtypes):
+def _check_sdd(lhs, rhs, topology, transpose_rhs, dtypes):
     """lhs (M, K) and rhs (K, N) or its parts, or (N, K) if ``transpose_rhs``, belong to a topology (M, N)."""
     check_topology(topology)
     M, N = topology.shape
@@ -237,31 +238,27 @@ def check_sdd(lhs, rhs, topology, transpose_rhs, dtypes):
     if transpose_rhs:
         checks.check_tensor("rhs", rhs, {"N": N, "K": depth}, same)
     else:
-        check_parts("rhs", rhs, depth, topology, same)
+        _check_parts("rhs", rhs, depth, topology, same)
 
 
-@checks.unless_trusted
-def check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, dtypes):
+def _check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, dtypes):
     """values of a topology (M, N), and rhs (N, K), or (K, N) or its parts if ``transpose_rhs``.
 
     With ``transpose_lhs`` M takes the place of N, and there are no parts.
     """
-    check_topology(topology)
-    check_values("values", values, topology, dtypes)
+    _check_to_dense(values, topology, dtypes)
     same, depth = (checks.dtype_of(values),), topology.shape[0 if transpose_lhs else 1]
     if transpose_rhs and not transpose_lhs:
-        check_parts("rhs", rhs, None, topology, same)
+        _check_parts("rhs", rhs, None, topology, same)
     else:
         checks.check_tensor(
             "rhs", rhs, {"K": None, "depth": depth} if transpose_rhs else {"depth": depth, "K": None}, same
         )
 
 
-@checks.unless_trusted
-def check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
+def _check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
     """lhs (K, M), or (M, K) if ``transpose_lhs``, and values of a topology (M, N); N in ``parts`` of whole blocks."""
-    check_topology(topology)
-    check_values("values", values, topology, dtypes)
+    _check_to_dense(values, topology, dtypes)
     M, N = topology.shape
     shape = {"M": M, "K": None} if transpose_lhs else {"K": None, "M": M}
     checks.check_tensor("lhs", lhs, shape, (checks.dtype_of(values),))
@@ -275,8 +272,7 @@ def check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
 # Between the projections ----------------------------------------------------------------------------------------------
 
 
-@checks.unless_trusted
-def check_activate(a, b, activation, dtypes):
+def _check_activate(a, b, activation, dtypes):
     """a and b (nnz, block, block) belong together; b is there exactly if the activation is gated."""
     checks.check_second_projection("b", b, is_gated(activation), activation)
     checks.check_array("a", a, 3, dtypes, contiguous=False)
@@ -285,40 +281,188 @@ def check_activate(a, b, activation, dtypes):
         _check_blocks("b", b, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 
 
-@checks.unless_trusted
-def check_activate_backward(d_y, a, b, activation, dtypes):
-    """As `check_activate`, and d_y (nnz, block, block) belongs to them."""
-    check_activate(a, b, activation, dtypes)
+def _check_activate_backward(d_y, a, b, activation, dtypes):
+    """As `_check_activate`, and d_y (nnz, block, block) belongs to them."""
+    _check_activate(a, b, activation, dtypes)
     _check_blocks("d_y", d_y, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 
 
-# Rows into bins and back ----------------------------------------------------------------------------------------------
+# Layers that copy rows into bins, those of fixed capacity too ---------------------------------------------------------
 
 
-@checks.unless_trusted
-def check_gather(x, bins, gates, dtypes, gate_dtypes=None):
-    """x (L, d) and gates (L, k), if there are any, belong to the bins."""
-    check_bins(bins)
-    checks.check_tensor("x", x, {"L": bins.L, "d": None}, dtypes)
-    _check_gates(gates, bins, x, gate_dtypes)
+def check_w2(given):
+    """w2 is there exactly if the activation is gated."""
+    checks.check_second_projection("w2", given["w2"], is_gated(given["activation"]), given["activation"])
 
 
-@checks.unless_trusted
-def check_scatter(y, bins, gates, dtypes, gate_dtypes=None):
-    """y (P, d) and gates (L, k), if there are any, belong to the bins."""
-    check_bins(bins)
-    checks.check_tensor("y", y, {"P": bins.P, "d": None}, dtypes)
-    _check_gates(gates, bins, y, gate_dtypes)
+def check_experts_backward(d_out, w1, w2, w3, saved, h):
+    """d_out (L, d) and the experts' weights are of the sizes and the dtype of what a forward into bins has saved."""
+    E, d, same = saved.bins.E, saved.x_rows.shape[-1], (checks.dtype_of(saved.x_rows),)
+    checks.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)
+    checks.check_tensor("w1", w1, {"E": E, "d": d, "h": h}, same)
+    checks.check_second_projection("w2", w2, is_gated(saved.activation), saved.activation)
+    if w2 is not None:
+        checks.check_tensor("w2", w2, {"E": E, "d": d, "h": h}, same)
+    checks.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, same)
 
 
-def _check_gates(gates, bins, like, gate_dtypes):
-    if gates is not None:
-        checks.check_tensor("gates", gates, {"L": bins.L, "k": bins.k}, gate_dtypes or (checks.dtype_of(like),))
+# ---- declared ----------------------------------------------------------------------------------------------------
 
+BINS = Structure("bins", "PaddedBins", check_bins, "L k P")
+TOPOLOGY = Structure("topology", "Topology", check_topology, "", "Of a matrix (M, N)")
+GATES = Tensor("gates", "L k", ROUTING, "The weight of each slot")
+WEIGHTS_OF_ROWS = Tensor("gates", "L k", ROUTING, "The weight of each slot", optional="if rows are not weighted")
+VALUES = Tensor("values", "nnz block block", text="The stored blocks, in the order of the block rows")
+A = Tensor("a", "nnz block block", text="x w1")
+B = Tensor("b", "nnz block block", text="x w2", optional=UNGATED)
+BLOCK = Value("block", "int", "Rows and columns of a block")
+TRANSPOSE_RHS = Value("transpose_rhs", "bool", "Multiply by the transpose of rhs")
 
-@checks.unless_trusted
-def check_gate_gradient(d_out, y, bins, dtypes):
-    """d_out (L, d) and y (P, d) belong to the bins."""
-    check_bins(bins)
-    checks.check_tensor("y", y, {"P": bins.P, "d": None}, dtypes)
-    checks.check_tensor("d_out", d_out, {"L": bins.L, "d": y.shape[1]}, (checks.dtype_of(y),))
+PAD = Contract(
+    "Return bins of whole blocks: where every routed row lies once each expert's group is padded.",
+    (DISPATCH, BLOCK),
+    (Value("bins", "PaddedBins", "An expert without rows has an empty bin"),),
+    "MegaBlocks, section 5.2: groups are padded to a multiple of the block size",
+    after=_check_padded_rows,
+    errors="the dispatch is not valid, block is below 1, or the padded rows could exceed what int32 counts",
+)
+BUILD_TOPOLOGY = Contract(
+    "Return the block-sparse matrix (P, E h) of the bins: a block row stores the h columns of its rows' expert.",
+    (BINS, Value("h", "int", "Expert width, a multiple of the block size")),
+    (
+        Value(
+            "topology",
+            "Topology",
+            "Of P h / block**2 blocks. The transpose indices follow from the structure: a block column has the block "
+            "rows of its expert, so nothing is sorted",
+        ),
+    ),
+    "MegaBlocks, sections 5.1.3 (hybrid blocked-CSR-COO) and 5.1.4 (transpose indices)",
+    after=_check_width,
+    errors="the bins are not valid, the block size does not divide h, or rows, columns or blocks exceed what int32 "
+    "counts",
+)
+TOPOLOGY_OF = Contract(
+    "Return the Topology of any mask: what the five arrays mean, by definition.",
+    (Value("mask", "ndarray (M / block, N / block), bool", "Which blocks are stored"), BLOCK),
+    (Value("topology", "Topology"),),
+    "MegaBlocks, sections 5.1.3 and 5.1.4",
+    after=_check_mask,
+    errors="the mask is not a matrix or block is below 1",
+)
+TO_DENSE = Contract(
+    "Return the matrix with zeros where no block is stored.",
+    (VALUES, TOPOLOGY),
+    (Tensor("dense", "M N"),),
+    "MegaBlocks, section 5.1.3",
+    whole=_check_to_dense,
+)
+FROM_DENSE = Contract(
+    "Return the stored blocks of a matrix; the others are lost.",
+    (Tensor("dense", "M N"), TOPOLOGY),
+    (VALUES,),
+    "MegaBlocks, section 5.1.3",
+    whole=_check_from_dense,
+)
+
+PADDED_GATHER = Contract(
+    "Return rows of x copied into the bins, times their gates if there are any; padding is zero.",
+    (Tensor("x", "L d"), BINS, WEIGHTS_OF_ROWS),
+    (Tensor("rows", "P d"),),
+    "MegaBlocks, section 5.2. With gates it is the gradient of ``padded_scatter`` by y",
+)
+PADDED_SCATTER = Contract(
+    "Return each token's sum of its rows in the bins, times its gates if there are any.",
+    (Tensor("y", "P d"), BINS, WEIGHTS_OF_ROWS),
+    (Tensor("out", "L d"),),
+    "MegaBlocks, section 5.2. Without gates it is the gradient of ``padded_gather``",
+)
+GATE_GRADIENT = Contract(
+    "Return the gradient of the gates: <d_out, y> of each slot.",
+    (Tensor("d_out", "L d"), Tensor("y", "P d", text="As it went into ``padded_scatter``"), BINS),
+    (Tensor("d_gates", "L k", ROUTING),),
+    "MegaBlocks, section 5.2",
+    first="y",
+)
+
+SDD = Contract(
+    "Return the stored blocks of lhs rhs, and no others: S = D D.",
+    (
+        Tensor("lhs", "M K"),
+        Tensor("rhs", "K N", text="Or its parts (E, K, N / E) side by side. With ``transpose_rhs`` (N, K)"),
+        TOPOLOGY,
+        TRANSPOSE_RHS,
+    ),
+    (VALUES,),
+    "MegaBlocks, sections 5.1 and 5.1.3",
+    whole=_check_sdd,
+)
+DSD = Contract(
+    "Return a block-sparse matrix, or its transpose, times a dense one: D = S D.",
+    (
+        VALUES,
+        TOPOLOGY,
+        Tensor(
+            "rhs",
+            "N K",
+            text="With ``transpose_rhs`` (K, N), or its parts (E, K, N / E) side by side. With ``transpose_lhs`` M for "
+            "N, and no parts",
+        ),
+        Value(
+            "transpose_lhs",
+            "bool",
+            "Multiply the transpose of the sparse matrix: its blocks are visited by the transpose indices",
+        ),
+        TRANSPOSE_RHS,
+    ),
+    (Tensor("result", "M K", text="(N, K) with ``transpose_lhs``; zeros in block rows that store nothing"),),
+    "MegaBlocks, sections 5.1 and 5.1.4",
+    whole=_check_dsd,
+)
+DDS = Contract(
+    "Return a dense matrix, or its transpose, times a block-sparse one: D = D S.",
+    (
+        Tensor("lhs", "K M", text="With ``transpose_lhs`` (M, K)"),
+        VALUES,
+        TOPOLOGY,
+        Value("transpose_lhs", "bool", "Multiply the transpose of lhs"),
+        Value("parts", "int", "How many parts the result comes in, of whole blocks each"),
+    ),
+    (
+        Tensor(
+            "result",
+            "parts K N/parts",
+            text="The matrix (K, N), its parts side by side; zeros in block columns that store nothing",
+        ),
+    ),
+    "MegaBlocks, sections 5.1 and 5.1.4: the blocks are visited by the transpose indices",
+    whole=_check_dds,
+    errors=", the block columns do not fall into the parts",
+)
+
+ACTIVATE = Contract(
+    "Return the activation of every stored value: act(a) * b if gated, else act(a).",
+    (A, B, ACTIVATION),
+    (Tensor("y_swi", "nnz block block"),),
+    "MegaBlocks, section 5.1; MoEBlaze, section 5: Y_swi = SiLU(A) * B",
+    whole=_check_activate,
+    errors=NO_GATE,
+)
+ACTIVATE_BACKWARD = Contract(
+    "Return the gradients of a and b, with act(a) computed again.",
+    (Tensor("d_y", "nnz block block", text="Gradient of y_swi"), A, B, ACTIVATION),
+    (Tensor("d_a", "nnz block block"), Tensor("d_b", "nnz block block", optional=UNGATED)),
+    "MegaBlocks, section 5.1; MoEBlaze, section 5: dB = dY * SiLU(A), dA = dY * B * SiLU'(A)",
+    whole=_check_activate_backward,
+    errors=NO_GATE,
+)
+
+# What the layers take, beside options of their own.
+EXPERTS = (Tensor("x", "L d", text="Tokens; L = 0 is valid"), W1, W2, W3, DISPATCH, GATES, ACTIVATION)
+EXPERTS_BACKWARD = (
+    Tensor("d_out", "L d", text="Gradient of the output"),
+    Value("saved", "Saved", "From ``forward``; it is not changed, so a second backward gives the same again"),
+    W1,
+    W2,
+    W3,
+)

@@ -1,6 +1,6 @@
 """What the stages accept, in every backend: shapes that agree, one dtype, finite values.
 
-A layer checks its own arguments, and its stages make the rest. So inside a layer (`checks.trusted`) nothing is checked.
+A layer checks its own arguments, and its stages make the rest: it calls the functions behind these checks.
 """
 
 from dataclasses import replace
@@ -44,6 +44,17 @@ COMBINE = Contract(
     "MoEBlaze, section 3.1; gather and sum as in SonicMoE (arXiv 2512.14080)",
 )
 COMBINE_ATOMIC = replace(COMBINE, results=(Tensor("out", "L d", text="Not the same bits from run to run"),))
+COMBINE_IN_PARTS = Contract(
+    "Return the combine of expert outputs of which some columns come after the others; without gates, their sum.",
+    (
+        Value("parts", "tuple of arrays (R, width)", "All columns of y, or of the rows that sum to the gradient of x"),
+        Tensor("gates", "L k", ROUTING, "The weight of each slot", optional="for the sum"),
+        DISPATCH,
+    ),
+    (Tensor("out", "L d", text="d is the sum of the widths"),),
+    "MoEBlaze, sections 3.1 and 3.2",
+    whole=lambda **given: check_parts_of_rows(**given),
+)
 COMBINE_BACKWARD = Contract(
     "Return the gradients of the expert outputs and of the gates, the textbook way: it needs y saved for backward.",
     (Tensor("d_out", "L d", text="Gradient of the output"), Y, GATES, DISPATCH),
@@ -170,19 +181,9 @@ ROUTER_Z_LOSS_BACKWARD = Contract(
 # ---- dispatch ------------------------------------------------------------------------------------
 
 
-def _check_choices(given, _):
-    checks.check_topk_experts(given["topk_experts"], given["num_experts"])
-
-
-def _check_choices_of_kernels(given, _):
-    _check_choices(given, _)
-    checks.check_kernel_limits(given["num_experts"], given["topk_experts"].shape[1])
-
-
 CHOICES = Tensor("topk_experts", "L k", INT32, "Expert ids of each token, distinct within a row; C-contiguous")
 SLOTS = replace(CHOICES, text="Tells which of its k slots a token used for an expert; C-contiguous")
 NUM_EXPERTS = Value("num_experts", "int", "E")
-NUM_EXPERTS_OF_KERNELS = replace(NUM_EXPERTS, text="E, at most 1,024; k is at most 32")
 BAD_CHOICES = "an id is out of range or doubled, k > E, or R = L * k exceeds 2**31 - 1024"
 MAP = Tensor("dense_map", "L E", INT32, "From step 1")
 OFFSETS = Tensor("offsets", "E+1", INT32, "From step 2")
@@ -206,16 +207,15 @@ DENSE_MAP = Contract(
         ),
     ),
     STEP_1,
-    whole=_check_choices,
+    whole=lambda dtypes, **given: checks.check_topk_experts(**given),
     errors=BAD_CHOICES,
 )
-DENSE_MAP_OF_KERNELS = replace(DENSE_MAP, arguments=(CHOICES, NUM_EXPERTS_OF_KERNELS), whole=_check_choices_of_kernels)
 EXPERT_LENGTHS = Contract(
     "Return step 2a: how many tokens each expert gets.",
     (replace(MAP, text="As made by the function of that name"),),
     (Tensor("lengths", "E", INT32),),
     STEP_2,
-    whole=lambda given, _: check_dense_map(given["dense_map"]),
+    whole=lambda dtypes, **given: check_dense_map(**given),
     errors="the rank is not 2",
 )
 EXPERT_OFFSETS = Contract(
@@ -223,7 +223,7 @@ EXPERT_OFFSETS = Contract(
     (Tensor("lengths", "E", INT32),),
     (Tensor("offsets", "E+1", INT32),),
     STEP_2,
-    whole=lambda given, _: check_lengths(given["lengths"]),
+    whole=lambda dtypes, **given: check_lengths(**given),
     errors="a length is negative or their sum R exceeds 2**31 - 1024",
 )
 ROUTE_INDICES = Contract(
@@ -231,7 +231,7 @@ ROUTE_INDICES = Contract(
     (MAP, OFFSETS, SLOTS),
     POSITIONS,
     STEP_3,
-    whole=lambda given, _: check_route_indices(given["dense_map"], given["offsets"], given["topk_experts"]),
+    whole=lambda dtypes, **given: check_route_indices(**given),
     errors="topk_experts is not valid, or the map or the offsets are not what steps 1 and 2 make of it",
 )
 LOCATION_MAP = Contract(
@@ -247,7 +247,7 @@ LOCATION_MAP = Contract(
         ),
     ),
     f"{STEP_3}: the exclusive scan of each column, plus the expert's offset. `route_indices` does both phases at once",
-    whole=lambda given, _: check_location_map(given["dense_map"], given["offsets"]),
+    whole=lambda dtypes, **given: check_location_map(**given),
     errors="the rank of the map is not 2, or the offsets are not what step 2 makes of it",
 )
 WRITE_INDICES = Contract(
@@ -255,7 +255,7 @@ WRITE_INDICES = Contract(
     (MAP, LOCATIONS, SLOTS),
     POSITIONS,
     STEP_3,
-    whole=lambda given, _: check_write_indices(given["dense_map"], given["location_map"], given["topk_experts"]),
+    whole=lambda dtypes, **given: check_write_indices(**given),
     errors="topk_experts is not valid, or a map is not what the steps before make of it",
 )
 BUILD = Contract(
@@ -263,11 +263,8 @@ BUILD = Contract(
     (replace(CHOICES, text=f"{CHOICES.text}; L = 0 is valid"), NUM_EXPERTS),
     (MADE,),
     "MoEBlaze, sections 4.1 and 4.2",
-    whole=_check_choices,
+    whole=lambda dtypes, **given: checks.check_topk_experts(**given),
     errors=BAD_CHOICES,
-)
-BUILD_OF_KERNELS = replace(
-    BUILD, arguments=(BUILD.arguments[0], NUM_EXPERTS_OF_KERNELS), whole=_check_choices_of_kernels
 )
 BUILD_BY_SORT = replace(BUILD, summary="Return the same structures by a stable sort of the R expert ids.")
 BUILD_PART = Contract(
@@ -279,7 +276,7 @@ BUILD_PART = Contract(
     ),
     (replace(MADE, text="A partial one"),),
     "MoEBlaze, section 4.2, for the part of a layer's experts that a rank has",
-    whole=lambda given, _: checks.check_part(given["topk_experts"], given["num_experts"], given["num_routed"]),
+    whole=lambda dtypes, **given: checks.check_part(**given),
     errors="an id is out of range or doubled, num_routed is another number, or R or a size is out of range",
 )
 
@@ -443,16 +440,52 @@ ACTIVATE_BACKWARD = Contract(
     errors=NO_GATE,
 )
 
+# ---- in the kernels ------------------------------------------------------------------------------
+
+
+def _limited(contract: Contract) -> Contract:
+    """The contract of kernels, which were built for so many experts."""
+
+    def after(given):
+        if contract.after is not None:
+            contract.after(given)
+        scores = given.get("logits", given.get("probs"))
+        num_experts = given["num_experts"] if scores is None else scores.shape[1]
+        k = given["topk_experts"].shape[1] if "topk_experts" in given else given.get("k", 1)
+        checks.check_kernel_limits(num_experts, k)
+
+    return replace(
+        contract, after=after, errors=f"{contract.errors}, E > {checks.MAX_EXPERTS} or k > {checks.MAX_TOP_K}"
+    )
+
+
+GATING_IN_KERNELS = _limited(GATING)
+GATING_BACKWARD_IN_KERNELS = _limited(GATING_BACKWARD)
+LOAD_BALANCING_LOSS_IN_KERNELS = _limited(LOAD_BALANCING_LOSS)
+ROUTER_Z_LOSS_IN_KERNELS = _limited(ROUTER_Z_LOSS)
+DENSE_MAP_IN_KERNELS = _limited(DENSE_MAP)
+BUILD_IN_KERNELS = _limited(BUILD)
+
 # ---- as functions --------------------------------------------------------------------------------
 
 
-@checks.unless_trusted
+def check_parts_of_rows(parts, gates, dispatch, dtypes):
+    """The parts (R, width) and, if there are any, the gates (L, k) belong to the Dispatch."""
+    checks.check_dispatch(dispatch)
+    if not parts:
+        raise ValueError("parts is empty, but it must have at least one array")
+    if gates is not None:
+        checks.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, ("float32",))
+    for number, part in enumerate(parts):
+        checks.check_tensor(f"parts[{number}]", part, {"R": dispatch.R, "width": None}, dtypes)
+        dtypes = (checks.dtype_of(part),)
+
+
 def check_dense_map(dense_map):
     """dense_map (L, E) int32."""
     checks.check_array("dense_map", dense_map, rank=2, dtypes=("int32",), contiguous=False)
 
 
-@checks.unless_trusted
 def check_lengths(lengths):
     """lengths (E,) int32, none negative, whose sum R fits the index structures."""
     checks.check_array("lengths", lengths, rank=1, dtypes=("int32",), contiguous=False)
@@ -461,21 +494,18 @@ def check_lengths(lengths):
     checks.check_int("R, the sum of the lengths,", num_routed, at_least=0, at_most=checks.MAX_ROUTED_ROWS)
 
 
-@checks.unless_trusted
 def check_route_indices(dense_map, offsets, topk_experts):
     """dense_map (L, E) and offsets (E + 1,) are those that the first two steps make of topk_experts (L, k)."""
     _check_map_of(dense_map, topk_experts)
     _check_offsets_of(offsets, dense_map)
 
 
-@checks.unless_trusted
 def check_location_map(dense_map, offsets):
     """dense_map (L, E), and offsets (E + 1,) are those that the second step makes of it."""
     check_dense_map(dense_map)
     _check_offsets_of(offsets, dense_map)
 
 
-@checks.unless_trusted
 def check_write_indices(dense_map, location_map, topk_experts):
     """dense_map and location_map (L, E) are those that the steps before make of topk_experts (L, k)."""
     _check_map_of(dense_map, topk_experts)
@@ -511,27 +541,6 @@ def _check_offsets_of(offsets, dense_map):
     checks.check_equal("offsets", offsets, valid_offsets)
 
 
-@checks.unless_trusted
-def check_expert_up(x, w1, w2, dispatch, dtypes):
-    """x (L, d), w1 and w2 (E, d, h) and the Dispatch belong together; w2 may be None."""
-    checks.check_dispatch(dispatch)
-    checks.check_tensor("x", x, {"L": dispatch.L, "d": None}, dtypes)
-    same = (checks.dtype_of(x),)
-    checks.check_tensor("w1", w1, {"E": dispatch.E, "d": x.shape[1], "h": None}, same)
-    if w2 is not None:
-        checks.check_tensor("w2", w2, {"E": dispatch.E, "d": x.shape[1], "h": w1.shape[2]}, same)
-
-
-@checks.unless_trusted
-def check_expert_up_forward(x, w1, w2, dispatch, activation, stores, dtypes):
-    """As `check_expert_up`; w2 is there exactly if the activation is gated, and ``stores`` names results."""
-    for name in stores:
-        checks.check_name("result of expert_up", name, HIDDEN)
-    checks.check_second_projection("w2", w2, is_gated(activation), activation)
-    check_expert_up(x, w1, w2, dispatch, dtypes)
-
-
-@checks.unless_trusted
 def check_layer(x, weights, k, activation, dtypes):
     """x (L, d), the weights (wg, w1, w2, w3), k and the activation describe one layer."""
     gated = is_gated(activation)
@@ -548,27 +557,3 @@ def check_layer(x, weights, k, activation, dtypes):
     checks.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
     # The configuration's own door checks the sizes, k and R.
     MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=checks.dtype_of(x))
-
-
-@checks.unless_trusted
-def check_experts(x, w1, w2, w3, dispatch, gates, activation, dtypes):
-    """x (L, d), the experts' weights, the Dispatch, the gates (L, k) and the activation belong together.
-
-    Gates are float32, or float64 beside float64.
-    """
-    check_expert_up_forward(x, w1, w2, dispatch, activation, ("y_swi",), dtypes)
-    E, d, h = w1.shape
-    checks.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, (checks.dtype_of(x),))
-    wide = "float64" if checks.dtype_of(x) == "float64" else "float32"
-    checks.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, (wide,))
-
-
-def check_experts_backward(d_out, w1, w2, w3, saved, h):
-    """d_out (L, d) and the experts' weights are of the sizes and the dtype of what a forward into bins has saved."""
-    E, d, same = saved.bins.E, saved.x_rows.shape[-1], (checks.dtype_of(saved.x_rows),)
-    checks.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)
-    checks.check_tensor("w1", w1, {"E": E, "d": d, "h": h}, same)
-    checks.check_second_projection("w2", w2, is_gated(saved.activation), saved.activation)
-    if w2 is not None:
-        checks.check_tensor("w2", w2, {"E": E, "d": d, "h": h}, same)
-    checks.check_tensor("w3", w3, {"E": E, "h": h, "d": d}, same)

@@ -18,7 +18,7 @@ from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn.torch_layer import KernelMoE
 from moeblaze_ref.nn.torch_node import Backward, Forward, System
 from moeblaze_ref.runtime.torch_bridge import Bridge
-from moeblaze_ref.systems import megablocks
+from moeblaze_ref.systems import layer, megablocks
 from moeblaze_ref.systems.layer import MoEWeights
 
 
@@ -33,10 +33,10 @@ class MegaBlocks(NamedTuple):
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
         k, activation, renormalize, block, version = self
-        dispatch, gates, *losses = raw_layer.route(
-            x, weights, k, activation, renormalize, topk_experts, bridge.executor
-        )
-        out, kept = block_sparse.forward(x, *weights[1:], dispatch, gates, activation, block, bridge.executor, version)
+        stages = raw_layer.stages_for(x, weights, bridge.executor)
+        dispatch, gates, *losses = layer.route(stages, x, weights.wg, k, renormalize, topk_experts)
+        sparse = block_sparse.stages_for(x, block, bridge.executor, version)
+        out, kept = megablocks.forward(sparse, x, *weights[1:], dispatch, gates, activation, block)
         saved = bridge.by_name({"token_expert_indices": dispatch.token_expert_indices, **kept.tensors()})
         chosen = saved["token_expert_indices"].view(-1, k)
         return Forward(*bridge.tensors([out, *losses]), chosen, saved)
@@ -49,11 +49,10 @@ class MegaBlocks(NamedTuple):
         of_experts = wanted - {"d_wg"}
         if wanted & {"d_x", "d_wg"}:
             of_experts.add("d_gates")  # through which the router hears of the output
-        experts = block_sparse.backward(
-            given.d_out, kept, *weights[1:], of_experts, given.last, bridge.executor, self.version
-        )
-        options = {"wanted": wanted, "executor": bridge.executor, **given.d_losses}
-        d_x, d_wg = raw_layer.router_gradients(experts.d_gates, x, weights, chosen, self.renormalize, **options)
+        sparse = block_sparse.stages_for(given.d_out, self.block, bridge.executor, self.version)
+        experts = megablocks.backward(sparse, given.d_out, kept, *weights[1:], of_experts, given.last)
+        stages, operands = raw_layer.stages_for(x, weights, bridge.executor), (x, weights.wg, chosen, self.renormalize)
+        d_x, d_wg = layer.router_gradients(stages, experts.d_gates, *operands, wanted=wanted, **given.d_losses)
         if d_x is not None:
             d_x += experts.d_x
         return d_x, d_wg, experts.d_w1, experts.d_w2, experts.d_w3

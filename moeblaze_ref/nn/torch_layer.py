@@ -118,6 +118,7 @@ class MoEModule(RoutedExperts):
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
         if [tensor for tensor in (rows, *weights) if tensor is not None and tensor.data_ptr() % ALIGNMENT]:
             rows, *weights = [None if tensor is None else aligned(tensor) for tensor in (rows, *weights)]
+        checks.check_routed_rows(rows.shape[0], self.k)
         replayed = _next_routing(rows.shape[0], self.k)
         topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
         result = self._run(rows, MoEWeights(*weights), topk_experts)
@@ -261,7 +262,8 @@ class _MoEBlaze(NamedTuple):
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
         *options, version = self
-        *outputs, kept = raw_layer.forward(x, weights, *options, topk_experts, bridge.executor, version)
+        stages = raw_layer.stages_for(x, weights, bridge.executor, version)
+        *outputs, kept = layer.forward(stages, x, weights, *options, topk_experts)
         saved = bridge.by_name(kept.tensors())
         del saved["x"]
         return Forward(*bridge.tensors(outputs), saved["token_expert_indices"].view(-1, self.k), saved)
@@ -269,8 +271,9 @@ class _MoEBlaze(NamedTuple):
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
         *options, version = self
         kept = layer.Saved.of(given.x, given.arrays, *options)
-        more = {"wanted": given.wanted, "executor": bridge.executor, "version": version, **given.d_losses}
-        return raw_layer.backward(given.d_out, kept, given.weights, overwrite=given.last, **more)[:5]
+        stages = raw_layer.stages_for(given.x, given.weights, bridge.executor, version)
+        more = {"overwrite": given.last, "wanted": given.wanted, **given.d_losses}
+        return layer.backward(stages, given.d_out, kept, given.weights, **more)[:5]
 
 
 # ---- the door ------------------------------------------------------------------------------
@@ -291,9 +294,21 @@ def _check_tensors(x, weights, layer):
             raise TypeError(f"{name} has dtype {tensor.dtype}, but it must be {_either(layer.dtypes)}")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move the layer or x")
+    _check_shapes(*weights)
     width = weights[0].shape[0]
     if x.ndim == 0 or x.shape[-1] != width:
         raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
+
+
+def _check_shapes(wg, w1, w2, w3):
+    """The weights fit each other; a rank may have fewer experts than its router knows."""
+    checks.check_shape("wg", wg, {"d": None, "E": None})
+    d = wg.shape[0]
+    checks.check_shape("w1", w1, {"E": None, "d": d, "h": None})
+    E, _, h = w1.shape
+    if w2 is not None:
+        checks.check_shape("w2", w2, {"E": E, "d": d, "h": h})
+    checks.check_shape("w3", w3, {"E": E, "h": h, "d": d})
 
 
 def _cast(x, weights):

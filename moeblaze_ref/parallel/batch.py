@@ -1,13 +1,13 @@
 """The batch that the ranks' tokens are together: what the router's losses are of."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from moeblaze_ref.backends.raw_cuda.gating import expert_shares
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.runtime.torch_bridge import Bridge
+from moeblaze_ref.systems.layer import GatingStage, Stages
 
 
 class BatchGating:
@@ -17,8 +17,8 @@ class BatchGating:
 
     Parameters
     ----------
-    gating : module
-        The stage.
+    gating : GatingStage
+        The stage of this rank's tokens.
     bridge : Bridge
         To its arrays.
     ranks : Ranks
@@ -32,10 +32,13 @@ class BatchGating:
         This rank's part of the tokens of all; it is there once they have been counted.
     """
 
-    def __init__(self, gating: Any, bridge: Bridge, ranks: Ranks, shares: Tensor | None = None):
+    def __init__(self, gating: GatingStage, bridge: Bridge, ranks: Ranks, shares: Tensor | None = None):
         self._gating, self._bridge, self._ranks = gating, bridge, ranks
         self.shares = shares
-        self.forward, self.router_z_loss = gating.forward, gating.router_z_loss
+
+    def within(self, stages: Stages) -> Stages:
+        """The stages with this in place of their own."""
+        return stages.with_gating(load_balancing_loss=self.load_balancing_loss, backward=self.backward)
 
     def load_balancing_loss(self, probs: Array, topk_experts: Array) -> Array:
         """This rank's E * sum_e f_e P_e: f_e of all ranks' rows, P_e of its own tokens."""
@@ -48,7 +51,7 @@ class BatchGating:
 
     def _count(self, topk_experts, num_experts):
         tokens = len(topk_experts)
-        shares = self._bridge.tensor(self._gating.expert_shares(topk_experts, num_experts))
+        shares = self._bridge.tensor(expert_shares(topk_experts, num_experts, self._bridge.executor))
         rows = shares.double() * tokens if tokens else torch.zeros_like(shares, dtype=torch.float64)
         rows, all_tokens = self._ranks.total(torch.cat([rows, rows.new_full((1,), tokens)])).split([num_experts, 1])
         all_tokens = all_tokens.clamp(min=1).squeeze()

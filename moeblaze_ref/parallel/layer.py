@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
+from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES
 from moeblaze_ref.core.structures import EMPTY, Array
@@ -169,16 +170,14 @@ class _OverRanks(NamedTuple):
     here: Tensor
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
-        with checks.trusted():
-            stages = raw_layer.stages_for(x, weights, bridge.executor, None)
-            batch = BatchGating(stages.gating, bridge, self.ranks)
-            router = stages._replace(gating=batch)
-            choice = layer.choose(router, x, weights.wg, self.k, self.renormalize, topk_experts)
-            chosen, gates, *losses = bridge.tensors(choice)
-            losses = self.ranks.total(torch.stack(losses) * batch.part).unbind()
-            trip = Trip.planned(self.ranks, stages, bridge, chosen, self.owners)
-            sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), chosen, gates, weights, self)
-            out = trip.back(sums)
+        stages = raw_layer.stages_for(x, weights, bridge.executor)
+        batch = BatchGating(stages.gating, bridge, self.ranks)
+        choice = layer.choose(batch.within(stages), x, weights.wg, self.k, self.renormalize, topk_experts)
+        chosen, gates, *losses = bridge.tensors(choice)
+        losses = self.ranks.total(torch.stack(losses) * batch.part).unbind()
+        trip = Trip.planned(self.ranks, stages, bridge, chosen, self.owners)
+        sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), chosen, gates, weights, self)
+        out = trip.back(sums)
         saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
         return Forward(out, *losses, chosen, saved, trip.counts)
 
@@ -186,7 +185,7 @@ class _OverRanks(NamedTuple):
         x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted
         chosen = arrays.pop("chosen")
         shares, part = bridge.tensors([arrays.pop("shares"), arrays.pop("part")])
-        stages = raw_layer.stages_for(x, weights, bridge.executor, None)
+        stages = raw_layer.stages_for(x, weights, bridge.executor)
         trip = Trip.again(self.ranks, stages, bridge, arrays, self.k, given.counts)
         d_sums = bridge.array(trip.there(bridge.tensor(given.d_out)))
         saved = layer.Saved.of(arrays.pop("rows"), arrays, *self[:4])
@@ -195,7 +194,7 @@ class _OverRanks(NamedTuple):
         d_losses = {name: bridge.array(bridge.tensor(d_loss) * part) for name, d_loss in given.d_losses.items()}
         d_x_router, d_wg = bridge.tensors(
             layer.router_gradients(
-                stages._replace(gating=BatchGating(stages.gating, bridge, self.ranks, shares)),
+                BatchGating(stages.gating, bridge, self.ranks, shares).within(stages),
                 bridge.array(d_gates),
                 x,
                 weights.wg,
@@ -219,7 +218,7 @@ def _visit(trip, stages, bridge, x, chosen, gates, weights, system):
     slots = trip.there(torch.cat([chosen, gates.view(torch.int32)], dim=1))  # 2k words of a row
     here = system.here[slots[:, :k].long()]  # (rows, k)
     gates = slots[:, k:].contiguous().view(torch.float32)
-    dispatch = stages.dispatch.build_part(bridge.array(here), num_experts, trip.counts.choices)
+    dispatch = build_part.unchecked(bridge.array(here), num_experts, trip.counts.choices, bridge.executor)
     sums, intermediates = layer.run_experts(
         stages, bridge.array(rows), weights, dispatch, bridge.array(gates), system.activation, system.policy
     )

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moeblaze_ref.backends.raw_cuda.dispatch import build_part
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Array, Dispatch
 from moeblaze_ref.parallel.ranks import Ranks
@@ -59,7 +60,7 @@ class Trip:
         copies = first_slots(homes)
         counts = _counts(ranks, copies, homes)
         checks.check_routed_rows(sum(counts.received), topk_experts.shape[1])
-        dispatch = stages.dispatch.build_part(bridge.array(copies), ranks.size, sum(counts.sent))
+        dispatch = build_part.unchecked(bridge.array(copies), ranks.size, sum(counts.sent), bridge.executor)
         return cls(ranks, stages, bridge, dispatch.map(bridge.tensor), counts)
 
     @classmethod

@@ -9,7 +9,6 @@ import cupy
 import torch
 from cuda.bindings import driver
 
-from moeblaze_ref.core import checks
 from moeblaze_ref.runtime.cupy import CupyModule, check_gpu, encode, gpu_of, source_for
 from moeblaze_ref.runtime.parameters import ParameterMemory
 from moeblaze_ref.runtime.source import KernelSource
@@ -87,7 +86,7 @@ class GpuBridge(TensorBridge):
     @contextmanager
     def running(self) -> Iterator[None]:
         """On the tensors' device and torch's current stream, if that captures, then without the garbage collector."""
-        with checks.trusted_values(), _without_autocast(), cupy.cuda.Device(self._device.index):
+        with _without_autocast(), cupy.cuda.Device(self._device.index):
             self._bind_thread()
             with without_collector_if_capturing():
                 yield

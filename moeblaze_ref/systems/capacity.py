@@ -6,10 +6,20 @@ MegaBlocks (arXiv 2211.15841), section 2, which sets out to remove it.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
-from moeblaze_ref.core import checks, stage_contracts
-from moeblaze_ref.core.structures import EMPTY, CapacityBins
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.contract import ROUTING, Contract, Structure, Tensor, Value
+from moeblaze_ref.core.sparse_contracts import (
+    EXPERTS,
+    EXPERTS_BACKWARD,
+    WEIGHTS_OF_ROWS,
+    check_experts_backward,
+    check_w2,
+)
+from moeblaze_ref.core.stage_contracts import DISPATCH, NO_GATE
+from moeblaze_ref.core.structures import EMPTY, Array, CapacityBins, Dispatch
 
 # Whom an expert keeps when more rows are routed to it than it has.
 DROP_POLICIES = {
@@ -70,6 +80,12 @@ def capacity_for(counts: Sequence[int], capacity_factor: float | str) -> int:
     return max(counts) if capacity_factor == MAX else expert_capacity(sum(counts), len(counts), capacity_factor)
 
 
+def rows_reserved(dispatch: Dispatch, capacity_factor: float | str) -> int:
+    """Return C for this routing, by `capacity_for`."""
+    offsets = dispatch.expert_token_offsets
+    return capacity_for((offsets[1:] - offsets[:-1]).tolist(), capacity_factor)
+
+
 def check_factor(capacity_factor):
     """A finite number above 0, or ``MAX``."""
     if isinstance(capacity_factor, str):
@@ -104,13 +120,14 @@ def _in_short(number: int) -> str:
     return digits if len(digits) <= 20 else f"{digits[0]}.{digits[1:3]}e+{len(digits) - 1}"
 
 
-@checks.unless_trusted
-def check_fill(dispatch, gates, capacity, drop_policy, dtypes):
-    """A Dispatch, the gates (L, k) of its tokens, rows of an expert and who is dropped."""
-    checks.check_dispatch(dispatch)
-    checks.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, dtypes)
-    check_capacity(capacity, dispatch.E)
-    checks.check_name("drop policy", drop_policy, DROP_POLICIES)
+def _check_fill(given):
+    check_capacity(given["capacity"], given["dispatch"].E)
+    checks.check_name("drop policy", given["drop_policy"], DROP_POLICIES)
+
+
+def _check_reserved(given):
+    check_options(given["capacity_factor"], given["drop_policy"])
+    check_capacity(rows_reserved(given["dispatch"], given["capacity_factor"]), given["dispatch"].E)
 
 
 def check_bins(bins):
@@ -125,7 +142,6 @@ def check_bins(bins):
     _check_inverse(bins)
 
 
-@checks.scans
 def _check_inverse(bins):
     """Every slot that is kept lies in its row, and every other row is padding."""
     _check_range("rows", bins.rows, bins.E * bins.C, "reserved rows")
@@ -162,8 +178,10 @@ def _check_range(name, array, size, what):
         raise ValueError(f"{name}[{place}] is {int(array[at])}, but it must be one of the {size} {what}, or {EMPTY}")
 
 
-def check_same_sizes(bins, dispatch):
+def _check_dropped(bins, dispatch, dtypes):
     """The bins are of as many tokens, experts and choices as the Dispatch."""
+    checks.check_dispatch(dispatch)
+    check_bins(bins)
     for name in ("L", "E", "k"):
         if getattr(bins, name) != getattr(dispatch, name):
             raise ValueError(
@@ -171,35 +189,140 @@ def check_same_sizes(bins, dispatch):
             )
 
 
-def _check_gates(gates, bins, like):
-    if gates is not None:
-        checks.check_tensor("gates", gates, {"L": bins.L, "k": bins.k}, (checks.dtype_of(like),))
+def _check_backward(d_out, saved, w1, w2, w3, dtypes):
+    checks.check_type("saved", saved, Saved)
+    check_experts_backward(d_out, w1, w2, w3, saved, saved.a.shape[2])
 
 
-@checks.unless_trusted
-def check_gather(x, bins, gates, dtypes):
-    """x (L, d) and gates (L, k), if there are any, belong to the bins."""
-    check_bins(bins)
-    checks.check_tensor("x", x, {"L": bins.L, "d": None}, dtypes)
-    _check_gates(gates, bins, x)
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What the forward keeps for the backward: no weights.
+
+    Parameters
+    ----------
+    bins : CapacityBins
+    gates : array (L, k)
+    x_rows : array (E, C, d)
+        Rows of x in the bins.
+    a, b, y_swi : array (E, C, h)
+        What lies between the projections, padding included; b is None for the ungated activations.
+    y : array (E, C, d)
+        The experts' outputs, for the gradient of the gates.
+    activation : str
+    """
+
+    bins: CapacityBins
+    gates: Array
+    x_rows: Array
+    a: Array
+    b: Array | None
+    y_swi: Array
+    y: Array
+    activation: str
+
+    def tensors(self) -> dict[str, Array]:
+        """Every array that is kept, by name."""
+        floats = {name: getattr(self, name) for name in ("gates", "x_rows", "a", "b", "y_swi", "y")}
+        return self.bins.arrays() | {name: array for name, array in floats.items() if array is not None}
 
 
-@checks.unless_trusted
-def check_scatter(y, bins, gates, dtypes):
-    """y (E, C, d) and gates (L, k), if there are any, belong to the bins."""
-    check_bins(bins)
-    checks.check_tensor("y", y, {"E": bins.E, "C": bins.C, "d": None}, dtypes)
-    _check_gates(gates, bins, y)
+# ---- declared ----------------------------------------------------------------------------------------------------
 
+BINS = Structure("bins", "CapacityBins", check_bins, "L k E C")
+DROP_POLICY = Value("drop_policy", "str", "One of ``capacity.DROP_POLICIES``")
 
-@checks.unless_trusted
-def check_gate_gradient(d_out, y, bins, dtypes):
-    """d_out (L, d) and y (E, C, d) belong to the bins."""
-    check_scatter(y, bins, None, dtypes)
-    checks.check_tensor("d_out", d_out, {"L": bins.L, "d": y.shape[2]}, (checks.dtype_of(y),))
-
-
-@checks.unless_trusted
-def check_backward(d_out, saved, w1, w2, w3):
-    """d_out (L, d) and the experts' weights are of the sizes and the dtype of what was saved."""
-    stage_contracts.check_experts_backward(d_out, w1, w2, w3, saved, saved.a.shape[2])
+FILL = Contract(
+    "Return bins of C rows each: which slots every expert keeps, and where.",
+    (
+        DISPATCH,
+        Tensor(
+            "gates",
+            "L k",
+            text="By which ``by_gate`` ranks, as the layer weighs with them: renormalised, if its gates are",
+        ),
+        Value("capacity", "int", "C, rows of an expert"),
+        DROP_POLICY,
+    ),
+    (
+        Value(
+            "bins",
+            "CapacityBins",
+            "The rows of an expert go to the C best claims on it, in their order; the others are dropped",
+        ),
+    ),
+    "``by_arrival`` is GShard's algorithm 1 for any k, without its coin for the second expert: one pass over the first "
+    "choices of all tokens, then one over the second choices, ...; for k = 1 it is Switch Transformer's. ``by_gate`` "
+    "ranks the rows of each expert by themselves; V-MoE (arXiv 2106.05974), section 4, ranks whole tokens instead",
+    after=_check_fill,
+    errors=", capacity is negative, E * C exceeds 2**31 - 1024, the policy is unknown",
+)
+DROPPED = Contract(
+    "Return how many slots and whole tokens are lost, and by which experts.",
+    (BINS, Structure("dispatch", "Dispatch", checks.check_dispatch, "", "From which ``fill`` made the bins")),
+    (Value("dropped", "Dropped"),),
+    "MegaBlocks, section 2: rows over C are dropped",
+    whole=_check_dropped,
+    errors="either is not valid or they do not belong together",
+)
+GATHER = Contract(
+    "Return rows of x copied into the bins, times their gates if there are any; padding is zero.",
+    (Tensor("x", "L d"), BINS, WEIGHTS_OF_ROWS),
+    (Tensor("rows", "E C d"),),
+    "GShard, section 2.2: the dispatch, there a product with a one-hot mask (L, E, C). With gates it is the gradient "
+    "of ``scatter`` by y",
+)
+SCATTER = Contract(
+    "Return each token's sum of its rows in the bins, times its gates if there are any; a dropped slot adds nothing.",
+    (Tensor("y", "E C d"), BINS, WEIGHTS_OF_ROWS),
+    (Tensor("out", "L d", text="Zero for a token whose slots are all dropped"),),
+    "GShard, section 2.2: the combine. Without gates it is the gradient of ``gather``",
+)
+GATE_GRADIENT = Contract(
+    "Return the gradient of the gates: <d_out, y> of each slot, 0 where it is dropped.",
+    (Tensor("d_out", "L d"), Tensor("y", "E C d", text="As it went into ``scatter``"), BINS),
+    (Tensor("d_gates", "L k", ROUTING),),
+    "GShard, section 2.2",
+    first="y",
+)
+FORWARD = Contract(
+    "Run every token through those of its experts that have a row for it.",
+    (
+        *EXPERTS,
+        Value(
+            "capacity_factor",
+            "float or str",
+            'C as a multiple of L * k / E; E / k drops nothing, whatever the routing. With "max", C is the most rows '
+            "of any expert",
+        ),
+        DROP_POLICY,
+    ),
+    (
+        Tensor(
+            "out",
+            "L d",
+            text="A dropped slot adds nothing, and the gates of a token's other slots stay as they are: with "
+            "renormalised gates, those of a token that lost a slot no longer sum to one",
+        ),
+        Value("saved", "Saved"),
+    ),
+    "GShard, algorithm 1, divides the gates by their sum before it drops, as here; some libraries divide after, which "
+    "would give a token that lost a slot the full weight of the others",
+    before=check_w2,
+    after=_check_reserved,
+    errors=NO_GATE + ", the factor is not a finite number above 0, E * C exceeds 2**31 - 1024, the policy is unknown",
+)
+BACKWARD = Contract(
+    "Return every gradient, from that of the output.",
+    EXPERTS_BACKWARD,
+    (
+        Value(
+            "gradients",
+            "Gradients",
+            "A dropped slot gets and gives none: its gate's gradient is 0. Where the gates were renormalised, the "
+            "router still hears of it through the sum that divides the others",
+        ),
+    ),
+    "GShard, section 2.2",
+    whole=_check_backward,
+    errors=" with what was saved",
+)

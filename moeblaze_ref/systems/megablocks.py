@@ -5,11 +5,14 @@ block. The stage does the work; this file says what follows what, and what survi
 the routed rows, the experts' outputs for the gradient of the gates, and everything between the two.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from moeblaze_ref.core import checks, sparse_contracts, stage_contracts
+from moeblaze_ref.core import checks
+from moeblaze_ref.core.contract import Contract, Tensor, Value
+from moeblaze_ref.core.sparse_contracts import EXPERTS, EXPERTS_BACKWARD, check_block, check_experts_backward, check_w2
+from moeblaze_ref.core.stage_contracts import NO_GATE
 from moeblaze_ref.core.structures import Array, Dispatch, PaddedBins, Topology
 
 FLOATS = ("gates", "x_rows", "a", "b", "y_swi", "y")  # what is kept besides indices
@@ -76,9 +79,69 @@ class Gradients(NamedTuple):
     d_gates: Array | None  # (L, k)
 
 
+class SparseStages(NamedTuple):
+    """A backend's functions of the stage block_sparse, without their checks."""
+
+    pad: Callable[..., PaddedBins]
+    build_topology: Callable[..., Topology]
+    padded_gather: Callable[..., Array]
+    padded_scatter: Callable[..., Array]
+    gate_gradient: Callable[..., Array]
+    sdd: Callable[..., Array]
+    dsd: Callable[..., Array]
+    dds: Callable[..., Array]
+    activate: Callable[..., Array]
+    activate_backward: Callable[..., tuple[Array, Array | None]]
+
+
+def _check_forward(given):
+    check_block(given["block"], given["w1"].shape[2])
+
+
+def _check_backward(d_out, saved, w1, w2, w3, dtypes, wanted=(), give_up=False):
+    checks.check_type("saved", saved, Saved)
+    if saved.x_rows is None:
+        return  # it has been given up, as `backward` says
+    for name in wanted:
+        checks.check_name("gradient", name, Gradients._fields)
+    checks.check_array("saved.x_rows", saved.x_rows, 2, dtypes)
+    check_experts_backward(d_out, w1, w2, w3, saved, saved.topology.shape[1] // saved.bins.E)
+
+
+FORWARD = Contract(
+    "Run every token through its experts: gather, SDD, activation, DSD, scatter.",
+    (*EXPERTS, Value("block", "int", "Rows and columns of a block; it divides h")),
+    (Tensor("out", "L d"), Value("saved", "Saved")),
+    "MegaBlocks, section 4.1, and its pseudo-code of a dropless MoE",
+    before=check_w2,
+    after=_check_forward,
+    errors=NO_GATE + ", the block size does not divide h",
+)
+BACKWARD = Contract(
+    "Return every gradient, from that of the output.",
+    EXPERTS_BACKWARD,
+    (Value("gradients", "Gradients"),),
+    "MegaBlocks, section 5.1: the backward needs SDD with a transposed dense operand, DSD of either transpose, and DDS",
+    whole=_check_backward,
+    errors=" with what was saved",
+)
+BACKWARD_OF_WANTED = replace(
+    BACKWARD,
+    arguments=(
+        *EXPERTS_BACKWARD,
+        Value("wanted", "collection of str", "Names in `Gradients`; a product that nothing wanted needs is left out"),
+        Value(
+            "give_up",
+            "bool",
+            "Free piece by piece what ``saved`` holds besides indices: a second backward then raises RuntimeError",
+        ),
+    ),
+    errors=BACKWARD.errors + ", a wanted gradient is unknown",
+)
+
+
 def forward(
-    stage: Any,
-    dtypes: tuple[str, ...],
+    stages: SparseStages,
     x: Array,
     w1: Array,
     w2: Array | None,
@@ -88,61 +151,21 @@ def forward(
     activation: str,
     block: int,
 ) -> tuple[Array, Saved]:
-    """Every token through its experts: gather, SDD, activation, DSD, scatter.
-
-    Parameters
-    ----------
-    stage : module
-        The backend's ``block_sparse``, and ``dtypes``, the names of those that it computes in.
-    x : array (L, d)
-        Tokens, finite; L = 0 is valid.
-    w1 : array (E, d, h)
-    w2 : array (E, d, h) or None
-        None exactly for the ungated activations.
-    w3 : array (E, h, d)
-    dispatch : Dispatch
-        Of these L tokens over these E experts.
-    gates : array (L, k)
-    activation : str
-        One of ``config.ACTIVATIONS``.
-    block : int
-        Rows and columns of a block; it divides h.
-
-    Returns
-    -------
-    out : array (L, d)
-    saved : Saved
-
-    Raises
-    ------
-    ValueError
-        If shapes disagree, the block size does not divide h, a value is not finite, the activation is unknown, or w2 is
-        missing or superfluous.
-    TypeError
-        If a dtype is not allowed or dispatch is no Dispatch.
-
-    Notes
-    -----
-    MegaBlocks, section 4.1, and its pseudo-code of a dropless MoE.
-    """
-    stage_contracts.check_experts(x, w1, w2, w3, dispatch, gates, activation, dtypes)
+    """Run `FORWARD` over a backend's functions; the arguments have been checked."""
     _, d, h = w1.shape
-    block = sparse_contracts.check_block(block, h)
-    with checks.trusted_values():
-        bins = stage.pad(dispatch, block)
-        topology = stage.build_topology(bins, h)
-        x_rows = stage.padded_gather(x, bins)  # (P, d)
-        a = stage.sdd(x_rows, w1, topology)  # (nnz, block, block)
-        b = None if w2 is None else stage.sdd(x_rows, w2, topology)
-        y_swi = stage.activate(a, b, activation)
-        y = stage.dsd(y_swi, topology, w3.reshape(-1, d))  # (P, d)
-        out = stage.padded_scatter(y, bins, gates)
+    bins = stages.pad(dispatch, block)
+    topology = stages.build_topology(bins, h)
+    x_rows = stages.padded_gather(x, bins)  # (P, d)
+    a = stages.sdd(x_rows, w1, topology)  # (nnz, block, block)
+    b = None if w2 is None else stages.sdd(x_rows, w2, topology)
+    y_swi = stages.activate(a, b, activation)
+    y = stages.dsd(y_swi, topology, w3.reshape(-1, d))  # (P, d)
+    out = stages.padded_scatter(y, bins, gates)
     return out, Saved(bins, topology, gates, x_rows, a, b, y_swi, y, activation)
 
 
 def backward(
-    stage: Any,
-    dtypes: tuple[str, ...],
+    stages: SparseStages,
     d_out: Array,
     saved: Saved,
     w1: Array,
@@ -151,36 +174,8 @@ def backward(
     wanted: Collection[str] = Gradients._fields,
     give_up: bool = False,
 ) -> Gradients:
-    """Every gradient, from that of the output.
+    """Run `BACKWARD` over a backend's functions; the arguments have been checked.
 
-    Parameters
-    ----------
-    stage : module
-        The backend's ``block_sparse``, and ``dtypes``, the names of those that it computes in.
-    d_out : array (L, d)
-        Finite.
-    saved : Saved
-        From `forward`; it is not changed, so a second backward gives the same again, unless ``give_up``.
-    w1, w2, w3
-        As they went into `forward`.
-    wanted : collection of str
-        Names in `Gradients`; the product that nobody wants is not computed.
-    give_up : bool
-        What ``saved`` holds besides indices is freed piece by piece: a second backward with it raises.
-
-    Returns
-    -------
-    Gradients
-
-    Raises
-    ------
-    ValueError, TypeError
-        If d_out or a weight is not finite, or does not fit what was saved, or a wanted gradient is unknown.
-    RuntimeError
-        If an earlier backward has given up what ``saved`` held.
-
-    Notes
-    -----
     What dies where, if it is given up; a weight gradient is born at each ``->``:
 
     1. y gives d_gates, and dies; the gates weight d_y, and die.
@@ -189,9 +184,13 @@ def backward(
     4. d_a, d_b -> d_x: (P, d) rows of each projection, which die within.
     5. x_rows, d_a -> d_w1; d_a dies. x_rows, d_b -> d_w2; both die.
 
-    MegaBlocks, section 5.1: the backward needs SDD with a transposed dense operand, DSD of either transpose, and DDS.
+    Raises
+    ------
+    RuntimeError
+        If an earlier backward has given up what ``saved`` held.
     """
-    _check_backward(dtypes, d_out, saved, w1, w2, w3, wanted)
+    if saved.x_rows is None:
+        raise RuntimeError("an earlier backward has given up what the forward kept: run the forward again")
     bins, topology, kept = saved.bins, saved.topology, saved.floats()
     if give_up:
         saved.give_up()
@@ -200,41 +199,29 @@ def backward(
         return gradient(*operands, **options) if name in wanted else None
 
     def weight_gradient(d_values):
-        return stage.dds(kept["x_rows"], d_values, topology, transpose_lhs=True, parts=bins.E)
+        return stages.dds(kept["x_rows"], d_values, topology, transpose_lhs=True, parts=bins.E)
 
-    with checks.trusted_values():
-        d_gates = if_wanted("d_gates", stage.gate_gradient, d_out, kept.pop("y"), bins)
-        d_y = stage.padded_gather(d_out, bins, kept.pop("gates"))  # (P, d)
-        y_swi = kept.pop("y_swi")
-        if y_swi is None:
-            y_swi = if_wanted("d_w3", stage.activate, kept["a"], kept["b"], saved.activation)
-        d_w3 = if_wanted("d_w3", stage.dsd, y_swi, topology, d_y, transpose_lhs=True)  # (E h, d)
-        del y_swi
-        d_y_swi = stage.sdd(d_y, w3.reshape(-1, w3.shape[2]), topology, transpose_rhs=True)  # (nnz, block, block)
-        del d_y
-        d_a, d_b = stage.activate_backward(d_y_swi, kept.pop("a"), kept.pop("b"), saved.activation)
-        del d_y_swi
-        d_x = if_wanted("d_x", _input_gradient, stage, d_a, d_b, w1, w2, saved)
-        d_w1 = if_wanted("d_w1", weight_gradient, d_a)
-        del d_a
-        d_w2 = None if d_b is None else if_wanted("d_w2", weight_gradient, d_b)
+    d_gates = if_wanted("d_gates", stages.gate_gradient, d_out, kept.pop("y"), bins)
+    d_y = stages.padded_gather(d_out, bins, kept.pop("gates"))  # (P, d)
+    y_swi = kept.pop("y_swi")
+    if y_swi is None:
+        y_swi = if_wanted("d_w3", stages.activate, kept["a"], kept["b"], saved.activation)
+    d_w3 = if_wanted("d_w3", stages.dsd, y_swi, topology, d_y, transpose_lhs=True)  # (E h, d)
+    del y_swi
+    d_y_swi = stages.sdd(d_y, w3.reshape(-1, w3.shape[2]), topology, transpose_rhs=True)  # (nnz, block, block)
+    del d_y
+    d_a, d_b = stages.activate_backward(d_y_swi, kept.pop("a"), kept.pop("b"), saved.activation)
+    del d_y_swi
+    d_x = if_wanted("d_x", _input_gradient, stages, d_a, d_b, w1, w2, saved)
+    d_w1 = if_wanted("d_w1", weight_gradient, d_a)
+    del d_a
+    d_w2 = None if d_b is None else if_wanted("d_w2", weight_gradient, d_b)
     return Gradients(d_x, d_w1, d_w2, None if d_w3 is None else d_w3.reshape(w3.shape), d_gates)
 
 
-def _input_gradient(stage, d_a, d_b, w1, w2, saved):
+def _input_gradient(stages, d_a, d_b, w1, w2, saved):
     """d_x (L, d): the rows of both projections, summed."""
-    d_rows = stage.dsd(d_a, saved.topology, w1, transpose_rhs=True)  # (P, d)
+    d_rows = stages.dsd(d_a, saved.topology, w1, transpose_rhs=True)  # (P, d)
     if d_b is not None:
-        d_rows += stage.dsd(d_b, saved.topology, w2, transpose_rhs=True)
-    return stage.padded_scatter(d_rows, saved.bins)
-
-
-@checks.unless_trusted
-def _check_backward(dtypes, d_out, saved, w1, w2, w3, wanted):
-    checks.check_type("saved", saved, Saved)
-    if saved.x_rows is None:
-        raise RuntimeError("an earlier backward has given up what the forward kept: run the forward again")
-    for name in wanted:
-        checks.check_name("gradient", name, Gradients._fields)
-    checks.check_array("saved.x_rows", saved.x_rows, 2, dtypes)
-    stage_contracts.check_experts_backward(d_out, w1, w2, w3, saved, saved.topology.shape[1] // saved.bins.E)
+        d_rows += stages.dsd(d_b, saved.topology, w2, transpose_rhs=True)
+    return stages.padded_scatter(d_rows, saved.bins)

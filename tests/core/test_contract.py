@@ -1,10 +1,13 @@
 """A contract checks arguments and writes docstrings; a backend's function cannot differ from it."""
 
+import re
+
 import numpy as np
 import pytest
 
-from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core import sparse_contracts, stage_contracts
 from moeblaze_ref.core.contract import ADDED, ROUTING, Arrays, Contract, Tensor, Value, implements
+from moeblaze_ref.systems import capacity, megablocks
 
 NUMPY = Arrays("ndarray", ("float64", "float32"))
 KERNELS = Arrays("array", ("float32", "float16"), routing="float32")
@@ -75,10 +78,16 @@ def test_a_function_with_another_signature_is_refused(function):
 
 @pytest.mark.parametrize(
     "contract",
-    [one for one in vars(stage_contracts).values() if isinstance(one, Contract)],
+    [
+        one
+        for module in (stage_contracts, sparse_contracts, capacity, megablocks)
+        for one in vars(module).values()
+        if isinstance(one, Contract)
+    ],
     ids=lambda one: one.summary,
 )
 def test_a_contract_names_each_argument_once_and_its_source(contract):
     names = [one.name for one in contract.arguments]
     assert len({*names}) == len(names) and {*contract.first.split()} <= {*names}
     assert contract.summary.endswith(".") and contract.source and contract.results
+    assert re.search(r"ValueError\n    If \w", contract.documented(NUMPY))

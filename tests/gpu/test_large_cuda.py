@@ -13,7 +13,6 @@ from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import block_sparse, combine, dispatch, expert_down, expert_up, layer
 from moeblaze_ref.backends.raw_cuda import gating as gating_stage
 from moeblaze_ref.backends.registry import BACKENDS
-from moeblaze_ref.core import checks
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.systems.layer import MoEWeights
 from moeblaze_ref.verify.cases import relative_error
@@ -103,8 +102,7 @@ def cupy():
 def test_gating(cupy, version):
     logits = random(FEW, MANY).astype(np.float32)
     exact = gating.forward(logits.astype(np.float64), 2)
-    with checks.trusted():
-        found = gating_stage.forward(ended_by(logits, cupy, "float32"), 2, version=version)
+    found = gating_stage.forward.unchecked(ended_by(logits, cupy, "float32"), 2, version=version)
     np.testing.assert_array_equal(found.topk_experts[-FEW:].get(), exact.topk_experts)
     assert_near(found.probs[-FEW:], exact.probs, "float32")
     assert_near(found.gates[-FEW:], exact.gates, "float32")
@@ -120,9 +118,8 @@ def test_dispatch(cupy, version):
 @runs("expert_up", "1_naive", "3_mma_tf32")
 def test_expert_up(cupy, version):
     experts, x = Experts(cupy), random(FEW, d)
-    with checks.trusted():
-        w1, w2 = experts.on_device("w1"), experts.on_device("w2")
-        found = expert_up.forward(ended_by(x, cupy), w1, w2, experts.dispatch, "swiglu", version=version)
+    w1, w2 = experts.on_device("w1"), experts.on_device("w2")
+    found = expert_up.forward.unchecked(ended_by(x, cupy), w1, w2, experts.dispatch, "swiglu", version=version)
     for array, expected in zip(found, experts.hidden(x).values(), strict=True):
         assert_near(array[experts.rows], expected, "float16")
 
@@ -130,18 +127,16 @@ def test_expert_up(cupy, version):
 @runs("expert_down", "1_naive", "3_mma_tf32", "as_printed")
 def test_expert_down(cupy, version):
     experts, y_swi = Experts(cupy), random(FEW, h)
-    with checks.trusted():
-        rows = experts.in_expert_order(y_swi)
-        found = expert_down.forward(rows, experts.on_device("w3"), experts.dispatch, version=version)
+    rows = experts.in_expert_order(y_swi)
+    found = expert_down.forward.unchecked(rows, experts.on_device("w3"), experts.dispatch, version=version)
     assert_near(found[experts.rows], experts.product(y_swi, "w3"), "float16")
 
 
 @runs("combine")
 def test_combine(cupy, version):
     experts, y, gates = Experts(cupy), random(FEW, d), random(FEW, 1).astype(np.float32)
-    with checks.trusted():
-        rows = experts.in_expert_order(y)
-        found = combine.forward(rows, ended_by(gates, cupy, "float32"), experts.dispatch, version=version)
+    rows = experts.in_expert_order(y)
+    found = combine.forward.unchecked(rows, ended_by(gates, cupy, "float32"), experts.dispatch, version=version)
     assert_near(found[-FEW:], gates.astype(np.float64) * y.astype(np.float64), "float16")
 
 
@@ -153,9 +148,8 @@ def test_layer(cupy, version):
     routed = gating.forward(logits, 1)
     experts.experts = routed.topk_experts[:, 0]
     expected = routed.gates * experts.product(experts.hidden(x)["y_swi"], "w3")
-    with checks.trusted():
-        weights = MoEWeights(cupy.asarray(wg), *(experts.on_device(name) for name in ("w1", "w2", "w3")))
-        found = layer.forward(ended_by(x, cupy), weights, 1, version=version)
+    weights = MoEWeights(cupy.asarray(wg), *(experts.on_device(name) for name in ("w1", "w2", "w3")))
+    found = layer.forward.unchecked(ended_by(x, cupy), weights, 1, version=version)
     assert_near(found.out[-FEW:], expected, "float16")
 
 
@@ -163,8 +157,7 @@ def test_layer(cupy, version):
 def test_block_sparse(cupy, version):
     experts, x, gates = Experts(cupy), random(FEW, d), random(FEW, 1).astype(np.float32)
     expected = gates.astype(np.float64) * experts.product(experts.hidden(x)["y_swi"], "w3")
-    with checks.trusted():
-        weights = [experts.on_device(name) for name in ("w1", "w2", "w3")]
-        operands = experts.dispatch, ended_by(gates, cupy, "float32"), "swiglu"
-        found, _ = block_sparse.forward(ended_by(x, cupy), *weights, *operands, version=version)
+    weights = [experts.on_device(name) for name in ("w1", "w2", "w3")]
+    operands = experts.dispatch, ended_by(gates, cupy, "float32"), "swiglu"
+    found, _ = block_sparse.forward.unchecked(ended_by(x, cupy), *weights, *operands, version=version)
     assert_near(found[-FEW:], expected, "float16")

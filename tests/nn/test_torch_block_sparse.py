@@ -2,14 +2,16 @@
 
 import itertools
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from stages import alter
 from torch.utils.checkpoint import checkpoint
 
-from moeblaze_ref.backends.raw_cuda import block_sparse, gating
+from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.lm.model import LMConfig, MoETransformer
@@ -139,15 +141,15 @@ FAULTS = [
 
 @pytest.mark.parametrize(("name", "damage"), FAULTS, ids=lambda part: getattr(part, "__name__", part))
 def test_a_gradient_that_is_damaged_is_caught(name, damage, monkeypatch):
-    module = gating if name == "d_logits" else block_sparse
-    backward = module.backward
-
-    def faulty(*arguments, **options):
+    def faulty(backward, *arguments, **options):
         found = backward(*arguments, **options)
         damage(found if name == "d_logits" else getattr(found, name))
         return found
 
-    monkeypatch.setattr(module, "backward", faulty)
+    if name == "d_logits":
+        alter(monkeypatch, "simt", "gating.backward", lambda backward: partial(faulty, backward))
+    else:
+        monkeypatch.setattr(megablocks, "backward", partial(faulty, megablocks.backward))
     assert not check.passed(rows_of(every_activation()[0], "float32"))
 
 

@@ -10,13 +10,13 @@ import torch
 from pretended_graphs import pretended_graphs
 from torch.utils.checkpoint import checkpoint
 
-from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.nn import torch_graphs
 from moeblaze_ref.nn.systems import SYSTEMS
 from moeblaze_ref.nn.torch_graphs import LayerGraphs, graphed
 from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput, keep_routing
 from moeblaze_ref.runtime.torch_capture import capture, without_collector, without_collector_if_capturing
+from moeblaze_ref.systems import layer as layer_system
 
 SIZES = {"d": 16, "h": 24, "E": 5, "k": 3}
 
@@ -147,7 +147,7 @@ def test_a_graphed_layer_is_captured_without_the_collector(cuda, monkeypatch):
         return run
 
     for name in ("forward", "backward"):
-        monkeypatch.setattr(raw_layer, name, dropping(getattr(raw_layer, name)))
+        monkeypatch.setattr(layer_system, name, dropping(getattr(layer_system, name)))
     make_graphed()
     assert len(dropped) == 2 and cuda.collector == [False] * 4 and gc.isenabled()
     for begin in (i for i, event in enumerate(cuda.events) if event == "begin"):

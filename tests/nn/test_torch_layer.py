@@ -5,15 +5,16 @@ import logging
 import os
 import sys
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import processes
 import pytest
 import torch
+from stages import alter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gating, router
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.arrays import address_of
@@ -92,38 +93,35 @@ def test_tf32_is_chosen_by_name_and_by_nothing_else():
 
 
 ZEROS = {
-    "d_a": (expert_down, "hidden_gradients", 0),
-    "d_b": (expert_down, "hidden_gradients", 1),
-    "d_gates": (expert_down, "hidden_gradients", 3),
-    "d_w3": (expert_down, "weight_gradient", None),
-    "d_x": (expert_up, "input_gradient", None),
-    "d_w1 and d_w2": (expert_up, "weight_gradient", None),
-    "d_logits": (gating, "backward", None),
+    "d_a": ("expert_down.hidden_gradients", 0),
+    "d_b": ("expert_down.hidden_gradients", 1),
+    "d_gates": ("expert_down.hidden_gradients", 3),
+    "d_w3": ("expert_down.weight_gradient", None),
+    "d_x": ("expert_up.input_gradient", None),
+    "d_w1 and d_w2": ("expert_up.weight_gradient", None),
+    "d_logits": ("gating.backward", None),
 }
 
 
 @pytest.mark.parametrize("fault", ZEROS)
 def test_a_gradient_that_is_zero_is_caught(fault, monkeypatch):
-    module, name, part = ZEROS[fault]
-    stage = getattr(module, name)
+    name, part = ZEROS[fault]
 
-    def faulty(*arguments, **options):
-        result = stage(*arguments, **options)
+    def faulty(function, *arguments, **options):
+        result = function(*arguments, **options)
         (result if part is None else result[part]).fill(0)
         return result
 
-    monkeypatch.setattr(module, name, faulty)
+    alter(monkeypatch, "simt", name, lambda function: partial(faulty, function))
     assert not check.passed(rows_of(every_choice()[0], "float32"))
 
 
 @pytest.mark.parametrize("lost", [4, 5])  # d_load_balancing_loss, d_router_z_loss
 def test_a_loss_that_sends_no_gradient_is_caught(lost, monkeypatch):
-    backward = gating.backward
-
-    def faulty(*arguments, **options):
+    def faulty(backward, *arguments, **options):
         return backward(*arguments[:lost], 0.0, *arguments[lost + 1 :], **options)
 
-    monkeypatch.setattr(gating, "backward", faulty)
+    alter(monkeypatch, "simt", "gating.backward", lambda backward: partial(faulty, backward))
     assert not check.passed(rows_of(every_choice()[0], "float32"))
 
 
@@ -175,12 +173,11 @@ def test_the_backward_frees_what_the_forward_kept(retain, monkeypatch):
     kept = [StorageWeakRef(t.untyped_storage()) for t in saved_by(out) if t.ndim == 2 and len(t) == rows]
     assert len(kept) == 6
 
-    def watched(*arguments, **options):
+    def watched(gradient, *arguments, **options):
         alive.append(sum(not storage.expired() for storage in kept))
         return gradient(*arguments, **options)
 
-    gradient = router.weight_gradient
-    monkeypatch.setattr(router, "weight_gradient", watched)
+    alter(monkeypatch, "simt", "router.weight_gradient", lambda gradient: partial(watched, gradient))
     out.sum().backward(retain_graph=retain)
     assert alive == [6 if retain else 0]
 
@@ -221,10 +218,12 @@ def test_tensors_that_begin_anywhere_reach_the_kernels_where_they_can_move_16_by
     buffer = torch.empty(x.numel() + 1)
     buffer[1:] = x.detach().flatten()
     shifted, begins = buffer[1:].view(x.shape).requires_grad_(), []
-    forward = raw_layer.forward
-    monkeypatch.setattr(
-        raw_layer, "forward", lambda x, *args, **opts: begins.append(address_of(x)) or forward(x, *args, **opts)
-    )
+
+    def watched(forward, x, *arguments, **options):
+        begins.append(address_of(x))
+        return forward(x, *arguments, **options)
+
+    alter(monkeypatch, "simt", "router.forward", lambda forward: partial(watched, forward))
     assert same_bits(gradients(layer, shifted), expected)
     assert shifted.data_ptr() % 16 and not any(begin % 16 for begin in begins) and begins
 

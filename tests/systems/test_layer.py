@@ -1,5 +1,6 @@
 """The whole layer: every gradient against autograd and central differences, what each policy keeps, its doors."""
 
+import functools
 import weakref
 from dataclasses import replace
 
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import RAGGED, SHAPES
+from stages import alter
 
-from moeblaze_ref.backends.numpy_ref import combine, expert_down, expert_up, gating, layer, router
+from moeblaze_ref.backends.numpy_ref import combine, layer
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig, is_gated
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.systems.layer import Gradients, MoEWeights
@@ -243,25 +245,22 @@ def test_buffers_are_freed_as_soon_as_they_are_dead(monkeypatch):
     """Which of the (R, h) arrays live when each stage of the backward begins."""
     case, alive, arrays = RAGGED.case(), [], {}
 
-    def watch(module, name, *results):
-        function = getattr(module, name)
-
-        def watched(*args, **kwargs):
-            alive.append((name, {label for label, array in arrays.items() if array() is not None}))
-            values = function(*args, **kwargs)
+    def watch(name, *results):
+        def watched(function, *args):
+            alive.append((name.split(".")[1], {label for label, array in arrays.items() if array() is not None}))
+            values = function(*args)
             found = values if isinstance(values, tuple) else (values,)
             arrays.update((label, weakref.ref(value)) for label, value in zip(results, found, strict=False))
             return values
 
-        monkeypatch.setattr(module, name, watched)
+        alter(monkeypatch, "numpy", name, lambda function: functools.partial(watched, function))
 
     saved = layer.forward(case.x, case.weights, RAGGED.k, policy="conventional").saved
     arrays.update((name, weakref.ref(array)) for name, array in saved.intermediates.items())
-    watch(expert_down, "hidden_gradients", "d_a", "d_b", "gated_y")
-    watch(expert_down, "weight_gradient")
-    watch(expert_up, "input_gradient")
-    watch(expert_up, "weight_gradient")
-    watch(router, "weight_gradient")
+    watch("expert_down.hidden_gradients", "d_a", "d_b", "gated_y")
+    for name in ("expert_down.weight_gradient", "expert_up.input_gradient", "expert_up.weight_gradient"):
+        watch(name)
+    watch("router.weight_gradient")
     layer.backward(case.d_out, saved, case.weights, overwrite=True)
     in_place = {"a", "b", "d_a", "d_b"}
     assert alive == [
@@ -291,26 +290,24 @@ def test_what_nobody_wants_is_not_computed(wanted, monkeypatch):
     case, ran = RAGGED.case(), set()
     output, expected = run(case, RAGGED.k)
 
-    def watch(module, name):
-        function, stage = getattr(module, name), f"{module.__name__.rpartition('.')[2]}.{name}"
-
-        def watched(*args):
+    def watch(name):
+        def watched(function, *args):
             values = function(*args)
             which = f" of {'a' if np.array_equal(values, expected.d_w1) else 'b'}" if values.shape == W.w1.shape else ""
-            ran.add(stage + which)
+            ran.add(name + which)
             return values
 
-        monkeypatch.setattr(module, name, watched)
+        alter(monkeypatch, "numpy", name, lambda function: functools.partial(watched, function))
 
-    for module, name in (
-        (expert_up, "input_gradient"),
-        (expert_up, "weight_gradient"),
-        (expert_down, "weight_gradient"),
-        (gating, "backward"),
-        (router, "input_gradient"),
-        (router, "weight_gradient"),
+    for name in (
+        "expert_up.input_gradient",
+        "expert_up.weight_gradient",
+        "expert_down.weight_gradient",
+        "gating.backward",
+        "router.input_gradient",
+        "router.weight_gradient",
     ):
-        watch(module, name)
+        watch(name)
     found = layer.backward(case.d_out, output.saved, case.weights, wanted=wanted)
     for name, gradient, truth in zip(Gradients._fields, found, expected, strict=True):
         assert (gradient is not None) == (name in wanted or name == "d_gates")
@@ -373,40 +370,39 @@ def of_the_first_call(function):
 
 
 PLANTED_FAULTS = {
-    "zeros: up": (expert_up, "forward", all_zeros),
-    "zeros: down": (expert_down, "forward", all_zeros),
-    "zeros: combine": (combine, "forward", all_zeros),
-    "zeros: input gradient": (expert_up, "input_gradient", all_zeros),
-    "zeros: up weight gradient": (expert_up, "weight_gradient", all_zeros),
-    "zeros: hidden gradients": (expert_down, "hidden_gradients", all_zeros),
-    "zeros: down weight gradient": (expert_down, "weight_gradient", all_zeros),
-    "zeros: gate gradient": (gating, "backward", all_zeros),
-    "zeros: balancing loss": (gating, "load_balancing_loss_backward", all_zeros),
-    "zeros: z-loss": (gating, "router_z_loss_backward", all_zeros),
-    "dropped row: a": (expert_up, "forward", lambda f: zero_the_last_row(f, 0)),
-    "dropped row: y": (expert_down, "forward", lambda f: zero_the_last_row(f, None)),
-    "dropped row: out": (combine, "forward", lambda f: zero_the_last_row(f, None)),
-    "dropped row: d_a": (expert_down, "hidden_gradients", lambda f: zero_the_last_row(f, 0)),
-    "dropped row: gated_y": (expert_down, "hidden_gradients", lambda f: zero_the_last_row(f, 2)),
-    "dropped row: d_gates": (expert_down, "hidden_gradients", lambda f: zero_the_last_row(f, 3)),
-    "dropped row: d_x": (expert_up, "input_gradient", lambda f: zero_the_last_row(f, None)),
-    "d_w2 from d_a": (expert_up, "weight_gradient", of_the_first_call),
-    "wrong expert": (expert_down, "forward", lambda f: lambda y_swi, w3, *rest: f(y_swi, np.roll(w3, 1, 0), *rest)),
-    "unscaled gate": (combine, "forward", lambda f: lambda y, gates, *rest: f(y, np.ones_like(gates), *rest)),
-    "gates of another slot": (combine, "forward", lambda f: lambda y, gates, *rest: f(y, gates[:, ::-1], *rest)),
+    "zeros: up": ("expert_up.forward", all_zeros),
+    "zeros: down": ("expert_down.forward", all_zeros),
+    "zeros: combine": ("combine.forward", all_zeros),
+    "zeros: input gradient": ("expert_up.input_gradient", all_zeros),
+    "zeros: up weight gradient": ("expert_up.weight_gradient", all_zeros),
+    "zeros: hidden gradients": ("expert_down.hidden_gradients", all_zeros),
+    "zeros: down weight gradient": ("expert_down.weight_gradient", all_zeros),
+    "zeros: gate gradient": ("gating.backward", all_zeros),
+    "zeros: balancing loss": ("gating.load_balancing_loss_backward", all_zeros),
+    "zeros: z-loss": ("gating.router_z_loss_backward", all_zeros),
+    "dropped row: a": ("expert_up.forward", lambda f: zero_the_last_row(f, 0)),
+    "dropped row: y": ("expert_down.forward", lambda f: zero_the_last_row(f, None)),
+    "dropped row: out": ("combine.forward", lambda f: zero_the_last_row(f, None)),
+    "dropped row: d_a": ("expert_down.hidden_gradients", lambda f: zero_the_last_row(f, 0)),
+    "dropped row: gated_y": ("expert_down.hidden_gradients", lambda f: zero_the_last_row(f, 2)),
+    "dropped row: d_gates": ("expert_down.hidden_gradients", lambda f: zero_the_last_row(f, 3)),
+    "dropped row: d_x": ("expert_up.input_gradient", lambda f: zero_the_last_row(f, None)),
+    "d_w2 from d_a": ("expert_up.weight_gradient", of_the_first_call),
+    "wrong expert": ("expert_down.forward", lambda f: lambda y_swi, w3, *rest: f(y_swi, np.roll(w3, 1, 0), *rest)),
+    "unscaled gate": ("combine.forward", lambda f: lambda y, gates, *rest: f(y, np.ones_like(gates), *rest)),
+    "gates of another slot": ("combine.forward", lambda f: lambda y, gates, *rest: f(y, gates[:, ::-1], *rest)),
     "unscaled gate, backward": (
-        expert_down,
-        "hidden_gradients",
+        "expert_down.hidden_gradients",
         lambda f: lambda d_out, gates, *rest: f(d_out, np.ones_like(gates), *rest),
     ),
-    "not renormalised, backward": (gating, "backward", lambda f: lambda *args: f(*args[:3], False, *args[4:])),
+    "not renormalised, backward": ("gating.backward", lambda f: lambda *args: f(*args[:3], False, *args[4:])),
 }
 
 
 @pytest.mark.parametrize("fault", PLANTED_FAULTS)
 def test_the_comparison_has_teeth(fault, monkeypatch):
-    module, name, plant = PLANTED_FAULTS[fault]
-    monkeypatch.setattr(module, name, plant(getattr(module, name)))
+    name, plant = PLANTED_FAULTS[fault]
+    alter(monkeypatch, "numpy", name, plant)
     with pytest.raises(AssertionError):
         assert_agrees_with_autograd(RAGGED, "swiglu", "minimal", True, LOSSES["both losses"])
 

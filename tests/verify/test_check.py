@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import types
 
 import numpy as np
 import pytest
 import torch
+from stages import alter
 
 from moeblaze_ref.backends.numpy_ref import block_sparse, gating
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
@@ -235,11 +237,10 @@ def test_a_router_that_is_wrong_on_hard_logits_alone_fails(parts, case, monkeypa
 
 
 def test_losses_and_renormalisation_of_the_layer_are_compared(monkeypatch):
-    right = gating.forward
-    monkeypatch.setattr(gating, "router_z_loss", lambda logits: np.float64(0.0))
+    alter(monkeypatch, "numpy", "gating.router_z_loss", lambda loss: lambda logits: np.float64(0.0))
     assert not check.passed(check.run(["layer"], ["numpy"], CASES))
     monkeypatch.undo()
-    monkeypatch.setattr(gating, "forward", lambda logits, k, renormalize=False: right(logits, k, False))
+    alter(monkeypatch, "numpy", "gating.forward", lambda right: lambda logits, k, renormalize: right(logits, k, False))
     assert not check.passed(check.run(["layer"], ["numpy"], option_cases()))
 
 
@@ -327,8 +328,7 @@ def test_a_capacity_kept_on_the_module_fails(layer, options, monkeypatch):
 @pytest.mark.parametrize("backend", ["numpy", "simt"])
 @pytest.mark.parametrize("stage", ["gating", "layer"])
 def test_a_loss_kept_from_the_first_step_fails(stage, backend, loss, monkeypatch):
-    module = BACKENDS[backend].stage("gating")
-    monkeypatch.setattr(module, loss, kept_by_dtype(getattr(module, loss)))
+    alter(monkeypatch, backend, f"gating.{loss}", kept_by_dtype)
     version, *_ = BACKENDS[backend].versions(stage)
     (case,) = (case for case in standard_cases() if case.name == "small")
     rows = list(check.check_of(stage)(BACKENDS[backend], version, case))
@@ -402,15 +402,13 @@ def test_a_routing_that_is_given_and_ignored_fails(monkeypatch):
 
 def test_a_backward_that_needs_what_was_overwritten_fails(monkeypatch):
     """A backward that may overwrite, and then reads what it overwrote."""
-    module = BACKENDS["numpy"].stage("expert_down")
-    gradients = module.hidden_gradients
 
-    def faulty(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
+    def faulty(gradients, d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
         if overwrite:
             a.fill(0)
         return gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi, overwrite)
 
-    monkeypatch.setattr(module, "hidden_gradients", faulty)
+    alter(monkeypatch, "numpy", "expert_down.hidden_gradients", lambda gradients: functools.partial(faulty, gradients))
     for stage in ("expert_down", "layer"):
         assert not check.passed(check.run([stage], ["numpy"], option_cases())), stage
 
@@ -451,8 +449,7 @@ def kept_by_shape(build):
 @pytest.mark.parametrize("backend", ["numpy", "numba", "simt"])
 @pytest.mark.parametrize("stage", ["layer", "dispatch"])
 def test_a_dispatch_kept_by_shape_fails(backend, stage, monkeypatch):
-    module = BACKENDS[backend].stage("dispatch")
-    monkeypatch.setattr(module, "build", kept_by_shape(module.build))
+    alter(monkeypatch, backend, "dispatch.build", kept_by_shape)
     (case,) = (case for case in standard_cases() if case.name == "small")
     version, *_ = BACKENDS[backend].versions(stage)
     first, *_ = rows = list(check.check_of(stage)(BACKENDS[backend], version, case))
@@ -461,8 +458,7 @@ def test_a_dispatch_kept_by_shape_fails(backend, stage, monkeypatch):
 
 
 def test_a_dispatch_kept_by_shape_fails_in_the_torch_layer(monkeypatch):
-    module = BACKENDS["simt"].stage("dispatch")
-    monkeypatch.setattr(module, "build", kept_by_shape(module.build))
+    alter(monkeypatch, "simt", "dispatch.build", kept_by_shape)
     rows = list(check.check_gradients(BACKENDS["simt"], None, CASES[0], "float32"))
     assert len(rows) == 2 and all(not row.ok and "second step" in row.shape for row in rows)
 

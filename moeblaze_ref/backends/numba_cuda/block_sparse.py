@@ -11,6 +11,7 @@
       padded_scatter:     y, gates (L, k) -> out (L, d), one kernel
     and backward: gate_gradient, activate_backward, dds, and the same products with transposed operands
 
+Arrays are numpy's, or on the GPU CuPy's; results are of the kind of what was given.
 Source: MegaBlocks (arXiv 2211.15841), sections 4 and 5. Nothing is sorted: an expert's blocks are a full rectangle of
 the matrix (P, E h), so where each of them lies, in either order, follows from the offsets of the bins. The products are
 naive, one thread an element of the result, and visit the stored blocks alone; a dense matrix that comes as its parts
@@ -24,7 +25,7 @@ from moeblaze_ref.backends.numba_cuda import dispatch as dispatch_stage
 from moeblaze_ref.backends.numba_cuda.activation import NONLINEARITY
 from moeblaze_ref.backends.numba_cuda.combine import combine_kernel, d_gates_kernel
 from moeblaze_ref.backends.numba_cuda.runtime import (
-    DTYPES,
+    ARRAYS,
     THREADS,
     ZERO,
     all_to_device,
@@ -38,6 +39,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
 )
 from moeblaze_ref.core import sparse_contracts
 from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import EMPTY, PaddedBins, Topology
 from moeblaze_ref.systems import megablocks
 
@@ -92,34 +94,11 @@ def place_rows_kernel(token_expert_indices, token_index_map, expert_token_offset
         slots[row] = slot
 
 
+@implements(sparse_contracts.PAD, ARRAYS)
 def pad(dispatch, block=128):
-    """Bins of whole blocks: where every routed row lies once each expert's group is padded.
-
-    One number, the count P of padded rows, is read back from the device: the arrays of that length cannot be made
+    """One number, the count P of padded rows, is read back from the device: the arrays of that length cannot be made
     before it is known. The published system waits for it too.
-
-    Parameters
-    ----------
-    dispatch : Dispatch
-        Of numpy arrays, or on the GPU of CuPy arrays.
-    block : int
-        Rows of a block.
-
-    Returns
-    -------
-    PaddedBins
-        Arrays of the kind of ``dispatch``'s. An expert without rows has an empty bin.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If block is no integer of at least 1, or as `checks.check_dispatch`.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2: groups are padded to a multiple of the block size.
     """
-    sparse_contracts.check_pad(dispatch, block)
     block = int(block)  # a narrow integer of numpy would overflow
     experts, positions, offsets = all_to_device(
         dispatch.token_expert_indices, dispatch.token_index_map, dispatch.expert_token_offsets
@@ -189,31 +168,8 @@ def topology_offsets_kernel(padded_offsets, block, wide, row_offsets, column_off
         column_offsets[0] = 0
 
 
+@implements(sparse_contracts.BUILD_TOPOLOGY, ARRAYS)
 def build_topology(bins, h):
-    """The block-sparse matrix (P, E h) of the bins: a block row stores the h columns of its rows' expert.
-
-    Parameters
-    ----------
-    bins : PaddedBins
-        Of numpy arrays, or on the GPU of CuPy arrays.
-    h : int
-        Expert width, a multiple of the block size.
-
-    Returns
-    -------
-    Topology
-        Of P h / block**2 blocks, in arrays of the kind of ``bins``'s.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If the block size does not divide h, or as `sparse_contracts.check_bins`.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1.3 (hybrid blocked-CSR-COO) and 5.1.4 (transpose indices).
-    """
-    sparse_contracts.check_build_topology(bins, h)
     high, wide = bins.P // bins.block, h // bins.block  # block rows of all experts, block columns of one
     offsets = int32_output(high + 1), int32_output(bins.E * wide + 1)
     blocks = tuple(int32_output(high * wide) for _ in range(3))
@@ -277,31 +233,8 @@ def sum_rows_kernel(y, rows, out):
         out[token, column] = total
 
 
+@implements(sparse_contracts.PADDED_GATHER, ARRAYS)
 def padded_gather(x, bins, gates=None):
-    """Rows of x copied into the bins, times their gates if there are any; padding is zero.
-
-    Parameters
-    ----------
-    x : array (L, d), float32
-        A numpy array, or on the GPU a CuPy array.
-    bins : PaddedBins
-    gates : array (L, k), optional
-
-    Returns
-    -------
-    rows : array (P, d)
-        Of the kind of ``x``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_gather`; the dtype is float32.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2. With gates it is the gradient of `padded_scatter` by y.
-    """
-    sparse_contracts.check_gather(x, bins, gates, DTYPES)
     rows = float32_output((bins.P, x.shape[1]))
     kernel = padded_gather_kernel(gates is not None)
     launch(kernel, blocks_for(rows.size), THREADS, *all_to_device(x, gates, bins.slots), bins.k, rows)
@@ -309,33 +242,12 @@ def padded_gather(x, bins, gates=None):
     return rows
 
 
+@implements(sparse_contracts.PADDED_SCATTER, ARRAYS)
 def padded_scatter(y, bins, gates=None):
-    """Each token's sum of its rows in the bins, times its gates if there are any.
+    """With gates it is the combine, whose kernel runs: the bins say where a slot's row is, as the dispatch did.
 
-    With gates it is the combine, whose kernel runs: the bins say where a slot's row is, as the dispatch did.
-
-    Parameters
-    ----------
-    y : array (P, d), float32
-        A numpy array, or on the GPU a CuPy array.
-    bins : PaddedBins
-    gates : array (L, k), optional
-
-    Returns
-    -------
-    out : array (L, d)
-        Summed in the order j = 0, ..., k - 1: always the same bits. Of the kind of ``y``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_scatter`; the dtype is float32.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2. Without gates it is the gradient of `padded_gather`.
+    Rows are summed in the order j = 0, ..., k - 1: always the same bits.
     """
-    sparse_contracts.check_scatter(y, bins, gates, DTYPES)
     out = float32_output((bins.L, y.shape[1]))
     if gates is None:
         launch(sum_rows_kernel, blocks_for(out.size), THREADS, *all_to_device(y, bins.rows), out)
@@ -345,28 +257,9 @@ def padded_scatter(y, bins, gates=None):
     return out
 
 
+@implements(sparse_contracts.GATE_GRADIENT, ARRAYS)
 def gate_gradient(d_out, y, bins):
-    """Gradient of the gates: <d_out, y> of each slot, by the combine's kernel.
-
-    Parameters
-    ----------
-    d_out : array (L, d), float32
-        A numpy array, or on the GPU a CuPy array.
-    y : array (P, d)
-        As it went into `padded_scatter`.
-    bins : PaddedBins
-
-    Returns
-    -------
-    d_gates : array (L, k)
-        Of the kind of ``d_out``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_gate_gradient`; the dtype is float32.
-    """
-    sparse_contracts.check_gate_gradient(d_out, y, bins, DTYPES)
+    """The kernel is that of the combine."""
     d_gates = float32_output((bins.L, bins.k))
     launch(d_gates_kernel, blocks_for(d_gates.size), THREADS, *all_to_device(d_out, y, bins.rows), d_gates)
     (d_gates,) = to_caller(d_out, d_gates)
@@ -502,35 +395,8 @@ def dds_kernel(transpose_lhs):
     return kernel
 
 
+@implements(sparse_contracts.SDD, ARRAYS)
 def sdd(lhs, rhs, topology, transpose_rhs=False):
-    """S = D D: the stored blocks of lhs rhs, and no others.
-
-    Parameters
-    ----------
-    lhs : array (M, K), float32
-        A numpy array, or on the GPU a CuPy array.
-    rhs : array (K, N), or its parts (E, K, N / E) side by side
-        (N, K) with ``transpose_rhs``.
-    topology : Topology
-        Of a matrix (M, N).
-    transpose_rhs : bool
-        Multiply by the transpose of rhs.
-
-    Returns
-    -------
-    values : array (nnz, block, block)
-        Of the kind of ``lhs``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_sdd`; the dtype is float32.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.3.
-    """
-    sparse_contracts.check_sdd(lhs, rhs, topology, transpose_rhs, DTYPES)
     values = float32_output((topology.nnz, topology.block, topology.block))
     operands = all_to_device(lhs, _parts(rhs), topology.row_indices, topology.column_indices)
     launch(sdd_kernel(bool(transpose_rhs)), blocks_for(values.size), THREADS, *operands, values)
@@ -538,37 +404,8 @@ def sdd(lhs, rhs, topology, transpose_rhs=False):
     return values
 
 
+@implements(sparse_contracts.DSD, ARRAYS)
 def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
-    """D = S D: a block-sparse matrix, or its transpose, times a dense one.
-
-    Parameters
-    ----------
-    values : array (nnz, block, block), float32
-        A numpy array, or on the GPU a CuPy array.
-    topology : Topology
-        Of a matrix (M, N).
-    rhs : array (N, K)
-        With ``transpose_rhs`` (K, N), or its parts (E, K, N / E) side by side. With ``transpose_lhs`` M for N.
-    transpose_lhs : bool
-        Multiply the transpose of the sparse matrix: its blocks are visited by the transpose indices.
-    transpose_rhs : bool
-        Multiply by the transpose of rhs.
-
-    Returns
-    -------
-    array (M, K)
-        (N, K) with ``transpose_lhs``; zeros in block rows that store nothing. Of the kind of ``values``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_dsd`; the dtype is float32.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.4.
-    """
-    sparse_contracts.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, DTYPES)
     rhs = _parts(rhs)
     lines = _by_column(topology) if transpose_lhs else _by_row(topology)
     result = float32_output((topology.shape[1 if transpose_lhs else 0], _extents(rhs)[0 if transpose_rhs else 1]))
@@ -578,36 +415,8 @@ def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
     return result
 
 
+@implements(sparse_contracts.DDS, ARRAYS)
 def dds(lhs, values, topology, transpose_lhs=False, parts=1):
-    """D = D S: a dense matrix, or its transpose, times a block-sparse one.
-
-    Parameters
-    ----------
-    lhs : array (K, M), float32
-        (M, K) with ``transpose_lhs``. A numpy array, or on the GPU a CuPy array.
-    values : array (nnz, block, block)
-    topology : Topology
-        Of a matrix (M, N).
-    transpose_lhs : bool
-        Multiply the transpose of lhs.
-    parts : int
-        How many parts the result comes in.
-
-    Returns
-    -------
-    array (parts, K, N / parts)
-        The result (K, N), its parts side by side; zeros in block columns that store nothing. Of the kind of ``lhs``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_dds`; the dtype is float32.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.4: its blocks are visited by the transpose indices.
-    """
-    sparse_contracts.check_dds(lhs, values, topology, transpose_lhs, parts, DTYPES)
     like, lhs = lhs, _parts(lhs)
     result = float32_output((parts, _extents(lhs)[1 if transpose_lhs else 0], topology.shape[1] // parts))
     operands = all_to_device(lhs, values, *_by_column(topology))
@@ -697,57 +506,16 @@ def activate_backward_kernel(activation):
     return kernel
 
 
+@implements(sparse_contracts.ACTIVATE, ARRAYS)
 def activate(a, b, activation):
-    """The activation of every stored value: act(a) * b if gated, else act(a).
-
-    Parameters
-    ----------
-    a : array (nnz, block, block), float32
-        A numpy array, or on the GPU a CuPy array.
-    b : array (nnz, block, block) or None
-        None exactly for the ungated activations.
-    activation : str
-        One of ``config.ACTIVATIONS``.
-
-    Returns
-    -------
-    y_swi : array (nnz, block, block)
-        Of the kind of ``a``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_activate`; the dtype is float32.
-    """
-    sparse_contracts.check_activate(a, b, activation, DTYPES)
     y_swi = float32_output(a.shape)
     launch(activate_kernel(activation), blocks_for(y_swi.size), THREADS, *all_to_device(a, b), y_swi)
     (y_swi,) = to_caller(a, y_swi)
     return y_swi
 
 
+@implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)
 def activate_backward(d_y, a, b, activation):
-    """Gradients of a and b, with act(a) computed again.
-
-    Parameters
-    ----------
-    d_y : array (nnz, block, block), float32
-        Gradient of y_swi.
-    a, b, activation
-        As they went into `activate`.
-
-    Returns
-    -------
-    d_a : array (nnz, block, block)
-        Of the kind of ``a``.
-    d_b : array (nnz, block, block) or None
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_activate_backward`; the dtype is float32.
-    """
-    sparse_contracts.check_activate_backward(d_y, a, b, activation, DTYPES)
     d_a, d_b = (None if like is None else float32_output(like.shape) for like in (a, b))
     operands = all_to_device(d_y, a, b)
     launch(activate_backward_kernel(activation), blocks_for(d_a.size), THREADS, *operands, d_a, d_b)
@@ -757,15 +525,17 @@ def activate_backward(d_y, a, b, activation):
 # The layer
 
 
+@implements(megablocks.FORWARD, ARRAYS)
 def forward(x, w1, w2, w3, dispatch, gates, activation, block=128):
-    """All experts of the layer, as `megablocks.forward`.
-
-    Arrays are float32: numpy arrays, or on the GPU CuPy arrays, with which nothing leaves the GPU between the steps but
-    the number of padded rows.
-    """
-    return megablocks.forward(sys.modules[__name__], DTYPES, x, w1, w2, w3, dispatch, gates, activation, block)
+    """On the GPU nothing leaves it between the steps but the number of padded rows."""
+    return megablocks.forward(_stages(), x, w1, w2, w3, dispatch, gates, activation, block)
 
 
+@implements(megablocks.BACKWARD, ARRAYS)
 def backward(d_out, saved, w1, w2, w3):
-    """Every gradient, as `megablocks.backward`; arrays as in `forward`."""
-    return megablocks.backward(sys.modules[__name__], DTYPES, d_out, saved, w1, w2, w3)
+    return megablocks.backward(_stages(), d_out, saved, w1, w2, w3)
+
+
+@functools.cache
+def _stages() -> megablocks.SparseStages:
+    return bodies(megablocks.SparseStages, sys.modules[__name__])

@@ -283,7 +283,7 @@ def _write(dense_map, location_map, topk_experts):
 # The steps and the stage, as the specification has them: checked arrays of the caller's kind
 
 
-@implements(stage_contracts.DENSE_MAP_OF_KERNELS, ARRAYS)
+@implements(stage_contracts.DENSE_MAP_IN_KERNELS, ARRAYS)
 def dense_map(topk_experts, num_experts):
     return to_caller(topk_experts, _make_map(to_device(topk_experts), num_experts))[0]
 
@@ -313,7 +313,7 @@ def write_indices(dense_map, location_map, topk_experts):
     return to_caller(topk_experts, *_write(*all_to_device(dense_map, location_map, topk_experts)))
 
 
-@implements(stage_contracts.BUILD_OF_KERNELS, ARRAYS)
+@implements(stage_contracts.BUILD_IN_KERNELS, ARRAYS)
 def build(topk_experts, num_experts) -> Dispatch:
     """By the three steps of section 4.2. numpy arrays for numpy input and for L = 0; otherwise CuPy arrays, the
     token_expert_indices being a view of ``topk_experts``.

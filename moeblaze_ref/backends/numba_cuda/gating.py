@@ -30,7 +30,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
     to_caller,
     to_device,
 )
-from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.arrays import library_of
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Gating
@@ -270,11 +270,9 @@ def d_logits_kernel(d_gates, logits, topk_experts, shares, d_losses, scales, ren
 # The stage, on the host
 
 
-@implements(stage_contracts.GATING, ARRAYS)
+@implements(stage_contracts.GATING_IN_KERNELS, ARRAYS)
 def forward(logits, k, renormalize=False):
-    """E is at most 1,024 and k at most 32."""
     num_tokens, num_experts = logits.shape
-    checks.check_kernel_limits(num_experts, k)
     probs = float32_output((num_tokens, num_experts))
     topk_experts, gates = int32_output((num_tokens, k)), float32_output((num_tokens, k))
     outputs = probs, topk_experts, gates
@@ -282,11 +280,10 @@ def forward(logits, k, renormalize=False):
     return Gating(*to_caller(logits, *outputs))
 
 
-@implements(stage_contracts.GATING_BACKWARD, ARRAYS)
+@implements(stage_contracts.GATING_BACKWARD_IN_KERNELS, ARRAYS)
 def backward(d_gates, logits, topk_experts, renormalize=False, d_load_balancing_loss=0.0, d_router_z_loss=0.0):
     d_losses = d_load_balancing_loss, d_router_z_loss
     num_tokens, num_experts = logits.shape
-    checks.check_kernel_limits(num_experts, topk_experts.shape[1])
     d_logits = float32_output(logits.shape)
     scales = np.float32([num_experts, 2.0]) / np.float32(max(num_tokens, 1))
     inputs = all_to_device(d_gates, logits, topk_experts)
@@ -321,15 +318,13 @@ def _mean_of_terms(like, kernel, *inputs, factor=1.0):
     return to_caller(like, total)[0].reshape(())
 
 
-@implements(stage_contracts.LOAD_BALANCING_LOSS, ARRAYS)
+@implements(stage_contracts.LOAD_BALANCING_LOSS_IN_KERNELS, ARRAYS)
 def load_balancing_loss(probs, topk_experts):
     num_experts = probs.shape[1]
-    checks.check_kernel_limits(num_experts, topk_experts.shape[1])
     inputs = to_device(probs), _expert_shares(topk_experts, num_experts)
     return _mean_of_terms(probs, load_balancing_terms_kernel, *inputs, factor=num_experts)
 
 
-@implements(stage_contracts.ROUTER_Z_LOSS, ARRAYS)
+@implements(stage_contracts.ROUTER_Z_LOSS_IN_KERNELS, ARRAYS)
 def router_z_loss(logits):
-    checks.check_kernel_limits(logits.shape[1], k=1)
     return _mean_of_terms(logits, router_z_terms_kernel, to_device(logits))

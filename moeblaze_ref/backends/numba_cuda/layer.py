@@ -1,22 +1,21 @@
 """The whole MoE layer from the Numba stages: the body of ``moeblaze_ref.systems.layer`` over these stages."""
 
+import functools
+
 from moeblaze_ref.backends.numba_cuda import activation, combine, dispatch, expert_down, expert_up, gating, router
-from moeblaze_ref.backends.numba_cuda.runtime import DTYPES
+from moeblaze_ref.backends.numba_cuda.runtime import ARRAYS
+from moeblaze_ref.core.contract import implements
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import Gradients, LayerOutput
 
-_STAGES = layer.Stages(router, gating, dispatch, expert_up, activation, expert_down, combine)
 
-
+@implements(layer.FORWARD, ARRAYS)
 def forward(x, weights, k, activation="swiglu", policy="minimal", renormalize=False, topk_experts=None) -> LayerOutput:
-    """One MoE layer, as `moeblaze_ref.systems.layer.forward` describes.
-
-    Arrays are float32: numpy arrays, or on the GPU CuPy arrays, with which nothing leaves the GPU
-    between the stages.
-    """
-    return layer.forward(_STAGES, DTYPES, x, weights, k, activation, policy, renormalize, topk_experts)
+    """With CuPy arrays nothing leaves the GPU between the stages."""
+    return layer.forward(_stages(), x, weights, k, activation, policy, renormalize, topk_experts)
 
 
+@implements(layer.BACKWARD, ARRAYS)
 def backward(
     d_out,
     saved,
@@ -26,6 +25,10 @@ def backward(
     overwrite=False,
     wanted=Gradients._fields,
 ) -> Gradients:
-    """Every gradient, as `moeblaze_ref.systems.layer.backward` describes; arrays as in `forward`."""
     d_losses = d_load_balancing_loss, d_router_z_loss
-    return layer.backward(_STAGES, DTYPES, d_out, saved, weights, *d_losses, overwrite, wanted)
+    return layer.backward(_stages(), d_out, saved, weights, *d_losses, overwrite, wanted)
+
+
+@functools.cache
+def _stages() -> layer.Stages:
+    return layer.stages_of(router, gating, dispatch, expert_up, activation, expert_down, combine)

@@ -8,43 +8,23 @@ A dense matrix with the N = E h columns of the sparse one may be given as its pa
 (rows, E h): so w1 of all experts is one matrix as it lies in memory. w3 (E, h, d) is one once reshaped to (E h, d).
 """
 
+import functools
 import sys
 
 import numpy as np
 
-from moeblaze_ref.backends.numpy_ref import DTYPES
+from moeblaze_ref.backends.numpy_ref import ARRAYS
 from moeblaze_ref.backends.numpy_ref import activation as activation_stage
-from moeblaze_ref.core import checks, sparse_contracts
+from moeblaze_ref.core import sparse_contracts
+from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import EMPTY, PaddedBins, Topology
 from moeblaze_ref.systems import megablocks
 
 # The structures -------------------------------------------------------------------------------------------------------
 
 
+@implements(sparse_contracts.PAD, ARRAYS)
 def pad(dispatch, block=128):
-    """Bins of whole blocks: where every routed row lies once each expert's group is padded.
-
-    Parameters
-    ----------
-    dispatch : Dispatch
-    block : int
-        Rows of a block.
-
-    Returns
-    -------
-    PaddedBins
-        An expert without rows has an empty bin.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_pad`.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2: groups are padded to a multiple of the block size.
-    """
-    sparse_contracts.check_pad(dispatch, block)
     block = int(block)  # a narrow integer of numpy would overflow
     lengths = np.diff(dispatch.expert_token_offsets)  # (E,)
     padded_offsets = np.zeros(dispatch.E + 1, np.int32)
@@ -56,31 +36,8 @@ def pad(dispatch, block=128):
     return PaddedBins(padded_offsets, slots, rows, dispatch.k, block)
 
 
+@implements(sparse_contracts.BUILD_TOPOLOGY, ARRAYS)
 def build_topology(bins, h):
-    """The block-sparse matrix (P, E h) of the bins: a block row stores the h columns of its rows' expert.
-
-    Parameters
-    ----------
-    bins : PaddedBins
-    h : int
-        Expert width, a multiple of the block size.
-
-    Returns
-    -------
-    Topology
-        Of P h / block**2 blocks. The transpose indices follow from the structure: a block column has the block rows of
-        its expert, so nothing is sorted.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If the block size does not divide h, or as `sparse_contracts.check_build_topology`.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1.3 (hybrid blocked-CSR-COO) and 5.1.4 (transpose indices).
-    """
-    sparse_contracts.check_build_topology(bins, h)
     wide = h // bins.block  # block columns of an expert
     high = np.diff(bins.padded_offsets) // bins.block  # (E,) block rows of each expert
     column_indices, row_indices, transpose_indices = [], [], []
@@ -101,26 +58,8 @@ def build_topology(bins, h):
     )
 
 
+@implements(sparse_contracts.TOPOLOGY_OF, ARRAYS)
 def topology_of(mask, block):
-    """The Topology of any mask: what the five arrays mean, by definition.
-
-    Parameters
-    ----------
-    mask : ndarray (M / block, N / block), bool
-        Which blocks are stored.
-    block : int
-
-    Returns
-    -------
-    Topology
-
-    Raises
-    ------
-    ValueError, TypeError
-        If the mask is not a matrix of bools or block is no integer of at least 1.
-    """
-    checks.check_array("mask", mask, rank=2, dtypes=("bool",), contiguous=False)
-    block = sparse_contracts.check_block(block)
     rows, columns = mask.nonzero()  # row by row
     columns_of_transpose, rows_of_transpose = mask.T.nonzero()  # column by column
     number = np.zeros(mask.shape, np.int32)
@@ -131,7 +70,7 @@ def topology_of(mask, block):
         row_indices=_int32(rows),
         column_offsets=_offsets(mask.sum(axis=0)),
         transpose_indices=number[rows_of_transpose, columns_of_transpose],
-        block=block,
+        block=int(block),
     )
 
 
@@ -143,50 +82,16 @@ def _int32(array):
     return array.astype(np.int32)
 
 
+@implements(sparse_contracts.TO_DENSE, ARRAYS)
 def to_dense(values, topology):
-    """The matrix (M, N) with zeros where no block is stored.
-
-    Parameters
-    ----------
-    values : ndarray (nnz, block, block), float64 or float32
-    topology : Topology
-
-    Returns
-    -------
-    ndarray (M, N)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_topology`, or if the values are not the topology's.
-    """
-    sparse_contracts.check_topology(topology)
-    sparse_contracts.check_values("values", values, topology, DTYPES)
     M, N = topology.shape
     dense = np.zeros((M // topology.block, N // topology.block, topology.block, topology.block), values.dtype)
     dense[topology.row_indices, topology.column_indices] = values
     return dense.transpose(0, 2, 1, 3).reshape(M, N)
 
 
+@implements(sparse_contracts.FROM_DENSE, ARRAYS)
 def from_dense(dense, topology):
-    """The stored blocks of a matrix, (nnz, block, block); the others are lost.
-
-    Parameters
-    ----------
-    dense : ndarray (M, N), float64 or float32
-    topology : Topology
-
-    Returns
-    -------
-    ndarray (nnz, block, block)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_topology`, or if the shapes disagree.
-    """
-    sparse_contracts.check_topology(topology)
-    checks.check_tensor("dense", dense, dict(zip("MN", topology.shape, strict=True)), DTYPES)
     block, (M, N) = topology.block, topology.shape
     blocks = dense.reshape(M // block, block, N // block, block).transpose(0, 2, 1, 3)
     return blocks[topology.row_indices, topology.column_indices]
@@ -195,29 +100,8 @@ def from_dense(dense, topology):
 # Rows into bins and back ----------------------------------------------------------------------------------------------
 
 
+@implements(sparse_contracts.PADDED_GATHER, ARRAYS)
 def padded_gather(x, bins, gates=None):
-    """Rows of x copied into the bins, times their gates if there are any; padding is zero.
-
-    Parameters
-    ----------
-    x : ndarray (L, d), float64 or float32
-    bins : PaddedBins
-    gates : ndarray (L, k), optional
-
-    Returns
-    -------
-    rows : ndarray (P, d)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_gather`.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2. With gates it is the gradient of `padded_scatter` by y.
-    """
-    sparse_contracts.check_gather(x, bins, gates, DTYPES)
     rows = np.zeros((bins.P, x.shape[1]), x.dtype)  # (P, d)
     filled = bins.slots != EMPTY
     slots = bins.slots[filled]
@@ -227,56 +111,17 @@ def padded_gather(x, bins, gates=None):
     return rows
 
 
+@implements(sparse_contracts.PADDED_SCATTER, ARRAYS)
 def padded_scatter(y, bins, gates=None):
-    """Each token's sum of its rows in the bins, times its gates if there are any.
-
-    Parameters
-    ----------
-    y : ndarray (P, d), float64 or float32
-    bins : PaddedBins
-    gates : ndarray (L, k), optional
-
-    Returns
-    -------
-    out : ndarray (L, d)
-        Summed in the order j = 0, ..., k - 1: always the same bits.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_scatter`.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2. Without gates it is the gradient of `padded_gather`.
-    """
-    sparse_contracts.check_scatter(y, bins, gates, DTYPES)
+    """Rows are summed in the order j = 0, ..., k - 1: always the same bits."""
     out = np.zeros((bins.L, y.shape[1]), y.dtype)  # (L, d)
     for j, rows in enumerate(bins.rows.reshape(bins.L, bins.k).T):
         out += y[rows] if gates is None else gates[:, j, None] * y[rows]
     return out
 
 
+@implements(sparse_contracts.GATE_GRADIENT, ARRAYS)
 def gate_gradient(d_out, y, bins):
-    """Gradient of the gates: <d_out, y> of each slot.
-
-    Parameters
-    ----------
-    d_out : ndarray (L, d)
-    y : ndarray (P, d)
-        As it went into `padded_scatter`.
-    bins : PaddedBins
-
-    Returns
-    -------
-    d_gates : ndarray (L, k)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_gate_gradient`.
-    """
-    sparse_contracts.check_gate_gradient(d_out, y, bins, DTYPES)
     d_gates = np.empty((bins.L, bins.k), y.dtype)  # (L, k)
     for j, rows in enumerate(bins.rows.reshape(bins.L, bins.k).T):
         d_gates[:, j] = (d_out * y[rows]).sum(axis=1)
@@ -286,33 +131,8 @@ def gate_gradient(d_out, y, bins):
 # The three products ---------------------------------------------------------------------------------------------------
 
 
+@implements(sparse_contracts.SDD, ARRAYS)
 def sdd(lhs, rhs, topology, transpose_rhs=False):
-    """S = D D: the stored blocks of lhs rhs, and no others.
-
-    Parameters
-    ----------
-    lhs : ndarray (M, K), float64 or float32
-    rhs : ndarray (K, N), or its parts (E, K, N / E) side by side
-        (N, K) with ``transpose_rhs``.
-    topology : Topology
-        Of a matrix (M, N).
-    transpose_rhs : bool
-        Multiply by the transpose of rhs.
-
-    Returns
-    -------
-    values : ndarray (nnz, block, block)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_sdd`.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.3.
-    """
-    sparse_contracts.check_sdd(lhs, rhs, topology, transpose_rhs, DTYPES)
     block, rhs = topology.block, _matrix(rhs).T if transpose_rhs else _matrix(rhs)
     values = np.empty((topology.nnz, block, block), lhs.dtype)
     for number, (row, column) in enumerate(zip(topology.row_indices, topology.column_indices, strict=True)):
@@ -320,36 +140,8 @@ def sdd(lhs, rhs, topology, transpose_rhs=False):
     return values
 
 
+@implements(sparse_contracts.DSD, ARRAYS)
 def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
-    """D = S D: a block-sparse matrix, or its transpose, times a dense one.
-
-    Parameters
-    ----------
-    values : ndarray (nnz, block, block), float64 or float32
-    topology : Topology
-        Of a matrix (M, N).
-    rhs : ndarray (N, K)
-        With ``transpose_rhs`` (K, N), or its parts (E, K, N / E) side by side. With ``transpose_lhs`` M for N.
-    transpose_lhs : bool
-        Multiply the transpose of the sparse matrix: its blocks are visited by the transpose indices.
-    transpose_rhs : bool
-        Multiply by the transpose of rhs.
-
-    Returns
-    -------
-    ndarray (M, K)
-        (N, K) with ``transpose_lhs``; zeros in block rows that store nothing.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_dsd`.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.4.
-    """
-    sparse_contracts.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, DTYPES)
     block, rhs = topology.block, _matrix(rhs).T if transpose_rhs else _matrix(rhs)
     result = np.zeros((topology.shape[1 if transpose_lhs else 0], rhs.shape[1]), values.dtype)
     for number, row, column in _visit(topology, by_column=transpose_lhs):
@@ -360,36 +152,8 @@ def dsd(values, topology, rhs, transpose_lhs=False, transpose_rhs=False):
     return result
 
 
+@implements(sparse_contracts.DDS, ARRAYS)
 def dds(lhs, values, topology, transpose_lhs=False, parts=1):
-    """D = D S: a dense matrix, or its transpose, times a block-sparse one.
-
-    Parameters
-    ----------
-    lhs : ndarray (K, M), float64 or float32
-        (M, K) with ``transpose_lhs``.
-    values : ndarray (nnz, block, block)
-    topology : Topology
-        Of a matrix (M, N).
-    transpose_lhs : bool
-        Multiply the transpose of lhs.
-    parts : int
-        How many parts the result comes in, of whole blocks each.
-
-    Returns
-    -------
-    ndarray (parts, K, N / parts)
-        The result (K, N), its parts side by side; zeros in block columns that store nothing.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_dds`.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.4: the blocks are visited by the transpose indices.
-    """
-    sparse_contracts.check_dds(lhs, values, topology, transpose_lhs, parts, DTYPES)
     block, lhs = topology.block, lhs if transpose_lhs else lhs.T  # (M, K)
     result = np.zeros((topology.shape[1], lhs.shape[1]), values.dtype)  # (N, K), of whole rows
     for number, row, column in _visit(topology, by_column=True):
@@ -421,52 +185,14 @@ def _matrix(dense):
 # Between the projections ----------------------------------------------------------------------------------------------
 
 
+@implements(sparse_contracts.ACTIVATE, ARRAYS)
 def activate(a, b, activation):
-    """The activation of every stored value: act(a) * b if gated, else act(a).
-
-    Parameters
-    ----------
-    a : ndarray (nnz, block, block), float64 or float32
-    b : ndarray (nnz, block, block) or None
-        None exactly for the ungated activations.
-    activation : str
-        One of ``config.ACTIVATIONS``.
-
-    Returns
-    -------
-    y_swi : ndarray (nnz, block, block)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_activate`.
-    """
-    sparse_contracts.check_activate(a, b, activation, DTYPES)
-    return activation_stage.forward(*map(_as_rows, (a, b)), activation).reshape(a.shape)
+    return activation_stage.forward.unchecked(*map(_as_rows, (a, b)), activation).reshape(a.shape)
 
 
+@implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)
 def activate_backward(d_y, a, b, activation):
-    """Gradients of a and b, with act(a) computed again.
-
-    Parameters
-    ----------
-    d_y : ndarray (nnz, block, block)
-        Gradient of y_swi.
-    a, b, activation
-        As they went into `activate`.
-
-    Returns
-    -------
-    d_a : ndarray (nnz, block, block)
-    d_b : ndarray (nnz, block, block) or None
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_activate_backward`.
-    """
-    sparse_contracts.check_activate_backward(d_y, a, b, activation, DTYPES)
-    found = activation_stage.backward(*map(_as_rows, (d_y, a, b)), activation)
+    found = activation_stage.backward.unchecked(*map(_as_rows, (d_y, a, b)), activation)
     return tuple(None if gradient is None else gradient.reshape(a.shape) for gradient in found)
 
 
@@ -478,11 +204,16 @@ def _as_rows(values):
 # The layer ------------------------------------------------------------------------------------------------------------
 
 
+@implements(megablocks.FORWARD, ARRAYS)
 def forward(x, w1, w2, w3, dispatch, gates, activation, block=128):
-    """All experts of the layer, as `megablocks.forward`."""
-    return megablocks.forward(sys.modules[__name__], DTYPES, x, w1, w2, w3, dispatch, gates, activation, block)
+    return megablocks.forward(_stages(), x, w1, w2, w3, dispatch, gates, activation, block)
 
 
+@implements(megablocks.BACKWARD, ARRAYS)
 def backward(d_out, saved, w1, w2, w3):
-    """Every gradient, as `megablocks.backward`."""
-    return megablocks.backward(sys.modules[__name__], DTYPES, d_out, saved, w1, w2, w3)
+    return megablocks.backward(_stages(), d_out, saved, w1, w2, w3)
+
+
+@functools.cache
+def _stages() -> megablocks.SparseStages:
+    return bodies(megablocks.SparseStages, sys.modules[__name__])

@@ -42,13 +42,13 @@ def _gate_of_row(gates, dispatch):
 @implements(stage_contracts.EXPERT_DOWN_D_HIDDEN, ARRAYS)
 def hidden_gradients(d_out, gates, a, b, w3, dispatch, activation, y_swi=None, overwrite=False):
     if y_swi is None:
-        y_swi = activation_stage.forward(a, b, activation)  # (R, h)
+        y_swi = activation_stage.forward.unchecked(a, b, activation)  # (R, h)
     gate = _gate_of_row(gates, dispatch)  # (R, 1)
     d_ungated = np.empty_like(a)  # (R, h), dY'
     for expert, group, tokens in expert_groups(dispatch):
         d_ungated[group] = d_out[tokens] @ w3[expert].T
     d_gate = (d_ungated * y_swi).sum(axis=1)  # (R,), in expert order
-    d_a, d_b = activation_stage.backward(gate * d_ungated, a, b, activation)
+    d_a, d_b = activation_stage.backward.unchecked(gate * d_ungated, a, b, activation)
     if overwrite:
         d_a, d_b = _written_over(a, d_a), _written_over(b, d_b)
     return d_a, d_b, gate * y_swi, d_gate[dispatch.token_index_map].reshape(gates.shape)

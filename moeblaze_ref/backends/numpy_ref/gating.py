@@ -30,8 +30,8 @@ def softmax(logits):
 
 @implements(stage_contracts.GATING, ARRAYS)
 def forward(logits, k, renormalize=False):
-    topk_experts = top_k(logits, k)  # (L, k)
-    probs = softmax(logits)  # (L, E)
+    topk_experts = top_k.unchecked(logits, k)  # (L, k)
+    probs = softmax.unchecked(logits)  # (L, E)
     gates = np.take_along_axis(probs, topk_experts, axis=1)  # (L, k)
     if renormalize:
         gates = gates / gates.sum(axis=1, keepdims=True)
@@ -46,17 +46,17 @@ def _softmax_backward(d_probs, probs):
 
 @implements(stage_contracts.GATING_BACKWARD, ARRAYS)
 def backward(d_gates, logits, topk_experts, renormalize=False, d_load_balancing_loss=0.0, d_router_z_loss=0.0):
-    probs = softmax(logits)  # (L, E)
+    probs = softmax.unchecked(logits)  # (L, E)
     d_logits = _gates_backward(d_gates, logits, probs, topk_experts, renormalize)
-    d_logits += load_balancing_loss_backward(probs, topk_experts, d_load_balancing_loss)
-    d_logits += router_z_loss_backward(logits, d_router_z_loss)
+    d_logits += load_balancing_loss_backward.unchecked(probs, topk_experts, d_load_balancing_loss)
+    d_logits += router_z_loss_backward.unchecked(logits, d_router_z_loss)
     return d_logits
 
 
 def _gates_backward(d_gates, logits, probs, topk_experts, renormalize):
     into_row = np.zeros_like(probs)  # (L, E)
     if renormalize:
-        gates = softmax(np.take_along_axis(logits, topk_experts, axis=1))  # (L, k)
+        gates = softmax.unchecked(np.take_along_axis(logits, topk_experts, axis=1))  # (L, k)
         np.put_along_axis(into_row, topk_experts, _softmax_backward(d_gates, gates), axis=1)
         return into_row
     np.put_along_axis(into_row, topk_experts, d_gates, axis=1)
@@ -97,4 +97,4 @@ def router_z_loss(logits):
 @implements(stage_contracts.ROUTER_Z_LOSS_BACKWARD, ARRAYS)
 def router_z_loss_backward(logits, d_loss=1.0):
     scale = 2.0 * float(d_loss) / max(len(logits), 1)
-    return scale * _logsumexp(logits) * softmax(logits)  # (L, 1) * (L, E)
+    return scale * _logsumexp(logits) * softmax.unchecked(logits)  # (L, 1) * (L, E)

@@ -1,14 +1,19 @@
-"""MegaBlocks in raw CUDA: launches kernels_cuda/block_sparse/."""
+"""MegaBlocks in raw CUDA: launches kernels_cuda/block_sparse/.
+
+A function raises TypeError if its version does not compute in the dtype, and ValueError if it does not at these widths
+or blocks. The structures are the same in all versions.
+"""
 
 import functools
+import sys
 from collections.abc import Collection
-from types import SimpleNamespace
 from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import checks, sparse_contracts
 from moeblaze_ref.core.arrays import size_of
 from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import EMPTY, Array, Dispatch, PaddedBins, Topology
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for, widest_pack
 from moeblaze_ref.runtime.source import Module
@@ -17,7 +22,6 @@ from moeblaze_ref.systems import megablocks
 VERSIONS = {version: gemm.VERSIONS[version] for version in ("1_naive", "2_tiled", "3_mma", gemm.HOPPER)}
 DEFAULT_VERSION = "2_tiled"
 BLOCK = 128  # of MegaBlocks, section 5.1.2: a tile of its products
-GATE_DTYPES = ("float32",)
 HOPPER_BLOCK = gemm.ROWS_BOX[1]  # 7_persistent takes multiples of it: the rows of a tile are those of one block
 MAX_COLUMN_TILES = 65_535  # a launch's extent along y, where versions 2_tiled and 3_mma number the column tiles of dds
 # Of 3_mma, by the block: what a tile has beyond its block is computed for nothing.
@@ -30,37 +34,11 @@ TILES = (
 # The structures -------------------------------------------------------------------------------------------------------
 
 
+@implements(sparse_contracts.PAD, gemm.ARRAYS)
 def pad(
     dispatch: Dispatch, block: int = BLOCK, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> PaddedBins:
-    """Bins of whole blocks: where every routed row lies once each expert's group is padded.
-
-    Parameters
-    ----------
-    dispatch : Dispatch
-    block : int
-        Rows of a block.
-    executor : Executor, optional
-        Default: by where the dispatch lives.
-    version : str
-        One of ``VERSIONS``; all build the same.
-
-    Returns
-    -------
-    PaddedBins
-        P, the sum of the padded groups, is known to the device alone: the host waits for it once, as MegaBlocks does.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If block is no integer of at least 1, the padded rows could exceed what int32 counts, or as
-        `checks.check_dispatch`.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2.
-    """
-    sparse_contracts.check_pad(dispatch, block)
+    """P, the sum of the padded groups, is known to the device alone: the host waits for it once, as MegaBlocks does."""
     block = int(block)  # a narrow integer of numpy would overflow
     checks.check_name("version of block_sparse", version, VERSIONS)
     executor = executor or executor_for(dispatch.expert_token_offsets)
@@ -85,35 +63,13 @@ def pad(
     return PaddedBins(padded_offsets, slots, rows, dispatch.k, block)
 
 
+@implements(sparse_contracts.BUILD_TOPOLOGY, gemm.ARRAYS)
 def build_topology(
     bins: PaddedBins, h: int, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Topology:
-    """The block-sparse matrix (P, E h) of the bins: a block row stores the h columns of its rows' expert.
-
-    Parameters
-    ----------
-    bins : PaddedBins
-    h : int
-        Expert width, a multiple of the block size.
-    executor, version
-        As in `pad`.
-
-    Returns
-    -------
-    Topology
-
-    Raises
-    ------
-    ValueError, TypeError
-        If the block size does not divide h, rows, columns or blocks exceed what int32 counts, or as
-        `sparse_contracts.check_bins`. Also if there are more block columns than the version's `dds` takes: at most
-        ``MAX_COLUMN_TILES`` tiles of 2_tiled or 3_mma. A layer would find out in its backward.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1.3 and 5.1.4.
+    """It raises ValueError if there are more block columns than the version's `dds` takes, ``MAX_COLUMN_TILES`` tiles
+    in 2_tiled and 3_mma. A layer would find out in its backward.
     """
-    sparse_contracts.check_build_topology(bins, h)
     checks.check_name("version of block_sparse", version, VERSIONS)
     _check_columns(bins.E * (h // bins.block), bins.block, version)
     executor = executor or executor_for(bins.padded_offsets)
@@ -166,6 +122,7 @@ def _structures(executor: Executor, block: int) -> Module:
 # Rows into bins and back ----------------------------------------------------------------------------------------------
 
 
+@implements(sparse_contracts.PADDED_GATHER, gemm.ARRAYS)
 def padded_gather(
     x: Array,
     bins: PaddedBins,
@@ -173,30 +130,6 @@ def padded_gather(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """Rows of x copied into the bins, times their gates if there are any; padding is zero.
-
-    Parameters
-    ----------
-    x : array (L, d), float32, float16 or bfloat16
-    bins : PaddedBins
-    gates : array (L, k), float32, optional
-    executor, version
-        As in `pad`.
-
-    Returns
-    -------
-    rows : array (P, d)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_gather`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2.
-    """
-    sparse_contracts.check_gather(x, bins, gates, gemm.WIDE, GATE_DTYPES)
     d, dtype = x.shape[1], gemm.check_version("block_sparse", version, VERSIONS, x)
     executor = executor or executor_for(x)
     rows = executor.empty((bins.P, d), dtype)
@@ -218,6 +151,7 @@ def padded_gather(
     return rows
 
 
+@implements(sparse_contracts.PADDED_SCATTER, gemm.ARRAYS)
 def padded_scatter(
     y: Array,
     bins: PaddedBins,
@@ -225,32 +159,9 @@ def padded_scatter(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """Each token's sum of its rows in the bins, times its gates if there are any.
-
-    Parameters
-    ----------
-    y : array (P, d), float32, float16 or bfloat16
-    bins : PaddedBins
-    gates : array (L, k), float32, optional
-    executor, version
-        As in `pad`.
-
-    Returns
-    -------
-    out : array (L, d)
-        Summed in float32 in the order of the slots, rounded once: the kernels are those of the combine and of d_x, by
-        the bins' rows.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_scatter`, or if the version does not compute in this dtype.
-
-    Notes
-    -----
-    MegaBlocks, section 5.2.
+    """Rows are summed in float32 in the order of the slots, rounded once: the kernels are those of the combine and of
+    d_x, by the bins' rows.
     """
-    sparse_contracts.check_scatter(y, bins, gates, gemm.WIDE, GATE_DTYPES)
     checks.check_int("bins.k", bins.k, at_least=1, at_most=checks.MAX_TOP_K)  # a lane keeps a slot
     d, dtype = y.shape[1], gemm.check_version("block_sparse", version, VERSIONS, y)
     executor = executor or executor_for(y)
@@ -259,29 +170,10 @@ def padded_scatter(
     return out
 
 
+@implements(sparse_contracts.GATE_GRADIENT, gemm.ARRAYS)
 def gate_gradient(
     d_out: Array, y: Array, bins: PaddedBins, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    """Gradient of the gates: <d_out, y> of each slot.
-
-    Parameters
-    ----------
-    d_out : array (L, d), float32, float16 or bfloat16
-    y : array (P, d)
-        As it went into `padded_scatter`.
-    bins, executor, version
-        As there.
-
-    Returns
-    -------
-    d_gates : array (L, k), float32
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_gate_gradient`, or if the version does not compute in this dtype.
-    """
-    sparse_contracts.check_gate_gradient(d_out, y, bins, gemm.WIDE)
     d, dtype = y.shape[1], gemm.check_version("block_sparse", version, VERSIONS, y)
     executor = executor or executor_for(y)
     d_gates = executor.empty((bins.L, bins.k), "float32")
@@ -301,6 +193,7 @@ def _rows(executor: Executor, dtype: str, pack: int) -> Module:
 # The three products ---------------------------------------------------------------------------------------------------
 
 
+@implements(sparse_contracts.SDD, gemm.ARRAYS)
 def sdd(
     lhs: Array,
     rhs: Array,
@@ -309,35 +202,7 @@ def sdd(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """S = D D: the stored blocks of lhs rhs, and no others.
-
-    Parameters
-    ----------
-    lhs : array (M, K), float32, float16 or bfloat16
-    rhs : array (K, N), or its parts (E, K, N / E) side by side
-        (N, K) with ``transpose_rhs``.
-    topology : Topology
-        Of a matrix (M, N).
-    transpose_rhs : bool
-        Multiply by the transpose of rhs: a constant of the kernel, which reads other neighbours.
-    executor, version
-        As in `pad`.
-
-    Returns
-    -------
-    values : array (nnz, block, block)
-        Sums are float32, rounded once.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_sdd`, or if the version does not compute in this dtype, these widths or these blocks.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.3.
-    """
-    sparse_contracts.check_sdd(lhs, rhs, topology, transpose_rhs, gemm.WIDE)
+    """Sums are float32, rounded once. ``transpose_rhs`` is a constant of the kernel, which reads other neighbours."""
     K, block, nnz = lhs.shape[1], topology.block, topology.nnz
     product = _Product(lhs, K, block, executor, version, TRANSPOSE_RHS=transpose_rhs)
     if not (nnz and K):
@@ -365,6 +230,7 @@ def sdd(
     return values
 
 
+@implements(sparse_contracts.DSD, gemm.ARRAYS)
 def dsd(
     values: Array,
     topology: Topology,
@@ -374,37 +240,6 @@ def dsd(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """D = S D: a block-sparse matrix, or its transpose, times a dense one.
-
-    Parameters
-    ----------
-    values : array (nnz, block, block), float32, float16 or bfloat16
-    topology : Topology
-        Of a matrix (M, N).
-    rhs : array (N, K)
-        With ``transpose_rhs`` (K, N), or its parts (E, K, N / E) side by side. With ``transpose_lhs`` M for N.
-    transpose_lhs : bool
-        Multiply the transpose of the sparse matrix: its blocks are visited by the transpose indices.
-    transpose_rhs : bool
-        Multiply by the transpose of rhs.
-    executor, version
-        As in `pad`.
-
-    Returns
-    -------
-    array (M, K)
-        (N, K) with ``transpose_lhs``; zeros in block rows that store nothing.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_dsd`, or if the version does not compute in this dtype, these widths or these blocks.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.4.
-    """
-    sparse_contracts.check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, gemm.WIDE)
     rows, K = topology.shape[1 if transpose_lhs else 0], rhs.shape[-2 if transpose_rhs else 1]
     if transpose_lhs:
         _check_lines(topology, version)
@@ -433,6 +268,7 @@ def dsd(
     return result
 
 
+@implements(sparse_contracts.DDS, gemm.ARRAYS)
 def dds(
     lhs: Array,
     values: Array,
@@ -442,38 +278,7 @@ def dds(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """D = D S: a dense matrix, or its transpose, times a block-sparse one.
-
-    Parameters
-    ----------
-    lhs : array (K, M), float32, float16 or bfloat16
-        (M, K) with ``transpose_lhs``.
-    values : array (nnz, block, block)
-    topology : Topology
-        Of a matrix (M, N).
-    transpose_lhs : bool
-        Multiply the transpose of lhs.
-    parts : int
-        How many parts the result comes in.
-    executor, version
-        As in `pad`.
-
-    Returns
-    -------
-    array (parts, K, N / parts)
-        The result (K, N), its parts side by side; zeros in block columns that store nothing.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_dds`, or if the version does not compute in this dtype, these widths or these blocks,
-        or as `build_topology` if there are too many block columns.
-
-    Notes
-    -----
-    MegaBlocks, sections 5.1 and 5.1.4.
-    """
-    sparse_contracts.check_dds(lhs, values, topology, transpose_lhs, parts, gemm.WIDE)
+    """It raises as `build_topology` does if there are too many block columns."""
     (M, N), K = topology.shape, lhs.shape[1 if transpose_lhs else 0]
     _check_columns(N // topology.block, topology.block, version)
     _check_lines(topology, version)
@@ -551,31 +356,10 @@ class _Product:
 # Between the projections ----------------------------------------------------------------------------------------------
 
 
+@implements(sparse_contracts.ACTIVATE, gemm.ARRAYS)
 def activate(
     a: Array, b: Array | None, activation: str, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Array:
-    """The activation of every stored value: act(a) * b if gated, else act(a).
-
-    Parameters
-    ----------
-    a : array (nnz, block, block), float32, float16 or bfloat16
-    b : array (nnz, block, block) or None
-        None exactly for the ungated activations.
-    activation : str
-        One of ``config.ACTIVATIONS``.
-    executor, version
-        As in `pad`.
-
-    Returns
-    -------
-    y_swi : array (nnz, block, block)
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `sparse_contracts.check_activate`, or if the version does not compute in this dtype.
-    """
-    sparse_contracts.check_activate(a, b, activation, gemm.WIDE)
     dtype, executor = gemm.check_version("block_sparse", version, VERSIONS, a), executor or executor_for(a)
     y_swi = executor.empty(a.shape, dtype)
     if size_of(a):
@@ -584,6 +368,7 @@ def activate(
     return y_swi
 
 
+@implements(sparse_contracts.ACTIVATE_BACKWARD, gemm.ARRAYS)
 def activate_backward(
     d_y: Array,
     a: Array,
@@ -592,26 +377,6 @@ def activate_backward(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> tuple[Array, Array | None]:
-    """Gradients of a and b, with act(a) computed again.
-
-    Parameters
-    ----------
-    d_y : array (nnz, block, block)
-        Gradient of y_swi.
-    a, b, activation, executor, version
-        As in `activate`.
-
-    Returns
-    -------
-    d_a : array (nnz, block, block)
-    d_b : array (nnz, block, block) or None
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `activate`.
-    """
-    sparse_contracts.check_activate_backward(d_y, a, b, activation, gemm.WIDE)
     dtype, executor = gemm.check_version("block_sparse", version, VERSIONS, a), executor or executor_for(a)
     d_a = executor.empty(a.shape, dtype)
     d_b = executor.empty(a.shape, dtype) if is_gated(activation) else None
@@ -640,6 +405,7 @@ def default_version(dtype: str, d: int, block: int, executor: Executor) -> str:
     return gemm.HOPPER if executor.capability == (9, 0) and block % HOPPER_BLOCK == 0 else "3_mma"
 
 
+@implements(megablocks.FORWARD, gemm.ARRAYS)
 def forward(
     x: Array,
     w1: Array,
@@ -652,11 +418,12 @@ def forward(
     executor: Executor | None = None,
     version: str | None = None,
 ) -> tuple[Array, megablocks.Saved]:
-    """Run all experts of the layer, as `megablocks.forward`; executor as in `pad`, the version `default_version`."""
-    stage = _stage(x, executor, version, block)
-    return megablocks.forward(stage, gemm.WIDE, x, w1, w2, w3, dispatch, gates, activation, block)
+    """Without a ``version`` the layer runs that of `default_version`."""
+    stages = stages_for(x, block, executor or executor_for(x), version)
+    return megablocks.forward(stages, x, w1, w2, w3, dispatch, gates, activation, block)
 
 
+@implements(megablocks.BACKWARD_OF_WANTED, gemm.ARRAYS)
 def backward(
     d_out: Array,
     saved: megablocks.Saved,
@@ -668,27 +435,16 @@ def backward(
     executor: Executor | None = None,
     version: str | None = None,
 ) -> megablocks.Gradients:
-    """Every gradient, as `megablocks.backward`; executor and version as in `forward`."""
-    checks.check_type("saved", saved, megablocks.Saved)
-    stage = _stage(d_out, executor, version, saved.bins.block)
-    return megablocks.backward(stage, gemm.WIDE, d_out, saved, w1, w2, w3, wanted, give_up)
+    """Without a ``version`` the layer runs that of `default_version`."""
+    stages = stages_for(d_out, saved.bins.block, executor or executor_for(d_out), version)
+    return megablocks.backward(stages, d_out, saved, w1, w2, w3, wanted, give_up)
 
 
-def _stage(like: Array, executor: Executor | None, version: str | None, block: int) -> SimpleNamespace:
-    """This module's functions with the executor and the version already chosen."""
-    executor = executor or executor_for(like)
-    version = version or default_version(checks.dtype_of(like), like.shape[1], block, executor)
-    options = {"executor": executor, "version": version}
-    functions = (
-        pad,
-        build_topology,
-        padded_gather,
-        padded_scatter,
-        gate_gradient,
-        sdd,
-        dsd,
-        dds,
-        activate,
-        activate_backward,
-    )
-    return SimpleNamespace(**{each.__name__: functools.partial(each, **options) for each in functions})
+def stages_for(like: Array, block: int, executor: Executor, version: str | None = None) -> megablocks.SparseStages:
+    """The functions without their checks, with the executor and the version already chosen."""
+    return _stages(executor, version or default_version(checks.dtype_of(like), like.shape[1], block, executor))
+
+
+@functools.cache
+def _stages(executor: Executor, version: str) -> megablocks.SparseStages:
+    return bodies(megablocks.SparseStages, sys.modules[__name__], executor=executor, version=version)

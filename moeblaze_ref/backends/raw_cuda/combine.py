@@ -29,6 +29,7 @@ def forward(
     return out
 
 
+@implements(stage_contracts.COMBINE_IN_PARTS, gemm.ARRAYS)
 def forward_in_parts(
     parts: tuple[Array, ...],
     gates: Array | None,
@@ -36,43 +37,11 @@ def forward_in_parts(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    """`forward` of expert outputs of which some columns come after the others; without gates, their sum.
-
-    The layer sums so where `gemm.parts_of_rows` divides the columns; without gates, the sum is the gradient of x.
-
-    Parameters
-    ----------
-    parts : tuple of arrays (R, width), float32, float16 or bfloat16
-        All columns of y, or of the rows that sum to the gradient of x.
-    gates : array (L, k), float32, or None
-    dispatch, executor
-        As in `forward`.
-    version : str
-        "2_vector": the only one that writes some columns of its output.
-
-    Returns
-    -------
-    out : array (L, d)
-        d is the sum of the widths.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `forward`, or if there is no part, the parts differ in dtype or the version is another.
-    """
+    """The layer sums so where `gemm.parts_of_rows` divides the columns. Only 2_vector writes some columns of out."""
     checks.check_name("version of combine in parts", version, (DEFAULT_VERSION,))
-    checks.check_dispatch(dispatch)
-    if not parts:
-        raise ValueError("parts is empty, but it must have at least one array")
-    if gates is not None:
-        checks.check_tensor("gates", gates, {"L": dispatch.L, "k": dispatch.k}, GATE_DTYPES)
-    dtypes = gemm.WIDE
-    for number, part in enumerate(parts):
-        checks.check_tensor(f"parts[{number}]", part, {"R": dispatch.R, "width": None}, dtypes)
-        dtypes = (checks.dtype_of(part),)
     gemm.check_slots(dispatch)
     executor = executor or executor_for(parts[0])
-    out = executor.empty((dispatch.L, sum(part.shape[1] for part in parts)), *dtypes)
+    out = executor.empty((dispatch.L, sum(part.shape[1] for part in parts)), checks.dtype_of(parts[0]))
     first = 0
     for part in parts:
         gemm.sum_rows(executor, part, dispatch.token_index_map, dispatch.k, out, gates, first)

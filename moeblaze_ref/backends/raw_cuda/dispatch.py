@@ -83,7 +83,7 @@ def constants(version: str, num_experts: int, k: int) -> dict[str, Any]:
     return {"THREADS": THREADS}
 
 
-@implements(stage_contracts.BUILD_OF_KERNELS, gemm.ARRAYS)
+@implements(stage_contracts.BUILD_IN_KERNELS, gemm.ARRAYS)
 def build(
     topk_experts: Array, num_experts: int, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Dispatch:

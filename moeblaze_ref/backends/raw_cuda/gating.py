@@ -54,9 +54,8 @@ def list_bytes(version: str, num_experts: int) -> int:
     return 8 * THREADS * (columns_per_lane(num_experts) + 2) if version == "2_warp" else 0
 
 
-def _prepare(executor: Executor | None, version: str, rows: Array, k: int = 1) -> Executor:
-    """The executor for an (L, E) array, once the version and the sizes are known to be possible."""
-    checks.check_kernel_limits(rows.shape[1], k)
+def _prepare(executor: Executor | None, version: str, rows: Array) -> Executor:
+    """The executor for an (L, E) array, once the version is known."""
     checks.check_name("version of gating", version, VERSIONS)
     return executor or executor_for(rows)
 
@@ -142,12 +141,12 @@ def _empty_terms(executor: Executor, version: str, num_tokens: int) -> Array:
     return executor.empty((ceil_div(num_tokens, TOKENS[version]),), "float32")
 
 
-@implements(stage_contracts.GATING, ARRAYS)
+@implements(stage_contracts.GATING_IN_KERNELS, ARRAYS)
 def forward(
     logits: Array, k: int, renormalize: bool = False, executor: Executor | None = None, version: str = DEFAULT_VERSION
 ) -> Gating:
-    """One kernel does it all. E is at most 1,024 and k at most 32; the logits must be C-contiguous."""
-    executor = _prepare(executor, version, logits, k)
+    """One kernel does it all. The logits must be C-contiguous."""
+    executor = _prepare(executor, version, logits)
     L, E = logits.shape
     gating = Gating(
         probs=executor.empty((L, E), "float32"),
@@ -161,7 +160,7 @@ def forward(
     return gating
 
 
-@implements(stage_contracts.GATING_BACKWARD, ARRAYS)
+@implements(stage_contracts.GATING_BACKWARD_IN_KERNELS, ARRAYS)
 def backward(
     d_gates: Array,
     logits: Array,
@@ -177,7 +176,7 @@ def backward(
     there: the host does not wait for its value.
     """
     k = topk_experts.shape[1]
-    executor = _prepare(executor, version, logits, k)
+    executor = _prepare(executor, version, logits)
     L, E = logits.shape
     d_logits = executor.empty((L, E), "float32")
     if L == 0:
@@ -214,7 +213,7 @@ def _on_device(executor: Executor, value: float | Array) -> Array:
     return executor.cast(value, "float32")
 
 
-@implements(stage_contracts.LOAD_BALANCING_LOSS, ARRAYS)
+@implements(stage_contracts.LOAD_BALANCING_LOSS_IN_KERNELS, ARRAYS)
 def load_balancing_loss(
     probs: Array,
     topk_experts: Array,
@@ -222,7 +221,7 @@ def load_balancing_loss(
     executor: Executor | None = None,
     version: str = DEFAULT_VERSION,
 ) -> Array:
-    executor = _prepare(executor, version, probs, topk_experts.shape[1])
+    executor = _prepare(executor, version, probs)
     L, E = probs.shape
     if shares is None:
         shares = expert_shares(topk_experts, E, executor)
@@ -231,7 +230,7 @@ def load_balancing_loss(
     return _sum_terms(executor, terms, scale=E / max(L, 1))
 
 
-@implements(stage_contracts.ROUTER_Z_LOSS, ARRAYS)
+@implements(stage_contracts.ROUTER_Z_LOSS_IN_KERNELS, ARRAYS)
 def router_z_loss(logits: Array, executor: Executor | None = None, version: str = DEFAULT_VERSION) -> Array:
     executor = _prepare(executor, version, logits)
     terms = _empty_terms(executor, version, len(logits))

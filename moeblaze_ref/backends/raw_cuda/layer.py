@@ -2,16 +2,15 @@
 
 import functools
 from collections.abc import Collection
-from types import ModuleType
-from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import activation as activation_stage
 from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, router
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor, executor_for
 from moeblaze_ref.systems import layer
-from moeblaze_ref.systems.layer import Gradients, LayerOutput, MoEWeights, Routed, Saved
+from moeblaze_ref.systems.layer import Gradients, LayerOutput, MoEWeights, Saved, Stages
 
 # Of both projections; the other stages run their default version. "as_printed" is the default version, but for the
 # output.
@@ -27,6 +26,7 @@ def default_version(dtype: str, d: int, h: int, executor: Executor) -> str:
     return "7_persistent" if version == "3_mma" and executor.capability == (9, 0) else version
 
 
+@implements(layer.FORWARD, gemm.ARRAYS)
 def forward(
     x: Array,
     weights: MoEWeights,
@@ -38,34 +38,19 @@ def forward(
     executor: Executor | None = None,
     version: str | None = None,
 ) -> LayerOutput:
-    """One MoE layer, as `moeblaze_ref.systems.layer.forward` describes.
+    """A numpy array runs on the SIMT executor, a CuPy array on the GPU; so do all others. Losses and gates are float32.
 
-    Parameters
-    ----------
-    x : array (L, d), float32, float16 or bfloat16
-        A numpy array runs on the SIMT executor, a CuPy array on the GPU; so do all others.
-    weights, k, activation, policy, renormalize, topk_experts
-        As in `moeblaze_ref.systems.layer.forward`.
-    executor : Executor, optional
-        Another executor for arrays of that kind.
-    version : str, optional
-        One of ``VERSIONS``. Default: `default_version`. ``as_printed`` runs the paper's forward: `expert_up.forward` on
-        the default version, then `expert_down.summed_forward`. It has no y, so policy ``conventional`` keeps none.
-
-    Returns
-    -------
-    LayerOutput
-        Losses and gates are float32.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `moeblaze_ref.systems.layer.forward`, or if the version is unknown or does not compute in this dtype.
+    The version is by default `default_version`. ``as_printed`` runs the paper's forward: `expert_up.forward` on the
+    default version, then `expert_down.summed_forward`. It has no y, so policy ``conventional`` keeps none.
     """
-    stages = stages_for(x, weights, executor, version)
-    return layer.forward(stages, gemm.WIDE, x, weights, k, activation, policy, renormalize, topk_experts)
+    executor = executor or executor_for(x)
+    # The router's logits are not the caller's: they are checked where they are used.
+    checked = functools.partial(gating.forward, executor=executor)
+    stages = stages_for(x, weights, executor, version).with_gating(forward=checked)
+    return layer.forward(stages, x, weights, k, activation, policy, renormalize, topk_experts)
 
 
+@implements(layer.BACKWARD, gemm.ARRAYS)
 def backward(
     d_out: Array,
     saved: Saved,
@@ -77,88 +62,51 @@ def backward(
     executor: Executor | None = None,
     version: str | None = None,
 ) -> Gradients:
-    """Every gradient, as `moeblaze_ref.systems.layer.backward` describes; executor and version as in `forward`."""
-    checks.check_type("saved", saved, Saved)
-    stages = stages_for(saved.x, weights, executor, version)
+    """Executor and version as in `forward`."""
+    stages = stages_for(saved.x, weights, executor or executor_for(saved.x), version)
     d_losses = d_load_balancing_loss, d_router_z_loss
-    return layer.backward(stages, gemm.WIDE, d_out, saved, weights, *d_losses, overwrite, wanted)
+    return layer.backward(stages, d_out, saved, weights, *d_losses, overwrite, wanted)
 
 
-def route(
-    x: Array,
-    weights: MoEWeights,
-    k: int,
-    activation: str = "swiglu",
-    renormalize: bool = False,
-    topk_experts: Array | None = None,
-    executor: Executor | None = None,
-) -> Routed:
-    """Who goes where, by which gates, as `moeblaze_ref.systems.layer.route` describes; executor as in `forward`."""
-    stages = stages_for(x, weights, executor, None)
-    return layer.route(stages, gemm.WIDE, x, weights, k, activation, renormalize, topk_experts)
-
-
-def router_gradients(
-    d_gates: Array,
-    x: Array,
-    weights: MoEWeights,
-    topk_experts: Array,
-    renormalize: bool = False,
-    d_load_balancing_loss: float | Array = 0.0,
-    d_router_z_loss: float | Array = 0.0,
-    wanted: Collection[str] = Gradients._fields,
-    executor: Executor | None = None,
-) -> tuple[Array | None, Array | None]:
-    """d_x through the router alone, and d_wg, as `systems.layer.router_gradients`; executor as in `forward`."""
-    stages, d_losses = stages_for(x, weights, executor, None), (d_load_balancing_loss, d_router_z_loss)
-    return layer.router_gradients(stages, d_gates, x, weights.wg, topk_experts, renormalize, *d_losses, wanted)
-
-
-def stages_for(x: Array, weights: MoEWeights, executor: Executor | None, version: str | None) -> layer.Stages:
-    """The stages with the executor and the version already chosen."""
-    checks.check_type("weights", weights, MoEWeights)
-    executor = executor or executor_for(x)
-    kind = _SummedStages if version in expert_down.SUMMED_VERSIONS else _Stages
-    if version is None or kind is _SummedStages:
+def stages_for(x: Array, weights: MoEWeights, executor: Executor, version: str | None = None) -> Stages:
+    """The stages without their checks, with the executor and the version already chosen."""
+    summed = version in expert_down.SUMMED_VERSIONS
+    if version is None or summed:
         version = default_version(checks.dtype_of(x), *weights.w1.shape[1:], executor)
-    return _bound_stages(executor, version, kind)
-
-
-class _Stages(layer.Stages):
-    """Stages of which the last may have y in parts, where the whole would cost a step its peak."""
-
-    def output(self, tensors, w3, dispatch, gates, kept):
-        in_parts = None if "y" in kept else self.expert_down.output_in_parts(tensors["y_swi"], w3, gates, dispatch)
-        return super().output(tensors, w3, dispatch, gates, kept) if in_parts is None else in_parts
-
-
-class _SummedStages(layer.Stages):
-    """Stages of which the last sums over a token's experts in its epilogue, as the paper prints it: y never exists."""
-
-    def output(self, tensors, w3, dispatch, gates, kept):
-        y_swi = tensors["y_swi"] if "y_swi" in kept else tensors.pop("y_swi")
-        return self.expert_down.summed_forward(y_swi, w3, gates, dispatch, version=expert_down.SUMMED_VERSION)
+    return _stages(executor, version, summed)
 
 
 @functools.cache
-def _bound_stages(executor, version, kind) -> layer.Stages:
-    return kind(
-        router=_Bound(router, executor=executor),
-        gating=_Bound(gating, executor=executor),
-        dispatch=_Bound(dispatch, executor=executor),
-        expert_up=_Bound(expert_up, executor=executor, version=version),
-        activation=_Bound(activation_stage, executor=executor),
-        expert_down=_Bound(expert_down, executor=executor, version=version),
-        combine=_Bound(combine, executor=executor),
+def _stages(executor: Executor, version: str, summed: bool) -> Stages:
+    return Stages(
+        bodies(layer.RouterStage, router, executor=executor),
+        bodies(layer.GatingStage, gating, executor=executor),
+        bodies(layer.DispatchStage, dispatch, executor=executor),
+        bodies(layer.ExpertUpStage, expert_up, executor=executor, version=version),
+        bodies(layer.ActivationStage, activation_stage, executor=executor),
+        bodies(layer.ExpertDownStage, expert_down, executor=executor, version=version),
+        bodies(layer.CombineStage, combine, executor=executor),
+        _summed(executor) if summed else _in_parts(executor, version),
     )
 
 
-class _Bound:
-    """A stage whose functions are called with these options, and without the checks of their contracts."""
+def _in_parts(executor: Executor, version: str) -> layer.Output:
+    """An output that may have y in parts, where the whole would cost a step its peak."""
+    in_parts = functools.partial(expert_down.output_in_parts.unchecked, executor=executor, version=version)
 
-    def __init__(self, module: ModuleType, **options: Any):
-        self._module, self._options = module, options
+    def output(stages, tensors, w3, dispatch, gates, kept):
+        out = None if "y" in kept else in_parts(tensors["y_swi"], w3, gates, dispatch)
+        return layer.store_and_combine(stages, tensors, w3, dispatch, gates, kept) if out is None else out
 
-    def __getattr__(self, name: str):
-        function = getattr(self._module, name)
-        return functools.partial(getattr(function, "unchecked", function), **self._options)
+    return output
+
+
+def _summed(executor: Executor) -> layer.Output:
+    """An output that sums over a token's experts in its epilogue, as the paper prints it: y never exists."""
+    summed = functools.partial(expert_down.summed_forward.unchecked, executor=executor)
+
+    def output(stages, tensors, w3, dispatch, gates, kept):
+        y_swi = tensors["y_swi"] if "y_swi" in kept else tensors.pop("y_swi")
+        return summed(y_swi, w3, gates, dispatch)
+
+    return output

@@ -120,7 +120,7 @@ def _sdd_case(version: str, rhs_parts: list, rhs: np.ndarray, shape: tuple, tran
 
     def call(executor):
         operands = executor.empty((P, K), _dtype(version)), executor.empty(shape, _dtype(version))
-        stage.sdd(*operands, _topology(executor), transpose, executor, version)
+        stage.sdd.unchecked(*operands, _topology(executor), transpose, executor, version)
 
     return _product(
         version, "sdd", given, {"values": [(np.s_[-blocks:, lines, columns], product)]}, call, BLOCK_ROWS, 1
@@ -150,7 +150,7 @@ def _dsd_case(
             _topology(executor),
             executor.empty(shape, _dtype(version)),
         )
-        stage.dsd(*operands, *transposes, executor, version)
+        stage.dsd.unchecked(*operands, *transposes, executor, version)
 
     tiles = rows // B, ceil_div(_depth(version), gemm.HOPPER_COLUMNS)
     return _product(version, "dsd", places | {"values": stored, "rhs": rhs}, expected, call, *tiles)
@@ -214,7 +214,7 @@ def _dds(version: str) -> Case:
 
     def call(executor):
         operands = executor.empty((P, K), _dtype(version)), executor.empty((NNZ, B, B), _dtype(version))
-        stage.dds(*operands, _topology(executor), True, E, executor, version)
+        stage.dds.unchecked(*operands, _topology(executor), True, E, executor, version)
 
     expected = {"result": [(np.s_[-1:, rows, columns], product[:, columns])]}
     return _product(version, "dds", given, expected, call, N // B, ceil_div(K, gemm.HOPPER_COLUMNS))
@@ -251,14 +251,14 @@ def _activate() -> Case:
         "activate",
         inputs,
         outputs,
-        lambda executor: stage.activate(*_blocks_of_values(executor, 2), "swiglu", executor),
+        lambda executor: stage.activate.unchecked(*_blocks_of_values(executor, 2), "swiglu", executor),
     )
 
 
 def _activate_backward() -> Case:
     inputs = _lines("d_y", "a", "b")
     outputs = dict(zip(("d_a", "d_b"), activation.backward(*map(exactly, inputs.values()), "swiglu"), strict=True))
-    call = lambda executor: stage.activate_backward(*_blocks_of_values(executor, 3), "swiglu", executor)
+    call = lambda executor: stage.activate_backward.unchecked(*_blocks_of_values(executor, 3), "swiglu", executor)
     return _between("activate_backward", inputs, outputs, call)
 
 
@@ -280,7 +280,7 @@ def _padded_gather() -> Case:
 
     def call(executor):
         x, gates = executor.empty((MANY, WIDTH), "float32"), executor.empty((MANY, 1), "float32")
-        stage.padded_gather(x, _bins(executor), gates, executor)
+        stage.padded_gather.unchecked(x, _bins(executor), gates, executor)
 
     return _row_case("padded_gather", given, {"rows": [(np.s_[-1:], gate * exactly(x))]}, call)
 
@@ -294,7 +294,9 @@ def _gate_gradient() -> Case:
     terms = (exactly(d_out) * exactly(y)).sum(axis=1, keepdims=True)
 
     def call(executor):
-        stage.gate_gradient(*(executor.empty((MANY, WIDTH), "float32") for _ in range(2)), _bins(executor), executor)
+        stage.gate_gradient.unchecked(
+            *(executor.empty((MANY, WIDTH), "float32") for _ in range(2)), _bins(executor), executor
+        )
 
     return _row_case("gate_gradient", given, {"d_gates": [(last, terms)]}, call)
 

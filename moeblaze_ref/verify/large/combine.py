@@ -40,7 +40,7 @@ def _combine(version: str, columns: slice) -> Case:
     y, gates, given = _inputs(columns)
     expected = {"out": [(np.s_[-1:, columns], exactly(gates) @ exactly(y))]}
     launch = Launch("combine", last_block, given | {"y": _rows(y, columns)}, expected)
-    call = lambda executor: combine.forward(*_arguments(executor), executor, version)
+    call = lambda executor: combine.forward.unchecked(*_arguments(executor), executor, version)
     return Case("combine", version, f"R d and L d: {SHAPE}", "float32", launch, call)
 
 
@@ -50,7 +50,7 @@ def _scatter() -> Case:
     given = {"gates": [(np.s_[-1:], gates)], "token_index_map": [(np.s_[-1:], ROWS[last])]}
     given |= {"y": _rows(y, COLUMNS)[last], "out": [(np.s_[-1:, COLUMNS], before)]}
     expected = {"out": [(np.s_[-1:, COLUMNS], before + exactly(gates[1]) * exactly(y[1]))]}
-    call = lambda executor: combine.scatter(*_arguments(executor), executor)
+    call = lambda executor: combine.scatter.unchecked(*_arguments(executor), executor)
     return Case(
         "combine",
         "lesson_atomic",
@@ -63,7 +63,7 @@ def _scatter() -> Case:
 
 def _backward(executor):
     y, gates, dispatch = _arguments(executor)
-    return combine.backward(executor.empty((L, d), "float32"), y, gates, dispatch, executor)
+    return combine.backward.unchecked(executor.empty((L, d), "float32"), y, gates, dispatch, executor)
 
 
 def _d_y() -> Case:

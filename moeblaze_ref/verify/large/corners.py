@@ -50,7 +50,7 @@ def _act() -> Case:
     launch = Launch(
         "act", last_block, {"a": [(place, a)]}, {"act_a": [(place, reference.act(exactly(a)[None], "silu"))]}
     )
-    call = lambda executor: activation.act(executor.empty((R, h), "float32"), "silu", executor)
+    call = lambda executor: activation.act.unchecked(executor.empty((R, h), "float32"), "silu", executor)
     return Case("layer", "1_elementwise", f"R h: R={R}, h={h}", "float32", launch, call)
 
 
@@ -66,7 +66,7 @@ def _d_gates() -> Case:
         hidden, d_out = (executor.empty((R, n), "float32") for n in (h, layout.d))
         w3, gates = executor.empty((layout.E, h, layout.d), "float32"), executor.empty((R, 1), "float32")
         dispatch, options = dispatch_of(executor, R, layout.E, 1), {"executor": executor, "version": "1_naive"}
-        expert_down.hidden_gradients(d_out, gates, hidden, hidden, w3, dispatch, "swiglu", **options)
+        expert_down.hidden_gradients.unchecked(d_out, gates, hidden, hidden, w3, dispatch, "swiglu", **options)
 
     return Case("expert_down", "0_gates", f"R h: {layout}", "float32", launch, call)
 
@@ -108,19 +108,19 @@ def _add_expert(layout: Layout) -> Case:
         return [(number % grid[0], number // grid[0], 0)]
 
     launch = _sums_launch(layout, "add_expert", blocks, {"expert": layout.E - 1})
-    return _sums_case(layout, "as_printed", expert_down.summed_forward, launch)
+    return _sums_case(layout, "as_printed", expert_down.summed_forward.unchecked, launch)
 
 
 def _add_rows(layout: Layout) -> Case:
     launch = _sums_launch(layout, "add_rows", layout.row_blocks(layout.d), {})
-    return _sums_case(layout, "lesson_atomic", expert_down.atomic_forward, launch)
+    return _sums_case(layout, "lesson_atomic", expert_down.atomic_forward.unchecked, launch)
 
 
 def _round_sums() -> Case:
     layout = tall("3_mma")
     sums, place = values(gemm.THREADS), np.s_[-1:, -gemm.THREADS :]
     launch = Launch("round_sums", last_block, {"sums": [(place, sums)]}, {"out": [(place, exactly(sums))]})
-    return _sums_case(layout, "as_printed", expert_down.summed_forward, launch)
+    return _sums_case(layout, "as_printed", expert_down.summed_forward.unchecked, launch)
 
 
 # ---- rows so wide that those of one tile have more than 2**31 elements ----
@@ -174,7 +174,7 @@ def _hopper_weights(kernel: str, E: int, d: int, h: int, gathered: str, plain: s
             executor.empty((layout.L, d), "bfloat16"),
         )
         dispatch = dispatch_of(executor, layout.L, E, 1)
-        stage.weight_gradient(plain_array, gathered_array, dispatch, executor, gemm.HOPPER)
+        stage.weight_gradient.unchecked(plain_array, gathered_array, dispatch, executor, gemm.HOPPER)
 
     name = stage.__name__.rpartition(".")[2]
     return Case(name, gemm.HOPPER, f"E d h, and of one tile's rows: {layout}", "bfloat16", launch, call, MOST_BLOCKS)

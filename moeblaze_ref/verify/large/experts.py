@@ -101,7 +101,7 @@ def _up(layout: Layout) -> Case:
     def call(executor):
         weights = [executor.empty((E, d, h), layout.dtype) for _ in range(2)]
         x = executor.empty((L, d), layout.dtype)
-        expert_up.forward(
+        expert_up.forward.unchecked(
             x, *weights, dispatch_of(executor, L, E, 1), "swiglu", executor=executor, version=layout.version
         )
 
@@ -128,7 +128,9 @@ def _d_x(layout: Layout) -> Case:
     def call(executor):
         gradients = [executor.empty((L, h), layout.dtype) for _ in range(2)]
         weights = [executor.empty((E, d, h), layout.dtype) for _ in range(2)]
-        expert_up.input_gradient(*gradients, *weights, dispatch_of(executor, L, E, 1), executor, layout.version)
+        expert_up.input_gradient.unchecked(
+            *gradients, *weights, dispatch_of(executor, L, E, 1), executor, layout.version
+        )
 
     kernel, blocks = ("d_x", last_block) if naive else ("d_x_rows", layout.row_blocks(d))
     expected = {"d_x" if naive else "rows": [(np.s_[rows, columns], sums)]}
@@ -146,7 +148,7 @@ def down(layout: Layout) -> Case:
 
     def call(executor):
         y_swi, w3 = executor.empty((L, h), layout.dtype), executor.empty((E, h, d), layout.dtype)
-        expert_down.forward(y_swi, w3, dispatch_of(executor, L, E, 1), executor, layout.version)
+        expert_down.forward.unchecked(y_swi, w3, dispatch_of(executor, L, E, 1), executor, layout.version)
 
     launch = Launch("expert_down", layout.row_blocks(d), given, expected)
     return _case(layout, "expert_down", "R h, R d, h d", launch, call)
@@ -179,7 +181,7 @@ def d_hidden(layout: Layout) -> Case:
         d_out, w3 = executor.empty((L, d), layout.dtype), executor.empty((E, h, d), layout.dtype)
         gates, dispatch = executor.empty((L, 1), "float32"), dispatch_of(executor, L, E, 1)
         options = {"executor": executor, "version": layout.version}
-        expert_down.hidden_gradients(d_out, gates, *arrays, w3, dispatch, "swiglu", **options)
+        expert_down.hidden_gradients.unchecked(d_out, gates, *arrays, w3, dispatch, "swiglu", **options)
 
     launch = Launch("d_hidden", layout.row_blocks(h), given, expected)
     return _case(layout, "expert_down", "L d, R h, E h d", launch, call)
@@ -190,7 +192,9 @@ def _d_w(layout: Layout) -> Case:
 
     def call(executor):
         d_hidden, x = (executor.empty((layout.L, n), layout.dtype) for n in (layout.h, layout.d))
-        expert_up.weight_gradient(d_hidden, x, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.version)
+        expert_up.weight_gradient.unchecked(
+            d_hidden, x, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.version
+        )
 
     return _weight_case(layout, "expert_up", "L d, R h, E d h", launch, call)
 
@@ -200,7 +204,7 @@ def _d_w3(layout: Layout) -> Case:
 
     def call(executor):
         gated_y, d_out = (executor.empty((layout.L, n), layout.dtype) for n in (layout.h, layout.d))
-        expert_down.weight_gradient(
+        expert_down.weight_gradient.unchecked(
             gated_y, d_out, dispatch_of(executor, layout.L, layout.E, 1), executor, layout.version
         )
 

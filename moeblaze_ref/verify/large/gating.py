@@ -43,7 +43,9 @@ def _softmax_top_k(version: str) -> Case:
     return _case(
         version,
         launch,
-        lambda executor: gating.forward(executor.empty((L, E), "float32"), k, executor=executor, version=version),
+        lambda executor: gating.forward.unchecked(
+            executor.empty((L, E), "float32"), k, executor=executor, version=version
+        ),
     )
 
 
@@ -62,7 +64,7 @@ def _d_logits(version: str) -> Case:
     def call(executor):
         d_gates, logits = executor.empty((L, k), "float32"), executor.empty((L, E), "float32")
         options = {"shares": executor.empty((E,), "float32"), "executor": executor, "version": version}
-        gating.backward(d_gates, logits, executor.empty((L, k), "int32"), False, *D_LOSSES, **options)
+        gating.backward.unchecked(d_gates, logits, executor.empty((L, k), "int32"), False, *D_LOSSES, **options)
 
     return _case(version, launch, call)
 
@@ -75,7 +77,7 @@ def _load_balancing_terms(version: str) -> Case:
 
     def call(executor):
         probs, topk_experts = executor.empty((L, E), "float32"), executor.empty((L, k), "int32")
-        gating.load_balancing_loss(probs, topk_experts, executor.empty((E,), "float32"), executor, version)
+        gating.load_balancing_loss.unchecked(probs, topk_experts, executor.empty((E,), "float32"), executor, version)
 
     return _case(version, launch, call)
 
@@ -85,7 +87,9 @@ def _router_z_terms(version: str) -> Case:
     expected = {"terms": [(np.s_[-1:], FEW * reference.router_z_loss(exactly(logits)))]}
     launch = Launch("router_z_terms", last_block, {"logits": [(LAST, logits)]}, expected)
     return _case(
-        version, launch, lambda executor: gating.router_z_loss(executor.empty((L, E), "float32"), executor, version)
+        version,
+        launch,
+        lambda executor: gating.router_z_loss.unchecked(executor.empty((L, E), "float32"), executor, version),
     )
 
 
