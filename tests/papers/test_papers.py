@@ -387,6 +387,21 @@ def test_a_row_has_the_commits_of_its_runs(tmp_path, on_h100, monkeypatch):
     assert "H100: conf1 1.20x (H100 at aaaaaaa, bbbbbbb)" in console.file.getvalue()
 
 
+def test_a_speed_has_the_commits_of_the_runs_that_timed_both(tmp_path, on_h100, monkeypatch):
+    path, ours = tmp_path / "paper.json", speed_rows("moeblaze", "minimal", *[1] * 7)
+    ours += [row | {"policy": "paper"} for row in ours]
+    theirs = speed_rows("megablocks_published", None, *[2] * 7)
+    for commit, rows in (("a", theirs[:2] + ours), ("b", theirs + ours), ("c", ours)):
+        monkeypatch.setattr(provenance, "environment", lambda commit=commit: HERE | {"commit": commit * 40})
+        list(results.record(path, "moeblaze-fig4", [lambda rows=rows: rows]))
+    recorded = Recorded([path])
+    shown = [row for name in ("abstract", "fig4") for row in items.ITEMS[f"moeblaze-{name}"].rows(recorded) if row.ours]
+    commits = {row.what: "".join(source.commit[0] for source in row.sources) for row in shown}
+    alone = {f"{name}, SiLU, policy {policy}" for name in PAPER_PRESETS[2:] for policy in ("paper", "minimal")}
+    assert commits == {what: "b" if what in alone else "ab" for what in commits} and alone < set(commits)
+    assert {"the configuration that gains most, SiLU, policy paper", moeblaze.BEST_SPEED} < set(commits)
+
+
 def test_brackets_are_no_markup():
     assert "[1, 2, 4" in paper("moeblaze-fig2").output
 
