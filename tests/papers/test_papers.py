@@ -807,14 +807,25 @@ def test_a_version_that_failed_shows_its_message(tmp_path, on_h100):
     assert found == ["H100: conf1 3_mma + combine failed: no kernel", "H100: conf1 0.50x"]
 
 
-def test_every_baseline_of_figure_6_has_its_worse_run(tmp_path, on_h100):
+def test_every_baseline_of_figures_4_and_6_has_its_worse_run(tmp_path, on_h100):
     path = tmp_path / "paper.json"
-    for ms in (1, 2):
-        rows = [*speed_rows("sonicmoe", None, *[3] * 7), *speed_rows("moeblaze", "minimal", *[ms] * 7)]
-        rows = [row | {"activation": "swiglu"} for row in rows]
-        list(results.record(path, "moeblaze-fig6", [lambda rows=rows: rows]))
-    assert document.baselines(Recorded([path])).splitlines()[2:] == ["| SonicMoE | H100 | 2 |" + " 1.50 |" * 7]
+    for item, activation in moeblaze.TIMED:
+        for ms in (1, 2):
+            rows = [*speed_rows("grouped_mm", None, *[3] * 7), *speed_rows("moeblaze", "minimal", *[ms] * 7)]
+            rows = [row | {"activation": activation} for row in rows]
+            list(results.record(path, item, [lambda rows=rows: rows]))
+    assert document.baselines(Recorded([path])).splitlines()[2:] == [
+        f"| {activation} | plain PyTorch | H100 | 2 |" + " 1.50 |" * 7 for activation in ("SiLU", "ReLU", "SwiGLU")
+    ]
     assert {*document.BASELINES} >= {*speed.BASELINES["swiglu"]} - {"megablocks_published_block_sparse"}
+
+
+def test_the_page_says_which_baselines_an_activation_lacks():
+    lines = document.baselines(Recorded()).splitlines()[2:]
+    shown = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines}
+    every = {(activation, name) for activation in moeblaze.NAMES.values() for name in document.BASELINES.values()}
+    lacks = {("ReLU", "torch.compile"), ("ReLU", "with its flag `memory_optimized_mlp`")}
+    assert every - shown == lacks | {("ReLU", "SonicMoE"), ("SiLU", "SonicMoE")}
 
 
 @pytest.mark.parametrize(
