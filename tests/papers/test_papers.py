@@ -709,6 +709,33 @@ def test_the_page_begins_with_what_the_formulas_save():
     assert f"Its own formulas give {min(saved):.0f}% to {max(saved):.0f}% less memory." in document.PAGE.read_text()
 
 
+def test_the_page_has_the_ratios_of_both_readings_together():
+    """Four times the account over three and five tensors, beside what is printed and what Algorithm 1 gives."""
+    given, printed, alone = [], [], []
+    for (name, activation), tensors in {("conf4", "silu"): 3, ("conf3", "swiglu"): 5}.items():
+        config = preset(name).config
+        megablocks = 4 * moeblaze.kept_bytes(name, activation, moeblaze.PUBLISHED)
+        given.append(f"{megablocks / (tensors * 2 * config.R * config.h):.1f}")
+        printed.append(f"{moeblaze.centre(moeblaze.PRINTED_RATIOS[activation][1]):g}")
+        alone.append(f"{moeblaze.ratio(name, activation, moeblaze.ALGORITHM_1):.2f}")
+    sentence = (
+        "**Both together** give ratios of {} and {}. The paper prints {} and {}; Algorithm 1 alone gives {} and {}."
+    )
+    assert sentence.format(*given, *printed, *alone) in document.PAGE.read_text()
+
+
+def test_the_page_names_the_layer_on_which_torch_compile_is_faster():
+    faster = {
+        (name, moeblaze.NAMES[activation])
+        for item, activation in moeblaze.TIMED
+        for (_, name), ratio in moeblaze.speeds(Recorded(), item, activation, "minimal", "gather_sum_compiled").items()
+        if ratio < 0.995
+    }
+    ((name, activation),) = faster
+    text = " ".join(document.PAGE.read_text().split())
+    assert f"torch.compile is faster on {name} with {activation}." in text
+
+
 def test_the_measurements_have_every_item_and_run():
     text = unmarked(document.MEASUREMENTS.read_text())
     for name in ON_A_GPU:
