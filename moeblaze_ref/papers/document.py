@@ -209,7 +209,8 @@ def measured(recorded: Recorded) -> str:
 def _section(item: Item, recorded: Recorded) -> str:
     rows = [_claim(row) for row in item.rows(recorded) if not row.detail]
     table = documents.table(["what", "the paper prints", "ours", "verdict"], rows, 4)
-    return f"### {item.place}: {item.title}\n\n{runs(item.id)}\n\n`moeblaze paper {item.id}`:\n\n{table}"
+    assumed = f"Our assumption: {item.assumption}.\n\n" if item.assumption else ""
+    return f"### {item.place}: {item.title}\n\n{assumed}{runs(item.id)}\n\n`moeblaze paper {item.id}`:\n\n{table}"
 
 
 def _claim(row: Row) -> Sequence[str]:

@@ -36,6 +36,8 @@ class Item:
         Whether a further run goes on after the earlier ones, with new seeds: then ``measured_by`` takes their rows too.
     drawn_by : str, optional
         Draws the recorded runs of one device, given the rows of each; draws the formulas if the item is not measured.
+    assumption : str
+        What the paper does not say and we assume, shown with the rows; empty if there is nothing.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Item:
     measured_by: str | None = None
     continued: bool = False
     drawn_by: str | None = None
+    assumption: str = ""
 
     def rows(self, recorded: Recorded) -> list[Row]:
         """Return the rows of the item, one for each claim."""

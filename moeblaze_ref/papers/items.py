@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from moeblaze_ref.core import checks
 from moeblaze_ref.papers.item import Item
 
+# Of block_products.local_layer.
+_ONE_GPU = "each of 8 GPUs has 8 of the 64 experts and the rows of table 3's micro batch, in sequences of 1,024 tokens"
+
 _ALL = (
     Item("moeblaze-abstract", "MoEBlaze, abstract", "over 4x speed, over 50% less memory", "moeblaze:abstract"),
     Item("moeblaze-2.1", "MoEBlaze, section 2.1", "the routed-token buffer", "moeblaze:first_wall"),
@@ -61,7 +64,13 @@ _ALL = (
         continued=True,
         drawn_by="megablocks_plots:capacities",
     ),
-    Item("megablocks-metadata", "MegaBlocks, section 5.1", "bytes of the sparse format", "megablocks:metadata"),
+    Item(
+        "megablocks-metadata",
+        "MegaBlocks, section 5.1",
+        "bytes of the sparse format",
+        "megablocks:metadata",
+        assumption=_ONE_GPU,
+    ),
     Item(
         "megablocks-fig5",
         "MegaBlocks, figure 5",
@@ -82,6 +91,7 @@ _ALL = (
         "megablocks:figure_9",
         measured_by="block_products:figure_9",
         drawn_by="megablocks_plots:products",
+        assumption=_ONE_GPU,
     ),
     Item(
         "megablocks-order",
@@ -97,6 +107,7 @@ _ALL = (
         "megablocks:figure_10",
         measured_by="block_products:figure_10",
         drawn_by="megablocks_plots:experts",
+        assumption="the widths and rows of figure 9 at every E, and the time of all six products together",
     ),
     Item("moetuner-ilp1", "MoETuner, equations 1 to 7", "clusters of equal load", "moetuner:first_program"),
     Item("moetuner-ilp2", "MoETuner, equations 8 to 15", "a GPU for each cluster", "moetuner:second_program"),

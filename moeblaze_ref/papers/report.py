@@ -37,8 +37,9 @@ def table(items: Sequence[Item], rows: Sequence[Row], details: bool) -> Renderab
 
 
 def _of_item(item: Item, rows: Sequence[Row]) -> Table:
+    assumed = f"\nour assumption: {item.assumption}" if item.assumption else ""
     found = Table(
-        title=Text(f"\n{item.id} ({item.place}): {item.title}"),
+        title=Text(f"\n{item.id} ({item.place}): {item.title}{assumed}"),
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -66,7 +67,7 @@ def verdicts(rows: Sequence[Row]) -> Text:
 def as_json(items: Sequence[Item], rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return each item with its rows as plain data."""
     return [
-        {"item": item.id, "place": item.place, "title": item.title}
+        {"item": item.id, "place": item.place, "title": item.title, "assumption": item.assumption}
         | {"rows": [row.as_dict() for row in rows if row.item == item.id]}
         for item in items
     ]

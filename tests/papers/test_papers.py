@@ -19,6 +19,7 @@ from moeblaze_ref.core import progress, provenance
 from moeblaze_ref.core.config import PAPER_PRESETS, MoEConfig, preset
 from moeblaze_ref.core.traces import RoutingTrace
 from moeblaze_ref.papers import (
+    block_products,
     capacities,
     claims,
     command,
@@ -354,6 +355,19 @@ def test_without_a_gpu_every_claim_is_shown():
     )
     of_verdict = dict(one.rsplit(": ", 1) for one in shown[1].split(", "))
     assert int(shown[0]) == sum(map(int, of_verdict.values())) and {"agrees", "the paper's error"} <= of_verdict.keys()
+
+
+def test_an_assumption_is_shown_with_its_rows():
+    assumed = {name: item.assumption for name, item in items.ITEMS.items() if item.assumption}
+    assert list(assumed) == ["megablocks-metadata", "megablocks-fig9", "megablocks-fig10"]
+    layer, page = block_products.local_layer("moe-XS"), document.MEASUREMENTS.read_text()
+    assert {name for name, text in assumed.items() if f" {layer.E} of the 64 experts " in text} == set(
+        list(assumed)[:2]
+    )
+    for name, text in assumed.items():
+        assert f"our assumption: {text}" in " ".join(paper(name).output.split())
+        assert json.loads(paper(name, "--json").output)[0]["assumption"] == text
+        assert name not in ON_A_GPU or f"Our assumption: {text}." in page
 
 
 def test_json_has_every_row():
