@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -177,6 +178,52 @@ PRINTED = {
 def test_every_printed_number_has_a_row(item, files):
     shown = [row.printed for row in items.ITEMS[item].rows(Recorded(files))]
     assert [printed for printed in PRINTED[item] if printed not in shown] == []
+
+
+SCALES = {"MB": 1e6, "GB": 1e9}
+# Where a text is no number: what we ask of "on a par" and "stable", and gains that may have either sign.
+OURS = {
+    "on a par or better throughout (we ask for 0.95)": (0.95, 1),
+    "stable from batch to batch (we ask for at most 10%)": (0, 10),
+    "up to 10%": (-10, 10),
+    "about 1.15x to 20x, growing with E": (1.1, 21),
+}
+
+
+def bounds(text):
+    """The values that a printed text allows: a range, a bound, or what rounds to its last digit."""
+    if text in OURS:
+        return OURS[text]
+    digits = [number.replace(",", "") for number in re.findall(r"\d[\d,.]*", text)]
+    scale = SCALES.get(text.split()[-1], 1)
+    low, *high = (float(number) * scale for number in digits)
+    if text.startswith(("below", "under")):
+        return 0, low
+    if text.startswith(("over", "as high as")):
+        return (math.nextafter(low, math.inf) if text.startswith("over") else low), math.inf
+    if high:
+        return low, *high
+    whole, _, decimals = digits[0].partition(".")
+    zeros = len(whole) - 2 if scale == 1e6 else 0  # MB have two digits: 6,100 is rounded to hundreds
+    digit = scale * 10.0 ** (zeros - len(decimals))
+    if text.startswith(("nearly", "consistent")):
+        digit = 0.2
+    return low - digit / 2, low + digit / 2
+
+
+def test_every_value_is_compared_with_the_number_of_its_text(monkeypatch):
+    seen, right = {}, PrintedNumber.holds
+
+    def holds(printed, value):
+        seen.setdefault(printed.text, set()).add((printed.low, printed.high))
+        return right(printed, value)
+
+    monkeypatch.setattr(PrintedNumber, "holds", holds)
+    for item in items.ITEMS.values():
+        item.rows(Recorded())
+    assert len(seen) > 30 and seen.keys() >= OURS.keys()
+    for text, (found, *others) in seen.items():
+        assert found == pytest.approx(bounds(text), rel=1e-12) and not others, text
 
 
 def test_the_claims_on_speed_without_drops_need_runs_on_a_gpu():
