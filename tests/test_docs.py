@@ -369,6 +369,22 @@ def test_a_row_without_a_verdict_is_found(wrong, tmp_path):
     assert found.startswith("saved: A, B, Y_swi")
 
 
+@pytest.mark.parametrize(
+    ("papers", "ours"),
+    [
+        ("gates: TopK(softmax(Wg x)), Wg (E, d)", "x Wg, with Wg (d, E)"),
+        ("logits: Wg x, a dense product", "x Wg"),
+        ("second wall: every saved intermediate costs L h itemsize bytes", "L k h itemsize"),
+        ("Y_swi = SiLU(A) * B", "are added"),
+        ("out = Y_swi W3", "with gates"),
+        ("dW3 = Y_swi^T dOut, dY_swi = dOut W3^T", "dW3 = (gate * Y_swi)^T dOut, dY_swi = gate * (dOut W3^T)"),
+    ],
+)
+def test_what_is_altered_stands_beside_the_papers_own_formula(papers, ours):
+    (row,) = (row for row in compared_with_papers(Document(PAPER_MAP)) if row["what it says"] == papers)
+    assert row["in this project"].startswith("altered: ") and ours in row["in this project"]
+
+
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_paper_has_a_section_on_what_it_says_twice(paper):
     section = Document(PAPER_MAP).prose.partition(f"### {paper}: what it says twice differently\n")[2]
