@@ -4,12 +4,11 @@ The steps within the last version are all made from its one file: by its constan
 They are timed like whole layers, launch by launch, interleaved: each takes milliseconds, so the host is always ahead.
 """
 
-from collections.abc import copy
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import Mapping
-import Sequence
 from torch import Tensor
 
 from moeblaze_ref.backends.raw_cuda import activation, expert_up, gemm
