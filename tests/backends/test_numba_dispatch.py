@@ -100,7 +100,7 @@ def test_offsets_of_the_most_experts():
 def test_build_checks_its_input_once(monkeypatch):
     checked = []
     for owner, name in ((checks, "check_topk_experts"), (stage_contracts, "check_route_indices")):
-        monkeypatch.setattr(owner, name, lambda *arguments, name=name: checked.append(name))
+        monkeypatch.setattr(owner, name, lambda *_, name=name, **__: checked.append(name))
     dispatch.build(GOLDEN_TOPK_EXPERTS, 4)
     assert checked == ["check_topk_experts"]
 

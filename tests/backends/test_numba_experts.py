@@ -18,6 +18,7 @@ from moeblaze_ref.backends.numba_cuda import combine, expert_down, expert_up, la
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, is_gated
+from moeblaze_ref.core.contract import bodies
 from moeblaze_ref.systems import layer as body
 from moeblaze_ref.verify.cases import relative_error
 from moeblaze_ref.verify.comparisons import BOUNDS
@@ -477,14 +478,15 @@ def test_a_fault_planted_in_the_layer_is_caught(fault, monkeypatch):
     where, right, wrong = LAYER_FAULTS[fault]
     if where == "router":
         faulty = planted(module("numba", "router"), right, wrong)
-        monkeypatch.setattr(layer, "_STAGES", layer._STAGES._replace(router=faulty))
+        stages = layer._stages()._replace(router=bodies(body.RouterStage, faulty))
+        monkeypatch.setattr(layer, "_stages", lambda: stages)
     else:
         faulty = planted(body, right, wrong)
-        faulty.MoEWeights = body.MoEWeights  # the cases', which its doors must know
+        faulty.Saved = body.Saved  # which the checks know
         monkeypatch.setattr(layer, "layer", faulty)
     try:
         error = np.max(layer_errors(LAYER))
-    except (AssertionError, ValueError):  # another choice of experts; a poisoned value at a door
+    except (AssertionError, ValueError):  # another choice of experts; a poisoned value in a check
         return
     assert not error <= BOUNDS["float32"]
 
