@@ -22,12 +22,7 @@ Job = Callable[[], list[Row]]
 Trial = Callable[[str, MoEConfig], str | None]
 
 POLICIES = ("paper", "minimal", "inputs")
-UNCOMPILED = ("megablocks", "grouped_mm", *foreign.SYSTEMS)
-BASELINES = {  # of each activation; what torch compiles takes too long for a second reading of figure 4
-    "silu": (*UNCOMPILED, "gather_sum_compiled"),
-    "relu": UNCOMPILED,
-    "swiglu": (*UNCOMPILED, "gather_sum_compiled"),
-}
+BASELINES = ("megablocks", "grouped_mm", *foreign.SYSTEMS, "gather_sum_compiled")
 REPETITIONS = 9
 NOT_SHOWN = ("kind", "routing", "time_over_uniform", "capacity_factor", "dropped_rows", "lost_tokens")
 
@@ -60,7 +55,6 @@ def time_systems(name: str, config: MoEConfig, device: Device, fails: Trial) -> 
     name : str
         The preset's name in the rows.
     config : MoEConfig
-        Its activation is one of ``BASELINES``.
     device : Device
     fails : callable
         Tries a system of another project on a layer, as `trials.Trials.failure` does.
@@ -71,9 +65,8 @@ def time_systems(name: str, config: MoEConfig, device: Device, fails: Trial) -> 
         A `bench.layer.Row` for each system that runs and is right, without the columns ``NOT_SHOWN``. For each other
         one preset, shape, dtype, activation, system, policy (None) and message: what fails, in a line.
     """
-    baselines = BASELINES[config.activation]
-    failures = {system: fails(system, config) for system in baselines if system in foreign.SYSTEMS}
-    able = tuple(system for system in baselines if failures.get(system) is None)
+    failures = {system: fails(system, config) for system in BASELINES if system in foreign.SYSTEMS}
+    able = tuple(system for system in BASELINES if failures.get(system) is None)
     timed = layer.time_layer(name, config, layer.Choice((OURS, *able), POLICIES, repetitions=REPETITIONS), device)
     failures |= {row["system"]: _wrong(row) for row in report.wrong(timed) if row["system"] in foreign.SYSTEMS}
     messages = {system: message for system, message in failures.items() if message is not None}
