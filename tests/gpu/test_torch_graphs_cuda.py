@@ -7,13 +7,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.devices import cuda_device_count
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.torch_capture import capture, without_collector
+from moeblaze_ref.systems import layer as layer_system
 
 pytestmark = pytest.mark.skipif(cuda_device_count() == 0, reason="no CUDA device")
 
@@ -72,7 +72,7 @@ class Dropper:
     def __init__(self, monkeypatch):
         self.waiting, self.dropped = [OlderGraph() for _ in range(8)], []
         for name in ("forward", "backward"):
-            monkeypatch.setattr(raw_layer, name, self._dropping(getattr(raw_layer, name)))
+            monkeypatch.setattr(layer_system, name, self._dropping(getattr(layer_system, name)))
 
     def _dropping(self, stage):
         def run(*arguments, **options):
@@ -135,8 +135,10 @@ def test_stages_keep_the_collector_out_of_torchs_own_capture(monkeypatch):
     layer, x, seen = make_layer(), make_x(), []
     expected = step(layer, x)
     for name in ("forward", "backward"):
-        stage = getattr(raw_layer, name)
-        monkeypatch.setattr(raw_layer, name, lambda *a, stage=stage, **o: seen.append(gc.isenabled()) or stage(*a, **o))
+        stage = getattr(layer_system, name)
+        monkeypatch.setattr(
+            layer_system, name, lambda *a, stage=stage, **o: seen.append(gc.isenabled()) or stage(*a, **o)
+        )
     graph = torch.cuda.CUDAGraph()
     gc.collect()
     with without_collector():  # so that this test's own objects provoke no collection
