@@ -40,13 +40,15 @@ def run(command, limit=LIMIT, **options):
 def beginning():
     """Yield a function that starts a command in a session of its own and returns its process; output comes as text.
 
-    Those that still run in the end are killed, with their groups.
+    Those that still run in the end are killed, with their groups. SIGINT ends them even if the tests ignore it, as
+    a shell lets a command ignore it that it starts in the background.
     """
     started = []
 
     def begin(command, **options):
         options |= {"stderr": PIPE, "text": True, "start_new_session": True}
-        started.append(subprocess.Popen(command, **options))
+        with _sigint_not_ignored():
+            started.append(subprocess.Popen(command, **options))
         return started[-1]
 
     try:
@@ -55,6 +57,19 @@ def beginning():
         for process in started:
             if process.poll() is None:
                 _kill_group(process)
+
+
+@contextmanager
+def _sigint_not_ignored():
+    """A process inherits that a signal is ignored, but no handler of Python's."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if before == signal.SIG_IGN:
+            signal.signal(signal.SIGINT, before)
 
 
 def end(process, limit=30):

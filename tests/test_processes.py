@@ -44,6 +44,24 @@ def test_a_process_that_ignores_the_signal_to_end_is_killed():
     assert process.returncode == -signal.SIGKILL
 
 
+def test_sigint_ends_a_process_though_the_tests_ignore_it():
+    """As they do if a shell starts them in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with processes.beginning() as begin:
+            process = begin(
+                [sys.executable, "-c", "print(flush=True); import time; time.sleep(600)"], stdout=processes.PIPE
+            )
+            with process.stdout:
+                process.stdout.readline()
+                process.send_signal(signal.SIGINT)
+                process.wait(timeout=30)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.returncode == -signal.SIGINT
+
+
 def test_no_test_starts_a_process_without_a_limit():
     """By name: `subprocess` and `os.system` occur in the helpers alone."""
     for path in sorted(Path(__file__).parent.rglob("*.py")):
