@@ -132,6 +132,10 @@ class OpenStage(SimpleNamespace):
             self._memory = StepMemory(self._to_backend)
         self._memory.begin_step()
 
+    def to_numpy(self, result: Any) -> Any:
+        """Return a result with each array as numpy: what a forward saved for its backward is still the backend's."""
+        return _each_array(result, self._to_numpy)
+
     def _moved(self, array: Any) -> Any:
         place = self._memory is not None and isinstance(array, np.ndarray)
         return self._memory.place(array) if place else self._to_backend(array)
@@ -140,7 +144,7 @@ class OpenStage(SimpleNamespace):
         moved = (_each_array(argument, self._moved) for argument in arguments)
         with self._context():
             result = function(*moved, **options, **self._options)
-        return _each_array(result, self._to_numpy)
+        return self.to_numpy(result)
 
 
 def _each_array(value: Any, move: Callable) -> Any:

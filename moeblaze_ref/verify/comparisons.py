@@ -25,6 +25,7 @@ from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.systems import SYSTEMS, system
 from moeblaze_ref.nn.torch_layer import keep_routing
 from moeblaze_ref.systems.capacity import MAX
+from moeblaze_ref.systems.layer import intermediates
 from moeblaze_ref.verify.cases import (
     Case,
     capacities,
@@ -341,15 +342,43 @@ def expert_output(case: Case) -> np.ndarray:
 
 
 def run_layer(stage: Any, case: Case) -> Results:
-    """The whole layer's output and the gradients that the case asks for."""
+    """The whole layer's output, what it saves for backward, and the gradients that the case asks for."""
     options = case.activation, case.policy, case.renormalize, case.replayed
     result = stage.forward(case.x, case.weights, case.k, *options)
+    saved = {name: np.array(stage.to_numpy(array)) for name, array in result.saved.intermediates.items()}
     found = stage.backward(
         case.d_out, result.saved, case.weights, *_d_losses(case), case.overwrite, (*case.wanted, "d_gates")
     )
     losses = {"load_balancing_loss": result.load_balancing_loss, "router_z_loss": result.router_z_loss}
     forward = {"out": result.out} | (losses if case.L else {})
-    return {"forward": forward, "backward": _present(**found._asdict())}
+    return {"forward": forward | _named_saved(saved), "backward": _present(**found._asdict())}
+
+
+def expect_saving_layer(case: Case, dtype: torch.dtype) -> Results:
+    """Expected results of `run_layer`: those of `expect_layer`, and the tensors that the policy saves."""
+    results = expect_layer(case, dtype)
+    return results | {"forward": results["forward"] | _named_saved(_saved_tensors(case, dtype))}
+
+
+def expect_saving_summed_layer(case: Case, dtype: torch.dtype) -> Results:
+    """Expected results of `run_layer` on a version whose last product sums over experts: it has no y to save."""
+    results = expect_saving_layer(case, dtype)
+    return results | {"forward": {name: array for name, array in results["forward"].items() if name != "saved_y"}}
+
+
+def _named_saved(tensors: Arrays) -> Arrays:
+    return {f"saved_{name}": array for name, array in tensors.items()}
+
+
+def _saved_tensors(case: Case, dtype: torch.dtype) -> Arrays:
+    """The tensors between x and out that the case's policy saves. The backward reads not all of them."""
+    x, w1, w2, w3 = (_leaf(array, dtype) for array in (case.x, case.weights.w1, case.weights.w2, case.weights.w3))
+    order = _order(case)
+    a, b = oracle.expert_up(x, order, w1, w2)
+    y_swi = oracle.activate(a, b, case.activation)
+    tensors = {"routed_x": x[order.token], "a": a, "b": b, "act_a": oracle.activate(a, None, case.activation)}
+    tensors |= {"y_swi": y_swi, "y": oracle.expert_down(y_swi, order, w3)}
+    return _arrays(**{name: tensors[name] for name in intermediates(case.policy, case.activation)})
 
 
 def expect_layer(
@@ -746,7 +775,7 @@ EXPECT: dict[str, Expect] = {
     "expert_up": expect_expert_up,
     "expert_down": expect_expert_down,
     "combine": expect_combine,
-    "layer": expect_layer,
+    "layer": expect_saving_layer,
     "block_sparse": expect_block_sparse,
     "capacity": expect_capacity,
 }
@@ -770,6 +799,8 @@ def expectation(stage: str, version: str | None) -> Expect:
         return expect_combine_in_parts
     if _is_forward_alone(stage, version):
         return expect_forward
+    if stage == "layer" and version in expert_down.SUMMED_VERSIONS:
+        return expect_saving_summed_layer
     return expect_summed if _sums(stage, version) else EXPECT[stage]
 
 

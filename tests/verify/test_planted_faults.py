@@ -233,6 +233,14 @@ FAULTS = [
         "if (false) y_swi[at] =",
         "expert_up/2_tiled.cu",
     ),
+    Fault(
+        "saved activation of zeros",
+        "layer",
+        "1_naive",
+        "act_a[element] = from_float<Scalar>(ACTIVATION::act(",
+        "act_a[element] = from_float<Scalar>(0.0f * (",
+        "activation/1_elementwise.cu",
+    ),
     *(
         Fault("second tile along h on the first", stage, version, right, wrong)
         for stage, version, right, wrong in (
