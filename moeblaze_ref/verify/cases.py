@@ -388,6 +388,19 @@ def many_tokens_case(L: int = MANY_TOKENS) -> Case:
     return make_case(L, 8, 48, 3, 2, "zipf", "more tokens than a bitmap's pass")
 
 
+def many_choices_case() -> Case:
+    """As many experts a token as the kernels take: one for each lane of a warp."""
+    return make_case(5, 8, 8, 40, 32, name="as many experts a token as lanes of a warp")
+
+
+def many_terms_case() -> Case:
+    """More terms of the losses than the block that sums them has threads: a term for every 8 tokens, or for more.
+
+    The layer has more weights than a simulator is given.
+    """
+    return make_case(2057, 8, 48, 3, 2, "zipf", "more terms of the losses than threads of a block")
+
+
 def wide_cases(width: int = 8) -> list[Case]:
     """Each with one size beyond what the other cases have: more tokens than a block can have threads, more experts a
     token than a warp has lanes, rows of more elements than a block of 256 threads. Other rows have ``width`` elements.

@@ -34,6 +34,8 @@ from moeblaze_ref.verify.cases import (
     every_choice,
     logit_cases,
     many_blocks_case,
+    many_choices_case,
+    many_terms_case,
     many_tiles_case,
     many_tokens_case,
     paired_options,
@@ -370,6 +372,7 @@ def _named_saved(tensors: Arrays) -> Arrays:
     return {f"saved_{name}": array for name, array in tensors.items()}
 
 
+@torch.no_grad()
 def _saved_tensors(case: Case, dtype: torch.dtype) -> Arrays:
     """The tensors between x and out that the case's policy saves. The backward reads not all of them."""
     x, w1, w2, w3 = (_leaf(array, dtype) for array in (case.x, case.weights.w1, case.weights.w2, case.weights.w3))
@@ -421,7 +424,13 @@ def block_of(case: Case) -> int:
 _OF_EXPERTS = "small", "two tiles along h", "two tiles along d", "relu of zeros", "geglu, paper", "hot expert"
 # By stage, or by kernel file, names of the cases that run first: each shows faults that those before it do not.
 FIRST_CASES: dict[str, tuple[str, ...]] = {
-    "gating": ("small", "equal logits", "logits far from 0", "equal logits of 40 experts"),
+    "gating": (
+        "small",
+        "equal logits",
+        "logits far from 0",
+        "equal logits of 40 experts",
+        "as many experts a token as lanes of a warp",
+    ),
     "dispatch": ("small", "hot expert", "two tiles along E", "more tokens than a bitmap's pass"),
     "expert_up": (*_OF_EXPERTS, "two tiles along h, ungated"),
     "expert_down": _OF_EXPERTS,
@@ -434,16 +443,17 @@ FIRST_CASES: dict[str, tuple[str, ...]] = {
 def extended(stage: str, version: str | None, cases: list[Case]) -> list[Case]:
     """Return the cases and those that the check adds for a version of a stage.
 
-    The gating gets `logit_cases`, too, and each case with renormalised gates. The dispatch gets many tokens. The layer
-    gets every activation under every policy, too, and each gradient alone. The capacity gets each, and one with equal
-    gates, under every factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size and
-    wider ones, too; its 7_persistent gets only those that its tiles divide.
+    The gating gets `logit_cases`, too, and each case with renormalised gates, and many terms of the losses. The gating
+    and the dispatch get as many experts a token as there can be, the dispatch many tokens, too. The layer gets every
+    activation under every policy, too, and each gradient alone. The capacity gets each, and one with equal gates, under
+    every factor and drop policy. The block-sparse stage gets whole blocks of MegaBlocks' own size and wider ones, too;
+    its 7_persistent gets only those that its tiles divide.
     """
     if stage == "gating":
-        cases = [*cases, *logit_cases()]
-        return [*cases, *renormalised(cases)]
+        cases = [*cases, *logit_cases(), many_choices_case()]
+        return [*cases, *renormalised(cases), many_terms_case()]
     if stage == "dispatch":
-        return [*cases, many_tokens_case()]
+        return [*cases, many_choices_case(), many_tokens_case()]
     if stage == "layer":
         return [*cases, *every_choice(L=5, d=8, h=8, E=3, k=2), *single_gradients()]
     if stage == "capacity":

@@ -255,6 +255,8 @@ ALL_CASES = [
     *cases.single_gradients(),
     cases.equal_gates_case(),
     cases.many_tokens_case(8_448),
+    cases.many_choices_case(),
+    cases.many_terms_case(),
     *cases.wide_block_cases(),
     cases.whole_block_case(),
     cases.many_tiles_case(8),
@@ -263,7 +265,12 @@ ALL_CASES = [
 
 
 # Sizes that leave the longest queue no choice: one token, or so many experts a token that one expert has every token.
-ONE_LONGEST_QUEUE = ("one token", "k = E", "more experts a token than lanes of a warp")
+ONE_LONGEST_QUEUE = (
+    "one token",
+    "k = E",
+    "more experts a token than lanes of a warp",
+    "as many experts a token as lanes of a warp",
+)
 
 
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.shape)

@@ -11,7 +11,7 @@ from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.runtime.simt.executor import SimtExecutor
 from moeblaze_ref.runtime.source import inlined
-from moeblaze_ref.verify import check
+from moeblaze_ref.verify import cases, check
 
 
 class Fault(NamedTuple):
@@ -61,6 +61,15 @@ FAULTS = [
         "tile * E + expert]",
         "tile * E + (expert + 1) % E]",
         "gating/0_sums.cu",
+    ),
+    *(
+        Fault(f"{what} after the 16th", "gating", version, right, right.replace("k", "min(k, 16)"), file)
+        for version, what, right, file in (
+            ("1_naive", "choices", "choice = {-1, BEST};\n    for (int j = 0; j < k; ++j)", None),
+            ("2_warp", "choices", "has_choice = lane_id() < k;", None),
+            ("2_warp", "gradients", "if (lane_id() < k) {", None),
+            ("2_warp", "counts", "if (lane_id() < k) histogram", "gating/0_sums.cu"),
+        )
     ),
     Fault("earlier tiles forgotten", "dispatch", "as_printed", "base += rank.total;", ";"),
     Fault(
@@ -460,6 +469,24 @@ def test_the_check_of_the_layer_catches_a_fault_of_its_gating(monkeypatch):
     plant(fault.path, number, monkeypatch)
     jobs = [job for job in check.plan(["layer"], ["simt"]) if job.args[3] == "2_tiled" and job.args[4].renormalize]
     assert any(not row.ok for job in jobs for row in job())
+
+
+def test_the_check_of_the_gating_catches_a_sum_of_some_terms(monkeypatch):
+    """It needs more tokens than a fault of `FAULTS` may: a term is a block's, and a pass takes as many as threads."""
+    right, path = "i < num_terms; i += THREADS)", "gating/0_sums.cu"
+    text = inlined(path)
+    assert right in text, f"{path} no longer holds {right!r}: update the fault"
+    faulty = text.replace(right, right.replace("num_terms", "min(num_terms, THREADS)"))
+
+    def load(self, file, text=None, **constants):
+        with quick_builds():
+            return UNCHANGED(self, file, text=faulty if file == path else text, **constants)
+
+    monkeypatch.setattr(SimtExecutor, "load", load)
+    jobs = [job for job in check.plan(["gating"], ["simt"]) if job.args[3] == "2_warp"]
+    (job,) = [job for job in jobs if job.args[4].name == cases.many_terms_case().name]
+    forward, backward = job()
+    assert not forward.ok and backward.ok
 
 
 def test_every_stage_and_version_has_a_fault():
