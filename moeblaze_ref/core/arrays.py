@@ -24,8 +24,10 @@ def size_of(array: Array) -> int:
 def address_of(array: Array) -> int:
     """Where an array begins, on its device."""
     if hasattr(array, "data_ptr"):  # torch's: the module does without importing torch
-        return array.data_ptr()
-    return array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr
+        address: int = array.data_ptr()
+    else:
+        address = array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr
+    return address
 
 
 def strides_of(array: Array) -> tuple[int, ...]:
@@ -35,7 +37,8 @@ def strides_of(array: Array) -> tuple[int, ...]:
 
 def is_contiguous(array: Array) -> bool:
     """Whether it is laid out row by row without a gap, as C's arrays are."""
-    return array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+    found: bool = array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous
+    return found
 
 
 def is_writable(array: Array) -> bool:

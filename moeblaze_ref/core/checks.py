@@ -8,9 +8,12 @@ import difflib
 import math
 import numbers
 import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from moeblaze_ref.core.arrays import dtype_of, is_contiguous, is_writable, strides_of
-from moeblaze_ref.core.structures import EMPTY, Dispatch
+from moeblaze_ref.core.arrays import dtype_of as dtype_of  # other folders use checks.dtype_of
+from moeblaze_ref.core.arrays import is_contiguous, is_writable, strides_of
+from moeblaze_ref.core.structures import EMPTY, Array, Dispatch
 
 # Rows and blocks are numbered by int32, and a kernel's last tile may reach up to 1,023 beyond them.
 MAX_ROUTED_ROWS = 2**31 - 1024
@@ -18,13 +21,13 @@ MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 
 
-def check_type(name, value, expected):
+def check_type(name: str, value: object, expected: type) -> None:
     """``value`` is an instance of the class ``expected``."""
     if not isinstance(value, expected):
         raise TypeError(f"{name} is a {type(value).__name__}, but it must be a {expected.__name__}")
 
 
-def check_int(name, value, at_least, at_most=None) -> int:
+def check_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> int:
     """``value`` as an int within [at_least, at_most]; True and False are none."""
     try:
         if isinstance(value, bool):
@@ -38,7 +41,7 @@ def check_int(name, value, at_least, at_most=None) -> int:
     return number
 
 
-def check_number(name, value) -> float:
+def check_number(name: str, value: Any) -> float:
     """``value`` as a finite float; text is none."""
     try:
         if isinstance(value, str):
@@ -53,17 +56,17 @@ def check_number(name, value) -> float:
     return number
 
 
-def check_float(name, value) -> float:
+def check_float(name: str, value: object) -> float:
     """``value`` as a float: a number, infinite or NaN too, but no array and no None."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}), but it must be a number")
     try:
         return float(value)
     except OverflowError:  # an integer beyond all floats
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if value < 0 else math.inf
 
 
-def check_scalar(name, value):
+def check_scalar(name: str, value: Any) -> None:
     """``value`` is a finite number, or a floating-point array of one element without dimensions."""
     if hasattr(value, "dtype") and not isinstance(value, numbers.Real):
         check_array(name, value, 0, ("float32", "float64"))
@@ -72,7 +75,7 @@ def check_scalar(name, value):
         check_number(name, value)
 
 
-def check_positive(name, value) -> float:
+def check_positive(name: str, value: Any) -> float:
     """``value`` as a finite float above zero."""
     number = check_number(name, value)
     if number <= 0:
@@ -80,7 +83,7 @@ def check_positive(name, value) -> float:
     return number
 
 
-def check_within(name, value, at_least, at_most=math.inf) -> float:
+def check_within(name: str, value: Any, at_least: float, at_most: float = math.inf) -> float:
     """``value`` as a finite float within [at_least, at_most]."""
     number = check_number(name, value)
     if not at_least <= number <= at_most:
@@ -89,7 +92,7 @@ def check_within(name, value, at_least, at_most=math.inf) -> float:
     return number
 
 
-def check_name(kind, name, allowed) -> str:
+def check_name(kind: str, name: object, allowed: Collection[str]) -> str:
     """``name`` if it is one of ``allowed``; otherwise an error with the nearest valid name."""
     if isinstance(name, str) and name in allowed:  # what is no string may have no hash
         return name
@@ -99,13 +102,13 @@ def check_name(kind, name, allowed) -> str:
     raise ValueError(f"unknown {kind} {name!r}.{hint} Valid: {', '.join(allowed)}")
 
 
-def check_k(k, num_experts):
+def check_k(k: int, num_experts: int) -> None:
     """k experts of num_experts can be chosen."""
     if k > num_experts:
         raise ValueError(f"k is {k}, but there are only {num_experts} experts (k must be 1..{num_experts})")
 
 
-def check_routed_rows(num_tokens, k):
+def check_routed_rows(num_tokens: int, k: int) -> None:
     """R = L * k fits the int32 index structures."""
     if num_tokens * k > MAX_ROUTED_ROWS:
         raise ValueError(
@@ -114,21 +117,21 @@ def check_routed_rows(num_tokens, k):
         )
 
 
-def first(mask) -> tuple[int, ...]:
+def first(mask: Array) -> tuple[int, ...]:
     """Index of the first True of a mask, in row-major order."""
     return tuple(int(axis[0]) for axis in mask.nonzero())
 
 
-def _at(name, index) -> str:
+def _at(name: str, index: tuple[int, ...]) -> str:
     return f"{name}[{', '.join(map(str, index))}]"
 
 
-def numbers_of(indices):
+def numbers_of(indices: Array) -> Array:
     """0, 1, ...: the place of each of the ``indices`` (n,), none negative; an array of their kind."""
     return (indices >= 0).nonzero()[0]
 
 
-def check_topk_experts(topk_experts, num_experts):
+def check_topk_experts(topk_experts: Array, num_experts: int) -> None:
     """``topk_experts`` is (L, k) int32, C-contiguous, ids in range, no expert twice in a row.
 
     Raises
@@ -148,7 +151,7 @@ def check_topk_experts(topk_experts, num_experts):
         _check_choices(topk_experts, num_experts)
 
 
-def check_part(topk_experts, num_experts, num_routed):
+def check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
     """``topk_experts`` as in `check_topk_experts`, but ``EMPTY`` for all but ``num_routed`` of its ids."""
     check_array("topk_experts", topk_experts, rank=2, dtypes=("int32",))
     num_tokens, k = topk_experts.shape
@@ -159,7 +162,7 @@ def check_part(topk_experts, num_experts, num_routed):
     _check_part(topk_experts, num_experts, num_routed)
 
 
-def _check_part(topk_experts, num_experts, num_routed):
+def _check_part(topk_experts: Array, num_experts: int, num_routed: int) -> None:
     """Each id is ``EMPTY`` or in range and once in its row; ``num_routed`` are not ``EMPTY``."""
     there = topk_experts != EMPTY
     _refuse("topk_experts", topk_experts, there & _outside(topk_experts, num_experts), num_experts, "experts")
@@ -169,13 +172,13 @@ def _check_part(topk_experts, num_experts, num_routed):
     _check_rows(topk_experts)
 
 
-def _check_choices(topk_experts, num_experts):
+def _check_choices(topk_experts: Array, num_experts: int) -> None:
     """Ids in range, and no expert twice in a row."""
     check_index("topk_experts", topk_experts, num_experts, "experts")
     _check_rows(topk_experts)
 
 
-def _check_rows(topk_experts):
+def _check_rows(topk_experts: Array) -> None:
     """No expert twice in a row."""
     token, expert = _first_repeated(topk_experts)
     if token is not None:
@@ -185,7 +188,7 @@ def _check_rows(topk_experts):
         )
 
 
-def _first_repeated(topk_experts):
+def _first_repeated(topk_experts: Array) -> tuple[int, int] | tuple[None, None]:
     """(token, expert) of the first row that names an expert twice; (None, None) if there is none. ``EMPTY`` is none."""
     ordered = topk_experts.copy()
     ordered.sort(axis=1)
@@ -196,7 +199,7 @@ def _first_repeated(topk_experts):
     return token, int(ordered[token, j])
 
 
-def check_counts(counts, num_tokens, num_experts, k) -> tuple[int, ...]:
+def check_counts(counts: Sequence[Any], num_tokens: int, num_experts: int, k: int) -> tuple[int, ...]:
     """Rows of each expert as E ints in 0..L (an expert's tokens are distinct) that add up to L * k."""
     if len(counts) != num_experts:
         raise ValueError(f"counts has {len(counts)} entries, but there are {num_experts} experts")
@@ -208,13 +211,13 @@ def check_counts(counts, num_tokens, num_experts, k) -> tuple[int, ...]:
     return checked
 
 
-def check_kernel_limits(num_experts, k):
+def check_kernel_limits(num_experts: int, k: int) -> None:
     """What the dispatch kernels were built for; the numpy specification has no such limit."""
     check_int("num_experts", num_experts, at_least=1, at_most=MAX_EXPERTS)
     check_int("k", k, at_least=1, at_most=MAX_TOP_K)
 
 
-def check_array(name, array, rank, dtypes, contiguous=True):
+def check_array(name: str, array: Array, rank: int, dtypes: Collection[str], contiguous: bool = True) -> None:
     """``array`` is an array of this rank, one of these dtypes and, if asked, C-contiguous."""
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
         raise TypeError(f"{name} is a {type(array).__name__}, but it must be an array of {' or '.join(dtypes)}")
@@ -229,7 +232,7 @@ def check_array(name, array, rank, dtypes, contiguous=True):
         )
 
 
-def check_shape(name, array, shape):
+def check_shape(name: str, array: Array, shape: Mapping[str, int | None]) -> None:
     """``array`` has this shape; ``shape`` maps symbols to sizes, such as {"L": 5, "d": 8}; None is any size."""
     sizes = tuple(shape.values())
     if sizes == array.shape:
@@ -240,7 +243,7 @@ def check_shape(name, array, shape):
         raise ValueError(f"{name} has shape {tuple(array.shape)}, but it must be ({expected})")
 
 
-def check_equal(name, array, expected):
+def check_equal(name: str, array: Array, expected: Array) -> None:
     """``array`` holds the very values of ``expected``, which has its shape."""
     differs = array != expected
     if bool(differs.any()):
@@ -248,7 +251,7 @@ def check_equal(name, array, expected):
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be {expected[index]}")
 
 
-def check_finite(name, array):
+def check_finite(name: str, array: Array) -> None:
     """``array`` holds no NaN and no infinity."""
     bad = ~(abs(array) < float("inf"))
     if array.size and bool(bad.any()):
@@ -256,14 +259,14 @@ def check_finite(name, array):
         raise ValueError(f"{_at(name, index)} is {float(array[index])}, but {name} must be finite")
 
 
-def check_tensor(name, array, shape, dtypes):
+def check_tensor(name: str, array: Array, shape: Mapping[str, int | None], dtypes: Collection[str]) -> None:
     """An activation, weight or gradient: this shape (see check_shape), one of these dtypes, finite; any strides."""
     check_array(name, array, len(shape), dtypes, contiguous=False)
     check_shape(name, array, shape)
     check_finite(name, array)
 
 
-def check_second_projection(name, array, gated, owner="the layer"):
+def check_second_projection(name: str, array: Array | None, gated: bool, owner: str = "the layer") -> None:
     """``array`` (b, w2 or d_b) is there exactly if ``owner``, an activation by name, is gated."""
     if gated and array is None:
         raise ValueError(f"{name} is None, but {owner} is gated: pass {name}")
@@ -271,7 +274,7 @@ def check_second_projection(name, array, gated, owner="the layer"):
         raise ValueError(f"{name} is a {type(array).__name__}, but {owner} is not gated: {name} must be None")
 
 
-def check_offsets(offsets, num_experts, num_routed):
+def check_offsets(offsets: Array, num_experts: int, num_routed: int) -> None:
     """``offsets`` (E + 1,) begin at 0, never decrease and end at R = ``num_routed``."""
     name = "expert_token_offsets"
     check_array(name, offsets, rank=1, dtypes=("int32",))
@@ -279,7 +282,7 @@ def check_offsets(offsets, num_experts, num_routed):
     check_rise(name, offsets, num_routed, "R")
 
 
-def check_rise(name, offsets, last, what):
+def check_rise(name: str, offsets: Array, last: int, what: str) -> None:
     """From 0 to ``last``, the number of ``what``, without a step down."""
     for index, valid in ((0, 0), (offsets.shape[0] - 1, last)):
         if int(offsets[index]) != valid:
@@ -292,7 +295,7 @@ def check_rise(name, offsets, last, what):
         )
 
 
-def check_not_negative(name, array):
+def check_not_negative(name: str, array: Array) -> None:
     """Every element of ``array`` is 0 or more."""
     negative = array < 0
     if bool(negative.any()):
@@ -300,16 +303,16 @@ def check_not_negative(name, array):
         raise ValueError(f"{_at(name, index)} is {array[index]}, but it must be >= 0")
 
 
-def check_index(name, indices, limit, what):
+def check_index(name: str, indices: Array, limit: int, what: str) -> None:
     """Every element of ``indices`` is one of the ``limit`` valid ids of a ``what``."""
     _refuse(name, indices, _outside(indices, limit), limit, what)
 
 
-def _outside(indices, limit):
+def _outside(indices: Array, limit: int) -> Array:
     return (indices < 0) | (indices >= limit)
 
 
-def _refuse(name, indices, outside, limit, what):
+def _refuse(name: str, indices: Array, outside: Array, limit: int, what: str) -> None:
     """Say which of the indices is ``outside``, if one is."""
     if bool(outside.any()):
         index = first(outside)
@@ -317,7 +320,7 @@ def _refuse(name, indices, outside, limit, what):
         raise ValueError(f"{_at(name, index)} is {int(indices[index])}, but there are only {limit} {what} ({valid})")
 
 
-def check_dispatch(dispatch):
+def check_dispatch(dispatch: Dispatch) -> None:
     """A Dispatch whose four arrays fit each other and stay inside the tensors that they index.
 
     That includes what no shape shows: every slot (token, j) has a position of its own, among those of its
@@ -331,7 +334,7 @@ def check_dispatch(dispatch):
     _check_slots(dispatch)
 
 
-def _check_form(dispatch):
+def _check_form(dispatch: Dispatch) -> None:
     """Dtypes and shapes, which a Dispatch never changes, and offsets that rise from 0 to R."""
     check_int("dispatch.k", dispatch.k, at_least=1)
     for name, array in dispatch.arrays().items():
@@ -344,7 +347,7 @@ def _check_form(dispatch):
     check_offsets(dispatch.expert_token_offsets, dispatch.E, dispatch.R)
 
 
-def _check_slots(dispatch):
+def _check_slots(dispatch: Dispatch) -> None:
     """The map leads each slot into its expert's rows and to its token.
 
     With distinct experts in every token, that makes it a permutation: two slots at one position would be of the
@@ -355,7 +358,7 @@ def _check_slots(dispatch):
     _check_tokens(dispatch)
 
 
-def _check_distinct(dispatch):
+def _check_distinct(dispatch: Dispatch) -> None:
     token, expert = _first_repeated(dispatch.token_expert_indices.reshape(dispatch.L, dispatch.k))
     if token is not None:
         first, end = token * dispatch.k, (token + 1) * dispatch.k
@@ -365,7 +368,7 @@ def _check_distinct(dispatch):
         )
 
 
-def _check_positions(dispatch):
+def _check_positions(dispatch: Dispatch) -> None:
     offsets, experts, positions = dispatch.expert_token_offsets, dispatch.token_expert_indices, dispatch.token_index_map
     outside = (positions < offsets[experts]) | (positions >= offsets[experts + 1])
     if bool(outside.any()):
@@ -378,7 +381,7 @@ def _check_positions(dispatch):
         )
 
 
-def _check_tokens(dispatch):
+def _check_tokens(dispatch: Dispatch) -> None:
     found = dispatch.expert_token_indices[dispatch.token_index_map]  # (R,)
     wrong = found != numbers_of(dispatch.token_index_map) // dispatch.k
     if bool(wrong.any()):
@@ -389,7 +392,7 @@ def _check_tokens(dispatch):
         )
 
 
-def check_writable(name, array):
+def check_writable(name: str, array: Array) -> None:
     """``array`` may be written."""
     if not is_writable(array):
         raise ValueError(f"{name} is read-only, but it is written to; pass a writable array")

@@ -5,6 +5,7 @@ h expert width, E experts, k experts per token, R = L * k routed rows.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moeblaze_ref.core import checks
 
@@ -68,7 +69,7 @@ class MoEConfig:
     activation: str = "swiglu"
     dtype: str = "bfloat16"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.check_int("L", self.L, at_least=0)
         for name in ("d", "h", "E", "k"):
             checks.check_int(name, getattr(self, name), at_least=1)
@@ -97,7 +98,7 @@ class MoEConfig:
         """L, d, h, E and k by name."""
         return {name: getattr(self, name) for name in "LdhEk"}
 
-    def replace(self, **changes) -> "MoEConfig":
+    def replace(self, **changes: Any) -> "MoEConfig":
         """The same configuration with some fields changed (and checked again)."""
         return replace(self, **changes)
 

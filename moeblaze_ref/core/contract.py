@@ -20,7 +20,7 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import dtype_of
 
 P = ParamSpec("P")
-R = TypeVar("R", covariant=True)
+R = TypeVar("R")
 G = TypeVar("G")
 
 Arguments = Mapping[str, Any]  # by name

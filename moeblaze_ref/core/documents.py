@@ -26,7 +26,7 @@ def fill(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
         If there is no block of that name.
     """
 
-    def written(block: re.Match) -> str:
+    def written(block: re.Match[str]) -> str:
         start, name, end = block.groups()
         if name not in blocks:
             raise ValueError(f"unknown block {name!r}. Valid: {', '.join(blocks)}")
@@ -37,7 +37,8 @@ def fill(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
 
 def device(found: Mapping[str, Any]) -> str:
     """The name of the device that a result was measured on, without its driver and its memory."""
-    return found["device"].partition(",")[0]
+    name: str = found["device"]
+    return name.partition(",")[0]
 
 
 def devices(found: Sequence[Mapping[str, Any]]) -> list[str]:

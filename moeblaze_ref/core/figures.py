@@ -12,7 +12,7 @@ PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of such a file
 SOFTWARE = "moeblaze_ref"  # in the metadata of every picture
 
 
-def check(folder: Path, names: Iterable[str], force: bool = False):
+def check(folder: Path, names: Iterable[str], force: bool = False) -> None:
     """Check that figures of these names may be written into a folder; make it if need be.
 
     Parameters
@@ -41,7 +41,7 @@ def save(figure: Figure, folder: Path, name: str, force: bool = False) -> Path:
     """Write a figure as PNG, making the folder if need be; parameters and errors as in `check`."""
     path = _png(folder, name)
 
-    def write(part: Path):
+    def write(part: Path) -> None:
         figure.savefig(part, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": SOFTWARE})
 
     records.replace(path, write, _check_picture, force)
@@ -58,7 +58,7 @@ def _png(folder: Path, name: str) -> Path:
     return folder / f"{name}.png"
 
 
-def _check_picture(path: Path):
+def _check_picture(path: Path) -> None:
     """Raise ValueError unless this project drew the picture; its metadata says so."""
     content = path.read_bytes()
     if not (content.startswith(PNG) and b"tEXtSoftware\0" + SOFTWARE.encode() in content):

@@ -4,8 +4,10 @@ import itertools
 import os
 import stat
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -77,7 +79,8 @@ def _empty(folder: int) -> list[OSError]:
 
 def _flatten(folder: int, top: int, keep: str) -> list[OSError]:
     """Empty a folder but for ``keep``, by way of ``top``."""
-    numbers, waiting = itertools.count(), deque()
+    numbers = itertools.count()
+    waiting: deque[str] = deque()
     errors = _clear([name for name in os.listdir(folder) if name != keep], folder, top, numbers, waiting)
     while waiting:
         name = waiting.popleft()
@@ -94,7 +97,7 @@ def _flatten(folder: int, top: int, keep: str) -> list[OSError]:
     return errors
 
 
-def _clear(names: list[str], folder: int, top: int, numbers: itertools.count, waiting: deque[str]) -> list[OSError]:
+def _clear(names: list[str], folder: int, top: int, numbers: Iterator[int], waiting: deque[str]) -> list[OSError]:
     """Remove these files of a folder, and move these folders to the top, where they wait under a number."""
     errors = []
     for name in names:
@@ -122,7 +125,7 @@ def _open(name: str, parent: int) -> int:
     return os.open(name, _FOLDER, dir_fd=parent)
 
 
-def _open_to_owner(name: str, parent: int):
+def _open_to_owner(name: str, parent: int) -> None:
     """Give the owner all rights to a folder. What has become a link meanwhile is not followed."""
     if not hasattr(os, "O_PATH"):
         os.chmod(name, 0o700, dir_fd=parent, follow_symlinks=False)
@@ -134,7 +137,7 @@ def _open_to_owner(name: str, parent: int):
         os.close(file)
 
 
-def _failures(call, *arguments, **options) -> list[OSError]:
+def _failures(call: Callable[..., None], *arguments: Any, **options: Any) -> list[OSError]:
     try:
         call(*arguments, **options)
     except OSError as error:

@@ -11,12 +11,14 @@ import itertools
 import math
 import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 from moeblaze_ref.core import checks
 
-FUNCTIONS = {"ceil": math.ceil, "floor": math.floor, "min": min, "max": max}
-_OPERATORS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {"ceil": math.ceil, "floor": math.floor, "min": min, "max": max}
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -98,7 +100,8 @@ def evaluate(formula: str, symbols: dict[str, int]) -> Fraction | tuple[Fraction
         If it is no such formula, or a symbol is unknown: the message proposes the nearest one.
     """
     try:
-        return _value(ast.parse(_with_products(formula), mode="eval").body, symbols)
+        value: Fraction | tuple[Fraction, ...] = _value(ast.parse(_with_products(formula), mode="eval").body, symbols)
+        return value
     except ZeroDivisionError:
         raise ValueError(f"cannot read the formula {formula!r}: it divides by zero") from None
     except (SyntaxError, TypeError) as error:
@@ -140,10 +143,11 @@ def _with_products(formula: str) -> str:
     return text
 
 
-def _value(node: ast.expr, symbols: dict[str, int]):
+def _value(node: ast.expr, symbols: dict[str, int]) -> Any:
+    """Return a Fraction, or a tuple of them; arithmetic with a tuple raises TypeError."""
     match node:
-        case ast.Constant():
-            return Fraction(node.value)
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
         case ast.Name():
             return Fraction(symbols[checks.check_name("symbol", node.id, symbols)])
         case ast.Tuple():
@@ -152,7 +156,7 @@ def _value(node: ast.expr, symbols: dict[str, int]):
             return -_value(node.operand, symbols)
         case ast.BinOp() if type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](_value(node.left, symbols), _value(node.right, symbols))
-        case ast.Call(func=ast.Name(), keywords=[]):
-            function = FUNCTIONS[checks.check_name("function", node.func.id, FUNCTIONS)]
+        case ast.Call(func=ast.Name(id=name), keywords=[]):
+            function = FUNCTIONS[checks.check_name("function", name, FUNCTIONS)]
             return Fraction(function(*(_value(argument, symbols) for argument in node.args)))
     raise ValueError(f"it may have numbers, symbols, + - * / // and {', '.join(FUNCTIONS)} only")

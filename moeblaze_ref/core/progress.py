@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 Row = TypeVar("Row")
 
 
-def bar(*extra_columns) -> Progress:
+def bar(*extra_columns: ProgressColumn) -> Progress:
     """A bar on standard error, so that --json stays clean; it disappears when it is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, *extra_columns, console=Console(stderr=True), transient=True)

@@ -80,7 +80,7 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def check_place(path: Path, command: str, force: bool = False):
+def check_place(path: Path, command: str, force: bool = False) -> None:
     """Check that a record of a command may be written here; errors as in `records.check_writable`."""
     records.check_writable(path, partial(load_of, command), force)
 

@@ -35,7 +35,7 @@ _pipes: dict[
 ] = {}  # descriptors of the pipes that `check_writable` has opened, by device and inode
 
 
-def check_writable(path: Path, load: Load, force: bool = False):
+def check_writable(path: Path, load: Load, force: bool = False) -> None:
     """Check that a file may be written here; make its folder if need be.
 
     Parameters
@@ -85,7 +85,7 @@ def file_named(text: str) -> Path:
     return Path(text)
 
 
-def _open_beside(path: Path):
+def _open_beside(path: Path) -> None:
     """Make the folder if need be, and show that a file can be made in it, and that one that is there can be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=path.parent):
@@ -101,7 +101,7 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def check_distinct(outputs: Mapping[str, Iterable[Path | None]]):
+def check_distinct(outputs: Mapping[str, Iterable[Path | None]]) -> None:
     """Check that no two options of a command name one file, or one a file and the other a folder of that name.
 
     Parameters
@@ -129,7 +129,7 @@ def _collide(path: Path, other: Path) -> bool:
     return first == second or first in second.parents or second in first.parents
 
 
-def _check_links(path: Path):
+def _check_links(path: Path) -> None:
     names = path.stat().st_nlink
     if names > 1:
         raise ValueError(
@@ -138,7 +138,7 @@ def _check_links(path: Path):
         )
 
 
-def _check_kind(path: Path, load: Load):
+def _check_kind(path: Path, load: Load) -> None:
     """An empty file holds nothing that could be lost."""
     if path.stat().st_size == 0:
         return
@@ -168,7 +168,7 @@ def _leads_to(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _check_stream(path: Path):
+def _check_stream(path: Path) -> None:
     mode = path.stat().st_mode
     if not (stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or _descriptor_of(path) is not None):
         kind = "block device" if stat.S_ISBLK(mode) else "socket"
@@ -179,7 +179,7 @@ def _check_stream(path: Path):
         _open_pipe(path)
 
 
-def _open_pipe(path: Path):
+def _open_pipe(path: Path) -> None:
     """Open a pipe for what is written later: if it were closed until then, its reader would see the end."""
     if (key := _key(path)) in _pipes:
         return
@@ -196,7 +196,7 @@ def _key(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def check_regular(path: Path):
+def check_regular(path: Path) -> None:
     """Check that what exists here is a regular file, for what is read again and changed.
 
     Raises
@@ -208,7 +208,7 @@ def check_regular(path: Path):
         raise ValueError(f"{path} is no regular file, but it must be one: it is read again. Name another path")
 
 
-def write(path: Path, content: dict[str, Any], load: Load | None = None, force: bool = False):
+def write(path: Path, content: dict[str, Any], load: Load | None = None, force: bool = False) -> None:
     """Write ``content`` as JSON, making the folder if need be.
 
     Parameters
@@ -227,7 +227,7 @@ def write(path: Path, content: dict[str, Any], load: Load | None = None, force: 
     replace(path, lambda part: part.write_text(text), load or (lambda found: read(found, ())), force)
 
 
-def replace(path: Path, write: Callable[[Path], Any], load: Load, force: bool = False):
+def replace(path: Path, write: Callable[[Path], Any], load: Load, force: bool = False) -> None:
     """Let ``write`` fill a file beside ``path``, see it onto the disk, and give it that name.
 
     A kill at any moment leaves at ``path`` what was there before, or all of what is new. A character device or a pipe
@@ -256,7 +256,7 @@ def replace(path: Path, write: Callable[[Path], Any], load: Load, force: bool = 
             _replace_file(_target(path), write)  # a link stays one
 
 
-def _write_through(path: Path, write: Callable[[Path], Any]):
+def _write_through(path: Path, write: Callable[[Path], Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder, "whole")
         write(whole)
@@ -276,7 +276,7 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("wb")
 
 
-def _replace_file(path: Path, write: Callable[[Path], Any]):
+def _replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     with unfinished.beside(path) as part:
         write(part)
         to_disk(part)
@@ -322,7 +322,7 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def to_disk(path: Path):
+def to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, would outlive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

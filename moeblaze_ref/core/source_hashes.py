@@ -95,7 +95,8 @@ def _python(text: str) -> str:
             lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in [*imports, *_docstrings(tree)]:
-        lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+        end = node.end_lineno or node.lineno
+        lines[node.lineno - 1 : end] = [""] * (end - node.lineno + 1)
     names = sorted({f"{one.name.split('.')[-1]} {one.asname or ''}".strip() for node in imports for one in node.names})
     return "\n".join(filter(None, [" ".join(names), _without_paths("\n".join(lines), indented=True)]))
 

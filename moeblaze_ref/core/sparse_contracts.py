@@ -3,16 +3,18 @@
 The contracts come last, after the checks that they name.
 """
 
+from typing import Protocol
+
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import is_gated
-from moeblaze_ref.core.contract import ROUTING, Contract, Structure, Tensor, Value
-from moeblaze_ref.core.stage_contracts import ACTIVATION, DISPATCH, NO_GATE, UNGATED, W1, W2, W3
-from moeblaze_ref.core.structures import EMPTY, PaddedBins, Topology
+from moeblaze_ref.core.contract import ROUTING, Arguments, Contract, Structure, Tensor, Value
+from moeblaze_ref.core.stage_contracts import ACTIVATION, DISPATCH, NO_GATE, UNGATED, W1, W2, W3, Dtypes
+from moeblaze_ref.core.structures import EMPTY, Array, CapacityBins, PaddedBins, Topology
 
 MAX_INT32 = checks.MAX_ROUTED_ROWS  # rows and columns that indices can name, and blocks
 
 
-def check_block(block, h=None) -> int:
+def check_block(block: int, h: int | None = None) -> int:
     """``block`` as an int of at least 1 that divides ``h``, if one is given."""
     block = checks.check_int("block", block, at_least=1)
     if h is not None and h % block:
@@ -20,7 +22,7 @@ def check_block(block, h=None) -> int:
     return block
 
 
-def _owned(first, end):
+def _owned(first: Array, end: Array) -> str:
     """The numbers first to end, without end, in words."""
     return f"{int(first)}..{int(end) - 1}" if first < end else "none"
 
@@ -28,7 +30,7 @@ def _owned(first, end):
 # Padded bins ----------------------------------------------------------------------------------------------------------
 
 
-def _check_padded_rows(given):
+def _check_padded_rows(given: Arguments) -> None:
     """With this block size the padded rows, at most R + E (block - 1), fit int32."""
     dispatch, block = given["dispatch"], given["block"]
     check_block(block)
@@ -40,7 +42,7 @@ def _check_padded_rows(given):
         )
 
 
-def _check_width(given):
+def _check_width(given: Arguments) -> None:
     """The bins' blocks divide the width h into no more blocks than int32 can number."""
     bins, h = given["bins"], given["h"]
     checks.check_int("h", h, at_least=1)
@@ -54,7 +56,7 @@ def _check_width(given):
     checks.check_int("E h, the columns of the topology,", bins.E * int(h), at_least=1, at_most=MAX_INT32)
 
 
-def check_bins(bins):
+def check_bins(bins: PaddedBins) -> None:
     """PaddedBins whose groups are whole blocks, ascending slots before padding, and whose rows are their inverse."""
     checks.check_type("bins", bins, PaddedBins)
     checks.check_int("bins.k", bins.k, at_least=1)
@@ -71,7 +73,7 @@ def check_bins(bins):
     _check_padding_last(bins)
 
 
-def _check_whole_blocks(bins):
+def _check_whole_blocks(bins: PaddedBins) -> None:
     broken = bins.padded_offsets % bins.block != 0
     if bool(broken.any()):
         (e,) = checks.first(broken)
@@ -81,7 +83,7 @@ def _check_whole_blocks(bins):
         )
 
 
-def _check_inverse(bins):
+def _check_inverse(bins: PaddedBins) -> None:
     """Every slot's row holds it, and every other row is padding."""
     wrong = bins.slots[bins.rows] != checks.numbers_of(bins.rows)
     if bool(wrong.any()):
@@ -95,7 +97,7 @@ def _check_inverse(bins):
         raise ValueError(f"slots[{row}] is {int(bins.slots[row])}, but rows leads no slot there: it must be {EMPTY}")
 
 
-def _check_padding_last(bins):
+def _check_padding_last(bins: PaddedBins) -> None:
     """Slots ascend inside a group, and padding follows them."""
     order = bins.slots.copy()
     order[order == EMPTY] = bins.R  # after every slot
@@ -113,7 +115,7 @@ def _check_padding_last(bins):
 # Topologies -----------------------------------------------------------------------------------------------------------
 
 
-def check_topology(topology):
+def check_topology(topology: Topology) -> None:
     """A Topology whose five arrays describe the same blocks, each once."""
     checks.check_type("topology", topology, Topology)
     check_block(topology.block)
@@ -134,7 +136,7 @@ def check_topology(topology):
     _check_order_in_columns(topology)
 
 
-def _check_rows(topology):
+def _check_rows(topology: Topology) -> None:
     """Every block lies between its block row's offsets."""
     number = checks.numbers_of(topology.row_indices)
     first = topology.row_offsets[topology.row_indices]
@@ -149,7 +151,7 @@ def _check_rows(topology):
         )
 
 
-def _check_order_in_rows(topology):
+def _check_order_in_rows(topology: Topology) -> None:
     """Block columns ascend inside a block row, none twice."""
     at = _first_fall(topology.column_indices, topology.row_indices)
     if at is not None:
@@ -160,7 +162,7 @@ def _check_order_in_rows(topology):
         )
 
 
-def _check_columns(topology):
+def _check_columns(topology: Topology) -> None:
     """Every transpose index is a block of the block column that owns its place."""
     order = topology.transpose_indices
     columns, number = topology.column_indices[order], checks.numbers_of(order)
@@ -174,7 +176,7 @@ def _check_columns(topology):
         )
 
 
-def _check_order_in_columns(topology):
+def _check_order_in_columns(topology: Topology) -> None:
     """Transpose indices visit ascending block rows inside a block column, no block twice."""
     order = topology.transpose_indices
     rows = topology.row_indices[order]
@@ -187,7 +189,7 @@ def _check_order_in_columns(topology):
         )
 
 
-def _first_fall(indices, group):
+def _first_fall(indices: Array, group: Array) -> int | None:
     """The first place after which ``indices`` do not ascend although their ``group`` stays; None if there is none."""
     falls = (group[1:] == group[:-1]) & (indices[1:] <= indices[:-1])
     return checks.first(falls)[0] if bool(falls.any()) else None
@@ -196,26 +198,26 @@ def _first_fall(indices, group):
 # Products -------------------------------------------------------------------------------------------------------------
 
 
-def _check_mask(given):
+def _check_mask(given: Arguments) -> None:
     checks.check_array("mask", given["mask"], rank=2, dtypes=("bool",), contiguous=False)
     check_block(given["block"])
 
 
-def _check_to_dense(values, topology, dtypes):
+def _check_to_dense(values: Array, topology: Topology, dtypes: Dtypes) -> None:
     check_topology(topology)
     _check_blocks("values", values, topology.nnz, topology.block, dtypes)
 
 
-def _check_from_dense(dense, topology, dtypes):
+def _check_from_dense(dense: Array, topology: Topology, dtypes: Dtypes) -> None:
     check_topology(topology)
     checks.check_tensor("dense", dense, dict(zip("MN", topology.shape, strict=True)), dtypes)
 
 
-def _check_blocks(name, values, nnz, block, dtypes):
+def _check_blocks(name: str, values: Array, nnz: int | None, block: int, dtypes: Dtypes) -> None:
     checks.check_tensor(name, values, {"nnz": nnz, "block": block, "block again": block}, dtypes)
 
 
-def _check_parts(name, dense, rows, topology, dtypes):
+def _check_parts(name: str, dense: Array, rows: int | None, topology: Topology, dtypes: Dtypes) -> None:
     """``dense`` (rows, N), or its parts (E, rows, N / E) of whole blocks side by side; rows may be None."""
     N, block = topology.shape[1], topology.block
     if getattr(dense, "ndim", 2) != 3:  # what is no array is refused here
@@ -229,7 +231,7 @@ def _check_parts(name, dense, rows, topology, dtypes):
     checks.check_tensor(name, dense, {"parts": parts, "rows": rows, "columns": width}, dtypes)
 
 
-def _check_sdd(lhs, rhs, topology, transpose_rhs, dtypes):
+def _check_sdd(lhs: Array, rhs: Array, topology: Topology, transpose_rhs: bool, dtypes: Dtypes) -> None:
     """lhs (M, K) and rhs (K, N) or its parts, or (N, K) if ``transpose_rhs``, belong to a topology (M, N)."""
     check_topology(topology)
     M, N = topology.shape
@@ -241,7 +243,9 @@ def _check_sdd(lhs, rhs, topology, transpose_rhs, dtypes):
         _check_parts("rhs", rhs, depth, topology, same)
 
 
-def _check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, dtypes):
+def _check_dsd(
+    values: Array, topology: Topology, rhs: Array, transpose_lhs: bool, transpose_rhs: bool, dtypes: Dtypes
+) -> None:
     """values of a topology (M, N), and rhs (N, K), or (K, N) or its parts if ``transpose_rhs``.
 
     With ``transpose_lhs`` M takes the place of N, and there are no parts.
@@ -256,7 +260,7 @@ def _check_dsd(values, topology, rhs, transpose_lhs, transpose_rhs, dtypes):
         )
 
 
-def _check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
+def _check_dds(lhs: Array, values: Array, topology: Topology, transpose_lhs: bool, parts: int, dtypes: Dtypes) -> None:
     """lhs (K, M), or (M, K) if ``transpose_lhs``, and values of a topology (M, N); N in ``parts`` of whole blocks."""
     _check_to_dense(values, topology, dtypes)
     M, N = topology.shape
@@ -272,7 +276,7 @@ def _check_dds(lhs, values, topology, transpose_lhs, parts, dtypes):
 # Between the projections ----------------------------------------------------------------------------------------------
 
 
-def _check_activate(a, b, activation, dtypes):
+def _check_activate(a: Array, b: Array | None, activation: str, dtypes: Dtypes) -> None:
     """a and b (nnz, block, block) belong together; b is there exactly if the activation is gated."""
     checks.check_second_projection("b", b, is_gated(activation), activation)
     checks.check_array("a", a, 3, dtypes, contiguous=False)
@@ -281,7 +285,7 @@ def _check_activate(a, b, activation, dtypes):
         _check_blocks("b", b, a.shape[0], a.shape[2], (checks.dtype_of(a),))
 
 
-def _check_activate_backward(d_y, a, b, activation, dtypes):
+def _check_activate_backward(d_y: Array, a: Array, b: Array | None, activation: str, dtypes: Dtypes) -> None:
     """As `_check_activate`, and d_y (nnz, block, block) belongs to them."""
     _check_activate(a, b, activation, dtypes)
     _check_blocks("d_y", d_y, a.shape[0], a.shape[2], (checks.dtype_of(a),))
@@ -290,12 +294,23 @@ def _check_activate_backward(d_y, a, b, activation, dtypes):
 # Layers that copy rows into bins, those of fixed capacity too ---------------------------------------------------------
 
 
-def check_w2(given):
+def check_w2(given: Arguments) -> None:
     """w2 is there exactly if the activation is gated."""
     checks.check_second_projection("w2", given["w2"], is_gated(given["activation"]), given["activation"])
 
 
-def check_experts_backward(d_out, w1, w2, w3, saved, h):
+class SavedRows(Protocol):
+    """What the forward of such a layer keeps for the backward, as far as it is checked."""
+
+    @property
+    def bins(self) -> PaddedBins | CapacityBins: ...
+    @property
+    def x_rows(self) -> Array: ...
+    @property
+    def activation(self) -> str: ...
+
+
+def check_experts_backward(d_out: Array, w1: Array, w2: Array | None, w3: Array, saved: SavedRows, h: int) -> None:
     """d_out (L, d) and the experts' weights are of the sizes and the dtype of what a forward into bins has saved."""
     E, d, same = saved.bins.E, saved.x_rows.shape[-1], (checks.dtype_of(saved.x_rows),)
     checks.check_tensor("d_out", d_out, {"L": saved.bins.L, "d": d}, same)

@@ -4,11 +4,14 @@ A layer checks its own arguments, and its stages make the rest: it calls the fun
 """
 
 from dataclasses import replace
+from typing import Protocol
 
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, MoEConfig, is_gated
-from moeblaze_ref.core.contract import INT32, ROUTING, Contract, Structure, Tensor, Value
-from moeblaze_ref.core.structures import EMPTY, HIDDEN
+from moeblaze_ref.core.contract import INT32, ROUTING, Arguments, Contract, Structure, Tensor, Value
+from moeblaze_ref.core.structures import EMPTY, HIDDEN, Array, Dispatch
+
+Dtypes = tuple[str, ...]  # those that a tensor may have
 
 # ---- declared ------------------------------------------------------------------------------------
 
@@ -71,21 +74,21 @@ COMBINE_BACKWARD = Contract(
 # ---- the router ----------------------------------------------------------------------------------
 
 
-def _check_k(given):
+def _check_k(given: Arguments) -> None:
     checks.check_int("E", given["logits"].shape[1], at_least=1)
     checks.check_k(checks.check_int("k", given["k"], at_least=1), given["logits"].shape[1])
 
 
-def _check_experts(given):
+def _check_experts(given: Arguments) -> None:
     checks.check_int("E", given["logits"].shape[1], at_least=1)
 
 
-def _check_loss_gradients(given):
+def _check_loss_gradients(given: Arguments) -> None:
     for name in ("d_load_balancing_loss", "d_router_z_loss"):
         checks.check_scalar(name, given[name])
 
 
-def _check_loss_gradient(given):
+def _check_loss_gradient(given: Arguments) -> None:
     checks.check_number("d_loss", given["d_loss"])
 
 
@@ -283,21 +286,21 @@ BUILD_PART = Contract(
 # ---- the experts ---------------------------------------------------------------------------------
 
 
-def _check_stores_and_w2(given):
+def _check_stores_and_w2(given: Arguments) -> None:
     for name in given["stores"]:
         checks.check_name("result of expert_up", name, HIDDEN)
     checks.check_second_projection("w2", given["w2"], is_gated(given["activation"]), given["activation"])
 
 
-def _check_d_b(given):
+def _check_d_b(given: Arguments) -> None:
     checks.check_second_projection("d_b", given["d_b"], given["w2"] is not None)
 
 
-def _check_b(given):
+def _check_b(given: Arguments) -> None:
     checks.check_second_projection("b", given["b"], is_gated(given["activation"]), given["activation"])
 
 
-def _check_writable(given):
+def _check_writable(given: Arguments) -> None:
     for name in ("a", "b") if given["overwrite"] else ():
         if given[name] is not None:
             checks.check_writable(name, given[name])
@@ -406,7 +409,7 @@ EXPERT_DOWN_D_W3 = Contract(
 )
 
 
-def _check_name(given):
+def _check_name(given: Arguments) -> None:
     checks.check_name("activation", given["activation"], ACTIVATIONS)
 
 
@@ -446,7 +449,7 @@ ACTIVATE_BACKWARD = Contract(
 def _limited(contract: Contract) -> Contract:
     """The contract of kernels, which were built for so many experts."""
 
-    def after(given):
+    def after(given: Arguments) -> None:
         if contract.after is not None:
             contract.after(given)
         scores = given.get("logits", given.get("probs"))
@@ -469,7 +472,7 @@ BUILD_IN_KERNELS = _limited(BUILD)
 # ---- as functions --------------------------------------------------------------------------------
 
 
-def check_parts_of_rows(parts, gates, dispatch, dtypes):
+def check_parts_of_rows(parts: tuple[Array, ...], gates: Array | None, dispatch: Dispatch, dtypes: Dtypes) -> None:
     """The parts (R, width) and, if there are any, the gates (L, k) belong to the Dispatch."""
     checks.check_dispatch(dispatch)
     if not parts:
@@ -481,12 +484,12 @@ def check_parts_of_rows(parts, gates, dispatch, dtypes):
         dtypes = (checks.dtype_of(part),)
 
 
-def check_dense_map(dense_map):
+def check_dense_map(dense_map: Array) -> None:
     """dense_map (L, E) int32."""
     checks.check_array("dense_map", dense_map, rank=2, dtypes=("int32",), contiguous=False)
 
 
-def check_lengths(lengths):
+def check_lengths(lengths: Array) -> None:
     """lengths (E,) int32, none negative, whose sum R fits the index structures."""
     checks.check_array("lengths", lengths, rank=1, dtypes=("int32",), contiguous=False)
     checks.check_not_negative("lengths", lengths)
@@ -494,19 +497,19 @@ def check_lengths(lengths):
     checks.check_int("R, the sum of the lengths,", num_routed, at_least=0, at_most=checks.MAX_ROUTED_ROWS)
 
 
-def check_route_indices(dense_map, offsets, topk_experts):
+def check_route_indices(dense_map: Array, offsets: Array, topk_experts: Array) -> None:
     """dense_map (L, E) and offsets (E + 1,) are those that the first two steps make of topk_experts (L, k)."""
     _check_map_of(dense_map, topk_experts)
     _check_offsets_of(offsets, dense_map)
 
 
-def check_location_map(dense_map, offsets):
+def check_location_map(dense_map: Array, offsets: Array) -> None:
     """dense_map (L, E), and offsets (E + 1,) are those that the second step makes of it."""
     check_dense_map(dense_map)
     _check_offsets_of(offsets, dense_map)
 
 
-def check_write_indices(dense_map, location_map, topk_experts):
+def check_write_indices(dense_map: Array, location_map: Array, topk_experts: Array) -> None:
     """dense_map and location_map (L, E) are those that the steps before make of topk_experts (L, k)."""
     _check_map_of(dense_map, topk_experts)
     checks.check_array("location_map", location_map, rank=2, dtypes=("int32",), contiguous=False)
@@ -518,7 +521,7 @@ def check_write_indices(dense_map, location_map, topk_experts):
     checks.check_equal("location_map", location_map, valid_locations)
 
 
-def _check_map_of(dense_map, topk_experts):
+def _check_map_of(dense_map: Array, topk_experts: Array) -> None:
     """dense_map (L, E) is the one that the first step makes of topk_experts (L, k)."""
     check_dense_map(dense_map)
     num_tokens, num_experts = dense_map.shape
@@ -531,7 +534,7 @@ def _check_map_of(dense_map, topk_experts):
     checks.check_equal("dense_map", dense_map, valid_map)
 
 
-def _check_offsets_of(offsets, dense_map):
+def _check_offsets_of(offsets: Array, dense_map: Array) -> None:
     """offsets (E + 1,) are those that the second step makes of dense_map (L, E)."""
     checks.check_array("offsets", offsets, rank=1, dtypes=("int32",), contiguous=False)
     checks.check_shape("offsets", offsets, {"E + 1": dense_map.shape[1] + 1})
@@ -541,7 +544,20 @@ def _check_offsets_of(offsets, dense_map):
     checks.check_equal("offsets", offsets, valid_offsets)
 
 
-def check_layer(x, weights, k, activation, dtypes):
+class Weights(Protocol):
+    """The parameters of a layer."""
+
+    @property
+    def wg(self) -> Array: ...
+    @property
+    def w1(self) -> Array: ...
+    @property
+    def w2(self) -> Array | None: ...
+    @property
+    def w3(self) -> Array: ...
+
+
+def check_layer(x: Array, weights: Weights, k: int, activation: str, dtypes: Dtypes) -> None:
     """x (L, d), the weights (wg, w1, w2, w3), k and the activation describe one layer."""
     gated = is_gated(activation)
     checks.check_second_projection("w2", weights.w2, gated, activation)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 Array = Any  # numpy.ndarray, cupy.ndarray or a Numba device array: the backend's own
 EMPTY = -1  # in place of an index: there is none, such as of a token in the dense map that does not go to this expert
@@ -17,6 +17,12 @@ def only(stores: Collection[str], a: Array, b: Array | None, y_swi: Array) -> tu
     return tuple(array if name in stores else None for name, array in zip(HIDDEN, (a, b, y_swi), strict=True))
 
 
+# The fields of a structure that are arrays: a step asks for them again and again.
+_array_names: Callable[[Any], tuple[str, ...]] = cache(
+    lambda structure: tuple(field.name for field in fields(structure) if field.type is not int)
+)
+
+
 class Gating(NamedTuple):
     """What the router decided for every token (MoEBlaze, section 2)."""
 
@@ -25,6 +31,7 @@ class Gating(NamedTuple):
     gates: Array  # (L, k) probabilities of the chosen experts, or those over their sum
 
 
+@dataclass(frozen=True, eq=False)
 class IndexArrays:
     """A frozen dataclass of index arrays, and of the numbers that belong to them."""
 
@@ -33,19 +40,13 @@ class IndexArrays:
         return {name: getattr(self, name) for name in _array_names(type(self))}
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Array], **numbers: int):
+    def of(cls, arrays: Mapping[str, Array], **numbers: int) -> Self:
         """Its arrays, found by name among others, and its numbers: the inverse of `arrays`."""
         return cls(**{name: arrays[name] for name in _array_names(cls)}, **numbers)
 
-    def map(self, convert: Callable[[Array], Array]):
+    def map(self, convert: Callable[[Array], Array]) -> Self:
         """The same with every array converted, such as to another backend's kind."""
         return replace(self, **{name: convert(array) for name, array in self.arrays().items()})
-
-
-@cache
-def _array_names(structure: type[IndexArrays]) -> tuple[str, ...]:
-    """The fields that are arrays: a step asks for them again and again."""
-    return tuple(field.name for field in fields(structure) if field.type is not int)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +78,14 @@ class Dispatch(IndexArrays):
     @cached_property
     def R(self) -> int:
         """Routed rows."""
-        return self.expert_token_indices.shape[0]
+        shape: tuple[int, ...] = self.expert_token_indices.shape
+        return shape[0]
 
     @cached_property
     def slots(self) -> int:
         """L * k."""
-        return self.token_index_map.shape[0]
+        shape: tuple[int, ...] = self.token_index_map.shape
+        return shape[0]
 
     @cached_property
     def L(self) -> int:
@@ -92,7 +95,8 @@ class Dispatch(IndexArrays):
     @cached_property
     def E(self) -> int:
         """Experts."""
-        return self.expert_token_offsets.shape[0] - 1
+        shape: tuple[int, ...] = self.expert_token_offsets.shape
+        return shape[0] - 1
 
 
 STRUCTURES = tuple(field.name for field in fields(Dispatch) if field.name != "k")  # by their paper names
@@ -128,12 +132,14 @@ class PaddedBins(IndexArrays):
     @property
     def P(self) -> int:
         """Padded rows."""
-        return self.slots.shape[0]
+        shape: tuple[int, ...] = self.slots.shape
+        return shape[0]
 
     @property
     def R(self) -> int:
         """Routed rows."""
-        return self.rows.shape[0]
+        shape: tuple[int, ...] = self.rows.shape
+        return shape[0]
 
     @property
     def L(self) -> int:
@@ -143,7 +149,8 @@ class PaddedBins(IndexArrays):
     @property
     def E(self) -> int:
         """Experts."""
-        return self.padded_offsets.shape[0] - 1
+        shape: tuple[int, ...] = self.padded_offsets.shape
+        return shape[0] - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +187,8 @@ class Topology(IndexArrays):
     @property
     def nnz(self) -> int:
         """Stored blocks."""
-        return self.column_indices.shape[0]
+        shape: tuple[int, ...] = self.column_indices.shape
+        return shape[0]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -213,17 +221,20 @@ class CapacityBins(IndexArrays):
     @property
     def E(self) -> int:
         """Experts."""
-        return self.slots.shape[0]
+        shape: tuple[int, ...] = self.slots.shape
+        return shape[0]
 
     @property
     def C(self) -> int:
         """Rows of an expert."""
-        return self.slots.shape[1]
+        shape: tuple[int, ...] = self.slots.shape
+        return shape[1]
 
     @property
     def R(self) -> int:
         """Routed rows."""
-        return self.rows.shape[0]
+        shape: tuple[int, ...] = self.rows.shape
+        return shape[0]
 
     @property
     def L(self) -> int:

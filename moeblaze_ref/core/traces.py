@@ -8,7 +8,7 @@ and `model` may be arrays of their own instead.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class RoutingTrace:
     model: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.check_array("topk", self.topk, 3, ("int16",))
         tokens, layers, k = self.topk.shape
         checks.check_int("num_experts", self.num_experts, 1, MAX_IDS)
@@ -88,20 +88,18 @@ class RoutingTrace:
     def of(self, chosen: np.ndarray) -> "RoutingTrace":
         """The trace of the tokens that a mask (tokens,) chooses."""
         arrays = {name: getattr(self, name) for name in ("topk", "seq", "pos", "token")}
-        kept = {name: None if array is None else array[chosen] for name, array in arrays.items()}
-        return RoutingTrace(
-            num_experts=self.num_experts, seq_kind=self.seq_kind, model=self.model, info=self.info, **kept
-        )
+        kept = {name: array[chosen] for name, array in arrays.items() if array is not None}
+        return replace(self, **kept)
 
 
-def _check_layers(topk):
+def _check_layers(topk: np.ndarray) -> None:
     """A recorder that misses a layer leaves it empty: every id negative."""
     missing = (topk < 0).all(axis=(0, 2)) if len(topk) else np.zeros(topk.shape[1], bool)
     if missing.any():
         raise ValueError(f"topk[:, {checks.first(missing)[0]}] names no expert at all: this layer was not recorded")
 
 
-def _check_distinct(topk):
+def _check_distinct(topk: np.ndarray) -> None:
     ordered = np.sort(topk, axis=2)
     twice = ordered[:, :, 1:] == ordered[:, :, :-1]
     if twice.any():
@@ -112,7 +110,7 @@ def _check_distinct(topk):
         )
 
 
-def _check_sequences(seq, pos):
+def _check_sequences(seq: np.ndarray, pos: np.ndarray | None) -> None:
     """The tokens of a sequence stand together; if positions are known, they rise inside each."""
     begins = np.flatnonzero(np.append(True, seq[1:] != seq[:-1])) if len(seq) else np.zeros(0, np.int64)
     _, firsts = np.unique(seq[begins], return_index=True)
@@ -127,7 +125,7 @@ def _check_sequences(seq, pos):
             raise ValueError(f"pos[{at}] is {pos[at]} after {pos[at - 1]}, but positions must rise in a sequence")
 
 
-def _check_kinds(seq_kind, seq):
+def _check_kinds(seq_kind: np.ndarray, seq: np.ndarray | None) -> None:
     if seq_kind.dtype.kind != "U":
         raise TypeError(f"seq_kind has dtype {seq_kind.dtype}, but it must be text")
     if seq is None:
@@ -135,7 +133,7 @@ def _check_kinds(seq_kind, seq):
     checks.check_index("seq", seq, len(seq_kind), "sequences in seq_kind")
 
 
-def save(path: Path, trace: RoutingTrace, force: bool = False):
+def save(path: Path, trace: RoutingTrace, force: bool = False) -> None:
     """Write a trace as `load` reads it.
 
     Parameters
@@ -155,7 +153,7 @@ def save(path: Path, trace: RoutingTrace, force: bool = False):
     arrays = {name: array for name in ARRAYS if (array := getattr(trace, name)) is not None}
     info = json.dumps({**trace.info, "experts": trace.num_experts, "model": trace.model})
 
-    def write(part: Path):
+    def write(part: Path) -> None:
         with part.open("wb") as file:  # numpy would add .npz to a name that lacks it
             np.savez_compressed(file, info=info, **arrays)
 
@@ -192,10 +190,10 @@ def load(path: Path, num_experts: int | None = None, model: str | None = None) -
 def _trace(arrays: Mapping[str, np.ndarray], num_experts: int | None, model: str | None) -> RoutingTrace:
     topk, info = arrays["topk"], _info(arrays)
     checks.check_array("topk", topk, 3, INTEGERS, contiguous=False)
-    if num_experts is None:
-        stated = arrays.get("num_experts", info.get("experts"))
-        num_experts = int(topk.max(initial=0)) + 1 if stated is None else stated  # int16 has no number after 32767
-    num_experts = checks.check_int("num_experts", np.asarray(num_experts).item(), 1, MAX_IDS)
+    stated: Any = arrays.get("num_experts", info.get("experts")) if num_experts is None else num_experts
+    if stated is None:
+        stated = int(topk.max(initial=0)) + 1  # int16 has no number after 32767
+    num_experts = checks.check_int("num_experts", np.asarray(stated).item(), 1, MAX_IDS)
     if topk.size and not -MAX_IDS <= topk.min() <= topk.max() < MAX_IDS:
         checks.check_index("topk", topk, num_experts, "experts")
     if model is None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO
 
 NAME = ".moeblaze-{}.part"  # with 16 hexadecimal digits
@@ -40,7 +41,7 @@ def beside(path: Path) -> Iterator[Path]:
     _remove_abandoned(path.parent)
     part = path.with_name(NAME.format(secrets.token_hex(8)))
     mode = 0o600 if path.exists() else 0o666  # what is there may be for its owner's eyes alone
-    with _removed_on_sigterm(part), open(part, "xb", opener=lambda *how: os.open(*how, mode)) as file:
+    with _removed_on_sigterm(part), open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         try:
             _lock(file)
             yield part
@@ -48,13 +49,13 @@ def beside(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
-def _lock(file: BinaryIO):
+def _lock(file: BinaryIO) -> None:
     """Lock a file. Where the file system has no locks, `_remove_abandoned` removes nothing either."""
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _remove_abandoned(folder: Path):
+def _remove_abandoned(folder: Path) -> None:
     """Remove the files that killed processes left in a folder."""
     for part in folder.glob(NAME.format("[0-9a-f]" * 16)):
         with suppress(OSError):
@@ -62,7 +63,7 @@ def _remove_abandoned(folder: Path):
                 _remove_unlocked(part)
 
 
-def _remove_unlocked(part: Path):
+def _remove_unlocked(part: Path) -> None:
     """Remove a file, or raise OSError if another process fills it."""
     with part.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,7 +78,7 @@ def _removed_on_sigterm(part: Path) -> Iterator[None]:
         yield
         return
 
-    def end(number, frame):
+    def end(number: int, frame: FrameType | None) -> None:
         part.unlink(missing_ok=True)
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
@@ -89,7 +90,7 @@ def _removed_on_sigterm(part: Path) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def pass_on(replaced: os.stat_result, part: Path):
+def pass_on(replaced: os.stat_result, part: Path) -> None:
     """Give a file the mode of the one that it replaces, and its group and its owner where the system permits that."""
     for owner in ((-1, replaced.st_gid), (replaced.st_uid, -1)):
         with suppress(PermissionError):
