@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.contract import ROUTING, Contract, Structure, Tensor, Value
+from moeblaze_ref.core.contract import ROUTING, Arguments, Contract, Structure, Tensor, Value
 from moeblaze_ref.core.sparse_contracts import (
     EXPERTS,
     EXPERTS_BACKWARD,
@@ -18,7 +18,7 @@ from moeblaze_ref.core.sparse_contracts import (
     check_experts_backward,
     check_w2,
 )
-from moeblaze_ref.core.stage_contracts import DISPATCH, NO_GATE
+from moeblaze_ref.core.stage_contracts import DISPATCH, NO_GATE, Dtypes
 from moeblaze_ref.core.structures import EMPTY, Array, CapacityBins, Dispatch
 
 # Whom an expert keeps when more rows are routed to it than it has.
@@ -31,7 +31,7 @@ DEFAULT_FACTOR = 1.25  # Switch Transformer's
 MAX = "max"  # in place of a factor: the smallest capacity that drops nothing (Tutel, arXiv 2206.03382)
 
 
-def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> int:
+def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float | str) -> int:
     """C = ceil(capacity_factor * L * k / E), rows reserved for each expert (GShard, Switch; MegaBlocks section 2).
 
     Parameters
@@ -40,7 +40,7 @@ def expert_capacity(num_rows: int, num_experts: int, capacity_factor: float) -> 
         L * k, not negative.
     num_experts : int
         E, at least 1.
-    capacity_factor : float
+    capacity_factor : float or str
         Finite, above 0. ``MAX`` needs the experts' counts: `capacity_for`.
 
     Raises
@@ -86,7 +86,7 @@ def rows_reserved(dispatch: Dispatch, capacity_factor: float | str) -> int:
     return capacity_for((offsets[1:] - offsets[:-1]).tolist(), capacity_factor)
 
 
-def check_factor(capacity_factor):
+def check_factor(capacity_factor: float | str) -> None:
     """A finite number above 0, or ``MAX``."""
     if isinstance(capacity_factor, str):
         if capacity_factor != MAX:
@@ -98,13 +98,13 @@ def check_factor(capacity_factor):
     checks.check_positive("capacity_factor", capacity_factor)
 
 
-def check_options(capacity_factor, drop_policy):
+def check_options(capacity_factor: float | str, drop_policy: str) -> None:
     """A finite factor above 0, and a known drop policy."""
     check_factor(capacity_factor)
     checks.check_name("drop policy", drop_policy, DROP_POLICIES)
 
 
-def check_capacity(capacity, num_experts):
+def check_capacity(capacity: int, num_experts: int) -> None:
     """C rows for each expert, whose E * C numbers fit int32."""
     checks.check_int("capacity", capacity, at_least=0)
     if num_experts * capacity > checks.MAX_ROUTED_ROWS:
@@ -120,17 +120,17 @@ def _in_short(number: int) -> str:
     return digits if len(digits) <= 20 else f"{digits[0]}.{digits[1:3]}e+{len(digits) - 1}"
 
 
-def _check_fill(given):
+def _check_fill(given: Arguments) -> None:
     check_capacity(given["capacity"], given["dispatch"].E)
     checks.check_name("drop policy", given["drop_policy"], DROP_POLICIES)
 
 
-def _check_reserved(given):
+def _check_reserved(given: Arguments) -> None:
     check_options(given["capacity_factor"], given["drop_policy"])
     check_capacity(rows_reserved(given["dispatch"], given["capacity_factor"]), given["dispatch"].E)
 
 
-def check_bins(bins):
+def check_bins(bins: CapacityBins) -> None:
     """CapacityBins whose slots and rows are each other's inverse."""
     checks.check_type("bins", bins, CapacityBins)
     checks.check_int("bins.k", bins.k, at_least=1)
@@ -142,7 +142,7 @@ def check_bins(bins):
     _check_inverse(bins)
 
 
-def _check_inverse(bins):
+def _check_inverse(bins: CapacityBins) -> None:
     """Every slot that is kept lies in its row, and every other row is padding."""
     _check_range("rows", bins.rows, bins.E * bins.C, "reserved rows")
     _check_range("slots", bins.slots, bins.R, "routed slots")
@@ -169,7 +169,7 @@ def _check_inverse(bins):
         )
 
 
-def _check_range(name, array, size, what):
+def _check_range(name: str, array: Array, size: int, what: str) -> None:
     """Every element is one of so many, or ``EMPTY``."""
     outside = (array < EMPTY) | (array >= size)
     if bool(outside.any()):
@@ -178,7 +178,7 @@ def _check_range(name, array, size, what):
         raise ValueError(f"{name}[{place}] is {int(array[at])}, but it must be one of the {size} {what}, or {EMPTY}")
 
 
-def _check_dropped(bins, dispatch, dtypes):
+def _check_dropped(bins: CapacityBins, dispatch: Dispatch, dtypes: Dtypes) -> None:
     """The bins are of as many tokens, experts and choices as the Dispatch."""
     checks.check_dispatch(dispatch)
     check_bins(bins)
@@ -189,7 +189,7 @@ def _check_dropped(bins, dispatch, dtypes):
             )
 
 
-def _check_backward(d_out, saved, w1, w2, w3, dtypes):
+def _check_backward(d_out: Array, saved: "Saved", w1: Array, w2: Array | None, w3: Array, dtypes: Dtypes) -> None:
     checks.check_type("saved", saved, Saved)
     check_experts_backward(d_out, w1, w2, w3, saved, saved.a.shape[2])
 

@@ -257,7 +257,16 @@ class Gradients(NamedTuple):
 # ---- what a layer takes --------------------------------------------------------------------------
 
 
-def _check_forward(x, weights, k, activation, policy, renormalize, topk_experts, dtypes):
+def _check_forward(
+    x: Array,
+    weights: MoEWeights,
+    k: int,
+    activation: str,
+    policy: str,
+    renormalize: bool,
+    topk_experts: Array | None,
+    dtypes: stage_contracts.Dtypes,
+) -> None:
     checks.check_name("policy", policy, POLICIES)
     _check_weights(x, weights, k, activation, dtypes)
     if topk_experts is not None:
@@ -265,7 +274,15 @@ def _check_forward(x, weights, k, activation, policy, renormalize, topk_experts,
         checks.check_shape("topk_experts", topk_experts, {"L": x.shape[0], "k": k})
 
 
-def _check_backward(d_out, saved, weights, overwrite, wanted, dtypes, **d_losses):
+def _check_backward(
+    d_out: Array,
+    saved: Saved,
+    weights: MoEWeights,
+    overwrite: bool,
+    wanted: Collection[str],
+    dtypes: stage_contracts.Dtypes,
+    **d_losses: float | Array,
+) -> None:
     checks.check_type("saved", saved, Saved)
     _check_weights(saved.x, weights, saved.dispatch.k, saved.activation, dtypes)
     L, d = saved.x.shape
@@ -276,7 +293,7 @@ def _check_backward(d_out, saved, weights, overwrite, wanted, dtypes, **d_losses
         checks.check_name("gradient", name, Gradients._fields)
 
 
-def _check_weights(x, weights, k, activation, dtypes):
+def _check_weights(x: Array, weights: MoEWeights, k: int, activation: str, dtypes: stage_contracts.Dtypes) -> None:
     checks.check_type("weights", weights, MoEWeights)
     stage_contracts.check_layer(x, weights, k, activation, dtypes)
 
@@ -363,9 +380,10 @@ def forward(
     -------
     LayerOutput
     """
-    dispatch, gates, *losses = route(stages, x, weights.wg, k, renormalize, topk_experts)
+    dispatch, gates, load_balancing_loss, router_z_loss = route(stages, x, weights.wg, k, renormalize, topk_experts)
     out, kept = run_experts(stages, x, weights, dispatch, gates, activation, policy)
-    return LayerOutput(out, *losses, Saved(x, dispatch, gates, kept, activation, policy, renormalize))
+    saved = Saved(x, dispatch, gates, kept, activation, policy, renormalize)
+    return LayerOutput(out, load_balancing_loss, router_z_loss, saved)
 
 
 def route(
@@ -418,7 +436,7 @@ def choose(
     return Choice(chosen, gates, *losses)
 
 
-def _gates_of(probs, topk_experts, renormalize):
+def _gates_of(probs: Array, topk_experts: Array, renormalize: bool) -> Array:
     """The gates (L, k) of a choice that the router did not make."""
     gates = take_columns(probs, topk_experts)
     return gates / gates.sum(axis=1, keepdims=True) if renormalize else gates
@@ -501,7 +519,7 @@ def backward(
 
     MoEBlaze, sections 3.2 and 5; the gates as in SonicMoE.
     """
-    d_x, _, *d_experts, d_gates = expert_gradients(stages, d_out, saved, weights, overwrite, wanted)
+    d_x, _, d_w1, d_w2, d_w3, d_gates = expert_gradients(stages, d_out, saved, weights, overwrite, wanted)
     chosen = saved.dispatch.token_expert_indices.reshape(saved.gates.shape)  # (L, k)
     d_losses = d_load_balancing_loss, d_router_z_loss
     d_x_router, d_wg = router_gradients(
@@ -509,7 +527,7 @@ def backward(
     )
     if d_x is not None:
         d_x += d_x_router
-    return Gradients(d_x, d_wg, *d_experts, d_gates)
+    return Gradients(d_x, d_wg, d_w1, d_w2, d_w3, d_gates)
 
 
 def expert_gradients(
@@ -542,7 +560,7 @@ def expert_gradients(
         As `backward`.
     """
 
-    def if_wanted(name, gradient, *operands):
+    def if_wanted(name: str, gradient: Callable[..., Array], *operands: Any) -> Array | None:
         return gradient(*operands) if name in wanted else None
 
     up, down, dispatch = stages.expert_up, stages.expert_down, saved.dispatch
@@ -563,7 +581,7 @@ def expert_gradients(
     return Gradients(d_x, None, d_w1, d_w2, d_w3, d_gates)
 
 
-def _rebuild(stages, saved, weights):
+def _rebuild(stages: Stages, saved: Saved, weights: MoEWeights) -> tuple[Array, Array | None, Array | None]:
     """a, b and y_swi: kept ones as they are, or a and b computed again; the backward rebuilds y_swi from those two."""
     kept, names = saved.intermediates, intermediates(saved.policy, saved.activation)
     if not names:
@@ -574,7 +592,7 @@ def _rebuild(stages, saved, weights):
         raise RuntimeError("an earlier backward has overwritten what the forward kept: run the forward again")
     if "a" not in names:  # relu: its slope, and y_swi itself, follow from y_swi
         return kept["y_swi"], None, None
-    return tuple(map(kept.get, HIDDEN))
+    return kept["a"], kept.get("b"), kept.get("y_swi")
 
 
 def router_gradients(

@@ -7,12 +7,12 @@ the routed rows, the experts' outputs for the gradient of the gates, and everyth
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moeblaze_ref.core import checks
-from moeblaze_ref.core.contract import Contract, Tensor, Value
+from moeblaze_ref.core.contract import Arguments, Contract, Tensor, Value
 from moeblaze_ref.core.sparse_contracts import EXPERTS, EXPERTS_BACKWARD, check_block, check_experts_backward, check_w2
-from moeblaze_ref.core.stage_contracts import NO_GATE
+from moeblaze_ref.core.stage_contracts import NO_GATE, Dtypes
 from moeblaze_ref.core.structures import Array, Dispatch, PaddedBins, Topology
 
 FLOATS = ("gates", "x_rows", "a", "b", "y_swi", "y")  # what is kept besides indices
@@ -56,7 +56,7 @@ class Saved:
         """Those of ``FLOATS``, by name; b is None for the ungated activations, and what is not kept is None."""
         return {name: getattr(self, name) for name in FLOATS}
 
-    def give_up(self):
+    def give_up(self) -> None:
         """Let go of all `floats`: whoever has taken them frees them."""
         for name in FLOATS:
             setattr(self, name, None)
@@ -94,11 +94,20 @@ class SparseStages(NamedTuple):
     activate_backward: Callable[..., tuple[Array, Array | None]]
 
 
-def _check_forward(given):
+def _check_forward(given: Arguments) -> None:
     check_block(given["block"], given["w1"].shape[2])
 
 
-def _check_backward(d_out, saved, w1, w2, w3, dtypes, wanted=(), give_up=False):
+def _check_backward(
+    d_out: Array,
+    saved: Saved,
+    w1: Array,
+    w2: Array | None,
+    w3: Array,
+    dtypes: Dtypes,
+    wanted: Collection[str] = (),
+    give_up: bool = False,
+) -> None:
     checks.check_type("saved", saved, Saved)
     if saved.x_rows is None:
         return  # it has been given up, as `backward` says
@@ -195,10 +204,10 @@ def backward(
     if give_up:
         saved.give_up()
 
-    def if_wanted(name, gradient, *operands, **options):
+    def if_wanted(name: str, gradient: Callable[..., Array], *operands: Any, **options: Any) -> Array | None:
         return gradient(*operands, **options) if name in wanted else None
 
-    def weight_gradient(d_values):
+    def weight_gradient(d_values: Array) -> Array:
         return stages.dds(kept["x_rows"], d_values, topology, transpose_lhs=True, parts=bins.E)
 
     d_gates = if_wanted("d_gates", stages.gate_gradient, d_out, kept.pop("y"), bins)
@@ -219,7 +228,9 @@ def backward(
     return Gradients(d_x, d_w1, d_w2, None if d_w3 is None else d_w3.reshape(w3.shape), d_gates)
 
 
-def _input_gradient(stages, d_a, d_b, w1, w2, saved):
+def _input_gradient(
+    stages: SparseStages, d_a: Array, d_b: Array | None, w1: Array, w2: Array | None, saved: Saved
+) -> Array:
     """d_x (L, d): the rows of both projections, summed."""
     d_rows = stages.dsd(d_a, saved.topology, w1, transpose_rhs=True)  # (P, d)
     if d_b is not None:
