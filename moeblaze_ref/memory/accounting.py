@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks, sparse_contracts
@@ -96,7 +96,8 @@ class Tensor:
 
     @property
     def _product(self) -> Size:
-        return reduce(operator.mul, (*self.dims, _ITEMSIZE[self.dtype]))
+        first, *others = self.dims
+        return reduce(operator.mul, (*others, _ITEMSIZE[self.dtype]), _as_size(first))
 
     @property
     def formula(self) -> str:
@@ -196,9 +197,9 @@ class Account:
         """Most bytes alive at one time in the forward: kept so far, and the transients not yet freed."""
         birth = {tensor.name: time for time, tensor in enumerate(self.tensors)}
 
-        def alive(time):
+        def alive(time: int) -> int:
             born = self.tensors[: time + 1]
-            return sum(tensor.bytes for tensor in born if tensor.kept or birth[tensor.until] >= time)
+            return sum(tensor.bytes for tensor in born if tensor.until is None or birth[tensor.until] >= time)
 
         return max(alive(time) for time in birth.values())
 
@@ -327,7 +328,7 @@ def _y_in_parts(tensors, R, W):
     """The forward's tensors where y exists in W columns at one time, if nobody keeps it; y_swi then outlives it."""
     if any(tensor.name == "y" and tensor.kept for tensor in tensors):
         return tensors
-    changes = {"y": {"dims": (R, W)}, "y_swi": {"until": "out"}}
+    changes: dict[str, dict[str, Any]] = {"y": {"dims": (R, W)}, "y_swi": {"until": "out"}}
     return [tensor if tensor.kept else replace(tensor, **changes.get(tensor.name, {})) for tensor in tensors]
 
 

@@ -56,7 +56,7 @@ class SavedStorages(saved_tensors_hooks):
         # No bound method: it would tie self, and with it the storages, into a reference cycle.
         super().__init__(partial(_record, self._saved, excluded), lambda tensor: tensor)
 
-    def __enter__(self) -> "SavedStorages":
+    def __enter__(self) -> "SavedStorages":  # type: ignore[override]  # torch's own returns None
         super().__enter__()
         return self
 

@@ -207,7 +207,7 @@ def bytes_against_tokens(config: MoEConfig, assumptions: Assumptions = Assumptio
     return figure
 
 
-def _fitting(config, variant, assumptions):
+def _fitting(config: MoEConfig, variant: tuple[str, str | None], assumptions: Assumptions) -> list[int]:
     """The largest L of a system and policy in each GPU."""
     return [largest_tokens(config, *variant, capacity, assumptions) for capacity in GPU_CAPACITIES.values()]
 

@@ -39,7 +39,7 @@ class Rows:
         return _differences(self.stored, self.kept)
 
 
-def _differences(more, less):
+def _differences(more: Sequence[int], less: Sequence[int]) -> tuple[int, ...]:
     return tuple(a - b for a, b in zip(more, less, strict=True))
 
 
@@ -83,5 +83,5 @@ def moeblaze_rows(counts: Sequence[int]) -> Rows:
     return Rows(counts, counts, counts)
 
 
-def _checked(counts):
+def _checked(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(checks.check_int(f"counts[{e}]", count, at_least=0) for e, count in enumerate(counts))
