@@ -102,8 +102,8 @@ def cluster_experts(
         now = time.perf_counter()
         deadline = now + (began + time_limit - now) / (layers - done)
         found.append(_cluster_layer(load, num_clusters, bounds, solver, deadline))
-    columns = [np.stack(column) for column in zip(*found, strict=True)]
-    return Clusters(*columns, seconds=time.perf_counter() - began)
+    of_expert, objective, bound, most, least_most = (np.stack(column) for column in zip(*found, strict=True))
+    return Clusters(of_expert, objective, bound, most, least_most, seconds=time.perf_counter() - began)
 
 
 def _cluster_layer(load, G, bounds, solver, deadline):

@@ -81,7 +81,7 @@ def best_gpu_assignment(C: np.ndarray, cost: np.ndarray, sizes: np.ndarray) -> f
 
 def _spread(values, added, most):
     """States after a layer: each permutation adds its clusters' sizes (G!, G) to what the GPUs host."""
-    after = {}
+    after: dict[tuple[int, ...], np.ndarray] = {}
     for hosted, value in values.items():
         for order, total in enumerate(np.array(hosted) + added):
             if total.max() <= most:

@@ -136,11 +136,12 @@ def save(path: Path, placement: Placement, force: bool = False):
     OSError
         If it cannot be written; what was there before stays.
     """
-    arrays = {"assignment": placement.assignment, "num_gpus": placement.num_gpus, "model": placement.model}
 
-    def write(part: Path):
+    def write(part: Path) -> None:
         with part.open("wb") as file:  # np.savez would add a suffix to the name
-            np.savez_compressed(file, **arrays)
+            np.savez_compressed(
+                file, assignment=placement.assignment, num_gpus=placement.num_gpus, model=placement.model
+            )
 
     records.replace(Path(path), write, load, force)
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
@@ -103,8 +103,8 @@ def _moetuner(sample: Profile, on: Cluster, options: Options) -> Fitted:
 
 def _joint(sample: Profile, on: Cluster, options: Options) -> Fitted:
     """Never slower by the model than any other method that places each expert once: those with a solver are solved."""
-    others = [fit(sample, on, options).placement for fit in (_packed_by_eplb, _moetuner)]
-    others = [placement for placement in others if placement is not None]
+    found = [fit(sample, on, options).placement for fit in (_packed_by_eplb, _moetuner)]
+    others = [placement for placement in found if placement is not None]
     return _placed(joint(sample, on, options.limit, options.bounds, options.steps, others=others))
 
 
@@ -120,7 +120,7 @@ METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
 }
 
 
-def named(texts: Sequence[str]) -> tuple[str, ...]:
+def named(texts: Iterable[str]) -> tuple[str, ...]:
     """The methods that texts name, each a name or several with commas; "all" is all of them.
 
     Raises
@@ -250,7 +250,7 @@ def jobs(
         options.bounds.check_feasible(trace.num_experts, on.num_gpus)
     if not trace.tokens:
         raise ValueError("the trace has no tokens: there is nothing to place by")
-    seeds = list(range(splits)) or [None]
+    seeds: list[int | None] = [*range(splits)] or [None]
     halves = [(trace, trace) if seed is None else split(trace, seed) for seed in seeds]
     pairs = [tuple(map(profile, pair)) for pair in halves]
     return [
@@ -313,7 +313,8 @@ def medians(trials: list[Trial]) -> list[Row]:
     for method in dict.fromkeys(trial.method for trial in trials):
         of_method = [trial for trial in trials if trial.method == method]
         names = (field.name for field in fields(Row) if field.name != "method")
-        rows.append(Row(method, **{name: _median([getattr(trial, name) for trial in of_method]) for name in names}))
+        numbers: dict[str, Any] = {name: _median([getattr(trial, name) for trial in of_method]) for name in names}
+        rows.append(Row(method, **numbers))
     return rows
 
 
@@ -330,7 +331,8 @@ def fastest_map(trials: list[Trial]) -> Placement:
     ValueError
         If none of the methods places every expert exactly once.
     """
-    placed = [trial for trial in trials if trial.seed == trials[0].seed and trial.fitted.placement is not None]
+    first = [trial for trial in trials if trial.seed == trials[0].seed]
+    placed = [(trial.step_ms, trial.fitted.placement) for trial in first if trial.fitted.placement is not None]
     if not placed:
         raise ValueError("no map to write: the methods chosen replicate experts, but a map has each exactly once")
-    return min(placed, key=lambda trial: trial.step_ms).fitted.placement
+    return min(placed, key=lambda one: one[0])[1]

@@ -70,7 +70,7 @@ def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ())
         crossings, load = [100 * point.cross_share for point in curve], [point.balance_mean for point in curve]
         axes.plot(crossings, load, "o-", color=BLUE, markersize=4, label="joint, by its limit on the load")
         axes.legend(frameon=False)
-    names = {}
+    names: dict[tuple[float, float], list[str]] = {}
     for point in points:
         names.setdefault((100 * point.cross_share, point.balance_mean), []).append(point.method)
     for at, methods in names.items():

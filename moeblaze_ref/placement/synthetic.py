@@ -128,10 +128,11 @@ def trace_or_synthetic(
     ValueError, TypeError, OSError
         If none or both are given, the size is not so, or as in `traces.load` and `synthetic_trace`.
     """
-    if (path is None) == (size is None):
-        raise ValueError("name either a trace or the size of a synthetic one, LAYERSxExK")
-    if path is not None:
+    if path is not None and size is None:
         return traces.load(path, num_experts, model)
+    if path is not None or size is None:
+        raise ValueError("name either a trace or the size of a synthetic one, LAYERSxExK")
     if not re.fullmatch(r"\d+x\d+x\d+", size):
         raise ValueError(f"{size!r} must be LAYERSxExK, three whole numbers, such as 58x256x8")
-    return synthetic_trace(TOKENS, *map(int, size.split("x")), skew=SKEW)
+    layers, E, k = map(int, size.split("x"))
+    return synthetic_trace(TOKENS, layers, E, k, skew=SKEW)
