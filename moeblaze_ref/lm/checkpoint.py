@@ -142,7 +142,7 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {_form(tensor)}".encode())
-        found.update(tensor.flatten().view(torch.uint8).numpy())
+        found.update(tensor.flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -120,7 +120,8 @@ def _texts(folders: Sequence[Path]) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _what_it_holds(trace: traces.RoutingTrace) -> str:
-    windows, length = Counter(trace.seq_kind.tolist()), trace.info["config"]["sequence"]
+    assert trace.seq_kind is not None, "tracing.trace names the kind of every window"
+    windows, length = Counter[str](trace.seq_kind.tolist()), trace.info["config"]["sequence"]
     kinds = ", ".join(f"{count * length:,} of {kind}" for kind, count in windows.items())
     layers, k = trace.topk.shape[1:]
     told = f"{trace.tokens:,} tokens ({kinds}), {layers} layers, {k} of {trace.num_experts} experts each"
@@ -165,7 +166,8 @@ def _device(name: str | None) -> str:
 def _check_runs(layer: str, device: str):
     """Kernels need an executor: CuPy on a GPU, the SIMT executor and its compiler on a CPU."""
     status = BACKENDS["cuda" if device == "cuda" else "simt"].status()
-    if issubclass(SYSTEMS[layer], KernelMoE) and not status.available:
+    system = SYSTEMS[layer]
+    if isinstance(system, type) and issubclass(system, KernelMoE) and not status.available:
         raise ValueError(f"the layer {layer} cannot run on {device}: {status.detail}; {status.remedy}")
 
 

@@ -142,7 +142,7 @@ def compare_curves(runs: Mapping[str, Run], steps: int) -> dict[str, Any]:
         "unfinished": unfinished,
         "ends": {name: end(run) for name, run in finished.items()},
         "verdict": verdict,
-        "passed": all(gaps["moeblaze"]["within"] for gaps in verdict.values()) if ready else None,
+        "passed": None if verdict is None else all(gaps["moeblaze"]["within"] for gaps in verdict.values()),
     }
 
 

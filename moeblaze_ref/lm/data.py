@@ -40,7 +40,7 @@ class Corpus:
     @functools.cached_property
     def fingerprint(self) -> str:
         """The same for the same two texts, on any machine: 16 hexadecimal digits of SHA-256."""
-        parts = (hashlib.sha256(part.numpy()).digest() for part in (self.training, self.validation))
+        parts = (hashlib.sha256(part.numpy().data).digest() for part in (self.training, self.validation))
         return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 

@@ -153,8 +153,9 @@ def _train(
         lines.add(*new)  # together: a log that has the last step has its validation
         if due(checkpoint_every):
             _save(trainer, folder)
-        for line in new if on_line else ():
-            on_line(line)
+        if on_line is not None:
+            for line in new:
+                on_line(line)
     return lines.lines
 
 
@@ -182,5 +183,5 @@ def _dropped(trainer: Trainer) -> dict[str, float]:
     layers = [block.moe for block in trainer.model.blocks if isinstance(block.moe, CapacityMoE)]
     if not layers:
         return {}
-    dropped = torch.stack([layer.dropped_slots for layer in layers]).sum().item()
+    dropped = torch.stack([slots for layer in layers if (slots := layer.dropped_slots) is not None]).sum().item()
     return {"dropped_share": dropped / sum(chosen.numel() for chosen in trainer.chosen)}

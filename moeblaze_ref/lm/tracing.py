@@ -40,7 +40,7 @@ def origin(trained: Trained, texts: Mapping[str, Tensor], sources: Mapping[str, 
         "steps": trained.steps,
         "trained_on": trained.text,
         "held_out": [kind for kind in texts if sources[kind] == trained.text],
-        "text": {kind: hashlib.sha256(text.numpy()).hexdigest()[:16] for kind, text in texts.items()},
+        "text": {kind: hashlib.sha256(text.numpy().data).hexdigest()[:16] for kind, text in texts.items()},
         "python": platform.python_version(),
         "commit": provenance.environment()["commit"],
     }

@@ -362,7 +362,8 @@ def language_loss(output: LMOutput, targets: Tensor) -> Tensor:
 
 def router_loss(output: LMOutput, balance_weight: float = BALANCE_WEIGHT, z_weight: float = Z_WEIGHT) -> Tensor:
     """Both router losses with their weights, summed over the layers."""
-    return sum(balance_weight * trace.load_balancing_loss + z_weight * trace.router_z_loss for trace in output.traces)
+    first, *others = (balance_weight * one.load_balancing_loss + z_weight * one.router_z_loss for one in output.traces)
+    return sum(others, start=first)
 
 
 def train(
@@ -468,7 +469,8 @@ def capture(model: MoETransformer, tokens: Tensor) -> list[CapturedLayer]:
     """
     checks.check_array("tokens", tokens, rank=2, dtypes=("int64",), contiguous=False)
     checks.check_index("tokens", tokens.numpy(force=True), model.config.vocab, "token ids")
-    return [_captured(trace, block.moe) for trace, block in zip(model(tokens).traces, model.blocks, strict=True)]
+    layers: list[Any] = [block.moe for block in model.blocks]  # a ModuleList does not say of which class
+    return [_captured(trace, layer) for trace, layer in zip(model(tokens).traces, layers, strict=True)]
 
 
 def _captured(trace: MoETrace, moe: RoutedExperts) -> CapturedLayer:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +119,8 @@ def _measured(row: Row, trainer: Trainer) -> Row:
     if gpu:
         torch.cuda.synchronize(gpu)
     step_ms = (time.perf_counter() - began) / TIMED_STEPS * 1e3
-    return replace(row, kept_bytes=kept, peak_bytes=gpu and torch.cuda.max_memory_allocated(gpu), step_ms=step_ms)
+    peak = torch.cuda.max_memory_allocated(gpu) if gpu else None
+    return replace(row, kept_bytes=kept, peak_bytes=peak, step_ms=step_ms)
 
 
 def _kept(trainer: Trainer) -> int:
@@ -149,14 +151,16 @@ def climb(row_of: Callable[[int], Row], first: int, most: int) -> Iterator[Row]:
         L is doubled no further than this.
     """
     checks.check_int("first", first, at_least=WINDOW)
-    fits, fails = 0, None
-    L = first
+    fits, L = 0, first
+    fails: int | None = None
     while fails is None and L <= most:
         row = row_of(L)
         yield row
         fits, fails = (L, None) if row.fits else (fits, L)
         L *= 2
-    for _ in range(REFINEMENTS if fits and fails else 0):
+    if not (fits and fails):
+        return
+    for _ in range(REFINEMENTS):
         L = (fits + fails) // 2 // WINDOW * WINDOW
         if L in (fits, fails):
             return
@@ -176,7 +180,7 @@ def rows(
         As `measure`.
     """
     for contender in contenders:
-        yield from climb(lambda L, name=contender: measure(settings, name, L, corpus, device), FIRST, most)
+        yield from climb(partial(measure, settings, contender, corpus=corpus, device=device), FIRST, most)
 
 
 def summarise(found: Sequence[Row]) -> dict[str, Any]:
