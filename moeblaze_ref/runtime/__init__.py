@@ -19,9 +19,17 @@ from moeblaze_ref.runtime.source import Module
 class Executor(Protocol):
     """What compiles and runs kernel files."""
 
-    name: str
-    capability: tuple[int, int]  # the compute capability of the device, which decides the default versions
-    multiprocessors: int  # blocks of a kernel whose blocks stay until all its work is done
+    @property
+    def name(self) -> str:
+        """The name of its backend, such as for messages."""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the device, which decides the default versions."""
+
+    @property
+    def multiprocessors(self) -> int:
+        """Blocks of a kernel whose blocks stay until all its work is done."""
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array of the executor's kind."""
@@ -41,7 +49,7 @@ class Executor(Protocol):
     def matmul(self, left: Any, right: Any, dtype: str) -> Any:
         """A plain dense product by a library, for what needs no kernel of ours; sums are float32."""
 
-    def check(self, file: str):
+    def check(self, file: str) -> None:
         """The file's header lets it run here; otherwise a ValueError says why not."""
 
     def tensor_map(self, array: Any, box: tuple[int, ...]) -> Any:
@@ -84,4 +92,5 @@ def widest_pack(array: Any, width: int) -> int:
     executor copies numpy arrays to where they may begin.
     """
     address = 0 if isinstance(array, np.ndarray) else address_of(array)
-    return math.gcd(16, width * array.dtype.itemsize, address) // array.dtype.itemsize
+    itemsize: int = array.dtype.itemsize
+    return math.gcd(16, width * itemsize, address) // itemsize

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 WARM_UP = 2  # rounds that do not count
 
 Lap = Callable[[], None]  # ends one part of the work and begins the next
-Contender = Callable[[int, Lap], None]  # does its work on the inputs of this turn, without waiting for it to end
+Contender = Callable[[int, Lap], object]  # does its work on the inputs of this turn, without waiting for it to end
 
 
 class Clock(Protocol):
     """What tells the time of the device."""
 
-    def settle(self):
+    def settle(self) -> None:
         """Waits until the device has done all that is in its queue."""
 
     def mark(self) -> Any:
@@ -90,7 +90,7 @@ def take_turns(contenders: Mapping[Any, Contender], repetitions: int, clock: Clo
     -------
     dict of name to Samples
     """
-    laps = {name: [] for name in contenders}
+    laps: dict[Any, list[tuple[float, ...]]] = {name: [] for name in contenders}
     for turn in range(WARM_UP + repetitions):
         moments = {name: _moments(contenders[name], turn, clock) for name in _from(turn, contenders)}
         if turn >= WARM_UP:

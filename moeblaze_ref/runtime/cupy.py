@@ -2,13 +2,14 @@
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from moeblaze_ref.runtime.poison import poison
-from moeblaze_ref.runtime.source import KernelSource, Module, edition
+from moeblaze_ref.runtime.source import Edition, KernelSource, Module, Size, edition
 from moeblaze_ref.runtime.tensor_map import BYTES, Layout, TensorMap
 
 
@@ -57,13 +58,14 @@ class CupyExecutor:
 
     def to_numpy(self, array: cupy.ndarray) -> np.ndarray:
         """A copy on the host."""
-        return cupy.asnumpy(array)
+        host: np.ndarray = cupy.asnumpy(array)
+        return host
 
     def matmul(self, left: cupy.ndarray, right: cupy.ndarray, dtype: str) -> cupy.ndarray:
         """The dense product, summed in float32 and rounded once, by cuBLAS."""
         return (left.astype(np.float32) @ right.astype(np.float32)).astype(dtype)
 
-    def check(self, file: str):
+    def check(self, file: str) -> None:
         """``kernels_cuda/<file>`` runs on the current device; otherwise a ValueError says what it needs."""
         check_gpu(file, cupy.cuda.Device().id)
 
@@ -71,7 +73,7 @@ class CupyExecutor:
         """Boxes of the array as a kernel takes them."""
         return TensorMap(array, box)
 
-    def load(self, file: str, text: str | None = None, **constants) -> "CupyModule":
+    def load(self, file: str, text: str | None = None, **constants: Any) -> "CupyModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
         key = file, text, tuple(sorted(constants.items())), cupy.cuda.Device().id
         return _compile(*key, edition(file, text) if self.follows_edits else None)
@@ -92,17 +94,19 @@ def gpu_of(device: int) -> Gpu:
     return Gpu(found["name"].decode(), (found["major"], found["minor"]), found["multiProcessorCount"])
 
 
-def check_gpu(file: str, device: int):
+def check_gpu(file: str, device: int) -> None:
     """``kernels_cuda/<file>`` runs on the device; otherwise a ValueError says what it needs."""
     _check_source(KernelSource.read(file, {}), device)
 
 
-def _check_source(source, device):
+def _check_source(source: KernelSource, device: int) -> None:
     source.check_gpu(gpu_of(device).capability, gpu_of(device).name)
 
 
 @functools.cache
-def _compile(file, text, constants, device, edition) -> "CupyModule":
+def _compile(
+    file: str, text: str | None, constants: tuple[tuple[str, Any], ...], device: int, edition: Edition | None
+) -> "CupyModule":
     """The compiled file, once for each of its editions."""
     return CupyModule(source_for(file, text, dict(constants), device))
 
@@ -132,11 +136,11 @@ class CupyModule(Module):
         self._functions: dict[str, cupy.RawKernel] = {}
         self._shared_bytes: dict[str, int] = {}  # dynamic shared memory that a kernel was allowed
 
-    def bind(self, kernel, arguments):
+    def bind(self, kernel: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
         """As `Module.bind`, in a tuple, each as CuPy passes it."""
         return tuple(map(_argument, super().bind(kernel, arguments)))
 
-    def _run(self, kernel, grid, block, shared_bytes, values):
+    def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: Sequence[Any]) -> None:
         """Queue the kernel on the current stream."""
         self.function(kernel, shared_bytes)(grid, block, values, shared_mem=shared_bytes)
 
@@ -151,7 +155,7 @@ class CupyModule(Module):
         return function
 
 
-def _argument(value):
+def _argument(value: Any) -> Any:
     """A value as CuPy passes it."""
     return _encoded(value.layout, value.box) if isinstance(value, TensorMap) else value
 

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import dtype_of
+from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime.tensor_map import TensorMap
 
 TENSOR_MAP = "TensorMap"  # hopper/tma.cuh
@@ -75,36 +77,36 @@ class Parameter:
             return value
         return self._bind_array(kernel, value) if self.pointer else self._bind_scalar(kernel, value)
 
-    def _bind_array(self, kernel, array):
+    def _bind_array(self, kernel: str, array: Array) -> Array:
         flags = getattr(array, "flags", None)
-        plain = flags is not None and flags.c_contiguous and checks.dtype_of(array) == self.dtype
+        plain = flags is not None and flags.c_contiguous and dtype_of(array) == self.dtype
         if not plain or (self.writable and not getattr(flags, "writeable", True)):
             self._refuse(kernel, array)
         return array
 
-    def _refuse(self, kernel, array):
+    def _refuse(self, kernel: str, array: Array) -> None:
         """Say what is wrong with an array: in a launch that is right, no sentence is made."""
         name = f"argument {self.name} of kernel {kernel}"
         checks.check_array(name, array, rank=getattr(array, "ndim", 0), dtypes=(self.dtype,))
         checks.check_writable(name, array)
 
-    def _bind_scalar(self, kernel, value):
-        convert, low, high = _scalar(self.dtype)
+    def _bind_scalar(self, kernel: str, value: Any) -> Any:
+        convert, limits = _scalar(self.dtype)
         plain = bool if self.dtype == "bool" else int  # of Python's, what needs no look at the doors
-        if type(value) is plain and low is not None and low <= value <= high:
+        if type(value) is plain and limits is not None and limits[0] <= value <= limits[1]:
             return convert(value)
         name = f"argument {self.name} of kernel {kernel}"
-        return convert(checks.check_float(name, value) if low is None else checks.check_int(name, value, low, high))
+        return convert(checks.check_float(name, value) if limits is None else checks.check_int(name, value, *limits))
 
 
 @functools.cache
-def _scalar(dtype: str) -> tuple[type, int | None, int | None]:
-    """The type of a C scalar, and the limits of an integer."""
+def _scalar(dtype: str) -> tuple[type, tuple[int, int] | None]:
+    """The type of a C scalar, and the least and greatest value of an integer."""
     convert = np.dtype(dtype).type
     if np.dtype(dtype).kind == "b":
-        return convert, 0, 1
+        return convert, (0, 1)
     limits = np.iinfo(dtype) if np.dtype(dtype).kind in "iu" else None
-    return (convert, int(limits.min), int(limits.max)) if limits else (convert, None, None)
+    return convert, (int(limits.min), int(limits.max)) if limits else None
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class Declarations:
     def read(cls, text: str, constants: dict[str, Any]) -> "Declarations":
         """Those of the text of a .cu file; ``constants`` may stand for types."""
         code = _NO_CODE.sub(lambda match: match[0] if match[0] == '"C"' else " ", text)
-        kernels, refused = {}, {}
+        kernels: dict[str, tuple[Parameter, ...]] = {}
+        refused: dict[str, str] = {}
         for declaration, has_c_linkage in _declarations(code):
             name = _name(declaration)
             try:

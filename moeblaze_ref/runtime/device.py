@@ -54,29 +54,30 @@ class Gpu:
         Of the L2 cache, which inputs that are used in turn must not fit into.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.cache_bytes = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
 
-    def settle(self):
+    def settle(self) -> None:
         """Waits until the device has done all that is in its queue."""
         torch.cuda.synchronize()
 
     def mark(self) -> torch.cuda.Event:
         """An event in the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         event.record()
         return event
 
     def milliseconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Between two events; waits for the second."""
         end.synchronize()
-        return start.elapsed_time(end)
+        elapsed: float = start.elapsed_time(end)
+        return elapsed
 
     def ceilings(self) -> dict[str, Contender]:
         """The dense product and the copy, to be timed in turns with whatever they are the ceilings of."""
-        options = {"device": self.torch_device, "dtype": torch.bfloat16}
-        left, right = (torch.randn(PRODUCT, PRODUCT, **options) for _ in range(2))
+        sizes, dtype = (PRODUCT, PRODUCT), torch.bfloat16
+        left, right = (torch.randn(sizes, device=self.torch_device, dtype=dtype) for _ in range(2))
         product = torch.empty_like(left)
         source = torch.randint(256, (COPY_BYTES,), device=self.torch_device, dtype=torch.uint8)
         target = torch.empty_like(source)
@@ -123,12 +124,12 @@ class Gpu:
         except Exception as error:  # layers of other projects have exceptions of their own
             raise NoGraph(str(error)) from error
 
-        def replay(results=results):
+        def replay(results: Any = results) -> None:
             graph.replay()
 
         return replay
 
-    def clocks(self) -> str:
+    def clocks(self) -> str | None:
         """SM and memory clock under load, and their maxima, as nvidia-smi says while dense products run."""
         contenders = self.ceilings()
         start = self.mark()

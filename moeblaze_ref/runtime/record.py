@@ -21,7 +21,7 @@ import numpy as np
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.paths import kernels_dir
 from moeblaze_ref.runtime.simt import symbols
-from moeblaze_ref.runtime.simt.executor import Recorder, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import Dim, Recorder, SimtExecutor, SimtLaunch, SimtModule, Staged
 from moeblaze_ref.runtime.simt.symbols import Frame, SharedArray
 from moeblaze_ref.runtime.source import KernelSource
 
@@ -127,7 +127,8 @@ class Step:
     @property
     def outside(self) -> list[int]:
         """Lanes whose access is out of bounds, which is where the launch ended."""
-        return self.lanes[(self.records["where"] == NOWHERE) & (self.records["bytes"] > 0)].tolist()
+        lanes: list[int] = self.lanes[(self.records["where"] == NOWHERE) & (self.records["bytes"] > 0)].tolist()
+        return lanes
 
     @property
     def is_access(self) -> bool:
@@ -171,7 +172,7 @@ class Step:
     def _bank_groups(self) -> list[list[tuple[int, int]]]:
         """Distinct (region, word) of each group of lanes that asks for up to 128 bytes of shared memory."""
         width = max(int(self.records["bytes"].max()), WORD_BYTES)
-        groups = defaultdict(set)
+        groups: dict[int, set[tuple[int, int]]] = defaultdict(set)
         for lane, (where, offset, size) in zip(self.lanes.tolist(), self._places(), strict=True):
             groups[lane * width // LINE_BYTES].update((where, word) for word in _units(offset, size, WORD_BYTES))
         return [sorted(words) for words in groups.values()]
@@ -211,7 +212,7 @@ class Step:
         return zip(*(self.records[name].tolist() for name in ("where", "offset", "bytes")), strict=True)
 
 
-def _words_of_banks(words: Iterable[tuple[int, int]]) -> Counter:
+def _words_of_banks(words: Iterable[tuple[int, int]]) -> Counter[int]:
     return Counter(word % BANKS for _, word in words)
 
 
@@ -325,11 +326,14 @@ def _instructions() -> frozenset[str]:
 # The order of steps --------------------------------------------------------------------------------------------------
 
 
+_Execution = tuple[int, ...]  # what a lane did since the lanes last met, and how often it had done it before
+
+
 def _together(records: np.ndarray) -> list[list[int]]:
     """Rows of one warp's records that are one step, in the order of the steps."""
-    turns: Counter = Counter()
-    rows_of: dict[tuple, list[int]] = {}
-    sequences: dict[int, list[tuple]] = defaultdict(list)
+    turns: Counter[tuple[int, ...]] = Counter()
+    rows_of: dict[_Execution, list[int]] = {}
+    sequences: dict[int, list[_Execution]] = defaultdict(list)
     columns = (records[name].tolist() for name in ("thread", "meeting", "instruction", "access"))
     for row, (thread, *did) in enumerate(zip(*columns, strict=True)):
         step = *did, turns[thread, *did]
@@ -339,10 +343,11 @@ def _together(records: np.ndarray) -> list[list[int]]:
     return [rows_of[step] for step in _merged(list(rows_of), sequences.values())]
 
 
-def _merged(steps: list[tuple], sequences: Iterable[list[tuple]]) -> Iterable[tuple]:
+def _merged(steps: list[_Execution], sequences: Iterable[list[_Execution]]) -> Iterable[_Execution]:
     """The steps in an order that all sequences have; where two disagree, the step that came first goes first."""
     number = {step: place for place, step in enumerate(steps)}
-    followers, before = defaultdict(list), Counter()
+    followers: dict[_Execution, list[_Execution]] = defaultdict(list)
+    before: Counter[_Execution] = Counter()
     for one, next_one in itertools.chain.from_iterable(map(itertools.pairwise, sequences)):
         followers[one].append(next_one)
         before[next_one] += 1
@@ -396,7 +401,7 @@ class RecordingExecutor(SimtExecutor):
         self._limit = checks.check_int("limit", limit, at_least=1)
         self.launches: list[LaunchRecord] = []
 
-    def _start(self, module, launch, staged):
+    def _start(self, module: SimtModule, launch: SimtLaunch, staged: list[Staged]) -> None:
         records = np.empty(self._limit, RECORD)
         recorder = Recorder(self._block, self._warp, self._limit, 0, records.ctypes.data)
         launch.recorder = ctypes.pointer(recorder)
@@ -406,7 +411,7 @@ class RecordingExecutor(SimtExecutor):
             self.launches.append(_read(module, launch, staged, records[: recorder.seen].copy(), recorder.seen))
 
 
-def _read(module, launch, staged, records, seen) -> LaunchRecord:
+def _read(module: SimtModule, launch: SimtLaunch, staged: list[Staged], records: np.ndarray, seen: int) -> LaunchRecord:
     regions = {
         place: Region(" = ".join(item.names), "global", item.copy.dtype, item.copy.shape)
         for place, item in enumerate(staged)
@@ -429,7 +434,7 @@ def _read(module, launch, staged, records, seen) -> LaunchRecord:
     )
 
 
-def _three(size) -> tuple[int, int, int]:
+def _three(size: Dim) -> tuple[int, int, int]:
     return size.x, size.y, size.z
 
 

@@ -24,6 +24,7 @@ _RUNS_ON = re.compile(r"^\s*// Runs on +(.*?)\.?$", re.MULTILINE)
 _ARCHITECTURE = re.compile(r"sm_(\d+)(\d)(a?)")
 
 Size = tuple[int, int, int]  # x, y, z
+Edition = tuple[tuple[str, int, int], ...]  # of each file the path, the time of change and the size
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class KernelSource:
         line = _RUNS_ON.search(self.text)
         return line[1] if line else ""
 
-    def check_gpu(self, capability: tuple[int, int], device: str):
+    def check_gpu(self, capability: tuple[int, int], device: str) -> None:
         """A GPU of this compute capability may run the file.
 
         Raises
@@ -89,7 +90,7 @@ class KernelSource:
         needed = _ARCHITECTURE.match(self.runs_on)
         return (f"-arch={needed[0]}",) if needed and needed[3] else ()
 
-    def check_simt(self):
+    def check_simt(self) -> None:
         """The SIMT executor may run the file.
 
         Raises
@@ -121,7 +122,7 @@ class KernelSource:
         return [parameter.bind(kernel, arguments[parameter.name]) for parameter in parameters]
 
 
-def edition(file: str, text: str | None = None) -> tuple[tuple[str, int, int], ...]:
+def edition(file: str, text: str | None = None) -> Edition:
     """What tells one edition of a kernel file and its headers from the next: path, time of change and size of each.
 
     A part of the key of compiled modules, so that an edited file is compiled again in a running session.
@@ -241,7 +242,7 @@ def three(size: int | tuple[int, ...]) -> Size:
     return x, y, z
 
 
-def check_launch(kernel: str, grid: Size, block: Size, shared_bytes: int):
+def check_launch(kernel: str, grid: Size, block: Size, shared_bytes: int) -> None:
     """A grid, block and dynamic shared memory that a GPU would accept."""
     for axis, blocks, most in zip("xyz", grid, (2**31 - 1, 65_535, 65_535), strict=True):
         checks.check_int(f"grid.{axis} of kernel {kernel}", blocks, at_least=1, at_most=most)
@@ -252,7 +253,7 @@ def check_launch(kernel: str, grid: Size, block: Size, shared_bytes: int):
     checks.check_int(f"shared bytes of kernel {kernel}", shared_bytes, at_least=0, at_most=MAX_SHARED_BYTES)
 
 
-def check_shared(file: str, kernel: str, static_bytes: int, dynamic_bytes: int):
+def check_shared(file: str, kernel: str, static_bytes: int, dynamic_bytes: int) -> None:
     """Static and dynamic shared memory of a block that a GPU would accept."""
     if static_bytes > MAX_STATIC_SHARED_BYTES:
         raise ValueError(

@@ -11,7 +11,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class Launch:
         """Whether this is a launch of it."""
         return kernel == self.kernel and all(arguments[name] == value for name, value in self.where.items())
 
-    def lay_out(self, opened: Callable[[str, Any], np.ndarray]):
+    def lay_out(self, opened: Callable[[str, Any], np.ndarray]) -> None:
         """Give the arguments their values, and what is only written poison; ``opened`` opens a part of an argument."""
         for name, parts in self.expected.items():
             for place, _ in parts:
@@ -98,7 +98,7 @@ class Reservation:
         begin = self.array.ctypes.data
         return begin <= array.ctypes.data < begin + self.array.nbytes
 
-    def open(self, part: np.ndarray):
+    def open(self, part: np.ndarray) -> None:
         """Allow accesses to a part of the array."""
         for run in _runs(part):
             address = run.ctypes.data
@@ -174,12 +174,12 @@ class SparseExecutor(SimtExecutor):
             array.fill(value)
         return array
 
-    def load(self, file: str, text: str | None = None, **constants) -> "SparseModule":
+    def load(self, file: str, text: str | None = None, **constants: Any) -> "SparseModule":
         """Compile a kernel file, as `SimtExecutor.load`."""
         module = super().load(file, text, **constants)
         return SparseModule(self, (module.source, module.built))
 
-    def recording(self):
+    def recording(self) -> NoReturn:
         """Refused: a few blocks say nothing of the traffic of a launch."""
         raise ValueError("this executor runs a few blocks of a launch, so it counts nothing")
 
@@ -196,12 +196,22 @@ class SparseExecutor(SimtExecutor):
 class SparseModule(SimtModule):
     """A compiled kernel file of which a few blocks run."""
 
-    def launch(self, kernel: str, grid, block, shared_bytes: int = 0, **arguments: Any) -> None:
+    _executor: SparseExecutor
+
+    def launch(
+        self,
+        kernel: str,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        shared_bytes: int = 0,
+        **arguments: Any,
+    ) -> None:
         """Run the chosen blocks and note the errors of what they leave; leave a launch of another kernel out."""
         asked = self._executor.launch
         if not asked.is_one(kernel, arguments):
             return
-        arrays = {name: array_of(value) for name, value in arguments.items()}
+        found = {name: array_of(value) for name, value in arguments.items()}
+        arrays = {name: array for name, array in found.items() if array is not None}
         asked.lay_out(lambda name, place: self._opened(arrays[name], place))
         super().launch(kernel, grid, block, shared_bytes, **arguments)
         self._executor.errors = asked.errors(arrays)
@@ -209,9 +219,10 @@ class SparseModule(SimtModule):
     def _opened(self, array: np.ndarray, place: Any) -> np.ndarray:
         """A part of an argument, which the kernel may access from now on."""
         reservation = self._executor.reservation_of(array)
+        part: np.ndarray = array[place]
         if reservation is not None:
-            reservation.open(array[place])
-        return array[place]
+            reservation.open(part)
+        return part
 
     def _place_apart(self, kernel: str, items: list[Staged]) -> list[Staged]:
         """Small arrays are copied as ever; large ones stay."""

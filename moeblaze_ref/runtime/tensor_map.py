@@ -68,7 +68,7 @@ class TensorMap:
     box: tuple[int, ...]
     layout: Layout = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         rank = getattr(self.array, "ndim", None)
         checks.check_array("array of the TensorMap", self.array, rank, DTYPES, contiguous=False)
         object.__setattr__(self, "layout", Layout.of(self.array))  # the way to set a field of a frozen dataclass
@@ -81,7 +81,7 @@ class EncodedMap(NamedTuple):
     words: Any  # `BYTES` of them
 
 
-def check_layout(layout: Layout, box: tuple[int, ...]):
+def check_layout(layout: Layout, box: tuple[int, ...]) -> None:
     """The copy engine takes such boxes of an array that lies so, float16 or bfloat16."""
     name = "array of the TensorMap"
     if len(layout.shape) not in RANKS:
@@ -96,7 +96,7 @@ def check_layout(layout: Layout, box: tuple[int, ...]):
     _check_box(layout, box)
 
 
-def _check_box(layout, box):
+def _check_box(layout: Layout, box: tuple[int, ...]) -> None:
     if len(box) != len(layout.shape):
         raise ValueError(f"box of the TensorMap is {box}, but the array has {len(layout.shape)} dimensions")
     for axis, extent in enumerate(box):
@@ -108,6 +108,6 @@ def _check_box(layout, box):
         )
 
 
-def _check_aligned(name: str, number: int):
+def _check_aligned(name: str, number: int) -> None:
     if number % ALIGNMENT:
         raise ValueError(f"{name} is {number}, but the copy engine needs a multiple of {ALIGNMENT}")

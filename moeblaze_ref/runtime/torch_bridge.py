@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +20,7 @@ class Bridge:
 
     executor: Executor
 
-    def running(self) -> AbstractContextManager:
+    def running(self) -> AbstractContextManager[None]:
         """Within it the stages may run on these tensors."""
         return nullcontext()
 
@@ -33,27 +34,34 @@ class Bridge:
 
     def tensor(self, array: Array | None) -> Tensor | None:
         """The array's own memory as a tensor."""
-        return self.tensors([array])[0]
+        tensor: Tensor | None = self.tensors([array])[0]
+        return tensor
 
-    def tensors(self, arrays: Iterable[Array | None]) -> list[Tensor | None]:
-        """The same of several."""
+    def tensors(self, arrays: Iterable[Array | None]) -> list[Any]:
+        """The same of several: a tensor or None of each."""
         return [None if array is None else self._tensor(array) for array in arrays]
 
     def by_name(self, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
         """The same of several, by name."""
         return dict(zip(arrays, self.tensors(arrays.values()), strict=True))
 
+    def _array(self, tensor: Tensor) -> Array:
+        raise NotImplementedError
+
+    def _tensor(self, array: Array) -> Tensor:
+        raise NotImplementedError
+
 
 class CpuBridge(Bridge):
     """numpy arrays, and the SIMT executor without its counts; numpy's bfloat16 comes from ml_dtypes."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.executor = SimtExecutor(instrumented=False, follows_edits=False)
 
-    def _array(self, tensor):
+    def _array(self, tensor: Tensor) -> np.ndarray:
         return to_numpy(tensor)
 
-    def _tensor(self, array):
+    def _tensor(self, array: np.ndarray) -> Tensor:
         return from_numpy(array)
 
 

@@ -64,7 +64,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any = None, stream: torch.cuda.St
             raise
 
 
-def _capture_nothing():
+def _capture_nothing() -> None:
     """After a capture that failed, torch's generator of random numbers is still in it until one succeeds."""
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device="cuda")

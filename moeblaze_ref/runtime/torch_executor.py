@@ -65,7 +65,9 @@ class TorchExecutor:
         """From all that an encoded map depends on, so that it is right whichever tensor lies there now."""
         return functools.lru_cache(maxsize=4096)(self._encoded)
 
-    def _encoded(self, address, dtype, shape, steps, box):
+    def _encoded(
+        self, address: int, dtype: torch.dtype, shape: torch.Size, steps: tuple[int, ...], box: tuple[int, ...]
+    ) -> EncodedMap:
         strides = tuple(step * dtype.itemsize for step in steps)
         layout = Layout(address, str(dtype).removeprefix("torch."), tuple(shape), strides)
         check_layout(layout, box)
@@ -80,6 +82,10 @@ _DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "float16", "bfloat16", "int32", "uint32", "int64", "uint64", "uint8", "bool")
 }
+
+
+# What a parameter takes: a tensor's dtype, `TENSOR_MAP`, or the name of a number's dtype; and what converts a value.
+Taken = tuple[Any, Callable[[Any], Any]]
 
 
 class TensorBridge(Bridge):
@@ -105,9 +111,16 @@ class TensorModule(Module):
 
     def __init__(self, source: KernelSource):
         super().__init__(source)
-        self._takes: dict[str, dict[str, tuple[Any, Callable[[Any], Any]]]] = {}
+        self._takes: dict[str, dict[str, Taken]] = {}
 
-    def launch(self, kernel, grid, block, shared_bytes=0, **arguments):
+    def launch(
+        self,
+        kernel: str,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        shared_bytes: int = 0,
+        **arguments: Any,
+    ) -> None:
         """As `Module.launch`, with tensors, and with what `TorchExecutor.tensor_map` makes of them."""
         takes = self._takes.get(kernel) or self._prepare(kernel)
         if takes.keys() != arguments.keys():
@@ -124,15 +137,15 @@ class TensorModule(Module):
         grid, block = checked_sizes(kernel, grid, block, shared_bytes)
         self._run(kernel, grid, block, shared_bytes, tuple(values))
 
-    def _prepare(self, kernel):
+    def _prepare(self, kernel: str) -> dict[str, Taken]:
         """Of each parameter its kind, and what makes a value of a number."""
         parameters = self.source.declarations.parameters(kernel)
         self._takes[kernel] = {parameter.name: _taken_by(parameter, kernel) for parameter in parameters}
         return self._takes[kernel]
 
 
-def _taken_by(parameter: Parameter, kernel: str) -> tuple[Any, Callable[[Any], Any]]:
-    """What a parameter takes: a tensor's dtype, `TENSOR_MAP`, or the name of a number's dtype."""
+def _taken_by(parameter: Parameter, kernel: str) -> Taken:
+    """What a parameter takes."""
     if parameter.pointer:
         return _DTYPES[parameter.dtype], partial(_refuse, parameter, kernel, Tensor)
     if parameter.dtype == TENSOR_MAP:
@@ -141,7 +154,7 @@ def _taken_by(parameter: Parameter, kernel: str) -> tuple[Any, Callable[[Any], A
     return parameter.dtype, functools.lru_cache(maxsize=256, typed=True)(partial(parameter.bind, kernel))
 
 
-def _refuse(parameter, kernel, expected, value):
+def _refuse(parameter: Parameter, kernel: str, expected: type, value: Any) -> None:
     """Say what is wrong with an argument."""
     name = f"argument {parameter.name} of kernel {kernel}"
     checks.check_type(name, value, expected)

@@ -2,8 +2,9 @@
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import cupy
 import torch
@@ -11,10 +12,12 @@ from cuda.bindings import driver
 
 from moeblaze_ref.runtime.cupy import CupyModule, check_gpu, encode, gpu_of, source_for
 from moeblaze_ref.runtime.parameters import ParameterMemory
-from moeblaze_ref.runtime.source import KernelSource
+from moeblaze_ref.runtime.source import KernelSource, Size
 from moeblaze_ref.runtime.tensor_map import Layout
 from moeblaze_ref.runtime.torch_capture import without_collector_if_capturing
 from moeblaze_ref.runtime.torch_executor import TensorBridge, TensorModule, TorchExecutor
+
+Ready = tuple[driver.CUfunction, ParameterMemory]  # what a launch of one kernel needs
 
 
 class GpuModule(TensorModule, CupyModule):
@@ -26,9 +29,9 @@ class GpuModule(TensorModule, CupyModule):
     def __init__(self, source: KernelSource, device: int):
         super().__init__(source)
         self._device = device
-        self._ready: dict[tuple[str, int], tuple[driver.CUfunction, ParameterMemory]] = {}
+        self._ready: dict[tuple[str, int], Ready] = {}
 
-    def _run(self, kernel, grid, block, shared_bytes, values):
+    def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: Sequence[Any]) -> None:
         function, parameters = self._ready.get((kernel, shared_bytes)) or self._make_ready(kernel, shared_bytes)
         stream = _stream(torch._C._cuda_getCurrentRawStream(self._device))
         with parameters.lock:
@@ -37,7 +40,7 @@ class GpuModule(TensorModule, CupyModule):
         if status != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"the driver refused kernel {kernel} of {self.source.file}: {status.name}")
 
-    def _make_ready(self, kernel, shared_bytes):
+    def _make_ready(self, kernel: str, shared_bytes: int) -> Ready:
         function = driver.CUfunction(self.function(kernel, shared_bytes).kernel.ptr)
         self._ready[kernel, shared_bytes] = function, ParameterMemory(self.source.kernels[kernel])
         return self._ready[kernel, shared_bytes]
@@ -66,11 +69,11 @@ class GpuExecutor(TorchExecutor):
         """The words of a map of what lies so."""
         return encode(layout, box).tobytes()
 
-    def check(self, file: str):
+    def check(self, file: str) -> None:
         """``kernels_cuda/<file>`` runs on the device; otherwise a ValueError says what it needs."""
         check_gpu(file, self.device.index)
 
-    def _load(self, file: str, text: str | None = None, **constants) -> GpuModule:
+    def _load(self, file: str, text: str | None = None, **constants: Any) -> GpuModule:
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants, once."""
         return GpuModule(source_for(file, text, constants, self.device.index), self.device.index)
 
@@ -91,13 +94,13 @@ class GpuBridge(TensorBridge):
             with without_collector_if_capturing():
                 yield
 
-    def _bind_thread(self):
+    def _bind_thread(self) -> None:
         """Whoever calls the driver must be bound to the device, as a thread is by its first call of the runtime."""
         if not hasattr(self._threads, "bound"):
             cupy.cuda.runtime.memGetInfo()
             self._threads.bound = True
 
 
-def _without_autocast() -> AbstractContextManager:
+def _without_autocast() -> AbstractContextManager[object]:
     """Within it products keep their operands' dtype; to turn off what is off would cost as much as a launch."""
     return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()

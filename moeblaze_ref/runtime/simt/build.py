@@ -77,7 +77,7 @@ def compiler() -> tuple[str, ...]:
 def cuda_include_dirs() -> tuple[Path, ...]:
     """Folders of CUDA's own headers (half, bfloat16, vector types), from pip or from a toolkit."""
     spec = importlib.util.find_spec("nvidia")
-    roots = [Path(root) / "cu13" for root in spec.submodule_search_locations] if spec else []
+    roots = [Path(root) / "cu13" for root in (spec and spec.submodule_search_locations) or ()]
     roots += [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     roots.append(Path("/usr/local/cuda"))
     for root in roots:
@@ -131,7 +131,7 @@ def _compile(
     """
     link_flags = (*LINK_FLAGS, *libraries)
 
-    def make(built: Path):
+    def make(built: Path) -> None:
         source, object_file = built.with_name("driver.cpp"), built.with_name("driver.o")
         source.write_text(text)
         _run(*flags, *options(), "-c", "-o", object_file, source)
@@ -153,13 +153,13 @@ def _prelude(flags: tuple[str, ...], folders: list[str]) -> Path:
     return header
 
 
-def _precompile(flags: tuple[str, ...], folders: list[str], made: Path):
+def _precompile(flags: tuple[str, ...], folders: list[str], made: Path) -> None:
     header = made.with_suffix("")
     header.write_text(PRELUDE)
     _run(*flags, *folders, "-x", "c++-header", "-o", made, header)
 
 
-def _run(*arguments):
+def _run(*arguments: object) -> None:
     try:
         _called(*arguments)
     except subprocess.CalledProcessError as error:
@@ -167,7 +167,7 @@ def _run(*arguments):
         raise SimtCompileError(f"{' '.join(error.cmd)}\n{first_errors}") from None
 
 
-def _called(*arguments) -> subprocess.CompletedProcess:
+def _called(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the compiler. Zig keeps what it has built in our cache, where confined processes may write."""
     words = [*compiler(), *map(str, arguments)]
     place = str(cache.folder() / "zig")
@@ -287,7 +287,8 @@ def _kernels_not_loaded(file: str, error: OSError) -> Exception:
 
 def _kernel_flags(instrumented: bool) -> tuple[str, ...]:
     """How this compiler builds a kernel file."""
-    kernel, counted = KERNEL_FLAGS, INSTRUMENTED_FLAGS
+    kernel: tuple[str, ...] = KERNEL_FLAGS
+    counted: tuple[str, ...] = INSTRUMENTED_FLAGS
     if is_clang():
         counted += CLANG_INSTRUMENTED_FLAGS
     else:
@@ -302,4 +303,5 @@ def entry(built: ctypes.CDLL, kernel: str) -> ctypes.c_void_p:
 
 def static_shared_bytes(built: ctypes.CDLL, kernel: str) -> int:
     """Bytes of static shared memory of the built file that holds this kernel, all its kernels together."""
-    return runtime_library().simt_static_shared_bytes(entry(built, kernel))
+    size: int = runtime_library().simt_static_shared_bytes(entry(built, kernel))
+    return size

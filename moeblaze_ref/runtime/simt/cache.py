@@ -65,7 +65,7 @@ def _home_by_password_database() -> Path:
     )
 
 
-def kept(name: str, make: Callable[[Path], None]) -> Path:
+def kept(name: str, make: Callable[[Path], object]) -> Path:
     """Return a file of the cache; if it is absent or damaged, make it.
 
     Parameters
@@ -88,7 +88,7 @@ def kept(name: str, make: Callable[[Path], None]) -> Path:
     return path
 
 
-def discard(path: Path):
+def discard(path: Path) -> None:
     """Remove a file of the cache, so that it is made again.
 
     Raises
@@ -109,7 +109,7 @@ def is_whole(path: Path) -> bool:
     return whole[-SEAL_BYTES:] == _seal(path.name, whole[:-SEAL_BYTES])
 
 
-def _remove_empty_folder(path: Path):
+def _remove_empty_folder(path: Path) -> None:
     """Make room for a file where a folder is; one that is not empty may hold what somebody needs."""
     if not path.is_dir() or path.is_symlink():
         return
@@ -147,7 +147,7 @@ def _seal(name: str, content: bytes) -> bytes:
     return f"\n// {digest}\n".encode()
 
 
-def _make(path: Path, make: Callable[[Path], None]):
+def _make(path: Path, make: Callable[[Path], object]) -> None:
     """Another process sees the whole file or none; so does one that comes after a kill or a loss of power."""
     with _unfinished(path.parent) as scratch:
         made = Path(scratch, path.name)
@@ -159,7 +159,7 @@ def _make(path: Path, make: Callable[[Path], None]):
         records.to_disk(path.parent)
 
 
-def _unfinished(cache: Path) -> tempfile.TemporaryDirectory:
+def _unfinished(cache: Path) -> tempfile.TemporaryDirectory[str]:
     """Return a folder in the cache to build in, named after this process's folder for temporary files."""
     return tempfile.TemporaryDirectory(dir=cache, prefix=f"{Path(tempfile.gettempdir()).name}-")
 

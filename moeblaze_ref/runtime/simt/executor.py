@@ -5,7 +5,7 @@ import functools
 import itertools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.source import (
     MAX_SHARED_BYTES,
     MAX_STATIC_SHARED_BYTES,
+    Edition,
     KernelSource,
     Module,
     Size,
@@ -86,7 +87,7 @@ class LaunchReport:
         return sum(traffic.read_sectors + traffic.written_sectors for traffic in self.buffers.values())
 
 
-class _Dim(ctypes.Structure):
+class Dim(ctypes.Structure):
     _fields_ = [(axis, ctypes.c_uint) for axis in "xyz"]
 
 
@@ -113,15 +114,15 @@ class Recorder(ctypes.Structure):
     ]
 
 
-class _Launch(ctypes.Structure):
+class SimtLaunch(ctypes.Structure):
     """simt_abi.h, struct SimtLaunch."""
 
     _fields_ = [
         ("kernel", ctypes.c_char_p),
         ("entry", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
-        ("grid", _Dim),
-        ("block", _Dim),
+        ("grid", Dim),
+        ("block", Dim),
         ("dynamic_shared_bytes", ctypes.c_uint64),
         ("workers", ctypes.c_uint64),
         ("poison", ctypes.c_uint64),
@@ -209,9 +210,10 @@ class SimtExecutor:
 
     def matmul(self, left: np.ndarray, right: np.ndarray, dtype: str) -> np.ndarray:
         """The dense product, summed in float32 and rounded once, by numpy's own library."""
-        return (left.astype(np.float32) @ right.astype(np.float32)).astype(dtype)
+        product: np.ndarray = left.astype(np.float32) @ right.astype(np.float32)
+        return product.astype(dtype)
 
-    def check(self, file: str):
+    def check(self, file: str) -> None:
         """The header of ``kernels_cuda/<file>`` names the SIMT executor; otherwise a ValueError says so."""
         KernelSource.read(file, {}).check_simt()
 
@@ -219,7 +221,7 @@ class SimtExecutor:
         """Boxes of the array as a kernel takes them."""
         return TensorMap(array, box)
 
-    def load(self, file: str, text: str | None = None, **constants) -> "SimtModule":
+    def load(self, file: str, text: str | None = None, **constants: Any) -> "SimtModule":
         """Compile ``kernels_cuda/<file>`` (or ``text`` in its place) with these constants."""
         key = file, text, tuple(sorted(constants.items())), self.instrumented, self._lines
         return SimtModule(self, _compile(*key, edition(file, text) if self.follows_edits else None))
@@ -236,18 +238,25 @@ class SimtExecutor:
         finally:
             self._recordings = [kept for kept in self._recordings if kept is not reports]
 
-    def _start(self, module: "SimtModule", launch: _Launch, staged: list["Staged"]):
+    def _start(self, module: "SimtModule", launch: SimtLaunch, staged: list["Staged"]) -> None:
         """Run a launch to its end, or to its fault."""
         if build.runtime_library().simt_launch(ctypes.byref(launch)):
             raise KernelFault(launch.fault.decode())
 
-    def _record(self, report: LaunchReport):
+    def _record(self, report: LaunchReport) -> None:
         for reports in self._recordings:
             reports.append(report)
 
 
 @functools.cache
-def _compile(file, text, constants, instrumented, lines, edition) -> tuple[KernelSource, ctypes.CDLL]:
+def _compile(
+    file: str,
+    text: str | None,
+    constants: tuple[tuple[str, Any], ...],
+    instrumented: bool,
+    lines: bool,
+    edition: Edition | None,
+) -> tuple[KernelSource, ctypes.CDLL]:
     """The compiled file, once for each of its editions."""
     source = KernelSource.read(file, dict(constants), text)
     source.check_simt()
@@ -271,11 +280,13 @@ class SimtModule(Module):
         super().__init__(source)
         self._executor = executor
 
-    def _run(self, kernel, grid, block, shared_bytes, values):
+    def _run(self, kernel: str, grid: Size, block: Size, shared_bytes: int, values: Sequence[Any]) -> None:
         self._check_shared(kernel, shared_bytes)
         staged = self._stage(kernel, values) if self._executor.instrumented else []
         buffers = _register(staged)
-        launch = self._describe(kernel, grid, block, shared_bytes, _pack(values, staged), buffers)
+        moved = {place_of(item.original): item.copy for item in staged}
+        holders = [_held(value, moved) for value in values]  # alive until the launch has ended
+        launch = self._describe(kernel, grid, block, shared_bytes, _pack(holders), buffers)
         self._executor._start(self, launch, staged)
         for item in staged:
             if item.writable:
@@ -283,13 +294,13 @@ class SimtModule(Module):
         if launch.counted:
             self._executor._record(_report(launch, kernel, grid, block, buffers))
 
-    def _check_shared(self, kernel: str, dynamic_bytes: int):
+    def _check_shared(self, kernel: str, dynamic_bytes: int) -> None:
         """A GPU would give a block of the kernel its shared memory."""
         all_kernels = build.static_shared_bytes(self.built, kernel)
         if all_kernels > MAX_STATIC_SHARED_BYTES or all_kernels + dynamic_bytes > MAX_SHARED_BYTES:
             check_shared(self.source.file, kernel, _static_shared_bytes(self.source, kernel), dynamic_bytes)
 
-    def _stage(self, kernel: str, values: list[Any]) -> list[Staged]:
+    def _stage(self, kernel: str, values: Sequence[Any]) -> list[Staged]:
         """Copy every distinct array into guarded memory."""
         staged: dict[tuple[int, int], Staged] = {}
         for parameter, value in zip(self.source.kernels[kernel], values, strict=True):
@@ -305,13 +316,21 @@ class SimtModule(Module):
         """Give each array a copy, far from the others."""
         return copy_apart(_without_overlap(kernel, items))
 
-    def _describe(self, kernel, grid, block, shared_bytes, pointers, buffers) -> _Launch:
-        return _Launch(
+    def _describe(
+        self,
+        kernel: str,
+        grid: Size,
+        block: Size,
+        shared_bytes: int,
+        pointers: ctypes.Array[ctypes.c_void_p],
+        buffers: ctypes.Array[_Buffer],
+    ) -> SimtLaunch:
+        return SimtLaunch(
             kernel=kernel.encode(),
             entry=build.entry(self.built, kernel),
             arguments=pointers,
-            grid=_Dim(*grid),
-            block=_Dim(*block),
+            grid=Dim(*grid),
+            block=Dim(*block),
             dynamic_shared_bytes=shared_bytes,
             workers=self._executor.workers,
             poison=POISON,
@@ -364,22 +383,18 @@ def copy_apart(items: list[Staged]) -> list[Staged]:
     return items
 
 
-def _register(staged: list[Staged]) -> ctypes.Array:
+def _register(staged: list[Staged]) -> ctypes.Array[_Buffer]:
     rows = [(name.encode(), address, size) for item in staged for name, address, size in item.ranges()]
     return _array_type(_Buffer, len(rows))(*sorted(rows, key=lambda row: row[1]))
 
 
-def _pack(values: list[Any], staged: list[Staged]) -> ctypes.Array:
+def _pack(holders: list[np.ndarray]) -> ctypes.Array[ctypes.c_void_p]:
     """The void** that the kernel's entry unpacks: the address of each argument's value."""
-    moved = {place_of(item.original): item.copy for item in staged}
-    holders = [_held(value, moved) for value in values]
-    pointers = _array_type(ctypes.c_void_p, len(holders))(*(holder.ctypes.data for holder in holders))
-    pointers._holders = holders  # alive as long as the pointers
-    return pointers
+    return _array_type(ctypes.c_void_p, len(holders))(*(holder.ctypes.data for holder in holders))
 
 
 @functools.cache  # ctypes forgets them, and a type is a cycle that only the garbage collector frees
-def _array_type(element: type, length: int) -> type[ctypes.Array]:
+def _array_type(element: type[_Buffer] | type[ctypes.c_void_p], length: int) -> type[ctypes.Array[Any]]:
     return element * length
 
 
@@ -405,10 +420,10 @@ def _encoded(array: np.ndarray, box: tuple[int, ...]) -> np.ndarray:
     return words
 
 
-def _report(launch: _Launch, kernel, grid, block, buffers) -> LaunchReport:
+def _report(launch: SimtLaunch, kernel: str, grid: Size, block: Size, buffers: ctypes.Array[_Buffer]) -> LaunchReport:
     traffic = {
         row.name.decode(): Traffic(row.read_bytes, row.written_bytes, row.read_sectors, row.written_sectors)
         for row in buffers
     }
-    shared = SharedTraffic(*(getattr(launch.shared, name) for name, _ in _Shared._fields_))
+    shared = SharedTraffic(*(getattr(launch.shared, field[0]) for field in _Shared._fields_))
     return LaunchReport(kernel, grid, block, traffic, shared)

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from moeblaze_ref.runtime.simt.build import SimtUnavailable
+from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 
 
 class Frame(NamedTuple):
