@@ -5,6 +5,7 @@ that autograd wants to keep, so it is also the layer whose memory the project ac
 under the policy `conventional`. Nothing here calls the project's own stages.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from moeblaze_ref.core.config import ACTIVATIONS
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 
-ACTIVATION = {
+ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda a: F.gelu(a, approximate="tanh"),
@@ -88,7 +89,7 @@ def expert_order(topk_experts: Tensor, num_experts: int) -> ExpertOrder:
 
 def _grouped_matmul(rows: Tensor, lengths: list[int], weights: Tensor) -> Tensor:
     """Each expert's group of rows times that expert's matrix."""
-    return torch.cat([group @ weight for group, weight in zip(rows.split(lengths), weights, strict=True)])
+    return torch.cat([group @ weight for group, weight in zip(rows.split_with_sizes(lengths), weights, strict=True)])
 
 
 def expert_up(x: Tensor, order: ExpertOrder, w1: Tensor, w2: Tensor | None) -> tuple[Tensor, Tensor | None]:

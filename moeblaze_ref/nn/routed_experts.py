@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import ACTIVATIONS, is_gated
 
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor]  # wg, w1, w2, w3
+
 
 class RoutedExperts(nn.Module):
     """A router and E experts: what every torch layer of the project has, so that their states are interchangeable.
@@ -31,7 +33,18 @@ class RoutedExperts(nn.Module):
         If a size is not an integer.
     """
 
-    def __init__(self, d, h, E, k, activation="swiglu", renormalize=False, device=None, dtype=None, hosted=None):
+    def __init__(
+        self,
+        d: int,
+        h: int,
+        E: int,
+        k: int,
+        activation: str = "swiglu",
+        renormalize: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        hosted: int | None = None,
+    ):
         super().__init__()
         for name, size in (("d", d), ("h", h), ("E", E), ("k", k)):
             checks.check_int(name, size, at_least=1)
@@ -39,7 +52,7 @@ class RoutedExperts(nn.Module):
         checks.check_name("activation", activation, ACTIVATIONS)
         self.k, self.activation, self.renormalize = k, activation, renormalize
 
-        def parameter(*shape, fan_in):
+        def parameter(*shape: int, fan_in: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape, device=device, dtype=dtype) * fan_in**-0.5)
 
         self.wg = parameter(d, E, fan_in=d)
@@ -49,7 +62,7 @@ class RoutedExperts(nn.Module):
         self.w3 = parameter(here, h, d, fan_in=h)
 
     @property
-    def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    def weights(self) -> Weights:
         """wg, w1, w2, w3."""
         return self.wg, self.w1, self.w2, self.w3
 

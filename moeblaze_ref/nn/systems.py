@@ -56,9 +56,9 @@ def system(name: str, **options: Any) -> MoEFactory:
 
 def run(layer: nn.Module, x: Tensor, topk_experts: Tensor | None = None) -> MoEOutput:
     """What any system's layer makes of x (L, d), under its router's choice or a replayed one (L, k) int32."""
-    result = layer(x, topk_experts)
     if isinstance(layer, MoEModule):
-        return result
-    out, routing = result
+        output: MoEOutput = layer(x, topk_experts)
+        return output
+    out, routing = layer(x, topk_experts)
     losses = oracle.load_balancing_loss(routing), oracle.router_z_loss(routing)
     return MoEOutput(out, *losses, routing.topk_experts.int())

@@ -187,7 +187,8 @@ def padded_experts(x_rows: Tensor, weights: MoEWeights, activation: str) -> Tens
     """Every expert's outputs (E, C, d) for its C rows of x_rows (E, C, d): products of one batch, padding included."""
     a = x_rows @ weights.w1  # (E, C, h)
     b = None if weights.w2 is None else x_rows @ weights.w2  # (E, C, h)
-    return oracle.activate(a, b, activation) @ weights.w3
+    y: Tensor = oracle.activate(a, b, activation) @ weights.w3
+    return y
 
 
 def combine(y: Tensor, bins: Bins, gates: Tensor) -> Tensor:

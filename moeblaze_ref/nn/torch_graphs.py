@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moeblaze_ref.core import checks
+from moeblaze_ref.nn.routed_experts import Weights
 from moeblaze_ref.nn.torch_layer import MoELayer, MoEOutput
 from moeblaze_ref.nn.torch_transforms import (
     check_backward,
@@ -91,7 +92,7 @@ class LayerGraphs:
         with torch.cuda.device(x.device), torch.enable_grad():
             self._capture(layer, _stream(x.device), torch.cuda.graph_pool_handle())
 
-    def _capture(self, layer, stream, pool):
+    def _capture(self, layer: MoELayer, stream: torch.cuda.Stream, pool: Any) -> None:
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):
@@ -102,7 +103,7 @@ class LayerGraphs:
         with capture(self._backward_graph, pool, stream) if result.out.requires_grad else nullcontext():
             self._gradients = self._differentiate(result[:3])
 
-    def _warm_up(self, layer):
+    def _warm_up(self, layer: MoELayer) -> None:
         """Run a step, and make the gradients of its outputs, which the backward reads."""
         *outputs, _ = layer.launch(self._x, self._weights)
         self._d_outputs = [torch.ones_like(output) for output in outputs]
@@ -115,10 +116,10 @@ class LayerGraphs:
         gradients = iter(torch.autograd.grad(outputs, leaves, self._d_outputs) if leaves else ())
         return [next(gradients) if need else None for need in needed]
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of the layer, and one from a file, has none
 
-    def __call__(self, x: Tensor, weights: Sequence[Tensor | None]) -> MoEOutput:
+    def __call__(self, x: Tensor, weights: Weights) -> MoEOutput:
         """The layer's output for x, by replay.
 
         Raises
@@ -131,16 +132,17 @@ class LayerGraphs:
             refuse_transform(MoELayer.__name__)
         self._check_x(x)
         self._check_weights(weights)
-        return MoEOutput(*_Replay.apply(self, x, *weights))
+        outputs = _Replay.apply(self, x, *weights)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return MoEOutput(*outputs)
 
-    def _check_x(self, x):
+    def _check_x(self, x: Tensor) -> None:
         for what in ("shape", "dtype", "device"):
             found, expected = getattr(x, what), getattr(self._x, what)
             if found != expected:
                 raise ValueError(f"x has {what} {_said(found)}, but the layer was graphed for {_said(expected)}")
         self._check_needs("x", x, self._gradients[0])
 
-    def _check_weights(self, weights):
+    def _check_weights(self, weights: Weights) -> None:
         for name, weight, alias, gradient in zip(
             MoEWeights._fields, weights, self._weights, self._gradients[1:], strict=True
         ):
@@ -150,7 +152,7 @@ class LayerGraphs:
                 raise RuntimeError(f"{name} has moved since the layer was graphed: graph the layer again")
             self._check_needs(name, weight, gradient)
 
-    def _check_needs(self, name, tensor, gradient):
+    def _check_needs(self, name: str, tensor: Tensor, gradient: Tensor | None) -> None:
         if gradient is None and tensor.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"{name} needs a gradient, but did not when the layer was graphed: graph it again")
 
@@ -180,7 +182,7 @@ class LayerGraphs:
         self._backward_graph.replay()
         return [None if gradient is None else gradient.detach() for gradient in self._gradients]
 
-    def _check_grads(self):
+    def _check_grads(self) -> None:
         """No weight's ``.grad`` is what the backward writes, as it is after a backward that found none."""
         for name, weight, gradient in zip(MoEWeights._fields, self._parameters, self._gradients[1:], strict=True):
             if gradient is not None and weight.grad is not None and weight.grad.data_ptr() == gradient.data_ptr():
@@ -201,14 +203,14 @@ def _said(value: Any) -> str:
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """The one on which a device's layers are captured: cuBLAS takes a workspace for each stream."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 class _Replay(torch.autograd.Function):
     """The two graphs as one node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx, graphs, x, *weights):
+    def forward(ctx: Any, graphs: LayerGraphs, x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         ctx.graphs = graphs
         ctx.turn, outputs = graphs.forward(x)
         ctx.mark_non_differentiable(outputs[-1])
@@ -216,10 +218,10 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *d_outputs):
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         check_backward(MoELayer.__name__, d_outputs)
         return None, *ctx.graphs.backward(ctx.turn, d_outputs[:3])
 
     @staticmethod
-    def jvp(ctx, *_):
+    def jvp(ctx: Any, *_: Any) -> None:
         refuse_forward_mode(MoELayer.__name__)

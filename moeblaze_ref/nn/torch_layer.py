@@ -8,8 +8,8 @@ torch is another layer (`oracle.OracleMoE`) and never steps in.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,15 @@ from moeblaze_ref.core import checks
 from moeblaze_ref.core.config import POLICIES
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.nn import torch_node
-from moeblaze_ref.nn.routed_experts import RoutedExperts
+from moeblaze_ref.nn.routed_experts import RoutedExperts, Weights
 from moeblaze_ref.nn.torch_node import Backward, Forward, System, aligned, has_backward
 from moeblaze_ref.nn.torch_transforms import refuse_transform, tracing, transforms_active
 from moeblaze_ref.runtime.torch_bridge import Bridge
 from moeblaze_ref.systems import layer
 from moeblaze_ref.systems.layer import MoEWeights
+
+if TYPE_CHECKING:
+    from moeblaze_ref.nn.torch_graphs import LayerGraphs  # which imports this module
 
 log = logging.getLogger(__name__)
 
@@ -100,28 +103,27 @@ class MoEModule(RoutedExperts):
 
             if torch.compiler.is_exporting():
                 torch_uncompiled.refuse_export(type(self).__name__)
-            return torch_uncompiled.run(self._forward, x, topk_experts)
+            output: MoEOutput = torch_uncompiled.run(self._forward, x, topk_experts)
+            return output
         return self._forward(x, topk_experts)
 
     def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
         return self.launch(x, self.weights, topk_experts)
 
-    def launch(
-        self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None, Tensor], topk_experts: Tensor | None = None
-    ) -> MoEOutput:
+    def launch(self, x: Tensor, weights: Weights, topk_experts: Tensor | None = None) -> MoEOutput:
         """`forward` with wg, w1, w2 and w3 in place of the layer's own, without hooks and graphs."""
         checks.check_type("x", x, Tensor)
         if transforms_active() or tracing():
             refuse_transform(type(self).__name__)
         _check_tensors(x, weights, self)
-        tokens, weights = _cast(x, weights)
+        tokens, operands = _cast(x, weights)
         rows = tokens.reshape(-1, tokens.shape[-1]).contiguous()  # (L, d)
-        if [tensor for tensor in (rows, *weights) if tensor is not None and tensor.data_ptr() % ALIGNMENT]:
-            rows, *weights = [None if tensor is None else aligned(tensor) for tensor in (rows, *weights)]
+        if [tensor for tensor in (rows, *operands) if tensor is not None and tensor.data_ptr() % ALIGNMENT]:
+            rows, operands = aligned(rows), [None if w is None else aligned(w) for w in operands]
         checks.check_routed_rows(rows.shape[0], self.k)
         replayed = _next_routing(rows.shape[0], self.k)
         topk_experts = replayed if topk_experts is None else _checked_routing(topk_experts, tokens, self)
-        result = self._run(rows, MoEWeights(*weights), topk_experts)
+        result = self._run(rows, MoEWeights(*operands), topk_experts)
         _remember_routing(result.topk_experts)
         return result._replace(out=result.out.reshape(x.shape))
 
@@ -233,7 +235,7 @@ class MoELayer(KernelMoE):
         self.version = (
             version if version is None else checks.check_name("version of layer", version, raw_layer.VERSIONS)
         )
-        self.graphs: Any = None
+        self.graphs: LayerGraphs | None = None
 
     def _forward(self, x: Tensor, topk_experts: Tensor | None) -> MoEOutput:
         if self.graphs is None or self.graphs.training != self.training:
@@ -261,16 +263,16 @@ class _MoEBlaze(NamedTuple):
     version: str | None
 
     def forward(self, bridge: Bridge, x: Array, weights: MoEWeights, topk_experts: Array | None) -> Forward:
-        *options, version = self
+        k, activation, policy, renormalize, version = self
         stages = raw_layer.stages_for(x, weights, bridge.executor, version)
-        *outputs, kept = layer.forward(stages, x, weights, *options, topk_experts)
+        *outputs, kept = layer.forward(stages, x, weights, k, activation, policy, renormalize, topk_experts)
         saved = bridge.by_name(kept.tensors())
         del saved["x"]
-        return Forward(*bridge.tensors(outputs), saved["token_expert_indices"].view(-1, self.k), saved)
+        return Forward(*bridge.tensors(outputs), saved["token_expert_indices"].view(-1, k), saved)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
-        *options, version = self
-        kept = layer.Saved.of(given.x, given.arrays, *options)
+        k, activation, policy, renormalize, version = self
+        kept = layer.Saved.of(given.x, given.arrays, k, activation, policy, renormalize)
         stages = raw_layer.stages_for(given.x, given.weights, bridge.executor, version)
         more = {"overwrite": given.last, "wanted": given.wanted, **given.d_losses}
         return layer.backward(stages, given.d_out, kept, given.weights, **more)[:5]
@@ -279,11 +281,11 @@ class _MoEBlaze(NamedTuple):
 # ---- the door ------------------------------------------------------------------------------
 
 
-def _either(dtypes):
+def _either(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(map(str, dtypes))
 
 
-def _check_tensors(x, weights, layer):
+def _check_tensors(x: Tensor, weights: Weights, layer: MoEModule) -> None:
     """Everything lies on one device and has a dtype that the layer computes in; the shape of x fits."""
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"x is on {x.device}, but {type(layer).__name__} runs on cuda or cpu")
@@ -300,7 +302,7 @@ def _check_tensors(x, weights, layer):
         raise ValueError(f"x has shape {tuple(x.shape)}, but it must be (..., d={width})")
 
 
-def _check_shapes(wg, w1, w2, w3):
+def _check_shapes(wg: Tensor, w1: Tensor, w2: Tensor | None, w3: Tensor) -> None:
     """The weights fit each other; a rank may have fewer experts than its router knows."""
     checks.check_shape("wg", wg, {"d": None, "E": None})
     d = wg.shape[0]
@@ -311,7 +313,7 @@ def _check_shapes(wg, w1, w2, w3):
     checks.check_shape("w3", w3, {"E": E, "h": h, "d": d})
 
 
-def _cast(x, weights):
+def _cast(x: Tensor, weights: Weights) -> tuple[Tensor, Sequence[Tensor | None]]:
     """x and the weights, contiguous, in autocast's dtype where that is on; autograd casts their gradients back."""
     device = x.device.type
     casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
@@ -322,7 +324,7 @@ def _cast(x, weights):
     return x.to(dtype), tuple([None if w is None else w.to(dtype).contiguous() for w in weights])
 
 
-def _checked_routing(topk_experts, x, layer):
+def _checked_routing(topk_experts: Tensor, x: Tensor, layer: MoEModule) -> Tensor:
     """A routing given by the caller: this is the one place that looks at its values."""
     checks.check_type("topk_experts", topk_experts, Tensor)
     if topk_experts.dtype != torch.int32:
@@ -340,7 +342,7 @@ _tapes: ContextVar[tuple[list[Tensor], ...]] = ContextVar("tapes", default=())  
 _replay: ContextVar[Iterator[Tensor] | None] = ContextVar("replay", default=None)  # the choices made before
 
 
-def keep_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
+def keep_routing() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For ``torch.utils.checkpoint``: the recomputation replays the choice of experts instead of making it again.
 
     Returns
@@ -354,20 +356,21 @@ def keep_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
     return _Setting(_tapes, lambda: (*_tapes.get(), tape)), _Setting(_replay, lambda: iter(tape))
 
 
-class _Setting(AbstractContextManager):
+class _Setting(AbstractContextManager[None]):
     """A context variable with another value, anew each time that the context is entered."""
 
-    def __init__(self, variable: ContextVar, make: Callable[[], Any]):
-        self._variable, self._make, self._tokens = variable, make, []
+    def __init__(self, variable: ContextVar[Any], make: Callable[[], Any]):
+        self._variable, self._make = variable, make
+        self._tokens: list[Token[Any]] = []
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self._tokens.append(self._variable.set(self._make()))
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self._variable.reset(self._tokens.pop())
 
 
-def _remember_routing(topk_experts: Tensor):
+def _remember_routing(topk_experts: Tensor) -> None:
     for tape in _tapes.get():
         tape.append(topk_experts)
 

@@ -31,7 +31,7 @@ def _tables(x: Tensor, wg: Tensor, experts: Tensor, padded_rows: Tensor, padded_
     }
 
 
-def _bins(row_order: Tensor, row_experts: Tensor, ends: Tensor, padded_ends: Tensor, rows: int) -> dict[str, Tensor]:
+def _bins(row_order: Tensor, row_experts: Tensor, ends: Tensor, padded_ends: Tensor, *, rows: int) -> dict[str, Tensor]:
     """Return the choice of experts, and the bins of so many padded rows, from the tables."""
     order, experts = row_order.long(), row_experts.long()
     starts, padded_offsets = (F.pad(table, (1, 0)) for table in (ends, padded_ends))

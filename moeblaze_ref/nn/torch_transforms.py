@@ -1,6 +1,7 @@
 """Torch's function transforms and its tracer, of a layer whose kernels torch cannot look into: each raises one line."""
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ transforms_active = torch._C._are_functorch_transforms_active  # whether one of 
 tracing = torch._C._get_tracing_state  # what torch.jit.trace has recorded; None if it is not running
 
 
-def refuse_transform(layer: str):
+def refuse_transform(layer: str) -> None:
     """Raise RuntimeError if torch.jit.trace is running, or a transform that the layer does not run under.
 
     Parameters
@@ -37,7 +38,7 @@ def refuse_transform(layer: str):
         raise RuntimeError(f"{layer} does not run under {called}: {instead}")
 
 
-def refuse_forward_mode(layer: str):
+def refuse_forward_mode(layer: str) -> NoReturn:
     """Raise RuntimeError: the layer has no forward-mode derivative."""
     raise RuntimeError(
         f"{layer} has no forward-mode derivative (torch.func.linearize, torch.autograd.forward_ad): call "
@@ -45,7 +46,7 @@ def refuse_forward_mode(layer: str):
     )
 
 
-def check_backward(layer: str, gradients: Iterable[Tensor | None]):
+def check_backward(layer: str, gradients: Iterable[Tensor | None]) -> None:
     """Raise RuntimeError for a backward that a node of the layer cannot do.
 
     Parameters

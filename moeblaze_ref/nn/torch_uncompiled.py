@@ -4,19 +4,22 @@ A module of its own: to mark a function so imports the compiler, more than a sec
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Returned = TypeVar("Returned")
 
-@torch.compiler.disable(reason="torch cannot compile an MoE layer of moeblaze_ref: leave out fullgraph=True")
-def run(function: Callable[..., Any], *arguments: Any) -> Any:
+
+@torch.compiler.disable(reason="torch cannot compile an MoE layer of moeblaze_ref: leave out fullgraph=True")  # type: ignore[no-untyped-call, untyped-decorator]
+def run(function: Callable[..., Returned], *arguments: Any) -> Returned:
     """``function(*arguments)``, outside of any compiled graph."""
     return function(*arguments)
 
 
-@torch.compiler.assume_constant_result  # so that a strict export calls it, too, in place of tracing it
-def refuse_export(layer: str):
+# torch's decorators have no types.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # so that a strict export calls it, too, in place of tracing it
+def refuse_export(layer: str) -> None:
     """Raise RuntimeError: an exported program cannot hold the layer."""
     raise RuntimeError(
         f"torch.export cannot export {layer}: save its state_dict, and load it into a {layer} where it runs"
