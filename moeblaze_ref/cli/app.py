@@ -225,8 +225,8 @@ def _coverage(context: typer.Context, as_json: bool):
 
 def _given(context: typer.Context) -> list[str]:
     """The options of a command that the command line names."""
-    named = (one for one in context.command.params if context.get_parameter_source(one.name).name == "COMMANDLINE")
-    return [one.opts[0] for one in named]
+    sources = {one.opts[0]: context.get_parameter_source(one.name) for one in context.command.params if one.name}
+    return [option for option, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def _check_kernel(
@@ -326,10 +326,17 @@ def bench(
     """
     from moeblaze_ref.bench import plan, report, results
 
-    named = {"presets": preset, "policies": policy, "systems": system, "stages": stage, "versions": version}
-    given = {name: tuple(dict.fromkeys(",".join(names).split(","))) if names else () for name, names in named.items()}
-    numbers = {"tokens": tokens, "capacity_factor": capacity_factor, "repetitions": repetitions}
-    request = plan.Request(**given, **numbers, routing=routing)
+    request = plan.Request(
+        presets=_names(preset),
+        tokens=tokens,
+        policies=_names(policy),
+        systems=_names(system),
+        routing=routing,
+        capacity_factor=capacity_factor,
+        stages=_names(stage),
+        versions=_names(version),
+        repetitions=repetitions,
+    )
     with user_errors():
         jobs = plan.jobs(kind, request)
         device = plan.gpu()
@@ -345,6 +352,11 @@ def bench(
         with user_errors():
             results.add(record, result, force)
     raise typer.Exit(1 if report.wrong(rows) else 0)
+
+
+def _names(repeated: list[str] | None) -> tuple[str, ...]:
+    """The names of a repeatable option, each of which may be a list with commas; none twice."""
+    return tuple(dict.fromkeys(",".join(repeated).split(","))) if repeated else ()
 
 
 @app.command()

@@ -5,6 +5,7 @@ available backend, and of the memory account that autograd itself confirms.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,8 +67,7 @@ def run(steps: int, out: Path, console: Console, force: bool = False) -> list[ch
         f"(Numba's simulator, where there is no GPU, gets the first {check.SIMULATOR_ROWS} routed rows of each)"
     )
     rows = progress.run_with_bar("cross-checking", check.plan(STAGES, cases=cases))
-    blocks = zip(result.model.blocks, cases, strict=True)
-    rows += [_compare_kept_bytes(layer, block.moe, case) for block, case in blocks]
+    rows += [_compare_kept_bytes(layer, moe, case) for moe, case in zip(_layers(result), cases, strict=True)]
     written = figures.save_all(_figures(result, cases, layer, reports), out, force)
     console.print(terminal.check_table(rows))
     console.print(terminal.verdict(rows))
@@ -96,11 +96,15 @@ def _cases(result: TrainResult) -> list[Case]:
     config = result.model.config
     generator = torch.Generator().manual_seed(0)
     tokens, _ = data.sample_windows(data.python_help().validation, WINDOWS, config.sequence, generator)
-    layers = zip(result.model.blocks, capture(result.model, tokens), strict=True)
+    layers = zip(_layers(result), capture(result.model, tokens), strict=True)
     return [
-        case_of_layer(f"layer {number} of the trained model", block.moe, seen.x)
-        for number, (block, seen) in enumerate(layers)
+        case_of_layer(f"layer {number} of the trained model", moe, seen.x) for number, (moe, seen) in enumerate(layers)
     ]
+
+
+def _layers(result: TrainResult) -> list[Any]:
+    """Return the model's MoE layers; a ModuleList does not say of which class."""
+    return [block.moe for block in result.model.blocks]
 
 
 def case_of_layer(name: str, moe: oracle.OracleMoE, x: np.ndarray) -> Case:

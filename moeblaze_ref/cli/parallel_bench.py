@@ -111,9 +111,10 @@ def placement_of(name: str, trace: RoutingTrace, sample: RoutingTrace, on: Clust
         from moeblaze_ref.placement import methods  # it needs OR-Tools, which a file does not
 
         checks.check_name("method of placement", name, methods.METHODS)
-        found = methods.METHODS[name](profile(sample), on, methods.Options()).placement
-        if found is None:
+        fitted = methods.METHODS[name](profile(sample), on, methods.Options()).placement
+        if fitted is None:
             raise ValueError(f"{name} replicates experts, but here every expert has one GPU")
+        found = fitted
     found.check_fits(trace.topk.shape[1], trace.num_experts, trace.model)
     if found.num_gpus != on.num_gpus:
         raise ValueError(f"{name} is for {found.num_gpus} GPUs, but there are {on.num_gpus} ranks")
@@ -241,7 +242,8 @@ def _run(
     placements = placements_of(names, trace, sample, costs.on, ranks)
     taken = replay(placements, windows, d, h, ranks, dtype)
     found = [
-        beside_model(Path(name).stem, *of, windows, costs) for name, *of in zip(names, taken, placements, strict=True)
+        beside_model(Path(name).stem, times, placement, windows, costs)
+        for name, times, placement in zip(names, taken, placements, strict=True)
     ]
     if ranks.rank == 0:
         model = {"model": trace.model, "layers": trace.topk.shape[1], "experts": trace.num_experts, "k": k}

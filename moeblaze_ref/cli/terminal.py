@@ -26,7 +26,7 @@ def check_table(rows: list[Row], every_shape: bool = False) -> Table:
         table.add_column(name, justify="right" if name in NUMBERS else "left", min_width=width, no_wrap=True)
     table.add_column(_cut("shape" if every_shape else "worst shape"))  # Rich narrows this one: no other may wrap
     for *others, shape in lines:
-        table.add_row(*others, _cut(shape))
+        table.add_row(*others, _cut(str(shape)))
     return table
 
 

@@ -38,8 +38,8 @@ class MegaBlocks(NamedTuple):
         sparse = block_sparse.stages_for(x, block, bridge.executor, version)
         out, kept = megablocks.forward(sparse, x, *weights[1:], dispatch, gates, activation, block)
         saved = bridge.by_name({"token_expert_indices": dispatch.token_expert_indices, **kept.tensors()})
-        chosen = saved["token_expert_indices"].view(-1, k)
-        return Forward(*bridge.tensors([out, *losses]), chosen, saved)
+        out, balance, z = bridge.tensors([out, *losses])
+        return Forward(out, balance, z, saved["token_expert_indices"].view(-1, k), saved)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
         x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted

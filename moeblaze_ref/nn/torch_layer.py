@@ -268,7 +268,8 @@ class _MoEBlaze(NamedTuple):
         *outputs, kept = layer.forward(stages, x, weights, k, activation, policy, renormalize, topk_experts)
         saved = bridge.by_name(kept.tensors())
         del saved["x"]
-        return Forward(*bridge.tensors(outputs), saved["token_expert_indices"].view(-1, k), saved)
+        out, balance, z = bridge.tensors(outputs)
+        return Forward(out, balance, z, saved["token_expert_indices"].view(-1, k), saved)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
         k, activation, policy, renormalize, version = self

@@ -78,6 +78,9 @@ class ExpertParallelMoE(KernelMoE):
     tokens as came, their rows too. Partial sums travel in the dtype of x.
     """
 
+    owners: Tensor  # (E,) int32: each expert's rank
+    here: Tensor  # (E,) int32: its place on this rank, or EMPTY
+
     def __init__(
         self,
         d: int,
@@ -106,8 +109,8 @@ class ExpertParallelMoE(KernelMoE):
         here = torch.full((E,), EMPTY, dtype=torch.int32)
         here[experts] = torch.arange(len(experts), dtype=torch.int32)
         owners = torch.from_numpy(placement.assignment[layer].copy())
-        self.register_buffer("owners", owners.to(device), persistent=False)  # (E,) int32: each expert's rank
-        self.register_buffer("here", here.to(device), persistent=False)  # (E,) int32: its place on this rank, or EMPTY
+        self.register_buffer("owners", owners.to(device), persistent=False)
+        self.register_buffer("here", here.to(device), persistent=False)
         mine = {"d": d, "h": h, "E": E, "k": k, "activation": activation, "renormalize": renormalize}
         _check_alike(ranks, mine | {"dtype": self.wg.dtype}, _digest(placement, layer), self.wg.device)
         with torch.no_grad():
@@ -119,6 +122,7 @@ class ExpertParallelMoE(KernelMoE):
         self.wg.copy_(whole.wg)
         for mine, theirs in zip(self.weights[1:], whole.weights[1:], strict=True):
             if mine is not None:
+                assert theirs is not None  # as w2 is, of an activation without it
                 mine.copy_(theirs[self.experts])
 
     def _system(self, x: Tensor, weights: MoEWeights) -> System:
@@ -174,12 +178,12 @@ class _OverRanks(NamedTuple):
         batch = BatchGating(stages.gating, bridge, self.ranks)
         choice = layer.choose(batch.within(stages), x, weights.wg, self.k, self.renormalize, topk_experts)
         chosen, gates, *losses = bridge.tensors(choice)
-        losses = self.ranks.total(torch.stack(losses) * batch.part).unbind()
+        balance, z = self.ranks.total(torch.stack(losses) * batch.part).unbind()
         trip = Trip.planned(self.ranks, stages, bridge, chosen, self.owners)
         sums, arrived = _visit(trip, stages, bridge, bridge.tensor(x), chosen, gates, weights, self)
         out = trip.back(sums)
         saved = {"chosen": chosen, "shares": batch.shares, "part": batch.part, **trip.tensors(), **arrived}
-        return Forward(out, *losses, chosen, saved, trip.counts)
+        return Forward(out, balance, z, chosen, saved, trip.counts)
 
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
         x, weights, arrays, wanted = given.x, given.weights, given.arrays, given.wanted

@@ -19,6 +19,7 @@ from moeblaze_ref.parallel.layer import ExpertParallelMoE
 from moeblaze_ref.parallel.ranks import Ranks
 from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.simulate import Cluster
+from moeblaze_ref.runtime.clock import Clock
 from moeblaze_ref.runtime.device import Gpu
 from moeblaze_ref.systems.layer import MoEWeights
 
@@ -33,7 +34,7 @@ class Host:
 
     torch_device = torch.device("cpu")
 
-    def settle(self):
+    def settle(self) -> None:
         """There is no queue."""
 
     def mark(self) -> float:
@@ -65,7 +66,8 @@ class MarkedRanks(Ranks):
 
     def __init__(self, clock: Gpu | Host):
         super().__init__()
-        self.clock, self.marks, self.lines_up = clock, [], False
+        self.clock, self.lines_up = clock, False
+        self.marks: list[tuple[Any, Any]] = []
         self._nothing = torch.zeros(1, device=clock.torch_device)
 
     def line_up(self):
@@ -106,10 +108,9 @@ class Model:
     """
 
     def __init__(self, placement: Placement, d: int, h: int, k: int, ranks: MarkedRanks, dtype: torch.dtype):
-        sizes = {"d": d, "h": h, "E": placement.E, "k": k, "device": ranks.clock.torch_device, "dtype": dtype}
-        self.ranks = ranks
+        self.ranks, device = ranks, ranks.clock.torch_device
         self.layers = [
-            ExpertParallelMoE(placement=placement, layer=layer, ranks=ranks, **sizes)
+            ExpertParallelMoE(d, h, placement.E, k, placement, layer, ranks=ranks, device=device, dtype=dtype)
             for layer in range(placement.layers)
         ]
 
@@ -131,7 +132,7 @@ class Model:
 
     def _timed(self, x, topk):
         """Milliseconds of a step, and of its parts (layers, 3)."""
-        clock = self.ranks.clock
+        clock: Clock = self.ranks.clock
         self.ranks.line_up()
         self.ranks.marks = []
         begin = clock.mark()

@@ -109,7 +109,7 @@ class Ranks:
         """
         members = dist.get_process_group_ranks(self.group)
         patient = dist.new_group(members, timeout=ALONE, backend="gloo", use_local_synchronization=True)
-        made = [_outcome(make) if self.rank == 0 else None]
+        made: list[Any] = [_outcome(make) if self.rank == 0 else None]
         _or_lost(dist.broadcast_object_list, made, group=patient, group_src=0)
         value, error = made[0]
         if error is not None:

@@ -112,10 +112,11 @@ class Watch(AbstractContextManager):
         self.timeout = checks.check_positive("timeout", timeout)
         check_initialised()
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore(f"moeblaze watch {next(_watches)}", _get_default_store().clone())
+        self._store = dist.PrefixStore(f"moeblaze watch {next(_watches)}", _get_default_store().clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=LOST_AFTER * self.timeout))
         self._pause = self.timeout / SIGNS
-        self._state, self._lost = WORKING, None
+        self._state = WORKING
+        self._lost: str | None = None
         self._main_has_left = threading.Event()
         self._over = threading.Event()  # nobody is waited for any more
         self._thread = threading.Thread(target=self._watch, name="watch of the ranks", daemon=True)

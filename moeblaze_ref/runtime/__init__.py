@@ -19,6 +19,9 @@ from moeblaze_ref.runtime.source import Module
 class Executor(Protocol):
     """What compiles and runs kernel files."""
 
+    def __hash__(self) -> int:
+        """It is a key of caches."""
+
     @property
     def name(self) -> str:
         """The name of its backend, such as for messages."""

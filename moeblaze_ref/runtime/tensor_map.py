@@ -69,7 +69,7 @@ class TensorMap:
     layout: Layout = field(init=False)
 
     def __post_init__(self) -> None:
-        rank = getattr(self.array, "ndim", None)
+        rank = getattr(self.array, "ndim", 0)
         checks.check_array("array of the TensorMap", self.array, rank, DTYPES, contiguous=False)
         object.__setattr__(self, "layout", Layout.of(self.array))  # the way to set a field of a frozen dataclass
         check_layout(self.layout, self.box)

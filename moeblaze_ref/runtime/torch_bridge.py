@@ -32,9 +32,9 @@ class Bridge:
         """The same of several."""
         return [None if tensor is None else self._array(tensor.detach().resolve_neg()) for tensor in tensors]
 
-    def tensor(self, array: Array | None) -> Tensor | None:
+    def tensor(self, array: Array) -> Tensor:
         """The array's own memory as a tensor."""
-        tensor: Tensor | None = self.tensors([array])[0]
+        tensor: Tensor = self.tensors([array])[0]
         return tensor
 
     def tensors(self, arrays: Iterable[Array | None]) -> list[Any]:

@@ -166,10 +166,11 @@ class Desk:
 
     def _unsolved(self, problem: str) -> Unsolved:
         """The failure of the exercise tried last, with its hint if it is not the first."""
-        self.failures[self.last.name] += 1
-        if self.failures[self.last.name] < FAILURES_BEFORE_HINT:
+        last = self._asked_for(None)
+        self.failures[last.name] += 1
+        if self.failures[last.name] < FAILURES_BEFORE_HINT:
             return Unsolved(f"{problem}\n\nhint() gives a hint, solution() the solution.")
-        return Unsolved(f"{problem}\n\nHint: {self.last.hint}\nsolution() shows the solution.")
+        return Unsolved(f"{problem}\n\nHint: {last.hint}\nsolution() shows the solution.")
 
 
 def _check_answers(exercise: Prediction | Construction, said: dict[str, Any]):
@@ -177,9 +178,9 @@ def _check_answers(exercise: Prediction | Construction, said: dict[str, Any]):
     if said.keys() != exercise.asked.keys():
         asked = ", ".join(exercise.asked)
         raise Unsolved(f"{exercise.name} asks for {asked}, but was given {', '.join(said) or 'nothing'}")
-    for key, asked in exercise.asked.items():
+    for key, question in exercise.asked.items():
         if said[key] is ...:
-            raise Unsolved(f"{key} is still ...: put your {exercise.noun} in its place ({asked.unit})")
+            raise Unsolved(f"{key} is still ...: put your {exercise.noun} in its place ({question.unit})")
 
 
 def _check_kind(name: str, said: Any, truth: float | str, unit: str):

@@ -35,6 +35,11 @@ class Asked:
 class _Answered:
     """The cell of an exercise that calls ``function`` with an answer for each name in ``asked``."""
 
+    name: str
+    function: str
+    given: dict[str, Any]
+    asked: dict[str, Asked]
+    steps: tuple[str, ...]
     language = "python"
 
     @property

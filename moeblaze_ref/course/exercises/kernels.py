@@ -41,7 +41,7 @@ class Kernel:
         return "c++" if "__global__" in self.text else "python"
 
     @property
-    def launch(self) -> dict[str, str]:
+    def launch(self) -> dict[str, str | None]:
         """Options of the checker; none for a Numba kernel, which states its launch itself."""
         if self.language == "python":
             return {}
