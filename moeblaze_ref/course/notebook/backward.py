@@ -1,6 +1,6 @@
 """The backward by hand: every tensor of one layer in reach of autograd, and pictures of where gradients flow."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class Tape:
         routing = oracle.decide(logits, self.case.k, self.case.renormalize, self.choice)
         order = oracle.expert_order(routing.topk_experts, self.case.E)
         a, b = oracle.expert_up(x_experts, order, w1, w2)  # (R, h) each
+        assert b is not None  # as the activation is gated
         y_swi = oracle.activate(a, b, self.case.activation)  # (R, h)
         y = oracle.expert_down(y_swi, order, w3)  # (R, d)
         out = oracle.combine(y, routing.gates, order)  # (L, d)
@@ -100,7 +101,8 @@ class Tape:
 # Differences: is autograd itself right? ------------------------------------------------------------------------------
 
 
-class Quotients(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Quotients:
     """Errors of difference quotients of one element against autograd, for steps from large to small."""
 
     index: tuple[int, ...]  # the element
@@ -163,8 +165,8 @@ def gap_picture(right: dict[str, float], wrong: dict[str, float]) -> Figure:
     names = [*right, *wrong]
     figure = Figure(figsize=(9, 0.9 + 0.27 * len(names)), layout="constrained")
     axes = figure.subplots()
-    axes.plot(right.values(), range(len(right)), label="derived here", **dotted(BLUE))
-    axes.plot(wrong.values(), range(len(right), len(names)), label="with a mistake", **dotted(VERMILLION))
+    axes.plot([*right.values()], range(len(right)), label="derived here", **dotted(BLUE))
+    axes.plot([*wrong.values()], range(len(right), len(names)), label="with a mistake", **dotted(VERMILLION))
     axes.axvline(BOUNDS["float64"], color=BLACK, linewidth=0.8, label=f"the bound, {BOUNDS['float64']:.0e}")
     axes.set_xscale("log")
     axes.set_xlim(1e-17, 10)

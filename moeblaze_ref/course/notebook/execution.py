@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from jupyter_client import AsyncKernelClient, AsyncKernelManager
@@ -28,7 +29,9 @@ class _WatchfulChannel(AsyncZMQSocketChannel):
     jupyter_client sends past the asynchronous socket, which then misses the one signal of the arrival.
     """
 
-    async def get_msg(self, timeout=None):
+    async def get_msg(  # type: ignore[override]  # as AsyncZMQSocketChannel's own
+        self, timeout: float | None = None
+    ) -> dict[str, Any]:
         """The next message; queue.Empty if there is none within ``timeout`` seconds, None for ever."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:

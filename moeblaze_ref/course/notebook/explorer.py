@@ -1,7 +1,7 @@
 """Route a handful of tokens by hand, and see what every system makes of it."""
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ipywidgets import Button, FloatSlider, GridBox, HBox, IntSlider, Label, Layout, ValueWidget, VBox
@@ -40,6 +40,8 @@ class RoutingGrid(VBox, ValueWidget):
     ----------
     value : Routing
     """
+
+    children: tuple[Any, ...]  # ipywidgets has no types
 
     def __init__(self, topk_experts: np.ndarray, num_experts: int):
         L, k = topk_experts.shape

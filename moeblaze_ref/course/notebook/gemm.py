@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ from moeblaze_ref.course.notebook.dispatch import EXPERT_COLORS, PALE
 from moeblaze_ref.memory.plots import BLUE, GREY, ORANGE
 from moeblaze_ref.runtime import ceil_div, simt_executor
 from moeblaze_ref.runtime.record import LaunchRecord, RecordingExecutor
-from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
+from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined
 
 # Counts --------------------------------------------------------------------------------------------------------------
@@ -41,11 +41,11 @@ class EditedExecutor(SimtExecutor):
         From ``load``, if a file does not hold what an edit replaces.
     """
 
-    def __init__(self, edits: Mapping[str, str], appended: str = "", **options):
+    def __init__(self, edits: Mapping[str, str], appended: str = "", **options: Any):
         super().__init__(**options)
         self.edits, self.appended = edits, appended
 
-    def load(self, file: str, text: str | None = None, **constants):
+    def load(self, file: str, text: str | None = None, **constants: Any) -> SimtModule:
         """Load a kernel file; see `SimtExecutor.load`."""
         text = inlined(file) if text is None else text
         for right, other in self.edits.items():
@@ -91,9 +91,16 @@ def count_up(
 
 def count_one(version: str, x: np.ndarray, w: np.ndarray, dispatch: Dispatch) -> LaunchReport:
     """The launch of one projection by itself, in tiles as wide as each of two has in `count_up`."""
-    whole = tiles.DEFAULTS["3_mma"]
+    whole = _mma_tile()
     with tiles.trying(replace(whole, columns=whole.columns // 2)):
         return count_up(version, x, w, None, dispatch, "silu")
+
+
+def _mma_tile() -> tiles.MmaTile:
+    """The default tile of version 3."""
+    tile = tiles.DEFAULTS["3_mma"]
+    assert isinstance(tile, tiles.MmaTile)
+    return tile
 
 
 def count_down(version: str, y_swi: np.ndarray, w3: np.ndarray, dispatch: Dispatch) -> LaunchReport:
@@ -119,9 +126,12 @@ def header_symbols(
         "expert_up" or "expert_down".
     """
     tile, projections = tiles.DEFAULTS.get(version), 1 + is_gated(config.activation)
+    assert tile is None or isinstance(tile, tiles.MmaTile)  # of Hopper's versions are other stories
     rows, columns = (1, 1) if version == "1_naive" else gemm.extent(tile)
     width, results = (config.h, projections) if kernel == "expert_up" else (config.d, 1)
     sizes = {"L": config.L, "d": config.d, "h": config.h, "E": config.E, "R": config.R, "s": config.itemsize}
+    # Of a dispatch the launch reads but L, R and E.
+    launch = gemm.rows_launch(simt_executor(), version, config, width, tile, results)  # type: ignore[arg-type]
     return sizes | {
         "G": projections,
         "P": 1,  # STORE_PROJECTIONS and
@@ -129,8 +139,7 @@ def header_symbols(
         "C": ceil_div(config.h, columns),
         "D": ceil_div(config.d, columns),
         "tiles": sum(ceil_div(length, rows) for length in lengths),
-        # Of a dispatch the launch reads but L, R and E.
-        "blocks": prod(gemm.rows_launch(simt_executor(), version, config, width, tile, results)["grid"]),
+        "blocks": prod(launch["grid"]),
         "THREADS": gemm.THREADS,
         **(tile.symbols(config.itemsize, config.d, config.h, projections) if tile else {}),
     }
@@ -166,11 +175,11 @@ def count_products(version: str, x: np.ndarray, w1: np.ndarray, w2: np.ndarray, 
 class _Counting(EditedExecutor):
     """Counts with the counter that edits advance; one worker, so that no count is lost."""
 
-    def __init__(self, edits):
+    def __init__(self, edits: Mapping[str, str]):
         super().__init__(edits, TAKE, workers=1)
 
-    def load(self, file, **constants):
-        self.module = super().load(file, text=COUNTER + inlined(file), **constants)
+    def load(self, file: str, text: str | None = None, **constants: Any) -> SimtModule:
+        self.module = super().load(file, COUNTER + (inlined(file) if text is None else text), **constants)
         return self.module
 
     def take(self) -> int:
@@ -212,7 +221,7 @@ def gather_picture(dispatch: Dispatch, expert: int) -> Figure:
         _row(axes, 14.5, position, 4, "white", "", edgecolor=GREY, linestyle="--")
         if owner == expert:
             _row(axes, 9.5, position, 4, color, f"x[{token}]")
-            line = {"color": color, "linewidth": 1.5}
+            line: dict[str, Any] = {"color": color, "linewidth": 1.5}
             axes.plot([4, 6.5], [top + token + 0.5, position + 0.5], **line)
             axes.plot([7.5, 9.5], [position + 0.5, position + 0.5], **line)
     for left, name in ((0, "x (L, d)"), (6.0, "indices (R,)"), (9.5, f"tile of expert {expert}")):
@@ -291,7 +300,7 @@ def fragment_picture(lane: int) -> Figure:
             color = BLUE if mine else (PALE if owner // 4 % 2 else "#DDEEF8")
             text = f"{operand.lower()}{held.element[row, column]}" if mine else str(owner)
             axes.add_patch(Rectangle((left + column, top + row), 1, 1, facecolor=color, edgecolor="white"))
-            letters = {"color": "white", "weight": "bold"} if mine else {"color": "#666666"}
+            letters: dict[str, Any] = {"color": "white", "weight": "bold"} if mine else {"color": "#666666"}
             axes.text(left + column + 0.5, top + row + 0.5, text, ha="center", va="center", fontsize="small", **letters)
     return figure
 
@@ -372,8 +381,8 @@ def tile_intensity(rows: int, columns: int, results: int = 2, itemsize: int = 2)
 
 def tile_roofline(rows: int, columns: int) -> Figure:
     """`roofline` of version 3 with another tile, two results, in bf16; its title says what the tile takes."""
-    tile = replace(tiles.DEFAULTS["3_mma"], rows=rows, columns=2 * columns)
-    registers = 2 * rows * columns // tiles.DEFAULTS["3_mma"].threads
+    tile = replace(_mma_tile(), rows=rows, columns=2 * columns)
+    registers = 2 * rows * columns // _mma_tile().threads
     figure = roofline([Point(f"tile {rows} x {columns}", tile_intensity(rows, columns), "bf16 tensor cores")])
     kib = tile.shared_bytes >> 10
     taken = f"sums: {registers} registers a thread (of 255), stages: {kib} KiB of shared memory (of 227)"

@@ -305,10 +305,15 @@ def show_ring(*functions: str) -> Markdown:
     known = re.findall(r"^__device__[^\n]*? (\w+)\(", text, re.MULTILINE)
     for function in functions:
         checks.check_name("function of ring.cu", function, known)
-    pattern = r"(?:^//[^\n]*\n)*^__device__[^\n]*? {}\(.*?^}}$"
-    parts = [re.search(pattern.format(name), text, re.MULTILINE | re.DOTALL).group() for name in functions]
-    code = "\n\n".join(parts)
+    code = "\n\n".join(_of_ring(text, name) for name in functions)
     return Markdown(f"`moeblaze_ref/course/notebook/{RING.name}`\n```c++\n{code}\n```")
+
+
+def _of_ring(text: str, function: str) -> str:
+    pattern = rf"(?:^//[^\n]*\n)*^__device__[^\n]*? {function}\(.*?^}}$"
+    found = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+    assert found, function  # which the text has
+    return found.group()
 
 
 # Who holds what of a product ------------------------------------------------------------------------------------------
@@ -392,7 +397,11 @@ def wave_bytes(wave: Sequence[Tile], depth: int) -> int:
 
 
 WAVE_COLORS = (BLUE, ORANGE, GREEN, PURPLE)
-PICTURED = {"lengths": (16 * TILE_ROWS,), "columns": 32, "depth": 1024}  # an expert of conf3, fewer rows
+PICTURED: dict[str, Any] = {
+    "lengths": (16 * TILE_ROWS,),
+    "columns": 32,
+    "depth": 1024,
+}  # an expert of conf3, fewer rows
 
 
 def schedule_picture(band: int) -> Figure:

@@ -29,7 +29,7 @@ from moeblaze_ref.runtime.simt.executor import LaunchReport, SimtExecutor
 from moeblaze_ref.systems.capacity import expert_capacity
 from moeblaze_ref.verify.cases import Case
 
-HEADING = {"loc": "left", "fontsize": "medium"}
+HEADING: dict[str, Any] = {"loc": "left", "fontsize": "medium"}
 DIM = "#666666"  # letters of what takes no part
 FACTORS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)  # of a capacity
 
@@ -165,7 +165,7 @@ def factor_picture(recording: Recording, L: int, block: int = 128) -> Figure:
         Tokens of the step.
     block : int
     """
-    layers = [steeper(one, 1.0, L, recording.k) for one in recording.counts]
+    layers = [steeper(one, 1.0, L, recording.k).tolist() for one in recording.counts]
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for counts in layers:
@@ -194,7 +194,7 @@ def tokens_picture(recording: Recording, layer: int) -> Figure:
     axes = figure.subplots()
     for block, color in zip((16, 32, 64, 128), (GREEN, BLUE, ORANGE, PURPLE), strict=True):
         steps = (steeper(recording.counts[layer], 1.0, L, recording.k) for L in tokens)
-        shares = [100 * padding_share(megablocks_rows(counts, block)) for counts in steps]
+        shares = [100 * padding_share(megablocks_rows(counts.tolist(), block)) for counts in steps]
         axes.plot(tokens, shares, marker="o", markersize=3, label=f"block of {block}", **drawn(color))
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, [f"{L:,}" if L < 1024 else f"{L // 1024}k" for L in tokens])
@@ -327,7 +327,10 @@ def _strip(axes, top, tokens, experts, left=0, crossed=False, pale=False):
     """Cells of tokens, ``EMPTY`` hatched, coloured by expert; crossed out ones are dropped, pale ones numbers only."""
     for place, (token, expert) in enumerate(zip(tokens, experts, strict=True)):
         x, color = left + place, EXPERT_COLORS[expert]
-        look = {"facecolor": "white" if token == EMPTY or crossed or pale else color, "edgecolor": color}
+        look: dict[str, Any] = {
+            "facecolor": "white" if token == EMPTY or crossed or pale else color,
+            "edgecolor": color,
+        }
         if token == EMPTY:
             look |= {"hatch": "////"}
         axes.add_patch(Rectangle((x + 0.06, top + 0.06), 0.88, 1, linewidth=1.5, **look))
@@ -434,9 +437,9 @@ def transpose_picture(topology: Topology, E: int) -> Figure:
         axes.plot([number + 0.5, place + 0.5], [1.05, 3.95], color=EXPERT_COLORS[owners[number]], linewidth=1.5)
     for column, (first, end) in enumerate(zip(topology.column_offsets, topology.column_offsets[1:], strict=False)):
         if end > first:
-            axes.text((first + end) / 2, 5.45, column, ha="center", va="center", size=10)
+            axes.text((first + end) / 2, 5.45, str(column), ha="center", va="center", size=10)
     for row, (first, end) in enumerate(zip(topology.row_offsets, topology.row_offsets[1:], strict=False)):
-        axes.text((first + end) / 2, -0.45, row, ha="center", va="center", size=10)
+        axes.text((first + end) / 2, -0.45, str(row), ha="center", va="center", size=10)
     names = {-0.95: "block row", 0: "values in memory", 4: "transpose_indices", 4.95: "block column"}
     for top, name in names.items():
         axes.text(-0.3, top + 0.5, name, ha="right", va="center", size=10)
@@ -652,10 +655,11 @@ def run_megablocks(case: Case, block: int = 128) -> Run:
 def run_moeblaze(case: Case, policy: str = "paper") -> Run:
     """The same of MoEBlaze's layer, less the launches of its router and its dispatch."""
     executor = SimtExecutor()
-    how = {"executor": executor, "version": VERSION}
     with executor.recording() as launches:
-        made = raw_layer.forward(case.x, case.weights, case.k, case.activation, policy, **how)
-        gradients = raw_layer.backward(case.d_out, made.saved, case.weights, **how)
+        made = raw_layer.forward(
+            case.x, case.weights, case.k, case.activation, policy, executor=executor, version=VERSION
+        )
+        gradients = raw_layer.backward(case.d_out, made.saved, case.weights, executor=executor, version=VERSION)
     experts = [launch for launch in launches if launch.kernel in PARTS]
     return Run(experts, {"out": made.out} | gradients._asdict())
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import ceil, log, prod
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -102,7 +103,8 @@ def _places(tensors, gap):
 def _draw_tensor(axes, tensor, place):
     left, width = place
     rows, color = tensor.shape[0], plots.TENSOR_COLORS[tensor.name]
-    kept, freed = {"facecolor": color}, {"facecolor": "none", "edgecolor": plots.GREY, "linestyle": "--"}
+    kept: dict[str, Any] = {"facecolor": color}
+    freed: dict[str, Any] = {"facecolor": "none", "edgecolor": plots.GREY, "linestyle": "--"}
     axes.add_patch(Rectangle((left, 0), width, rows, clip_on=False, **(kept if tensor.kept else freed)))
     letters = "white" if tensor.kept and color in plots.DARK else "black"
     axes.text(left + width / 2, rows / 2, f"{tensor.bytes / GIB:,.3g}", color=letters, ha="center", va="center")

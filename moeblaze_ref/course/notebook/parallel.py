@@ -38,7 +38,7 @@ class Lesson(NamedTuple):
     k: int = 2
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """The layer's sizes."""
         return {"d": self.d, "h": self.h, "E": self.placement.E, "k": self.k}
 

@@ -4,6 +4,7 @@ Source: MoETuner (arXiv 2502.06643).
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from IPython.display import Markdown
@@ -18,7 +19,7 @@ from moeblaze_ref.placement.maps import Placement
 from moeblaze_ref.placement.synthetic import synthetic_trace
 from moeblaze_ref.placement.trace import Profile
 
-HEADING = {"loc": "left", "fontsize": "medium"}
+HEADING: dict[str, Any] = {"loc": "left", "fontsize": "medium"}
 GPU_COLORS = (SKY, ORANGE)
 
 # Sixteen tokens, two layers of four experts, one expert a token: {(expert before, expert after): tokens}.
@@ -56,6 +57,7 @@ def loads_picture(counts: Mapping[str, np.ndarray]) -> Figure:
 
 def affinity_picture(profile: Profile, layer: int) -> Figure:
     """R between a layer and the next, counted, and over what independent layers would give."""
+    assert profile.R is not None  # a trace gave it
     R = profile.R[layer]
     independent = np.outer(R.sum(axis=1), R.sum(axis=0)) / max(R.sum(), 1)
     figure = Figure(figsize=(10, 4.4), layout="constrained")
@@ -86,6 +88,7 @@ def flows_picture(profile: Profile, placements: Mapping[str, Placement]) -> Figu
     placements : mapping of str to Placement
         By name, on two GPUs.
     """
+    assert profile.R is not None  # a trace gave it
     figure = Figure(figsize=(3.7 * len(placements), 4), layout="constrained")
     for axes, (name, placement) in zip(
         figure.subplots(1, len(placements), squeeze=False)[0], placements.items(), strict=True

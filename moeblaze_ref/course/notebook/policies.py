@@ -113,11 +113,12 @@ def count_layer(config: MoEConfig, policy: str) -> dict[str, list[LaunchReport]]
     sizes = {name: getattr(config, name) for name in "LdhEk"}
     case = make_case(**sizes, routing="zipf", activation=config.activation).astype(config.dtype)
     executor = SimtExecutor()
-    how = {"executor": executor, "version": VERSION}
     with executor.recording() as forward:
-        saved = raw_layer.forward(case.x, case.weights, config.k, config.activation, policy, **how).saved
+        made = raw_layer.forward(
+            case.x, case.weights, config.k, config.activation, policy, executor=executor, version=VERSION
+        )
     with executor.recording() as backward:
-        raw_layer.backward(case.d_out, saved, case.weights, **how)
+        raw_layer.backward(case.d_out, made.saved, case.weights, executor=executor, version=VERSION)
     passes = {"forward": forward, "backward": backward}
     return {name: [launch for launch in launches if launch.kernel in FILES] for name, launches in passes.items()}
 
@@ -348,7 +349,7 @@ def price_picture(d: int, h: int) -> Figure:
     listed = prices(d, h)
     for row, price in enumerate(listed):
         axes.plot(price.flops_per_byte, row, "o", color=UNIT_COLORS[price.unit], markersize=9)
-        where = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
+        where: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
         number = f"{price.flops_per_byte:,.0f}" if price.flops_per_byte >= 10 else f"{price.flops_per_byte:g}"
         axes.annotate(number, (price.flops_per_byte, row), **where)
     for unit, color in UNIT_COLORS.items():

@@ -1,7 +1,7 @@
 """Pictures of a router: whom it chooses, how its losses move it, what a fixed capacity makes of skew."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -110,7 +110,7 @@ def capacity_picture(exponent: float, capacity_factor: float, E: int, k: int) ->
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axes, experts = figure.subplots(), range(E)
     fitting = np.minimum(counts, capacity)
-    empty = {"facecolor": "none", "edgecolor": GREY, "hatch": "///"}
+    empty: dict[str, Any] = {"facecolor": "none", "edgecolor": GREY, "hatch": "///"}
     axes.bar(experts, fitting, label="computed", **filled(BLUE))
     axes.bar(experts, counts - fitting, bottom=fitting, label="dropped", **filled(VERMILLION))
     axes.bar(experts, capacity - fitting, bottom=fitting, label="padding", **empty)

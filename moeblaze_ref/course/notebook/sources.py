@@ -26,7 +26,7 @@ def show_source(*functions: Callable) -> Markdown:
 def _python_block(function):
     function = inspect.unwrap(function)  # a Numba kernel wraps its Python function
     source, first = textwrap.dedent(inspect.getsource(function)), inspect.getsourcelines(function)[1]
-    path = Path(inspect.getsourcefile(function)).relative_to(PACKAGE.parent).as_posix()
+    path = Path(inspect.getsourcefile(function) or "").relative_to(PACKAGE.parent).as_posix()
     return _block("python", f"{path}, line {first}", _DOCSTRING_SECTIONS.sub("", source, count=1))
 
 
@@ -81,7 +81,9 @@ def definition(text: str, name: str) -> str:
     """
     checks.check_name("CUDA function", name, defined(text))
     comment, template, body = r"(?:^//[^\n]*\n)*", r"(?:^template[^\n]*\n)?", r"(?:[^\n]*\}$|.*?^\};?)"
-    return re.search(comment + template + _opening(name) + body, text, re.MULTILINE | re.DOTALL).group()
+    found = re.search(comment + template + _opening(name) + body, text, re.MULTILINE | re.DOTALL)
+    assert found, name  # as `defined` has found it
+    return found.group()
 
 
 def _opening(name):
@@ -92,7 +94,9 @@ def _opening(name):
 
 def kernel_header(file: str) -> str:
     """The comment that a kernel file opens with."""
-    return re.match(r"(?://[^\n]*\n)+", kernel_text(file)).group()
+    found = re.match(r"(?://[^\n]*\n)+", kernel_text(file))
+    assert found, f"{file} does not begin with a comment"
+    return found.group()
 
 
 # What a header states ------------------------------------------------------------------------------------------------

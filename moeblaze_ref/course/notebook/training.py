@@ -86,6 +86,7 @@ KINDS = {
 
 def reads(trace: RoutingTrace) -> np.ndarray:
     """Return how each kind of byte is spread over the experts, (layers, kinds, E): rows add up to 1, or are NaN."""
+    assert trace.token is not None  # of a trace of bytes
     counts = np.zeros((trace.topk.shape[1], 256, trace.num_experts))
     for layer in range(len(counts)):
         for chosen in trace.topk[:, layer].T:  # (tokens,)

@@ -8,7 +8,7 @@ HOME = "api/index"
 def modules() -> dict[str, list[str]]:
     """{package: its modules} by dotted names, in alphabetical order; ``__main__`` is a command and left out."""
     files = sorted(PACKAGE.rglob("*.py"))
-    packages = {_name(file.parent): [] for file in files if file.name == "__init__.py"}
+    packages: dict[str, list[str]] = {_name(file.parent): [] for file in files if file.name == "__init__.py"}
     for file in files:
         if file.name not in ("__init__.py", "__main__.py"):
             packages[_name(file.parent)].append(_name(file.with_suffix("")))
