@@ -31,7 +31,7 @@ def _tables(x: Tensor, wg: Tensor, experts: Tensor, padded_rows: Tensor, padded_
     }
 
 
-def _bins(row_order: Tensor, row_experts: Tensor, ends: Tensor, padded_ends: Tensor, *, rows: int) -> dict[str, Tensor]:
+def _bins(row_order: Tensor, row_experts: Tensor, ends: Tensor, padded_ends: Tensor, rows: int) -> dict[str, Tensor]:
     """Return the choice of experts, and the bins of so many padded rows, from the tables."""
     order, experts = row_order.long(), row_experts.long()
     starts, padded_offsets = (F.pad(table, (1, 0)) for table in (ends, padded_ends))
@@ -61,7 +61,8 @@ class _MemoryOptimized(MegaBlocks):
     def backward(self, bridge: Bridge, given: Backward) -> Sequence[Array | None]:
         arrays = given.arrays
         tables = [arrays.pop(name) for name in ("row_order", "row_experts", "bins", "padded_bins")]
-        bins = _bins(*bridge.tensors(tables), rows=len(arrays["x_rows"]))
+        row_order, row_experts, ends, padded_ends = bridge.tensors(tables)
+        bins = _bins(row_order, row_experts, ends, padded_ends, rows=len(arrays["x_rows"]))
         arrays.update(zip(bins, bridge.arrays(bins.values()), strict=True))
         return super().backward(bridge, given)
 
