@@ -89,7 +89,7 @@ class Backend:
         return OpenStage(self.stage(stage), *_SURROUNDINGS[self.name](version))
 
 
-def refusal(executor: Any, stage: str, version: str) -> str:
+def refusal(executor: Any, stage: str, version: str | None) -> str:
     """Why an executor of raw CUDA does not run a version, by its file's header; empty if it does."""
     from moeblaze_ref.backends.raw_cuda.gemm import file_of
 
@@ -137,8 +137,9 @@ class OpenStage(SimpleNamespace):
         return _each_array(result, self._to_numpy)
 
     def _moved(self, array: Any) -> Any:
-        place = self._memory is not None and isinstance(array, np.ndarray)
-        return self._memory.place(array) if place else self._to_backend(array)
+        if self._memory is not None and isinstance(array, np.ndarray):
+            return self._memory.place(array)
+        return self._to_backend(array)
 
     def _call(self, function: Callable, *arguments, **options):
         moved = (_each_array(argument, self._moved) for argument in arguments)
@@ -215,12 +216,13 @@ def _numba_status() -> Status:
 
 def _simt_status() -> Status:
     from moeblaze_ref.runtime.simt import build
+    from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 
     try:
         build.cuda_include_dirs()
         compiled_by = " ".join(build.compiler())
         build.runtime_library()  # the part that every kernel needs: built if need be, and loaded
-    except build.SimtUnavailable as error:
+    except SimtUnavailable as error:
         detail, _, remedy = str(error).partition("; ")
         return Status(False, detail, remedy)
     except build.SimtCompileError as error:

@@ -108,8 +108,8 @@ def pad(dispatch, block=128):
     rows = int32_output(dispatch.R)
     launch(mark_padding_kernel, dispatch.E, THREADS, offsets, padded_offsets, slots)
     launch(place_rows_kernel, blocks_for(dispatch.R), THREADS, experts, positions, offsets, padded_offsets, slots, rows)
-    arrays = to_caller(dispatch.expert_token_offsets, padded_offsets, slots, rows)
-    return PaddedBins(*arrays, dispatch.k, block)
+    padded_offsets, slots, rows = to_caller(dispatch.expert_token_offsets, padded_offsets, slots, rows)
+    return PaddedBins(padded_offsets, slots, rows, dispatch.k, block)
 
 
 def _padded_offsets(offsets, block):
@@ -516,7 +516,7 @@ def activate(a, b, activation):
 
 @implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)
 def activate_backward(d_y, a, b, activation):
-    d_a, d_b = (None if like is None else float32_output(like.shape) for like in (a, b))
+    d_a, d_b = float32_output(a.shape), None if b is None else float32_output(b.shape)
     operands = all_to_device(d_y, a, b)
     launch(activate_backward_kernel(activation), blocks_for(d_a.size), THREADS, *operands, d_a, d_b)
     return to_caller(a, d_a, d_b)

@@ -28,7 +28,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import (
 )
 from moeblaze_ref.core import stage_contracts
 from moeblaze_ref.core.contract import implements
-from moeblaze_ref.core.structures import EMPTY, Dispatch
+from moeblaze_ref.core.structures import EMPTY, STRUCTURES, Dispatch
 
 SHARED_BYTES = 4 * THREADS  # of the kernels that use any: one int32 a thread
 
@@ -327,7 +327,8 @@ def build(topk_experts, num_experts) -> Dispatch:
     offsets = _scan(_count(routed))  # (E + 1,)
     expert_token_indices, token_index_map = _route(routed, offsets, chosen)  # (R,), (R,)
     arrays = expert_token_indices, offsets, chosen.reshape(num_tokens * k), token_index_map
-    return Dispatch(*to_caller(topk_experts, *arrays), k=k)
+    structures = dict(zip(STRUCTURES, to_caller(topk_experts, *arrays), strict=True))
+    return Dispatch(**structures, k=k)
 
 
 def _empty(num_experts: int, k: int) -> Dispatch:

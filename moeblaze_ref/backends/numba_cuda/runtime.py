@@ -108,9 +108,9 @@ def launch(kernel, blocks: int, threads: int, *arguments, shared_bytes: int = 0)
     """
     if blocks == 0:
         return
-    arguments = [() if argument is None else argument for argument in arguments]
+    passed = [() if argument is None else argument for argument in arguments]
     with _eager_thread_switching() if EXECUTOR == "simulator" else contextlib.nullcontext():
-        kernel[blocks, threads, 0, shared_bytes](*arguments)
+        kernel[blocks, threads, 0, shared_bytes](*passed)
 
 
 def to_device(array):

@@ -13,7 +13,7 @@ from numba.cuda.np.numpy_support import as_dtype
 from numba.cuda.simulator import kernelapi
 from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray
 from numba.cuda.simulator.kernel import BlockManager, BlockThread
-from numba.cuda.types import Type
+from numba.cuda.types.abstract import Type
 
 from moeblaze_ref.runtime.poison import poison
 
@@ -109,7 +109,8 @@ def _attribute(array: FakeWithinKernelCUDAArray, name: str):
 
 def _shared_array(shared: kernelapi.FakeCUDAShared, shape, dtype, alignment=None) -> FakeWithinKernelCUDAArray:
     """``cuda.shared.array``, watched: of a fixed size it is told from others by the line that asks, as Numba does."""
-    _begin_block(shared, tuple(threading.current_thread().blockIdx))
+    thread: Any = threading.current_thread()  # the simulator's
+    _begin_block(shared, tuple(thread.blockIdx))
     dtype = _numpy_dtype(dtype)
     if shape == 0:
         array = np.frombuffer(shared._dynshared.data, dtype, shared._dynshared_size // dtype.itemsize)
@@ -122,7 +123,7 @@ def _shared_array(shared: kernelapi.FakeCUDAShared, shape, dtype, alignment=None
     return FakeWithinKernelCUDAArray(CountingArray(array, "an array in shared memory"))
 
 
-def _begin_block(shared: kernelapi.FakeCUDAShared, block: tuple[int, ...]):
+def _begin_block(shared: Any, block: tuple[int, ...]):
     """A block finds poison in its shared memory, not zeros, nor what the block before has left."""
     if getattr(shared, "block", None) != block:
         shared.block = block

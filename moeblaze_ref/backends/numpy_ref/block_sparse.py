@@ -187,12 +187,12 @@ def _matrix(dense):
 
 @implements(sparse_contracts.ACTIVATE, ARRAYS)
 def activate(a, b, activation):
-    return activation_stage.forward.unchecked(*map(_as_rows, (a, b)), activation).reshape(a.shape)
+    return activation_stage.forward.unchecked(_as_rows(a), _as_rows(b), activation).reshape(a.shape)
 
 
 @implements(sparse_contracts.ACTIVATE_BACKWARD, ARRAYS)
 def activate_backward(d_y, a, b, activation):
-    found = activation_stage.backward.unchecked(*map(_as_rows, (d_y, a, b)), activation)
+    found = activation_stage.backward.unchecked(_as_rows(d_y), _as_rows(a), _as_rows(b), activation)
     return tuple(None if gradient is None else gradient.reshape(a.shape) for gradient in found)
 
 

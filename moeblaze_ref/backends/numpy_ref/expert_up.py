@@ -18,13 +18,12 @@ from moeblaze_ref.core.structures import HIDDEN, only
 
 @implements(stage_contracts.EXPERT_UP, ARRAYS)
 def forward(x, w1, w2, dispatch, activation, stores=HIDDEN):
-    gated = w2 is not None
     a = np.empty((dispatch.R, w1.shape[2]), dtype=x.dtype)  # (R, h)
-    b = np.empty_like(a) if gated else None  # (R, h)
+    b = None if w2 is None else np.empty_like(a)  # (R, h)
     for expert, group, tokens in expert_groups(dispatch):
         rows = x[tokens]  # (rows, d)
         a[group] = rows @ w1[expert]
-        if gated:
+        if b is not None:
             b[group] = rows @ w2[expert]
     return only(stores, a, b, activation_stage.forward.unchecked(a, b, activation))
 

@@ -1,8 +1,8 @@
 """The activation alone in raw CUDA: launches kernels_cuda/activation/."""
 
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.core import checks, stage_contracts
-from moeblaze_ref.core.arrays import size_of
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.arrays import dtype_of, size_of
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor, executor_for
@@ -11,7 +11,7 @@ from moeblaze_ref.runtime import Executor, executor_for
 @implements(stage_contracts.ACT, gemm.ARRAYS)
 def act(a: Array, activation: str, executor: Executor | None = None) -> Array:
     """As a tensor of its own: the expert kernels never need it."""
-    executor, dtype = executor or executor_for(a), checks.dtype_of(a)
+    executor, dtype = executor or executor_for(a), dtype_of(a)
     act_a = executor.empty(a.shape, dtype)  # (R, h)
     if elements := size_of(a):
         module = executor.load("activation/1_elementwise.cu", **gemm.constants(dtype, activation))

@@ -11,7 +11,7 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
 from moeblaze_ref.core import checks, sparse_contracts
-from moeblaze_ref.core.arrays import size_of
+from moeblaze_ref.core.arrays import dtype_of, size_of
 from moeblaze_ref.core.config import is_gated
 from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import EMPTY, Array, Dispatch, PaddedBins, Topology
@@ -28,7 +28,7 @@ MAX_COLUMN_TILES = 65_535  # a launch's extent along y, where versions 2_tiled a
 TILES = (
     tiles.MmaTile(32, 32, warp_rows=32, warp_columns=32),
     tiles.MmaTile(64, 64, warp_rows=32, warp_columns=32),
-    tiles.DEFAULTS["3_mma"],
+    tiles.MMA_TILES[0],
 )
 
 # The structures -------------------------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def backward(
 
 def stages_for(like: Array, block: int, executor: Executor, version: str | None = None) -> megablocks.SparseStages:
     """The functions without their checks, with the executor and the version already chosen."""
-    return _stages(executor, version or default_version(checks.dtype_of(like), like.shape[1], block, executor))
+    return _stages(executor, version or default_version(dtype_of(like), like.shape[1], block, executor))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
@@ -41,7 +42,7 @@ def forward_in_parts(
     checks.check_name("version of combine in parts", version, (DEFAULT_VERSION,))
     gemm.check_slots(dispatch)
     executor = executor or executor_for(parts[0])
-    out = executor.empty((dispatch.L, sum(part.shape[1] for part in parts)), checks.dtype_of(parts[0]))
+    out = executor.empty((dispatch.L, sum(part.shape[1] for part in parts)), dtype_of(parts[0]))
     first = 0
     for part in parts:
         gemm.sum_rows(executor, part, dispatch.token_index_map, dispatch.k, out, gates, first)

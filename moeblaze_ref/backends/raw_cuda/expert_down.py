@@ -1,7 +1,8 @@
 """The down-projection in raw CUDA: launches kernels_cuda/expert_down/."""
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
-from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, executor_for
@@ -29,7 +30,7 @@ def forward(
 def _rows(executor, version, y_swi, w3, dispatch, d):
     """Rows of y in as many columns as ``w3`` has: all d of them, or a part."""
     _, h, width = w3.shape
-    dtype = checks.dtype_of(y_swi)
+    dtype = dtype_of(y_swi)
     y = executor.empty((dispatch.R, width), dtype)
     if dispatch.R:
         tile = tiles.choose(executor, version, "expert_down", dispatch.R, dispatch.E, d, h)
@@ -148,7 +149,7 @@ def _add_rows(executor, dispatch, operands):
 
 def _module_of_sums(executor, name, dispatch, operands):
     """A file that sums in its epilogue, compiled for the tile of the product that it is built on, and the tile."""
-    dtype, d, h = checks.dtype_of(operands["y_swi"]), operands["d"], operands["h"]
+    dtype, d, h = dtype_of(operands["y_swi"]), operands["d"], operands["h"]
     tile = tiles.choose(executor, gemm.portable_version(dtype, d, h), "expert_down", dispatch.R, dispatch.E, d, h)
     return executor.load(f"expert_down/{name}.cu", **gemm.constants(dtype, tile=tile)), tile
 

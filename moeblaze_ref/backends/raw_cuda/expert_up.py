@@ -1,9 +1,11 @@
 """The up-projection in raw CUDA: launches kernels_cuda/expert_up/."""
 
 from collections.abc import Collection
+from typing import Any
 
 from moeblaze_ref.backends.raw_cuda import gemm, tiles
-from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import HIDDEN, Array, Dispatch
 from moeblaze_ref.runtime import Executor, executor_for
@@ -36,7 +38,7 @@ def forward(
     stored = {"a": "a" in stores, "b": "a" in stores and w2 is not None, "y_swi": "y_swi" in stores}
     a, b, y_swi = [executor.empty((dispatch.R, h), dtype) if stored[name] else None for name in HIDDEN]
     if dispatch.R:
-        left_out = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
+        left_out: dict[str, Any] = {macro: 0 for macro, name in _STORE.items() if not stored[name]}
         tile = tiles.choose(executor, version, "expert_up", dispatch.R, dispatch.E, d, h)
         module = executor.load(
             gemm.file_of("expert_up", version), **gemm.constants(dtype, activation, tile), **left_out
@@ -116,7 +118,7 @@ def _sum_on_the_fly(executor, module, operands, dispatch, d_x):
 def _sum_stored_rows(executor, module, version, tile, operands, dispatch, d_x, first, width):
     """``width`` columns of d_x, from ``first`` on, by a product of tiles and a sum; its rows are freed on return."""
     d_a, d_b, w1, w2 = operands
-    dtype, pitch = checks.dtype_of(d_a), d_x.shape[1]
+    dtype, pitch = dtype_of(d_a), d_x.shape[1]
     if width < pitch:
         w1, w2 = [w if w is None else w[:, first : first + width] for w in (w1, w2)]  # (E, width, h)
     rows = executor.empty((dispatch.R, width), dtype)

@@ -16,13 +16,13 @@ VERSIONS = {"1_naive": DTYPES, "2_warp": DTYPES}
 DEFAULT_VERSION = "2_warp"
 THREADS = 256
 WARP = 32
-_NUMBERS = (float, Real)  # an abstract class alone is slow to answer
+_NUMBERS: tuple[type[Any], ...] = (float, Real)  # an abstract class alone is slow to answer
 TOKENS = {"1_naive": THREADS, "2_warp": THREADS // WARP}  # of a block
 
 
 def constants(
     version: str, num_experts: int, renormalize: bool = False, balance: bool = False, pack: int = 4
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Preprocessor constants of a version's file.
 
     Parameters

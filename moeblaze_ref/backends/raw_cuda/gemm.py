@@ -7,8 +7,9 @@ from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
 
-from moeblaze_ref.backends.raw_cuda.tiles import MmaTile, Tile
+from moeblaze_ref.backends.raw_cuda.tiles import BlockTile, HopperTile, Tile
 from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.structures import Array, Dispatch
 from moeblaze_ref.runtime import Executor, ceil_div, widest_pack
@@ -20,7 +21,7 @@ TF32 = "3_mma_tf32"  # 3_mma on floats, rounded to 10 bits of mantissa before th
 ALIGNMENT = 16  # bytes: their kernels move as many at a time
 HOPPER = "7_persistent"  # the sizes below are those of hopper/grouped_matmul.cuh
 HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
-HOPPER_COLUMNS = 256
+HOPPER_COLUMNS = HopperTile.columns
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
 TILE_LIST_BYTES = (1 + 400) * 4  # of tile_lists.cuh: a block's tiles of a weight gradient
@@ -29,7 +30,7 @@ MAX_TILES = 2**30  # of a launch: kernels number them in 32 bits, and blocks tha
 MAX_GATHERED = 2**35  # elements that versions of BY_TMA gather from: they count them by 8 in 32 bits
 MANY_ELEMENTS = 2**26  # of all rows: with fewer, a second launch costs more than the memory is worth
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
-ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
+ROWS_BOX = (64, HopperTile.rows)  # rows of a tile, the depth along them
 DEPTH_BOX = (64, 64)  # rows that are the depth
 WEIGHTS_BOX = (64, 64, 1)  # of one expert's matrix, rows that are the depth
 WEIGHTS_TRANSPOSED_BOX = (64, 256, 1)  # the depth along them
@@ -85,7 +86,7 @@ def sum_rows(
     if gates is not None:
         file, kernel, operands = "combine/2_vector.cu", "combine", {"y": rows, "gates": gates, "out": out}
     pack = widest_pack(rows, gcd(first, width, pitch))
-    executor.load(file, **constants(checks.dtype_of(rows)), PACK=pack).launch(
+    executor.load(file, **constants(dtype_of(rows)), PACK=pack).launch(
         kernel,
         **per_element(WARP * L),  # a warp a token
         **operands,
@@ -113,7 +114,7 @@ def parts_of_rows(version: str, R: int, d: int, h: int) -> list[tuple[int, int]]
 
 def or_nothing(executor: Executor, array: Array | None, like: Array) -> Array:
     """The array, or an empty one where an ungated activation has none: a pointer that no kernel follows."""
-    return executor.empty((0,), checks.dtype_of(like)) if array is None else array
+    return executor.empty((0,), dtype_of(like)) if array is None else array
 
 
 def operand(executor: Executor, version: str, array: Array, box: tuple[int, ...]) -> Any:
@@ -153,7 +154,7 @@ def check_version(
 
     ``gathered`` has the name and the array. The checks call no function: each training step makes them.
     """
-    dtype = checks.dtype_of(array)
+    dtype = dtype_of(array)
     if dtype not in versions.get(version, ()):
         checks.check_name(f"version of {stage}", version, versions)
         able = [name for name, dtypes in versions.items() if dtype in dtypes]
@@ -207,10 +208,10 @@ def rows_launch(
         )
     if version == HOPPER:
         return persistent(executor.multiprocessors, crowded) | {"E": dispatch.E}
-    return per_tile(tile, grid) | {"E": dispatch.E}
+    return per_tile(tile, grid) | {"E": dispatch.E}  # type: ignore[arg-type]  # HopperTile is of HOPPER alone
 
 
-def extent(tile: MmaTile | None, results: int = 1) -> tuple[int, int]:
+def extent(tile: Tile | None, results: int = 1) -> tuple[int, int]:
     """Rows and columns of a block's tile of each result: a tile's, or those of 2_tiled."""
     return (TILE, TILE) if tile is None else (tile.rows, tile.columns // results)
 
@@ -225,7 +226,8 @@ def weights_launch(
     if version == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     tile_rows, tile_columns = extent(tile)
-    return per_tile(tile, (ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts))
+    grid = ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts
+    return per_tile(tile, grid)  # type: ignore[arg-type]  # HopperTile is of HOPPER alone
 
 
 @functools.cache
@@ -234,7 +236,7 @@ def persistent(multiprocessors: int, crowded: bool) -> dict[str, Any]:
     return {"grid": multiprocessors, "block": HOPPER_THREADS[crowded], "shared_bytes": HOPPER_SHARED_BYTES}
 
 
-def per_tile(tile: MmaTile | None, grid: tuple[int, ...]) -> dict[str, Any]:
+def per_tile(tile: BlockTile | None, grid: tuple[int, ...]) -> dict[str, Any]:
     """Launch with a block for each tile: a tile's threads, or those of 2_tiled."""
     if tile is None:
         return {"grid": grid, "block": THREADS}

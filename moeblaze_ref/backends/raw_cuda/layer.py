@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from moeblaze_ref.backends.raw_cuda import activation as activation_stage
 from moeblaze_ref.backends.raw_cuda import combine, dispatch, expert_down, expert_up, gating, gemm, router
-from moeblaze_ref.core import checks
+from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import bodies, implements
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor, executor_for
@@ -72,7 +72,8 @@ def stages_for(x: Array, weights: MoEWeights, executor: Executor, version: str |
     """The stages without their checks, with the executor and the version already chosen."""
     summed = version in expert_down.SUMMED_VERSIONS
     if version is None or summed:
-        version = default_version(checks.dtype_of(x), *weights.w1.shape[1:], executor)
+        _, d, h = weights.w1.shape
+        version = default_version(dtype_of(x), d, h, executor)
     return _stages(executor, version, summed)
 
 

@@ -4,7 +4,8 @@ Source: MoEBlaze (arXiv 2601.05296), section 2: X Wg, with Wg of shape (d, E).
 """
 
 from moeblaze_ref.backends.raw_cuda import gemm
-from moeblaze_ref.core import checks, stage_contracts
+from moeblaze_ref.core import stage_contracts
+from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import implements
 from moeblaze_ref.core.structures import Array
 from moeblaze_ref.runtime import Executor, executor_for
@@ -19,12 +20,12 @@ def forward(x: Array, wg: Array, executor: Executor | None = None) -> Array:
 @implements(stage_contracts.ROUTER_D_X, gemm.ARRAYS)
 def input_gradient(d_logits: Array, wg: Array, executor: Executor | None = None) -> Array:
     """d_logits is rounded to the dtype of wg for the product, whose sums are float32."""
-    executor, dtype = executor or executor_for(wg), checks.dtype_of(wg)
+    executor, dtype = executor or executor_for(wg), dtype_of(wg)
     return executor.matmul(executor.cast(d_logits, dtype), wg.T, dtype)
 
 
 @implements(stage_contracts.ROUTER_D_WG, gemm.ARRAYS)
 def weight_gradient(d_logits: Array, x: Array, executor: Executor | None = None) -> Array:
     """d_logits is rounded to the dtype of x for the product, whose sums are float32."""
-    executor, dtype = executor or executor_for(x), checks.dtype_of(x)
+    executor, dtype = executor or executor_for(x), dtype_of(x)
     return executor.matmul(x.T, executor.cast(d_logits, dtype), dtype)

@@ -101,6 +101,8 @@ class HopperTile:
     """
 
     band: int = 8
+    rows: ClassVar[int] = 128
+    columns: ClassVar[int] = 256
 
     def constants(self, itemsize: int) -> dict[str, int]:
         """For the preprocessor."""
@@ -146,12 +148,14 @@ class WarpgroupTile:
         }
 
 
-Tile = MmaTile | HopperTile | WarpgroupTile
+BlockTile = MmaTile | WarpgroupTile  # of the versions that launch a block for each tile
+Tile = BlockTile | HopperTile
 
 # By version; the first is the default. Those of version 3 take at most 99 KiB of shared memory, which every GPU from
 # sm_80 on gives a block.
+MMA_TILES = (MmaTile(), MmaTile(columns=256), MmaTile(columns=256, band=16), MmaTile(rows=256))
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
-    "3_mma": (MmaTile(), MmaTile(columns=256), MmaTile(columns=256, band=16), MmaTile(rows=256)),
+    "3_mma": MMA_TILES,
     "3_mma_tf32": (MmaTile(warp_rows=32), MmaTile(columns=64, warp_rows=32)),
     "7_persistent": (HopperTile(), HopperTile(band=4), HopperTile(band=16)),
 }
