@@ -6,7 +6,7 @@ a single wrong row among thousands does not move, and one for its rows.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,12 +67,12 @@ class Error(NamedTuple):
     row: float
 
     @property
-    def columns(self) -> dict[str, float]:
+    def columns(self) -> dict[str, Any]:
         """Return the errors as columns of a result row."""
         return {"error": self.whole, "row_error": self.row}
 
 
-NOT_COMPARED = {"error": None, "row_error": None}  # columns of what others are compared with
+NOT_COMPARED: dict[str, Any] = {"error": None, "row_error": None}  # columns of what others are compared with
 
 
 def worst_error(
@@ -153,8 +153,8 @@ class _Reference:
 
     def __init__(self, parameters: RoutedExperts, x: Tensor, d_out: Tensor, chosen: Tensor, kept: Tensor):
         self._parameters, self._x, self._d_out, self._kept = parameters, x.detach(), d_out, kept.flatten()
-        self._leaves = [tensor.detach().float().requires_grad_() for tensor in (x, parameters.wg)]
-        self._routing = oracle.route(*self._leaves, parameters.k, parameters.renormalize, chosen)
+        self._leaves = leaves = [tensor.detach().float().requires_grad_() for tensor in (x, parameters.wg)]
+        self._routing = oracle.route(leaves[0], leaves[1], parameters.k, parameters.renormalize, chosen)
         self._gates = self._routing.gates.detach().flatten()  # (R,)
         self._d_gates = torch.zeros_like(self._gates)
         self.out, self._d_x, self._slack = (torch.zeros_like(self._leaves[0], requires_grad=False) for _ in range(3))
@@ -182,8 +182,8 @@ class _Reference:
         token = slots // self._parameters.k
         rows, gates = self._x[token].float().requires_grad_(), self._gates[slots, None].requires_grad_()
         alone = oracle.Routing(gates, gates, torch.zeros_like(slots)[:, None], gates)
-        w1, w2, w3 = (weights[name][None] if name in weights else None for name in ("w1", "w2", "w3"))
-        out = oracle.experts(rows, alone, w1, w2, w3, self._parameters.activation)
+        of_one = {name: weight[None] for name, weight in weights.items()}
+        out = oracle.experts(rows, alone, of_one["w1"], of_one.get("w2"), of_one["w3"], self._parameters.activation)
         leaves = [rows, gates, *weights.values()]
         d_rows, d_gates, *d_weights = torch.autograd.grad(out, leaves, self._d_out[token].float())
         self.out.index_add_(0, token, out.detach())

@@ -111,7 +111,8 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_rows: Tensor) -> tuple[Any, ...]:
-        return _sum_of_slots(d_rows, *ctx.saved_tensors, ctx.k), None, None, None
+        (row_of_slot,) = ctx.saved_tensors
+        return _sum_of_slots(d_rows, row_of_slot, ctx.k), None, None, None
 
 
 class _SumOfSlots(torch.autograd.Function):
@@ -128,7 +129,7 @@ class _SumOfSlots(torch.autograd.Function):
 
 
 # Every baseline: the function, and the options of torch.compile, or None to run it as it is.
-SYSTEMS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, str] | None]] = {
+SYSTEMS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any] | None]] = {
     "grouped_mm": (index_add_layer, None),
     "grouped_mm_compiled": (index_add_layer, {}),
     "gather_sum": (gather_sum_layer, None),

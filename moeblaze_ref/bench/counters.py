@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +174,7 @@ def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]
         text = log.read_text() if log.exists() else ""
     if found.returncode:
         raise ValueError(f"ncu ended with status {found.returncode}: {_complaint(text + found.stderr + found.stdout)}")
-    head = {"kind": "counters", "preset": preset, "dtype": config.dtype, "tool": _tool(ncu)}
+    head: dict[str, Any] = {"kind": "counters", "preset": preset, "dtype": config.dtype, "tool": _tool(ncu)}
     return [asdict(Row(**head, **row)) for row in rows_of(text, launches(config))]
 
 
@@ -239,7 +240,7 @@ def _number(row: dict[str, str], metric: str) -> float:
 def _stalls(row: dict[str, str]) -> list[tuple[str, float]]:
     """The largest shares of the warps' time, in percent, from the average number of warps in each state."""
     warps = {reason: _number(row, STALL_METRIC.format(reason)) for reason in STALLS}
-    waiting = sorted((reason for reason in warps if reason != ISSUING), key=warps.get, reverse=True)
+    waiting = sorted((reason for reason in warps if reason != ISSUING), key=warps.__getitem__, reverse=True)
     return [(reason, 100 * warps[reason] / sum(warps.values())) for reason in waiting[:SHOWN_STALLS]]
 
 
@@ -256,10 +257,10 @@ def launch_all(config: MoEConfig, device: Device, counted: Any):
     counted
         A context manager's maker, within which launches are counted.
     """
-    works = [trial.run for trial in ladder.trials_of(config, ladder.steps_of(config), device)]
+    works: list[Callable[[], Any]] = [trial.run for trial in ladder.trials_of(config, ladder.steps_of(config), device)]
     bridge = bridge_to(device.torch_device)
     inputs = Inputs(config, bridge, device.torch_device)
-    works += [lambda stage=stage: stages.run_ours(stage, ladder.HOPPER, [inputs], bridge) for stage in PRODUCTS]
+    works += [partial(stages.run_ours, stage, ladder.HOPPER, [inputs], bridge) for stage in PRODUCTS]
     product = device.ceilings()["product"]
     for work in (*works, lambda: product(0, lambda: None)):
         work()

@@ -21,11 +21,10 @@ Tensors = tuple[Tensor, ...]
 def results_of(stage: str, result: Any, bridge: Bridge) -> Tensors:
     """Our result of a stage as ``EXPECTED`` has it."""
     if stage == "dispatch":
-        return tuple(
-            bridge.tensors((result.expert_token_indices, result.token_index_map, result.expert_token_offsets[1:]))
-        )
+        indices = result.expert_token_indices, result.token_index_map, result.expert_token_offsets[1:]
+        return _present(*bridge.tensors(indices))
     arrays = result if isinstance(result, tuple) else (result,)
-    tensors = tuple(tensor for tensor in bridge.tensors(arrays) if tensor is not None)
+    tensors = _present(*bridge.tensors(arrays))
     if stage != "gating":
         return tensors
     probs, chosen, gates = tensors

@@ -235,7 +235,8 @@ def _by_preset(found: results.Result) -> dict[str, tuple[list[Row], Row]]:
     by_run = defaultdict(list)
     for row in results.rows_of(found, "counters"):
         by_run[row["run"], row["preset"]].append(row)
-    ideas, shown = (*counters.PRODUCTS, ladder.TOP.idea), {}
+    ideas = (*counters.PRODUCTS, ladder.TOP.idea)
+    shown: dict[str, tuple[list[Row], Row]] = {}
     for (_, preset), rows in by_run.items():
         ours = [row for row in rows if row["version"] == ladder.HOPPER and row["idea"] in ideas]
         dense = [row for row in rows if not row["version"]]

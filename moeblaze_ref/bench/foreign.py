@@ -199,8 +199,10 @@ def _from_sonicmoe(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 class _Recorded:
     """SonicMoE's router function, with the experts that it chose last: the layer itself does not return them."""
 
+    chosen: Tensor  # from the first call on
+
     def __init__(self, router):
-        self._router, self.chosen = router, None
+        self._router = router
 
     def apply(self, *arguments):
         gates, self.chosen = self._router.apply(*arguments)

@@ -30,7 +30,7 @@ class Inputs:
     def tensor(self, name: str) -> Tensor:
         """One of the arrays below as a torch tensor, its own memory; made once, since no graph may hold the making."""
         if name not in self._tensors:
-            self._tensors[name] = self._bridge.tensor(getattr(self, name))
+            self._tensors |= self._bridge.by_name({name: getattr(self, name)})
         return self._tensors[name]
 
     def _random(self, *shape: int, dtype: str | None = None, fan_in: int = 1) -> Array:
@@ -117,4 +117,4 @@ class Inputs:
     @cached_property
     def position_of_slot(self) -> Tensor:
         """token_index_map of `dispatch`, (R,) int64, as torch's indexing takes it."""
-        return self._bridge.tensor(self.dispatch.token_index_map).long()
+        return self._bridge.by_name(self.dispatch.arrays())["token_index_map"].long()

@@ -250,19 +250,16 @@ class Trial:
         i, kind = self.inputs, self.inputs.config.activation
         executor, stores = self.step.executor(self.bridge.executor, i.config), HIDDEN if self.step.fused else ("a",)
         with self.bridge.running():
-            how = {"executor": executor, "version": self.step.version}
-            a, b, y_swi = expert_up.forward(i.x, i.w1, i.w2, i.dispatch, kind, stores, **how)
+            a, b, y_swi = expert_up.forward(i.x, i.w1, i.w2, i.dispatch, kind, stores, executor, self.step.version)
             act_a = None if self.step.fused else activation.act(a, kind, executor)
         a, b, y_swi, act_a = map(self.bridge.tensor, (a, b, y_swi, act_a))
-        return _made(a, b, y_swi if self.step.fused else _gated(act_a, b))
+        if act_a is not None:
+            y_swi = act_a if b is None else act_a * b
+        return _made(a, b, y_swi)
 
 
 def _made(*results: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(result for result in results if result is not None)
-
-
-def _gated(act_a: Tensor, b: Tensor | None) -> Tensor:
-    return act_a if b is None else act_a * b
 
 
 def trials_of(config: MoEConfig, steps: Sequence[Step], device: Device) -> list[Trial]:

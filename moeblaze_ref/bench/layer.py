@@ -16,7 +16,9 @@ from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import measure
 from moeblaze_ref.nn.routed_experts import RoutedExperts
 from moeblaze_ref.nn.torch_block_sparse import BlockSparseMoE
+from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_graphs import graphed
+from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.ceilings import Ceilings
 from moeblaze_ref.runtime.clock import Contender, Lap, Samples, replayed, take_turns
 from moeblaze_ref.runtime.device import Device, NoGraph
@@ -191,12 +193,13 @@ class Scene:
         others = [system for system in systems if system not in OWN]
         self.modules = {name: self._module(name, choice) for name in others if name in timed_systems.MODULES}
         self.baselines = {name: foreign.baseline(name, self.layer) for name in others if name in foreign.SYSTEMS}
-        self._layers = {row: self._own(*row, choice) for row in own}
+        self._layers: dict[tuple[str, str | None], timed_systems.Layer] = {}
+        self._layers |= {row: self._own(*row, choice) for row in own}
         self._layers |= {(name, None): self._function(name) for name in others}
 
     def _own(self, system: str, policy: str, choice: Choice) -> timed_systems.Layer:
         module = timed_systems.module_of(OURS, self.layer, policy=policy, version=choice.version)
-        if system == GRAPHED:
+        if system == GRAPHED and isinstance(module, MoELayer):
             module = graphed(module, self._tokens["uniform"][0])
         return timed_systems.layer_of(module)
 
@@ -273,7 +276,7 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
     samples = take_turns(device.ceilings() | contenders, choice.repetitions, device)
     hot = device.rates(samples)
     graphs = _graph_times(scene, subjects, config, choice, device)
-    head = {"kind": "layer", "preset": preset, "shape": config.sizes}
+    head: dict[str, Any] = {"kind": "layer", "preset": preset, "shape": config.sizes}
     head |= {"dtype": config.dtype, "activation": config.activation}
     head |= {"roofline_ms": roofline.layer_roofline_ms(config, ceilings), **roofline.columns(ceilings, hot)}
     lost = {subject: _losses(scene, subject, config) for subject in subjects}
@@ -299,7 +302,9 @@ def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -
 
 def _error(scene: Scene, subject: Subject) -> accuracy.Error:
     x = scene.tokens(subject).detach()
-    keeps = partial(timed_systems.kept_choices, scene.modules["capacity"], x) if subject.system == "capacity" else None
+    module, keeps = scene.modules.get(subject.system), None
+    if subject.system == "capacity" and isinstance(module, CapacityMoE):
+        keeps = partial(timed_systems.kept_choices, module, x)
     return accuracy.worst_error(partial(scene.run, subject), scene.layer, x, scene.d_out, keeps, scene.weights(subject))
 
 
@@ -323,7 +328,7 @@ def _versions(scene: Scene, config: MoEConfig, choice: Choice, device: Device) -
 
 def _shares(
     step_ms: float, config: MoEConfig, lost: timed_systems.Losses, ceilings: Ceilings, hot: Ceilings
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The columns in percent."""
     kept = 1 - (lost.dropped_rows or 0) / config.R
     flops_per_ms = kept * roofline.layer_flops(config) / step_ms
@@ -369,7 +374,7 @@ def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float
     return {subject: taken.median for subject, taken in samples.items()}
 
 
-def _memory(scene: Scene, subject: Subject, device: Device) -> dict[str, int | None]:
+def _memory(scene: Scene, subject: Subject, device: Device) -> dict[str, Any]:
     """Return the bytes that a step saves for backward, and its peak; input and output gradient live throughout."""
     if subject.system == GRAPHED:
         return {"kept_bytes": None, "peak_bytes": None}

@@ -144,7 +144,7 @@ def _layer_jobs(request: Request) -> list[Job]:
     if len(request.versions) > 1:
         raise ValueError(f"versions {_said(request.versions)}: a layer runs on one version")
     _check_owners(request, systems or whole_layer.Choice.systems)
-    given = {
+    given: dict[str, Any] = {
         "systems": systems,
         "policies": request.policies,
         "version": next(iter(request.versions), None),

@@ -20,6 +20,7 @@ from moeblaze_ref.runtime.device import Device
 from moeblaze_ref.runtime.torch_bridge import Bridge, bridge_to
 
 OURS, TORCH = "moeblaze", "torch"
+Subject = tuple[str, str | None]  # system and version
 MOST_SETS = 256  # of inputs in one graph
 
 # What each stage runs, as ``run(inputs, **options)``, and the module whose versions it has.
@@ -169,15 +170,24 @@ def time_stage(
     cost = roofline.cost_of(stage, config)
     bridge = bridge_to(device.torch_device)
     sets = [Inputs(config, bridge, device.torch_device) for _ in range(input_sets(cost.bytes, device.cache_bytes))]
-    works = {(OURS, version): partial(run_ours, stage, version, sets, bridge) for version in versions}
-    errors = {(OURS, version): error for version, error in _errors(stage, versions, sets[0], bridge).items()}
+    works: dict[Subject, Callable[[], Any]] = {
+        (OURS, version): partial(run_ours, stage, version, sets, bridge) for version in versions
+    }
+    errors: dict[Subject, dict[str, Any]] = {
+        (OURS, version): error for version, error in _errors(stage, versions, sets[0], bridge).items()
+    }
     if beside_torch:
         works[TORCH, None] = partial(_run_torch, stage, sets)
         errors[TORCH, None] = NOT_COMPARED
     contenders = {subject: replayed(device.captured(work)) for subject, work in works.items()}
     ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, repetitions, device)
-    head = {"kind": stage if beside_torch else "stage", "preset": preset, "shape": config.sizes, "dtype": config.dtype}
+    head: dict[str, Any] = {
+        "kind": stage if beside_torch else "stage",
+        "preset": preset,
+        "shape": config.sizes,
+        "dtype": config.dtype,
+    }
     head |= {"stage": stage, **_roofline(cost, ceilings), **roofline.columns(ceilings, device.rates(samples))}
     times = {subject: samples[subject].shared_by(len(sets)) for subject in works}
     return [asdict(Row(**head, **_time(subject, times, head["roofline_ms"]), **errors[subject])) for subject in works]
@@ -201,7 +211,7 @@ def _run_torch(stage: str, sets: Sequence[Inputs]) -> list[tuple[torch.Tensor, .
 
 def _errors(
     stage: str, versions: Sequence[str | None], inputs: Inputs, bridge: Bridge
-) -> dict[str | None, dict[str, float]]:
+) -> dict[str | None, dict[str, Any]]:
     """The columns of each version's error."""
     expected = EXPECTED[stage](inputs)
 
@@ -222,7 +232,7 @@ def _roofline(cost: Cost, ceilings: Ceilings) -> dict[str, Any]:
     }
 
 
-def _time(subject: tuple[str, str | None], times: dict[Any, Samples], roofline_ms: float) -> dict[str, Any]:
+def _time(subject: Subject, times: dict[Any, Samples], roofline_ms: float) -> dict[str, Any]:
     """The columns that are a row's own."""
     system, version = subject
     took = times[subject].median

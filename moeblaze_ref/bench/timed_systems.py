@@ -69,7 +69,7 @@ def layer_of(module: nn.Module) -> Layer:
     return layer
 
 
-def kept_choices(module: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
+def kept_choices(module: CapacityMoE, x: Tensor, chosen: Tensor) -> Tensor:
     """Return the choices that a `CapacityMoE` computes, by ``numpy_ref.capacity.fill``.
 
     Parameters
@@ -103,7 +103,8 @@ def losses(module: nn.Module, config: MoEConfig, chosen: Tensor) -> Losses:
     counts = chosen.flatten().bincount(minlength=config.E).tolist()
     if isinstance(module, CapacityMoE):
         lost = waste.capacity_waste(config, counts, module.capacity_factor)
-        return Losses(lost.dropped_rows, int(module.lost_tokens), lost.padding_rows)
+        lost_tokens = None if module.lost_tokens is None else int(module.lost_tokens)
+        return Losses(lost.dropped_rows, lost_tokens, lost.padding_rows)
     if isinstance(module, BlockSparseMoE):
         padded = waste.megablocks_waste(config, counts, module.block)
         return Losses(padded.dropped_rows, 0, padded.padding_rows)

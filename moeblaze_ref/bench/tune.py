@@ -148,7 +148,7 @@ def entries(times: Sequence[Time]) -> list[dict[str, Any]]:
     found = []
     for key, of_class in by_class.items():
         gains = _gains(of_class, tiles.DEFAULTS[key[0]])
-        best = max(gains, key=gains.get)
+        best = max(gains, key=gains.__getitem__)
         if gains[best] >= LEAST_GAIN:
             head = dict(zip(tiles.KEY, key, strict=True))
             found.append(head | {"tile": asdict(best), "gain": round(gains[best], 3)})
