@@ -113,7 +113,7 @@ class BlockSparse:
         executor = self.bridge.executor
         dtype = str(experts.rows.dtype).removeprefix("torch.")
         version = block_sparse.default_version(dtype, experts.rows.shape[2], block, executor)
-        self.options = {"executor": executor, "version": version}
+        self.options: dict[str, Any] = {"executor": executor, "version": version}
         padding = (0, 0, 0, -experts.rows.shape[1] % block)
         rows, hidden = (F.pad(matrix, padding) for matrix in (experts.rows, experts.hidden))  # (E, M, d), (E, M, h)
         self.rows = self.bridge.array(rows.flatten(0, 1))  # (E M, d)
@@ -138,7 +138,7 @@ class BlockSparse:
 
     def dense(self, name: str, result: Array) -> Tensor:
         """Return the result of a product as the batched product has it, (E, ., .), without padding."""
-        (E, m, _), tensor = self._experts.rows.shape, self.bridge.tensor(result)
+        (E, m, _), tensor = self._experts.rows.shape, self.bridge.by_name({name: result})[name]
         if PRODUCTS[name].sparse:
             return matrices_of(tensor, E, self._experts.hidden.shape[2])[:, :m]
         return tensor.reshape(E, -1, tensor.shape[-1])[:, : PRODUCTS[name].dense(self._experts)[0].shape[1]]
@@ -242,7 +242,10 @@ def time_product(model: str, name: str, config: MoEConfig, device: Device, block
     experts = Experts.random(config, device.torch_device)
     blocks = BlockSparse(experts, block, device.torch_device)
     errors = _errors([name], experts, blocks)
-    works = {"ours": partial(blocks.run, [name]), "bmm": partial(torch.bmm, *PRODUCTS[name].dense(experts))}
+    works: dict[str, Callable[[], Any]] = {
+        "ours": partial(blocks.run, [name]),
+        "bmm": partial(torch.bmm, *PRODUCTS[name].dense(experts)),
+    }
     contenders = {system: replayed(device.captured(work)) for system, work in works.items()}
     times = take_turns(contenders, REPETITIONS, device)
     ours, bmm = times["ours"], times["bmm"]
@@ -289,7 +292,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not rows:
         raise ValueError("rows is empty, but it must hold at least one product")
     shares = {f"{row['model']} {row['product']}": row["pct_of_bmm"] for row in rows}
-    least, most = min(shares, key=shares.get), max(shares, key=shares.get)
+    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
     return {
         "products": len(shares),
         "mean": fmean(shares.values()),
@@ -334,7 +337,10 @@ def time_experts(model: str, config: MoEConfig, device: Device, block: int = blo
     experts = Experts.random(config, device.torch_device)
     blocks = BlockSparse(experts, block, device.torch_device)
     errors = _errors(list(PRODUCTS), experts, blocks)
-    works = {"ours": partial(blocks.run, list(PRODUCTS)), "sequential": partial(one_after_another, experts)}
+    works: dict[str, Callable[[], Any]] = {
+        "ours": partial(blocks.run, list(PRODUCTS)),
+        "sequential": partial(one_after_another, experts),
+    }
     launched = {system: replayed(work) for system, work in works.items()}
     graphs = {(system, "graph"): replayed(device.captured(work)) for system, work in works.items()}
     times = take_turns(launched | graphs, REPETITIONS, device)

@@ -114,7 +114,8 @@ def jobs(device: Device, earlier: Sequence[Mapping[str, Any]] = ()) -> list[Call
     earlier : sequence of dict
         The rows of earlier runs. The seeds are the ``SEEDS`` that follow theirs.
     """
-    place, compiled = device.torch_device, set()
+    place = device.torch_device
+    compiled: set[str] = set()
     first = max((row["seed"] + 1 for row in earlier), default=0)
     return [
         partial(_train_compiled, name, seed, SIZES[place.type], data.standard_library(), place, compiled)
@@ -312,7 +313,7 @@ class EqualLoss(NamedTuple):
     @property
     def best_factor(self) -> str:
         """The capacity factor that reaches the loss first."""
-        return min(FIXED_FACTORS, key=self.seconds.get)
+        return min(FIXED_FACTORS, key=self.seconds.__getitem__)
 
     @property
     def speed(self) -> float:
@@ -374,7 +375,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: _of_variant(runs) for name, runs in found.items() if runs}
 
 
-def _of_variant(runs: Rows) -> dict[str, Any]:
+def _of_variant(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     losses = [row["held_out_loss"] for row in runs]
     return {
         "seeds": len(runs),
@@ -387,4 +388,5 @@ def _of_variant(runs: Rows) -> dict[str, Any]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """Return the mean; None if a value is None, as every value is then."""
-    return None if None in values else fmean(values)
+    numbers = [value for value in values if value is not None]
+    return None if len(numbers) < len(values) else fmean(numbers)

@@ -1,7 +1,7 @@
 """Items of a paper: an equation, a table or a figure, with its claims and its measurement."""
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,8 +53,10 @@ class Item:
         """Return the rows of the item, one for each claim."""
         return [replace(row, item=self.id) for row in one_each(function(self.claims)(recorded))]
 
-    def jobs(self, device: Any, earlier: Rows = ()) -> Sequence[Job]:
+    def jobs(self, device: Any, earlier: Sequence[Mapping[str, Any]] = ()) -> Sequence[Job]:
         """Return what measures the item on a GPU, piece by piece; ``earlier`` are the rows of earlier runs."""
+        if self.measured_by is None:
+            raise ValueError(f"{self.id} is not measured")
         measured_by = function(self.measured_by)
         return measured_by(device, earlier) if self.continued else measured_by(device)
 

@@ -137,7 +137,7 @@ def _losses_of_products(device: str, rows: Rows) -> Iterator[Row]:
     """Return the loss of speed of each of the six products against batched cuBLAS, the mean of the three models."""
     names = dict.fromkeys(row["product"] for row in rows)
     losses = {name: 100 - fmean(row["pct_of_bmm"] for row in rows if row["product"] == name) for name in names}
-    most = max(losses, key=losses.get)
+    most = max(losses, key=losses.__getitem__)
     ours = f"{device}: {most} loses {losses[most]:.1f}%"
     yield observed(LOSES_MOST, "DS^T D", most == "DS^TD", ours, ANOTHER_GPU)
     yield measured(LOSS, UNDER_10, [losses["DS^TD"]], f"{device}: {losses['DS^TD']:.1f}%", ANOTHER_GPU)

@@ -147,7 +147,8 @@ def _listed(numbers) -> str:
 def example(_: Recorded) -> Iterator[Row]:
     """Figure 2: four index structures of five tokens."""
     built = dispatch.build(GOLDEN_TOPK_EXPERTS, GOLDEN_NUM_EXPERTS)
-    printed, tokens = {name: one.values for name, one in PRINTED_EXAMPLE.items()}, len(GOLDEN_TOPK_EXPERTS)
+    printed: dict[str, Any] = {name: one.values for name, one in PRINTED_EXAMPLE.items()}
+    tokens = len(GOLDEN_TOPK_EXPERTS)
     five = Mistake("L = 5", "it lists five tokens")
     yield stated("tokens of the example", f"L = {printed['L']}", tokens == printed["L"], f"L = {tokens}", five)
     missing = Mistake(
@@ -230,13 +231,14 @@ def _beside(
     runs = list(recorded.finished(item))
     for source, rows in runs:
         found = {(row["preset"], row["kernel"]): row for row in rows}
-        pairs = {name: [found.get((name, kernel)) for kernel in kernels] for name in PAPER_PRESETS}
-        ratios = {name: _ratio(*pair) for name, pair in pairs.items() if all(pair)}
+        pairs = {name: [found[name, kernel] for kernel in kernels if (name, kernel) in found] for name in PAPER_PRESETS}
+        ratios = {name: _ratio(*pair) for name, pair in pairs.items() if len(pair) == 2}
         if ratios:
             failed = {name: ratio for name, ratio in ratios.items() if isinstance(ratio, str)}
-            shown = failed | {name: _times(ratio) for name, ratio in ratios.items() if name not in failed}
+            timed = {name: ratio for name, ratio in ratios.items() if not isinstance(ratio, str)}
+            shown = failed | {name: _times(ratio) for name, ratio in timed.items()}
             ours = f"{source.device}: " + ", ".join(f"{name} {shown[name]}" for name in ratios)
-            yield observed(what, printed, not failed and max(ratios.values()) <= 1, ours, why).by([source])
+            yield observed(what, printed, not failed and max(timed.values()) <= 1, ours, why).by([source])
     if not runs:
         yield not_measured(what, printed)
 
@@ -474,7 +476,7 @@ def _fastest(recorded: Recorded, item: str, activation: str) -> Row:
     worst = speeds(recorded, item, activation, "paper")
     if not worst:
         return not_measured(what, printed)
-    places = sorted(worst, key=worst.get)
+    places = sorted(worst, key=worst.__getitem__)
     best = dict(places)  # the last of each device stays
     ours = "; ".join(f"{device}: {name}, {worst[device, name]:.2f}x" for device, name in sorted(best.items()))
     sources = (source for source, _ in _speeds_of_runs(recorded, item, activation, "paper"))

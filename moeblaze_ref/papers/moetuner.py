@@ -40,7 +40,7 @@ def least_printed(load: np.ndarray, num_clusters: int) -> tuple[float, np.ndarra
     x : ndarray (clusters, E), int
         A solution; the first that is found.
     """
-    best, found = float("inf"), None
+    best, found = float("inf"), np.zeros((num_clusters, len(load)), np.int64)
     for bits in product((0, 1), repeat=num_clusters * len(load)):
         x = np.reshape(bits, (num_clusters, len(load)))
         if x.sum(axis=1).min() >= 1:
@@ -55,7 +55,7 @@ def first_program(_: Recorded) -> Iterator[Row]:
     """Equations 1 to 7: clusters of equal load."""
     least, x = least_printed(LOAD, 2)
     at_least_one = bounds.printed(len(LOAD))
-    meant, _ = best_clusters(LOAD, 2, at_least_one)
+    meant = best_clusters(LOAD, 2, at_least_one)[0]
     solved = cluster_experts(LOAD[None].astype(np.int64), 2, at_least_one)
     times = x.sum(axis=0)
     yield stated(
@@ -74,8 +74,8 @@ def first_program(_: Recorded) -> Iterator[Row]:
         float(solved.objective[0]) == meant,
         f"{float(solved.objective[0]):g}; by exhaustive search {meant:g}",
     )
-    meant = "T[c, l] = sum over e of P[e, l] x[c, e, l]"
-    yield defect("equation 2: index t of its sum", "undefined", meant, "a misprint")
+    formula = "T[c, l] = sum over e of P[e, l] x[c, e, l]"
+    yield defect("equation 2: index t of its sum", "undefined", formula, "a misprint")
     yield defect("equation 3: what the mean is over", "undefined", "over clusters", "a misprint")
 
 

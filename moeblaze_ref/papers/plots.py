@@ -1,7 +1,9 @@
 """Pictures of MoEBlaze's figures 3 to 6: saved bytes and speed on its seven configurations."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -39,7 +41,7 @@ def _memory(activations: Sequence[str]) -> Figure:
     figure = Figure(figsize=(9, 3.2 * len(activations)), layout="constrained")
     panels = figure.subplots(len(activations), 1, sharex=True, squeeze=False)[:, 0]
     for axes, activation in zip(panels, activations, strict=True):
-        _bars(axes, list(moeblaze.KEPT), lambda name, label, a=activation: moeblaze.kept_bytes(name, a, label) / GB)
+        _bars(axes, list(moeblaze.KEPT), partial(_kept_gb, activation))
         for (of, name, label), number in moeblaze.PRINTED_MEMORY.items():
             if of == activation:
                 _mark(axes, name, list(moeblaze.KEPT).index(label), moeblaze.centre(number) / GB)
@@ -63,7 +65,7 @@ def speed(*runs: Rows) -> Figure:
     panels = figure.subplots(len(ratios), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (activation, found) in zip(panels, ratios.items(), strict=True):
         timed = [name for name in names if any(name == of for _, of in found)]
-        _bars(axes, timed, lambda preset, name, found=found: found.get((preset, name), 0.0))
+        _bars(axes, timed, partial(_ratio, found))
         axes.axhline(1, color=BLACK, linewidth=1)
         missing = [name for name in names if name not in timed]
         title = f"{moeblaze.NAMES[activation]}: step time of published MegaBlocks over that of each system, worst run"
@@ -84,6 +86,14 @@ def _worst_ratios(runs: Sequence[Rows], activation: str) -> dict[tuple[str, str]
                 ratio = ms[preset, moeblaze.PUBLISHED] / time
                 worst[preset, name] = min(ratio, worst.get((preset, name), ratio))
     return worst
+
+
+def _kept_gb(activation: str, name: str, label: str) -> float:
+    return moeblaze.kept_bytes(name, activation, label) / GB
+
+
+def _ratio(found: dict[tuple[str, str], float], preset: str, name: str) -> float:
+    return found.get((preset, name), 0.0)
 
 
 def _bars(axes: Axes, labels: Sequence[str], height: Callable[[str, str], float]):
@@ -112,8 +122,9 @@ def _mark(axes: Axes, name: str, number: int, height: float):
 
 def _with_legend(figure: Figure, *panels: Axes) -> Figure:
     """A legend of whatever has a name in any panel, each once."""
-    handles = {}
+    handles: dict[str, Artist] = {}
     for axes in panels:
-        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        drawn, names = axes.get_legend_handles_labels()
+        handles |= dict(zip(names, drawn, strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
     return figure

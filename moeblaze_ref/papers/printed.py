@@ -6,6 +6,7 @@ interleaved, by replays of CUDA graphs, and each result is compared with plain t
 """
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -186,7 +187,7 @@ def moved(version: Version, values: dict[str, int]) -> dict[str, int]:
     dict
         bytes_read, bytes_written, and extra_bytes of the temporary buffers.
     """
-    read = written = 0
+    read = written = Fraction(0)
     for file, kernel in version.kernels:
         row = kernel_headers.table(kernel_text(file))[kernel]
         launches = values["E"] if kernel == "add_expert" else 1
@@ -235,7 +236,7 @@ def time_versions(stage: str, name: str, config: MoEConfig, versions: dict[str, 
         Inputs(config, bridge, device.torch_device)
         for _ in range(input_sets(roofline.cost_of(stage, config).bytes, device.cache_bytes))
     ]
-    head = {"preset": name, "stage": stage, "shape": config.sizes, "dtype": config.dtype}
+    head: dict[str, Any] = {"preset": name, "stage": stage, "shape": config.sizes, "dtype": config.dtype}
     expected = _expected_sums(sets[0]) if stage == "expert_down" else EXPECTED[stage](sets[0])
     rows, replays = {}, {}
     for kernel, version in versions.items():

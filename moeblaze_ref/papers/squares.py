@@ -63,7 +63,7 @@ class Operands:
     @classmethod
     def random(cls, n: int, device: torch.device) -> "Operands":
         """Draw operands whose product has elements of order 1."""
-        options = {"device": device, "dtype": torch.bfloat16}
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         left, right = (torch.randn(n, n, **options) for _ in range(2))
         return cls(left, right.mul_(n**-0.5), torch.empty(n, n, **options))
 
@@ -125,7 +125,7 @@ def _error(kernel: Kernel, operands: Operands) -> dict[str, float]:
 
 
 def _by_tile_and_order(kernels: Sequence[Kernel]) -> Iterable[list[Kernel]]:
-    found = {}
+    found: dict[tuple[tuple[int, int], int], list[Kernel]] = {}
     for kernel in kernels:
         found.setdefault((kernel.tile, kernel.band), []).append(kernel)
     return found.values()

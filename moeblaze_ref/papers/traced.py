@@ -33,7 +33,14 @@ def needed_factors(trace: RoutingTrace, step_tokens: int = STEP_TOKENS) -> np.nd
     Returns
     -------
     ndarray (steps, layers), float64
+
+    Raises
+    ------
+    ValueError
+        If the trace has no `seq`.
     """
+    if trace.seq is None:
+        raise ValueError("the trace has no seq, but steps have whole sequences")
     steps = max(1, len(trace.topk) // step_tokens)
     return np.stack([_fullest(trace.topk[trace.seq % steps == step], trace.num_experts) for step in range(steps)])
 

@@ -24,7 +24,7 @@ class Trials:
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None
         self._worker = 0  # id of the pool's process
-        self._ended_by: dict[str, str] = {}  # a system that ended its process: its message
+        self._ended_by: dict[str, str | None] = {}  # a system that ended its process: its message
 
     def failure(self, system: str, config: MoEConfig) -> str | None:
         """Try one step of a system on a layer.
@@ -43,10 +43,9 @@ class Trials:
         if system in self._ended_by:
             return f"not tried: on another layer of this run {self._ended_by[system]}"
         torch.cuda.empty_cache()  # the trial shares the GPU's memory with this process
-        if self._pool is None:
-            self._start()
+        pool = self._pool or self._start()
         try:
-            message, usable = self._pool.submit(_on_the_gpu, system, config).result(LIMIT_SECONDS)
+            message, usable = pool.submit(_on_the_gpu, system, config).result(LIMIT_SECONDS)
         except BrokenProcessPool:
             message, usable = "its process crashed", False
         except TimeoutError:
@@ -56,9 +55,10 @@ class Trials:
             self._ended_by[system] = message
         return message
 
-    def _start(self):
+    def _start(self) -> ProcessPoolExecutor:
         self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         self._worker = self._pool.submit(os.getpid).result()
+        return self._pool
 
     def _end(self):
         for process in multiprocessing.active_children():
@@ -81,7 +81,8 @@ def failure(system: str, config: MoEConfig, device: Device) -> str | None:
     """Try one step of a system on a layer in this process; return what `Trials.failure` returns."""
     try:
         scene = layer.Scene(config, layer.Choice((system,)), device)
-        scene.step(*scene.subjects())
+        (subject,) = scene.subjects()
+        scene.step(subject)
         device.settle()
     except Exception as error:  # whatever another project's code raises
         first, *_ = [*str(error).strip().splitlines(), ""]
