@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -246,16 +246,18 @@ class Case:
         The second step sends all tokens to one expert, unless the first does. So the longest queue differs, and with
         it the capacity C where that is dynamic. A stage that keeps anything from the first step gets the second wrong.
         """
-        sizes = self.L, *self.weights.w1.shape[1:], self.E, self.k
+        _, d, h = self.weights.w1.shape
         routing = "uniform" if self.longest_queue == self.L else "hot"
-        other = make_case(*sizes, routing, activation=self.activation, seed=SECOND_SEED).astype(self.x.dtype)
+        other = make_case(self.L, d, h, self.E, self.k, routing, activation=self.activation, seed=SECOND_SEED)
+        other = other.astype(self.x.dtype)
+        load_balancing, router_z = self.d_losses
         second = replace(
             self,
             name=f"{self.name}, second step",
             x=other.x,
             weights=other.weights,
             d_out=other.d_out,
-            d_losses=tuple(D_LOSSES_CHANGE * d_loss for d_loss in self.d_losses),
+            d_losses=(D_LOSSES_CHANGE * load_balancing, D_LOSSES_CHANGE * router_z),
             step=self.step + 1,
         )
         return self, second
@@ -491,7 +493,7 @@ def paired_options() -> list[Case]:
     ]
 
 
-def _with_options(policy: str, switches: dict[str, bool], seed: int) -> Case:
+def _with_options(policy: str, switches: dict[str, Any], seed: int) -> Case:
     bits = "".join(str(int(is_on)) for is_on in switches.values())  # in the order of `_DIFFERS`
     case = make_case(12, 8, 16, 4, 2, "zipf", f"{policy}, switches {bits}", seed=seed)
     d_losses = switches.pop("load_balancing_loss") * D_LOSSES[0], switches.pop("router_z_loss") * D_LOSSES[1]

@@ -180,8 +180,11 @@ def _rows_of(backend, stage, version, dtype, steps, found, expect) -> Iterator[R
     baselines = [{} if dtype in comparisons.BOUNDS else _expected(expect, step, dtype) for step in steps]
     precision = comparisons.precision(stage, version, dtype)
     for direction in exact[0]:
-        parts = [[results.get(direction) for results in kind] for kind in (found, exact, baselines)]
-        verdicts = [comparisons.compare(*arrays, precision, baseline) for *arrays, baseline in zip(*parts, strict=True)]
+        of_steps = ([results.get(direction) for results in kind] for kind in (found, exact, baselines))
+        verdicts = [
+            comparisons.compare(ours, right, precision, baseline)
+            for ours, right, baseline in zip(*of_steps, strict=True)
+        ]
         worst, step = max(zip(verdicts, steps, strict=True), key=lambda pair: comparisons.badness(pair[0]))
         yield _row(backend, stage, version, direction, dtype, step.shape, *worst)
 
@@ -203,6 +206,10 @@ def _row(backend, stage, version, direction, dtype, shape, error, bound) -> Row:
 def unavailable(backend: Backend, stage: str, version: str | None = None, reason: str | None = None) -> Row:
     """Return the row of an unavailable backend or version, with the reason in place of the shape."""
     return Row(stage, "forward", backend.name, version, "-", reason, None, None, False, False)
+
+
+def _unavailable_alone(backend: Backend, stage: str) -> list[Row]:
+    return [unavailable(backend, stage)]
 
 
 def in_reach(backend: Backend, stage: str, cases: Iterable[Case], version: str | None = None) -> list[Case]:
@@ -254,7 +261,7 @@ def plan(
         available = backend.status().available
         for stage in (stage for stage in stages if stage in backend.stages):
             if not available:
-                jobs.append(lambda backend=backend, stage=stage: [unavailable(backend, stage)])
+                jobs.append(functools.partial(_unavailable_alone, backend, stage))
             elif backend is ORACLE:
                 jobs += _plan_layer(backend, f"torch_{stage}")
             else:
@@ -283,9 +290,12 @@ def _plan_version(
     """One thunk for each case, or one that says why the version does not run here."""
     if reason := backend.refusal(stage, version):
         return [lambda: [unavailable(backend, stage, version, reason)]]
-    found = [(check_of(stage), case) for case in choose(backend, stage, version)]
-    found += [(check_order, one) for one in orders.promises(stage, backend.name, version)]
-    return [functools.partial(_run, check, backend, stage, version, case) for check, case in found]
+    check = check_of(stage)
+    cases, sums = choose(backend, stage, version), orders.promises(stage, backend.name, version)
+    return [
+        *(functools.partial(_run, check, backend, stage, version, case) for case in cases),
+        *(functools.partial(_run, check_order, backend, stage, version, one) for one in sums),
+    ]
 
 
 def chosen(backend: Backend, stage: str, version: str | None, cases: list[Case]) -> list[Case]:
@@ -333,7 +343,7 @@ def plan_gradients(backends: Iterable[str] = tuple(LAYER_DEVICES)) -> list[Calla
     for backend in asked:
         for layer in layers_of(backend):
             if not backend.status().available:
-                jobs.append(lambda backend=backend, layer=layer: [unavailable(backend, layer)])
+                jobs.append(functools.partial(_unavailable_alone, backend, layer))
             else:
                 jobs += _plan_layer(backend, layer)
     return jobs

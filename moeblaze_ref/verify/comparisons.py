@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from moeblaze_ref.backends.numpy_ref import activation as reference_activation
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
 from moeblaze_ref.backends.raw_cuda import block_sparse, expert_down, gemm
-from moeblaze_ref.core.structures import EMPTY, CapacityBins, Dispatch
+from moeblaze_ref.core.structures import EMPTY, Array, CapacityBins, Dispatch
 from moeblaze_ref.nn import oracle
 from moeblaze_ref.nn.systems import SYSTEMS, system
 from moeblaze_ref.nn.torch_layer import keep_routing
@@ -84,11 +84,11 @@ def compare(found: Arrays, exact: Arrays, dtype: str, baseline: Arrays | None = 
     baseline : dict of arrays, optional
         Results of plain torch in that dtype; needed for the narrow ones.
     """
-    pairs = [(relative_error(found[name], exact[name]), bound_of(name, exact, dtype, baseline)) for name in exact]
+    pairs = [(relative_error(found[name], exact[name]), bound_of(name, exact, dtype, baseline or {})) for name in exact]
     return max(pairs, key=badness)
 
 
-def bound_of(name: str, exact: Arrays, dtype: str, baseline: Arrays | None) -> float:
+def bound_of(name: str, exact: Arrays, dtype: str, baseline: Arrays) -> float:
     """Largest relative error that the tensor of this name may have; arguments as in `compare`."""
     bound = BOUNDS[dtype] if dtype in BOUNDS else 2.0 * relative_error(baseline[name], exact[name])
     return max(bound, SMALL_TENSOR_BOUNDS.get(dtype, 0.0)) if exact[name].size < FEW_ELEMENTS else bound
@@ -107,6 +107,14 @@ def badness(pair: tuple[float, float]) -> float:
 # ---- between numpy and torch ---------------------------------------------------------------
 
 
+@overload
+def _leaf(array: np.ndarray, dtype: torch.dtype) -> Tensor: ...
+
+
+@overload
+def _leaf(array: None, dtype: torch.dtype) -> None: ...
+
+
 def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
     """A tensor that autograd differentiates by; gates and logits keep at least float32, as in the kernels."""
     if array is None:
@@ -114,6 +122,11 @@ def _leaf(array: np.ndarray | None, dtype: torch.dtype) -> Tensor | None:
     exact = torch.tensor(np.asarray(array, np.float64))
     narrow = array.dtype in (np.float16, ml_dtypes.bfloat16)
     return exact.to(dtype if narrow or dtype.itemsize >= 4 else torch.float32).requires_grad_()
+
+
+def _leaves(dtype: torch.dtype, *arrays: Array | None) -> list[Any]:
+    """Each array as `_leaf` has it."""
+    return [_leaf(array, dtype) for array in arrays]
 
 
 def _array(tensor: Tensor) -> np.ndarray:
@@ -261,7 +274,7 @@ def run_expert_down(stage: Any, case: Case) -> Results:
 def expect_expert_down(case: Case, dtype: torch.dtype) -> Results:
     """Expected results of `run_expert_down`."""
     order, w3 = _order(case), _leaf(case.weights.w3, dtype)
-    a, b, y_swi, gates = (_leaf(array, dtype) for array in hidden(case))
+    a, b, y_swi, gates = _leaves(dtype, *hidden(case))
     inputs = _present(a=a, b=b, gates=gates, w3=w3)
     out = oracle.combine(oracle.expert_down(oracle.activate(a, b, case.activation), order, w3), gates, order)
     return {
@@ -278,7 +291,7 @@ def run_summed(stage: Any, case: Case) -> Results:
 
 def expect_summed(case: Case, dtype: torch.dtype) -> Results:
     """Expected results of `run_summed`."""
-    *_, y_swi, gates = (_leaf(array, dtype) for array in hidden(case))
+    *_, y_swi, gates = _leaves(dtype, *hidden(case))
     order = _order(case)
     out = oracle.combine(oracle.expert_down(y_swi, order, _leaf(case.weights.w3, dtype)), gates, order)
     return {"forward": _arrays(out=out)}
@@ -287,16 +300,17 @@ def expect_summed(case: Case, dtype: torch.dtype) -> Results:
 def hidden(case: Case) -> tuple[np.ndarray, np.ndarray | None, np.ndarray, np.ndarray]:
     """a, b, y_swi (R, h) of a case, rounded to its dtype, and its gates (L, k), at least float32."""
     exact = case.astype(np.float64)
-    x, _, w1, w2, _ = (_leaf(array, torch.float64) for array in (exact.x, *exact.weights))
-    a, b = (None if t is None else _array(t) for t in oracle.expert_up(x, _order(case), w1, w2))
+    x, _, w1, w2, _ = _leaves(torch.float64, exact.x, *exact.weights)
+    up, gate = oracle.expert_up(x, _order(case), w1, w2)
+    a, b = _array(up), None if gate is None else _array(gate)
     y_swi = reference_activation.forward(a, b, case.activation)
-    rounded = (None if array is None else array.astype(case.x.dtype) for array in (a, b, y_swi))
-    return (*rounded, gates_of(case))
+    dtype = case.x.dtype
+    return a.astype(dtype), None if b is None else b.astype(dtype), y_swi.astype(dtype), gates_of(case)
 
 
 def gates_of(case: Case) -> np.ndarray:
     """Probabilities (L, k) of the case's own choice, at least float32: what the stages after the router are given."""
-    x, wg = (_leaf(array.astype(np.float64), torch.float64) for array in (case.x, case.weights.wg))
+    x, wg = _leaves(torch.float64, *(array.astype(np.float64) for array in (case.x, case.weights.wg)))
     gates = oracle.route(x, wg, case.k, topk_experts=torch.from_numpy(case.topk_experts)).gates
     return _array(gates).astype(case.logits.dtype)
 
@@ -391,12 +405,12 @@ def expect_layer(
 
     A slot that is False in the mask (L, k) adds nothing.
     """
-    x, wg, w1, w2, w3 = (_leaf(array, dtype) for array in (case.x, *case.weights))
+    x, wg, w1, w2, w3 = _leaves(dtype, case.x, *case.weights)
     chosen = torch.from_numpy(case.topk_experts) if topk_experts is None else topk_experts
     routing = oracle.route(x, wg, case.k, case.renormalize, chosen)
     weighting = routing if mask is None else routing._replace(gates=routing.gates * mask)
     outputs = {"out": oracle.experts(x, weighting, w1, w2, w3, case.activation)}
-    d_outputs = {"out": case.d_out}
+    d_outputs: dict[str, Any] = {"out": case.d_out}
     if case.L:  # the mean over no tokens has no gradient
         losses = {
             "load_balancing_loss": oracle.load_balancing_loss(routing),
@@ -600,7 +614,8 @@ class TorchLayer(NamedTuple):
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Names of the dtypes that it computes in."""
-        return tuple(str(dtype).removeprefix("torch.") for dtype in SYSTEMS[self.system].dtypes)
+        layer: Any = SYSTEMS[self.system]  # one of the classes, with dtypes
+        return tuple(str(dtype).removeprefix("torch.") for dtype in layer.dtypes)
 
 
 def torch_layer_of(device: str, case: Case, which: str = "torch_layer") -> nn.Module:
@@ -610,7 +625,8 @@ def torch_layer_of(device: str, case: Case, which: str = "torch_layer") -> nn.Mo
     """
     of_kind = TORCH_LAYERS[which]
     make = system(of_kind.system, renormalize=case.renormalize, device=device, **of_kind.options(case))
-    layer = make(*case.weights.w1.shape[1:], case.E, case.k, case.activation)
+    _, d, h = case.weights.w1.shape
+    layer = make(d, h, case.E, case.k, case.activation)
     for weight, array in case.weights._asdict().items():
         setattr(layer, weight, None if array is None else nn.Parameter(_stored_tensor(array, case, device)))
     return layer
@@ -640,7 +656,7 @@ def step_of_torch_layer(layer: nn.Module, case: Case, memory: TensorMemory) -> R
     input, a given routing and the outputs' gradients, which the memory holds.
     """
     parameters = dict(layer.named_parameters())
-    device = layer.wg.device
+    device = parameters["wg"].device
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_exact_tensor(getattr(case.weights, name), device))

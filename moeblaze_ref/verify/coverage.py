@@ -229,7 +229,8 @@ def _dtypes(backend: str, stage: str, kernel: str) -> tuple[str, ...]:
 
 def _files(stage: str) -> list[str]:
     """The kernel files of a stage, or those among which a torch layer chooses."""
-    return [*BACKENDS["simt"].versions(_FILES.get(stage, stage))]
+    versions = BACKENDS["simt"].versions(_FILES.get(stage, stage))
+    return [version for version in versions if version is not None]
 
 
 def _of_file(stage: str, file: str, found: dict[str, list[Check]] | str) -> Cell:

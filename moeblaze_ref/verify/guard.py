@@ -236,7 +236,7 @@ def _confine(pipe: int, limits: Limits, folder: str, watcher: int) -> list[str]:
     os.environ |= dict.fromkeys(("TMPDIR", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH"), folder)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     cpu_seconds = int(limits.seconds * (os.cpu_count() or 1)) + 1
-    steps = {
+    steps: dict[str, Callable[[], bool]] = {
         "the end with the process that watches (PR_SET_PDEATHSIG)": partial(_end_with, watcher, signal.SIGKILL),
         "no new rights (PR_SET_NO_NEW_PRIVS)": lambda: _prctl(_PR_SET_NO_NEW_PRIVS, 1) == 0,
         "no capabilities (capset)": _drop_capabilities,
@@ -389,7 +389,7 @@ def _end(child: int, children: int):
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
-    list_them = partial(_descendants, os.getpid())
+    list_them: Callable[[], Iterable[int]] = partial(_descendants, os.getpid())
     deadline = time.monotonic() + KILL_SECONDS
     while _reap() and time.monotonic() < deadline:
         try:
@@ -437,7 +437,8 @@ def _descendants(root: int) -> dict[int, int]:
             fields = after_name.split()  # proc(5): the first is the state, the third field of the file
             process = int(name)
             parents[process], resident[process] = int(fields[1]), int(fields[21]) * resource.getpagesize()
-    found, added = set(), {root}
+    found: set[int] = set()
+    added = {root}
     while added:
         added = {process for process, parent in parents.items() if parent in added} - found
         found |= added

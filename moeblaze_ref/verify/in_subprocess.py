@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,13 +136,13 @@ class _Question(NamedTuple):
 
 
 @functools.cache
-def _server() -> BaseContext:
+def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([f"moeblaze_ref.{module}" for module in PRELOADED])
     return context
 
 
-def _ask(context: BaseContext, limits: guard.Limits, question: _Question) -> Verdict:
+def _ask(context: ForkServerContext | SpawnContext, limits: guard.Limits, question: _Question) -> Verdict:
     """Start the processes that supervise and compare, and return or raise what they say."""
     receiving, sending = context.Pipe()  # of sockets, which nobody can open by their names under /proc
     with guard.others_kept_out(), receiving, _shown(context) as printed, _temporary_folder() as folder:
@@ -250,9 +250,12 @@ def _examine(limits: guard.Limits, folder: str, kernel: str, task: str, options:
 
     from moeblaze_ref.verify.checker import claims, prepare
 
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        raise RuntimeError("a kernel is examined in a process of its own alone")
     torch.set_num_threads(1)  # more would be none after the fork, and gain nothing on arrays so small
     exam = prepare(kernel, task, numba_runner=_numba_runner, **options)
-    gone = [multiprocessing.parent_process().sentinel]
+    gone = [parent.sentinel]
     sent, status, refused = guard.run(lambda send: claims.send_launches(exam, send), limits, folder, gone)
     said = claims.read_launches(exam, sent)
     if said is None:

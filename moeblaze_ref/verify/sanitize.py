@@ -4,6 +4,7 @@ The kernels run on shapes that no tile divides, in memory that no pool hands out
 beyond an array and a read of what nothing wrote are seen.
 """
 
+import functools
 import itertools
 import shutil
 import subprocess
@@ -54,7 +55,7 @@ def run_every_kernel(executor: Executor):
     """Launch each kernel of kernels_cuda/ that this executor runs at least once; results are not looked at."""
     raw = BACKENDS["simt"]  # any backend over raw_cuda: they differ in the executor alone
 
-    def opened(stage: str, version: str) -> OpenStage:
+    def opened(stage: str, version: str | None) -> OpenStage:
         options = {"executor": executor, "version": version}
         functions = {name: one for name, one in vars(raw.stage(stage)).items() if hasattr(one, "unchecked")}
         unchecked = SimpleNamespace(**{name: one.unchecked for name, one in functions.items()})  # no sorts, no scans
@@ -83,7 +84,7 @@ def _run_lessons(executor: Executor):
     dispatch = build_by_sort(case.topk_experts, case.E)
     y, gates = case.x[dispatch.expert_token_indices], case.logits[:, : case.k].copy()
     routes = dispatch.map(executor.from_numpy)
-    combine.scatter.unchecked(*map(executor.from_numpy, (y, gates)), routes, executor=executor)
+    combine.scatter.unchecked(executor.from_numpy(y), executor.from_numpy(gates), routes, executor=executor)
     for dtype in gemm.WIDE:
         y_swi, w3 = (
             executor.from_numpy(array.astype(dtype)) for array in (comparisons.hidden(case)[2], case.weights.w3)
@@ -116,11 +117,11 @@ def plan() -> list[Callable[[], list[Finding]]]:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise ValueError("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
-    return [lambda tool=tool: [_examine(sanitizer, tool)] for tool in TOOLS]
+    return [functools.partial(_examine, sanitizer, tool) for tool in TOOLS]
 
 
-def _examine(sanitizer: str, tool: str) -> Finding:
+def _examine(sanitizer: str, tool: str) -> list[Finding]:
     program = "from moeblaze_ref.verify.sanitize import run_on_gpu; run_on_gpu()"
     command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", sys.executable, "-c", program]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return Finding(tool, result.returncode == 0, tuple(result.stdout.splitlines()))
+    return [Finding(tool, result.returncode == 0, tuple(result.stdout.splitlines()))]

@@ -15,6 +15,7 @@ import numpy as np
 
 from moeblaze_ref.core.contract import Arrays
 from moeblaze_ref.core.devices import cuda_device_count
+from moeblaze_ref.runtime.source import Size
 
 POISON = -559038737  # 0xDEADBEEF; no token, expert or position is negative
 
@@ -96,8 +97,8 @@ def blocks_for(elements: int) -> int:
     return -(-elements // THREADS)
 
 
-def launch(kernel, blocks: int, threads: int, *arguments, shared_bytes: int = 0):
-    """Run ``kernel`` on a one-dimensional grid of ``blocks`` blocks of ``threads`` threads.
+def launch(kernel, blocks: int | Size, threads: int | Size, *arguments, shared_bytes: int = 0):
+    """Run ``kernel`` on a grid of ``blocks`` blocks of ``threads`` threads, one-dimensional if these are numbers.
 
     A kernel takes its shared memory as ``cuda.shared.array(0, dtype)``, of the size given here.
     An array of a fixed size would be right on the GPU, but the simulator makes it when the first

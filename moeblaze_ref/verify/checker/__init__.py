@@ -17,7 +17,7 @@ from moeblaze_ref.verify.cases import Case, many_tokens_case, standard_cases, te
 from moeblaze_ref.verify.checker.budgets import QUANTITIES, Budget
 from moeblaze_ref.verify.checker.contracts import CONTRACTS, find_contract
 from moeblaze_ref.verify.checker.exam import Exam
-from moeblaze_ref.verify.checker.kernels import find
+from moeblaze_ref.verify.checker.kernels import CudaKernel, find
 from moeblaze_ref.verify.checker.report import Report, Wrong
 from moeblaze_ref.verify.checker.runners import runner_of
 from moeblaze_ref.verify.checker.trial import Terms
@@ -80,8 +80,8 @@ def examine(kernel: str | Path | Any, task: str, **options: Any) -> Report:
         As `prepare`, or if the kernel does not compile or does not fit the task, or the backend does not run here.
     """
     exam = prepare(kernel, task, **options)
-    description, *answers = exam.launches()
-    return exam.report(description, answers)
+    trial = exam.terms.open()
+    return exam.report(trial.description, [*exam.answers(trial)])
 
 
 def prepare(
@@ -170,6 +170,6 @@ def _cases(terms: Terms, runner: str, small: bool) -> list[Case]:
     if small:
         standard, wide = check.cut_to_size(standard), []
     cases = standard + telling_cases(terms.dtype) + wide
-    if terms.backend == "numba" or "RENORMALIZE" not in terms.kernel.text:
+    if not isinstance(terms.kernel, CudaKernel) or "RENORMALIZE" not in terms.kernel.text:
         return cases
     return cases + [replace(case, renormalize=True) for case in cases if case.k > 1]

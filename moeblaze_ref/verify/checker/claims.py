@@ -40,7 +40,8 @@ def read_launches(exam: Exam, sent: bytes) -> tuple[Description, list[Answer]] |
     ChildProcessError
         If something else was sent: the kernel has written into the pipe.
     """
-    description, answers = None, []
+    description: Description | None = None
+    answers: list[Answer] = []
     for line in sent.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break  # the process ended while it sent this
@@ -52,7 +53,7 @@ def read_launches(exam: Exam, sent: bytes) -> tuple[Description, list[Answer]] |
             case answer:
                 answers.append(answer)
     done = len(answers) >= exam.num_answers or any(answer.fault for answer in answers)
-    return (description, answers[: exam.num_answers]) if done else None
+    return (description, answers[: exam.num_answers]) if done and description else None
 
 
 def _read(exam: Exam, description: Description | None, line: bytes) -> Description | Answer | Exception:
@@ -63,6 +64,8 @@ def _read(exam: Exam, description: Description | None, line: bytes) -> Descripti
             return _ERRORS[kind](said)
         if kind == "Description":
             return _description(exam, **said)
+        if description is None:
+            raise ValueError("an answer precedes the description")
         return _answer(RUNNERS[description.runner].quantities, **said)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ChildProcessError("the kernel has written into the pipe of the process that runs it")

@@ -170,7 +170,7 @@ def set_problem(contract: Contract, case: Case) -> Problem:
     """The inputs that `moeblaze_ref.verify.check` would use for this case."""
     routes = dispatch.build_by_sort(case.topk_experts, case.E)
     tensors = _tensors(case, routes)
-    inputs = {name: tensors[name] for name in contract.inputs if tensors[name] is not None}
+    inputs = {name: tensor for name in contract.inputs if (tensor := tensors[name]) is not None}
     return Problem(contract, case, routes, inputs)
 
 
@@ -189,7 +189,8 @@ def _tensors(case: Case, routes: Dispatch) -> dict[str, np.ndarray | None]:
     tensors = routes.arrays() | {
         "logits": case.logits, "topk_experts": case.topk_experts,
         "shares": (np.diff(routes.expert_token_offsets) / max(routes.R, 1)).astype(np.float32),
-        "d_load_balancing_loss": np.float32([0.7 + case.step]), "d_router_z_loss": np.float32([-0.2 - case.step]),
+        "d_load_balancing_loss": np.array([0.7 + case.step], np.float32),
+        "d_router_z_loss": np.array([-0.2 - case.step], np.float32),
         "gates": gates, "d_gates": comparisons.d_gates(case), "gate_of_row": gate_of_row,
         "dense_map": dense_map, "lengths": dispatch.expert_lengths(dense_map),
         "x": case.x, "w1": case.weights.w1, "w2": case.weights.w2, "w3": case.weights.w3, "d_out": case.d_out,

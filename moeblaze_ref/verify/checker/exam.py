@@ -75,8 +75,12 @@ class Exam:
 
     def launches(self) -> Iterator[Description | Answer]:
         """Open the kernel and launch it on every case, up to the first fault. Errors are those of `Terms.open`."""
-        trial: Trial = self.terms.open()
+        trial = self.terms.open()
         yield trial.description
+        yield from self.answers(trial)
+
+    def answers(self, trial: Trial) -> Iterator[Answer]:
+        """Launch the opened kernel on every case, up to the first fault."""
         faults = ""
         for answer in trial.answers(self.cases):
             yield answer
@@ -89,10 +93,11 @@ class Exam:
         runner = RUNNERS[description.runner]
         results = [self._result(runner, *steps, answer) for steps, answer in zip(self.cases, answers, strict=False)]
         unchecked = self.unchecked
-        if self.large is not None and all(result.ok for result in results):
-            problem = answers[-1].fault or readers.problem(self.text_trial, self.large)
+        trial = self.text_trial if self.large is not None and all(result.ok for result in results) else None
+        if self.large is not None and trial is not None:
+            problem = answers[-1].fault or readers.problem(trial, self.large)
             results += [Result(readers.SHAPE, problem, None, {})] * bool(problem)
-            unchecked = "" if problem else readers.unchecked(self.text_trial, self.large)
+            unchecked = "" if problem else readers.unchecked(trial, self.large)
         terms = self.terms
         names = terms.contract.task, terms.kernel.label, terms.backend, terms.dtype, description.launch
         return Report(*names, runner.quantities, results, unchecked)

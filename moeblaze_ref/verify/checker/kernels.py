@@ -14,7 +14,8 @@ from typing import Any
 
 from moeblaze_ref.backends.raw_cuda.gemm import C_TYPE
 from moeblaze_ref.core import checks, kernel_headers
-from moeblaze_ref.runtime.source import KernelSource, Parameter, Size, check_launch, three
+from moeblaze_ref.runtime.declarations import Parameter
+from moeblaze_ref.runtime.source import KernelSource, Size, check_launch, three
 from moeblaze_ref.verify.checker.contracts import SIZES, Contract, dtype_of
 from moeblaze_ref.verify.checker.sources import check_source
 
@@ -54,18 +55,19 @@ class Launch:
         block = three(kernel_headers.sizes(self.block, symbols))
         shared_bytes = math.floor(kernel_headers.number(self.shared_bytes, symbols))
         check_launch(kernel, (1, 1, 1), block, shared_bytes)  # first, since the grid is often divided by the block
-        grid = three(kernel_headers.sizes(self.grid, symbols))
-        check_launch(kernel, tuple(max(blocks, 1) for blocks in grid), block, shared_bytes)
-        return grid, block, shared_bytes
+        x, y, z = three(kernel_headers.sizes(self.grid, symbols))
+        check_launch(kernel, (max(x, 1), max(y, 1), max(z, 1)), block, shared_bytes)
+        return (x, y, z), block, shared_bytes
 
 
 def choose_launch(stated: dict[str, str], asked: dict[str, str | None], contract: Contract, where: str) -> Launch:
     """Return the requested launch, else the one in the kernel's header, else one thread an element."""
     default = {"grid": contract.grid, "block": "THREADS", "shared bytes": "0"}
-    asked = {name: formula for name, formula in asked.items() if formula is not None}
+    given = {name: formula for name, formula in asked.items() if formula is not None}
     stated = {name: stated[name] for name in default if name in stated}
-    by = [*(["as asked"] if asked else []), *([f"by {where}"] if stated.keys() - asked.keys() else [])]
-    return Launch(*(default | stated | asked).values(), stated_by=" and ".join(by) or "the default of the task")
+    by = [*(["as asked"] if given else []), *([f"by {where}"] if stated.keys() - given.keys() else [])]
+    grid, block, shared_bytes = (default | stated | given).values()
+    return Launch(grid, block, shared_bytes, " and ".join(by) or "the default of the task")
 
 
 # ---- raw CUDA ---------------------------------------------------------------------------------
@@ -401,13 +403,13 @@ def _source_file(place: str) -> Path:
     """The file of a module, by its name, also from the current folder; or itself. No package on the way runs."""
     if place.endswith(".py"):
         return _existing(place)
-    name, folders = "", ["", *sys.path]
+    name, origin, folders = "", "", ["", *sys.path]
     for part in place.split("."):
         name = f"{name}.{part}".lstrip(".")
         spec = PathFinder.find_spec(name, folders)
         if spec is None:
             raise ValueError(f"cannot import {place}: ModuleNotFoundError: there is no module {name}")
-        folders = spec.submodule_search_locations or []
-    if not str(spec.origin).endswith(".py"):
+        origin, folders = str(spec.origin), spec.submodule_search_locations or []
+    if not origin.endswith(".py"):
         raise ValueError(f"cannot import {place}: it is no Python file")
-    return Path(spec.origin)
+    return Path(origin)

@@ -142,7 +142,7 @@ def place_of(name: str, index: tuple[int, ...], problem: Problem) -> dict[str, i
         expert = int(routes.token_expert_indices[axes["L"] * routes.k + axes["k"]])
         return {"token": axes["L"], "slot": axes["k"], "expert": expert}
     meanings = {"L": "token", "E": "expert", "E+1": "expert"}
-    place = {meanings[axis]: i for axis, i in axes.items() if axis in meanings}
+    place: dict[str, Any] = {meanings[axis]: i for axis, i in axes.items() if axis in meanings}
     if place.keys() == {"token"}:
         place["experts"] = problem.case.topk_experts[place["token"]].tolist()
     return place

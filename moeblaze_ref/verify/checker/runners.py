@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from moeblaze_ref.runtime.simt.build import SimtCompileError, SimtUnavailable
+from moeblaze_ref.runtime.simt.build import SimtCompileError
+from moeblaze_ref.runtime.simt.cache import SimtUnavailable
 from moeblaze_ref.runtime.source import Size
 from moeblaze_ref.verify.checker.budgets import QUANTITIES
 from moeblaze_ref.verify.checker.contracts import Arrays

@@ -12,6 +12,7 @@ import ast
 import builtins
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 _BITS = "8 16 32 64".split()
 _TYPES = {f"{kind}{bits}" for kind in ("int", "uint") for bits in _BITS} | {"float16", "float32", "float64"}
@@ -90,7 +91,7 @@ class _Text:
     """
 
     def __init__(self, tree: ast.Module):
-        self.nodes = list(ast.walk(tree))
+        self.nodes: list[Any] = list(ast.walk(tree))  # ast.AST; those that may be refused have a line and a column
         self.modules = dict(reversed([pair for node in self.nodes for pair in _modules(node)]))  # the first counts
 
     def refused(self) -> Iterator[tuple[int, int, str, str]]:
@@ -114,8 +115,8 @@ class _Text:
         match node:
             case ast.Import(names=names):
                 yield from ((f"imports {alias.name}", _IMPORTS) for alias in names if alias.name not in MODULES)
-            case ast.ImportFrom(level=level, module=module, names=names):
-                yield from _refused_of("." * level + (module or ""), [alias.name for alias in names])
+            case ast.ImportFrom(level=level, module=origin, names=names):
+                yield from _refused_of("." * level + (origin or ""), [alias.name for alias in names])
             case ast.ClassDef(name=name):
                 yield f"defines the class {name}", "may define functions alone"
             case ast.Name(id=name) if _is_pythons(name) and name not in FUNCTIONS | EXCEPTIONS:
@@ -124,10 +125,10 @@ class _Text:
                 does = "deletes" if isinstance(context, ast.Del) else "assigns to"
                 yield f"{does} {_named(name, self._module(value))}", _ASSIGNMENT_RULE
             case ast.Attribute(value=value, attr=name):
-                module = self._module(value)
-                if name not in MODULES.get(module, ATTRIBUTES):
-                    does = "takes" if module else "names"
-                    yield f"{does} {_named(name, module)}", _of_a_module(module) if module else _ATTRIBUTE_RULE
+                owner = self._module(value)
+                if name not in (MODULES.get(owner, ATTRIBUTES) if owner else ATTRIBUTES):
+                    does = "takes" if owner else "names"
+                    yield f"{does} {_named(name, owner)}", _of_a_module(owner) if owner else _ATTRIBUTE_RULE
             case ast.MatchClass(kwd_attrs=names):
                 refused = [name for name in names if name not in ATTRIBUTES]
                 yield from ((f"names the attribute {name}", _ATTRIBUTE_RULE) for name in refused)
