@@ -275,9 +275,9 @@ def _numba_runner() -> str:
         return pool.submit(runner_of, "numba").result()
 
 
-def _how(status: int) -> str:
+def _how(status: int | None) -> str:
     """Describe how a process ended."""
-    if status >= 0:
+    if status is None or status >= 0:
         return f"with status {status}"
     name = signal.Signals(-status)
     return f"by {name.name}: {_CAUSES[name]}" if name in _CAUSES else f"by {name.name}"

@@ -1,5 +1,7 @@
 """Large cases of MegaBlocks' kernels."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import activation
@@ -7,7 +9,8 @@ from moeblaze_ref.backends.raw_cuda import block_sparse as stage
 from moeblaze_ref.backends.raw_cuda import gemm
 from moeblaze_ref.core.structures import PaddedBins, Topology
 from moeblaze_ref.runtime import ceil_div
-from moeblaze_ref.runtime.sparse import Launch
+from moeblaze_ref.runtime.source import Size
+from moeblaze_ref.runtime.sparse import Launch, Parts
 from moeblaze_ref.verify.large.cases import ALL, Case, exactly, last_block, values
 from moeblaze_ref.verify.large.layout import number_in_bands
 
@@ -33,7 +36,8 @@ def cases() -> list[Case]:
 
 def _topology(executor) -> Topology:
     lengths = (BLOCK_ROWS + 1, NNZ, NNZ, E * WIDE + 1, NNZ)
-    return Topology(*(executor.empty((length,), "int32") for length in lengths), block=B)
+    rows, columns, row_of_block, ends, order = (executor.empty((length,), "int32") for length in lengths)
+    return Topology(rows, columns, row_of_block, ends, order, B)
 
 
 def _structures() -> dict:
@@ -96,7 +100,7 @@ def _of_matrix(version: str, *place: slice) -> tuple[slice, ...]:
 
 def _product(version: str, kernel: str, given: dict, expected: dict, call, rows: int, columns: int) -> Case:
     """Of 7_persistent the last block is that of the last of (rows, columns) tiles."""
-    blocks = last_block
+    blocks: Callable[[Size], list[Size]] = last_block
     if version == gemm.HOPPER:
         blocks = lambda _: [(number_in_bands(rows - 1, columns - 1, rows, columns), 0, 0)]
     passes = f"P h, P K, E h K: P={P}, E={E}, h={h}, K={_depth(version)}, block={B}"
@@ -138,7 +142,7 @@ def _sdd_transposed(version: str) -> Case:
 
 
 def _dsd_case(
-    version: str, rhs: list, product: np.ndarray, shape: tuple, rows: int, places: dict, transposes: tuple
+    version: str, rhs: list, product: np.ndarray, shape: tuple, rows: int, places: dict, transposes: tuple[bool, bool]
 ) -> Case:
     stored, _ = _stored(version)
     live = _last_rows(version)
@@ -246,25 +250,30 @@ def _blocks_of_values(executor, count: int) -> list:
 
 def _activate() -> Case:
     inputs = _lines("a", "b")
-    outputs = {"y_swi": activation.forward(*map(exactly, inputs.values()), "swiglu")}
-    return _between(
-        "activate",
-        inputs,
-        outputs,
-        lambda executor: stage.activate.unchecked(*_blocks_of_values(executor, 2), "swiglu", executor),
-    )
+    outputs = {"y_swi": activation.forward(exactly(inputs["a"]), exactly(inputs["b"]), "swiglu")}
+
+    def call(executor):
+        a, b = _blocks_of_values(executor, 2)
+        stage.activate.unchecked(a, b, "swiglu", executor)
+
+    return _between("activate", inputs, outputs, call)
 
 
 def _activate_backward() -> Case:
     inputs = _lines("d_y", "a", "b")
-    outputs = dict(zip(("d_a", "d_b"), activation.backward(*map(exactly, inputs.values()), "swiglu"), strict=True))
-    call = lambda executor: stage.activate_backward.unchecked(*_blocks_of_values(executor, 3), "swiglu", executor)
+    d_y, a, b = map(exactly, inputs.values())
+    outputs = dict(zip(("d_a", "d_b"), activation.backward(d_y, a, b, "swiglu"), strict=True))
+
+    def call(executor):
+        d_y, a, b = _blocks_of_values(executor, 3)
+        stage.activate_backward.unchecked(d_y, a, b, "swiglu", executor)
+
     return _between("activate_backward", inputs, outputs, call)
 
 
 def _bins(executor) -> PaddedBins:
-    empty = [executor.empty((length,), "int32") for length in (2, MANY, MANY)]
-    return PaddedBins(*empty, k=1, block=1)
+    offsets, slots, rows = (executor.empty((length,), "int32") for length in (2, MANY, MANY))
+    return PaddedBins(offsets, slots, rows, k=1, block=1)
 
 
 def _row_case(kernel: str, given: dict, expected: dict, call) -> Case:
@@ -294,9 +303,8 @@ def _gate_gradient() -> Case:
     terms = (exactly(d_out) * exactly(y)).sum(axis=1, keepdims=True)
 
     def call(executor):
-        stage.gate_gradient.unchecked(
-            *(executor.empty((MANY, WIDTH), "float32") for _ in range(2)), _bins(executor), executor
-        )
+        d_out, y = (executor.empty((MANY, WIDTH), "float32") for _ in range(2))
+        stage.gate_gradient.unchecked(d_out, y, _bins(executor), executor)
 
     return _row_case("gate_gradient", given, {"d_gates": [(last, terms)]}, call)
 
@@ -311,7 +319,7 @@ def _large_block() -> Case:
     stored = values(2, tile.rows, block, dtype="bfloat16")
     rhs = values(2 * block, tile.columns, dtype="bfloat16", seed=1)
     product = exactly(np.hstack(list(stored))) @ exactly(rhs)
-    given = {"offsets": [(ALL, (0, 2))], "others": [(ALL, (0, 1))]}
+    given: dict[str, Parts] = {"offsets": [(ALL, (0, 2))], "others": [(ALL, (0, 1))]}
     given |= {"values": [(np.s_[:, lines], stored)], "rhs": [(ALL, rhs)]}
     launch = Launch("dsd", last_block, given, {"result": [(lines, product)]})
     shapes = {"values": (2, block, block), "rhs": rhs.shape, "result": (block, tile.columns)}

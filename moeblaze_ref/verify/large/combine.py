@@ -3,7 +3,9 @@
 import numpy as np
 
 from moeblaze_ref.backends.raw_cuda import combine, gemm
-from moeblaze_ref.runtime.sparse import Launch
+from moeblaze_ref.core.structures import Array, Dispatch
+from moeblaze_ref.runtime import Executor
+from moeblaze_ref.runtime.sparse import Launch, Parts
 from moeblaze_ref.verify.large.cases import Case, dispatch_of, exactly, last_block, values
 
 L, k, d = 2**22 + 1, 2, 1024
@@ -31,7 +33,7 @@ def _inputs(columns: slice):
     return y, gates, given
 
 
-def _arguments(executor):
+def _arguments(executor: Executor) -> tuple[Array, Array, Dispatch]:
     """y, gates and dispatch, without values."""
     return executor.empty((R, d), "float32"), executor.empty((L, k), "float32"), dispatch_of(executor, L, 1, k)
 
@@ -68,7 +70,7 @@ def _backward(executor):
 
 def _d_y() -> Case:
     d_out, gates = values(COLUMNS.stop - COLUMNS.start), values(k)
-    given = {"d_out": [(np.s_[-1:, COLUMNS], d_out)], "gates": [(np.s_[-1:], gates)]}
+    given: dict[str, Parts] = {"d_out": [(np.s_[-1:, COLUMNS], d_out)], "gates": [(np.s_[-1:], gates)]}
     given |= {"token_index_map": [(np.s_[-1:], ROWS[1:])]}
     expected = {"d_y": [(np.s_[ROWS[1] : ROWS[1] + 1, COLUMNS], exactly(gates[1]) * exactly(d_out))]}
     return Case(

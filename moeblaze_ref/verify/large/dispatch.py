@@ -4,7 +4,7 @@ import numpy as np
 
 from moeblaze_ref.backends.raw_cuda import dispatch as stage
 from moeblaze_ref.core.structures import EMPTY
-from moeblaze_ref.runtime.sparse import ZEROS, Launch
+from moeblaze_ref.runtime.sparse import ZEROS, Launch, Parts
 from moeblaze_ref.verify.large.cases import ALL, Case, last_block
 
 E = 1024
@@ -47,7 +47,10 @@ def _map_of_tokens() -> Case:
     chosen, numbers = EXPERTS[:, :k], np.arange(tokens - FEW, tokens)
     dense_map = np.full((FEW, E), EMPTY)
     np.put_along_axis(dense_map, chosen, numbers[:, None], axis=1)
-    expected = {"dense_map": [(LAST, dense_map)], "token_expert_indices": [(np.s_[-k * FEW :], chosen.ravel())]}
+    expected: dict[str, Parts] = {
+        "dense_map": [(LAST, dense_map)],
+        "token_expert_indices": [(np.s_[-k * FEW :], chosen.ravel())],
+    }
     launch = Launch("dense_map", last_block, {"topk_experts": [(LAST, chosen)]}, expected)
     return _case("1_dense_map", launch, _build("1_dense_map", tokens, k), f"L E: L={tokens}, E={E}, k={k}")
 
@@ -64,14 +67,21 @@ def _lengths_of_map() -> Case:
 
 def _route_map() -> Case:
     tokens = np.arange(SHORT - FEW)
-    given = {"dense_map": _MAP, "topk_experts": [(ALL, MANY - 1)], "expert_token_offsets": [(np.s_[-2:-1], FEW)]}
-    expected = {"expert_token_indices": [(np.s_[FEW:], tokens)], "token_index_map": [(np.s_[:-FEW], tokens + FEW)]}
+    given: dict[str, Parts] = {
+        "dense_map": _MAP,
+        "topk_experts": [(ALL, MANY - 1)],
+        "expert_token_offsets": [(np.s_[-2:-1], FEW)],
+    }
+    expected: dict[str, Parts] = {
+        "expert_token_indices": [(np.s_[FEW:], tokens)],
+        "token_index_map": [(np.s_[:-FEW], tokens + FEW)],
+    }
     launch = Launch("route_indices", last_block, given, expected)
     return _case("1_dense_map", launch, _build("1_dense_map", SHORT, 1, MANY), _SHORT)
 
 
 def _location_map() -> Case:
-    given = {"dense_map": _MAP, "expert_token_offsets": [(np.s_[-2:-1], 0)]}
+    given: dict[str, Parts] = {"dense_map": _MAP, "expert_token_offsets": [(np.s_[-2:-1], 0)]}
     places = np.minimum(np.arange(SHORT), SHORT - FEW)
     launch = Launch("location_map", last_block, given, {"location_map": [(np.s_[:, -1:], places[:, None])]})
     return _case("as_printed", launch, _build("as_printed", SHORT, 1, MANY), _SHORT)
@@ -83,9 +93,9 @@ def _write_indices() -> Case:
     entries = np.s_[-1:, -stage.THREADS :]
     dense_map, locations = (np.full((1, stage.THREADS), EMPTY) for _ in range(2))
     dense_map[0, -k:], locations[0, -k:] = token, (row + 2, row)
-    given = {"dense_map": [(entries, dense_map)], "location_map": [(entries, locations)]}
+    given: dict[str, Parts] = {"dense_map": [(entries, dense_map)], "location_map": [(entries, locations)]}
     given |= {"topk_experts": [(np.s_[-1:], (E - 2, E - 1))]}
-    expected = {"expert_token_indices": [(np.s_[at : at + 1], token) for at in (row, row + 2)]}
+    expected: dict[str, Parts] = {"expert_token_indices": [(np.s_[at : at + 1], token) for at in (row, row + 2)]}
     expected |= {"token_index_map": [(np.s_[-k:], (row + 2, row))]}
     launch = Launch("write_indices", last_block, given, expected)
     return _case("as_printed", launch, _build("as_printed", ENTRIES, k), f"L E: L={ENTRIES}, E={E}, k={k}")
@@ -101,7 +111,10 @@ def _bitmap() -> Case:
     chosen = EXPERTS[:, :1]
     words = np.zeros((E, stage.WARPS), np.uint32)
     np.bitwise_or.at(words[:, 0], chosen[:, 0], np.uint32(1) << np.arange(FEW, dtype=np.uint32))
-    expected = {"bitmap": [(np.s_[:, -stage.WARPS :], words)], "token_expert_indices": [(LAST, chosen.ravel())]}
+    expected: dict[str, Parts] = {
+        "bitmap": [(np.s_[:, -stage.WARPS :], words)],
+        "token_expert_indices": [(LAST, chosen.ravel())],
+    }
     launch = Launch("bitmap", last_block, {"topk_experts": [(LAST, chosen)]}, expected)
     return _case("2_bitmap", launch, _build("2_bitmap", BITS, 1), _BIT_PASSES)
 
@@ -164,7 +177,10 @@ def _launch(kernel: str, grid: int, threads: int, shared_bytes: int, *names: str
 def _count_tiles() -> Case:
     names = ("topk_experts", "tile_bases", "token_expert_indices")
     call = _launch("count_tiles", TILES, stage.THREADS, _SHARED["counts"], *names, R=_SLOTS, E=E)
-    expected = {"tile_bases": [(np.s_[:, -2:-1], _COUNTS[:, None])], "token_expert_indices": [(_TILE, _CHOSEN.ravel())]}
+    expected: dict[str, Parts] = {
+        "tile_bases": [(np.s_[:, -2:-1], _COUNTS[:, None])],
+        "token_expert_indices": [(_TILE, _CHOSEN.ravel())],
+    }
     launch = Launch("count_tiles", last_block, {"topk_experts": [(np.s_[-TILE_TOKENS:], _CHOSEN)]}, expected)
     return _case("3_single_pass", launch, call, _TILE_PASSES)
 
@@ -192,5 +208,8 @@ def _route_tiles() -> Case:
         "token_index_map": [(_TILE, before[0] + places)],
         "expert_token_indices": [(_TILE, _SLOTS // K - TILE_TOKENS + order // K)],
     }
-    given = {"topk_experts": [(np.s_[-TILE_TOKENS:], _CHOSEN)], "tile_bases": [(np.s_[:, -2:], bases)]}
+    given: dict[str, Parts] = {
+        "topk_experts": [(np.s_[-TILE_TOKENS:], _CHOSEN)],
+        "tile_bases": [(np.s_[:, -2:], bases)],
+    }
     return _case("3_single_pass", Launch("route_tiles", last_block, given, expected), call, _TILE_PASSES)

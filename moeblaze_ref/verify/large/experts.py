@@ -6,7 +6,7 @@ import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import activation
 from moeblaze_ref.backends.raw_cuda import expert_down, expert_up, gemm
-from moeblaze_ref.runtime.sparse import Launch
+from moeblaze_ref.runtime.sparse import Launch, Parts
 from moeblaze_ref.verify.large.cases import ALL, Case, dispatch_of, exactly, last_block, values
 from moeblaze_ref.verify.large.layout import MANY_BLOCKS, Layout
 
@@ -99,11 +99,9 @@ def _up(layout: Layout) -> Case:
     expected = {name: [(np.s_[rows, columns], array)] for name, array in outputs.items()}
 
     def call(executor):
-        weights = [executor.empty((E, d, h), layout.dtype) for _ in range(2)]
-        x = executor.empty((L, d), layout.dtype)
-        expert_up.forward.unchecked(
-            x, *weights, dispatch_of(executor, L, E, 1), "swiglu", executor=executor, version=layout.version
-        )
+        w1, w2 = (executor.empty((E, d, h), layout.dtype) for _ in range(2))
+        x, dispatch = executor.empty((L, d), layout.dtype), dispatch_of(executor, L, E, 1)
+        expert_up.forward.unchecked(x, w1, w2, dispatch, "swiglu", executor=executor, version=layout.version)
 
     launch = Launch("expert_up", layout.row_blocks(h, results=2), given, expected)
     return _case(layout, "expert_up", "L d, R h, d h", launch, call)
@@ -118,7 +116,7 @@ def _d_x(layout: Layout) -> Case:
     d_a, d_b = (values(rows.stop - rows.start, h, dtype=layout.dtype, seed=seed) for seed in (1, 2))
     w1, w2 = (weights(layout, 2 * h, width, h, seed) for seed in (3, 4))
     sums = exactly(d_a) @ exactly(w1).T + exactly(d_b) @ exactly(w2).T
-    given = {name: [(np.s_[rows], array)] for name, array in (("d_a", d_a), ("d_b", d_b))}
+    given: dict[str, Parts] = {name: [(np.s_[rows], array)] for name, array in (("d_a", d_a), ("d_b", d_b))}
     given |= {name: of_last_expert(w, rows=columns) for name, w in (("w1", w1), ("w2", w2))}
     if naive:
         given |= {"token_expert_indices": [(np.s_[-1:], E - 1)], "token_index_map": [(np.s_[-1:], L - 1)]}
@@ -126,11 +124,9 @@ def _d_x(layout: Layout) -> Case:
         given |= {"expert_token_offsets": [(ALL, layout.offsets)]}
 
     def call(executor):
-        gradients = [executor.empty((L, h), layout.dtype) for _ in range(2)]
-        weights = [executor.empty((E, d, h), layout.dtype) for _ in range(2)]
-        expert_up.input_gradient.unchecked(
-            *gradients, *weights, dispatch_of(executor, L, E, 1), executor, layout.version
-        )
+        d_a, d_b = (executor.empty((L, h), layout.dtype) for _ in range(2))
+        w1, w2 = (executor.empty((E, d, h), layout.dtype) for _ in range(2))
+        expert_up.input_gradient.unchecked(d_a, d_b, w1, w2, dispatch_of(executor, L, E, 1), executor, layout.version)
 
     kernel, blocks = ("d_x", last_block) if naive else ("d_x_rows", layout.row_blocks(d))
     expected = {"d_x" if naive else "rows": [(np.s_[rows, columns], sums)]}
@@ -177,11 +173,11 @@ def d_hidden(layout: Layout) -> Case:
         expected["gate_terms"] = [(np.s_[rows, columns], terms)]
 
     def call(executor):
-        arrays = [executor.empty((L, n), layout.dtype) for n in (h, h)]
+        a, b = (executor.empty((L, h), layout.dtype) for _ in range(2))
         d_out, w3 = executor.empty((L, d), layout.dtype), executor.empty((E, h, d), layout.dtype)
         gates, dispatch = executor.empty((L, 1), "float32"), dispatch_of(executor, L, E, 1)
         options = {"executor": executor, "version": layout.version}
-        expert_down.hidden_gradients.unchecked(d_out, gates, *arrays, w3, dispatch, "swiglu", **options)
+        expert_down.hidden_gradients.unchecked(d_out, gates, a, b, w3, dispatch, "swiglu", **options)
 
     launch = Launch("d_hidden", layout.row_blocks(h), given, expected)
     return _case(layout, "expert_down", "L d, R h, E h d", launch, call)

@@ -59,7 +59,7 @@ class Layout:
         return gemm.extent(self._tile, results)
 
     @property
-    def _tile(self) -> tiles.MmaTile | None:
+    def _tile(self) -> tiles.Tile | None:
         return self.tile or tiles.DEFAULTS.get(self.version)
 
     def last(self, size: int, of_block: int) -> slice:

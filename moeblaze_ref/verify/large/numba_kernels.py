@@ -1,7 +1,6 @@
 """Large cases of the Numba kernels, on the simulator: it computes indices as Python does, but arrays hold 32 bits."""
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from moeblaze_ref.backends.numba_cuda.runtime import EXECUTOR, THREADS, _eager_t
 from moeblaze_ref.backends.numpy_ref import activation as reference
 from moeblaze_ref.backends.numpy_ref import gating as gating_reference
 from moeblaze_ref.core.structures import EMPTY
-from moeblaze_ref.runtime.sparse import Launch, Reservation
+from moeblaze_ref.runtime.sparse import Launch, Parts, Reservation
 from moeblaze_ref.verify.large.cases import ALL, exactly, values
 
 L, d, k, E, h = 2**22 + 1, 1024, 2, 1024, 4100  # L d, E d h > 2**32
@@ -47,7 +46,7 @@ class NumbaCase:
     stage: str
     kernel: str
     passes: str
-    function: Callable
+    function: Any  # Numba's
     arguments: dict[str, Any]
     given: dict[str, Any]
     expected: dict[str, Any]
@@ -68,7 +67,7 @@ class NumbaCase:
         from moeblaze_ref.backends.numba_cuda.sparse import OpenArray, run_blocks
 
         memory = {name: Reservation(*shape) for name, shape in self.arguments.items() if isinstance(shape, tuple)}
-        launch = Launch(self.kernel, lambda grid: grid, self.given, self.expected)
+        launch = Launch(self.kernel, lambda grid: [grid], self.given, self.expected)
 
         def opened(name, place):
             part = memory[name].array[place]
@@ -175,7 +174,7 @@ def _up() -> NumbaCase:
     tokens = L - 1 - np.arange(FEW)
     x, (w1, w2) = values(FEW, depth), (values(depth, columns.stop - columns.start, seed=seed) for seed in (1, 2))
     a, b = (exactly(x) @ exactly(w) for w in (w1, w2))
-    given = {"x": [(np.s_[-FEW:], x[::-1])], "expert_token_indices": [(np.s_[-FEW:], tokens)]}
+    given: dict[str, Parts] = {"x": [(np.s_[-FEW:], x[::-1])], "expert_token_indices": [(np.s_[-FEW:], tokens)]}
     given |= {name: [(np.s_[-1:, :, columns], w)] for name, w in (("w1", w1), ("w2", w2))}
     given |= {"expert_token_offsets": _offsets()}
     outputs = {"a": a, "b": b, "y_swi": reference.forward(a, b, "swiglu")}
@@ -235,7 +234,7 @@ def _weights(stage: str, kernel: str, function, left: str, right: str, rows: int
     place = slice(columns - THREADS, columns)
     gathered = "x" if kernel == "d_w" else "d_out"
     arrays = {left: (values(FEW, 1), np.s_[rows - 1 : rows]), right: (values(FEW, THREADS), place)}
-    given = {
+    given: dict[str, Parts] = {
         name: [(np.s_[-FEW:, part], array[::-1] if name == gathered else array)]
         for name, (array, part) in arrays.items()
     }
@@ -316,7 +315,12 @@ def _d_logits() -> NumbaCase:
     chosen = gating_reference.top_k(logits, k)
     shares = (np.bincount(chosen.ravel(), minlength=E) / k).astype(np.float32)
     d_logits = gating_reference.backward(exactly(d_gates), exactly(logits), chosen, False, 1.0, 1.0)
-    arguments = {"d_gates": floats(L, k), "logits": floats(L, E), "topk_experts": integers(L, k), "shares": floats(E)}
+    arguments: dict[str, Any] = {
+        "d_gates": floats(L, k),
+        "logits": floats(L, E),
+        "topk_experts": integers(L, k),
+        "shares": floats(E),
+    }
     arguments |= {"d_losses": floats(2), "scales": floats(2), "renormalize": False, "d_logits": floats(L, E)}
     given = {"d_gates": (True, d_gates), "logits": (True, logits), "topk_experts": (True, chosen)}
     given |= {"shares": (False, shares), "d_losses": (False, (1, 1)), "scales": (False, (E, 2))}
@@ -386,7 +390,7 @@ def _write_indices() -> NumbaCase:
     entries, tail = np.s_[-1:, -THREADS:], np.full(THREADS, EMPTY)
     dense_map, locations = tail.copy(), tail.copy()
     dense_map[-k:], locations[-k:] = L - 1, (ROW, ROW + 1)
-    given = {"dense_map": [(entries, dense_map)], "location_map": [(entries, locations)]}
+    given: dict[str, Parts] = {"dense_map": [(entries, dense_map)], "location_map": [(entries, locations)]}
     given |= {"topk_experts": [(LAST, (E - 2, E - 1))]}
     expected = {"expert_token_indices": [(np.s_[ROW : ROW + 2], L - 1)], "token_index_map": PLACES}
     arguments = {"dense_map": integers(L, E), "location_map": integers(L, E), "topk_experts": integers(L, k)}
@@ -480,7 +484,8 @@ def _activate() -> NumbaCase:
 
 def _activate_backward() -> NumbaCase:
     inputs = {name: values(THREADS, seed=seed) for seed, name in enumerate(("d_y", "a", "b"))}
-    d_a, d_b = reference.backward(*(exactly(array)[None] for array in inputs.values()), "swiglu")
+    d_y, a, b = (exactly(array)[None] for array in inputs.values())
+    d_a, d_b = reference.backward(d_y, a, b, "swiglu")
     arguments = {name: STORED for name in ("d_y", "a", "b", "d_a", "d_b")}
     given = {name: [(LINE, array)] for name, array in inputs.items()}
     expected, function = {"d_a": [(LINE, d_a)], "d_b": [(LINE, d_b)]}, block_sparse.activate_backward_kernel("swiglu")

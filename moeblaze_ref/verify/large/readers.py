@@ -5,6 +5,7 @@ write of the last token there, they must write at the large size.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from moeblaze_ref.runtime.simt.executor import KernelFault
 from moeblaze_ref.runtime.source import Size
 from moeblaze_ref.runtime.sparse import ZEROS, Launch, SparseExecutor, error
 from moeblaze_ref.verify.checker.contracts import dtype_of
+from moeblaze_ref.verify.checker.kernels import CudaKernel
 from moeblaze_ref.verify.checker.report import never_written
 from moeblaze_ref.verify.checker.runners import RUNNERS
 from moeblaze_ref.verify.checker.trial import Answer, Terms, Trial
@@ -108,14 +110,17 @@ def _fewer_tokens(trial: Trial) -> int:
 
 def _run(trial: Trial, tokens: int) -> np.ndarray:
     """The output of the first and of the last token, as the first and the last block leave it."""
+    kernel = trial.kernel
+    if not isinstance(kernel, CudaKernel):
+        raise TypeError(f"{kernel.label} is of no .cu file")
     given = _given(trial.dtype, tokens)
     names = _parameters(trial)
-    chosen = Launch(trial.kernel.name, _first_and_last, {name: given[name] for name in names if name in given}, {})
+    chosen = Launch(kernel.name, _first_and_last, {name: given[name] for name in names if name in given}, {})
     executor = SparseExecutor(chosen)
     arrays = {name: executor.empty(shape, dtype_of(name, trial.dtype)) for name, shape in _shapes(tokens).items()}
-    module = executor.load(trial.kernel.file, text=trial.kernel.text, **_constants(trial))
-    arguments = {name: (arrays | _sizes(tokens))[name] for name in names}
-    module.launch(trial.kernel.name, *_launch(trial, tokens), **arguments)
+    module = executor.load(kernel.file, text=kernel.text, **_constants(trial))
+    arguments: dict[str, Any] = {name: (arrays | _sizes(tokens))[name] for name in names}
+    module.launch(kernel.name, *_launch(trial, tokens), **arguments)
     return arrays["out"][[0, tokens - 1]]
 
 
