@@ -77,8 +77,8 @@ class Step:
         def load(file: str, text: str | None = None, **constants: Any) -> Module:
             return executor.load(file, text, **constants | dict(self.constants))
 
-        altered = copy.copy(executor)
-        altered.load = load  # type: ignore[method-assign]
+        altered: Any = copy.copy(executor)  # of any class: its method and its number may be set
+        altered.load = load
         if not self.persistent:
             altered.multiprocessors = most_tiles(config)
         return altered

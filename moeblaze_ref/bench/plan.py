@@ -199,7 +199,7 @@ def _jobs_beside_torch(stage: str, request: Request) -> list[Job]:
     for name, config in layers(request, SHAPES[stage]):
         able = stages.versions_of(stage, config.dtype)
         for version in request.versions:
-            checks.check_name(f"version of {stage}", version, able)
+            checks.check_name(f"version of {stage}", version, list(filter(None, able)))
         jobs.append(_stage_job(name, config, stage, request.versions or able, request, beside_torch=True))
     return jobs
 
