@@ -7,7 +7,7 @@ from typing import Any
 
 import ml_dtypes  # registers bfloat16 with numpy
 
-from moeblaze_ref.backends.raw_cuda.tiles import BlockTile, HopperTile, Tile
+from moeblaze_ref.backends.raw_cuda.tiles import Tile
 from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import dtype_of
 from moeblaze_ref.core.contract import Arrays
@@ -21,7 +21,7 @@ TF32 = "3_mma_tf32"  # 3_mma on floats, rounded to 10 bits of mantissa before th
 ALIGNMENT = 16  # bytes: their kernels move as many at a time
 HOPPER = "7_persistent"  # the sizes below are those of hopper/grouped_matmul.cuh
 HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
-HOPPER_COLUMNS = HopperTile.columns
+HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
 TILE_LIST_BYTES = (1 + 400) * 4  # of tile_lists.cuh: a block's tiles of a weight gradient
@@ -30,7 +30,7 @@ MAX_TILES = 2**30  # of a launch: kernels number them in 32 bits, and blocks tha
 MAX_GATHERED = 2**35  # elements that versions of BY_TMA gather from: they count them by 8 in 32 bits
 MANY_ELEMENTS = 2**26  # of all rows: with fewer, a second launch costs more than the memory is worth
 # Boxes of tensor maps, innermost first: 64 elements of a row, and how many rows.
-ROWS_BOX = (64, HopperTile.rows)  # rows of a tile, the depth along them
+ROWS_BOX = (64, 128)  # rows of a tile, the depth along them
 DEPTH_BOX = (64, 64)  # rows that are the depth
 WEIGHTS_BOX = (64, 64, 1)  # of one expert's matrix, rows that are the depth
 WEIGHTS_TRANSPOSED_BOX = (64, 256, 1)  # the depth along them
@@ -208,12 +208,14 @@ def rows_launch(
         )
     if version == HOPPER:
         return persistent(executor.multiprocessors, crowded) | {"E": dispatch.E}
-    return per_tile(tile, grid) | {"E": dispatch.E}  # type: ignore[arg-type]  # HopperTile is of HOPPER alone
+    return per_tile(tile, grid) | {"E": dispatch.E}
 
 
 def extent(tile: Tile | None, results: int = 1) -> tuple[int, int]:
     """Rows and columns of a block's tile of each result: a tile's, or those of 2_tiled."""
-    return (TILE, TILE) if tile is None else (tile.rows, tile.columns // results)
+    if tile is None:
+        return TILE, TILE
+    return tile.rows, tile.columns // results  # type: ignore[union-attr]  # never of HopperTile: see `persistent`
 
 
 def weights_launch(
@@ -226,8 +228,7 @@ def weights_launch(
     if version == "1_naive":
         return {"grid": (ceil_div(rows * columns, THREADS), num_experts), "block": THREADS}
     tile_rows, tile_columns = extent(tile)
-    grid = ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts
-    return per_tile(tile, grid)  # type: ignore[arg-type]  # HopperTile is of HOPPER alone
+    return per_tile(tile, (ceil_div(rows, tile_rows), ceil_div(columns, tile_columns), num_experts))
 
 
 @functools.cache
@@ -236,11 +237,12 @@ def persistent(multiprocessors: int, crowded: bool) -> dict[str, Any]:
     return {"grid": multiprocessors, "block": HOPPER_THREADS[crowded], "shared_bytes": HOPPER_SHARED_BYTES}
 
 
-def per_tile(tile: BlockTile | None, grid: tuple[int, ...]) -> dict[str, Any]:
+def per_tile(tile: Tile | None, grid: tuple[int, ...]) -> dict[str, Any]:
     """Launch with a block for each tile: a tile's threads, or those of 2_tiled."""
     if tile is None:
         return {"grid": grid, "block": THREADS}
-    return {"grid": grid, "block": tile.threads, "shared_bytes": tile.shared_bytes}
+    threads, shared_bytes = tile.threads, tile.shared_bytes  # type: ignore[union-attr]  # never of HopperTile
+    return {"grid": grid, "block": threads, "shared_bytes": shared_bytes}
 
 
 def per_element(elements: int) -> dict[str, Any]:

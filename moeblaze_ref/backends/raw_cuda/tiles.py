@@ -101,8 +101,6 @@ class HopperTile:
     """
 
     band: int = 8
-    rows: ClassVar[int] = 128
-    columns: ClassVar[int] = 256
 
     def constants(self, itemsize: int) -> dict[str, int]:
         """For the preprocessor."""
@@ -148,12 +146,11 @@ class WarpgroupTile:
         }
 
 
-BlockTile = MmaTile | WarpgroupTile  # of the versions that launch a block for each tile
-Tile = BlockTile | HopperTile
+Tile = MmaTile | HopperTile | WarpgroupTile
 
+MMA_TILES = (MmaTile(), MmaTile(columns=256), MmaTile(columns=256, band=16), MmaTile(rows=256))  # of 3_mma
 # By version; the first is the default. Those of version 3 take at most 99 KiB of shared memory, which every GPU from
 # sm_80 on gives a block.
-MMA_TILES = (MmaTile(), MmaTile(columns=256), MmaTile(columns=256, band=16), MmaTile(rows=256))
 CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "3_mma": MMA_TILES,
     "3_mma_tf32": (MmaTile(warp_rows=32), MmaTile(columns=64, warp_rows=32)),

@@ -150,7 +150,8 @@ def _given(dtype: str, num_tokens: int) -> dict[str, list]:
     """Return the contents of the arrays."""
     rows, gates = _values(dtype)
     tokens = np.arange(num_tokens, dtype=np.int32)
-    y, out, weights = [(ALL, ZEROS)], [(ALL, ZEROS)], [(ALL, ZEROS)]
+    y: list[tuple[Any, Any]] = [(ALL, ZEROS)]
+    out, weights = y.copy(), y.copy()
     for i, token in enumerate((0, num_tokens - 1)):
         y += [(np.s_[token + j * num_tokens : token + j * num_tokens + 1], rows[i, j]) for j in range(k)]
         weights.append((np.s_[token : token + 1], gates[i]))
