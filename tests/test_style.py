@@ -33,7 +33,7 @@ def command(hook):
 
 def run(hook, files, cwd=ROOT):
     """Run a hook on files, relative to a folder, as pre-commit does."""
-    return processes.run([*command(hook), *files], cwd=cwd)
+    return processes.run([*command(hook), *(files if HOOKS[hook].get("pass_filenames", True) else ())], cwd=cwd)
 
 
 def matching(pattern):
@@ -63,6 +63,7 @@ WRONG = {  # for each hook a file that it refuses
     "ruff-format": ("a.py", "x = 'quoted'\n"),
     "clang-format": ("a.cu", "int  x;\n"),
     "notebooks": ("notebooks/a.ipynb", json.dumps(WRONG_NOTEBOOK)),
+    "mypy": ("moeblaze_ref/core/a.py", "def untyped(x): ...\n"),
 }
 
 
@@ -72,7 +73,7 @@ def test_a_hook_refuses_what_is_wrong(hook, tmp_path):
         shutil.copy(ROOT / settings, tmp_path)
     name, text = WRONG[hook]
     assert re.search(HOOKS[hook]["files"], name)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(text)
     result = run(hook, [name], tmp_path)
     assert result.returncode == 1 and Path(name).name in result.stdout + result.stderr

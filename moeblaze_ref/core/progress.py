@@ -1,6 +1,6 @@
 """Progress bars on standard error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from rich.console import Console
@@ -15,7 +15,7 @@ def bar(*extra_columns: ProgressColumn) -> Progress:
     return Progress(*columns, *extra_columns, console=Console(stderr=True), transient=True)
 
 
-def run_with_bar(title: str, jobs: list[Callable[[], list[Row]]]) -> list[Row]:
+def run_with_bar(title: str, jobs: Sequence[Callable[[], Iterable[Row]]]) -> list[Row]:
     """The rows of every job, in order, under a progress bar."""
     with bar() as progress:
         return [row for job in progress.track(jobs, description=title) for row in job()]

@@ -29,7 +29,11 @@ class Device(Clock, Protocol):
 
     torch_device: torch.device
     cache_bytes: int
-    rested: Ceilings  # the rates without other load, before the clocks fall
+
+    @property
+    def rested(self) -> Ceilings:
+        """The rates without other load, before the clocks fall."""
+        raise NotImplementedError
 
     def ceilings(self) -> dict[str, Contender]:
         """What shows how fast the device is, to be timed in turns with what is held against it."""

@@ -9,7 +9,7 @@ upper 32 bits is seen, wherever it leads.
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -49,8 +49,8 @@ class Launch:
 
     kernel: str
     blocks: Callable[[Size], Sequence[Size]]
-    given: dict[str, Parts]
-    expected: dict[str, Parts]
+    given: Mapping[str, Parts]
+    expected: Mapping[str, Parts]
     where: dict[str, Any] = field(default_factory=dict)
 
     def is_one(self, kernel: str, arguments: dict[str, Any]) -> bool:

@@ -389,8 +389,8 @@ def _named_saved(tensors: Arrays) -> Arrays:
 @torch.no_grad()
 def _saved_tensors(case: Case, dtype: torch.dtype) -> Arrays:
     """The tensors between x and out that the case's policy saves. The backward reads not all of them."""
-    x, w1, w2, w3 = (_leaf(array, dtype) for array in (case.x, case.weights.w1, case.weights.w2, case.weights.w3))
-    order = _order(case)
+    x, w1, w3 = (_leaf(array, dtype) for array in (case.x, case.weights.w1, case.weights.w3))
+    w2, order = _leaf(case.weights.w2, dtype), _order(case)
     a, b = oracle.expert_up(x, order, w1, w2)
     y_swi = oracle.activate(a, b, case.activation)
     tensors = {"routed_x": x[order.token], "a": a, "b": b, "act_a": oracle.activate(a, None, case.activation)}
