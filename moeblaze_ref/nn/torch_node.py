@@ -121,7 +121,7 @@ class _Node(torch.autograd.Function):
         with bridge.running():
             d_out, d_balance, d_z, x, wg, w1, w2, w3, *saved = bridge.arrays([d_out, d_balance, d_z, x, *tensors])
             if last:
-                _give_up(tensors[4:])
+                _release(tensors[4:])
             d_losses = {name: d for name, d in zip(_LOSSES, (d_balance, d_z), strict=True) if d is not None}
             arrays = dict(zip(ctx.names, saved, strict=True))
             del saved  # the system frees what it takes out of the dict
@@ -134,7 +134,7 @@ class _Node(torch.autograd.Function):
         refuse_forward_mode(ctx.layer)
 
 
-def _give_up(tensors: Sequence[Tensor]) -> None:
+def _release(tensors: Sequence[Tensor]) -> None:
     """Take the floats' memory from tensors that autograd holds until the end of the backward.
 
     The indices stay: the choice of experts is an output too.

@@ -336,7 +336,7 @@ BACKWARD = Contract(
         Value(
             "overwrite",
             "bool",
-            "The intermediates of ``saved`` are overwritten and given up: a second backward "
+            "The intermediates of ``saved`` are overwritten and released: a second backward "
             "with them raises RuntimeError",
         ),
         Value("wanted", "collection of str", "Names in `Gradients`; what nobody wants is not computed"),

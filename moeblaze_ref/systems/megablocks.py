@@ -56,7 +56,7 @@ class Saved:
         """Those of ``FLOATS``, by name; b is None for the ungated activations, and what is not kept is None."""
         return {name: getattr(self, name) for name in FLOATS}
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """Let go of all `floats`: whoever has taken them frees them."""
         for name in FLOATS:
             setattr(self, name, None)
@@ -106,11 +106,11 @@ def _check_backward(
     w3: Array,
     dtypes: Dtypes,
     wanted: Collection[str] = (),
-    give_up: bool = False,
+    release: bool = False,
 ) -> None:
     checks.check_type("saved", saved, Saved)
     if saved.x_rows is None:
-        return  # it has been given up, as `backward` says
+        return  # it has been released, as `backward` says
     for name in wanted:
         checks.check_name("gradient", name, Gradients._fields)
     checks.check_array("saved.x_rows", saved.x_rows, 2, dtypes)
@@ -140,7 +140,7 @@ BACKWARD_OF_WANTED = replace(
         *EXPERTS_BACKWARD,
         Value("wanted", "collection of str", "Names in `Gradients`; a product that nothing wanted needs is left out"),
         Value(
-            "give_up",
+            "release",
             "bool",
             "Free piece by piece what ``saved`` holds besides indices: a second backward then raises RuntimeError",
         ),
@@ -181,11 +181,11 @@ def backward(
     w2: Array | None,
     w3: Array,
     wanted: Collection[str] = Gradients._fields,
-    give_up: bool = False,
+    release: bool = False,
 ) -> Gradients:
     """Run `BACKWARD` over a backend's functions; the arguments have been checked.
 
-    What dies where, if it is given up; a weight gradient is born at each ``->``:
+    What dies where, if it is released; a weight gradient is born at each ``->``:
 
     1. y gives d_gates, and dies; the gates weight d_y, and die.
     2. y_swi, kept or computed again, and d_y -> d_w3; y_swi dies. d_y gives d_y_swi, and dies.
@@ -196,13 +196,13 @@ def backward(
     Raises
     ------
     RuntimeError
-        If an earlier backward has given up what ``saved`` held.
+        If an earlier backward has released what ``saved`` held.
     """
     if saved.x_rows is None:
-        raise RuntimeError("an earlier backward has given up what the forward kept: run the forward again")
+        raise RuntimeError("an earlier backward has released what the forward kept: run the forward again")
     bins, topology, kept = saved.bins, saved.topology, saved.floats()
-    if give_up:
-        saved.give_up()
+    if release:
+        saved.release()
 
     def if_wanted(name: str, gradient: Callable[..., Array], *operands: Any, **options: Any) -> Array | None:
         return gradient(*operands, **options) if name in wanted else None

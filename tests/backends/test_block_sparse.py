@@ -781,17 +781,17 @@ def forward_of(case):
     return saved, (w1, w2, w3)
 
 
-def give_up(case, saved, weights, stage=block_sparse):
-    return megablocks.backward(stage, case.d_out, saved, *weights, give_up=True)
+def release(case, saved, weights, stage=block_sparse):
+    return megablocks.backward(stage, case.d_out, saved, *weights, release=True)
 
 
 def test_giving_up_changes_no_bit_and_a_second_backward_raises():
     case = make_case(37, 8, 16, 5, 3, "zipf")
     saved, weights = forward_of(case)
-    expected, found = block_sparse.backward(case.d_out, saved, *weights), give_up(case, saved, weights)
+    expected, found = block_sparse.backward(case.d_out, saved, *weights), release(case, saved, weights)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(RuntimeError, match="an earlier backward has given up what the forward kept"):
+    with pytest.raises(RuntimeError, match="an earlier backward has released what the forward kept"):
         block_sparse.backward(case.d_out, saved, *weights)
     assert saved.tensors().keys() == saved.bins.arrays().keys() | saved.topology.arrays().keys()
 
@@ -828,7 +828,7 @@ def test_every_buffer_dies_after_its_last_use():
         return step
 
     names = dict.fromkeys(name.split()[0] for name in ALIVE)
-    gradients = give_up(case, saved, weights, SimpleNamespace(**{name: watched(name) for name in names}))
+    gradients = release(case, saved, weights, SimpleNamespace(**{name: watched(name) for name in names}))
     assert seen == [(name.split()[0], set(alive)) for name, alive in ALIVE.items()]
     assert all(array() is None for array in born.values()) and len(gradients) == 5
 

@@ -431,13 +431,13 @@ def backward(
     w2: Array | None,
     w3: Array,
     wanted: Collection[str] = megablocks.Gradients._fields,
-    give_up: bool = False,
+    release: bool = False,
     executor: Executor | None = None,
     version: str | None = None,
 ) -> megablocks.Gradients:
     """Without a ``version`` the layer runs that of `default_version`."""
     stages = stages_for(d_out, saved.bins.block, executor or executor_for(d_out), version)
-    return megablocks.backward(stages, d_out, saved, w1, w2, w3, wanted, give_up)
+    return megablocks.backward(stages, d_out, saved, w1, w2, w3, wanted, release)
 
 
 def stages_for(like: Array, block: int, executor: Executor, version: str | None = None) -> megablocks.SparseStages:
