@@ -112,7 +112,7 @@ class Inputs:
     def dispatch(self) -> Dispatch:
         """The dispatch of `topk_experts`."""
         with self._bridge.running():
-            return dispatch.build(self.topk_experts, self.config.E, executor=self._bridge.executor)
+            return dispatch.build.unchecked(self.topk_experts, self.config.E, executor=self._bridge.executor)
 
     @cached_property
     def position_of_slot(self) -> Tensor:

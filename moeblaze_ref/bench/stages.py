@@ -23,25 +23,25 @@ OURS, TORCH = "moeblaze", "torch"
 Subject = tuple[str, str | None]  # system and version
 MOST_SETS = 256  # of inputs in one graph
 
-# What each stage runs, as ``run(inputs, **options)``, and the module whose versions it has.
+# What each stage runs without its checks, as ``run(inputs, **options)``, and the module whose versions it has.
 RUN: dict[str, Callable[..., Any]] = {
-    "router": lambda i, **o: router.forward(i.x, i.wg, **o),
-    "gating": lambda i, **o: gating.forward(i.logits, i.config.k, **o),
-    "dispatch": lambda i, **o: dispatch.build(i.topk_experts, i.config.E, **o),
-    "expert_up": lambda i, **o: expert_up.forward(i.x, i.w1, i.w2, i.dispatch, i.config.activation, **o),
-    "expert_down": lambda i, **o: expert_down.forward(i.y_swi, i.w3, i.dispatch, **o),
-    "combine": lambda i, **o: combine.forward(i.y, i.gates, i.dispatch, **o),
-    "d_hidden": lambda i, **o: expert_down.hidden_gradients(
+    "router": lambda i, **o: router.forward.unchecked(i.x, i.wg, **o),
+    "gating": lambda i, **o: gating.forward.unchecked(i.logits, i.config.k, **o),
+    "dispatch": lambda i, **o: dispatch.build.unchecked(i.topk_experts, i.config.E, **o),
+    "expert_up": lambda i, **o: expert_up.forward.unchecked(i.x, i.w1, i.w2, i.dispatch, i.config.activation, **o),
+    "expert_down": lambda i, **o: expert_down.forward.unchecked(i.y_swi, i.w3, i.dispatch, **o),
+    "combine": lambda i, **o: combine.forward.unchecked(i.y, i.gates, i.dispatch, **o),
+    "d_hidden": lambda i, **o: expert_down.hidden_gradients.unchecked(
         i.d_out, i.gates, i.a, i.b, i.w3, i.dispatch, i.config.activation, **o
     ),
-    "d_w3": lambda i, **o: expert_down.weight_gradient(i.y_swi, i.d_out, i.dispatch, **o),
-    "d_x": lambda i, **o: expert_up.input_gradient(i.a, i.b, i.w1, i.w2, i.dispatch, **o),
-    "d_w1": lambda i, **o: expert_up.weight_gradient(i.a, i.x, i.dispatch, **o),
-    "d_w2": lambda i, **o: expert_up.weight_gradient(i.b, i.x, i.dispatch, **o),
-    "gating_backward": lambda i, **o: gating.backward(i.gates, i.logits, i.topk_experts, **o),
+    "d_w3": lambda i, **o: expert_down.weight_gradient.unchecked(i.y_swi, i.d_out, i.dispatch, **o),
+    "d_x": lambda i, **o: expert_up.input_gradient.unchecked(i.a, i.b, i.w1, i.w2, i.dispatch, **o),
+    "d_w1": lambda i, **o: expert_up.weight_gradient.unchecked(i.a, i.x, i.dispatch, **o),
+    "d_w2": lambda i, **o: expert_up.weight_gradient.unchecked(i.b, i.x, i.dispatch, **o),
+    "gating_backward": lambda i, **o: gating.backward.unchecked(i.gates, i.logits, i.topk_experts, **o),
     "router_backward": lambda i, **o: (
-        router.input_gradient(i.logits, i.wg, **o),
-        router.weight_gradient(i.logits, i.x, **o),
+        router.input_gradient.unchecked(i.logits, i.wg, **o),
+        router.weight_gradient.unchecked(i.logits, i.x, **o),
     ),
 }
 MODULES = {

@@ -127,9 +127,9 @@ class BlockSparse:
         E, m, _ = self._experts.rows.shape
         chosen = (torch.arange(E * m, device=self._experts.rows.device) % E).int().view(-1, 1)  # (L, 1)
         with self.bridge.running():
-            order = dispatch.build(self.bridge.array(chosen), E, executor=self.options["executor"])
-            bins = block_sparse.pad(order, self._block, **self.options)
-            return block_sparse.build_topology(bins, self._experts.hidden.shape[2], **self.options)
+            order = dispatch.build.unchecked(self.bridge.array(chosen), E, executor=self.options["executor"])
+            bins = block_sparse.pad.unchecked(order, self._block, **self.options)
+            return block_sparse.build_topology.unchecked(bins, self._experts.hidden.shape[2], **self.options)
 
     def run(self, names: Sequence[str]) -> list[Array]:
         """Return the results of these products, without waiting for the device."""
@@ -178,24 +178,28 @@ class Product:
 # Section 5.1: forward of both layers, gradients of the second layer, gradients of the first.
 PRODUCTS = {
     "SDD": Product(
-        lambda b, **o: block_sparse.sdd(b.rows, b.w1, b.topology, **o), lambda e: (e.rows, e.w1), sparse=True
+        lambda b, **o: block_sparse.sdd.unchecked(b.rows, b.w1, b.topology, **o), lambda e: (e.rows, e.w1), sparse=True
     ),
-    "DSD": Product(lambda b, **o: block_sparse.dsd(b.values, b.topology, b.w3_rows, **o), lambda e: (e.hidden, e.w3)),
+    "DSD": Product(
+        lambda b, **o: block_sparse.dsd.unchecked(b.values, b.topology, b.w3_rows, **o), lambda e: (e.hidden, e.w3)
+    ),
     "SDD^T": Product(
-        lambda b, **o: block_sparse.sdd(b.rows, b.w3_rows, b.topology, transpose_rhs=True, **o),
+        lambda b, **o: block_sparse.sdd.unchecked(b.rows, b.w3_rows, b.topology, transpose_rhs=True, **o),
         lambda e: (e.rows, e.w3.mT),
         sparse=True,
     ),
     "DS^TD": Product(
-        lambda b, **o: block_sparse.dsd(b.values, b.topology, b.rows, transpose_lhs=True, **o),
+        lambda b, **o: block_sparse.dsd.unchecked(b.values, b.topology, b.rows, transpose_lhs=True, **o),
         lambda e: (e.hidden.mT, e.rows),
     ),
     "DSD^T": Product(
-        lambda b, **o: block_sparse.dsd(b.values, b.topology, b.w1, transpose_rhs=True, **o),
+        lambda b, **o: block_sparse.dsd.unchecked(b.values, b.topology, b.w1, transpose_rhs=True, **o),
         lambda e: (e.hidden, e.w1.mT),
     ),
     "DD^TS": Product(
-        lambda b, **o: block_sparse.dds(b.rows, b.values, b.topology, transpose_lhs=True, parts=len(b.w1), **o),
+        lambda b, **o: block_sparse.dds.unchecked(
+            b.rows, b.values, b.topology, transpose_lhs=True, parts=len(b.w1), **o
+        ),
         lambda e: (e.rows.mT, e.hidden),
     ),
 }

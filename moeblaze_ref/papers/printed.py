@@ -78,7 +78,7 @@ def dispatch_versions() -> dict[str, Version]:
 
 def _dispatch_version(version: str) -> Version:
     def run(inputs, executor):
-        return dispatch.build(inputs.topk_experts, inputs.config.E, executor=executor, version=version)
+        return dispatch.build.unchecked(inputs.topk_experts, inputs.config.E, executor=executor, version=version)
 
     first_steps = _kernels("dispatch/1_dense_map.cu")[:-1] if version == dispatch.AS_PRINTED else []
     return Version(run, [*first_steps, *_kernels(f"dispatch/{version}.cu")], "0", EXTRA_OF_DISPATCH[version])
@@ -110,8 +110,8 @@ def sum_versions(config: MoEConfig, executor: Executor) -> dict[str, Version]:
     rounds = [] if config.dtype == "float32" else [ROUND_SUMS]
     sums = "0" if config.dtype == "float32" else "4 L d"  # float32 sums are the output
     fused = {
-        "as_printed": (expert_down.summed_forward, "add_expert"),
-        "lesson_atomic": (expert_down.atomic_forward, "add_rows"),
+        "as_printed": (expert_down.summed_forward.unchecked, "add_expert"),
+        "lesson_atomic": (expert_down.atomic_forward.unchecked, "add_rows"),
     }
     versions = {}
     for file, (forward, kernel) in fused.items():
@@ -128,8 +128,8 @@ def _fused(forward, inputs, executor):
 
 
 def _stored(version, inputs, executor):
-    y = expert_down.forward(inputs.y_swi, inputs.w3, inputs.dispatch, executor=executor, version=version)
-    return combine.forward(y, inputs.gates, inputs.dispatch, executor=executor)
+    y = expert_down.forward.unchecked(inputs.y_swi, inputs.w3, inputs.dispatch, executor=executor, version=version)
+    return combine.forward.unchecked(y, inputs.gates, inputs.dispatch, executor=executor)
 
 
 def _expected_sums(inputs: Inputs) -> tuple[Tensor]:

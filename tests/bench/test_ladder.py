@@ -1,5 +1,6 @@
 """The series and its counters without a GPU: every step is right, and what ncu says is read or refused."""
 
+import functools
 import json
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from pretended import FLOPS_PER_MS, HOT_FLOPS_PER_MS, PretendedDevice
+from stages import alter
 from typer.testing import CliRunner
 
 from moeblaze_ref.backends.numpy_ref.dispatch import build_by_sort
@@ -90,14 +92,12 @@ def test_each_step_is_compared_with_the_one_above_or_with_the_whole(rows):
 
 @pytest.mark.parametrize("name", ["a", "b", "y_swi"])
 def test_a_wrong_result_is_found(name, monkeypatch):
-    forward = expert_up.forward
-
-    def spoiled(*arguments, **options):
+    def spoiled(forward, *arguments, **options):
         made = dict(zip(("a", "b", "y_swi"), forward(*arguments, **options), strict=True))
         made[name][-1] = 0
         return tuple(made.values())
 
-    monkeypatch.setattr(ladder.expert_up, "forward", spoiled)
+    alter(monkeypatch, "simt", "expert_up.forward", lambda forward: functools.partial(spoiled, forward))
     row, *_ = ladder.time_ladder("tiny", ONE_TILE, [ladder.TOP], 1, PretendedDevice())
     assert row["error"] > accuracy.BOUND and report.wrong([row]) == [row]
 

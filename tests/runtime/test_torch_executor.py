@@ -1,6 +1,7 @@
 """The executor over torch's own tensors: what a launch is given, and what a step costs the host."""
 
 import ctypes
+import functools
 import sys
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from idle import IdleBridge, IdleExecutor
+from stages import alter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import moeblaze_ref
-from moeblaze_ref.backends.raw_cuda import router
 from moeblaze_ref.bench import stages
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.nn import torch_node
@@ -173,10 +174,6 @@ def test_every_stage_takes_tensors(stage):
         with bridge.running():
             stages.RUN[stage](inputs, executor=executor, **({} if version is None else {"version": version}))
         assert executor.launches
-    inputs.x, inputs.y_swi = inputs.x[:5], inputs.y_swi[:5]
-    if stage in ("expert_up", "expert_down", "d_w1", "d_w3"):
-        with bridge.running(), pytest.raises(ValueError, match=r"has shape \(5, \d+\), but it must be \("):
-            stages.RUN[stage](inputs, executor=executor)
 
 
 def test_no_tokens_a_replayed_routing_and_losses_that_are_changed_in_place(monkeypatch):
@@ -196,13 +193,12 @@ def test_the_backward_frees_what_the_forward_kept(monkeypatch):
     out = layer(torch.randn(37, SIZES["d"])).out
     ((node, _),) = out.grad_fn.next_functions  # before the reshape
     kept = [StorageWeakRef(t.untyped_storage()) for t in node.saved_tensors if t.shape[:1] == (111,)]
-    gradient = router.weight_gradient
 
-    def watched(*arguments, **options):
+    def watched(gradient, *arguments, **options):
         alive.append(sum(not storage.expired() for storage in kept))
         return gradient(*arguments, **options)
 
-    monkeypatch.setattr(router, "weight_gradient", watched)
+    alter(monkeypatch, "simt", "router.weight_gradient", lambda gradient: functools.partial(watched, gradient))
     out.sum().backward()
     assert len(kept) == 6 and alive == [3]  # of the index structures
 
