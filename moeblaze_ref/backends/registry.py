@@ -246,7 +246,7 @@ def _cuda_status() -> Status:
 # Its one stage is a whole layer, ``torch_capacity``, which `check` runs as it runs the other torch layers.
 ORACLE = Backend(
     "torch",
-    "plain torch, the judge of gradients",
+    "plain torch, the oracle of gradients",
     "moeblaze_ref.nn.oracle",
     ("capacity",),
     ("float64", "float32"),

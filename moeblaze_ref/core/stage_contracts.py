@@ -571,5 +571,5 @@ def check_layer(x: Array, weights: Weights, k: int, activation: str, dtypes: Dty
     if gated:
         checks.check_tensor("w2", weights.w2, {"E": num_experts, "d": d, "h": h}, same)
     checks.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
-    # The configuration's own door checks the sizes, k and R.
+    # The configuration checks the sizes, k and R.
     MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=checks.dtype_of(x))

@@ -1,4 +1,4 @@
-"""The judge: the MoE layer in plain torch, differentiated by autograd alone.
+"""The oracle: the MoE layer in plain torch, differentiated by autograd alone.
 
 It is written the conventional way, with the routed-token buffer and every intermediate
 that autograd wants to keep, so it is also the layer whose memory the project accounts for

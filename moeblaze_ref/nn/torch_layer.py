@@ -45,7 +45,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoEModule(RoutedExperts):
-    """What every system's torch layer has in common: its door, autocast, replayed routing and its output.
+    """What every system's torch layer has in common: its checks, autocast, replayed routing and its output.
 
     A system says in ``dtypes`` what it computes in, and in ``_run`` how.
 
@@ -279,7 +279,7 @@ class _MoEBlaze(NamedTuple):
         return layer.backward(stages, given.d_out, kept, given.weights, **more)[:5]
 
 
-# ---- the door ------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------
 
 
 def _either(dtypes: Sequence[torch.dtype]) -> str:

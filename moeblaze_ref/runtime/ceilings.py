@@ -39,5 +39,5 @@ class Ceilings:
         return max(cost.flops / self.flops_per_ms, cost.bytes / self.bytes_per_ms)
 
     def bound(self, cost: Cost) -> str:
-        """Which of the two the floor is made of: "flops" or "bytes"."""
+        """Which of the two bounds the time: "flops" or "bytes"."""
         return "flops" if cost.flops / self.flops_per_ms > cost.bytes / self.bytes_per_ms else "bytes"

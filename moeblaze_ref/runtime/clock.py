@@ -1,4 +1,4 @@
-"""Times of several contenders, taken in turns in one run."""
+"""Times of several contenders, interleaved in one run."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping

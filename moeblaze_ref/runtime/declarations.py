@@ -92,7 +92,7 @@ class Parameter:
 
     def _bind_scalar(self, kernel: str, value: Any) -> Any:
         convert, limits = _scalar(self.dtype)
-        plain = bool if self.dtype == "bool" else int  # of Python's, what needs no look at the doors
+        plain = bool if self.dtype == "bool" else int  # of Python's, what needs no check
         if type(value) is plain and limits is not None and limits[0] <= value <= limits[1]:
             return convert(value)
         name = f"argument {self.name} of kernel {kernel}"

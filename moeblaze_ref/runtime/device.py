@@ -36,7 +36,7 @@ class Device(Clock, Protocol):
         raise NotImplementedError
 
     def ceilings(self) -> dict[str, Contender]:
-        """What shows how fast the device is, to be timed in turns with what is held against it."""
+        """What shows how fast the device is, to be timed interleaved with what is compared with it."""
 
     def rates(self, samples: Mapping[Any, Samples]) -> Ceilings:
         """Rates from the samples of `ceilings`, among others."""
@@ -79,7 +79,7 @@ class Gpu:
         return elapsed
 
     def ceilings(self) -> dict[str, Contender]:
-        """The dense product and the copy, to be timed in turns with whatever they are the ceilings of."""
+        """The dense product and the copy, to be timed interleaved with whatever they are the ceilings of."""
         sizes, dtype = (PRODUCT, PRODUCT), torch.bfloat16
         left, right = (torch.randn(sizes, device=self.torch_device, dtype=dtype) for _ in range(2))
         product = torch.empty_like(left)

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moeblaze_ref.runtime.poison import poison
-from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule, Staged, array_of, copy_apart
+from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule, Staged, array_of, copy_separately
 from moeblaze_ref.runtime.source import Size
 
 LARGE_BYTES = 1 << 20  # from here on an array is reserved
-APART = 1 << 36  # bytes on either side of an array: an index without its upper 32 bits does not reach another one
+GAP = 1 << 36  # bytes on either side of an array: an index without its upper 32 bits does not reach another one
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
 
 ZEROS = None  # in place of values: zeros, for which the operating system needs no memory until they are written
@@ -89,8 +89,8 @@ class Reservation:
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
         size = math.prod(shape) * np.dtype(dtype).itemsize
-        memory = np.frombuffer(mmap.mmap(-1, size + 2 * APART, flags=_FLAGS), np.uint8)
-        self.array = memory[APART : APART + size].view(dtype).reshape(shape)
+        memory = np.frombuffer(mmap.mmap(-1, size + 2 * GAP, flags=_FLAGS), np.uint8)
+        self.array = memory[GAP : GAP + size].view(dtype).reshape(shape)
         self._open: dict[int, int] = {}  # address and bytes
 
     def holds(self, array: np.ndarray) -> bool:
@@ -224,7 +224,7 @@ class SparseModule(SimtModule):
             reservation.open(part)
         return part
 
-    def _place_apart(self, kernel: str, items: list[Staged]) -> list[Staged]:
+    def _place_separately(self, kernel: str, items: list[Staged]) -> list[Staged]:
         """Small arrays are copied as ever; large ones stay."""
         small, large = [], []
         for item in items:
@@ -233,7 +233,7 @@ class SparseModule(SimtModule):
                 small.append(item)
             else:
                 large.append(_Reserved(item.names, item.original, False, item.original, reservation))
-        return copy_apart(small) + large
+        return copy_separately(small) + large
 
     def _blocks(self, grid: Size) -> dict[str, Any]:
         """The numbers of the chosen blocks."""

@@ -211,7 +211,7 @@ class Saved:
     def of(
         cls, x: Array, tensors: dict[str, Array], k: int, activation: str, policy: str, renormalize: bool
     ) -> "Saved":
-        """What `tensors` took apart, put together again; of the ``tensors`` the intermediates are left."""
+        """The inverse of `tensors`; of the ``tensors`` the intermediates are left."""
         dispatch = Dispatch(**{name: tensors.pop(name) for name in STRUCTURES}, k=k)
         return cls(x, dispatch, tensors.pop("gates"), tensors, activation, policy, renormalize)
 

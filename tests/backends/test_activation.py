@@ -1,4 +1,4 @@
-"""The eight activations and their slopes, against torch and central differences, and their doors."""
+"""The eight activations and their slopes, against torch and central differences, and their checks."""
 
 import numpy as np
 import pytest

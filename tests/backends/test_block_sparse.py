@@ -1,4 +1,4 @@
-"""MegaBlocks' stage in every backend: structures written out by hand, products against dense ones, the layer, doors."""
+"""MegaBlocks' stage in every backend: structures written out by hand, products against dense ones, the layer."""
 
 import weakref
 from dataclasses import replace
@@ -78,7 +78,7 @@ RUNS = [  # what needs no GPU; the executor compiles anew for every block size
     Run("simt", "7_persistent", "float16", (128,), step=8),
 ]
 SPECIFICATION, TILED = RUNS[0], RUNS[3]
-ROOMS = [SPECIFICATION, TILED]  # for what all versions share: the structures and the doors
+ROOMS = [SPECIFICATION, TILED]  # for what all versions share: the structures and the checks
 
 every_run = pytest.mark.parametrize("run", RUNS, ids=str)
 every_room = pytest.mark.parametrize("run", ROOMS, ids=str)
@@ -321,7 +321,7 @@ def test_the_topology_of_a_mask_by_hand():
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_doors_let_right_structures_pass(name):
+def test_the_checks_let_right_structures_pass(name):
     bins, topology = GOLDEN[name].expected()
     sparse_contracts.check_bins(bins)
     sparse_contracts.check_topology(topology)
@@ -427,11 +427,11 @@ def in_parts(dense, parts):
 def assert_agrees(dtype, found, product, *operands):
     """``found`` is what a function of torch tensors makes of the operands, in float64, within the dtype's bound."""
     assert found.dtype == dtype
-    exact, peer = (
+    exact, baseline = (
         product(*(torch.tensor(np.asarray(operand, np.float64)).to(kind) for operand in operands)).double().numpy()
         for kind in (torch.float64, getattr(torch, dtype))
     )
-    error, bound = comparisons.compare({"result": found}, {"result": exact}, dtype, {"result": peer})
+    error, bound = comparisons.compare({"result": found}, {"result": exact}, dtype, {"result": baseline})
     assert error <= bound, (error, bound)
 
 
@@ -693,9 +693,9 @@ def assert_layer(stage, case, block, dtype):
     case = case.astype(dtype)
     found = run_layer(stage, case, block)
     assert (found["d_w2"] is None) != is_gated(case.activation)
-    exact, peer = (expect_layer(case, kind) for kind in (torch.float64, getattr(torch, dtype)))
+    exact, baseline = (expect_layer(case, kind) for kind in (torch.float64, getattr(torch, dtype)))
     for name, truth in exact.items():
-        error, bound = comparisons.compare({name: found[name]}, {name: truth}, dtype, peer)
+        error, bound = comparisons.compare({name: found[name]}, {name: truth}, dtype, baseline)
         assert error <= bound, (name, error, bound)
 
 
@@ -985,7 +985,7 @@ def corruptions(draw, structure):
 
 
 def refused(check, structure):
-    """Whether a door names what is wrong; no other exception is an answer."""
+    """Whether a check names what is wrong; no other exception is an answer."""
     try:
         check(structure)
     except ValueError as error:
@@ -1201,7 +1201,7 @@ def test_what_bad_input_differs_from_is_accepted(function, run):
     getattr(run.open(), function)(*arguments(run, function).values())
 
 
-# ---- teeth -----------------------------------------------------------------------------------
+# ---- planted faults -----------------------------------------------------------------------------------
 
 
 def all_zeros(function):
@@ -1294,16 +1294,16 @@ def with_row_for_column(build):
 
 
 SAMPLE = sparse_of(np.tile(GOLDEN_MASK, 2), 3, 5, "float64")
-TEETH_CASE = make_case(37, 12, 20, 5, 3, "zipf")
+FAULT_CASE = make_case(37, 12, 20, 5, 3, "zipf")
 CHECKS = {
     "golden": lambda stage: [assert_golden(stage, golden) for golden in GOLDEN.values()],
     "mask": lambda stage: assert_same(stage.topology_of(GOLDEN_MASK, 2), GOLDEN_TOPOLOGY),
     "round trip": lambda stage: assert_round_trip(stage, SAMPLE),
     **{name: lambda stage, check=check: check(stage, SAMPLE) for name, check in PRODUCTS.items()},
     **{f"{name} in parts": lambda stage, check=check: check(stage, SAMPLE, 2) for name, check in PRODUCTS.items()},
-    "rows": lambda stage: assert_rows(stage, build_by_sort(TEETH_CASE.topk_experts, 5), 4, 3, "float64"),
+    "rows": lambda stage: assert_rows(stage, build_by_sort(FAULT_CASE.topk_experts, 5), 4, 3, "float64"),
     "activation": lambda stage: assert_activation(stage, "swiglu", 7, 4, "float64"),
-    "layer": lambda stage: assert_layer(stage, TEETH_CASE, 4, "float64"),
+    "layer": lambda stage: assert_layer(stage, FAULT_CASE, 4, "float64"),
 }
 
 
@@ -1380,7 +1380,7 @@ def test_the_specification_passes_every_check():
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_checks_have_teeth(fault, monkeypatch):
+def test_a_planted_fault_fails_a_check(fault, monkeypatch):
     name, plant, seen_by = FAULTS[fault]
     if hasattr(getattr(block_sparse, name), "unchecked"):
         alter(monkeypatch, "numpy", f"block_sparse.{name}", plant)

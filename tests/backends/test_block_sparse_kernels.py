@@ -1,4 +1,4 @@
-"""The block-sparse stage in raw CUDA: what its kernels ask of memory, what its doors refuse, and teeth."""
+"""The block-sparse stage in raw CUDA: what its kernels ask of memory, what its checks refuse, and planted faults."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -239,7 +239,7 @@ def test_any_number_of_blocks_that_stay_gives_the_same_bits(blocks):
         np.testing.assert_array_equal(found, expected, err_msg=str(way))
 
 
-# ---- doors -----------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------
 
 DENSE = sparse_of(MASK, 8, 8, "float32")
 
@@ -574,7 +574,7 @@ def test_the_checks_of_the_faults_pass_without_them():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
-    """A kernel stops, a door refuses what it left, or the result is wrong."""
+    """A kernel stops, a check refuses what it left, or the result is wrong."""
     file, right, wrong, check = FAULTS[fault]
     stage = on(Planted(file, right, wrong, seed=3), version_of(file))
     with pytest.raises((AssertionError, KernelFault, ValueError)):

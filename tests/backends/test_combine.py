@@ -1,4 +1,4 @@
-"""The gate-weighted sum of each token's expert outputs, against a loop over slots and autograd; its doors."""
+"""The gate-weighted sum of each token's expert outputs, against a loop over slots and autograd; its checks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The down-projection and its backward without a kept output, against torch and the textbook combine; its doors."""
+"""The down-projection and its backward without a kept output, against torch and the textbook combine; its checks."""
 
 import numpy as np
 import pytest

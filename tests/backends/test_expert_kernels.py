@@ -1,4 +1,4 @@
-"""The expert stages in raw CUDA: every version, dtype and activation on the CPU, what they ask of memory, and teeth."""
+"""The expert stages in raw CUDA: each version, dtype and activation on the CPU, their memory, planted faults."""
 
 import itertools
 from contextlib import nullcontext
@@ -64,9 +64,10 @@ def verdicts(stage, version, case, dtype, executor=None):
     rounded = case.astype(dtype)
     found = run(stage, version, executor or Quick(), rounded)
     expect = EXPECT.get(version, comparisons.EXPECT[stage])
-    exact, peer = (expect(rounded, t) for t in (torch.float64, getattr(torch, dtype)))
+    exact, baseline = (expect(rounded, t) for t in (torch.float64, getattr(torch, dtype)))
     return {
-        d: comparisons.compare(found[d], exact[d], comparisons.precision(stage, version, dtype), peer[d]) for d in exact
+        d: comparisons.compare(found[d], exact[d], comparisons.precision(stage, version, dtype), baseline[d])
+        for d in exact
     }
 
 
@@ -659,8 +660,8 @@ def summed(case, executor, file="as_printed"):
 def assert_sums_right(case, dtype, executor=None, file="as_printed"):
     rounded = case.astype(dtype)
     found = {"out": summed(rounded, executor or Quick(), file)}
-    exact, peer = (comparisons.expect_summed(rounded, t)["forward"] for t in (torch.float64, getattr(torch, dtype)))
-    error, bound = comparisons.compare(found, exact, dtype, peer)
+    exact, baseline = (comparisons.expect_summed(rounded, t)["forward"] for t in (torch.float64, getattr(torch, dtype)))
+    error, bound = comparisons.compare(found, exact, dtype, baseline)
     assert error <= bound
 
 
@@ -843,7 +844,7 @@ def test_the_papers_forward_keeps_what_the_policy_says_and_never_has_y(policy):
     assert 0 < relative_error(found.out.astype(float), expected.out.astype(float)) < 2.0**-7  # y is not rounded
 
 
-# ---- doors -----------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------
 
 
 def test_a_version_says_which_dtypes_and_widths_it_takes():
@@ -1134,7 +1135,7 @@ FAULTS = {
         "1 + Roles::COPIERS",
         "Roles::COPIERS ? Roles::COPIERS : 1",
     ),
-    "hopper: waits for loaders that are not there": (
+    "hopper: waits for producers that are not there": (
         "expert_up",
         "7_persistent",
         "1 + Roles::COPIERS",
@@ -1251,7 +1252,7 @@ FAULTS = {
         "second ? &w2 : &w1, full,\n",
         "&w1, full,\n",
     ),
-    "hopper: panels of w1 and w2 a tile apart": (
+    "hopper: panels of w1 and w2 with a tile between": (
         "expert_up",
         "7_persistent",
         "tile.column + panel / PROJECTIONS * PANEL",
@@ -1300,25 +1301,25 @@ FAULTS = {
         "high = min(BAND, row_tiles() - band * BAND)",
         "high = BAND",
     ),
-    "hopper: storer does not wait": (
+    "hopper: the epilogue does not wait": (
         "expert_down",
         "7_persistent",
         "barrier_wait(&shared.done[number(i)], parity);",
         ";",
     ),
-    "hopper: storer waits for the first consumer alone": (
+    "hopper: the epilogue waits for the first consumer alone": (
         "expert_up",
         "7_persistent",
         "barrier_wait(&shared.done[number(i)], parity);",
         "barrier_wait(&shared.done[number(i) % 4], parity);",
     ),
-    "hopper: storer waits for the first part alone": (
+    "hopper: the epilogue waits for the first part alone": (
         "expert_down",
         "7_persistent",
         "++part, parity ^= 1)\n            store(",
         "++part)\n            store(",
     ),
-    "hopper: consumer does not wait for the storer": (
+    "hopper: consumer does not wait for the epilogue": (
         "expert_down",
         "7_persistent",
         "barrier_wait(&shared.stored[warp], parity);",
@@ -1405,7 +1406,7 @@ FAULTS = {
         "COUNT = EPILOGUE_TILES / Roles::EPILOGUE_WARPS",
         "COUNT = EPILOGUE_TILES / Roles::EPILOGUE_WARPS / 2",
     ),
-    "hopper: piece taken by two storers": ("expert_down", "7_persistent", "+ i * Roles::EPILOGUE_WARPS;", "+ i;"),
+    "hopper: part taken by two epilogue warps": ("expert_down", "7_persistent", "+ i * Roles::EPILOGUE_WARPS;", "+ i;"),
     "hopper: piece of another consumer": (
         "expert_up",
         "7_persistent",
@@ -1727,15 +1728,15 @@ def planted(fault, **constants):
 
 
 def assert_caught(fault, stage, version, case, dtype, **constants):
-    """A kernel stops, the next one's door finds no number in what this one left, or an error exceeds its bound."""
+    """A kernel stops, the next one's check finds no number in what this one left, or an error exceeds its bound."""
     try:
-        judged = verdicts(stage, version, case, dtype, planted(fault, **constants))
+        found_errors = verdicts(stage, version, case, dtype, planted(fault, **constants))
     except KernelFault:
         return
     except ValueError as refused:
         assert "is nan, but" in str(refused)
         return
-    assert any(not error <= bound for error, bound in judged.values())
+    assert any(not error <= bound for error, bound in found_errors.values())
 
 
 @pytest.mark.parametrize("fault", PART_FAULTS)

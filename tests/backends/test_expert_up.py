@@ -1,4 +1,4 @@
-"""The up-projection and its gradients against row-by-row torch, the buffer that it must not hold, its doors."""
+"""The up-projection and its gradients against row-by-row torch, the buffer that it must not hold, its checks."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""The router: choice, gates, both losses and their gradients, against torch autograd, and its doors."""
+"""The router: choice, gates, both losses and their gradients, against torch autograd, and its checks."""
 
 import numpy as np
 import pytest
@@ -71,9 +71,9 @@ def test_losses_and_their_gradients_agree_with_autograd(num_tokens, num_experts,
     if k == num_experts:  # the shares are all 1 / E, so the balancing loss is constantly 1
         loss, d_logits = losses.pop(oracle.load_balancing_loss)
         assert abs(loss - 1.0) < 1e-14 and np.abs(d_logits).max() < 1e-16
-    for judge, (loss, d_logits) in losses.items():
+    for true_loss, (loss, d_logits) in losses.items():
         routing, leaf = torch_routing(logits, k, False)
-        truth = judge(routing)
+        truth = true_loss(routing)
         (0.7 * truth).backward()
         assert relative_error(loss, truth.detach()) < 1e-14
         assert relative_error(d_logits, leaf.grad) < 1e-12

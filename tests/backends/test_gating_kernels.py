@@ -1,4 +1,4 @@
-"""Gating as kernels: the specification's choice exactly and its numbers nearly, in Numba and in raw CUDA, and teeth."""
+"""Gating as kernels: the choice exactly and the numbers nearly, in Numba and raw CUDA; planted faults."""
 
 import runpy
 import types
@@ -175,7 +175,7 @@ def test_hard_logits_are_chosen_from_exactly_and_nothing_overflows(backend, vers
 
 
 def launch_unchecked(version, logits, k, renormalize):
-    """softmax_top_k without a door before it: a Gating, poisoned where the kernel wrote nothing."""
+    """softmax_top_k without its checks: a Gating, poisoned where the kernel wrote nothing."""
     executor = SimtExecutor()
     E = logits.shape[1]
     gating = Gating(

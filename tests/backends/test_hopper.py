@@ -665,7 +665,7 @@ def test_a_load_that_nobody_waits_for_is_not_there(monkeypatch):
         loaded(SIMT, random(8, 64), (64, 4), (0, 0))
 
 
-# ---- tensor maps at the door -------------------------------------------------------------------
+# ---- checks of tensor maps -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_the_layer_with_every_shape(shape, block):
     check_layer(shape, block)
 
 
-# Teeth: a fault planted in the text of the module must make the comparison fail
+# Planted faults: a fault planted in the text of the module must make the comparison fail
 
 # The fault: (call that shows it, what stands in the module, what takes its place)
 FAULTS = {
@@ -490,7 +490,7 @@ def test_the_kernels_move_the_bytes_that_their_headers_state(monkeypatch, activa
     ]
 
 
-# The doors
+# The checks
 
 
 def changed(structure, name, index, value):

@@ -110,7 +110,7 @@ def test_the_steps_have_the_kernels_limits():
         dispatch.dense_map(GOLDEN_TOPK_EXPERTS, 2000)
 
 
-# Teeth: each of these kernels, in the place of the right one, must make the comparison fail
+# Planted faults: each of these kernels, in the place of the right one, must make the comparison fail
 
 
 @cuda.jit

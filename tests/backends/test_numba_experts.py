@@ -262,7 +262,7 @@ def test_policies_agree_to_the_bit_and_keep_what_the_specification_keeps(activat
         assert max(kept, default=0.0) <= BOUNDS["float32"]
 
 
-# Teeth: a fault planted in the text of a module must make the comparison fail
+# Planted faults: a fault planted in the text of a module must make the comparison fail
 
 # The fault: (stage, function that shows it, what stands in the stage's module, what takes its place)
 FAULTS = {
@@ -546,7 +546,7 @@ def test_the_matmul_moves_the_bytes_that_its_header_states(monkeypatch):
     assert counted == stated
 
 
-# The doors
+# The checks
 
 
 INPUTS = make_inputs(SMALL)

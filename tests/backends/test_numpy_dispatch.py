@@ -1,4 +1,4 @@
-"""The specification of dispatch: the paper's golden example, the three steps against the sort, and their doors."""
+"""The specification of dispatch: the paper's golden example, the three steps against the sort, and their checks."""
 
 import numpy as np
 import pytest
@@ -114,7 +114,7 @@ PLANTED_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", PLANTED_FAULTS)
-def test_the_comparison_has_teeth(fault):
+def test_a_planted_fault_fails_the_comparison(fault):
     dispatch = stage.build(GOLDEN_TOPK, 4)
     faulty = type(dispatch)(**PLANTED_FAULTS[fault](dispatch.arrays()), k=dispatch.k)
     with pytest.raises(AssertionError):

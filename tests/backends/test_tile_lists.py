@@ -26,7 +26,7 @@ EVEN, MOST_ROUNDS, MOST, MOST_LOAD = 16, 64, 400, 2**22 - 2
 
 
 def assigned(rows, of_expert, blocks, text=TEXT, executor=SIMT):
-    """The tiles of each block, and whether they are taken in turns, as the kernel says."""
+    """The tiles of each block, and whether they are interleaved, as the kernel says."""
     tiles = len(rows) * of_expert
     ends = executor.from_numpy(np.cumsum([0, *rows]).astype("int32"))
     counts, listed = executor.empty((blocks,), "int32"), executor.empty((blocks, tiles + 1), "int32")
@@ -54,14 +54,14 @@ def work(own_tiles, rows, of_expert):
     return np.array([sum(steps_of(rows)[tile // of_expert] for tile in own) for own in own_tiles])
 
 
-def in_turns(tiles, blocks):
+def interleaved(tiles, blocks):
     return [list(range(block, tiles, blocks)) for block in range(blocks)]
 
 
 def model(rows, of_expert, blocks):
     """The same without a GPU's means: whole lists, sorted anew in every round."""
     tiles = len(rows) * of_expert
-    turns = in_turns(tiles, blocks)
+    turns = interleaved(tiles, blocks)
     loads = work(turns, rows, of_expert)
     even = loads.max() * blocks <= loads.sum() + loads.sum() // EVEN
     if even or tiles > MOST_ROUNDS * blocks or loads.sum() // blocks + 2 * loads.max() > MOST_LOAD:
@@ -115,21 +115,23 @@ def test_every_tile_is_taken_once_as_the_model_says(rows, of_expert, blocks):
 def test_skew_costs_next_to_nothing():
     rows, of_expert, blocks = CASES["skewed"]
     own_tiles, turned = assigned(rows, of_expert, blocks)
-    loads, turns = (work(of, rows, of_expert) for of in (own_tiles, in_turns(len(rows) * of_expert, blocks)))
+    loads, turns = (work(of, rows, of_expert) for of in (own_tiles, interleaved(len(rows) * of_expert, blocks)))
     assert not turned
     assert turns.max() > 1.3 * turns.mean()
     assert loads.max() < 1.03 * loads.mean()
 
 
 @pytest.mark.parametrize("case", ["one block", "even", "a turn too many", "loads that are too large"])
-def test_tiles_are_taken_in_turns_where_that_is_even_or_there_are_many(case):
+def test_tiles_are_interleaved_where_that_is_even_or_there_are_many(case):
     assert assigned(*CASES[case])[1]
 
 
 @pytest.mark.parametrize(("others", "too_many"), [(MOST, False), (MOST + 1, True)])
 def test_a_list_that_is_too_long_is_none(others, too_many):
     blocks = 9
-    rows = [300_000, *[0] * (blocks - 1)] * (blocks - 1) + [0] * (others - (blocks - 1) ** 2)  # in turns, one has all
+    rows = [300_000, *[0] * (blocks - 1)] * (blocks - 1) + [0] * (
+        others - (blocks - 1) ** 2
+    )  # interleaved, one has all
     own_tiles, turned = assigned(rows, 1, blocks)
     assert turned == too_many
     assert max(map(len, own_tiles)) == (MOST if not too_many else -(-len(rows) // blocks))

@@ -518,8 +518,8 @@ def test_without_an_executor_it_raises_and_plain_torch_does_not_step_in():
 
 
 def test_the_state_is_the_oracles():
-    layer, judge = make_layer(seed=3), OracleMoE(**SIZES)
-    judge.load_state_dict(layer.state_dict())
+    layer, plain = make_layer(seed=3), OracleMoE(**SIZES)
+    plain.load_state_dict(layer.state_dict())
     torch.manual_seed(3)
     assert all(torch.equal(*pair) for pair in zip(layer.parameters(), OracleMoE(**SIZES).parameters(), strict=True))
     assert repr(layer) == (

@@ -173,14 +173,14 @@ def errors_of_experts(case, factor, policy, dtype="float64"):
     x, *weights, gates = leaves
     expected = dense_definition(x, *weights, routed.topk_experts, gates, case.activation, kept)
     present = [one for one in leaves if one is not None]
-    judged = iter(torch.autograd.grad(expected, present, torch.tensor(case.d_out, dtype=torch.float64)))
+    true = iter(torch.autograd.grad(expected, present, torch.tensor(case.d_out, dtype=torch.float64)))
     assert out.dtype == dtype
     errors = {"out": relative_error(out, expected.detach().numpy())}
     for name, one, found in zip(gradients._fields, leaves, gradients, strict=True):
         assert (one is None) == (found is None)
         if one is not None:
             assert found.dtype == dtype
-            errors[name] = relative_error(found, next(judged).numpy())
+            errors[name] = relative_error(found, next(true).numpy())
     return errors
 
 
@@ -307,19 +307,19 @@ def test_every_shape_of_the_torch_layer(shape):
 def test_without_drops_it_is_the_oracle(activation):
     case = Shape(41, 8, 16, 8, 2, "zipf").case(activation)
     layer = layer_of(case, case.E / case.k)
-    judge = oracle.OracleMoE(8, 16, 8, 2, activation, dtype=torch.float64)
-    judge.load_state_dict(layer.state_dict())
+    plain = oracle.OracleMoE(8, 16, 8, 2, activation, dtype=torch.float64)
+    plain.load_state_dict(layer.state_dict())
 
-    class Judge(torch.nn.Module):
-        w1 = judge.w1
-        named_parameters = judge.named_parameters
+    class Plain(torch.nn.Module):
+        w1 = plain.w1
+        named_parameters = plain.named_parameters
 
         def forward(self, x):
-            out, routing = judge(x)
+            out, routing = plain(x)
             losses = oracle.load_balancing_loss(routing), oracle.router_z_loss(routing)
             return MoEOutput(out, *losses, routing.topk_experts.int())
 
-    assert_same(results_of_layer(layer, case), results_of_layer(Judge(), case), 1e-12)
+    assert_same(results_of_layer(layer, case), results_of_layer(Plain(), case), 1e-12)
     assert layer.dropped_slots.item() == layer.lost_tokens.item() == 0
     case = with_options(case, x=np.ones_like(case.x))  # one token, many times: the longest queues that there are
     layer(torch.tensor(case.x))
@@ -331,15 +331,15 @@ def test_narrow_types_lose_at_most_twice_what_the_oracle_loses(dtype):
     case = Shape(131, 16, 24, 8, 2, "zipf").case()
     case = case.astype(np.float32)
     layer = layer_of(case, 4.0, dtype=dtype)
-    judge = oracle.OracleMoE(16, 24, 8, 2, dtype=getattr(torch, dtype))
-    judge.load_state_dict(layer.state_dict())
+    plain = oracle.OracleMoE(16, 24, 8, 2, dtype=getattr(torch, dtype))
+    plain.load_state_dict(layer.state_dict())
     x = torch.tensor(case.x).to(getattr(torch, dtype))
     exact = oracle.OracleMoE(16, 24, 8, 2, dtype=torch.float64)
     exact.load_state_dict(layer.state_dict())
-    routing = judge(x)[1]
+    routing = plain(x)[1]
     replayed = oracle.route(x.double(), exact.wg, 2, topk_experts=routing.topk_experts)
     truth = oracle.experts(x.double(), replayed, exact.w1, exact.w2, exact.w3).detach().numpy()
-    ours, theirs = (relative_error(out.detach().double().numpy(), truth) for out in (layer(x).out, judge(x)[0]))
+    ours, theirs = (relative_error(out.detach().double().numpy(), truth) for out in (layer(x).out, plain(x)[0]))
     assert layer.dropped_slots.item() == 0
     assert ours <= 2 * theirs
 
@@ -414,7 +414,7 @@ def test_autocast_computes_in_its_dtype():
         assert wide(x.double()).out.dtype == torch.float64  # which autocast leaves alone
 
 
-# Teeth
+# Planted faults
 
 
 def no_row(function, row):

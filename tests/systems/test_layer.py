@@ -1,4 +1,4 @@
-"""The whole layer: every gradient against autograd and central differences, what each policy keeps, its doors."""
+"""The whole layer: every gradient against autograd and central differences, what each policy keeps, its checks."""
 
 import functools
 import weakref
@@ -24,7 +24,7 @@ def as_torch(case):
     return [None if t is None else torch.tensor(t, requires_grad=True) for t in (case.x, *case.weights)]
 
 
-def judged(case, k, activation, renormalize, losses):
+def truths_of(case, k, activation, renormalize, losses):
     """What torch says: routing, out, both losses, and the gradients by name."""
     x, wg, w1, w2, w3 = leaves = as_torch(case)
     routing = oracle.route(x, wg, k, renormalize)
@@ -58,7 +58,7 @@ def router_has_gradient(shape, renormalize, losses):
 
 def assert_agrees_with_autograd(shape, activation, policy, renormalize, losses):
     case = shape.case(activation)
-    routing, values, truths = judged(case, shape.k, activation, renormalize, losses)
+    routing, values, truths = truths_of(case, shape.k, activation, renormalize, losses)
     output, gradients = run(case, shape.k, activation, policy, renormalize, losses)
     chosen = output.saved.dispatch.token_expert_indices.reshape(shape.L, shape.k)
     assert np.array_equal(chosen, routing.topk_experts)
@@ -400,7 +400,7 @@ PLANTED_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", PLANTED_FAULTS)
-def test_the_comparison_has_teeth(fault, monkeypatch):
+def test_a_planted_fault_fails_the_comparison(fault, monkeypatch):
     name, plant = PLANTED_FAULTS[fault]
     alter(monkeypatch, "numpy", name, plant)
     with pytest.raises(AssertionError):

@@ -232,7 +232,7 @@ def _check_barriers(block: tuple[int, ...], threads: list[_Turn]):
 
 @contextlib.contextmanager
 def watched(order: int) -> Iterator[None]:
-    """Launches inside run a block's threads one at a time, NATURAL, REVERSE or in TURNS, and watch their shared memory,
+    """Launches inside run a block's threads one at a time, NATURAL, REVERSE or TURNS, and watch their shared memory,
     which begins poisoned, as local arrays do.
 
     Raises

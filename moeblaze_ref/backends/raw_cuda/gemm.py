@@ -20,7 +20,7 @@ TILE = 64  # rows and columns of a block's result in tiled_matmul.cuh
 TF32 = "3_mma_tf32"  # 3_mma on floats, rounded to 10 bits of mantissa before they are multiplied: by name alone
 ALIGNMENT = 16  # bytes: their kernels move as many at a time
 HOPPER = "7_persistent"  # the sizes below are those of hopper/grouped_matmul.cuh
-HOPPER_THREADS = {False: 384, True: 512}  # of a crew that is crowded or not
+HOPPER_THREADS = {False: 384, True: 512}  # of a block whose consumers are crowded or not
 HOPPER_COLUMNS = 256
 # Boundary, stages, finished part of a tile, barriers.
 HOPPER_SHARED_BYTES = 1024 + 4 * (128 + 256) * 64 * 2 + 128 * 128 * 2 + (4 + 8) * 2 * 8
@@ -189,7 +189,7 @@ def rows_launch(
     results: int = 1,
     crowded: bool = True,
 ) -> dict[str, Any]:
-    """Launch over every routed row and ``width`` columns, each expert's rows apart.
+    """Launch over every routed row and ``width`` columns, each expert's rows by themselves.
 
     The naive version covers the longest group that there can be (L rows) for every expert; the
     tiled ones cover the most tiles that R rows in E groups can fill, since the device alone

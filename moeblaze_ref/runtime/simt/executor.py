@@ -310,11 +310,11 @@ class SimtModule(Module):
             item = staged.setdefault(place_of(array), Staged([], array, False, array))
             item.names.append(parameter.name)
             item.writable |= parameter.writable
-        return self._place_apart(kernel, list(staged.values()))
+        return self._place_separately(kernel, list(staged.values()))
 
-    def _place_apart(self, kernel: str, items: list[Staged]) -> list[Staged]:
+    def _place_separately(self, kernel: str, items: list[Staged]) -> list[Staged]:
         """Give each array a copy, far from the others."""
-        return copy_apart(_without_overlap(kernel, items))
+        return copy_separately(_without_overlap(kernel, items))
 
     def _describe(
         self,
@@ -369,7 +369,7 @@ def _without_overlap(kernel: str, items: list[Staged]) -> list[Staged]:
     return items
 
 
-def copy_apart(items: list[Staged]) -> list[Staged]:
+def copy_separately(items: list[Staged]) -> list[Staged]:
     """Give each array a copy in one mapping, far from its neighbours; unused pages cost nothing."""
     places, end = [], GUARD_BYTES
     for item in items:
