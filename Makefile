@@ -115,6 +115,7 @@ docs: $(STAMP) ## Write the generated pages, and the site in build/site
 	$(BIN)/python -m moeblaze_ref.course.site.records
 	$(BIN)/python -m moeblaze_ref.course.site.path
 	$(BIN)/python -m moeblaze_ref.course.site.architecture
+	$(BIN)/python -m moeblaze_ref.course.site.functions
 	$(BIN)/python -m moeblaze_ref.course.site.build
 
 docs-serve: docs ## Show the site at http://127.0.0.1:8000

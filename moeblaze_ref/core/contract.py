@@ -95,9 +95,7 @@ class Tensor:
 
     def documented(self, arrays: Arrays) -> str:
         """Return its lines in a docstring."""
-        dtypes = (
-            " or ".join(arrays.dtypes) if self.kind == DTYPE else arrays.routing if self.kind == ROUTING else self.kind
-        )
+        dtypes = " or ".join(arrays.allowed(self.kind, None))
         axes = self.axes.split()
         kind = f"{arrays.array} ({', '.join(axes)}{',' if len(axes) == 1 else ''})"
         absent = f"None {self.optional}" if self.optional else ""
@@ -207,7 +205,7 @@ class Contract:
             if array is None and tensor.optional:
                 continue
             tensor.check(array, sizes, arrays.allowed(tensor.kind, common))
-            if tensor.kind == DTYPE:
+            if tensor.kind == DTYPE or (tensor.kind == ROUTING and not arrays.routing):
                 common = dtype_of(array)
 
     @functools.cached_property

@@ -92,8 +92,8 @@ def _check_loss_gradient(given: Arguments) -> None:
     checks.check_number("d_loss", given["d_loss"])
 
 
-LOGITS = Tensor("logits", "L E", text="x wg")
-PROBS = Tensor("probs", "L E", text="Softmax of the logits")
+LOGITS = Tensor("logits", "L E", ROUTING, "x wg")
+PROBS = Tensor("probs", "L E", ROUTING, "Softmax of the logits")
 CHOICE = Tensor(
     "topk_experts",
     "L k",
@@ -125,7 +125,7 @@ GATING = Contract(
     (
         PROBS,
         Tensor("topk_experts", "L k", INT32, "Best first, ties to the lower expert id"),
-        Tensor("gates", "L k", text="The chosen probabilities, or those over their sum"),
+        Tensor("gates", "L k", ROUTING, "The chosen probabilities, or those over their sum"),
     ),
     "MoEBlaze, section 2: TopK(softmax(x Wg)), Wg of shape (d, E)",
     after=_check_k,
@@ -134,14 +134,14 @@ GATING = Contract(
 GATING_BACKWARD = Contract(
     "Return the gradient of the logits from those of the gates and of both losses.",
     (
-        Tensor("d_gates", "L k", text="Gradient of the gates"),
+        Tensor("d_gates", "L k", ROUTING, "Gradient of the gates"),
         LOGITS,
         CHOICE,
         RENORMALIZE,
         Value("d_load_balancing_loss", "float or array ()", "Gradient of the load-balancing loss"),
         Value("d_router_z_loss", "float or array ()", "Gradient of the router z-loss"),
     ),
-    (Tensor("d_logits", "L E", text="The choice of experts itself has no gradient"),),
+    (Tensor("d_logits", "L E", ROUTING, "The choice of experts itself has no gradient"),),
     "MoEBlaze, section 2. Renormalised gates are a softmax over the chosen logits alone: the other experts get no "
     "gradient from them",
     first="logits topk_experts d_gates",
@@ -159,7 +159,7 @@ D_LOSS = Value("d_loss", "float", "Gradient of the loss")
 LOAD_BALANCING_LOSS_BACKWARD = Contract(
     "Return the gradient of the logits from that of the load-balancing loss; the shares f_e are constants.",
     (PROBS, CHOICE, D_LOSS),
-    (Tensor("d_logits", "L E"),),
+    (Tensor("d_logits", "L E", ROUTING),),
     "Switch Transformer (arXiv 2101.03961)",
     after=_check_loss_gradient,
     errors=", an expert id is out of range or doubled, d_loss",
@@ -174,7 +174,7 @@ ROUTER_Z_LOSS = Contract(
 ROUTER_Z_LOSS_BACKWARD = Contract(
     "Return the gradient of the logits from that of the router z-loss.",
     (LOGITS, D_LOSS),
-    (Tensor("d_logits", "L E"),),
+    (Tensor("d_logits", "L E", ROUTING),),
     "ST-MoE (arXiv 2202.08906)",
     before=_check_loss_gradient,
     after=_check_experts,
@@ -435,10 +435,10 @@ ACTIVATE = Contract(
 )
 ACTIVATE_BACKWARD = Contract(
     "Return the gradients of a and b, with act(a) computed again instead of kept.",
-    (Tensor("d_y", "R h", text="Gradient of y_swi"), A, B, ACTIVATION),
+    (Tensor("d_y_swi", "R h", text="Gradient of y_swi"), A, B, ACTIVATION),
     (Tensor("d_a", "R h"), Tensor("d_b", "R h", optional=UNGATED)),
     f"{BETWEEN}dB = dY * SiLU(A), dA = dY * B * SiLU'(A)",
-    first="a b d_y",
+    first="a b d_y_swi",
     before=_check_b,
     errors=NO_GATE,
 )
@@ -573,3 +573,10 @@ def check_layer(x: Array, weights: Weights, k: int, activation: str, dtypes: Dty
     checks.check_tensor("w3", weights.w3, {"E": num_experts, "h": h, "d": d}, same)
     # The configuration checks the sizes, k and R.
     MoEConfig(L=num_tokens, d=d, h=h, E=num_experts, k=k, activation=activation, dtype=checks.dtype_of(x))
+
+
+def tensors() -> dict[str, Tensor]:
+    """Return every tensor of the stages by its name, which has the same axes and kind in all contracts."""
+    contracts = [one for one in globals().values() if isinstance(one, Contract)]
+    found = [one for contract in contracts for one in (*contract.arguments, *contract.results)]
+    return {one.name: one for one in found if isinstance(one, Tensor)}

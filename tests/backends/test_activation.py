@@ -125,9 +125,9 @@ def test_bad_input_of_act():
 @pytest.mark.parametrize(
     ("d_y", "error", "message"),
     [
-        (A[:1], ValueError, r"d_y has shape \(1, 3\), but it must be \(R=2, h=3\)"),
-        (A.astype(np.float32), TypeError, "d_y has dtype float32"),
-        (NAN_AT_10, ValueError, r"d_y\[1, 0\] is nan"),
+        (A[:1], ValueError, r"d_y_swi has shape \(1, 3\), but it must be \(R=2, h=3\)"),
+        (A.astype(np.float32), TypeError, "d_y_swi has dtype float32"),
+        (NAN_AT_10, ValueError, r"d_y_swi\[1, 0\] is nan"),
     ],
 )
 def test_bad_gradient(d_y, error, message):

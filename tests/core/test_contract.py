@@ -91,3 +91,11 @@ def test_a_contract_names_each_argument_once_and_its_source(contract):
     assert len({*names}) == len(names) and {*contract.first.split()} <= {*names}
     assert contract.summary.endswith(".") and contract.source and contract.results
     assert re.search(r"ValueError\n    If \w", contract.documented(NUMPY))
+
+
+def test_a_tensor_has_the_same_axes_and_kind_in_all_contracts_of_the_stages():
+    contracts = [one for one in vars(stage_contracts).values() if isinstance(one, Contract)]
+    tensors = [one for contract in contracts for one in (*contract.arguments, *contract.results)]
+    tensors = [one for one in tensors if isinstance(one, Tensor)]
+    stated = {name: {(one.axes, one.kind) for one in tensors if one.name == name} for name in stage_contracts.tensors()}
+    assert len(stated) > 25 and {name: found for name, found in stated.items() if len(found) > 1} == {}

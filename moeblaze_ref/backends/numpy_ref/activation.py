@@ -98,8 +98,8 @@ def forward(a, b, activation):
 
 
 @implements(stage_contracts.ACTIVATE_BACKWARD, ARRAYS)
-def backward(d_y, a, b, activation):
+def backward(d_y_swi, a, b, activation):
     nonlinearity, slope = _NONLINEARITY[activation]
     if b is None:
-        return d_y * slope(a), None
-    return d_y * b * slope(a), d_y * nonlinearity(a)  # (R, h), (R, h)
+        return d_y_swi * slope(a), None
+    return d_y_swi * b * slope(a), d_y_swi * nonlinearity(a)  # (R, h), (R, h)

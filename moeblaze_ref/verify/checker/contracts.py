@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from moeblaze_ref.backends.numpy_ref import activation, combine, dispatch, expert_down, expert_up, gating
-from moeblaze_ref.core import checks
+from moeblaze_ref.core import checks, stage_contracts
 from moeblaze_ref.core.config import is_gated
+from moeblaze_ref.core.contract import DTYPE, INT32, ROUTING
 from moeblaze_ref.core.structures import Dispatch
 from moeblaze_ref.verify import comparisons
 from moeblaze_ref.verify.cases import Case
@@ -26,26 +27,24 @@ SLOT_ORDER = (
     "token_index_map",
 )  # (R,) as (L, k), row-major; other (R, ...) are in expert order
 
-# Every tensor that a kernel may meet: its shape in symbols, by what it holds. Scalar is the dtype under test.
-SHAPES = {
-    "Scalar": {
-        "x": "L d", "d_x": "L d", "out": "L d", "d_out": "L d",
-        "w1": "E d h", "w2": "E d h", "d_w": "E d h", "w3": "E h d", "d_w3": "E h d",
-        "a": "R h", "b": "R h", "y_swi": "R h", "d_a": "R h", "d_b": "R h", "d_hidden": "R h", "gated_y": "R h",
-        "y": "R d", "d_y": "R d",
-    },
-    "float": {
-        "logits": "L E", "probs": "L E", "d_logits": "L E", "gates": "L k", "d_gates": "L k",
-        "gate_of_row": "R", "gate_terms": "R h",
-        "shares": "E", "d_load_balancing_loss": "1", "d_router_z_loss": "1",
-    },
-    "int": {
-        "topk_experts": "L k", "dense_map": "L E", "lengths": "E", "expert_token_offsets": "E+1",
-        "expert_token_indices": "R", "token_expert_indices": "R", "token_index_map": "R",
-    },
-}  # fmt: skip
-AXES = {name: tuple(shape.split()) for group in SHAPES.values() for name, shape in group.items()}
-HOLDS = {name: kind for kind, group in SHAPES.items() for name in group}
+# Every tensor that a kernel may meet: those of the stages' contracts, the index structures, and what only kernels have.
+_STATED = stage_contracts.tensors()
+_OF_KERNELS = {
+    "gate_of_row": "R",
+    "gate_terms": "R h",
+    "shares": "E",
+    "d_load_balancing_loss": "1",
+    "d_router_z_loss": "1",
+}  # float32
+_INDICES = dict.fromkeys(ROUTES, "R") | {"expert_token_offsets": "E+1"}
+_SHAPES = {name: tensor.axes for name, tensor in _STATED.items()} | _OF_KERNELS | _INDICES
+AXES = {name: tuple(shape.split()) for name, shape in _SHAPES.items()}
+_KINDS = {DTYPE: "Scalar", ROUTING: "float", INT32: "int"}  # Scalar is the dtype under test
+HOLDS = (
+    {name: _KINDS[tensor.kind] for name, tensor in _STATED.items()}
+    | dict.fromkeys(_OF_KERNELS, "float")
+    | dict.fromkeys(_INDICES, "int")
+)
 OF_A_GATE = ("b", "d_b")  # outputs that an ungated activation lacks
 
 Arrays = dict[str, np.ndarray]
