@@ -13,6 +13,8 @@ LIMIT = 600  # seconds, on a slow and busy machine; pyproject.toml gives a whole
 def run(command, limit=LIMIT, **options):
     """Run a command to its end and return the ``subprocess.CompletedProcess``, with its output as text.
 
+    SIGINT ends it, as in `beginning`.
+
     Parameters
     ----------
     command : sequence of str or Path
@@ -27,7 +29,8 @@ def run(command, limit=LIMIT, **options):
         If it did not end within the limit. Its process group is killed.
     """
     options = {"stdout": PIPE, "stderr": PIPE} | options
-    process = subprocess.Popen(command, text=True, start_new_session=True, **options)
+    with _sigint_not_ignored():
+        process = subprocess.Popen(command, text=True, start_new_session=True, **options)
     try:
         output, errors = process.communicate(timeout=limit)
     except BaseException:
