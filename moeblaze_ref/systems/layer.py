@@ -339,7 +339,7 @@ BACKWARD = Contract(
             "The intermediates of ``saved`` are overwritten and released: a second backward "
             "with them raises RuntimeError",
         ),
-        Value("wanted", "collection of str", "Names in `Gradients`; what nobody wants is not computed"),
+        Value("wanted", "collection of str", "Names in `Gradients`; the others are not computed"),
     ),
     (
         Value(

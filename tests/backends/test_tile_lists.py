@@ -129,9 +129,8 @@ def test_tiles_are_interleaved_where_that_is_even_or_there_are_many(case):
 @pytest.mark.parametrize(("others", "too_many"), [(MOST, False), (MOST + 1, True)])
 def test_a_list_that_is_too_long_is_none(others, too_many):
     blocks = 9
-    rows = [300_000, *[0] * (blocks - 1)] * (blocks - 1) + [0] * (
-        others - (blocks - 1) ** 2
-    )  # interleaved, one has all
+    one_in_nine = [300_000, *[0] * (blocks - 1)]  # interleaved, one block has all
+    rows = one_in_nine * (blocks - 1) + [0] * (others - (blocks - 1) ** 2)
     own_tiles, turned = assigned(rows, 1, blocks)
     assert turned == too_many
     assert max(map(len, own_tiles)) == (MOST if not too_many else -(-len(rows) // blocks))

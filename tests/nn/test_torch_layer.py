@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moeblaze_ref.backends.raw_cuda import layer as raw_layer
 from moeblaze_ref.backends.registry import BACKENDS
+from moeblaze_ref.core import checks
 from moeblaze_ref.core.arrays import address_of
 from moeblaze_ref.core.config import ACTIVATIONS, POLICIES, MoEConfig
 from moeblaze_ref.memory import measure
@@ -226,6 +227,15 @@ def test_tensors_that_begin_anywhere_reach_the_kernels_where_they_can_move_16_by
     alter(monkeypatch, "simt", "router.forward", lambda forward: partial(watched, forward))
     assert same_bits(gradients(layer, shifted), expected)
     assert shifted.data_ptr() % 16 and not any(begin % 16 for begin in begins) and begins
+
+
+def test_more_routed_rows_than_int32_numbers_are_refused(monkeypatch):
+    monkeypatch.setattr(checks, "MAX_ROUTED_ROWS", 4 * SIZES["k"] - 1)
+    make_layer()(make_x(3, 16))
+    with pytest.raises(
+        ValueError, match=r"R = L \* k = 4 \* 3 = 12, but int32 indices allow at most .* 11 routed rows"
+    ):
+        make_layer()(make_x(4, 16))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -11,7 +11,6 @@ VERSIONS = gemm.VERSIONS
 SUMMED_VERSION = "as_printed"
 SUMMED_VERSIONS = {SUMMED_VERSION: gemm.WIDE}  # of `summed_forward`, which has no y and no backward of its own
 DEFAULT_VERSION = "2_tiled"
-GATE_DTYPES = ("float32",)
 
 
 @implements(stage_contracts.EXPERT_DOWN, gemm.ARRAYS)
