@@ -36,6 +36,15 @@ def fail_if_skipped(report, path):
     return report
 
 
+def pytest_configure():
+    """Let SIGINT end what the tests start, even if a shell that started them in the background made them ignore it.
+
+    A process inherits that a signal is ignored, but no handler of Python's.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """A process more than there are cores: some tests wait, for pip, a browser or a rank that does not answer."""

@@ -13,8 +13,6 @@ LIMIT = 600  # seconds, on a slow and busy machine; pyproject.toml gives a whole
 def run(command, limit=LIMIT, **options):
     """Run a command to its end and return the ``subprocess.CompletedProcess``, with its output as text.
 
-    SIGINT ends it, as in `beginning`.
-
     Parameters
     ----------
     command : sequence of str or Path
@@ -29,8 +27,7 @@ def run(command, limit=LIMIT, **options):
         If it did not end within the limit. Its process group is killed.
     """
     options = {"stdout": PIPE, "stderr": PIPE} | options
-    with _sigint_not_ignored():
-        process = subprocess.Popen(command, text=True, start_new_session=True, **options)
+    process = subprocess.Popen(command, text=True, start_new_session=True, **options)
     try:
         output, errors = process.communicate(timeout=limit)
     except BaseException:
@@ -43,15 +40,13 @@ def run(command, limit=LIMIT, **options):
 def beginning():
     """Yield a function that starts a command in a session of its own and returns its process; output comes as text.
 
-    Those that still run in the end are killed, with their groups. SIGINT ends them even if the tests ignore it, as
-    a shell lets a command ignore it that it starts in the background.
+    Those that still run in the end are killed, with their groups.
     """
     started = []
 
     def begin(command, **options):
         options |= {"stderr": PIPE, "text": True, "start_new_session": True}
-        with _sigint_not_ignored():
-            started.append(subprocess.Popen(command, **options))
+        started.append(subprocess.Popen(command, **options))
         return started[-1]
 
     try:
@@ -60,19 +55,6 @@ def beginning():
         for process in started:
             if process.poll() is None:
                 _kill_group(process)
-
-
-@contextmanager
-def _sigint_not_ignored():
-    """A process inherits that a signal is ignored, but no handler of Python's."""
-    before = signal.getsignal(signal.SIGINT)
-    if before == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if before == signal.SIG_IGN:
-            signal.signal(signal.SIGINT, before)
 
 
 def end(process, limit=30):
