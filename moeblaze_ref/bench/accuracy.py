@@ -31,17 +31,10 @@ Keeps = Callable[[Tensor], Tensor]  # topk_experts (L, k) -> which of them are c
 
 
 class Weights(NamedTuple):
-    """The weights that a layer computes with.
+    """The weights that a layer computes with."""
 
-    Parameters
-    ----------
-    leaves : mapping of str to Tensor
-        Those that autograd differentiates, in the layer's own layouts.
-    as_ours : callable
-        Gradients of all leaves by name to gradients of wg, w1, w2 and w3 in the layouts of `RoutedExperts`.
-    """
-
-    leaves: Mapping[str, Tensor]
+    leaves: Mapping[str, Tensor]  # those that autograd differentiates, in the layer's own layouts
+    # Gradients of all leaves by name to gradients of wg, w1, w2 and w3 in the layouts of `RoutedExperts`.
     as_ours: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda gradients: gradients
 
 
@@ -137,18 +130,8 @@ def _step(layer, weights, x, d_out) -> tuple[dict[str, Tensor], Tensor]:
 class _Reference:
     """The oracle's step in float32, an expert at a time and ``ROWS`` of its rows at a time: so it fits beside a layer.
 
-    Parameters
-    ----------
-    parameters : RoutedExperts
-    x, d_out : Tensor (L, d)
-    chosen : Tensor (L, k)
-    kept : Tensor (L, k), bool
-        Which choices count.
-
-    Attributes
-    ----------
-    out : Tensor (L, d)
-        Whole, as everything else, once `weight_gradients` has come to its end.
+    Of the choices (L, k) those count that are ``kept``. ``out`` (L, d) is whole, as everything else, once
+    `weight_gradients` has come to its end.
     """
 
     def __init__(self, parameters: RoutedExperts, x: Tensor, d_out: Tensor, chosen: Tensor, kept: Tensor):

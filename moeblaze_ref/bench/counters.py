@@ -146,14 +146,9 @@ def launches(config: MoEConfig) -> list[Launch]:
 
 
 def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]]:
-    """One `Row` for each of `launches`.
+    """Count every one of `launches`: a `Row` as dict each, in their order.
 
-    Parameters
-    ----------
-    preset, config
-        The layer, and its name in the rows.
-    device : Device
-        Not used: ncu's process has its own.
+    ``preset`` is the layer's name in the rows. ``device`` is not used: ncu's process has its own.
 
     Raises
     ------
@@ -163,12 +158,12 @@ def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]
     ncu = shutil.which("ncu")
     if ncu is None:
         raise ValueError("ncu is not on the PATH; it is a part of the CUDA toolkit (Nsight Compute)")
-    names = sorted({launch.kernel for launch in launches(config)})
+    only_these = f"regex:^({'|'.join(sorted({launch.kernel for launch in launches(config)}))})$"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         program = [sys.executable, "-m", __name__, json.dumps(asdict(config))]
         options = [*(part for option in HOW.items() for part in option), "--metrics", ",".join(metrics())]
-        only = ["--profile-from-start", "off", "--kernel-name-base", "function", "--kernel-name", _one_of(names)]
+        only = ["--profile-from-start", "off", "--kernel-name-base", "function", "--kernel-name", only_these]
         output = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         found = subprocess.run([ncu, *options, *only, *output, *program], check=False, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
@@ -181,10 +176,6 @@ def count(preset: str, config: MoEConfig, device: Device) -> list[dict[str, Any]
 def metrics() -> list[str]:
     """Return the names of ncu's metrics that are counted."""
     return [*(name for name, _ in METRICS.values()), *map(STALL_METRIC.format, STALLS)]
-
-
-def _one_of(names: Sequence[str]) -> str:
-    return f"regex:^({'|'.join(names)})$"
 
 
 def _complaint(text: str) -> str:
@@ -203,13 +194,9 @@ def _tool(ncu: str) -> str:
 
 
 def rows_of(text: str, expected: Sequence[Launch]) -> Iterator[dict[str, Any]]:
-    """The columns of a `Row` that are a launch's own, from ncu's page "raw" as CSV in base units.
+    """Yield the columns of a `Row` that are a launch's own, from ncu's page "raw" as CSV in base units.
 
-    Parameters
-    ----------
-    text : str
-        Two lines of names and units, a line for each launch, and other lines that begin with ``==``.
-    expected : sequence of Launch
+    ``text`` has two lines of names and units, a line for each launch, and other lines that begin with ``==``.
 
     Raises
     ------
@@ -248,15 +235,7 @@ def _stalls(row: dict[str, str]) -> list[tuple[str, float]]:
 
 
 def launch_all(config: MoEConfig, device: Device, counted: Any):
-    """Every work that has one of `launches`, in their order: once to compile and warm up, then once within ``counted``.
-
-    Parameters
-    ----------
-    config : MoEConfig
-    device : Device
-    counted
-        A context manager's maker, within which launches are counted.
-    """
+    """Run every work that has one of `launches`, in their order: once to warm up, then once within ``counted()``."""
     works: list[Callable[[], Any]] = [trial.run for trial in ladder.trials_of(config, ladder.steps_of(config), device)]
     bridge = bridge_to(device.torch_device)
     inputs = Inputs(config, bridge, device.torch_device)

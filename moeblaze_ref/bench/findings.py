@@ -106,18 +106,13 @@ def headline(found: results.Result) -> str:
     """Return a row for each layer: GiB kept for the backward, and the speed of `minimal` in its worst run."""
     ratios = beside_baselines(found)
     presets = dict.fromkeys(name for name, policy, baseline in ratios if (policy, baseline) == ("minimal", COMPILED[0]))
-    lines = [
-        [name, *_kept_gib(name), *(_ratio(min(ratios[name, "minimal", baseline])) for baseline in COMPILED)]
-        for name in presets
-    ]
+    lines = []
+    for name in presets:
+        kept = [account(PRESETS[name].config, *of_system).kept_bytes / GIB for of_system in KEPT_BY.values()]
+        worst = [min(ratios[name, "minimal", baseline]) for baseline in COMPILED]
+        lines.append([name, *(f"{gib:.2f}" for gib in kept), *map(_ratio, worst)])
     speeds = [f"times as fast as `{COMPILED[0]}`", f"as `{COMPILED[1]}`"]
     return documents.table(["layer", *KEPT_BY, *speeds], lines) if lines else ""
-
-
-def _kept_gib(name: str) -> list[str]:
-    """Return the accounted GiB of a preset, a cell for each system of ``KEPT_BY``."""
-    config = PRESETS[name].config
-    return [f"{account(config, system, policy).kept_bytes / GIB:.2f}" for system, policy in KEPT_BY.values()]
 
 
 def inputs(found: results.Result) -> str:

@@ -25,18 +25,10 @@ from moeblaze_ref.nn.routed_experts import RoutedExperts
 
 
 class Baseline(NamedTuple):
-    """A layer of another project.
+    """A layer of another project."""
 
-    Parameters
-    ----------
-    layer : callable
-        x (L, d) to output (L, d) and choice of experts (L, k).
-    weights : Weights
-        Its own, which hold the numbers of ours.
-    """
-
-    layer: Layer
-    weights: Weights
+    layer: Layer  # x (L, d) to output (L, d) and choice of experts (L, k)
+    weights: Weights  # its own, which hold the numbers of ours
 
 
 def _turned(matrix: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moeblaze_ref.backends.raw_cuda import block_sparse
 from moeblaze_ref.backends.raw_cuda.layer import default_version
 from moeblaze_ref.bench import accuracy, baselines, foreign, roofline, routing, timed_systems
+from moeblaze_ref.bench.rows import TimedRow
 from moeblaze_ref.bench.timed_systems import GRAPHED, OURS, OWN
 from moeblaze_ref.core.config import MoEConfig
 from moeblaze_ref.memory import measure
@@ -20,7 +21,7 @@ from moeblaze_ref.nn.torch_capacity import CapacityMoE
 from moeblaze_ref.nn.torch_graphs import graphed
 from moeblaze_ref.nn.torch_layer import MoELayer
 from moeblaze_ref.runtime.ceilings import Ceilings
-from moeblaze_ref.runtime.clock import Contender, Lap, Samples, replayed, take_turns
+from moeblaze_ref.runtime.clock import Lap, Samples, replayed, take_turns
 from moeblaze_ref.runtime.device import Device, NoGraph
 from moeblaze_ref.runtime.torch_bridge import bridge_to
 from moeblaze_ref.systems.capacity import DEFAULT_FACTOR
@@ -65,20 +66,14 @@ class Subject(NamedTuple):
     routing: str
 
 
-@dataclass(frozen=True)
-class Row:
-    """One system on one layer.
+@dataclass(frozen=True, kw_only=True)
+class Row(TimedRow):
+    """One system on one layer: a forward and a backward. Its ratios are to each other system but `OWN` on its routing.
 
     Parameters
     ----------
-    kind : str
-        "layer".
-    preset, shape, dtype
-        The layer: a name, {L, d, h, E, k}, and the dtype of its activations and weights.
     system, policy, version, routing
         What ran, and where the router sent the tokens; who has no policies has none, nor a version who has no versions.
-    step_ms, quartiles_ms
-        A forward and a backward: median, and first and third quartile.
     fwd_ms, bwd_ms
         Medians of both parts.
     graph_ms : float or None
@@ -90,55 +85,35 @@ class Row:
     peak_bytes : int or None
         The most that is allocated at one time in a step, weights excluded; input and gradients included. None of
         `GRAPHED`.
-    error : float
-        As `accuracy.worst_error` has it of whole tensors; of ``capacity`` over the choices that it should compute.
     roofline_ms, pct_of_roofline
         Of `roofline.layer_roofline_ms`; the roofline over the median, in percent.
     pct_of_cublas, pct_of_hot_cublas : float
         FLOPs of the experts' products over the median, in percent of the dense product's rate: alone, and interleaved.
         Of rows that are dropped there are none, and those of padding do not count.
-    ratio_to : dict
-        How many times as fast as each other system but `OWN` on the same routing: {"grouped_mm": 1.3}.
     time_over_uniform : float or None
         The median over that of the same system on uniform routing; None on uniform routing itself.
-    cublas_tflops, copy_gb_s, hot_cublas_tflops
-        As `roofline.columns`.
-    row_error : float or None
-        As `accuracy.worst_error` has it of rows.
     activation : str
         One of ``config.ACTIVATIONS``.
     capacity_factor : float or None
-        Of ``capacity``.
+        Of ``capacity``, whose errors are over the choices that it should compute.
     dropped_rows, lost_tokens, padding_rows : int or None
         As `timed_systems.losses` has it of the input that is compared.
     """
 
-    kind: str
-    preset: str
-    shape: dict[str, int]
-    dtype: str
     system: str
     policy: str | None
     version: str | None
     routing: str
-    step_ms: float
-    quartiles_ms: tuple[float, float]
     fwd_ms: float
     bwd_ms: float
     graph_ms: float | None
     kept_bytes: int | None
     peak_bytes: int | None
-    error: float
     roofline_ms: float
     pct_of_roofline: float
     pct_of_cublas: float
     pct_of_hot_cublas: float
-    ratio_to: dict[str, float]
     time_over_uniform: float | None
-    cublas_tflops: float
-    copy_gb_s: float
-    hot_cublas_tflops: float
-    row_error: float | None = None
     activation: str = "swiglu"  # of every row from before this column
     capacity_factor: float | None = None
     dropped_rows: int | None = None
@@ -242,36 +217,17 @@ class Scene:
         lap()
         return torch.autograd.grad(out, [x, *self.weights(subject).leaves.values()], self.d_out)
 
-    def contender(self, subject: Subject) -> Contender:
-        """`step` as something to be timed: its results are dropped."""
-
-        def contend(turn, lap):
-            self.step(subject, turn, lap)
-
-        return contend
-
 
 def time_layer(preset: str, config: MoEConfig, choice: Choice, device: Device) -> list[dict[str, Any]]:
-    """Time one layer with every chosen system, policy and routing, interleaved.
+    """Time one layer with every chosen system, policy and routing, interleaved: a `Row` as dict for each.
 
-    Parameters
-    ----------
-    preset : str
-        The name in the rows.
-    config : MoEConfig
-    choice : Choice
-    device : Device
-
-    Returns
-    -------
-    list of dict
-        One `Row` each.
+    ``preset`` is the layer's name in the rows.
     """
     torch.compiler.reset()  # what was compiled for another layer would count against torch's limit of recompilations
     scene = Scene(config, choice, device)
     subjects = scene.subjects()
     errors = {subject: _error(scene, subject) for subject in subjects}
-    contenders = {subject: scene.contender(subject) for subject in subjects}
+    contenders = {subject: partial(scene.step, subject) for subject in subjects}
     ceilings = device.rested
     samples = take_turns(device.ceilings() | contenders, choice.repetitions, device)
     hot = device.rates(samples)
@@ -343,7 +299,8 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
     """The columns that come from the clock."""
     mine = samples[subject]
     beside = {other: taken.median / mine.median for other, taken in samples.items() if isinstance(other, Subject)}
-    ratios = {other.system: ratio for other, ratio in beside.items() if _is_baseline(other, subject)}
+    compared = [other for other in beside if other.system not in (*OWN, subject.system)]
+    ratios = {other.system: beside[other] for other in compared if other.routing == subject.routing}
     uniform = subject._replace(routing="uniform")
     return {
         "step_ms": mine.median,
@@ -353,11 +310,6 @@ def _times(subject: Subject, samples: dict[Any, Samples]) -> dict[str, Any]:
         "ratio_to": ratios,
         "time_over_uniform": None if subject == uniform else 1 / beside[uniform],
     }
-
-
-def _is_baseline(other: Subject, subject: Subject) -> bool:
-    """Return True if the other is a system that this one is compared with."""
-    return other.system not in (*OWN, subject.system) and other.routing == subject.routing
 
 
 def _graph_times(scene, subjects, config, choice, device) -> dict[Subject, float]:

@@ -65,18 +65,7 @@ class Request:
 
 
 def jobs(kind: str, request: Request) -> list[Job]:
-    """One job for each layer, or for each stage of each layer.
-
-    Parameters
-    ----------
-    kind : str
-        One of ``KINDS``.
-    request : Request
-
-    Returns
-    -------
-    list of callable
-        Each takes the keyword ``device`` and returns rows as dicts.
+    """One job for each layer, or for each stage of each layer: it takes the keyword ``device`` and returns rows.
 
     Raises
     ------

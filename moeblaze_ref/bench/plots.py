@@ -23,10 +23,7 @@ def pictured(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def time_and_memory(rows: Sequence[dict[str, Any]]) -> Figure:
     """Two panels of bars, a group for each preset and a bar for each system and policy.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        `layer.Row`, of any number of runs; see `pictured`.
+    The rows are `layer.Row` s of any number of runs; see `pictured`.
 
     Returns
     -------

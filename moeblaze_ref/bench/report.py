@@ -160,10 +160,5 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def wrong(rows: Sequence[Row]) -> list[Row]:
     """Return the rows whose result is wrong, NaN included."""
-    return [row for row in rows if any(not error <= bound for error, bound in _errors(row))]
-
-
-def _errors(row: Row) -> list[tuple[float, float]]:
-    """The errors that a row has, with their bounds."""
-    bounds = {"error": accuracy.BOUND, "row_error": accuracy.ROW_BOUND}
-    return [(row[name], bound) for name, bound in bounds.items() if row.get(name) is not None]
+    bounds = (("error", accuracy.BOUND), ("row_error", accuracy.ROW_BOUND))
+    return [row for row in rows if any(row.get(name) is not None and not row[name] <= bound for name, bound in bounds)]

@@ -56,16 +56,8 @@ class Time:
 def jobs(presets: Sequence[str], tokens: int | None, versions: Sequence[str], repetitions: int) -> list[Callable]:
     """One job for each layer, version and kernel; each takes the keyword ``device`` and returns `Time` s.
 
-    Parameters
-    ----------
-    presets : sequence of str
-        Names, or none for ``SHAPES``.
-    tokens : int, optional
-        L, in place of that of each preset.
-    versions : sequence of str
-        Of ``tiles.CANDIDATES``; none stands for those that run here.
-    repetitions : int
-        Of each tile.
+    Without presets the layers are those of ``SHAPES``, without versions those of ``tiles.CANDIDATES`` that run here.
+    ``tokens`` stands in place of L of each preset.
 
     Raises
     ------
@@ -105,18 +97,7 @@ def _in_dtype_of(version: str, config: MoEConfig) -> MoEConfig:
 def time_tiles(
     preset: str, config: MoEConfig, version: str, kernel: str, repetitions: int, device: Device
 ) -> list[Time]:
-    """Time one kernel in every candidate tile, interleaved, by replays of CUDA graphs.
-
-    Parameters
-    ----------
-    preset, config
-        The layer, and its name.
-    version, kernel : str
-        Of ``tiles.CANDIDATES`` and ``tiles.KERNELS``.
-    repetitions : int
-        Of each tile.
-    device : Device
-    """
+    """Time one kernel in every candidate tile, interleaved, by replays of CUDA graphs."""
     stage, bridge = STAGE_OF_KERNEL[kernel], bridge_to(device.torch_device)
     count = stages.input_sets(cost_of(stage, config).bytes, device.cache_bytes)
     sets = [Inputs(config, bridge, device.torch_device) for _ in range(count)]
@@ -131,10 +112,6 @@ def time_tiles(
 
 def entries(times: Sequence[Time]) -> list[dict[str, Any]]:
     """Return the table's entries: the fastest tile of each kernel and class of layers, if it is not the default.
-
-    Parameters
-    ----------
-    times : sequence of Time
 
     Returns
     -------
@@ -178,13 +155,7 @@ def check_place(path: Path, force: bool = False):
 def add(path: Path, run: dict[str, Any], force: bool = False):
     """Write a run into a table, in the place of an earlier one for the same class of GPU.
 
-    Parameters
-    ----------
-    path : Path
-        Another file that is there is replaced with ``force`` alone.
-    run : dict
-        Of `run_of`.
-    force : bool
+    Another file that is there is replaced with ``force`` alone.
     """
     earlier = records.earlier(path, _runs_of, force) or []
     kept = [other for other in earlier if other["capability"] != run["capability"]]
