@@ -31,13 +31,7 @@ def _every_layer(profile, gpus, num_gpus):
 def greedy(profile: Profile, num_gpus: int, bounds: Bounds | None = None) -> Placement:
     """Longest-first packing: the expert with the most tokens first, each to the GPU with the fewest so far.
 
-    Parameters
-    ----------
-    profile : Profile
-    num_gpus : int
-        G.
-    bounds : Bounds, optional
-        Of the experts per GPU and layer; by default `bounds.equal`.
+    ``bounds`` are of the experts per GPU and layer; by default `bounds.equal`.
 
     Raises
     ------
@@ -136,19 +130,8 @@ def replicate(load: np.ndarray, replicas: int) -> np.ndarray:
 def exflow(profile: Profile, num_gpus: int, steps: int = annealing.STEPS, seed: int = 0) -> Placement:
     """ExFlow's objective: as many transitions as possible stay on their GPU.
 
-    All GPUs have equally many experts; their load is ignored.
-
-    Its authors solve an integer program; here only the objective is theirs, and `annealing.anneal` searches, without a
-    bound.
-
-    Parameters
-    ----------
-    profile : Profile
-        With R.
-    num_gpus : int
-        G.
-    steps, seed : int
-        Of the annealing.
+    All GPUs have equally many experts; their load is ignored. Its authors solve an integer program; here only the
+    objective is theirs, and `annealing.anneal` searches, without a bound.
 
     Raises
     ------

@@ -39,16 +39,9 @@ def joint(
 ) -> Placement:
     """Return a placement under a load limit, with few crossings, and by the model no slower than any baseline's.
 
-    What `search` finds with the first of ``TAILS`` with which none of `baseline_placements` and of ``others`` is faster
-    by the model; if there is none, the fastest of those, which may exceed the limit. It is so on the profile alone, not
-    on other tokens.
-
-    Parameters
-    ----------
-    profile, on, limit, bounds, steps, seed
-        As in `search`.
-    others : collection of Placement
-        Such as MoETuner's, which takes a solver's time.
+    What `search` finds with the first of ``TAILS`` with which none of `baseline_placements` and of ``others``, such as
+    MoETuner's, is faster by the model; if there is none, the fastest of those, which may exceed the limit. It is so on
+    the profile alone, not on other tokens.
 
     Raises
     ------

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -123,10 +123,7 @@ METHODS: dict[str, Callable[[Profile, Cluster, Options], Fitted]] = {
 def named(texts: Iterable[str]) -> tuple[str, ...]:
     """The methods that texts name, each a name or several with commas; "all" is all of them.
 
-    Raises
-    ------
-    ValueError
-        If there is no such method; the message proposes the nearest name.
+    An unknown name is a ValueError that proposes the nearest one.
     """
     names = [name.strip() for text in texts for name in text.split(",")]
     if "all" in names:
@@ -134,47 +131,59 @@ def named(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(checks.check_name("method", name, METHODS) for name in names))
 
 
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """One method on one split.
+@dataclass(frozen=True)
+class Row:
+    """A method's numbers: on one split, or their medians over several.
 
     Parameters
     ----------
     method : str
-    seed : int or None
-        Of the split; None if it was evaluated on what it was fitted to.
     balance_mean, balance_worst : float
         The fullest GPU's load over the mean, over layers.
     cross_share : float
         Of transitions between layers, those that change GPU.
-    step_ms, token_tail_ms, transfer_tail_ms : float
-        Of the modelled step: slowest GPUs and slowest pairs, and their sum.
+    step_ms : float
+        Of the modelled step.
     solve_s : float
         Of the method.
     gap, load_gap : float or None
         As in `Fitted`.
+    """
+
+    method: str
+    balance_mean: float
+    balance_worst: float
+    cross_share: float
+    step_ms: float
+    solve_s: float
+    gap: float | None
+    load_gap: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers for a record, without arrays."""
+        return {name: value for name, value in vars(self).items() if name not in ("fitted", "load")}
+
+
+@dataclass(frozen=True, eq=False)
+class Trial(Row):
+    """One method on one split.
+
+    Parameters
+    ----------
+    seed : int or None
+        Of the split; None if it was evaluated on what it was fitted to.
+    token_tail_ms, transfer_tail_ms : float
+        Of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum.
     fitted : Fitted
     load : array (layers, G)
         Held-out tokens that each GPU got.
     """
 
-    method: str
     seed: int | None
-    balance_mean: float
-    balance_worst: float
-    cross_share: float
-    step_ms: float
     token_tail_ms: float
     transfer_tail_ms: float
-    solve_s: float
-    gap: float | None
-    load_gap: float | None
     fitted: Fitted
     load: np.ndarray
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the numbers for a record, without arrays."""
-        return {name: value for name, value in vars(self).items() if name not in ("fitted", "load")}
 
 
 def try_method(
@@ -191,8 +200,8 @@ def _evaluate(method, seed, fit, held_out, on, tokens):
     load = loads(held_out, fitted.shares)
     each, model = balance(load), step(held_out, fitted.shares, on, tokens)
     return Trial(
-        method,
-        seed,
+        method=method,
+        seed=seed,
         balance_mean=float(each.mean()),
         balance_worst=float(each.max()),
         cross_share=cross_share(transitions(held_out, fitted.shares)),
@@ -217,23 +226,8 @@ def jobs(
 ) -> list[Callable[[], list[Trial]]]:
     """A job for every method on every split: random halves of the sequences, seeds 0, 1, and so on.
 
-    Parameters
-    ----------
-    trace : RoutingTrace
-    on : Cluster
-        G GPUs, at most as many as experts.
-    methods : collection of str
-        Of ``METHODS``.
-    splits : int
-        0: fit to the whole trace, and evaluate on it too.
-    options : Options
-    tokens : int
-        Of the modelled step.
-
-    Returns
-    -------
-    list of callables
-        Each returns a list of one Trial.
+    Each returns a list of one Trial. Without splits the methods are fitted to the whole trace, and evaluated on it too.
+    ``tokens`` are those of the modelled step.
 
     Raises
     ------
@@ -287,24 +281,6 @@ def _on_curve(limit, sample, held_out, on, options, tokens):
             "joint", 0, lambda: _placed(search(sample, on, limit, options.bounds, options.steps)), held_out, on, tokens
         )
     ]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method's medians over the splits, as in `Trial`."""
-
-    method: str
-    balance_mean: float
-    balance_worst: float
-    cross_share: float
-    step_ms: float
-    solve_s: float
-    gap: float | None
-    load_gap: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """By name, for JSON."""
-        return asdict(self)
 
 
 def medians(trials: list[Trial]) -> list[Row]:

@@ -55,15 +55,7 @@ class Point(Protocol):
 
 
 def load_against_crossings(points: Sequence[Point], curve: Sequence[Point] = ()) -> Figure:
-    """Every method as a point, and the curve of `joint` under growing limits: down and left is better.
-
-    Parameters
-    ----------
-    points : sequence of Point
-        Methods, on the same split.
-    curve : sequence of Point
-        Of `joint` on that split, in the order of its limits.
-    """
+    """Every method on a split as a point, and the curve of `joint` by its limits: down and left is better."""
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     axes = figure.subplots()
     if curve:

@@ -25,17 +25,10 @@ _ENDED = (mathopt.TerminationReason.OPTIMAL, mathopt.TerminationReason.FEASIBLE)
 
 @dataclass(frozen=True)
 class Found:
-    """The best solution so far.
+    """The best solution so far."""
 
-    Parameters
-    ----------
-    values : dict of variable to float
-    bound : int
-        No solution is below it: proven. Objectives are sums of what cannot be negative, so at least 0.
-    """
-
-    values: dict
-    bound: int
+    values: dict  # of each variable
+    bound: int  # no solution is below it: proven; at least 0, as sums of what cannot be negative are
 
 
 def minimise(model, solver: str, time_limit: float, start: dict | None = None) -> Found | None:

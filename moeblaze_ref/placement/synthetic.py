@@ -113,15 +113,9 @@ def counted_trace(counts: np.ndarray, k: int, tokens: int, seed: int = 0, model:
 def trace_or_synthetic(
     path: Path | None, size: str | None, num_experts: int | None = None, model: str | None = None
 ) -> RoutingTrace:
-    """Load a trace from a file, or make one from "LAYERSxExK", with ``TOKENS`` tokens and ``SKEW``.
+    """Load a trace from a file, or make one from "LAYERSxExK", such as "58x256x8", with ``TOKENS`` tokens and ``SKEW``.
 
-    Parameters
-    ----------
-    path : Path or None
-    size : str or None
-        Such as "58x256x8".
-    num_experts, model
-        Of a file: as in `traces.load`.
+    The number of experts and the model are of a file: as in `traces.load`.
 
     Raises
     ------
