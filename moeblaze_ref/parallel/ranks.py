@@ -95,12 +95,7 @@ class Ranks:
         """Return on every rank what ``make()`` returns on rank 0, or raise the error that it raises there.
 
         Rank 0 may take up to ``ALONE`` for it: the others wait in a group of their own, by gloo, which counts as no
-        collective, so that a watch does not take rank 0 for one that hangs.
-
-        Parameters
-        ----------
-        make : callable
-            Called on rank 0 alone; what it returns or raises is such that pickle takes it.
+        collective, so that a watch does not take rank 0 for one that hangs. Pickle must take what it returns or raises.
 
         Raises
         ------

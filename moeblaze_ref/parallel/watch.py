@@ -62,15 +62,7 @@ class Seen:
 
 
 def verdict(seen: list[Seen], now: float, timeout: float) -> str | None:
-    """Return which rank is lost, and how, or None.
-
-    Parameters
-    ----------
-    seen : list of Seen
-        Of every rank.
-    now, timeout : float
-        Seconds; a rank is lost after ``LOST_AFTER`` of the time-out.
-    """
+    """Return which rank is lost, and how, or None: one is lost after ``LOST_AFTER`` of the time-out, in seconds."""
     limit = LOST_AFTER * timeout
     for number, rank in enumerate(seen):
         if rank.state not in (WORKING, DONE):
