@@ -88,12 +88,7 @@ def gaps(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
 
 
 def compare_losses(found: Sequence[float]) -> dict[str, Any]:
-    """Check that every gap is within ``BOUND``.
-
-    Parameters
-    ----------
-    found : sequence of float
-        See `gaps`; no step passes.
+    """Check that every one of `gaps` is within ``BOUND``; no step passes.
 
     Returns
     -------
@@ -131,13 +126,8 @@ def worst_gap(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
 def compare_same_weights(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Check that a layer computes the oracle's loss and gradients from the oracle's weights, throughout the run.
 
-    Each row begins with the same weights, so no rounding of earlier steps adds up, and the bound asks the same of every
-    step, however fast a run amplifies rounding.
-
-    Parameters
-    ----------
-    found : sequence of dict
-        {step, loss, gradients, at} of a run, as `replayed` has it.
+    Each row, {step, loss, gradients, at} as `replayed` has it, begins with the same weights, so no rounding of earlier
+    steps adds up, and the bound asks the same of every step, however fast a run amplifies rounding.
 
     Returns
     -------
@@ -247,12 +237,7 @@ def free(
     moe: Layers = "moeblaze",
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Train the same models as `replayed`, each with its own routers' choice.
-
-    Parameters
-    ----------
-    settings, corpus, steps, device, moe, on_step
-        As in `replayed`.
+    """Train the same models as `replayed`, each with its own routers' choice; parameters and errors are the same.
 
     Returns
     -------
@@ -260,11 +245,6 @@ def free(
         ``loss`` of each run at each step; ``changed``, for each run but the oracle, how many tokens, over all layers,
         had other experts than in the oracle at each step; ``first_change``, for the same runs, {step, tokens}: the
         first step with such a token and how many in each layer (None if there was none); and what `compare_free` says.
-
-    Raises
-    ------
-    ValueError, TypeError, NonFinite
-        As `replayed`.
     """
     _check(settings, steps)
     with exact_products():

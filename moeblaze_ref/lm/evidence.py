@@ -46,13 +46,7 @@ class Request:
 
 
 def gather(kind: str, request: Request) -> dict[str, Any]:
-    """Gather one kind of evidence.
-
-    Parameters
-    ----------
-    kind : str
-        One of ``KINDS``.
-    request : Request
+    """Gather one kind of evidence, of ``KINDS``.
 
     Returns
     -------

@@ -45,15 +45,9 @@ def picture(found: Found) -> Figure:
 
 
 def write(found: Found, path: Path, force: bool = False) -> Path:
-    """Write the picture of a record as PNG, making the folder if need be.
+    """Write the picture of a record as PNG to a path that ends in .png, making the folder if need be.
 
-    Parameters
-    ----------
-    found : dict
-    path : Path
-        Ends in .png.
-    force : bool
-        Replace a file there that is no picture of this project.
+    With ``force`` it replaces a file there that is no picture of this project.
     """
     return figures.save(picture(found), path.parent, path.stem, force)
 

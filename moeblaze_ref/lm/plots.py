@@ -10,14 +10,7 @@ from moeblaze_ref.memory.plots import BLUE, GREY, VERMILLION
 
 
 def loss_curve(losses: Sequence[float], vocab: int = 256) -> Figure:
-    """Cross entropy at each step, with that of a uniform guess as a line.
-
-    Parameters
-    ----------
-    losses : sequence of float
-        Nats per token, one a step.
-    vocab : int
-        Token ids; a uniform guess costs ln(vocab).
+    """Cross entropy at each step, nats per token, with that of a uniform guess, ln(vocab), as a line.
 
     Raises
     ------

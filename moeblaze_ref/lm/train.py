@@ -376,25 +376,10 @@ def train(
     learning_rate: float = 3e-3,
     moe: str | MoEFactory = "oracle",
 ) -> TrainResult:
-    """Train a fresh model on Python's help text.
+    """Train a fresh model on Python's help text, as `TrainSettings` and `MoETransformer` say.
 
-    On one machine, the same arguments give the same bits; the global random state is left alone.
-
-    Parameters
-    ----------
-    config : LMConfig
-    steps : int
-        Optimizer steps.
-    on_step : callable, optional
-        Called after each step with its number (from 1) and its loss.
-    seed : int
-        Of the weights and of the training windows.
-    batch : int
-        Windows of a step.
-    learning_rate : float
-        AdamW's.
-    moe : str or callable
-        The system of the MoE layers, as in `model.MoETransformer`.
+    On one machine, the same arguments give the same bits; the global random state is left alone. ``on_step`` is called
+    after each step with its number (from 1) and its loss.
 
     Raises
     ------

@@ -103,7 +103,9 @@ def measure(settings: TrainSettings, contender: str, L: int, corpus: data.Corpus
     except OUT_OF_MEMORY:
         return row
     finally:
-        _free(device)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _measured(row: Row, trainer: Trainer) -> Row:
@@ -132,23 +134,10 @@ def _kept(trainer: Trainer) -> int:
         return kept_bytes(trainer.model, tokens.to(trainer.device))
 
 
-def _free(device: str):
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
 def climb(row_of: Callable[[int], Row], first: int, most: int) -> Iterator[Row]:
-    """Rows at growing L: doubled until one does not fit, then between the last that fits and that one.
+    """Rows at growing L: doubled from ``first``, a multiple of ``WINDOW``, up to ``most`` or until one does not fit.
 
-    Parameters
-    ----------
-    row_of : callable
-        Measures one L.
-    first : int
-        The first L, a multiple of ``WINDOW``.
-    most : int
-        L is doubled no further than this.
+    Then between the last that fits and the one that does not. ``row_of`` measures one L.
     """
     checks.check_int("first", first, at_least=WINDOW)
     fits, L = 0, first
