@@ -1068,33 +1068,6 @@ def test_steps_stand_beside_their_graphs(recorded):
     assert lines[0] == "| tiny | minimal | uniform | 0 | 2.00 | 5.0 | 1.75 | 0.25 |"
 
 
-def counted(kernel, busy, clock, waits, version="7_persistent", preset="tiny"):
-    idea = {"d_hidden": "d_hidden", "expert_down": "expert_down"}.get(kernel, "dense product by cuBLAS")
-    row = {"kind": "counters", "run": 0, "preset": preset, "version": version, "kernel": kernel, "idea": idea}
-    row |= {
-        "tensor_pct": busy,
-        "sm_clock_ghz": clock,
-        "duration_ms": 2.0,
-        "dram_pct": 10,
-        "l2_pct": 20,
-        "l2_link_pct": 30,
-    }
-    return row | {"stalls": [[waits, 40.0], ["wait", 9.0]]}
-
-
-def test_what_the_counters_say_is_computed():
-    rows = [counted("expert_down", 80, 1.5, "gmma"), counted("d_hidden", 40, 1.5, findings.WAIT)]
-    found = {"rows": [*rows, counted("nvjet", 80, 1.5, "gmma", version="")]}
-    lines = findings.why(found).splitlines()[2:]
-    assert lines[0] == "| tiny | `d_hidden` | 50 | 50 | 100 | 2.00 | 1.00 | 10 | 20 | 30 |"
-    assert [line.split(" | ")[1] for line in lines] == ["`d_hidden`", "`expert_down`", "cuBLAS, dense"]
-    of_layer, waits = findings.facts(found).replace("\n  ", " ").splitlines()
-    assert "On tiny, furthest behind: `d_hidden`, 1.00 ms of the 1.00 that" in of_layer
-    assert "least busy: `d_hidden` (40% at 1.50 GHz), busiest: `expert_down` (80% at 1.50 GHz), fastest: " in of_layer
-    assert "first in 1 of 2 launches; of those that gather rows, it has 40 to 40%" in waits and "0 to 0%" in waits
-    assert findings.facts({"rows": rows}) == findings.why({"rows": rows}) == "", "without cuBLAS there is no measure"
-
-
 def test_every_trial_has_a_verdict():
     found = document.trials()
     assert {trial["verdict"] for trial in found} == set(document.VERDICTS)

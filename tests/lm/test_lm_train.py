@@ -17,12 +17,10 @@ import torch
 from helpers import files_of_at_most
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_lm import CONFIG
+from small_lm import CONFIG, moeblaze
 from torch import nn
-from typer.testing import CliRunner
 
 from moeblaze_ref import lm
-from moeblaze_ref.cli.app import app
 from moeblaze_ref.core import records
 from moeblaze_ref.lm import checkpoint, command, data, finite, log, presets
 from moeblaze_ref.lm.checkpoint import CheckpointError
@@ -802,19 +800,9 @@ def test_the_standard_library_is_documentation_and_sources():
 # The command
 
 
-def moeblaze(*arguments):
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", *map(str, arguments)])
-
-
-@pytest.fixture
-def texts(tmp_path):
-    write(tmp_path / "texts", {name: content * 400 for name, content in FILES.items()})
-    return tmp_path / "texts"
-
-
 def test_the_command_trains_and_goes_on(tmp_path, texts):
     train = ("--layer", "oracle", "--steps", 2, "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
-    done = moeblaze(*train)
+    done = moeblaze("train", *train)
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 2] and lines[1]["tokens_per_second"] > 0
@@ -822,9 +810,9 @@ def test_the_command_trains_and_goes_on(tmp_path, texts):
         f"2 steps: validation loss {lines[0]['validation_loss']:.3f} -> {lines[-1]['validation_loss']:.3f}"
         in done.stdout
     )
-    again = moeblaze(*train)
+    again = moeblaze("train", *train)
     assert again.exit_code == 2 and "holds a run already" in again.output
-    assert moeblaze(*train, "--resume").exit_code == 0
+    assert moeblaze("train", *train, "--resume").exit_code == 0
     assert len((tmp_path / "run" / LOG).read_text().splitlines()) == 4
 
 
@@ -835,7 +823,7 @@ def test_the_command_stops_at_a_loss_that_is_not_finite(tmp_path, texts, monkeyp
         nn.init.constant_(training.model.embedding.weight, math.nan)
         return training
 
-    done = moeblaze("--layer", "oracle", "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
+    done = moeblaze("train", "--layer", "oracle", "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
     assert done.exit_code == 1 and "error: step 0" in done.output
 
 
@@ -858,9 +846,8 @@ def test_the_command_stops_at_a_loss_that_is_not_finite(tmp_path, texts, monkeyp
 )
 def test_the_command_says_what_is_allowed_and_writes_nothing(arguments, message, tmp_path, texts):
     known = ("--data", texts) if "--data" not in arguments else ()
-    done = moeblaze(
-        "--out", tmp_path / "run", *known, *(() if "--device" in arguments else ("--device", "cpu")), *arguments
-    )
+    device = () if "--device" in arguments else ("--device", "cpu")
+    done = moeblaze("train", "--out", tmp_path / "run", *known, *device, *arguments)
     assert done.exit_code == 2 and message in done.output, done.output
     assert not (tmp_path / "run").exists()
 
@@ -889,5 +876,5 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, texts, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run", stopped)
-    done = moeblaze("--layer", "oracle", "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
+    done = moeblaze("train", "--layer", "oracle", "--device", "cpu", "--data", texts, "--out", tmp_path / "run")
     assert done.exit_code == 130 and "--resume goes on from the last checkpoint" in done.output
