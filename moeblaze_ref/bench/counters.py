@@ -65,61 +65,32 @@ DENSE = "nvjet.*|.*gemm.*"  # what cuBLAS calls its kernels
 
 @dataclass(frozen=True)
 class Row:
-    """One launch.
+    """One launch under ncu."""
 
-    Parameters
-    ----------
-    kind : str
-        "counters".
-    preset, shape, dtype
-        The layer: a name, {L, d, h, E, k}, and the dtype of its activations. Of the dense product the shape is
-        {M, N, K}.
-    version, kernel : str
-        "" is the version of the dense product.
-    idea : str
-        Which step of the series it is, or which stage of a training step; or that it is the dense product.
-    duration_ms : float
-        Under ncu, after a pause and with cold caches: not comparable with interleaved times.
-    sm_clock_ghz : float
-        Cycles of a multiprocessor in a nanosecond.
-    tensor_pct, issue_pct : float
-        How much of the time the tensor cores' pipe is busy, and of a scheduler's active cycles how many issue.
-    dram_pct, dram_read_bytes, dram_written_bytes, l2_pct, l2_hit_pct, l2_link_pct
-        DRAM and L2 cache: percent of the peak rate, bytes, sectors that are found in the cache, percent of the time in
-        which the link between the cache's two halves is busy.
-    sectors_per_load, sectors_per_store : float
-        Sectors of 32 bytes for each request of a warp; copies by TMA and cp.async are no such requests.
-    registers, shared_bytes : int
-        Of a thread at the launch, and of a block.
-    stalls : list of [str, float]
-        The three that take most of the warps' time, by ncu's names, and how many percent of it.
-    tool : str
-        ncu's version, and the options that bear on the figures.
-    """
-
-    kind: str
+    kind: str  # "counters"
     preset: str
-    shape: dict[str, int]
-    dtype: str
-    version: str
+    shape: dict[str, int]  # {L, d, h, E, k} of the layer, {M, N, K} of the dense product
+    dtype: str  # of the layer's activations
+    version: str  # "" of the dense product
     kernel: str
-    idea: str
-    duration_ms: float
-    sm_clock_ghz: float
-    tensor_pct: float
-    issue_pct: float
-    dram_pct: float
+    idea: str  # which step of the series it is, or which stage of a training step; or that it is the dense product
+    duration_ms: float  # after a pause and with cold caches: not comparable with interleaved times
+    sm_clock_ghz: float  # cycles of a multiprocessor in a nanosecond
+    tensor_pct: float  # of the time in which the tensor cores' pipe is busy
+    issue_pct: float  # of a scheduler's active cycles in which one issues
+    dram_pct: float  # of the peak rate, as of the L2 cache
     dram_read_bytes: int
     dram_written_bytes: int
     l2_pct: float
-    l2_hit_pct: float
-    l2_link_pct: float
+    l2_hit_pct: float  # of the sectors, those that are found in the cache
+    l2_link_pct: float  # of the time in which the link between the cache's two halves is busy
+    # Sectors of 32 bytes for each request of a warp; copies by TMA and cp.async are no such requests.
     sectors_per_load: float
     sectors_per_store: float
-    registers: int
-    shared_bytes: int
-    stalls: list[tuple[str, float]]
-    tool: str
+    registers: int  # of a thread at the launch
+    shared_bytes: int  # of a block
+    stalls: list[tuple[str, float]]  # the three that take most of the warps' time, by ncu's names, and its percent
+    tool: str  # ncu's version, and the options that bear on the figures
 
 
 class Launch(NamedTuple):

@@ -38,35 +38,19 @@ NO_BANDS: Constants = (("BAND", 1),)
 
 @dataclass(frozen=True)
 class Step:
-    """One way to make a, b and y_swi.
+    """One way to make a, b and y_swi."""
 
-    Parameters
-    ----------
-    version : str
-        Of ``expert_up.FORWARD_VERSIONS``.
-    idea : str
-        What is different from the step before, or from the whole.
-    constants : tuple of (name, value)
-        With which the version's file is compiled, beside its usual ones.
-    persistent : bool
-        A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
-        version; the others always have a block for each tile.
-    fused : bool
-        Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
-        and torch multiplies that by b.
-    against : str
-        What it is compared with: ``ABOVE``, ``WHOLE``, or ``BELOW``, which the whole is compared with, too.
-    most_tokens : int, optional
-        A layer with more is timed with this many.
-    """
-
-    version: str
-    idea: str
-    constants: Constants = ()
+    version: str  # of ``expert_up.FORWARD_VERSIONS``
+    idea: str  # what is different from the step before, or from the whole
+    constants: Constants = ()  # with which the version's file is compiled, beside its usual ones
+    # A block for each multiprocessor, which takes tile after tile; otherwise a block for each tile. Of the last
+    # version; the others always have a block for each tile.
     persistent: bool = True
+    # Whether the kernel applies the activation. Otherwise activation/1_elementwise.cu makes act(a) from a behind it,
+    # and torch multiplies that by b.
     fused: bool = True
-    against: str = ABOVE
-    most_tokens: int | None = None
+    against: str = ABOVE  # what it is compared with; the whole is compared with what is ``BELOW``, too
+    most_tokens: int | None = None  # a layer with more is timed with this many
 
     def config(self, config: MoEConfig) -> MoEConfig:
         """The layer with no more tokens than the step takes."""
@@ -120,23 +104,16 @@ def most_tiles(config: MoEConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(TimedRow):
-    """One step of one layer. Its errors are the largest of a, b and y_swi against plain torch.
+    """One step of one layer, its version and idea as in `Step`.
 
-    Parameters
-    ----------
-    version, idea
-        As in `Step`.
-    tflops, pct_of_cublas
-        1e12 FLOPs of both products in a second; that in percent of the dense product's rate.
-    ratio_to : dict
-        How many times the rate of what it is compared with: {"the row above": 2.0}, {"the version below": 1.3} or
-        {"the whole": 0.9}; a rate and no time, since the first step may have fewer tokens.
+    Its ratios are of rates and not of times, since the first step may have fewer tokens: {"the row above": 2.0}, {"the
+    version below": 1.3} or {"the whole": 0.9}. Its errors are the largest of a, b and y_swi against plain torch.
     """
 
     version: str
     idea: str
-    tflops: float
-    pct_of_cublas: float
+    tflops: float  # 1e12 FLOPs of both products in a second
+    pct_of_cublas: float  # that in percent of the dense product's rate
 
 
 def steps_of(config: MoEConfig, versions: Sequence[str] = ()) -> list[Step]:

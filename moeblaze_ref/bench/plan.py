@@ -37,31 +37,18 @@ TAKEN_BY = {option: ("layer",) for option in ("policies", "systems", "routing", 
 class Request:
     """A user's request; None or an empty sequence stands for the default.
 
-    Parameters
-    ----------
-    presets : sequence of str
-        Names, or "all" for ``LAYER_PRESETS``.
-    tokens : int, optional
-        L, in place of that of each preset.
-    policies, systems, routing, capacity_factor
-        Of a layer: see `layer.Choice`; systems may be named as `timed_systems.named` knows them.
-    stages : sequence of str
-        Of a step: see `roofline.stages_of`.
-    versions : sequence of str
-        Of the kernels; of a layer at most one.
-    repetitions : int
-        Of each row.
+    Policies, systems, routing and capacity_factor are of a layer, see `layer.Choice`; stages are of a step.
     """
 
-    presets: Sequence[str] = ()
-    tokens: int | None = None
+    presets: Sequence[str] = ()  # names, or "all" for ``LAYER_PRESETS``
+    tokens: int | None = None  # L, in place of that of each preset
     policies: Sequence[str] = ()
-    systems: Sequence[str] = ()
+    systems: Sequence[str] = ()  # as `timed_systems.named` knows them
     routing: str | None = None
     capacity_factor: float | None = None
-    stages: Sequence[str] = ()
-    versions: Sequence[str] = ()
-    repetitions: int = 15
+    stages: Sequence[str] = ()  # of `roofline.stages_of`
+    versions: Sequence[str] = ()  # of the kernels; of a layer at most one
+    repetitions: int = 15  # of each row
 
 
 def jobs(kind: str, request: Request) -> list[Job]:

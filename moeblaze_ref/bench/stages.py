@@ -63,24 +63,16 @@ WITH_TORCH = ("gating", "dispatch", "combine")  # stages that plain torch has to
 
 @dataclass(frozen=True, kw_only=True)
 class Row(TimedRow):
-    """One stage of one layer, on the device's own time. Its ratio and its errors are to plain torch.
+    """One stage of one layer, on the device's own time. Its ratio and its errors are to plain torch."""
 
-    Parameters
-    ----------
-    stage, system, version
-        What ran: one of `roofline.stages_of`, "moeblaze" or "torch", and the version; None where there is no ladder.
-    flops, bytes, bound, roofline_ms, pct_of_roofline
-        Of `ceilings.Cost`; which of both is the roofline; the roofline over the median, in percent.
-    """
-
-    stage: str
-    system: str
-    version: str | None
-    flops: int
+    stage: str  # one of `roofline.stages_of`
+    system: str  # "moeblaze" or "torch"
+    version: str | None  # None where there is no ladder
+    flops: int  # as `ceilings.Cost`, like the bytes
     bytes: int
-    bound: str
+    bound: str  # which of both is the roofline
     roofline_ms: float
-    pct_of_roofline: float
+    pct_of_roofline: float  # the roofline over the median
 
 
 def versions_of(stage: str, dtype: str) -> list[str | None]:

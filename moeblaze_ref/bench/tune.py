@@ -32,25 +32,15 @@ LEAST_GAIN = 1.02  # over the default: less is noise
 
 @dataclass(frozen=True)
 class Time:
-    """Time of one tile.
-
-    Parameters
-    ----------
-    preset : str
-    version, kernel, groups, weights
-        See `tiles.KEY`.
-    tile : MmaTile or HopperTile
-    ms : float
-        Median, on the device's own time.
-    """
+    """Time of one tile."""
 
     preset: str
-    version: str
+    version: str  # this and the next three as in `tiles.KEY`
     kernel: str
     groups: str
     weights: str
     tile: tiles.Tile
-    ms: float
+    ms: float  # median, on the device's own time
 
 
 def jobs(presets: Sequence[str], tokens: int | None, versions: Sequence[str], repetitions: int) -> list[Callable]:

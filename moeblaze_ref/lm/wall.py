@@ -39,31 +39,15 @@ OURS = "moeblaze, minimal"
 
 @dataclass(frozen=True)
 class Row:
-    """A step of a model at one size.
+    """A step of a model at one size; what is measured is None where the step did not fit."""
 
-    Parameters
-    ----------
-    contender : str
-        One of ``CONTENDERS``.
-    L : int
-        Tokens of the step.
-    window : int
-        Tokens that attention sees at once.
-    kept_bytes : int or None
-        What autograd keeps of the forward, weights excluded; None where the step did not fit.
-    peak_bytes : int or None
-        The most that was allocated at a time in a whole step, weights and AdamW's moments included; None without a
-        GPU, or where the step did not fit.
-    step_ms : float or None
-        Of forward, backward and optimizer; None where the step did not fit.
-    """
-
-    contender: str
-    L: int
-    window: int
-    kept_bytes: int | None = None
+    contender: str  # one of ``CONTENDERS``
+    L: int  # tokens of the step
+    window: int  # tokens that attention sees at once
+    kept_bytes: int | None = None  # what autograd keeps of the forward, weights excluded
+    # The most that was allocated at a time in a whole step, with weights and AdamW's moments; None without a GPU, too.
     peak_bytes: int | None = None
-    step_ms: float | None = None
+    step_ms: float | None = None  # of forward, backward and optimizer
 
     @property
     def fits(self) -> bool:

@@ -23,30 +23,14 @@ from moeblaze_ref.placement.trace import Profile, profile, split
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the methods that solve a program or search.
+    """Options of the methods that solve a program or search."""
 
-    Parameters
-    ----------
-    bounds : Bounds or None
-        Experts of a layer on a GPU; None is as equal as can be.
-    solver : str
-        One of ``solver.SOLVERS``.
-    time_limit : float
-        Seconds of each of MoETuner's programs.
-    limit : float
-        Of `joint`: a layer's fullest GPU over the mean.
-    steps : int
-        Of the annealing, in `joint` and `exflow`.
-    spare : int
-        Copies of experts on each GPU beyond E / G, of EPLB with replicas.
-    """
-
-    bounds: Bounds | None = None
-    solver: str = DEFAULT_SOLVER
-    time_limit: float = TIME_LIMIT
-    limit: float = LIMIT
-    steps: int = annealing.STEPS
-    spare: int = 1
+    bounds: Bounds | None = None  # experts of a layer on a GPU; by default as equal as can be
+    solver: str = DEFAULT_SOLVER  # one of ``solver.SOLVERS``
+    time_limit: float = TIME_LIMIT  # seconds of each of MoETuner's programs
+    limit: float = LIMIT  # of `joint`: a layer's fullest GPU over the mean
+    steps: int = annealing.STEPS  # of the annealing, in `joint` and `exflow`
+    spare: int = 1  # copies of experts on each GPU beyond E / G, of EPLB with replicas
 
     def __post_init__(self):
         checks.check_name("solver", self.solver, SOLVERS)
@@ -58,25 +42,15 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """A method's result on a profile.
+    """A method's result on a profile."""
 
-    Parameters
-    ----------
-    shares : array (layers, E, G)
-        The share of each expert's tokens that each GPU serves.
-    placement : Placement or None
-        None where experts are replicated.
-    gap : float or None
-        Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above
-        its least. None where nothing is proven.
-    load_gap : float or None
-        What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
-        from the mean, which may be unproven where this is small.
-    """
-
-    shares: np.ndarray
-    placement: Placement | None
+    shares: np.ndarray  # (layers, E, G), the share of each expert's tokens that each GPU serves
+    placement: Placement | None  # None where experts are replicated
+    # Of `moetuner`, on what it was fitted to: the larger of ``load_gap`` and of what ILP 2's objective may be above its
+    # least. None where nothing is proven.
     gap: float | None = None
+    # What the fullest GPU's load may be above the least, in the worst layer: not ILP 1's own objective, the deviation
+    # from the mean, which may be unproven where this is small.
     load_gap: float | None = None
 
 
@@ -133,30 +107,15 @@ def named(texts: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """A method's numbers: on one split, or their medians over several.
-
-    Parameters
-    ----------
-    method : str
-    balance_mean, balance_worst : float
-        The fullest GPU's load over the mean, over layers.
-    cross_share : float
-        Of transitions between layers, those that change GPU.
-    step_ms : float
-        Of the modelled step.
-    solve_s : float
-        Of the method.
-    gap, load_gap : float or None
-        As in `Fitted`.
-    """
+    """A method's numbers: on one split, or their medians over several."""
 
     method: str
-    balance_mean: float
+    balance_mean: float  # the fullest GPU's load over the mean, over layers
     balance_worst: float
-    cross_share: float
-    step_ms: float
-    solve_s: float
-    gap: float | None
+    cross_share: float  # of transitions between layers, those that change GPU
+    step_ms: float  # of the modelled step
+    solve_s: float  # of the method
+    gap: float | None  # as in `Fitted`
     load_gap: float | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,24 +125,13 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Trial(Row):
-    """One method on one split.
+    """One method on one split."""
 
-    Parameters
-    ----------
-    seed : int or None
-        Of the split; None if it was evaluated on what it was fitted to.
-    token_tail_ms, transfer_tail_ms : float
-        Of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum.
-    fitted : Fitted
-    load : array (layers, G)
-        Held-out tokens that each GPU got.
-    """
-
-    seed: int | None
-    token_tail_ms: float
+    seed: int | None  # of the split; None if it was evaluated on what it was fitted to
+    token_tail_ms: float  # of the modelled step, slowest GPUs and slowest pairs: ``step_ms`` is their sum
     transfer_tail_ms: float
     fitted: Fitted
-    load: np.ndarray
+    load: np.ndarray  # (layers, G), held-out tokens that each GPU got
 
 
 def try_method(
