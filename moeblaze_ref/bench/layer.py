@@ -96,21 +96,8 @@ def systems_to_time(config: MoEConfig, choice: Choice) -> list[str]:
 class Scene:
     """The weights, tokens and systems of one layer; every timed step starts from them.
 
-    Parameters
-    ----------
-    config : MoEConfig
-        dtype float32, bfloat16 or float16, as the systems take it.
-    choice : Choice
-    device : Device
-
-    Attributes
-    ----------
-    layer : RoutedExperts
-        Whose weights all have.
-    modules : dict of str to nn.Module
-        Of the other systems of ``moeblaze_ref.nn.systems`` that were chosen.
-    baselines : dict of str to Baseline
-        Of the layers of other projects that were chosen.
+    The layer's dtype is float32, bfloat16 or float16, as the systems take it. All have the weights of ``layer``.
+    ``modules`` are the chosen systems of ``moeblaze_ref.nn.systems``, ``baselines`` the layers of other projects.
 
     Raises
     ------

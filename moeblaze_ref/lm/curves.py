@@ -41,16 +41,10 @@ def settings_of(name: str, base: TrainSettings) -> TrainSettings:
 
 
 def collect(base: TrainSettings, text: str, folder: Path) -> dict[str, Any]:
-    """Collect the runs in a folder and compare them.
+    """Collect the runs in a folder, each in a folder with its own name, and compare them.
 
-    Parameters
-    ----------
-    base : TrainSettings
-        What all runs share.
-    text : str
-        `data.Corpus.fingerprint` of what they read.
-    folder : Path
-        Of the runs' own folders, each with its run's name; those without a checkpoint are left out.
+    A run without a checkpoint is left out. ``base`` is what all runs share, ``text`` the `data.Corpus.fingerprint` of
+    what they read.
 
     Returns
     -------

@@ -39,12 +39,7 @@ Layers = str | MoEFactory  # as `model.MoETransformer` takes them
 class ReorderedOracle(oracle.OracleMoE):
     """The oracle's function with sums over d, over h or over both from the last term to the first.
 
-    Parameters
-    ----------
-    *sizes, **options
-        As in `RoutedExperts`.
-    axes : str
-        One of ``ORDERS``.
+    ``axes`` is one of ``ORDERS``; sizes and other options are those of `RoutedExperts`.
 
     Raises
     ------
@@ -174,18 +169,9 @@ def replayed(
     far rounding alone leads. Before every step of a number that `EVERY` divides, each of them also computes the loss
     and the gradients of that step from the oracle's weights, and then goes on from its own.
 
-    Parameters
-    ----------
-    settings : TrainSettings
-        Of all runs, in float32; their layer is not looked at.
-    corpus : data.Corpus
-    steps : int
-        How far to go into the run that the settings describe.
-    device : str or torch.device
-    moe : str or callable
-        The layers that are compared with the oracle's, as `model.MoETransformer` takes them.
-    on_step : callable, optional
-        Called after every step with its number, from 1, and the oracle's loss.
+    The settings are of all runs, in float32; their layer is not looked at. ``steps`` is how far to go into the run that
+    they describe, ``moe`` the layers that are compared with the oracle's, as `model.MoETransformer` takes them.
+    ``on_step`` is called after every step with its number, from 1, and the oracle's loss.
 
     Returns
     -------
@@ -293,19 +279,13 @@ def compare_free(
     """Check that a run with free routing stays as near to the oracle as rounding allows.
 
     Until its first token has other experts, each of its losses must be within ``BOUND`` of the oracle's, and so must
-    the first step's gradients. From that step on it must be a run like ``ORACLES``, which differ in summation order
-    alone: nearer to one of them than two of them are to each other. That is, to at least one of them, both its mean gap
-    over these steps and its worst one are at most the largest of any two of them. Which one does not matter: each of
-    them might have been the first.
+    the first step's gradients, as `compare_gradients` says. From that step on it must be a run like ``ORACLES``, which
+    differ in summation order alone: nearer to one of them than two of them are to each other. That is, to at least one
+    of them, both its mean gap over these steps and its worst one are at most the largest of any two of them. Which one
+    does not matter: each of them might have been the first.
 
-    Parameters
-    ----------
-    losses : mapping
-        Of ``moeblaze`` and of each of ``ORACLES``, a number a step.
-    changed : sequence of int
-        Of ``moeblaze``, tokens with other experts than in the oracle at each step.
-    gradients : mapping
-        `compare_gradients` of the first step; left out if a token had other experts there.
+    ``losses`` has a number a step of ``moeblaze`` and of each of ``ORACLES``, ``changed`` the tokens of ``moeblaze``
+    with other experts than in the oracle.
 
     Returns
     -------

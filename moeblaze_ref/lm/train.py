@@ -29,38 +29,6 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # the secon
 class TrainSettings:
     """Settings that decide a run's losses, besides the text and the device.
 
-    Parameters
-    ----------
-    config : LMConfig
-        The model.
-    steps : int
-        Optimizer steps; 0 trains nothing.
-    layer : str
-        The system of the MoE layers, one of ``systems.SYSTEMS``.
-    layer_options : mapping
-        Of that system's constructor, such as ``policy``.
-    batch : int
-        Windows of a step.
-    learning_rate : float
-        AdamW's, at its peak.
-    warmup : int
-        Steps in which it rises to the peak, linearly.
-    final_fraction : float
-        What is left of it at the last step, after half a cosine that begins where the warm-up ends; 1 keeps it. A run
-        of no more steps than the warm-up never falls.
-    weight_decay : float
-        AdamW's, of every parameter alike: norms, embedding, head and routers too, not the matrices of the blocks alone.
-    gradient_norm : float
-        Longer gradients are cut to it.
-    balance_weight, z_weight : float
-        Of the two router losses.
-    precision : str
-        One of ``PRECISIONS``; the weights are float32 in either.
-    seed : int
-        Of the weights and of the training windows.
-    order_seed : int, optional
-        Of the training windows, in place of seed: the same weights on another order of the text.
-
     Raises
     ------
     ValueError, TypeError
@@ -68,20 +36,23 @@ class TrainSettings:
     """
 
     config: LMConfig
-    steps: int
-    layer: str = "oracle"
-    layer_options: Mapping[str, Any] = field(default_factory=dict)
-    batch: int = 16
-    learning_rate: float = 3e-3
-    warmup: int = 0
+    steps: int  # of the optimizer; 0 trains nothing
+    layer: str = "oracle"  # the system of the MoE layers, one of ``systems.SYSTEMS``
+    layer_options: Mapping[str, Any] = field(default_factory=dict)  # of its constructor, such as ``policy``
+    batch: int = 16  # windows of a step
+    learning_rate: float = 3e-3  # AdamW's, at its peak
+    warmup: int = 0  # steps in which it rises to the peak, linearly
+    # What is left of the learning rate at the last step, after half a cosine that begins where the warm-up ends; 1
+    # keeps it. A run of no more steps than the warm-up never falls.
     final_fraction: float = 1.0
+    # AdamW's, of every parameter alike: norms, embedding, head and routers too, not the matrices of the blocks alone.
     weight_decay: float = 1e-2
-    gradient_norm: float = GRADIENT_NORM
-    balance_weight: float = BALANCE_WEIGHT
+    gradient_norm: float = GRADIENT_NORM  # longer gradients are cut to it
+    balance_weight: float = BALANCE_WEIGHT  # this and the next of the two router losses
     z_weight: float = Z_WEIGHT
-    precision: str = "float32"
-    seed: int = 0
-    order_seed: int | None = None
+    precision: str = "float32"  # one of ``PRECISIONS``; the weights are float32 in either
+    seed: int = 0  # of the weights and of the training windows
+    order_seed: int | None = None  # of the windows, in place of seed: the same weights on another order of the text
 
     def __post_init__(self):
         checks.check_type("config", self.config, LMConfig)

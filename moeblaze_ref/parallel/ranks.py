@@ -30,15 +30,8 @@ def check_initialised():
 class Ranks:
     """The ranks of a group, as one of them sees them. All must make the same calls in the same order.
 
-    Parameters
-    ----------
-    group : ProcessGroup, optional
-        Of NCCL for tensors on GPUs, of gloo for tensors on CPUs. Default: all ranks.
-
-    Attributes
-    ----------
-    rank, size : int
-        This rank's number in the group, and how many there are.
+    The group is of NCCL for tensors on GPUs, of gloo for tensors on CPUs; by default it has all ranks. ``rank`` is this
+    rank's number in the group, ``size`` how many there are.
 
     Raises
     ------

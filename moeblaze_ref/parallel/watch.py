@@ -85,12 +85,8 @@ class Watch(AbstractContextManager):
 
     Every rank enters and leaves it; leaving waits for the others. Where a collective fails, as gloo's do when another
     rank has died, `LostRank` is raised on leaving. A collective that waits for ever cannot be left: then the process
-    writes the same message to stderr and ends with status 1.
-
-    Parameters
-    ----------
-    timeout : float
-        Seconds from a rank's last sign, or from when others wait for it, until all have ended.
+    writes the same message to stderr and ends with status 1. ``timeout`` is in seconds, from a rank's last sign, or
+    from when others wait for it, until all have ended.
 
     Raises
     ------

@@ -106,9 +106,7 @@ def baseline_placements(
 ) -> dict[str, Placement]:
     """Return the placements of the baselines that need no solver and place every expert once, by name.
 
-    ``steps`` is of `baselines.exflow`'s annealing.
-
-    `baselines.eplb` without replicas is `greedy` on one node.
+    ``steps`` is of `baselines.exflow`'s annealing. `baselines.eplb` without replicas is `greedy` on one node.
     """
     return {
         "greedy": baselines.greedy(profile, num_gpus, bounds),

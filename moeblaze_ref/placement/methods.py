@@ -213,9 +213,7 @@ def curve(
     limits: Sequence[float] = LIMITS,
     tokens: int = STEP_TOKENS,
 ) -> list[Callable[[], list[Trial]]]:
-    """Jobs for the Pareto curve of load against crossings.
-
-    Each is the search of `joint` under one limit, and no baseline takes its place.
+    """Jobs for the Pareto curve of load against crossings: the search of `joint` under each limit, without baselines.
 
     The trace's first split decides: fitted to one half of the sequences, evaluated on the other.
     """
