@@ -191,19 +191,10 @@ class _Reference:
 
 @torch.no_grad()
 def _slack(rows: Tensor, d_y: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Return the largest change of an expert's row gradients that undecided slopes allow.
+    """Return the largest change of an expert's row gradients (n, d) that undecided slopes allow.
 
-    Parameters
-    ----------
-    rows, d_y : Tensor (n, d)
-        The expert's input, and the gradient of its output.
-    weights : mapping of str to Tensor
-        w1 and w2 (d, h), w3 (h, d); w2 of reglu alone.
-
-    Returns
-    -------
-    Tensor (n, d)
-        The sum over undecided pre-activations of what each adds to the gradient of its row, without signs.
+    It is the sum over undecided pre-activations of what each adds to the gradient of its row, without signs. ``rows``
+    and ``d_y`` (n, d) are the expert's input and the gradient of its output; only reglu has a w2.
     """
     a = rows @ weights["w1"]
     undecided = a.abs() <= SIGN_ERROR * math.sqrt(rows.shape[1]) * a.square().mean().sqrt()

@@ -13,14 +13,9 @@ INDEX = 4  # bytes of an int32, and of a float32 gate, logit or probability
 
 
 def columns(ceilings: Ceilings, hot: Ceilings) -> dict[str, float]:
-    """Return the device's rates as columns of a row: TFLOP/s and GB/s.
+    """Return the device's rates as columns of a row.
 
-    Parameters
-    ----------
-    ceilings : Ceilings
-        Measured on the idle device; the roofline uses these.
-    hot : Ceilings
-        Interleaved with what is timed.
+    The roofline uses ``ceilings``, measured on the idle device; ``hot`` is interleaved with what is timed.
 
     Returns
     -------

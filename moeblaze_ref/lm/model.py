@@ -139,12 +139,8 @@ class Block(nn.Module):
 class MoETransformer(nn.Module):
     """Embedding, blocks, final norm and head.
 
-    Parameters
-    ----------
-    config : LMConfig
-    moe : str or callable
-        The system of the MoE layers: a name in ``systems.SYSTEMS``, or what `systems.system` returns, which is called
-        as ``moe(d, h, E, k, activation)`` for each block.
+    ``moe`` is the system of the MoE layers: a name in ``systems.SYSTEMS``, or what `systems.system` returns, which is
+    called as ``moe(d, h, E, k, activation)`` for each block.
 
     Raises
     ------

@@ -70,20 +70,9 @@ def search(
 ) -> Placement:
     """Search as `joint` does, without the comparison with baselines: under the limit, if packing is.
 
-    Parameters
-    ----------
-    profile : Profile
-        With R.
-    on : Cluster
-        Whose links carry the transitions.
-    limit : float
-        No layer's fullest GPU exceeds this times the mean, nor the packing's where that is no more even; 1 or more.
-    bounds : Bounds, optional
-        Of the packing to start with, whose numbers of experts stay; by default `bounds.equal`.
-    steps, seed : int
-        Of the annealing.
-    tail : float
-        From 0 to 1, the slowest pair's part of what a transition costs.
+    No layer's fullest GPU exceeds ``limit``, 1 or more, times the mean, nor the packing's where that is no more even.
+    The packing to start with is within the bounds, by default `bounds.equal`, and its numbers of experts stay. Steps,
+    seed and ``tail``, the slowest pair's part of what a transition costs, are of `annealing.anneal`.
 
     Raises
     ------
