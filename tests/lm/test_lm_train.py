@@ -5,6 +5,7 @@ import math
 import re
 import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -302,16 +303,13 @@ def test_the_speed_is_of_all_tokens_of_the_step(tmp_path, monkeypatch):
 
 def test_the_dropped_share_is_of_the_rows_of_all_layers(tmp_path):
     training = trainer(replace(SETTINGS, steps=1, layer="capacity", layer_options={"capacity_factor": 1.0}))
+    slots = lambda: [block.moe.dropped_slots for block in training.model.blocks]
     dropped = []
-    training.validate = lambda batches: dropped.append([int(n) for n in slots_of(training) if n is not None]) or 0.0
+    training.validate = lambda batches: dropped.append([int(n) for n in slots() if n is not None]) or 0.0
     lines = run(training, tmp_path)
     first, second = dropped[-1]  # what the step left there
     assert first != second
     assert lines[1]["dropped_share"] == (first + second) / (2 * SETTINGS.batch * CONFIG.sequence * CONFIG.k)
-
-
-def slots_of(training):
-    return [block.moe.dropped_slots for block in training.model.blocks]
 
 
 def test_a_run_of_no_steps_has_a_checkpoint_too(tmp_path):
@@ -353,15 +351,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+@contextmanager
+def refused(folder, error, message):
+    """This error is raised, and every file of the folder stays as it is."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(error, match=message):
+        yield
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_folder_with_a_run_is_not_overwritten(folder):
-    before = contents(folder)
-    with pytest.raises(ValueError, match="holds a run already .checkpoint.safetensors, log.jsonl.: resume it"):
+    with refused(folder, ValueError, "holds a run already .checkpoint.safetensors, log.jsonl.: resume it"):
         train_in(folder, replace(SETTINGS, steps=2))
-    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -378,18 +379,15 @@ def test_a_folder_with_a_run_is_not_overwritten(folder):
     ],
 )
 def test_a_checkpoint_of_another_configuration_names_the_field(changes, message, folder):
-    before = contents(folder)
-    with pytest.raises(CheckpointError, match=message):
+    with refused(folder, CheckpointError, message):
         train_in(folder, replace(SETTINGS, **{"steps": 2, **changes}), resume=True)
-    assert contents(folder) == before
 
 
 def test_a_checkpoint_of_another_text_is_refused(folder):
-    help_ = data.python_help()
-    other = data.Corpus(help_.training[1:], help_.validation)
-    with pytest.raises(
-        CheckpointError, match=f"its text is '{help_.fingerprint}', but here it is '{other.fingerprint}'"
-    ):
+    its = data.python_help()
+    other = data.Corpus(its.training[1:], its.validation)
+    message = f"its text is '{its.fingerprint}', but here it is '{other.fingerprint}'"
+    with refused(folder, CheckpointError, message):
         run(trainer(replace(SETTINGS, steps=2), other), folder, resume=True)
 
 
@@ -416,30 +414,23 @@ def spoil_log(path, how):
 @pytest.mark.parametrize("how", LOGS)
 def test_a_log_that_is_not_the_checkpoints_is_refused_and_kept(how, folder):
     spoil_log(folder / LOG, how)
-    before = contents(folder)
-    with pytest.raises((ValueError, OSError), match=LOGS[how]):
+    with refused(folder, (ValueError, OSError), LOGS[how]):
         train_in(folder, replace(SETTINGS, steps=2), resume=True)
-    assert contents(folder) == before
 
 
 def test_a_foreign_log_without_a_checkpoint_is_refused_and_kept(folder):
     (folder / CHECKPOINT).unlink()
-    before = contents(folder)
-    with pytest.raises(ValueError, match="log.jsonl is of the run .*: name another folder"):
+    with refused(folder, ValueError, "log.jsonl is of the run .*: name another folder"):
         train_in(folder, replace(SETTINGS, steps=3), resume=True)
-    assert contents(folder) == before
     train_in(folder, replace(SETTINGS, steps=2), resume=True)
 
 
 def spoil_by(change):
-    def spoil(path):
-        path.write_bytes(change(path.read_bytes()))
-
-    return spoil
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-def spoil_header(path):
-    save_file(load_file(path), path)
+def spoil_header(**metadata):
+    return lambda path: save_file(load_file(path), path, metadata)
 
 
 def spoil_fields(**fields):
@@ -449,13 +440,9 @@ def spoil_fields(**fields):
         with safe_open(path, framework="pt") as file:
             header = json.loads(file.metadata()[checkpoint.HEADER]) | fields
         text = json.dumps({name: value for name, value in header.items() if value is not None})
-        save_file(load_file(path), path, {checkpoint.HEADER: text})
+        spoil_header(**{checkpoint.HEADER: text})(path)
 
     return spoil
-
-
-def spoil_text(text):
-    return lambda path: save_file(load_file(path), path, {checkpoint.HEADER: text})
 
 
 def spoil_tensors(change):
@@ -473,22 +460,23 @@ def spoil_tensors(change):
 
 
 MOMENT = "optimizer.blocks.1.moe.w1.exp_avg"
+HEAD = "model.head.weight"
+
+
+def put(name, tensor):
+    return lambda tensors: tensors.update({name: tensor})
+
+
 DAMAGED = {
-    "model.head.weight is float32 (2, 3), but it must be float32 (256, 16)": lambda tensors: tensors.update(
-        {"model.head.weight": torch.zeros(2, 3)}
-    ),
-    "model.head.weight is float16 (256, 16), but it must be float32": lambda tensors: tensors.update(
-        {"model.head.weight": torch.zeros(256, 16).half()}
-    ),
-    "model.head.weight holds NaN or infinity": lambda tensors: tensors["model.head.weight"][3].fill_(math.nan),
+    f"{HEAD} is float32 (2, 3), but it must be float32 (256, 16)": put(HEAD, torch.zeros(2, 3)),
+    f"{HEAD} is float16 (256, 16), but it must be float32": put(HEAD, torch.zeros(256, 16).half()),
+    f"{HEAD} holds NaN or infinity": lambda tensors: tensors[HEAD][3].fill_(math.nan),
     f"{MOMENT} is absent, but it must be float32 (4, 16, 16)": lambda tensors: tensors.pop(MOMENT),
-    f"{MOMENT} is float32 (16,)": lambda tensors: tensors.update({MOMENT: torch.zeros(16)}),
+    f"{MOMENT} is float32 (16,)": put(MOMENT, torch.zeros(16)),
     "losses is absent": lambda tensors: tensors.pop("losses"),
-    "losses is float64 (1,), but it must be float64 (2,)": lambda tensors: tensors.update(
-        losses=torch.zeros(1, dtype=torch.float64)
-    ),
+    "losses is float64 (1,), but it must be float64 (2,)": put("losses", torch.zeros(1, dtype=torch.float64)),
     "windows is absent": lambda tensors: tensors.pop("windows"),
-    "more is float32 (2,), but it must be absent": lambda tensors: tensors.update(more=torch.zeros(2)),
+    "more is float32 (2,), but it must be absent": put("more", torch.zeros(2)),
 }
 
 
@@ -499,9 +487,9 @@ DAMAGED = {
         (spoil_by(lambda content: content[:50]), "is truncated, or no checkpoint"),
         (spoil_by(lambda content: b""), "is truncated, or no checkpoint"),
         (spoil_by(lambda content: b"hello, world" * 50), "is truncated, or no checkpoint"),
-        (spoil_header, "no training run of this project wrote it"),
-        (spoil_text("{"), "is damaged: Expecting"),
-        (spoil_text("[]"), "is damaged: its header is no object"),
+        (spoil_header(), "no training run of this project wrote it"),
+        (spoil_header(moeblaze_ref="{"), "is damaged: Expecting"),
+        (spoil_header(moeblaze_ref="[]"), "is damaged: its header is no object"),
         (spoil_fields(format=None), "is damaged: its header has no format"),
         (spoil_fields(format=1), "is of format 1, but this version reads format 2"),
         (spoil_fields(settings=None, digest=None), "is damaged: its header has no digest, settings"),
@@ -511,11 +499,10 @@ DAMAGED = {
 )
 def test_a_damaged_checkpoint_is_refused_and_kept(spoil, message, folder):
     spoil(folder / CHECKPOINT)
-    before, training = contents(folder), trainer(replace(SETTINGS, steps=2))
+    training = trainer(replace(SETTINGS, steps=2))
     untouched = {name: tensor.clone() for name, tensor in training.tensors().items()}
-    with pytest.raises(CheckpointError, match=message):
+    with refused(folder, CheckpointError, message):
         run(training, folder, resume=True)
-    assert contents(folder) == before
     assert training.tensors().keys() == untouched.keys()
     assert all(torch.equal(tensor, untouched[name]) for name, tensor in training.tensors().items())
 
@@ -529,20 +516,17 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(folder):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << random.randrange(8)
         (folder / CHECKPOINT).write_bytes(flipped)
-        for load in (
-            lambda: checkpoint.load(folder / CHECKPOINT, fresh),
-            lambda: checkpoint.load_model(folder / CHECKPOINT),
-        ):
-            with pytest.raises(CheckpointError, match="checkpoint.safetensors"):
-                load()
+        with pytest.raises(CheckpointError, match="checkpoint.safetensors"):
+            checkpoint.load(folder / CHECKPOINT, fresh)
+        with pytest.raises(CheckpointError, match="checkpoint.safetensors"):
+            checkpoint.load_model(folder / CHECKPOINT)
 
 
 def test_a_field_that_only_the_checkpoint_has_is_compared(tmp_path):
     settings = replace(SETTINGS, steps=1, layer="capacity", layer_options={"capacity_factor": 2.0})
     train_in(tmp_path, settings)
-    with pytest.raises(
-        CheckpointError, match="its settings.layer_options.capacity_factor is 2.0, but here it is 'absent'"
-    ):
+    message = "its settings.layer_options.capacity_factor is 2.0, but here it is 'absent'"
+    with pytest.raises(CheckpointError, match=message):
         train_in(tmp_path, replace(settings, layer_options={}), resume=True)
 
 
@@ -576,13 +560,8 @@ def test_a_checkpoint_that_may_not_be_read_says_so(folder, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_checkpoint_of_before(folder):
-    before = contents(folder)
-    with (
-        files_of_at_most(10_000),
-        pytest.raises(OSError, match="checkpoint.safetensors cannot be written: .*too large"),
-    ):
+    with files_of_at_most(10_000), refused(folder, OSError, "checkpoint.safetensors cannot be written: .*too large"):
         checkpoint.save(folder / CHECKPOINT, trainer())
-    assert contents(folder) == before
 
 
 def test_the_steps_of_a_checkpoint_are_read_without_its_tensors(folder):
