@@ -819,6 +819,9 @@ def test_versions_are_those_of_the_stages_that_have_them():
     assert job.keywords["versions"] == ["2_warp"]
 
 
+OF_OURS_ALONE = "only moeblaze or moeblaze_graphed has any, and is not among the systems"
+
+
 @pytest.mark.parametrize(
     ("kind", "request_", "message"),
     [
@@ -836,26 +839,14 @@ def test_versions_are_those_of_the_stages_that_have_them():
             "unknown system ''. Valid: moeblaze, megablocks_memory_optimized, megablocks, dynamic_capacity, capacity, ",
         ),
         ("layer", {"systems": ("capacity",), "capacity_factor": 0.0}, "capacity_factor is 0.0, but it must be"),
-        (
-            "layer",
-            {"capacity_factor": 2.0},
-            "capacity_factor 2.0: only capacity has any, and is not among the systems",
-        ),
+        ("layer", {"capacity_factor": 2.0}, "capacity_factor 2.0: only capacity has any, and is not among the systems"),
         ("stage", {"capacity_factor": 2.0}, "capacity_factor 2.0: only bench layer has any"),
         ("stage", {"systems": ("oracle",)}, "systems oracle: only bench layer has any"),
-        (
-            "layer",
-            {"systems": ("megablocks",), "versions": ("3_mma",)},
-            "versions 3_mma: only moeblaze or moeblaze_graphed has any, and is not among the systems",
-        ),
+        ("layer", {"systems": ("megablocks",), "versions": ("3_mma",)}, f"versions 3_mma: {OF_OURS_ALONE}"),
         ("layer", {"routing": "zip"}, "unknown routing 'zip'"),
         ("layer", {"versions": ("5_more",)}, "unknown version of layer '5_more'"),
         ("layer", {"versions": ("2_tiled", "3_mma")}, "versions 2_tiled, 3_mma: a layer runs on one version"),
-        (
-            "layer",
-            {"systems": ("gather_sum",), "policies": ("paper",)},
-            "policies paper: only moeblaze or moeblaze_graphed has any, and is not among the systems",
-        ),
+        ("layer", {"systems": ("gather_sum",), "policies": ("paper",)}, f"policies paper: {OF_OURS_ALONE}"),
         (
             "layer",
             {"presets": ("conf3",), "systems": ("moeblaze_graphed",)},
