@@ -44,19 +44,12 @@ def weights_of(parameters: RoutedExperts) -> Weights:
 
 
 class Error(NamedTuple):
-    """The error of a tensor.
+    """The error of a tensor."""
 
-    Parameters
-    ----------
-    whole : float
-        ||found - expected|| / ||expected||. Of integers, 0 if they are equal, else infinite.
-    row : float
-        Of the worst entry along the first dimension, such as a token's row or an expert's matrix: its
-        ||found - expected|| over its ||expected||, or over the root of the mean square of all ||expected|| if that is
-        larger, so that small entries need not be righter than others.
-    """
-
-    whole: float
+    whole: float  # ||found - expected|| / ||expected||; of integers, 0 if they are equal, else infinite
+    # Of the worst entry along the first dimension, such as a token's row or an expert's matrix: its
+    # ||found - expected|| over its ||expected||, or over the root of the mean square of all ||expected|| if that is
+    # larger, so that small entries need not be righter than others.
     row: float
 
     @property

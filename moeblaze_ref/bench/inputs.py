@@ -28,15 +28,7 @@ def _random(shape: str, dtype: str | None = None, fan_in: str = "", gated: bool 
 
 
 class Inputs:
-    """Inputs of one layer's stages; each array is made on first use.
-
-    Parameters
-    ----------
-    config : MoEConfig
-    bridge : Bridge
-        To the arrays of the device.
-    device : torch.device
-    """
+    """Inputs of one layer's stages as arrays of the device, to which ``bridge`` leads; each is made on first use."""
 
     x = _random("Ld")
     d_out = _random("Ld")

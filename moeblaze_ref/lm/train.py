@@ -106,16 +106,9 @@ class Ahead(NamedTuple):
 class Trainer:
     """A training run between two steps.
 
-    All that it is beside its settings and its text lies in `tensors`: a run that is restored from them goes on
-    bit for bit, where torch itself gives the same bits twice: on a CPU with as many threads, for every system.
-
-    Parameters
-    ----------
-    settings : TrainSettings
-    corpus : data.Corpus
-    device : str or torch.device
-    moe : callable, optional
-        What makes the MoE layers, in place of the system that the settings name; as in `model.MoETransformer`.
+    All that it is beside its settings and its text lies in `tensors`: a run that is restored from them goes on bit for
+    bit, where torch itself gives the same bits twice: on a CPU with as many threads, for every system. ``moe`` makes
+    the MoE layers, in place of the system that the settings name; as in `model.MoETransformer`.
 
     Attributes
     ----------
@@ -309,20 +302,11 @@ def _check_length(part: str, text: Tensor, sequence: int):
 
 @dataclass(frozen=True, eq=False)
 class TrainResult:
-    """A trained model and how it got there.
-
-    Parameters
-    ----------
-    model : MoETransformer
-    losses : list of float
-        Cross entropy of each step's training windows, before the step, in nats per token.
-    validation_loss : float
-        Cross entropy on validation windows after the last step.
-    """
+    """A trained model and how it got there."""
 
     model: MoETransformer
-    losses: list[float]
-    validation_loss: float
+    losses: list[float]  # cross entropy of each step's training windows, before the step, in nats per token
+    validation_loss: float  # cross entropy on validation windows after the last step
 
 
 def language_loss(output: LMOutput, targets: Tensor) -> Tensor:
