@@ -10,6 +10,8 @@ from moeblaze_ref.runtime.simt import build
 from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
 from moeblaze_ref.runtime.source import inlined, kernel_text
 
+UNCHANGED = SimtExecutor.load
+
 
 @contextmanager
 def quick_builds():
@@ -28,14 +30,31 @@ class Quick(SimtExecutor):
             return super().load(file, text=f"{text or kernel_text(file)}\n// compiled quickly\n", **constants)
 
 
+def with_fault(file: str, right: str, wrong: str) -> str:
+    """The text of a kernel file with a fault in it."""
+    text = inlined(file)
+    assert right in text, f"{file} no longer holds {right!r}: update the fault"
+    return text.replace(right, wrong)
+
+
+def plant(monkeypatch, file: str, faulty_text: str, **constants):
+    """Compile this text in place of a kernel file's from now on."""
+
+    def load(self, name, text=None, **given):
+        if name != file:
+            return UNCHANGED(self, name, text=text, **given)
+        with quick_builds():
+            return UNCHANGED(self, name, text=faulty_text, **constants, **given)
+
+    monkeypatch.setattr(SimtExecutor, "load", load)
+
+
 class Planted(Quick):
     """An executor with one fault in one kernel file."""
 
     def __init__(self, file: str, right: str, wrong: str, seed: int, **constants):
         super().__init__(seed=seed)
-        text = inlined(file)
-        assert right in text, f"{file} no longer holds {right!r}: update the fault"
-        self.file, self.faulty_text, self.constants = file, text.replace(right, wrong), constants
+        self.file, self.faulty_text, self.constants = file, with_fault(file, right, wrong), constants
 
     def load(self, file, text=None, **constants):
         if file != self.file:

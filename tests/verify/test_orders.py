@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from planted import quick_builds
+from planted import plant, with_fault
 
 from moeblaze_ref.backends.numba_cuda import block_sparse as numba_block_sparse
 from moeblaze_ref.backends.numba_cuda import combine as numba_combine
@@ -20,7 +20,7 @@ from moeblaze_ref.backends.raw_cuda import expert_down, gemm, tiles
 from moeblaze_ref.backends.raw_cuda.tiles import WARP
 from moeblaze_ref.backends.registry import BACKENDS
 from moeblaze_ref.core.paths import ROOT
-from moeblaze_ref.runtime.simt.executor import SimtExecutor, SimtModule
+from moeblaze_ref.runtime.simt.executor import SimtModule
 from moeblaze_ref.runtime.source import inlined
 from moeblaze_ref.verify import check, orders
 
@@ -303,16 +303,7 @@ FAULTS = [fault for loop in LOOPS for fault in loop.faults()] + OTHER_FAULTS
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}-{fault.version}-{fault.name}")
 def test_another_order_in_a_kernel_fails(fault, monkeypatch):
     """Every sum that the fault reorders, in the first of its dtypes."""
-    load, text = SimtExecutor.load, inlined(fault.file)
-    assert fault.right in text, f"{fault.file} no longer holds {fault.right!r}: update the fault"
-
-    def load_faulty(self, file, **options):
-        if file != fault.file:
-            return load(self, file, **options)
-        with quick_builds():
-            return load(self, file, text=text.replace(fault.right, fault.wrong), **options)
-
-    monkeypatch.setattr(SimtExecutor, "load", load_faulty)
+    plant(monkeypatch, fault.file, with_fault(fault.file, fault.right, fault.wrong))
     jobs_of = {name_of(job.args[4]): job for job in jobs(fault.stage, "simt", fault.version)}
     first_rows = {name: next(jobs_of[name]()) for name in fault.fails}
     assert all(not row.ok and row.error > 0 for row in first_rows.values()), first_rows
