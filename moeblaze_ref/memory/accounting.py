@@ -69,24 +69,13 @@ def _as_size(number: Size | int) -> Size:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One row of an account.
+    """One row of an account."""
 
-    Parameters
-    ----------
-    name : str
-        The project's name of the tensor.
-    dims : tuple of Size or int
-        Its shape; the first entry is a Size.
-    dtype : str
-        "float64", "float32", "bfloat16", "float16", "int32", "int64" or "bool".
-    until : str, optional
-        The tensor (it may be this one) whose birth is the last use, after which it is freed. None: it lives until
-        the backward.
-    """
-
-    name: str
-    dims: tuple[Size | int, ...]
-    dtype: str
+    name: str  #: the project's name of the tensor
+    dims: tuple[Size | int, ...]  #: its shape; the first entry is a Size
+    dtype: str  #: "float64", "float32", "bfloat16", "float16", "int32", "int64" or "bool"
+    #: The tensor (it may be this one) whose birth is the last use, after which it is freed. None: it lives until the
+    #: backward.
     until: str | None = None
 
     @property
@@ -119,30 +108,22 @@ class Tensor:
 class Assumptions:
     """Assumptions that the bytes depend on besides the configuration.
 
-    Parameters
-    ----------
-    counts : sequence of int, optional
-        Routed rows of each expert (E entries that add up to L * k), which decide what is dropped and what is
-        padded. Default: uniform routing.
-    capacity_factor : float or str
-        Rows that `capacity` reserves for an expert, as a multiple of L * k / E, or "max", as `dynamic_capacity` does.
-        Default: Switch Transformer's 1.25.
-    renormalize : bool
-        Whether the chosen gates are divided by their sum, which costs the systems in plain torch, where autograd keeps
-        what it divides, two tensors.
-    block : int
-        Rows and columns of a block of `megablocks` and `megablocks_memory_optimized`.
-
     Raises
     ------
     TypeError, ValueError
         If capacity_factor is neither a finite number above zero nor "max", or block is no integer of at least 1.
     """
 
+    #: Routed rows of each expert (E entries that add up to L * k), which decide what is dropped and what is padded.
+    #: Default: uniform routing.
     counts: Sequence[int] | None = None
+    #: Rows that `capacity` reserves for an expert, as a multiple of L * k / E, or "max", as `dynamic_capacity` does.
+    #: Default: Switch Transformer's 1.25.
     capacity_factor: float | str = DEFAULT_FACTOR
+    #: Whether the chosen gates are divided by their sum, which costs the systems in plain torch, where autograd keeps
+    #: what it divides, two tensors.
     renormalize: bool = False
-    block: int = BLOCK
+    block: int = BLOCK  #: rows and columns of a block of `megablocks` and `megablocks_memory_optimized`
 
     def __post_init__(self):
         check_factor(self.capacity_factor)
@@ -151,31 +132,16 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Account:
-    """The activation bytes of one system; `tensors` are in order of birth.
+    """The activation bytes of one system; `tensors` are in order of birth."""
 
-    Parameters
-    ----------
-    config : MoEConfig
-        The layer and the step.
-    system, policy : str
-        One of ``VARIANTS``; the policy is None for systems that have none.
-    assumptions : Assumptions
-        What was assumed about the routing.
-    symbols : dict
-        Value of every symbol that the formulas use.
-    tensors : tuple of Tensor
-        One row a tensor.
-    notes : tuple of str
-        What a reader must know about these numbers.
-    """
-
-    config: MoEConfig
+    config: MoEConfig  #: the layer and the step
+    #: One of ``VARIANTS``; the policy is None for systems that have none.
     system: str
     policy: str | None
-    assumptions: Assumptions
-    symbols: dict[str, int]
-    tensors: tuple[Tensor, ...]
-    notes: tuple[str, ...]
+    assumptions: Assumptions  #: what was assumed about the routing
+    symbols: dict[str, int]  #: value of every symbol that the formulas use
+    tensors: tuple[Tensor, ...]  #: one row a tensor
+    notes: tuple[str, ...]  #: what a reader must know about these numbers
 
     @property
     def label(self) -> str:

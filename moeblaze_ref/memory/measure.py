@@ -18,21 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class KeptStorage:
-    """A storage that lives until the backward, and the first tensor that autograd saved of it.
+    """A storage that lives until the backward, and the first tensor that autograd saved of it."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Of that tensor, which may be a view of a part of the storage.
-    dtype : str
-        Of that tensor, such as "float32".
-    bytes : int
-        Of the whole storage.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
+    shape: tuple[int, ...]  #: of that tensor, which may be a view of a part of the storage
+    dtype: str  #: of that tensor, such as "float32"
+    bytes: int  #: of the whole storage
 
 
 class SavedStorages(saved_tensors_hooks):

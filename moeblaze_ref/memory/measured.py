@@ -38,7 +38,6 @@ def measured(one: Account, device: str = "cpu") -> Measured:
 
     Parameters
     ----------
-    one : Account
     device : str
         "cpu" or "cuda".
 

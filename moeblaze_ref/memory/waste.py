@@ -67,20 +67,11 @@ def kept_bytes_per_row(config: MoEConfig, system: str, block: int = BLOCK) -> in
 
 @dataclass(frozen=True)
 class Waste:
-    """Lost and wasted rows of one system.
-
-    Parameters
-    ----------
-    rows : Rows
-    flops_per_row : int
-        Of a step, `step_flops_per_row`.
-    bytes_per_row : int
-        `kept_bytes_per_row`; 0 of a system that stores no padding.
-    """
+    """Lost and wasted rows of one system."""
 
     rows: Rows
-    flops_per_row: int
-    bytes_per_row: int
+    flops_per_row: int  #: of a step, `step_flops_per_row`
+    bytes_per_row: int  #: `kept_bytes_per_row`; 0 of a system that stores no padding
 
     @property
     def dropped_rows(self) -> int:
@@ -128,7 +119,6 @@ def compare(
 
     Parameters
     ----------
-    config : MoEConfig
     counts : sequence of int
         Rows that are routed to each of the E experts.
     capacity_factor : float or str

@@ -135,61 +135,30 @@ def random_topk(num_tokens: int, num_experts: int, k: int, routing: str = "unifo
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One layer and the tokens that run through it; outputs and gradients are of order 1.
+    """One layer and the tokens that run through it; outputs and gradients are of order 1."""
 
-    Parameters
-    ----------
-    name : str
-        What is hard about it.
-    x : ndarray (L, d)
-    weights : MoEWeights
-    d_out : ndarray (L, d)
-        Gradient of the layer's output.
-    k : int
-        Experts per token.
-    activation, policy : str
-        The policy is what the layer keeps; it must change no result.
-    renormalize : bool
-        Whether the chosen gates are divided by their sum.
-    d_losses : tuple of float
-        Gradients of the load-balancing loss and of the router z-loss; 0 for a loss that is off.
-    capacity_factor : float or str
-        Of the stage ``capacity``, one of ``CAPACITY_FACTORS``.
-    drop_policy : str
-        Of the stage ``capacity``, one of ``capacity.DROP_POLICIES``.
-    replay : bool
-        Whether the layer is given its routing, ``topk_experts``, in place of its router's choice.
-    wanted : tuple of str
-        The gradients that are asked for, of ``GRADIENTS``.
-    overwrite : bool
-        Whether the backward may overwrite what the forward saved; of a torch layer, whether it is the last backward.
-    autocast : bool
-        Of the torch layers in a narrow dtype: whether x and the weights are float32 and ``torch.autocast`` casts them.
-    keep_routing : bool
-        Of the torch layers: whether activation checkpointing computes the forward twice, with one routing.
-    block : int, optional
-        Of the stage ``block_sparse``, a divisor of h; by default `comparisons.sparse_block`.
-    step : int
-        Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.
-    """
-
-    name: str
-    x: np.ndarray
+    name: str  #: what is hard about it
+    x: np.ndarray  #: (L, d)
     weights: MoEWeights
-    d_out: np.ndarray
-    k: int
+    d_out: np.ndarray  #: (L, d): gradient of the layer's output
+    k: int  #: experts per token
     activation: str = "swiglu"
-    policy: str = "minimal"
-    renormalize: bool = False
+    policy: str = "minimal"  #: what the layer keeps; it must change no result
+    renormalize: bool = False  #: whether the chosen gates are divided by their sum
+    #: Gradients of the load-balancing loss and of the router z-loss; 0 for a loss that is off.
     d_losses: tuple[float, float] = D_LOSSES
-    capacity_factor: float | str = capacity.DEFAULT_FACTOR
-    drop_policy: str = "by_gate"
-    replay: bool = False
-    wanted: tuple[str, ...] = GRADIENTS
+    capacity_factor: float | str = capacity.DEFAULT_FACTOR  #: of the stage ``capacity``, one of ``CAPACITY_FACTORS``
+    drop_policy: str = "by_gate"  #: of the stage ``capacity``, one of ``capacity.DROP_POLICIES``
+    replay: bool = False  #: whether the layer is given its routing, ``topk_experts``, in place of its router's choice
+    wanted: tuple[str, ...] = GRADIENTS  #: the gradients that are asked for, of ``GRADIENTS``
+    #: Whether the backward may overwrite what the forward saved; of a torch layer, whether it is the last backward.
     overwrite: bool = False
+    #: Of the torch layers in a narrow dtype: whether x and the weights are float32 and ``torch.autocast`` casts them.
     autocast: bool = False
+    #: Of the torch layers: whether activation checkpointing computes the forward twice, with one routing.
     keep_routing: bool = False
-    block: int | None = None
+    block: int | None = None  #: of the stage ``block_sparse``, a divisor of h; by default `comparisons.sparse_block`
+    #: Steps of the same shape that came before. Rows and gradients that a single stage is given differ in each.
     step: int = 0
 
     @property

@@ -199,13 +199,17 @@ def expect_gating(case: Case, dtype: torch.dtype) -> Results:
     if case.L == 0:
         return {"forward": forward}
     routing = oracle.decide(leaf, case.k, case.renormalize, torch.from_numpy(case.topk_experts))
-    losses = {
-        "load_balancing_loss": oracle.load_balancing_loss(routing),
-        "router_z_loss": oracle.router_z_loss(routing),
-    }
+    losses = _losses_of(routing)
     d_outputs = {"gates": d_gates(case)} | dict(zip(losses, case.d_losses, strict=True))
     backward = _gradients({"gates": routing.gates} | losses, d_outputs, {"logits": leaf})
     return {"forward": forward | _arrays(**losses), "backward": backward}
+
+
+def _losses_of(routing: oracle.Routing) -> dict[str, Tensor]:
+    return {
+        "load_balancing_loss": oracle.load_balancing_loss(routing),
+        "router_z_loss": oracle.router_z_loss(routing),
+    }
 
 
 def d_gates(case: Case) -> np.ndarray:
@@ -412,10 +416,7 @@ def expect_layer(
     outputs = {"out": oracle.experts(x, weighting, w1, w2, w3, case.activation)}
     d_outputs: dict[str, Any] = {"out": case.d_out}
     if case.L:  # the mean over no tokens has no gradient
-        losses = {
-            "load_balancing_loss": oracle.load_balancing_loss(routing),
-            "router_z_loss": oracle.router_z_loss(routing),
-        }
+        losses = _losses_of(routing)
         outputs, d_outputs = outputs | losses, d_outputs | dict(zip(losses, _d_losses(case), strict=True))
     inputs = {name: t for name, t in _present(x=x, wg=wg, w1=w1, w2=w2, w3=w3).items() if f"d_{name}" in case.wanted}
     backward = _gradients(outputs, d_outputs, inputs | {"gates": routing.gates})
@@ -503,9 +504,12 @@ def overflowing(stage: str, multiprocessors: int) -> list[Case]:
 
 def run_block_sparse(stage: Any, case: Case) -> Results:
     """The output of MegaBlocks' experts and every gradient through them."""
-    (_, w1, w2, w3), dispatch = case.weights, dispatch_of(case)
-    gates = gates_of(case)
-    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates, case.activation, block_of(case))
+    return _run_experts(stage, case, block_of(case))
+
+
+def _run_experts(stage: Any, case: Case, *options: Any) -> Results:
+    (_, w1, w2, w3), gates = case.weights, gates_of(case)
+    out, saved = stage.forward(case.x, w1, w2, w3, dispatch_of(case), gates, case.activation, *options)
     found = stage.backward(case.d_out, saved, w1, w2, w3)
     return {"forward": {"out": out}, "backward": _present(**found._asdict())}
 
@@ -568,11 +572,7 @@ def dropped_by_definition(case: Case, mask: np.ndarray) -> tuple[int, int, np.nd
 
 def run_capacity(stage: Any, case: Case) -> Results:
     """The output of experts with C rows each, and every gradient through them."""
-    (_, w1, w2, w3), dispatch = case.weights, dispatch_of(case)
-    options = case.activation, case.capacity_factor, case.drop_policy
-    out, saved = stage.forward(case.x, w1, w2, w3, dispatch, gates_of(case), *options)
-    found = stage.backward(case.d_out, saved, w1, w2, w3)
-    return {"forward": {"out": out}, "backward": _present(**found._asdict())}
+    return _run_experts(stage, case, case.capacity_factor, case.drop_policy)
 
 
 def expect_capacity(case: Case, dtype: torch.dtype) -> Results:
@@ -589,27 +589,14 @@ def dispatch_of(case: Case) -> Dispatch:
 
 
 class TorchLayer(NamedTuple):
-    """A layer that is checked as a whole.
+    """A layer that is checked as a whole."""
 
-    Parameters
-    ----------
-    system : str
-        One of ``systems.SYSTEMS``.
-    backends : tuple of str
-        The backends that run it.
-    options : callable
-        The options of its constructor that it takes from a case, besides the activation and renormalisation.
-    expect : callable
-        What its results must equal.
-    cases : callable
-        Returns its cases.
-    """
-
-    system: str
-    backends: tuple[str, ...]
+    system: str  #: one of ``systems.SYSTEMS``
+    backends: tuple[str, ...]  #: the backends that run it
+    #: The options of its constructor that it takes from a case, besides the activation and renormalisation.
     options: Callable[[Case], dict[str, Any]]
-    expect: Expect
-    cases: Callable[[], list[Case]]
+    expect: Expect  #: what its results must equal
+    cases: Callable[[], list[Case]]  #: returns its cases
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -734,14 +721,6 @@ def _without_gates(expected: Results) -> Results:
     return expected
 
 
-def _block_of(case: Case) -> dict[str, Any]:
-    return {"block": block_of(case)}
-
-
-def _capacity_of(case: Case) -> dict[str, Any]:
-    return {"capacity_factor": case.capacity_factor, "drop_policy": case.drop_policy}
-
-
 def _with_policies() -> list[Case]:
     return [*every_choice(), *paired_options(), *single_gradients()]
 
@@ -760,20 +739,21 @@ def _of_capacities() -> list[Case]:
 
 
 KERNELS, PLAIN = ("simt", "cuda"), ("torch",)
+# The options that a case chooses of a layer.
+_nothing = lambda case: {}
+_policy = lambda case: {"policy": case.policy}
+_block = lambda case: {"block": block_of(case)}
+_capacity = lambda case: {"capacity_factor": case.capacity_factor, "drop_policy": case.drop_policy}
 # By the name of the check.
 TORCH_LAYERS: dict[str, TorchLayer] = {
-    "torch_layer": TorchLayer(
-        "moeblaze", KERNELS, lambda case: {"policy": case.policy}, expect_torch_layer, _with_policies
-    ),
-    "torch_block_sparse": TorchLayer("megablocks", KERNELS, _block_of, expect_torch_layer, _in_blocks),
+    "torch_layer": TorchLayer("moeblaze", KERNELS, _policy, expect_torch_layer, _with_policies),
+    "torch_block_sparse": TorchLayer("megablocks", KERNELS, _block, expect_torch_layer, _in_blocks),
     "torch_memory_optimized": TorchLayer(
-        "megablocks_memory_optimized", KERNELS, _block_of, expect_torch_layer, _in_blocks
+        "megablocks_memory_optimized", KERNELS, _block, expect_torch_layer, _in_blocks
     ),
-    "torch_capacity": TorchLayer("capacity", PLAIN, _capacity_of, expect_torch_capacity, _of_capacities),
-    "torch_dynamic_capacity": TorchLayer(
-        "dynamic_capacity", PLAIN, lambda case: {}, expect_plain_torch, _without_policies
-    ),
-    "torch_sequential": TorchLayer("sequential", PLAIN, lambda case: {}, expect_plain_torch, _without_policies),
+    "torch_capacity": TorchLayer("capacity", PLAIN, _capacity, expect_torch_capacity, _of_capacities),
+    "torch_dynamic_capacity": TorchLayer("dynamic_capacity", PLAIN, _nothing, expect_plain_torch, _without_policies),
+    "torch_sequential": TorchLayer("sequential", PLAIN, _nothing, expect_plain_torch, _without_policies),
 }
 
 
@@ -807,32 +787,15 @@ EXPECT: dict[str, Expect] = {
 }
 
 
-IN_PARTS = ("combine", "2_vector")  # a stage and its version that can write some columns of the output alone
+# What only these versions of a stage do: what runs it, and what its results must equal.
+_OF_VERSIONS: dict[tuple[str, str | None], tuple[Callable[[Any, Case], Results], Expect]] = {
+    ("combine", "2_vector"): (run_combine_in_parts, expect_combine_in_parts),
+    **{("expert_up", version): (run_forward, expect_forward) for version in gemm.TEACHING},
+    **{("expert_down", version): (run_summed, expect_summed) for version in expert_down.SUMMED_VERSIONS},
+    **{("layer", version): (run_layer, expect_saving_summed_layer) for version in expert_down.SUMMED_VERSIONS},
+}
 
 
-def runner(stage: str, version: str | None) -> Callable[[Any, Case], Results]:
-    """Return what runs a stage on a version: that of ``RUN``, unless the version does what no other does."""
-    if (stage, version) == IN_PARTS:
-        return run_combine_in_parts
-    if _is_forward_alone(stage, version):
-        return run_forward
-    return run_summed if _sums(stage, version) else RUN[stage]
-
-
-def expectation(stage: str, version: str | None) -> Expect:
-    """Return what the results of `runner` must equal."""
-    if (stage, version) == IN_PARTS:
-        return expect_combine_in_parts
-    if _is_forward_alone(stage, version):
-        return expect_forward
-    if stage == "layer" and version in expert_down.SUMMED_VERSIONS:
-        return expect_saving_summed_layer
-    return expect_summed if _sums(stage, version) else EXPECT[stage]
-
-
-def _is_forward_alone(stage, version):
-    return stage == "expert_up" and version in gemm.TEACHING
-
-
-def _sums(stage, version):
-    return stage == "expert_down" and version in expert_down.SUMMED_VERSIONS
+def comparison(stage: str, version: str | None) -> tuple[Callable[[Any, Case], Results], Expect]:
+    """Return what runs a stage on a version, and what its results must equal."""
+    return _OF_VERSIONS.get((stage, version)) or (RUN[stage], EXPECT[stage])

@@ -30,23 +30,12 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """Something that a check chooses.
-
-    Parameters
-    ----------
-    name : str
-    values : tuple of str
-        All that it may be.
-    of : callable
-        The value of a check, not yet a string.
-    parameter : str
-        The argument of the functions and the torch layers that sets it; empty if none does.
-    """
+    """Something that a check chooses."""
 
     name: str
-    values: tuple[str, ...]
-    of: Callable[[Check], object]
-    parameter: str
+    values: tuple[str, ...]  #: all that it may be
+    of: Callable[[Check], object]  #: the value of a check, not yet a string
+    parameter: str  #: the argument of the functions and the torch layers that sets it; empty if none does
 
 
 def _switch(name: str, of: Callable[[Case], bool], parameter: str) -> Option:
@@ -132,20 +121,13 @@ Cell = dict[str, int | str]  # by kernel file
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table.
-
-    Parameters
-    ----------
-    stage, option, value : str
-        The value is "-" where the stage does not read the option.
-    cells : dict of str to dict
-        By backend, then by kernel file ("-" where a backend has one version): how many checks have this value, or why
-        none has.
-    """
+    """One line of the table."""
 
     stage: str
     option: str
-    value: str
+    value: str  #: "-" where the stage does not read the option
+    #: By backend, then by kernel file ("-" where a backend has one version): how many checks have this value, or why
+    #: none has.
     cells: dict[str, Cell]
 
 

@@ -42,21 +42,11 @@ _CAUSES = {
 
 
 class Verdict(NamedTuple):
-    """Verdict of a `checker.Report`.
+    """Verdict of a `checker.Report`."""
 
-    Parameters
-    ----------
-    first_problem : str
-        The first case that is wrong, and how; empty if none is.
-    report : str
-        All cases, with what was counted.
-    document : dict
-        The report as JSON takes it, and what the system ``refused`` of the confinement.
-    """
-
-    first_problem: str
-    report: str
-    document: dict[str, Any]
+    first_problem: str  #: the first case that is wrong, and how; empty if none is
+    report: str  #: all cases, with what was counted
+    document: dict[str, Any]  #: the report as JSON takes it, and what the system ``refused`` of the confinement
 
 
 def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any) -> Verdict:
@@ -70,10 +60,6 @@ def examine(kernel: str, task: str, limit: float = LIMIT_SECONDS, **options: Any
         Seconds after which the check is stopped.
     **options
         As of `checker.examine`, but for ``cases``.
-
-    Returns
-    -------
-    Verdict
 
     Raises
     ------
@@ -105,10 +91,6 @@ def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LI
     task, limit, **options
         As of `examine`.
 
-    Returns
-    -------
-    Verdict
-
     Raises
     ------
     ValueError, TypeError, OSError, TimeoutError, ChildProcessError
@@ -119,20 +101,13 @@ def examine_text(file: str, text: str, kernel: str, task: str, limit: float = LI
 
 
 class _Question(NamedTuple):
-    """Request to the comparing process.
+    """Request to the comparing process."""
 
-    Parameters
-    ----------
-    kernel, task, options
-        Of `checker.prepare`.
-    text : str, optional
-        What is in the file of the kernel, if the file has yet to be written.
-    """
-
+    #: Of `checker.prepare`.
     kernel: str
     task: str
     options: dict[str, Any]
-    text: str | None = None
+    text: str | None = None  #: what is in the file of the kernel, if the file has yet to be written
 
 
 @functools.cache

@@ -28,16 +28,9 @@ _WRITING = _WRITING_A_FILE | _REMOVE_DIR | _REMOVE_FILE | _REFER | _MAKE
 
 
 class Opened(NamedTuple):
-    """A file or folder that code may write, and why.
+    """A file or folder that code may write, and why."""
 
-    Parameters
-    ----------
-    path : str
-        With the wildcards of `glob`.
-    reason : str
-    """
-
-    path: str
+    path: str  #: with the wildcards of `glob`
     reason: str
 
 

@@ -79,18 +79,10 @@ def _second_on_other_processes(process: int) -> Block:
 
 
 class Call(NamedTuple):
-    """A system call that the filter refuses.
+    """A system call that the filter refuses."""
 
-    Parameters
-    ----------
-    numbers : tuple of int
-        On x86-64 and on aarch64.
-    block : callable
-        Takes the id of the process and returns the instructions that decide.
-    """
-
-    numbers: tuple[int, int]
-    block: Callable[[int], Block] = _always
+    numbers: tuple[int, int]  #: on x86-64 and on aarch64
+    block: Callable[[int], Block] = _always  #: takes the id of the process and returns the instructions that decide
 
 
 CALLS = {

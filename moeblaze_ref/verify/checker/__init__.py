@@ -70,10 +70,6 @@ def examine(kernel: str | Path | Any, task: str, **options: Any) -> Report:
     kernel, task, **options
         As `prepare` has them.
 
-    Returns
-    -------
-    Report
-
     Raises
     ------
     ValueError, TypeError, OSError
@@ -131,10 +127,6 @@ def prepare(
         leave out the wide ones.
     numba_runner : callable
         Says where Numba's kernels run. By default it looks for a GPU in this process.
-
-    Returns
-    -------
-    Exam
 
     Raises
     ------

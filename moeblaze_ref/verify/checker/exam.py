@@ -27,26 +27,15 @@ _MOST_RUNS = max(len(runner.orders) for runner in RUNNERS.values())
 
 @dataclass(frozen=True)
 class Exam:
-    """The task of a kernel, and the steps of every case.
-
-    Parameters
-    ----------
-    terms : Terms
-    runner : str
-        Where the kernel runs: one of `runners.RUNNERS`.
-    cases : list of (Step, Step)
-        The case itself, with memory for every run, and the next step of the same shape, with memory for one.
-    large : ndarray, optional
-        Memory for what the kernel writes in the case of `large.readers`; None if that case is not asked.
-    unchecked : str
-        Why that case is not asked of a kernel of which all other cases are.
-    """
+    """The task of a kernel, and the steps of every case."""
 
     terms: Terms
-    runner: str
+    runner: str  #: where the kernel runs: one of `runners.RUNNERS`
+    #: The case itself, with memory for every run, and the next step of the same shape, with memory for one.
     cases: list[tuple[Step, Step]]
+    #: Memory for what the kernel writes in the case of `large.readers`; None if that case is not asked.
     large: np.ndarray | None = None
-    unchecked: str = ""
+    unchecked: str = ""  #: why that case is not asked of a kernel of which all other cases are
 
     @classmethod
     def of(cls, terms: Terms, runner: str, cases: Iterable[Case], large: bool = False, unchecked: str = "") -> "Exam":

@@ -75,15 +75,9 @@ def choose_launch(stated: dict[str, str], asked: dict[str, str | None], contract
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A kernel of a .cu file.
+    """A kernel of a .cu file."""
 
-    Parameters
-    ----------
-    file, text : str
-        The file's name, for messages, and what is in it.
-    name : str
-    """
-
+    #: The file's name, for messages, and what is in it.
     file: str
     text: str
     name: str
@@ -300,19 +294,12 @@ def find_numba(function: Any, where: str) -> NumbaKernel:
 
 @dataclass(frozen=True)
 class NumbaFile:
-    """A Numba kernel whose module has not run yet.
+    """A Numba kernel whose module has not run yet."""
 
-    Parameters
-    ----------
-    place, name : str
-        The file or module, and the function in it.
-    text : bytes or None
-        The file, checked by `sources.check_source`; None of a module of the project.
-    """
-
+    #: The file or module, and the function in it.
     place: str
     name: str
-    text: bytes | None
+    text: bytes | None  #: the file, checked by `sources.check_source`; None of a module of the project
 
     backends = ("numba",)
 

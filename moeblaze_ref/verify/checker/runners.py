@@ -29,25 +29,14 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Runner:
-    """A place to run kernels in.
+    """A place to run kernels in."""
 
-    Parameters
-    ----------
-    run : callable
-        (kernel, constants, (grid, block, shared bytes), arguments, order) -> `Counts`; writes the
-        outputs in place. Arguments are numpy arrays and whole numbers by parameter.
-    orders : tuple of str
-        What tells one run from the next on the same input; each must give the same bits.
-    what_differs : str
-        What is wrong with a kernel of which they do not.
-    quantities : tuple of str
-        Those of `QUANTITIES` that are counted there.
-    """
-
+    #: (kernel, constants, (grid, block, shared bytes), arguments, order) -> `Counts`; writes the outputs in place.
+    #: Arguments are numpy arrays and whole numbers by parameter.
     run: Callable[..., Counts]
-    orders: tuple[str, ...]
-    what_differs: str
-    quantities: tuple[str, ...]
+    orders: tuple[str, ...]  #: what tells one run from the next on the same input; each must give the same bits
+    what_differs: str  #: what is wrong with a kernel of which they do not
+    quantities: tuple[str, ...]  #: those of `QUANTITIES` that are counted there
 
 
 def _simt(kernel: CudaKernel, constants: dict[str, Any], launch: tuple[Size, Size, int], arguments: Arrays, order: int):

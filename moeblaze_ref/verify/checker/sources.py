@@ -83,12 +83,7 @@ def check_source(text: str | bytes, file: str):
 
 
 class _Text:
-    """A text, with the names that it gives to modules.
-
-    Parameters
-    ----------
-    tree : ast.Module
-    """
+    """A text, with the names that it gives to modules."""
 
     def __init__(self, tree: ast.Module):
         self.nodes: list[Any] = list(ast.walk(tree))  # ast.AST; those that may be refused have a line and a column

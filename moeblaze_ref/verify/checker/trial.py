@@ -31,57 +31,24 @@ class Step(NamedTuple):
 
 
 class Description(NamedTuple):
-    """Description of a kernel, sent before its launches.
+    """Description of a kernel, sent before its launches."""
 
-    Parameters
-    ----------
-    runner : str
-        Where it runs: one of `runners.RUNNERS`.
-    launch : str
-        Its grid, block and shared bytes.
-    """
-
-    runner: str
-    launch: str
+    runner: str  #: where it runs: one of `runners.RUNNERS`
+    launch: str  #: its grid, block and shared bytes
 
 
 class Answer(NamedTuple):
-    """Results of the launches on one case.
+    """Results of the launches on one case."""
 
-    Parameters
-    ----------
-    fault : str
-        What the kernel did that a GPU would not survive; empty if nothing.
-    counts : dict
-        By quantity and tensor, of the first run.
-    symbols : dict of int
-        What the formula of a budget may use.
-    parameters : tuple of str
-        The tensors and sizes that the kernel takes.
-    """
-
-    fault: str
-    counts: Counts
-    symbols: dict[str, int]
-    parameters: tuple[str, ...]
+    fault: str  #: what the kernel did that a GPU would not survive; empty if nothing
+    counts: Counts  #: by quantity and tensor, of the first run
+    symbols: dict[str, int]  #: what the formula of a budget may use
+    parameters: tuple[str, ...]  #: the tensors and sizes that the kernel takes
 
 
 @dataclass(frozen=True)
 class Terms:
     """Terms of a check, made before the kernel runs.
-
-    Parameters
-    ----------
-    contract : Contract
-    kernel : CudaKernel, NumbaKernel or NumbaFile
-    backend : str
-        One that takes such a kernel.
-    asked : dict
-        Formulas for grid, block and shared bytes, or None.
-    budgets : tuple of Budget
-    activation, dtype : str
-    constants : dict
-        Preprocessor constants beyond the project's.
 
     Raises
     ------
@@ -91,12 +58,12 @@ class Terms:
 
     contract: Contract
     kernel: CudaKernel | NumbaKernel | NumbaFile
-    backend: str
-    asked: dict[str, str | None]
+    backend: str  #: one that takes such a kernel
+    asked: dict[str, str | None]  #: formulas for grid, block and shared bytes, or None
     budgets: tuple[Budget, ...]
     activation: str
     dtype: str
-    constants: dict[str, Any]
+    constants: dict[str, Any]  #: preprocessor constants beyond the project's
 
     def __post_init__(self):
         checks.check_name("backend", self.backend, BACKENDS)
@@ -139,27 +106,15 @@ class Terms:
 
 @dataclass(frozen=True)
 class Trial:
-    """A kernel that can be launched.
-
-    Parameters
-    ----------
-    contract : Contract
-    kernel : CudaKernel or NumbaKernel
-    runner : str
-        One of `runners.RUNNERS`.
-    launch : Launch
-    activation, dtype : str
-    constants : dict
-        As `Terms` has them.
-    """
+    """A kernel that can be launched."""
 
     contract: Contract
     kernel: CudaKernel | NumbaKernel
-    runner: str
+    runner: str  #: one of `runners.RUNNERS`
     launch: Launch
     activation: str
     dtype: str
-    constants: dict[str, Any]
+    constants: dict[str, Any]  #: as `Terms` has them
 
     @property
     def description(self) -> Description:

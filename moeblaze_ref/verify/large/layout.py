@@ -15,25 +15,15 @@ MANY_BLOCKS = 2**25  # more than the tiles of a case: each of the blocks that st
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a case. Each token has one expert; the last expert has the last rows, the one before it all others.
-
-    Parameters
-    ----------
-    version : str
-    L, E, d, h : int
-    rows : int
-        Of the last expert.
-    tile : MmaTile, optional
-        Of a version that has tiles; its default.
-    """
+    """Sizes of a case. Each token has one expert; the last expert has the last rows, the one before it all others."""
 
     version: str
     L: int
     E: int
     d: int
     h: int
-    rows: int
-    tile: tiles.MmaTile | None = None
+    rows: int  #: of the last expert
+    tile: tiles.MmaTile | None = None  #: of a version that has tiles; its default
 
     def __str__(self) -> str:
         return f"L={self.L}, E={self.E}, d={self.d}, h={self.h}"

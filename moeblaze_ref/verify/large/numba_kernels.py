@@ -25,32 +25,19 @@ FEW = 2  # rows of the last expert
 
 @dataclass(frozen=True, eq=False)
 class NumbaCase:
-    """A Numba kernel at sizes of which some product passes 2**31; its last block runs.
+    """A Numba kernel at sizes of which some product passes 2**31; its last block runs."""
 
-    Parameters
-    ----------
-    stage, kernel, passes : str
-        As in `Case`.
-    function : Numba kernel
-    arguments : dict
-        By name: (shape, dtype) of an array, or a number.
-    given, expected : dict
-        As in `Launch`.
-    blocks : int
-        Of the grid.
-    threads, shared_bytes : int
-        Of a block.
-    dtype : str
-    """
-
+    #: As in `Case`.
     stage: str
     kernel: str
     passes: str
     function: Any  # Numba's
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  #: by name: (shape, dtype) of an array, or a number
+    #: As in `Launch`.
     given: dict[str, Any]
     expected: dict[str, Any]
-    blocks: int
+    blocks: int  #: of the grid
+    #: Of a block.
     threads: int = THREADS
     shared_bytes: int = 0
     dtype: str = "float32"
